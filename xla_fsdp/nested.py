@@ -21,7 +21,6 @@ from xla_fsdp.parallelize import parallelize_nested
 from xla_fsdp.resolve_xla import XlaRun
 from xla_fsdp.torch_xla_private import (
     free_gathered,
-    original_name,
     original_parameters,
     without_wrappers,
 )
@@ -109,18 +108,14 @@ class NestedBackend(XlaBackend):
         FSDP's own get_original_names_and_sharded_parameters gives the root's parameters
         once for each unit (torch_xla 2.9).
         """
-        return {
-            without_wrappers(f"{unit_name}.{original_name(shard)}"): (
-                shard,
-                [
-                    (without_wrappers(f"{unit_name}.{name}"), shape)
-                    for name, shape in original_parameters(unit, shard)
-                ],
-            )
-            for unit_name, unit in self._model.named_modules()
-            if isinstance(unit, XlaFullyShardedDataParallel)
-            for shard in unit.sharded_params
-        }
+        found = {}
+        for unit_name, unit in self._model.named_modules():
+            if isinstance(unit, XlaFullyShardedDataParallel):
+                for shard in unit.sharded_params:
+                    own_name, parts = original_parameters(unit, shard)
+                    plain = [(without_wrappers(f"{unit_name}.{n}"), shape) for n, shape in parts]
+                    found[without_wrappers(f"{unit_name}.{own_name}")] = shard, plain
+        return found
 
     def _plain_names(self, name: str) -> list[str]:
         return [plain for plain, _ in self._shards[name][1]] if self._fsdp else [name]

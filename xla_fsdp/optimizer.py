@@ -133,7 +133,19 @@ def step_unless(
             for parameter in group["params"] if group["decay"] else []:
                 parameter.mul_(1 - group["lr"] * (group["decay"] * decay))
     if directions is not None:
-        _step_muon(optimizer, directions)
+        chosen = [
+            (parameter, group, optimizer.state[parameter]["momentum_buffer"])
+            for group in optimizer.param_groups
+            for parameter in (group["params"] if group["rule"] == "muon" else [])
+        ]
+        for parameter, _, momentum in chosen:
+            assert parameter.grad is not None
+            momentum.lerp_(parameter.grad, 1 - MOMENTUM)
+            parameter.grad = None  # so that AdamW skips it
+        found = directions([each for each, *_ in chosen], [momentum for *_, momentum in chosen])
+        for (parameter, group, _), direction in zip(chosen, found, strict=True):
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            parameter.sub_(direction * group["lr"])
     if keys is None:
         optimizer.step()
     else:  # in fp32
@@ -149,21 +161,6 @@ def step_unless(
         tensor.copy_(torch.where(skip, old, tensor))
     for group in optimizer.param_groups:
         group["lr"] = 0.0  # a tensor of a parameter's shape would be a result, whole on each device
-
-
-def _step_muon(optimizer: torch.optim.Optimizer, directions: Directions) -> None:
-    """Update Muon's parameters. Their gradients are None afterwards, so that AdamW skips them."""
-    groups = [group for group in optimizer.param_groups if group["rule"] == "muon"]
-    chosen = [(parameter, group) for group in groups for parameter in group["params"]]
-    momenta = [optimizer.state[parameter]["momentum_buffer"] for parameter, _ in chosen]
-    for (parameter, _), momentum in zip(chosen, momenta, strict=True):
-        assert parameter.grad is not None
-        momentum.lerp_(parameter.grad, 1 - MOMENTUM)
-        parameter.grad = None
-    found = directions([parameter for parameter, _ in chosen], momenta)
-    for (parameter, group), direction in zip(chosen, found, strict=True):
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.sub_(direction * group["lr"])
 
 
 # ------------------------------------------------------------------------------------------------

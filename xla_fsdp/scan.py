@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch_xla
@@ -21,17 +20,14 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch_xla.experimental.scan import dynamic_slice, dynamic_update_slice
 
 from models.initialize import fill_buffers
+from xla_fsdp.layout import MeshLayout, mark_both
 from xla_fsdp.remat import SaveInput
-from xla_fsdp.sharding import mark_both
 from xla_fsdp.torch_xla_private import (
     call_computation,
     lowering_context,
     moved_to,
     seed_parameter,
 )
-
-if TYPE_CHECKING:
-    from xla_fsdp.layout import MeshLayout
 
 # ------------------------------------------------------------------------------------------------
 # A loop over the first dimension of tensors that is one ``While`` of the XLA graph.
@@ -132,9 +128,6 @@ class Scan:
         def integer(value: int, beside: xb.Op) -> xb.Op:
             return xb.Op.scalar(beside.builder(), value, dtype=xb.Type.S32)
 
-        def goes_on(number: xb.Op, *_: xb.Op) -> xb.Op:
-            return number < integer(self._rounds, number)
-
         def one_round(*flat: xb.Op) -> tuple[xb.Op, ...]:
             number, state, inputs, outputs, constants, seeds = tree_unflatten(flat, structure)
             index = integer(self._rounds - 1, number) - number if self._reverse else number
@@ -154,7 +147,9 @@ class Scan:
 
         builder = xb.create_builder("scan")
         ops = [xb.mkparam(builder, i, xb.tensor_shape(each)) for i, each in enumerate(given)]
-        return xb.Op.mkwhile(ops, goes_on, one_round).build("scan")
+        return xb.Op.mkwhile(
+            ops, lambda number, *_: number < integer(self._rounds, number), one_round
+        ).build("scan")
 
 
 def same(x: torch.Tensor) -> torch.Tensor:

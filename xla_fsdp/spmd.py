@@ -18,6 +18,9 @@ from xla_fsdp.resolve_xla import XlaRun
 from xla_fsdp.torch_xla_private import REPLICATED, local_shard_indices
 from xla_fsdp.xla_backend import XlaBackend
 
+_STACKED = ".block."
+"""Between the name of a stack of blocks and a parameter's name in a block."""
+
 
 class SpmdBackend(XlaBackend):
     layout_class = MeshLayout
@@ -109,6 +112,9 @@ class SpmdBackend(XlaBackend):
         )
 
     # -- state ------------------------------------------------------------------------
+    #
+    # Stacked parameters are (depth, ...) on the devices, packed ones (parts, rows, ...).
+    # Checkpoints have those of the plain model.
 
     def _plain_names(self, name: str) -> list[str]:
         stack, is_stacked, in_block = name.partition(_STACKED)
@@ -138,7 +144,15 @@ class SpmdBackend(XlaBackend):
             chunks[offsets] = Chunk(offsets, shard.data)  # unpadded: sharded evenly
         value = ShardedTensor(tensor.shape, tensor.dtype, list(chunks.values()))
         if self._packed_parts(name):
-            value = _unpacked(value, dim=int(stacked))
+            # Make of (..., parts, rows, ...) (..., parts * rows, ...): a chunk becomes one a part.
+            dim = int(stacked)
+            before, (count, rows, *after) = value.shape[:dim], value.shape[dim:]
+            unpacked = []
+            for chunk in value.chunks:
+                outer, (part, row, *inner) = chunk.offsets[:dim], chunk.offsets[dim:]
+                for i, data in enumerate(chunk.data.unbind(dim)):
+                    unpacked.append(Chunk((*outer, (part + i) * rows + row, *inner), data))
+            value = ShardedTensor((*before, count * rows, *after), value.dtype, unpacked)
         if not stacked:
             return {name: value}
         return {
@@ -162,35 +176,15 @@ class SpmdBackend(XlaBackend):
         shards: list[xs.XLAShard] = target.local_shards
         for shard in shards:
             place = shard.indices[1:] if stacked else shard.indices
-            blocks = [_shard_at(place, block, parts) for block in sharded]
+            first, *rest = (index.start for index in place)
+            blocks = []
+            for block in sharded:
+                data = {chunk.offsets: chunk.data for chunk in block.chunks}
+                if parts:
+                    rows, here = block.shape[0] // parts, range(first, place[0].stop)
+                    packed = [data[i * rows + rest[0], *rest[1:]] for i in here]
+                    blocks.append(torch.stack(packed))
+                else:
+                    blocks.append(data[first, *rest])
             shard.data = torch.stack(blocks) if stacked else blocks[0]
         target.load_local_shards_(shards)
-
-
-# Stacked parameters are (depth, ...) on the devices, packed ones (parts, rows, ...). Checkpoints
-# have those of the plain model.
-
-_STACKED = ".block."
-"""Between the name of a stack of blocks and a parameter's name in a block."""
-
-
-def _unpacked(value: ShardedTensor, dim: int) -> ShardedTensor:
-    """Return (..., parts, rows, ...) as (..., parts * rows, ...): a chunk becomes one a part."""
-    before, (count, rows, *after) = value.shape[:dim], value.shape[dim:]
-    chunks = []
-    for chunk in value.chunks:
-        outer, (part, row, *inner) = chunk.offsets[:dim], chunk.offsets[dim:]
-        for i, data in enumerate(chunk.data.unbind(dim)):
-            chunks.append(Chunk((*outer, (part + i) * rows + row, *inner), data))
-    return ShardedTensor((*before, count * rows, *after), value.dtype, chunks)
-
-
-def _shard_at(place: tuple[slice, ...], value: ShardedTensor, parts: int) -> torch.Tensor:
-    """Return a device's shard of a plain parameter, packed if it is made of ``parts``."""
-    data = {chunk.offsets: chunk.data for chunk in value.chunks}
-    first, *rest = (index.start for index in place)
-    if not parts:
-        return data[first, *rest]
-    rows = value.shape[0] // parts
-    here = range(first, place[0].stop)
-    return torch.stack([data[i * rows + rest[0], *rest[1:]] for i in here])

@@ -14,10 +14,9 @@ from timm.layers import GluMlp, SwiGLU
 from torch import nn
 
 from xla_fsdp.attention.whole import Qkv
-from xla_fsdp.layout import MeshLayout
-from xla_fsdp.products import Int8Marks, add_bias, product
+from xla_fsdp.layout import Int8Marks, MeshLayout, gather, mark_both, scatter
+from xla_fsdp.products import add_bias, product
 from xla_fsdp.remat import SaveInput
-from xla_fsdp.sharding import gather, mark_both, scatter
 
 
 def pack(block: nn.Module, packed: Mapping[str, int]) -> None:
@@ -49,21 +48,19 @@ def shard_heads_and_columns(
     products are in int8. The batch is sharded into ``batch_parts``.
     """
 
-    def multiply(equation: str, x: torch.Tensor, linear: nn.Linear, name: str, **saving):
-        marks = int8(f"{name}.weight") if int8 else None
-        return product(equation, x, linear.weight, int8=marks, **saving)
-
     def by_columns(
         x: torch.Tensor, linear: nn.Linear, name: str, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         equation = "bnd,ed->bne" if linear.weight.dim() == 2 else "bnd,ced->bnce"
         widens = linear.out_features > linear.in_features
-        y = multiply(equation, x, linear, name, save=save, widens=widens)
+        marks = int8(f"{name}.weight") if int8 else None
+        y = product(equation, x, linear.weight, save, marks, widens=widens)
         y = add_bias(y, linear.bias if bias is None else bias, batch_parts)
         return mark_both(y, layout.mark_columns)
 
     def by_rows(x: torch.Tensor, linear: nn.Linear, name: str) -> torch.Tensor:
-        y = multiply("bne,de->bnd", x, linear, name)
+        marks = int8(f"{name}.weight") if int8 else None
+        y = product("bne,de->bnd", x, linear.weight, int8=marks)
         y = scatter(y, layout.mark_tokens, layout.mark_rows)
         return add_bias(y, linear.bias, batch_parts)
 
