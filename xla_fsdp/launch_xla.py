@@ -59,8 +59,9 @@ def launch(body: Body, run: XlaRun) -> None:
     if device == "TPU":
         tpu.set_for_this_tpu()
     elif device == "CPU" and version("torch_xla") == torch_xla_private.WRITTEN_FOR["torch_xla"]:
-        # Compile without XLA's newer code for fusions, with which it takes twice as long
-        # (docs/benchmarks.md). Another version may lack the flag, and would end the process.
+        # Unless XLA_FLAGS says otherwise, compile without XLA's newer code for fusions, with which
+        # it takes twice as long (docs/benchmarks.md). Another version may lack the flag, and would
+        # end the process over it.
         ours = {"xla_cpu_use_fusion_emitters": "false"}
         os.environ["XLA_FLAGS"] = tpu.with_ours(os.environ.get("XLA_FLAGS", ""), ours)
 

@@ -135,19 +135,20 @@ def parallelize_spmd(
     around_blocks.find_largest_by_place(model)
     if unfolds_norms:
         normalize_unfolded(model)
+    mark_images, mark_rows = (
+        functools.partial(mark_both, mark=mark) for mark in (layout.mark_images, layout.mark_rows)
+    )
     if token_parts > 1 and (pool := getattr(model, "attn_pool", None)) is not None:
         multiply_unfolded(pool.kv, lambda w: layout.gather("", w), parts=batch_parts)
         for part in (each for each in pool.modules() if isinstance(each, nn.Linear)):
-            mark = layout.mark_rows if part is pool.kv else layout.mark_images
-            around_blocks.before_forward(part, functools.partial(mark_both, mark=mark))
-            around_blocks.after_forward(part, functools.partial(mark_both, mark=mark))
+            mark = mark_rows if part is pool.kv else mark_images
+            around_blocks.before_forward(part, mark)
+            around_blocks.after_forward(part, mark)
     if len(mesh.axis_sizes) > 1 or mesh.domain > 1:
         of_blocks = tuple(f"{stack}." for stack in stacks)
         around_blocks.gather_small_parameters(model, layout.gather_small, of_blocks)
-        head = model.get_submodule("head")
-        around_blocks.before_forward(head, lambda x: mark_both(x, layout.mark_images))
-        mark = functools.partial(mark_both, mark=layout.mark_images)
-        around_blocks.after_forward(model, functools.partial(tree_map, mark))
+        around_blocks.before_forward(model.get_submodule("head"), mark_images)
+        around_blocks.after_forward(model, functools.partial(tree_map, mark_images))
     if mesh.tensor > 1:
         around_blocks.drop_patches_of_whole_images(model, layout.mark_images)
     if recipe.bf16:

@@ -118,38 +118,32 @@ def recipe_of(run: XlaRun) -> Recipe:
 
 def resolve(config: RunConfig, own: XlaConfig) -> XlaRun:
     """Return the run of these flags on this machine or its slices. Raises UsageError."""
-    run = _resolve(config, own, device_type(), None)
+    run = resolve_for_slice(config, own, None)
     # The run has to fit all numbers of slices that ``launch.xla_dist --elastic`` may start it on.
     least, _, most = os.environ.get("ELASTIC_SLICES", "").partition(":")
     for slices in range(int(least), int(most) + 1) if most else ():
         try:
-            _resolve(config, own, device_type(), None, run.model, slices)
+            resolve_for_slice(config, own, None, run.model, slices)
         except UsageError as error:
             raise UsageError(f"on {slices} slices, of --elastic {least}:{most}: {error}") from None
     # From the flags, not from ``run``: another model may be scanned or not, its attention another.
     of_teacher = replace(own, xla_fsdp=run.own.xla_fsdp, mark_step_every_n_blocks=0)
-    return with_teacher(run, lambda config: _resolve(config, of_teacher, device_type(), None))
+    return with_teacher(run, lambda config: resolve_for_slice(config, of_teacher, None))
 
 
 def resolve_for_slice(
-    config: RunConfig, own: XlaConfig, topology: Topology, model: ModelSpec | None = None
-) -> XlaRun:
-    """Return the run as it would be on slices that are not here. Raises UsageError.
-
-    ``model``: the configuration's, if it is open already.
-    """
-    return _resolve(config, own, "TPU", topology, model)
-
-
-def _resolve(
     config: RunConfig,
     own: XlaConfig,
-    device: str,
     topology: Topology | None,
     model: ModelSpec | None = None,
     slices: int | None = None,
 ) -> XlaRun:
-    """``slices``: None for those that are here."""
+    """Return the run as it would be on slices that are not here. Raises UsageError.
+
+    ``topology``: None for this machine, with so many ``slices``, or as many as there are.
+    ``model``: the configuration's, if it is open already.
+    """
+    device = "TPU" if topology else device_type()
     config = resolve_common(replace(config, backend="xla"))
     if config.sharding.precision == "fp16":
         raise UsageError("--precision fp16 requires --backend cuda: on XLA use bf16")

@@ -10,9 +10,10 @@ from torch import nn
 from data.loader import Batch
 from training.backend import InitializeModule
 from training.checkpoints.state import Chunk, ShardedTensor
+from training.mesh import Spec
 from xla_fsdp.hosts import HostPart, part_of_host
 from xla_fsdp.layout import MeshLayout, local_devices
-from xla_fsdp.optimizer import Momenta, Orthogonalize, orthogonalized_by_marks
+from xla_fsdp.optimizer import Momenta, Momentum, Orthogonalize, by_shape
 from xla_fsdp.parallelize import parallelize_spmd
 from xla_fsdp.resolve_xla import XlaRun
 from xla_fsdp.torch_xla_private import REPLICATED, local_shard_indices
@@ -106,10 +107,43 @@ class SpmdBackend(XlaBackend):
         return self._mark_replicated(value)  # global, too; and every host can read it
 
     def _orthogonal(self, momenta: Momenta, how: Orthogonalize) -> list[torch.Tensor]:
-        axes, devices = tuple(self._mesh.axis_sizes), self._mesh.devices
-        return orthogonalized_by_marks(
-            momenta, how, self._layout.specs, axes, devices, self._layout.mark
-        )
+        specs, mark = self._layout.specs, self._layout.mark  # specs of parameters and momenta
+
+        def of_one_block(each: Momentum) -> tuple[torch.Size, Spec]:
+            return each.values.shape[each.is_stacked :], specs[each.parameter][each.is_stacked :]
+
+        found: dict[nn.Parameter, torch.Tensor] = {}
+        for alike in by_shape(momenta, of_one_block):
+            # A matrix may have three dimensions here: queries, keys and values.
+            shards = [mark(each.values * 1, specs[each.parameter]) for each in alike]
+            batches = [
+                shard if each.is_stacked else shard.unsqueeze(0)
+                for each, shard in zip(alike, shards, strict=True)
+            ]
+            batch = torch.cat(batches) if len(batches) > 1 else batches[0]
+            count, first = len(batch), tuple(self._mesh.axis_sizes) if len(batch) > 1 else ()
+            if first:  # unequal parts would come back by way of the whole, too
+                missing = batch.new_zeros(-count % self._mesh.devices, *batch.shape[1:])
+                batch = torch.cat([batch, missing])
+            # To dimension 0 along one axis after the other: all at once, the partitioner would
+            # gather the batch on each device.
+            _, own = of_one_block(alike[0])
+            way: list[Spec] = []
+            for n in range(len(first)):
+                rest = (tuple(axis for axis in axes if axis not in first[:n]) for axes in own)
+                way.append((first[:n], *rest))
+            way.append((first, *((),) * (batch.dim() - 1)))
+            for spec in way:
+                batch = mark(batch * 1, spec)
+            matrices = mark(batch.reshape(len(batch), *alike[0].matrix) * 1, (first, (), ()))
+            results = mark(how(matrices) * 1, (first, (), ())).reshape(batch.shape)
+            for spec in reversed(way):
+                results = mark(results * 1, spec)
+            parts = results[:count].split([len(b) for b in batches])
+            for each, part in zip(alike, parts, strict=True):
+                shard = part.reshape(each.values.shape) * 1
+                found[each.parameter] = mark(shard, specs[each.parameter])
+        return [found[each.parameter] for each in momenta]
 
     # -- state ------------------------------------------------------------------------
     #

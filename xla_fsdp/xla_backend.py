@@ -303,8 +303,7 @@ class XlaBackend(abc.ABC):
         if dist.is_initialized():  # by launch, where there are several processes
             dist.barrier()
 
-    def largest_of_all(self, value: int) -> Callable[[], int]:
-        return largest_of_all(value)
+    largest_of_all = staticmethod(largest_of_all)
 
     # -- reports ----------------------------------------------------------------------
 
