@@ -73,7 +73,7 @@ class DeviceMemory:
         def listen() -> None:
             assert process.stdout is not None
             for line in process.stdout:
-                try:  # libtpu has a text for each device
+                try:  # the device with most in use: libtpu has a text for each
                     used, total = ([int(float(text)) for text in each] for each in json.loads(line))
                     most, limit = max(zip(used, total, strict=True), default=(0, 0))
                     self._newest = {"used": most, "limit": limit} if limit else {}

@@ -63,11 +63,7 @@ def parallelize_spmd(
             sharded.use_over_domain(block, recipe, layout)
         # Tensor: each device computes some heads and some columns of the MLP.
         elif mesh.tensor > 1:
-            shards = layout.shards(*logical("batch", "heads"))
-            attention = functools.partial(
-                sharded.attention_of_heads, form=recipe.attention, shards=shards, save=save
-            )
-            shard_heads_and_columns(block, layout, attention, save, int8, batch_parts)
+            shard_heads_and_columns(block, recipe, layout, save, int8, batch_parts)
         # Attention: by kernels on each device's own images; "sdpa" leaves it to PyTorch.
         elif recipe.attention == "flash":
             use_flash(block, layout.shards(*logical("batch")))

@@ -1,56 +1,24 @@
-"""Attention where several devices share an image: its heads ("tensor") or its tokens ("domain")."""
+"""Attention where several devices share the tokens of an image, along "domain"."""
 
 from __future__ import annotations
 
 import abc
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from models.blocks import attentions, combine_parts, use_product
-from xla_fsdp.attention import flash, whole
+from xla_fsdp.attention import flash
 from xla_fsdp.attention.kernels import Shards, autocast_dtype
 from xla_fsdp.attention.sizes import LANES
-from xla_fsdp.remat import SaveInput
 
 if TYPE_CHECKING:
     from xla_fsdp.layout import Mark, MeshLayout
     from xla_fsdp.resolve_xla import Recipe
-
-# ------------------------------------------------------------------------------------------------
-# Heads over devices.
-
-
-def attention_of_heads(
-    attn: Any,
-    qkv: whole.Qkv,
-    rope: torch.Tensor | None,
-    *,
-    form: str,
-    shards: Shards,
-    save: SaveInput,
-) -> torch.Tensor:
-    """Compute the product of timm's attention ``attn`` with a part of its heads on each device.
-
-    ``qkv`` and ``rope``: see ``whole.queries_keys_values``; ``form`` is a value of ``--attention``,
-    auto resolved. Returns (batch, tokens, heads x width).
-    """
-    if form == "whole":
-        return whole.of_layers(attn, qkv, rope, shards=shards, save=save)
-    q, k, v = whole.queries_keys_values(attn, qkv, rope)
-    if form == "flash":
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return flash.attention(q, k, v, shards).transpose(1, 2).flatten(2)
-    # As PyTorch does, with dropout. Not by F.scaled_dot_product_attention: it folds batch and heads
-    # into one dimension, which cannot be sharded along two axes; einsum is one product to XLA.
-    scores = torch.einsum("bqhd,bkhd->bhqk", q * attn.scale, k)
-    weights = attn.attn_drop(scores.softmax(dim=-1))
-    return torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(2)
-
 
 # ------------------------------------------------------------------------------------------------
 # Attention to a part of the keys.
