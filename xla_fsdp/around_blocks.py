@@ -9,7 +9,7 @@ from timm.layers import PatchDropout, PatchDropoutWithIndices
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from xla_fsdp.sharding import Mark, mark_both
+from xla_fsdp.layout import Mark, mark_both
 
 # -- attention under autocast ----------------------------------------------------------
 #
@@ -49,14 +49,6 @@ def after_forward(module: nn.Module, apply: Callable[[Any], Any]) -> None:
 def compute_in_bf16(model: nn.Module) -> None:
     """Compute matrix products of the forward pass, and so of the backward pass, in bf16."""
     model.forward = torch.autocast("xla", dtype=torch.bfloat16)(model.forward)
-
-
-def add_in_bf16(blocks: nn.Module) -> None:
-    """Give the first block, or the loop over all of them, its input in bf16.
-
-    Then residuals are added in bf16 too: products have that dtype.
-    """
-    before_forward(blocks, lambda x: x.to(torch.bfloat16))
 
 
 def break_graph_every(n: int, blocks: list[nn.Module], break_graph: Callable[[], None]) -> None:
@@ -156,15 +148,6 @@ class _LargestByPlace(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Forward(nn.Module):
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module, self._forward = module, module.forward
-
-    def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
-        return self._forward(*args, **kwargs)
-
-
 def gather_small_parameters(
     module: nn.Module,
     gather: Callable[[str, torch.Tensor], torch.Tensor],
@@ -179,7 +162,8 @@ def gather_small_parameters(
     likewise, whose batch is sharded along other axes too, by way of the whole tensor ("Involuntary
     full rematerialization").
     """
-    run = _Forward(module)
+    inside = nn.Module()  # computes without the hooks of ``module``
+    inside.module, inside.forward = module, module.forward
     layers = (nn.Linear, nn.Conv2d, nn.Conv3d)
     large = {f"{name}.weight" for name, part in module.named_modules() if isinstance(part, layers)}
 
@@ -189,6 +173,6 @@ def gather_small_parameters(
             for name, parameter in module.named_parameters()
             if not name.startswith(of_blocks) and name not in large
         }
-        return torch.func.functional_call(run, small, args, kwargs)
+        return torch.func.functional_call(inside, small, args, kwargs)
 
     module.forward = forward

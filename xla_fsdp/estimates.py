@@ -293,22 +293,21 @@ def resolve_policy(
         return with_policy("full"), " (--grad_ckpt auto: blocks are not scanned)"
     if chip is None:
         return with_policy("full"), " (--grad_ckpt auto: what fits is known for TPUs alone)"
-    seconds, peaks = {}, {}
+    found: dict[str, Estimate] = {}
     for name in POLICIES:
         of_stack = functools.partial(
             estimate, chip=chip, mesh=mesh, config=with_policy(name), attention=own.attention
         )
-        found = summed(of_stack, step_sizes(model))
-        seconds[name], peaks[name] = found.step_s, found.peak_bytes
-    fitting = [name for name in peaks if peaks[name] <= _USABLE * chip.hbm_bytes]
-    if fitting:
-        chosen = min(fitting, key=lambda name: seconds[name])
+        found[name] = summed(of_stack, step_sizes(model))
+    usable = _USABLE * chip.hbm_bytes
+    if fitting := [name for name, each in found.items() if each.peak_bytes <= usable]:
+        chosen = min(fitting, key=lambda name: found[name].step_s)
         why = "by arithmetic the fastest that fits"
     else:
-        chosen = min(peaks, key=lambda name: peaks[name])
+        chosen = min(found, key=lambda name: found[name].peak_bytes)
         why = "by arithmetic nothing fits, this needs least"
     figures = ", ".join(
-        f"{name} {seconds[name] * 1e3:,.0f} ms and {peaks[name] / 2**30:.1f} GiB"
-        for name in POLICIES
+        f"{name} {each.step_s * 1e3:,.0f} ms and {each.peak_bytes / 2**30:.1f} GiB"
+        for name, each in found.items()
     )
     return with_policy(chosen), f" (--grad_ckpt auto: {why}, {figures})"

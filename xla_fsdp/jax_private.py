@@ -10,12 +10,6 @@ from typing import Any
 WRITTEN_FOR = {"jax": "0.7.1", "jaxlib": "0.7.1"}
 
 
-def _ir() -> Any:
-    from jax._src.lib.mlir import ir
-
-    return ir
-
-
 # -- StableHLO modules ----------------------------------------------------------------
 
 
@@ -23,8 +17,9 @@ def stablehlo_of(hlo: bytes) -> Any:
     """Return the StableHLO module of a serialized HLO module, with the names of operations."""
     from jax._src.interpreters import mlir
     from jax._src.lib import xla_client
+    from jax._src.lib.mlir import ir
 
-    ir, context = _ir(), mlir.make_ir_context()
+    context = mlir.make_ir_context()
     with context, ir.Location.unknown(context):
         return ir.Module.parse(xla_client._xla.mlir.hlo_to_stablehlo(hlo))
 
@@ -50,7 +45,8 @@ def mark_main(
     result, both in XLA's notation, None where the compiler chooses. ``donated`` maps an argument to
     the result that takes its memory.
     """
-    ir = _ir()
+    from jax._src.lib.mlir import ir
+
     with module.context:
         (main,) = (f for f in module.body.operations if f.name.value == "main")
         of_arguments = []
@@ -74,25 +70,26 @@ Types = Sequence[tuple[str, list[int]]]
 def module_of_kernel(config: str, arguments: Types, results: Types) -> Any:
     """Return a module with a call of a Mosaic kernel and nothing else."""
     from jax._src.interpreters import mlir
+    from jax._src.lib.mlir import ir
 
     def type_of(kind: str, sizes: list[int]) -> str:
         return f"tensor<{''.join(f'{size}x' for size in sizes)}{kind}>"
 
-    def layouts(types: Sequence[tuple[str, list[int]]]) -> str:
-        dense = (f"dense<{[*range(len(s))][::-1]}> : tensor<{len(s)}xindex>" for _, s in types)
-        return f"[{', '.join(dense)}]"
-
     taken, given = (", ".join(type_of(*each) for each in types) for types in (arguments, results))
+    taken_layouts, given_layouts = (
+        ", ".join(f"dense<{[*range(len(s))][::-1]}> : tensor<{len(s)}xindex>" for _, s in types)
+        for types in (arguments, results)
+    )
     names = ", ".join(f"%a{i}" for i in range(len(arguments)))
     heads = ", ".join(f"%a{i}: {type_of(*each)}" for i, each in enumerate(arguments))
     made = ", ".join(f"%r#{i}" for i in range(len(results)))
     text = f"""module {{ func.func public @main({heads}) -> ({given}) {{
         %r:{len(results)} = "stablehlo.custom_call"({names}) {{
             call_target_name = "tpu_custom_call", api_version = 1 : i32, backend_config = "",
-            operand_layouts = {layouts(arguments)}, result_layouts = {layouts(results)}
+            operand_layouts = [{taken_layouts}], result_layouts = [{given_layouts}]
         }} : ({taken}) -> ({given})
         func.return {made} : {given} }} }}"""
-    ir, context = _ir(), mlir.make_ir_context()
+    context = mlir.make_ir_context()
     with context, ir.Location.unknown(context):
         module = ir.Module.parse(text)
         (main,) = module.body.operations
@@ -188,24 +185,21 @@ def flash_function(computes: str, *, scale: float, block: int, key_block: int) -
 
     sizes = {"block_k_major": key_block, "block_k": key_block}
     how = {"sm_scale": scale, "causal": False, "debug": False}
-    if computes.startswith("output"):
 
-        def forward(q: Any, k: Any, v: Any, *ids: Any) -> Any:
-            segments = pallas.SegmentIds(*ids) if ids else None
+    def call(q: Any, k: Any, v: Any, *rest: Any) -> Any:
+        is_forward = computes.startswith("output")
+        ids = rest if is_forward else rest[:-4]
+        segments = pallas.SegmentIds(*ids) if ids else None
+        if is_forward:
             residuals = computes == "output and statistics"
             return pallas._flash_attention_impl(
                 q, k, v, None, segments, residuals, block_b=1, block_q=block, **sizes, **how
             )
-
-        return forward
-
-    def gradient(q: Any, k: Any, v: Any, *rest: Any) -> Any:
-        *ids, sums, largest, grad, inner = rest
-        segments = pallas.SegmentIds(*ids) if ids else None
+        sums, largest, grad, inner = rest[-4:]
         given = (q, k, v, None, segments, sums, largest, grad, inner)
         masked = {"block_q_major": block, "mask_value": pallas.DEFAULT_MASK_VALUE}
         if computes == "query gradient":
             return pallas._flash_attention_bwd_dq(*given, **masked, **sizes, **how)[0]
         return pallas._flash_attention_bwd_dkv(*given, **masked, block_q=block, **sizes, **how)
 
-    return gradient
+    return call

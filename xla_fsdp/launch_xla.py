@@ -53,60 +53,53 @@ def launch(body: Body, run: XlaRun) -> None:
     # XLA on the CPU has a thread for each core; virtual devices wait for each other and need more.
     os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, 8 * run.own.cpu_devices)))
     import torch_xla
+    import torch_xla.runtime as xr
 
-    if device_type() == "TPU":
+    device = device_type()
+    if device == "TPU":
         tpu.set_for_this_tpu()
-    elif device_type() == "CPU":
-        set_cpu_compiler()
-    if run.own.xla_fsdp == "spmd":
-        _run_spmd(body, run)
-    else:
-        single = device_type() == "CPU"
-        if not single:
-            signal.signal(signal.SIGTERM, _pass_to_children)
-        parent = None if single else os.getpid()
-        given_to_all = (process_signals, watch, body, run, parent)
-        try:
-            torch_xla.launch(_run_nested, args=given_to_all, debug_single_process=single)
-        except BrokenProcessPool:
-            if not _received:
-                raise
-            raise StoppedBySignal(_received[0]) from None  # before there was anything to write
-
-
-def set_cpu_compiler() -> None:
-    """Let XLA compile for the CPU without its newer code for fusions, unless XLA_FLAGS says so.
-
-    With it the compilation of a step takes twice as long (docs/benchmarks.md). Another version of
-    XLA may lack the flag, and would end the process over it.
-    """
-    if version("torch_xla") == torch_xla_private.WRITTEN_FOR["torch_xla"]:
+    elif device == "CPU" and version("torch_xla") == torch_xla_private.WRITTEN_FOR["torch_xla"]:
+        # Unless XLA_FLAGS says otherwise, compile without XLA's newer code for fusions, with which
+        # it takes twice as long (docs/benchmarks.md). Another version may lack the flag, and would
+        # end the process over it.
         ours = {"xla_cpu_use_fusion_emitters": "false"}
         os.environ["XLA_FLAGS"] = tpu.with_ours(os.environ.get("XLA_FLAGS", ""), ours)
 
+    if run.own.xla_fsdp == "spmd":
+        if device == "TPU":
+            watch.begin(os.getpid())
+        xr.use_spmd()
+        _join()
+        watch.end()
+        from xla_fsdp.spmd import SpmdBackend
 
-_received: list[int] = []
+        run = run.on(xr.global_runtime_device_count())
+        body(run, SpmdBackend(run))
+        return
+
+    received: list[int] = []
+
+    def pass_to_children(number: int, frame: FrameType | None) -> None:
+        """Pass SIGTERM on to the children: it reaches the parent alone, Ctrl-C reaches all."""
+        received.append(number)
+        for child in multiprocessing.active_children():
+            child.terminate()
+
+    single = device == "CPU"
+    if not single:
+        signal.signal(signal.SIGTERM, pass_to_children)
+    given_to_all = (process_signals, watch, body, run, None if single else os.getpid())
+    try:
+        torch_xla.launch(_run_nested, args=given_to_all, debug_single_process=single)
+    except BrokenProcessPool:
+        if not received:
+            raise
+        raise StoppedBySignal(received[0]) from None  # before there was anything to write
 
 
-def _pass_to_children(number: int, frame: FrameType | None) -> None:
-    """Pass SIGTERM on to the children: it reaches the parent alone, Ctrl-C reaches all."""
-    _received.append(number)
-    for child in multiprocessing.active_children():
-        child.terminate()
-
-
-def _prepare(run: XlaRun) -> None:
-    import torch_xla.runtime as xr
-
-    if xr.process_count() > 1:
-        _join_hosts()
-    if xr.process_index() == 0:
-        used = (torch_xla_private, jax_private, timm_private)
-        warn_of_others(*(each.WRITTEN_FOR for each in used))
-
-
-def _join_hosts() -> None:
-    """Make the group of all processes, in which they plan checkpoints together.
+def _join() -> None:
+    """Make the group of all processes, in which they plan checkpoints together, and warn once of
+    other versions.
 
     torch_xla lets process 0 hold its store, and looks for it at MASTER_ADDR; but the runtime may
     have given that number to any host. So where a launcher says which host MASTER_ADDR is, that one
@@ -115,29 +108,19 @@ def _join_hosts() -> None:
     import torch.distributed as dist
     import torch_xla.runtime as xr
 
+    count, index = xr.process_count(), xr.process_index()
     address, rank = os.environ.get("MASTER_ADDR"), os.environ.get("NODE_RANK")
-    if address and rank and xr.is_spmd():
-        count, port = xr.process_count(), int(os.environ.get("MASTER_PORT", _PORT))
+    if count > 1 and address and rank and xr.is_spmd():
+        port = int(os.environ.get("MASTER_PORT", _PORT))
         store = dist.TCPStore(address, port, count, is_master=rank == "0")
-        dist.init_process_group("gloo", store=store, rank=xr.process_index(), world_size=count)
-        return
-    import torch_xla.distributed.xla_backend  # noqa: F401 - registers xla://
+        dist.init_process_group("gloo", store=store, rank=index, world_size=count)
+    elif count > 1:
+        import torch_xla.distributed.xla_backend  # noqa: F401 - registers xla://
 
-    dist.init_process_group("gloo", init_method="xla://")
-
-
-def _run_spmd(body: Body, run: XlaRun) -> None:
-    import torch_xla.runtime as xr
-
-    if device_type() == "TPU":
-        watch.begin(os.getpid())
-    xr.use_spmd()
-    _prepare(run)
-    watch.end()
-    from xla_fsdp.spmd import SpmdBackend
-
-    run = run.on(xr.global_runtime_device_count())
-    body(run, SpmdBackend(run))
+        dist.init_process_group("gloo", init_method="xla://")
+    if index == 0:
+        used = (torch_xla_private, jax_private, timm_private)
+        warn_of_others(*(each.WRITTEN_FOR for each in used))
 
 
 def _run_nested(
@@ -154,7 +137,7 @@ def _run_nested(
     """
     if parent is not None:
         end_with(parent)
-    _prepare(run)
+    _join()
     begun.end()
     import torch_xla.runtime as xr
 

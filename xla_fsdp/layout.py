@@ -5,7 +5,8 @@ Marks are set directly rather than by torch_xla's SpmdFullyShardedDataParallel: 
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch_xla.core.xla_model as xm
@@ -17,14 +18,108 @@ from models.blocks import logical_axes
 from training.mesh import Axes, Spec
 from xla_fsdp.attention.kernels import Shards
 from xla_fsdp.hosts import by_slice_and_host, number_of
-from xla_fsdp.products import Int8Marks
 from xla_fsdp.resolve_xla import Recipe, packed_parts, tensor_dims
-from xla_fsdp.sharding import GatherInFp8, gather, mark_both
-from xla_fsdp.torch_xla_private import (
-    local_device_names,
-    mark_sharding,
-    op_sharding_arguments,
-)
+from xla_fsdp.torch_xla_private import local_device_names, mark_sharding, op_sharding_arguments
+
+# ------------------------------------------------------------------------------------------------
+# Marks for the partitioner that hold in the backward pass too: on a value and on its gradient.
+
+
+Mark = Callable[[torch.Tensor], torch.Tensor]
+"""A function that marks for the partitioner how a tensor is sharded, and returns it."""
+MarkAs = Callable[[torch.Tensor, Spec], torch.Tensor]
+"""The same by a spec."""
+
+
+class Marked(torch.autograd.Function):
+    """Some marks on a value, one after the other, and others on its gradient."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, marks: Sequence[Mark], of_gradient: Sequence[Mark]):
+        ctx.marks = of_gradient
+        for mark in marks:
+            x = mark(x * 1)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        for mark in ctx.marks:
+            grad = mark(grad * 1)
+        return grad, None, None
+
+
+def mark_both(x: torch.Tensor, mark: Mark) -> torch.Tensor:
+    """Mark a value and its gradient alike."""
+    return Marked.apply(x, [mark], [mark])
+
+
+def gather(x: torch.Tensor, shard: Mark, whole: Mark) -> torch.Tensor:
+    """Gather a sharded tensor, and scatter its gradient.
+
+    Left to itself, the partitioner may compute with the shards and exchange activations, or reduce
+    whole gradients.
+    """
+    return Marked.apply(x, [shard, whole], [shard])
+
+
+def scatter(x: torch.Tensor, shard: Mark, whole: Mark) -> torch.Tensor:
+    """Scatter a sum over devices, and gather its gradient."""
+    return Marked.apply(x, [shard], [shard, whole])
+
+
+# ------------------------------------------------------------------------------------------------
+# Weights that are gathered in a number of a byte, with factors in fp32.
+
+
+def mark_numbers(x: torch.Tensor, mark: MarkAs, *specs: Spec) -> torch.Tensor:
+    """Mark numbers of a weight by its specs, one after the other, or factors: 1 in place of some of
+    its sizes."""
+    for spec in specs:
+        x = mark(x * 1, tuple(a if n > 1 else () for n, a in zip(x.shape, spec, strict=True)))
+    return x
+
+
+@dataclass(frozen=True)
+class Int8Marks:
+    """How a weight with products in int8 is sharded: its specs by its size."""
+
+    at_rest: Callable[[torch.Size], Spec]
+    in_product: Callable[[torch.Size], Spec]
+    mark: MarkAs
+
+
+_FP8 = torch.float8_e4m3fn
+_LARGEST = torch.finfo(_FP8).max
+_LEAST = 1e-30
+"""The least factor: a row of zeros has one, too."""
+
+
+class GatherInFp8(torch.autograd.Function):
+    """As ``gather``, by specs, with numbers rounded to fp8; the gradient is not rounded.
+
+    There is a factor for each index along a sharded dimension. Where that is the only one, each
+    device finds the factors of its part by itself.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, weight: torch.Tensor, used: torch.dtype, shard: Spec, whole: Spec, mark: MarkAs
+    ) -> torch.Tensor:
+        ctx.dtype, ctx.shard, ctx.mark = weight.dtype, shard, mark
+        along = next((d for d, axes in enumerate(shard) if axes), 0)
+        others = [d for d in range(weight.dim()) if d != along]
+        factors = (weight.abs().amax(others, keepdim=True) / _LARGEST).clamp(min=_LEAST)
+        rounded = mark_numbers((weight / factors).to(_FP8), mark, shard, whole)
+        factors = mark_numbers(factors, mark, shard, whole)
+        return (rounded.to(weight.dtype) * factors).to(used)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return ctx.mark(grad * 1, ctx.shard).to(ctx.dtype), None, None, None, None
+
+
+# ------------------------------------------------------------------------------------------------
+# The tensors of one model.
 
 
 class MeshLayout:

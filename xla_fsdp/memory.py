@@ -73,8 +73,10 @@ class DeviceMemory:
         def listen() -> None:
             assert process.stdout is not None
             for line in process.stdout:
-                try:
-                    self._newest = fullest(*json.loads(line))
+                try:  # the device with most in use: libtpu has a text for each
+                    used, total = ([int(float(text)) for text in each] for each in json.loads(line))
+                    most, limit = max(zip(used, total, strict=True), default=(0, 0))
+                    self._newest = {"used": most, "limit": limit} if limit else {}
                 except (TypeError, ValueError):
                     self._newest = {}
                 self._waits = False
@@ -82,10 +84,3 @@ class DeviceMemory:
 
         self._libtpu = process
         threading.Thread(target=listen, name="libtpu metrics", daemon=True).start()
-
-
-def fullest(used: list[str], total: list[str]) -> dict[str, int]:
-    """Return the figures of the device with most in use; libtpu has a text for each device."""
-    devices = [(int(float(u)), int(float(t))) for u, t in zip(used, total, strict=True)]
-    most = max(devices, default=(0, 0))
-    return {"used": most[0], "limit": most[1]} if most[1] else {}

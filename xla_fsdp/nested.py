@@ -16,12 +16,11 @@ from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
 from data.loader import Batch
 from training.backend import InitializeModule
 from training.checkpoints.state import Chunk, ShardedTensor, flat_range_boxes
-from xla_fsdp.optimizer import Momenta, Orthogonalize, orthogonalized_by_all_to_all
+from xla_fsdp.optimizer import Momenta, Orthogonalize, by_shape
 from xla_fsdp.parallelize import parallelize_nested
 from xla_fsdp.resolve_xla import XlaRun
 from xla_fsdp.torch_xla_private import (
     free_gathered,
-    original_name,
     original_parameters,
     without_wrappers,
 )
@@ -93,7 +92,27 @@ class NestedBackend(XlaBackend):
                 free_gathered(unit)
 
     def _orthogonal(self, momenta: Momenta, how: Orthogonalize) -> list[torch.Tensor]:
-        return orthogonalized_by_all_to_all(momenta, how, self.world_size if self._fsdp else 1)
+        # Each process has one of equal ranges of a flattened matrix, padded at its end. An exchange
+        # makes whole matrices of parts, another one parts of whole matrices.
+        devices = self.world_size if self._fsdp else 1
+
+        def exchange(x: torch.Tensor, along: int, into: int) -> torch.Tensor:
+            if devices == 1:
+                return x
+            return xm.all_to_all(x, along, into, devices, pin_layout=False)
+
+        found: dict[nn.Parameter, torch.Tensor] = {}
+        for alike in by_shape(momenta, lambda each: each.values.shape):
+            rows, columns = alike[0].matrix
+            parts = torch.stack([each.values.flatten() for each in alike])
+            padded = nn.functional.pad(parts, (0, 0, 0, -len(alike) % devices))
+            whole = exchange(padded, 0, 1)
+            matrices = whole[:, : rows * columns].reshape(-1, rows, columns)
+            results = how(matrices).flatten(1)
+            results = nn.functional.pad(results, (0, whole.shape[1] - rows * columns))
+            for each, own in zip(alike, exchange(results, 1, 0), strict=False):
+                found[each.parameter] = own.reshape(each.values.shape)
+        return [found[each.parameter] for each in momenta]
 
     # -- state ------------------------------------------------------------------------
 
@@ -109,18 +128,14 @@ class NestedBackend(XlaBackend):
         FSDP's own get_original_names_and_sharded_parameters gives the root's parameters
         once for each unit (torch_xla 2.9).
         """
-        return {
-            without_wrappers(f"{unit_name}.{original_name(shard)}"): (
-                shard,
-                [
-                    (without_wrappers(f"{unit_name}.{name}"), shape)
-                    for name, shape in original_parameters(unit, shard)
-                ],
-            )
-            for unit_name, unit in self._model.named_modules()
-            if isinstance(unit, XlaFullyShardedDataParallel)
-            for shard in unit.sharded_params
-        }
+        found = {}
+        for unit_name, unit in self._model.named_modules():
+            if isinstance(unit, XlaFullyShardedDataParallel):
+                for shard in unit.sharded_params:
+                    own_name, parts = original_parameters(unit, shard)
+                    plain = [(without_wrappers(f"{unit_name}.{n}"), shape) for n, shape in parts]
+                    found[without_wrappers(f"{unit_name}.{own_name}")] = shard, plain
+        return found
 
     def _plain_names(self, name: str) -> list[str]:
         return [plain for plain, _ in self._shards[name][1]] if self._fsdp else [name]

@@ -10,11 +10,9 @@ from typing import Any
 
 import torch
 import torch_xla.core.xla_builder as xb
-import torch_xla.core.xla_model as xm
 from timm.optim.lion import Lion
 from torch import nn
 
-from training.mesh import Axes, Spec
 from training.optimizers import MOMENTUM, Update, WeightAverage, allocate_state, round_moments
 from xla_fsdp.torch_xla_private import call_computation
 
@@ -133,7 +131,19 @@ def step_unless(
             for parameter in group["params"] if group["decay"] else []:
                 parameter.mul_(1 - group["lr"] * (group["decay"] * decay))
     if directions is not None:
-        _step_muon(optimizer, directions)
+        chosen = [
+            (parameter, group, optimizer.state[parameter]["momentum_buffer"])
+            for group in optimizer.param_groups
+            for parameter in (group["params"] if group["rule"] == "muon" else [])
+        ]
+        for parameter, _, momentum in chosen:
+            assert parameter.grad is not None
+            momentum.lerp_(parameter.grad, 1 - MOMENTUM)
+            parameter.grad = None  # so that AdamW skips it
+        found = directions([each for each, *_ in chosen], [momentum for *_, momentum in chosen])
+        for (parameter, group, _), direction in zip(chosen, found, strict=True):
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            parameter.sub_(direction * group["lr"])
     if keys is None:
         optimizer.step()
     else:  # in fp32
@@ -151,27 +161,12 @@ def step_unless(
         group["lr"] = 0.0  # a tensor of a parameter's shape would be a result, whole on each device
 
 
-def _step_muon(optimizer: torch.optim.Optimizer, directions: Directions) -> None:
-    """Update Muon's parameters. Their gradients are None afterwards, so that AdamW skips them."""
-    groups = [group for group in optimizer.param_groups if group["rule"] == "muon"]
-    chosen = [(parameter, group) for group in groups for parameter in group["params"]]
-    momenta = [optimizer.state[parameter]["momentum_buffer"] for parameter, _ in chosen]
-    for (parameter, _), momentum in zip(chosen, momenta, strict=True):
-        assert parameter.grad is not None
-        momentum.lerp_(parameter.grad, 1 - MOMENTUM)
-        parameter.grad = None
-    found = directions([parameter for parameter, _ in chosen], momenta)
-    for (parameter, group), direction in zip(chosen, found, strict=True):
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.sub_(direction * group["lr"])
-
-
 # ------------------------------------------------------------------------------------------------
 # Muon's matrices, each gathered on one device while it is orthogonalized.
 #
 # Parameters are sharded; a Newton-Schulz iteration multiplies a whole matrix by itself. So all
 # matrices of one shape (of stacked blocks a stack already) are one batch, which is sharded along
-# its first dimension: each device orthogonalizes some of them.
+# its first dimension: each device orthogonalizes some of them (``XlaBackend._orthogonal``).
 
 
 Orthogonalize = Callable[[torch.Tensor], torch.Tensor]
@@ -196,86 +191,8 @@ class Momentum:
 Momenta = Sequence[Momentum]
 
 
-def orthogonalized_by_marks(
-    momenta: Momenta,
-    orthogonalize: Orthogonalize,
-    specs: dict[torch.Tensor, Spec],
-    axes: Axes,
-    devices: int,
-    mark: Callable[[torch.Tensor, Spec], torch.Tensor],
-) -> list[torch.Tensor]:
-    """Return the orthogonalized momenta of an SPMD program, whose tensors are global.
-
-    ``specs`` are those of the parameters, and so of their momenta. Matrices are distributed along
-    ``axes``, all of the mesh's, which has ``devices``.
-    """
-
-    def of_one_block(each: Momentum) -> tuple[torch.Size, Spec]:
-        return each.values.shape[each.is_stacked :], specs[each.parameter][each.is_stacked :]
-
-    found: dict[nn.Parameter, torch.Tensor] = {}
-    for alike in _by_shape(momenta, of_one_block):
-        # A matrix may have three dimensions here: queries, keys and values.
-        shards = [mark(each.values * 1, specs[each.parameter]) for each in alike]
-        batches = [
-            shard if each.is_stacked else shard.unsqueeze(0)
-            for each, shard in zip(alike, shards, strict=True)
-        ]
-        batch = torch.cat(batches) if len(batches) > 1 else batches[0]
-        count, first = len(batch), axes if len(batch) > 1 else ()
-        if first:  # unequal parts would come back by way of the whole, too
-            batch = torch.cat([batch, batch.new_zeros(-count % devices, *batch.shape[1:])])
-        # To dimension 0 along one axis after the other: all at once, the partitioner would gather
-        # the batch on each device.
-        _, own = of_one_block(alike[0])
-        way = [
-            (first[:n], *(tuple(axis for axis in each if axis not in first[:n]) for each in own))
-            for n in range(len(first))
-        ]
-        way.append((first, *((),) * (batch.dim() - 1)))
-        for spec in way:
-            batch = mark(batch * 1, spec)
-        matrices = mark(batch.reshape(len(batch), *alike[0].matrix) * 1, (first, (), ()))
-        results = mark(orthogonalize(matrices) * 1, (first, (), ())).reshape(batch.shape)
-        for spec in reversed(way):
-            results = mark(results * 1, spec)
-        parts = results[:count].split([len(b) for b in batches])
-        for each, part in zip(alike, parts, strict=True):
-            shard = part.reshape(each.values.shape) * 1
-            found[each.parameter] = mark(shard, specs[each.parameter])
-    return [found[each.parameter] for each in momenta]
-
-
-def orthogonalized_by_all_to_all(
-    momenta: Momenta, orthogonalize: Orthogonalize, devices: int
-) -> list[torch.Tensor]:
-    """Return the orthogonalized momenta of nested FSDP, of which each process has a part.
-
-    A part is one of ``devices`` equal ranges of a flattened matrix, padded at its end. One exchange
-    between all processes makes whole matrices of parts, another one parts of whole matrices.
-    """
-
-    def exchange(x: torch.Tensor, along: int, into: int) -> torch.Tensor:
-        if devices == 1:
-            return x
-        return xm.all_to_all(x, along, into, devices, pin_layout=False)
-
-    found: dict[nn.Parameter, torch.Tensor] = {}
-    for alike in _by_shape(momenta, lambda each: each.values.shape):
-        rows, columns = alike[0].matrix
-        parts = torch.stack([each.values.flatten() for each in alike])
-        missing = -len(alike) % devices
-        padded = torch.nn.functional.pad(parts, (0, 0, 0, missing))
-        whole = exchange(padded, 0, 1)
-        matrices = whole[:, : rows * columns].reshape(-1, rows, columns)
-        results = orthogonalize(matrices).flatten(1)
-        results = torch.nn.functional.pad(results, (0, whole.shape[1] - rows * columns))
-        for each, own in zip(alike, exchange(results, 1, 0), strict=False):
-            found[each.parameter] = own.reshape(each.values.shape)
-    return [found[each.parameter] for each in momenta]
-
-
-def _by_shape(momenta: Momenta, shape: Callable[[Momentum], object]) -> list[list[Momentum]]:
+def by_shape(momenta: Momenta, shape: Callable[[Momentum], object]) -> list[list[Momentum]]:
+    """Return the momenta in batches, of matrices and of shards of one shape each."""
     alike: dict[tuple, list[Momentum]] = {}
     for each in momenta:
         alike.setdefault((each.matrix, shape(each)), []).append(each)

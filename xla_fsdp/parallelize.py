@@ -20,12 +20,11 @@ from xla_fsdp import around_blocks
 from xla_fsdp.attention import sharded
 from xla_fsdp.attention.flash import use_flash
 from xla_fsdp.attention.whole import use_whole
-from xla_fsdp.layout import MeshLayout
-from xla_fsdp.products import linear_weights, multiply_unfolded, normalize_unfolded
+from xla_fsdp.layout import MeshLayout, mark_both
+from xla_fsdp.products import multiply_unfolded, normalize_unfolded
 from xla_fsdp.remat import SAVED_BY, SaveInput
 from xla_fsdp.resolve_xla import Recipe
 from xla_fsdp.scan import ScannedBlocks
-from xla_fsdp.sharding import mark_both
 from xla_fsdp.tensor_parallel import pack, shard_heads_and_columns
 from xla_fsdp.torch_xla_private import is_sharded, scatter_gradients_as_rows
 
@@ -64,11 +63,7 @@ def parallelize_spmd(
             sharded.use_over_domain(block, recipe, layout)
         # Tensor: each device computes some heads and some columns of the MLP.
         elif mesh.tensor > 1:
-            shards = layout.shards(*logical("batch", "heads"))
-            attention = functools.partial(
-                sharded.attention_of_heads, form=recipe.attention, shards=shards, save=save
-            )
-            shard_heads_and_columns(block, layout, attention, save, int8, batch_parts)
+            shard_heads_and_columns(block, recipe, layout, save, int8, batch_parts)
         # Attention: by kernels on each device's own images; "sdpa" leaves it to PyTorch.
         elif recipe.attention == "flash":
             use_flash(block, layout.shards(*logical("batch")))
@@ -90,7 +85,8 @@ def parallelize_spmd(
         # rematerializes, gathers weights and marks tokens itself, in each round.
         scanned: ScannedBlocks | None = None
         if recipe.scan:
-            in_int8 = linear_weights(blocks[0][1]) if recipe.int8 else set[str]()
+            parts = blocks[0][1].named_modules() if recipe.int8 else ()
+            in_int8 = {f"{name}.weight" for name, part in parts if type(part) is nn.Linear}
             scanned = ScannedBlocks(
                 getattr(model, stack),
                 layout,
@@ -100,8 +96,6 @@ def parallelize_spmd(
                 gather=functools.partial(_gather_unless, in_int8, layout),
                 bf16=recipe.bf16,
             )
-            if recipe.residual_bf16:
-                around_blocks.add_in_bf16(scanned)
 
         for index, (name, block) in enumerate(blocks):
             initialize(block, name)
@@ -114,7 +108,7 @@ def parallelize_spmd(
                 fill_buffers(block, layout.constant)
                 change(block)
                 # Rematerialize after attention is changed, and before what wraps the whole block.
-                if recipe.remat == "full" and _trains(block):
+                if recipe.remat == "full" and any(p.requires_grad for p in block.parameters()):
                     checkpoint_module(block)
                 # Shard and place.
                 layout.place(block, layout.tensor_dims)
@@ -122,11 +116,12 @@ def parallelize_spmd(
                 if mesh.domain > 1 and mesh.tensor == 1:
                     around_blocks.gather_small_parameters(block, layout.gather_small)
                 around_blocks.after_forward(block, layout.mark_tokens)
-                if recipe.residual_bf16 and index == 0:
-                    around_blocks.add_in_bf16(block)
             end_graph()  # the device has this unit before the host makes the next one
         if scanned:
             recipe.model.put_blocks(model, stack, scanned)
+        if recipe.residual_bf16:  # residuals are added in bf16 if the first input is: products are
+            first = scanned or blocks[0][1]
+            around_blocks.before_forward(first, lambda x: x.to(torch.bfloat16))
 
     # Around the blocks: embedding, norm, head.
     initialize(model, units[-1][0])
@@ -136,19 +131,20 @@ def parallelize_spmd(
     around_blocks.find_largest_by_place(model)
     if unfolds_norms:
         normalize_unfolded(model)
+    mark_images, mark_rows = (
+        functools.partial(mark_both, mark=mark) for mark in (layout.mark_images, layout.mark_rows)
+    )
     if token_parts > 1 and (pool := getattr(model, "attn_pool", None)) is not None:
         multiply_unfolded(pool.kv, lambda w: layout.gather("", w), parts=batch_parts)
         for part in (each for each in pool.modules() if isinstance(each, nn.Linear)):
-            mark = layout.mark_rows if part is pool.kv else layout.mark_images
-            around_blocks.before_forward(part, functools.partial(mark_both, mark=mark))
-            around_blocks.after_forward(part, functools.partial(mark_both, mark=mark))
+            mark = mark_rows if part is pool.kv else mark_images
+            around_blocks.before_forward(part, mark)
+            around_blocks.after_forward(part, mark)
     if len(mesh.axis_sizes) > 1 or mesh.domain > 1:
         of_blocks = tuple(f"{stack}." for stack in stacks)
         around_blocks.gather_small_parameters(model, layout.gather_small, of_blocks)
-        head = model.get_submodule("head")
-        around_blocks.before_forward(head, lambda x: mark_both(x, layout.mark_images))
-        mark = functools.partial(mark_both, mark=layout.mark_images)
-        around_blocks.after_forward(model, functools.partial(tree_map, mark))
+        around_blocks.before_forward(model.get_submodule("head"), mark_images)
+        around_blocks.after_forward(model, functools.partial(tree_map, mark_images))
     if mesh.tensor > 1:
         around_blocks.drop_patches_of_whole_images(model, layout.mark_images)
     if recipe.bf16:
@@ -189,7 +185,7 @@ def parallelize_nested(
         elif recipe.attention == "whole":
             use_whole(block)
         # Rematerialize inside of the unit, so that weights are gathered once more for it.
-        if recipe.remat == "full" and _trains(block):
+        if recipe.remat == "full" and any(p.requires_grad for p in block.parameters()):
             checkpoint_module(block)
         # Shard and place.
         unit = _nested_unit(block, recipe, device)
@@ -235,7 +231,3 @@ def _nested_unit(module: nn.Module, recipe: Recipe, device: torch.device) -> nn.
     if not by_row:
         scatter_gradients_as_rows(unit, devices)
     return unit
-
-
-def _trains(module: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in module.parameters())

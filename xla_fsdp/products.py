@@ -8,17 +8,17 @@ product that it is computed with (docs/tpu.md): here it is alone.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import timm.layers
 import torch
+import torch_xla.core.xla_model as xm
 from torch import nn
 
-from training.mesh import Spec
+from xla_fsdp.layout import Int8Marks, Marked, mark_numbers
 from xla_fsdp.remat import SaveInput
-from xla_fsdp.sharding import MarkAs, Marked
 from xla_fsdp.torch_xla_private import dot_general
 
 _SUM_ROWS = 8
@@ -41,21 +41,18 @@ def multiply_unfolded(
     more outputs than inputs.
     """
 
-    def compute(name: str) -> Callable[[nn.Linear, torch.Tensor], torch.Tensor]:
-        marks = int8(f"{name}.weight") if int8 else None
-
-        def forward(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-            weight = gather(linear.weight) if gather else linear.weight
-            widens = linear.out_features > linear.in_features
-            rows = "abcdefgh"[: x.dim() - 1]
-            y = product(f"{rows}y,zy->{rows}z", x, weight, save, marks, widens=widens)
-            return add_bias(y, linear.bias, parts)
-
-        return forward
+    def forward(marks: Int8Marks | None, linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        weight = gather(linear.weight) if gather else linear.weight
+        widens = linear.out_features > linear.in_features
+        rows = "abcdefgh"[: x.dim() - 1]
+        y = product(f"{rows}y,zy->{rows}z", x, weight, save, marks, widens=widens)
+        return add_bias(y, linear.bias, parts)
 
     for name, part in block.named_modules():
         if type(part) is nn.Linear:
-            part.forward = types.MethodType(compute(name), part)  # type: ignore[method-assign]
+            marks = int8(f"{name}.weight") if int8 else None
+            compute = functools.partial(forward, marks)
+            part.forward = types.MethodType(compute, part)  # type: ignore[method-assign]
 
 
 class _UnfoldedLayerNorm(nn.LayerNorm):
@@ -138,7 +135,6 @@ def add_bias(y: torch.Tensor, bias: torch.Tensor | None, parts: int) -> torch.Te
 def apart(x: torch.Tensor) -> torch.Tensor:
     """Keep what computes ``x``, but not its gradient, out of the products with it, which would
     repeat it for each of their tiles."""
-    import torch_xla.core.xla_model as xm  # here: what uses this is read without XLA, too
 
     def barrier(x: torch.Tensor) -> torch.Tensor:
         xm.optimization_barrier_([x])
@@ -204,31 +200,6 @@ class _AddBias(torch.autograd.Function):
 _STEPS = 127
 
 
-@dataclass(frozen=True)
-class Int8Marks:
-    """How a weight is sharded: the specs of a weight of a size, at rest and in a product."""
-
-    sharded_spec: Callable[[torch.Size], Spec]
-    whole_spec: Callable[[torch.Size], Spec]
-    mark: MarkAs
-
-    def sharded(self, x: torch.Tensor, size: torch.Size) -> torch.Tensor:
-        """Mark a weight of this size, or numbers of it: 1 in place of some of its sizes."""
-        return self._marked(x, self.sharded_spec(size))
-
-    def gather(self, x: torch.Tensor, size: torch.Size) -> torch.Tensor:
-        return self._marked(self.sharded(x, size), self.whole_spec(size))
-
-    def _marked(self, x: torch.Tensor, spec: Spec) -> torch.Tensor:
-        axes = (axes if n > 1 else () for n, axes in zip(x.shape, spec, strict=True))
-        return self.mark(x * 1, tuple(axes))
-
-
-def linear_weights(block: nn.Module) -> set[str]:
-    """Return the names in a block of its linear layers' weights."""
-    return {f"{name}.weight" for name, part in block.named_modules() if type(part) is nn.Linear}
-
-
 def rounded(x: torch.Tensor, along: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``x`` as int8 and fp32 factors that give it back, one for all ``along`` dimensions."""
     x = x.float()
@@ -248,8 +219,9 @@ class Int8Product(torch.autograd.Function):
         x = apart(x)
         along_x = tuple(of_x.index(name) for name in summed)
         along_weight = tuple(of_weight.index(name) for name in summed)
-        parts = rounded(weight, along_weight)
-        numbers, factors = (marks.gather(part, weight.shape) for part in parts)
+        parts, size = rounded(weight, along_weight), weight.shape
+        specs = marks.at_rest(size), marks.in_product(size)
+        numbers, factors = (mark_numbers(part, marks.mark, *specs) for part in parts)
         ctx.save_for_backward(x, numbers, factors)
         ctx.equation, ctx.marks, ctx.dtype = equation, marks, weight.dtype
         if saved_result is not None:
@@ -268,5 +240,6 @@ class Int8Product(torch.autograd.Function):
         grad = apart(grad.to(x.dtype))
         weight = apart((numbers * factors).to(x.dtype))
         grad_x, grad_weight = _gradients(ctx.equation, grad, x, weight)
-        grad_weight = ctx.marks.sharded(grad_weight, weight.shape).to(ctx.dtype)
+        at_rest = ctx.marks.at_rest(weight.shape)
+        grad_weight = mark_numbers(grad_weight, ctx.marks.mark, at_rest).to(ctx.dtype)
         return None, grad_x, grad_weight, None, None

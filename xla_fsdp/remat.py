@@ -25,6 +25,12 @@ class SaveInput:
 
     on_host = False
     """Whether the input is saved in the host's memory."""
+    saves_results = False
+    """Whether results that cost much to compute are saved, too, known by their order."""
+
+    def __init__(self) -> None:
+        self._saving: Tensors | None = None
+        self._saved: Tensors = []
 
     def adapt(self, block: nn.Module) -> None:
         """Change how a block computes, if what is saved needs it."""
@@ -34,7 +40,10 @@ class SaveInput:
 
         Its last argument is the saved result, or None if it has to compute it.
         """
-        return function(*given, None)
+        y = function(*given, self._saved.pop(0) if self._saved else None)
+        if self._saving is not None:
+            self._saving.append(y)
+        return y
 
     def follow(self, result: torch.Tensor, x: torch.Tensor) -> None:
         """Rematerialize ``result`` if ``x`` is: it costs next to nothing to compute from it."""
@@ -45,15 +54,21 @@ class SaveInput:
 
         The input comes first. All that needs a gradient, ``x`` among it, requires one.
         """
-        with torch.no_grad():
-            yield [x * 1]
+        saved = [x * 1]
+        self._saving = saved if self.saves_results else None
+        try:
+            with torch.no_grad():
+                yield saved
+        finally:
+            self._saving = None
 
     @contextmanager
     def rematerialize(self, saved: Tensors) -> Iterator[None]:
         """Let the same block be computed again, with what was saved of it behind its input."""
-        assert not saved
+        self._saved = list(saved)
         with torch.enable_grad():
             yield
+        assert not self._saved, "more was saved than is computed"
 
 
 class SaveInputOnHost(SaveInput):
@@ -63,33 +78,9 @@ class SaveInputOnHost(SaveInput):
 
 
 class SaveResults(SaveInput):
-    """Saves also the results that cost most to compute (``selective``), known by their order."""
+    """Saves also the results that cost most to compute (``selective``)."""
 
-    def __init__(self) -> None:
-        self._saving: Tensors | None = None
-        self._saved: Tensors = []
-
-    @contextmanager
-    def save(self, x: torch.Tensor) -> Iterator[Tensors]:
-        self._saving = [x * 1]
-        try:
-            with torch.no_grad():
-                yield self._saving
-        finally:
-            self._saving = None
-
-    @contextmanager
-    def rematerialize(self, saved: Tensors) -> Iterator[None]:
-        self._saved = list(saved)
-        with torch.enable_grad():
-            yield
-        assert not self._saved, "more was saved than is computed"
-
-    def result(self, function: Callable[..., torch.Tensor], *given: Any) -> torch.Tensor:
-        y = function(*given, self._saved.pop(0) if self._saved else None)
-        if self._saving is not None:
-            self._saving.append(y)
-        return y
+    saves_results = True
 
 
 class SaveAll(SaveInput):
@@ -100,6 +91,7 @@ class SaveAll(SaveInput):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._places: list[int | None] = []
         """Of each tensor that autograd saves, or that a result is rematerialized from, in order:
         its place in what is saved; None if it does not come from the block's input."""

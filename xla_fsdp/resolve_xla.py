@@ -32,7 +32,7 @@ from xla_fsdp.attention.sizes import WholeSizes
 from xla_fsdp.config import XlaConfig
 from xla_fsdp.estimates import resolve_policy
 from xla_fsdp.torch_xla_private import host_tpu
-from xla_fsdp.tpu import Topology, this_chip
+from xla_fsdp.tpu import Topology
 
 if TYPE_CHECKING:
     from models.spec import ModelSizes, ModelSpec
@@ -118,32 +118,32 @@ def recipe_of(run: XlaRun) -> Recipe:
 
 def resolve(config: RunConfig, own: XlaConfig) -> XlaRun:
     """Return the run of these flags on this machine or its slices. Raises UsageError."""
-    run = _resolve(config, own, device_type(), None)
-    _check_elastic(config, own, run.model)
+    run = resolve_for_slice(config, own, None)
+    # The run has to fit all numbers of slices that ``launch.xla_dist --elastic`` may start it on.
+    least, _, most = os.environ.get("ELASTIC_SLICES", "").partition(":")
+    for slices in range(int(least), int(most) + 1) if most else ():
+        try:
+            resolve_for_slice(config, own, None, run.model, slices)
+        except UsageError as error:
+            raise UsageError(f"on {slices} slices, of --elastic {least}:{most}: {error}") from None
     # From the flags, not from ``run``: another model may be scanned or not, its attention another.
     of_teacher = replace(own, xla_fsdp=run.own.xla_fsdp, mark_step_every_n_blocks=0)
-    return with_teacher(run, lambda config: _resolve(config, of_teacher, device_type(), None))
+    return with_teacher(run, lambda config: resolve_for_slice(config, of_teacher, None))
 
 
 def resolve_for_slice(
-    config: RunConfig, own: XlaConfig, topology: Topology, model: ModelSpec | None = None
-) -> XlaRun:
-    """Return the run as it would be on slices that are not here. Raises UsageError.
-
-    ``model``: the configuration's, if it is open already.
-    """
-    return _resolve(config, own, "TPU", topology, model)
-
-
-def _resolve(
     config: RunConfig,
     own: XlaConfig,
-    device: str,
     topology: Topology | None,
     model: ModelSpec | None = None,
     slices: int | None = None,
 ) -> XlaRun:
-    """``slices``: None for those that are here."""
+    """Return the run as it would be on slices that are not here. Raises UsageError.
+
+    ``topology``: None for this machine, with so many ``slices``, or as many as there are.
+    ``model``: the configuration's, if it is open already.
+    """
+    device = "TPU" if topology else device_type()
     config = resolve_common(replace(config, backend="xla"))
     if config.sharding.precision == "fp16":
         raise UsageError("--precision fp16 requires --backend cuda: on XLA use bf16")
@@ -155,22 +155,54 @@ def _resolve(
             slices = slice_count() if device == "TPU" else 1
         if config.sharding.mesh_dcn == "slices":
             config = replace(config, sharding=replace(config.sharding, mesh_dcn=slices))
-        mesh = make_mesh(config.sharding, device_count(own, slices))
-        if device == "TPU":
-            _check_slices(mesh, slices)
+        if device == "CPU":
+            mesh = make_mesh(config.sharding, own.cpu_devices)
+        else:  # torch_xla counts the devices of this slice
+            devices = host_tpu().num_expected_global_devices() * slices
+            mesh = make_mesh(config.sharding, devices)
+            if mesh.dcn % slices:
+                raise UsageError(
+                    f"--mesh_dcn {mesh.dcn} is no multiple of the {slices} slices of this run "
+                    "(MEGASCALE_NUM_SLICES): use --mesh_dcn slices"
+                )
+            here = host_tpu().num_available_devices()
+            if mesh.devices > here and here % mesh.tensor:
+                raise UsageError(
+                    f"--mesh_tensor {mesh.tensor} must divide the {here} devices of a host"
+                )
     config = with_passes(config, mesh)
     if model is None:  # after what is known at once: timm takes a second
         config, model = resolve_model(config)
     own = _resolve_scan(config, own, model)
-    _check_mesh(mesh, model)
-    config = _resolve_domain(config, mesh, model)
-    generation = None
+
+    # Whether the mesh can shard the model.
+    check_rows(mesh, model)
+    sizes, tensor = model.sizes, f"--mesh_tensor {mesh.tensor}"
+    if mesh.tensor > 1:
+        if reason := why_no_tensor_parallel(model.block):
+            raise UsageError(f"{tensor} is incompatible with --model {model.name}: {reason}")
+        if sizes.num_heads % mesh.tensor:
+            raise UsageError(f"{tensor} does not divide --num_heads {sizes.num_heads}")
+        if sizes.hidden % mesh.tensor:
+            raise UsageError(f"{tensor} does not divide the MLP's width, {sizes.hidden}")
+
+    # --domain_attention.
+    hindered = None
+    if sizes.attn_drop_rate:
+        hindered = f"has no dropout, here --att_dropout {sizes.attn_drop_rate}: use gather"
+    if mesh.tensor > 1:
+        hindered = f"is incompatible with {tensor}: use gather"
+    refused = {"ring": hindered, "ulysses": "requires --backend cuda: use ring or gather"}
+    gathers = hindered or sizes.num_tokens <= GATHER_UP_TO
+    config = resolve_domain(config, mesh, refused, auto="gather" if gathers else "ring")
+
+    # What depends on the kind of TPU.
+    generation, chip = None, None
     if device == "TPU":
         generation = topology.generation if topology else host_tpu().version()
     own, why_attention = _resolve_attention(config, own, model, generation)
-    chip = None
     if device == "TPU" and config.sharding.grad_ckpt == "auto":
-        chip = topology.chip if topology else this_chip()
+        chip = topology.chip if topology else tpu.CHIPS_BY_KIND.get(tpu.kind_here())
     config, why_policy = resolve_policy(config, own, model, mesh, device, chip)
     why = {"xla_fsdp": why_form, "attention": why_attention, "grad_ckpt": why_policy}
     run = XlaRun(config, own, model, mesh, why)
@@ -276,18 +308,19 @@ def _resolve_attention(
     of_kernels = next(filter(None, reasons), None)
     dtype = torch.bfloat16 if config.sharding.precision == "bf16" else torch.float32
 
-    def fits(sizes: ModelSizes) -> bool:
-        heads = sizes.num_heads // config.sharding.mesh_tensor
-        return WholeSizes(1, sizes.num_tokens, heads, sizes.head_dim, dtype).fits(generation or 0)
-
+    tensor = config.sharding.mesh_tensor
+    of_device = [
+        WholeSizes(1, each.num_tokens, each.num_heads // tensor, each.head_dim, dtype)
+        for each in stacks
+    ]
     if of_kernels:
         of_whole = of_kernels
     elif sizes.num_tokens >= FLASH_FROM:
         of_whole = f"takes up to {FLASH_FROM - 1:,} tokens, this model has {sizes.num_tokens:,}"
     elif config.sharding.mesh_domain > 1:
         of_whole = f"is incompatible with --mesh_domain {config.sharding.mesh_domain}"
-    elif not all(map(fits, stacks)):
-        heads = sizes.num_heads // config.sharding.mesh_tensor
+    elif not all(each.fits(generation or 0) for each in of_device):
+        heads = sizes.num_heads // tensor
         of_whole = f"has no room in vector memory for {heads} heads of {sizes.head_dim}"
     if form != "auto":
         reason = {"flash": of_kernels, "whole": of_whole}.get(form)
@@ -299,18 +332,6 @@ def _resolve_attention(
     form = "flash" if sizes.num_tokens >= FLASH_FROM else "sdpa" if of_whole else "whole"
     text = f", {_NAMES[form]} attention ({sizes.num_tokens:,} tokens; flash from {FLASH_FROM:,})"
     return replace(own, attention=form), text
-
-
-def _resolve_domain(config: RunConfig, mesh: Mesh, model: ModelSpec) -> RunConfig:
-    """Decide ``--domain_attention``, if tokens are sharded. Raises UsageError."""
-    hindered = None
-    if model.sizes.attn_drop_rate:
-        hindered = f"has no dropout, here --att_dropout {model.sizes.attn_drop_rate}: use gather"
-    if mesh.tensor > 1:
-        hindered = f"is incompatible with --mesh_tensor {mesh.tensor}: use gather"
-    few = model.sizes.num_tokens <= GATHER_UP_TO
-    refused = {"ring": hindered, "ulysses": "requires --backend cuda: use ring or gather"}
-    return resolve_domain(config, mesh, refused, auto="gather" if hindered or few else "ring")
 
 
 def _hinders_kernels(config: RunConfig, sizes: ModelSizes, generation: int | None) -> str | None:
@@ -350,54 +371,10 @@ def device_type() -> str:
     return "TPU" if host_tpu().num_available_chips() > 0 else "CPU"
 
 
-def device_count(own: XlaConfig, slices: int) -> int:
-    """Return the number of devices of the run, all hosts together, without starting them."""
-    if device_type() == "CPU":
-        return own.cpu_devices
-    return host_tpu().num_expected_global_devices() * slices  # it counts this slice's
-
-
 def slice_count() -> int:
     """Return the number of TPU slices, from the environment or the TPU VM's metadata, as libtpu."""
     name = "MEGASCALE_NUM_SLICES"
     return int(os.environ.get(name) or host_tpu().get_tpu_env().get(name) or 1)
-
-
-def _check_mesh(mesh: Mesh, model: ModelSpec) -> None:
-    """Raises UsageError for a model that this mesh cannot shard."""
-    check_rows(mesh, model)
-    if mesh.tensor == 1:
-        return
-    flag, sizes = f"--mesh_tensor {mesh.tensor}", model.sizes
-    if reason := why_no_tensor_parallel(model.block):
-        raise UsageError(f"{flag} is incompatible with --model {model.name}: {reason}")
-    if sizes.num_heads % mesh.tensor:
-        raise UsageError(f"{flag} does not divide --num_heads {sizes.num_heads}")
-    if sizes.hidden % mesh.tensor:
-        raise UsageError(f"{flag} does not divide the MLP's width, {sizes.hidden}")
-
-
-def _check_slices(mesh: Mesh, slices: int) -> None:
-    """Raises UsageError for a mesh that does not fit the slices and hosts of this run."""
-    if mesh.dcn % slices:
-        raise UsageError(
-            f"--mesh_dcn {mesh.dcn} is no multiple of the {slices} slices of this run "
-            "(MEGASCALE_NUM_SLICES): use --mesh_dcn slices"
-        )
-    here = host_tpu().num_available_devices()
-    if mesh.devices > here and here % mesh.tensor:
-        raise UsageError(f"--mesh_tensor {mesh.tensor} must divide the {here} devices of a host")
-
-
-def _check_elastic(config: RunConfig, own: XlaConfig, model: ModelSpec) -> None:
-    """Raises UsageError if the run does not fit one of the numbers of slices that
-    ``launch.xla_dist --elastic`` may start it on."""
-    least, _, most = os.environ.get("ELASTIC_SLICES", "").partition(":")
-    for slices in range(int(least), int(most) + 1) if most else ():
-        try:
-            _resolve(config, own, device_type(), None, model, slices)
-        except UsageError as error:
-            raise UsageError(f"on {slices} slices, of --elastic {least}:{most}: {error}") from None
 
 
 def check_installed() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch_xla
@@ -21,17 +20,14 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch_xla.experimental.scan import dynamic_slice, dynamic_update_slice
 
 from models.initialize import fill_buffers
+from xla_fsdp.layout import MeshLayout, mark_both
 from xla_fsdp.remat import SaveInput
-from xla_fsdp.sharding import mark_both
 from xla_fsdp.torch_xla_private import (
     call_computation,
     lowering_context,
     moved_to,
     seed_parameter,
 )
-
-if TYPE_CHECKING:
-    from xla_fsdp.layout import MeshLayout
 
 # ------------------------------------------------------------------------------------------------
 # A loop over the first dimension of tensors that is one ``While`` of the XLA graph.
@@ -132,9 +128,6 @@ class Scan:
         def integer(value: int, beside: xb.Op) -> xb.Op:
             return xb.Op.scalar(beside.builder(), value, dtype=xb.Type.S32)
 
-        def goes_on(number: xb.Op, *_: xb.Op) -> xb.Op:
-            return number < integer(self._rounds, number)
-
         def one_round(*flat: xb.Op) -> tuple[xb.Op, ...]:
             number, state, inputs, outputs, constants, seeds = tree_unflatten(flat, structure)
             index = integer(self._rounds - 1, number) - number if self._reverse else number
@@ -154,7 +147,9 @@ class Scan:
 
         builder = xb.create_builder("scan")
         ops = [xb.mkparam(builder, i, xb.tensor_shape(each)) for i, each in enumerate(given)]
-        return xb.Op.mkwhile(ops, goes_on, one_round).build("scan")
+        return xb.Op.mkwhile(
+            ops, lambda number, *_: number < integer(self._rounds, number), one_round
+        ).build("scan")
 
 
 def same(x: torch.Tensor) -> torch.Tensor:
@@ -257,7 +252,7 @@ class ScannedBlocks(nn.Module):
             return _ScanWithGrad.apply(self, names, x, *values, *of_each)
         return self._run_forward(names, x, values, of_each, save=False)[0]
 
-    # -- the two loops ----------------------------------------------------------------
+    # -- the loop forward; backward is in ``_ScanWithGrad`` ---------------------------
 
     def _run_forward(self, names: _Names, x, shared, of_each, *, save: bool):
         count = len(of_each)
@@ -282,25 +277,6 @@ class ScannedBlocks(nn.Module):
             seeds = torch.randint(0, 2**62, (self._depth,), dtype=torch.int64, device=x.device)
         (y, *_), saved = scan(state, inputs, seeds)
         return y, saved, seeds
-
-    def _run_backward(self, names: _Names, grad, saved_of_each, shared, of_each, seeds):
-        count, saved = len(of_each), len(saved_of_each)
-
-        def body(state, slices):
-            grad, *shared = state
-            (x, *results), rest = slices[:saved], slices[saved:]
-            x = moved_to("device", x) if self._save.on_host else x
-            results = [self._layout.mark_saved(same(each)) for each in results]
-            x, *own = (each.detach().requires_grad_() for each in (x, *rest[:count]))
-            with self._save.rematerialize(results):
-                y = self._compute(names, x, shared, own, rest[count:])
-            grad_x, *grads = torch.autograd.grad(y, [x, *own], grad)
-            return [grad_x, *shared], grads
-
-        inputs, state = [*saved_of_each, *of_each, *self._keep], [grad, *shared]
-        scan = self._scan("backward", body, state, inputs, reverse=True)
-        (grad_x, *_), grads = scan(state, inputs, seeds)
-        return grad_x, grads
 
     def _scan(self, key: str, body, state, inputs, *, reverse: bool = False) -> Scan:
         """Return the loop for this state, traced the first time that it is needed."""
@@ -348,8 +324,22 @@ class _ScanWithGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         saved, given = ctx.saved_tensors[: ctx.saved], ctx.saved_tensors[ctx.saved :]
-        count = len(ctx.names[0])
-        shared, of_each = given[:count], given[count:]
-        run_backward = ctx.scanned._run_backward
-        grad_x, grads = run_backward(ctx.names, grad, saved, shared, of_each, ctx.seeds)
-        return None, None, grad_x, *[None] * count, *grads
+        scanned, names, number = ctx.scanned, ctx.names, ctx.saved
+        shared, of_each = given[: len(names[0])], given[len(names[0]) :]
+        count = len(of_each)
+
+        def body(state, slices):
+            grad, *shared = state
+            (x, *results), rest = slices[:number], slices[number:]
+            x = moved_to("device", x) if scanned._save.on_host else x
+            results = [scanned._layout.mark_saved(same(each)) for each in results]
+            x, *own = (each.detach().requires_grad_() for each in (x, *rest[:count]))
+            with scanned._save.rematerialize(results):
+                y = scanned._compute(names, x, shared, own, rest[count:])
+            grad_x, *grads = torch.autograd.grad(y, [x, *own], grad)
+            return [grad_x, *shared], grads
+
+        inputs, state = [*saved, *of_each, *scanned._keep], [grad, *shared]
+        scan = scanned._scan("backward", body, state, inputs, reverse=True)
+        (grad_x, *_), grads = scan(state, inputs, ctx.seeds)
+        return None, None, grad_x, *[None] * len(shared), *grads

@@ -10,13 +10,17 @@ from torch import nn
 from data.loader import Batch
 from training.backend import InitializeModule
 from training.checkpoints.state import Chunk, ShardedTensor
+from training.mesh import Spec
 from xla_fsdp.hosts import HostPart, part_of_host
 from xla_fsdp.layout import MeshLayout, local_devices
-from xla_fsdp.optimizer import Momenta, Orthogonalize, orthogonalized_by_marks
+from xla_fsdp.optimizer import Momenta, Momentum, Orthogonalize, by_shape
 from xla_fsdp.parallelize import parallelize_spmd
 from xla_fsdp.resolve_xla import XlaRun
 from xla_fsdp.torch_xla_private import REPLICATED, local_shard_indices
 from xla_fsdp.xla_backend import XlaBackend
+
+_STACKED = ".block."
+"""Between the name of a stack of blocks and a parameter's name in a block."""
 
 
 class SpmdBackend(XlaBackend):
@@ -103,12 +107,48 @@ class SpmdBackend(XlaBackend):
         return self._mark_replicated(value)  # global, too; and every host can read it
 
     def _orthogonal(self, momenta: Momenta, how: Orthogonalize) -> list[torch.Tensor]:
-        axes, devices = tuple(self._mesh.axis_sizes), self._mesh.devices
-        return orthogonalized_by_marks(
-            momenta, how, self._layout.specs, axes, devices, self._layout.mark
-        )
+        specs, mark = self._layout.specs, self._layout.mark  # specs of parameters and momenta
+
+        def of_one_block(each: Momentum) -> tuple[torch.Size, Spec]:
+            return each.values.shape[each.is_stacked :], specs[each.parameter][each.is_stacked :]
+
+        found: dict[nn.Parameter, torch.Tensor] = {}
+        for alike in by_shape(momenta, of_one_block):
+            # A matrix may have three dimensions here: queries, keys and values.
+            shards = [mark(each.values * 1, specs[each.parameter]) for each in alike]
+            batches = [
+                shard if each.is_stacked else shard.unsqueeze(0)
+                for each, shard in zip(alike, shards, strict=True)
+            ]
+            batch = torch.cat(batches) if len(batches) > 1 else batches[0]
+            count, first = len(batch), tuple(self._mesh.axis_sizes) if len(batch) > 1 else ()
+            if first:  # unequal parts would come back by way of the whole, too
+                missing = batch.new_zeros(-count % self._mesh.devices, *batch.shape[1:])
+                batch = torch.cat([batch, missing])
+            # To dimension 0 along one axis after the other: all at once, the partitioner would
+            # gather the batch on each device.
+            _, own = of_one_block(alike[0])
+            way: list[Spec] = []
+            for n in range(len(first)):
+                rest = (tuple(axis for axis in axes if axis not in first[:n]) for axes in own)
+                way.append((first[:n], *rest))
+            way.append((first, *((),) * (batch.dim() - 1)))
+            for spec in way:
+                batch = mark(batch * 1, spec)
+            matrices = mark(batch.reshape(len(batch), *alike[0].matrix) * 1, (first, (), ()))
+            results = mark(how(matrices) * 1, (first, (), ())).reshape(batch.shape)
+            for spec in reversed(way):
+                results = mark(results * 1, spec)
+            parts = results[:count].split([len(b) for b in batches])
+            for each, part in zip(alike, parts, strict=True):
+                shard = part.reshape(each.values.shape) * 1
+                found[each.parameter] = mark(shard, specs[each.parameter])
+        return [found[each.parameter] for each in momenta]
 
     # -- state ------------------------------------------------------------------------
+    #
+    # Stacked parameters are (depth, ...) on the devices, packed ones (parts, rows, ...).
+    # Checkpoints have those of the plain model.
 
     def _plain_names(self, name: str) -> list[str]:
         stack, is_stacked, in_block = name.partition(_STACKED)
@@ -138,7 +178,15 @@ class SpmdBackend(XlaBackend):
             chunks[offsets] = Chunk(offsets, shard.data)  # unpadded: sharded evenly
         value = ShardedTensor(tensor.shape, tensor.dtype, list(chunks.values()))
         if self._packed_parts(name):
-            value = _unpacked(value, dim=int(stacked))
+            # Make of (..., parts, rows, ...) (..., parts * rows, ...): a chunk becomes one a part.
+            dim = int(stacked)
+            before, (count, rows, *after) = value.shape[:dim], value.shape[dim:]
+            unpacked = []
+            for chunk in value.chunks:
+                outer, (part, row, *inner) = chunk.offsets[:dim], chunk.offsets[dim:]
+                for i, data in enumerate(chunk.data.unbind(dim)):
+                    unpacked.append(Chunk((*outer, (part + i) * rows + row, *inner), data))
+            value = ShardedTensor((*before, count * rows, *after), value.dtype, unpacked)
         if not stacked:
             return {name: value}
         return {
@@ -162,35 +210,15 @@ class SpmdBackend(XlaBackend):
         shards: list[xs.XLAShard] = target.local_shards
         for shard in shards:
             place = shard.indices[1:] if stacked else shard.indices
-            blocks = [_shard_at(place, block, parts) for block in sharded]
+            first, *rest = (index.start for index in place)
+            blocks = []
+            for block in sharded:
+                data = {chunk.offsets: chunk.data for chunk in block.chunks}
+                if parts:
+                    rows, here = block.shape[0] // parts, range(first, place[0].stop)
+                    packed = [data[i * rows + rest[0], *rest[1:]] for i in here]
+                    blocks.append(torch.stack(packed))
+                else:
+                    blocks.append(data[first, *rest])
             shard.data = torch.stack(blocks) if stacked else blocks[0]
         target.load_local_shards_(shards)
-
-
-# Stacked parameters are (depth, ...) on the devices, packed ones (parts, rows, ...). Checkpoints
-# have those of the plain model.
-
-_STACKED = ".block."
-"""Between the name of a stack of blocks and a parameter's name in a block."""
-
-
-def _unpacked(value: ShardedTensor, dim: int) -> ShardedTensor:
-    """Return (..., parts, rows, ...) as (..., parts * rows, ...): a chunk becomes one a part."""
-    before, (count, rows, *after) = value.shape[:dim], value.shape[dim:]
-    chunks = []
-    for chunk in value.chunks:
-        outer, (part, row, *inner) = chunk.offsets[:dim], chunk.offsets[dim:]
-        for i, data in enumerate(chunk.data.unbind(dim)):
-            chunks.append(Chunk((*outer, (part + i) * rows + row, *inner), data))
-    return ShardedTensor((*before, count * rows, *after), value.dtype, chunks)
-
-
-def _shard_at(place: tuple[slice, ...], value: ShardedTensor, parts: int) -> torch.Tensor:
-    """Return a device's shard of a plain parameter, packed if it is made of ``parts``."""
-    data = {chunk.offsets: chunk.data for chunk in value.chunks}
-    first, *rest = (index.start for index in place)
-    if not parts:
-        return data[first, *rest]
-    rows = value.shape[0] // parts
-    here = range(first, place[0].stop)
-    return torch.stack([data[i * rows + rest[0], *rest[1:]] for i in here])

@@ -7,17 +7,16 @@ exchange between them. Each half of a block gathers its input, whose tokens are 
 
 import types
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from timm.layers import GluMlp, SwiGLU
 from torch import nn
 
-from xla_fsdp.attention.whole import Qkv
-from xla_fsdp.layout import MeshLayout
-from xla_fsdp.products import Int8Marks, add_bias, product
+from xla_fsdp.attention import flash, whole
+from xla_fsdp.layout import Int8Marks, MeshLayout, gather, mark_both, scatter
+from xla_fsdp.products import add_bias, product
 from xla_fsdp.remat import SaveInput
-from xla_fsdp.sharding import gather, mark_both, scatter
+from xla_fsdp.resolve_xla import Recipe
 
 
 def pack(block: nn.Module, packed: Mapping[str, int]) -> None:
@@ -36,34 +35,32 @@ def pack(block: nn.Module, packed: Mapping[str, int]) -> None:
 
 def shard_heads_and_columns(
     block: nn.Module,
+    recipe: Recipe,
     layout: MeshLayout,
-    attention_product: Callable[[Any, Qkv, torch.Tensor | None], torch.Tensor],
     save: SaveInput,
     int8: Callable[[str], Int8Marks] | None,
     batch_parts: int,
 ) -> None:
     """Make a timm block, packed by ``pack``, compute with some of its heads and MLP columns.
 
-    ``attention_product`` is ``attention_of_heads`` of timm's module, qkv and rope; ``save`` may
-    save results of products by columns; ``int8`` returns the marks of a weight by its name, if
-    products are in int8. The batch is sharded into ``batch_parts``.
+    ``save`` may save results of products by columns; ``int8`` returns the marks of a weight by its
+    name, if products are in int8. The batch is sharded into ``batch_parts``.
     """
-
-    def multiply(equation: str, x: torch.Tensor, linear: nn.Linear, name: str, **saving):
-        marks = int8(f"{name}.weight") if int8 else None
-        return product(equation, x, linear.weight, int8=marks, **saving)
+    shards = layout.shards(*recipe.mesh.logical_spec("batch", "heads"))
 
     def by_columns(
         x: torch.Tensor, linear: nn.Linear, name: str, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         equation = "bnd,ed->bne" if linear.weight.dim() == 2 else "bnd,ced->bnce"
         widens = linear.out_features > linear.in_features
-        y = multiply(equation, x, linear, name, save=save, widens=widens)
+        marks = int8(f"{name}.weight") if int8 else None
+        y = product(equation, x, linear.weight, save, marks, widens=widens)
         y = add_bias(y, linear.bias if bias is None else bias, batch_parts)
         return mark_both(y, layout.mark_columns)
 
     def by_rows(x: torch.Tensor, linear: nn.Linear, name: str) -> torch.Tensor:
-        y = multiply("bne,de->bnd", x, linear, name)
+        marks = int8(f"{name}.weight") if int8 else None
+        y = product("bne,de->bnd", x, linear.weight, int8=marks)
         y = scatter(y, layout.mark_tokens, layout.mark_rows)
         return add_bias(y, linear.bias, batch_parts)
 
@@ -75,7 +72,7 @@ def shard_heads_and_columns(
         is_causal: bool = False,
     ) -> torch.Tensor:
         x = gather(x, layout.mark_tokens, layout.mark_rows)
-        qkv: Qkv
+        qkv: whole.Qkv
         if attn.qkv is not None:
             bias = None
             if getattr(attn, "q_bias", None) is not None:  # Eva has the bias beside the layer
@@ -84,7 +81,22 @@ def shard_heads_and_columns(
         else:
             names = ("q_proj", "k_proj", "v_proj")
             qkv = [by_columns(x, getattr(attn, name), f"attn.{name}") for name in names]
-        y = attn.norm(mark_both(attention_product(attn, qkv, rope), layout.mark_columns))
+        # The product with a part of the heads on each device: (batch, tokens, heads x width).
+        if recipe.attention == "whole":
+            y = whole.of_layers(attn, qkv, rope, shards=shards, save=save)
+        else:
+            q, k, v = whole.queries_keys_values(attn, qkv, rope)
+            if recipe.attention == "flash":
+                q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+                y = flash.attention(q, k, v, shards).transpose(1, 2).flatten(2)
+            else:
+                # As PyTorch does, with dropout. Not by F.scaled_dot_product_attention: it folds
+                # batch and heads into one dimension, which cannot be sharded along two axes; einsum
+                # is one product to XLA.
+                scores = torch.einsum("bqhd,bkhd->bhqk", q * attn.scale, k)
+                weights = attn.attn_drop(scores.softmax(dim=-1))
+                y = torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(2)
+        y = attn.norm(mark_both(y, layout.mark_columns))
         return attn.proj_drop(by_rows(y, attn.proj, "attn.proj"))
 
     def mlp(mlp, x: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,10 +21,10 @@ REPLICATED = Ellipsis
 
 
 def _xlac(name: str, *args: Any, **kwargs: Any) -> Any:
-    """Call a function of torch_xla's C++ part."""
+    """Call a function of torch_xla's C++ part, "name" or "module.name"."""
     import torch_xla
 
-    return getattr(torch_xla._XLAC, name)(*args, **kwargs)
+    return attrgetter(name)(torch_xla._XLAC)(*args, **kwargs)
 
 
 # -- the host's TPU chips, without starting them ---------------------------------------
@@ -105,11 +106,8 @@ def kernel_config(lowered: Any) -> str | None:
     return _extract_backend_config(lowered)
 
 
-def lowering_context(name: str) -> Any:
-    """Return a context that lowers recorded computations and numbers the data they are given."""
-    import torch_xla
-
-    return torch_xla._XLAC.lowering.LoweringContext(name)
+lowering_context = partial(_xlac, "lowering.LoweringContext")
+"""(name) -> a context that lowers recorded computations and numbers the data they are given."""
 
 
 def seed_parameter(tensors: list[torch.Tensor], context: Any) -> int | None:
@@ -149,16 +147,10 @@ def forget_all_reduces(device: str) -> None:
 # -- names in the graph ---------------------------------------------------------------
 
 
-def keep_scopes() -> None:
-    """Record the scopes of each operation, from now on, for the HLO."""
-    _xlac("_set_ir_debug", True)
-
-
-def open_scope(name: str) -> Any:
-    """Open a scope in this thread; it is closed when the returned object is freed."""
-    import torch_xla
-
-    return torch_xla._XLAC.profiler.scope_pusher(name)
+keep_scopes = partial(_xlac, "_set_ir_debug", True)
+"""() -> None. Records the scopes of each operation, from now on, for the HLO."""
+open_scope = partial(_xlac, "profiler.scope_pusher")
+"""(name) -> an object that keeps a scope open in this thread until it is freed."""
 
 
 # -- nested FSDP ----------------------------------------------------------------------
@@ -175,18 +167,15 @@ def is_sharded(parameter: torch.Tensor) -> bool:
     return hasattr(parameter, "_is_sharded")
 
 
-def original_name(shard: torch.Tensor) -> str:
-    """Return the name, in its unit, of the parameter of a shard."""
-    return shard._orig_name  # type: ignore[attr-defined]
-
-
-def original_parameters(unit: Any, shard: torch.Tensor) -> list[tuple[str, torch.Size]]:
-    """Return names in the unit and shapes of the parameters in a shard: several in a flat one."""
-    _, is_flat, number = original_name(shard).rpartition("flat_param_")
+def original_parameters(unit: Any, shard: Any) -> tuple[str, list[tuple[str, torch.Size]]]:
+    """Return the name in the unit of a shard's parameter, and names and shapes of the plain ones
+    that it holds: several if it is flat."""
+    name = shard._orig_name
+    _, is_flat, number = name.rpartition("flat_param_")
     if not is_flat:
-        return [(original_name(shard), shard._orig_size)]  # type: ignore[attr-defined]
+        return name, [(name, shard._orig_size)]
     names, shapes, _ = unit.module.metadata(int(number))
-    return list(zip(names, shapes, strict=True))
+    return name, list(zip(names, shapes, strict=True))
 
 
 def free_gathered(unit: Any) -> None:

@@ -83,9 +83,7 @@ class Chip:
 
     @property
     def peak_flops(self) -> float:
-        peak = peak_of(self.kind)
-        assert peak is not None
-        return peak
+        return _PEAKS[self.kind][0] / self.devices
 
     @property
     def links(self) -> int:
@@ -115,6 +113,9 @@ CHIPS = {
         between_devices=6 * 100e9,
     ),
 }
+"""By the name in ``--tpu_topology``."""
+CHIPS_BY_KIND = {chip.kind: chip for chip in CHIPS.values()}
+"""By the name in accelerator types."""
 
 
 def kind_here() -> str:
@@ -123,23 +124,6 @@ def kind_here() -> str:
         return torch_xla_private.host_tpu().get_tpu_type()
     except (OSError, KeyError):  # no metadata server, or none that names the slice
         return ""
-
-
-def this_chip() -> Chip | None:
-    """Return the figures of this host's TPU chips; None where their kind is unknown."""
-    kind = kind_here()
-    return next((chip for chip in CHIPS.values() if chip.kind == kind), None)
-
-
-def peak_flops() -> float | None:
-    """Return the FLOP/s of one device here; None on a CPU and where the kind of TPU is unknown.
-
-    fp32 products run as bf16 passes on the same unit, so MFU is counted against this figure at
-    either precision.
-    """
-    import torch_xla.runtime as xr
-
-    return peak_of(kind_here()) if xr.device_type() == "TPU" else None
 
 
 # -- slices ---------------------------------------------------------------------------
@@ -285,7 +269,13 @@ _OF_CHIP = {
     # As in Google's own recipes (AI-Hypercomputer/tpu-recipes, training/ironwood).
     "tpu7x": {"xla_tpu_scoped_vmem_limit_kib": "65536"},
 }
-_START = Path(__file__).with_name("libtpu_start.py")
+_START = """
+import os, libtpu
+from jaxlib import xla_client
+path = os.environ.get("TPU_LIBRARY_PATH") or libtpu.get_library_path()
+xla_client.load_pjrt_plugin_dynamically("tpu", path)
+xla_client.initialize_pjrt_plugin("tpu")
+"""
 _START_SECONDS = 60
 
 
@@ -343,12 +333,12 @@ def as_on_a_tpu(topology: Topology, given: str) -> dict[str, str]:
 def check() -> None:
     """Raise UsageError for flags for which libtpu would end the process that it starts in.
 
-    So it is started in another process first, which opens no chip.
+    So it is started in another process first, as a run does it, but without opening a chip.
     """
     skip = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     try:
         done = subprocess.run(
-            [sys.executable, "-P", str(_START)],
+            [sys.executable, "-P", "-c", _START],
             env={**os.environ, **skip},
             stdin=subprocess.DEVNULL,
             capture_output=True,

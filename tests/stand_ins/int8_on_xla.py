@@ -6,7 +6,8 @@ import numpy as np
 import torch
 import torch_xla
 
-from xla_fsdp.products import Int8Marks, product
+from xla_fsdp.layout import Int8Marks
+from xla_fsdp.products import product
 
 
 def numbers_of(x, axes):

@@ -8,9 +8,9 @@ import torch_xla.core.xla_model as xm
 from timm.layers import DropPath
 from torch import nn
 
+from xla_fsdp.layout import gather
 from xla_fsdp.remat import SAVED_BY
 from xla_fsdp.scan import ScannedBlocks
-from xla_fsdp.sharding import gather
 
 DEPTH, WIDTH = 4, 64
 

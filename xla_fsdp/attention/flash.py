@@ -43,12 +43,6 @@ class _Operand:
     axes: tuple[int, ...]
     """The axes of the grid that choose the block."""
 
-    def streamed_bytes(self, grid: tuple[int, ...]) -> int:
-        """Return the bytes between HBM and the kernel: a block whenever the choice changes."""
-        steps = [i for i in self.axes if grid[i] > 1]
-        fetches = math.prod(grid[: max(steps) + 1]) if steps else 1
-        return fetches * math.prod(self.block) * self.dtype.itemsize
-
 
 GRADIENTS = ("query gradient", "key gradients")
 
@@ -76,6 +70,11 @@ def kernel(computes: str, s: FlashSizes, scale: float) -> Kernel:
     blocks = {query_axis: s.tokens // s.block, key_axis: s.keys // s.key_block}
     grid = (s.batch, s.heads, blocks[2], blocks[3])
     scores = math.prod(s.query_shape[:3]) * s.keys
+    streamed_bytes = 0  # between HBM and the kernel: a block whenever the grid's choice changes
+    for operand in (kinds[name] for name in arguments + results):
+        steps = [axis for axis in operand.axes if grid[axis] > 1]
+        fetches = math.prod(grid[: max(steps) + 1]) if steps else 1
+        streamed_bytes += fetches * math.prod(operand.block) * operand.dtype.itemsize
     return lower(
         jax_private.flash_function(computes, scale=scale, block=s.block, key_block=s.key_block),
         [(kinds[name].shape, kinds[name].dtype) for name in arguments],
@@ -85,7 +84,7 @@ def kernel(computes: str, s: FlashSizes, scale: float) -> Kernel:
         ],
         flops=2 * products * scores * s.width,
         transcendentals=scores,
-        bytes_accessed=sum(kinds[name].streamed_bytes(grid) for name in arguments + results),
+        bytes_accessed=streamed_bytes,
     )
 
 

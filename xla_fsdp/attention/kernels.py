@@ -87,14 +87,9 @@ class Shards:
         import torch_xla.distributed.spmd as xs
 
         spec = self._spec(part, heads)
-        whole = (n * self._parts(axes) for n, axes in zip(part.shape, spec, strict=True))
+        whole = (n * self.parts(axes) for n, axes in zip(part.shape, spec, strict=True))
         shape = torch.Size(whole)
         return xs.disable_manual_sharding(part, spec, shape, mesh=self.mesh).global_tensor
-
-    @property
-    def heads_parts(self) -> int:
-        """Return into how many parts heads are sharded."""
-        return self._parts(self.heads)
 
     def _spec(self, x: torch.Tensor, heads: int | None) -> tuple[MeshAxes, ...]:
         spec: list[MeshAxes] = [self.images, *[None] * (x.dim() - 1)]
@@ -102,7 +97,8 @@ class Shards:
             spec[heads] = self.heads
         return tuple(spec)
 
-    def _parts(self, axes: MeshAxes) -> int:
+    def parts(self, axes: MeshAxes) -> int:
+        """Return into how many parts these axes shard."""
         names = (axes,) if isinstance(axes, str) else axes or ()
         return math.prod(self.mesh.shape()[name] for name in names)
 

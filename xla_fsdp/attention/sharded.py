@@ -1,56 +1,24 @@
-"""Attention where several devices share an image: its heads ("tensor") or its tokens ("domain")."""
+"""Attention where several devices share the tokens of an image, along "domain"."""
 
 from __future__ import annotations
 
 import abc
+import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from models.blocks import attentions, combine_parts, use_product
-from xla_fsdp.attention import flash, whole
+from xla_fsdp.attention import flash
 from xla_fsdp.attention.kernels import Shards, autocast_dtype
 from xla_fsdp.attention.sizes import LANES
-from xla_fsdp.remat import SaveInput
 
 if TYPE_CHECKING:
-    from xla_fsdp.layout import MeshLayout
+    from xla_fsdp.layout import Mark, MeshLayout
     from xla_fsdp.resolve_xla import Recipe
-    from xla_fsdp.sharding import Mark
-
-# ------------------------------------------------------------------------------------------------
-# Heads over devices.
-
-
-def attention_of_heads(
-    attn: Any,
-    qkv: whole.Qkv,
-    rope: torch.Tensor | None,
-    *,
-    form: str,
-    shards: Shards,
-    save: SaveInput,
-) -> torch.Tensor:
-    """Compute the product of timm's attention ``attn`` with a part of its heads on each device.
-
-    ``qkv`` and ``rope``: see ``whole.queries_keys_values``; ``form`` is a value of ``--attention``,
-    auto resolved. Returns (batch, tokens, heads x width).
-    """
-    if form == "whole":
-        return whole.of_layers(attn, qkv, rope, shards=shards, save=save)
-    q, k, v = whole.queries_keys_values(attn, qkv, rope)
-    if form == "flash":
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return flash.attention(q, k, v, shards).transpose(1, 2).flatten(2)
-    # As PyTorch does, with dropout. Not by F.scaled_dot_product_attention: it folds batch and heads
-    # into one dimension, which cannot be sharded along two axes; einsum is one product to XLA.
-    scores = torch.einsum("bqhd,bkhd->bhqk", q * attn.scale, k)
-    weights = attn.attn_drop(scores.softmax(dim=-1))
-    return torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(2)
-
 
 # ------------------------------------------------------------------------------------------------
 # Attention to a part of the keys.
@@ -113,8 +81,7 @@ class FlashProducts:
     shards: Shards | None
     """None where the program is one device's."""
 
-    def padded(self, x: torch.Tensor) -> torch.Tensor:
-        return flash.padded(x)
+    padded = staticmethod(flash.padded)
 
     def forward(self, q, k, v, valid, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         given = (q, k, v, valid, scale, self.shards)
@@ -295,7 +262,13 @@ class Gathered(TokensOverDevices):
     def backward(self, q, k, v, statistics, grad, inner, valid, scale: float):
         given = (statistics, grad, inner, self._valid_of_whole(valid), scale)
         grad_q, *of_keys = self.products.backward(q, self._whole(k), self._whole(v), *given)
-        return grad_q, *(self._scattered(x) for x in of_keys)
+        # Sum what each device has found for all tokens; keep those of its own.
+        scattered = []
+        for x in of_keys:
+            total = self.mark_tokens(x.float().unflatten(0, (self.devices, -1)).sum(0))
+            parts = total.unflatten(2, (self.devices, -1)).permute(2, 0, 1, 3, 4)
+            scattered.append(self.mark_parts(parts.flatten(0, 1) * 1))
+        return grad_q, *scattered
 
     def _whole(self, x: torch.Tensor) -> torch.Tensor:
         """Make of (domain x batch, ..., part, width) the same with all parts, on each device."""
@@ -306,21 +279,11 @@ class Gathered(TokensOverDevices):
     def _valid_of_whole(self, valid: torch.Tensor | None) -> torch.Tensor | None:
         return None if valid is None else self._whole(valid[..., None])[..., 0]
 
-    def _scattered(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum what each device has found for all tokens; return (domain x batch, ..., part,
-        width), those of its own."""
-        total = self.mark_tokens(x.float().unflatten(0, (self.devices, -1)).sum(0))
-        parts = total.unflatten(2, (self.devices, -1)).permute(2, 0, 1, 3, 4)
-        return self.mark_parts(parts.flatten(0, 1) * 1)
-
 
 def use_over_domain(block: nn.Module, recipe: Recipe, layout: MeshLayout) -> None:
     """Let queries of timm's attention stay with their tokens, while keys go round the devices or
     are gathered."""
     mesh = recipe.mesh
-
-    def mark_tokens(x: torch.Tensor) -> torch.Tensor:
-        return layout.mark(x, mesh.logical_spec("batch", "width", "tokens", "width"))
 
     def mark_parts(x: torch.Tensor) -> torch.Tensor:
         return layout.mark(x, (mesh.domain_batch_axes, *((),) * (x.dim() - 1)))
@@ -328,6 +291,8 @@ def use_over_domain(block: nn.Module, recipe: Recipe, layout: MeshLayout) -> Non
     products: PlainProducts | FlashProducts = PlainProducts()
     if recipe.attention == "flash":
         products = FlashProducts(layout.shards(mesh.domain_batch_axes))
+    of_tokens = mesh.logical_spec("batch", "width", "tokens", "width")
+    mark_tokens = functools.partial(layout.mark, spec=of_tokens)
     given = mesh.domain, products, mark_tokens, mark_parts
     gathers = recipe.domain_attention == "gather"
     how = Gathered(*given, layout.mark_images) if gathers else Ring(*given)

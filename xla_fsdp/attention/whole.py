@@ -185,7 +185,7 @@ def _call(
     parts[0] = parts[0].flatten(2)
     batch, tokens, columns = parts[0].shape
     columns //= 3 if packed else 1
-    heads //= shards.heads_parts if shards else 1
+    heads //= shards.parts(shards.heads) if shards else 1
     sizes = WholeSizes(batch, tokens, heads, columns // heads, parts[0].dtype, packed)
     if packed and not sizes.can_be_packed:
         sizes, parts = replace(sizes, packed=False), [*parts[0].chunk(3, -1), *parts[1:]]

@@ -117,7 +117,7 @@ class _Head:
 
 
 def _heads(s: WholeSizes) -> Iterator[_Head]:
-    """Yield the heads of a group."""
+    """Yield those of a group."""
     for first in range(0, s.lanes, s.width):
         start = first // LANES * LANES
         end = min(-(-(first + s.width) // LANES) * LANES, s.lanes)
@@ -186,7 +186,28 @@ def _backward(s: WholeSizes, *refs: Any) -> None:
         for image in range(given[0].shape[0]):
             found = _Sums(), _Sums(), _Sums()
             for head in _heads(s):
-                for total, x in zip(found, _of_head(s, head, image, block, *given), strict=True):
+                q, k, v, grad = (ref[image, :, head.lanes] for ref in given)
+                if s.tokens % s.queries:  # the last block reads past the end: anything may be there
+                    first = block * s.queries
+                    q, grad = (
+                        jnp.where(_numbers(s.queries, 1) + first < s.tokens, x, jnp.zeros_like(x))
+                        for x in (q, grad)
+                    )
+                q, k, grad = (head.only(x) for x in (q, k, grad))
+                # Scores are (keys, queries) here: three of the five products use them as they are,
+                # and a query's sum is over rows, which are added without exchanging lanes.
+                scores = _product(k, q, 1, 1)
+                weights = jnp.exp((scores - scores.max(0, keepdims=True)) * s.width**-0.5)
+                weights = weights / weights.sum(0, keepdims=True)
+                of_weights = _product(v, grad, 1, 1)
+                inner = (weights * of_weights).sum(0, keepdims=True)
+                of_scores = (weights * (of_weights - inner) * s.width**-0.5).astype(q.dtype)
+                grads = (
+                    _product(of_scores, k, 0, 0),
+                    _product(of_scores, q, 1, 0),
+                    _product(weights.astype(q.dtype), grad, 1, 0),
+                )
+                for total, x in zip(found, grads, strict=True):
                     total.add(head, x)
             found[0].write(written, image, () if s.packed else (0,))
             for x, total in zip(found[1:], (key_sums, value_sums), strict=True):
@@ -198,35 +219,6 @@ def _backward(s: WholeSizes, *refs: Any) -> None:
         def _(sums: Any = sums) -> None:
             values = sums[:, here, :].astype(written.dtype)
             written[...] = values.reshape(written.shape)
-
-
-def _of_head(
-    s: WholeSizes, head: _Head, image: int, block: Any, *refs: Any
-) -> tuple[Any, Any, Any]:
-    """Return the gradients of a head's queries, keys and values, in fp32.
-
-    Scores are (keys, queries) here: three of the five products then use them as they are, and a
-    query's sum is over rows, which the vector units add without exchanging lanes.
-    """
-    q, k, v, grad = (ref[image, :, head.lanes] for ref in refs)
-    if s.tokens % s.queries:  # the last block reads past the end: anything may be there
-        first = block * s.queries
-        q, grad = (
-            jnp.where(_numbers(s.queries, 1) + first < s.tokens, x, jnp.zeros_like(x))
-            for x in (q, grad)
-        )
-    q, k, grad = (head.only(x) for x in (q, k, grad))
-    scores = _product(k, q, 1, 1)  # (keys, queries)
-    weights = jnp.exp((scores - scores.max(0, keepdims=True)) * s.width**-0.5)
-    weights = weights / weights.sum(0, keepdims=True)
-    of_weights = _product(v, grad, 1, 1)
-    inner = (weights * of_weights).sum(0, keepdims=True)
-    of_scores = (weights * (of_weights - inner) * s.width**-0.5).astype(q.dtype)
-    return (
-        _product(of_scores, k, 0, 0),
-        _product(of_scores, q, 1, 0),
-        _product(weights.astype(q.dtype), grad, 1, 0),
-    )
 
 
 def _product(left: Any, right: Any, over_left: int, over_right: int) -> Any:
