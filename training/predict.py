@@ -31,7 +31,7 @@ from training.begin import (
 from training.checkpoints.state import load_state
 from training.config import RunConfig
 from training.errors import UsageError
-from training.evaluate import TOP, EvalReport, Predictions, evaluate, write_report
+from training.evaluate import TOP, Predictions, evaluate, write_report
 from training.files import check_folder_writable, folder_at, is_url
 from training.initial_weights import InitialWeights
 from training.logs.bad_images import VAL, BadImages
@@ -262,7 +262,7 @@ def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Bac
         return
     if use.eval_report and predictions:
         try:
-            write_report(EvalReport.of(predictions.all(), names), folder_at(use.eval_report))
+            write_report(predictions.all(), names, folder_at(use.eval_report))
         except OSError as error:
             raise UsageError(
                 f"cannot write to --eval_report {use.eval_report}: {error.strerror}"

@@ -152,8 +152,8 @@ class LocalTier:
                     own.unlink()
             run_id = id_file.read_text() if self._rank == 0 else ""
             word = folder_file.read_text()
-        mine = [run_id, secrets.token_hex(8), secrets.token_hex(32)]
-        self._run, self._start, key = exchange.gather(mine)[0]  # as the first process has them
+        words = [run_id, secrets.token_hex(8), secrets.token_hex(32)]
+        self._run, self._start, key = exchange.gather(words)[0]  # as the first process has them
         self._key = bytes.fromhex(key)
         with exchange.failing_together():
             for part in self._parts():
@@ -165,7 +165,20 @@ class LocalTier:
         folders = exchange.gather([word, socket.gethostname()])
         self._hosts = [host for _, host in folders]
         self._peer, self._sweeps = _peer_of(self._rank, [word for word, _ in folders], run.mesh.dcn)
-        self._addresses = self._listen()
+
+        # Accept copies in a thread, at addresses that all processes know.
+        if self._count == 1:
+            return
+        hosts = exchange.gather(_own_address(os.environ.get("MASTER_ADDR", _SOMEWHERE)))
+        mine = hosts[self._rank]
+        elsewhere = [each for each in hosts if not each.startswith("127.")]
+        if mine.startswith("127.") and elsewhere:  # the host that MASTER_ADDR names
+            mine = _own_address(elsewhere[0])
+        with exchange.failing_together():
+            self._listener = Listener((mine, 0), backlog=64)
+        threading.Thread(target=self._accept, name="local checkpoints", daemon=True).start()
+        found = exchange.gather([mine, self._listener.address[1]])
+        self._addresses = [(host, port) for host, port in found]
 
     @property
     def description(self) -> str:
@@ -431,21 +444,6 @@ class LocalTier:
                 self._remove(lambda each: False)
 
     # -- copies ------------------------------------------------------------------------------------
-
-    def _listen(self) -> list[tuple[str, int]]:
-        """Accept copies in a thread; return the addresses of all processes at which they do."""
-        if self._count == 1:
-            return []
-        hosts = exchange.gather(_own_address(os.environ.get("MASTER_ADDR", _SOMEWHERE)))
-        mine = hosts[self._rank]
-        elsewhere = [each for each in hosts if not each.startswith("127.")]
-        if mine.startswith("127.") and elsewhere:  # the host that MASTER_ADDR names
-            mine = _own_address(elsewhere[0])
-        with exchange.failing_together():
-            self._listener = Listener((mine, 0), backlog=64)
-        threading.Thread(target=self._accept, name="local checkpoints", daemon=True).start()
-        found = exchange.gather([mine, self._listener.address[1]])
-        return [(host, port) for host, port in found]
 
     def _accept(self) -> None:
         while True:

@@ -66,10 +66,7 @@ class ShardedTensor(torch.Tensor):
         raise NotImplementedError(f"{func} on the shards of a checkpoint")
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [
-            ChunkStorageMetadata(torch.Size(chunk.offsets), chunk.data.size())
-            for chunk in self.chunks
-        ]
+        return [ChunkStorageMetadata(torch.Size(c.offsets), c.data.size()) for c in self.chunks]
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.dtype)
@@ -171,12 +168,8 @@ def write_state(
     storage = FolderWriter(folder, from_cuda=any(each.is_cuda for each in _tensors(content)))
     # torch.save's own sums, CRC-32, take as long as all else it does, and no reader looks at them.
     with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
-        dcp.save(
-            content,
-            storage_writer=storage,
-            no_dist=alone or not dist.is_initialized(),
-            process_group=group,
-        )
+        no_dist = alone or not dist.is_initialized()
+        dcp.save(content, storage_writer=storage, no_dist=no_dist, process_group=group)
     return storage.sums
 
 

@@ -54,10 +54,8 @@ def without_greetings() -> Iterator[None]:
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the JSON values of all processes, by rank; all must call it.
-
-    ``group``: the process group; None: PyTorch's default one.
-    """
+    """Return the JSON values of all processes of a group (None: of the default one), by rank; all
+    must call it."""
     if count() == 1:
         return [value]
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -117,27 +115,10 @@ def naming_itself(body: Callable[..., None], *args: Any) -> None:
 
 # -- what all processes of a run must have in common ----------------------------------------------
 
-_PACKAGES = (
-    "torch",
-    "torch_xla",
-    "megatron-fsdp",
-    "transformer-engine",
-    "timm",
-    "torchvision",
-    "numpy",
-)
+_PACKAGES = "torch torch_xla megatron-fsdp transformer-engine timm torchvision numpy".split()
 _FREE_FLAGS = {"num_workers", "index_dir", "local_ckpt_dir", "rebuild_index", "step_timeout_s"}
 """The flags that may differ from host to host: they change no result."""
-_CODE = (
-    "run_vit_training.py",
-    "config_fields.py",
-    "training",
-    "models",
-    "data",
-    "xla_fsdp",
-    "torch_fsdp",
-    "gpu_fsdp",
-)
+_CODE = "run_vit_training.py config_fields.py training models data xla_fsdp torch_fsdp gpu_fsdp"
 
 
 def versions() -> dict[str, str | None]:
@@ -148,15 +129,12 @@ def versions() -> dict[str, str | None]:
 def check_alike(run: Run, data: DataSource) -> None:
     """Raise UsageError in all processes if two are about to train differently."""
     names = by_field(type(run.config), type(run.own))
-    mine: dict[str, Any] = {
-        names[field].names[0]: value
-        for field, value in run.values.items()
-        if field not in _FREE_FLAGS
-    }
+    given = (each for each in run.values.items() if each[0] not in _FREE_FLAGS)
+    mine: dict[str, Any] = {names[field].names[0]: value for field, value in given}
     mine |= {f"the version of {name}": value for name, value in versions().items()}
     mine["the version of Python"] = platform.python_version()
     root, code = Path(__file__).resolve().parents[2], xxhash.xxh3_64()
-    for part in _CODE:
+    for part in _CODE.split():
         path = root / part
         for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
             code.update(str(file.relative_to(root)).encode())
@@ -198,7 +176,7 @@ class MinutesInterval:
         """Start the first interval; ``minutes`` 0: it is never over."""
         self._backend, self._seconds = backend, 60 * minutes
         self._found: Callable[[], int] = lambda: 0
-        self._since = time.monotonic()
+        self.restart()
 
     def restart(self) -> None:
         """Start the next interval; all processes call it after the same step."""
