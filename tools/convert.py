@@ -447,7 +447,7 @@ def timm_config(run: saved.SavedRun) -> dict[str, Any] | None:
         architecture = spec.name if timm.is_model(spec.name) else "vit_base_patch16_224"
         names = [field.name for field in fields(VitConfig) if field.name != "weight_init"]
     arguments = {name: spec.settings[name] for name in names if spec.settings[name] is not None}
-    sizes, how = spec.sizes, weights.preprocessing_of(run)
+    sizes, how = spec.sizes, weights.preprocessing_of(run.arguments, run.path)
     classes = sizes.num_classes if run.objective.objective == "classify" else 0  # without a head
     mean, std = how.of_channels(sizes.input_shape[0])
     config: dict[str, Any] = {

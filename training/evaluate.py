@@ -1,6 +1,6 @@
 """Evaluation: a measure of the model over a validation set, and a report by class.
 
-``evaluate`` runs the model, ``EvalReport`` says what the images of each class were taken for
+``evaluate`` runs the model, ``write_report`` says what the images of each class were taken for
 (``--eval_report``). When a training evaluates, ``Evaluations`` decides (``training/loop.py``); what
 is measured, its objective (``training/objectives``).
 """
@@ -15,7 +15,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -151,44 +151,6 @@ class Predictions:
         return np.concatenate(self._found, axis=1) if self._found else np.zeros((3, 0), np.int64)
 
 
-@dataclass(frozen=True)
-class EvalReport:
-    """What the images of each class of a validation set were taken for."""
-
-    names: Sequence[str]
-    """Of the classes, by label."""
-    images: np.ndarray
-    """How many images each class has: (classes,)."""
-    in_top1: np.ndarray
-    in_top5: np.ndarray
-    """How many of them have their label first, or among the first five: (classes,)."""
-    pairs: np.ndarray
-    """A row for each label and predicted class that occur together, and how often: (pairs, 3)."""
-
-    @classmethod
-    def of(cls, found: np.ndarray, names: Sequence[str]) -> EvalReport:
-        """Return the report on what ``Predictions.all`` returns."""
-        labels, predicted, before = found
-        images, in_top1, in_top5 = (
-            np.bincount(labels[before < most], minlength=len(names))
-            for most in (len(names) + 1, 1, TOP)
-        )
-        pairs, times = np.unique(np.stack([labels, predicted], axis=1), axis=0, return_counts=True)
-        return cls(names, images, in_top1, in_top5, np.column_stack([pairs, times]))
-
-    @property
-    def mistakes(self) -> np.ndarray:
-        """Return the pairs whose two classes differ, the most frequent first: (pairs, 3)."""
-        wrong = self.pairs[self.pairs[:, 0] != self.pairs[:, 1]]
-        return wrong[np.argsort(-wrong[:, 2], kind="stable")]
-
-    @property
-    def title(self) -> str:
-        images = int(self.images.sum())
-        right = 100 * self.in_top1.sum() / max(images, 1)
-        return f"{images:,} images, top-1 {right:.2f} %"
-
-
 PER_CLASS, CONFUSION, PICTURE = "per_class.csv", "confusion.csv", "confusion.png"
 _LARGEST_MATRIX = 50
 """The most classes whose names can be read along a confusion matrix."""
@@ -197,87 +159,95 @@ _MOST_MISTAKES = 25
 _NAME_LENGTH = 24
 
 
-def write_report(report: EvalReport, folder: Path) -> None:
-    """Write per_class.csv, confusion.csv and confusion.png. Raises OSError.
+def write_report(found: np.ndarray, names: Sequence[str], folder: Path) -> None:
+    """Write per_class.csv, confusion.csv and confusion.png: what the images of each class were
+    taken for. Raises OSError.
 
-    Accuracies are in percent, empty for a class without images. The picture is the confusion
-    matrix; of more than 50 classes the most frequent mistakes and the histogram of accuracies.
+    ``found``: what ``Predictions.all`` returns; ``names``: of the classes, by label. Accuracies are
+    in percent, empty for a class without images. The picture is the confusion matrix; of more than
+    50 classes the most frequent mistakes and the histogram of accuracies.
     """
-    names = report.names
-    predicted = np.zeros(len(names), dtype=np.int64)
-    np.add.at(predicted, report.pairs[:, 1], report.pairs[:, 2])
+    labels, predicted, before = found
+    count = len(names)
+    # By class: how many images it has, and how many of them have their label first, or among five.
+    images, in_top1, in_top5 = (
+        np.bincount(labels[before < most], minlength=count) for most in (count + 1, 1, TOP)
+    )
+    # A row for each label and predicted class that occur together, and how often.
+    unique, often = np.unique(np.stack([labels, predicted], axis=1), axis=0, return_counts=True)
+    pairs = np.column_stack([unique, often])
+    mistakes = pairs[pairs[:, 0] != pairs[:, 1]]
+    mistakes = mistakes[np.argsort(-mistakes[:, 2], kind="stable")]  # the most frequent first
+
+    # The tables.
+    taken_for = np.bincount(predicted, minlength=count)
     mostly: dict[int, tuple[str, int]] = {}
-    for label, other, times in report.mistakes.tolist():
+    for label, other, times in mistakes.tolist():
         mostly.setdefault(label, (names[other], times))
     header = "label class images top1 top5 predicted mostly_mistaken_for times".split()
     per_class: list[list] = [header]
     for label, name in enumerate(names):
-        images = report.images[label]
-        tops = (report.in_top1[label], report.in_top5[label])
-        percent = [f"{100 * top / images:.2f}" if images else "" for top in tops]
+        tops = (in_top1[label], in_top5[label])
+        percent = [f"{100 * top / images[label]:.2f}" if images[label] else "" for top in tops]
         per_class.append(
-            [label, name, images, *percent, predicted[label], *mostly.get(label, ("", 0))]
+            [label, name, images[label], *percent, taken_for[label], *mostly.get(label, ("", 0))]
         )
-    pairs = [[names[a], names[b], times] for a, b, times in report.pairs.tolist()]
-    confusion = [["class", "predicted", "images"], *pairs]
-
+    confusion = [["class", "predicted", "images"]]
+    confusion += [[names[a], names[b], times] for a, b, times in pairs.tolist()]
     folder.mkdir(parents=True, exist_ok=True)
     for file, rows in ((PER_CLASS, per_class), (CONFUSION, confusion)):
         content = io.StringIO(newline="")
         csv.writer(content).writerows(rows)
         # Names of folders may hold bytes that are not text.
         replace_file(folder / file, content.getvalue().encode(errors="surrogateescape"))
-    draw = _draw_matrix if len(names) <= _LARGEST_MATRIX else _draw_mistakes
-    save_figure(draw(report), folder / PICTURE)
 
+    total = int(images.sum())
+    title = f"{total:,} images, top-1 {100 * in_top1.sum() / max(total, 1):.2f} %"
+    if count <= _LARGEST_MATRIX:
+        # The confusion matrix.
+        matrix = np.zeros((count, count), dtype=np.int64)
+        matrix[pairs[:, 0], pairs[:, 1]] = pairs[:, 2]
+        share = 100 * matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
+        side = 3.0 + 0.3 * count
+        figure, axis = plt.subplots(figsize=(side + 1.5, side), layout="constrained")
+        # By the square root: of a good model the few mistakes are what matters.
+        image = axis.imshow(share, cmap="Blues", norm=PowerNorm(0.5, 0, 100))
+        figure.colorbar(image, label="% of the class's images", shrink=0.8)
+        shown = [_short(name) for name in names]
+        axis.set_xticks(range(count), shown, rotation=90)
+        axis.set_yticks(range(count), shown)
+        axis.set_xlabel("predicted")
+        axis.set_ylabel("class")
+        axis.set_title(title)
+        if count <= _LARGEST_WITH_NUMBERS:
+            for label, other, times in pairs.tolist():
+                colour = "white" if share[label, other] > 35 else "black"
+                axis.text(other, label, times, ha="center", va="center", color=colour, fontsize=8)
+    else:
+        # The most frequent mistakes, and the histogram of accuracies.
+        figure, (left, right) = plt.subplots(
+            1, 2, figsize=(13, 7.5), layout="constrained", width_ratios=(3, 2)
+        )
+        mistakes = mistakes[:_MOST_MISTAKES]
+        texts = [f"{_short(names[a])} → {_short(names[b])}" for a, b, _ in mistakes]
+        shares = 100 * mistakes[:, 2] / np.maximum(images[mistakes[:, 0]], 1)
+        bars = left.barh(range(len(mistakes)), mistakes[:, 2])
+        left.bar_label(bars, [f" {share:.0f} %" for share in shares], fontsize=8)
+        left.set_yticks(range(len(mistakes)), texts, fontsize=8)
+        left.invert_yaxis()
+        left.margins(x=0.1)
+        left.set_xlabel("images (% of the class's)")
+        left.set_title("Most frequent mistakes: class → predicted")
 
-def _draw_matrix(report: EvalReport) -> plt.Figure:
-    count = len(report.names)
-    found = np.zeros((count, count), dtype=np.int64)
-    found[report.pairs[:, 0], report.pairs[:, 1]] = report.pairs[:, 2]
-    share = 100 * found / np.maximum(found.sum(axis=1, keepdims=True), 1)
-    side = 3.0 + 0.3 * count
-    figure, axis = plt.subplots(figsize=(side + 1.5, side), layout="constrained")
-    # By the square root: of a good model the few mistakes are what matters.
-    image = axis.imshow(share, cmap="Blues", norm=PowerNorm(0.5, 0, 100))
-    figure.colorbar(image, label="% of the class's images", shrink=0.8)
-    names = [_short(name) for name in report.names]
-    axis.set_xticks(range(count), names, rotation=90)
-    axis.set_yticks(range(count), names)
-    axis.set_xlabel("predicted")
-    axis.set_ylabel("class")
-    axis.set_title(report.title)
-    if count <= _LARGEST_WITH_NUMBERS:
-        for label, other, times in report.pairs.tolist():
-            colour = "white" if share[label, other] > 35 else "black"
-            axis.text(other, label, times, ha="center", va="center", color=colour, fontsize=8)
-    return figure
-
-
-def _draw_mistakes(report: EvalReport) -> plt.Figure:
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(13, 7.5), layout="constrained", width_ratios=(3, 2)
-    )
-    mistakes = report.mistakes[:_MOST_MISTAKES]
-    texts = [f"{_short(report.names[a])} → {_short(report.names[b])}" for a, b, _ in mistakes]
-    shares = 100 * mistakes[:, 2] / np.maximum(report.images[mistakes[:, 0]], 1)
-    bars = left.barh(range(len(mistakes)), mistakes[:, 2])
-    left.bar_label(bars, [f" {share:.0f} %" for share in shares], fontsize=8)
-    left.set_yticks(range(len(mistakes)), texts, fontsize=8)
-    left.invert_yaxis()
-    left.margins(x=0.1)
-    left.set_xlabel("images (% of the class's)")
-    left.set_title("Most frequent mistakes: class → predicted")
-
-    there = report.images > 0
-    accuracy = 100 * report.in_top1[there] / report.images[there]
-    right.hist(accuracy, bins=np.linspace(0, 100, 21))
-    if accuracy.size:
-        right.axvline(accuracy.mean(), color="black", linestyle="--")
-        right.set_xlabel(f"top-1 of a class, % (mean {accuracy.mean():.1f})")
-    right.set_ylabel("classes")
-    right.set_title(report.title)
-    return figure
+        there = images > 0
+        accuracy = 100 * in_top1[there] / images[there]
+        right.hist(accuracy, bins=np.linspace(0, 100, 21))
+        if accuracy.size:
+            right.axvline(accuracy.mean(), color="black", linestyle="--")
+            right.set_xlabel(f"top-1 of a class, % (mean {accuracy.mean():.1f})")
+        right.set_ylabel("classes")
+        right.set_title(title)
+    save_figure(figure, folder / PICTURE)
 
 
 def _short(name: str) -> str:

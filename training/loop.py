@@ -24,9 +24,8 @@ from training.evaluate import evaluate
 from training.logs.bad_images import TRAIN, VAL, BadImages
 from training.logs.records import Evaluation, score
 from training.logs.reports import Reports, StepTimer
-from training.logs.slow_hosts import SlowHosts
 from training.objectives import Objective
-from training.processes.exchange import MinutesInterval
+from training.processes.exchange import MinutesInterval, SlowHosts
 from training.processes.stopping import StopRequest, Watchdog
 from training.schedule import Schedule
 from training.step import StepResult, TrainBatches, train_step
@@ -301,7 +300,7 @@ class Saves(Hook):
         session.watchdog.alive()
         with session.reports.events.span("save") as event:
             event["written"] = self._saver.save(at, must=must)
-            event["completed"] = self._saver.take_figures()
+            event["completed"], self._saver.figures = self._saver.figures, []
         self._minutes.restart()
         session.timer.restart()
 

@@ -72,10 +72,13 @@ def updates_of(config: OptimizerConfig, model: ModelSpec) -> Updates:
             matrix = (shape[0], math.prod(shape[1:]))
         elif rule == "muon":
             rule = "adamw"
-        weight_decay = 0.0 if name in without_decay else config.weight_decay
-        lr_scale = config.layer_decay ** (last - model.layers[name])
-        is_last = name in model.last_layers
-        updates[name] = Update(rule, weight_decay, lr_scale, matrix, is_last)
+        updates[name] = Update(
+            rule,
+            weight_decay=0.0 if name in without_decay else config.weight_decay,
+            lr_scale=config.layer_decay ** (last - model.layers[name]),
+            matrix=matrix,
+            last_layer=name in model.last_layers,
+        )
     return updates
 
 
@@ -110,15 +113,17 @@ def undecayed(
     norms and of layers; "embeddings": whose names match one of the patterns ``embeddings``. All
     three together are what timm does not decay.
     """
-
-    def kind(name: str, shape: torch.Size) -> str:
+    found = set()
+    for name, shape in shapes.items():
         if any(fnmatch.fnmatch(name, pattern) for pattern in embeddings):
-            return "embeddings"
-        if name.endswith("bias"):
-            return "biases"
-        return "norms" if len(shape) <= 1 else ""
-
-    return {name for name, shape in shapes.items() if kind(name, shape) in kinds}
+            kind = "embeddings"
+        elif name.endswith("bias"):
+            kind = "biases"
+        else:
+            kind = "norms" if len(shape) <= 1 else ""
+        if kind in kinds:
+            found.add(name)
+    return found
 
 
 # -- Muon's arithmetic for unsharded matrices, by timm's functions ---------------------------------

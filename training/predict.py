@@ -22,7 +22,7 @@ from training.backend import Backend, bad_data_is_the_users, dataset_request, va
 from training.begin import check_same_classes, check_weights
 from training.config import RunConfig
 from training.errors import UsageError
-from training.evaluate import TOP, EvalReport, Predictions, evaluate, write_report
+from training.evaluate import TOP, Predictions, evaluate, write_report
 from training.files import check_folder_writable, folder_at, is_url
 from training.initial_weights import place_trained, printer
 from training.logs.bad_images import VAL, BadImages
@@ -191,7 +191,7 @@ def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Bac
         return
     if use.eval_report and predictions:
         try:
-            write_report(EvalReport.of(predictions.all(), names), folder_at(use.eval_report))
+            write_report(predictions.all(), names, folder_at(use.eval_report))
         except OSError as error:
             raise UsageError(
                 f"cannot write to --eval_report {use.eval_report}: {error.strerror}"

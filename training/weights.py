@@ -3,6 +3,7 @@
 They are in a checkpoint folder, or in a file of any program: of torch.save, or .safetensors.
 """
 
+import contextlib
 import json
 import pickle
 import re
@@ -116,11 +117,8 @@ class Weights:
 def find_weights(
     ckpt_dir: Path, resume: str, resume_epoch: int, *, use_ema: bool = False
 ) -> Weights:
-    """Return what ``--resume`` (a folder or a file) and ``--resume_epoch`` name.
-
-    With ``use_ema`` it is the moving average of the weights. Raises UsageError if there is no such
-    thing, or if it cannot be read.
-    """
+    """Return the weights that ``--resume`` (a folder or a file) and ``--resume_epoch`` name, or
+    their moving average. Raises UsageError if there is no such thing, or if it cannot be read."""
     if resume == "none":
         raise UsageError("--resume none: a trained model is needed, give --resume PATH")
     if resume != "auto" and resume not in BEST and not resume_epoch:
@@ -134,13 +132,8 @@ def find_weights(
 def _first_of(candidates: Candidates, use_ema: bool) -> Weights:
     saved, left = first_readable(candidates)
     assert saved is not None  # there are candidates
-    return Weights(
-        saved.path,
-        saved,
-        None,
-        "; ".join(left.passed_over),
-        checkpoint.EMA if use_ema else checkpoint.WEIGHTS,
-    )
+    kind = checkpoint.EMA if use_ema else checkpoint.WEIGHTS
+    return Weights(saved.path, saved, None, "; ".join(left.passed_over), kind)
 
 
 def weights_in(path: Path, flag: str, *, use_ema: bool = False) -> Weights:
@@ -176,10 +169,8 @@ def no_ema(path: Path) -> UsageError:
 
 
 def load_file_of_weights(path: Path, *, use_ema: bool = False) -> Weights:
-    """Return the weights in one file, mapped from it; ``use_ema``: their moving average.
-
-    Raises UsageError if it cannot be read, or has none.
-    """
+    """Return the weights in one file, mapped from it, or their moving average. Raises UsageError if
+    it cannot be read, or has none."""
     with checkpoint.readable(path):
         if path.suffix == ".safetensors":
             return _load_safetensors(path, [path], use_ema)
@@ -222,10 +213,8 @@ def ema_of(path: Path, content: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def state_dict_of(content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the model's part of a file's content, under timm's names."""
-    for key in ("model", "state_dict"):
-        if isinstance(content.get(key), Mapping):
-            content = content[key]
-            break
+    inside = (content.get(key) for key in ("model", "state_dict"))
+    content = next((each for each in inside if isinstance(each, Mapping)), content)
     tensors = {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}
     if not tensors or len(tensors) < len(content):
         raise ValueError("it holds no state dict of tensors")
@@ -246,10 +235,8 @@ _RUN = "training"
 
 
 def safetensors_files(path: Path) -> list[Path]:
-    """Return a model's files that ``path`` names; none if it is no such file or folder.
-
-    Raises ValueError for an index that names no files of its folder.
-    """
+    """Return a model's files that ``path`` names; none if it is no such file or folder. Raises
+    ValueError for an index that names no files of its folder."""
     if path.is_file():
         return [path] if path.suffix == ".safetensors" else []
     if (path / INDEX).is_file():
@@ -277,10 +264,8 @@ def run_as_metadata(run: SavedRun) -> dict[str, str]:
 
 
 def run_in_metadata(path: Path, metadata: Mapping[str, str]) -> SavedRun | None:
-    """Return the run that ``run_as_metadata`` wrote; None if another program wrote the file.
-
-    Raises anything if it is damaged.
-    """
+    """Return the run that ``run_as_metadata`` wrote; None if another program wrote the file. Raises
+    anything if it is damaged."""
     if _RUN not in metadata:
         return None
     try:
@@ -307,7 +292,7 @@ def with_preprocessing(run: Run, saved: SavedRun | None) -> Run:
     Without ``saved``: as for new weights. Raises UsageError if ``saved`` has invalid values.
     """
     new = Preprocessing.of_new_weights(run.config.data.data_source)
-    return _with_defaults(run, preprocessing_of(saved) if saved else new)
+    return _with_defaults(run, preprocessing_of(saved.arguments, saved.path) if saved else new)
 
 
 def with_preprocessing_of(weights: Weights, run: Run) -> tuple[Weights, Run]:
@@ -318,19 +303,28 @@ def with_preprocessing_of(weights: Weights, run: Run) -> tuple[Weights, Run]:
     """
     if weights.run:
         return weights, with_preprocessing(run, weights.run)
-    found, source = _pretrained_cfg(weights.path), f"{weights.path} and its {CONFIG_FILE}"
-    if found is None:
-        found, source = run.model.preprocessing, f"timm's {run.model.name}"
+    path = weights.path
+    found: Mapping[str, Any] | None = run.model.preprocessing
+    source = f"timm's {run.model.name}"
+    # timm's ``pretrained_cfg`` in the metadata of .safetensors files, or beside them.
+    files = safetensors_files(path)
+    texts = [metadata_of(files[0]).get("pretrained_cfg", "")] if files else []
+    config = path / CONFIG_FILE if path.is_dir() else path.with_name(CONFIG_FILE)
+    if config.is_file():
+        texts.append(config.read_text(errors="replace"))
+    for text in texts:
+        with contextlib.suppress(ValueError):
+            content = json.loads(text)
+            if isinstance(content, Mapping):
+                content = content.get("pretrained_cfg", content)
+            if isinstance(content, Mapping) and any(name in content for name in _NAMES):
+                found, source = content, f"{path} and its {CONFIG_FILE}"
+                break
     if found is None:
         return replace(weights, note=""), _with_defaults(run, Preprocessing())
-    run = _with_defaults(run, _checked(found, weights.path))
+    run = _with_defaults(run, preprocessing_of(found, path))
     note = f"preprocessing: {run.config.data.preprocessing} (as {source} has it)"
     return replace(weights, note=note), run
-
-
-def preprocessing_of(saved: SavedRun) -> Preprocessing:
-    """Return the preprocessing of a run. Raises UsageError for invalid values."""
-    return _checked(saved.arguments, saved.path)
 
 
 def _with_defaults(run: Run, defaults: Preprocessing) -> Run:
@@ -339,8 +333,11 @@ def _with_defaults(run: Run, defaults: Preprocessing) -> Run:
     return run.with_data(**missing)
 
 
-def _checked(values: Mapping[str, Any], path: Path) -> Preprocessing:
-    """Return the default preprocessing with ``values`` over it. Raises UsageError."""
+def preprocessing_of(values: Mapping[str, Any], path: Path) -> Preprocessing:
+    """Return the default preprocessing with ``values`` over it, which are from ``path``.
+
+    Raises UsageError for invalid ones.
+    """
     given: dict[str, Any] = {n: values[n] for n in _NAMES if values.get(n) not in (None, "")}
     largest = _LARGEST_IN_VOLUMES if values.get("data_source") == "volumes" else 1.0
     for name, value in given.items():
@@ -363,22 +360,3 @@ def _checked(values: Mapping[str, Any], path: Path) -> Preprocessing:
             raise UsageError(f"{path} has {name} {value!r}, which is not known here: give --{name}")
     given |= {name: tuple(given[name]) for name in ("mean", "std") if name in given}
     return Preprocessing(**given)
-
-
-def _pretrained_cfg(path: Path) -> Mapping[str, Any] | None:
-    """Read timm's ``pretrained_cfg`` in the metadata of .safetensors files, or beside them."""
-    files = safetensors_files(path)
-    texts = [metadata_of(files[0]).get("pretrained_cfg", "")] if files else []
-    config = path / CONFIG_FILE if path.is_dir() else path.with_name(CONFIG_FILE)
-    if config.is_file():
-        texts.append(config.read_text(errors="replace"))
-    for text in texts:
-        try:
-            content = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(content, Mapping):
-            content = content.get("pretrained_cfg", content)
-        if isinstance(content, Mapping) and any(name in content for name in _NAMES):
-            return content
-    return None

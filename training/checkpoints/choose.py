@@ -1,5 +1,6 @@
 """The checkpoints in a run's folder: which one to resume, which ones to remove or set aside."""
 
+import itertools
 import json
 import os
 import re
@@ -38,7 +39,7 @@ class AllDamaged(UsageError):
     """Raised if a run has checkpoints, and none of them can be read."""
 
     def __init__(self, passed_over: Sequence[str], *, agreed: bool = False) -> None:
-        """Make the error. ``passed_over``: what is wrong with each, the newest first."""
+        """``passed_over``: what is wrong with each checkpoint, the newest first."""
         super().__init__(
             f"{passed_over[0]}, and all others are damaged, too: --resume another one, or choose "
             "another --ckpt_dir to start a new run",
@@ -151,10 +152,11 @@ def of_path(path: Path) -> Candidates:
 def _newest(existing: list[Path]) -> Candidates:
     problems = {path: checkpoint.quick_problem(path) for path in reversed(existing)}
     good = [path for path, problem in problems.items() if problem is None]
+    newest = step_of(good[0]) if good else -1
     passed_over = tuple(
         f"{path} is damaged ({problem})"
         for path, problem in problems.items()
-        if problem and not (good and step_of(path) < step_of(good[0]))
+        if problem and step_of(path) >= newest
     )
     if existing and not good:
         raise AllDamaged(passed_over)
@@ -196,8 +198,6 @@ def first_readable(candidates: Candidates) -> tuple[SavedRun | None, Candidates]
 
 
 # -- removing and moving checkpoints ---------------------------------------------------------------
-
-_ASIDE = "set_aside_"
 
 
 def clear(folder: Path) -> None:
@@ -265,10 +265,8 @@ def set_aside(ckpt_dir: Path, paths: Collection[Path]) -> Path:
 
     It can be resumed like any run's folder. Raises UsageError if that is not possible.
     """
-    number = 1
-    while (ckpt_dir / f"{_ASIDE}{number}").exists():
-        number += 1
-    folder = ckpt_dir / f"{_ASIDE}{number}"
+    folders = (ckpt_dir / f"set_aside_{number}" for number in itertools.count(1))
+    folder = next(each for each in folders if not each.exists())
     try:
         if url := as_url(ckpt_dir):
             url.check_writable(removable=True)  # else a copy would stay there at each start

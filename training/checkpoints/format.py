@@ -249,9 +249,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 def read_metadata(path: Path) -> Metadata:
     """Return the metadata of a checkpoint folder, whose entries are all tensors in its own files.
-
-    Raises anything if it is damaged, or not such metadata.
-    """
+    Raises anything if it is damaged, or not such metadata."""
     metadata = _MetadataUnpickler(io.BytesIO((path / METADATA).read_bytes())).load()
     if not isinstance(metadata, Metadata):
         raise pickle.UnpicklingError("not the metadata of a checkpoint")
@@ -290,10 +288,8 @@ class SafeReader(dcp.FileSystemReader):
 
 
 def load_into(content: dict[str, Any], path: Path, *, no_dist: bool = True) -> None:
-    """Read entries of a checkpoint into the tensors of ``content``. Raises anything.
-
-    ``no_dist``: this process reads alone; else all call it.
-    """
+    """Read entries of a checkpoint into the tensors of ``content``. Raises anything. ``no_dist``:
+    this process reads alone; else all call it."""
     with quiet_dcp():
         dcp.load(content, storage_reader=SafeReader(path), no_dist=no_dist)
 
@@ -402,10 +398,8 @@ def write_manifest(folder: Path, files: dict[str, Entry]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Entry] | None:
-    """Return sizes and checksums by file; None if there is no manifest.
-
-    Raises ValueError for a damaged one, OSError if it cannot be reached.
-    """
+    """Return sizes and checksums by file; None if there is no manifest. Raises ValueError for a
+    damaged one, OSError if it cannot be reached."""
     try:
         content = json.loads((folder / MANIFEST).read_text())
         return {
@@ -438,10 +432,8 @@ def is_complete(folder: Path) -> bool:
 
 
 def quick_problem(folder: Path) -> str | None:
-    """Return what is wrong with a complete checkpoint by its files' names and sizes alone.
-
-    None if nothing is. Raises OSError if it cannot be reached: then it may be undamaged.
-    """
+    """Return what is wrong with a complete checkpoint by its files' names and sizes alone, None if
+    nothing is. Raises OSError if it cannot be reached: then it may be undamaged."""
     try:
         files = read_manifest(folder)
         if files is None:  # of an earlier version

@@ -25,7 +25,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import AuthenticationError
@@ -82,17 +82,11 @@ class Part:
     """A part of a save, in this process's folder."""
 
     part: int
-    step: int
-    start: str
+    save: Save
     layout: str
     """A checksum of how the state was sharded."""
     run: str
     ckpt_dir: str
-    path: Path
-
-    @property
-    def save(self) -> Save:
-        return self.step, self.start
 
 
 @dataclass(frozen=True)
@@ -121,29 +115,45 @@ class LocalTier:
         """
         config = run.config.checkpoints
         assert config.local_ckpt_dir is not None
-        self.folder, self._rank, self._count = (
-            Path(config.local_ckpt_dir),
-            exchange.rank(),
-            exchange.count(),
-        )
-        self._layout = _layout_of(run)
+        self.folder = Path(config.local_ckpt_dir)
+        self._rank, self._count = exchange.rank(), exchange.count()
+        # All that decides which part of the state a process holds.
+        layout = [
+            self._count,
+            asdict(run.mesh),
+            type(run.own).__name__,
+            asdict(run.own),
+            asdict(run.config.sharding),
+        ]
+        as_text = json.dumps(layout, sort_keys=True, default=str)
+        self._layout = xxhash.xxh3_128(as_text.encode()).hexdigest()
         self._ckpt_dir = str(run.ckpt_dir)
         self._lock = threading.Lock()
         self._have: set[tuple[int, Save]] = set()
         """The parts, each with its save, that this process knows to be complete in its folder."""
         self._writing: Future[Done] | None = None
-        self._lost_saves = 0
 
         with exchange.failing_together():
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_own(self.folder, flag="--local_ckpt_dir")
-        words: list[str] = []
         with exchange.failing_together():
-            mine = ["", "", ""]
-            if self._rank == 0:
-                mine = [_run_id(run.ckpt_dir), secrets.token_hex(8), secrets.token_hex(32)]
-            words += [*mine, self._word_of_folder()]
-        self._run, self._start, key = exchange.gather(words[:3])[0]
+            # The run's random word: the first start makes it.
+            id_file = run.ckpt_dir / RUN_ID_FILE
+            if self._rank == 0 and not id_file.exists():
+                replace_file(id_file, secrets.token_hex(8))
+            # The folder's. Under its own name at once: another process of this host may read it.
+            folder_file = self.folder / _FOLDER_FILE
+            with contextlib.suppress(FileExistsError):
+                own = self.folder / f"{_FOLDER_FILE}_{secrets.token_hex(8)}"
+                own.write_text(secrets.token_hex(8))
+                try:
+                    os.link(own, folder_file)
+                finally:
+                    own.unlink()
+            run_id = id_file.read_text() if self._rank == 0 else ""
+            word = folder_file.read_text()
+        words = [run_id, secrets.token_hex(8), secrets.token_hex(32)]
+        self._run, self._start, key = exchange.gather(words)[0]  # as the first process has them
         self._key = bytes.fromhex(key)
         with exchange.failing_together():
             for part in self._parts():
@@ -152,10 +162,23 @@ class LocalTier:
                         f"--local_ckpt_dir {self.folder} holds a checkpoint of another run, of "
                         f"--ckpt_dir {part.ckpt_dir}: remove it, or give another folder"
                     )
-        folders = exchange.gather([words[3], socket.gethostname()])
+        folders = exchange.gather([word, socket.gethostname()])
         self._hosts = [host for _, host in folders]
         self._peer, self._sweeps = _peer_of(self._rank, [word for word, _ in folders], run.mesh.dcn)
-        self._addresses = self._listen()
+
+        # Accept copies in a thread, at addresses that all processes know.
+        if self._count == 1:
+            return
+        hosts = exchange.gather(_own_address(os.environ.get("MASTER_ADDR", _SOMEWHERE)))
+        mine = hosts[self._rank]
+        elsewhere = [each for each in hosts if not each.startswith("127.")]
+        if mine.startswith("127.") and elsewhere:  # the host that MASTER_ADDR names
+            mine = _own_address(elsewhere[0])
+        with exchange.failing_together():
+            self._listener = Listener((mine, 0), backlog=64)
+        threading.Thread(target=self._accept, name="local checkpoints", daemon=True).start()
+        found = exchange.gather([mine, self._listener.address[1]])
+        self._addresses = [(host, port) for host, port in found]
 
     @property
     def description(self) -> str:
@@ -171,19 +194,6 @@ class LocalTier:
 
     # -- the folder --------------------------------------------------------------------------------
 
-    def _word_of_folder(self) -> str:
-        """Return the folder's random word; make one if it has none. Raises OSError."""
-        path = self.folder / _FOLDER_FILE
-        with contextlib.suppress(FileExistsError):
-            # Under its own name at once: another process of this host may read it now.
-            own = self.folder / f"{_FOLDER_FILE}_{secrets.token_hex(8)}"
-            own.write_text(secrets.token_hex(8))
-            try:
-                os.link(own, path)
-            finally:
-                own.unlink()
-        return path.read_text()
-
     def _path(self, part: int, step: int) -> Path:
         return folder_of(self.folder / f"part_{part}", step)
 
@@ -198,8 +208,10 @@ class LocalTier:
                     if read_manifest(path) is None or quick_problem(path):
                         continue
                     content = json.loads((path / PART_FILE).read_text())
-                    texts = {key: str(content[key]) for key in _TEXTS}
-                    found.append(Part(int(name[1]), step_of(path), path=path, **texts))
+                    start, *others = (
+                        str(content[key]) for key in ("start", "layout", "run", "ckpt_dir")
+                    )
+                    found.append(Part(int(name[1]), (step_of(path), start), *others))
         return found
 
     def _remove(self, stays: Callable[[int], bool]) -> None:
@@ -225,9 +237,13 @@ class LocalTier:
         notes: list[str] = []
         rejected: set[tuple[int, Save]] = set()
         while True:
-            usable = [each for each in self._usable() if (each.part, each.save) not in rejected]
-            mine = [[each.part, *each.save, each.layout] for each in usable]
-            found = exchange.gather(mine)
+            found = exchange.gather(
+                [
+                    [each.part, *each.save, each.layout]
+                    for each in self._usable()
+                    if (each.part, each.save) not in rejected
+                ]
+            )
             holders: dict[Save, dict[int, list[int]]] = {}
             others = False
             for process, parts in enumerate(found):
@@ -259,14 +275,13 @@ class LocalTier:
             if not problems:
                 break
             notes += [f"warning: {problem}" for problem in problems]
-        saved: list[SavedRun] = []
         with exchange.failing_together():
-            saved.append(read_saved_run(self._path(self._rank, save[0])))
+            saved = read_saved_run(self._path(self._rank, save[0]))
         brought = [p for p, at in holders[save].items() if p not in at]
         if brought:
             names = ", ".join(self._name(process) for process in brought)
             notes.append(f"note: step {save[0]} was copied from peers to {names}")
-        return replace(saved[0], is_part=True), notes
+        return replace(saved, is_part=True), notes
 
     def _usable(self) -> list[Part]:
         """Return the complete parts in the folder; [] if it cannot be read."""
@@ -331,18 +346,20 @@ class LocalTier:
         done = None
         is_busy = self._writing is not None and not self._writing.done()
         if self._writing is not None and not is_busy:
-            done, self._writing = self._writing.result(), None
+            done, self._writing = asdict(self._writing.result()), None
         with self._lock:
             here = sorted(self._have)
-        found = exchange.gather([is_busy, asdict(done) if done else None, here])
-        reports = [None if each is None else Done(**each) for _, each, _ in found]
-        for process, report in enumerate(reports):
-            if report and report.problem:
+        found = exchange.gather([is_busy, done, here])
+        finished = []
+        for process, (_, each, _) in enumerate(found):
+            if not each:
+                continue
+            finished.append(report := Done(**each))
+            if report.problem:
                 say(
                     f"warning: local checkpoint of step {report.step}, {self._name(process)}: "
                     f"{report.problem}; training continues"
                 )
-        finished = [each for each in reports if each]
         figures = {}
         if finished:
             figures = {
@@ -350,18 +367,20 @@ class LocalTier:
                 "write_s": max(each.write_s for each in finished),
                 "copy_s": max(each.copy_s for each in finished),
             }
-            copied = (
-                f", copied to peers in {figures['copy_s']:.2f} s" if self._peer is not None else ""
-            )
+            copied = f", copied to peers in {figures['copy_s']:.2f} s"
             if not any(each.problem for each in finished):
                 say(
                     f"local checkpoint of step {finished[0].step}: "
                     f"{figures['bytes'] / 2**20:,.2f} MiB, written in {figures['write_s']:.2f} s"
-                    f"{copied}"
+                    f"{copied if self._peer is not None else ''}"
                 )
-        oldest = self._oldest_to_stay(
-            (part, (saved, start)) for *_, has in found for part, (saved, start) in has
-        )
+        # Nothing before the oldest whole step that stays.
+        parts: dict[Save, set[int]] = {}
+        for *_, has in found:
+            for part, (saved, start) in has:
+                parts.setdefault((saved, start), set()).add(part)
+        whole = sorted(saved for (saved, _), of in parts.items() if len(of) == self._count)
+        oldest = whole[-_STAY] if len(whole) >= _STAY else 0
         with self._lock:
             self._have = {each for each in self._have if each[1][0] >= oldest}
         if busy := [process for process, (each, *_) in enumerate(found) if each]:
@@ -379,14 +398,6 @@ class LocalTier:
         else:
             self._writing = in_background(lambda: self._write(step, copy, oldest))
         return figures
-
-    def _oldest_to_stay(self, have: Iterable[tuple[int, Save]]) -> int:
-        """Return the step before which nothing stays, given the parts that all processes have."""
-        parts: dict[Save, set[int]] = {}
-        for part, save in have:
-            parts.setdefault(save, set()).add(part)
-        whole = sorted(step for (step, _), found in parts.items() if len(found) == self._count)
-        return whole[-_STAY] if len(whole) >= _STAY else 0
 
     def _write(self, step: int, content: dict[str, Any], oldest: int) -> Done:
         """Write this process's part and send it; in a thread."""
@@ -433,21 +444,6 @@ class LocalTier:
                 self._remove(lambda each: False)
 
     # -- copies ------------------------------------------------------------------------------------
-
-    def _listen(self) -> list[tuple[str, int]]:
-        """Accept copies in a thread; return the addresses of all processes at which they do."""
-        if self._count == 1:
-            return []
-        hosts = exchange.gather(_own_address(os.environ.get("MASTER_ADDR", _SOMEWHERE)))
-        mine = hosts[self._rank]
-        elsewhere = [each for each in hosts if not each.startswith("127.")]
-        if mine.startswith("127.") and elsewhere:  # the host that MASTER_ADDR names
-            mine = _own_address(elsewhere[0])
-        with exchange.failing_together():
-            self._listener = Listener((mine, 0), backlog=64)
-        threading.Thread(target=self._accept, name="local checkpoints", daemon=True).start()
-        found = exchange.gather([mine, self._listener.address[1]])
-        return [(host, port) for host, port in found]
 
     def _accept(self) -> None:
         while True:
@@ -504,9 +500,6 @@ class LocalTier:
                     with contextlib.suppress(OSError):
                         remove(path)
             connection.send_bytes((problem or "").encode())
-
-
-_TEXTS = ("run", "ckpt_dir", "start", "layout")
 
 
 def _receive_files(connection: Connection, path: Path, files: dict[str, Entry]) -> str | None:
@@ -572,23 +565,3 @@ def _peer_of(rank: int, folders: Sequence[str], replicas: int) -> tuple[int | No
     away = max(1, len(words) // replicas) if replicas > 1 else 1
     there = hosts[words[(words.index(folders[rank]) + away) % len(words)]]
     return there[min(mine.index(rank), len(there) - 1)], rank == mine[0]
-
-
-def _layout_of(run: Run) -> str:
-    """Return a checksum of all that decides which part of the state a process holds."""
-    content = [
-        exchange.count(),
-        asdict(run.mesh),
-        type(run.own).__name__,
-        asdict(run.own),
-        asdict(run.config.sharding),
-    ]
-    return xxhash.xxh3_128(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _run_id(ckpt_dir: Path) -> str:
-    """Return the random word of the run in --ckpt_dir; make one if it has none. Raises OSError."""
-    path = ckpt_dir / RUN_ID_FILE
-    if not path.exists():
-        replace_file(path, secrets.token_hex(8))
-    return path.read_text()

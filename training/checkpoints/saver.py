@@ -61,8 +61,7 @@ def write_checkpoint(
     if not any(problems):
         parts, problems = _attempt(lambda: write_state(content, folder, group), group)
     if not any(problems):
-        for part in parts:
-            files |= {name: (size, sum_) for name, (size, sum_) in part.items()}
+        files = {name: (size, sum_) for part in parts for name, (size, sum_) in part.items()}
         _, problems = _attempt(lambda: write_manifest(folder, files) if is_main else None, group)
     seconds = time.perf_counter() - began
     if is_main:
@@ -116,17 +115,20 @@ class CheckpointSaver:
     _ends_with: RunFailed | None = field(default=None, init=False)
     """Why the run cannot continue."""
     _being_written: tuple[Path, Future[Written]] | None = field(default=None, init=False)
-    _figures: list[dict[str, float]] = field(default_factory=list, init=False)
+    figures: list[dict[str, float]] = field(default_factory=list, init=False)
+    """Of each checkpoint that was completed, its ``step``, its ``bytes`` and the seconds of writing
+    it, ``write_s``; whoever has recorded them replaces the list."""
     _group: dist.ProcessGroup | None = field(default=None, init=False)
-    """The thread's own: two threads in one group would get each other's values."""
+    """The thread's own: collectives of a group meet in the order in which they are called."""
     _told_memory: bool = field(default=False, init=False)
     _not_removed: str | None = field(default=None, init=False)
-    """Why old checkpoints could not be removed at the last try."""
+    """A warning, if old checkpoints could not be removed at the last try."""
 
     def __enter__(self) -> Self:
         silence_dcp()
-        if self.asynchronous:
-            self._group = exchange.new_group()
+        if self.asynchronous and exchange.count() > 1:
+            with exchange.without_greetings():
+                self._group = dist.new_group(backend="gloo")
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -179,14 +181,8 @@ class CheckpointSaver:
             raise self._ends_with
         return self._being_written is not None or folder == self.newest
 
-    def take_figures(self) -> list[dict[str, float]]:
-        """Return of each checkpoint that was completed since the last call its ``step``, its
-        ``bytes`` and the seconds of writing it, ``write_s``."""
-        figures, self._figures = self._figures, []
-        return figures
-
     def content(self, position: Position, *, copy: bool) -> dict[str, Any]:
-        """Return the content of a checkpoint, see ``state_content``."""
+        """Return what ``state_content`` makes of the run's state and of ``position``."""
         tensors = training_tensors(position, self.arguments, self.classes, self.order)
         return state_content(self.backend, tensors, copy=copy)
 
@@ -216,12 +212,13 @@ class CheckpointSaver:
         wrong = [problem for problem in done.problems if problem is not None]
         if not wrong:
             self.newest, self._failed = folder, 0
-            self._figures.append(
+            self.figures.append(
                 {"step": step_of(folder), "bytes": done.bytes, "write_s": done.seconds}
             )
             size = f"{done.bytes / 2**20:,.2f} MiB"
             self.say(f"checkpoint: {folder} ({size}, written in {done.seconds:.2f} s)")
-            self._tell_not_removed()
+            if self._not_removed:
+                self.say(self._not_removed)
             return
         self._failed += 1
         room = ""  # PyTorch's zip writer does not say that the disk is full
@@ -242,19 +239,16 @@ class CheckpointSaver:
         """Remove what is left of a start that was killed after it had written ``newest``."""
         if self.newest and self.backend.is_main:
             self._prune(self.newest, self.spared)
-            self._tell_not_removed()
+            if self._not_removed:
+                self.say(self._not_removed)
 
     def _prune(self, newest: Path, spared: Path | None) -> None:
-        """Remove old checkpoints; a problem is reported later, as this may be another thread."""
+        """Remove old checkpoints; a warning is logged later, as this may be another thread."""
         self._not_removed = None
         try:
             prune(self.ckpt_dir, self.keep, [newest, *([spared] if spared else [])])
         except OSError as error:
-            self._not_removed = reason_of(error)
-
-    def _tell_not_removed(self) -> None:
-        if self._not_removed:
-            self.say(
-                f"warning: an old checkpoint cannot be removed ({self._not_removed}): training "
+            self._not_removed = (
+                f"warning: an old checkpoint cannot be removed ({reason_of(error)}): training "
                 "continues, it is tried again after the next checkpoint"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -65,10 +66,7 @@ class ShardedTensor(torch.Tensor):
         raise NotImplementedError(f"{func} on the shards of a checkpoint")
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [
-            ChunkStorageMetadata(torch.Size(chunk.offsets), chunk.data.size())
-            for chunk in self.chunks
-        ]
+        return [ChunkStorageMetadata(torch.Size(c.offsets), c.data.size()) for c in self.chunks]
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.dtype)
@@ -96,29 +94,21 @@ def flat_range_boxes(
     FSDP's flat shards are such ranges. Yields (offsets, sizes, flat start) of at
     most 2 * len(shape) - 1 boxes whose elements are, in order, those of the range.
     """
-    if start >= end:
+    if not shape and start < end:
+        yield (), (), start
         return
-    if len(shape) <= 1:
-        yield tuple(start for _ in shape), tuple(end - start for _ in shape), start
-        return
-    row = 1
-    for size in shape[1:]:
-        row *= size
-    first_full, last_full = -(-start // row), end // row
-    if first_full > last_full:  # inside one row
-        yield from _in_row(shape, last_full, row, start, end)
-        return
-    yield from _in_row(shape, first_full - 1, row, start, first_full * row)
-    if last_full > first_full:
-        zeros = (0,) * (len(shape) - 1)
-        yield (first_full, *zeros), (last_full - first_full, *shape[1:]), first_full * row
-    yield from _in_row(shape, last_full, row, last_full * row, end)
-
-
-def _in_row(shape: Sequence[int], index: int, row: int, start: int, end: int) -> Iterator:
-    base = index * row
-    for offsets, sizes, flat in flat_range_boxes(shape[1:], start - base, end - base):
-        yield (index, *offsets), (1, *sizes), base + flat
+    row, at = math.prod(shape[1:]), start
+    while at < end:
+        index, inside = divmod(at, row)
+        if inside == 0 and (rows := (end - at) // row):
+            yield (index, *(0 for _ in shape[1:])), (rows, *shape[1:]), at
+            at += rows * row
+        else:  # a part of one row
+            base = index * row
+            stop = min(end, base + row)
+            for offsets, sizes, flat in flat_range_boxes(shape[1:], inside, stop - base):
+                yield (index, *offsets), (1, *sizes), base + flat
+            at = stop
 
 
 # -- saving and loading ----------------------------------------------------------------------------
@@ -132,8 +122,7 @@ def state_content(
     With ``copy`` it is a copy in the host's memory, which does not change when training continues.
     """
     state = backend.state()
-    entries = {**training, **state.step, RNG: torch.get_rng_state()}
-    content = tree(state, entries)
+    content = tree(state, {**training, **state.step, RNG: torch.get_rng_state()})
     return _copied(content) if copy and not state.is_copy else content
 
 
@@ -148,7 +137,7 @@ def _copied(value: Any) -> Any:
 
 
 def bytes_of(value: Any) -> int:
-    """Return the bytes of all tensors in a nested dictionary that this process has."""
+    """Return the bytes that this process has of all tensors in a nested dictionary."""
     return sum(tensor.nbytes for tensor in _tensors(value))
 
 
@@ -176,16 +165,11 @@ def write_state(
     while writing. The caller writes the manifest, which completes a checkpoint. Raises OSError,
     RuntimeError or DCP's CheckpointException if it cannot be written.
     """
-    from_cuda = any(tensor.is_cuda for tensor in _tensors(content))
-    storage = FolderWriter(folder, from_cuda=from_cuda)
+    storage = FolderWriter(folder, from_cuda=any(each.is_cuda for each in _tensors(content)))
     # torch.save's own sums, CRC-32, take as long as all else it does, and no reader looks at them.
     with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
-        dcp.save(
-            content,
-            storage_writer=storage,
-            no_dist=alone or not dist.is_initialized(),
-            process_group=group,
-        )
+        no_dist = alone or not dist.is_initialized()
+        dcp.save(content, storage_writer=storage, no_dist=no_dist, process_group=group)
     return storage.sums
 
 
@@ -217,8 +201,7 @@ def load_state(
     if use_ema:
         wanted[EMA] = wanted.pop(WEIGHTS)
     if is_part:
-        wanted = _held(wanted)
-        _check_holds(wanted, saved)
+        wanted = _held(wanted, saved)
     load_into(wanted, folder, no_dist=is_part or not dist.is_initialized())
     if with_optimizer:
         torch.set_rng_state(training[RNG])
@@ -226,31 +209,29 @@ def load_state(
     return has_ema
 
 
-def _held(content: Mapping[str, Any]) -> dict[str, Any]:
+def _held(content: Mapping[str, Any], saved: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return a nested dictionary of tensors without those that this process holds nothing of: a
-    part has no entry for them."""
-    return {
-        name: _held(value) if isinstance(value, Mapping) else value
-        for name, value in content.items()
-        if not (isinstance(value, ShardedTensor) and not value.chunks)
-    }
+    part has no entry for them.
 
-
-def _check_holds(wanted: Mapping[str, Any], saved: Mapping[str, Any], prefix: str = "") -> None:
-    """Raise UsageError unless entries have each chunk of ``wanted``: DCP would read what is there
-    of it, and leave the rest as it is."""
-    for name, value in wanted.items():
+    Raises UsageError unless the entries ``saved`` have each chunk of the others: DCP would read
+    what is there of it, and leave the rest as it is.
+    """
+    held: dict[str, Any] = {}
+    for name, value in content.items():
         if isinstance(value, Mapping):
-            _check_holds(value, saved, f"{prefix}{name}.")
+            held[name] = _held(value, saved, f"{prefix}{name}.")
             continue
+        here = whole = [((0,) * value.dim(), tuple(value.shape))]
+        if isinstance(value, ShardedTensor):
+            if not value.chunks:
+                continue
+            here = [(tuple(each.offsets), tuple(each.data.shape)) for each in value.chunks]
         entry = saved.get(prefix + name)
         there = {(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks} if entry else set()
-        whole = [((0,) * value.dim(), tuple(value.shape))]
-        here = whole
-        if isinstance(value, ShardedTensor):
-            here = [(tuple(each.offsets), tuple(each.data.shape)) for each in value.chunks]
         if not there.issuperset(here) and not there.issuperset(whole):
             raise UsageError(
                 f"--local_ckpt_dir has not all of {prefix}{name} that this process holds: remove "
                 "what is in it, so that --ckpt_dir is resumed"
             )
+        held[name] = value
+    return held

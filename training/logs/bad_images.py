@@ -1,5 +1,6 @@
 """The images of a run that cannot be read: listed, counted over all processes, limited."""
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -40,12 +41,18 @@ class BadImages:
         self._classes = data.classes or []
         self._labels: dict[str, dict[str, int | None]] = {TRAIN: {}, VAL: {}}
         """The label of each by its path, by split; None where an earlier start has found it."""
-        # The first process reads the file for all, so that all count alike.
-        listed = exchange.gather(_listed(file) if file and is_main else [])[0]
-        self._listed = {path for path, _ in listed}
-        for path, split in listed:
-            if split in self._labels:  # earlier versions wrote none
-                self._labels[split][path] = None
+        listed: list[list[str]] = []
+        if file and is_main:  # it reads the file for all, so that all count alike
+            with (
+                contextlib.suppress(OSError),
+                open(file, errors="surrogateescape", opener=regular) as opened,
+            ):
+                listed = [line.split(_SEPARATOR) for line in opened.read().splitlines() if line]
+        listed = exchange.gather(listed)[0]
+        self._listed = {path for path, *_ in listed}
+        for path, *others in listed:
+            if others and others[-1] in self._labels:  # earlier versions wrote no split
+                self._labels[others[-1]][path] = None
 
     @property
     def excess(self) -> str | None:
@@ -109,14 +116,3 @@ class BadImages:
             names[label] if label < len(names) else f"class {label}" for label in lost
         )
         return replace(result, left_out=len(labels), lost_classes=lost_names)
-
-
-def _listed(file: Path) -> list[tuple[str, str]]:
-    """Return the path and the split of each image that the file lists."""
-    try:
-        with open(file, errors="surrogateescape", opener=regular) as opened:
-            lines = opened.read().splitlines()
-    except OSError:
-        return []
-    parts = (line.split(_SEPARATOR) for line in lines if line)
-    return [(each[0], each[-1]) for each in parts]

@@ -57,29 +57,21 @@ class Evaluation:
     def values(self) -> dict[str, float]:
         """The figures by their names in records."""
         tops = {"val_top1": self.top1, "val_top5": self.top5}
-        known = {name: value for name, value in tops.items() if value is not None}
-        return {"val_loss": self.loss, **known, "val_images": self.images}
-
-    @property
-    def figures(self) -> str:
-        """The loss and the accuracy, if there is one, for a line."""
-        loss = f"val loss {self.loss:.4f}"
-        if self.top1 is None:
-            return loss
-        return f"{loss}, accuracy {self.top1:.2f} %, top-5 {self.top5:.2f} %"
+        values = {"val_loss": self.loss, **tops, "val_images": self.images}
+        return {name: value for name, value in values.items() if value is not None}
 
     def __str__(self) -> str:
         images = f"{self.images:,}"
         if self.left_out:
             images += f" of {self.images + self.left_out:,}"
+        if self.top1 is None:
+            return f"val loss: {self.loss:.4f} of {images} images"
         lost = printable(", ".join(self.lost_classes[:_CLASSES_SHOWN]))
         if len(self.lost_classes) > 1:
             more = ", ..." if len(self.lost_classes) > _CLASSES_SHOWN else ""
             lost = f", {len(self.lost_classes):,} classes have none left ({lost}{more})"
         elif lost:
             lost = f", class {lost} has none left"
-        if self.top1 is None:
-            return f"val loss: {self.loss:.4f} of {images} images"
         return (
             f"val loss: {self.loss:.4f}, accuracy on val: {self.top1:.2f} % of {images} images"
             f"{lost}, top-5: {self.top5:.2f} %"
@@ -124,8 +116,8 @@ class ProbeAccuracy:
 
     @property
     def best(self) -> float:
-        """Return the learning rate of the best probe, the smallest one of those."""
-        return max(self.top1, key=lambda rate: self.top1[rate])
+        """The learning rate of the best probe, the smallest one of those."""
+        return max(self.top1, key=self.top1.__getitem__)
 
     @property
     def values(self) -> dict[str, float]:
@@ -148,13 +140,12 @@ class ProbeAccuracy:
 def read_metrics(ckpt_dir: Path) -> list[dict[str, Any]]:
     """Return the records of metrics.jsonl; [] if there is none."""
     path = ckpt_dir / METRICS_FILE
-    return [r for r in read_lines(path, "step") if r is not None] if path.exists() else []
+    return list(filter(None, read_lines(path, "step"))) if path.exists() else []
 
 
 def read_events(ckpt_dir: Path) -> list[dict[str, Any]]:
     """Return the lines of events.jsonl. Raises OSError."""
-    lines = read_lines(ckpt_dir / EVENTS_FILE, "event", "time")
-    return [event for event in lines if event is not None]
+    return list(filter(None, read_lines(ckpt_dir / EVENTS_FILE, "event", "time")))
 
 
 def read_lines(path: Path, *names: str) -> Iterator[dict[str, Any] | None]:
@@ -217,8 +208,8 @@ def summary(record: dict[str, Any]) -> str:
 class Guarded:
     """Wraps a sink so that it cannot fail: an error is logged once, and the next record tried.
 
-    A sink receives the records of a run, one after the other, by ``write``; ``close`` writes what
-    is left. Both may raise anything.
+    A sink takes the records of a run by ``write``; ``close`` writes what is left. Both may raise
+    anything.
     """
 
     def __init__(self, name: str, open_sink: Callable[[], Any], say: Callable[[str], None]) -> None:
@@ -271,8 +262,14 @@ def as_json(record: dict[str, Any]) -> str:
 class JsonLines:
     """Appends records to a file in whole lines, whatever happens to the disk."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises OSError."""
+    def __init__(self, path: Path, last_step: int | None = None) -> None:
+        """With ``last_step`` what the file has of later steps is dropped, which will be written
+        again. Raises OSError."""
+        if last_step is not None:
+            kept = [r for r in read_metrics(path.parent) if r["step"] <= last_step]
+            text = "".join(as_json(record) + "\n" for record in kept)
+            if not path.exists() or path.read_text(errors="replace") != text:
+                replace_file(path, text.encode())  # a full disk leaves the old file as it is
         self._file = no_link(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         self._size = os.fstat(self._file).st_size
         self._cut_off = self._size > 0 and os.pread(self._file, 1, self._size - 1) != b"\n"
@@ -295,19 +292,6 @@ class JsonLines:
 
     def close(self) -> None:
         os.close(self._file)
-
-
-def open_metrics(ckpt_dir: Path, last_step: int) -> JsonLines:
-    """Open metrics.jsonl without the records after ``last_step``, which will be written again.
-
-    Raises OSError.
-    """
-    path = ckpt_dir / METRICS_FILE
-    records = [r for r in read_metrics(ckpt_dir) if r["step"] <= last_step]
-    text = "".join(as_json(r) + "\n" for r in records)
-    if not path.exists() or path.read_text(errors="replace") != text:
-        replace_file(path, text.encode())  # a full disk leaves the old file as it is
-    return JsonLines(path)
 
 
 class TensorBoard:
@@ -391,15 +375,6 @@ def process_start() -> float:
     return time.time() - age
 
 
-def failed_at() -> float | None:
-    """Return when the launcher noticed that the start before this one failed, in seconds since
-    1970 by the launcher's clock; None where no launcher says so (``RUN_FAILED_AT``)."""
-    try:
-        return float(os.environ["RUN_FAILED_AT"])
-    except (KeyError, ValueError):
-        return None
-
-
 @dataclass
 class StartParts:
     """How long the parts of a start have taken, one after the other, from its process's start on.
@@ -438,8 +413,10 @@ class Events:
     def start(self, parts: StartParts, step: int, devices: int) -> None:
         """Record a start that continues after ``step``; ``parts`` are complete at its first step"""
         self._step, self._parts = step, parts
-        failed = failed_at()
-        failure = {} if failed is None else {"failed_at": failed}
+        failure = {}
+        with contextlib.suppress(KeyError, ValueError):
+            # When the launcher, by its clock, noticed that the start before this one failed.
+            failure["failed_at"] = float(os.environ["RUN_FAILED_AT"])
         self._write("start", process_started=parts.began, devices=devices, **failure)
 
     def stepped(self, step: int, waited_s: float) -> None:

@@ -134,7 +134,9 @@ class Reports:
             return
         kept_up_to = first_step if keep_records and first_step else -1
         sinks: dict[str, Callable[[], Any]] = {
-            records.METRICS_FILE: lambda: records.open_metrics(folder, kept_up_to),
+            records.METRICS_FILE: lambda: records.JsonLines(
+                folder / records.METRICS_FILE, kept_up_to
+            ),
             "TensorBoard's file": lambda: records.TensorBoard(
                 folder / records.TENSORBOARD_DIR, first_step=first_step
             ),
@@ -230,66 +232,69 @@ class Reports:
             if self._expected_s and self._compared < _COMPARED:
                 record["expected_sec_per_iter"] = self._expected_s
                 self._compared += 1
-        record.update(slowest)
-        record.update(self._backend.counters())
-        sizes = self._backend.memory()
-        record.update({f"memory_{name}": size for name, size in sizes.items()})
+        record |= slowest | self._backend.counters()
+        record |= {f"memory_{name}": size for name, size in self._backend.memory().items()}
         self._pending.append((record, values))
 
-    def _write_log(self, record: dict[str, Any], read: Future[dict[str, list[float]]]) -> None:
-        values = read.result()
-        skipped = dict(zip(COUNTS, values.pop("skipped"), strict=True))
-        self.longest_row_skipped = int(skipped["longest_row"])
-        record = {name: value[0] for name, value in values.items()} | record
-        record["skipped_steps"] = int(skipped["total"])
-        self._losses.append(record["loss"])
-        if "sec_per_iter" in record:
-            self._times.append(record["sec_per_iter"])
-        if not self._active:
-            return
-        self._write(record)
-        parts = [
-            f"epoch {record['epoch']} step {record['step']}",
-            f"lr: {record['lr']:.6g}",
-            f"loss: {record['loss']:.4f}{_mean_of(self._losses)}",
-            f"grad norm: {record['grad_norm']:.4f}",
-        ]
-        expected = record.get("expected_sec_per_iter")
-        if "images_per_s" in record:
-            parts.append(f"sec/iter: {record['sec_per_iter']:.4f}{_mean_of(self._times)}")
-            if expected is not None:
-                parts.append(f"expected: {expected:.4f} ({record['sec_per_iter'] / expected:.2f}x)")
-            parts.append(f"images/s: {record['images_per_s']:.1f}")
-            parts.append(f"data wait: {record['data_wait']:.1%}")
-        if "mfu" in record:
-            parts.append(f"MFU: {record['mfu']:.1%}")
-        if "memory_used" in record:
-            parts.append(f"device memory: {record['memory_used'] / 2**30:.2f} GiB")
-        if record["skipped_steps"]:
-            parts.append(f"steps skipped: {record['skipped_steps']}")
-        self.say(", ".join(parts))
+    def flush(self, *, wait: bool = True) -> None:
+        """Write the log steps recorded so far; without ``wait`` only those with values."""
+        while self._pending and (wait or self._pending[0][1].done()):
+            record, read = self._pending.popleft()
+            values = read.result()
+            skipped = dict(zip(COUNTS, values.pop("skipped"), strict=True))
+            self.longest_row_skipped = int(skipped["longest_row"])
+            record = {name: value[0] for name, value in values.items()} | record
+            record["skipped_steps"] = int(skipped["total"])
+            self._losses.append(record["loss"])
+            if "sec_per_iter" in record:
+                self._times.append(record["sec_per_iter"])
+            if not self._active:
+                continue
+            self._write(record)
+            parts = [
+                f"epoch {record['epoch']} step {record['step']}",
+                f"lr: {record['lr']:.6g}",
+                f"loss: {record['loss']:.4f}{_mean_of(self._losses)}",
+                f"grad norm: {record['grad_norm']:.4f}",
+            ]
+            expected = record.get("expected_sec_per_iter")
+            if "images_per_s" in record:
+                parts.append(f"sec/iter: {record['sec_per_iter']:.4f}{_mean_of(self._times)}")
+                if expected is not None:
+                    ratio = record["sec_per_iter"] / expected
+                    parts.append(f"expected: {expected:.4f} ({ratio:.2f}x)")
+                parts.append(f"images/s: {record['images_per_s']:.1f}")
+                parts.append(f"data wait: {record['data_wait']:.1%}")
+            if "mfu" in record:
+                parts.append(f"MFU: {record['mfu']:.1%}")
+            if "memory_used" in record:
+                parts.append(f"device memory: {record['memory_used'] / 2**30:.2f} GiB")
+            if record["skipped_steps"]:
+                parts.append(f"steps skipped: {record['skipped_steps']}")
+            self.say(", ".join(parts))
 
-        if expected is not None:  # both step times belong in run.json, which is there already
-            try:
-                content = json.loads((self._dir / RUN_FILE).read_text())
-                content["step_s"] = {"expected": expected, "measured": record["sec_per_iter"]}
-                replace_file(self._dir / RUN_FILE, json.dumps(content, indent=2) + "\n")
-            except (OSError, ValueError) as error:
-                self.say(f"warning: {RUN_FILE} cannot be written ({error})")
-        if skipped["total"] > self._skipped:
-            self.say(
-                f"warning: {skipped['total'] - self._skipped:.0f} step(s) since the last log were "
-                "skipped: loss or gradient norm was not finite"
-            )
-        self._skipped = skipped["total"]
-        shown = {"loss": f"{record['loss']:.4f}", "lr": f"{record['lr']:.2e}"}
-        if "images_per_s" in record:
-            shown["images/s"] = f"{record['images_per_s']:.0f}"
-        self._bar.set_postfix(shown)
-        compilations = record.get("compilations", 0)
-        if 0 <= self._compilations < compilations:
-            self.say(f"note: {compilations - self._compilations} new compilation(s) since last log")
-        self._compilations = compilations
+            if expected is not None:  # both step times belong in run.json, which is there already
+                try:
+                    content = json.loads((self._dir / RUN_FILE).read_text())
+                    content["step_s"] = {"expected": expected, "measured": record["sec_per_iter"]}
+                    replace_file(self._dir / RUN_FILE, json.dumps(content, indent=2) + "\n")
+                except (OSError, ValueError) as error:
+                    self.say(f"warning: {RUN_FILE} cannot be written ({error})")
+            if skipped["total"] > self._skipped:
+                self.say(
+                    f"warning: {skipped['total'] - self._skipped:.0f} step(s) since the last log "
+                    "were skipped: loss or gradient norm was not finite"
+                )
+            self._skipped = skipped["total"]
+            shown = {"loss": f"{record['loss']:.4f}", "lr": f"{record['lr']:.2e}"}
+            if "images_per_s" in record:
+                shown["images/s"] = f"{record['images_per_s']:.0f}"
+            self._bar.set_postfix(shown)
+            compilations = record.get("compilations", 0)
+            if 0 <= self._compilations < compilations:
+                new = compilations - self._compilations
+                self.say(f"note: {new} new compilation(s) since last log")
+            self._compilations = compilations
 
     def evaluation(
         self,
@@ -308,19 +313,19 @@ class Reports:
             values = of_ema.values
             del values["val_images"]
             record |= {f"ema_{name}": value for name, value in values.items()}
-            line += f"; of the EMA: {of_ema.figures}"
+            line += f"; of the EMA: val loss {of_ema.loss:.4f}"
+            if of_ema.top1 is not None:
+                line += f", accuracy {of_ema.top1:.2f} %, top-5 {of_ema.top5:.2f} %"
         self._write(record)
         self.say(line)
-        self._write_pictures(step, of_ema or result)
 
-    def _write_pictures(self, step: int, result: records.Evaluation) -> None:
-        """Write what an evaluation shows, if anything: to a PNG, and to TensorBoard."""
-        if result.pictures is None or not self._active:
+        pictures = (of_ema or result).pictures
+        if pictures is None or not self._active:
             return
         for sink in self._sinks:
-            sink.write_picture(PICTURES, result.pictures, step)
+            sink.write_picture(PICTURES, pictures, step)
         try:
-            records.save_picture(result.pictures, self._dir / f"{PICTURES}.png")
+            records.save_picture(pictures, self._dir / f"{PICTURES}.png")
         except OSError as error:
             self.say(f"warning: {PICTURES}.png cannot be written ({error.strerror})")
 
@@ -348,11 +353,6 @@ class Reports:
         """Start to copy all that was written to ``--ckpt_dir``, if that is a URL."""
         if self._uploads:
             self._uploads.begin()
-
-    def flush(self, *, wait: bool = True) -> None:
-        """Write the log steps recorded so far; without ``wait`` only those with values."""
-        while self._pending and (wait or self._pending[0][1].done()):
-            self._write_log(*self._pending.popleft())
 
     def close(self) -> Path | None:
         """Write what is left and the plot; return the plot's path, None if there is none."""

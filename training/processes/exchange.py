@@ -11,8 +11,11 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
+from statistics import fmean, median_low
 from typing import Any
 
 import torch
@@ -50,23 +53,9 @@ def without_greetings() -> Iterator[None]:
         os.close(stdout)
 
 
-def new_group() -> dist.ProcessGroup | None:
-    """Make a group of all processes for one more thread; None where there is one process.
-
-    All must call it. Collectives of a group meet in the order in which they are called, so two
-    threads cannot share one.
-    """
-    if count() == 1:
-        return None
-    with without_greetings():
-        return dist.new_group(backend="gloo")
-
-
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the JSON values of all processes, by rank; all must call it.
-
-    ``group``: the process group; None: PyTorch's default one.
-    """
+    """Return the JSON values of all processes of a group (None: of the default one), by rank; all
+    must call it."""
     if count() == 1:
         return [value]
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -126,27 +115,10 @@ def naming_itself(body: Callable[..., None], *args: Any) -> None:
 
 # -- what all processes of a run must have in common ----------------------------------------------
 
-_PACKAGES = (
-    "torch",
-    "torch_xla",
-    "megatron-fsdp",
-    "transformer-engine",
-    "timm",
-    "torchvision",
-    "numpy",
-)
+_PACKAGES = "torch torch_xla megatron-fsdp transformer-engine timm torchvision numpy".split()
 _FREE_FLAGS = {"num_workers", "index_dir", "local_ckpt_dir", "rebuild_index", "step_timeout_s"}
 """The flags that may differ from host to host: they change no result."""
-_CODE = (
-    "run_vit_training.py",
-    "config_fields.py",
-    "training",
-    "models",
-    "data",
-    "xla_fsdp",
-    "torch_fsdp",
-    "gpu_fsdp",
-)
+_CODE = "run_vit_training.py config_fields.py training models data xla_fsdp torch_fsdp gpu_fsdp"
 
 
 def versions() -> dict[str, str | None]:
@@ -157,15 +129,12 @@ def versions() -> dict[str, str | None]:
 def check_alike(run: Run, data: DataSource) -> None:
     """Raise UsageError in all processes if two are about to train differently."""
     names = by_field(type(run.config), type(run.own))
-    mine: dict[str, Any] = {
-        names[field].names[0]: value
-        for field, value in run.values.items()
-        if field not in _FREE_FLAGS
-    }
+    given = (each for each in run.values.items() if each[0] not in _FREE_FLAGS)
+    mine: dict[str, Any] = {names[field].names[0]: value for field, value in given}
     mine |= {f"the version of {name}": value for name, value in versions().items()}
     mine["the version of Python"] = platform.python_version()
     root, code = Path(__file__).resolve().parents[2], xxhash.xxh3_64()
-    for part in _CODE:
+    for part in _CODE.split():
         path = root / part
         for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
             code.update(str(file.relative_to(root)).encode())
@@ -176,24 +145,21 @@ def check_alike(run: Run, data: DataSource) -> None:
     (first_host, first), *others = found
     for number, (host, other) in enumerate(others, 1):
         for what in [*first, *(other.keys() - first.keys())]:
-            if first.get(what) != other.get(what):
-                there, here = _short(first.get(what), other.get(what))
-                raise UsageError(
-                    f"the processes of this run differ in {what}: {there} for "
-                    f"{name(0, first_host)}, {here} for {name(number, host)}: "
-                    "start all with the same command, code, packages and data",
-                    agreed=True,
-                )
-
-
-def _short(first: Any, other: Any) -> tuple[str, str]:
-    """Return two values that differ as text; of long lists the first elements that differ."""
-    if isinstance(first, list) and isinstance(other, list) and max(len(first), len(other)) > 4:
-        length = max(len(first), len(other))
-        padded = [each + [None] * (length - len(each)) for each in (first, other)]
-        at = next(i for i in range(length) if padded[0][i] != padded[1][i])
-        return tuple(f"number {at} is {each[at]!r}" for each in padded)  # type: ignore[return-value]
-    return repr(first), repr(other)
+            there, here = first.get(what), other.get(what)
+            if there == here:
+                continue
+            prefix = ""
+            are_lists = isinstance(there, list) and isinstance(here, list)
+            if are_lists and max(len(there), len(here)) > 4:  # the first elements that differ
+                pairs = enumerate(zip_longest(there, here))
+                at, (there, here) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
+                prefix = f"number {at} is "
+            raise UsageError(
+                f"the processes of this run differ in {what}: {prefix}{there!r} for "
+                f"{name(0, first_host)}, {prefix}{here!r} for {name(number, host)}: "
+                "start all with the same command, code, packages and data",
+                agreed=True,
+            )
 
 
 # -- an interval of time -------------------------------------------------------------------------
@@ -210,7 +176,7 @@ class MinutesInterval:
         """Start the first interval; ``minutes`` 0: it is never over."""
         self._backend, self._seconds = backend, 60 * minutes
         self._found: Callable[[], int] = lambda: 0
-        self._since = time.monotonic()
+        self.restart()
 
     def restart(self) -> None:
         """Start the next interval; all processes call it after the same step."""
@@ -227,3 +193,101 @@ class MinutesInterval:
             return here
         found, self._found = self._found(), self._backend.largest_of_all(int(here))
         return bool(found)
+
+
+# -- who is slow ---------------------------------------------------------------------------------
+#
+# In synchronous training all processes take the same time for a step, as the others wait for the
+# slowest one. So each measures what it does without waiting for another: the seconds that a step
+# waited for images to be read, and ``Backend.own_seconds``, in which it computes. Both are
+# intervals of its own clock; clocks of two hosts are never compared. At a log step the processes
+# exchange those of the newest steps, on the hosts, and all find the same answer.
+
+_STEPS = 20
+"""For how many steps in a row a process must be slow to be named."""
+_SENT = _STEPS + 4
+"""Steps that are exchanged: of the newest ones, not all processes may know their time yet."""
+_RATIO = 1.1
+"""A process is slow in a step if its own time is longer than the median's by this factor."""
+_LEAST_SHARE = 0.5
+"""The least share of a step that its own time must be: what is shorter, something else hides."""
+
+
+class SlowHosts:
+    """Names the process that the others wait for, and says whether it reads or computes slowly.
+
+    With one process it does nothing.
+    """
+
+    def __init__(self) -> None:
+        """All processes must call this."""
+        self._hosts = gather(socket.gethostname())
+        self._waits: deque[float] = deque()
+        """Of steps whose seconds of computing are not known yet."""
+        self._newest: deque[tuple[float, float]] = deque(maxlen=_SENT)
+        """What this process did itself in each step: seconds of waiting and of computing."""
+        self._count = 0
+        """How many steps' seconds are known."""
+        self._named: set[int] = set()
+
+    def stepped(self, read_s: float, computed: Sequence[float]) -> None:
+        """Note a step's seconds of waiting for images to be read, and the seconds of computing of
+        steps, this or earlier ones, that were not known before: each once, in order."""
+        if len(self._hosts) == 1:
+            return
+        self._waits.append(read_s)
+        for seconds in computed:
+            self._newest.append((self._waits.popleft(), seconds))
+            self._count += 1
+
+    def compare(self, step_s: float, say: Callable[[str], None]) -> dict[str, float]:
+        """Return what a log step records of the slowest process; name those that are slow.
+
+        ``step_s``: the seconds of a step, as this process has measured them since the last log
+        step. {} with one process, or before times are known. All processes must call this.
+        """
+        if len(self._hosts) == 1:
+            return {}
+        found = gather([self._count, list(self._newest), step_s])
+        last = min(count for count, _, _ in found)
+        first = max([last - _STEPS, *(count - len(newest) for count, newest, _ in found)])
+        if last <= first:
+            return {}
+        steps = [newest[first - count : last - count or None] for count, newest, _ in found]
+        longest = max(seconds for _, _, seconds in found)
+        # Reading and computing may overlap on a device of its own: a step is never longer.
+        own = [[min(sum(seconds), longest) for seconds in each] for each in steps]
+        medians = [median_low(of_step) for of_step in zip(*own, strict=True)]
+        slow = {
+            process
+            for process, seconds in enumerate(own)
+            if len(seconds) == _STEPS
+            and all(
+                mine > _RATIO * median and mine > _LEAST_SHARE * longest
+                for mine, median in zip(seconds, medians, strict=True)
+            )
+        }
+        reading = [fmean(read for read, _ in each) for each in steps]
+        computing = [fmean(computed for _, computed in each) for each in steps]
+        means, median = [fmean(seconds) for seconds in own], fmean(medians)
+        for process in sorted(slow):
+            more_reading = reading[process] - median_low(reading)
+            more_computing = computing[process] - median_low(computing)
+            doing, seconds = "computes", computing[process]
+            if more_reading > more_computing:
+                doing, seconds = "reads", reading[process]
+            say(
+                f"warning: {name(process, self._hosts[process])} is slow: {means[process]:.3f} s "
+                f"of each of the last {_STEPS} steps are its own, the median is {median:.3f} s; "
+                f"it {doing} slowly, {seconds:.3f} s a step"
+            )
+        for process in sorted(self._named - slow):
+            say(f"note: {name(process, self._hosts[process])} is no longer slow")
+        self._named = slow
+        slowest = max(range(len(means)), key=means.__getitem__)
+        return {
+            "slowest_process": slowest,
+            "slowest_ratio": means[slowest] / median if median else 1.0,
+            "slowest_own_s": means[slowest],
+            "slowest_read_s": reading[slowest],
+        }
