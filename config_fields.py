@@ -138,31 +138,23 @@ def count_or_percent(text: str) -> int | str:
         raise argparse.ArgumentTypeError(f"{error} (or a percentage, as 1%)") from None
 
 
-def positive_or(word: str) -> Callable[[str], int | str]:
-    """Return an argparse type that reads a number of at least 1, or ``word``."""
-
-    def convert(text: str) -> int | str:
-        try:
-            return word if text == word else positive(text)
-        except argparse.ArgumentTypeError as error:
-            raise argparse.ArgumentTypeError(f"{error} (or {word})") from None
-
-    return convert
+def positive_or_slices(text: str) -> int | str:
+    """Read a number of at least 1, or the word "slices"."""
+    try:
+        return text if text == "slices" else positive(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error} (or slices)") from None
 
 
 def height_by_width(text: str) -> str:
     """Read HxW, the pixels of an image; return it without leading zeros."""
-    height, cross, width = text.partition("x")
     try:
-        side = bounded(int, 1, 16384)
-        sides = side(height), side(width)
-    except argparse.ArgumentTypeError:
-        cross = ""
-    if not cross:
+        height, width = map(bounded(int, 1, 16384), text.split("x"))
+    except (ValueError, argparse.ArgumentTypeError):
         raise argparse.ArgumentTypeError(
             f"{_shown(text)!r} is not HxW, height and width in pixels, as 192x256"
-        )
-    return f"{sides[0]}x{sides[1]}"
+        ) from None
+    return f"{height}x{width}"
 
 
 def global_by_local(text: str) -> str:
@@ -177,14 +169,13 @@ def global_by_local(text: str) -> str:
 
 def step_range(text: str) -> tuple[int, int]:
     """Read FIRST:LAST: steps counted from 1, both included."""
-    first, colon, last = text.partition(":")
     try:
-        steps = positive(first), positive(last)
-    except argparse.ArgumentTypeError:
-        steps = 1, 0
-    if not colon or steps[0] > steps[1]:
+        first, last = map(positive, text.split(":"))
+    except (ValueError, argparse.ArgumentTypeError):
+        first, last = 1, 0
+    if first > last:
         raise argparse.ArgumentTypeError(f"{_shown(text)!r} is not FIRST:LAST, two steps from 1 on")
-    return steps
+    return first, last
 
 
 def local_name(word: str) -> str:

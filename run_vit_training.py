@@ -207,8 +207,8 @@ def _run(flags: Flags) -> int:
         from training.begin import choose_start
         from training.train import prepare_training
 
-        config, chosen = choose_start(config)
-        prepare = functools.partial(prepare_training, chosen)
+        config, saved, initial = choose_start(config)
+        prepare = functools.partial(prepare_training, saved, initial)
     backend = choose_backend(config.backend)
     check_foreign(flags.own, backend, config.given)
     start(backend, flags, config, prepare)

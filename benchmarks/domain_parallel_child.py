@@ -45,7 +45,7 @@ def train(run: Run, backend: Backend, batch: Batch) -> Pass:
         rates, max_norm = StepRates(optimizer.lr), optimizer.clip_grad_norm
         return train_step(
             sharded, objective, backend, number, batches, rates=rates, max_norm=max_norm
-        ).loss
+        )["loss"]
 
     return step
 

@@ -54,7 +54,7 @@ def own_step(run: TorchRun, backend: Backend, batches: list[Batch]) -> Step:
             batches,
             rates=StepRates(optimizer.lr),
             max_norm=optimizer.clip_grad_norm,
-        ).loss
+        )["loss"]
 
     return step
 

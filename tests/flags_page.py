@@ -46,7 +46,7 @@ def _names(option: FlagField) -> str:
         values = {int: "N", float: "X"}.get(option.type, option.field.name.upper())
     values = values.replace("|", "\\|")
     names = [f"`{f'{name} {values}'.strip()}`" for name in option.names]
-    names += [f"`{name}`" for name in option.all_names if name.startswith("--no-")]
+    names += [f"`{name}`" for name in option.bare_names if name.startswith("--no-")]
     names += [f"`{name}` (= {value})" for name, value in option.flag.shorthands.items()]
     return ", ".join(names)
 

@@ -22,6 +22,7 @@ from data.crops import CropRequest
 from data.files import DataFolderError
 from data.loader import Batch, BatchLoader, Share
 from data.source import ANY_CLASSES, DatasetRequest, DataSource
+from models.config import crop_pairs
 from training.errors import UsageError
 from training.optimizers import Updates
 from training.schedule import StepRates
@@ -235,7 +236,7 @@ def dataset_request(
             local_scale=objective.local_crops_scale,
             grid=sizes.grid,  # type: ignore[arg-type]
             mask_ratio=objective.ibot_mask_ratio,
-            pairs=objective.crop_pairs,
+            pairs=tuple(crop_pairs(objective.crop_sizes)),
         )
     return DatasetRequest(
         run.config.data,

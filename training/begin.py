@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from data.files import printable
 from data.source import FILES, DataSource
@@ -24,7 +24,7 @@ from training.checkpoints.format import Position, SavedRun
 from training.checkpoints.local_tier import LocalTier
 from training.config import CheckpointConfig, ObjectiveConfig, OptimizerConfig, RunConfig
 from training.errors import UsageError
-from training.flags import FlagField, by_field, flat
+from training.flags import by_field, flat
 from training.logs.bad_images import FILE as BAD_IMAGES_FILE
 from training.logs.bad_images import BadImages
 from training.logs.records import (
@@ -46,18 +46,11 @@ from training.weights import Weights, weights_in
 # -- before any device starts ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Start:
-    """What a training starts from: a checkpoint, trained weights or, without both, new weights."""
-
-    saved: SavedRun | None = None
-    """The checkpoint to resume, as far as this process sees and has looked into it."""
-    weights: Weights | None = None
-    """What ``--init_from`` names, found but not read."""
-
-
-def choose_start(config: RunConfig) -> tuple[RunConfig, Start]:
+def choose_start(config: RunConfig) -> tuple[RunConfig, SavedRun | None, Weights | None]:
     """Decide what a training starts from; return the configuration with the model of that, too.
+
+    That is a checkpoint, as far as this process sees and has looked into it; or the weights that
+    ``--init_from`` names, found but not read; or new weights, where both are None.
 
     Raises UsageError for a folder that cannot be a run's, for a checkpoint or weights that cannot
     be read, and for flags that contradict their model.
@@ -100,10 +93,11 @@ def choose_start(config: RunConfig) -> tuple[RunConfig, Start]:
         model = with_saved_model(saved, config.model)
         config = replace(with_saved_objective(saved, config), model=model)
         check_same_training(saved, model_of(model, config.objective), config)
-        return config, Start(saved)
+        return config, saved, None
     if config.checkpoints.init_from:  # 4
-        return with_model_of_weights(config)
-    return config, Start()  # 5
+        config, weights = with_model_of_weights(config)
+        return config, None, weights
+    return config, None, None  # 5
 
 
 def find_resumable(config: CheckpointConfig) -> tuple[SavedRun | None, choose.Candidates]:
@@ -120,7 +114,7 @@ def find_resumable(config: CheckpointConfig) -> tuple[SavedRun | None, choose.Ca
         return None, choose.Candidates([], error.passed_over, explicit=False)
 
 
-def with_model_of_weights(config: RunConfig) -> tuple[RunConfig, Start]:
+def with_model_of_weights(config: RunConfig) -> tuple[RunConfig, Weights]:
     """Return the configuration with the model of the weights that ``--init_from`` names.
 
     Flags that were given change it; a file without arguments leaves all as it is. Raises
@@ -130,7 +124,7 @@ def with_model_of_weights(config: RunConfig) -> tuple[RunConfig, Start]:
     weights = weights_in(files.folder_at(config.checkpoints.init_from), "--init_from")
     if weights.run:
         config = replace(config, model=with_saved_model(weights.run, config.model))
-    return config, Start(weights=weights)
+    return config, weights
 
 
 def with_saved_model(saved: SavedRun, asked: ModelConfig) -> ModelConfig:
@@ -158,21 +152,6 @@ def with_saved_objective(saved: SavedRun, config: RunConfig) -> RunConfig:
 # -- on the devices' hosts: all processes agree ----------------------------------------------------
 
 
-class Agreed(NamedTuple):
-    """What all processes start with."""
-
-    saved: SavedRun | None
-    """The checkpoint that all resume, or of a step on the hosts' own disks this process's part."""
-    newest: Path | None
-    """The newest checkpoint in --ckpt_dir or --resume, from which they continue."""
-    local: LocalTier | None
-    """The hosts' own disks, with --local_ckpt_dir."""
-    bad_images: BadImages
-    """The unreadable images known so far."""
-    notes: list[str]
-    """Lines for the log."""
-
-
 Newer = Callable[[int], tuple[SavedRun | None, list[str]]]
 """A function from a step to what is to be resumed instead of a checkpoint of that step, because it
 is newer, None: nothing; and to lines for the log."""
@@ -180,9 +159,13 @@ is newer, None: nothing; and to lines for the log."""
 
 def agree(
     chosen: SavedRun | None, run: Run, data: DataSource, lock: files.FolderLock, *, is_main: bool
-) -> Agreed:
+) -> tuple[SavedRun | None, Path | None, LocalTier | None, BadImages, list[str]]:
     """Make all processes start alike, or end all: until here each was for itself, and has chosen a
     checkpoint to resume (None: none). Raises UsageError in all processes.
+
+    Returns the checkpoint that all resume, or of a step on the hosts' own disks this process's
+    part; the newest checkpoint in --ckpt_dir or --resume, from which they continue; the hosts' own
+    disks, with --local_ckpt_dir; the unreadable images known so far; and lines for the log.
     """
     ckpt_dir, config = run.ckpt_dir, run.config.checkpoints
     exchange.check_alike(run, data)
@@ -196,8 +179,10 @@ def agree(
     local = None
     newer: Newer | None = None
     if config.local_ckpt_dir is not None:
-        local = LocalTier(run)
-        if continues_here(run):
+        local, continues_here = LocalTier(run), False
+        with exchange.failing_together():
+            continues_here = resumes_newest(config)
+        if exchange.gather(continues_here)[0]:  # the first process resumes the newest step here
             newer = functools.partial(local.resume, verify=config.verify_checkpoint)
     saved, newest, notes = choose_checkpoint(
         candidates,
@@ -215,8 +200,13 @@ def agree(
         notes.append(f"note: --init_from {config.init_from} is ignored: this run is resumed")
     if saved and (difference := other_order(saved, run, data)):
         notes.append(f"note: {difference}: epoch {saved.position.epoch + 1} starts again")
-    if saved:
-        notes += changed_objective(saved, run)
+    if saved:  # any flag of the objective may change, in mid-epoch too: the images are the same
+        there, here = flat(saved.objective), flat(run.config.objective)
+        notes += [
+            f"note: {_changed(option.names[0], there[name], here[name])}, from this step on"
+            for name, option in by_field(ObjectiveConfig).items()
+            if there[name] != here[name]
+        ]
 
     # The logs so far, which list the images that could not be read.
     if files.is_url(ckpt_dir):
@@ -255,15 +245,7 @@ def agree(
             )
     if aside := exchange.gather(aside)[0]:
         notes.append(aside)
-    return Agreed(saved, newest, local, bad_images, notes)
-
-
-def continues_here(run: Run) -> bool:
-    """Return True, in all processes, if the first one resumes the newest step of --ckpt_dir."""
-    mine = False
-    with exchange.failing_together():
-        mine = resumes_newest(run.config.checkpoints)
-    return exchange.gather(mine)[0]
+    return saved, newest, local, bad_images, notes
 
 
 def resumes_newest(config: CheckpointConfig) -> bool:
@@ -303,15 +285,16 @@ def choose_checkpoint(
     named, passed_over, explicit = exchange.gather(mine)[0]
     paths, damaged = [files.folder_at(path) for path in named], list(passed_over)
     notes: dict[str, None] = {}  # each once: the hosts' disks are asked again after a damaged one
+    resumed: SavedRun | None = None
     for path in [*paths, None]:
         step = choose.step_of(path) if path and not explicit else -1
         if newer:
-            instead, more = newer(step)
+            resumed, more = newer(step)
             notes |= dict.fromkeys(more)
-            if instead:
+            if resumed:
                 with exchange.failing_together():
-                    check(instead)
-                return instead, path, [*notes, *_instead_of(damaged, instead)]
+                    check(resumed)
+                break
         if path is None:
             break
 
@@ -344,14 +327,16 @@ def choose_checkpoint(
                 problem = str(error)
         problem = next((each for each in exchange.gather(problem) if each is not None), None)
         if problem is None:
-            saved: list[SavedRun] = []
             with exchange.failing_together():
-                saved.append(checkpoint.read_saved_run(path))
-                check(saved[0])
-            return saved[0], path, [*notes, *_instead_of(damaged, saved[0])]
+                resumed = checkpoint.read_saved_run(path)
+                check(resumed)
+            break
         damaged.append(f"{path} is damaged ({problem})")
         if explicit:
             break
+    if resumed:
+        passed_over = [f"warning: {each}, so {resumed.path.name} is resumed" for each in damaged]
+        return resumed, path, [*notes, *passed_over]
     if paths:
         raise UsageError(
             f"{damaged[-1]}: name another one, or use it as it is with --no_verify_checkpoint",
@@ -360,10 +345,6 @@ def choose_checkpoint(
     if damaged:
         raise choose.AllDamaged(damaged, agreed=True)
     return None, None, [*notes]
-
-
-def _instead_of(damaged: Sequence[str], resumed: SavedRun) -> list[str]:
-    return [f"warning: {each}, so {resumed.path.name} is resumed" for each in damaged]
 
 
 def check_weights(weights: Weights, *, verify: bool) -> None:
@@ -395,7 +376,7 @@ class Progress:
     last_step: int
     schedule: Schedule
     warning: str | None
-    """A line for the log, if the schedule is odd."""
+    """A line for the log, if the warmup never ends."""
 
 
 def progress_of(saved: SavedRun | None, run: Run, data: DataSource, epoch_steps: int) -> Progress:
@@ -418,8 +399,14 @@ def progress_of(saved: SavedRun | None, run: Run, data: DataSource, epoch_steps:
     last_step = at.step + max(0, config.num_epochs * epoch_steps - done)
     last_step = max(at.step, min(last_step, config.max_steps or last_step))
     end = done + last_step - at.step  # the last step of the schedule, in batches of this size
-    schedule = make_schedule(run, epoch_steps, end)
-    return Progress(at, last_step, schedule, schedule.warning(end) if at.step < last_step else None)
+    schedule, warning = make_schedule(run, epoch_steps, end), None
+    if at.step < last_step and end < schedule.warmup_steps and schedule.peak:
+        warning = (
+            f"warning: the warmup takes {schedule.warmup_steps:,} steps, the run ends at {end:,}: "
+            f"the learning rate stays below {schedule.lr(end):.2g}, --lr {schedule.peak:g} is not "
+            "reached; give fewer --warmup_steps (or --warmup_epochs)"
+        )
+    return Progress(at, last_step, schedule, warning)
 
 
 @dataclass(frozen=True)
@@ -523,20 +510,6 @@ def other_order(saved: SavedRun, run: Run, data: DataSource) -> str | None:
     return next((_changed(what, *values[what]) for what in differ), None)
 
 
-def changed_objective(saved: SavedRun, run: Run) -> list[str]:
-    """Return a line for the log on each flag of the objective that is not as in the checkpoint.
-
-    Any of them may change, in mid-epoch, too: the images that are left of the epoch are the same.
-    """
-    there, here = flat(saved.objective), flat(run.config.objective)
-    flags = by_field(ObjectiveConfig)
-    return [
-        f"note: {_changed(flags[name].names[0], there[name], here[name])}, from this step on"
-        for name in flags
-        if there[name] != here[name]
-    ]
-
-
 def _changed(what: str, before: Any, now: Any) -> str:
     """Return in words that a value, or several, has changed; None: there is none."""
 
@@ -555,36 +528,39 @@ def check_same_training(saved: SavedRun, model: ModelSpec, config: RunConfig | N
     for flags by which the optimizer has another state; ``config`` None: weights alone are used.
     """
     before = model_of(saved.model, saved.objective)
-    known = by_field(ModelConfig, ObjectiveConfig)
+    known, of_optimizer = by_field(ModelConfig, ObjectiveConfig), by_field(OptimizerConfig)
     names = model.differences(before.settings)
     other_model = bool(names) and before.name != model.name
     differences = [f"with --model {before.name}, not {model.name}"] if other_model else []
-    for name in sorted(names, key=lambda name: name not in known):
-        there, here = before.settings[name], model.settings[name]
-        if name in known:
-            differences.append(_difference(known[name], there, here))
-        elif not other_model:
-            differences.append(f"with --model {before.name}, whose {name} is {there}, not {here}")
-    flags = by_field(OptimizerConfig)
+    changed = [
+        (name, known.get(name), before.settings[name], model.settings[name])
+        for name in sorted(names, key=lambda name: name not in known)
+    ]
     for name in _STATE_FLAGS if config else ():
         # Older checkpoints have no such argument.
-        there = saved.arguments.get(name, flags[name].field.default)
+        there = saved.arguments.get(name, of_optimizer[name].field.default)
         here = getattr(config.optimizer, name)  # type: ignore[union-attr]
         if there != here:
-            differences.append(_difference(flags[name], there, here))
+            changed.append((name, of_optimizer[name], there, here))
+    for name, option, there, here in changed:
+        if option is None:
+            if not other_model:
+                differences.append(
+                    f"with --model {before.name}, whose {name} is {there}, not {here}"
+                )
+            continue
+        # A flag that is None, or off, is not given at all.
+        absent = [None] if option.has_negation or not option.is_switch else [None, False]
+        if there in absent:
+            difference = f"without {option.names[0]}, this run is with {option.typed(here)}"
+        elif here in absent:
+            difference = f"with {option.typed(there)}, this run is without it"
+        else:
+            words = option.words(here)
+            difference = f"with {option.typed(there)}, not {' '.join(words[1:] or words)}"
+        differences.append(difference)
     if differences:
         raise UsageError(
             f"{saved.path} was trained {'; '.join(differences)}: give the same (flags of the model "
             "may be left out, they are the checkpoint's), or train in another --ckpt_dir"
         )
-
-
-def _difference(option: FlagField, there: Any, here: Any) -> str:
-    """Return a flag with both its values; one that is None, or off, is not given at all."""
-    absent = [None] if option.has_negation or not option.is_switch else [None, False]
-    if there in absent:
-        return f"without {option.names[0]}, this run is with {option.typed(here)}"
-    if here in absent:
-        return f"with {option.typed(there)}, this run is without it"
-    words = option.words(here)
-    return f"with {option.typed(there)}, not {' '.join(words[1:] or words)}"

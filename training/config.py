@@ -19,19 +19,20 @@ from config_fields import (
     number,
     positive,
     positive_number,
-    positive_or,
+    positive_or_slices,
     rate,
     seconds,
     seed,
     step_range,
 )
 from data.config import DataConfig
-from models.config import ModelConfig, crop_pairs
+from models.config import ModelConfig
 
 _CLASSIFIES = ("objective=classify",)
-# Of a part of an objective, whose default is no "off".
+# Of a part of an objective or of --plan, whose default is no "off".
 _mae_flag = functools.partial(flag, requires=("objective=mae",), requires_at_default=True)
 _dino_flag = functools.partial(flag, requires=("objective=dino",), requires_at_default=True)
+_plan_flag = functools.partial(flag, requires=("plan",), requires_at_default=True)
 
 
 @dataclass(frozen=True)
@@ -56,20 +57,10 @@ class ObjectiveConfig:
         "reconstruct pixels that are normalized by the mean and deviation of their patch, instead "
         "of the image's own",
     )
-    decoder_depth: int = _mae_flag(
-        8,
-        "number of blocks of the decoder",
-        kind=bounded(int, 1, 1000),
-    )
-    decoder_embed_dim: int = _mae_flag(
-        512,
-        "width of the decoder",
-        kind=bounded(int, 1, 2**20),
-    )
+    decoder_depth: int = _mae_flag(8, "number of blocks of the decoder", kind=bounded(int, 1, 1000))
+    decoder_embed_dim: int = _mae_flag(512, "width of the decoder", kind=bounded(int, 1, 2**20))
     decoder_num_heads: int = _mae_flag(
-        16,
-        "number of attention heads of the decoder",
-        kind=positive,
+        16, "number of attention heads of the decoder", kind=positive
     )
     local_crops: int = _dino_flag(
         8,
@@ -120,15 +111,9 @@ class ObjectiveConfig:
         "number of prototypes that masked patches are compared with",
         kind=bounded(int, 2, 2**24),
     )
-    dino_head_hidden: int = _dino_flag(
-        2048,
-        "width inside both heads",
-        kind=bounded(int, 1, 2**20),
-    )
+    dino_head_hidden: int = _dino_flag(2048, "width inside both heads", kind=bounded(int, 1, 2**20))
     dino_head_bottleneck: int = _dino_flag(
-        256,
-        "width of both heads before the prototypes",
-        kind=bounded(int, 1, 2**20),
+        256, "width of both heads before the prototypes", kind=bounded(int, 1, 2**20)
     )
     student_temp: float = _dino_flag(
         0.1,
@@ -168,11 +153,7 @@ class ObjectiveConfig:
         "number of epochs at the start in which the learning rate of the prototypes is 0",
         kind=non_negative,
     )
-    ibot_weight: float = _dino_flag(
-        1.0,
-        "weight of the loss of masked patches",
-        kind=non_negative,
-    )
+    ibot_weight: float = _dino_flag(1.0, "weight of the loss of masked patches", kind=non_negative)
     koleo_weight: float = _dino_flag(
         0.1,
         "weight of the KoLeo loss, which spreads the class tokens of different images",
@@ -200,11 +181,6 @@ class ObjectiveConfig:
         requires=("gram_weights",),
         requires_at_default=True,
     )
-
-    @property
-    def crop_pairs(self) -> tuple[tuple[int, int], ...]:
-        """Return the sides of global and local crops of each of ``crop_sizes``."""
-        return tuple(crop_pairs(self.crop_sizes))
 
     @property
     def uses_labels(self) -> bool:
@@ -395,10 +371,7 @@ class OptimizerConfig:
         1.0, "largest global gradient norm, over all shards; 0 or less: no clipping", kind=number
     )
     warmup_steps: int = flag(
-        10000,
-        "number of steps of linear warmup from --warmup_lr to --lr",
-        kind=count,
-        common=True,
+        10000, "number of steps of linear warmup from --warmup_lr to --lr", kind=count, common=True
     )
 
 
@@ -545,16 +518,10 @@ class CheckpointConfig:
         incompatible_with=("predict",),
     )
     local_ckpt_step_interval: int = flag(
-        50,
-        "save to --local_ckpt_dir every N steps",
-        kind=positive,
-        requires=("local_ckpt_dir",),
+        50, "save to --local_ckpt_dir every N steps", kind=positive, requires=("local_ckpt_dir",)
     )
     keep_checkpoints: int = flag(
-        0,
-        "keep the N newest checkpoints; 0: keep all",
-        kind=count,
-        common=True,
+        0, "keep the N newest checkpoints; 0: keep all", kind=count, common=True
     )
     max_failed_saves: int = flag(
         2,
@@ -774,7 +741,7 @@ class ShardingConfig:
         1,
         "number of replicas of the parameters; slices: one a TPU slice, where there are several "
         "(XLA); on GPUs HSDP's groups",
-        kind=positive_or("slices"),
+        kind=positive_or_slices,
         metavar="N|slices",
         names=("--mesh_dcn", "--dp_outer"),
         common=True,
@@ -821,12 +788,8 @@ class PlanConfig:
 
     group: ClassVar[str] = "plan (--plan)"
 
-    chips_at_most: int = flag(
-        256,
-        "largest number of chips, or GPUs, of a plan",
-        kind=positive,
-        requires=("plan",),
-        requires_at_default=True,
+    chips_at_most: int = _plan_flag(
+        256, "largest number of chips, or GPUs, of a plan", kind=positive
     )
     hours: float | None = flag(
         None,
@@ -849,20 +812,16 @@ class PlanConfig:
         kind=bounded(int, 1, 10**12),
         requires=("plan",),
     )
-    plan_compilations: int = flag(
+    plan_compilations: int = _plan_flag(
         15,
         "largest number of steps that the TPU compiler compiles for a plan, a minute or two each; "
         "those in --plan_dir do not count; 0: none",
         kind=count,
-        requires=("plan",),
-        requires_at_default=True,
     )
-    plan_dir: str = flag(
+    plan_dir: str = _plan_flag(
         "runs/plan",
         "folder for the picture and for the compiler's results, which later plans reuse",
         metavar="FOLDER",
-        requires=("plan",),
-        requires_at_default=True,
     )
 
 

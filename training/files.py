@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any, Self, TypeVar, cast
+from typing import IO, Any, TypeVar, cast
 
 from fsspec.core import url_to_fs
 
@@ -72,19 +72,17 @@ class UrlPath:
         return UrlPath(self.url.rpartition("/")[0])
 
     @contextlib.contextmanager
-    def _storage(self) -> Iterator[tuple[Any, str]]:
+    def storage(self) -> Iterator[tuple[Any, str]]:
         """Yield fsspec's file system and the path in it; turn what they raise into OSError."""
-        try:
+        with _os_errors(self.url):
             # Cached listings would hide what other processes have written since.
             yield url_to_fs(self.url, use_listings_cache=False)
-        except Exception as error:
-            raise _os_error(error, self.url) from error
 
     def _kind(self) -> str | None:
         """Return "file", "directory" or None, which fsspec also returns if a storage cannot be
         asked."""
         try:
-            with self._storage() as (storage, path):
+            with self.storage() as (storage, path):
                 return storage.info(path)["type"]
         except FileNotFoundError:
             return None
@@ -99,18 +97,18 @@ class UrlPath:
         return self._kind() == "file"
 
     def iterdir(self) -> Iterator[UrlPath]:
-        with self._storage() as (storage, path):
+        with self.storage() as (storage, path):
             names = {each.rstrip("/").rpartition("/")[2] for each in storage.ls(path, detail=False)}
         return iter(sorted(self / name for name in names - {"", self.name}))
 
     def stat(self) -> SimpleNamespace:
         """Return the size alone, in bytes, as ``st_size``."""
-        with self._storage() as (storage, path):
+        with self.storage() as (storage, path):
             return SimpleNamespace(st_size=storage.size(path))
 
     def mkdir(self, *, parents: bool = True, exist_ok: bool = True) -> None:
         """Make the folder, if the storage has folders, but no bucket."""
-        with self._storage() as (storage, path):
+        with self.storage() as (storage, path):
             if bucket := files.missing_bucket(storage, path):
                 raise FileNotFoundError(errno.ENOENT, f"there is no bucket {bucket}")
             storage.makedirs(path, exist_ok=True)
@@ -118,20 +116,20 @@ class UrlPath:
     @contextlib.contextmanager
     def open(self, mode: str = "rb") -> Iterator[IO[bytes]]:
         """Open the file inside; other errors raised there (damaged content) are unchanged."""
-        with self._storage() as (storage, path):
+        with self.storage() as (storage, path):
             file = storage.open(path, mode)
         try:
             yield cast(IO[bytes], _Stream(file, self.url))
         finally:
-            with self._storage():
+            with self.storage():
                 file.close()
 
     def read_bytes(self) -> bytes:
-        with self._storage() as (storage, path):
+        with self.storage() as (storage, path):
             return storage.cat_file(path)
 
     def write_bytes(self, content: bytes) -> None:
-        with self._storage() as (storage, path):
+        with self.storage() as (storage, path):
             storage.pipe_file(path, content)
 
     def read_text(self, errors: str = "strict") -> str:
@@ -141,21 +139,14 @@ class UrlPath:
         self.write_bytes(text.encode())
 
     def unlink(self, *, missing_ok: bool = False) -> None:
-        with self._storage() as (storage, path):
+        with self.storage() as (storage, path):
             if not missing_ok or self.exists():
                 storage.rm_file(path)
 
     def copy(self, target: UrlPath) -> None:
         """Copy a file within its storage."""
-        with self._storage() as (storage, path), target._storage() as (_, to):
+        with self.storage() as (storage, path), target.storage() as (_, to):
             storage.cp_file(path, to)
-
-    def remove_tree(self) -> None:
-        with self._storage() as (storage, path):
-            storage.rm(path, recursive=True)
-            # s3fs 2026.9 removes what it can, and is silent about the rest.
-            if left := storage.find(path):
-                raise PermissionError(f"{len(left)} of its files could not be removed")
 
     def check_writable(self, *, removable: bool = False) -> None:
         """Write an empty file into the folder, and remove it. Raises OSError if writing or, with
@@ -169,11 +160,12 @@ class UrlPath:
         return self
 
 
+@dataclass(eq=False)
 class _Stream:
     """An open file of a storage. Its methods raise OSError, whatever the storage raises."""
 
-    def __init__(self, file: Any, url: str) -> None:
-        self._file, self._url = file, url
+    _file: Any
+    _url: str
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._file, name)
@@ -181,26 +173,28 @@ class _Stream:
             return found
 
         def call(*args: Any) -> Any:
-            try:
+            with _os_errors(self._url):
                 return found(*args)
-            except Exception as error:
-                raise _os_error(error, self._url) from error
 
         return call
 
 
-def _os_error(error: Exception, url: str) -> OSError:
-    """Return an error with number, text and file name, as pathlib's have.
+@contextlib.contextmanager
+def _os_errors(url: str) -> Iterator[None]:
+    """Turn what is raised inside into an OSError with number, text and file name, as pathlib's.
 
     It is never EIO, which is a disk's error for a damaged file.
     """
-    number = getattr(error, "errno", None)
-    if not number and isinstance(error, (FileNotFoundError, PermissionError)):
-        number = errno.ENOENT if isinstance(error, FileNotFoundError) else errno.EACCES
-    text = getattr(error, "strerror", None) or (str(error).strip().splitlines() or [""])[0][:200]
-    if number in (None, errno.EIO):
-        number = errno.EREMOTEIO
-    return OSError(number, text or type(error).__name__, url)
+    try:
+        yield
+    except Exception as error:
+        number, lines = getattr(error, "errno", None), str(error).strip().splitlines() or [""]
+        if not number and isinstance(error, (FileNotFoundError, PermissionError)):
+            number = errno.ENOENT if isinstance(error, FileNotFoundError) else errno.EACCES
+        if number in (None, errno.EIO):
+            number = errno.EREMOTEIO
+        text = getattr(error, "strerror", None) or lines[0][:200] or type(error).__name__
+        raise OSError(number, text, url) from error
 
 
 def is_unreachable(error: BaseException) -> bool:
@@ -227,8 +221,11 @@ def remove_tree(folder: Path) -> None:
     Raises OSError if anything is left, after removing what can be removed.
     """
     if url := as_url(folder):
-        with contextlib.suppress(FileNotFoundError):
-            url.remove_tree()
+        with contextlib.suppress(FileNotFoundError), url.storage() as (storage, path):
+            storage.rm(path, recursive=True)
+            # s3fs 2026.9 removes what it can, and is silent about the rest.
+            if left := storage.find(path):
+                raise PermissionError(f"{len(left)} of its files could not be removed")
         return
     errors: list[OSError] = []
     shutil.rmtree(folder, onerror=lambda _, path, caught: errors.append(cast(OSError, caught[1])))
@@ -251,16 +248,12 @@ def sync_folder(path: Path) -> None:
     """Sync the names in a folder to the disk, if the file system can do that."""
     if is_url(path):
         return
-    try:
+    with contextlib.suppress(OSError):  # network file systems may not know it for folders
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:
-        return
-    try:
-        os.fsync(descriptor)
-    except OSError:  # network file systems and buckets may not know it for folders
-        pass
-    finally:
-        os.close(descriptor)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 # -- the lock of a run's folder --------------------------------------------------------------------
@@ -274,7 +267,7 @@ _VISIBLE_WITHIN_S = 30.0
 """The seconds after which a network file system shows a new file on all hosts."""
 
 
-class FolderLock:
+class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
     """Locks a folder for one job, in its first process, until that process ends, however it ends.
 
     It is a POSIX record lock: children do not inherit it, and NFS passes it on to its server. It
@@ -304,7 +297,13 @@ class FolderLock:
                 f"cannot write to --ckpt_dir {self._place}: {error.strerror}"
             ) from None
         deadline = time.monotonic() + (_RESTART_PATIENCE_S if is_restart else _PATIENCE_S)
-        while not self._locked():
+        while True:
+            try:
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno not in _HELD:  # a file system without locks
+                    break
             if time.monotonic() > deadline:
                 holder = "another job"
                 with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -331,24 +330,11 @@ class FolderLock:
             (self._folder / LOCK_FILE).write_text(json.dumps(content))
         return token
 
-    def _locked(self) -> bool:
-        """Try to lock the file; return False if another process holds the lock."""
-        assert self._file is not None
-        try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            # Any other error: a file system without locks.
-            return error.errno not in _HELD
-        return True
-
     def release(self) -> None:
         """Release the lock, if it is held."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.release()
@@ -414,11 +400,9 @@ def check_same_folder(ckpt_dir: Path, token: str) -> None:
     """Raise UsageError if this process does not see the file that the first one has locked."""
     deadline = time.monotonic() + _VISIBLE_WITHIN_S
     while True:
-        try:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             if json.loads((ckpt_dir / LOCK_FILE).read_text())["token"] == token:
                 return
-        except (OSError, ValueError, KeyError, TypeError):
-            pass
         if time.monotonic() > deadline:
             raise UsageError(
                 f"--ckpt_dir {ckpt_dir} is not the folder that the first process sees under this "

@@ -43,41 +43,15 @@ class FlagField:
     """The type of the field's value without None: ``int`` for ``int | None``."""
     group: str
     """The title of its group in ``--help``."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the flag; messages use the first."""
-        return self.flag.names or (f"--{self.field.name}",)
-
-    @property
-    def is_switch(self) -> bool:
-        return self.type is bool
-
-    @property
-    def has_negation(self) -> bool:
-        """Whether ``--no-x`` exists beside ``--x``: where the default is on, or decided later."""
-        turned_off = self.names[0].startswith("--no_") and self.field.default is True
-        return self.is_switch and self.field.default is not False and not turned_off
-
-    @property
-    def bare_names(self) -> dict[str, Any]:
-        """The names that take no value, each with the value that it sets."""
-        names: dict[str, Any] = {}
-        if self.is_switch:
-            names = dict.fromkeys(self.names, self.field.default is not True or self.has_negation)
-        if self.has_negation:
-            names |= {f"--no-{name.removeprefix('--')}": False for name in self.names}
-        return names | dict(self.flag.shorthands)
-
-    @property
-    def all_names(self) -> tuple[str, ...]:
-        return (*dict.fromkeys([*self.names, *self.bare_names]),)
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """The words allowed; () where any word may be."""
-        is_literal = typing.get_origin(self.type) is typing.Literal
-        return self.flag.choices or (typing.get_args(self.type) if is_literal else ())
+    names: tuple[str, ...]
+    """The names of the flag; messages use the first."""
+    is_switch: bool
+    has_negation: bool
+    """Whether ``--no-x`` exists beside ``--x``: where the default is on, or decided later."""
+    bare_names: dict[str, Any]
+    """The names that take no value, each with the value that it sets."""
+    choices: tuple[str, ...]
+    """The words allowed; () where any word may be."""
 
     def words(self, value: Any) -> list[str]:
         """Return the words of a command line that give the field this value."""
@@ -109,11 +83,26 @@ def flag_fields(config: type) -> tuple[FlagField, ...]:
         kind, flag = hints[field.name], flag_of(field)
         if dataclasses.is_dataclass(kind):
             nested += flag_fields(kind)  # type: ignore[arg-type]
-        elif flag:
-            is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
-            parts = typing.get_args(kind) if is_union else (kind,)
-            plain = next(part for part in parts if part is not type(None))
-            own.append(FlagField(field, flag, plain, config.group))  # type: ignore[attr-defined]
+            continue
+        if not flag:
+            continue
+        is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+        parts = typing.get_args(kind) if is_union else (kind,)
+        plain = next(part for part in parts if part is not type(None))
+        names, is_switch = flag.names or (f"--{field.name}",), plain is bool
+        turned_off = names[0].startswith("--no_") and field.default is True
+        has_negation = is_switch and field.default is not False and not turned_off
+        bare_names = dict.fromkeys(names, not turned_off) if is_switch else {}
+        if has_negation:
+            bare_names |= {f"--no-{name.removeprefix('--')}": False for name in names}
+        is_literal = typing.get_origin(plain) is typing.Literal
+        choices = flag.choices or (typing.get_args(plain) if is_literal else ())
+        group, bare_names = config.group, bare_names | dict(flag.shorthands)  # type: ignore[attr-defined]
+        own.append(
+            FlagField(
+                field, flag, plain, group, names, is_switch, has_negation, bare_names, choices
+            )
+        )
     return (*own, *nested)
 
 
@@ -311,10 +300,9 @@ class _Setting(NamedTuple):
 class FlagParser(argparse.ArgumentParser):
     """Reads words; raises ``_Mistake`` on a wrong one."""
 
-    def __init__(self) -> None:
-        super().__init__(prog=PROGRAM, description=_DESCRIPTION, allow_abbrev=False, add_help=False)
-        self.settings: list[_Setting] = []
-        """One for each flag that was read, in their order."""
+    options: dict[str, FlagField]
+    settings: list[_Setting]
+    """One for each flag that was read, in their order."""
 
     def error(self, message: str) -> NoReturn:
         raise _Mistake(message)
@@ -323,16 +311,11 @@ class FlagParser(argparse.ArgumentParser):
 class _Set(argparse.Action):
     """Sets a field to the value read, or to the one that a name without a value stands for."""
 
-    def __init__(
-        self, *args: Any, stands_for: Mapping[str, Any] | None = None, several: bool = False, **how
-    ) -> None:
-        super().__init__(*args, **how)
-        self.stands_for, self.several = stands_for, several
-
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        if self.stands_for is not None:
-            values = self.stands_for[option_string]
-        elif self.several:
+        option = parser.options.get(self.dest)  # None: --help
+        if option and option_string in option.bare_names:
+            values = option.bare_names[option_string]
+        elif option and option.flag.several:
             values = values[0] if len(values) == 1 else tuple(values)
         setattr(namespace, self.dest, values)
         parser.settings.append(_Setting(self.dest, option_string, values))
@@ -340,7 +323,8 @@ class _Set(argparse.Action):
 
 def build_parser(shown: Sequence[FlagField]) -> FlagParser:
     """Return the parser of these flags; its Namespace holds only what was given."""
-    parser = FlagParser()
+    parser = FlagParser(prog=PROGRAM, description=_DESCRIPTION, allow_abbrev=False, add_help=False)
+    parser.options, parser.settings = {option.field.name: option for option in shown}, []
     parser.add_argument_group("help").add_argument(
         *_HELP,
         action=_Set,
@@ -358,8 +342,7 @@ def build_parser(shown: Sequence[FlagField]) -> FlagParser:
         text = help_text(option).replace("%", "%%")
         how = {"action": _Set, "dest": option.field.name, "default": argparse.SUPPRESS}
         if option.is_switch:
-            names = option.bare_names
-            group.add_argument(*names, nargs=0, stands_for=names, help=text, **how)
+            group.add_argument(*option.bare_names, nargs=0, help=text, **how)
             continue
         reading: dict[str, Any] = {"type": flag.kind or not_empty}
         if flag.metavar or option.type in _METAVARS:
@@ -369,7 +352,7 @@ def build_parser(shown: Sequence[FlagField]) -> FlagParser:
         if option.choices:
             reading |= {"choices": option.choices, "type": flag.kind or str}  # argparse lists them
         elif flag.several:
-            reading |= {"nargs": "+", "several": True}
+            reading["nargs"] = "+"
         elif isinstance(flag.metavar, tuple):
             reading["nargs"] = len(flag.metavar)
         elif flag.bare is not None:
@@ -377,7 +360,7 @@ def build_parser(shown: Sequence[FlagField]) -> FlagParser:
         group.add_argument(*option.names, help=text, **reading, **how)
         for name, value in flag.shorthands.items():
             text = f"same as {option.typed(value)} (default: off)"
-            group.add_argument(name, nargs=0, stands_for={name: value}, help=text, **how)
+            group.add_argument(name, nargs=0, help=text, **how)
     return parser
 
 
@@ -400,7 +383,7 @@ def parse(argv: Sequence[str] | None, configs: Mapping[str, type]) -> dict[str, 
     a wrong argument, and with 0 after ``--help``.
     """
     known = [option for config in configs.values() for option in flag_fields(config)]
-    names = {name for option in known for name in option.all_names} | {*_HELP}
+    names = {*_HELP, *(name for o in known for name in (*o.names, *o.bare_names))}
     parser = build_parser(known)
     try:
         words = [*_expanded(_Word(word) for word in (sys.argv[1:] if argv is None else argv))]
@@ -416,8 +399,28 @@ def parse(argv: Sequence[str] | None, configs: Mapping[str, type]) -> dict[str, 
         if unknown:
             wrong = next((word for word in unknown if word.startswith("-")), unknown[0])
             place = next(word.place for word in words if word.text == wrong)
-            raise _Mistake(f"{place}{_unknown(wrong, names)}")
-        _check_contradictions(parser.settings, flags, known)
+            if not wrong.startswith("-"):
+                raise _Mistake(f"{place}unrecognized argument: {wrong}")
+            near = difflib.get_close_matches(wrong.partition("=")[0], sorted(names), n=1)
+            meant = f": did you mean {near[0]}?" if near else ""
+            raise _Mistake(f"{place}unknown flag {wrong}{meant}")
+
+        # Two different flags may not set one field to different values. The same flag given again
+        # replaces the first, and so does one after the file with the first.
+        last: dict[tuple[str, str], dict[str, tuple[_Setting, _Word]]] = {}
+        for setting, word in zip(parser.settings, flags, strict=True):
+            last.setdefault((setting.field, word.file), {})[setting.name] = setting, word
+        for (field, _), given in last.items():
+            (first, _), *others = given.values()
+            for other, word in others:
+                if other.value != first.value:
+                    option, typed = parser.options[field], []
+                    for _, name, value in (first, other):
+                        rest = [] if name in option.bare_names else option.words(value)[1:]
+                        typed.append(" ".join([name, *rest]))
+                    contradiction = " contradicts ".join(typed)
+                    raise _Mistake(f"{word.place}{contradiction}: drop one of the two")
+
         values["given"] = frozenset(values)
         for option in known:
             env = option.flag.env
@@ -433,39 +436,6 @@ def parse(argv: Sequence[str] | None, configs: Mapping[str, type]) -> dict[str, 
     return {name: from_values(config, values) for name, config in configs.items()}
 
 
-def _unknown(word: str, names: Collection[str]) -> str:
-    """Return the message for an unknown word, with the nearest flag if one is near."""
-    if not word.startswith("-"):
-        return f"unrecognized argument: {word}"
-    nearest = difflib.get_close_matches(word.partition("=")[0], sorted(names), n=1, cutoff=0.6)
-    return f"unknown flag {word}" + (f": did you mean {nearest[0]}?" if nearest else "")
-
-
-def _check_contradictions(
-    settings: Sequence[_Setting], flags: Sequence[_Word], known: Sequence[FlagField]
-) -> None:
-    """Raise ``_Mistake`` where two different flags set one field to different values.
-
-    The same flag given again replaces the first, and so does one after the file with the first.
-    """
-    by_name = {option.field.name: option for option in known}
-    last: dict[tuple[str, str], dict[str, tuple[_Setting, _Word]]] = {}
-    for setting, word in zip(settings, flags, strict=True):
-        last.setdefault((setting.field, word.file), {})[setting.name] = setting, word
-
-    def typed(setting: _Setting) -> str:
-        option = by_name[setting.field]
-        words = [] if setting.name in option.bare_names else option.words(setting.value)[1:]
-        return " ".join([setting.name, *words])
-
-    for given in last.values():
-        (first, _), *others = given.values()
-        for other, word in others:
-            if other.value != first.value:
-                contradiction = f"{typed(first)} contradicts {typed(other)}"
-                raise _Mistake(f"{word.place}{contradiction}: drop one of the two")
-
-
 def _print_help(which: str, known: Sequence[FlagField]) -> NoReturn:
     """Print the common flags, all, those of a group, or those with a word; exit with code 0."""
     groups = {option.group.split()[0].rstrip(":,").lower(): option.group for option in known}
@@ -478,8 +448,9 @@ def _print_help(which: str, known: Sequence[FlagField]) -> NoReturn:
         word = word.lstrip("-")
         start = re.compile(rf"(?<![a-z0-9]){re.escape(word)}")
         for option in known:
+            names = {*option.names, *option.bare_names}
             text = " ".join([option.flag.help, *map(str, option.choices)]).lower()
-            if start.search(text) or any(word in name.lower() for name in option.all_names):
+            if start.search(text) or any(word in name.lower() for name in names):
                 shown.append(option)
     else:
         shown = [option for option in known if option.flag.common]

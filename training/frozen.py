@@ -27,7 +27,7 @@ from training.features import CLASS, MEAN, Features, open_plainly
 from training.initial_weights import InitialWeights, fit, place_trained, printer
 from training.logs.bad_images import TRAIN, VAL, BadImages
 from training.logs.records import KNN, PROBE, KnnAccuracy, ProbeAccuracy
-from training.loop import Hook, Session, StepDone, last_epoch
+from training.loop import Hook, Session, last_epoch
 from training.processes import exchange
 from training.processes.exchange import check_alike
 from training.resolve import Run
@@ -330,14 +330,7 @@ class FrozenEvaluations(Hook):
     """By KNN and PROBE, the steps after which the run's folder has such an evaluation."""
     _is_first: bool = field(default=True, init=False)
 
-    def before_training(self, at: Position) -> None:
-        """Evaluate what an earlier start saved, but did not evaluate any more."""
-        self._evaluate_if_due(at)
-
-    def after_step(self, done: StepDone) -> None:
-        self._evaluate_if_due(done.at)
-
-    def _evaluate_if_due(self, at: Position) -> None:
+    def reached(self, at: Position) -> None:
         session, config = self.session, self.session.config
         every = {KNN: config.log.knn_every, PROBE: config.log.probe_every}
         is_last = at.step >= session.last_step

@@ -28,7 +28,7 @@ from training.objectives import Objective
 from training.processes.exchange import MinutesInterval, SlowHosts
 from training.processes.stopping import StopRequest, Watchdog
 from training.schedule import Schedule
-from training.step import StepResult, TrainBatches, train_step
+from training.step import TrainBatches, train_step
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,6 @@ class Session:
     """The number of the step that the run ends with."""
     timer: StepTimer = field(default_factory=StepTimer)
     """Measures the throughput; whatever is no training restarts it."""
-    _shapes: set[torch.Size] = field(default_factory=set, init=False)
-
-    def is_first(self, images: torch.Tensor) -> bool:
-        """Return True if a step is the first of this start or, where steps are compiled, the first
-        with images of this shape. To be called once a step."""
-        first = not self._shapes or (self.backend.compiles and images.shape not in self._shapes)
-        self._shapes.add(images.shape)
-        return first
 
     @contextlib.contextmanager
     def first_run(self, what: str, is_first: bool) -> Iterator[None]:
@@ -74,7 +66,8 @@ class StepDone(NamedTuple):
     epoch: int
     """The epoch of its batch, from 0."""
     lr: float
-    result: StepResult
+    values: dict[str, torch.Tensor]
+    """What ``train_step`` returned."""
     is_first: bool
     """It compiled, or was the first of this start."""
     is_last: bool
@@ -87,8 +80,9 @@ class Hook:
     hook stops training by setting ``Session.stop.exit_code``, in all processes alike.
     """
 
-    def before_training(self, at: Position) -> None:
-        """Called once, also if no step is left."""
+    def reached(self, at: Position) -> None:
+        """Called where training stands: once before it, also if no step is left, and after each
+        step."""
 
     def before_step(self, step: int, *, is_first: bool) -> None:
         """Called when the step's batch is there; ``step`` counts from 1."""
@@ -111,9 +105,10 @@ def train_loop(
     Hooks are called one after the other; when one of them stops training, no other one is.
     """
     backend, stop, config = session.backend, session.stop, session.config
+    shapes: set[torch.Size] = set()
     model.train()
     for hook in hooks:
-        hook.before_training(at)
+        hook.reached(at)
         if stop.exit_code:
             return at
     session.watchdog.alive(before_first_step=True)
@@ -122,11 +117,14 @@ def train_loop(
         with contextlib.closing(batches.rest_of_epoch(at)) as epoch:
             for micro_batches in epoch:
                 rates = schedule.at(batches.number(at))
-                is_first = session.is_first(micro_batches[0][0])
+                shape = micro_batches[0][0].shape
+                # The first step of this start or, where steps are compiled, with such images.
+                is_first = not shapes or (backend.compiles and shape not in shapes)
+                shapes.add(shape)
                 for hook in hooks:
                     hook.before_step(at.step + 1, is_first=is_first)
                 with session.first_run("training step", is_first):
-                    result = train_step(
+                    values = train_step(
                         model,
                         objective,
                         backend,
@@ -143,9 +141,10 @@ def train_loop(
                 is_last = at.step >= session.last_step
                 if is_last:
                     epoch.close()  # its loader is to leave the machine to what follows
-                done = StepDone(at, before.epoch, rates.lr, result, is_first, is_last)
+                done = StepDone(at, before.epoch, rates.lr, values, is_first, is_last)
                 for hook in hooks:
                     hook.after_step(done)
+                    hook.reached(at)
                     if stop.exit_code:
                         return at
     return at
@@ -205,37 +204,38 @@ class StepProfiler(Hook):
         self._profile, self._written = None, True
 
 
+@dataclass
 class StepLog(Hook):
     """Reports every ``--log_step_interval``-th step, without waiting for the device."""
 
-    def __init__(self, session: Session, batches: TrainBatches) -> None:
-        self._session, self._batches = session, batches
-        self._slow_hosts = SlowHosts()
-        self._compile_s = 0.0
+    session: Session
+    batches: TrainBatches
+    _slow_hosts: SlowHosts = field(default_factory=SlowHosts, init=False)
+    _compile_s: float = field(default=0.0, init=False)
 
     def before_step(self, step: int, *, is_first: bool) -> None:
         if is_first:  # its time is the compiler's: it is measured apart, with its batch
-            self._session.reports.events.steps()
-            self._session.timer.restart()
-            self._session.timer.started -= self._batches.last_wait_s
-            self._compile_s = self._session.backend.compile_seconds()
+            self.session.reports.events.steps()
+            self.session.timer.restart()
+            self.session.timer.started -= self.batches.last_wait_s
+            self._compile_s = self.session.backend.compile_seconds()
 
     def after_step(self, done: StepDone) -> None:
-        session, step = self._session, done.at.step
-        reports, timer, waited = session.reports, session.timer, self._batches.last_wait_s
+        session, step = self.session, done.at.step
+        reports, timer, waited = session.reports, session.timer, self.batches.last_wait_s
         timer.steps += 1
         timer.waited += waited
         reports.events.stepped(step, waited)
-        self._slow_hosts.stepped(self._batches.last_read_s, session.backend.own_seconds())
+        self._slow_hosts.stepped(self.batches.last_read_s, session.backend.own_seconds())
         interval = session.config.log.log_step_interval
         if done.is_first or done.is_last or step % interval == 0:
-            values = session.backend.read(done.result.values)
+            values = session.backend.read(done.values)
             measured, slowest = None if done.is_first else timer, dict[str, float]()
             if measured:
                 seconds = measured.seconds() / measured.steps
                 slowest = self._slow_hosts.compare(seconds, reports.say)
             reports.log(step, done.epoch + 1, done.lr, measured, values, slowest)
-            session.bad_images.collect(TRAIN, self._batches.loader, reports.say)
+            session.bad_images.collect(TRAIN, self.batches.loader, reports.say)
             if done.is_first:
                 compiled = session.backend.compile_seconds() - self._compile_s
                 reports.events.first_step(timer.seconds(), waited, compiled)
@@ -245,14 +245,16 @@ class StepLog(Hook):
         reports.step_done()
 
 
+@dataclass
 class StopCheck(Hook):
     """Stops training on a signal, or where it cannot continue: the checkpoint is ``Saves``'s."""
 
-    def __init__(self, session: Session, batches: TrainBatches, saver: CheckpointSaver) -> None:
-        self._session, self._batches, self._saver = session, batches, saver
+    session: Session
+    batches: TrainBatches
+    saver: CheckpointSaver
 
     def after_step(self, done: StepDone) -> None:
-        session, stop = self._session, self._session.stop
+        session, stop = self.session, self.session.stop
         if done.is_last:
             session.reports.flush()
         limit = session.config.log.max_bad_steps
@@ -261,13 +263,13 @@ class StopCheck(Hook):
             if diverges:
                 stop.exit_code = NOT_FINITE
             return
-        if self._batches.failed:
+        if self.batches.failed:
             stop.ask(NO_BATCH)
         if session.bad_images.excess:
             stop.ask(BAD_IMAGES)
         if diverges:
             stop.ask(NOT_FINITE)
-        if self._saver.failed_too_often():
+        if self.saver.failed_too_often():
             stop.ask(NOT_SAVED)
         stop.due()
 
@@ -276,13 +278,8 @@ class Saves(Hook):
     """Saves checkpoints after the steps, minutes and epochs that the flags name, and at the end."""
 
     def __init__(self, session: Session, saver: CheckpointSaver) -> None:
-        self._config, self._session, self._saver = session.config.checkpoints, session, saver
+        self._config, self._session, self.saver = session.config.checkpoints, session, saver
         self._minutes = MinutesInterval(session.backend, self._config.ckpt_minutes_interval)
-
-    def before_training(self, at: Position) -> None:
-        """Remove what is left of a start that was killed after its last checkpoint."""
-        if at.step >= self._session.last_step:
-            self._saver.tidy()
 
     def after_step(self, done: StepDone) -> None:
         at, config = done.at, self._config
@@ -299,32 +296,28 @@ class Saves(Hook):
         session.reports.upload()
         session.watchdog.alive()
         with session.reports.events.span("save") as event:
-            event["written"] = self._saver.save(at, must=must)
-            event["completed"], self._saver.figures = self._saver.figures, []
+            event["written"] = self.saver.save(at, must=must)
+            event["completed"], self.saver.figures = self.saver.figures, []
         self._minutes.restart()
         session.timer.restart()
 
-    def best_is(self, at: Position) -> None:
-        """Write a checkpoint of the best evaluation so far, with ``--ckpt_best``, and spare it."""
-        if self._config.ckpt_best:
-            self._saver.spared = folder_of(self._saver.ckpt_dir, at.step)
-            self.save(at)
 
-
+@dataclass
 class LocalSaves(Hook):
     """Saves to the hosts' own disks every ``--local_ckpt_step_interval`` steps, but the last."""
 
-    def __init__(self, session: Session, saver: CheckpointSaver, tier: LocalTier) -> None:
-        self._session, self._saver, self._tier = session, saver, tier
+    session: Session
+    saver: CheckpointSaver
+    tier: LocalTier
 
     def after_step(self, done: StepDone) -> None:
-        session = self._session
+        session = self.session
         if done.is_last or done.at.step % session.config.checkpoints.local_ckpt_step_interval:
             return
         session.watchdog.alive()
         with session.reports.events.span("local_save") as event:
-            copy = functools.partial(self._saver.content, done.at, copy=True)
-            event |= self._tier.save(done.at.step, copy, session.reports.say)
+            copy = functools.partial(self.saver.content, done.at, copy=True)
+            event |= self.tier.save(done.at.step, copy, session.reports.say)
         session.timer.restart()
 
 
@@ -350,15 +343,9 @@ class Evaluations(Hook):
     """The highest ``score`` so far; the EMA's, if there is one."""
     _count: int = field(default=0, init=False)
 
-    def before_training(self, at: Position) -> None:
-        """Evaluate what an earlier start saved, but did not evaluate any more."""
-        self._evaluate_if_due(at)
-
-    def after_step(self, done: StepDone) -> None:
-        self._evaluate_if_due(done.at)
-
-    def _evaluate_if_due(self, at: Position) -> None:
-        """Evaluate the model, and its EMA if there is one, and report it.
+    def reached(self, at: Position) -> None:
+        """Evaluate the model, and its EMA if there is one, if that is due, and report it: before
+        training, what an earlier start saved, but did not evaluate any more.
 
         A checkpoint of the best one is saved; the EMA counts, if there is one. Training stops where
         a signal stops the evaluation, or if too many images cannot be read.
@@ -387,7 +374,10 @@ class Evaluations(Hook):
         found = score((ema or result).values)
         if found > self.best:
             self.best = found
-            self.saves.best_is(at)
+            if session.config.checkpoints.ckpt_best:
+                saver = self.saves.saver
+                saver.spared = folder_of(saver.ckpt_dir, at.step)
+                self.saves.save(at)
         session.timer.restart()
 
     def _measure(self) -> Evaluation | None:

@@ -140,20 +140,18 @@ class Mesh:
         shards a dimension, "fsdp" and "domain" shard another one, or the shards of the same one:
         gathering over these two then leaves what "tensor" asks for.
         """
-        if tensor_dim is None or self.tensor == 1:
-            for axes in self._parameter_axes():
-                found = _largest(shape, self.shard_count([axes]))
-                if found is not None:
-                    return self._sharded_along({found: axes}, len(shape))
-            return self._sharded_along({}, len(shape))
-        others = [1 if d == tensor_dim else size for d, size in enumerate(shape)]
-        shards = self.shard_count(self.spec(_PARAMETER_AXES))
-        found = _largest(others, shards) if shards > 1 else None
-        along: dict[int, Axes] = {tensor_dim: ("tensor",)}
-        if found is not None:
-            along[found] = _PARAMETER_AXES
-        elif shape[tensor_dim] % (self.tensor * shards) == 0:
-            along[tensor_dim] = ("tensor", *_PARAMETER_AXES)
+        along: dict[int, Axes] = {}
+        candidates = self._parameter_axes()
+        if tensor_dim is not None and self.tensor > 1:
+            along, candidates = {tensor_dim: ("tensor",)}, list(self.spec(_PARAMETER_AXES))
+        for axes in candidates:
+            shards = self.shard_count([axes])
+            even = [d for d, size in enumerate(shape) if size % shards == 0 and d not in along]
+            if even:
+                along[max(even, key=lambda d: shape[d])] = axes
+                break
+            if tensor_dim in along and shape[tensor_dim] % (self.tensor * shards) == 0:
+                along[tensor_dim] = ("tensor", *axes)
         return self._sharded_along(along, len(shape))
 
     def position_embedding_spec(self, shape: Sequence[int]) -> Spec:
@@ -182,12 +180,6 @@ class Mesh:
 
     def _sharded_along(self, axes: Mapping[int, Axes], dimensions: int) -> Spec:
         return self.spec(*(axes.get(d, ()) for d in range(dimensions)))
-
-
-def _largest(shape: Sequence[int], shards: int) -> int | None:
-    """Return the largest dimension that is a multiple of ``shards``."""
-    divisible = [d for d, size in enumerate(shape) if size % shards == 0]
-    return max(divisible, key=lambda d: shape[d]) if divisible else None
 
 
 def replicas(sharding: ShardingConfig) -> int:

@@ -70,12 +70,6 @@ class Run(Generic[Own]):
         """The local folder for logs: ``ckpt_dir``, if that is no URL."""
         return log_folder(self.ckpt_dir)
 
-    @property
-    def train_flops_per_image(self) -> float:
-        """FLOPs of one image as MFU counts them; a linear probe has (almost) no backward pass."""
-        forward_and_back = self.model.train_flops_per_image
-        return forward_and_back / 3 if self.config.optimizer.linear_probe else forward_and_back
-
     def build_model(self, constant: Callable[[Tensor], Tensor]) -> Module:
         """Return the model on the meta device, for images of all buckets and crops.
 
@@ -111,61 +105,31 @@ _MAX_HUE = 0.5
 
 def resolve_common(config: RunConfig) -> RunConfig:
     """Return the configuration with what no backend decides. Raises UsageError."""
-    _check_data(config.data)
-    schedule, peak = config.schedule, config.optimizer.lr
-    for name, rate in (("--min_lr", schedule.min_lr), ("--warmup_lr", schedule.warmup_lr)):
-        if rate > peak:
-            raise UsageError(f"{name} {rate:g} is above --lr {peak:g}")
-    epochs = schedule.warmup_epochs
-    if schedule.warmup_lr and not (config.optimizer.warmup_steps if epochs is None else epochs):
-        raise UsageError("--warmup_lr requires a warmup: --warmup_steps or --warmup_epochs above 0")
-    if schedule.lr_schedule == "wsd" and schedule.decay_steps is None:
-        raise UsageError("--lr_schedule wsd requires --decay_steps")
-    if schedule.weight_decay_end is not None and not config.optimizer.weight_decay:
-        raise UsageError("--weight_decay_end requires --weight_decay above 0, where it starts")
-    if config.objective.objective == "dino":
-        _check_dino(config)
-    of_features = {
-        "--features": config.use.features,
-        "--knn": config.use.knn,
-        "--probe": config.use.probe,
-        "--knn_every": config.log.knn_every,
-        "--probe_every": config.log.probe_every,
-    }
-    for name, is_given in of_features.items():
-        if is_given and config.data.data_source == "fake":
-            raise UsageError(f"{name} requires images: --fake_data has none")
-    if config.log.wandb:
-        _check_wandb()
-    if config.optimizer.betas is None:
-        betas = _BETAS[config.optimizer.optimizer]
-        config = replace(config, optimizer=replace(config.optimizer, betas=betas))
-    if config.log.eval_batches is None:
-        batches = config.max_steps or 0 if config.data.data_source == "fake" else 0
-        config = replace(config, log=replace(config.log, eval_batches=batches))
-    return config
-
-
-def _check_data(data: DataConfig) -> None:
-    """Raise UsageError for crops, normalization or augmentations that contradict each other or the
-    source of the images."""
-    for name, (low, high) in (("--scale", data.scale), ("--ratio", data.ratio)):
-        _check_range(name, low, high)
-    if data.data_source != "volumes":
-        for name, values in (("--mean", data.mean), ("--std", data.std)):
-            wrong = next((each for each in values or () if not 0 <= each <= 1), None)
-            if wrong is not None:
-                raise UsageError(f"{name}: {wrong:g} must be at least 0 and at most 1")
-    flags, source = by_field(DataConfig), data.data_source
-    unused = {"aug_repeats": ALWAYS_ALIKE} | dict.fromkeys(
-        ("vflip", "train_interpolation", "aa", "color_jitter", "reprob"), NOT_AUGMENTED
-    )
-    for name, sources in unused.items():
+    # Crops, normalization and augmentations, which must fit each other and the images' source.
+    data, dino, is_dino = config.data, config.objective, config.objective.objective == "dino"
+    source, flags = data.data_source, by_field(DataConfig, ObjectiveConfig)
+    crops = ("global_crops_scale", "local_crops_scale", "ibot_mask_ratio") if is_dino else ()
+    ranges = {flags[name].names[0]: getattr(dino, name) for name in crops}
+    for name, (low, high) in ({"--scale": data.scale, "--ratio": data.ratio} | ranges).items():
+        if low > high:
+            raise UsageError(f"{name} {low} {high}: the first must not be above the second")
+        if not high and name in ranges:
+            raise UsageError(f"{name} 0 0 leaves nothing: give more")
+    for name, values in (("--mean", data.mean), ("--std", data.std)):
+        wrong = next((each for each in values or () if not 0 <= each <= 1), None)
+        if wrong is not None and source != "volumes":
+            raise UsageError(f"{name}: {wrong:g} must be at least 0 and at most 1")
+    unused = [("aug_repeats", f"--data_source {source}")] if source in ALWAYS_ALIKE else []
+    if source in NOT_AUGMENTED:
+        names = ["vflip", "train_interpolation", "aa", "color_jitter", "reprob"]
+        unused += [(name, f"--data_source {source}") for name in names]
+    if is_dino:  # crops have distortions of their own
+        names = ["vflip", "aa", "color_jitter", "reprob"]
+        unused += [(name, "--objective dino") for name in names]
+    for name, by in unused:
         value = getattr(data, name)
-        if value != flags[name].field.default and source in sources:
-            raise UsageError(
-                f"{flags[name].typed(value)} does nothing with --data_source {source}: drop it"
-            )
+        if value != flags[name].field.default:
+            raise UsageError(f"{flags[name].typed(value)} does nothing with {by}: drop it")
     if data.aug_repeats > data.batch_size:
         raise UsageError(
             f"--aug_repeats {data.aug_repeats} is more than --batch_size {data.batch_size}: an "
@@ -187,42 +151,59 @@ def _check_data(data: DataConfig) -> None:
     if data.scale[1] == 0:
         raise UsageError("--scale 0 0 leaves no image to crop")
 
+    # Schedules.
+    schedule, peak = config.schedule, config.optimizer.lr
+    for name, rate in (("--min_lr", schedule.min_lr), ("--warmup_lr", schedule.warmup_lr)):
+        if rate > peak:
+            raise UsageError(f"{name} {rate:g} is above --lr {peak:g}")
+    epochs = schedule.warmup_epochs
+    if schedule.warmup_lr and not (config.optimizer.warmup_steps if epochs is None else epochs):
+        raise UsageError("--warmup_lr requires a warmup: --warmup_steps or --warmup_epochs above 0")
+    if schedule.lr_schedule == "wsd" and schedule.decay_steps is None:
+        raise UsageError("--lr_schedule wsd requires --decay_steps")
+    if schedule.weight_decay_end is not None and not config.optimizer.weight_decay:
+        raise UsageError("--weight_decay_end requires --weight_decay above 0, where it starts")
 
-def _check_range(name: str, low: float, high: float) -> None:
-    """Raise UsageError for a range whose end is below its start."""
-    if low > high:
-        raise UsageError(f"{name} {low} {high}: the first must not be above the second")
-
-
-def _check_dino(config: RunConfig) -> None:
-    """Raise UsageError for flags that ``--objective dino`` cannot follow."""
-    dino, flags = config.objective, by_field(ObjectiveConfig)
-    for name in ("global_crops_scale", "local_crops_scale", "ibot_mask_ratio"):
-        low, high = getattr(dino, name)
-        _check_range(flags[name].names[0], low, high)
-        if not high:
-            raise UsageError(f"{flags[name].names[0]} 0 0 leaves nothing: give more")
-    if "scale" in config.given:
-        raise UsageError("--objective dino replaces --scale by --global_crops_scale: drop --scale")
-    of_data = by_field(DataConfig)
-    for name in ("vflip", "aa", "color_jitter", "reprob"):  # crops have distortions of their own
-        value = getattr(config.data, name)
-        if value != of_data[name].field.default:
+    # What --objective dino cannot follow, and what features are computed of.
+    use, log, saves = config.use, config.log, config.checkpoints
+    if is_dino:
+        if "scale" in config.given:
             raise UsageError(
-                f"{of_data[name].typed(value)} does nothing with --objective dino: drop it"
+                "--objective dino replaces --scale by --global_crops_scale: drop --scale"
             )
-    if dino.crop_pairs and config.data.data_source == "fake":
-        raise UsageError("--crop_sizes does nothing with --data_source fake: drop it")
-    if config.sharding.grad_ckpt == "auto":
-        raise UsageError("--objective dino is incompatible with --grad_ckpt auto: choose a value")
-    use, of = config.use, config.checkpoints
-    if use.eval_only and not (use.knn or use.probe):
-        raise UsageError("--eval_only of --objective dino requires --knn or --probe")
-    if of.ckpt_best or of.resume in ("best", "lowest_loss"):
-        given = "--ckpt_best" if of.ckpt_best else f"--resume {of.resume}"
-        raise UsageError(
-            f"{given} requires evaluations of a loss, and --objective dino has none: drop it"
-        )
+        if dino.crop_sizes and source == "fake":
+            raise UsageError("--crop_sizes does nothing with --data_source fake: drop it")
+        if config.sharding.grad_ckpt == "auto":
+            raise UsageError(
+                "--objective dino is incompatible with --grad_ckpt auto: choose a value"
+            )
+        if use.eval_only and not (use.knn or use.probe):
+            raise UsageError("--eval_only of --objective dino requires --knn or --probe")
+        if saves.ckpt_best or saves.resume in ("best", "lowest_loss"):
+            given = "--ckpt_best" if saves.ckpt_best else f"--resume {saves.resume}"
+            raise UsageError(
+                f"{given} requires evaluations of a loss, and --objective dino has none: drop it"
+            )
+    of_features = {
+        "--features": use.features,
+        "--knn": use.knn,
+        "--probe": use.probe,
+        "--knn_every": log.knn_every,
+        "--probe_every": log.probe_every,
+    }
+    for name, is_given in of_features.items():
+        if is_given and source == "fake":
+            raise UsageError(f"{name} requires images: --fake_data has none")
+
+    if log.wandb:
+        _check_wandb()
+    if config.optimizer.betas is None:
+        betas = _BETAS[config.optimizer.optimizer]
+        config = replace(config, optimizer=replace(config.optimizer, betas=betas))
+    if log.eval_batches is None:
+        batches = config.max_steps or 0 if source == "fake" else 0
+        config = replace(config, log=replace(log, eval_batches=batches))
+    return config
 
 
 def _check_wandb() -> None:
@@ -258,6 +239,9 @@ def _check_wandb() -> None:
 
 _ANY_CHANNELS = ("volumes", "fake")
 """Sources whose images can have any number of channels; others are color or gray."""
+_MAX_TOKENS_APART = 0.25
+"""Largest relative difference between a bucket's tokens and the model's own. Memory is that of the
+largest bucket; figures such as MFU are those of the model's own size."""
 
 
 def model_of(config: ModelConfig, objective: ObjectiveConfig | None = None) -> ModelSpec:
@@ -284,46 +268,32 @@ def resolve_model(config: RunConfig) -> tuple[RunConfig, ModelSpec]:
     channels = model.sizes.input_shape[0]
     if source not in _ANY_CHANNELS and channels not in (1, 3):
         raise UsageError(f"--in_chans {channels} is neither 3 (RGB) nor 1 (gray)")
-    _check_buckets(config, model)
-    return replace(config, model=named), model
-
-
-_MAX_TOKENS_APART = 0.25
-"""Largest relative difference between a bucket's tokens and the model's own. Memory is that of the
-largest bucket; figures such as MFU are those of the model's own size."""
-
-
-def _check_buckets(config: RunConfig, model: ModelSpec) -> None:
-    """Raise UsageError for ``--buckets`` that the model cannot be trained with."""
     sizes = config.data.bucket_sizes
     if not sizes:
-        return
+        return replace(config, model=named), model
+
+    # --buckets, which the model must be able to be trained with.
     if reason := model.why_one_grid():
         raise UsageError(f"--buckets is incompatible with --model {model.name}: {reason}")
     if config.sharding.grad_ckpt == "auto":
         raise UsageError("--buckets is incompatible with --grad_ckpt auto: choose a value")
-    own, grid = model.sizes.input_shape[1:], model.sizes.grid
-    patch = [side // count for side, count in zip(own, grid, strict=True)]
-    if own not in sizes:
-        raise UsageError(f"--buckets must have the model's own size, {_shown(own)}, among them")
-    for size in sizes:
-        if sizes.count(size) > 1:
-            raise UsageError(f"--buckets has {_shown(size)} twice")
-        if any(side % each for side, each in zip(size, patch, strict=True)):
-            raise UsageError(
-                f"--buckets: {_shown(size)} is no whole number of patches of {_shown(patch)}"
-            )
-    for size, (rows, columns) in zip(sizes, grids(config, model), strict=True):
+    (height, width), (rows, columns) = model.sizes.input_shape[1:], model.sizes.grid
+    if (height, width) not in sizes:
+        raise UsageError(f"--buckets must have the model's own size, {height}x{width}, among them")
+    high, wide = height // rows, width // columns
+    for h, w in sizes:
+        if sizes.count((h, w)) > 1:
+            raise UsageError(f"--buckets has {h}x{w} twice")
+        if h % high or w % wide:
+            raise UsageError(f"--buckets: {h}x{w} is no whole number of patches of {high}x{wide}")
+    for (h, w), (rows, columns) in zip(sizes, grids(config, model), strict=True):
         apart = abs(rows * columns / model.sizes.num_patches - 1)
         if apart > _MAX_TOKENS_APART:
             raise UsageError(
-                f"--buckets: {_shown(size)} has {rows * columns} patches, the model's own size "
+                f"--buckets: {h}x{w} has {rows * columns} patches, the model's own size "
                 f"{model.sizes.num_patches}: they may differ by {_MAX_TOKENS_APART:.0%}"
             )
-
-
-def _shown(size: Any) -> str:
-    return "x".join(map(str, size))
+    return replace(config, model=named), model
 
 
 def grids(config: RunConfig, model: ModelSpec) -> list[tuple[int, int]]:
@@ -405,16 +375,15 @@ def check_batch(run: Run) -> None:
             f"{together}{passes}"
         )
     objective = run.config.objective
-    here = data.pass_size // mesh.batch_parts
-    if objective.objective == "dino" and objective.koleo_weight and here % objective.koleo_group:
+    images = data.pass_size // mesh.batch_parts
+    if objective.objective == "dino" and objective.koleo_weight and images % objective.koleo_group:
         raise UsageError(
-            f"--koleo_group {objective.koleo_group} does not divide the {here} images of a device "
-            "and pass: change it, --batch_size or --grad_accum_steps"
+            f"--koleo_group {objective.koleo_group} does not divide the {images} images of a "
+            "device and pass: change it, --batch_size or --grad_accum_steps"
         )
     loss, shape = run.config.loss, run.model.sizes.input_shape
     if not loss.mixes:
         return
-    images = data.pass_size // mesh.batch_parts
     if images % 2:
         named = "--mixup" if loss.mixup else "--cutmix" if loss.cutmix else "--cutmix_minmax"
         raise UsageError(
@@ -430,7 +399,3 @@ def check_batch(run: Run) -> None:
                 f"--cutmix_minmax {low:g} {high:g} leaves no side of a box to be drawn in images "
                 f"of {shape[1]} x {shape[2]}: the second must be larger"
             )
-
-
-# ------------------------------------------------------------------------------------------------
-# The run of --teacher: on the same devices, of another model.

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from training.config import RunConfig
 from training.errors import UsageError
 
 if TYPE_CHECKING:
@@ -127,16 +126,6 @@ class Schedule:
             x = (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)
         return self.min_lr + (self.peak - self.min_lr) * SHAPES[self.shape](x)
 
-    def warning(self, end: int) -> str | None:
-        """Return a line for the log if a run that ends at step ``end`` never ends its warmup."""
-        if end >= self.warmup_steps or not self.peak:
-            return None
-        return (
-            f"warning: the warmup takes {self.warmup_steps:,} steps, the run ends at {end:,}: the "
-            f"learning rate stays below {self.lr(end):.2g}, --lr {self.peak:g} is not reached; "
-            "give fewer --warmup_steps (or --warmup_epochs)"
-        )
-
 
 def make_schedule(run: Run, steps_per_epoch: int, end: int) -> Schedule:
     """Return the schedule that the flags of ``run`` ask for.
@@ -150,8 +139,20 @@ def make_schedule(run: Run, steps_per_epoch: int, end: int) -> Schedule:
     if how.warmup_epochs is not None:
         warmup = round(how.warmup_epochs * steps_per_epoch)
     total = config.num_epochs * steps_per_epoch
-    others = _other_numbers(config, steps_per_epoch, total)
-    others["rope_factors"] = rope_factors(run)
+
+    # All but the learning rate; the temperature alone does not change along half a cosine over
+    # the steps of --num_epochs.
+    others: dict[str, Any] = {"rope_factors": rope_factors(run)}
+    if how.weight_decay_end is not None:
+        factor = how.weight_decay_end / config.optimizer.weight_decay
+        others["weight_decay"] = Ramp(1.0, factor, total, "cosine")
+    if config.objective.has_teacher:
+        dino = config.objective
+        others["momentum"] = Ramp(dino.teacher_momentum, dino.teacher_momentum_end, total, "cosine")
+        rise = round(dino.warmup_teacher_temp_epochs * steps_per_epoch)
+        others["teacher_temp"] = Ramp(dino.warmup_teacher_temp, dino.teacher_temp, rise)
+        others["frozen_steps"] = round(dino.freeze_last_layer_epochs * steps_per_epoch)
+
     if how.lr_schedule != "wsd":
         return Schedule(peak, warmup, total, how.warmup_lr, how.min_lr, how.lr_schedule, **others)
     assert how.decay_steps is not None  # checked (training/resolve.py)
@@ -169,21 +170,3 @@ def rope_factors(run: Run) -> RopeFactors:
     compute as in evaluation."""
     limit = 1.0 if run.config.optimizer.linear_probe else run.model.rope_rescale
     return RopeFactors(limit, run.config.seed)
-
-
-def _other_numbers(config: RunConfig, steps_per_epoch: int, total: int) -> dict[str, Any]:
-    """Return the fields of a ``Schedule`` beside the learning rate's.
-
-    All but the temperature change along half a cosine over ``total`` steps, of ``--num_epochs``.
-    """
-    start, end = config.optimizer.weight_decay, config.schedule.weight_decay_end
-    others: dict[str, Any] = {}
-    if end is not None:
-        others["weight_decay"] = Ramp(1.0, end / start, total, "cosine")
-    if config.objective.has_teacher:
-        dino = config.objective
-        others["momentum"] = Ramp(dino.teacher_momentum, dino.teacher_momentum_end, total, "cosine")
-        warmup = round(dino.warmup_teacher_temp_epochs * steps_per_epoch)
-        others["teacher_temp"] = Ramp(dino.warmup_teacher_temp, dino.teacher_temp, warmup)
-        others["frozen_steps"] = round(dino.freeze_last_layer_epochs * steps_per_epoch)
-    return others

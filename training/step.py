@@ -6,7 +6,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Generator, Iterator
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -54,29 +53,6 @@ def shard(run: Run, backend: Backend, initialize: InitializeModule, updates: Upd
     return sharded
 
 
-class StepResult(NamedTuple):
-    """What a step leaves on the device, besides new weights."""
-
-    loss: torch.Tensor
-    """The mean over the global batch."""
-    grad_norm: torch.Tensor
-    """Before clipping."""
-    skipped: torch.Tensor
-    """The counts of skipped steps so far (``training.optimizers``)."""
-    parts: dict[str, torch.Tensor]
-    """The parts of the loss, by the names of their metrics (``Objective.parts``)."""
-
-    @property
-    def values(self) -> dict[str, torch.Tensor]:
-        """Return all of them by name."""
-        return {
-            "loss": self.loss,
-            "grad_norm": self.grad_norm,
-            "skipped": self.skipped,
-            **self.parts,
-        }
-
-
 def train_step(
     model: nn.Module,
     objective: Objective,
@@ -86,12 +62,18 @@ def train_step(
     *,
     rates: StepRates,
     max_norm: float,
-) -> StepResult:
-    """Update the weights once; ``step`` is the number of updates before."""
+) -> dict[str, torch.Tensor]:
+    """Update the weights once; ``step`` is the number of updates before.
+
+    Returns what that leaves on the device: "loss", the mean over the global batch; "grad_norm",
+    before clipping; "skipped", the counts of skipped steps so far (``training.optimizers``); and
+    the parts of the loss, by the names of their metrics (``Objective.parts``).
+    """
     begin_step(model, objective, backend, rates)
     loss = forward_backward(model, objective, backend, step, micro_batches)
     parts = objective.parts()
-    return StepResult(loss, *backend.optimizer_step(rates, max_norm, loss), parts)
+    norm, skipped = backend.optimizer_step(rates, max_norm, loss)
+    return {"loss": loss, "grad_norm": norm, "skipped": skipped, **parts}
 
 
 def begin_step(model: nn.Module, objective: Objective, backend: Backend, rates: StepRates) -> None:
@@ -102,11 +84,7 @@ def begin_step(model: nn.Module, objective: Objective, backend: Backend, rates: 
 
 
 def forward_backward(
-    model: nn.Module,
-    objective: Objective,
-    backend: Backend,
-    step: int,
-    micro_batches: list[Batch],
+    model: nn.Module, objective: Objective, backend: Backend, step: int, micro_batches: list[Batch]
 ) -> torch.Tensor:
     """Compute the gradients of the mean loss over all micro-batches; return that loss."""
     count, losses = len(micro_batches), []

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from torch import nn
-
 from data.loader import Share
 from data.source import DataSource, open_data
 from training import begin, loop
@@ -25,14 +23,7 @@ from training.checkpoints.choose import RUN_FILE
 from training.checkpoints.format import SavedRun
 from training.checkpoints.saver import CheckpointSaver
 from training.checkpoints.state import load_state
-from training.errors import (
-    BAD_IMAGES,
-    NO_BATCH,
-    NOT_FINITE,
-    SIGNAL,
-    RunFailed,
-    StoppedBySignal,
-)
+from training.errors import BAD_IMAGES, NO_BATCH, NOT_FINITE, SIGNAL, RunFailed, StoppedBySignal
 from training.features import Features, open_plainly
 from training.files import FolderLock, replace_file
 from training.frozen import FrozenEvaluations
@@ -40,12 +31,12 @@ from training.initial_weights import InitialWeights, fit, gram_teacher
 from training.logs.bad_images import FILE as BAD_IMAGES_FILE
 from training.logs.records import METRICS_FILE, StartParts
 from training.logs.reports import Reports, read_expectation
-from training.objectives import Objective, open_objective
+from training.objectives import open_objective
 from training.processes import exchange
 from training.processes.stopping import StopRequest, Watchdog
 from training.resolve import Run
 from training.step import TrainBatches, shard_and_optimize
-from training.weights import with_preprocessing, with_preprocessing_of
+from training.weights import Weights, with_preprocessing, with_preprocessing_of
 
 
 @dataclass(frozen=True)
@@ -66,30 +57,32 @@ class Prepared:
     """The same images, not augmented, for ``--knn_every`` and ``--probe_every``."""
 
 
-def prepare_training(start: begin.Start, run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
-    """Check everything that can be checked without a device.
+def prepare_training(
+    saved: SavedRun | None, weights: Weights | None, run: Run
+) -> tuple[Run, Callable[[Run, Backend], None]]:
+    """Check everything that can be checked without a device, for what ``begin.choose_start`` chose.
 
     Returns the run with its preprocessing, and the body of every process. Raises UsageError.
     """
     parts = StartParts()
     parts.done("imports")
-    expected_s, weights = read_expectation(run), start.weights
+    expected_s = read_expectation(run)
     if weights:
         weights, run = with_preprocessing_of(weights, run)
     else:
-        run = with_preprocessing(run, start.saved)
+        run = with_preprocessing(run, saved)
     with bad_data_is_the_users():
         data = open_data(dataset_request(run, labels=run.config.objective.uses_labels))
-    if start.saved:
-        begin.check_resume(start.saved, run, data)
+    if saved:
+        begin.check_resume(saved, run, data)
     epoch_steps = len(data.train_loader(run.config.data.batch_size, Share(loads=False)))
-    progress = begin.progress_of(start.saved, run, data, epoch_steps)
+    progress = begin.progress_of(saved, run, data, epoch_steps)
     initial = fit(weights, run, data.classes) if weights else None
     if run.config.objective.gram_weights:
         gram_teacher(run)  # raises UsageError
     plain = open_plainly(run) if run.config.log.knn_every or run.config.log.probe_every else None
     parts.done("data")
-    prepared = Prepared(start.saved, data, progress, initial, expected_s, parts, plain)
+    prepared = Prepared(saved, data, progress, initial, expected_s, parts, plain)
     return run, functools.partial(train, prepared)
 
 
@@ -144,7 +137,32 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
             with saver, bad_data_is_the_users():
                 for line in (*notes, f"data: {data}"):
                     reports.say(line)
-                model, objective = _place(prepared, run, session, saved)
+
+                # Place: the model on the devices, with the values of what is resumed or loaded.
+                reports.say(f"model: {run.model.name}, {run.model.parameter_count:,} parameters")
+                initialize, initial = None, prepared.initial
+                if initial and not saved:
+                    begin.check_weights(
+                        initial.weights, verify=config.checkpoints.verify_checkpoint
+                    )
+                    reports.say(initial.note)
+                    initialize = initial.initialize
+                model = shard_and_optimize(run, backend, initialize)
+                prepared.parts.done("model")
+                if saved:
+                    has_ema = load_state(backend, saved.path, is_part=saved.is_part)
+                    prepared.parts.done("loaded")
+                    if config.averages and not has_ema:
+                        reports.say(
+                            "note: the checkpoint has no EMA of the weights: it starts with these "
+                            "weights"
+                        )
+                    if has_ema and not config.averages:
+                        reports.say(
+                            "note: the checkpoint's EMA of the weights is dropped: --model_ema is "
+                            "not given"
+                        )
+                objective = open_objective(run, backend, reports.say)
                 _describe(run, session, saved, progress)
                 if loader.workers:
                     reports.say(f"loader processes of each training process: {loader.workers}")
@@ -190,6 +208,8 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
                     features = Features(model, run, backend, prepared.plain)
                     hooks.append(FrozenEvaluations(session, features, history.frozen))
                 with stop, reports.events.training(last_step):
+                    if at.step >= last_step:
+                        saver.tidy()  # after a start that was killed after its last checkpoint
                     at = loop.train_loop(
                         session, model, objective, batches, progress.schedule, hooks, at
                     )
@@ -208,30 +228,6 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
 
         # End: say how, and exit with the code of that.
         _end(run, session, saver.newest, curves)
-
-
-def _place(
-    prepared: Prepared, run: Run, session: loop.Session, saved: SavedRun | None
-) -> tuple[nn.Module, Objective]:
-    """Put the model on the devices, with the values of what is resumed or loaded, and its loss."""
-    backend, say = session.backend, session.reports.say
-    say(f"model: {run.model.name}, {run.model.parameter_count:,} parameters")
-    initialize, initial = None, prepared.initial
-    if initial and not saved:
-        begin.check_weights(initial.weights, verify=run.config.checkpoints.verify_checkpoint)
-        say(initial.note)
-        initialize = initial.initialize
-    model = shard_and_optimize(run, backend, initialize)
-    prepared.parts.done("model")
-    if saved:
-        has_ema = load_state(backend, saved.path, is_part=saved.is_part)
-        prepared.parts.done("loaded")
-        with_ema = run.config.averages
-        if with_ema and not has_ema:
-            say("note: the checkpoint has no EMA of the weights: it starts with these weights")
-        if has_ema and not with_ema:
-            say("note: the checkpoint's EMA of the weights is dropped: --model_ema is not given")
-    return model, open_objective(run, backend, say)
 
 
 _STATE = {"optimizer": "optimizer state", "ema": "EMA"}

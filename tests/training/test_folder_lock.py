@@ -64,16 +64,17 @@ def test_a_restart_may_come_before_a_lost_machine_lets_go(holder, tmp_path, monk
     enter_folder(tmp_path, FolderLock(tmp_path), is_main=True)
 
 
-def test_a_child_does_not_inherit_the_lock(tmp_path):
+def test_a_child_does_not_inherit_the_lock(tmp_path, monkeypatch):
     """Else loader processes that outlive a killed run for a moment would keep it."""
+    monkeypatch.setattr("training.files._PATIENCE_S", 0.1)
     lock = FolderLock(tmp_path)
     lock.acquire(is_restart=False)
     if (child := os.fork()) == 0:
         try:
-            FolderLock(tmp_path)._file = None
-            held = FolderLock(tmp_path)
-            held._file = os.open(tmp_path / ".lock", os.O_RDWR)
-            os._exit(int(held._locked()))
+            FolderLock(tmp_path).acquire(is_restart=False)
+            os._exit(1)
+        except UsageError:
+            os._exit(0)
         finally:
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -152,7 +152,8 @@ def run_in(folder, *, batch_size, flops_per_image):
     """What the reports ask of a run."""
     config = RunConfig(data=DataConfig(batch_size=batch_size))
     folders = {"log_dir": folder, "ckpt_dir": folder}
-    return SimpleNamespace(config=config, train_flops_per_image=flops_per_image, **folders)
+    model = SimpleNamespace(train_flops_per_image=flops_per_image)
+    return SimpleNamespace(config=config, model=model, **folders)
 
 
 def test_reports_write_every_form(tmp_path, capsys):

@@ -332,7 +332,7 @@ class Devices:
         batch, settings = self.batches[number - 1], self.settings
         tries = _TRIES if self.run.config.sharding.precision == "fp16" else 1
         for _ in range(tries):
-            loss, norm, *_ = train_step(
+            step = train_step(
                 self.model,
                 self.objective,
                 self.backend,
@@ -341,7 +341,8 @@ class Devices:
                 rates=settings.rates(self.run),
                 max_norm=settings.max_norm,
             )
-            found = self.backend.read({"loss": loss, "norm": norm}).result()
+            values = {"loss": step["loss"], "norm": step["grad_norm"]}
+            found = self.backend.read(values).result()
             if math.isfinite(found["norm"][0]):
                 break
         self.losses.append(found["loss"][0])
