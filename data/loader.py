@@ -283,7 +283,7 @@ class DatasetLoader:
         self.prefetch_depth = 2 if workers else 0
         share_of_worker = min(-(-sampler.share // max(workers, 1)), _MAX_PART)
         size = max(share_of_worker, sampler.read_together) if workers else sampler.share
-        self._part_size = min(size, sampler.share)
+        self._parts = _Parts(sampler, min(size, sampler.share))
         self._reported: set[str] = set()
         self._bad: deque[BadImage] = deque()  # filled in the thread that prefetches
         self._loader = self._start()
@@ -303,7 +303,7 @@ class DatasetLoader:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         return DataLoader(
             _Loaded(self._dataset),
-            sampler=_Parts(self._sampler, self._part_size),
+            sampler=self._parts,
             batch_size=None,  # the sampler yields parts of batches
             collate_fn=_unchanged,
             num_workers=self.workers,
@@ -313,7 +313,7 @@ class DatasetLoader:
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
         next_batch, failures = first_batch, 0
-        parts_per_batch = -(-self._sampler.share // self._part_size)
+        parts_per_batch = -(-self._sampler.share // self._parts.size)
         while next_batch < len(self):
             self._sampler.set_position(epoch, next_batch)
             parts: list[Batch] = []

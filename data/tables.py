@@ -29,7 +29,7 @@ import numpy as np
 import xxhash
 
 from data import files
-from data.files import BrokenImageError, DataFolderError, MissingSplitError, reason_of
+from data.files import BrokenImageError, DataFolderError, MissingSplitError, open_system, reason_of
 from data.loader import GlobalBatchSampler, RunSampler
 from data.source import DatasetRequest, DataSource
 from data.transforms import ImageSplit, Transform, transforms_of
@@ -309,7 +309,7 @@ def _open(path: str, metadata: Any = None) -> pq.ParquetFile:
     if not files.is_url(path):
         os.close(files.regular(path, os.O_RDONLY))
         return pq.ParquetFile(path, metadata=metadata, memory_map=True, pre_buffer=False)
-    system, there = files.open_system(path)
+    system, there = open_system(path)
     return pq.ParquetFile(system.open(there, cache_type="none"), metadata=metadata)
 
 
