@@ -4,7 +4,6 @@ A batch holds images of one bucket. So a model sees whole images of any aspect r
 is only one shape of batches, and on XLA one compiled program, for each bucket.
 """
 
-import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,9 +18,9 @@ from tqdm import tqdm
 from data.decode import image_size
 from data.files import BrokenImageError, DataFolderError
 from data.index import Table, load_or_build
-from data.loader import PADDING, GlobalBatchSampler, Key, Sample
+from data.loader import PADDING, GlobalBatchSampler, Key
 from data.source import DatasetRequest, DataSource, Split
-from data.transforms import ImageSplit, transforms_of
+from data.transforms import ImageSplit
 
 
 def source_of(request: DatasetRequest, name: str, splits: Mapping[str, ImageSplit]) -> DataSource:
@@ -57,21 +56,11 @@ class BucketSplit(Split):
         """The bucket of each image, int16."""
         self.counts = np.bincount(self.bucket_of, minlength=len(sizes)).tolist()
         """How many images each bucket has."""
-        self._in_buckets = []
         for height, width in sizes:
             low, high = (each * width / height for each in request.config.ratio)
             config = replace(request.config, ratio=(low, high))
             of_bucket = replace(request, size=(height, width), config=config)
-            resized = copy.copy(split)
-            resized.shape = of_bucket.shape
-            resized.transform = transforms_of(of_bucket)[split.name]
-            self._in_buckets.append(resized)
-
-    def __getitem__(self, key: Key) -> Sample:
-        """Return the image in the size of the bucket in the key, which may not be its own: it may
-        replace a broken image."""
-        epoch, index, bucket = key
-        return self._in_buckets[bucket][epoch, index]
+            self.in_sizes.append(split.requested(of_bucket))
 
     def digest(self) -> str:
         return self._split.digest()
@@ -103,8 +92,7 @@ class BucketSampler(GlobalBatchSampler):
         size = self.batch_size
         return sum(n // size if self.shuffle else -(-n // size) for n in self._counts)
 
-    def _order(self) -> torch.Tensor:
-        """Return the images of each batch of the epoch, (batches, batch size)."""
+    def __iter__(self) -> Iterator[list[Key]]:
         generator = self.generator()
         images = torch.arange(self.length)
         if self.shuffle:
@@ -121,12 +109,11 @@ class BucketSampler(GlobalBatchSampler):
             batches.append(inside.view(-1, self.batch_size))
         found = torch.cat(batches)
         if self.shuffle:
-            return found[torch.randperm(len(found), generator=generator)]
-        return found[found[:, 0].argsort()]
-
-    def __iter__(self) -> Iterator[list[Key]]:
+            found = found[torch.randperm(len(found), generator=generator)]
+        else:
+            found = found[found[:, 0].argsort()]
         start = self.rank * self.share
-        for batch in self._order()[self.first_batch :]:
+        for batch in found[self.first_batch :]:
             bucket = int(self._bucket_of[batch[0]])  # the first image is never padding
             share = batch[start : start + self.share].tolist()
             yield [(self.epoch, index, bucket) for index in share]
@@ -182,9 +169,12 @@ def _image_sizes(split: ImageSplit) -> np.ndarray:
                 bar.update(len(sizes))
         return Table({"sizes": np.array(found, np.int32).reshape(-1, 2)}, {"digest": digest})
 
-    def change(table: Table) -> str | None:
-        return None if table.info["digest"] == digest else "its images are others"
-
-    name = f"{split.name}-sizes"
-    table = load_or_build(config, name, config.data_dir, build, change, counted="sizes")
+    table = load_or_build(
+        config,
+        f"{split.name}-sizes",
+        config.data_dir,
+        build,
+        lambda table: None if table.info["digest"] == digest else "its images are others",
+        counted="sizes",
+    )
     return table.arrays["sizes"]

@@ -25,7 +25,7 @@ OPENED_BY = {
     "webdataset": "data.webdataset:open_shards",
     "fake": "data.fake:open_fake",
     "digits": "data.digits:open_digits",
-    "mnist": "data.digits:open_mnist",
+    "mnist": "data.digits:open_digits",
     "volumes": "data.volumes:open_volumes",
     "mosaics": "data.mosaics:open_mosaics",
     "parquet": "data.tables:open_parquet",
@@ -344,9 +344,8 @@ class DataConfig:
     @property
     def bucket_sizes(self) -> list[tuple[int, int]]:
         """Return the height and width of each of ``buckets``; none without the flag."""
-        return [
-            (int(h), int(w)) for h, _, w in (each.partition("x") for each in self.buckets or ())
-        ]
+        sizes = (each.split("x") for each in self.buckets or ())
+        return [(int(height), int(width)) for height, width in sizes]
 
     @property
     def pass_size(self) -> int:
@@ -360,9 +359,5 @@ class DataConfig:
     @property
     def preprocessing(self) -> Preprocessing:
         """Return how images are resized and normalised; what is not given is as for new weights."""
-        given = {
-            name: getattr(self, name)
-            for name in (each.name for each in fields(Preprocessing))
-            if getattr(self, name) is not None
-        }
-        return Preprocessing(**given)
+        given = {each.name: getattr(self, each.name) for each in fields(Preprocessing)}
+        return Preprocessing(**{name: value for name, value in given.items() if value is not None})

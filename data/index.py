@@ -43,6 +43,7 @@ SPLITS = ("train", "val")
 _ENCODING = "utf-8", "surrogateescape"  # file names may hold any byte
 
 
+@dataclass(frozen=True)
 class Strings:
     """Strings in one array of bytes, with a newline between each and the next.
 
@@ -50,12 +51,12 @@ class Strings:
     counting the references to a string writes to it.
     """
 
-    def __init__(self, content: np.ndarray, ends: np.ndarray, folder: str = "") -> None:
-        """Set the bytes (uint8), and where in them each string ends (int64).
-
-        With a ``folder``, or a URL, they are names of files in it, and read as whole paths.
-        """
-        self.content, self.ends, self._folder = content, ends, folder
+    content: np.ndarray
+    """The bytes, uint8."""
+    ends: np.ndarray
+    """Where in them each string ends, int64."""
+    folder: str = ""
+    """A folder, or a URL, in which the strings are names of files; they are read as whole paths."""
 
     @classmethod
     def of(cls, strings: Iterable[str], folder: str = "") -> Strings:
@@ -76,7 +77,7 @@ class Strings:
             raise IndexError(number)
         start = self.ends[number - 1] + 1 if number else 0
         string = self.content[start : self.ends[number]].tobytes().decode(*_ENCODING)
-        return os.path.join(self._folder, string)
+        return os.path.join(self.folder, string)
 
     def __iter__(self) -> Iterator[str]:
         return (self[number] for number in range(len(self)))
@@ -161,7 +162,17 @@ def load_or_build(
     found, why = load()
     if found:
         return found
-    with _one_at_a_time(of):
+    with contextlib.ExitStack() as stack:
+        # One process after the other, where the system can: NFS cannot lock a folder. That of the
+        # images is locked, so that no file is left behind.
+        for folder in (of, tempfile.gettempdir()):
+            try:
+                opened = os.open(folder, os.O_RDONLY)
+                stack.callback(os.close, opened)
+                fcntl.flock(opened, fcntl.LOCK_EX)
+                break
+            except OSError:
+                continue
         found, _ = load()  # what another process has just built
         if found:
             return found
@@ -213,24 +224,6 @@ def _checksum(arrays: dict[str, np.ndarray], info: dict[str, Any]) -> str:
         digest.update(f"{name} {values.dtype} {values.shape}".encode())
         digest.update(np.ascontiguousarray(values).data)
     return digest.hexdigest()
-
-
-@contextlib.contextmanager
-def _one_at_a_time(of: str) -> Iterator[None]:
-    """Let the processes of this host in one after the other, where the system can.
-
-    The folder itself is locked, so that no file is left behind; NFS cannot do that.
-    """
-    with contextlib.ExitStack() as stack:
-        for folder in (of, tempfile.gettempdir()):
-            try:
-                opened = os.open(folder, os.O_RDONLY)
-                stack.callback(os.close, opened)
-                fcntl.flock(opened, fcntl.LOCK_EX)
-                break
-            except OSError:
-                continue
-        yield
 
 
 # -- images in <root>/<split>/<class>/ -------------------------------------------------
@@ -398,16 +391,10 @@ def index_split(
     twice.
     """
     left_out, reached = Counter[str](), dict[str, str]()
-    if is_url(top):
-        classes = _classes_at_url(top, left_out, labels)
-    elif labels:
-        classes = _classes(top, left_out, reached)
-    else:
-        classes = _all_files(top, reached)
     names, labels_of, empty = [], array("i"), []
 
     def images() -> Iterator[str]:
-        for label, (name, inside) in enumerate(classes):
+        for label, (name, inside) in enumerate(_classes(top, left_out, reached, labels)):
             names.append(name)
             before = len(labels_of)
             for path, may_be_read in inside:
@@ -437,30 +424,35 @@ _Class = tuple[str, Iterable[tuple[str, bool]]]
 """The name of a class; and its files in order: each one's path, and whether it can be read."""
 
 
-def _classes_at_url(top: str, left_out: Counter[str], labels: bool) -> Iterator[_Class]:
-    """Yield the classes at a URL, with their files in the order of a folder's; without ``labels``
-    one class of all files."""
-    by_class: dict[str, list[tuple[str, str]]] = {}
-    for file in files.find_files(top):
-        folder, _, name = file.rpartition("/")
-        if folder or not labels:
-            found = folder.partition("/")[0] if labels else ""
-            by_class.setdefault(found, []).append((folder, name))
-        else:
-            left_out["in no class folder"] += 1
-    for name in sorted(by_class):
-        files_of = ("/".join(filter(None, each)) for each in sorted(by_class[name]))
-        yield name, ((f"{top}/{file}", True) for file in files_of)
+def _classes(
+    top: str, left_out: Counter[str], reached: dict[str, str], labels: bool
+) -> Iterator[_Class]:
+    """Yield the classes in a folder or at a URL; without ``labels`` one class of all files.
 
-
-def _classes(top: str, left_out: Counter[str], reached: dict[str, str]) -> Iterator[_Class]:
-    """Yield the classes in a folder; ``reached`` becomes the path of each real folder listed."""
+    ``reached`` becomes the path of each real folder listed.
+    """
+    if is_url(top):  # the same files in the same order as of a folder
+        by_class: dict[str, list[tuple[str, str]]] = {}
+        for file in files.find_files(top):
+            inside, _, name = file.rpartition("/")
+            if inside or not labels:
+                found = inside.partition("/")[0] if labels else ""
+                by_class.setdefault(found, []).append((inside, name))
+            else:
+                left_out["in no class folder"] += 1
+        for name in sorted(by_class):
+            files_of = ("/".join(filter(None, each)) for each in sorted(by_class[name]))
+            yield name, ((f"{top}/{file}", True) for file in files_of)
+        return
     reached[os.path.realpath(top)] = top
-    folders = []
+    folders, files_here = list[os.DirEntry[str]](), list[os.DirEntry[str]]()
     for entry in _scan(top):
-        if _is_folder(entry):
-            folders.append(entry)
-            continue
+        (folders if _is_folder(entry) else files_here).append(entry)
+    if not labels:
+        below = (each for folder in folders for each in _walk(folder, reached))
+        yield "", _files(itertools.chain([(top, files_here)], below))
+        return
+    for entry in files_here:
         # A class whose disk is not mounted would shift the labels of all after it.
         if entry.is_symlink() and not os.path.exists(entry.path):
             raise DataFolderError(
@@ -470,16 +462,6 @@ def _classes(top: str, left_out: Counter[str], reached: dict[str, str]) -> Itera
         left_out["in no class folder"] += 1
     for folder in tqdm(folders, f"listing {top}", unit=" classes", delay=5, disable=None):
         yield folder.name, _files(_walk(folder, reached))
-
-
-def _all_files(top: str, reached: dict[str, str]) -> Iterator[_Class]:
-    """Yield one class, of all files in a folder; ``reached`` is as for ``_classes``."""
-    reached[os.path.realpath(top)] = top
-    folders, files_here = list[os.DirEntry[str]](), list[os.DirEntry[str]]()
-    for entry in _scan(top):
-        (folders if _is_folder(entry) else files_here).append(entry)
-    below = (each for folder in folders for each in _walk(folder, reached))
-    yield "", _files(itertools.chain([(top, files_here)], below))
 
 
 _Listed = tuple[str, list[os.DirEntry[str]]]

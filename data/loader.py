@@ -101,6 +101,9 @@ class GlobalBatchSampler(Sampler[list[Key]]):
     first, then all second ones: so the repeats of an image are far from each other, on different
     devices if there are enough.
 
+    With ``pairs`` of crop sizes each batch has one of so many, which follows from the seed, the
+    epoch and the batch's number; its number ends each key.
+
     Training (``shuffle=True``) drops the last short batch, as PyTorch/XLA's ViT-10B example does.
     Evaluation keeps it and fills it up with ``PADDING``, so shapes stay static and each image
     still counts once.
@@ -119,12 +122,16 @@ class GlobalBatchSampler(Sampler[list[Key]]):
         rank: int = 0,
         world_size: int = 1,
         repeats: int = 1,
+        pairs: int = 0,
+        numbers: Sequence[int] | None = None,
     ) -> None:
+        """``numbers``: without ``shuffle``, the images in their order; None: from 0 on."""
         if batch_size % world_size:
             raise ValueError(f"batch size {batch_size} is not divisible by {world_size} processes")
         self.length, self.batch_size, self.shuffle, self.seed = length, batch_size, shuffle, seed
         self.rank, self.share = rank, batch_size // world_size
         self.epoch, self.first_batch, self.repeats = 0, 0, repeats
+        self.pairs, self.numbers = pairs, range(length) if numbers is None else numbers
 
     def set_position(self, epoch: int, first_batch: int = 0) -> None:
         """Let the next iteration run through ``epoch`` from its batch ``first_batch`` on."""
@@ -144,42 +151,23 @@ class GlobalBatchSampler(Sampler[list[Key]]):
         """Return the indices of the images in a random order drawn from ``generator`` alone."""
         return torch.randperm(self.length, generator=generator)
 
-    def _order(self) -> torch.Tensor:
-        if self.shuffle:
-            return self.shuffled(self.generator())
-        padding = torch.full((len(self) * self.batch_size - self.length,), PADDING)
-        return torch.cat([torch.arange(self.length), padding])
-
     def __iter__(self) -> Iterator[list[Key]]:
-        order, repeats = self._order(), self.repeats
-        first = self.rank * self.share
-        for batch in range(self.first_batch, len(self)):
-            places = range(batch * self.batch_size, (batch + 1) * self.batch_size)
+        repeats, first = self.repeats, self.rank * self.share
+        order = self.shuffled(self.generator()) if self.shuffle else self.numbers
+        for number in range(self.first_batch, len(self)):
+            places = range(number * self.batch_size, (number + 1) * self.batch_size)
             # A stable sort: within one repeat the order stays.
             apart = sorted(places, key=lambda place: place % repeats)[first : first + self.share]
-            yield [
-                (self.epoch * repeats + place % repeats, int(order[place // repeats]))
-                for place in apart
-            ]
-
-
-class PairSampler(GlobalBatchSampler):
-    """The batches of another sampler; each has one of so many ``pairs`` of crop sizes, which
-    follows from the seed, the epoch and the batch's number."""
-
-    def __init__(self, sampler: GlobalBatchSampler, pairs: int) -> None:
-        vars(self).update(vars(sampler))  # all that a loader asks a sampler for
-        self._sampler, self._pairs = sampler, pairs
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def __iter__(self) -> Iterator[list[Key]]:
-        self._sampler.set_position(self.epoch, self.first_batch)
-        for number, batch in enumerate(self._sampler, self.first_batch):
-            drawn = random.Random(f"{self.seed} crop sizes {self.epoch} {number}")
-            pair = drawn.randrange(self._pairs)
-            yield [(*key, pair) for key in batch]
+            keys: list[Key] = []
+            for place in apart:
+                at, draw = divmod(place, repeats)
+                image = int(order[at]) if at < self.length else PADDING
+                keys.append((self.epoch * repeats + draw, image))
+            if self.pairs:
+                drawn = random.Random(f"{self.seed} crop sizes {self.epoch} {number}")
+                pair = drawn.randrange(self.pairs)
+                keys = [(*key, pair) for key in keys]
+            yield keys
 
 
 WINDOW = 64
@@ -245,21 +233,23 @@ class BatchLoader(Protocol):
         """Return the unreadable images found in this process's share since the last call."""
 
 
+@dataclass
 class ConstantLoader:
     """Yields the same batch again and again, and perhaps another one at the end of an epoch."""
 
-    prefetch_depth = workers = 0
-
-    def __init__(self, batches: int, batch: Batch, last: Batch | None = None) -> None:
-        """Set the number of ``batches`` an epoch, and what they are."""
-        self._batches, self._batch, self._last = batches, batch, last or batch
+    batches: int
+    """How many there are in an epoch."""
+    batch: Batch
+    last: Batch | None = None
+    prefetch_depth: int = 0
+    workers: int = 0
 
     def __len__(self) -> int:
-        return self._batches
+        return self.batches
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
-        for batch in range(first_batch, self._batches):
-            yield self._batch if batch + 1 < self._batches else self._last
+        for number in range(first_batch, self.batches):
+            yield self.last if self.last and number + 1 == self.batches else self.batch
 
     def bad_images(self) -> list[BadImage]:
         return []
@@ -303,7 +293,14 @@ class DatasetLoader:
 
     def _start(self) -> DataLoader:
         if self.workers and multiprocessing.get_start_method() == "forkserver":
-            _start_fork_server()
+            # A backend chooses it whose threads may hold locks, which a process forked from this
+            # one would wait for. Loader processes are forked from the server, which is started
+            # here unless it runs: as they do, it must outlive a signal that stops training.
+            multiprocessing.set_forkserver_preload(["torchvision.transforms.v2"])  # with PyTorch
+            resource_tracker.ensure_running()  # or the server starts it and unblocks the signal
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # inherited
+            forkserver.ensure_running()
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         return DataLoader(
             _Loaded(self._dataset),
             sampler=self._parts,
@@ -316,6 +313,7 @@ class DatasetLoader:
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
         next_batch, failures = first_batch, 0
+        parts_per_batch = -(-self._sampler.share // self._parts.size)
         while next_batch < len(self):
             self._sampler.set_position(epoch, next_batch)
             parts: list[Batch] = []
@@ -329,7 +327,7 @@ class DatasetLoader:
                             self._reported.add(image[0])
                             self._bad.append(image)
                     parts.append(part)
-                    if len(parts) < self._parts.per_batch:
+                    if len(parts) < parts_per_batch:
                         continue
                     images, labels = zip(*parts, strict=True)
                     parts = []
@@ -353,19 +351,20 @@ class DatasetLoader:
         return [self._bad.popleft() for _ in range(len(self._bad))]
 
 
+@dataclass
 class _Parts(Sampler[list[Key]]):
     """Divides each batch of a sampler into consecutive parts of up to ``size`` images."""
 
-    def __init__(self, sampler: GlobalBatchSampler, size: int) -> None:
-        self._sampler, self._size = sampler, size
-        self.per_batch = -(-sampler.share // size)
+    sampler: GlobalBatchSampler
+    size: int
 
     def __iter__(self) -> Iterator[list[Key]]:
-        for batch in self._sampler:
-            for first in range(0, len(batch), self._size):
-                yield batch[first : first + self._size]
+        for batch in self.sampler:
+            for first in range(0, len(batch), self.size):
+                yield batch[first : first + self.size]
 
 
+@dataclass
 class _Loaded(Dataset):
     """Reads parts of batches of a dataset of ``Sample``, with the unreadable images among them.
 
@@ -373,12 +372,11 @@ class _Loaded(Dataset):
     be wrapped in a traceback.
     """
 
-    def __init__(self, samples: Dataset) -> None:
-        self._samples = samples
+    samples: Dataset
 
     def __getitem__(self, keys: list[Key]) -> tuple[Batch, list[BadImage]] | DataFolderError:
         try:
-            images, labels, bad = zip(*(self._samples[key] for key in keys), strict=True)
+            images, labels, bad = zip(*(self.samples[key] for key in keys), strict=True)
         except DataFolderError as error:
             return error
         batch = default_collate([*images]), default_collate([*labels])
@@ -387,20 +385,6 @@ class _Loaded(Dataset):
 
 def _unchanged(part: Any) -> Any:
     return part
-
-
-def _start_fork_server() -> None:
-    """Start the process that loader processes are forked from, unless it runs.
-
-    A backend whose threads may hold locks, which a process forked from this one would wait for,
-    chooses it by ``multiprocessing.set_start_method``. It must outlive a signal that stops
-    training, as loader processes do, and ends with this process.
-    """
-    multiprocessing.set_forkserver_preload(["torchvision.transforms.v2"])  # and with it PyTorch
-    resource_tracker.ensure_running()  # the server starts it, which would unblock the signal
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # inherited
-    forkserver.ensure_running()
-    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def _start_worker(_worker_id: int) -> None:

@@ -52,8 +52,7 @@ class MosaicsSplit(Split):
     reads_rows = True
 
     def __init__(self, request: DatasetRequest, name: str) -> None:
-        labels = [label_of(index) for index in range(LENGTHS[name])]
-        super().__init__(request, name, labels, CLASSES)
+        super().__init__(request, name, np.arange(LENGTHS[name]) % len(CLASSES), CLASSES)
         found = [(digit, pixels) for part, digit, _, pixels in read_digits() if part == name]
         # In the order in which they are read, the images of a digit are next to each other.
         self._pixels = np.stack([pixels for _, pixels in found]).astype(np.float32) / 255
@@ -70,62 +69,46 @@ class MosaicsSplit(Split):
         return xxhash.xxh3_64(described + self._pixels.tobytes()).hexdigest()
 
     def make(self, number: int, epoch: int, index: int) -> torch.Tensor:
-        """Return this part's rows of a mosaic, normalised."""
+        """Return this part's rows of a mosaic, normalised.
+
+        Its cells, from the first row to the last, are divided into bands of the same length. Each
+        of the nine other digits is missing in one band, each band misses others, and in the other
+        bands it occurs as often as the label, as far as there is room. So over the whole mosaic the
+        label occurs about a third more often than any other digit, and within a band six or seven
+        others are about as frequent.
+        """
         first, end = self.rows.start // SIZE, math.ceil(self.rows.stop / SIZE)
+        cells, cells_a_row = math.prod(self._grid), math.prod(self._grid[1:])
+        label, seeds = number % len(CLASSES), (self.seed, list(LENGTHS).index(self.name), number)
+        of_bands = np.random.default_rng(seeds)
+        others = of_bands.permutation([digit for digit in range(len(CLASSES)) if digit != label])
+        count, found = min(BANDS, cells), []
+        for band in range(count):
+            missing = others[band::count]
+            present = of_bands.permutation([digit for digit in others if digit not in missing])
+            start = cells * band // count
+            length = cells * (band + 1) // count - start
+            keep = slice(max(first * cells_a_row - start, 0), max(end * cells_a_row - start, 0))
+            if keep.start >= length or keep.stop == 0:
+                continue
+            # Each band draws from its own generator: the other bands need not be drawn.
+            random = np.random.default_rng((*seeds, 1 + band))
+            # The label, the first of the digits, occurs as often as any other in the band or more.
+            digits = [label, *present.tolist()]
+            in_band = np.repeat(digits, math.ceil(length / len(digits)))[:length]
+            drawn = random.permutation(in_band)[keep]
+            places = random.random(length)[keep]
+            found.append(self._firsts[drawn] + (places * self._counts[drawn]).astype(np.int64))
+        which = np.concatenate(found).reshape(end - first, *self._grid[1:])
+
         # (rows of cells, ..., columns of cells, 8, 8) to (rows of cells, ..., height, width)
-        pixels = np.moveaxis(self._pixels[self._cells(number, first, end)], -2, -3)
-        *others, rows, height, columns, width = pixels.shape
-        pixels = pixels.reshape(*others, rows * height, columns * width)
-        if others:
+        pixels = np.moveaxis(self._pixels[which], -2, -3)
+        *between, rows, height, columns, width = pixels.shape
+        pixels = pixels.reshape(*between, rows * height, columns * width)
+        if between:
             slices = pixels[:, None] * INTENSITIES.astype(np.float32)[:, None, None]
             pixels = slices.reshape(-1, *pixels.shape[1:])
         pixels = pixels[self.rows.start - first * SIZE : self.rows.stop - first * SIZE]
         by_channel = (-1, *[1] * len(self._grid))
         mean, std = (torch.tensor(values).reshape(by_channel) for values in self._mean_and_std)
         return (torch.from_numpy(pixels).expand(self.shape) - mean) / std
-
-    def _cells(self, index: int, first: int, end: int) -> np.ndarray:
-        """Return which of the split's digits are in the rows of cells from ``first`` to ``end``."""
-        cells_a_row, found = math.prod(self._grid[1:]), []
-        seeds = (self.seed, list(LENGTHS).index(self.name), index)
-        bands = band_digits(math.prod(self._grid), label_of(index), np.random.default_rng(seeds))
-        start = 0
-        for number, (length, digits) in enumerate(bands):
-            keep = slice(max(first * cells_a_row - start, 0), max(end * cells_a_row - start, 0))
-            start += length
-            if keep.start >= length or keep.stop == 0:
-                continue
-            # Each band draws from its own generator: the other bands need not be drawn.
-            random = np.random.default_rng((*seeds, 1 + number))
-            # The label, the first of the digits, occurs as often as any other in the band or more.
-            in_band = np.repeat(digits, math.ceil(length / len(digits)))[:length]
-            cells = random.permutation(in_band)[keep]
-            places = random.random(length)[keep]
-            found.append(self._firsts[cells] + (places * self._counts[cells]).astype(np.int64))
-        return np.concatenate(found).reshape(end - first, *self._grid[1:])
-
-
-def label_of(index: int) -> int:
-    """Return the digit that occurs most often in the mosaic numbered ``index``."""
-    return index % len(CLASSES)
-
-
-def band_digits(cells: int, label: int, random: np.random.Generator) -> list[tuple[int, list[int]]]:
-    """Return the length of each band of so many ``cells``, and the digits that occur in it, the
-    label first.
-
-    The cells, from the first row to the last, are divided into bands of the same length. Each of
-    the nine other digits is missing in one band, each band misses others, and in the other bands
-    it occurs as often as the label, as far as there is room. So over the whole mosaic the label
-    occurs about a third more often than any other digit, and within a band six or seven others are
-    about as frequent.
-    """
-    others = random.permutation([digit for digit in range(len(CLASSES)) if digit != label])
-    count = min(BANDS, cells)
-    ends = [cells * band // count for band in range(count + 1)]
-    found = []
-    for band in range(count):
-        missing = others[band::count]
-        present = random.permutation([digit for digit in others if digit not in missing])
-        found.append((ends[band + 1] - ends[band], [label, *present.tolist()]))
-    return found

@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import tarfile
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +22,10 @@ from tqdm import tqdm
 
 from config_fields import local_path, not_empty
 from data.files import DataFolderError, MissingSplitError, is_url, printable, reason_of, regular
-from data.index import SPLITS, FolderIndex, check_folder, folder_of_images, index_split
+from data.index import SPLITS, check_folder, folder_of_images, index_split
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Job:
     """One shard to write."""
 
@@ -65,10 +64,21 @@ def pack(
     partial = target.with_name(f"{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     jobs: list[_Job] = []
+    block = tarfile.BLOCKSIZE
     for split, folder in folders.items():
         index = index_split(folder, labels=labels)
         (partial / split).mkdir(parents=True)
-        jobs += _jobs(index, partial / split, shard_size)
+        shards: list[_Job] = []  # a split's images, in their order
+        images = zip(index.paths, index.labels.tolist(), strict=True)
+        for number, (path, label) in enumerate(images):
+            # A header, and the image in as many blocks as it fills; the label has one of each.
+            size = ((3 if labels else 1) - (-os.path.getsize(path) // block)) * block
+            if not shards or shards[-1].size + size > shard_size - tarfile.RECORDSIZE:
+                tar = partial / split / f"{split}-{len(shards):06}.tar"
+                shards.append(_Job(tar, number, [], 0, labels))
+            shards[-1].files.append((path, label))
+            shards[-1].size += size
+        jobs += shards
     if labels:
         (partial / "classes.json").write_text(json.dumps(index.classes))
     bar = tqdm(total=sum(job.size for job in jobs), unit="B", unit_scale=True, disable=None)
@@ -77,28 +87,6 @@ def pack(
             bar.update(size)
     partial.rename(target)
     return [target / job.path.relative_to(partial) for job in jobs]
-
-
-def _jobs(index: FolderIndex, folder: Path, shard_size: int) -> Iterator[_Job]:
-    """Divide a split's images, in their order, into shards."""
-    files: list[tuple[str, int]] = []
-    first = number = size = 0
-
-    def job() -> _Job:
-        path = folder / f"{folder.name}-{number:06}.tar"
-        return _Job(path, first, files, size, index.classes is not None)
-
-    block = tarfile.BLOCKSIZE
-    for path, label in zip(index.paths, index.labels.tolist(), strict=True):
-        # A header, and the image in as many blocks as it fills; the label has one of each.
-        headers = 1 if index.classes is None else 3
-        added = (headers - (-os.path.getsize(path) // block)) * block
-        if files and size + added > shard_size - tarfile.RECORDSIZE:
-            yield job()
-            first, number, size, files = first + len(files), number + 1, 0, []
-        files.append((path, label))
-        size += added
-    yield job()
 
 
 def _write(job: _Job) -> int:
@@ -156,13 +144,8 @@ def main() -> None:
     )
     args = parser.parse_args()
     try:
-        shards = pack(
-            args.source,
-            args.target,
-            args.shard_size,
-            args.workers,
-            labels=not args.without_labels,
-        )
+        labels = not args.without_labels
+        shards = pack(args.source, args.target, args.shard_size, args.workers, labels=labels)
     except (DataFolderError, OSError) as error:
         message = str(error)
         if isinstance(error, OSError):

@@ -7,6 +7,7 @@ one for validation. A source defines how a split finds its images, and how it re
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,12 +21,83 @@ from torch.utils.data import Dataset
 
 from data import loader
 from data.config import GIVE_FLOATS, OPENED_BY, DataConfig
-from data.crops import CropLayout, CropRequest
 from data.files import BrokenImageError, DataFolderError, MissingSplitError, printable
 
 Found = TypeVar("Found")
 FILES = "the names or order of the files in train/"
 """The name in ``DataSource.order`` of the checksum that also depends on where images are stored."""
+GLOBALS = 2
+"""DINO's global crops of an image."""
+
+
+@dataclass(frozen=True)
+class CropRequest:
+    """Which of DINO's crops a run requires of each training image, two global ones of the request's
+    size and smaller local ones, and a mask for the patches of the first global one (DINOv2,
+    https://arxiv.org/abs/2304.07193, section 4)."""
+
+    local_size: tuple[int, int]
+    """Height and width of a local crop in pixels."""
+    local_number: int
+    """Local crops of an image."""
+    global_scale: tuple[float, float]
+    """Smallest and largest area of a global crop, as a share of the image's."""
+    local_scale: tuple[float, float]
+    """The same of a local crop."""
+    grid: tuple[int, int]
+    """Rows and columns of patches of a global crop."""
+    mask_ratio: tuple[float, float]
+    """Smallest and largest share of masked patches in the masked crop, drawn evenly per image."""
+    pairs: tuple[tuple[int, int], ...] = ()
+    """The sides of square global and local crops, of which each batch has one pair; none: all have
+    the sizes above."""
+
+
+@dataclass(frozen=True)
+class CropLayout:
+    """Where the crops and the mask of an image are in its row of bytes: so a batch of them is still
+    one tensor with an image a row. ``MultiCrop`` in ``data/transforms.py`` makes them."""
+
+    shape: tuple[int, ...]
+    """Channels, height and width of a global crop."""
+    request: CropRequest
+
+    @property
+    def _parts(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of the global crops, of the local crops, and of the mask."""
+        local = (self.request.local_number, self.shape[0], *self.request.local_size)
+        return (GLOBALS, *self.shape), local, (math.prod(self.request.grid),)
+
+    @property
+    def length(self) -> int:
+        """Return how many bytes a packed image has."""
+        return sum(map(math.prod, self._parts))
+
+    def pack(
+        self, globals_: torch.Tensor, locals_: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """Return (length,) uint8 of one image: its global crops (2, channels, height, width) and
+        local crops (L, channels, height, width), both uint8, and the mask (patches,), bool."""
+        return torch.cat([globals_.flatten(), locals_.flatten(), mask.to(torch.uint8)])
+
+    def unpack(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the global crops (2, images, channels, height, width), the local crops
+        (L, images, channels, height, width), both uint8, and the mask (images, patches), bool, of
+        packed images (images, length).
+
+        Slices and reshapes alone: so this can be a part of a step on any device, sharded along the
+        images.
+        """
+        pieces = packed.split([math.prod(part) for part in self._parts], 1)
+        globals_, locals_, mask = (
+            piece.unflatten(1, part) for piece, part in zip(pieces, self._parts, strict=True)
+        )
+        return globals_.transpose(0, 1), locals_.transpose(0, 1), mask != 0
+
+
+def max_masked(grid: tuple[int, int], ratio: tuple[float, float]) -> int:
+    """Return the largest number of patches that ``block_mask`` masks in one image."""
+    return max(1, math.floor(ratio[1] * math.prod(grid)))
 
 
 @dataclass(frozen=True)
@@ -103,10 +175,7 @@ ANY_CLASSES = 2**31
 
 
 def open_data(request: DatasetRequest) -> DataSource:
-    """Open the source that ``--data_source`` names.
-
-    Raises DataFolderError if it cannot be used.
-    """
+    """Open the source that ``--data_source`` names. Raises DataFolderError if it cannot be used."""
     kind = request.config.data_source
     if request.crops and (len(request.size) != 2 or kind in GIVE_FLOATS):
         raise DataFolderError(f"crops are made of photographs, and --data_source {kind} has arrays")
@@ -168,8 +237,12 @@ class Split(Dataset):
         """The shape of what ``make`` returns."""
         if self.is_train and request.layout:
             self.shape = (request.layout.length,)
-        self.rows = range(request.size[0])
-        """The rows of an image that ``make`` returns."""
+        self.rows, self.of_some_rows = range(request.size[0]), False
+        """The rows that are given of an image; ``make`` returns these or, without ``reads_rows``,
+        all."""
+        self.in_sizes: list[Split] = []
+        """The same images in several sizes: buckets, or pairs of crop sizes. Then a key ends with
+        the number of one, and a broken image is replaced in that size."""
 
     def name_of(self, number: int) -> str:
         """Return how a person finds the image ``number``: its path, as a rule."""
@@ -191,7 +264,9 @@ class Split(Dataset):
         return len(self.labels)
 
     def __getitem__(self, key: loader.Key) -> loader.Sample:
-        epoch, index = key
+        epoch, index, *in_size = key
+        if in_size:
+            return self.in_sizes[in_size[0]][epoch, index]
         bad: list[loader.BadImage] = []
         if index != loader.PADDING:
             for attempt in range(1 + ATTEMPTS if self.is_train else 1):
@@ -200,7 +275,10 @@ class Split(Dataset):
                     number = substitute(self.seed, epoch, index, attempt, len(self))
                 try:
                     label = number if self.gives_numbers else int(self.labels[number])
-                    return self.make(number, epoch, index), label, bad
+                    image = self.make(number, epoch, index)
+                    if self.of_some_rows and not self.reads_rows:
+                        image = image[:, self.rows.start : self.rows.stop]
+                    return image, label, bad
                 except BrokenImageError as error:
                     name = printable(self.name_of(number))
                     bad.append((name, str(error), int(self.labels[number])))
@@ -222,15 +300,6 @@ class Split(Dataset):
         """Return the same images as another request has them; of photographs alone."""
         raise NotImplementedError
 
-    def of_rows(self, rows: range) -> Dataset:
-        """Return only these rows of the same images, with the same random augmentations."""
-        if not self.reads_rows:
-            return _RowsOf(self, rows)
-        part = copy.copy(self)
-        channels, _, *others = self.shape
-        part.rows, part.shape = rows, (channels, len(rows), *others)
-        return part
-
     def sampler(self, batch_size: int, **how: Any) -> loader.GlobalBatchSampler:
         """Return what decides the order of the images; a source may have another order."""
         return loader.GlobalBatchSampler(len(self), batch_size, **how)
@@ -241,7 +310,13 @@ class Split(Dataset):
         Training images are shuffled. Validation images come once, in order; padding fills up the
         last batch.
         """
-        config = self.request.config
+        config, dataset = self.request.config, copy.copy(self)
+        if share.rows is not None:
+            dataset.rows, dataset.of_some_rows = share.rows, True
+            dataset.shape = share.shape_of(batch_size, self.shape)[1:]
+        pairs = self.request.of_pairs if self.is_train else []
+        if pairs:
+            dataset.in_sizes = [self.requested(each) for each in pairs]
         sampler = self.sampler(
             batch_size,
             shuffle=self.is_train,
@@ -249,11 +324,8 @@ class Split(Dataset):
             rank=share.rank,
             world_size=share.world_size,
             repeats=config.aug_repeats if self.is_train else 1,
+            pairs=len(pairs),
         )
-        dataset = self if share.rows is None else self.of_rows(share.rows)
-        if self.is_train and (requests := self.request.of_pairs):
-            dataset = _OfPairs([self.requested(each) for each in requests])
-            sampler = loader.PairSampler(sampler, len(requests))
         if not share.loads:
             images = torch.zeros(share.shape_of(batch_size, self.shape), dtype=self.dtype)
             return loader.ConstantLoader(len(sampler), (images, torch.zeros(0, dtype=torch.int64)))
@@ -270,11 +342,15 @@ class Split(Dataset):
 
         Not for shares of a part of each image.
         """
-        rank, parts = share.rank, share.world_size
         sampler = loader.GlobalBatchSampler(
-            len(numbers), batch_size, shuffle=False, rank=rank, world_size=parts
+            len(numbers),
+            batch_size,
+            shuffle=False,
+            rank=share.rank,
+            world_size=share.world_size,
+            numbers=numbers,
         )
-        return loader.DatasetLoader(_Some(self, numbers), sampler, 0)
+        return loader.DatasetLoader(self, sampler, 0)
 
     def facts(self) -> dict[str, Any]:
         """Return what the images are and, beside flags, their order, under names for a person to
@@ -287,39 +363,6 @@ class Split(Dataset):
             FILES if is_train else "the names or order of the files in val/": self.digest(),
             f"the checksum of the {kind} images' labels": xxhash.xxh3_64_hexdigest(labels),
         }
-
-
-class _RowsOf(Dataset):
-    """These rows of images that can only be read whole."""
-
-    def __init__(self, split: Split, rows: range) -> None:
-        self._split, self._rows = split, rows
-
-    def __getitem__(self, key: loader.Key) -> loader.Sample:
-        image, label, bad = self._split[key]
-        return image[:, self._rows.start : self._rows.stop], label, bad
-
-
-class _OfPairs(Dataset):
-    """The same images in crops of several pairs of sizes: by their keys, and the pair's number."""
-
-    def __init__(self, splits: Sequence[Split]) -> None:
-        self._splits = splits
-
-    def __getitem__(self, key: loader.Key) -> loader.Sample:
-        *own, pair = key
-        return self._splits[pair][tuple(own)]
-
-
-class _Some(Dataset):
-    """Images of a split, by their places among ``numbers``."""
-
-    def __init__(self, split: Split, numbers: Sequence[int]) -> None:
-        self._split, self._numbers = split, numbers
-
-    def __getitem__(self, key: loader.Key) -> loader.Sample:
-        epoch, place = key
-        return self._split[epoch, place if place == loader.PADDING else self._numbers[place]]
 
 
 ATTEMPTS = 10

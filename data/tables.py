@@ -29,13 +29,7 @@ import numpy as np
 import xxhash
 
 from data import files
-from data.files import (
-    BrokenImageError,
-    DataFolderError,
-    MissingSplitError,
-    open_system,
-    reason_of,
-)
+from data.files import BrokenImageError, DataFolderError, MissingSplitError, open_system, reason_of
 from data.loader import GlobalBatchSampler, RunSampler
 from data.source import DatasetRequest, DataSource
 from data.transforms import ImageSplit, Transform, transforms_of
@@ -347,7 +341,16 @@ def open_huggingface(request: DatasetRequest) -> DataSource:
 
     Raises DataFolderError, also if the package ``datasets`` is not installed.
     """
-    transforms, root, datasets = transforms_of(request), request.config.data_dir, _package()
+    transforms, root = transforms_of(request), request.config.data_dir
+    datasets: Any = None
+    with contextlib.suppress(ImportError):
+        datasets = importlib.import_module("datasets")
+    # A folder of that name, as this program has, is imported too, but as a package without a file.
+    if datasets is None or datasets.__file__ is None:
+        raise DataFolderError(
+            "--data_source huggingface requires the package datasets: python3 -m pip install "
+            "datasets"
+        )
     try:
         for folder, _, names in os.walk(root):
             for name in names:
@@ -377,21 +380,6 @@ def open_huggingface(request: DatasetRequest) -> DataSource:
     return _source(root, request.of_splits(find))
 
 
-def _package() -> Any:
-    """Return the package ``datasets``. A folder of that name, as this program has, is imported
-    too, but as a package without a file.
-
-    Raises DataFolderError if it is not installed.
-    """
-    with contextlib.suppress(ImportError):
-        found = importlib.import_module("datasets")
-        if found.__file__ is not None:
-            return found
-    raise DataFolderError(
-        "--data_source huggingface requires the package datasets: python3 -m pip install datasets"
-    )
-
-
 class HuggingFaceSplit(TableSplit):
     """One split of a saved ``datasets.Dataset``."""
 
@@ -408,7 +396,8 @@ class HuggingFaceSplit(TableSplit):
             labels = _whole_numbers(of_labels.column(columns.label), columns.label, where)
         super().__init__(request, name, transform, columns, labels, where)
         self._where, images = where, table.select_columns([columns.image])
-        self._images = images.cast_column(columns.image, _package().Image(decode=False))
+        as_bytes = importlib.import_module("datasets").Image(decode=False)
+        self._images = images.cast_column(columns.image, as_bytes)
 
     def stored(self, number: int) -> bytes | None:
         return self._images[number][self.columns.image]["bytes"]

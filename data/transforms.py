@@ -1,4 +1,4 @@
-"""From an encoded image to what the model sees, in uint8: crop, resize, flip, augment.
+"""From an encoded image to what the model sees, in uint8: crop, resize, flip, augment, mask.
 
 Normalising comes later, on the devices. What is drawn at random depends on the seed, the epoch
 and the image alone (``seeded``).
@@ -8,9 +8,11 @@ import contextlib
 import copy
 import functools
 import math
+import operator
 import random
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Self, TypeVar
 
@@ -26,11 +28,9 @@ from torchvision.transforms import ColorJitter, v2
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from data.config import DataConfig, Preprocessing
-from data.crops import GLOBALS, CropLayout, block_mask
 from data.decode import OpenImage, open_image
-from data.distortion import FIRST, LOCAL, SECOND, distort, draw_distortion
 from data.files import DataFolderError
-from data.source import DatasetRequest, Split
+from data.source import GLOBALS, CropLayout, DatasetRequest, Split, max_masked
 
 Size = tuple[int, ...]
 """The height and width of an image in pixels."""
@@ -145,11 +145,8 @@ def val_transform(how: Preprocessing, size: Size, channels: int) -> Transform:
     else:
         resize = functools.partial(_resize_in_proportion, scaled, min, mode)
     colours = v2.Grayscale() if channels == 1 else v2.Identity()
-    return v2.Compose([_whole_picture, resize, crop, colours, v2.PILToTensor()])
-
-
-def _whole_picture(image: OpenImage) -> Image.Image:
-    return Image.fromarray(image.pixels())
+    whole = operator.methodcaller("pixels"), Image.fromarray
+    return v2.Compose([*whole, resize, crop, colours, v2.PILToTensor()])
 
 
 def _resize_in_proportion(
@@ -179,7 +176,9 @@ class TrainTransform:
         self._scale, self._ratio = config.scale, config.ratio
         self._hflip, self._vflip = config.hflip, config.vflip
         self._size, self._channels = size, channels
-        self._on_pictures: list[Callable] = [_policy(config.aa, config, size)] if config.aa else []
+        self._on_pictures: list[Callable] = []
+        if config.aa:
+            self._on_pictures.append(_policy(config.aa, config, size))
         if config.color_jitter:
             self._on_pictures.append(ColorJitter(*config.jitter_of_each))
         self._erase = None
@@ -196,7 +195,7 @@ class TrainTransform:
         flips = torch.rand(()).item() < self._hflip
         flips_over = self._vflip > 0 and torch.rand(()).item() < self._vflip
         box = random_box(image.size, self._scale, self._ratio)
-        (made,) = resized_parts(image, [(box, self._size)], _one_of(self._modes))
+        (made,) = resized_parts(image, [(box, self._size)], self._modes)
         made = made.flip(-1) if flips else made
         made = made.flip(-2) if flips_over else made
         if self._on_pictures:
@@ -216,54 +215,24 @@ class TrainTransform:
         return canvas.image
 
 
-class MultiCrop:
-    """Makes the packed crops of an image for DINO, and draws the mask of the first global one.
-
-    Each is a random resized crop that is flipped at random and then distorted
-    (``data/distortion.py``). Of the two global crops a random one is the first.
-    """
-
-    def __init__(self, config: DataConfig, layout: CropLayout) -> None:
-        self._layout, self._gray = layout, layout.shape[0] == 1
-        self._modes, self._ratio, self._hflip = _modes(config), config.ratio, config.hflip
-        how, size = layout.request, layout.shape[1:]
-        self._wanted = [(how.global_scale, size), (how.global_scale, size)]
-        self._wanted += [(how.local_scale, how.local_size)] * how.local_number
-
-    def __call__(self, image: OpenImage) -> torch.Tensor:
-        how = self._layout.request
-        kinds = [FIRST, SECOND] if torch.rand(()).item() < 0.5 else [SECOND, FIRST]
-        kinds += [LOCAL] * how.local_number
-        parts = [(random_box(image.size, scale, self._ratio), size) for scale, size in self._wanted]
-        crops = []
-        for crop, kind in zip(
-            resized_parts(image, parts, _one_of(self._modes)), kinds, strict=True
-        ):
-            crop = crop.flip(-1) if torch.rand(()).item() < self._hflip else crop
-            crop = v2.functional.rgb_to_grayscale(crop) if self._gray else crop
-            crops.append(distort(crop, draw_distortion(kind)))
-        locals_ = torch.stack(crops[GLOBALS:]) if how.local_number else crops[0].new_empty(0)
-        mask = block_mask(how.grid, how.mask_ratio)
-        return self._layout.pack(torch.stack(crops[:GLOBALS]), locals_, mask)
-
-
+@dataclass
 class _Canvas:
     """An image of bytes that looks to timm's erasing like a normalised one; what that writes is
     rounded to a byte."""
 
-    dtype = torch.float32
-
-    def __init__(self, image: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> None:
-        self.image, self._mean, self._std = image, mean, std
-        self._is_copy = False
+    image: torch.Tensor
+    mean: torch.Tensor
+    std: torch.Tensor
+    dtype: torch.dtype = torch.float32
+    is_copy: bool = False
 
     def size(self) -> torch.Size:
         return self.image.shape
 
     def __setitem__(self, where: tuple[slice, ...], values: torch.Tensor) -> None:
-        if not self._is_copy:  # the pixels may be the data set's own
-            self.image, self._is_copy = self.image.clone(), True
-        written = (values * self._std + self._mean).round_().clamp_(0, _WHITE)
+        if not self.is_copy:  # the pixels may be the data set's own
+            self.image, self.is_copy = self.image.clone(), True
+        written = (values * self.std + self.mean).round_().clamp_(0, _WHITE)
         self.image[where] = written.to(torch.uint8)
 
 
@@ -274,19 +243,17 @@ def _modes(config: DataConfig) -> list[v2.InterpolationMode]:
     return [v2.InterpolationMode(name) for name in names]
 
 
-def _one_of(modes: list[v2.InterpolationMode]) -> v2.InterpolationMode:
-    return modes[int(torch.randint(len(modes), ()))] if len(modes) > 1 else modes[0]
-
-
 def resized_parts(
-    image: OpenImage, parts: Sequence[tuple[Box, Size]], mode: v2.InterpolationMode
+    image: OpenImage, parts: Sequence[tuple[Box, Size]], modes: list[v2.InterpolationMode]
 ) -> list[torch.Tensor]:
-    """Return parts of an image, each resized to a size of its own, (3, height, width) uint8.
+    """Return parts of an image, each resized to a size of its own, (3, height, width) uint8, all
+    with the same one of ``modes``, drawn at random.
 
     No pixels are decoded that are not needed: if all parts are several times as large as their
     sizes, the image is decoded at a fraction of its size, and the parts start and end at a pixel of
     that. Raises BrokenImageError.
     """
+    mode = modes[int(torch.randint(len(modes), ()))] if len(modes) > 1 else modes[0]
     most = min(min(box[2] / size[0], box[3] / size[1]) for box, size in parts) / _MIN_RATIO
     shrink = max((each for each in image.shrinks if each <= most), default=1)
     pixels, made = image.pixels(shrink), []
@@ -388,3 +355,208 @@ def _posterize(image: Image.Image, bits_to_keep: int, **others: object) -> Image
     if bits_to_keep < 1:
         return Image.new(image.mode, image.size)
     return auto_augment.posterize(image, bits_to_keep, **others)
+
+
+# -- DINO's crops ----------------------------------------------------------------------
+#
+# Colors are jittered, made gray, blurred and solarized, each with a probability of its own, from
+# DINOv2's code (dinov2/data/augmentations.py). The operations are torchvision's, but faster: values
+# stay fp32, from 0 to 255, until the end, and so differ from torchvision's on fp32 images by the
+# rounding to a byte, at most 0.5 of 255, or 1 at the threshold of solarizing.
+
+
+_LUMA = torch.tensor((0.2989, 0.587, 0.114))
+"""The weights of red, green and blue in a gray value: torchvision's."""
+_BRIGHTNESS, _CONTRAST, _SATURATION, _HUE = 0.4, 0.4, 0.2, 0.1
+"""The largest relative change of each; of the hue, the largest part of the color circle."""
+_JITTERED, _GRAY = 0.8, 0.2
+"""The probabilities that the colors of a crop are jittered, and that it is gray."""
+_RADIUS, _SIGMAS = 4, (0.1, 2.0)
+"""Of the blur, in pixels: it has 2 * 4 + 1 weights."""
+_LEAST_WEIGHT = 1e-4
+"""Smaller weights of the blur are left out: those of a side change a value by less than 0.05."""
+_LEAST_BLOCK = 4
+"""The least area that is drawn for a masked rectangle, in patches, while so many are left."""
+_LOG_ASPECT = math.log(0.3)
+"""Height over width of a masked rectangle: the logarithm is even between this and its negative."""
+
+
+class MultiCrop:
+    """Makes the packed crops of an image for DINO, and draws the mask of the first global one.
+
+    Each is a random resized crop that is flipped at random and then distorted. Of the two global
+    crops a random one is the first.
+    """
+
+    def __init__(self, config: DataConfig, layout: CropLayout) -> None:
+        self._layout, self._gray = layout, layout.shape[0] == 1
+        self._modes, self._ratio, self._hflip = _modes(config), config.ratio, config.hflip
+        how, size = layout.request, layout.shape[1:]
+        self._wanted = [(how.global_scale, size), (how.global_scale, size)]
+        self._wanted += [(how.local_scale, how.local_size)] * how.local_number
+
+    def __call__(self, image: OpenImage) -> torch.Tensor:
+        how = self._layout.request
+        kinds = [FIRST, SECOND] if torch.rand(()).item() < 0.5 else [SECOND, FIRST]
+        kinds += [LOCAL] * how.local_number
+        parts = [(random_box(image.size, scale, self._ratio), size) for scale, size in self._wanted]
+        crops = []
+        for crop, kind in zip(resized_parts(image, parts, self._modes), kinds, strict=True):
+            crop = crop.flip(-1) if torch.rand(()).item() < self._hflip else crop
+            crop = v2.functional.rgb_to_grayscale(crop) if self._gray else crop
+            crops.append(distort(crop, draw_distortion(kind)))
+        locals_ = torch.stack(crops[GLOBALS:]) if how.local_number else crops[0].new_empty(0)
+        mask = block_mask(how.grid, how.mask_ratio)
+        return self._layout.pack(torch.stack(crops[:GLOBALS]), locals_, mask)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How often a kind of crop is blurred and solarized."""
+
+    blurred: float
+    solarized: float = 0.0
+
+
+FIRST, SECOND, LOCAL = Kind(1.0), Kind(0.1, 0.2), Kind(0.5)
+"""The kinds of DINO's crops: one global crop of an image is the first kind, one the second."""
+
+
+@dataclass(frozen=True)
+class Distortion:
+    """What was drawn for one crop."""
+
+    jitter: tuple[tuple[str, float], ...]
+    """The names of the operations on the colors, in order, each with its factor, of the hue with
+    its shift (a part of the color circle)."""
+    gray: bool
+    sigma: float | None
+    """Standard deviation of the blur in pixels; None: no blur."""
+    solarized: bool
+
+
+def draw_distortion(kind: Kind) -> Distortion:
+    """Draw what to do with a crop of this kind, from the same distributions as torchvision."""
+    jittered, brightness, contrast, saturation, hue, gray, blurred, sigma, solarized = torch.rand(
+        9, dtype=torch.float64
+    ).tolist()
+    jitter: tuple[tuple[str, float], ...] = ()
+    if jittered < _JITTERED:
+        factors = (
+            ("brightness", 1 + _BRIGHTNESS * (2 * brightness - 1)),
+            ("contrast", 1 + _CONTRAST * (2 * contrast - 1)),
+            ("saturation", 1 + _SATURATION * (2 * saturation - 1)),
+            ("hue", _HUE * (2 * hue - 1)),
+        )
+        jitter = tuple(factors[i] for i in torch.randperm(len(factors)).tolist())
+    return Distortion(
+        jitter,
+        gray < _GRAY,
+        _SIGMAS[0] + sigma * (_SIGMAS[1] - _SIGMAS[0]) if blurred < kind.blurred else None,
+        solarized < kind.solarized,
+    )
+
+
+def distort(image: torch.Tensor, how: Distortion) -> torch.Tensor:
+    """Return the distorted image, (channels, height, width) uint8.
+
+    Of an image with one channel saturation and hue stay as they are.
+    """
+    colors = len(image) == len(_LUMA)
+    if how.jitter or (colors and how.gray) or how.sigma is not None:
+        values = image.to(torch.float32, memory_format=torch.contiguous_format)
+        for name, factor in how.jitter:
+            if name == "brightness":
+                values = values.mul_(factor).clamp_(0, _WHITE)
+            elif name == "contrast":
+                mean = _gray(values.mean((1, 2), keepdim=True)).item()
+                values = values.mul_(factor).add_(mean * (1 - factor)).clamp_(0, _WHITE)
+            elif name == "saturation" and colors:
+                values = torch.lerp(_gray(values), values, factor).clamp_(0, _WHITE)
+            elif name == "hue" and colors:
+                values = shift_hue(values, factor)
+        if colors and how.gray:
+            values = _gray(values)
+        if how.sigma is not None:
+            values = blur(values, how.sigma)
+        # NumPy makes bytes of fp32 in a sixth of PyTorch's time.
+        made = torch.from_numpy(values.add_(0.5).numpy().astype(np.uint8))
+        image = made.expand_as(image)
+    # A byte is below 128 if it is less than 255 minus itself.
+    return torch.minimum(image, image.bitwise_not()) if how.solarized else image
+
+
+def _gray(values: torch.Tensor) -> torch.Tensor:
+    """Return the gray values (1, height, width) of an image, fp32; of gray ones, themselves."""
+    if len(values) == 1:
+        return values
+    return (_LUMA @ values.flatten(1)).view(1, *values.shape[1:])
+
+
+def shift_hue(values: torch.Tensor, shift: float) -> torch.Tensor:
+    """Return RGB values (3, height, width) with the hue moved by ``shift`` of the color circle, at
+    most a sixth. Brightest and darkest value of each pixel stay: saturation and value of HSV.
+
+    Each channel is a trapezoid over the hue h, counted in sixths of the circle from the channel's
+    own hue: with the smallest value m and chroma C, red = m + C clamp(2 - abs(h), 0, 1). The other
+    two channels say what h is: C abs(h) = C + (green - m) + (blue - m) - (red - m), and its sign is
+    that of green - blue. So there is no division, no remainder, and no case by the largest channel.
+    """
+    darkest, brightest = values.amin(0, keepdim=True), values.amax(0, keepdim=True)
+    chroma = brightest - darkest
+    total = values.sum(0, keepdim=True).add_(chroma).sub_(darkest)
+    around = torch.cat([values, values[:2]])
+    hues = torch.sub(total, values, alpha=2).copysign_(around[1:4] - around[2:5])
+    away = hues.add_(chroma, alpha=6 * shift).abs_()
+    return torch.sub(brightest + chroma, away).clamp_(darkest, brightest)
+
+
+def blur(values: torch.Tensor, sigma: float) -> torch.Tensor:
+    """Return the values (channels, height, width) after a Gaussian blur of 9 x 9 weights.
+
+    The image is reflected beyond its edges. One with a side below 5 pixels has fewer weights.
+
+    A weight at a time, and its mirrored one, along each direction: several times as fast as
+    PyTorch's convolution of so few channels.
+    """
+    radius = min(_RADIUS, *(side - 1 for side in values.shape[1:]))
+    weights = [math.exp(-0.5 * (offset / sigma) ** 2) for offset in range(radius + 1)]
+    whole = 2 * sum(weights) - weights[0]
+    weights = [each / whole for each in weights if each / whole > _LEAST_WEIGHT]
+    radius = len(weights) - 1
+    for dimension in (1, 2):
+        length = values.shape[dimension]
+        padding = (radius, radius, 0, 0) if dimension == 2 else (0, 0, radius, radius)
+        padded = torch.nn.functional.pad(values[None], padding, mode="reflect")[0]
+        values = padded.narrow(dimension, radius, length) * weights[0]
+        for offset in range(1, radius + 1):
+            for start in (radius - offset, radius + offset):
+                values.add_(padded.narrow(dimension, start, length), alpha=weights[offset])
+    return values
+
+
+def block_mask(grid: tuple[int, int], ratio: tuple[float, float]) -> torch.Tensor:
+    """Draw which patches are masked, (patches,) bool: their share is even between both ``ratio``.
+
+    The mask is made of rectangles, as in iBOT and DINOv2: each has an area between 4 patches and
+    what is still to be masked. Each covers a random patch that is not masked yet, and the last one
+    is cut, so that their number is exact: the share times the patches, rounded, and at least 1.
+    """
+    rows, columns = grid
+    share = ratio[0] + torch.rand(()).item() * (ratio[1] - ratio[0])
+    wanted = min(max(1, round(share * rows * columns)), max_masked(grid, ratio))
+    masked = np.zeros(grid, bool)
+    while left := wanted - int(masked.sum()):
+        sized, shaped, chosen, down, across = torch.rand(5, dtype=torch.float64).tolist()
+        least = min(_LEAST_BLOCK, left)
+        area, aspect = least + sized * (left - least), math.exp(_LOG_ASPECT * (2 * shaped - 1))
+        tall = min(rows, max(1, round(math.sqrt(area * aspect))))
+        wide = min(columns, max(1, round(math.sqrt(area / aspect))))
+        free = np.flatnonzero(~masked)
+        row, column = divmod(int(free[int(chosen * len(free))]), columns)
+        top = min(max(0, row - int(down * tall)), rows - tall)
+        start = min(max(0, column - int(across * wide)), columns - wide)
+        block = masked[top : top + tall, start : start + wide]
+        new_rows, new_columns = np.nonzero(~block)
+        block[new_rows[:left], new_columns[:left]] = True
+    return torch.from_numpy(masked.reshape(-1))

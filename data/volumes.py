@@ -87,8 +87,20 @@ class VolumesSplit(Split):
     def make(self, number: int, epoch: int, index: int) -> torch.Tensor:
         path = self._index.paths[number]
         with open_array(path) as array:
-            channel_axis = self._channel_axis(path, array.shape)
-            size = [n for axis, n in enumerate(array.shape) if axis != channel_axis]
+            # Which axis has the channels; None: no axis has.
+            shape, dimensions, channel_axis = array.shape, len(self._size), None
+            fits = len(shape) == dimensions and self._channels == 1
+            if len(shape) == dimensions + 1:
+                if dimensions == 3 and shape[0] == self._channels:
+                    fits, channel_axis = True, 0
+                elif shape[-1] == self._channels:
+                    fits, channel_axis = True, dimensions
+            if not fits:
+                raise DataFolderError(
+                    f"{path} holds an array of {_times(shape)}, which is no image of "
+                    f"{_times(self._size)} with channels: {self._channels}"
+                )
+            size = [n for axis, n in enumerate(shape) if axis != channel_axis]
             left = [there - needed for there, needed in zip(size, self._size, strict=True)]
             if min(left) < 0:
                 raise DataFolderError(
@@ -122,24 +134,6 @@ class VolumesSplit(Split):
         if flip:
             image = image.flip(-1)
         return (image - self._mean) / self._std
-
-    def _channel_axis(self, path: str, shape: tuple[int, ...]) -> int | None:
-        """Return which axis of an array has the channels; None: no axis has.
-
-        Raises DataFolderError for an array without the model's dimensions and channels.
-        """
-        dimensions, channels = len(self._size), self._channels
-        if len(shape) == dimensions and channels == 1:
-            return None
-        if len(shape) == dimensions + 1:
-            if dimensions == 3 and shape[0] == channels:
-                return 0
-            if shape[-1] == channels:
-                return dimensions
-        raise DataFolderError(
-            f"{path} holds an array of {_times(shape)}, which is no image of {_times(self._size)} "
-            f"with channels: {channels}"
-        )
 
     def _crop(self, left: list[int]) -> tuple[list[int], bool]:
         """Draw where the crop of an array starts, and whether it is flipped."""

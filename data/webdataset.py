@@ -26,13 +26,7 @@ from tqdm import tqdm
 from data import files
 from data.buckets import source_of
 from data.config import DataConfig
-from data.files import (
-    BrokenImageError,
-    DataFolderError,
-    MissingSplitError,
-    is_url,
-    reason_of,
-)
+from data.files import BrokenImageError, DataFolderError, MissingSplitError, is_url, reason_of
 from data.index import Strings, Table, load_or_build
 from data.source import DatasetRequest, DataSource
 from data.transforms import ImageSplit, Transform, transforms_of
@@ -62,7 +56,23 @@ def open_shards(request: DatasetRequest) -> DataSource:
         split: _index(config, split, shards, listing, labels=request.labels)
         for split, shards in chosen.items()
     }
-    classes = _classes(root, tables, listing) if request.labels else None
+    classes = None
+    file = next((name for name in ("classes.json", "classes.txt") if name in listing), None)
+    if request.labels and file:
+        try:
+            text = files.read_bytes(os.path.join(root, file)).decode()
+            classes = json.loads(text) if file.endswith(".json") else text.splitlines()
+        except (BrokenImageError, ValueError) as error:
+            raise DataFolderError(f"{root}/{file} cannot be read: {reason_of(error)}") from None
+        if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+            raise DataFolderError(f"{root}/{file} is not a list of names, one of each class")
+    elif request.labels:
+        classes, *others = (table.info["names"] for table in tables.values())
+        if any(names != classes for names in others):
+            raise DataFolderError(
+                f"the classes that the shards of train and val name differ in {root}: put the "
+                "names of all, by label, into classes.txt there"
+            )
     splits = {
         split: ShardSplit(request, split, transforms[split], table, classes)
         for split, table in tables.items()
@@ -124,9 +134,6 @@ class ShardSplit(ImageSplit):
         return digest.hexdigest()
 
 
-# -- which files are the shards, and what are the classes ------------------------------
-
-
 def choose_shards(config: DataConfig, split: str, listing: Listing) -> list[str]:
     """Return which of the files of ``--data_dir`` are the split's shards, sorted.
 
@@ -149,31 +156,6 @@ def choose_shards(config: DataConfig, split: str, listing: Listing) -> list[str]
             return chosen
     kind = DataFolderError if pattern else MissingSplitError
     raise kind(f"{config.data_dir} has no shards {' or '.join(patterns)}: name them with {flag}")
-
-
-def _classes(root: str, tables: Mapping[str, Table], listing: Listing) -> list[str] | None:
-    """Return the classes' names by label: of the file beside the shards, or else of the labels.
-
-    None if neither names any. Raises DataFolderError.
-    """
-    for file in ("classes.json", "classes.txt"):
-        if file not in listing:
-            continue
-        try:
-            text = files.read_bytes(os.path.join(root, file)).decode()
-            names = json.loads(text) if file.endswith(".json") else text.splitlines()
-        except (BrokenImageError, ValueError) as error:
-            raise DataFolderError(f"{root}/{file} cannot be read: {reason_of(error)}") from None
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise DataFolderError(f"{root}/{file} is not a list of names, one of each class")
-        return names
-    named = [table.info["names"] for table in tables.values()]
-    if any(names != named[0] for names in named):
-        raise DataFolderError(
-            f"the classes that the shards of train and val name differ in {root}: put the names "
-            "of all, by label, into classes.txt there"
-        )
-    return named[0]
 
 
 # -- the index: where each image is in the shards, and its label -----------------------
@@ -235,11 +217,14 @@ def _index(
         total = sum(left_out, Counter[str]())
         return Table(arrays, {"names": names or None, "left_out": total, "shards": stamps})
 
-    def change(table: Table) -> str | None:
-        return None if table.info["shards"] == stamps else "its shards have changed"
-
-    name = split if labels else f"{split}-without-labels"
-    return load_or_build(config, name, root, build, change, counted="label")
+    return load_or_build(
+        config,
+        split if labels else f"{split}-without-labels",
+        root,
+        build,
+        lambda table: None if table.info["shards"] == stamps else "its shards have changed",
+        counted="label",
+    )
 
 
 _Found = tuple[list[str], np.ndarray, list[Label]]

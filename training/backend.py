@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 from torch import nn
 
-from data.crops import CropRequest
 from data.files import DataFolderError
 from data.loader import Batch, BatchLoader, Share
-from data.source import ANY_CLASSES, DatasetRequest, DataSource
+from data.source import ANY_CLASSES, CropRequest, DatasetRequest, DataSource
 from models.config import crop_pairs
 from training.errors import UsageError
 from training.optimizers import Updates

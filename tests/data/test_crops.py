@@ -14,13 +14,21 @@ from torchvision.transforms.v2 import functional
 
 from data import transforms
 from data.config import DataConfig
-from data.crops import CropLayout, CropRequest, block_mask, max_masked
 from data.decode import Pixels, open_image
-from data.distortion import FIRST, LOCAL, SECOND, Distortion, distort, draw_distortion
 from data.files import DataFolderError
 from data.loader import Share
-from data.source import DatasetRequest, open_data
-from data.transforms import MultiCrop, seeded
+from data.source import CropLayout, CropRequest, DatasetRequest, max_masked, open_data
+from data.transforms import (
+    FIRST,
+    LOCAL,
+    SECOND,
+    Distortion,
+    MultiCrop,
+    block_mask,
+    distort,
+    draw_distortion,
+    seeded,
+)
 from tests.data.test_decode import GUARD, as_pillow, jpeg
 from tools.show_augmentations import IMAGES, crop_columns, draw
 

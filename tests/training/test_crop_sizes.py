@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from data.files import DataFolderError
-from data.loader import GlobalBatchSampler, PairSampler, Share
+from data.loader import GlobalBatchSampler, Share
 from data.source import open_data
 from tests.cli import need_xla, tiny, train_tiny, train_tiny_gpu
 from tests.data.test_tables import write_tables
@@ -56,7 +56,7 @@ def test_each_batch_has_the_crops_of_one_pair():
 
 
 def test_a_pair_that_is_given_twice_is_drawn_twice_as_often():
-    sampler = PairSampler(GlobalBatchSampler(8000, 2, shuffle=True, seed=3), 4)
+    sampler = GlobalBatchSampler(8000, 2, shuffle=True, seed=3, pairs=4)
     counts = Counter(keys[0][-1] for keys in sampler)
     assert [counts[pair] for pair in range(4)] == pytest.approx([1000] * 4, rel=0.1)
 

@@ -8,7 +8,7 @@ import timm
 import torch
 from safetensors.torch import save_file
 
-from data.crops import CropLayout, CropRequest
+from data.source import CropLayout, CropRequest
 from models.dino import slots_of
 from tests.cli import need_xla, run_program, tiny, train_tiny, train_tiny_gpu
 from tests.marks import long

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from data.crops import max_masked
 from data.loader import Batch, Share, numbered
-from data.source import DatasetRequest, DataSource, Split
+from data.source import DatasetRequest, DataSource, Split, max_masked
 from models.config import ModelError
 from models.initialize import allocate
 from models.registry import open_model, with_additions

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from data.crops import max_masked
+from data.source import max_masked
 from models.dino import Compared, Crops, DinoSpec
 from training.backend import Backend, dataset_request
 from training.begin import check_weights
