@@ -6,6 +6,7 @@ just before, with scales of the values that are there: one a tensor ("current") 
 """
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -21,37 +22,39 @@ from training.resolve import MODEL_FLAG
 _TORCHAO_NAME = {"current": "tensorwise", "rowwise": "rowwise"}
 
 
+@dataclass(frozen=True)
 class Float8Blocks(TimmBlocks):
     """timm's blocks with ``nn.Linear`` in FP8."""
 
-    def __init__(self, fp8: str, device: Device) -> None:
-        """``fp8``: the recipe of ``--fp8``; ``device``, not yet started, is to compute it."""
-        self._fp8, self._device = fp8, device
+    fp8: str
+    """The recipe of ``--fp8``."""
+    device: Device
+    """What is to compute it, not yet started."""
 
     def check(self, run: TorchRun) -> None:
-        if self._fp8 not in _TORCHAO_NAME:
+        if self.fp8 not in _TORCHAO_NAME:
             raise UsageError(
-                f"--fp8 {self._fp8} requires --block te: with timm's blocks use "
+                f"--fp8 {self.fp8} requires --block te: with timm's blocks use "
                 f"{' or '.join(_TORCHAO_NAME)}"
             )
         if not run.own.compile:
             raise UsageError(
-                f"--fp8 {self._fp8} with timm's blocks requires --compile: alone, rounding to FP8 "
+                f"--fp8 {self.fp8} with timm's blocks requires --compile: alone, rounding to FP8 "
                 "would take longer than the products gain"
             )
-        if reason := self._device.lacks("fp8"):
+        if reason := self.device.lacks("fp8"):
             raise UsageError(reason)
         if reason := why_no_linear_products(run.model.block):
             reason = ModelError(reason).told(MODEL_FLAG)
             raise UsageError(
-                f"--fp8 {self._fp8} is incompatible with --model {run.model.name}: {reason}"
+                f"--fp8 {self.fp8} is incompatible with --model {run.model.name}: {reason}"
             )
-        check_sizes(run, self._fp8)
+        check_sizes(run, self.fp8)
         import_float8()
 
     def replace(self, block: nn.Module, device: str) -> nn.Module:
         float8 = import_float8()
-        return float8.convert_to_float8_training(block, config=config_of(self._fp8))
+        return float8.convert_to_float8_training(block, config=config_of(self.fp8))
 
 
 def config_of(fp8: str) -> Any:

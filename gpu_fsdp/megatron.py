@@ -1,32 +1,34 @@
-"""The step and the checkpoints of NVIDIA's Megatron-FSDP, blocks as its units.
+"""NVIDIA's Megatron-FSDP, blocks as its units: sharding, the step and the checkpoints.
 
 The optimizer is this program's, on each process's parts: the package's own wrapper takes a step
 while it is made. The loss is divided here and gradients are only summed.
+
+(FSDP2 is ``torch_fsdp/fsdp2.py``. What a block becomes with both is in ``torch_fsdp/recipe.py``.)
 """
 
+import copy
+import functools
+import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from timm.layers import PatchEmbed
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from gpu_fsdp import megatron_private
-from gpu_fsdp.parallelize import (
-    TENSOR,
-    MegatronFSDP,
-    install_weights,
-    optimizer_parameters,
-    parallelize,
-)
+from models.initialize import cast_buffers, fill_buffers
 from torch_fsdp.devices import Device
-from torch_fsdp.parallelize import OUTER, SHARD
-from torch_fsdp.recipe import TorchRun
+from torch_fsdp.recipe import OUTER, SHARD, TimmBlocks, TorchRun, parallelize_block
 from torch_fsdp.torch_backend import TorchBackend
 from training.backend import InitializeModule
 from training.checkpoints.state import Chunk, ShardedTensor, flat_range_boxes
-from training.schedule import StepRates
 
+with warnings.catch_warnings():  # that it does without TransformerEngine and Apex
+    warnings.simplefilter("ignore")
+    from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
+
+_TENSOR = "tp"
 _META_SHARE = 0.25
 """The share of the device's memory above which a model is not put there whole before sharding."""
 
@@ -39,45 +41,87 @@ class MegatronBackend(TorchBackend):
         # The package wants a tensor-parallel dimension, if only of size 1.
         shape = (run.mesh.dcn, run.mesh.fsdp, 1)
         self._mesh = dist.init_device_mesh(
-            device.where.type, shape, mesh_dim_names=(OUTER, SHARD, TENSOR)
+            device.where.type, shape, mesh_dim_names=(OUTER, SHARD, _TENSOR)
         )
         self._all = self._mesh[OUTER, SHARD]._flatten("dp").get_group()
-        self._parameters: dict[str, DTensor] = {}
-        self._meta_init = False
 
-    def _describe_form(self) -> str:
-        form = f"Megatron-FSDP {f'ZeRO-{self._zero}' if self._zero else 'no sharding'}"
-        if self._own.outer_dp_sharding_strategy:
-            form += f", optimizer sharded over {OUTER} too"
-        form += ", each block a unit"
-        form += ", fp32 weights" if self._own.preserve_fp32_weights else ", no fp32 weights"
-        return form + (", meta init" if self._meta_init else "")
+    # -- from the plain model to a parallel one, step by step -------------------------
 
     def _parallelize(
         self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
     ) -> nn.Module:
-        limit = self._device.memory().get("limit")
-        self._meta_init = bool(self._own.meta_init)
-        if self._own.meta_init is None and self._zero and limit is not None:
-            size = 4 * sum(parameter.numel() for parameter in model.parameters())
-            self._meta_init = size > _META_SHARE * limit
-        self._model = parallelize(
-            model,
-            units,
-            initialize,
-            self._run,
-            self._mesh,
-            self._all,
-            self._device.where,
-            meta_init=self._meta_init,
-        )
-        self._parameters = optimizer_parameters(self._model, self._recipe.blocks)
-        return self._model
+        own, recipe, device = self._own, self._recipe, self._device.where
+        initial = InitialValues(model, units, initialize, recipe.blocks)
 
-    def _shard_groups(self) -> list[dist.ProcessGroup]:
-        if self._own.outer_dp_sharding_strategy:
-            return [self._all]
-        return [] if self._zero == 0 else [self._mesh.get_group(SHARD)]
+        # With meta_init the package has the weights filled part by part while it shards them, so
+        # that no device has all of them.
+        limit = self._device.memory().get("limit")
+        meta_init = bool(own.meta_init)
+        if own.meta_init is None and self._zero and limit is not None:
+            size = 4 * sum(parameter.numel() for parameter in model.parameters())
+            meta_init = size > _META_SHARE * limit
+
+        # Each block: TransformerEngine's or timm's, recomputation, torch.compile.
+        blocks = [parallelize_block(model, n, block, recipe, device) for n, block in units[:-1]]
+
+        # Weights, in the precision that is computed in.
+        model.to(recipe.dtype)
+        _fill(model, initial, recipe.dtype, device, meta_init=meta_init)
+        model.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(recipe.dtype), *inputs[1:]))
+
+        # Shards. Without fp32 weights gradients have the weights' precision.
+        policy = MixedPrecisionPolicy(None, None, None)
+        if own.preserve_fp32_weights:
+            policy = MixedPrecisionPolicy(torch.float32, torch.float32, recipe.reduce_dtype)
+        outer: dict[str, Any] = {}
+        if self._run.mesh.dcn > 1:
+            outer = {"dp_outer_dim": OUTER, "hybrid_fsdp_group": self._all}
+        self._model = fully_shard_model(
+            model,
+            # With the patch embedding a unit of its own, no part begins inside a row of another
+            # parameter, on which the package fails for some widths.
+            fsdp_unit_modules=[*{type(block) for block in blocks}, PatchEmbed],
+            device_mesh=self._mesh,
+            dp_shard_dim=SHARD,
+            tp_dim=_TENSOR,
+            **outer,
+            zero_dp_strategy=recipe.zero,
+            outer_dp_sharding_strategy=own.outer_dp_sharding_strategy,
+            device=device,
+            init_model_with_meta_device=meta_init,
+            mixed_precision_policy=policy,
+            overlap_grad_reduce=own.overlap_grad_reduce,
+            overlap_param_gather=own.overlap_param_gather,
+            sync_model_each_microbatch=False,
+            preproc_state_dict_for_dcp_ckpt=False,
+            # Gradients are summed, the loss is divided by the backend: the package's own scaling in
+            # 0.6.1 is wrong for a sharded outer dimension.
+            calculate_per_token_loss=True,
+        )
+        distributed = megatron_private.optimizer_parameters(self._model)
+        for name, _ in self._model.module.named_parameters():
+            self._parameters[recipe.blocks.timm_name(name)] = distributed[name]
+
+        # The exact values of fp32 weights: the package took them from ones rounded to bf16.
+        if recipe.dtype != torch.float32 and own.preserve_fp32_weights:
+            with torch.no_grad():
+                for name, parameter in self._parameters.items():
+                    local, part = parameter.to_local(), megatron_private.own_range(parameter)
+                    local.copy_(initial[name].flatten()[part.start : part.stop].view(local.shape))
+                self._after_load()
+        recipe.blocks.wrap_model(self._model)
+
+        groups = [] if self._zero == 0 else [self._mesh.get_group(SHARD)]
+        if own.outer_dp_sharding_strategy:
+            groups = [self._all]
+        self._sharded_alike = [(self._parameters.keys(), groups)]
+        self._form = f"Megatron-FSDP {f'ZeRO-{self._zero}' if self._zero else 'no sharding'}"
+        if own.outer_dp_sharding_strategy:
+            self._form += f", optimizer sharded over {OUTER} too"
+        self._form += ", each block a unit"
+        self._form += ", fp32 weights" if own.preserve_fp32_weights else ", no fp32 weights"
+        self._form += ", meta init" if meta_init else ""
+        return self._model
 
     # -- a step -----------------------------------------------------------------------
 
@@ -99,14 +143,11 @@ class MegatronBackend(TorchBackend):
             assert grad is not None or not local.numel(), f"{name} got no gradient"
             local.grad = torch.empty_like(local) if grad is None else grad.to_local()
 
-    def _update(self, rates: StepRates, skipped: torch.Tensor) -> None:
-        super()._update(rates, skipped)
+    def _after_update(self) -> None:
         self._model.install_optimized_model_weights()
         if self._zero and not self._own.overlap_param_gather:
             self._model.start_param_sync(force_sync=True)
-
-    def _drop_gradients(self) -> None:
-        super()._drop_gradients()
+        super()._after_update()
         self._model.zero_grad_buffer()
 
     def close(self) -> None:
@@ -118,7 +159,9 @@ class MegatronBackend(TorchBackend):
     # -- checkpoints ------------------------------------------------------------------
 
     def _after_load(self) -> None:
-        install_weights(self._model, self._zero)
+        if self._zero:
+            self._model.synchronize_param_gather()
+        self._model.install_optimized_model_weights()
 
     def _global_view(self, name: str, values: torch.Tensor) -> torch.Tensor:
         parameter = self._parameters[name]
@@ -131,3 +174,78 @@ class MegatronBackend(TorchBackend):
             count = torch.Size(sizes).numel()
             chunks.append(Chunk(offsets, flat[at : at + count].view(sizes)))
         return ShardedTensor(parameter.shape, values.dtype, chunks)
+
+
+class InitialValues:
+    """The values that ``initialize`` gives each parameter, made on the CPU one unit at a time.
+
+    The package asks for single modules, in an order of its own. This holds the values of one unit:
+    asking unit by unit computes each of them once.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: list[tuple[str, nn.Module]],
+        initialize: InitializeModule,
+        blocks: TimmBlocks,
+    ) -> None:
+        """Copy the structure of ``model``, which must still be on the meta device."""
+        self._initialize, self._blocks = initialize, blocks
+        root = copy.deepcopy(model)
+        self._units = {}
+        for name, unit in units:
+            if unit is not model:
+                self._units[name] = copy.deepcopy(unit)
+                root.set_submodule(name, nn.Identity())
+        self._units[""] = root
+        self._current = ""
+        self._values: dict[str, torch.Tensor] = {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Return a parameter's values by its name in the plain model or in one with ``blocks``."""
+        name = self._blocks.timm_name(name)
+        unit = max((u for u in self._units if f"{name}.".startswith(f"{u}.")), key=len, default="")
+        if unit != self._current or not self._values:
+            module = copy.deepcopy(self._units[unit])
+            self._initialize(module, unit)
+            self._current = unit
+            self._values = {
+                f"{unit}.{inner}" if unit else inner: parameter.detach()
+                for inner, parameter in module.named_parameters()
+            }
+        return self._values[name]
+
+
+def _fill(
+    model: nn.Module,
+    initial: InitialValues,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    meta_init: bool,
+) -> None:
+    """Give parameters and buffers their values: at once, or with ``meta_init`` parameters later."""
+
+    def fill_buffers_below(name: str, module: nn.Module) -> None:
+        fill_buffers(module, lambda values: values.to(device))
+        for inner, part in module.named_modules(prefix=name):
+            if inner.startswith("blocks."):
+                cast_buffers(part, dtype)
+
+    @torch.no_grad()
+    def fill(name: str, part: nn.Module) -> None:
+        for key, parameter in part.named_parameters(prefix=name, recurse=False):
+            parameter.copy_(initial[key])
+        fill_buffers_below(name, part)
+
+    modules = list(model.named_modules())
+    for name, part in modules:
+        if next(part.parameters(recurse=False), None) is None:
+            continue
+        if meta_init:  # the package calls it once it has given the part memory
+            part.reset_parameters = functools.partial(fill, name, part)
+        else:
+            part.to_empty(device=device, recurse=False)
+            fill(name, part)
+    fill_buffers_below("", model)

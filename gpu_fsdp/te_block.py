@@ -7,6 +7,7 @@ differs is GELU: TransformerEngine has only the tanh approximation (at most 5e-4
 
 import functools
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,12 +45,12 @@ _IN_BLOCK = re.compile(r"(blocks\.\d+\.)(.+)")
 _INSTALL = "see requirements-gpu.txt, or use --block timm"
 
 
+@dataclass(frozen=True)
 class TeBlocks(TimmBlocks):
     """TransformerEngine's layers instead of timm's blocks."""
 
-    def __init__(self, fp8: str) -> None:
-        """Remember the recipe of ``--fp8``, "none" for none."""
-        self._fp8 = fp8
+    fp8: str
+    """The recipe of ``--fp8``, "none" for none."""
 
     def check(self, run: TorchRun) -> None:
         unsupported = {
@@ -65,16 +66,16 @@ class TeBlocks(TimmBlocks):
                 f"--block te cannot be this model's blocks: {reason}: use --block timm"
             )
         te = import_te()
-        if self._fp8 == "none":
+        if self.fp8 == "none":
             return
-        if self._fp8 == "rowwise":
+        if self.fp8 == "rowwise":
             raise UsageError("--fp8 rowwise requires --block timm: with te use current")
-        kind = "mxfp8" if self._fp8 == "mxfp8" else "fp8"
+        kind = "mxfp8" if self.fp8 == "mxfp8" else "fp8"
         ok, reason = getattr(te, f"is_{kind}_available")(return_reason=True)
         if not ok:
             other = "--fp8 delayed" if kind == "mxfp8" else "--fp8 none"
-            raise UsageError(f"--fp8 {self._fp8}: {reason.splitlines()[0]}: use {other}")
-        check_sizes(run, self._fp8)
+            raise UsageError(f"--fp8 {self.fp8}: {reason.splitlines()[0]}: use {other}")
+        check_sizes(run, self.fp8)
 
     def replace(self, block: nn.Module, device: str) -> nn.Module:
         """Return the TransformerLayer that computes what timm's ``block`` does, on ``device``.
@@ -120,7 +121,7 @@ class TeBlocks(TimmBlocks):
 
     def wrap_model(self, model: nn.Module) -> None:
         """Compute the layers' matrix products in FP8, if asked for."""
-        if self._fp8 == "none":
+        if self.fp8 == "none":
             return
         te = import_te()
         from transformer_engine.common import recipe
@@ -129,7 +130,7 @@ class TeBlocks(TimmBlocks):
             "delayed": recipe.DelayedScaling,
             "current": recipe.Float8CurrentScaling,
             "mxfp8": recipe.MXFP8BlockScaling,
-        }[self._fp8]()
+        }[self.fp8]()
         forward = model.forward
 
         def forward_in_fp8(*args: Any, **kwargs: Any) -> Any:

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 if not __package__:  # run by its path: the folder of the project, in place of its own
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -57,11 +57,6 @@ def say(text: str) -> None:
         os.write(2, f"torchrun.sh: {text}\n".encode(errors="replace"))
 
 
-def end(code: int, text: str) -> NoReturn:
-    say(text)
-    os._exit(code)
-
-
 class Watch:
     """Prints what the node waits for, and ends the process on a signal or at the limit.
 
@@ -91,24 +86,24 @@ class Watch:
         self.waiting_for = what
 
     def _follow(self) -> None:
-        def is_needed() -> bool:  # not once torchrun has started, and installed its own handlers
-            return signal.getsignal(signal.SIGTERM) == self._handler
-
-        while is_needed():
+        # Until torchrun has started, and installed its own handlers.
+        while signal.getsignal(signal.SIGTERM) == self._handler:
             now = time.monotonic()
             if self.waiting_for and now - self._said >= SAY_SECONDS:
                 self._said = now
                 say(f"waiting for {self.waiting_for}, {now - self._begin:.0f} s so far")
             if self.waiting_for and self._limit and now - self._begin >= self._limit:
-                end(
-                    1,
+                say(
                     f"error: {self.waiting_for} did not come within {self._limit:.0f} s "
-                    "(JOIN_TIMEOUT): see why, and start all nodes again",
+                    "(JOIN_TIMEOUT): see why, and start all nodes again"
                 )
+                os._exit(1)
             if select.select([self._reader], [], [], 0.5)[0]:
                 number = os.read(self._reader, 1)[0]
-                if number in (signal.SIGTERM, signal.SIGINT) and is_needed():
-                    end(128 + number, f"ended by {signal.Signals(number).name}")
+                is_needed = signal.getsignal(signal.SIGTERM) == self._handler
+                if number in (signal.SIGTERM, signal.SIGINT) and is_needed:
+                    say(f"ended by {signal.Signals(number).name}")
+                    os._exit(128 + number)
 
 
 # -- What is sent over a connection ----------------------------------------------------------------

@@ -74,7 +74,7 @@ class Worker:
         self._pod = pod
         self._log = pod.open_log(client.worker)
         # In a session of its own: Ctrl-C would end the client, and tell the program nothing.
-        self._client = subprocess.Popen(
+        self.client = subprocess.Popen(
             client.command,
             start_new_session=True,
             stdin=subprocess.PIPE,
@@ -90,7 +90,7 @@ class Worker:
                     self._log.write(line + b"\n")
                 self._pod.write(f"[worker {self.index}] {line.decode(errors='replace')}", target)
 
-        client = self._client
+        client = self.client
         assert client.stdout is not None
         assert client.stderr is not None
         with self._log:
@@ -105,13 +105,9 @@ class Worker:
 
     def send(self, number: int) -> None:
         """Send the program a signal, over the connection or as soon as there is one."""
-        assert self._client.stdin
+        assert self.client.stdin
         with contextlib.suppress(BrokenPipeError):
-            os.write(self._client.stdin.fileno(), f"{signal.Signals(number).name}\n".encode())
-
-    def disconnect(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._client.pid, signal.SIGKILL)
+            os.write(self.client.stdin.fileno(), f"{signal.Signals(number).name}\n".encode())
 
 
 @dataclass(frozen=True)
@@ -122,8 +118,9 @@ class _Answer:
 
 
 @dataclass(frozen=True)
-class _Ending:
-    """The wish that the programs of an attempt end, to be started again otherwise."""
+class Ending:
+    """The wish that the programs of an attempt, if it still runs, write a checkpoint and end, to be
+    started again otherwise."""
 
     attempt: int
     why: str
@@ -136,14 +133,14 @@ class Pod:
         """``grace``: the seconds between SIGTERM and SIGKILL; None: ``GRACE_SECONDS``, or after a
         crash ``CRASH_SECONDS``."""
         self.log_dir, self._grace = log_dir, grace
-        self.events: queue.SimpleQueue[tuple[Worker, int] | int | _Answer | _Ending]
+        self.events: queue.SimpleQueue[tuple[Worker, int] | int | _Answer | Ending]
         self.events = queue.SimpleQueue()
         """The ends of workers with their exit codes, signals to this process, and what its threads
-        say."""
+        say: any may put one here."""
         self.stopped_by = 0
         """The signal to this process that has stopped the workers: they must not be restarted."""
         self.asked = False
-        """Whether the programs of the newest ``run`` were asked to end by ``ask_to_end``."""
+        """Whether the programs of the newest ``run`` were asked to end by an ``Ending``."""
         self.failed_at = 0.0
         """When a worker of the newest ``run`` failed, or all were asked to end, in seconds since
         1970."""
@@ -160,13 +157,12 @@ class Pod:
         """Open a worker's log or, if that cannot be written any more, /dev/null."""
         try:
             self.log_dir.mkdir(parents=True, exist_ok=True)
-            path = self.log_dir / f"worker_{index}.log"
-            # No link, which may lead anywhere.
             return open(
-                path,
+                self.log_dir / f"worker_{index}.log",
                 "ab",
                 buffering=0,
-                opener=lambda p, flags: os.open(p, flags | os.O_NOFOLLOW, 0o666),
+                # No link, which may lead anywhere.
+                opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666),
             )
         except OSError as error:
             if not self._lacks_logs:
@@ -191,17 +187,10 @@ class Pod:
                 return None
         return event.value
 
-    def ask_to_end(self, attempt: int, why: str) -> None:
-        """Let the programs of this attempt write a checkpoint and end, if it still runs.
-
-        Any thread may call this.
-        """
-        self.events.put(_Ending(attempt, why))
-
     def run(self, clients: Sequence[Client], attempt: int) -> int:
         """Run the clients; return 0, or the exit code of the first worker that failed.
 
-        ``AS_ASKED`` if none has, and ``ask_to_end`` has ended them.
+        ``AS_ASKED`` if none has, and an ``Ending`` has ended them.
         """
         self._deadline, self.asked = None, False
         self._running = {Worker(client, self) for client in clients}
@@ -217,7 +206,7 @@ class Pod:
                 continue
             if isinstance(event, _Answer):
                 continue  # nobody waits for it any more
-            if isinstance(event, _Ending):
+            if isinstance(event, Ending):
                 if event.attempt == attempt and not (failed or self.stopped_by):
                     self.say(event.why)
                     self.asked, self.failed_at = True, time.time()
@@ -258,7 +247,8 @@ class Pod:
         if self._deadline and self._deadline[1] == 0:
             for worker in self._running:
                 self.say(f"{worker.name} does not answer, disconnecting")
-                worker.disconnect()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(worker.client.pid, signal.SIGKILL)
             self._deadline = None
             return
         self._send(signal.SIGKILL)

@@ -6,6 +6,8 @@ group; its end, by a broken connection or a dead launcher, stops the program. Ne
 it otherwise: ssh passes no signals on, and sshd lets programs live when a connection breaks.
 """
 
+from __future__ import annotations  # for Python 3.8
+
 import contextlib
 import json
 import os
@@ -31,9 +33,18 @@ def main(task: dict) -> int:
         is_first = True
     except FileExistsError:
         is_first = False
-    ended = end_programs(None if task["end_all"] else task["job"], task["grace"])
-    if ended:
-        say(f"ended {ended} process(es) that were left here")
+    # What is left of this job, or of all.
+    job = None if task["end_all"] else task["job"]
+    left = processes(job)
+    for number, seconds in ((signal.SIGTERM, task["grace"]), (signal.SIGKILL, 10)):
+        deadline = time.monotonic() + seconds
+        for process in processes(job):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, number)
+        while processes(job) and time.monotonic() < deadline:
+            time.sleep(0.1)
+    if left:
+        say(f"ended {len(left)} process(es) that were left here")
     if not is_first:
         say("the connection to this worker broke; its program was stopped")
         return LOST
@@ -69,21 +80,8 @@ def main(task: dict) -> int:
     return min(code if code >= 0 else 128 - code, LOST)
 
 
-def end_programs(job: str | None, grace: float) -> int:
-    """Send SIGTERM to the processes of ``job`` (None: of all), then SIGKILL; return how many."""
-    found = processes(job)
-    for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, 10)):
-        deadline = time.monotonic() + seconds
-        for process in processes(job):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, number)
-        while processes(job) and time.monotonic() < deadline:
-            time.sleep(0.1)
-    return len(found)
-
-
 def processes(job: str | None) -> list[int]:
-    """Return this user's processes that xla_dist started here."""
+    """Return this user's processes that xla_dist started here for ``job`` (None: for all)."""
     prefix = f"{JOB}=".encode()
     wanted = None if job is None else prefix + job.encode()
     found = []

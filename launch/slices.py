@@ -8,7 +8,6 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 SSH_OPTIONS = ("-oServerAliveInterval=30", "-oServerAliveCountMax=4", "-oConnectTimeout=30")
@@ -57,10 +56,6 @@ def gcloud(args: argparse.Namespace, *words: str) -> list[str]:
     return command
 
 
-def describe_command(args: argparse.Namespace, name: str) -> list[str]:
-    return gcloud(args, "describe", name, "--format=json")
-
-
 def ssh_command(args: argparse.Namespace, name: str, worker: int, remote: str) -> list[str]:
     """Return what runs ``remote`` in a shell of one of this slice's workers."""
     command = gcloud(args, "ssh", name, f"--worker={worker}", f"--command={remote}")
@@ -76,7 +71,7 @@ def describe(args: argparse.Namespace, name: str) -> Slice:
     """Ask gcloud for a slice. Raises Mistake if it does not know it."""
     try:
         asked = subprocess.run(
-            describe_command(args, name),
+            gcloud(args, "describe", name, "--format=json"),
             capture_output=True,
             text=True,
             check=False,
@@ -103,17 +98,6 @@ def describe(args: argparse.Namespace, name: str) -> Slice:
         topology,
         tuple(each.get("ipAddress", "") for each in node.get("networkEndpoints") or ()),
     )
-
-
-def check_alike(slices: Sequence[Slice]) -> None:
-    """Raise Mistake if they are not of the same kind."""
-    first = slices[0]
-    for each in slices[1:]:
-        if each.kind != first.kind:
-            raise Mistake(
-                f"--tpu {each.name} is {each.kind}, {first.name} is {first.kind}: several slices "
-                "must have one accelerator type and topology"
-            )
 
 
 def describe_usable(args: argparse.Namespace, name: str, kind: str) -> Slice | str:

@@ -25,16 +25,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from launch import CRASH_SECONDS, IN_VAIN, pod_worker
-from launch.pod import AS_ASKED, GRACE_SECONDS, Client, Pod
-from launch.slices import (
-    Mistake,
-    Slice,
-    check_alike,
-    describe,
-    describe_command,
-    describe_usable,
-    ssh_command,
-)
+from launch.pod import AS_ASKED, GRACE_SECONDS, Client, Ending, Pod
+from launch.slices import Mistake, Slice, describe, describe_usable, gcloud, ssh_command
 
 MISTAKE = 2
 """The exit code for a wrong command line."""
@@ -61,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         remote = remote_command(args, job, 0, 0, {})  # a mistake in it shows before anything starts
         if args.dry_run:
             for name in args.tpu:
-                print(shlex.join(describe_command(args, name)))
+                print(shlex.join(gcloud(args, "describe", name, "--format=json")))
             own = "NNODES, NODE_RANK" if len(args.tpu) == 1 else "MEGASCALE_SLICE_ID"
             print(f"# for every worker that it lists, with {own}, ...: --worker=0, without")
             print(shlex.join(ssh_command(args, args.tpu[0], 0, remote)))
@@ -73,7 +65,12 @@ def main(argv: Sequence[str]) -> int:
         for each in described:
             if (problem := each.problem()) and not (slices and args.elastic):
                 raise Mistake(f"--tpu {each.name} {problem}")
-        check_alike(slices)
+        for each in slices[1:]:
+            if each.kind != slices[0].kind:
+                raise Mistake(
+                    f"--tpu {each.name} is {each.kind}, {slices[0].name} is {slices[0].kind}: "
+                    "several slices must have one accelerator type and topology"
+                )
         log_dir = Path(args.log_dir or f"runs/xla_dist-{job}")
         try:
             log_dir.mkdir(parents=True, exist_ok=True)
@@ -180,9 +177,8 @@ def ask_for_growth(
     while not has_ended.wait(args.elastic_poll):
         for name in missing:
             if isinstance(describe_usable(args, name, kind), Slice):
-                pod.ask_to_end(
-                    attempt, f"{name} is there: all write a checkpoint and start again with it"
-                )
+                why = f"{name} is there: all write a checkpoint and start again with it"
+                pod.events.put(Ending(attempt, why))
                 return
 
 
@@ -318,12 +314,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             )
         if len(args.tpu) > 1:
             raise Mistake("--backend torchtpu works on one slice: give one name to --tpu")
-    check_elastic(args)
-    return args
 
-
-def check_elastic(args: argparse.Namespace) -> None:
-    """Set the defaults of what comes with ``--elastic``. Raises Mistake for what cannot."""
+    # What comes with --elastic.
     for name, default in (("wait", ELASTIC_WAIT_SECONDS), ("poll", ELASTIC_POLL_SECONDS)):
         flag = f"elastic_{name}"
         if getattr(args, flag) is None:
@@ -331,7 +323,7 @@ def check_elastic(args: argparse.Namespace) -> None:
         elif args.elastic is None:
             raise Mistake(f"--{flag} requires --elastic")
     if args.elastic is None:
-        return
+        return args
     slices = len(args.tpu)
     if slices == 1:
         raise Mistake("--elastic requires several slices: --tpu NAME,NAME")
@@ -344,6 +336,7 @@ def check_elastic(args: argparse.Namespace) -> None:
     for name, _ in args.env:
         if name == "ELASTIC_SLICES" or (name.startswith("MEGASCALE_") and name[-4:] != "PORT"):
             raise Mistake(f"--elastic numbers the slices that are there: drop --env {name}")
+    return args
 
 
 def variable(text: str) -> tuple[str, str]:
@@ -393,13 +386,28 @@ def clients(
     """
     found = []
     for slice_id, slice_ in enumerate(slices):
-        first = args.tpu.index(slice_.name) * len(slice_.addresses)
-        for worker in range(len(slice_.addresses)):
-            index, place = first + worker, ""
-            own = for_torchrun(slice_, worker)
-            if len(args.tpu) > 1:
+        count = len(slice_.addresses)
+        for worker in range(count):
+            index, place = args.tpu.index(slice_.name) * count + worker, ""
+            own = {"MASTER_ADDR": slices[0].addresses[0]}
+            if len(args.tpu) == 1:  # what launch/torchrun.sh reads
+                own |= {
+                    "NNODES": str(count),
+                    "NODE_ADDRESSES": ",".join(slice_.addresses),
+                    "NODE_RANK": str(worker),
+                }
+                if slice_.topology:  # 4x4 or 4x4x4
+                    sides = [*slice_.topology.split("x"), "1"][:3]
+                    own["TORCH_TPU_TOPOLOGY"] = ",".join(sides)
+            else:  # by which libtpu and the program find the other slices
                 place = f" (worker {worker} of {slice_.name})"
-                own = for_several(slices, slice_id, worker)
+                own |= {
+                    "NODE_RANK": str(slice_id * len(slices[0].addresses) + worker),
+                    "MEGASCALE_COORDINATOR_ADDRESS": slices[0].addresses[0],
+                    "MEGASCALE_PORT": str(MEGASCALE_PORT),
+                    "MEGASCALE_NUM_SLICES": str(len(slices)),
+                    "MEGASCALE_SLICE_ID": str(slice_id),
+                }
             remote = remote_command(args, job, attempt, index, own | more)
             found.append(Client(index, place, ssh_command(args, slice_.name, worker, remote)))
     return found
@@ -435,32 +443,6 @@ def remote_command(
     if len(remote) > LONGEST_WORD:
         raise Mistake("the command and --env are too long for a command line: use a file")
     return remote
-
-
-def for_torchrun(slice_: Slice, worker: int) -> dict[str, str]:
-    """Return the variables that launch/torchrun.sh reads on a worker of the only slice."""
-    own = {
-        "NNODES": str(len(slice_.addresses)),
-        "MASTER_ADDR": slice_.addresses[0],
-        "NODE_ADDRESSES": ",".join(slice_.addresses),
-        "NODE_RANK": str(worker),
-    }
-    if slice_.topology:  # 4x4 or 4x4x4
-        own["TORCH_TPU_TOPOLOGY"] = ",".join([*slice_.topology.split("x"), "1"][:3])
-    return own
-
-
-def for_several(slices: Sequence[Slice], slice_id: int, worker: int) -> dict[str, str]:
-    """Return the variables by which libtpu and the program find the other slices, on a worker."""
-    first = slices[0].addresses[0]
-    return {
-        "MASTER_ADDR": first,
-        "NODE_RANK": str(slice_id * len(slices[0].addresses) + worker),
-        "MEGASCALE_COORDINATOR_ADDRESS": first,
-        "MEGASCALE_PORT": str(MEGASCALE_PORT),
-        "MEGASCALE_NUM_SLICES": str(len(slices)),
-        "MEGASCALE_SLICE_ID": str(slice_id),
-    }
 
 
 if __name__ == "__main__":

@@ -73,8 +73,11 @@ class Device:
         """True if it computes PyTorch's ``scaled_dot_product_attention``; known after ``start``."""
         return True
 
-    def start(self) -> None:
-        """Start the device of this process: the one with the number LOCAL_RANK on this host."""
+    def start(self, *, tf32: bool) -> None:
+        """Start the device of this process: the one with the number LOCAL_RANK on this host.
+
+        ``tf32``: fp32 matrix products and convolutions may be computed in TF32.
+        """
 
     def count(self) -> int | None:
         """Return how many this host has; None if any number of processes can share it."""
@@ -92,9 +95,6 @@ class Device:
     def lacks(self, precision: str) -> str | None:
         """Return the message if it cannot compute in "fp32", "bf16", "fp16" or "fp8", else None."""
         return None
-
-    def set_tf32(self, allowed: bool) -> None:
-        """Allow or forbid TF32 in fp32 matrix products and convolutions."""
 
     def put(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copy tensors from the host, from any thread, while a step runs.
@@ -175,10 +175,16 @@ class Cuda(Device):
     def is_available() -> bool:
         return torch.cuda.is_available()
 
-    def start(self) -> None:
+    def start(self, *, tf32: bool) -> None:
         self.where = self.bound_to = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(self.where)
         self._copies = torch.cuda.Stream()
+        # PyTorch's default is TF32 in convolutions but not in matrix products. PyTorch 2.9
+        # deprecates this interface; its torch.compile still uses it, and refuses a mixture of both.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Please use the new API settings")
+            torch.set_float32_matmul_precision("high" if tf32 else "highest")
+            torch.backends.cudnn.allow_tf32 = tf32
 
     def count(self) -> int | None:
         return torch.cuda.device_count()
@@ -193,17 +199,6 @@ class Cuda(Device):
     @property
     def name(self) -> str:
         return torch.cuda.get_device_name()
-
-    def set_tf32(self, allowed: bool) -> None:
-        """PyTorch's default is TF32 in convolutions but not in matrix products.
-
-        PyTorch 2.9 deprecates this interface; its torch.compile still uses it, and refuses a
-        mixture of both.
-        """
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Please use the new API settings")
-            torch.set_float32_matmul_precision("high" if allowed else "highest")
-            torch.backends.cudnn.allow_tf32 = allowed
 
     def put(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         # On a stream of their own, so that copies run while the step does; the device is set again
@@ -301,7 +296,7 @@ class Tpu(Device):
     def is_available() -> bool:
         return torch_tpu_private.is_installed() and torch_tpu_private.tpus_of_host() > 0
 
-    def start(self) -> None:
+    def start(self, *, tf32: bool) -> None:
         torch_tpu_private.register()
         self.where = torch.device("tpu")
         # A process that is forked while the runtime's threads hold a lock waits for it for ever:
@@ -310,19 +305,16 @@ class Tpu(Device):
         os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
         # Nearly all of torch.tpu is "experimental", and says so at each call.
         warnings.filterwarnings("ignore", message="<TorchTpu/ApiStage/")
+        torch.set_float32_matmul_precision("highest")  # a TPU's default is bf16
 
     @functools.cached_property
-    def _kind(self) -> str:
-        return torch_tpu_private.device_kind()
-
-    @property
     def name(self) -> str:
-        return self._kind
+        return torch_tpu_private.device_kind()
 
     @property
     def fused_attention(self) -> bool:
         """Its kernel is the TPU's: a plugin for the host's processor cannot run it."""
-        return self._kind != "cpu"
+        return self.name != "cpu"
 
     def count(self) -> int | None:
         return torch_tpu_private.tpus_of_host()
@@ -350,10 +342,6 @@ class Tpu(Device):
             return "--precision fp16 requires --backend cuda: on a TPU use bf16"
         return None
 
-    def set_tf32(self, allowed: bool) -> None:
-        """A TPU's default is to compute fp32 products in bf16."""
-        torch.set_float32_matmul_precision("highest")
-
     def put(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [tensor.to(self.where) for tensor in tensors]
 
@@ -368,10 +356,10 @@ class Tpu(Device):
         torch.accelerator.synchronize()
 
     def counters(self) -> dict[str, int]:
-        return torch_tpu_private.counts()._asdict()
+        return torch_tpu_private.counts()
 
     def memory(self) -> dict[str, int]:
-        if self._kind == "cpu":
+        if self.name == "cpu":
             return {}
         return {
             "used": torch.accelerator.memory_allocated(),

@@ -6,7 +6,6 @@ each process loads its rows, alone or for all of them.
 
 import functools
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +16,8 @@ import torch.nn.functional as F
 from timm.layers import AttentionPoolLatent
 from torch import Tensor, nn
 
-from data.loader import BadImage, Batch, BatchLoader, Share
+from data.loader import BadImage, Batch, BatchLoader
 from models.blocks import attentions, combine_parts, use_product
-from training.processes.exchange import without_greetings
 from training.resolve import Run
 
 # ------------------------------------------------------------------------------------------------
@@ -42,14 +40,6 @@ class DomainGroup:
     @property
     def size(self) -> int:
         return len(self.patches)
-
-    def sum(self, x: Tensor) -> Tensor:
-        """Return the sum over all of them."""
-        return _Sum.apply(x, self.group)
-
-    def largest(self, x: Tensor) -> Tensor:
-        """Return the element-wise maximum over all of them."""
-        return _Largest.apply(x, self.group)
 
     def rotate(self, x: Tensor, step: int) -> Callable[[], Tensor]:
         """Start to send ``x``, (batch, heads, patches, width), to the next process.
@@ -87,7 +77,9 @@ def _reduced(x: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -
     return result
 
 
-class _Sum(torch.autograd.Function):
+class Sum(torch.autograd.Function):
+    """The sum of a tensor over a group."""
+
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
@@ -98,7 +90,9 @@ class _Sum(torch.autograd.Function):
         return _reduced(grad, ctx.group), None
 
 
-class _Largest(torch.autograd.Function):
+class Largest(torch.autograd.Function):
+    """The element-wise maximum of a tensor over a group."""
+
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         largest = _reduced(x, group, dist.ReduceOp.MAX)
@@ -396,31 +390,6 @@ def image_rows(run: Run[Any], place: int) -> range:
     patch = sizes.input_shape[1] // sizes.grid[0]
     rows = run.mesh.rows_of(sizes.grid[0], place)
     return range(rows.start * patch, rows.stop * patch)
-
-
-def open_loader(
-    run: Run[Any], open_share: Callable[[Share], BatchLoader], images: int, *, reads_rows: bool
-) -> BatchLoader:
-    """Open this process's loader, as ``training.backend.Backend.loader`` says."""
-    mesh, here = run.mesh, dist.get_rank()
-    part, of_host = mesh.batch_part(here), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if mesh.domain == 1 or reads_rows:
-        own = None if mesh.domain == 1 else image_rows(run, here)
-        return open_share(Share(part, mesh.batch_parts, own, of_host=of_host))
-    of_part = images // mesh.batch_parts
-    sources, index = math.gcd(mesh.domain, of_part), here % mesh.domain
-    share = Share(
-        part * sources + min(index, sources - 1),
-        mesh.batch_parts * sources,
-        loads=index < sources,
-        of_host=of_host,
-    )
-    rows = [image_rows(run, place) for place in range(mesh.domain)]
-    # A group of its own, for tensors on the CPU.
-    ranks = torch.arange(mesh.devices).view(-1, mesh.domain).tolist()
-    with without_greetings():
-        group, _ = dist.new_subgroups_by_enumeration(ranks, backend="gloo")
-    return SharedImages(open_share(share), group, rows, sources, of_part // sources)
 
 
 @dataclass

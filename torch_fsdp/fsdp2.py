@@ -1,53 +1,146 @@
-"""The step and the checkpoints of FSDP2, PyTorch's ``fully_shard``: each block a unit."""
+"""FSDP2, PyTorch's ``fully_shard``, each block a unit: sharding, the step and the checkpoints.
 
-from collections.abc import Collection
+(Megatron-FSDP is ``gpu_fsdp/megatron.py``.)
+"""
+
+import functools
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from models.positions import PartOfPositions
+from models.blocks import attentions
+from models.initialize import cast_buffers
+from models.positions import PartOfPositions, TokenPart
+from torch_fsdp import domain
 from torch_fsdp.devices import Device
-from torch_fsdp.parallelize import DOMAIN, SHARD, make_device_meshes, parallelize
-from torch_fsdp.recipe import TorchRun
+from torch_fsdp.domain import DomainGroup, attend_over_processes
+from torch_fsdp.recipe import OUTER, SHARD, TorchRun, parallelize_block
 from torch_fsdp.torch_backend import TorchBackend
 from training.backend import InitializeModule
 from training.checkpoints.state import Chunk, ShardedTensor
+
+DOMAIN = "domain"
+"""The axis of the rows of an image."""
 
 
 class Fsdp2Backend(TorchBackend):
     def __init__(self, run: TorchRun, device: Device) -> None:
         super().__init__(run, device)
-        self._mesh, self._image_mesh = make_device_meshes(run, device)
-        self._parameters: dict[str, DTensor] = {}
-        self._positions: dict[str, PartOfPositions] = {}
-
-    def _describe_form(self) -> str:
-        form = f"FSDP2 ZeRO-{self._zero}, each block a unit"
+        mesh, kind = run.mesh, device.where.type
+        shape: tuple[int, ...] = (mesh.dcn, mesh.fsdp * mesh.domain)
         if self._zero == 0:
-            form = "FSDP2 as data parallel (no sharding)"
+            shape = (mesh.devices, 1)
+        # Which process has which part of the batch is of no account, but those that share an image
+        # have consecutive ranks.
+        ranks = torch.arange(mesh.devices).view(shape)
+        if mesh.domain == 1:
+            ranks = device.arrange(shape)
+        # Parameters are sharded over (dcn, fsdp): processes that share an image shard them like all
+        # others. With (dcn, fsdp, domain) it is known which ones share one.
+        self._mesh = self._image_mesh = DeviceMesh(kind, ranks, mesh_dim_names=(OUTER, SHARD))
+        if mesh.domain > 1:
+            ranks = ranks.view(mesh.dcn, mesh.fsdp, mesh.domain)
+            self._image_mesh = DeviceMesh(kind, ranks, mesh_dim_names=(OUTER, SHARD, DOMAIN))
+        self._positions: dict[str, PartOfPositions] = {}
+        """Position embeddings that are divided over the processes that share an image."""
+        self._form = f"FSDP2 ZeRO-{self._zero}, each block a unit"
+        if self._zero == 0:
+            self._form = "FSDP2 as data parallel (no sharding)"
         if self._recipe.domain_attention:
-            form += f", {self._recipe.domain_attention} attention over domain"
-        return form
+            self._form += f", {self._recipe.domain_attention} attention over domain"
+
+    # -- from the plain model to a parallel one, step by step -------------------------
 
     def _parallelize(
         self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
     ) -> nn.Module:
-        meshes = (self._mesh, self._image_mesh)
-        self._positions = parallelize(model, units, initialize, self._run, meshes, self._device)
+        """The host and the device hold one unit at a time: it is filled on the CPU, and of its copy
+        on the device only this process's part stays."""
+        run, recipe, device = self._run, self._recipe, self._device
+
+        # Attention sees the tokens of all processes that share an image.
+        if recipe.domain_attention:
+            index = self._image_mesh.get_local_rank(DOMAIN)
+            rows, across = run.model.sizes.grid[0], run.model.sizes.row_patches
+            places = range(run.mesh.domain)
+            patches = [len(run.mesh.rows_of(rows, place)) * across for place in places]
+            group = DomainGroup(self._image_mesh.get_group(DOMAIN), index, tuple(patches))
+            fused = device.fused_attention
+            attend_over_processes(model, recipe.domain_attention, group, fused=fused)
+        elif not device.fused_attention:
+            for attention in attentions(model):
+                attention.fused_attn = False  # type: ignore[assignment]
+
+        # Each block: its weights; TransformerEngine's or timm's block, recomputation,
+        # torch.compile; and then its shards.
+        blocks = []
+        for name, block in units[:-1]:
+            initialize(block, name)
+            block = parallelize_block(model, name, block, recipe, device.where)
+            cast_buffers(block, recipe.dtype)
+            _move(block, device)
+            blocks.append(_shard(block, run, self._mesh))
+
+        # What is around the blocks. Processes that share an image have the positions of their
+        # tokens.
+        initialize(model, "")
+        _move(model, device)
+        if recipe.domain_attention:
+            part = TokenPart(
+                first=sum(patches[:index]),
+                patches=patches[index],
+                of=sum(patches),
+                sum=lambda x: domain.Sum.apply(x, group.group),
+                largest=lambda x: domain.Largest.apply(x, group.group),
+            )
+            self._positions = run.model.compute_on_part(model, part)
+
+        def scale_gradient(_: nn.Module, __: object, values: torch.Tensor) -> None:
+            if values.requires_grad:
+                values.register_hook(lambda grad: grad * (1 / group.size))
+
+        for module in self._positions.values():
+            # Processes along "domain" have other positions: those along "dcn" and "fsdp" alone
+            # hold, and reduce, the same ones. A mean is taken over those; all others' gradients are
+            # of a mean over "domain", too.
+            _shard(module, run, self._image_mesh)
+            module.register_forward_hook(scale_gradient)
+        _shard(model, run, self._mesh, is_root=True)
+
+        # How many blocks are unsharded ahead of the one that computes.
+        for i, sharded in enumerate(blocks):
+            if run.own.forward_prefetch:
+                after = blocks[i + 1 : i + 1 + run.own.forward_prefetch]
+                sharded.set_modules_to_forward_prefetch(after)
+            before = blocks[max(0, i - run.own.backward_prefetch) : i][::-1]
+            # An empty list means PyTorch's own order, one ahead. The block itself, which is
+            # unsharded already, means none.
+            sharded.set_modules_to_backward_prefetch(before or [sharded])
+        recipe.blocks.wrap_model(model)
+
         self._model = model
         positions = {id(part.values): name for name, part in self._positions.items()}
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor)
-            name = positions.get(id(parameter)) or self._recipe.blocks.timm_name(name)
+            name = positions.get(id(parameter)) or recipe.blocks.timm_name(name)
             self._parameters[name] = parameter
+        names, of_shards = self._parameters.keys(), [self._mesh.get_group(SHARD)]
+        self._sharded_alike = [(names, of_shards)]
+        if self._zero == 0 and self._positions:
+            # Without sharding all parameters are replicated, but positions differ along "domain".
+            others, over_domain = names - self._positions.keys(), self._image_mesh.get_group(DOMAIN)
+            self._sharded_alike = [(others, of_shards), (self._positions.keys(), [over_domain])]
         return model
-
-    def _shard_groups(self) -> list[dist.ProcessGroup]:
-        return [self._mesh.get_group(SHARD)]
 
     # -- a step -----------------------------------------------------------------------
 
@@ -67,14 +160,6 @@ class Fsdp2Backend(TorchBackend):
         for name, parameter in self._parameters.items():
             if isinstance(parameter.grad, DTensor):
                 self._locals[name].grad = parameter.grad.to_local()
-
-    def _sharded_alike(self) -> list[tuple[Collection[str], list[dist.ProcessGroup]]]:
-        # Without sharding all parameters are replicated, but positions differ along "domain".
-        if self._zero != 0 or not self._positions:
-            return super()._sharded_alike()
-        others = self._locals.keys() - self._positions.keys()
-        over_domain = [self._image_mesh.get_group(DOMAIN)]
-        return [(others, self._shard_groups()), (self._positions.keys(), over_domain)]
 
     # -- checkpoints ------------------------------------------------------------------
 
@@ -100,3 +185,56 @@ class Fsdp2Backend(TorchBackend):
         entries = self._run.model.sizes.num_patches + self._run.model.token_parameters[name]
         whole = (parameter.shape[0], entries, parameter.shape[2])
         return ShardedTensor(whole, values.dtype, chunks)
+
+
+def _move(unit: nn.Module, device: Device) -> None:
+    """Move what is not on the device yet, nor sharded, there.
+
+    ``fully_shard`` would do so by setting a parameter's data, which PyTorch refuses for a TPU.
+    """
+    for module in unit.modules():
+        for name, values in [
+            *module.named_parameters(recurse=False),
+            *module.named_buffers(recurse=False),
+        ]:
+            if isinstance(values, DTensor) or values.device.type == device.where.type:
+                continue
+            moved = values.detach().to(device.where)
+            if isinstance(values, nn.Parameter):
+                moved = nn.Parameter(moved, requires_grad=values.requires_grad)
+            setattr(module, name, moved)
+
+
+def _shard(
+    unit: nn.Module, run: TorchRun, mesh: DeviceMesh, *, is_root: bool = False
+) -> FSDPModule:
+    recipe = run.recipe
+    shard = mesh[SHARD]  # of the mesh with all axes: PyTorch warns of a slice of a slice
+    lower = {recipe.dtype, recipe.reduce_dtype} != {torch.float32}
+    fully_shard(
+        unit,
+        mesh=mesh[OUTER, SHARD] if mesh.size(0) > 1 else shard,
+        shard_placement_fn=functools.partial(_placement, parts=shard.size()),
+        # The root's weights would be unsharded again at once by the backward pass.
+        reshard_after_forward=recipe.zero == 3 and not is_root,
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=recipe.dtype if lower else None,
+            reduce_dtype=recipe.reduce_dtype if lower else None,
+            output_dtype=torch.float32 if is_root else None,
+        ),
+        offload_policy=CPUOffloadPolicy() if run.own.cpu_offload else OffloadPolicy(),
+    )
+    assert isinstance(unit, FSDPModule)
+    # Uneven parts get their final, padded storage only when first unsharded; the optimizer must
+    # not hold the one before.
+    unit.unshard()
+    unit.reshard()
+    return unit
+
+
+def _placement(parameter: nn.Parameter, parts: int) -> Shard | None:
+    """Shard what has one entry for each token, (1, tokens, width), along a dimension that ``parts``
+    divides; None: as PyTorch does it, along the first."""
+    if parameter.dim() != 3 or parameter.shape[0] != 1:
+        return None
+    return next((Shard(d) for d in (1, 2) if parameter.shape[d] % parts == 0), None)

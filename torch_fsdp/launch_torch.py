@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from models import timm_private
 from torch_fsdp import devices
-from torch_fsdp.devices import Device
 from torch_fsdp.recipe import TorchRun
 from training import errors
 from training.backend import Backend
@@ -23,14 +22,45 @@ from training.processes.exchange import without_greetings
 
 
 def launch(body: Callable[[TorchRun, Backend], None], run: TorchRun) -> None:
-    """Call ``body(run, backend)`` in this process, one of a process group's."""
+    """Call ``body(run, backend)`` in this process, one of those that torchrun started, or alone.
+
+    Raises UsageError in all processes if some have an accelerator and some not. Collectives would
+    wait for all, and ``--fsdp auto`` might even choose different forms.
+    """
     device = devices.choose(run.config.backend)
-    device.start()
+    device.start(tf32=run.own.tf32)
     if is_first_of_torchrun():
         errors.warn_of_others(timm_private.WRITTEN_FOR, run.form.written_for, device.written_for)
-    device.set_tf32(run.own.tf32)
     with without_greetings():
-        _init_process_group(device)
+        rank, world_size = 0, 1
+        store: Store = dist.HashStore()
+        if "RANK" in os.environ:
+            rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            store = join(rank, world_size)
+            if device.is_host:
+                store.set("without", socket.gethostname())
+            else:
+                store.add("with", 1)
+                store.set("accelerator", device.noun)
+                store.set("status_command", device.status_command)
+            if store.add("told_device", 1) == world_size:
+                store.set("all_told_device", "")
+            store.wait(["all_told_device"])
+            if 0 < store.add("with", 0) < world_size:
+                keys = ("without", "accelerator", "status_command")
+                host, wanted, command = (store.get(key).decode() for key in keys)
+                raise UsageError(
+                    f"PyTorch finds no {wanted} on {host}, but on other nodes: see what {command} "
+                    "says there, or start without that node",
+                    agreed=True,
+                )
+        dist.init_process_group(
+            device.collectives,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            device_id=device.bound_to,
+        )
         backend = run.form.open_backend(run, device)
     try:
         body(run, backend)
@@ -46,43 +76,6 @@ def launch(body: Callable[[TorchRun, Backend], None], run: TorchRun) -> None:
             if type(each) is DeviceMesh:
                 getattr(each, "_pg_registry", {}).clear()
         dist.destroy_process_group()
-
-
-def _init_process_group(device: Device) -> None:
-    """Make the process group of the processes that torchrun started, or of a lone one.
-
-    Raises UsageError in all processes if some have an accelerator and some not. Its collectives
-    would wait for all, and ``--fsdp auto`` might even choose different forms.
-    """
-    rank, world_size = 0, 1
-    store: Store = dist.HashStore()
-    if "RANK" in os.environ:
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        store = join(rank, world_size)
-        if device.is_host:
-            store.set("without", socket.gethostname())
-        else:
-            store.add("with", 1)
-            store.set("accelerator", device.noun)
-            store.set("status_command", device.status_command)
-        if store.add("told_device", 1) == world_size:
-            store.set("all_told_device", "")
-        store.wait(["all_told_device"])
-        if 0 < store.add("with", 0) < world_size:
-            keys = ("without", "accelerator", "status_command")
-            host, wanted, command = (store.get(key).decode() for key in keys)
-            raise UsageError(
-                f"PyTorch finds no {wanted} on {host}, but on other nodes: see what {command} says "
-                "there, or start without that node",
-                agreed=True,
-            )
-    dist.init_process_group(
-        device.collectives,
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        device_id=device.bound_to,
-    )
 
 
 # ------------------------------------------------------------------------------------------------

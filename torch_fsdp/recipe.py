@@ -25,6 +25,8 @@ from training.config import RunConfig
 from training.mesh import Mesh
 from training.resolve import Run
 
+OUTER, SHARD = "dcn", "fsdp"
+"""The axes of a mesh: of replicas, and of the shards of a replica."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _aten: Any = torch.ops.aten

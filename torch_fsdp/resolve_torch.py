@@ -1,7 +1,7 @@
 """What a run with FSDP does on the devices that PyTorch finds: decided before any of them starts.
 
 ``resolve`` makes a ``TorchRun``: every "auto" decided, every check made. Its ``recipe`` is what
-``torch_fsdp/parallelize.py`` does to the model.
+``torch_fsdp/fsdp2.py`` does to the model.
 """
 
 from __future__ import annotations
@@ -113,19 +113,15 @@ def _resolve(config: RunConfig, own: TorchConfig, form: Form, blocks: TimmBlocks
     run = TorchRun(config, own, model, mesh, form=form, recipe=recipe)
     check_batch(run)
     blocks.check(run)
-    _check_elastic(run)
-    return run
 
-
-def _check_elastic(run: TorchRun) -> None:
-    """Raise UsageError if the run does not fit one of the numbers of nodes that
-    launch/torchrun.sh may start it on."""
+    # It must fit each of the numbers of nodes that launch/torchrun.sh may start it on.
     least, _, most = os.environ.get("ELASTIC_NODES", "").partition(":")
     for nodes in range(int(least), int(most) + 1) if most else ():
         try:
             run.on(nodes * int(os.environ["LOCAL_WORLD_SIZE"]))
         except UsageError as error:
             raise UsageError(f"on {nodes} nodes, of NNODES={least}:{most}: {error}") from None
+    return run
 
 
 def _check_devices(device: Device) -> None:
@@ -178,9 +174,6 @@ def _resolve_domain(config: RunConfig, own: TorchConfig, mesh: Mesh, model: Mode
     if heads % mesh.domain:
         refused["ulysses"] = f"requires heads that {given} divides, not {heads}: use ring"
     return resolve_domain(config, mesh, refused, auto="ring" if "ulysses" in refused else "ulysses")
-
-
-# FSDP2, which every device can run.
 
 
 def _check_fsdp2(config: RunConfig, own: TorchConfig, mesh: Mesh, device: Device) -> None:

@@ -1,7 +1,10 @@
-"""What every form of FSDP shares: steps, transfers, reports, checkpoints."""
+"""What both forms of FSDP share: steps, transfers, reports, checkpoints."""
 
 import abc
 import itertools
+import math
+import os
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -13,9 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from data.loader import Batch, BatchLoader, Share
-from torch_fsdp.block_clock import BlockClock
-from torch_fsdp.devices import Device
-from torch_fsdp.domain import image_rows, open_loader
+from torch_fsdp.devices import Device, Mark
+from torch_fsdp.domain import SharedImages, image_rows
 from torch_fsdp.optimizers import LossScale, PartsOptimizer
 from torch_fsdp.recipe import DTYPES, TorchRun
 from training.backend import InitializeModule, State, pass_seed
@@ -33,8 +35,10 @@ class TorchBackend(abc.ABC):
     cost the host their dispatch at every step.
     """
 
-    _parameters: dict[str, DTensor]
-    """What the form shards, by names in the plain model."""
+    _sharded_alike: list[tuple[Collection[str], list[dist.ProcessGroup]]]
+    """All parameters' names, in groups, with the processes that shard each group."""
+    _form: str
+    """The form of FSDP in the line that describes a run."""
 
     def __init__(self, run: TorchRun, device: Device) -> None:
         self._run, self._device, self._recipe = run, device, run.recipe
@@ -48,6 +52,8 @@ class TorchBackend(abc.ABC):
         self._zero = run.recipe.zero
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read")
         self._rounds_moments = run.config.optimizer.optimizer_dtype == "bf16"
+        self._parameters: dict[str, DTensor] = {}
+        """What the form shards, by names in the plain model."""
         self._locals: dict[str, nn.Parameter] = {}
         """This process's part of each parameter, by names in the plain model."""
         self._clock: BlockClock | None = None
@@ -64,7 +70,7 @@ class TorchBackend(abc.ABC):
     def _parallelize(
         self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
     ) -> nn.Module:
-        """Fill, change and shard the model; set ``_parameters``."""
+        """Fill, change and shard the model; set ``_parameters``, ``_sharded_alike``, ``_form``."""
 
     @abc.abstractmethod
     def _collect_gradients(self) -> None:
@@ -75,24 +81,16 @@ class TorchBackend(abc.ABC):
         """Return ``values``, laid out as a local parameter, as a part of the global tensor."""
 
     @abc.abstractmethod
-    def _shard_groups(self) -> list[dist.ProcessGroup]:
-        """Return the group of the processes that a parameter is sharded over, if it is."""
-
-    @abc.abstractmethod
-    def _describe_form(self) -> str: ...
-
-    @abc.abstractmethod
     def _after_load(self) -> None:
         """Update what the model computes with: ``_locals`` have new values."""
 
-    def _drop_gradients(self) -> None:
-        """Free the gradients that ``_collect_gradients`` read."""
+    @abc.abstractmethod
+    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None: ...
+
+    def _after_update(self) -> None:
+        """Free the gradients that ``_collect_gradients`` read, and compute with new weights."""
         for parameter in self._parameters.values():
             parameter.grad = None
-
-    def _sharded_alike(self) -> list[tuple[Collection[str], list[dist.ProcessGroup]]]:
-        """Return all parameters' names, in groups, with the processes that shard each group."""
-        return [(self._locals.keys(), self._shard_groups())]
 
     # -- model and optimizer ----------------------------------------------------------
 
@@ -130,7 +128,7 @@ class TorchBackend(abc.ABC):
             eps=eps,
             betas=betas,
             fused=self._device.fused_adamw,
-            group=next(iter(self._shard_groups()), None),
+            group=next(iter(self._sharded_alike[0][1]), None),
             units=self._blocks,
             compiler=self._recipe.compiler if self._compiles_updates else None,
         )
@@ -148,7 +146,25 @@ class TorchBackend(abc.ABC):
     def loader(
         self, open_share: Callable[[Share], BatchLoader], images: int, *, reads_rows: bool
     ) -> BatchLoader:
-        return open_loader(self._run, open_share, images, reads_rows=reads_rows)
+        mesh, of_host = self._run.mesh, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if mesh.domain == 1 or reads_rows:
+            own = None if mesh.domain == 1 else self.image_rows
+            return open_share(Share(self.rank, self.world_size, own, of_host=of_host))
+        # Those that share an image divide the images among them, and send each other the rows.
+        here, of_part = dist.get_rank(), images // self.world_size
+        sources, index = math.gcd(mesh.domain, of_part), here % mesh.domain
+        share = Share(
+            self.rank * sources + min(index, sources - 1),
+            self.world_size * sources,
+            loads=index < sources,
+            of_host=of_host,
+        )
+        rows = [image_rows(self._run, place) for place in range(mesh.domain)]
+        # A group of its own, for tensors on the CPU.
+        ranks = torch.arange(mesh.devices).view(-1, mesh.domain).tolist()
+        with without_greetings():
+            group, _ = dist.new_subgroups_by_enumeration(ranks, backend="gloo")
+        return SharedImages(open_share(share), group, rows, sources, of_part // sources)
 
     def put(self, batch: Batch) -> Batch:
         images, labels = batch
@@ -165,9 +181,6 @@ class TorchBackend(abc.ABC):
         seed = pass_seed(self._run.config.seed, pass_index, self.rank)
         torch.default_generator.manual_seed(seed)
         self._device.seed(seed)
-
-    @abc.abstractmethod
-    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None: ...
 
     @torch.no_grad()
     def optimizer_step(
@@ -191,21 +204,17 @@ class TorchBackend(abc.ABC):
             bad = torch.maximum(bad_loss, skipped * self._loss_scale.is_least())
             self._loss_scale.update(overflowed=skipped, counts=1 - bad_loss)
         self._skipped = count_skipped(self._skipped, bad)
-        self._update(rates, skipped)
+        self._optimizer.step_unless(rates, skipped)
         if self._ema is not None:
             self._ema.update(skipped, rates.newest)
         if self._run.config.objective.has_teacher:
             self._frozen[0]._after_load()
         for part in self._locals.values():
             part.grad = None
-        self._drop_gradients()
+        self._after_update()
         if self._clock is not None:
             self._clock.end_step()
         return norm, self._skipped
-
-    def _update(self, rates: StepRates, skipped: torch.Tensor) -> None:
-        """Take the optimizer's step, unless ``skipped`` is 1.0."""
-        self._optimizer.step_unless(rates, skipped)
 
     def _clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         """Scale gradients down to ``max_norm``, if above 0; returns their norm before, a scalar.
@@ -213,7 +222,7 @@ class TorchBackend(abc.ABC):
         PyTorch's own clips by each DTensor's norm; uneven parts need one sum of squares.
         """
         squares = []
-        for names, groups in self._sharded_alike():
+        for names, groups in self._sharded_alike:
             parts = (self._locals[name].grad for name in self._locals if name in names)
             gradients = [grad for grad in parts if grad is not None]
             square = nn.utils.get_total_norm(gradients, foreach=True).to(self._device.where)
@@ -244,14 +253,10 @@ class TorchBackend(abc.ABC):
         self._device.synchronize()
 
     def read(self, values: Mapping[str, torch.Tensor]) -> Future[dict[str, list[float]]]:
-        names = list(values)
-        host = self._device.read([value.detach() for value in values.values()])
-
-        def arrived() -> dict[str, list[float]]:
-            found = zip(names, host(), strict=True)
-            return {name: value.flatten().tolist() for name, value in found}
-
-        return self._reader.submit(arrived)
+        names, host = list(values), self._device.read([v.detach() for v in values.values()])
+        return self._reader.submit(
+            lambda: {n: v.flatten().tolist() for n, v in zip(names, host(), strict=True)}
+        )
 
     def read_images(self, values: Mapping[str, torch.Tensor]) -> Future[dict[str, torch.Tensor]]:
         names, host = list(values), self._device.read([v.detach() for v in values.values()])
@@ -272,7 +277,7 @@ class TorchBackend(abc.ABC):
         own, sharding, mesh = self._own, self._sharding, self._run.mesh
         parts = [
             f"{self.device_count} {self._device.name} device(s), {self._device.collectives_name}",
-            self._describe_form(),
+            self._form,
             str(mesh),
             sharding.precision + (" with TF32" if own.tf32 else ""),
             f"gradients reduced in {own.reduce_dtype}",
@@ -359,3 +364,54 @@ class TorchBackend(abc.ABC):
         elif self._ema is not None:
             self._ema.updates.copy_(state.step[UPDATES])
         self._after_load()
+
+
+class BlockClock:
+    """Measures the seconds of each step in which this process computes and waits for no other one:
+    the forward and backward passes of the model's blocks, which are most of a step.
+
+    FSDP gathers a block's weights before its pass and reduces gradients after it, so inside of one
+    no process waits for another (but for those that share an image, ``--mesh_domain``). Hooks
+    that are registered after FSDP's run inside of them.
+    """
+
+    def __init__(self, blocks: Iterable[nn.Module], device: Device) -> None:
+        self._device = device
+        self._spans: list[tuple[Mark, Mark]] = []
+        """Of the step that runs now: where each pass of a block starts and ends."""
+        self._steps: deque[list[tuple[Mark, Mark]]] = deque(maxlen=64)
+        """Of steps before, so many at most: whoever asks may do so late, or never."""
+        self._before: tuple[Mark, torch.Tensor] | None = None
+        for block in blocks:
+            block.register_forward_pre_hook(self._starts)
+            block.register_forward_hook(self._ended)
+
+    def _starts(self, block: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self._before = (self._device.mark(), inputs[0]) if block.training else None
+
+    def _ended(self, block: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        if self._before is None:
+            return
+        (started, x), self._before = self._before, None
+        self._spans.append((started, self._device.mark()))
+        if not (x.requires_grad and output.requires_grad):
+            return  # it has no backward pass, or the first one of a frozen part
+        backward: list[Mark] = []
+        output.register_hook(lambda _: backward.append(self._device.mark()))
+        x.register_hook(lambda _: self._spans.append((backward[-1], self._device.mark())))
+
+    def end_step(self) -> None:
+        """End a step: what follows is of the next one."""
+        self._steps.append(self._spans)
+        self._spans = []
+
+    def take(self) -> list[float]:
+        """Return the seconds of the steps, in order, that are known by now, each once."""
+        found = []
+        while self._steps:
+            seconds = self._device.seconds_of(self._steps[0])
+            if seconds is None:
+                break
+            self._steps.popleft()
+            found.append(seconds)
+        return found

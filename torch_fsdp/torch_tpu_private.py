@@ -6,7 +6,7 @@ imported only where TorchTPU is asked for: importing torch_tpu loads the TPU's r
 
 import importlib.util
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -71,18 +71,9 @@ def issue(tensors: Sequence[torch.Tensor]) -> None:
     sync.synchronize(list(tensors), wait=False)
 
 
-class Counts(NamedTuple):
-    """What this process has done so far."""
-
-    compilations: int
-    """Of graphs, by the TPU compiler."""
-    executions: int
-    """Of compiled graphs."""
-
-
-def counts() -> Counts:
-    """Return the counts of this process since its start."""
+def counts() -> dict[str, int]:
+    """Return how many graphs this process has compiled since its start, and executed."""
     from torch_tpu._internal.device import _device_ops_backend
 
     stats: Any = _device_ops_backend._get_cache_stats()
-    return Counts(stats.num_compilations, stats.num_cache_reqs)
+    return {"compilations": stats.num_compilations, "executions": stats.num_cache_reqs}

@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     def step_or_not(backend, lr, max_norm, loss):
         if LEFT_OUT and now[1]:
             backend._collect_gradients()
-            backend._drop_gradients()
+            backend._after_update()
             return loss * 1, backend._skipped
         norm, skipped = optimizer_step(backend, lr, max_norm, loss)
         if backend.is_main:

@@ -31,17 +31,15 @@ class Abacus(devices.Device):
     def __init__(self):
         self.where = torch.device("cpu")
 
-    def start(self):
+    def start(self, *, tf32):
         CALLS[f"start {os.environ['LOCAL_RANK']}"] += 1
+        CALLS[f"TF32 {tf32}"] += 1
 
     def count(self):
         return 2
 
     def lacks(self, precision):
         return "an abacus has no fp16" if precision == "fp16" else None
-
-    def set_tf32(self, allowed):
-        CALLS[f"TF32 {allowed}"] += 1
 
     def put(self, tensors):
         CALLS["put"] += 1

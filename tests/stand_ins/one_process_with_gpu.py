@@ -9,7 +9,7 @@ from torch_fsdp.devices import Cuda
 
 if __name__ == "__main__":
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
-        Cuda.start = lambda self: None
+        Cuda.start = lambda self, tf32: None
         devices.choose = lambda backend: Cuda()
         resolve_torch._check_devices = lambda device: None
     sys.exit(run_vit_training.main())

@@ -124,17 +124,20 @@ def gpu_stale_weight(backend_class):
             lambda self: self._model.blocks[0].set_reshard_after_backward(False),
         )
         return
-    update = backend_class._update
+    after_update = backend_class._after_update
 
-    def without_installing(self, *args):
+    def without_installing(self):
         self._model.install_optimized_model_weights = lambda: None
-        update(self, *args)
+        after_update(self)
 
-    backend_class._update = without_installing
+    backend_class._after_update = without_installing
 
 
 def gpu_clipping_per_shard(backend_class):
-    backend_class._shard_groups = lambda self: []
+    def clip_apart(self):
+        self._sharded_alike = [(names, []) for names, _ in self._sharded_alike]
+
+    after(backend_class, "shard", clip_apart)
 
 
 GPU = {
