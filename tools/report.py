@@ -22,16 +22,7 @@ from matplotlib.ticker import MaxNLocator
 
 from config_fields import local_path
 from data.files import no_link, printable, reason_of, regular, replace_file
-from tools.goodput import (
-    COLOURS,
-    DATA,
-    PARTS,
-    Account,
-    account_of,
-    duration,
-    is_complete,
-    short_names,
-)
+from tools import goodput
 from training.checkpoints.choose import RUN_FILE
 from training.errors import UsageError
 from training.flags import OneLineParser
@@ -60,7 +51,7 @@ class RecordedRun:
     """By the names of the measures in metrics.jsonl."""
     events: list[dict[str, Any]] = field(default_factory=list)
     """Those of events.jsonl, but for steps."""
-    account: Account | None = None
+    account: goodput.Account | None = None
     settings: dict[str, str] = field(default_factory=dict)
     """The content of run.json, one text a setting."""
     left_out: list[str] = field(default_factory=list)
@@ -125,11 +116,11 @@ _LARGEST = 1e100
 def _read_account(run: RecordedRun, path: Path) -> str:
     """Read events.jsonl; return what was left out."""
     found = list(read_lines(path, "event", "time"))
-    whole = [event for event in found if event is not None and is_complete(event)]
+    whole = [event for event in found if event is not None and goodput.is_complete(event)]
     run.events = [event for event in whole if event["event"] != "steps"]
     problems = [_damaged(len(found) - len(whole))]
     try:
-        run.account = account_of(whole)
+        run.account = goodput.account_of(whole)
     except ValueError as error:
         problems.insert(0, str(error))
     return "; ".join(filter(None, problems))
@@ -288,11 +279,13 @@ _LANE, _LANES_LEFT, _LANES_RIGHT = 62, 10, 1190
 _PIXELS = _LANES_RIGHT - _LANES_LEFT
 
 
-def shares_by_pixel(account: Account, began: float, pixel_s: float, pixels: int) -> np.ndarray:
+def shares_by_pixel(
+    account: goodput.Account, began: float, pixel_s: float, pixels: int
+) -> np.ndarray:
     """Return the seconds of each part, in the order of ``PARTS``, in each pixel of a time axis."""
     edges = began + pixel_s * np.arange(pixels + 1)
-    found = np.zeros((len(PARTS), pixels))
-    for number, part in enumerate(PARTS):
+    found = np.zeros((len(goodput.PARTS), pixels))
+    for number, part in enumerate(goodput.PARTS):
         spans = sorted((s.began, s.ended) for s in account.spans if s.part == part)
         if spans:
             times = np.array(spans).ravel()
@@ -334,17 +327,17 @@ def lanes(runs: Mapping[int, RecordedRun]) -> str:
             edges = [0, *(np.flatnonzero(np.diff(largest)) + 1).tolist(), _PIXELS]
             for start, end in itertools.pairwise(edges):
                 if largest[start] >= 0:
-                    part = PARTS[largest[start]]
+                    part = goodput.PARTS[largest[start]]
                     parts.append(
                         f'<rect x="{_LANES_LEFT + start}" y="{top + 24}" width="{end - start}" '
-                        f'height="18" fill="{COLOURS[part]}"><title>{part}</title></rect>'
+                        f'height="18" fill="{goodput.COLOURS[part]}"><title>{part}</title></rect>'
                     )
             parts += _marks(runs[number], first[number], pixel_s, top + 14)
         parts.append("</g>")
     swatches = "".join(
-        f'<span><span class="swatch" style="background:{COLOURS[part]}"></span> {part}</span>'
-        for part in PARTS
-        if part != DATA and any(account.seconds[part] for account in accounts.values())
+        f'<span><span class="swatch" style="background:{colour}"></span> {part}</span>'
+        for part, colour in goodput.COLOURS.items()
+        if part != goodput.DATA and any(account.seconds[part] for account in accounts.values())
     )
     signs = "".join(
         f'<span><svg viewBox="-7 -7 14 14" style="width:14px;display:inline">{sign.drawn}</svg> '
@@ -354,10 +347,10 @@ def lanes(runs: Mapping[int, RecordedRun]) -> str:
     # The table of goodput: the share of each part of a run's time.
     rows = []
     for number, account in accounts.items():
-        wall_s, seconds = account.wall_s, [account.seconds[part] for part in PARTS[1:]]
-        known = [_name(number, runs[number]), duration(wall_s), f"{account.goodput:.2%}"]
+        wall_s, seconds = account.wall_s, [account.seconds[part] for part in goodput.PARTS[1:]]
+        known = [_name(number, runs[number]), goodput.duration(wall_s), f"{account.goodput:.2%}"]
         rows.append([*known, *(f"{each / wall_s:.2%}" if wall_s else "" for each in seconds)])
-    table = _table(["run", "wall time", "goodput", *PARTS[1:]], rows)
+    table = _table(["run", "wall time", "goodput", *goodput.PARTS[1:]], rows)
     return (
         f'<div class="legend" style="position:static">{swatches}{signs}</div>'
         f'<div class="scroll"><svg class="lanes" viewBox="0 0 1200 {height}">{"".join(parts)}</svg>'
@@ -460,7 +453,7 @@ def summary(runs: Mapping[int, RecordedRun]) -> str:
             cells["ended"] = (
                 html.escape(str(ended[-1])) if ended and closed[-1] == "stop" else "no end recorded"
             )
-            cells["wall time"] = duration(account.wall_s)
+            cells["wall time"] = goodput.duration(account.wall_s)
             cells["goodput"] = f"{account.goodput:.2%}"
             cells["starts"] = str(account.starts)
             cells["failures"] = str(account.failures)
@@ -603,7 +596,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UsageError(f"{len(given.runs)} runs are given: a page is for {MOST_RUNS} at most")
         if len({run.resolve() for run in given.runs}) < len(given.runs):
             raise UsageError("a folder is given twice: drop one of the two")
-        names = short_names(map(str, given.runs))
+        names = goodput.short_names(map(str, given.runs))
         runs = [read_run(run, printable(names[str(run)])) for run in given.runs]
         path = given.output or given.runs[0] / _REPORT
         text = page(runs, datetime.now(UTC))

@@ -25,19 +25,9 @@ from training.checkpoints.local_tier import LocalTier
 from training.config import CheckpointConfig, ObjectiveConfig, OptimizerConfig, RunConfig
 from training.errors import UsageError
 from training.flags import by_field, flat
+from training.logs import records
 from training.logs.bad_images import FILE as BAD_IMAGES_FILE
 from training.logs.bad_images import BadImages
-from training.logs.records import (
-    EVENTS_FILE,
-    KNN,
-    METRICS_FILE,
-    PROBE,
-    evaluations,
-    frozen_steps,
-    read_metrics,
-    score,
-    summary,
-)
 from training.processes import exchange
 from training.resolve import Run, model_of
 from training.schedule import Schedule, make_schedule
@@ -214,7 +204,9 @@ def agree(
             if is_main:
                 try:
                     files.fetch_logs(
-                        run.log_dir, ckpt_dir, (METRICS_FILE, EVENTS_FILE, BAD_IMAGES_FILE)
+                        run.log_dir,
+                        ckpt_dir,
+                        (records.METRICS_FILE, records.EVENTS_FILE, BAD_IMAGES_FILE),
                     )
                 except OSError as error:
                     raise UsageError(
@@ -429,14 +421,16 @@ def history_of(saved: SavedRun | None, ckpt_dir: Path, step: int) -> History:
     """Return what the folder's metrics say of the steps up to ``step``; later ones are dropped."""
     if saved is None or not (saved.is_part or saved.path.parent.resolve() == ckpt_dir.resolve()):
         # What was resumed from elsewhere is not evaluated again.
-        return History(False, {step: None} if step else {}, {KNN: {step}, PROBE: {step}})
-    records = [r for r in read_metrics(ckpt_dir) if r["step"] <= step]
-    finite = evaluations(records)
-    best = max(((score(r), at) for at, r in finite.items()), default=(-math.inf, 0))
-    steps = [r["step"] for r in records if "val_images" in r]
-    evaluated = {at: summary(finite[at]) if at in finite else None for at in steps}
+        return History(
+            False, {step: None} if step else {}, {records.KNN: {step}, records.PROBE: {step}}
+        )
+    lines = [r for r in records.read_metrics(ckpt_dir) if r["step"] <= step]
+    finite = records.evaluations(lines)
+    best = max(((records.score(r), at) for at, r in finite.items()), default=(-math.inf, 0))
+    steps = [r["step"] for r in lines if "val_images" in r]
+    evaluated = {at: records.summary(finite[at]) if at in finite else None for at in steps}
     folder = choose.folder_of(ckpt_dir, best[1]) if best[1] else None
-    return History(True, evaluated, frozen_steps(records), folder, best[0])
+    return History(True, evaluated, records.frozen_steps(lines), folder, best[0])
 
 
 # -- whether a checkpoint fits a run ---------------------------------------------------------------

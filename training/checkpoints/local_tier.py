@@ -41,18 +41,9 @@ from typing import Any
 
 import xxhash
 
+from training.checkpoints import format as checkpoint
 from training.checkpoints.choose import clear, folder_of, remove, step_folders, step_of
-from training.checkpoints.format import (
-    Entry,
-    SavedRun,
-    damage,
-    entries,
-    quick_problem,
-    read_manifest,
-    read_saved_run,
-    reason_of,
-    write_manifest,
-)
+from training.checkpoints.format import SavedRun
 from training.checkpoints.state import bytes_of, write_state
 from training.errors import UsageError
 from training.files import check_own, in_background, replace_file
@@ -205,7 +196,7 @@ class LocalTier:
                 continue
             for path in step_folders(each):
                 with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-                    if read_manifest(path) is None or quick_problem(path):
+                    if checkpoint.read_manifest(path) is None or checkpoint.quick_problem(path):
                         continue
                     content = json.loads((path / PART_FILE).read_text())
                     start, *others = (
@@ -276,7 +267,7 @@ class LocalTier:
                 break
             notes += [f"warning: {problem}" for problem in problems]
         with exchange.failing_together():
-            saved = read_saved_run(self._path(self._rank, save[0]))
+            saved = checkpoint.read_saved_run(self._path(self._rank, save[0]))
         brought = [p for p, at in holders[save].items() if p not in at]
         if brought:
             names = ", ".join(self._name(process) for process in brought)
@@ -310,14 +301,14 @@ class LocalTier:
                 continue
             path = self._path(part, step)
             try:
-                if verify and (problem := damage(path)):
+                if verify and (problem := checkpoint.damage(path)):
                     raise ValueError(problem)
                 if part != self._rank:
                     self._send(path, part, save, part)
             except (OSError, EOFError, ValueError, AuthenticationError) as error:
                 problems.append(
                     f"part {part} of step {step} in --local_ckpt_dir of {self._name(self._rank)} "
-                    f"is not used: {reason_of(error)}"
+                    f"is not used: {checkpoint.reason_of(error)}"
                 )
                 rejected.add((part, save))
         return [each for found in exchange.gather(problems) for each in found]
@@ -393,7 +384,9 @@ class LocalTier:
             copy = content()
         except Exception as error:  # noqa: BLE001 - out of memory, say: the next one is tried
             failed: Future[Done] = Future()
-            failed.set_result(Done(step, problem=f"it could not be copied ({reason_of(error)})"))
+            failed.set_result(
+                Done(step, problem=f"it could not be copied ({checkpoint.reason_of(error)})")
+            )
             self._writing = failed
         else:
             self._writing = in_background(lambda: self._write(step, copy, oldest))
@@ -416,7 +409,7 @@ class LocalTier:
                 "layout": self._layout,
             }
             replace_file(path / PART_FILE, json.dumps(about))
-            write_manifest(path, files | entries(path, [PART_FILE]))
+            checkpoint.write_manifest(path, files | checkpoint.entries(path, [PART_FILE]))
             with self._lock:
                 self._have.add((self._rank, save))
             written = time.perf_counter()
@@ -426,9 +419,11 @@ class LocalTier:
             if written is None:
                 with contextlib.suppress(OSError):
                     remove(path)  # the next one may need its room
-                problem = f"it could not be written to {self.folder} ({reason_of(error)})"
+                problem = (
+                    f"it could not be written to {self.folder} ({checkpoint.reason_of(error)})"
+                )
                 return Done(step, problem=problem)
-            problem = f"no copy at {self._name(self._peer or 0)} ({reason_of(error)})"
+            problem = f"no copy at {self._name(self._peer or 0)} ({checkpoint.reason_of(error)})"
             return Done(step, size, written - began, problem=problem)
         return Done(step, size, written - began, time.perf_counter() - written)
 
@@ -460,7 +455,7 @@ class LocalTier:
         Raises OSError or EOFError if it has not, ValueError if the part is damaged, and
         AuthenticationError if who answers there does not know the key.
         """
-        files = read_manifest(path) or {}
+        files = checkpoint.read_manifest(path) or {}
         header = {"to": to, "part": part, "step": save[0], "start": save[1], "files": files}
         with Client(self._addresses[to], authkey=self._key) as connection:
             connection.send_bytes(json.dumps(header).encode())
@@ -488,9 +483,9 @@ class LocalTier:
             try:
                 problem = _receive_files(connection, path, files)
                 if problem is None:
-                    write_manifest(path, files)
+                    checkpoint.write_manifest(path, files)
             except Exception as error:
-                problem = reason_of(error)
+                problem = checkpoint.reason_of(error)
                 raise
             finally:
                 if problem is None:
@@ -502,7 +497,9 @@ class LocalTier:
             connection.send_bytes((problem or "").encode())
 
 
-def _receive_files(connection: Connection, path: Path, files: dict[str, Entry]) -> str | None:
+def _receive_files(
+    connection: Connection, path: Path, files: dict[str, checkpoint.Entry]
+) -> str | None:
     """Write files that arrive one after the other; return what went wrong with them, if anything.
 
     All that was sent is read, so that the sender reads the answer. Raises EOFError or OSError if
@@ -512,7 +509,7 @@ def _receive_files(connection: Connection, path: Path, files: dict[str, Entry]) 
     try:
         clear(path)
     except OSError as error:
-        problem = reason_of(error)
+        problem = checkpoint.reason_of(error)
     for name, (size, sum_) in files.items():
         digest, arrived = xxhash.xxh3_128(), 0
         with contextlib.ExitStack() as opened:
@@ -520,7 +517,7 @@ def _receive_files(connection: Connection, path: Path, files: dict[str, Entry]) 
             try:
                 file = opened.enter_context(open(path / name, "xb")) if problem is None else None
             except OSError as error:
-                problem = reason_of(error)
+                problem = checkpoint.reason_of(error)
             while arrived < size:
                 chunk = connection.recv_bytes(_CHUNK)
                 arrived += len(chunk)
@@ -532,7 +529,7 @@ def _receive_files(connection: Connection, path: Path, files: dict[str, Entry]) 
                             file.flush()
                             os.fsync(file.fileno())
                 except OSError as error:
-                    problem = reason_of(error)
+                    problem = checkpoint.reason_of(error)
         if problem is None and (arrived, digest.hexdigest()) != (size, sum_):
             problem = f"the checksum of {name} differs"
     return problem
