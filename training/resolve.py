@@ -70,6 +70,12 @@ class Run(Generic[Own]):
         """The local folder for logs: ``ckpt_dir``, if that is no URL."""
         return log_folder(self.ckpt_dir)
 
+    @property
+    def train_flops_per_image(self) -> float:
+        """FLOPs of one image as MFU counts them; a linear probe has (almost) no backward pass."""
+        forward_and_back = self.model.train_flops_per_image
+        return forward_and_back / 3 if self.config.optimizer.linear_probe else forward_and_back
+
     def build_model(self, constant: Callable[[Tensor], Tensor]) -> Module:
         """Return the model on the meta device, for images of all buckets and crops.
 

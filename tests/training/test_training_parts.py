@@ -152,8 +152,7 @@ def run_in(folder, *, batch_size, flops_per_image):
     """What the reports ask of a run."""
     config = RunConfig(data=DataConfig(batch_size=batch_size))
     folders = {"log_dir": folder, "ckpt_dir": folder}
-    model = SimpleNamespace(train_flops_per_image=flops_per_image)
-    return SimpleNamespace(config=config, model=model, **folders)
+    return SimpleNamespace(config=config, train_flops_per_image=flops_per_image, **folders)
 
 
 def test_reports_write_every_form(tmp_path, capsys):

@@ -112,9 +112,7 @@ class Reports:
         active, folder = backend.is_main, run.log_dir
         self._dir, self._backend, self._active = folder, backend, active
         self._batch_size = run.config.data.batch_size
-        self._flops_per_image = run.model.train_flops_per_image
-        if run.config.optimizer.linear_probe:  # which has (almost) no backward pass
-            self._flops_per_image /= 3
+        self._flops_per_image = run.train_flops_per_image
         device_peak = backend.peak_flops()
         self._peak_flops = device_peak * backend.device_count if device_peak else None
         self._pending: deque[tuple[dict[str, Any], Future[dict[str, list[float]]]]] = deque()
