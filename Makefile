@@ -102,26 +102,27 @@ train-dino: $(INSTALLED) datasets/digits
 RUN_PYTEST = $(if $(COVERAGE),-m coverage run) -m pytest
 PYTEST = $(BIN)/python $(RUN_PYTEST)
 PYTEST_NEWER = TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(NEWER)/bin/python $(RUN_PYTEST)
-TWO_AT_A_TIME := -n 2 --dist worksteal
+# Tests wait as well as compute: with three at a time two cores are busy.
+THREE_AT_A_TIME := -n 3 --dist worksteal
 TESTS ?= tests
 PART ?= 1/1
 SUITES ?= test test-long rehearse test-torchtpu
 
 test: $(INSTALLED) datasets/digits
-	$(PYTEST) $(TWO_AT_A_TIME) $(TESTS)
+	$(PYTEST) $(THREE_AT_A_TIME) $(TESTS)
 
 # There is no torch_xla for the newer PyTorch: tests that train on XLA are skipped. No GPU: gloo.
 GPU_PATH ?= tests/torch_fsdp tests/models tests/training tests/tools/test_gpu_step.py \
 	tests/launch/test_launch_gpu.py tests/launch/test_launch_meet.py
 
 test-gpu-path: $(NEWER)/installed
-	$(PYTEST_NEWER) $(TWO_AT_A_TIME) $(GPU_PATH)
+	$(PYTEST_NEWER) $(THREE_AT_A_TIME) $(GPU_PATH)
 
 test-fast: $(INSTALLED) datasets/digits
-	$(PYTEST) $(TWO_AT_A_TIME) -m fast $(TESTS)
+	$(PYTEST) $(THREE_AT_A_TIME) -m fast $(TESTS)
 
 test-long: $(INSTALLED) datasets/digits
-	$(PYTEST) $(TWO_AT_A_TIME) -m long --part $(PART) $(TESTS)
+	$(PYTEST) $(THREE_AT_A_TIME) -m long --part $(PART) $(TESTS)
 
 # The first environment, too: runs move between PyTorch/XLA and TorchTPU.
 test-torchtpu: $(INSTALLED) $(NEWER)/installed datasets/digits
