@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.cli import train_tiny
+from tests.cli import run_program, train_tiny
 from tests.marks import long
 
 FLAGS = "--max_steps 24 --warmup_steps 8 --log_step_interval 6 --num_workers 1".split()
@@ -75,3 +75,13 @@ def test_fake_data_moves_no_images(tmp_path):
     (evaluation,) = result.evaluations
     assert evaluation["val_images"] == 50_000
     assert evaluation["val_top1"] == 100.0
+
+
+@pytest.mark.long
+def test_no_start_imports_what_exports_to_stablehlo():
+    """It would bring PyTorch's Inductor, for a second of each start."""
+    names = ["torch_xla", "torch_xla._dynamo.dynamo_bridge", "torch._inductor.lowering"]
+    code = f"import sys, xla_fsdp.xla_backend; print(*[n for n in {names} if n in sys.modules])"
+    done = run_program("-c", code, warm=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["torch_xla"]
