@@ -113,6 +113,9 @@ def _whose_reader_may_leave() -> Iterator[None]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the flags, and do what they ask for; return the exit code."""
     end_with_torchrun()
+    # PyTorch would import torch_tpu wherever that is installed. Without a TPU it starts its runtime
+    # at the first backward pass all the same, which looks for Google's metadata server for minutes.
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     # A user without a name, as a container's may be, gets one: PyTorch 2.9 ends with a traceback as
     # it looks for a folder of that name (torch/_inductor/runtime/cache_dir_utils.py).
     try:

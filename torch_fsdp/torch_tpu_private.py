@@ -5,7 +5,9 @@ imported only where TorchTPU is asked for: importing torch_tpu loads the TPU's r
 """
 
 import importlib.util
+import runpy
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +21,16 @@ def is_installed() -> bool:
 
 
 def tpus_of_host() -> int:
-    """Return the number of TPU devices on this host's PCI bus; starts none."""
-    from torch_tpu._internal.utils import hardware
+    """Return the number of TPU devices on this host's PCI bus; starts none.
 
-    return hardware.get_tpu_device_count()
+    It reads one file of torch_tpu, which needs nothing of the package: once that is imported,
+    PyTorch starts its runtime at the first backward pass, TPU or not.
+    """
+    package = importlib.util.find_spec("torch_tpu")
+    assert package is not None
+    assert package.origin is not None
+    file = Path(package.origin).parent / "_internal" / "utils" / "hardware.py"
+    return runpy.run_path(str(file))["get_tpu_device_count"]()
 
 
 def register() -> None:

@@ -113,6 +113,7 @@ def _done(result):
 def on_the_host() -> None:
     """Let torch_tpu find what it lacks here; before it registers its device."""
     hardware.get_tpu_device_count = lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch_tpu_private.tpus_of_host = hardware.get_tpu_device_count
     if os.environ.get("WORLD_SIZE", "1") != "1":
         tpu_distributed.create_process_group = OverTheHost
         # The runtime would look for the devices of all processes: it reads C's environment, where

@@ -1,11 +1,12 @@
 """The GPU backend knows its device by one small class: another one needs nothing else."""
 
+import importlib.util
 import json
 
 import pytest
 import torch
 
-from tests.cli import ROOT, run_program, tiny, train_tiny_gpu
+from tests.cli import ROOT, Result, run_program, tiny, train_tiny_gpu
 from tests.xla_fsdp.test_sharding import assert_same_training
 from torch_fsdp import devices
 from torch_fsdp.devices import Cpu, Cuda
@@ -106,3 +107,14 @@ def test_adamw_is_the_fused_one(first_is_skipped):
         torch.testing.assert_close(plain, fused, rtol=1e-5, atol=1e-6)
         for name, value in ours.state[plain].items():
             torch.testing.assert_close(value, theirs.state[fused][name], rtol=1e-5, atol=1e-8)
+
+
+def test_a_host_without_a_tpu_trains_beside_torch_tpu(tmp_path, monkeypatch):
+    """Imported, it would look for Google's metadata server in the first backward pass."""
+    if importlib.util.find_spec("torch_tpu") is None:
+        pytest.skip("torch_tpu is not installed here: make test-gpu-path")
+    monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
+    done = run_program("run_vit_training.py", *tiny(tmp_path), "--max_steps", "1", warm=False)
+    assert done.returncode == 0, done.stderr
+    assert "TorchTpu" not in done.stderr
+    assert Result(tmp_path).run_file["backend"].startswith("CPU: ")
