@@ -30,6 +30,7 @@ def test_no_value_is_read_in_a_step_and_no_thread_is_left(fsdp, tmp_path):
         assert found["threads"] == 0  # gloo's, which may abort while Python shuts down
 
 
+@pytest.mark.long
 def test_profile(tmp_path):
     result = train_tiny_gpu(tmp_path, "--profile", "2:3", "--max_steps", "4", processes=2)
     assert f"profile of steps 2 to 3: {tmp_path}/profile" in result.stdout

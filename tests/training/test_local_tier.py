@@ -122,6 +122,7 @@ def test_damaged_copies(hosts, uninterrupted):
     assert_resumed(done, uninterrupted, 6)
 
 
+@pytest.mark.long
 def test_storage_is_as_new(hosts, uninterrupted):
     hosts("--ckpt_step_interval", "8", "--no_async_checkpoint", killed=KILLED)
     assert_resumed(hosts(), uninterrupted, 8, "run")

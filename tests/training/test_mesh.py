@@ -29,7 +29,7 @@ def one_device(tmp_path_factory):
     ("devices", "flags", "mesh"),
     [
         long(4, "--mesh_tensor 2", "mesh fsdp 2 x tensor 2"),
-        (4, "--mesh_dcn 2 --mesh_fsdp 2", "mesh dcn 2 x fsdp 2"),
+        long(4, "--mesh_dcn 2 --mesh_fsdp 2", "mesh dcn 2 x fsdp 2"),
         long(8, "--mesh_dcn 2 --mesh_tensor 2", "mesh dcn 2 x fsdp 2 x tensor 2"),
     ],
 )

@@ -22,26 +22,26 @@ STEPS = "--max_steps 80 --log_step_interval 20 --num_epochs 9 --test_epoch_inter
     ("kind", "flags"),
     [("read", []), long("compute", []), long("compute", ["--fsdp", "megatron"])],
 )
-def test_one_of_four_processes(kind, flags, tmp_path, monkeypatch):
+def test_one_of_two_processes(kind, flags, tmp_path, monkeypatch):
     """It is named while it is slow, not before or after; seconds are what it was slowed by.
 
     Once in two times at least: a busy machine may slow down the others as much.
     """
     a_step = 0.2
     passes = 1 if kind == "read" else 2 * 2  # of two blocks; in the backward pass, once more
-    monkeypatch.setenv("SLOW", f"{kind} 2 {a_step / passes} 21 60")
-    done = train_tiny_gpu(tmp_path / "run", *STEPS, *flags, processes=4, program=SLOW_HOST)
+    monkeypatch.setenv("SLOW", f"{kind} 1 {a_step / passes} 21 60")
+    done = train_tiny_gpu(tmp_path / "run", *STEPS, *flags, processes=2, program=SLOW_HOST)
     found = NAMED.findall(done.stdout)
     assert 1 <= len(found) <= 2, done.stdout
     for process, host, own, median, reason, seconds in found:
-        assert (process, host, reason) == ("2", socket.gethostname(), f"{kind}s")
+        assert (process, host, reason) == ("1", socket.gethostname(), f"{kind}s")
         assert a_step <= float(seconds) <= float(own)
         assert float(median) < float(own)
-    assert "note: process 2 on" in done.stdout.partition("epoch 4 step 80")[0]
+    assert "note: process 1 on" in done.stdout.partition("epoch 4 step 80")[0]
     assert "is no longer slow" in done.stdout
     slow = [done.steps[step] for step in (40, 60)]
-    assert any(each["slowest_process"] == 2 and each["slowest_ratio"] > 1.5 for each in slow)
-    slow = [each for each in slow if each["slowest_process"] == 2]
+    assert any(each["slowest_process"] == 1 and each["slowest_ratio"] > 1.5 for each in slow)
+    slow = [each for each in slow if each["slowest_process"] == 1]
     assert all((each["slowest_read_s"] >= a_step) == (kind == "read") for each in slow)
 
 
