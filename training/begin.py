@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from data.files import printable
 from data.source import FILES, DataSource
@@ -24,7 +24,7 @@ from training.checkpoints.format import Position, SavedRun
 from training.checkpoints.local_tier import LocalTier
 from training.config import CheckpointConfig, ObjectiveConfig, OptimizerConfig, RunConfig
 from training.errors import UsageError
-from training.flags import by_field, flat
+from training.flags import FlagField, by_field, flat
 from training.logs import records
 from training.logs.bad_images import FILE as BAD_IMAGES_FILE
 from training.logs.bad_images import BadImages
@@ -142,6 +142,21 @@ def with_saved_objective(saved: SavedRun, config: RunConfig) -> RunConfig:
 # -- on the devices' hosts: all processes agree ----------------------------------------------------
 
 
+class Agreed(NamedTuple):
+    """What all processes start with."""
+
+    saved: SavedRun | None
+    """The checkpoint that all resume, or of a step on the hosts' own disks this process's part."""
+    newest: Path | None
+    """The newest checkpoint in --ckpt_dir or --resume, from which they continue."""
+    local: LocalTier | None
+    """The hosts' own disks, with --local_ckpt_dir."""
+    bad_images: BadImages
+    """The unreadable images known so far."""
+    notes: list[str]
+    """Lines for the log."""
+
+
 Newer = Callable[[int], tuple[SavedRun | None, list[str]]]
 """A function from a step to what is to be resumed instead of a checkpoint of that step, because it
 is newer, None: nothing; and to lines for the log."""
@@ -149,13 +164,9 @@ is newer, None: nothing; and to lines for the log."""
 
 def agree(
     chosen: SavedRun | None, run: Run, data: DataSource, lock: files.FolderLock, *, is_main: bool
-) -> tuple[SavedRun | None, Path | None, LocalTier | None, BadImages, list[str]]:
+) -> Agreed:
     """Make all processes start alike, or end all: until here each was for itself, and has chosen a
     checkpoint to resume (None: none). Raises UsageError in all processes.
-
-    Returns the checkpoint that all resume, or of a step on the hosts' own disks this process's
-    part; the newest checkpoint in --ckpt_dir or --resume, from which they continue; the hosts' own
-    disks, with --local_ckpt_dir; the unreadable images known so far; and lines for the log.
     """
     ckpt_dir, config = run.ckpt_dir, run.config.checkpoints
     exchange.check_alike(run, data)
@@ -237,7 +248,7 @@ def agree(
             )
     if aside := exchange.gather(aside)[0]:
         notes.append(aside)
-    return saved, newest, local, bad_images, notes
+    return Agreed(saved, newest, local, bad_images, notes)
 
 
 def resumes_newest(config: CheckpointConfig) -> bool:
@@ -522,39 +533,36 @@ def check_same_training(saved: SavedRun, model: ModelSpec, config: RunConfig | N
     for flags by which the optimizer has another state; ``config`` None: weights alone are used.
     """
     before = model_of(saved.model, saved.objective)
-    known, of_optimizer = by_field(ModelConfig, ObjectiveConfig), by_field(OptimizerConfig)
+    known = by_field(ModelConfig, ObjectiveConfig)
     names = model.differences(before.settings)
     other_model = bool(names) and before.name != model.name
     differences = [f"with --model {before.name}, not {model.name}"] if other_model else []
-    changed = [
-        (name, known.get(name), before.settings[name], model.settings[name])
-        for name in sorted(names, key=lambda name: name not in known)
-    ]
+    for name in sorted(names, key=lambda name: name not in known):
+        there, here = before.settings[name], model.settings[name]
+        if name in known:
+            differences.append(_difference(known[name], there, here))
+        elif not other_model:
+            differences.append(f"with --model {before.name}, whose {name} is {there}, not {here}")
+    flags = by_field(OptimizerConfig)
     for name in _STATE_FLAGS if config else ():
         # Older checkpoints have no such argument.
-        there = saved.arguments.get(name, of_optimizer[name].field.default)
+        there = saved.arguments.get(name, flags[name].field.default)
         here = getattr(config.optimizer, name)  # type: ignore[union-attr]
         if there != here:
-            changed.append((name, of_optimizer[name], there, here))
-    for name, option, there, here in changed:
-        if option is None:
-            if not other_model:
-                differences.append(
-                    f"with --model {before.name}, whose {name} is {there}, not {here}"
-                )
-            continue
-        # A flag that is None, or off, is not given at all.
-        absent = [None] if option.has_negation or not option.is_switch else [None, False]
-        if there in absent:
-            difference = f"without {option.names[0]}, this run is with {option.typed(here)}"
-        elif here in absent:
-            difference = f"with {option.typed(there)}, this run is without it"
-        else:
-            words = option.words(here)
-            difference = f"with {option.typed(there)}, not {' '.join(words[1:] or words)}"
-        differences.append(difference)
+            differences.append(_difference(flags[name], there, here))
     if differences:
         raise UsageError(
             f"{saved.path} was trained {'; '.join(differences)}: give the same (flags of the model "
             "may be left out, they are the checkpoint's), or train in another --ckpt_dir"
         )
+
+
+def _difference(option: FlagField, there: Any, here: Any) -> str:
+    """Return a flag with both its values; one that is None, or off, is not given at all."""
+    absent = [None] if option.has_negation or not option.is_switch else [None, False]
+    if there in absent:
+        return f"without {option.names[0]}, this run is with {option.typed(here)}"
+    if here in absent:
+        return f"with {option.typed(there)}, this run is without it"
+    words = option.words(here)
+    return f"with {option.typed(there)}, not {' '.join(words[1:] or words)}"

@@ -185,21 +185,24 @@ def flash_function(computes: str, *, scale: float, block: int, key_block: int) -
 
     sizes = {"block_k_major": key_block, "block_k": key_block}
     how = {"sm_scale": scale, "causal": False, "debug": False}
+    if computes.startswith("output"):
 
-    def call(q: Any, k: Any, v: Any, *rest: Any) -> Any:
-        is_forward = computes.startswith("output")
-        ids = rest if is_forward else rest[:-4]
-        segments = pallas.SegmentIds(*ids) if ids else None
-        if is_forward:
+        def forward(q: Any, k: Any, v: Any, *ids: Any) -> Any:
+            segments = pallas.SegmentIds(*ids) if ids else None
             residuals = computes == "output and statistics"
             return pallas._flash_attention_impl(
                 q, k, v, None, segments, residuals, block_b=1, block_q=block, **sizes, **how
             )
-        sums, largest, grad, inner = rest[-4:]
+
+        return forward
+
+    def gradient(q: Any, k: Any, v: Any, *rest: Any) -> Any:
+        *ids, sums, largest, grad, inner = rest
+        segments = pallas.SegmentIds(*ids) if ids else None
         given = (q, k, v, None, segments, sums, largest, grad, inner)
         masked = {"block_q_major": block, "mask_value": pallas.DEFAULT_MASK_VALUE}
         if computes == "query gradient":
             return pallas._flash_attention_bwd_dq(*given, **masked, **sizes, **how)[0]
         return pallas._flash_attention_bwd_dkv(*given, **masked, block_q=block, **sizes, **how)
 
-    return call
+    return gradient

@@ -372,12 +372,12 @@ def write_kernel_cycles(hlo: str, topology: Topology, variables: dict[str, str])
                     file.unlink()
                 looped = max(1, max(rounds, default=1 + _FILL) - _FILL)
                 cycles[body] = round(max(bundles, default=0) * looped / BRANCHES.get(body, 1))
+    timed = {}
     for call, config in calls:
-        found = cycles.get(config["body"])
-        if found:
+        if found := cycles.get(config["body"]):
             written = f'"estimated_cycles":"{found}","custom_call_config":'
-            hlo = hlo.replace(call, call.replace('"custom_call_config":', written, 1), 1)
-    return hlo
+            timed[call] = call.replace('"custom_call_config":', written, 1)
+    return _CALL.sub(lambda call: timed.get(call[0], call[0]), hlo)
 
 
 def _compile_kernel(call: str, config: dict[str, Any], topology: Topology) -> None:
