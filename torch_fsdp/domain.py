@@ -41,6 +41,14 @@ class DomainGroup:
     def size(self) -> int:
         return len(self.patches)
 
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum over all of them."""
+        return _Sum.apply(x, self.group)
+
+    def largest(self, x: Tensor) -> Tensor:
+        """Return the element-wise maximum over all of them."""
+        return _Largest.apply(x, self.group)
+
     def rotate(self, x: Tensor, step: int) -> Callable[[], Tensor]:
         """Start to send ``x``, (batch, heads, patches, width), to the next process.
 
@@ -77,9 +85,7 @@ def _reduced(x: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -
     return result
 
 
-class Sum(torch.autograd.Function):
-    """The sum of a tensor over a group."""
-
+class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
@@ -90,9 +96,7 @@ class Sum(torch.autograd.Function):
         return _reduced(grad, ctx.group), None
 
 
-class Largest(torch.autograd.Function):
-    """The element-wise maximum of a tensor over a group."""
-
+class _Largest(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         largest = _reduced(x, group, dist.ReduceOp.MAX)

@@ -21,7 +21,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from models.blocks import attentions
 from models.initialize import cast_buffers
 from models.positions import PartOfPositions, TokenPart
-from torch_fsdp import domain
 from torch_fsdp.devices import Device
 from torch_fsdp.domain import DomainGroup, attend_over_processes
 from torch_fsdp.recipe import OUTER, SHARD, TorchRun, parallelize_block
@@ -100,8 +99,8 @@ class Fsdp2Backend(TorchBackend):
                 first=sum(patches[:index]),
                 patches=patches[index],
                 of=sum(patches),
-                sum=lambda x: domain.Sum.apply(x, group.group),
-                largest=lambda x: domain.Largest.apply(x, group.group),
+                sum=group.sum,
+                largest=group.largest,
             )
             self._positions = run.model.compute_on_part(model, part)
 

@@ -219,8 +219,13 @@ def lion_unless(optimizer: torch.optim.Optimizer, skipped: Tensor) -> None:
                 foreach=False,
             )
             skips = skipped.to(part.device) > 0
-            weights.copy_(torch.where(skips, weights, new_weights))
-            moment.copy_(torch.where(skips, moment, new_moment))
+            _copy_unless(skips, weights, new_weights)
+            _copy_unless(skips, moment, new_moment)
+
+
+def _copy_unless(skips: Tensor, old: Tensor, new: Tensor) -> None:
+    """Write ``new`` into ``old``, unless ``skips``, a boolean scalar on the device."""
+    old.copy_(torch.where(skips, old, new))
 
 
 # -- Muon ------------------------------------------------------------------------------------------
@@ -285,16 +290,14 @@ class Muon:
         for part, _ in self._chosen:
             momentum = self._state[part]["momentum_buffer"]
             assert part.grad is not None
-            new_momentum = momentum.lerp(part.grad, 1 - MOMENTUM)
-            momentum.copy_(torch.where(skips, momentum, new_momentum))
+            _copy_unless(skips, momentum, momentum.lerp(part.grad, 1 - MOMENTUM))
             part.grad = None
             momenta.append(momentum.flatten().to(self._dtype))
         found = self._orthogonalized(momenta)
         for i, (part, group) in enumerate(self._chosen):
             lr, old = group["lr"], part.detach()
             step = found[i].view(old.shape).float() * (lr * lr_factor(self._matrices[i]))
-            new = old * (1 - lr * group["weight_decay"]) - step
-            old.copy_(torch.where(skips, old, new))
+            _copy_unless(skips, old, old * (1 - lr * group["weight_decay"]) - step)
 
     def _orthogonalized(self, parts: Sequence[Tensor]) -> Mapping[int, Tensor]:
         """Return this process's part of each matrix, orthogonalized; all are flat, as ``parts``."""

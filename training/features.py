@@ -30,7 +30,7 @@ from data.source import DataSource, Split, open_data
 from training.backend import Backend, bad_data_is_the_users, dataset_request
 from training.errors import UsageError
 from training.files import check_folder_writable, replace_file
-from training.initial_weights import InitialWeights, fit, place_trained, printer
+from training.initial_weights import InitialWeights, fit_backbone, place_trained, printer
 from training.logs.bad_images import TRAIN, VAL, BadImages
 from training.logs.records import save_picture, side_by_side, spread
 from training.objectives import normalizer
@@ -215,7 +215,7 @@ def prepare_features(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Ba
         raise UsageError("--pca draws images, --data_source volumes has none: drop one of the two")
     weights, run = with_preprocessing_of(weights, run)
     data = open_plainly(run, labels=not use.without_labels)
-    initial = fit(weights, run, data.classes) if run.config.checkpoints.init_from else None
+    initial = fit_backbone(weights, run, data.classes)
     return run, functools.partial(_write_features, weights, initial, data, [*dict.fromkeys(kinds)])
 
 

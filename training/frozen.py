@@ -24,7 +24,7 @@ from training.backend import Backend, bad_data_is_the_users
 from training.checkpoints.format import Position
 from training.errors import BAD_IMAGES, UsageError
 from training.features import CLASS, MEAN, Features, open_plainly
-from training.initial_weights import InitialWeights, fit, place_trained, printer
+from training.initial_weights import InitialWeights, fit_backbone, place_trained, printer
 from training.logs.bad_images import TRAIN, VAL, BadImages
 from training.logs.records import KNN, PROBE, KnnAccuracy, ProbeAccuracy
 from training.loop import Hook, Session, last_epoch
@@ -287,7 +287,7 @@ def prepare_frozen(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Back
     """Return the run with its data, and the body of every process. Raises UsageError."""
     weights, run = with_preprocessing_of(weights, run)
     data = open_plainly(run)
-    initial = fit(weights, run, data.classes) if run.config.checkpoints.init_from else None
+    initial = fit_backbone(weights, run, data.classes)
     return run, functools.partial(_evaluate, weights, initial, data)
 
 

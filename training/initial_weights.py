@@ -73,6 +73,12 @@ def printer(backend: Backend, *, json: bool = False) -> Callable[[str], None]:
     return functools.partial(print, file=sys.stderr if json else sys.stdout, flush=True)
 
 
+def fit_backbone(weights: Weights, run: Run, classes: list[str] | None) -> InitialWeights | None:
+    """Return how weights of ``--init_from`` become the model's; None for others, which are its own
+    already. Raises UsageError, see ``fit``."""
+    return fit(weights, run, classes) if run.config.checkpoints.init_from else None
+
+
 def place_trained(
     weights: Weights,
     run: Run,

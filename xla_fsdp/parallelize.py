@@ -108,7 +108,7 @@ def parallelize_spmd(
                 fill_buffers(block, layout.constant)
                 change(block)
                 # Rematerialize after attention is changed, and before what wraps the whole block.
-                if recipe.remat == "full" and any(p.requires_grad for p in block.parameters()):
+                if recipe.remat == "full" and _trains(block):
                     checkpoint_module(block)
                 # Shard and place.
                 layout.place(block, layout.tensor_dims)
@@ -185,7 +185,7 @@ def parallelize_nested(
         elif recipe.attention == "whole":
             use_whole(block)
         # Rematerialize inside of the unit, so that weights are gathered once more for it.
-        if recipe.remat == "full" and any(p.requires_grad for p in block.parameters()):
+        if recipe.remat == "full" and _trains(block):
             checkpoint_module(block)
         # Shard and place.
         unit = _nested_unit(block, recipe, device)
@@ -231,3 +231,7 @@ def _nested_unit(module: nn.Module, recipe: Recipe, device: torch.device) -> nn.
     if not by_row:
         scatter_gradients_as_rows(unit, devices)
     return unit
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())

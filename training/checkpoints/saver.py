@@ -115,9 +115,7 @@ class CheckpointSaver:
     _ends_with: RunFailed | None = field(default=None, init=False)
     """Why the run cannot continue."""
     _being_written: tuple[Path, Future[Written]] | None = field(default=None, init=False)
-    figures: list[dict[str, float]] = field(default_factory=list, init=False)
-    """Of each checkpoint that was completed, its ``step``, its ``bytes`` and the seconds of writing
-    it, ``write_s``; whoever has recorded them replaces the list."""
+    _figures: list[dict[str, float]] = field(default_factory=list, init=False)
     _group: dist.ProcessGroup | None = field(default=None, init=False)
     """The thread's own: collectives of a group meet in the order in which they are called."""
     _told_memory: bool = field(default=False, init=False)
@@ -181,6 +179,12 @@ class CheckpointSaver:
             raise self._ends_with
         return self._being_written is not None or folder == self.newest
 
+    def take_figures(self) -> list[dict[str, float]]:
+        """Return of each checkpoint that was completed since the last call its ``step``, its
+        ``bytes`` and the seconds of writing it, ``write_s``."""
+        figures, self._figures = self._figures, []
+        return figures
+
     def content(self, position: Position, *, copy: bool) -> dict[str, Any]:
         """Return what ``state_content`` makes of the run's state and of ``position``."""
         tensors = training_tensors(position, self.arguments, self.classes, self.order)
@@ -212,7 +216,7 @@ class CheckpointSaver:
         wrong = [problem for problem in done.problems if problem is not None]
         if not wrong:
             self.newest, self._failed = folder, 0
-            self.figures.append(
+            self._figures.append(
                 {"step": step_of(folder), "bytes": done.bytes, "write_s": done.seconds}
             )
             size = f"{done.bytes / 2**20:,.2f} MiB"
