@@ -261,6 +261,10 @@ def shares(costs: Iterable[Cost], by: str) -> dict[str, float]:
 # -- table, JSON, picture ------------------------------------------------------------------------
 
 
+def _costliest(costs: list[Cost]) -> list[Cost]:
+    return heapq.nlargest(_ROWS, costs, key=attrgetter("seconds"))
+
+
 def explained_json(costs: list[Cost]) -> dict[str, Any]:
     """Return the part of ``--json``: the costliest instructions, seconds by module and kind."""
     return {
@@ -275,7 +279,7 @@ def explained_json(costs: list[Cost]) -> dict[str, Any]:
                 "seconds": cost.seconds,
                 "share_of_ideal": cost.ideal,
             }
-            for cost in heapq.nlargest(_ROWS, costs, key=attrgetter("seconds"))
+            for cost in _costliest(costs)
         ],
         "seconds_by_module": shares(costs, BY_MODULE),
         "seconds_by_kind": shares(costs, BY_KIND),
@@ -286,7 +290,7 @@ def explained_table(costs: list[Cost]) -> str:
     """Return the costliest instructions as a table, then the shares by kind and by module."""
     total = sum(cost.seconds for cost in costs)
     rows = [("ms", "share", "runs", "module", "", "kind", "of ideal", "bound by", "instruction")]
-    for cost in heapq.nlargest(_ROWS, costs, key=attrgetter("seconds")):
+    for cost in _costliest(costs):
         ideal = "" if cost.ideal is None else f"{100 * cost.ideal:.0f} %"
         times = f"{cost.seconds * 1e3:.2f}", f"{100 * cost.seconds / total:.1f} %", str(cost.runs)
         where = cost.scope.module, cost.scope.phase
