@@ -73,7 +73,8 @@ def add_to(trunk: ModelSpec, settings: Mapping[str, Any]) -> ModelSpec:
     return spec
 
 
-_HEAD_SETTINGS = ("dino_prototypes", "ibot_prototypes", "dino_head_hidden", "dino_head_bottleneck")
+HEAD_SETTINGS = ("dino_prototypes", "ibot_prototypes", "dino_head_hidden", "dino_head_bottleneck")
+"""The fields of flags that decide the sizes of the heads."""
 
 
 class DinoSpec(TimmSpec):
@@ -102,7 +103,7 @@ class DinoSpec(TimmSpec):
 
         self.other_grids = [grid_of(each) for each in self._other_sides]
         self._local_tokens = trunk.sizes.num_tokens - rows * columns + math.prod(grid_of(side))
-        self._heads = {name: settings[name] for name in _HEAD_SETTINGS}
+        self._heads = {name: settings[name] for name in HEAD_SETTINGS}
         given = (trunk.name, trunk.overrides, trunk.kind, trunk.arguments)
         super().__init__(*given, trunk.preprocessing)
         self.settings |= self._heads

@@ -262,16 +262,18 @@ class LossConfig:
     )
     teacher: str | None = flag(
         None,
-        "distillation: the --model of a trained teacher, whose predictions the student learns too; "
-        "it must have the student's image size and classes (default: none)",
+        "distillation: the --model of a trained teacher, whose predictions the student learns too "
+        "(--objective dino: instead of those of its own average); it must have the student's image "
+        "size and classes, or patches (default: none)",
         metavar="NAME",
-        requires=("teacher_weights", *_CLASSIFIES),
+        requires=("teacher_weights", "objective=classify|objective=dino"),
         incompatible_with=("plan", "compile_only"),
     )
     teacher_weights: str | None = flag(
         None,
-        "weights of --teacher: a checkpoint, a run's --ckpt_dir, or a file of torch.save or "
-        ".safetensors with timm's names; loaded at each start (default: none)",
+        "weights of --teacher: a checkpoint (of --objective dino its average), a run's --ckpt_dir, "
+        "or a file of torch.save or .safetensors with timm's names; loaded at each start "
+        "(default: none)",
         metavar="PATH",
         requires=("teacher",),
     )
@@ -279,14 +281,14 @@ class LossConfig:
         "hard",
         "target of distillation; hard: the teacher's most probable class, as a second label; soft: "
         "all its probabilities",
-        requires=("teacher",),
+        requires=("teacher", *_CLASSIFIES),
         requires_at_default=True,
     )
     distillation_alpha: float = flag(
         0.5,
         "share of the distillation loss in the loss; the labels' loss has the rest",
         kind=fraction,
-        requires=("teacher",),
+        requires=("teacher", *_CLASSIFIES),
         requires_at_default=True,
     )
     distillation_tau: float = flag(

@@ -18,6 +18,7 @@ from timm.models import adapt_input_conv
 from torch import nn
 
 from models.config import ModelConfig
+from models.dino import HEAD_SETTINGS
 from models.initialize import allocate_own, on_meta
 from models.spec import ModelSpec
 from training.backend import Backend
@@ -314,12 +315,20 @@ def with_teacher(run: Run[Any], resolve: Callable[[RunConfig], Run[Any]]) -> Run
             f"--teacher is incompatible with --mesh_domain {run.mesh.domain}: drop one of the two"
         )
     assert config.loss.teacher_weights is not None  # --teacher requires it
-    weights = weights_in(folder_at(config.loss.teacher_weights), "--teacher_weights")
+    weights = weights_of_teacher(config.loss.teacher_weights, "--teacher_weights")
+    objective, is_dino = config.objective, config.objective.has_teacher
     try:
         if weights.run is not None:  # a checkpoint knows its model
             model = weights.run.model
             if model.model != name:
                 raise UsageError(f"{weights.path} is of --model {model.model}")
+            trained_for = weights.run.objective
+            if is_dino and not trained_for.has_teacher:
+                raise UsageError(
+                    f"{weights.path} was trained with --objective {trained_for.objective}, not dino"
+                )
+            heads = {name: getattr(trained_for, name) for name in HEAD_SETTINGS}
+            objective = replace(objective, **heads)
         else:  # made for the student's images and classes
             channels, *spatial = run.model.sizes.input_shape
             model = ModelConfig(
@@ -334,6 +343,7 @@ def with_teacher(run: Run[Any], resolve: Callable[[RunConfig], Run[Any]]) -> Run
             replace(
                 config,
                 model=model,
+                objective=objective,
                 data=replace(config.data, mean=None, std=None),  # the weights' own
                 loss=LossConfig(),
                 ema=EmaConfig(),
@@ -353,7 +363,19 @@ def with_teacher(run: Run[Any], resolve: Callable[[RunConfig], Run[Any]]) -> Run
             f"--teacher {name} is for images of {wanted} (channels first), the student for "
             f"{images}: give the student --image_size and --in_chans of the teacher"
         )
-    if there.num_classes != here.num_classes:
+    if is_dino:
+        for flag in ("dino_prototypes", "ibot_prototypes"):
+            if (asked := getattr(config.objective, flag)) != (has := getattr(objective, flag)):
+                raise UsageError(
+                    f"--{flag} {asked}: --teacher {name} compares with {has}: give the same"
+                )
+        if there.grid != here.grid:
+            grids = (" x ".join(map(str, each.grid)) for each in (there, here))
+            raise UsageError(
+                f"--teacher {name} has {next(grids)} patches, the student {next(grids)}: they are "
+                "compared patch by patch, so give the student --patch_size of the teacher"
+            )
+    elif there.num_classes != here.num_classes:
         raise UsageError(
             f"--teacher {name} has {there.num_classes} classes, the student {here.num_classes}: "
             "give another teacher, or --num_classes"
@@ -361,16 +383,22 @@ def with_teacher(run: Run[Any], resolve: Callable[[RunConfig], Run[Any]]) -> Run
     return replace(run, teacher=with_preprocessing_of(weights, teacher)[1])
 
 
+def weights_of_teacher(path: str, flag: str) -> Weights:
+    """Return the weights that ``flag`` names by ``path``: of a checkpoint of ``--objective dino``
+    its teacher's. Raises UsageError if there are none."""
+    found = weights_in(folder_at(path), flag)
+    if found.tensors is None and found.run and found.run.objective.has_teacher:
+        found = replace(found, kind=EMA)
+    return found
+
+
 def gram_teacher(run: Run[Any]) -> InitialWeights:
-    """Return the weights of ``--gram_weights``, as those of the run's model: of a checkpoint of
-    ``--objective dino`` its teacher's.
+    """Return the weights of ``--gram_weights``, as those of the run's model.
 
     Raises UsageError for what is no such thing, or of another model.
     """
     assert run.config.objective.gram_weights is not None
-    found = weights_in(folder_at(run.config.objective.gram_weights), "--gram_weights")
-    if found.tensors is None and found.run and found.run.objective.has_teacher:
-        found = replace(found, kind=EMA)
+    found = weights_of_teacher(run.config.objective.gram_weights, "--gram_weights")
     try:
         return fit(found, run, None)
     except UsageError as error:

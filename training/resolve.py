@@ -72,8 +72,12 @@ class Run(Generic[Own]):
 
     @property
     def train_flops_per_image(self) -> float:
-        """FLOPs of one image as MFU counts them; a linear probe has (almost) no backward pass."""
+        """FLOPs of one image as MFU counts them; a linear probe has (almost) no backward pass, and
+        those of ``teacher`` do not count."""
         forward_and_back = self.model.train_flops_per_image
+        if self.teacher:  # which computes in place of the model's average, if that is a teacher
+            runs = self.model.runs
+            forward_and_back -= sum(each.train_flops for each in runs if not each.learns)
         return forward_and_back / 3 if self.config.optimizer.linear_probe else forward_and_back
 
     def build_model(self, constant: Callable[[Tensor], Tensor]) -> Module:

@@ -155,20 +155,27 @@ def half_cosine(first, last, share):
     return last + (first - last) * 0.5 * (1 + math.cos(math.pi * share))
 
 
-def train(flags, steps=6):
-    """Losses, their parts and gradient norms of a run with these flags; its student and teacher."""
-    source = ["--data_dir", str(DIGITS), "--hflip", "0", "--objective", "dino"]
-    run = on_xla([*source, *TINY_MODEL, *TINY_RUN, *flags])
-    how, dino, sizes = run.config.optimizer, run.config.objective, run.model.sizes
-    student = PlainDino(
+def plain_of(run):
+    """The student of a run, with its first weights."""
+    sizes = run.model.sizes
+    model = PlainDino(
         patch=sizes.input_shape[1] // sizes.grid[0],
         side=sizes.grid[0],
         width=sizes.embed_dim,
         heads=sizes.num_heads,
         depth=sizes.depth,
-        dino=dino,
+        dino=run.config.objective,
     )
-    student.load_state_dict(filled(run.model, run.config.seed).state_dict())
+    model.load_state_dict(filled(run.model, run.config.seed).state_dict())
+    return model
+
+
+def train(flags, steps=6, taught_by=None):
+    """Losses, their parts and gradient norms of a run with these flags; its student and the average
+    of it, which is the teacher unless there is another one: a ``PlainDino``."""
+    source = ["--data_dir", str(DIGITS), "--hflip", "0", "--objective", "dino"]
+    run = on_xla([*source, *TINY_MODEL, *TINY_RUN, *flags])
+    how, dino, student = run.config.optimizer, run.config.objective, plain_of(run)
     teacher = copy.deepcopy(student).requires_grad_(False)
     prototypes = [head.prototypes["weight"] for head in (student.dino_head, student.ibot_head)]
     others = [p for p in student.parameters() if not any(p is each for each in prototypes)]
@@ -206,7 +213,8 @@ def train(flags, steps=6):
             )
             for i in range(len(packed))
         ]
-        loss, parts = losses_of(student, teacher, gram, batch, temperature, dino)
+        asked = taught_by or teacher
+        loss, parts = losses_of(student, asked, gram, batch, temperature, dino)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(student.parameters(), how.clip_grad_norm)
         for name, value in {"loss": loss, "grad_norm": norm, **parts}.items():

@@ -1,7 +1,8 @@
 """The objectives: what a model is trained for, a file each, and the registry of them.
 
 An ``Objective`` runs on the devices, as a part of the step and of evaluations. It decides what a
-model is shown of a batch, the loss of its answer, and what an evaluation measures.
+model is shown of a batch, the loss of its answer, and what an evaluation measures. A ``Teacher`` is
+a trained model that it may ask.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import nn
 
 from training.backend import Backend
+from training.begin import check_weights
 from training.evaluate import Measure
+from training.initial_weights import weights_of_teacher
 from training.schedule import StepRates
 
 if TYPE_CHECKING:
@@ -66,6 +69,46 @@ class Objective(abc.ABC):
         """Return what measures the model in one evaluation, of so many ``images``, if it is
         ``measured``."""
         raise NotImplementedError
+
+
+# -- Distillation: a trained, frozen teacher sees the same images (DeiT, arXiv 2012.12877) ---------
+
+
+class Teacher:
+    """A frozen model, sharded as the student, that is never trained or saved."""
+
+    def __init__(self, run: Run[Any], backend: Backend, say: Callable[[str], None]) -> None:
+        """Load the teacher of ``run`` onto the devices, and log what it is."""
+        assert run.teacher is not None
+        spec, checkpoints = run.teacher.model, run.teacher.config.checkpoints
+        weights = weights_of_teacher(checkpoints.resume, "--teacher_weights")
+        check_weights(weights, verify=checkpoints.verify_checkpoint)
+        preprocessing = run.teacher.config.data.preprocessing
+        say(
+            f"teacher: {spec.name}, {spec.parameter_count:,} parameters, of {weights.path}, "
+            f"preprocessing: {preprocessing}"
+        )
+        model = run.teacher.build_model(backend.constant).requires_grad_(False)
+        self.model = backend.shard_frozen(run.teacher, model, weights.fill)
+        # From the student's normalization to the teacher's. The weights of mixed images add up to
+        # 1, so that it holds for them, too.
+        channels, *spatial = run.model.sizes.input_shape
+        ours = run.config.data.preprocessing.of_channels(channels)
+        theirs = preprocessing.of_channels(channels)
+        self._affine = None
+        if ours != theirs:
+            (mean, std), (new_mean, new_std) = (map(torch.tensor, each) for each in (ours, theirs))
+            self._affine = tuple(
+                backend.constant(x.view(-1, *[1] * len(spatial)))
+                for x in (std / new_std, (mean - new_mean) / new_std)
+            )
+
+    def normalized(self, images: torch.Tensor) -> torch.Tensor:
+        """Return images (..., channels, *spatial), normalized for the student, as the teacher's."""
+        if self._affine is None:
+            return images
+        factor, summand = self._affine
+        return images * factor + summand
 
 
 def open_objective(

@@ -7,7 +7,7 @@ a teacher (distillation), and computes the loss.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -19,13 +19,10 @@ from torch import nn
 from data.loader import PADDING
 from data.transforms import drawn_from
 from training.backend import Backend, pass_seed
-from training.begin import check_weights
 from training.config import LossConfig
 from training.evaluate import TOP, Measure, Predictions, classes_before
-from training.files import folder_at
 from training.logs.records import Evaluation
-from training.objectives import Constant, Objective, normalizer
-from training.weights import weights_in
+from training.objectives import Constant, Objective, Teacher, normalizer
 
 if TYPE_CHECKING:
     from training.resolve import Run
@@ -79,7 +76,14 @@ class Classification(Objective):
         if self._mixing is not None:
             mix = self._mixing.draw(pass_index)
             images, labels = self._mixing.images(images, mix), self._mixing.labels(labels, mix)
-        return images, Targets(labels, self._teacher(images) if self._teacher else None)
+        return images, Targets(labels, self._ask_teacher(images))
+
+    @torch.no_grad()
+    def _ask_teacher(self, images: torch.Tensor) -> torch.Tensor | None:
+        if self._teacher is None:
+            return None
+        logits: torch.Tensor = self._teacher.model(self._teacher.normalized(images))
+        return logits.float()
 
     def loss_of(self, logits: torch.Tensor, targets: Targets) -> torch.Tensor:
         """Return the mean loss of (images, classes) logits, a scalar in fp32.
@@ -213,47 +217,6 @@ class Mixing:
         each), nothing moves between devices.
         """
         return x.unflatten(0, (-1, self._images_a_device)).flip(1).flatten(0, 1)
-
-
-# -- Distillation: a trained, frozen teacher sees the same images (DeiT, arXiv 2012.12877) ---------
-
-
-class Teacher:
-    """A frozen model, sharded as the student, that is never trained or saved."""
-
-    def __init__(self, run: Run[Any], backend: Backend, say: Callable[[str], None]) -> None:
-        """Load the teacher of ``run`` onto the devices, and log what it is."""
-        assert run.teacher is not None
-        spec, found = run.teacher.model, run.teacher.config.checkpoints
-        weights = weights_in(folder_at(found.resume), "--teacher_weights")
-        check_weights(weights, verify=found.verify_checkpoint)
-        preprocessing = run.teacher.config.data.preprocessing
-        say(
-            f"teacher: {spec.name}, {spec.parameter_count:,} parameters, of {weights.path}, "
-            f"preprocessing: {preprocessing}"
-        )
-        model = spec.build().requires_grad_(False)
-        self._model = backend.shard_frozen(run.teacher, model, weights.fill).eval()
-        # From the student's normalization to the teacher's. The weights of mixed images add up to
-        # 1, so that it holds for them, too.
-        channels, *spatial = run.model.sizes.input_shape
-        ours = run.config.data.preprocessing.of_channels(channels)
-        theirs = preprocessing.of_channels(channels)
-        self._affine = None
-        if ours != theirs:
-            (mean, std), (new_mean, new_std) = (map(torch.tensor, each) for each in (ours, theirs))
-            self._affine = tuple(
-                backend.constant(x.view(-1, *[1] * len(spatial)))
-                for x in (std / new_std, (mean - new_mean) / new_std)
-            )
-
-    @torch.no_grad()
-    def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """Return fp32 logits (images, classes) of images normalized for the student."""
-        if self._affine is not None:
-            factor, summand = self._affine
-            images = images * factor + summand
-        return self._model(images).float()
 
 
 # -- Evaluation: the cross-entropy and the accuracy ------------------------------------------------

@@ -3,7 +3,8 @@ Gram matrices.
 
 Formulas are those of DINOv2 (arXiv 2304.07193): section 4, and its code for what the paper leaves
 open; Gram matrices: DINOv3 (arXiv 2508.10104), section 4.2. All are in fp32. The teacher is the
-moving average of the student (``Backend.teacher``).
+moving average of the student (``Backend.teacher``); with ``--teacher`` it is a trained, larger
+model, and the average is only evaluated (section 5.2 of the latter).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from models.dino import Compared, Crops, DinoSpec
 from training.backend import Backend, dataset_request
 from training.begin import check_weights
 from training.initial_weights import gram_teacher
-from training.objectives import Objective, normalizer
+from training.objectives import Objective, Teacher, normalizer
 from training.schedule import StepRates
 
 if TYPE_CHECKING:
@@ -43,8 +44,11 @@ class SelfDistillation(Objective):
         spec, request = run.model, dataset_request(run)
         assert isinstance(spec, DinoSpec)
         assert request.crops is not None
-        assert backend.teacher is not None
-        self._config, self._backend, self._teacher = run.config.objective, backend, backend.teacher
+        self._config, self._backend = run.config.objective, backend
+        self._trained = Teacher(run, backend, say) if run.teacher else None
+        teacher = self._trained.model if self._trained else backend.teacher
+        assert teacher is not None
+        self._teacher = teacher
         layouts = [each.layout for each in request.of_pairs or [request] if each.layout]
         self._layouts = {each.length: each for each in layouts}
         """By the bytes of a packed image, the pairs of crop sizes that a step may have."""
@@ -93,7 +97,10 @@ class SelfDistillation(Objective):
         )
         with torch.no_grad():
             seen = crops._replace(local_crops=None, hides=False)
-            taught = Compared(*self._teacher(seen))
+            asked = seen
+            if self._trained is not None:
+                asked = seen._replace(global_crops=self._trained.normalized(seen.global_crops))
+            taught = Compared(*self._teacher(asked))
             # The teacher's probabilities of class tokens, (images, 2, prototypes), and of masked
             # patches, (images, slots, prototypes): zeros in slots without one.
             classes = sinkhorn(taught.classes.float().flatten(0, 1), temperature, total)
