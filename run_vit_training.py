@@ -69,8 +69,17 @@ Prepare = Callable[[Any], tuple[Any, Callable[[Any, Any], None]]]
 function of a run and a backend."""
 
 
-def start(backend: BackendChoice, flags: Flags, config: RunConfig, prepare: Prepare) -> None:
-    """Resolve the run on the backend, prepare it, and run its body in every process."""
+def start(
+    backend: BackendChoice,
+    flags: Flags,
+    config: RunConfig,
+    prepare: Prepare,
+    students: Sequence[RunConfig] = (),
+) -> None:
+    """Resolve the run on the backend, prepare it, and run its body in every process.
+
+    ``students``: the configurations of those that train beside it.
+    """
     from training.processes.exchange import naming_itself
 
     if backend == "xla":
@@ -79,7 +88,8 @@ def start(backend: BackendChoice, flags: Flags, config: RunConfig, prepare: Prep
         from xla_fsdp.launch_xla import launch as launch_on_xla
 
         with NoBackwardYet():
-            run, body = prepare(resolve_xla.resolve(config, flags.xla))
+            first, *others = (resolve_xla.resolve(c, flags.xla) for c in (config, *students))
+            run, body = prepare(replace(first, students=tuple(others)))
         resolve_xla.check_installed()
 
         launch_on_xla(functools.partial(naming_itself, body), run)
@@ -89,7 +99,9 @@ def start(backend: BackendChoice, flags: Flags, config: RunConfig, prepare: Prep
         from torch_fsdp.launch_torch import launch as launch_on_torch
 
         resolve = resolve_gpu.resolve if backend == "cuda" else resolve_torch.resolve
-        run, body = prepare(resolve(replace(config, backend=backend), flags.torch))
+        configs = (replace(each, backend=backend) for each in (config, *students))
+        own, *beside = (resolve(each, flags.torch) for each in configs)
+        run, body = prepare(replace(own, students=tuple(beside)))
         launch_on_torch(functools.partial(naming_itself, body), run)
 
 
@@ -186,6 +198,7 @@ def _run(flags: Flags) -> int:
         return plan_slices(config, flags.xla)
 
     prepare: Prepare
+    students: list[RunConfig] = []
     if use.features or use.knn or use.probe:
         from training.features import prepare_features
         from training.frozen import prepare_frozen
@@ -207,14 +220,15 @@ def _run(flags: Flags) -> int:
 
         prepare = prepare_self_check
     else:
-        from training.begin import choose_start
+        from training.begin import choose_start, students_of
         from training.train import prepare_training
 
-        config, saved, initial = choose_start(config)
+        chosen = [choose_start(each) for each in students_of(config)]
+        (config, *students), saved, (initial, *_) = zip(*chosen, strict=True)
         prepare = functools.partial(prepare_training, saved, initial)
     backend = choose_backend(config.backend)
     check_foreign(flags.own, backend, config.given)
-    start(backend, flags, config, prepare)
+    start(backend, flags, config, prepare, students)
     return 0
 
 

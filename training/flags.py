@@ -146,7 +146,7 @@ def from_values(config: type, values: Mapping[str, Any]) -> Any:
 
 MODE_FLAGS = (
     *(field.name for config in (UseConfig, PlanConfig) for field in dataclasses.fields(config)),
-    *("resume_epoch", "init_from", "self_check", "plan", "teacher"),
+    *("resume_epoch", "init_from", "self_check", "plan", "teacher", "student"),
     *("tpu_topology", "explain", "hlo_dir"),
 )
 """Fields of flags that choose what the program does; their rules are checked before all others."""

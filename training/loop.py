@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch.profiler import profile
 from data.files import make_folder
 from data.loader import BatchLoader
 from training.backend import Backend
-from training.checkpoints.choose import folder_of
+from training.checkpoints.choose import folder_of, step_of
 from training.checkpoints.format import Position
 from training.checkpoints.local_tier import LocalTier
 from training.checkpoints.saver import CheckpointSaver
@@ -43,8 +44,15 @@ class Session:
     bad_images: BadImages
     last_step: int
     """The number of the step that the run ends with."""
-    timer: StepTimer = field(default_factory=StepTimer)
-    """Measures the throughput; whatever is no training restarts it."""
+    timer: StepTimer
+    """Measures the throughput."""
+    timers: Sequence[StepTimer]
+    """Those of all students."""
+
+    def restart_timers(self) -> None:
+        """Start to measure anew, after what was no training."""
+        for timer in self.timers:
+            timer.restart()
 
     @contextlib.contextmanager
     def first_run(self, what: str, is_first: bool) -> Iterator[None]:
@@ -91,49 +99,62 @@ class Hook:
         """Called after the step was handed to the device, which may still compute it."""
 
 
+class Trained(NamedTuple):
+    """A model that is trained, with what is done around its steps."""
+
+    session: Session
+    model: nn.Module
+    objective: Objective
+    hooks: Sequence[Hook]
+    saves: "Saves"
+    """One of the hooks."""
+
+
 def train_loop(
-    session: Session,
-    model: nn.Module,
-    objective: Objective,
-    batches: TrainBatches,
-    schedule: Schedule,
-    hooks: Sequence[Hook],
-    at: Position,
+    students: Sequence[Trained], batches: TrainBatches, schedule: Schedule, at: Position
 ) -> Position:
     """Train from ``at`` to the last step, or until a hook stops it; return where training stands.
 
-    Hooks are called one after the other; when one of them stops training, no other one is.
+    Several ``students``, with the same kinds of hooks, make each step with the same batch. Hooks
+    are called one after the other, the first one of each student first; when one of them stops
+    training, no other one is.
     """
-    backend, stop, config = session.backend, session.stop, session.config
+    session = students[0].session
+    stop, watchdog, config = session.stop, session.watchdog, session.config
     shapes: set[torch.Size] = set()
-    model.train()
-    for hook in hooks:
+    kinds = [*zip(*(student.hooks for student in students), strict=True)]
+    for student in students:
+        student.model.train()
+    for hook in itertools.chain(*kinds):
         hook.reached(at)
         if stop.exit_code:
             return at
-    session.watchdog.alive(before_first_step=True)
+    watchdog.alive(before_first_step=True)
     while at.step < session.last_step and at.epoch < config.num_epochs:
-        session.timer.restart()
+        session.restart_timers()
         with contextlib.closing(batches.rest_of_epoch(at)) as epoch:
             for micro_batches in epoch:
                 rates = schedule.at(batches.number(at))
                 shape = micro_batches[0][0].shape
                 # The first step of this start or, where steps are compiled, with such images.
-                is_first = not shapes or (backend.compiles and shape not in shapes)
+                is_first = not shapes or (session.backend.compiles and shape not in shapes)
                 shapes.add(shape)
-                for hook in hooks:
-                    hook.before_step(at.step + 1, is_first=is_first)
-                with session.first_run("training step", is_first):
-                    values = train_step(
-                        model,
-                        objective,
-                        backend,
-                        at.step,
-                        micro_batches,
-                        rates=rates,
-                        max_norm=config.optimizer.clip_grad_norm,
-                    )
-                session.watchdog.alive()
+                values = []
+                for student in students:
+                    for hook in student.hooks:
+                        hook.before_step(at.step + 1, is_first=is_first)
+                    with student.session.first_run("training step", is_first):
+                        found = train_step(
+                            student.model,
+                            student.objective,
+                            student.session.backend,
+                            at.step,
+                            micro_batches,
+                            rates=rates,
+                            max_norm=config.optimizer.clip_grad_norm,
+                        )
+                    values.append(found)
+                    watchdog.alive()
                 if is_first:
                     stop.listen()
 
@@ -141,12 +162,16 @@ def train_loop(
                 is_last = at.step >= session.last_step
                 if is_last:
                     epoch.close()  # its loader is to leave the machine to what follows
-                done = StepDone(at, before.epoch, rates.lr, values, is_first, is_last)
-                for hook in hooks:
-                    hook.after_step(done)
-                    hook.reached(at)
-                    if stop.exit_code:
-                        return at
+                done = [
+                    StepDone(at, before.epoch, rates.lr, found, is_first, is_last)
+                    for found in values
+                ]
+                for kind in kinds:
+                    for hook, of_student in zip(kind, done, strict=True):
+                        hook.after_step(of_student)
+                        hook.reached(at)
+                        if stop.exit_code:
+                            return at
     return at
 
 
@@ -277,8 +302,12 @@ class StopCheck(Hook):
 class Saves(Hook):
     """Saves checkpoints after the steps, minutes and epochs that the flags name, and at the end."""
 
-    def __init__(self, session: Session, saver: CheckpointSaver) -> None:
+    def __init__(
+        self, session: Session, saver: CheckpointSaver, together: Sequence[CheckpointSaver] = ()
+    ) -> None:
+        """``together``: the savers of all students, which resume the same step."""
         self._config, self._session, self.saver = session.config.checkpoints, session, saver
+        self._together = together
         self._minutes = MinutesInterval(session.backend, self._config.ckpt_minutes_interval)
 
     def after_step(self, done: StepDone) -> None:
@@ -295,11 +324,15 @@ class Saves(Hook):
         session.reports.flush()
         session.reports.upload()
         session.watchdog.alive()
+        newest = [saver.newest for saver in self._together]
+        if newest and all(newest):  # the last step that all have must not be removed
+            step = min(step_of(path) for path in newest if path)
+            self.saver.spared = folder_of(self.saver.ckpt_dir, step)
         with session.reports.events.span("save") as event:
             event["written"] = self.saver.save(at, must=must)
             event["completed"] = self.saver.take_figures()
         self._minutes.restart()
-        session.timer.restart()
+        session.restart_timers()
 
 
 @dataclass
@@ -318,7 +351,7 @@ class LocalSaves(Hook):
         with session.reports.events.span("local_save") as event:
             copy = functools.partial(self.saver.content, done.at, copy=True)
             event |= self.tier.save(done.at.step, copy, session.reports.say)
-        session.timer.restart()
+        session.restart_timers()
 
 
 def last_epoch(at: Position) -> int:
@@ -378,7 +411,7 @@ class Evaluations(Hook):
                 saver = self.saves.saver
                 saver.spared = folder_of(saver.ckpt_dir, at.step)
                 self.saves.save(at)
-        session.timer.restart()
+        session.restart_timers()
 
     def _measure(self) -> Evaluation | None:
         """Evaluate the model with its present weights; return None if a signal has stopped it."""

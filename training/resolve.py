@@ -55,6 +55,13 @@ class Run(Generic[Own]):
     teacher: Self | None = None
     """The run of ``--teacher`` on the same devices, of which the model and the preprocessing are
     used; None without a teacher, and where nothing is trained."""
+    students: tuple[Self, ...] = ()
+    """The runs of all names of ``--student`` but the first, whose run this is."""
+
+    @property
+    def trainings(self) -> list[Self]:
+        """The runs that are trained together: this one, and those of the other students."""
+        return [self, *self.students]
 
     @property
     def values(self) -> dict[str, Any]:
@@ -100,7 +107,9 @@ class Run(Generic[Own]):
             return self
         teacher = self.teacher and self.teacher.on(devices)
         mesh = make_mesh(self.config.sharding, devices)
-        run = replace(self, config=with_passes(self.config, mesh), mesh=mesh, teacher=teacher)
+        students = tuple(each.on(devices) for each in self.students)
+        config = with_passes(self.config, mesh)
+        run = replace(self, config=config, mesh=mesh, teacher=teacher, students=students)
         check_batch(run)
         return run
 

@@ -1,15 +1,18 @@
 """A whole training, as one narrative: prepare before any device starts, then start, train, end."""
 
+import contextlib
 import functools
 import json
 import os
 import platform
 import signal
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from data.loader import Share
+from torch import nn
+
+from data.loader import BatchLoader, Share
 from data.source import DataSource, open_data
 from training import begin, loop
 from training.backend import (
@@ -30,7 +33,7 @@ from training.frozen import FrozenEvaluations
 from training.initial_weights import InitialWeights, fit, gram_teacher
 from training.logs.bad_images import FILE as BAD_IMAGES_FILE
 from training.logs.records import METRICS_FILE, StartParts
-from training.logs.reports import Reports, read_expectation
+from training.logs.reports import Reports, StepTimer, read_expectation
 from training.objectives import open_objective
 from training.processes import exchange
 from training.processes.stopping import StopRequest, Watchdog
@@ -43,8 +46,8 @@ from training.weights import Weights, with_preprocessing, with_preprocessing_of
 class Prepared:
     """What was found before any device starts; it is sent to every process."""
 
-    saved: SavedRun | None
-    """The checkpoint that this process has chosen to resume."""
+    saved: Sequence[SavedRun | None]
+    """The checkpoint that this process has chosen to resume, of each student."""
     data: DataSource
     progress: begin.Progress
     initial: InitialWeights | None
@@ -58,9 +61,10 @@ class Prepared:
 
 
 def prepare_training(
-    saved: SavedRun | None, weights: Weights | None, run: Run
+    saved: Sequence[SavedRun | None], weights: Weights | None, run: Run
 ) -> tuple[Run, Callable[[Run, Backend], None]]:
-    """Check everything that can be checked without a device, for what ``begin.choose_start`` chose.
+    """Check everything that can be checked without a device, for what ``begin.choose_start`` chose
+    for each student.
 
     Returns the run with its preprocessing, and the body of every process. Raises UsageError.
     """
@@ -70,13 +74,15 @@ def prepare_training(
     if weights:
         weights, run = with_preprocessing_of(weights, run)
     else:
-        run = with_preprocessing(run, saved)
+        first, *others = map(with_preprocessing, run.trainings, saved)
+        run = replace(first, students=tuple(others))
     with bad_data_is_the_users():
         data = open_data(dataset_request(run, labels=run.config.objective.uses_labels))
-    if saved:
-        begin.check_resume(saved, run, data)
+    for each, chosen in zip(run.trainings, saved, strict=True):
+        if chosen:
+            begin.check_resume(chosen, each, data)
     epoch_steps = len(data.train_loader(run.config.data.batch_size, Share(loads=False)))
-    progress = begin.progress_of(saved, run, data, epoch_steps)
+    progress = begin.progress_of(saved[0], run, data, epoch_steps)
     initial = fit(weights, run, data.classes) if weights else None
     if run.config.objective.gram_weights:
         gram_teacher(run)  # raises UsageError
@@ -86,157 +92,209 @@ def prepare_training(
     return run, functools.partial(train, prepared)
 
 
+@dataclass(frozen=True)
+class _Student:
+    """A model that trains, alone or with others, in a folder of its own."""
+
+    run: Run
+    begun: begin.Agreed
+    history: begin.History
+    session: loop.Session
+    saver: CheckpointSaver
+
+
 def train(prepared: Prepared, run: Run, backend: Backend) -> None:
     """Train on ``backend``, or resume and train; the body of every process.
 
     Raises UsageError in all processes if they cannot start; StoppedBySignal or RunFailed if
     training ends before its last step.
     """
-    prepared.parts.done("devices")
-    config, ckpt_dir, data = run.config, run.ckpt_dir, prepared.data
+    parts, data, config = prepared.parts, prepared.data, run.config
+    parts.done("devices")
     shared = config.checkpoints.shared_ckpt_dir
-    with FolderLock(ckpt_dir, inside=run.log_dir, shared=shared) as lock:  # released at the end
+    runs = run.trainings
+    backends = [backend, *map(backend.beside, run.students)]
+    with contextlib.ExitStack() as folders:  # their locks are released at the end
         # Begin: agree on what is resumed, and where in the data that is.
-        saved, newest, local, bad_images, notes = begin.agree(
-            prepared.saved, run, data, lock, is_main=backend.is_main
-        )
+        agreed = []
+        for each, chosen in zip(runs, prepared.saved, strict=True):
+            lock = FolderLock(each.ckpt_dir, inside=each.log_dir, shared=shared)
+            folders.enter_context(lock)
+            agreed.append(begin.agree(chosen, each, data, lock, is_main=backend.is_main))
+        saved = [each.saved for each in agreed]
+        begin.check_same_step(runs, saved)
         loader = train_loader(data, backend, config.data.batch_size)
         progress = prepared.progress
-        if saved != prepared.saved:  # that one is damaged, or there is a newer one by now
-            progress = begin.progress_of(saved, run, data, len(loader))
+        if saved != [*prepared.saved]:  # one is damaged, or there is a newer one by now
+            progress = begin.progress_of(saved[0], run, data, len(loader))
         at, last_step = progress.at, progress.last_step
-        with exchange.failing_together():
-            history = begin.history_of(saved, ckpt_dir, at.step)
-        reports = Reports(
-            run,
-            backend,
-            first_step=at.step,
-            last_step=last_step,
-            keep_records=history.continues,
-            expected_s=prepared.expected_s,
-            last_evaluation=history.evaluated.get(last_step),
-        )
-        prepared.parts.done("agreed")
-        reports.events.start(prepared.parts, at.step, run.mesh.devices)
+        parts.done("agreed")
         stop, watchdog = StopRequest(backend), Watchdog(config.log.step_timeout_s)
-        session = loop.Session(config, backend, reports, stop, watchdog, bad_images, last_step)
-        saver = CheckpointSaver(
-            ckpt_dir,
-            backend,
-            reports.say,
-            run.values,
-            data.classes,
-            config.checkpoints.keep_checkpoints,
-            config.checkpoints.max_failed_saves,
-            newest=newest,
-            asynchronous=config.checkpoints.async_checkpoint,
-            spared=history.best if config.checkpoints.ckpt_best else None,
-            order=data.order(),
-        )
+        students: list[_Student] = []
+        timers = [StepTimer() for _ in runs]
+        for each, own, begun in zip(runs, backends, agreed, strict=True):
+            with exchange.failing_together():
+                history = begin.history_of(begun.saved, each.ckpt_dir, at.step)
+            reports = Reports(
+                each,
+                own,
+                first_step=at.step,
+                last_step=last_step,
+                keep_records=history.continues,
+                expected_s=prepared.expected_s,
+                last_evaluation=history.evaluated.get(last_step),
+            )
+            reports.events.start(parts, at.step, each.mesh.devices)
+            session = loop.Session(
+                each.config,
+                own,
+                reports,
+                stop,
+                watchdog,
+                agreed[0].bad_images,
+                last_step,
+                timers[len(students)],
+                timers,
+            )
+            saver = CheckpointSaver(
+                each.ckpt_dir,
+                own,
+                reports.say,
+                each.values,
+                data.classes,
+                config.checkpoints.keep_checkpoints,
+                config.checkpoints.max_failed_saves,
+                newest=begun.newest,
+                asynchronous=config.checkpoints.async_checkpoint,
+                spared=history.best if config.checkpoints.ckpt_best else None,
+                order=data.order(),
+            )
+            students.append(_Student(each, begun, history, session, saver))
         try:
-            with saver, bad_data_is_the_users():
-                for line in (*notes, f"data: {data}"):
-                    reports.say(line)
-
-                # Place: the model on the devices, with the values of what is resumed or loaded.
-                reports.say(f"model: {run.model.name}, {run.model.parameter_count:,} parameters")
-                initialize, initial = None, prepared.initial
-                if initial and not saved:
-                    begin.check_weights(
-                        initial.weights, verify=config.checkpoints.verify_checkpoint
-                    )
-                    reports.say(initial.note)
-                    initialize = initial.initialize
-                model = shard_and_optimize(run, backend, initialize)
-                prepared.parts.done("model")
-                if saved:
-                    has_ema = load_state(backend, saved.path, is_part=saved.is_part)
-                    prepared.parts.done("loaded")
-                    if config.averages and not has_ema:
-                        reports.say(
-                            "note: the checkpoint has no EMA of the weights: it starts with these "
-                            "weights"
-                        )
-                    if has_ema and not config.averages:
-                        reports.say(
-                            "note: the checkpoint's EMA of the weights is dropped: --model_ema is "
-                            "not given"
-                        )
-                objective = open_objective(run, backend, reports.say)
-                _describe(run, session, saved, progress)
-                if loader.workers:
-                    reports.say(f"loader processes of each training process: {loader.workers}")
-                if progress.warning:
-                    reports.say(progress.warning)
-
-                # Train: the loop, and what is done after each step, in this order.
-                batches = TrainBatches(
-                    loader,
-                    backend,
-                    config.data.batch_size,
-                    config.data.grad_accum_steps,
-                    numbered=objective.numbered,
-                )
-                profiler = loop.StepProfiler(
-                    config.log.profile, run.log_dir / loop.PROFILE_DIR, exchange.rank()
-                )
-                saves, evaluated = loop.Saves(session, saver), set(history.evaluated)
-                hooks: list[loop.Hook] = [
-                    profiler,
-                    loop.StepLog(session, batches),
-                    loop.StopCheck(session, batches, saver),
-                    saves,
-                ]
-                if local:
-                    hooks.append(loop.LocalSaves(session, saver, local))
-                if data.val_length and objective.measured:
-                    hooks.append(
-                        loop.Evaluations(
-                            session,
-                            model,
-                            objective,
-                            val_loader(data, backend, config.data.pass_size),
-                            data.val_length,
-                            saves,
-                            evaluated,
-                            history.best_score,
-                        )
-                    )
-                elif objective.measured:
-                    reports.say("there are no validation images: nothing is evaluated")
-                if prepared.plain:
-                    features = Features(model, run, backend, prepared.plain)
-                    hooks.append(FrozenEvaluations(session, features, history.frozen))
-                with stop, reports.events.training(last_step):
-                    if at.step >= last_step:
-                        saver.tidy()  # after a start that was killed after its last checkpoint
-                    at = loop.train_loop(
-                        session, model, objective, batches, progress.schedule, hooks, at
-                    )
-                    if stop.exit_code == NOT_FINITE:
-                        pass  # its weights are no good
-                    elif stop.exit_code:
-                        saves.save(at, must=True)
-                    elif bad_images.excess:  # found with the last step
-                        stop.exit_code = BAD_IMAGES
-                if local and not stop.exit_code:
-                    local.complete()
-                profiler.finish(reports.say)
+            with contextlib.ExitStack() as savers, bad_data_is_the_users():
+                for student in students:
+                    savers.enter_context(student.saver)
+                _train(prepared, students, loader, progress)
         finally:
             watchdog.pause()
-            curves = reports.close()
+            curves = [student.session.reports.close() for student in students]
 
         # End: say how, and exit with the code of that.
-        _end(run, session, saver.newest, curves)
+        _end(students, curves)
+
+
+def _train(
+    prepared: Prepared, students: list[_Student], loader: BatchLoader, progress: begin.Progress
+) -> None:
+    """Put the models on the devices, and train them."""
+    run, session = students[0].run, students[0].session
+    config, backend, stop, data = run.config, session.backend, session.stop, prepared.data
+    savers = [student.saver for student in students] if run.students else []
+    trained: list[loop.Trained] = []
+    profile, rank = run.log_dir / loop.PROFILE_DIR, exchange.rank()
+    profiler = loop.StepProfiler(config.log.profile, profile, rank)
+    for student in students:
+        # Place: the model on the devices, with the values of what is resumed or loaded.
+        say = student.session.reports.say
+        for line in (*student.begun.notes, f"data: {data}"):
+            say(line)
+        model = _placed(student, prepared)
+        teacher = trained[0].objective.teacher if trained else None
+        objective = open_objective(student.run, student.session.backend, say, teacher)
+        _describe(student, progress)
+        if loader.workers:
+            say(f"loader processes of each training process: {loader.workers}")
+        if progress.warning:
+            say(progress.warning)
+        if not trained:
+            batches = TrainBatches(
+                loader,
+                backend,
+                config.data.batch_size,
+                config.data.grad_accum_steps,
+                numbered=objective.numbered,
+            )
+
+        # What is done after each step, in this order.
+        own, saver, history = student.session, student.saver, student.history
+        saves, evaluated = loop.Saves(own, saver, savers), set(history.evaluated)
+        hooks: list[loop.Hook] = [
+            loop.StepProfiler(None, profile, rank) if trained else profiler,  # of all students
+            loop.StepLog(own, batches),
+            loop.StopCheck(own, batches, saver),
+            saves,
+        ]
+        if student.begun.local:
+            hooks.append(loop.LocalSaves(own, saver, student.begun.local))
+        if data.val_length and objective.measured:
+            hooks.append(
+                loop.Evaluations(
+                    own,
+                    model,
+                    objective,
+                    val_loader(data, own.backend, config.data.pass_size),
+                    data.val_length,
+                    saves,
+                    evaluated,
+                    history.best_score,
+                )
+            )
+        elif objective.measured:
+            say("there are no validation images: nothing is evaluated")
+        if prepared.plain:
+            features = Features(model, student.run, own.backend, prepared.plain)
+            hooks.append(FrozenEvaluations(own, features, history.frozen))
+        trained.append(loop.Trained(own, model, objective, hooks, saves))
+
+    # Train.
+    at, last_step = progress.at, session.last_step
+    with contextlib.ExitStack() as training:
+        training.enter_context(stop)
+        for each in trained:
+            training.enter_context(each.session.reports.events.training(last_step))
+            if at.step >= last_step:
+                each.saves.saver.tidy()  # after a start that was killed after its last checkpoint
+        at = loop.train_loop(trained, batches, progress.schedule, at)
+        if stop.exit_code == NOT_FINITE:
+            pass  # its weights are no good
+        elif stop.exit_code:
+            for each in trained:
+                each.saves.save(at, must=True)
+        elif session.bad_images.excess:  # found with the last step
+            stop.exit_code = BAD_IMAGES
+    for student in students:
+        if student.begun.local and not stop.exit_code:
+            student.begun.local.complete()
+    profiler.finish(session.reports.say)
+
+
+def _placed(student: _Student, prepared: Prepared) -> nn.Module:
+    """Return the sharded model on the devices, with the values of what is resumed or loaded."""
+    run, say, backend = student.run, student.session.reports.say, student.session.backend
+    saved, initial, initialize = student.begun.saved, prepared.initial, None
+    say(f"model: {run.model.name}, {run.model.parameter_count:,} parameters")
+    if initial and not saved:
+        begin.check_weights(initial.weights, verify=run.config.checkpoints.verify_checkpoint)
+        say(initial.note)
+        initialize = initial.initialize
+    model = shard_and_optimize(run, backend, initialize)
+    prepared.parts.done("model")
+    if saved:
+        has_ema = load_state(backend, saved.path, is_part=saved.is_part)
+        prepared.parts.done("loaded")
+        if run.config.averages and not has_ema:
+            say("note: the checkpoint has no EMA of the weights: it starts with these weights")
+        if has_ema and not run.config.averages:
+            say("note: the checkpoint's EMA of the weights is dropped: --model_ema is not given")
+    return model
 
 
 _STATE = {"optimizer": "optimizer state", "ema": "EMA"}
 
 
-def _describe(
-    run: Run, session: loop.Session, saved: SavedRun | None, progress: begin.Progress
-) -> None:
+def _describe(student: _Student, progress: begin.Progress) -> None:
     """Say what runs on which devices, and from where to where; write that to run.json."""
+    run, session, saved = student.run, student.session, student.begun.saved
     backend, say, batch_size = session.backend, session.reports.say, run.config.data.batch_size
     start, last_step = progress.at, progress.last_step
     devices, state_bytes = backend.describe(), backend.state_bytes()
@@ -274,12 +332,13 @@ def _describe(
         session.reports.upload()
 
 
-def _end(run: Run, session: loop.Session, newest: Path | None, curves: Path | None) -> None:
-    """Say how training ended; ``newest``: its newest checkpoint.
+def _end(students: list[_Student], curves: list[Path | None]) -> None:
+    """Say how training ended.
 
     Raises StoppedBySignal or RunFailed if it was not at the last step.
     """
-    reports, exit_code, is_main = session.reports, session.stop.exit_code, session.backend.is_main
+    run, session, newest = students[0].run, students[0].session, students[0].saver.newest
+    exit_code, is_main = session.stop.exit_code, session.backend.is_main
     checkpoints = run.config.checkpoints
     again = "the same command"
     if checkpoints.resume_epoch:
@@ -298,8 +357,9 @@ def _end(run: Run, session: loop.Session, newest: Path | None, curves: Path | No
         session.backend.barrier()  # torchrun ends all when one has ended
         raise StoppedBySignal(exit_code)
     if exit_code == NOT_FINITE:
+        longest = max(student.session.reports.longest_row_skipped for student in students)
         raise RunFailed(
-            f"{reports.longest_row_skipped} steps in a row had a loss or gradient norm that is not "
+            f"{longest} steps in a row had a loss or gradient norm that is not "
             f"finite: the last good checkpoint is {newest or 'none'}; try a lower --lr, more "
             "--warmup_steps or another --precision",
             NOT_FINITE,
@@ -316,10 +376,13 @@ def _end(run: Run, session: loop.Session, newest: Path | None, curves: Path | No
             f"when they are mended; {again} then resumes {newest}",
             BAD_IMAGES,
         )
-    if is_main:
-        figure = "" if reports.last_evaluation is None else f"{reports.last_evaluation}, "
-        print(
-            f"training completed: step {session.last_step}, {figure}checkpoint {newest}, "
-            f"log {run.ckpt_dir / METRICS_FILE}, plot {curves and run.ckpt_dir / curves.name}",
-            flush=True,
-        )
+    for student, plot in zip(students, curves, strict=True):
+        if is_main:
+            ckpt_dir, found = student.run.ckpt_dir, student.session.reports.last_evaluation
+            figure = "" if found is None else f"{found}, "
+            print(
+                f"training completed: step {session.last_step}, {figure}checkpoint "
+                f"{student.saver.newest}, log {ckpt_dir / METRICS_FILE}, "
+                f"plot {plot and ckpt_dir / plot.name}",
+                flush=True,
+            )

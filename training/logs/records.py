@@ -387,8 +387,9 @@ class StartParts:
     seconds: dict[str, float] = field(default_factory=dict)
 
     def done(self, part: str) -> None:
-        """Note that a part has ended now, which followed the part before it."""
-        self.seconds[part] = self.since_last()
+        """Note that a part has ended now, which followed the part before it; of several students
+        each has some."""
+        self.seconds[part] = self.seconds.get(part, 0.0) + self.since_last()
 
     def since_last(self) -> float:
         """Return the seconds since the last part ended."""

@@ -109,7 +109,8 @@ class Reports:
         ``expected_s``: the expected seconds of a step, shown in the first log lines.
         ``last_evaluation``: the figure of an earlier evaluation of the last step.
         """
-        active, folder = backend.is_main, run.log_dir
+        active, folder, students = backend.is_main, run.log_dir, run.config.loss.student
+        self._name = f"{run.model.name}: " if students else ""
         self._dir, self._backend, self._active = folder, backend, active
         self._batch_size = run.config.data.batch_size
         self._flops_per_image = run.train_flops_per_image
@@ -148,15 +149,17 @@ class Reports:
         self._sinks = [
             records.Guarded(name, open_sink, self.say) for name, open_sink in sinks.items()
         ]
+        # Of several students the first one's bar is shown. None: on a terminal.
+        hidden = True if students and run.config.model.model != students[0] else None
         self._bar = tqdm(
-            total=last_step, initial=first_step, unit="step", dynamic_ncols=True, disable=None
+            total=last_step, initial=first_step, unit="step", dynamic_ncols=True, disable=hidden
         )
 
     def say(self, text: str) -> None:
         """Print a line on stdout, above the bar."""
         if self._active:
             with contextlib.suppress(OSError):  # a closed terminal or a full disk ends no training
-                tqdm.write(text)
+                tqdm.write(self._name + text)
                 sys.stdout.flush()
 
     @contextlib.contextmanager

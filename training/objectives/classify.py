@@ -22,7 +22,7 @@ from training.backend import Backend, pass_seed
 from training.config import LossConfig
 from training.evaluate import TOP, Measure, Predictions, classes_before
 from training.logs.records import Evaluation
-from training.objectives import Constant, Objective, Teacher, normalizer
+from training.objectives import Constant, Objective, normalizer
 
 if TYPE_CHECKING:
     from training.resolve import Run
@@ -58,7 +58,6 @@ class Classification(Objective):
             self._label_loss = SoftTargetCrossEntropy()
         elif config.smoothing:
             self._label_loss = LabelSmoothingCrossEntropy(config.smoothing)
-        self._teacher = Teacher(run, backend, say) if run.teacher else None
 
     def loss(
         self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor, pass_index: int
@@ -76,14 +75,15 @@ class Classification(Objective):
         if self._mixing is not None:
             mix = self._mixing.draw(pass_index)
             images, labels = self._mixing.images(images, mix), self._mixing.labels(labels, mix)
-        return images, Targets(labels, self._ask_teacher(images))
+        of_teacher = None
+        if (teacher := self.teacher) is not None:
 
-    @torch.no_grad()
-    def _ask_teacher(self, images: torch.Tensor) -> torch.Tensor | None:
-        if self._teacher is None:
-            return None
-        logits: torch.Tensor = self._teacher.model(self._teacher.normalized(images))
-        return logits.float()
+            @torch.no_grad()
+            def ask() -> torch.Tensor:
+                return teacher.model(teacher.normalized(images)).float()
+
+            of_teacher = teacher.answer(pass_index, ask)
+        return images, Targets(labels, of_teacher)
 
     def loss_of(self, logits: torch.Tensor, targets: Targets) -> torch.Tensor:
         """Return the mean loss of (images, classes) logits, a scalar in fp32.

@@ -9,6 +9,7 @@ model, and the average is only evaluated (section 5.2 of the latter).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from models.dino import Compared, Crops, DinoSpec
 from training.backend import Backend, dataset_request
 from training.begin import check_weights
 from training.initial_weights import gram_teacher
-from training.objectives import Objective, Teacher, normalizer
+from training.objectives import Objective, normalizer
 from training.schedule import StepRates
 
 if TYPE_CHECKING:
@@ -45,10 +46,7 @@ class SelfDistillation(Objective):
         assert isinstance(spec, DinoSpec)
         assert request.crops is not None
         self._config, self._backend = run.config.objective, backend
-        self._trained = Teacher(run, backend, say) if run.teacher else None
-        teacher = self._trained.model if self._trained else backend.teacher
-        assert teacher is not None
-        self._teacher = teacher
+        self._average = backend.teacher
         layouts = [each.layout for each in request.of_pairs or [request] if each.layout]
         self._layouts = {each.length: each for each in layouts}
         """By the bytes of a packed image, the pairs of crop sizes that a step may have."""
@@ -84,8 +82,7 @@ class SelfDistillation(Objective):
     def loss(
         self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor, pass_index: int
     ) -> torch.Tensor:
-        config, temperature, total = self._config, self._temperature, self._backend.sum
-        assert temperature is not None
+        config = self._config
         layout = self._layouts[images.shape[1]]
         global_crops, local_crops, mask = layout.unpack(images)
         crops = Crops(
@@ -95,22 +92,18 @@ class SelfDistillation(Objective):
             max_masked(layout.request.grid, layout.request.mask_ratio),
             hides=True,
         )
-        with torch.no_grad():
-            seen = crops._replace(local_crops=None, hides=False)
-            asked = seen
-            if self._trained is not None:
-                asked = seen._replace(global_crops=self._trained.normalized(seen.global_crops))
-            taught = Compared(*self._teacher(asked))
-            # The teacher's probabilities of class tokens, (images, 2, prototypes), and of masked
-            # patches, (images, slots, prototypes): zeros in slots without one.
-            classes = sinkhorn(taught.classes.float().flatten(0, 1), temperature, total)
-            present = taken(mask, taught.patches.shape[1])
-            patches = sinkhorn(
-                taught.patches.float().flatten(0, 1), temperature, total, present.flatten()
-            )
-            classes = classes.view(taught.classes.shape)
-            patches = patches.view(taught.patches.shape)
-            anchor = Compared(*self._gram(seen)).patch_tokens if self._gram else None
+        seen, teacher = crops._replace(local_crops=None, hides=False), self.teacher
+        if teacher is not None:
+            shown = seen._replace(global_crops=teacher.normalized(seen.global_crops))
+            ask = functools.partial(self._targets, teacher.model, shown)
+            classes, patches = teacher.answer(pass_index, ask)
+        else:
+            assert self._average is not None
+            classes, patches = self._targets(self._average, seen)
+        anchor = None
+        if self._gram is not None:
+            with torch.no_grad():
+                anchor = Compared(*self._gram(seen)).patch_tokens
         found = Compared(*model(crops))  # nested FSDP makes a plain tuple of it
 
         parts = {"loss_dino": class_loss(found.classes.float() / config.student_temp, classes)}
@@ -126,6 +119,17 @@ class SelfDistillation(Objective):
         self._parts.append({name: part.detach() for name, part in parts.items()})
         weighted = [self._weights[name] * part for name, part in parts.items()]
         return sum(weighted[1:], start=weighted[0])
+
+    @torch.no_grad()
+    def _targets(self, teacher: nn.Module, seen: Crops) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the teacher's probabilities of class tokens, (images, 2, prototypes), and of
+        masked patches, (images, slots, prototypes): zeros in slots without one."""
+        taught, temperature, total = Compared(*teacher(seen)), self._temperature, self._backend.sum
+        assert temperature is not None
+        classes = sinkhorn(taught.classes.float().flatten(0, 1), temperature, total)
+        present = taken(seen.mask, taught.patches.shape[1]).flatten()
+        patches = sinkhorn(taught.patches.float().flatten(0, 1), temperature, total, present)
+        return classes.view(taught.classes.shape), patches.view(taught.patches.shape)
 
     def parts(self) -> dict[str, torch.Tensor]:
         names, count = list(self._parts[0]), len(self._parts)
