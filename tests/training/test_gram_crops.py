@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from models.dino import Compared, Crops
 from models.positions import FeatureResampling
-from tests.cli import tiny, train_tiny, train_tiny_gpu
+from tests.cli import DIGITS, run_program, tiny, train_tiny, train_tiny_gpu
 from tests.marks import long
 from tests.references import plain_dino
 from tests.resolved import on_gpus, on_xla
@@ -140,6 +140,20 @@ def test_the_factor_may_change_in_mid_epoch(anchor, tmp_path):
     assert found[3:] == pytest.approx(of_whole[3:], rel=1e-6)
     assert all(abs(a / b - 1) > 1e-3 for a, b in zip(found[:3], of_whole[:3], strict=True))
     assert "note: --gram_crop_factor was 1.0, is 2.0, from this step on" in resumed.stdout
+
+
+@pytest.mark.long
+def test_the_teacher_is_evaluated_without_it(anchor, tmp_path):
+    """The Gram teacher of a checkpoint is for training alone; one that is given is refused."""
+    train_tiny_gpu(tmp_path, *DINO, *anchor, *TWICE, "--gram_weight", "1.5", "--max_steps", "1")
+    words = "run_vit_training.py --eval_only --knn --use_ema --backend cuda --batch_size 48".split()
+    words += ["--data_dir", str(DIGITS), "--resume", str(tmp_path)]
+    done = run_program(*words)
+    assert done.returncode == 0, done.stderr
+    assert "k-NN" in done.stdout
+    done = run_program(*words, *anchor)
+    assert done.returncode == 2
+    assert "is incompatible with --eval_only" in done.stderr
 
 
 @pytest.mark.long
