@@ -51,6 +51,15 @@ class CropRequest:
     pairs: tuple[tuple[int, int], ...] = ()
     """The sides of square global and local crops, of which each batch has one pair; none: all have
     the sizes above."""
+    gram_factor: float = 1.0
+    """The Gram teacher's crops are this many times as high and wide as global crops, of which they
+    show the same; 1: it sees those themselves."""
+
+    def of_gram(self, sides: tuple[int, ...]) -> tuple[int, int]:
+        """Return the height and width of the Gram teacher's crops, of those of global crops: in
+        pixels, or in patches."""
+        height, width = sides
+        return round(height * self.gram_factor), round(width * self.gram_factor)
 
 
 @dataclass(frozen=True)
@@ -63,10 +72,26 @@ class CropLayout:
     request: CropRequest
 
     @property
-    def _parts(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Return the shapes of the global crops, of the local crops, and of the mask."""
-        local = (self.request.local_number, self.shape[0], *self.request.local_size)
-        return (GLOBALS, *self.shape), local, (math.prod(self.request.grid),)
+    def gram_size(self) -> tuple[int, int]:
+        """Return the height and width of a crop of the Gram teacher."""
+        return self.request.of_gram(self.shape[1:])
+
+    @property
+    def gram_number(self) -> int:
+        """Return how many crops of its own the Gram teacher has of an image."""
+        return GLOBALS if self.request.gram_factor > 1 else 0
+
+    @property
+    def _parts(self) -> list[tuple[int, ...]]:
+        """Return the shapes of the global crops, of the Gram teacher's, of the local crops, and of
+        the mask."""
+        how, channels = self.request, self.shape[0]
+        return [
+            (GLOBALS, *self.shape),
+            (self.gram_number, channels, *self.gram_size),
+            (how.local_number, channels, *how.local_size),
+            (math.prod(how.grid),),
+        ]
 
     @property
     def length(self) -> int:
@@ -74,25 +99,34 @@ class CropLayout:
         return sum(map(math.prod, self._parts))
 
     def pack(
-        self, globals_: torch.Tensor, locals_: torch.Tensor, mask: torch.Tensor
+        self,
+        globals_: torch.Tensor,
+        grams: torch.Tensor,
+        locals_: torch.Tensor,
+        mask: torch.Tensor,
     ) -> torch.Tensor:
-        """Return (length,) uint8 of one image: its global crops (2, channels, height, width) and
-        local crops (L, channels, height, width), both uint8, and the mask (patches,), bool."""
-        return torch.cat([globals_.flatten(), locals_.flatten(), mask.to(torch.uint8)])
+        """Return (length,) uint8 of one image: its global crops (2, channels, height, width), the
+        Gram teacher's (2 or 0) and the local crops (L), each as high and wide as its kind, all
+        uint8, and the mask (patches,), bool."""
+        crops = [each.flatten() for each in (globals_, grams, locals_)]
+        return torch.cat([*crops, mask.to(torch.uint8)])
 
-    def unpack(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the global crops (2, images, channels, height, width), the local crops
-        (L, images, channels, height, width), both uint8, and the mask (images, patches), bool, of
-        packed images (images, length).
+    def unpack(
+        self, packed: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the global crops (2, images, channels, height, width), the Gram teacher's (2 or 0)
+        and the local crops (L), all uint8, and the mask (images, patches), bool, of packed images
+        (images, length).
 
         Slices and reshapes alone: so this can be a part of a step on any device, sharded along the
         images.
         """
         pieces = packed.split([math.prod(part) for part in self._parts], 1)
-        globals_, locals_, mask = (
+        *crops, mask = (
             piece.unflatten(1, part) for piece, part in zip(pieces, self._parts, strict=True)
         )
-        return globals_.transpose(0, 1), locals_.transpose(0, 1), mask != 0
+        globals_, grams, locals_ = (each.transpose(0, 1) for each in crops)
+        return globals_, grams, locals_, mask != 0
 
 
 def max_masked(grid: tuple[int, int], ratio: tuple[float, float]) -> int:

@@ -12,7 +12,7 @@ import operator
 import random
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Self, TypeVar
 
@@ -385,7 +385,8 @@ class MultiCrop:
     """Makes the packed crops of an image for DINO, and draws the mask of the first global one.
 
     Each is a random resized crop that is flipped at random and then distorted. Of the two global
-    crops a random one is the first.
+    crops a random one is the first. The Gram teacher's crops, if it has its own, are the same of
+    more pixels: nothing else is drawn for them.
     """
 
     def __init__(self, config: DataConfig, layout: CropLayout) -> None:
@@ -400,14 +401,21 @@ class MultiCrop:
         kinds = [FIRST, SECOND] if torch.rand(()).item() < 0.5 else [SECOND, FIRST]
         kinds += [LOCAL] * how.local_number
         parts = [(random_box(image.size, scale, self._ratio), size) for scale, size in self._wanted]
+        count, of_gram = len(parts), self._layout.gram_number
+        parts += [(box, self._layout.gram_size) for box, _ in parts[:of_gram]]
+        made = resized_parts(image, parts, self._modes)
+        drawn = [(torch.rand(()).item() < self._hflip, draw_distortion(kind)) for kind in kinds]
+        drawn += [(flips, replace(each, scale=how.gram_factor)) for flips, each in drawn[:of_gram]]
         crops = []
-        for crop, kind in zip(resized_parts(image, parts, self._modes), kinds, strict=True):
-            crop = crop.flip(-1) if torch.rand(()).item() < self._hflip else crop
+        for crop, (flips, distortion) in zip(made, drawn, strict=True):
+            crop = crop.flip(-1) if flips else crop
             crop = v2.functional.rgb_to_grayscale(crop) if self._gray else crop
-            crops.append(distort(crop, draw_distortion(kind)))
-        locals_ = torch.stack(crops[GLOBALS:]) if how.local_number else crops[0].new_empty(0)
+            crops.append(distort(crop, distortion))
+        none = crops[0].new_empty(0)
+        grams = torch.stack(crops[count:]) if of_gram else none
+        locals_ = torch.stack(crops[GLOBALS:count]) if how.local_number else none
         mask = block_mask(how.grid, how.mask_ratio)
-        return self._layout.pack(torch.stack(crops[:GLOBALS]), locals_, mask)
+        return self._layout.pack(torch.stack(crops[:GLOBALS]), grams, locals_, mask)
 
 
 @dataclass(frozen=True)
@@ -433,6 +441,8 @@ class Distortion:
     sigma: float | None
     """Standard deviation of the blur in pixels; None: no blur."""
     solarized: bool
+    scale: float = 1.0
+    """How many times as many pixels a side of the crop has as one that the blur is for."""
 
 
 def draw_distortion(kind: Kind) -> Distortion:
@@ -478,7 +488,8 @@ def distort(image: torch.Tensor, how: Distortion) -> torch.Tensor:
         if colors and how.gray:
             values = _gray(values)
         if how.sigma is not None:
-            values = blur(values, how.sigma)
+            # Of more pixels the same part of what the image shows: weights end where they did.
+            values = blur(values, how.sigma * how.scale, round(_RADIUS * how.scale))
         # NumPy makes bytes of fp32 in a sixth of PyTorch's time.
         made = torch.from_numpy(values.add_(0.5).numpy().astype(np.uint8))
         image = made.expand_as(image)
@@ -511,15 +522,16 @@ def shift_hue(values: torch.Tensor, shift: float) -> torch.Tensor:
     return torch.sub(brightest + chroma, away).clamp_(darkest, brightest)
 
 
-def blur(values: torch.Tensor, sigma: float) -> torch.Tensor:
-    """Return the values (channels, height, width) after a Gaussian blur of 9 x 9 weights.
+def blur(values: torch.Tensor, sigma: float, radius: int) -> torch.Tensor:
+    """Return the values (channels, height, width) after a Gaussian blur, whose weights are those of
+    pixels up to ``radius`` away along each direction.
 
-    The image is reflected beyond its edges. One with a side below 5 pixels has fewer weights.
+    The image is reflected beyond its edges. One with a side up to ``radius`` has fewer weights.
 
     A weight at a time, and its mirrored one, along each direction: several times as fast as
     PyTorch's convolution of so few channels.
     """
-    radius = min(_RADIUS, *(side - 1 for side in values.shape[1:]))
+    radius = min(radius, *(side - 1 for side in values.shape[1:]))
     weights = [math.exp(-0.5 * (offset / sigma) ** 2) for offset in range(radius + 1)]
     whole = 2 * sum(weights) - weights[0]
     weights = [each / whole for each in weights if each / whole > _LEAST_WEIGHT]

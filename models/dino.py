@@ -61,6 +61,14 @@ def add_to(trunk: ModelSpec, settings: Mapping[str, Any]) -> ModelSpec:
             f"<crop_sizes> must have {height}x{side} among them, <img_size> and "
             "<local_crop_size>, and global crops must be squares"
         )
+    factor = settings["gram_crop_factor"]
+    for sides in ((height, width), *((each, each) for each, _ in pairs)):
+        counts = [factor * side / of for side, of in zip(sides, patch, strict=True)]
+        if not all(math.isclose(count, round(count)) for count in counts):
+            of = " x ".join(map(str, dict.fromkeys(sides)))
+            raise ModelError(
+                f"<gram_crop_factor> {factor:g} times {of} is no whole number of patches of {shown}"
+            )
     spec = DinoSpec(trunk, settings)
     if any(grid != trunk.sizes.grid for grid in spec.other_grids):
         if trunk.kind is VisionTransformer:
@@ -90,19 +98,22 @@ class DinoSpec(TimmSpec):
         self._channels, height, width = trunk.sizes.input_shape
         self._local_size = (side, side)
         pairs = crop_pairs(settings["crop_sizes"])
-        locals_ = dict.fromkeys([side, *(local for _, local in pairs)], 1)
-        kinds = locals_ | dict.fromkeys((of_global for of_global, _ in pairs), 0)
-        self._other_sides = {
-            each: kind for each, kind in kinds.items() if (each, each) != (height, width)
-        }
-        """The sides of crops of other sizes than the model's own; 0: global ones, 1: local ones."""
+        globals_ = [(height, width), *((each, each) for each, _ in pairs)]
+        factor = settings["gram_crop_factor"]
+        of_gram = [(round(tall * factor), round(wide * factor)) for tall, wide in globals_]
+        kinds = dict.fromkeys(of_gram, 0)  # whose positions are never rescaled: it is not trained
+        kinds |= dict.fromkeys([self._local_size, *((local, local) for _, local in pairs)], 1)
+        kinds |= dict.fromkeys(globals_, 0)
+        self._other_sizes = {size: kind for size, kind in kinds.items() if size != (height, width)}
+        """Heights and widths of crops, but the model's own; 0: global ones, 1: local ones."""
         rows, columns = trunk.sizes.grid
 
-        def grid_of(side: int) -> Grid:
-            return side * rows // height, side * columns // width
+        def grid_of(size: tuple[int, int]) -> Grid:
+            return size[0] * rows // height, size[1] * columns // width
 
-        self.other_grids = [grid_of(each) for each in self._other_sides]
-        self._local_tokens = trunk.sizes.num_tokens - rows * columns + math.prod(grid_of(side))
+        self.other_grids = [grid_of(each) for each in self._other_sizes]
+        patches = math.prod(grid_of(self._local_size))
+        self._local_tokens = trunk.sizes.num_tokens - rows * columns + patches
         self._heads = {name: settings[name] for name in HEAD_SETTINGS}
         given = (trunk.name, trunk.overrides, trunk.kind, trunk.arguments)
         super().__init__(*given, trunk.preprocessing)
@@ -115,9 +126,9 @@ class DinoSpec(TimmSpec):
         model.add(self._heads)
         if self.kind is Eva:
             model.other_ropes = nn.ModuleDict()
-            for side, index in self._other_sides.items():
+            for size, index in self._other_sizes.items():
                 # The angles of crops, from a model of their size.
-                other: Any = self.kind(**arguments | {"img_size": (side, side)})
+                other: Any = self.kind(**arguments | {"img_size": size})
                 model.other_ropes[str(other.patch_embed.num_patches)] = other.rope
                 self.rescale_positions(other, index)
         self.rescale_positions(model)

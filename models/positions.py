@@ -107,7 +107,7 @@ def set_rope_factors(model: nn.Module, factors: torch.Tensor) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# Learned position embeddings for images of other grids than a model's own.
+# Learned position embeddings for images of other grids than a model's own, and features of them.
 #
 # ``F.interpolate`` with mode bicubic has no lowering in torch_xla 2.9: it would bring each step to
 # the CPU. What it computes is linear, and along one dimension after the other: two small matrices.
@@ -140,9 +140,41 @@ class Resampling:
         """Return (1, prefix + patches of the other grid, width), computed in fp32, for
         (1, prefix + own patches, width); the first entries stay as they are."""
         first, patches = positions[:, : self._prefix], positions[0, self._prefix :]
-        kind = "cpu" if positions.is_meta else positions.device.type  # meta has no autocast
-        with torch.autocast(kind, enabled=False):
-            by_row = patches.float().unflatten(0, self._own)
-            rows = (self._rows @ by_row.flatten(1)).unflatten(1, by_row.shape[1:])
-            resampled = torch.matmul(self._columns, rows).flatten(0, 1)
+        resampled = _along_both(patches, self._own, self._rows, self._columns)
         return torch.cat([first, resampled[None].to(positions.dtype)], dim=1)
+
+
+class FeatureResampling:
+    """Resamples features of patches for another grid, as ``F.interpolate`` does (bicubic, without
+    aligned corners or antialiasing)."""
+
+    def __init__(
+        self, own: Grid, grid: Grid, constant: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """``own`` is the grid that features are given of; ``constant`` puts the matrices on the
+        devices."""
+        self._own = own
+        self._rows, self._columns = (  # each (new size, size), fp32
+            constant(
+                nn.functional.interpolate(
+                    torch.eye(size)[None, None], (new_size, size), mode="bicubic"
+                )[0, 0]
+            )
+            for size, new_size in zip(own, grid, strict=True)
+        )
+
+    def __call__(self, patches: torch.Tensor) -> torch.Tensor:
+        """Return (..., patches of the other grid, width), fp32, for (..., own patches, width)."""
+        return _along_both(patches, self._own, self._rows, self._columns)
+
+
+def _along_both(
+    patches: torch.Tensor, own: Grid, rows: torch.Tensor, columns: torch.Tensor
+) -> torch.Tensor:
+    """Return (..., new patches, width), computed in fp32, for (..., patches of the grid ``own``,
+    width): products with two matrices (new size, size) along rows and columns."""
+    kind = "cpu" if patches.is_meta else patches.device.type  # meta has no autocast
+    with torch.autocast(kind, enabled=False):
+        by_row = patches.float().unflatten(-2, own)
+        resampled = torch.matmul(rows, by_row.flatten(-2)).unflatten(-1, by_row.shape[-2:])
+        return torch.matmul(columns, resampled).flatten(-3, -2)

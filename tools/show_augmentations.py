@@ -103,7 +103,7 @@ def crop_columns(request: DatasetRequest) -> list[Column]:
         next(iter(open_data(each).train_loader(IMAGES, Share()).epoch(0)))[0]
         for each in (whole, request)
     )
-    globals_, locals_, mask = layout.unpack(packed)
+    globals_, _, locals_, mask = layout.unpack(packed)
     none = [""] * IMAGES
     shares = [f"{100 * each:.0f} % masked" for each in mask.float().mean(1).tolist()]
     rows, columns = layout.request.grid

@@ -239,6 +239,7 @@ def dataset_request(
             grid=sizes.grid,  # type: ignore[arg-type]
             mask_ratio=objective.ibot_mask_ratio,
             pairs=tuple(crop_pairs(objective.crop_sizes)),
+            gram_factor=objective.gram_crop_factor,
         )
     return DatasetRequest(
         run.config.data,

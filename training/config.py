@@ -181,6 +181,14 @@ class ObjectiveConfig:
         requires=("gram_weights",),
         requires_at_default=True,
     )
+    gram_crop_factor: float = flag(
+        1.0,
+        "height and width of the Gram teacher's crops, which show the same as the global crops, as "
+        "a multiple of those; its patch features are resampled to the student's grid; 2: as "
+        "DINOv3; 1: it sees the global crops themselves",
+        kind=bounded(float, 1, 16),
+        requires=("gram_weights",),
+    )
 
     @property
     def uses_labels(self) -> bool:

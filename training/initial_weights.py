@@ -30,9 +30,10 @@ from training.begin import (
 )
 from training.checkpoints.format import EMA
 from training.checkpoints.state import load_state
-from training.config import EmaConfig, LossConfig, RunConfig
+from training.config import EmaConfig, LossConfig, ObjectiveConfig, RunConfig
 from training.errors import UsageError
 from training.files import folder_at
+from training.flags import flat
 from training.resolve import Run, model_of, resolve_model
 from training.weights import Weights, find_weights, weights_in, with_preprocessing_of
 
@@ -58,13 +59,22 @@ def find_trained(config: RunConfig) -> tuple[RunConfig, Weights]:
         return config, weights_in(folder_at(of.init_from), "--init_from")
     weights = find_weights(folder_at(of.ckpt_dir), of.resume, of.resume_epoch, use_ema=use_ema)
     if weights.run:
-        config = with_saved_objective(weights.run, config)
+        config = without_gram_teacher(with_saved_objective(weights.run, config))
         model = model_of(with_saved_model(weights.run, config.model), config.objective)
         check_same_training(weights.run, model, None)
         config = replace(config, model=weights.run.model)
     config, model = resolve_model(config)
     weights.check_fits(model)
     return config, weights
+
+
+def without_gram_teacher(config: RunConfig) -> RunConfig:
+    """Return the configuration without a checkpoint's Gram teacher, which is for training alone.
+    Flags of one that were given stay, and are refused."""
+    none = flat(ObjectiveConfig())
+    names = {"gram_weights", "gram_weight", "gram_crop_factor"} - config.given
+    objective = replace(config.objective, **{name: none[name] for name in names})
+    return replace(config, objective=objective)
 
 
 def printer(backend: Backend, *, json: bool = False) -> Callable[[str], None]:

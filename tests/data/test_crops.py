@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -43,8 +44,9 @@ AT_THRESHOLD = 1.0
 """The same of solarized crops: of 127.9, torchvision makes 127.9, and a byte is 128, so 127."""
 
 
-def recolored(image, how):
-    """A crop from 0 to 1 in fp32, or in bytes, after torchvision's operations."""
+def recolored(image, how, scale=1):
+    """A crop from 0 to 1 in fp32, or in bytes, after torchvision's operations; of one that has
+    ``scale`` times as many pixels a side, the blur has so, too."""
     operations = {
         "brightness": functional.adjust_brightness,
         "contrast": functional.adjust_contrast,
@@ -56,7 +58,8 @@ def recolored(image, how):
     if how.gray:
         image = functional.rgb_to_grayscale(image, num_output_channels=len(image))
     if how.sigma is not None:
-        image = functional.gaussian_blur(image, [9, 9], [how.sigma, how.sigma])
+        weights = 2 * round(4 * scale) + 1
+        image = functional.gaussian_blur(image, [weights] * 2, [how.sigma * scale] * 2)
     if how.solarized:
         image = functional.solarize(image, 128 / 255 if image.is_floating_point() else 128)
     return image
@@ -125,8 +128,9 @@ def test_draws_are_torchvisions():
 # -- whole crops ----------------------------------------------------------------------
 
 
-def whole_crops(image, monkeypatch, channels, **flags):
-    """The crops of an image, each with the box and the distortion that were drawn for it."""
+def whole_crops(image, monkeypatch, channels, factor=1.0, **flags):
+    """The crops of an image, each with the box and the distortion that were drawn for it; those of
+    the Gram teacher at the end."""
     boxes, distortions = [], []
     box, distortion = transforms.random_box, transforms.draw_distortion
     monkeypatch.setattr(
@@ -137,12 +141,14 @@ def whole_crops(image, monkeypatch, channels, **flags):
         "draw_distortion",
         lambda kind: distortions.append((kind, distortion(kind))) or distortions[-1][1],
     )
-    layout = CropLayout((channels, *SIZE), CROPS)
+    layout = CropLayout((channels, *SIZE), replace(CROPS, gram_factor=factor))
     packed = seeded(MultiCrop(DataConfig(**flags), layout), image, 3, 1, 5)
     monkeypatch.undo()
     assert packed.shape == (layout.length,)
-    globals_, locals_, mask = layout.unpack(packed[None])
-    return [*globals_[:, 0], *locals_[:, 0]], boxes, distortions, mask[0]
+    globals_, grams, locals_, mask = layout.unpack(packed[None])
+    crops = [*globals_[:, 0], *locals_[:, 0], *grams[:, 0]]
+    of_gram = len(grams)
+    return crops, boxes + boxes[:of_gram], distortions + distortions[:of_gram], mask[0]
 
 
 def eights(box):
@@ -151,41 +157,91 @@ def eights(box):
 
 
 @pytest.mark.parametrize(
-    ("channels", "flags", "larger"),
+    ("channels", "flags", "larger", "factor"),
     [
-        (3, {"hflip": 0.0}, 1),
-        (3, {"hflip": 1.0, "interpolation": "bilinear"}, 1),
-        (1, {"hflip": 1.0}, 1),
-        (3, {"hflip": 0.0, "interpolation": "lanczos"}, 1),
-        (3, {"hflip": 0.0}, 4),
+        (3, {"hflip": 0.0}, 1, 1.0),
+        (3, {"hflip": 1.0, "interpolation": "bilinear"}, 1, 1.5),
+        (1, {"hflip": 1.0}, 1, 2.0),
+        (3, {"hflip": 0.0, "interpolation": "lanczos"}, 1, 2.0),
+        (3, {"hflip": 0.0}, 4, 1.0),
+        (3, {"hflip": 1.0}, 4, 2.0),
     ],
     ids=str,
 )
-def test_crops_are_torchvisions(channels, flags, larger, monkeypatch):
+def test_crops_are_torchvisions(channels, flags, larger, factor, monkeypatch):
     """To the rounding of bytes; of an image decoded at a fraction of its size, within a guard."""
     picture = Image.fromarray(PHOTOGRAPHS[1]).resize((640 * larger, 427 * larger))
     encoded = jpeg(np.asarray(picture), quality=95)
     image = open_image(encoded) if larger > 1 else Pixels(as_pillow(encoded).copy())
-    crops, boxes, drawn, mask = whole_crops(image, monkeypatch, channels, **flags)
-    assert [each.shape for each in crops] == [(channels, *SIZE)] * 2 + [(channels, 32, 24)] * 3
-    assert sorted(kind.blurred for kind, _ in drawn) == [0.1, 0.5, 0.5, 0.5, 1.0]
+    crops, boxes, drawn, mask = whole_crops(image, monkeypatch, channels, factor, **flags)
+    assert [each.shape for each in crops[:5]] == [(channels, *SIZE)] * 2 + [(channels, 32, 24)] * 3
+    assert sorted(kind.blurred for kind, _ in drawn[:5]) == [0.1, 0.5, 0.5, 0.5, 1.0]
+    assert len(crops) == (5 if factor == 1 else 7)
+    for each in crops[5:]:  # the global crops again, of more pixels
+        assert each.shape[1:] == (round(factor * SIZE[0]), round(factor * SIZE[1]))
     assert drawn[0][0] in (FIRST, SECOND)
     assert 2 <= int(mask.sum()) <= 10
     whole = Image.fromarray(as_pillow(encoded))
     mode = v2.InterpolationMode(flags.get("interpolation", "bicubic"))
     shares = []
-    for crop, box, (_, how) in zip(crops, boxes, drawn, strict=True):
+    for number, (crop, box, (_, how)) in enumerate(zip(crops, boxes, drawn, strict=True)):
         expected = functional.resized_crop(whole, *box, list(crop.shape[1:]), mode)
         if flags["hflip"]:
             expected = functional.horizontal_flip(expected)
         expected = functional.pil_to_tensor(expected)
         if channels == 1:
             expected = functional.rgb_to_grayscale(expected)
-        expected = recolored(expected / 255, how) * 255
+        expected = recolored(expected / 255, how, factor if number >= 5 else 1) * 255
         assert (crop - expected).abs().mean() < (GUARD if larger > 1 else 0.5)
         shares.append(box[2] * box[3] / math.prod(whole.size))
     assert min(shares[:2]) > 0.25
-    assert max(shares[2:]) < 0.33
+    assert max(shares[2:5]) < 0.33
+
+
+def test_the_gram_teacher_sees_the_same_part_of_the_image(monkeypatch):
+    """Red counts the columns of the image, green its rows. What is drawn stays as it was."""
+    none = Distortion((), False, None, False)
+    monkeypatch.setattr(transforms, "draw_distortion", lambda kind: none)
+    across = np.broadcast_to(np.arange(250, dtype=np.uint8), (200, 250))
+    down = np.broadcast_to(np.arange(200, dtype=np.uint8)[:, None], (200, 250))
+    image = Pixels(np.stack([across, down, across], 2))
+    layout, plain = (CropLayout((3, *SIZE), replace(CROPS, gram_factor=f)) for f in (2.0, 1.0))
+    flipped = Counter()
+    for index in range(40):
+        made, of_plain = (
+            each.unpack(seeded(MultiCrop(DataConfig(), each), image, 3, 1, index)[None])
+            for each in (layout, plain)
+        )
+        globals_, grams, *others = made
+        assert torch.equal(globals_, of_plain[0])
+        assert all(map(torch.equal, others, of_plain[2:]))
+        halved = torch.nn.functional.avg_pool2d(grams[:, 0].float(), 2)
+        inside = (halved - globals_[:, 0].float())[:, :, 2:-2, 2:-2]
+        assert inside.abs().max() < 1.01  # three roundings to a byte
+        for small, large in zip(globals_[:, 0], grams[:, 0], strict=True):
+            signs = [bool(each[0, 0, 0] > each[0, 0, -1]) for each in (small, large)]
+            assert signs[0] == signs[1]
+            flipped[signs[0]] += 1
+    assert min(flipped.values()) > 20
+
+
+def test_the_gram_teachers_crops_are_of_the_image_itself():
+    """They have what no enlarged crop has: half of the contrast of lines of one pixel."""
+    image = np.zeros((128, 160, 3), np.uint8)
+    image[:, ::2] = 255
+    how = CropRequest((4, 4), 0, (1, 1), (1, 1), (4, 5), (0.5, 0.5), gram_factor=2.0)
+    config = DataConfig(ratio=(1.25, 1.25), hflip=0.0)
+    layout = CropLayout((3, *SIZE), how)
+    contrast = []
+    for index in range(20):
+        packed = seeded(MultiCrop(config, layout), Pixels(image), 0, 0, index)
+        globals_, grams, *_ = layout.unpack(packed[None])
+        contrast += [
+            [each.float().std(-1).mean().item() for each in (small, large)]
+            for small, large in zip(globals_, grams, strict=True)
+        ]
+    assert max(small for small, _ in contrast) < 30
+    assert max(large for _, large in contrast) > 60
 
 
 def test_a_large_image_is_decoded_at_a_fraction_for_all_crops():
@@ -210,7 +266,7 @@ def test_which_global_crop_is_the_first_kind_is_drawn():
     layout = CropLayout((3, 8, 8), CropRequest((4, 4), 0, (1, 1), (1, 1), (2, 2), (0.5, 0.5)))
     flat = Pixels(np.full((8, 8, 3), 200, np.uint8))
     made = torch.stack([seeded(MultiCrop(DataConfig(), layout), flat, 0, 0, n) for n in range(400)])
-    globals_, locals_, mask = layout.unpack(made)
+    globals_, _, locals_, mask = layout.unpack(made)
     assert locals_.shape == (0, 400, 3, 4, 4)
     assert (mask.sum(1) == 2).all()
     # Only the second kind is solarized, which makes an image dark.
@@ -222,18 +278,20 @@ def test_which_global_crop_is_the_first_kind_is_drawn():
 
 
 def test_unpacked_is_what_was_packed():
-    layout = CropLayout((3, *SIZE), CROPS)
+    layout = CropLayout((3, *SIZE), replace(CROPS, gram_factor=1.25))
     torch.manual_seed(0)
     images = [
         (
             torch.randint(256, (2, 3, *SIZE), dtype=torch.uint8),
+            torch.randint(256, (2, 3, 80, 100), dtype=torch.uint8),
             torch.randint(256, (3, 3, 32, 24), dtype=torch.uint8),
             torch.rand(20) < 0.5,
         )
         for _ in range(4)
     ]
     packed = torch.stack([layout.pack(*image) for image in images])
-    assert packed.shape == (4, layout.length) == (4, 2 * 3 * 64 * 80 + 3 * 3 * 32 * 24 + 20)
+    of_globals, of_grams, of_locals = 2 * 3 * 64 * 80, 2 * 3 * 80 * 100, 3 * 3 * 32 * 24
+    assert packed.shape == (4, layout.length) == (4, of_globals + of_grams + of_locals + 20)
     for found, given in zip(layout.unpack(packed), zip(*images, strict=True), strict=True):
         dimension = 0 if found.dtype == torch.bool else 1
         assert torch.equal(found, torch.stack(given, dimension))
@@ -303,7 +361,7 @@ def test_the_same_for_any_number_of_workers_and_processes_and_after_a_resume(sou
     images, labels = expected[0]
     assert images.shape == (24, layout.length)
     assert images.dtype == torch.uint8
-    assert layout.unpack(images)[2].sum(1).tolist() == pytest.approx([6] * 24, abs=2)
+    assert layout.unpack(images)[-1].sum(1).tolist() == pytest.approx([6] * 24, abs=2)
     torch.manual_seed(1)
     workers = opened(digits, data_source=source, num_workers=2).train_loader(24, Share())
     for (a, x), (b, y) in zip(expected[5:9], workers.epoch(2, 5), strict=False):
@@ -354,7 +412,7 @@ def test_the_picture_shows_the_crops_of_the_first_images(digits, tmp_path):
     data = opened(digits, batch_size=IMAGES)
     found = crop_columns(data.splits["train"].request)
     images, _ = next(data.train_loader(IMAGES, Share()).epoch(0))
-    globals_, locals_, mask = CropLayout((3, 16, 16), SMALL).unpack(images)
+    globals_, _, locals_, mask = CropLayout((3, 16, 16), SMALL).unpack(images)
     plain = opened(digits, None, batch_size=IMAGES, scale=(1, 1), ratio=(1, 1), hflip=0.0)
     whole, _ = next(plain.train_loader(IMAGES, Share()).epoch(0))
     image, masked, second, *others = (column.images for column in found)

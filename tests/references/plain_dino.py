@@ -90,15 +90,24 @@ def sinkhorn(logits, temperature):
     return (q * samples).T.float()
 
 
+def of_grid(features, side):
+    """Features of a larger crop's patches, (patches, width), for a crop of side x side patches."""
+    own = math.isqrt(len(features))
+    grid = features.T.reshape(1, -1, own, own)
+    resampled = F.interpolate(grid, size=(side, side), mode="bicubic", align_corners=False)
+    return resampled.reshape(-1, side * side).T
+
+
 def losses_of(student, teacher, gram, batch, temperature, dino):
-    """The parts of the loss of a batch: a list of (global crops, local crops, masked patches)."""
+    """The parts of the loss of a batch: a list of (global crops, the Gram teacher's, local crops,
+    masked patches)."""
     with torch.no_grad():
-        of_teacher = [[teacher.tokens(crop) for crop in crops] for crops, _, _ in batch]
+        of_teacher = [[teacher.tokens(crop) for crop in crops] for crops, *_ in batch]
         logits = [teacher.dino_head(tokens[0]) for image in of_teacher for tokens in image]
         classes = sinkhorn(torch.stack(logits), temperature).view(len(batch), 2, -1)
         logits = [
             teacher.ibot_head(image[0][1 + patch])
-            for image, (_, _, masked) in zip(of_teacher, batch, strict=True)
+            for image, (*_, masked) in zip(of_teacher, batch, strict=True)
             for patch in masked
         ]
         patches = iter(sinkhorn(torch.stack(logits), temperature))
@@ -107,7 +116,7 @@ def losses_of(student, teacher, gram, batch, temperature, dino):
         return -(target * torch.log_softmax(logits / dino.student_temp, 0)).sum()
 
     pairs, of_patches, class_tokens, anchored = [], [], [[], []], []
-    for number, (global_crops, local_crops, masked) in enumerate(batch):
+    for number, (global_crops, gram_crops, local_crops, masked) in enumerate(batch):
         seen = [student.tokens(global_crops[0], masked), student.tokens(global_crops[1])]
         answers = [student.dino_head(tokens[0]) for tokens in seen]
         answers += [student.dino_head(student.tokens(crop)[0]) for crop in local_crops]
@@ -124,9 +133,12 @@ def losses_of(student, teacher, gram, batch, temperature, dino):
         for crop in range(2):
             class_tokens[crop].append(seen[crop][0])
             if gram is not None:
+                anchor = gram.tokens((gram_crops or global_crops)[crop])[1:]
+                if gram_crops:
+                    anchor = of_grid(anchor, math.isqrt(len(seen[crop]) - 1))
                 cosines = [
                     torch.stack([torch.cosine_similarity(each, rows) for each in rows])
-                    for rows in (seen[crop][1:], gram.tokens(global_crops[crop])[1:])
+                    for rows in (seen[crop][1:], anchor)
                 ]
                 anchored.append(((cosines[0] - cosines[1]) ** 2).mean())
 
@@ -204,11 +216,10 @@ def train(flags, steps=6, taught_by=None):
         rise = dino.teacher_temp - dino.warmup_teacher_temp
         temperature = dino.warmup_teacher_temp + rise * (min(1, step / warmup) if warmup else 1)
 
-        global_crops, local_crops, mask = layouts[packed.shape[1]].unpack(packed)
+        *kinds, mask = layouts[packed.shape[1]].unpack(packed)
         batch = [
             (
-                [normalized(crops[i : i + 1], run)[0] for crops in global_crops],
-                [normalized(crops[i : i + 1], run)[0] for crops in local_crops],
+                *([normalized(crops[i : i + 1], run)[0] for crops in kind] for kind in kinds),
                 mask[i].nonzero().flatten().tolist(),
             )
             for i in range(len(packed))

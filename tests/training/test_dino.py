@@ -182,9 +182,8 @@ def test_crops_are_those_of_the_layout():
     request = CropRequest((4, 4), 2, (0.3, 1), (0.1, 0.3), (2, 2), (0.1, 0.5))
     layout = CropLayout((3, 8, 8), request)
     images = torch.randint(256, (5, layout.length), dtype=torch.uint8)
-    global_crops, local_crops, mask = layout.unpack(images)
-    shapes = [tuple(each.shape) for each in (global_crops, local_crops, mask)]
-    assert shapes == [(2, 5, 3, 8, 8), (2, 5, 3, 4, 4), (5, 4)]
+    shapes = [tuple(each.shape) for each in layout.unpack(images)]
+    assert shapes == [(2, 5, 3, 8, 8), (0, 5, 3, 8, 8), (2, 5, 3, 4, 4), (5, 4)]
 
 
 # -- Gram anchoring ----------------------------------------------------------------------------

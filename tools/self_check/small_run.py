@@ -183,6 +183,7 @@ def shrink(run: Run) -> Run:
         # Of two images each is the other's nearest, however it is rounded.
         koleo_group=2 if rows % 2 == 0 else max(rows, 2),
         gram_weights=None,
+        gram_crop_factor=1.0,
     )
     config = replace(run.config, loss=LossConfig(), objective=objective)
     try:

@@ -2,14 +2,15 @@
 Gram matrices.
 
 Formulas are those of DINOv2 (arXiv 2304.07193): section 4, and its code for what the paper leaves
-open; Gram matrices: DINOv3 (arXiv 2508.10104), section 4.2. All are in fp32. The teacher is the
-moving average of the student (``Backend.teacher``); with ``--teacher`` it is a trained, larger
-model, and the average is only evaluated (section 5.2 of the latter).
+open; Gram matrices: DINOv3 (arXiv 2508.10104), sections 4.2 and 4.3. All are in fp32. The
+teacher is the moving average of the student (``Backend.teacher``); with ``--teacher`` it is a
+trained, larger model, and the average is only evaluated (section 5.2 of the latter).
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from data.source import max_masked
+from data.source import CropLayout, max_masked
 from models.dino import Compared, Crops, DinoSpec
+from models.positions import FeatureResampling
 from training.backend import Backend, dataset_request
 from training.begin import check_weights
 from training.initial_weights import gram_teacher
@@ -66,6 +68,14 @@ class SelfDistillation(Objective):
             f"{spec.sizes.num_patches} patches masked"
             + (f", {len(self._layouts)} pairs of sizes" if request.of_pairs else "")
         )
+        self._to_own_grid = {
+            each.length: FeatureResampling(
+                each.request.of_gram(each.request.grid), each.request.grid, backend.constant
+            )
+            for each in layouts
+            if each.gram_number
+        }
+        """By the bytes of a packed image: from a larger crop's grid to the student's."""
         self._gram: nn.Module | None = None
         if self._config.gram_weights:
             initial = gram_teacher(run)
@@ -84,7 +94,7 @@ class SelfDistillation(Objective):
     ) -> torch.Tensor:
         config = self._config
         layout = self._layouts[images.shape[1]]
-        global_crops, local_crops, mask = layout.unpack(images)
+        global_crops, gram_crops, local_crops, mask = layout.unpack(images)
         crops = Crops(
             self._normalize(global_crops).transpose(0, 1),
             self._normalize(local_crops).transpose(0, 1) if config.local_crops else None,
@@ -100,10 +110,7 @@ class SelfDistillation(Objective):
         else:
             assert self._average is not None
             classes, patches = self._targets(self._average, seen)
-        anchor = None
-        if self._gram is not None:
-            with torch.no_grad():
-                anchor = Compared(*self._gram(seen)).patch_tokens
+        anchor = self._anchor(layout, seen, gram_crops) if self._gram else None
         found = Compared(*model(crops))  # nested FSDP makes a plain tuple of it
 
         parts = {"loss_dino": class_loss(found.classes.float() / config.student_temp, classes)}
@@ -130,6 +137,23 @@ class SelfDistillation(Objective):
         present = taken(seen.mask, taught.patches.shape[1]).flatten()
         patches = sinkhorn(taught.patches.float().flatten(0, 1), temperature, total, present)
         return classes.view(taught.classes.shape), patches.view(taught.patches.shape)
+
+    @torch.no_grad()
+    def _anchor(self, layout: CropLayout, seen: Crops, larger: torch.Tensor) -> torch.Tensor:
+        """Return the Gram teacher's patch tokens, of the student's grid: of what the teacher has
+        ``seen``, or of its own ``larger`` crops, if there are any."""
+        assert self._gram is not None
+        if not layout.gram_number:
+            return Compared(*self._gram(seen)).patch_tokens
+        patches = math.prod(layout.request.of_gram(layout.request.grid))
+        # The mask is of another grid, and the heads compare nothing here.
+        crops = seen._replace(
+            global_crops=self._normalize(larger).transpose(0, 1),
+            mask=seen.mask.new_zeros(len(seen.mask), patches),
+            slots=1,
+        )
+        tokens = Compared(*self._gram(crops)).patch_tokens
+        return self._to_own_grid[layout.length](tokens)
 
     def parts(self) -> dict[str, torch.Tensor]:
         names, count = list(self._parts[0]), len(self._parts)

@@ -1,0 +1,202 @@
+"""``--gram_crop_factor``: a Gram teacher that sees larger crops, against plain PyTorch."""
+
+import itertools
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+
+from models.dino import Compared, Crops
+from models.positions import FeatureResampling
+from tests.cli import DIGITS, run_program, tiny, train_tiny, train_tiny_gpu
+from tests.marks import long
+from tests.references import plain_dino
+from tests.resolved import on_gpus, on_xla
+from tests.stand_ins.filled import filled
+from tests.training.test_crop_sizes import PAIRS
+from tests.training.test_dino import DINO, SMALL, WITHOUT_CLASS_TOKEN, assert_same, of_backbone
+from tests.training.test_resume import EPOCHS_OF_5, assert_resumes_at_step_7
+from tests.usage_error import told_in_one_line
+
+TWICE = "--gram_crop_factor 2".split()
+DINOV3 = [*WITHOUT_CLASS_TOKEN, "--model", "timm/vit_small_patch16_dinov3", "--koleo_weight", "0"]
+
+
+@pytest.fixture(scope="module")
+def anchor(tmp_path_factory):
+    """The flags of a Gram teacher whose weights are not the student's."""
+    folder = tmp_path_factory.mktemp("anchor")
+    weights = filled(on_gpus([*tiny(folder), *DINO]).model, seed=7).state_dict()
+    torch.save(of_backbone(weights), folder / "anchor.pt")
+    return ["--gram_weights", str(folder / "anchor.pt")]
+
+
+@pytest.fixture(scope="module")
+def expected(anchor):
+    return plain_dino.train([*SMALL, *anchor, *TWICE])
+
+
+# -- parts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("own", "grid"), [((8, 8), (4, 4)), ((6, 9), (4, 6)), ((32, 32), (16, 16)), ((5, 8), (4, 7))]
+)
+def test_features_are_resampled_as_pytorch_does(own, grid):
+    torch.manual_seed(0)
+    features = torch.randn(3, 2, own[0] * own[1], 24)
+    images = features.flatten(0, 1).transpose(1, 2).unflatten(2, own)
+    expected = F.interpolate(images, size=grid, mode="bicubic", align_corners=False)
+    expected = expected.flatten(2).transpose(1, 2).unflatten(0, (3, 2))
+    found = FeatureResampling(own, grid, lambda values: values)(features)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    # Also inside of autocast, and of features in bf16, in fp32.
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        again = FeatureResampling(own, grid, lambda values: values)(features.bfloat16())
+    assert again.dtype == torch.float32
+    torch.testing.assert_close(again, expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("size", [(16, 16), (16, 24)])
+def test_rotary_positions_are_those_of_the_larger_crop(size, tmp_path):
+    """The patch tokens of a larger crop are those of timm's model of that size."""
+    words = [*tiny(tmp_path), *DINOV3, *TWICE, "--gram_weights", "x", "--image_size"]
+    run = on_gpus([*words, *map(str, size)])
+    model = filled(run.model, seed=3).eval()
+    theirs = timm.create_model(
+        "vit_small_patch16_dinov3",
+        **{"img_size": tuple(2 * side for side in size), "patch_size": 4, "num_classes": 0},
+        **{"embed_dim": 32, "depth": 2, "num_heads": 2},
+    )
+    left = theirs.load_state_dict(of_backbone(model.state_dict()), strict=False)
+    assert not left.missing_keys
+    theirs.eval()
+    images = torch.randn(2, 2, 3, *(2 * side for side in size))
+    patches = 4 * size[0] * size[1] // 16
+    mask = torch.zeros(2, patches, dtype=torch.bool)
+    found = Compared(*model(Crops(images, None, mask, 1, hides=False))).patch_tokens
+    expected = theirs.forward_features(images.flatten(0, 1))[:, theirs.num_prefix_tokens :]
+    torch.testing.assert_close(found.flatten(0, 1), expected, rtol=1e-5, atol=1e-5)
+
+
+# -- trainings ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("train", "flags", "how"),
+    [
+        (train_tiny_gpu, "", {"processes": 2}),
+        long(train_tiny, "", {"devices": 4}),
+        long(train_tiny, "--no-scan_blocks --grad_ckpt none", {"devices": 2}),
+        long(train_tiny, "--xla_fsdp nested", {}),
+        long(train_tiny_gpu, "--compile", {}),
+    ],
+)
+def test_losses_are_the_plain_ones(train, flags, how, anchor, expected, tmp_path):
+    result = train(tmp_path, "--objective", "dino", *SMALL, *anchor, *TWICE, *flags.split(), **how)
+    assert_same(result, expected)
+    assert min(result.column("loss_gram")) > 1e-3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("train", "how"), [(train_tiny_gpu, {}), (train_tiny, {"devices": 2})])
+def test_each_pair_of_crop_sizes_has_larger_ones(train, how, anchor, tmp_path):
+    flags = [*SMALL, *PAIRS, *anchor, "--gram_crop_factor", "1.5"]
+    result = train(tmp_path, "--objective", "dino", *flags, **how)
+    assert_same(result, plain_dino.train(flags))
+
+
+@pytest.mark.long
+def test_dinov3s_class(tmp_path):
+    weights = filled(on_xla([*tiny(tmp_path), *DINOV3]).model, seed=7).state_dict()
+    torch.save(of_backbone(weights), tmp_path / "anchor.pt")
+    flags = [*DINOV3, *TWICE, "--gram_weights", str(tmp_path / "anchor.pt"), "--max_steps", "3"]
+    flags += ["--rope_rescale_coords", "2"]
+    xla = train_tiny(tmp_path / "xla", *flags, devices=2)
+    gpu = train_tiny_gpu(tmp_path / "gpu", *flags)
+    for name in ("loss", "loss_gram"):
+        assert xla.column(name) == pytest.approx(gpu.column(name), rel=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("train", [train_tiny_gpu, train_tiny])
+def test_resumed_in_mid_epoch_bit_for_bit(train, anchor, tmp_path):
+    flags = [*DINO, *anchor, *TWICE, *EPOCHS_OF_5, "--max_steps", "9", "--batch_size", "288"]
+    assert_resumes_at_step_7(train, tmp_path, *flags)
+
+
+@pytest.mark.long
+def test_the_factor_may_change_in_mid_epoch(anchor, tmp_path):
+    """From then on losses are those of a run that has had it from its start. At a learning rate of
+    0 all have the same weights, and other parts of the loss do not change."""
+    flags = [*DINO, *anchor, "--lr", "0"]
+    whole = train_tiny_gpu(tmp_path / "whole", *flags, *TWICE)
+    train_tiny_gpu(tmp_path / "run", *flags, "--max_steps", "3")
+    resumed = train_tiny_gpu(tmp_path / "run", *flags, *TWICE)
+    for name in ("loss_dino", "loss_ibot", "loss_koleo"):
+        assert resumed.column(name) == pytest.approx(whole.column(name), rel=1e-6)
+    found, of_whole = resumed.column("loss_gram"), whole.column("loss_gram")
+    assert found[3:] == pytest.approx(of_whole[3:], rel=1e-6)
+    assert all(abs(a / b - 1) > 1e-3 for a, b in zip(found[:3], of_whole[:3], strict=True))
+    assert "note: --gram_crop_factor was 1.0, is 2.0, from this step on" in resumed.stdout
+
+
+@pytest.mark.long
+def test_the_teacher_is_evaluated_without_it(anchor, tmp_path):
+    """The Gram teacher of a checkpoint is for training alone; one that is given is refused."""
+    train_tiny_gpu(tmp_path, *DINO, *anchor, *TWICE, "--gram_weight", "1.5", "--max_steps", "1")
+    words = "run_vit_training.py --eval_only --knn --use_ema --backend cuda --batch_size 48".split()
+    words += ["--data_dir", str(DIGITS), "--resume", str(tmp_path)]
+    done = run_program(*words)
+    assert done.returncode == 0, done.stderr
+    assert "k-NN" in done.stdout
+    done = run_program(*words, *anchor)
+    assert done.returncode == 2
+    assert "is incompatible with --eval_only" in done.stderr
+
+
+@pytest.mark.long
+def test_steady_state(anchor, tmp_path):
+    """One execution a step, no compilation after the first one, nothing read between logs."""
+    steady = "--max_steps 24 --warmup_steps 8 --log_step_interval 6 --num_workers 1".split()
+    result = train_tiny(tmp_path, *DINO, *anchor, *TWICE, *steady, devices=2)
+    at = [result.steps[step] for step in (6, 12, 18, 24)]
+    assert {record["compilations"] for record in at} == {result.steps[1]["compilations"]}
+    assert [b["executions"] - a["executions"] for a, b in itertools.pairwise(at)] == [6] * 3
+    reads = at[-1]["device_to_host"] - at[0]["device_to_host"]
+    assert abs(reads - 6 * 4) <= 6  # of each log the loss, the gradient's norm, four parts
+
+
+# -- mistakes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--gram_crop_factor 2", "--gram_crop_factor 2.0 requires --gram_weights"),
+        ("--gram_weights x --gram_crop_factor 0.5", "0.5 must be at least 1 and at most 16"),
+        ("--gram_weights x --gram_crop_factor two", "'two' is not a number"),
+        (
+            "--gram_weights x --gram_crop_factor 1.3",
+            "--gram_crop_factor 1.3 times 16 is no whole number of patches of 4 x 4",
+        ),
+        (
+            "--gram_weights x --gram_crop_factor 1.25 --crop_sizes 16x8 24x8",
+            "--gram_crop_factor 1.25 times 24 is no whole number of patches of 4 x 4",
+        ),
+        (
+            "--gram_weights x --gram_crop_factor 1.1 --image_size 16 40",
+            "--gram_crop_factor 1.1 times 16 x 40 is no whole number",
+        ),
+        (
+            "--gram_weights x --gram_crop_factor 2 --local_crops 0 --local_crop_size 16 "
+            "--pos_embed none",
+            "it has no learned position embedding",
+        ),
+    ],
+)
+def test_mistakes(flags, line, capsys, tmp_path):
+    words = [*tiny(tmp_path / "run"), *DINO, "--backend", "cuda", *flags.split()]
+    assert line in told_in_one_line(capsys, *words)
+    assert not (tmp_path / "run").exists()
