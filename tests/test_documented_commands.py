@@ -210,6 +210,9 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
         long=True,
     ),
     "python3 run_vit_training.py --objective mae": Elsewhere("weeks of training", trains),
+    "python3 run_vit_training.py --objective dino --teacher": Elsewhere(
+        "weeks of training", trains
+    ),
     "python3 run_vit_training.py @recipes/mae_vit_l16.args": Elsewhere("weeks of training", trains),
     "python3 run_vit_training.py @recipes/mae_vit_l16_finetune.args": Elsewhere(
         "days of training", trains

@@ -50,7 +50,7 @@ class Session:
     """Those of all students."""
 
     def restart_timers(self) -> None:
-        """Start to measure anew, after what was no training."""
+        """Restart the measurement, after what was no training."""
         for timer in self.timers:
             timer.restart()
 

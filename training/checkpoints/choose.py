@@ -153,7 +153,7 @@ def _of_all(existing: list[Path], folders: Collection[Path]) -> list[Path]:
     for folder, found in zip(folders, steps, strict=True):
         if not found and not (folder / RUN_FILE).exists():
             raise UsageError(
-                f"{existing[-1]} is of a run without the student {folder.name}: all begin "
+                f"{existing[-1]} is of a run without the student {folder.name}: all start "
                 "together, choose another --ckpt_dir"
             )
     common = [path for path in existing if all(step_of(path) in found for found in steps)]
