@@ -370,6 +370,9 @@ def slots_of(mask: torch.Tensor, slots: int) -> torch.Tensor:
 
     The n-th masked patch is in slot n; slots that are left have none.
     """
-    places = torch.arange(slots, dtype=torch.int32, device=mask.device)
-    before = mask.int().cumsum(1, dtype=torch.int32) - mask.int()  # masked ones, of each patch
-    return mask[:, None, :] & (before[:, None, :] == places[:, None])
+    places = torch.arange(max(slots, mask.shape[1]), dtype=torch.int32, device=mask.device)
+    # How many masked patches come before each. (A cumulative sum ends XLA's plugin for the host's
+    # processor, which TorchTPU is tested with.)
+    patches = places[: mask.shape[1]]
+    before = (mask[:, None, :] & (patches < patches[:, None])).sum(2, dtype=torch.int32)
+    return mask[:, None, :] & (before[:, None, :] == places[:slots, None])

@@ -123,12 +123,12 @@ class ObjectiveConfig:
     teacher_temp: float = _dino_flag(
         0.07,
         "temperature of the teacher's probabilities after --warmup_teacher_temp_epochs",
-        kind=positive_number,
+        kind=bounded(float, 0.005, 10),
     )
     warmup_teacher_temp: float = _dino_flag(
         0.04,
         "temperature of the teacher's probabilities at the start; it rises linearly",
-        kind=positive_number,
+        kind=bounded(float, 0.005, 10),
     )
     warmup_teacher_temp_epochs: float = _dino_flag(
         30.0,

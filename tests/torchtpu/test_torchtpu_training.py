@@ -20,6 +20,8 @@ from tests.cli import (
     train_tiny_gpu,
     train_tiny_tpu,
 )
+from tests.training.test_dino import DINO
+from tests.training.test_mae import MAE
 from tests.xla_fsdp.test_sharding import assert_same_curves, assert_same_training
 
 
@@ -98,6 +100,26 @@ def test_distillation_in_bf16(tiny_on_tpu, tmp_path):
     here = train_tiny_tpu(tmp_path / "tpu", *flags)
     assert here.column("loss") == pytest.approx(there.column("loss"), rel=0.01)
     assert len(set(here.column("compilations"))) == 1
+
+
+def test_masked_autoencoder(tmp_path):
+    here, there = (
+        train(tmp_path / train.__name__, *MAE) for train in (train_tiny_tpu, train_tiny_gpu)
+    )
+    assert_same_training(here, there)
+    assert len(set(here.column("compilations"))) == 1
+
+
+def test_self_distillation(tmp_path):
+    """Crops of two sizes, the teacher and the sums of Sinkhorn's iteration over two processes; an
+    earlier teacher's Gram matrices."""
+    there = train_tiny_gpu(tmp_path / "gloo", *DINO, processes=2)
+    flags = [*DINO, "--gram_weights", str(there.ckpt_dir)]
+    there = train_tiny_gpu(tmp_path / "gram", *flags, processes=2)
+    here = train_tiny_tpu(tmp_path / "tpu", *flags, processes=2)
+    for name in ("loss", "loss_dino", "loss_ibot", "loss_koleo", "loss_gram"):
+        assert here.column(name) == pytest.approx(there.column(name), rel=1e-5), name
+    assert len(set(here.column("compilations")[1:])) == 1  # the second step has some of its own
 
 
 # -- stopping and resuming -------------------------------------------------------------------------
