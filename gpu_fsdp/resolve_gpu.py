@@ -52,13 +52,8 @@ def resolve(config: RunConfig, own: TorchConfig) -> TorchRun:
 
 
 def _check_megatron(config: RunConfig, own: TorchConfig, mesh: Mesh, device: Device) -> None:
-    needs_fsdp2 = {
-        "--linear_probe": config.optimizer.linear_probe,
-        "--teacher": config.loss.teacher is not None,
-    }
-    for flag, given in needs_fsdp2.items():
-        if given:
-            raise UsageError(f"{flag} requires --fsdp fsdp2, this is megatron")
+    if config.optimizer.linear_probe:
+        raise UsageError("--linear_probe requires --fsdp fsdp2, this is megatron")
     check_megatron_runs_here()
     if own.zero_dp_strategy == 0 and own.meta_init:
         raise UsageError(
