@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from timm.layers import PatchEmbed
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from gpu_fsdp import megatron_private
 from models.initialize import cast_buffers, fill_buffers
@@ -23,6 +24,7 @@ from torch_fsdp.recipe import OUTER, SHARD, TimmBlocks, TorchRun, parallelize_bl
 from torch_fsdp.torch_backend import TorchBackend
 from training.backend import InitializeModule
 from training.checkpoints.state import Chunk, ShardedTensor, flat_range_boxes
+from training.optimizers import Updates
 
 with warnings.catch_warnings():  # that it does without TransformerEngine and Apex
     warnings.simplefilter("ignore")
@@ -44,6 +46,8 @@ class MegatronBackend(TorchBackend):
             device.where.type, shape, mesh_dim_names=(OUTER, SHARD, _TENSOR)
         )
         self._all = self._mesh[OUTER, SHARD]._flatten("dp").get_group()
+        self._rounded: dict[str, torch.Tensor] = {}
+        """Of a teacher that is an average: its parts as it computes with them, if not in fp32."""
 
     # -- from the plain model to a parallel one, step by step -------------------------
 
@@ -67,7 +71,7 @@ class MegatronBackend(TorchBackend):
         # Weights, in the precision that is computed in.
         model.to(recipe.dtype)
         _fill(model, initial, recipe.dtype, device, meta_init=meta_init)
-        model.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(recipe.dtype), *inputs[1:]))
+        model.register_forward_pre_hook(lambda _, inputs: _cast(inputs, recipe.dtype))
 
         # Shards. Without fp32 weights gradients have the weights' precision.
         policy = MixedPrecisionPolicy(None, None, None)
@@ -78,9 +82,7 @@ class MegatronBackend(TorchBackend):
             outer = {"dp_outer_dim": OUTER, "hybrid_fsdp_group": self._all}
         self._model = fully_shard_model(
             model,
-            # With the patch embedding a unit of its own, no part begins inside a row of another
-            # parameter, on which the package fails for some widths.
-            fsdp_unit_modules=[*{type(block) for block in blocks}, PatchEmbed],
+            fsdp_unit_modules=self._kinds_of_units(model, blocks),
             device_mesh=self._mesh,
             dp_shard_dim=SHARD,
             tp_dim=_TENSOR,
@@ -102,11 +104,14 @@ class MegatronBackend(TorchBackend):
         for name, _ in self._model.module.named_parameters():
             self._parameters[recipe.blocks.timm_name(name)] = distributed[name]
 
-        # The exact values of fp32 weights: the package took them from ones rounded to bf16.
+        # The exact values of fp32 weights: the package took them from ones rounded to bf16. Frozen
+        # ones are in bf16 alone.
         if recipe.dtype != torch.float32 and own.preserve_fp32_weights:
             with torch.no_grad():
                 for name, parameter in self._parameters.items():
                     local, part = parameter.to_local(), megatron_private.own_range(parameter)
+                    if local.dtype == recipe.dtype:
+                        continue
                     local.copy_(initial[name].flatten()[part.start : part.stop].view(local.shape))
                 self._after_load()
         recipe.blocks.wrap_model(self._model)
@@ -122,6 +127,43 @@ class MegatronBackend(TorchBackend):
         self._form += ", fp32 weights" if own.preserve_fp32_weights else ", no fp32 weights"
         self._form += ", meta init" if meta_init else ""
         return self._model
+
+    def _kinds_of_units(self, model: nn.Module, blocks: list[nn.Module]) -> list[type[nn.Module]]:
+        """Return the classes of the modules that are units: sharded and gathered as one.
+
+        With the patch embedding a unit of its own, no part begins inside a row of another
+        parameter, on which the package fails for some widths.
+        """
+        kinds = {*(type(block) for block in blocks), PatchEmbed}
+        is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
+        if is_frozen or self._run.config.objective.has_teacher:
+            # The heads have layers of many widths. And a layer after the blocks that is no unit has
+            # the first blocks gathered again, which a frozen model would hold until the next step.
+            kinds |= {
+                type(module)
+                for module in model.modules()
+                if module is not model and next(module.parameters(recurse=False), None) is not None
+            }
+        return list(kinds)
+
+    def build_optimizer(self, updates: Updates, *, betas: tuple[float, float], eps: float) -> None:
+        if self._run.config.objective.has_teacher:
+            teacher = self._frozen[0]
+            assert isinstance(teacher, MegatronBackend)
+            teacher._become_average_of(self)
+        super().build_optimizer(updates, betas=betas, eps=eps)
+
+    def _become_average_of(self, student: "MegatronBackend") -> None:
+        """Keep this frozen model's parameters in fp32: in bf16 an average would stay where it is.
+
+        Its parts must be the student's, since the average is taken of one part after the other.
+        """
+        own_range = megatron_private.own_range
+        for name, parameter in self._parameters.items():
+            assert own_range(parameter) == own_range(student._parameters[name]), name
+        if self._recipe.dtype != torch.float32:
+            self._rounded = {name: part.detach() for name, part in self._locals.items()}
+            self._locals = {n: nn.Parameter(part.float()) for n, part in self._rounded.items()}
 
     # -- a step -----------------------------------------------------------------------
 
@@ -158,9 +200,14 @@ class MegatronBackend(TorchBackend):
 
     # -- checkpoints ------------------------------------------------------------------
 
+    @torch.no_grad()
     def _after_load(self) -> None:
         if self._zero:
-            self._model.synchronize_param_gather()
+            with warnings.catch_warnings():  # of gathers for heads, which features do without
+                warnings.simplefilter("ignore")
+                self._model.synchronize_param_gather()
+        for name, rounded in self._rounded.items():
+            rounded.copy_(self._locals[name])
         self._model.install_optimized_model_weights()
 
     def _global_view(self, name: str, values: torch.Tensor) -> torch.Tensor:
@@ -174,6 +221,13 @@ class MegatronBackend(TorchBackend):
             count = torch.Size(sizes).numel()
             chunks.append(Chunk(offsets, flat[at : at + count].view(sizes)))
         return ShardedTensor(parameter.shape, values.dtype, chunks)
+
+
+def _cast(inputs: Any, dtype: torch.dtype) -> Any:
+    """Return a model's inputs with all that is floating-point in ``dtype``."""
+    return tree_map_only(
+        torch.Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, inputs
+    )
 
 
 class InitialValues:

@@ -44,8 +44,8 @@ class TorchConfig:
 
     fsdp: Literal["auto", "megatron", "fsdp2"] = flag(
         "auto",
-        "form of FSDP; megatron: NVIDIA's Megatron-FSDP; fsdp2: PyTorch's fully_shard; auto: "
-        "megatron on CUDA, else fsdp2",
+        "form of FSDP; megatron: NVIDIA's; fsdp2: PyTorch's; auto: megatron on CUDA without "
+        "--objective dino or --teacher, else fsdp2",
         common=True,
     )
     zero_dp_strategy: int | None = flag(

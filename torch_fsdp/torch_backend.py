@@ -372,7 +372,8 @@ class TorchBackend(abc.ABC):
             self._ema.start()
         elif self._ema is not None:
             self._ema.updates.copy_(state.step[UPDATES])
-        self._after_load()
+        for model in (self, *self._frozen):
+            model._after_load()
 
 
 class BlockClock:

@@ -105,6 +105,7 @@ SOUND = {
         (2, "--backend cuda --zero_dp_strategy 0"),
         (2, "--backend cuda --zero_dp_strategy 2 --precision bf16 --qk_norm --global_pool max"),
         (2, f"--backend cuda {OBJECTIVES['mae']} --precision bf16"),
+        (2, f"--backend cuda {OBJECTIVES['dino']} --precision bf16 --zero_dp_strategy 1"),
     ],
 }
 QUICK = [("fsdp2", "dropped all-reduce")]

@@ -75,6 +75,13 @@ def test_clipped_like_plain_pytorch(fsdp, tmp_path):
         long(2, "--fsdp megatron --precision bf16"),
         # A width for which parts would begin inside rows of another parameter.
         (2, "--fsdp megatron --image_size 24 --embed_dim 140 --num_classes 70 --reg_tokens 4"),
+        # Heads of widths without a common factor.
+        long(
+            3,
+            "--batch_size 9 --fsdp megatron --objective dino --class_token --local_crop_size 8 "
+            "--koleo_group 3 --dino_head_hidden 39 --dino_head_bottleneck 25 --dino_prototypes 70 "
+            "--ibot_prototypes 31",
+        ),
     ],
 )
 def test_weights_after_sharding_are_those_before(processes, flags, tmp_path):

@@ -297,6 +297,10 @@ def test_gpu_flags(flags, words, capsys, tmp_path, monkeypatch):
         ("--no_preserve_fp32_weights", "requires --precision bf16"),
         ("--no_preserve_fp32_weights --precision bf16", "requires --reduce_dtype bf16"),
         ("--reduce_dtype bf16 --dp_outer 4", "requires --mesh_fsdp of 2 or more"),
+        (
+            "--no_preserve_fp32_weights --precision bf16 --reduce_dtype bf16 --objective dino",
+            "is incompatible with --objective dino, whose teacher is an average in fp32",
+        ),
     ],
 )
 def test_megatron_flags(flags, words, capsys, tmp_path, monkeypatch):

@@ -52,6 +52,15 @@ def assert_same(result, expected):
     assert "Involuntary full rematerialization" not in result.stderr
 
 
+def assert_same_weights(result, expected):
+    _, *models = expected
+    for kind, model in zip(("model", "ema"), models, strict=True):
+        found = weights_of(result.ckpt_dir, kind)
+        assert found.keys() == model.state_dict().keys()
+        for name, values in model.state_dict().items():
+            torch.testing.assert_close(found[name], values, rtol=1e-4, atol=2e-5, msg=name)
+
+
 def weights_of(ckpt_dir, kind="model", step=6):
     return convert(ckpt_dir / f"step_{step}", ckpt_dir / f"{kind}.pt")[kind]
 
@@ -86,12 +95,7 @@ def test_one_process(flags, expected, tmp_path):
 
 def test_student_and_teacher_are_the_plain_ones(on_gpu, expected):
     """So all gradients were the same, and nothing but the average has changed the teacher."""
-    _, *models = expected
-    for kind, model in zip(("model", "ema"), models, strict=True):
-        found = weights_of(on_gpu.ckpt_dir, kind)
-        assert found.keys() == model.state_dict().keys()
-        for name, values in model.state_dict().items():
-            torch.testing.assert_close(found[name], values, rtol=1e-4, atol=2e-5, msg=name)
+    assert_same_weights(on_gpu, expected)
 
 
 def test_k_nn_is_the_teachers(on_gpu):
@@ -113,6 +117,78 @@ def test_other_weights_temperatures_and_momenta(train, tmp_path):
     flags += "--warmup_teacher_temp 0.06 --teacher_temp 0.12 --teacher_momentum_end 0.95".split()
     flags += "--local_crops_scale 0.4 0.6 --global_crops_scale 0.5 0.9".split()
     assert_same(train(tmp_path, "--objective", "dino", *flags), plain_dino.train(flags))
+
+
+# -- with Megatron-FSDP, on the CPU ------------------------------------------------------------
+
+
+def train_megatron(folder, *flags, processes=2):
+    program = "tests.stand_ins.megatron_on_cpu"
+    return train_tiny_gpu(folder, *flags, processes=processes, program=program)
+
+
+@pytest.mark.parametrize(
+    ("processes", "flags", "told"),
+    [
+        (2, "", "Megatron-FSDP ZeRO-3, each block a unit, fp32 weights, mesh fsdp 2"),
+        long(1, "", "mesh fsdp 1"),
+        long(1, "--zero_dp_strategy 2 --grad_ckpt none", "ZeRO-2"),
+        long(2, "--zero_dp_strategy 2 --grad_ckpt selective", "ZeRO-2"),
+        long(2, "--zero_dp_strategy 1 --meta_init", "fp32 weights, meta init"),
+        long(
+            2, "--zero_dp_strategy 1 --no-overlap_param_gather --no-overlap_grad_reduce", "ZeRO-1"
+        ),
+        long(2, "--zero_dp_strategy 0", "no sharding"),
+        long(2, "--zero_dp_strategy 0 --no-overlap_grad_reduce", "no sharding"),
+        long(4, "--mesh_dcn 2", "mesh dcn 2 x fsdp 2"),
+        long(4, "--mesh_dcn 2 --outer_dp_sharding_strategy 1", "optimizer sharded over dcn too"),
+    ],
+)
+def test_megatron(processes, flags, told, expected, tmp_path):
+    result = train_megatron(tmp_path, *DINO, *flags.split(), processes=processes)
+    assert told in result.run_file["backend"]
+    assert_same(result, expected)
+    assert_same_weights(result, expected)
+    sizes = result.run_file["state_bytes_per_device"]
+    assert sizes["teacher"] == sizes["parameters"]
+
+
+ACCUMULATED = "--grad_accum_steps 2 --koleo_group 2"
+FOLLOWS = "--teacher_momentum 0.1 --teacher_momentum_end 0.1 --lr 1e-2 --precision bf16"
+"""A teacher that stood still would have other losses."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("processes", "flags", "own"),
+    [
+        (2, ACCUMULATED, ""),
+        (2, ACCUMULATED, "--zero_dp_strategy 1"),
+        (2, ACCUMULATED, "--zero_dp_strategy 0"),
+        (4, ACCUMULATED, "--mesh_dcn 2"),
+        (2, FOLLOWS, ""),
+        (2, FOLLOWS, "--zero_dp_strategy 1"),
+        (2, FOLLOWS, "--zero_dp_strategy 0"),
+    ],
+)
+def test_megatron_is_as_fsdp2(processes, flags, own, tmp_path):
+    words = [*DINO, *flags.split()]
+    reference = train_tiny_gpu(tmp_path / "fsdp2", *words, processes=processes)
+    found = train_megatron(tmp_path / "run", *words, *own.split(), processes=processes)
+    for name in ("loss", "grad_norm", "loss_dino", "loss_ibot", "loss_koleo"):
+        rounding = 2e-5 if name == "grad_norm" else 1e-5
+        assert found.column(name) == pytest.approx(reference.column(name), rel=rounding), name
+
+
+@pytest.mark.long
+def test_moves_from_fsdp2_to_megatron_and_back(expected, tmp_path):
+    train_tiny_gpu(tmp_path, *DINO, "--max_steps", "2", processes=2)
+    train_megatron(tmp_path, *DINO, "--max_steps", "4", "--zero_dp_strategy", "2")
+    train_tiny_gpu(tmp_path, *DINO, "--max_steps", "5")
+    moved = train_megatron(tmp_path, *DINO)
+    assert list(moved.steps) == [1, 2, 3, 4, 5, 6]
+    assert_same(moved, expected)
+    assert_same_weights(moved, expected)
 
 
 # -- parts ---------------------------------------------------------------------------------
@@ -204,6 +280,7 @@ def anchor(tmp_path_factory):
         (train_tiny_gpu, {}),
         long(train_tiny, {"devices": 2}),
         long(train_tiny_gpu, {"processes": 2}),
+        long(train_megatron, {"processes": 2}),
     ],
 )
 def test_gram_teacher(train, how, anchor, tmp_path):
@@ -311,11 +388,23 @@ def test_reports(on_gpu):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("train", [train_tiny_gpu, train_tiny])
-def test_resumed_in_mid_epoch_bit_for_bit(train, tmp_path):
-    flags = [*DINO, *EPOCHS_OF_5, "--drop_path_rate", "0.1", "--max_steps", "9"]
+@pytest.mark.parametrize(
+    ("train", "flags"),
+    [
+        (train_tiny_gpu, ""),
+        (train_tiny, ""),
+        (train_megatron, ""),
+        (train_megatron, "--precision bf16 --zero_dp_strategy 1"),
+    ],
+)
+def test_resumed_in_mid_epoch_bit_for_bit(train, flags, tmp_path):
+    flags = [*DINO, *EPOCHS_OF_5, "--drop_path_rate", "0.1", "--max_steps", "9", *flags.split()]
     flags += ["--batch_size", "288", "--koleo_group", "16"]
-    assert_resumes_at_step_7(train, tmp_path, *flags)
+    whole, resumed = assert_resumes_at_step_7(train, tmp_path, *flags)
+    for kind in ("model", "ema"):
+        found = weights_of(resumed.ckpt_dir, kind, 9)
+        for name, values in weights_of(whole.ckpt_dir, kind, 9).items():
+            assert torch.equal(found[name], values), name
 
 
 @pytest.mark.long
@@ -343,7 +432,9 @@ def test_dinov3s_class(tmp_path):
     flags += "--koleo_weight 0 --max_steps 3".split()
     xla = train_tiny(tmp_path / "xla", *flags, devices=2)
     gpu = train_tiny_gpu(tmp_path / "gpu", *flags)
-    assert xla.column("loss") == pytest.approx(gpu.column("loss"), rel=1e-5)
+    megatron = train_megatron(tmp_path / "megatron", *flags)
+    for other in (xla, megatron):
+        assert other.column("loss") == pytest.approx(gpu.column("loss"), rel=1e-5)
 
 
 @pytest.mark.long

@@ -147,12 +147,25 @@ def test_hard_in_bf16_in_other_forms(devices, form, flags, teacher, monkeypatch,
     assert_steady(result, executions=2 if "accum" in flags else 1)
 
 
-@pytest.mark.parametrize(("zero", "kind"), [long("2", SOFT), long("3", SOFT), ("3", DEFAULT_TYPE)])
-def test_on_fsdp2_by_a_checkpoint_of_this_program(zero, kind, own_teacher, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("form", "zero", "kind"),
+    [
+        long("fsdp2", "2", SOFT),
+        long("fsdp2", "3", SOFT),
+        ("fsdp2", "3", DEFAULT_TYPE),
+        long("megatron", "1", SOFT),
+        long("megatron", "2", DEFAULT_TYPE),
+        long("megatron", "3", SOFT),
+    ],
+)
+def test_on_gpus_by_a_checkpoint_of_this_program(
+    form, zero, kind, own_teacher, monkeypatch, tmp_path
+):
     """Of the two kinds hard distillation is the one without a flag."""
     flags = [*own_teacher[1], *kind, "--grad_accum_steps", "2"]
     how = ["--max_steps", str(STEPS), "--eval_batches", "1", "--zero_dp_strategy", zero]
-    result = train_tiny_gpu(tmp_path, *flags, *how, processes=2)
+    module = "tests.stand_ins.megatron_on_cpu" if form == "megatron" else ""
+    result = train_tiny_gpu(tmp_path, *flags, *how, processes=2, program=module)
     assert_as_plain(result, monkeypatch, flags, own_teacher)
     whole = 4 * sum(parameter.numel() for parameter in own_teacher[0].parameters())
     assert result.run_file["state_bytes_per_device"]["teacher"] == pytest.approx(whole / 2, rel=0.1)
@@ -181,10 +194,6 @@ def test_on_fsdp2_by_a_checkpoint_of_this_program(zero, kind, own_teacher, monke
         (
             "{teacher} --mesh_domain 2 --cpu_devices 2",
             "--teacher is incompatible with --mesh_domain 2",
-        ),
-        (
-            "{teacher} --backend cuda --fsdp megatron",
-            "--teacher requires --fsdp fsdp2, this is meg",
         ),
         ("{teacher} --teacher_weights gone", "--teacher_weights gone: there is no such checkpoi"),
         ("{teacher} --teacher timm/nothing", "--teacher timm/nothing: there is no model timm/noth"),

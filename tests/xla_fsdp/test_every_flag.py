@@ -142,11 +142,7 @@ def test_on_a_rehearsed_tpu(data, slice_of, tmp_path):
 OF_TEACHERS = {
     *("teacher", "teacher_weights", "distillation_type", "distillation_alpha", "distillation_tau")
 }
-"""Fields of flags that Megatron-FSDP and --compile_only refuse."""
-OF_DINO = {
-    name for name, each in by_field(RunConfig).items() if "objective=dino" in each.flag.requires
-}
-"""Fields of flags that Megatron-FSDP refuses."""
+"""Fields of flags that --compile_only refuses."""
 XLA_ONLY, CUDA_ONLY, FSDP2_ONLY = "XLA only", "CUDA only", "FSDP2 only"
 NOT_ON_GPUS = {
     "--grad_ckpt offload": XLA_ONLY,
@@ -164,7 +160,6 @@ NOT_ON_GPUS = {
 NOT_IN_FORM = {
     "fsdp2": dict.fromkeys(("--zero_dp_strategy 1", "--no-meta_init"), "Megatron-FSDP only"),
     "megatron": {
-        "--objective dino": FSDP2_ONLY,
         "--linear_probe": FSDP2_ONLY,
         "--mesh_domain 2": FSDP2_ONLY,
         **{f"--domain_attention {how}": FSDP2_ONLY for how in ("auto", "ring", "ulysses")},
@@ -187,10 +182,8 @@ def test_on_gpus(form, data, tmp_path, monkeypatch):
     program = (
         ["-m", "tests.stand_ins.megatron_on_cpu"] if form == "megatron" else ["run_vit_training.py"]
     )
-    known = by_field(RunConfig, OWN["torch"])
-    fields = known.keys() - (OF_TEACHERS | OF_DINO if form == "megatron" else set())
     refused = NOT_ON_GPUS | NOT_IN_FORM[form]
-    lines = lines_of("torch", data, resolve, refused, fields, base, form=("backend", "fsdp"))
+    lines = lines_of("torch", data, resolve, refused, base=base, form=("backend", "fsdp"))
     said = []
     for number, line in enumerate(lines):
         run = tmp_path / f"run_{number}"
