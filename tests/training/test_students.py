@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 
-from tests.cli import TINY_RUN, Result, run_program, tiny, train_tiny, train_tiny_gpu
+from tests.cli import TINY_RUN, Result, need_xla, run_program, tiny, train_tiny, train_tiny_gpu
 from tests.marks import long
 from tests.references import plain_dino
 from tests.resolved import on_xla
@@ -52,6 +52,8 @@ ON_XLA = ["--backend", "xla", "--cpu_devices", "2"]
 
 
 def train(folder, *flags, fails=False, processes=1, program=("run_vit_training.py",)):
+    if "xla" in flags:
+        need_xla()
     done = run_program(*program, *FLAGS, "--ckpt_dir", str(folder), *flags, processes=processes)
     assert bool(done.returncode) == fails, done.stdout + done.stderr
     return Result(folder, done.stdout, done.stderr)
