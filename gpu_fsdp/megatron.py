@@ -131,7 +131,7 @@ class MegatronBackend(TorchBackend):
     def _kinds_of_units(self, model: nn.Module, blocks: list[nn.Module]) -> list[type[nn.Module]]:
         """Return the classes of the modules that are units: sharded and gathered as one.
 
-        With the patch embedding a unit of its own, no part begins inside a row of another
+        With the patch embedding a unit of its own, no part starts inside a row of another
         parameter, on which the package fails for some widths.
         """
         kinds = {*(type(block) for block in blocks), PatchEmbed}
