@@ -16,8 +16,21 @@ from xla_fsdp.attention import flash, whole
 def of_whole(sizes, parts):
     """Queries, keys and values, (images, heads, tokens, width), of what the kernels are given."""
     assert [tuple(part.shape) for part in parts[:3]] == [sizes.given] * 3
-    given = parts[0].chunk(3, -1) if sizes.packed else parts[:3]
-    return [apart(sizes, each) for each in given]
+    q, k, v = parts[0].chunk(3, -1) if sizes.packed else parts[:3]
+    if sizes.apart:
+        q, k = (rotated(sizes, each.float(), parts[-1]) for each in (q, k))
+    return [apart(sizes, each) for each in (q, k, v)]
+
+
+def rotated(sizes, x, angles, *, back=False):
+    """Group by group of heads, as a kernel shifts them; a gradient by the opposite angles."""
+    assert tuple(angles.shape) == sizes.angles
+    x = x.unflatten(-1, (sizes.groups, sizes.lanes))
+    cosines, *sines = angles[:, : sizes.tokens, None]
+    turned = x * cosines
+    for shift, each in zip(sizes.shifts, sines, strict=True):
+        turned = turned + ((x * each).roll(-shift, -1) if back else x.roll(shift, -1) * each)
+    return turned.flatten(2)
 
 
 def apart(sizes, x):
@@ -52,7 +65,10 @@ def whole_backward(sizes):
         inner = ((weights @ v) * grad).sum(-1, keepdim=True)
         of_scores = weights * (grad @ v.mT - inner)
         grads = (of_scores @ scaled(k, sizes.width), of_scores.mT @ q, weights.mT @ grad)
-        found = [together(each, sizes.dtype) for each in grads]
+        found = [together(each, torch.float32) for each in grads]
+        if sizes.apart:
+            found[:2] = [rotated(sizes, each, parts[-1], back=True) for each in found[:2]]
+        found = [each.to(sizes.dtype) for each in found]
         return [torch.cat(found, -1) if sizes.packed else torch.stack(found)]
 
     return call

@@ -7,11 +7,13 @@ is replaced by the JAX function that was lowered.
 import copy
 import functools
 import json
+import sys
 
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import torch
-from timm.layers import Attention
+from timm.layers import Attention, AttentionRope
+from timm.models.eva import EvaAttention
 
 from xla_fsdp.attention import whole, whole_kernels
 from xla_fsdp.attention.sizes import WholeSizes
@@ -28,6 +30,26 @@ CASES = [
     (700, 2, 64, "float32", {"scale_norm": True, "norm_layer": torch.nn.LayerNorm}),
     (1024, 2, 80, "float32", {}),
 ]
+NORM = {"qk_norm": True, "norm_layer": torch.nn.LayerNorm}
+EVA = {"scale_norm": False, "num_prefix_tokens": 5, "rotate_half": True}
+# tokens, heads, width of a head, dtype, timm's class, its options: pairs that are neighbors and
+# pairs of the two halves of a head, which fills registers or not; heads that do not fill registers
+# together; queries, keys and values in one array or apart; blocks of queries.
+ROTARY = [
+    (69, 3, 128, "float32", EvaAttention, EVA),
+    (69, 2, 128, "bfloat16", EvaAttention, EVA),
+    (69, 4, 64, "float32", EvaAttention, EVA | {"qkv_bias": False}),
+    (69, 4, 64, "bfloat16", EvaAttention, EVA | {"qkv_bias_separate": True}),
+    (69, 3, 64, "float32", EvaAttention, EVA),
+    (50, 2, 64, "float32", EvaAttention, {"scale_norm": True, "norm_layer": torch.nn.LayerNorm}),
+    (50, 2, 64, "float32", EvaAttention, {"scale_norm": False, "qkv_fused": False}),
+    (50, 4, 32, "float32", EvaAttention, NORM | {"gated": True, "rotate_half": True}),
+    (50, 4, 96, "float32", AttentionRope, {}),
+    (50, 2, 128, "float32", AttentionRope, NORM | {"qkv_fused": False}),
+    (50, 4, 64, "float32", AttentionRope, {"num_kv_heads": 2, "qkv_fused": False}),
+    (581, 2, 64, "float32", EvaAttention, EVA),
+    (581, 1, 128, "float32", AttentionRope, {"num_prefix_tokens": 5}),
+]
 
 
 def interpreted(sizes: WholeSizes, *, backward: bool):
@@ -43,10 +65,12 @@ def interpreted(sizes: WholeSizes, *, backward: bool):
     return call
 
 
-def gradients(module: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+def gradients(
+    module: torch.nn.Module, x: torch.Tensor, rope: torch.Tensor | None = None
+) -> list[torch.Tensor]:
     x = x.clone().requires_grad_()
-    output = module(x)
-    weights = torch.linspace(-1, 1, output.numel()).view_as(output)
+    output = module(x) if rope is None else module(x, rope=rope)
+    weights = torch.linspace(-1, 2, output.numel()).view_as(output)
     loss = (output.float() * weights).sum()
     return [output, *torch.autograd.grad(loss, [x, *module.parameters()])]
 
@@ -74,10 +98,42 @@ def compare(tokens: int, heads: int, width: int, dtype: str, options: dict) -> d
     }
 
 
+def compare_rotary(
+    tokens: int, heads: int, width: int, dtype: str, kind: type, options: dict
+) -> dict[str, object]:
+    torch.manual_seed(tokens)
+    attention = kind(heads * width, heads, **options)
+    for name, parameter in attention.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.5)
+    angles = 2 * torch.randn(tokens - attention.num_prefix_tokens, width // 2)
+    both = angles.repeat(1, 2) if attention.rotate_half else angles.repeat_interleave(2, 1)
+    rope = torch.cat([both.sin(), both.cos()], -1)
+    x = torch.randn(2, tokens, heads * width)
+    expected = gradients(attention, x, rope)
+    by_kernels = copy.deepcopy(attention)
+    whole.use_whole(by_kernels)
+    given = getattr(torch, dtype)
+    rotated: list[bool] = []
+    whole.kernel = lambda sizes, backward: (
+        rotated.append(sizes.apart > 0) or interpreted(sizes, backward=backward)
+    )
+    found = gradients(by_kernels.to(given), x.to(given), rope)
+    pairs = zip(found, expected, strict=True)
+    return {
+        "errors": [((a.float() - b).norm() / (b.norm() + 1)).item() for a, b in pairs],
+        "dtype": dtype,
+        "calls": len(rotated),
+        "rotated": all(rotated),
+    }
+
+
 def main() -> None:
     pl.pallas_call = functools.partial(pl.pallas_call, interpret=True)
     whole.kernel = interpreted
-    print(json.dumps([compare(*case) for case in CASES]))
+    rotary = "rotary" in sys.argv[1:]
+    found = [compare_rotary(*case) for case in ROTARY] if rotary else [compare(*c) for c in CASES]
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -3,10 +3,13 @@
 import pytest
 
 from tests.cli import train_tiny
+from tests.training.test_dino import HEADS
 from tests.xla_fsdp.test_sharding import assert_same_curves
 
 # A small eps would let AdamW make steps of rounding where a gradient is nothing else.
 WIDE = "--embed_dim 256 --num_heads 2 --class_token --eps 1e-4".split()
+ROTARY = "--model timm/vit_small_patch16_dinov3 --init_values 0.5 --rope_rescale_coords 2".split()
+ROTARY += "--embed_dim 256 --num_heads 4 --eps 1e-4".split()
 KERNELS = "tests.stand_ins.kernels_on_cpu"
 
 
@@ -60,3 +63,23 @@ def test_bf16(tmp_path):
             tmp_path / form, *flags, "--attention", form, devices=2, program=KERNELS
         )
         assert result.column("loss") == pytest.approx(of_products.column("loss"), rel=0.02)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--mesh_tensor 2 --grad_ckpt selective",
+        "--grad_ckpt none --num_heads 2",
+        "--no-scan_blocks --model timm/eva02_base_patch14_224",
+        f"--objective dino {HEADS} --local_crops 2 --local_crop_size 8 --koleo_weight 0",
+    ],
+)
+def test_rotary_positions(flags, tmp_path):
+    """The kernels rotate by angles that are others in each step."""
+    flags = [*ROTARY, *flags.split()]
+    plain = train_tiny(tmp_path / "plain", *flags, devices=2)
+    result = train_tiny(
+        tmp_path / "whole", *flags, "--attention", "whole", devices=2, program=KERNELS
+    )
+    assert_same_curves(result, plain, rel=1e-5)

@@ -26,6 +26,19 @@ def test_values():
         assert max(case["errors"]) < (1e-5 if case["dtype"] == "float32" else 2e-2), case
 
 
+@pytest.mark.long
+def test_values_with_rotary_positions():
+    """The kernels rotate, but where heads do not fill registers together; with fewer heads of keys
+    than of queries timm's own forward pass does."""
+    done = run_program("-m", "tests.stand_ins.whole_on_cpu", "rotary")
+    assert done.returncode == 0, done.stderr
+    cases = json.loads(done.stdout.splitlines()[-1])
+    assert [case["rotated"] for case in cases].count(False) == 2
+    for case in cases:
+        assert case["calls"] == 2
+        assert max(case["errors"]) < (1e-5 if case["dtype"] == "float32" else 2e-2), case
+
+
 def compiled(*flags):
     done = run_program(*COMPILE, *SMALL, *flags)
     assert done.returncode == 0, done.stderr

@@ -82,6 +82,13 @@ class Shards:
 
         return xs.enable_manual_sharding(x * 1, self._spec(x, heads), mesh=self.mesh).global_tensor
 
+    def everywhere(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that each device has all of, for its call."""
+        import torch_xla.distributed.spmd as xs
+
+        spec = (None,) * x.dim()
+        return xs.enable_manual_sharding(x * 1, spec, mesh=self.mesh).global_tensor
+
     def whole(self, part: torch.Tensor, heads: int | None = None) -> torch.Tensor:
         """Return the whole tensor of which each device has a part."""
         import torch_xla.distributed.spmd as xs

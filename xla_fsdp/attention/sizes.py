@@ -118,6 +118,7 @@ class WholeSizes:
     """Sizes of what one device computes.
 
     ``packed``: queries, keys and values are one array, (batch, tokens, 3 x heads x width).
+    ``apart``: how far apart two columns are that are rotated together; 0: nothing is rotated.
     """
 
     batch: int
@@ -126,6 +127,7 @@ class WholeSizes:
     width: int
     dtype: torch.dtype
     packed: bool = False
+    apart: int = 0
 
     @property
     def lanes(self) -> int:
@@ -167,6 +169,26 @@ class WholeSizes:
         """Shape of all three gradients."""
         return self.given if self.packed else (3, *self.shape)
 
+    @property
+    def shifts(self) -> tuple[int, ...]:
+        """Return by how much a group's columns are shifted so that each meets the other of a pair.
+
+        The other is behind or before it: one shift does for both if a head fills its group.
+        """
+        before, behind = self.apart, self.lanes - self.apart
+        return (behind,) if before == behind else (behind, before)
+
+    @property
+    def angles(self) -> tuple[int, int, int]:
+        """Shape of what queries and keys are rotated by: cosines, and sines for each shift."""
+        return (1 + len(self.shifts), self.query_blocks * self.queries, self.lanes)
+
+    @property
+    def can_be_rotated(self) -> bool:
+        """Return True if kernels can rotate: they shift whole registers, in any TPU's memory."""
+        needed = self.vector_memory(backward=True)
+        return self.lanes % LANES == 0 and needed <= DEFAULT_VECTOR_MEMORY
+
     def images(self, *, backward: bool) -> int:
         """Return how many images a program computes, a divisor of the batch."""
         heads = _BACKWARD_HEADS if backward else _FORWARD_HEADS
@@ -176,13 +198,18 @@ class WholeSizes:
     def vector_memory(self, *, backward: bool) -> int:
         """Return bytes that are enough for a program.
 
-        Each block is there twice, as the next one arrives meanwhile; and scores in a few forms.
+        Each block is there twice, as the next one arrives meanwhile; scores are in a few forms, and
+        rotated queries and keys once.
         """
         blocks = _BACKWARD_BLOCKS if backward else _FORWARD_BLOCKS
         images, rows = self.images(backward=backward), {"q": self.queries, "k": self.tokens}
         held = sum(2 * rows[each] * self.lanes * self.dtype.itemsize for each in blocks)
         scores = 4 * self.queries * -(-self.tokens // LANES) * LANES
-        return images * (held + self.lanes // self.width * scores * 2)
+        angles = 0
+        if self.apart:
+            held += sum(rows[each] * self.lanes * self.dtype.itemsize for each in "qk")
+            angles = 2 * 4 * math.prod(self.angles)
+        return angles + images * (held + self.lanes // self.width * scores * 2)
 
     def fits(self, generation: int) -> bool:
         """Return True if a TPU of this generation has the vector memory for all kernels."""

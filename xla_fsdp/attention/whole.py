@@ -13,7 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from timm.layers import Attention, apply_rot_embed_cat
+import torch.nn.functional as F
+from timm.layers import Attention, AttentionRope, apply_rot_embed_cat
+from timm.models.eva import EvaAttention
 from torch import nn
 
 from models.blocks import attentions, use_product
@@ -26,7 +28,8 @@ from xla_fsdp.remat import SaveInput
 def kernel(s: WholeSizes, *, backward: bool) -> Kernel:
     """Return the kernel (q, k, v) -> output, or (q, k, v, gradient of it) -> their gradients.
 
-    Packed, all three are the same array; gradients are packed as these are, or stacked.
+    Packed, all three are the same array; gradients are packed as these are, or stacked. The angles
+    that queries and keys are rotated by come last, if they are.
     """
     from xla_fsdp.attention import whole_kernels  # imports JAX
 
@@ -36,9 +39,10 @@ def kernel(s: WholeSizes, *, backward: bool) -> Kernel:
     if backward:
         function, arguments = whole_kernels.backward_function, [*arguments, s.shape]
         result, products, branches = s.gradients, 5, 3
+    angles = [(s.angles, torch.float32)] if s.apart else []
     return lower(
         function(s),
-        [(shape, s.dtype) for shape in arguments],
+        [*((shape, s.dtype) for shape in arguments), *angles],
         [(result, s.dtype)],
         flops=products * 2 * scores * s.width,
         transcendentals=scores,
@@ -65,23 +69,37 @@ def use_whole(
     """
 
     def forward(
-        attn: Attention,
+        attn: Any,
         x: torch.Tensor,
+        rope: torch.Tensor | None = None,
         attn_mask: torch.Tensor | None = None,
         is_causal: bool = False,
     ) -> torch.Tensor:
-        """Compute what timm's Attention does, but never with heads in front of tokens."""
+        """Compute what timm's attention does, but never with heads in front of tokens."""
         if attn_mask is not None or is_causal:
             raise NotImplementedError("attention has no mask here")
         gate = attn.gate(x).sigmoid() if attn.gate is not None else None
-        y = attn.norm(of_layers(attn, attn.qkv(x), shards=shards, save=save))
+        y = attn.norm(of_layers(attn, _results(attn, x), rope, shards=shards, save=save))
         return attn.proj_drop(attn.proj(y if gate is None else y * gate))
 
     for part in attentions(module):
-        if type(part) is Attention:
+        as_many_keys = getattr(part, "num_kv_groups", 1) == 1
+        if type(part) in (Attention, AttentionRope, EvaAttention) and as_many_keys:
             part.forward = types.MethodType(forward, part)
         else:
             use_product(part, functools.partial(attention, shards=shards, save=save))
+
+
+def _results(attn: Any, x: torch.Tensor) -> Qkv:
+    """Compute the layers of queries, keys and values."""
+    if attn.qkv is None:
+        return [layer(x) for layer in (attn.q_proj, attn.k_proj, attn.v_proj)]
+    if getattr(attn, "q_bias", None) is None:
+        return attn.qkv(x)
+    bias = torch.cat([attn.q_bias, attn.k_bias, attn.v_bias])  # Eva has it beside the layer
+    if attn.qkv_bias_separate:
+        return attn.qkv(x) + bias
+    return F.linear(x, attn.qkv.weight, bias)
 
 
 def attention(
@@ -93,7 +111,8 @@ def attention(
 ) -> torch.Tensor:
     """Compute softmax(q k' / sqrt(width)) v in autocast's dtype: (batch, heads, tokens, width)."""
     heads = q.shape[1]
-    output = _merged(heads, shards, save, *(x.transpose(1, 2).flatten(2) for x in (q, k, v)))
+    tensors = [x.transpose(1, 2).flatten(2) for x in (q, k, v)]
+    output = _merged(_sizes(heads, shards, *tensors), shards, save, None, *tensors)
     return output.unflatten(2, (heads, -1)).transpose(1, 2)
 
 
@@ -109,11 +128,33 @@ def of_layers(
 
     See ``queries_keys_values``. Returns (batch, tokens, heads x width).
     """
-    unchanged = rope is None and isinstance(attn.q_norm, nn.Identity)
-    if unchanged and isinstance(qkv, torch.Tensor):
-        return _merged(attn.num_heads, shards, save, qkv)
-    parts = (x.flatten(2) for x in queries_keys_values(attn, qkv, rope))
-    return _merged(attn.num_heads, shards, save, *parts)
+    tensors = [qkv] if isinstance(qkv, torch.Tensor) else [*qkv]
+    sizes, angles = _sizes(attn.num_heads, shards, *tensors), None
+    if rope is not None and rope.dim() == 2:  # the same for all images and heads, and not learned
+        turning = replace(sizes, apart=sizes.width // 2 if attn.rotate_half else 1)
+        if turning.can_be_rotated:
+            angles = _angles(turning, rope, attn.num_prefix_tokens)
+            sizes, rope = turning, None
+    if rope is not None or not isinstance(attn.q_norm, nn.Identity):
+        tensors = [x.flatten(2) for x in queries_keys_values(attn, qkv, rope)]
+        sizes = replace(sizes, packed=False)
+    return _merged(sizes, shards, save, angles, *tensors)
+
+
+def _angles(s: WholeSizes, rope: torch.Tensor, prefix: int) -> torch.Tensor:
+    """Return what kernels rotate by, as ``WholeSizes.angles`` says.
+
+    ``rope`` is (patches, 2 x width); the ``prefix`` tokens before patches are not rotated.
+    """
+    sines, cosines = rope.float().chunk(2, -1)
+    # A pair (x, y) becomes (x cosine - y sine, y cosine + x sine).
+    first, second = sines.unflatten(1, (-1, 2, s.apart)).unbind(2)
+    none = torch.zeros_like(first)
+    pairs = [(-first, none), (none, second)] if len(s.shifts) > 1 else [(-first, second)]
+    around = (0, 0, prefix, s.angles[1] - prefix - len(rope))
+    sines = torch.stack([torch.stack(pair, 2).flatten(1) for pair in pairs])
+    tables = [F.pad(cosines[None], around, value=1.0), F.pad(sines, around)]
+    return torch.cat(tables).repeat(1, 1, s.lanes // s.width)
 
 
 def queries_keys_values(
@@ -141,59 +182,76 @@ def queries_keys_values(
     return rotated(q), rotated(k), v
 
 
-def _merged(
-    heads: int, shards: Shards | None, save: SaveInput | None, *given: torch.Tensor
-) -> torch.Tensor:
-    """Compute attention of queries, keys and values, (batch, tokens, heads x width) as the result.
+def _sizes(heads: int, shards: Shards | None, *given: torch.Tensor) -> WholeSizes:
+    """Return the sizes of what a device computes.
 
-    Or of all in one tensor, side by side or as (batch, tokens, 3, heads x width).
+    ``given`` are queries, keys and values, (batch, tokens, heads x width), or all in one tensor,
+    side by side or as (batch, tokens, 3, heads x width).
     """
-    dtype = autocast_dtype(given[-1])
-    return (save or SaveInput()).result(
-        _Attention.apply, heads, shards, *(x.to(dtype) for x in given)
-    )
+    batch, tokens, *columns = given[0].shape
+    width = math.prod(columns) // heads // (3 if len(given) == 1 else 1)
+    if shards:
+        batch //= shards.parts(shards.images)
+        heads //= shards.parts(shards.heads)
+    sizes = WholeSizes(batch, tokens, heads, width, autocast_dtype(given[-1]))
+    return replace(sizes, packed=len(given) == 1 and sizes.can_be_packed)
+
+
+def _merged(
+    sizes: WholeSizes,
+    shards: Shards | None,
+    save: SaveInput | None,
+    angles: torch.Tensor | None,
+    *given: torch.Tensor,
+) -> torch.Tensor:
+    """Compute attention of queries, keys and values, as ``_sizes`` takes them.
+
+    Returns (batch, tokens, heads x width).
+    """
+    tensors = (x.to(sizes.dtype) for x in given)
+    return (save or SaveInput()).result(_Attention.apply, sizes, shards, angles, *tensors)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, heads: int, shards: Shards | None, *given):
+    def forward(ctx, sizes: WholeSizes, shards: Shards | None, angles, *given):
         *tensors, saved_result = given
-        ctx.save_for_backward(*tensors)
-        ctx.heads, ctx.shards = heads, shards
+        ctx.save_for_backward(angles, *tensors)
+        ctx.sizes, ctx.shards = sizes, shards
         if saved_result is not None:
             return saved_result
-        return _call(heads, shards, tensors)[0]
+        return _call(sizes, shards, angles, tensors)[0]
 
     @staticmethod
     def backward(ctx, grad):
-        given = ctx.saved_tensors
+        angles, *given = ctx.saved_tensors
         grad = grad.to(given[0].dtype)
-        return None, None, *_call(ctx.heads, ctx.shards, given, grad), None
+        return None, None, None, *_call(ctx.sizes, ctx.shards, angles, given, grad), None
 
 
 def _call(
-    heads: int, shards: Shards | None, given: Sequence[torch.Tensor], *grad: torch.Tensor
+    sizes: WholeSizes,
+    shards: Shards | None,
+    angles: torch.Tensor | None,
+    given: Sequence[torch.Tensor],
+    *grad: torch.Tensor,
 ) -> list[torch.Tensor]:
     """Compute attention on each device's part of images and heads.
 
     ``given`` are queries, keys and values, or all in one. With ``grad``, the gradient of the
     result, it returns their gradients.
     """
-    packed = len(given) == 1
+    together = len(given) == 1
     parts = [shards.part(x, -1) if shards else x for x in (*given, *grad)]
     shapes = [part.shape for part in parts]
-    parts[0] = parts[0].flatten(2)
-    batch, tokens, columns = parts[0].shape
-    columns //= 3 if packed else 1
-    heads //= shards.parts(shards.heads) if shards else 1
-    sizes = WholeSizes(batch, tokens, heads, columns // heads, parts[0].dtype, packed)
-    if packed and not sizes.can_be_packed:
-        sizes, parts = replace(sizes, packed=False), [*parts[0].chunk(3, -1), *parts[1:]]
-    elif packed:
-        parts = [parts[0]] * 3 + parts[1:]
+    if together:
+        all_three = parts.pop(0).flatten(2)
+        parts[:0] = [all_three] * 3 if sizes.packed else all_three.chunk(3, -1)
+    if angles is not None:
+        parts.append(shards.everywhere(angles) if shards else angles)
     (result,) = kernel(sizes, backward=bool(grad))(parts)
     results = [result] if result.dim() == 3 else [*result.unbind(0)]
-    if packed and len(results) > 1:
+    if together and len(results) > 1:
         results = [torch.cat(results, -1)]
     if grad:
         results = [x.reshape(shape) for x, shape in zip(results, shapes, strict=False)]

@@ -9,6 +9,10 @@ A head that starts or ends within a register of 128 lanes is computed in the reg
 touches, the other heads' lanes in them set to zero on one side of each product. The matrix units
 would pad it to as much.
 
+Rotary positions are applied here as well: between the products and a kernel, XLA would copy what
+it rotates. Columns are shifted so that each meets the other one of its pair; the sine is zero where
+the shift brings a column of another pair.
+
 Imports JAX: import it where a kernel is lowered, and not before.
 """
 
@@ -35,9 +39,13 @@ def forward_function(s: WholeSizes) -> Callable:
     return pl.pallas_call(
         functools.partial(_forward, s),
         grid=(s.batch // images, s.groups, s.query_blocks),
-        in_specs=[_argument(s, images, kind, place) for place, kind in enumerate("qkk")],
+        in_specs=[
+            *(_argument(s, images, kind, place) for place, kind in enumerate("qkk")),
+            *_angles(s),
+        ],
         out_specs=pl.BlockSpec((images, s.queries, s.lanes), lambda i, j, block: (i, block, j)),
         out_shape=jax.ShapeDtypeStruct(s.shape, _name(s.dtype)),
+        scratch_shapes=_turned(s, images),
         compiler_params=_compiler_params(3, s.vector_memory(backward=False)),
         name="attention_forward",
     )
@@ -60,10 +68,13 @@ def backward_function(s: WholeSizes) -> Callable:
     return pl.pallas_call(
         functools.partial(_backward, s),
         grid=(s.batch // images, groups, 3, s.query_blocks),
-        in_specs=[_argument(s, images, kind, place % 3) for place, kind in enumerate("qkkq")],
+        in_specs=[
+            *(_argument(s, images, kind, place % 3) for place, kind in enumerate("qkkq")),
+            *_angles(s),
+        ],
         out_specs=written,
         out_shape=jax.ShapeDtypeStruct(s.gradients, _name(s.dtype)),
-        scratch_shapes=[sums, sums],
+        scratch_shapes=[sums, sums, *_turned(s, images)],
         compiler_params=_compiler_params(4, s.vector_memory(backward=True)),
         name="attention_backward",
     )
@@ -85,6 +96,17 @@ def _argument(s: WholeSizes, images: int, kind: str, place: int) -> pl.BlockSpec
     if kind == "q":
         return pl.BlockSpec((images, s.queries, s.lanes), queries)
     return pl.BlockSpec((images, s.tokens, s.lanes), lambda i, j, *_: (i, 0, first + j))
+
+
+def _angles(s: WholeSizes) -> list[pl.BlockSpec]:
+    """Return the block of what all programs rotate by, if they do."""
+    return [pl.BlockSpec(s.angles, lambda *_: (0, 0, 0))] if s.apart else []
+
+
+def _turned(s: WholeSizes, images: int) -> list[Any]:
+    """Return where a program keeps its rotated queries and keys, if it rotates."""
+    rows = (s.queries, s.tokens) if s.apart else ()
+    return [pltpu.VMEM((images, each, s.lanes), _name(s.dtype)) for each in rows]
 
 
 def _compiler_params(axes: int, vector_memory: int) -> pltpu.CompilerParams:
@@ -138,6 +160,16 @@ class _Sums:
             before = self._of_register.get(start)
             self._of_register[start] = part if before is None else before + part
 
+    def rotate_back(self, s: WholeSizes, angles: Any) -> None:
+        """Rotate all registers of the group by the opposite angles."""
+        x = jnp.concatenate([self._of_register[start] for start in range(0, s.lanes, LANES)], 1)
+        turned = x * angles[0]
+        for shift, sines in zip(s.shifts, angles[1:], strict=True):
+            turned += pltpu.roll(x * sines, s.lanes - shift, 1)
+        self._of_register = {
+            start: turned[:, start : start + LANES] for start in range(0, s.lanes, LANES)
+        }
+
     def write(self, ref: Any, image: int, place: tuple[int, ...] = ()) -> None:
         """Write what was added for an image; ``place``: where in a stack of such arrays."""
         for start, x in self._of_register.items():
@@ -161,7 +193,40 @@ class _Sums:
                 ref[here] += x
 
 
-def _forward(s: WholeSizes, q_ref: Any, k_ref: Any, v_ref: Any, output_ref: Any) -> None:
+def _rotate(s: WholeSizes, given: list[Any], turned: list[Any], angles: list[Any]) -> None:
+    """Rotate queries and keys, by the angles of each."""
+    for x_ref, turned_ref, (cosines, *sines) in zip(given, turned, angles, strict=True):
+        for image in range(x_ref.shape[0]):
+            x = x_ref[image].astype("float32")
+            result = x * cosines
+            for shift, each in zip(s.shifts, sines, strict=True):
+                result += pltpu.roll(x, shift, 1) * each
+            turned_ref[image] = result.astype(turned_ref.dtype)
+
+
+def _read_angles(s: WholeSizes, ref: Any, here: Any) -> list[Any]:
+    """Return those of a block of queries, whose rows are ``here``, and of keys."""
+    return [
+        [ref[each, rows, :] for each in range(s.angles[0])] for rows in (here, slice(0, s.tokens))
+    ]
+
+
+def _rows(s: WholeSizes, block: Any) -> Any:
+    """Return which rows, of all tokens, a block of queries has."""
+    if s.query_blocks == 1:
+        return slice(None)
+    return pl.ds(pl.multiple_of(block * s.queries, s.queries), s.queries)
+
+
+def _forward(s: WholeSizes, *refs: Any) -> None:
+    q_ref, k_ref, v_ref, *rest = refs
+    if s.apart:
+        angles_ref, output_ref, *turned = rest
+        angles = _read_angles(s, angles_ref, _rows(s, pl.program_id(2)))
+        _rotate(s, [q_ref, k_ref], turned, angles)
+        q_ref, k_ref = turned
+    else:
+        (output_ref,) = rest
     for image in range(q_ref.shape[0]):
         output = _Sums()
         for head in _heads(s):
@@ -175,14 +240,20 @@ def _forward(s: WholeSizes, q_ref: Any, k_ref: Any, v_ref: Any, output_ref: Any)
 
 def _backward(s: WholeSizes, *refs: Any) -> None:
     """Compute all three gradients of a block of queries, those of keys as a sum over blocks."""
-    *given, written, key_sums, value_sums = refs
+    given, rest = list(refs[:4]), refs[4:]
+    if s.apart:
+        angles_ref, written, key_sums, value_sums, *turned = rest
+    else:
+        written, key_sums, value_sums = rest
     of, block = pl.program_id(2), pl.program_id(3)
-    here = slice(None)
-    if s.query_blocks > 1:
-        here = pl.ds(pl.multiple_of(block * s.queries, s.queries), s.queries)
+    here = _rows(s, block)
 
     @pl.when(of == 0)
     def _() -> None:
+        if s.apart:
+            angles = _read_angles(s, angles_ref, here)
+            _rotate(s, given[:2], turned, angles)
+            given[:2] = turned
         for image in range(given[0].shape[0]):
             found = _Sums(), _Sums(), _Sums()
             for head in _heads(s):
@@ -209,6 +280,9 @@ def _backward(s: WholeSizes, *refs: Any) -> None:
                 )
                 for total, x in zip(found, grads, strict=True):
                     total.add(head, x)
+            if s.apart:
+                for total, each in zip(found[:2], angles, strict=True):
+                    total.rotate_back(s, each)
             found[0].write(written, image, () if s.packed else (0,))
             for x, total in zip(found[1:], (key_sums, value_sums), strict=True):
                 x.add_to(total, image, block if s.query_blocks > 1 else None)
