@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from timm.layers import resample_abs_pos_embed
 from torch import nn
 
 # ------------------------------------------------------------------------------------------------
@@ -118,63 +117,40 @@ Grid = tuple[int, int]
 
 
 class Resampling:
-    """Resamples a learned position embedding for another grid, as timm's
-    ``resample_abs_pos_embed`` does (bicubic, with antialiasing)."""
+    """Resamples what patches have, such as features, for another grid: bicubic, as
+    ``F.interpolate`` does; positions with antialiasing, as timm's ``resample_abs_pos_embed``."""
 
     def __init__(
-        self, own: Grid, grid: Grid, prefix: int, constant: Callable[[torch.Tensor], torch.Tensor]
+        self,
+        own: Grid,
+        grid: Grid,
+        constant: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        prefix: int = 0,
+        antialias: bool,
     ) -> None:
-        """``own`` is the model's grid, ``prefix`` how many entries come before those of the
-        patches; ``constant`` puts the matrices on the devices."""
+        """``own`` is the grid that it is given, ``prefix`` how many entries come before those of
+        the patches; ``constant`` puts the matrices on the devices."""
         self._own, self._prefix = own, prefix
         self._rows, self._columns = (  # each (new size, size), fp32: how ones are resampled
             constant(
-                resample_abs_pos_embed(
-                    torch.eye(size)[None], [new_size, 1], [size, 1], num_prefix_tokens=0
-                )[0]
-            )
-            for size, new_size in zip(own, grid, strict=True)
-        )
-
-    def __call__(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return (1, prefix + patches of the other grid, width), computed in fp32, for
-        (1, prefix + own patches, width); the first entries stay as they are."""
-        first, patches = positions[:, : self._prefix], positions[0, self._prefix :]
-        resampled = _along_both(patches, self._own, self._rows, self._columns)
-        return torch.cat([first, resampled[None].to(positions.dtype)], dim=1)
-
-
-class FeatureResampling:
-    """Resamples features of patches for another grid, as ``F.interpolate`` does (bicubic, without
-    aligned corners or antialiasing)."""
-
-    def __init__(
-        self, own: Grid, grid: Grid, constant: Callable[[torch.Tensor], torch.Tensor]
-    ) -> None:
-        """``own`` is the grid that features are given of; ``constant`` puts the matrices on the
-        devices."""
-        self._own = own
-        self._rows, self._columns = (  # each (new size, size), fp32
-            constant(
                 nn.functional.interpolate(
-                    torch.eye(size)[None, None], (new_size, size), mode="bicubic"
+                    torch.eye(size)[None, None],
+                    (new_size, size),
+                    mode="bicubic",
+                    antialias=antialias,
                 )[0, 0]
             )
             for size, new_size in zip(own, grid, strict=True)
         )
 
-    def __call__(self, patches: torch.Tensor) -> torch.Tensor:
-        """Return (..., patches of the other grid, width), fp32, for (..., own patches, width)."""
-        return _along_both(patches, self._own, self._rows, self._columns)
-
-
-def _along_both(
-    patches: torch.Tensor, own: Grid, rows: torch.Tensor, columns: torch.Tensor
-) -> torch.Tensor:
-    """Return (..., new patches, width), computed in fp32, for (..., patches of the grid ``own``,
-    width): products with two matrices (new size, size) along rows and columns."""
-    kind = "cpu" if patches.is_meta else patches.device.type  # meta has no autocast
-    with torch.autocast(kind, enabled=False):
-        by_row = patches.float().unflatten(-2, own)
-        resampled = torch.matmul(rows, by_row.flatten(-2)).unflatten(-1, by_row.shape[-2:])
-        return torch.matmul(columns, resampled).flatten(-3, -2)
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (..., prefix + patches of the other grid, width), fp32, for (..., prefix + own
+        patches, width); the first entries stay as they are."""
+        first, patches = x.float().tensor_split([self._prefix], -2)
+        kind = "cpu" if x.is_meta else x.device.type  # meta has no autocast
+        with torch.autocast(kind, enabled=False):
+            by_row = patches.unflatten(-2, self._own)
+            rows = torch.matmul(self._rows, by_row.flatten(-2)).unflatten(-1, by_row.shape[-2:])
+            resampled = torch.matmul(self._columns, rows).flatten(-3, -2)
+        return torch.cat([first, resampled], -2)

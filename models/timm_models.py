@@ -116,7 +116,8 @@ class TimmSpec(ModelSpec):
         rows, columns = self.sizes.grid
         prefix = self.token_parameters["pos_embed"]
         others = [grid for grid in grids if grid != (rows, columns)]
-        positions = {each: Resampling((rows, columns), each, prefix, constant) for each in others}
+        how: Any = {"prefix": prefix, "antialias": True}
+        positions = {each: Resampling((rows, columns), each, constant, **how) for each in others}
         timm_private.compute_on_grids(model, positions)
 
     @functools.cached_property

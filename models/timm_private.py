@@ -190,7 +190,7 @@ def compute_on_grids(
         before = {key: value for key, value in vars(model).items() if key == "pos_embed"}
         # Python finds an attribute before a parameter of the same name. (FSDP may have put one
         # there already.)
-        vars(model)["pos_embed"] = of_images(model.pos_embed)
+        vars(model)["pos_embed"] = of_images(model.pos_embed).to(model.pos_embed.dtype)
         try:
             return add(x)
         finally:

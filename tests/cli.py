@@ -171,6 +171,12 @@ def train_tiny_gpu(
     return _train(ckpt_dir, *flags, processes=processes, program=program, warm=warm)
 
 
+def train_tiny_megatron(ckpt_dir: Path, *flags: str, processes: int = 2) -> Result:
+    """The same by Megatron-FSDP on the CPU."""
+    program = "tests.stand_ins.megatron_on_cpu"
+    return train_tiny_gpu(ckpt_dir, *flags, processes=processes, program=program)
+
+
 def train_tiny_tpu(ckpt_dir: Path, *flags: str, processes: int = 1, **how: Any) -> Result:
     """The same by TorchTPU on the host's processor: in the environment of tests/torchtpu."""
     how = {"program": TORCHTPU, "timeout": 900, **how}  # compilation takes a busy machine long

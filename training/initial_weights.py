@@ -337,8 +337,9 @@ def with_teacher(run: Run[Any], resolve: Callable[[RunConfig], Run[Any]]) -> Run
                 raise UsageError(
                     f"{weights.path} was trained with --objective {trained_for.objective}, not dino"
                 )
-            heads = {name: getattr(trained_for, name) for name in HEAD_SETTINGS}
-            objective = replace(objective, **heads)
+            if is_dino:
+                heads = {setting: getattr(trained_for, setting) for setting in HEAD_SETTINGS}
+                objective = replace(objective, **heads)
         else:  # made for the student's images and classes
             channels, *spatial = run.model.sizes.input_shape
             model = ModelConfig(

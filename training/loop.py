@@ -44,10 +44,13 @@ class Session:
     bad_images: BadImages
     last_step: int
     """The number of the step that the run ends with."""
-    timer: StepTimer
+    timers: list[StepTimer]
+    """Those of all students, to which this one adds its own."""
+    timer: StepTimer = field(default_factory=StepTimer, init=False)
     """Measures the throughput."""
-    timers: Sequence[StepTimer]
-    """Those of all students."""
+
+    def __post_init__(self) -> None:
+        self.timers.append(self.timer)
 
     def restart_timers(self) -> None:
         """Restart the measurement, after what was no training."""
@@ -106,8 +109,6 @@ class Trained(NamedTuple):
     model: nn.Module
     objective: Objective
     hooks: Sequence[Hook]
-    saves: "Saves"
-    """One of the hooks."""
 
 
 def train_loop(

@@ -131,7 +131,7 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
         parts.done("agreed")
         stop, watchdog = StopRequest(backend), Watchdog(config.log.step_timeout_s)
         students: list[_Student] = []
-        timers = [StepTimer() for _ in runs]
+        timers: list[StepTimer] = []
         for each, own, begun in zip(runs, backends, agreed, strict=True):
             with exchange.failing_together():
                 history = begin.history_of(begun.saved, each.ckpt_dir, at.step)
@@ -153,7 +153,6 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
                 watchdog,
                 agreed[0].bad_images,
                 last_step,
-                timers[len(students)],
                 timers,
             )
             saver = CheckpointSaver(
@@ -191,6 +190,7 @@ def _train(
     config, backend, stop, data = run.config, session.backend, session.stop, prepared.data
     savers = [student.saver for student in students] if run.students else []
     trained: list[loop.Trained] = []
+    all_saves: list[loop.Saves] = []
     profile, rank = run.log_dir / loop.PROFILE_DIR, exchange.rank()
     profiler = loop.StepProfiler(config.log.profile, profile, rank)
     for student in students:
@@ -218,6 +218,7 @@ def _train(
         # What is done after each step, in this order.
         own, saver, history = student.session, student.saver, student.history
         saves, evaluated = loop.Saves(own, saver, savers), set(history.evaluated)
+        all_saves.append(saves)
         hooks: list[loop.Hook] = [
             loop.StepProfiler(None, profile, rank) if trained else profiler,  # of all students
             loop.StepLog(own, batches),
@@ -244,22 +245,22 @@ def _train(
         if prepared.plain:
             features = Features(model, student.run, own.backend, prepared.plain)
             hooks.append(FrozenEvaluations(own, features, history.frozen))
-        trained.append(loop.Trained(own, model, objective, hooks, saves))
+        trained.append(loop.Trained(own, model, objective, hooks))
 
     # Train.
     at, last_step = progress.at, session.last_step
     with contextlib.ExitStack() as training:
         training.enter_context(stop)
-        for each in trained:
-            training.enter_context(each.session.reports.events.training(last_step))
+        for student in students:
+            training.enter_context(student.session.reports.events.training(last_step))
             if at.step >= last_step:
-                each.saves.saver.tidy()  # after a start that was killed after its last checkpoint
+                student.saver.tidy()  # after a start that was killed after its last checkpoint
         at = loop.train_loop(trained, batches, progress.schedule, at)
         if stop.exit_code == NOT_FINITE:
             pass  # its weights are no good
         elif stop.exit_code:
-            for each in trained:
-                each.saves.save(at, must=True)
+            for saves in all_saves:
+                saves.save(at, must=True)
         elif session.bad_images.excess:  # found with the last step
             stop.exit_code = BAD_IMAGES
     for student in students:

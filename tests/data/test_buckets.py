@@ -85,7 +85,8 @@ def test_the_model_is_timms_with_dynamic_sizes(arguments):
     own = tuple(ours.patch_embed.grid_size)
     prefix = 0 if ours.no_embed_class else ours.num_prefix_tokens
     grids = [(3, 5), (5, 3), (4, 7)]
-    resampled = {each: Resampling(own, each, prefix, lambda x: x) for each in grids}
+    how = {"prefix": prefix, "antialias": True}
+    resampled = {each: Resampling(own, each, lambda x: x, **how) for each in grids}
     compute_on_grids(ours, resampled)
     for rows, columns in [*grids, own, (5, 3)]:
         images = torch.randn(2, 3, 4 * rows, 4 * columns)

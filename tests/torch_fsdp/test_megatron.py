@@ -6,17 +6,12 @@ import shutil
 import pytest
 import torch
 
-from tests.cli import DIGITS, TINY_MODEL, TINY_RUN, run_program, train_tiny_gpu
+from tests.cli import DIGITS, TINY_MODEL, TINY_RUN, run_program, train_tiny_gpu, train_tiny_megatron
 from tests.marks import long
 from tests.resolved import on_gpus
 from tests.stand_ins.filled import filled
 from tests.training.test_resume import DROPOUT, EPOCHS_OF_5, assert_resumes_at_step_7
 from tests.xla_fsdp.test_sharding import assert_same_curves, assert_same_training
-
-
-def train(folder, *flags, processes=2):
-    program = "tests.stand_ins.megatron_on_cpu"
-    return train_tiny_gpu(folder, *flags, processes=processes, program=program)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +42,7 @@ def train(folder, *flags, processes=2):
     ],
 )
 def test_form(processes, flags, told, tiny_on_gpu, tmp_path):
-    result = train(tmp_path, *flags.split(), processes=processes)
+    result = train_tiny_megatron(tmp_path, *flags.split(), processes=processes)
     assert told in result.run_file["backend"]
     assert_same_training(result, tiny_on_gpu)
 
@@ -56,7 +51,7 @@ def test_form(processes, flags, told, tiny_on_gpu, tmp_path):
 def test_clipped_like_plain_pytorch(fsdp, tmp_path):
     done = run_program("-m", "tests.references.plain_training", "0.1")
     reference = json.loads(done.stdout.splitlines()[-1])
-    start = train if fsdp == "megatron" else train_tiny_gpu
+    start = train_tiny_megatron if fsdp == "megatron" else train_tiny_gpu
     result = start(tmp_path, "--clip_grad_norm", "0.1", processes=2)
     assert min(result.column("grad_norm")) > 0.1
     assert result.column("loss") == pytest.approx(reference["loss"], rel=1e-5)
@@ -104,7 +99,7 @@ def test_weights_after_sharding_are_those_before(processes, flags, tmp_path):
 @pytest.mark.parametrize(("flag", "width"), [long("", 4), ("--no_preserve_fp32_weights", 2)])
 def test_bf16_is_near_fp32(flag, width, tiny_on_gpu, tmp_path):
     flags = f"--precision bf16 --reduce_dtype bf16 {flag}".split()
-    result = train(tmp_path, *flags)
+    result = train_tiny_megatron(tmp_path, *flags)
     assert result.column("loss") != pytest.approx(tiny_on_gpu.column("loss"), rel=1e-6)
     assert result.column("loss") == pytest.approx(tiny_on_gpu.column("loss"), rel=0.03)
     assert result.column("grad_norm") == pytest.approx(tiny_on_gpu.column("grad_norm"), rel=0.05)
@@ -115,7 +110,7 @@ def test_bf16_is_near_fp32(flag, width, tiny_on_gpu, tmp_path):
 
 @pytest.mark.long
 def test_evaluation_between_steps(tiny_on_gpu, tmp_path):
-    result = train(tmp_path, "--test_step_interval", "2", "--ckpt_step_interval", "3")
+    result = train_tiny_megatron(tmp_path, "--test_step_interval", "2", "--ckpt_step_interval", "3")
     assert [record["step"] for record in result.evaluations] == [2, 4, 6]
     assert result.column("loss") == pytest.approx(tiny_on_gpu.column("loss"), rel=1e-5)
 
@@ -123,7 +118,7 @@ def test_evaluation_between_steps(tiny_on_gpu, tmp_path):
 @pytest.mark.long
 def test_mid_epoch_resume_is_exact(tmp_path):
     flags = [*EPOCHS_OF_5, *DROPOUT, "--max_steps", "9"]
-    whole, resumed = assert_resumes_at_step_7(train, tmp_path, *flags)
+    whole, resumed = assert_resumes_at_step_7(train_tiny_megatron, tmp_path, *flags)
     assert "at step 7, epoch 2" in resumed.stdout
     assert resumed.evaluations[-1] == whole.evaluations[-1]
 
@@ -134,12 +129,14 @@ def test_checkpoint_moves_between_forms(tiny_on_gpu, tmp_path):
     flags = ["--batch_size", "48", "--max_steps"]
     reference = train_tiny_gpu(tmp_path / "reference", *flags, "6")
     run = tmp_path / "run"
-    train(run, *flags, "2", "--dp_outer", "2", "--outer_dp_sharding_strategy", "1", processes=4)
+    train_tiny_megatron(
+        run, *flags, "2", "--dp_outer", "2", "--outer_dp_sharding_strategy", "1", processes=4
+    )
     train_tiny_gpu(run, *flags, "4", processes=3)
-    moved = train(run, *flags, "6", "--zero_dp_strategy", "1")
+    moved = train_tiny_megatron(run, *flags, "6", "--zero_dp_strategy", "1")
     assert_same_curves(moved, reference, rel=1e-5)
     evaluated = shutil.copytree(run, tmp_path / "evaluated")
-    again = train(evaluated, *flags, "6", "--zero_dp_strategy", "2")
+    again = train_tiny_megatron(evaluated, *flags, "6", "--zero_dp_strategy", "2")
     assert again.evaluations[-1]["val_loss"] == pytest.approx(
         moved.evaluations[-1]["val_loss"], rel=1e-6
     )

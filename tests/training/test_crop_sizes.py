@@ -23,6 +23,14 @@ from training.backend import dataset_request
 
 PAIRS = "--crop_sizes 16x8 24x8 24x12 16x8".split()
 SIZES = [*SMALL, *PAIRS]
+FORMS = [
+    (train_tiny_gpu, "", {"processes": 2}),
+    long(train_tiny, "", {"devices": 4}),
+    long(train_tiny, "--no-scan_blocks --grad_ckpt none", {"devices": 2}),
+    long(train_tiny, "--xla_fsdp nested", {}),
+    long(train_tiny_gpu, "--compile", {}),
+]
+"""How a training runs: its function, flags, and what that function is given."""
 
 
 def request_of(*flags, folder="none"):
@@ -98,16 +106,7 @@ def expected():
     return plain_dino.train(SIZES)
 
 
-@pytest.mark.parametrize(
-    ("train", "flags", "how"),
-    [
-        (train_tiny_gpu, "", {"processes": 2}),
-        long(train_tiny, "", {"devices": 4}),
-        long(train_tiny, "--no-scan_blocks --grad_ckpt none", {"devices": 2}),
-        long(train_tiny, "--xla_fsdp nested", {}),
-        long(train_tiny_gpu, "--compile", {}),
-    ],
-)
+@pytest.mark.parametrize(("train", "flags", "how"), FORMS)
 def test_losses_are_the_plain_ones(train, flags, how, expected, tmp_path):
     result = train(tmp_path, "--objective", "dino", *SIZES, *flags.split(), **how)
     assert_same(result, expected)

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from data.source import CropLayout, CropRequest
 from models.dino import slots_of
-from tests.cli import need_xla, run_program, tiny, train_tiny, train_tiny_gpu
+from tests.cli import need_xla, run_program, tiny, train_tiny, train_tiny_gpu, train_tiny_megatron
 from tests.marks import long
 from tests.references import plain_dino
 from tests.references.plain_checkpoint import convert
@@ -122,11 +122,6 @@ def test_other_weights_temperatures_and_momenta(train, tmp_path):
 # -- with Megatron-FSDP, on the CPU ------------------------------------------------------------
 
 
-def train_megatron(folder, *flags, processes=2):
-    program = "tests.stand_ins.megatron_on_cpu"
-    return train_tiny_gpu(folder, *flags, processes=processes, program=program)
-
-
 @pytest.mark.parametrize(
     ("processes", "flags", "told"),
     [
@@ -145,7 +140,7 @@ def train_megatron(folder, *flags, processes=2):
     ],
 )
 def test_megatron(processes, flags, told, expected, tmp_path):
-    result = train_megatron(tmp_path, *DINO, *flags.split(), processes=processes)
+    result = train_tiny_megatron(tmp_path, *DINO, *flags.split(), processes=processes)
     assert told in result.run_file["backend"]
     assert_same(result, expected)
     assert_same_weights(result, expected)
@@ -174,7 +169,7 @@ FOLLOWS = "--teacher_momentum 0.1 --teacher_momentum_end 0.1 --lr 1e-2 --precisi
 def test_megatron_is_as_fsdp2(processes, flags, own, tmp_path):
     words = [*DINO, *flags.split()]
     reference = train_tiny_gpu(tmp_path / "fsdp2", *words, processes=processes)
-    found = train_megatron(tmp_path / "run", *words, *own.split(), processes=processes)
+    found = train_tiny_megatron(tmp_path / "run", *words, *own.split(), processes=processes)
     for name in ("loss", "grad_norm", "loss_dino", "loss_ibot", "loss_koleo"):
         rounding = 2e-5 if name == "grad_norm" else 1e-5
         assert found.column(name) == pytest.approx(reference.column(name), rel=rounding), name
@@ -183,9 +178,9 @@ def test_megatron_is_as_fsdp2(processes, flags, own, tmp_path):
 @pytest.mark.long
 def test_moves_from_fsdp2_to_megatron_and_back(expected, tmp_path):
     train_tiny_gpu(tmp_path, *DINO, "--max_steps", "2", processes=2)
-    train_megatron(tmp_path, *DINO, "--max_steps", "4", "--zero_dp_strategy", "2")
+    train_tiny_megatron(tmp_path, *DINO, "--max_steps", "4", "--zero_dp_strategy", "2")
     train_tiny_gpu(tmp_path, *DINO, "--max_steps", "5")
-    moved = train_megatron(tmp_path, *DINO)
+    moved = train_tiny_megatron(tmp_path, *DINO)
     assert list(moved.steps) == [1, 2, 3, 4, 5, 6]
     assert_same(moved, expected)
     assert_same_weights(moved, expected)
@@ -280,7 +275,7 @@ def anchor(tmp_path_factory):
         (train_tiny_gpu, {}),
         long(train_tiny, {"devices": 2}),
         long(train_tiny_gpu, {"processes": 2}),
-        long(train_megatron, {"processes": 2}),
+        long(train_tiny_megatron, {"processes": 2}),
     ],
 )
 def test_gram_teacher(train, how, anchor, tmp_path):
@@ -393,8 +388,8 @@ def test_reports(on_gpu):
     [
         (train_tiny_gpu, ""),
         (train_tiny, ""),
-        (train_megatron, ""),
-        (train_megatron, "--precision bf16 --zero_dp_strategy 1"),
+        (train_tiny_megatron, ""),
+        (train_tiny_megatron, "--precision bf16 --zero_dp_strategy 1"),
     ],
 )
 def test_resumed_in_mid_epoch_bit_for_bit(train, flags, tmp_path):
@@ -432,7 +427,7 @@ def test_dinov3s_class(tmp_path):
     flags += "--koleo_weight 0 --max_steps 3".split()
     xla = train_tiny(tmp_path / "xla", *flags, devices=2)
     gpu = train_tiny_gpu(tmp_path / "gpu", *flags)
-    megatron = train_megatron(tmp_path / "megatron", *flags)
+    megatron = train_tiny_megatron(tmp_path / "megatron", *flags)
     for other in (xla, megatron):
         assert other.column("loss") == pytest.approx(gpu.column("loss"), rel=1e-5)
 

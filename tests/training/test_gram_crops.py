@@ -8,13 +8,12 @@ import torch
 import torch.nn.functional as F
 
 from models.dino import Compared, Crops
-from models.positions import FeatureResampling
+from models.positions import Resampling
 from tests.cli import DIGITS, run_program, tiny, train_tiny, train_tiny_gpu
-from tests.marks import long
 from tests.references import plain_dino
 from tests.resolved import on_gpus, on_xla
 from tests.stand_ins.filled import filled
-from tests.training.test_crop_sizes import PAIRS
+from tests.training.test_crop_sizes import FORMS, PAIRS
 from tests.training.test_dino import DINO, SMALL, WITHOUT_CLASS_TOKEN, assert_same, of_backbone
 from tests.training.test_resume import EPOCHS_OF_5, assert_resumes_at_step_7
 from tests.usage_error import told_in_one_line
@@ -49,11 +48,12 @@ def test_features_are_resampled_as_pytorch_does(own, grid):
     images = features.flatten(0, 1).transpose(1, 2).unflatten(2, own)
     expected = F.interpolate(images, size=grid, mode="bicubic", align_corners=False)
     expected = expected.flatten(2).transpose(1, 2).unflatten(0, (3, 2))
-    found = FeatureResampling(own, grid, lambda values: values)(features)
+    resampled = Resampling(own, grid, lambda values: values, antialias=False)
+    found = resampled(features)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     # Also inside of autocast, and of features in bf16, in fp32.
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        again = FeatureResampling(own, grid, lambda values: values)(features.bfloat16())
+        again = resampled(features.bfloat16())
     assert again.dtype == torch.float32
     torch.testing.assert_close(again, expected, rtol=0.02, atol=0.02)
 
@@ -83,16 +83,7 @@ def test_rotary_positions_are_those_of_the_larger_crop(size, tmp_path):
 # -- trainings ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("train", "flags", "how"),
-    [
-        (train_tiny_gpu, "", {"processes": 2}),
-        long(train_tiny, "", {"devices": 4}),
-        long(train_tiny, "--no-scan_blocks --grad_ckpt none", {"devices": 2}),
-        long(train_tiny, "--xla_fsdp nested", {}),
-        long(train_tiny_gpu, "--compile", {}),
-    ],
-)
+@pytest.mark.parametrize(("train", "flags", "how"), FORMS)
 def test_losses_are_the_plain_ones(train, flags, how, anchor, expected, tmp_path):
     result = train(tmp_path, "--objective", "dino", *SMALL, *anchor, *TWICE, *flags.split(), **how)
     assert_same(result, expected)

@@ -18,7 +18,7 @@ import pytest
 import torch
 import xxhash
 
-from tests.cli import Result, run_program, tiny, train_tiny_gpu
+from tests.cli import Result, run_program, tiny, train_tiny_gpu, train_tiny_megatron
 from tests.rehearsal.slice_ import Slice
 from tests.rehearsed import all_ended
 from tests.training.test_async_checkpoints import tensors_of
@@ -235,8 +235,7 @@ def test_one_process_and_no_peer(hosts, tmp_path):
 @pytest.mark.long
 def test_megatron(hosts, tmp_path):
     flags = ["--fsdp", "megatron"]
-    program = "tests.stand_ins.megatron_on_cpu"
-    reference = train_tiny_gpu(tmp_path / "whole", *STEPS, *flags, processes=2, program=program)
+    reference = train_tiny_megatron(tmp_path / "whole", *STEPS, *flags)
     hosts(*flags, killed=KILLED, processes=2)
     shutil.rmtree(hosts.disk(1))
     assert_resumed(hosts(*flags, processes=2), reference, 8)

@@ -15,7 +15,7 @@ from torchvision.transforms.v2.functional import normalize
 from data.loader import Share
 from data.source import open_data
 from tests import cli
-from tests.cli import TINY_MODEL, tiny, train_tiny, train_tiny_gpu
+from tests.cli import TINY_MODEL, tiny, train_tiny, train_tiny_gpu, train_tiny_megatron
 from tests.marks import long
 from tests.resolved import on_xla
 from tests.stand_ins.filled import filled
@@ -157,8 +157,7 @@ def test_other_forms_train_alike(form, everything, tmp_path):
     if form == "fsdp2":
         result = train_tiny_gpu(tmp_path, *flags, "--channels_last", processes=2)
     else:
-        program = "tests.stand_ins.megatron_on_cpu"
-        result = train_tiny_gpu(tmp_path, *flags, processes=2, program=program)
+        result = train_tiny_megatron(tmp_path, *flags)
     for name in ("loss", "grad_norm"):
         assert result.column(name) == pytest.approx(everything.column(name)[:4], rel=1e-4)
 

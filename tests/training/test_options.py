@@ -10,7 +10,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 
 from models.config import VitConfig
-from tests.cli import DIGITS, TINY_MODEL, TINY_RUN, train_tiny, train_tiny_gpu
+from tests.cli import DIGITS, TINY_MODEL, TINY_RUN, train_tiny, train_tiny_gpu, train_tiny_megatron
 from tests.marks import long
 from tests.option_cases import DROPOUT, FORMS, HOW, MODEL, allowed, pairwise
 from tests.references import plain_steps
@@ -29,9 +29,7 @@ def train(folder, case):
     options = [flags for name, flags in case.items() if name != "form"]
     flags = [*RUN, *" ".join([FORMS[case["form"]], *options]).split()]
     if case["form"] == "megatron":
-        return train_tiny_gpu(
-            folder, *flags, processes=2, program="tests.stand_ins.megatron_on_cpu"
-        )
+        return train_tiny_megatron(folder, *flags)
     if case["form"] == "fsdp2":
         return train_tiny_gpu(folder, *flags, processes=2)
     return train_tiny(folder, *flags)

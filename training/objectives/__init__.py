@@ -120,8 +120,10 @@ class Teacher:
         factor, summand = self._affine
         return images * factor + summand
 
+    @torch.no_grad()
     def answer(self, pass_index: int, ask: Callable[[], Answer]) -> Answer:
-        """Return what ``ask`` returns: called by the first student in a pass, for all of them."""
+        """Return what ``ask`` returns, without gradients: called by the first student in a pass,
+        for all of them."""
         answer, waiting = self._answers.pop(pass_index, None) or (ask(), self._students)
         if waiting > 1:
             self._answers[pass_index] = answer, waiting - 1

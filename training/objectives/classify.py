@@ -77,12 +77,9 @@ class Classification(Objective):
             images, labels = self._mixing.images(images, mix), self._mixing.labels(labels, mix)
         of_teacher = None
         if (teacher := self.teacher) is not None:
-
-            @torch.no_grad()
-            def ask() -> torch.Tensor:
-                return teacher.model(teacher.normalized(images)).float()
-
-            of_teacher = teacher.answer(pass_index, ask)
+            of_teacher = teacher.answer(
+                pass_index, lambda: teacher.model(teacher.normalized(images)).float()
+            )
         return images, Targets(labels, of_teacher)
 
     def loss_of(self, logits: torch.Tensor, targets: Targets) -> torch.Tensor:

@@ -20,7 +20,7 @@ from torch import nn
 
 from data.source import CropLayout, max_masked
 from models.dino import Compared, Crops, DinoSpec
-from models.positions import FeatureResampling
+from models.positions import Resampling
 from training.backend import Backend, dataset_request
 from training.begin import check_weights
 from training.initial_weights import gram_teacher
@@ -69,8 +69,11 @@ class SelfDistillation(Objective):
             + (f", {len(self._layouts)} pairs of sizes" if request.of_pairs else "")
         )
         self._to_own_grid = {
-            each.length: FeatureResampling(
-                each.request.of_gram(each.request.grid), each.request.grid, backend.constant
+            each.length: Resampling(
+                each.request.of_gram(each.request.grid),
+                each.request.grid,
+                backend.constant,
+                antialias=False,
             )
             for each in layouts
             if each.gram_number
