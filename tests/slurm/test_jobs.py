@@ -153,6 +153,57 @@ def test_lost_node(cluster, submit, uninterrupted):
     assert trained(folder) == uninterrupted
 
 
+@pytest.fixture
+def elastic(cluster, monkeypatch):
+    for name, value in {"ELASTIC": 1, "ELASTIC_WAIT": 3, "ELASTIC_POLL": 5}.items():
+        monkeypatch.setitem(cluster.variables, name, str(value))
+
+
+def test_fewer_nodes_and_more(elastic, cluster, submit, tmp_path):
+    """It goes on with what is left, in the job, and is requeued when a node is there again."""
+    flags = [*LONGER, "--mlp_dropout", "0"]  # masks depend on the number of processes
+    job, folder = submit("--no-kill", "--ckpt_step_interval", "10", *flags)
+    reach_step(job, folder, 25)
+    cluster.lose_node("node2")
+    reach_step(job, folder, 40)
+    assert (job.field("JobState"), job.field("NodeList")) == ("RUNNING", "node1")
+    cluster.repair_node("node2")
+    job.wait("COMPLETED")
+    assert (job.field("Restarts"), job.field("NodeList")) == ("1", "node[1-2]")
+    assert "step_20 at step 20, epoch 2" in job.output
+    (stopped,) = re.findall(STOPPED, job.output, re.MULTILINE)
+    assert f"at step {stopped}, epoch" in job.output  # no step was lost
+    uninterrupted = torchrun(tmp_path / "uninterrupted", *flags)
+    for found, expected in zip(trained(folder), uninterrupted, strict=True):
+        # On one node sums are of another order: 500 steps make more of it than 1e-5.
+        assert found == pytest.approx(expected, rel=1e-5 if found["step"] <= 30 else 1e-3)
+
+
+def test_too_few_nodes(elastic, cluster, submit, uninterrupted, monkeypatch):
+    monkeypatch.setitem(cluster.variables, "ELASTIC", "2")
+    monkeypatch.setitem(cluster.variables, "JOIN_TIMEOUT", "60")
+    job, folder = submit("--no-kill", "--ckpt_step_interval", "10")
+    reach_step(job, folder, 25)
+    cluster.lose_node("node2")
+    job.wait("PENDING")
+    cluster.repair_node("node2")
+    job.wait("COMPLETED")
+    assert job.field("Restarts") == "1"
+    assert trained(folder) == uninterrupted
+
+
+def test_lost_first_node(elastic, cluster, submit, uninterrupted):
+    """The batch script was there: the other node gives the job back."""
+    job, folder = submit("--no-kill", "--ckpt_step_interval", "10")
+    reach_step(job, folder, 25)
+    cluster.lose_node("node1")
+    job.wait("PENDING")
+    cluster.repair_node("node1")
+    job.wait("COMPLETED")
+    assert (job.field("Restarts"), job.field("NodeList")) == ("1", "node[1-2]")
+    assert trained(folder) == uninterrupted
+
+
 @pytest.mark.parametrize(("options", "state"), [("", "CANCELLED"), ("--signal=TERM", "FAILED")])
 def test_cancelled(options, state, cluster, submit):
     job, folder = submit()
@@ -170,12 +221,25 @@ def test_cancelled(options, state, cluster, submit):
     assert (folder / f"step_{step}" / "manifest.json").exists()
 
 
-def test_no_ckpt_dir(cluster, tmp_path):
-    job = cluster.submit(tmp_path / "output", "--fake_data")
+@pytest.mark.parametrize(
+    ("variables", "flags", "told"),
+    [
+        ({}, [], "--ckpt_dir is missing"),
+        *(
+            ({"ELASTIC": wrong}, ["--ckpt_dir", "run"], f"ELASTIC={wrong} is not a whole number")
+            for wrong in ("0", "3", "1:2", "-1")
+        ),
+        ({"ELASTIC": "1", "ELASTIC_POLL": "5s"}, ["--ckpt_dir", "run"], "ELASTIC_POLL=5s is not"),
+    ],
+)
+def test_mistakes(variables, flags, told, cluster, tmp_path, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setitem(cluster.variables, name, value)
+    job = cluster.submit(tmp_path / "output", "--fake_data", *flags)
     job.wait("FAILED")
     assert job.field("ExitCode") == "2:0"
     (line,) = job.output.splitlines()
-    assert line.startswith("slurm.sbatch: error: --ckpt_dir is missing")
+    assert line.startswith(f"slurm.sbatch: error: {told}")
 
 
 def test_wrong_flag(submit):
