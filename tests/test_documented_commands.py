@@ -128,6 +128,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     "NNODES=2 NODE_RANK=0": Elsewhere("needs 16 GPUs", trains),
     "NNODES=3:4 RDZV_ID=job-1": Elsewhere("needs 32 GPUs", trains),
     "sbatch launch/slurm.sbatch": Elsewhere("needs Slurm and 16 GPUs", trains),
+    "ELASTIC=3 sbatch": Elsewhere("needs Slurm and 32 GPUs", trains),
     "launch/torchrun.sh --block te": Elsewhere("needs GPUs", trains),
     "launch/torchrun.sh --compile --fp8": Elsewhere("needs GPUs", trains),
     "launch/torchrun.sh --fsdp fsdp2": Elsewhere("needs GPUs", trains),
