@@ -69,6 +69,9 @@ class XlaBackend(abc.ABC):
         self._device = torch_xla.device()
         self._memory = DeviceMemory(self._device)
         self._ema: WeightAverage | None = None
+        self._gradients: list[tuple[nn.Parameter, torch.Tensor]] = []
+        """Of gradients that outlive a graph: the tensors, laid out like their parameters, that each
+        backward pass adds to. Else there are none, and a step's graph makes its own."""
         self._frozen: list[XlaBackend] = []
         self.teacher: nn.Module | None = None
         self._has_teacher = run.config.objective.has_teacher
@@ -185,6 +188,10 @@ class XlaBackend(abc.ABC):
             keys = [optimizers.key_of(self._run.config.seed, names[p], self._part) for p in trained]
             self._rounding_keys = self.constant(torch.tensor(keys, dtype=torch.int32))
         self._skipped = self.constant(torch.zeros(len(COUNTS)))
+        if self._recipe.gradients_outlive_graph:
+            zeros = (self._zeros_like(parameter, torch.float32) for parameter in trained)
+            self._gradients = list(zip(trained, zeros, strict=True))
+        self._clear_gradients()
         # The first step's graph must be that of all later ones. Views of a tensor that was never
         # written to are stored apart where the graph breaks, so all are written here. And a graph's
         # results are in the order in which their tensors were written, so those that train are
@@ -240,7 +247,9 @@ class XlaBackend(abc.ABC):
             self._break_graph()
         loss.backward()
         self._passes_s += time.perf_counter() - self._synced_s
-        if not is_last:  # a graph a micro-batch: one for all would hold all activations
+        # One graph for all passes would hold the activations of all. They are one and the same
+        # graph, as the first adds to gradients, too, and the last leaves the update to another.
+        if self._run.config.data.grad_accum_steps > 1:
             self._break_graph()
 
     def optimizer_step(
@@ -264,12 +273,17 @@ class XlaBackend(abc.ABC):
             self._ema.update(skipped, newest if self._has_teacher else None)
         # A new tensor: the last step's may still wait to be read.
         self._skipped = self._mark_replicated(optimizers.count_skipped(self._skipped, skipped))
-        self._optimizer.zero_grad(set_to_none=True)
+        self._clear_gradients()
         del skipped, last_layer, decay, newest  # or they would be results of the step
         self.end_step()
         self._own_seconds.append(self._passes_s)
         self._passes_s = 0.0
         return norm, self._skipped
+
+    def _clear_gradients(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient.zero_()
 
     def ema_weights(self) -> AbstractContextManager[None]:
         assert self._ema is not None
