@@ -72,6 +72,8 @@ class XlaBackend(abc.ABC):
         self._gradients: list[tuple[nn.Parameter, torch.Tensor]] = []
         """Of gradients that outlive a graph: the tensors, laid out like their parameters, that each
         backward pass adds to. Else there are none, and a step's graph makes its own."""
+        self._cleared: list[int] = []
+        """The version of each of them (PyTorch's count of changes in place) before a step."""
         self._frozen: list[XlaBackend] = []
         self.teacher: nn.Module | None = None
         self._has_teacher = run.config.objective.has_teacher
@@ -260,6 +262,9 @@ class XlaBackend(abc.ABC):
             numbers = [rates.last_layer, rates.weight_decay, rates.newest or 0.0]
             last_layer, decay, newest = self.constant(torch.tensor(numbers)).unbind()
         set_lr(self._optimizer, rates.lr, self._scalar, last_layer)
+        for (parameter, gradient), version in zip(self._gradients, self._cleared, strict=True):
+            if gradient._version == version:  # the loss does not depend on it: nothing decays
+                parameter.grad = None
         norm = self._clip_grad_norm(max_norm if max_norm > 0 else float("inf"))
         skipped = optimizers.not_finite(loss, norm)
         step_unless(
@@ -284,6 +289,7 @@ class XlaBackend(abc.ABC):
         self._optimizer.zero_grad(set_to_none=True)
         for parameter, gradient in self._gradients:
             parameter.grad = gradient.zero_()
+        self._cleared = [gradient._version for _, gradient in self._gradients]
 
     def ema_weights(self) -> AbstractContextManager[None]:
         assert self._ema is not None
