@@ -200,6 +200,9 @@ def estimate(
     moved = (rounds + policy.recomputed) * (activations + weights * value_bytes)
     moved += 2 * (_FP32 * weights) if shape.learns else 0
     moved = block_runs * moved + state * (2 * parameter_bytes + 2 * _FP32)
+    accumulates = shape.learns and passes > 1
+    if accumulates:  # each pass reads and writes the sum, which the update sets to zero
+        moved += (2 * passes + 1) * _FP32 * state
     moving_s = moved / chip.hbm_bandwidth
     if has_kernels:
         traffic_s = math.hypot(products_s, _BESIDE_PRODUCTS * moving_s) - products_s
@@ -231,7 +234,7 @@ def estimate(
         tensor_bandwidth = tensor_links * chip.link_bandwidth or chip.between_devices
         tensor_s = block_runs * (joined / tensor_bandwidth)
     longer_s = max(0.0, gathering_s - products_s - traffic_s)
-    between_slices = 2 * (mesh.dcn - 1) / mesh.dcn * _FP32 * state
+    between_slices = passes * 2 * (mesh.dcn - 1) / mesh.dcn * _FP32 * state
 
     # Saved activations.
     saved_values = (policy.widths * shape.width + policy.hiddens * shape.hidden) / tensor
@@ -241,7 +244,9 @@ def estimate(
     if policy.on_host:
         saving_s += _HOST_WAITED_FOR * (2 * input_bytes / chip.host_bandwidth)
 
-    # Memory: state and gradients, what is saved of all blocks, one block at work, what is returned.
+    # Memory: state, gradients of all passes and of one, what is saved of all blocks, one block at
+    # work, what is returned.
+    gradient_bytes = (2 if accumulates else 1) * _FP32
     inputs = 2 if policy.on_host else shape.depth  # on the host: one on its way, one at work
     inputs = inputs if shape.learns else 1
     saved = inputs * input_bytes + shape.depth * saved_bytes
@@ -251,7 +256,8 @@ def estimate(
     unsharded = 1.3 * shape.block_parameters / tensor * value_bytes
     image_bytes = sequences * passes * shape.pixels / mesh.domain * _FP32
     return Estimate(
-        held_bytes=state * (parameter_bytes + _FP32) + (saved + image_bytes if shape.learns else 0),
+        held_bytes=state * (parameter_bytes + gradient_bytes)
+        + (saved + image_bytes if shape.learns else 0),
         block_bytes=at_work + unsharded + (0 if shape.learns else saved),
         output_bytes=images * shape.outputs * (value_bytes if shape.learns else _FP32),
         products_s=products_s,

@@ -170,13 +170,6 @@ class MeshLayout:
         self.specs[parameter] = spec
         if self.mesh.shard_count(spec) < self.mesh.min_shards:
             self.replicated_bytes += parameter.nbytes
-
-        def shard_gradient(parameter: torch.Tensor) -> None:
-            assert parameter.grad is not None  # copied: a view would keep its base alive
-            parameter.grad = self.mark(parameter.grad * 1, spec)
-
-        if trains and self._recipe.gradients_outlive_graph:
-            parameter.register_post_accumulate_grad_hook(shard_gradient)
         return parameter
 
     def zeros(self, shape: torch.Size, spec: Spec, dtype: torch.dtype) -> torch.Tensor:

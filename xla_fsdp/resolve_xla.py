@@ -64,6 +64,7 @@ class Recipe:
     break_graph_every: int
     """Blocks; 0: never."""
     gradients_outlive_graph: bool
+    """A step is several graphs that leave gradients to each other."""
     pass_size: int
     reshard_after_forward: bool
     """This and the next two: options of nested FSDP."""

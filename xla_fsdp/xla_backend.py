@@ -69,6 +69,11 @@ class XlaBackend(abc.ABC):
         self._device = torch_xla.device()
         self._memory = DeviceMemory(self._device)
         self._ema: WeightAverage | None = None
+        self._gradients: list[tuple[nn.Parameter, torch.Tensor]] = []
+        """Of gradients that outlive a graph: the tensors, laid out like their parameters, that each
+        backward pass adds to. Else there are none, and a step's graph makes its own."""
+        self._cleared: list[int] = []
+        """The version of each of them (PyTorch's count of changes in place) before a step."""
         self._frozen: list[XlaBackend] = []
         self.teacher: nn.Module | None = None
         self._has_teacher = run.config.objective.has_teacher
@@ -185,6 +190,10 @@ class XlaBackend(abc.ABC):
             keys = [optimizers.key_of(self._run.config.seed, names[p], self._part) for p in trained]
             self._rounding_keys = self.constant(torch.tensor(keys, dtype=torch.int32))
         self._skipped = self.constant(torch.zeros(len(COUNTS)))
+        if self._recipe.gradients_outlive_graph:
+            zeros = (self._zeros_like(parameter, torch.float32) for parameter in trained)
+            self._gradients = list(zip(trained, zeros, strict=True))
+        self._clear_gradients()
         # The first step's graph must be that of all later ones. Views of a tensor that was never
         # written to are stored apart where the graph breaks, so all are written here. And a graph's
         # results are in the order in which their tensors were written, so those that train are
@@ -240,7 +249,9 @@ class XlaBackend(abc.ABC):
             self._break_graph()
         loss.backward()
         self._passes_s += time.perf_counter() - self._synced_s
-        if not is_last:  # a graph a micro-batch: one for all would hold all activations
+        # One graph for all passes would hold the activations of all. They are one and the same
+        # graph, as the first adds to gradients, too, and the last leaves the update to another.
+        if self._run.config.data.grad_accum_steps > 1:
             self._break_graph()
 
     def optimizer_step(
@@ -251,6 +262,9 @@ class XlaBackend(abc.ABC):
             numbers = [rates.last_layer, rates.weight_decay, rates.newest or 0.0]
             last_layer, decay, newest = self.constant(torch.tensor(numbers)).unbind()
         set_lr(self._optimizer, rates.lr, self._scalar, last_layer)
+        for (parameter, gradient), version in zip(self._gradients, self._cleared, strict=True):
+            if gradient._version == version:  # the loss does not depend on it: nothing decays
+                parameter.grad = None
         norm = self._clip_grad_norm(max_norm if max_norm > 0 else float("inf"))
         skipped = optimizers.not_finite(loss, norm)
         step_unless(
@@ -264,12 +278,18 @@ class XlaBackend(abc.ABC):
             self._ema.update(skipped, newest if self._has_teacher else None)
         # A new tensor: the last step's may still wait to be read.
         self._skipped = self._mark_replicated(optimizers.count_skipped(self._skipped, skipped))
-        self._optimizer.zero_grad(set_to_none=True)
+        self._clear_gradients()
         del skipped, last_layer, decay, newest  # or they would be results of the step
         self.end_step()
         self._own_seconds.append(self._passes_s)
         self._passes_s = 0.0
         return norm, self._skipped
+
+    def _clear_gradients(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient.zero_()
+        self._cleared = [gradient._version for _, gradient in self._gradients]
 
     def ema_weights(self) -> AbstractContextManager[None]:
         assert self._ema is not None

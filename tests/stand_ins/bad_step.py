@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
 
     def step_or_not(backend, lr, max_norm, loss):
         if LEFT_OUT and steps_done[0] in BAD:
-            backend._optimizer.zero_grad(set_to_none=True)
+            backend._clear_gradients()
             norm = loss * 1  # computed with the step: a thread will read it while the next is made
             backend.end_step()
             return norm, backend._skipped

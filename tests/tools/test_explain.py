@@ -172,7 +172,7 @@ def test_the_step_is_the_same_without_names(explained):
     [
         ("--xla_fsdp nested", 1),
         ("--mesh_tensor 2", 1),
-        ("--grad_accum_steps 4", 3),  # a first micro-batch, two in between, a last
+        ("--grad_accum_steps 4", 2),  # of all passes, and of the update
     ],
 )
 def test_every_product_is_named_and_the_graph_is_the_same(flags, distinct):

@@ -44,7 +44,7 @@ def ran(folder, monkeypatch, *flags):
 @pytest.mark.parametrize(
     ("flags", "graphs"),
     [
-        ("--mark_step_every_n_blocks 1 --num_blocks 3 --grad_accum_steps 2", 10),
+        ("--mark_step_every_n_blocks 1 --num_blocks 3 --grad_accum_steps 2", 11),
         ("--mark_step_after_forward --model_ema --model_ema_warmup", 2),
     ],
 )

@@ -443,9 +443,10 @@ def test_optimizers(optimizer, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("flags", "graphs"), [("", 1), ("--grad_accum_steps 2", 2)])
+@pytest.mark.parametrize(("flags", "graphs"), [("", 1), ("--grad_accum_steps 2", 3)])
 def test_steady_state(flags, graphs, tmp_path):
-    """One execution a pass, no compilation after the first step, nothing read between logs."""
+    """One execution a step, or one a pass and one for the update; no compilation, nothing read
+    between logs."""
     steady = "--max_steps 24 --warmup_steps 8 --log_step_interval 6 --num_workers 1".split()
     result = train_tiny(tmp_path, *DINO, *steady, *flags.split(), devices=2)
     at = [result.steps[step] for step in (6, 12, 18, 24)]
@@ -453,6 +454,18 @@ def test_steady_state(flags, graphs, tmp_path):
     assert np.diff([record["executions"] for record in at]).tolist() == [6 * graphs] * 3
     reads = at[-1]["device_to_host"] - at[0]["device_to_host"]
     assert abs(reads - 6 * 3) <= 6  # of each log three parts of the loss, too
+
+
+@pytest.mark.long
+def test_a_head_without_a_loss_is_not_updated_in_passes(tmp_path):
+    """Its gradients, zeros that no pass adds to, are none to the optimizer: it counts no step."""
+    flags = "--ibot_weight 0 --grad_accum_steps 2 --max_steps 2".split()
+    train_tiny(tmp_path, *DINO, *flags, devices=2)
+    state = convert(tmp_path / "step_2", tmp_path / "plain.pt")["optimizer"]["state"]
+    counts = {name: entries["step"].item() for name, entries in state.items()}
+    of_head = {name for name in counts if name.startswith("ibot_head.")}
+    assert {counts.pop(name) for name in of_head} == {0}
+    assert set(counts.values()) == {2}
 
 
 # -- mistakes ---------------------------------------------------------------------------

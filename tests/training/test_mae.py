@@ -277,10 +277,11 @@ def test_best_is_the_lowest_loss(tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("flags", "devices", "graphs"),
-    [("", 2, 1), ("--xla_fsdp nested", 1, 1), ("--grad_accum_steps 2 --precision bf16", 2, 2)],
+    [("", 2, 1), ("--xla_fsdp nested", 1, 1), ("--grad_accum_steps 2 --precision bf16", 2, 3)],
 )
 def test_steady_state(flags, devices, graphs, tmp_path):
-    """One execution a pass, no compilation, nothing read between logs."""
+    """One execution a step, or one a pass and one for the update; no compilation, nothing read
+    between logs."""
     steady = "--max_steps 24 --warmup_steps 8 --log_step_interval 6 --num_workers 1".split()
     result = train_tiny(tmp_path, *MAE, *steady, *flags.split(), devices=devices)
     at = [result.steps[step] for step in (6, 12, 18, 24)]

@@ -32,7 +32,7 @@ def deltas(result, name):
         long("--optimizer muon --layer_decay 0.9 --no_decay norms biases embeddings", 2, 1),
         long("--linear_probe", 2, 1),
         long("--mark_step_after_forward", 2, 2),
-        long("--grad_accum_steps 4", 2, 4),
+        long("--grad_accum_steps 4", 2, 5),
         # 3 forward, 2 back and update
         long("--mark_step_every_n_blocks 1 --num_blocks 3", 2, 5),
     ],
