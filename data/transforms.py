@@ -256,13 +256,15 @@ def resized_parts(
     mode = modes[int(torch.randint(len(modes), ()))] if len(modes) > 1 else modes[0]
     most = min(min(box[2] / size[0], box[3] / size[1]) for box, size in parts) / _MIN_RATIO
     shrink = max((each for each in image.shrinks if each <= most), default=1)
-    pixels, made = image.pixels(shrink), []
-    for box, size in parts:
-        top, left, height, width = (each // shrink for each in box)
+    shrunk = [([each // shrink for each in box], size) for box, size in parts]
+    pixels = image.pixels(shrink, max(top + height for (top, _, height, _), _ in shrunk))
+    made = []
+    for (top, left, height, width), size in shrunk:
         part = pixels[top : top + height, left : left + width]
         if mode.value in _BY_TENSORS:
-            # Without a copy: PyTorch computes on (height, width, channels) in memory.
-            tensor = torch.from_numpy(part).permute(2, 0, 1)
+            # PyTorch computes on (height, width, channels) in memory, but would copy a part of the
+            # pixels more slowly than NumPy.
+            tensor = torch.from_numpy(np.ascontiguousarray(part)).permute(2, 0, 1)
             made.append(v2.functional.resize_image(tensor, list(size), mode, antialias=True))
         else:
             resized = v2.functional.resize(Image.fromarray(part), list(size), mode)

@@ -250,7 +250,7 @@ def test_a_large_image_is_decoded_at_a_fraction_for_all_crops():
     class Recorded(Pixels):
         shrinks = (8, 4, 2)
 
-        def pixels(self, shrink=1):
+        def pixels(self, shrink=1, rows=None):
             asked.append(shrink)
             return self._pixels[::shrink, ::shrink]
 

@@ -32,7 +32,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -154,10 +154,13 @@ class _Files(FileSystem):
     @contextlib.contextmanager
     def create_stream(self, path: Name, mode: str) -> Iterator[io.IOBase]:
         with folder_at(str(path)).open(mode) as stream:
-            summed = _Summed(cast(io.IOBase, stream))
-            yield cast(io.IOBase, summed if "w" in mode else stream)
-        if "w" in mode:
-            self.sums[os.path.basename(path)] = (summed.size, summed.digest.hexdigest())
+            if "w" not in mode:
+                yield cast(io.IOBase, stream)
+                return
+            summed = _Summed(stream)
+            with io.BufferedWriter(summed, _BUFFER) as buffered:
+                yield buffered
+        self.sums[os.path.basename(path)] = (summed.size, summed.digest.hexdigest())
 
     def concat_path(self, path: Name, suffix: str) -> Name:
         return str(folder_at(str(path)) / suffix)
@@ -169,19 +172,33 @@ class _Files(FileSystem):
         return folder_at(str(path)).exists()
 
 
-class _Summed:
+_BUFFER = 1 << 20
+"""Bytes that are written together: torch.save writes each tensor in dozens of small pieces, each of
+which takes Python's lock."""
+
+
+class _Summed(io.RawIOBase):
     """A stream, with the size and the checksum of what is written to it, from front to back."""
 
-    def __init__(self, stream: io.IOBase) -> None:
+    def __init__(self, stream: IO[bytes]) -> None:
         self._stream, self.size, self.digest = stream, 0, xxhash.xxh3_128()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.size
+
+    def fileno(self) -> int:
+        self._stream.flush()  # DCP syncs what the file has
+        return self._stream.fileno()
 
     def write(self, content: Any) -> int:
         self.digest.update(content)
-        self.size += memoryview(content).nbytes
-        return self._stream.write(content)
+        self._stream.write(content)
+        written = memoryview(content).nbytes
+        self.size += written
+        return written
 
 
 class FolderWriter(dcp.FileSystemWriter):
