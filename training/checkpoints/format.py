@@ -158,7 +158,7 @@ class _Files(FileSystem):
                 yield cast(io.IOBase, stream)
                 return
             summed = _Summed(stream)
-            with io.BufferedWriter(summed, _BUFFER) as buffered:
+            with _Buffered(summed, _BUFFER) as buffered:
                 yield buffered
         self.sums[os.path.basename(path)] = (summed.size, summed.digest.hexdigest())
 
@@ -190,7 +190,7 @@ class _Summed(io.RawIOBase):
         return self.size
 
     def fileno(self) -> int:
-        self._stream.flush()  # DCP syncs what the file has
+        self._stream.flush()
         return self._stream.fileno()
 
     def write(self, content: Any) -> int:
@@ -199,6 +199,12 @@ class _Summed(io.RawIOBase):
         written = memoryview(content).nbytes
         self.size += written
         return written
+
+
+class _Buffered(io.BufferedWriter):
+    def fileno(self) -> int:
+        self.flush()  # DCP syncs what the file has
+        return super().fileno()
 
 
 class FolderWriter(dcp.FileSystemWriter):
