@@ -21,6 +21,7 @@ from xla_fsdp.loop import Scan, same
 from xla_fsdp.remat import SaveInput
 from xla_fsdp.torch_xla_private import moved_to
 
+
 class _DropPath(nn.Module):
     """timm's DropPath, its probability a tensor: another one in each round of the loop."""
 
@@ -140,9 +141,7 @@ class ScannedBlocks(nn.Module):
         """Return the loop for this state, traced the first time that it is needed."""
         whole = (key, self.training, *((tuple(each.shape), each.dtype) for each in state))
         if whole not in self._scans:
-            self._scans[whole] = Scan(
-                body, state, inputs, rounds=self._depth, reverse=reverse
-            )
+            self._scans[whole] = Scan(body, state, inputs, rounds=self._depth, reverse=reverse)
         return self._scans[whole]
 
     def _compute(

@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
 
 _LOWEST = -1e30
-"""The score of a key that is padding: finite, so that a row of nothing else is no NaN."""
+"""The score of a key that is padding, and the statistic of no keys.
+
+It is finite, so that a row of nothing else is no NaN.
+"""
 
 
 class PlainProducts:
