@@ -1,6 +1,6 @@
 """A loop over the first dimension of tensors that is one ``While`` of the XLA graph.
 
-torch_xla's own ``scan`` traces and lowers its function anew at every call. Here that is done once:
+torch_xla's own ``scan`` traces and lowers its function at every call. Here that is done once:
 a later call costs the host the same for any number of rounds and any size of function.
 """
 
