@@ -1,7 +1,7 @@
 """Prints, as JSON, how far a ring of Pallas kernels is from PyTorch's attention.
 
-As in flash_on_cpu.py, JAX's interpreter runs the kernels, on CPU tensors. All devices of the ring
-are rows of one batch here, marks do nothing.
+As in flash_on_cpu.py, JAX's interpreter runs the kernels, on CPU tensors, and so the ring's rounds
+are no loop of XLA's. All devices of the ring are rows of one batch here, marks do nothing.
 """
 
 import functools
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from jax.experimental.pallas.ops.tpu import flash_attention as pallas
 
 from tests.stand_ins.flash_on_cpu import gradients, interpreted
+from xla_fsdp import loop
 from xla_fsdp.attention import flash
 from xla_fsdp.attention.sharded import FlashProducts, Ring
 
@@ -23,7 +24,20 @@ def same(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+class Unrolled:
+    """In place of ``Scan``: computes each round where it is called."""
+
+    def __init__(self, body: loop.Body, *_, rounds: int, **__) -> None:
+        self._body, self._rounds = body, rounds
+
+    def __call__(self, state: loop.Tensors, inputs: loop.Tensors):
+        for _ in range(self._rounds):
+            state, _ = self._body(state, inputs)
+        return state, []
+
+
 def main() -> None:
+    loop.Scan = Unrolled
     pallas.pl.pallas_call = functools.partial(pallas.pl.pallas_call, interpret=True)
     flash.kernel = interpreted
     errors = []

@@ -75,6 +75,33 @@ def test_loops_count_in_full_and_the_inside_of_a_fusion_not_at_all():
     assert milliseconds(module(fusion("a", 3), loop, others=LOOP)) == exactly(3 + 5 * 2, 0, 0)
 
 
+def test_a_loop_inside_of_a_loop_counts_its_rounds_in_each_round():
+    """4 rounds of 1 ms and of 3 rounds of 2 ms, with a permute of 3 ms beside, and a kernel."""
+    moved = f"f32[{int(200e9 / 4 * 3e-3 / 4)}]{{0}}"  # from one of four neighbours
+    cost = '{"custom_call_config":{"cost_estimate":{"flops":197000000000}}}'
+    kernel = 'custom-call(%p), custom_call_target="tpu_custom_call", backend_config='
+    ring = f"""
+%round (p: f32[8]) -> f32[8] {{
+  %p = f32[8]{{0}} parameter(0)
+  %s = ({moved}, {moved}) collective-permute-start(%p), channel_id=1
+  {fusion("beside", 2)}
+  %d = {moved} collective-permute-done(%s)
+  %k = f32[8]{{0}} {kernel}{cost}
+}}
+
+%until (p.1: f32[8]) -> pred[] {{
+  %p.1 = f32[8]{{0}} parameter(0)
+  %bound.1 = s32[] constant(3)
+}}
+"""
+    inner = "%v = (s32[], f32[8]) while(%state), condition=%until, body=%round"
+    blocks = LOOP.replace(fusion("in.loop", 2), f"{fusion('in.loop', 1)}\n  {inner}")
+    outer = "%w = (s32[], f32[8]) while(%p), condition=%condition, body=%body"
+    hlo = module(outer, others=ring + blocks.replace("constant(5)", "constant(4)"))
+    assert milliseconds(hlo) == exactly(4 * (1 + 3 * 2), 4 * 3 * 1, 4 * 3 * (3 - 2))
+    assert dict(measure(hlo, 4).asynchronous) == {"collective-permute": 4 * 3}
+
+
 def test_of_unknown_cycles_the_bytes_count():
     """Two milliseconds of HBM: as many values are written as read."""
     values = f"f32[{int(819e9 * 1e-3 / 4)}]{{0}}"

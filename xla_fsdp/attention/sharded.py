@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import abc
 import functools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,7 @@ from xla_fsdp.attention.sizes import LANES
 
 if TYPE_CHECKING:
     from xla_fsdp.layout import Mark, MeshLayout
+    from xla_fsdp.loop import Scan
     from xla_fsdp.resolve_xla import Recipe
 
 # ------------------------------------------------------------------------------------------------
@@ -29,7 +31,10 @@ if TYPE_CHECKING:
 
 
 _LOWEST = -1e30
-"""The score of a key that is padding: finite, so that a row of nothing else is no NaN."""
+"""The score of a key that is padding, and the statistic of no keys.
+
+It is finite, so that a row of nothing else is no NaN.
+"""
 
 
 class PlainProducts:
@@ -188,23 +193,29 @@ class _AttentionToAll(torch.autograd.Function):
         return *(how.together(x, shape) for x, shape in zip(grads, shapes, strict=True)), None
 
 
+@dataclass(frozen=True)
 class Ring(TokensOverDevices):
     """Ring attention inside the graph: no device ever has the keys of a whole image.
 
     Keys and values are rotated by one place of "domain", which becomes a collective permute beside
     the products, and the outputs are combined by their statistics (Liu, Zaharia, Abbeel, arXiv
-    2310.01889).
+    2310.01889). The rounds are a loop of the graph: compilation does not grow with the devices, and
+    a part is sent on one round ahead, never further, which would let all of an image come at once.
     """
 
+    _loops: dict[tuple, Scan] = field(default_factory=dict, init=False, compare=False)
+
     def forward(self, q, k, v, valid, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        output, statistics = self.products.forward(q, k, v, valid, scale)
-        output, before = output.float(), None
-        for _ in range(1, self.devices):
-            k, v = (self._rotated(_after(before, x)) for x in (k, v))
-            valid = None if valid is None else self._rotated(valid)
+        def one_round(q, output, statistics, *keys):
+            k, v, valid = (*keys, None)[:3]
             found, total = self.products.forward(q, k, v, valid, scale)
-            before = statistics
-            output, statistics = combine_parts(output, statistics, found.float(), total)
+            together = combine_parts(output, statistics, found.float(), total)
+            return q, *together, *map(self._rotated, keys)
+
+        keys = [k, v] if valid is None else [k, v, valid]
+        output = torch.zeros((*q.shape[:3], v.shape[3]), device=q.device)
+        statistics = torch.full(q.shape[:3], _LOWEST, device=q.device)
+        _, output, statistics, *_ = self._all_rounds(one_round, scale, q, output, statistics, *keys)
         return output, statistics
 
     def backward(self, q, k, v, statistics, grad, inner, valid, scale: float):
@@ -213,35 +224,44 @@ class Ring(TokensOverDevices):
         And where the forward pass is recomputed for this one, its rotations are of no use here: the
         compiler would keep all of them until now.
         """
-        grad_q: torch.Tensor | None = None
-        of_keys: list[torch.Tensor] = []
-        for step in range(self.devices):
-            before = of_keys[0][..., 0] if of_keys else None
-            own_q, *own = self.products.backward(q, k, v, statistics, grad, inner, valid, scale)
-            own = [each.float() for each in own]
-            of_keys = [a + b for a, b in zip(of_keys, own, strict=True)] if of_keys else own
-            # Other devices have added theirs; after the last step it is back where it belongs.
-            grad_q = own_q.float() if grad_q is None else grad_q + own_q.float()
+
+        def one_round(q, statistics, grad, inner, grad_q, grad_k, grad_v, *keys):
+            k, v, valid = (*keys, None)[:3]
+            # What other devices have added follows its queries.
             grad_q = self._rotated(grad_q)
-            if step + 1 < self.devices:
-                q, grad = (self._rotated(_after(before, x)) for x in (q, grad))
-                statistics, inner = self._rotated(statistics), self._rotated(inner)
-        return grad_q, *of_keys
+            found = self.products.backward(q, k, v, statistics, grad, inner, valid, scale)
+            pairs = zip((grad_q, grad_k, grad_v), found, strict=True)
+            grads = [total + own.float() for total, own in pairs]
+            return *map(self._rotated, (q, statistics, grad, inner)), *grads, *keys
+
+        keys = [k, v] if valid is None else [k, v, valid]
+        grads = [torch.zeros(x.shape, device=x.device) for x in (q, k, v)]
+        state = (q, statistics, grad, inner, *grads, *keys)
+        grad_q, *of_keys = self._all_rounds(one_round, scale, *state)[4:7]
+        return self._rotated(grad_q), *of_keys
+
+    def _all_rounds(self, one_round, scale: float, *state: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Compute as many rounds as there are devices, each from the state that the last returns.
+
+        The last is behind the loop: what it would send on nobody needs.
+        """
+        from xla_fsdp.loop import Scan  # imports torch_xla
+
+        def body(state, _):
+            return list(one_round(*map(self.mark_parts, state))), []
+
+        key = (one_round.__qualname__, scale, *((x.shape, x.dtype) for x in state))
+        if key not in self._loops:
+            rounds = self.devices - 1
+            self._loops[key] = Scan(body, state, [], rounds=rounds, inner=True)
+        before_last, _ = self._loops[key](state, [])
+        return body(before_last, [])[0]
 
     def _rotated(self, x: torch.Tensor) -> torch.Tensor:
         """Send each device's part to the next one along "domain"."""
         batch = x.shape[0] // self.devices
         # In this form the partitioner knows a rotation; what torch.roll becomes it does not.
         return self.mark_parts(torch.cat([x[-batch:], x[:-batch]]))
-
-
-def _after(rows: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    """Return ``x``, which can only be known after ``rows``, one number for each row of it.
-
-    A part is sent on while it is computed with, but not before the computation with the last one
-    is done: else the compiler would let all of an image come at once, and keep it.
-    """
-    return x if rows is None else x + (rows * 0).to(x.dtype)[..., None]
 
 
 @dataclass(frozen=True)
