@@ -7,9 +7,9 @@ are rows of one batch here, marks do nothing.
 import functools
 import json
 
+import jax.experimental.pallas as pl
 import torch
 import torch.nn.functional as F
-from jax.experimental.pallas.ops.tpu import flash_attention as pallas
 
 from tests.stand_ins.flash_on_cpu import gradients, interpreted
 from xla_fsdp.attention import flash
@@ -24,7 +24,7 @@ def same(x: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    pallas.pl.pallas_call = functools.partial(pallas.pl.pallas_call, interpret=True)
+    pl.pallas_call = functools.partial(pl.pallas_call, interpret=True)
     flash.kernel = interpreted
     errors = []
     for devices, tokens, width in CASES:
