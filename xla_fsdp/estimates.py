@@ -19,7 +19,7 @@ from models.spec import ModelSpec
 from training.config import RunConfig
 from training.mesh import Mesh
 from training.step_sizes import StepSizes, state_bytes, step_sizes, summed
-from xla_fsdp.attention.sizes import LANES, SUBLANES, padded_tokens, padded_width
+from xla_fsdp.attention.sizes import LANES, SUBLANES, FlashSizes, padded_width
 from xla_fsdp.config import XlaConfig
 from xla_fsdp.tpu import Chip
 
@@ -34,7 +34,7 @@ _PRODUCTS = 0.75
 """Share of peak FLOP/s that a product of padded sizes reaches, with PyTorch's attention."""
 _PRODUCTS_WITH_KERNELS = 0.88
 """The same with kernels of attention, around which nothing is transposed."""
-_FLASH_SPEED = 0.6
+_FLASH_SPEED = 0.73
 """Of flash attention's kernels relative to other products: by their instructions
 (docs/tpu_speed.md)."""
 
@@ -165,16 +165,13 @@ def estimate(
     speed, score_bytes, kernel_bytes = 1.0, 0.0, 0.0
     if not has_kernels:
         score_bytes = sequences * heads * queries * _up(shape.tokens, LANES) * value_bytes
-    elif attention == "flash":  # operands are in tiles, each head by itself
+    elif attention == "flash":
         dtype = torch.bfloat16 if value_bytes == 2 else torch.float32
-        width = padded_width(shape.head_dim)
-        queries, keys = (
-            padded_tokens(math.ceil(number), width, dtype) for number in (tokens, shape.tokens)
-        )
+        width = padded_width(int(heads), shape.head_dim)
+        sizes = FlashSizes(1, int(heads), math.ceil(tokens), shape.tokens, width, dtype)
+        queries, keys = sizes.blocks * sizes.block, sizes.key_blocks * sizes.key_block
         speed = _FLASH_SPEED
-        operand_rows = _up(tokens, LANES) + _up(shape.tokens, LANES)
-        operand_width = _up(shape.head_dim, LANES)
-        kernel_bytes = 4 * sequences * heads * operand_rows * operand_width * value_bytes
+        kernel_bytes = 4 * sequences * heads * (tokens + shape.tokens) * width * value_bytes
     else:
         operand_rows = tokens + shape.tokens
         kernel_bytes = 4 * sequences * heads * operand_rows * shape.head_dim * value_bytes

@@ -7,44 +7,40 @@ kernel is replaced by the JAX function that was lowered.
 import functools
 import json
 
+import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import torch
 import torch.nn.functional as F
-from jax.experimental.pallas.ops.tpu import flash_attention as pallas
 
-from xla_fsdp import jax_private
-from xla_fsdp.attention import flash
-from xla_fsdp.attention.sizes import LANES, FlashSizes, padded_tokens, padded_width
+from xla_fsdp.attention import flash, flash_kernels, sizes
+from xla_fsdp.attention.sizes import FlashSizes
 
-# (tokens, width of a head, dtype): one block or several, with and without padding.
-CASES = [(197, 80, "float32"), (256, 64, "bfloat16"), (700, 160, "float32"), (1100, 64, "bfloat16")]
-
-
-def to_jax(x: torch.Tensor, sizes: FlashSizes):
-    """As the JAX functions have it: a row's figure once, where a kernel has it in every lane."""
-    if x.dtype == torch.int32:
-        x = x[:, 0] if x.shape[-1] == sizes.tokens else x[..., 0]
-    elif x.dtype == torch.float32 and x.shape == sizes.statistic_shape and sizes.width != LANES:
-        assert (x == x[..., :1]).all()
-        x = x[..., 0]
-    return jnp.asarray(x.detach().float().numpy()).astype(str(x.dtype).removeprefix("torch."))
+# tokens, heads, width of a head, dtype: one block of keys or several, of queries in one span or in
+# several; heads that share a register, that have one or two, and that are padded to that.
+CASES = [
+    (197, 2, 80, "float32"),
+    (256, 2, 64, "bfloat16"),
+    (700, 2, 160, "float32"),
+    (700, 4, 32, "float32"),
+    (1100, 2, 64, "bfloat16"),
+    (1200, 1, 64, "float32"),
+]
+_IN_SPANS = 1200
+"""Tokens of the case whose queries are divided into spans."""
 
 
-def to_torch(x, dtype: torch.dtype) -> torch.Tensor:
-    values = torch.from_numpy(jnp.asarray(x, jnp.float32).copy().__array__().copy())
-    if values.dim() == 3:
-        values = values.unsqueeze(-1).expand(*values.shape, LANES)
-    return values.to(dtype)
-
-
-def interpreted(computes: str, sizes: FlashSizes, scale: float):
-    blocks = {"block": sizes.block, "key_block": sizes.key_block}
-    function = jax_private.flash_function(computes, scale=scale, **blocks)
+def interpreted(s: FlashSizes, scale: float, *, backward: bool):
+    name = "backward_function" if backward else "forward_function"
+    function = getattr(flash_kernels, name)(s, scale)
 
     def call(arguments: list[torch.Tensor]) -> list[torch.Tensor]:
-        results = function(*(to_jax(x, sizes) for x in arguments))
-        results = results if isinstance(results, tuple) else [results]
-        return [to_torch(x, torch.float32 if x.ndim == 3 else sizes.dtype) for x in results]
+        given = (
+            jnp.asarray(x.detach().float().numpy()).astype(str(x.dtype).removeprefix("torch."))
+            for x in arguments
+        )
+        results = (jnp.asarray(x, jnp.float32).__array__().copy() for x in function(*given))
+        dtypes = [s.dtype] * 3 if backward else [s.dtype, torch.float32]
+        return [torch.from_numpy(x).to(kind) for x, kind in zip(results, dtypes, strict=True)]
 
     return call
 
@@ -55,32 +51,34 @@ def gradients(product, inputs: list[torch.Tensor], weights: torch.Tensor) -> lis
     return [output, *torch.autograd.grad((output.float() * weights).sum(), inputs)]
 
 
-def compare(tokens: int, width: int, dtype: torch.dtype) -> dict[str, object]:
+def compare(tokens: int, heads: int, width: int, dtype: torch.dtype) -> dict[str, object]:
     torch.manual_seed(tokens)
-    inputs = [2 * torch.randn(1, 2, tokens, width) for _ in range(3)]
-    weights = torch.randn(1, 2, tokens, width)
+    inputs = [2 * torch.randn(1, heads, tokens, width) for _ in range(3)]
+    weights = torch.randn(1, heads, tokens, width)
+    used: list[FlashSizes] = []
+
+    def kernel(s: FlashSizes, scale: float, *, backward: bool):
+        used.append(s)
+        return interpreted(s, scale, backward=backward)
+
+    flash.kernel = kernel
+    sizes._QUERY_GRADIENT_BYTES = 4 * 128 * (640 if tokens == _IN_SPANS else 2**13)
     expected = gradients(F.scaled_dot_product_attention, inputs, weights)
     found = gradients(flash.attention, [x.to(dtype) for x in inputs], weights)
-    with torch.no_grad():
-        without = flash.attention(*(x.to(dtype) for x in inputs))
-    columns = padded_width(width)
-    padded = padded_tokens(tokens, columns, dtype)
-    sizes = FlashSizes(1, 2, padded, padded, columns, dtype)
     return {
         "errors": [
             ((a.float() - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)
         ],
-        "without_gradient": torch.equal(without, found[0]),
-        "blocks": padded // sizes.block,
-        "masked": padded > tokens,
+        "blocks": used[0].key_blocks,
+        "spans": used[0].spans,
+        "masked": used[0].masked,
         "dtype": str(dtype),
     }
 
 
 def main() -> None:
-    pallas.pl.pallas_call = functools.partial(pallas.pl.pallas_call, interpret=True)
-    flash.kernel = interpreted
-    print(json.dumps([compare(n, width, getattr(torch, dtype)) for n, width, dtype in CASES]))
+    pl.pallas_call = functools.partial(pl.pallas_call, interpret=True)
+    print(json.dumps([compare(*case, getattr(torch, dtype)) for *case, dtype in CASES]))
 
 
 if __name__ == "__main__":

@@ -41,10 +41,10 @@ def together(x, dtype):
     return x.transpose(1, 2).flatten(2).to(dtype)
 
 
-def scaled(q, width):
+def scaled(q, width, unpadded=None):
     """Without a constant: XLA for CPUs moves those out of loops, and then fails."""
     assert q.shape[-1] == width
-    return q * (q - q).exp().sum(-1, keepdim=True).rsqrt()
+    return q * (q - q)[..., :unpadded].exp().sum(-1, keepdim=True).rsqrt()
 
 
 def whole_forward(sizes):
@@ -74,44 +74,55 @@ def whole_backward(sizes):
     return call
 
 
-def flash_weights(shape, scale, parts):
-    """exp(score - the row's largest), these, and what is left of the parts behind the ids."""
-    q, k = (x.float() for x in parts[:2])
-    assert tuple(q.shape) == shape.query_shape
-    scores, rest = scaled(q, round(scale**-2)) @ k.mT, parts[3:]
-    largest = scores.amax(-1, keepdim=True)
-    weights = scores - largest
-    if shape.masked:
-        (queries, keys), rest = rest[:2], rest[2:]
-        weights = weights.exp() * (queries[:, None, :, :1] == keys[:, None, :1, :]).float()
-        return weights, largest, rest
-    return weights.exp(), largest, rest
+def of_flash(sizes, parts):
+    """Queries, keys and values, (images, heads, tokens, width), and which keys are valid."""
+    shapes = [sizes.shape, sizes.key_shape, sizes.key_shape]
+    assert [tuple(part.shape) for part in parts[:3]] == shapes
+    valid = (parts[0][:, :1, :1] * 0 + 1).float()
+    if sizes.masked:
+        assert tuple(parts[3].shape) == sizes.valid_shape
+        valid = parts[3][:, :, : sizes.keys].float()
+    return *(apart(sizes, part) for part in parts[:3]), valid[:, None]
 
 
-def flash_kernel(computes, shape, scale):
-    def forward(parts):
-        weights, largest, _ = flash_weights(shape, scale, parts)
+def flash_forward(sizes, scale):
+    def call(parts):
+        q, k, v, valid = of_flash(sizes, parts)
+        scores = scaled(q, sizes.width, round(scale**-2)) @ k.mT
+        largest = scores.amax(-1, keepdim=True)
+        weights = (scores - largest).exp() * valid
         sums = weights.sum(-1, keepdim=True)
-        output = (weights / sums @ parts[2].float()).to(shape.dtype)
-        rows = [x.expand(shape.statistic_shape).contiguous() for x in (sums, largest)]
-        return [output] if computes == "output" else [output, *rows]
+        statistics = (largest + sums.log())[..., 0]
+        output = together(weights / sums @ v, sizes.dtype)
+        return [output, statistics.reshape(sizes.statistic_shape)]
 
-    def backward(parts):
-        weights, largest, (sums, given, grad, inner) = flash_weights(shape, scale, parts)
-        assert tuple(sums.shape) == tuple(given.shape) == shape.statistic_shape
-        weights = weights * (largest - given[..., :1]).exp() / sums[..., :1]
-        of_scores = weights * (grad.float() @ parts[2].float().mT - inner[..., :1])
-        q, k = (scaled(x.float(), round(scale**-2)) for x in parts[:2])
-        if computes == "query gradient":
-            return [(of_scores @ k).to(shape.dtype)]
-        return [(x.mT @ y).to(shape.dtype) for x, y in ((of_scores, q), (weights, grad.float()))]
+    return call
 
-    return forward if computes.startswith("output") else backward
+
+def flash_backward(sizes, scale):
+    def call(parts):
+        q, k, v, valid = of_flash(sizes, parts)
+        *rows, grad = parts[4 if sizes.masked else 3 :]
+        assert [tuple(row.shape) for row in rows] == [sizes.statistic_shape] * 2
+        statistics, inner = (row.flatten(1, 2)[..., None] for row in rows)
+        grad, width = apart(sizes, grad), round(scale**-2)
+        q = scaled(q, sizes.width, width)
+        weights = (q @ k.mT - statistics).exp() * valid
+        of_scores = weights * (grad @ v.mT - inner)
+        of_keys = (of_scores.mT @ q, weights.mT @ grad)
+        found = [of_scores @ scaled(k, sizes.width, width), *of_keys]
+        of_queries, *of_keys = (together(each, sizes.dtype) for each in found)
+        assert sizes.spans == 1
+        return [of_queries, *(each.unsqueeze(1) for each in of_keys)]
+
+    return call
 
 
 if __name__ == "__main__":
     hinders = resolve_xla._hinders_kernels
     resolve_xla._hinders_kernels = lambda config, sizes, generation: hinders(config, sizes, 5)
     whole.kernel = lambda s, backward: (whole_backward if backward else whole_forward)(s)
-    flash.kernel = flash_kernel
+    flash.kernel = lambda s, scale, backward: (flash_backward if backward else flash_forward)(
+        s, scale
+    )
     sys.exit(run_vit_training.main(sys.argv[1:]))

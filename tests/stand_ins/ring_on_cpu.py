@@ -7,9 +7,9 @@ are no loop of XLA's. All devices of the ring are rows of one batch here, marks 
 import functools
 import json
 
+import jax.experimental.pallas as pl
 import torch
 import torch.nn.functional as F
-from jax.experimental.pallas.ops.tpu import flash_attention as pallas
 
 from tests.stand_ins.flash_on_cpu import gradients, interpreted
 from xla_fsdp import loop
@@ -38,7 +38,7 @@ class Unrolled:
 
 def main() -> None:
     loop.Scan = Unrolled
-    pallas.pl.pallas_call = functools.partial(pallas.pl.pallas_call, interpret=True)
+    pl.pallas_call = functools.partial(pl.pallas_call, interpret=True)
     flash.kernel = interpreted
     errors = []
     for devices, tokens, width in CASES:

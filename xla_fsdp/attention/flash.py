@@ -1,127 +1,142 @@
 """Flash attention on TPUs (``--attention flash``): no matrix of scores in HBM.
 
-The kernels are JAX's, those that ``torch_xla.experimental.custom_kernel.flash_attention`` calls.
-torch_xla's blocks are fixed; here they are large and divide the padded sequence. The model stays
-timm's: what it asks of ``scaled_dot_product_attention`` is computed by the kernels.
+Our own Pallas kernels (``flash_kernels.py``) hold a block of queries and a block of keys in vector
+memory. They take (batch, tokens, heads x width), as the products beside attention write and read.
+What a model transposes for PyTorch's product is transposed back, and XLA drops both. The model
+stays timm's: what it asks of ``scaled_dot_product_attention`` is computed by the kernels.
 """
 
 import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from models.blocks import attentions, use_product
-from xla_fsdp import jax_private
 from xla_fsdp.attention.kernels import Kernel, Shards, autocast_dtype, lower
-from xla_fsdp.attention.sizes import LANES, SUBLANES, FlashSizes, padded_tokens, padded_width
+from xla_fsdp.attention.sizes import FlashSizes, padded_width
 
-_FORWARD = ["query", "key", "key"]
-_BACKWARD = [*_FORWARD, "statistic", "statistic", "query", "statistic"]
-_KERNELS = {
-    "output": (_FORWARD, ["query"], 2, 3),
-    "output and statistics": (_FORWARD, ["query", "statistic", "statistic"], 2, 3),
-    "query gradient": (_BACKWARD, ["query"], 3, 3),
-    "key gradients": (_BACKWARD, ["key", "key"], 4, 2),
-}
-"""Of each kernel the arguments and results, the matrix products of queries x keys that it computes,
-and the axis of its grid that counts blocks of keys. The axes are images, heads, and blocks of
-queries and of keys, or of keys and of queries."""
-
-
-@dataclass(frozen=True)
-class _Operand:
-    """An argument or result of a kernel."""
-
-    shape: tuple[int, ...]
-    """As the JAX function has it."""
-    dtype: torch.dtype
-    block: tuple[int, ...]
-    axes: tuple[int, ...]
-    """The axes of the grid that choose the block."""
-
-
-GRADIENTS = ("query gradient", "key gradients")
+_Array = tuple[tuple[int, ...], torch.dtype]
 
 
 @functools.cache
-def kernel(computes: str, s: FlashSizes, scale: float) -> Kernel:
-    """Return the kernel of ``jax_private.flash_function``.
+def kernel(s: FlashSizes, scale: float, *, backward: bool) -> Kernel:
+    """Return the kernel (q, k, v[, valid]) -> output, statistics, or the one of their gradients.
 
-    It takes statistics repeated over LANES, and wide ids.
+    That is (q, k, v[, valid], statistics, inner, gradient of the output) -> gradients of q, k, v:
+    see ``flash_kernels``, which has the functions.
     """
-    arguments, results, products, key_axis = _KERNELS[computes]
-    query_axis, int32 = 5 - key_axis, torch.int32
-    query, key = (1, 1, s.block, s.width), (1, 1, s.key_block, s.width)
-    statistic = (1, 1, s.block, LANES)
-    query_id, key_id = (1, s.block, LANES), (1, SUBLANES, s.key_block)
-    kinds = {
-        "query": _Operand(s.query_shape, s.dtype, query, (0, 1, query_axis)),
-        "key": _Operand((s.batch, s.heads, s.keys, s.width), s.dtype, key, (0, 1, key_axis)),
-        "statistic": _Operand(s.query_shape[:3], torch.float32, statistic, (0, 1, query_axis)),
-        "query ids": _Operand((s.batch, s.tokens), int32, query_id, (0, query_axis)),
-        "key ids": _Operand((s.batch, s.keys), int32, key_id, (0, key_axis)),
-    }
+    from xla_fsdp.attention import flash_kernels  # imports JAX
+
+    query: _Array = (s.shape, s.dtype)
+    key: _Array = (s.key_shape, s.dtype)
+    key_gradient: _Array = (s.key_gradient_shape, s.dtype)
+    statistic: _Array = (s.statistic_shape, torch.float32)
+    given, results, products = [query, key, key], [query, statistic], 2
+    function = flash_kernels.forward_function
+    # Between HBM and a kernel: a block whenever the grid's choice changes.
+    query_bytes, key_bytes = (
+        math.prod(shape) * s.dtype.itemsize for shape in (s.shape, s.key_shape)
+    )
+    streamed_bytes = 2 * query_bytes + 2 * key_bytes * (s.blocks if s.key_blocks > 1 else 1)
     if s.masked:
-        arguments = [*arguments[:3], "query ids", "key ids", *arguments[3:]]
-    blocks = {query_axis: s.tokens // s.block, key_axis: s.keys // s.key_block}
-    grid = (s.batch, s.heads, blocks[2], blocks[3])
-    scores = math.prod(s.query_shape[:3]) * s.keys
-    streamed_bytes = 0  # between HBM and the kernel: a block whenever the grid's choice changes
-    for operand in (kinds[name] for name in arguments + results):
-        steps = [axis for axis in operand.axes if grid[axis] > 1]
-        fetches = math.prod(grid[: max(steps) + 1]) if steps else 1
-        streamed_bytes += fetches * math.prod(operand.block) * operand.dtype.itemsize
+        given.append((s.valid_shape, torch.int32))
+    if backward:
+        given += [statistic, statistic, query]
+        results, products = [query, key_gradient, key_gradient], 5
+        function = flash_kernels.backward_function
+        rounds = s.key_blocks if s.blocks > 1 else 1
+        streamed_bytes = query_bytes * (2 * rounds + 1) + 4 * key_bytes * s.spans
+    scores = s.batch * s.heads * s.blocks * s.block * s.key_blocks * s.key_block
     return lower(
-        jax_private.flash_function(computes, scale=scale, block=s.block, key_block=s.key_block),
-        [(kinds[name].shape, kinds[name].dtype) for name in arguments],
-        [
-            (s.statistic_shape if name == "statistic" else kinds[name].shape, kinds[name].dtype)
-            for name in results
-        ],
+        function(s, scale),
+        given,
+        results,
         flops=2 * products * scores * s.width,
         transcendentals=scores,
         bytes_accessed=streamed_bytes,
     )
 
 
-def call(
-    computes: Sequence[str],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    valid: torch.Tensor | None,
-    scale: float,
-    shards: Shards | None,
-    *of_backward: torch.Tensor,
-) -> list[torch.Tensor]:
-    """Return the results of these kernels, one after the other, for softmax(scale q k') v.
+class Flash:
+    """Attention softmax(scale q k') v of each device's part of images and heads, by the kernels.
 
-    All tensors are padded, (batch, heads, tokens, width) and whole: with ``shards`` each device
-    computes its part of them; without, the program is one device's. Statistics are fp32 (batch,
-    heads, tokens, LANES). ``of_backward`` are what gradients need: sums, largest, grad, inner.
+    Queries, keys, values, output and their gradients are (batch, tokens, heads x width), as
+    ``merged`` makes them, and whole: with ``shards`` each device computes its part of them;
+    without, the program is one device's. Statistics are log(sum(exp(scores))) of each query, fp32
+    (batch, heads, tokens).
 
     ``valid`` is 1 for keys that are no padding, int32 (batch, keys), or None if there is no
-    padding. What a padded query computes is finite, is dropped, and has no gradient.
+    padding.
     """
-    given = [q, k, v]
-    # A query attends to keys of its id, and padding has another one. Ids are made outside of the
-    # parts: made inside the manual region, the partitioner aborts.
-    if valid is not None:
-        batch, _, tokens, _ = q.shape
-        ones = torch.ones((batch, tokens, LANES), dtype=torch.int32, device=q.device)
-        given += [ones, valid[:, None].expand(-1, SUBLANES, -1)]
-    given += of_backward
-    if shards:  # heads are dimension 1; ids, of 3 dimensions, have none
-        given = [shards.part(x, 1 if x.dim() == 4 else None) for x in given]
-    batch, heads, tokens, width = given[0].shape
-    masked, keys = valid is not None, given[1].shape[2]
-    sizes = FlashSizes(batch, heads, tokens, keys, width, given[0].dtype, masked)
-    found = [x for each in computes for x in kernel(each, sizes, scale)(given)]
-    return [shards.whole(x, 1) for x in found] if shards else found
+
+    def __init__(self, heads: int, width: int, scale: float, shards: Shards | None) -> None:
+        """``heads``: of all devices; ``width``: of a head, as the model has it."""
+        own_heads = heads // (shards.parts(shards.heads) if shards else 1)
+        self._heads, self._width, self._own_heads = heads, width, own_heads
+        self._padded = padded_width(own_heads, width)
+        self._scale, self._shards = scale, shards
+
+    def merged(self, x: torch.Tensor) -> torch.Tensor:
+        """Make (batch, tokens, heads x width) of (batch, heads, tokens, width).
+
+        Heads are padded with zeros to the width that the kernels take.
+        """
+        x = x.transpose(1, 2)
+        if self._padded > self._width:
+            x = F.pad(x, (0, self._padded - self._width))
+        return x.flatten(2)
+
+    def apart(self, x: torch.Tensor) -> torch.Tensor:
+        """Do the inverse of ``merged``."""
+        return x.unflatten(2, (self._heads, -1))[..., : self._width].transpose(1, 2)
+
+    def inner(self, output: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the output times its gradient for each query, as statistics are."""
+        products = output.float() * grad.float()
+        return products.unflatten(2, (self._heads, -1)).sum(-1).transpose(1, 2)
+
+    def forward(self, q, k, v, valid) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output and statistics."""
+        sizes, given = self._given(q, k, v, valid)
+        output, statistics = kernel(sizes, self._scale, backward=False)(given)
+        return self._whole(output, -1), self._whole(statistics.flatten(1, 2), 1)
+
+    def backward(self, q, k, v, valid, statistics, inner, grad) -> list[torch.Tensor]:
+        """Return the gradients of q, k and v; ``inner`` is shaped as statistics."""
+        sizes, given = self._given(q, k, v, valid)
+        rows = (self._part(x, 1).reshape(sizes.statistic_shape) for x in (statistics, inner))
+        given += [*rows, self._part(grad, -1)]
+        grads = kernel(sizes, self._scale, backward=True)(given)
+        of_queries, *of_keys = (self._whole(x, -1) for x in grads)
+        if sizes.spans > 1:
+            return [of_queries, *(x.float().sum(1).to(x.dtype) for x in of_keys)]
+        return [of_queries, *(x.squeeze(1) for x in of_keys)]
+
+    def _given(self, q, k, v, valid) -> tuple[FlashSizes, list[torch.Tensor]]:
+        """Return the sizes of what a device computes, and its part of these."""
+        batch, tokens, _ = q.shape
+        keys = k.shape[1]
+        parts = self._shards.parts(self._shards.images) if self._shards else 1
+        given = [self._part(x, -1) for x in (q, k, v)]
+        of_device = batch // parts, self._own_heads, tokens, keys, self._padded
+        sizes = FlashSizes(*of_device, q.dtype, masked=valid is not None)
+        if padding := sizes.valid_shape[2] - keys:
+            sizes = FlashSizes(*of_device, q.dtype, masked=True)
+            if valid is None:
+                valid = torch.ones((batch, keys), dtype=torch.int32, device=q.device)
+            valid = F.pad(valid, (0, padding))
+        if valid is not None:
+            # Made outside of the parts: made inside the manual region, the partitioner aborts.
+            given.append(self._part(valid[:, None], None))
+        return sizes, given
+
+    def _part(self, x: torch.Tensor, heads: int | None) -> torch.Tensor:
+        return self._shards.part(x, heads) if self._shards else x
+
+    def _whole(self, x: torch.Tensor, heads: int) -> torch.Tensor:
+        return self._shards.whole(x, heads) if self._shards else x
 
 
 # ------------------------------------------------------------------------------------------------
@@ -141,46 +156,21 @@ def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shards: Shards | None = None
 ) -> torch.Tensor:
     """Compute softmax(q k' / sqrt(width)) v in autocast's dtype: (batch, heads, tokens, width)."""
-    tokens, width = q.shape[-2:]
-    dtype = autocast_dtype(v)
-    q, k, v = (padded(x.to(dtype)) for x in (q, k, v))
-    scale = width**-0.5
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        output = _FlashAttention.apply(q, k, v, scale, tokens, shards)
-    else:
-        (output,) = call(["output"], q, k, v, _valid(q, tokens), scale, shards)
-    return output[..., :tokens, :width]
-
-
-def padded(x: torch.Tensor) -> torch.Tensor:
-    """Pad (batch, heads, tokens, width) with zeros to sizes that the kernels take."""
-    tokens, width = x.shape[-2:]
-    columns = padded_width(width)
-    pad = (0, columns - width, 0, padded_tokens(tokens, columns, x.dtype) - tokens)
-    return F.pad(x, pad) if any(pad) else x
+    _, heads, _, width = q.shape
+    dtype, how = autocast_dtype(v), Flash(heads, width, width**-0.5, shards)
+    return how.apart(_FlashAttention.apply(how, *(how.merged(x.to(dtype)) for x in (q, k, v))))
 
 
 class _FlashAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, scale: float, tokens: int, shards: Shards | None):
-        given = (q, k, v, _valid(q, tokens), scale, shards)
-        output, *statistics = call(["output and statistics"], *given)
-        ctx.save_for_backward(q, k, v, output, *statistics)
-        ctx.scale, ctx.tokens, ctx.shards = scale, tokens, shards
+    def forward(ctx, how: Flash, q, k, v):
+        output, statistics = how.forward(q, k, v, None)
+        ctx.save_for_backward(q, k, v, output, statistics)
+        ctx.how = how
         return output
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, output, sums, largest = ctx.saved_tensors
-        inner = (output.float() * grad.float()).sum(-1, keepdim=True).expand(sums.shape)
-        of_backward = (sums, largest, grad.to(q.dtype), inner)
-        given = (q, k, v, _valid(q, ctx.tokens), ctx.scale, ctx.shards, *of_backward)
-        return *call(GRADIENTS, *given), None, None, None
-
-
-def _valid(q: torch.Tensor, count: int) -> torch.Tensor | None:
-    """Return which tokens, the first ``count``, are no padding; None if there is no padding."""
-    batch, _, tokens, _ = q.shape
-    if count == tokens:
-        return None
-    return (torch.arange(tokens, device=q.device) < count).to(torch.int32).expand(batch, -1)
+        q, k, v, output, statistics = ctx.saved_tensors
+        how, grad = ctx.how, grad.to(q.dtype)
+        return None, *how.backward(q, k, v, None, statistics, how.inner(output, grad), grad)

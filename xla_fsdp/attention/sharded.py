@@ -15,7 +15,6 @@ from torch import nn
 from models.blocks import attentions, combine_parts, use_product
 from xla_fsdp.attention import flash
 from xla_fsdp.attention.kernels import Shards, autocast_dtype
-from xla_fsdp.attention.sizes import LANES
 
 if TYPE_CHECKING:
     from xla_fsdp.layout import Mark, MeshLayout
@@ -43,10 +42,6 @@ class PlainProducts:
     By einsum: PyTorch's product folds rows and heads into one dimension, by which the partitioner
     may lose how they are sharded.
     """
-
-    def padded(self, x: torch.Tensor) -> torch.Tensor:
-        """Pad tokens and width with zeros to sizes that these products take."""
-        return x
 
     def forward(self, q, k, v, valid, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return softmax(scale q k') v over these keys alone, and statistics."""
@@ -86,20 +81,16 @@ class FlashProducts:
     shards: Shards | None
     """None where the program is one device's."""
 
-    padded = staticmethod(flash.padded)
-
     def forward(self, q, k, v, valid, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        given = (q, k, v, valid, scale, self.shards)
-        output, sums, largest = flash.call(["output and statistics"], *given)
-        return output, largest[..., 0] + sums[..., 0].log()
+        how = flash.Flash(q.shape[1], q.shape[3], scale, self.shards)
+        q, k, v = (how.merged(x) for x in (q, k, v))
+        output, statistics = how.forward(q, k, v, valid)
+        return how.apart(output), statistics
 
     def backward(self, q, k, v, statistics, grad, inner, valid, scale: float):
-        shape = (*statistics.shape, LANES)
-        largest, inner = (x[..., None].expand(shape) for x in (statistics, inner))
-        # exp(score - statistics) / 1: the kernels divide by the sum of exponentials.
-        sums = torch.ones_like(largest)
-        given = (q, k, v, valid, scale, self.shards, sums, largest, grad, inner)
-        return flash.call(flash.GRADIENTS, *given)
+        how = flash.Flash(q.shape[1], q.shape[3], scale, self.shards)
+        q, k, v, grad = (how.merged(x) for x in (q, k, v, grad))
+        return [how.apart(x) for x in how.backward(q, k, v, valid, statistics, inner, grad)]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -137,21 +128,19 @@ class TokensOverDevices(abc.ABC):
         """Return the gradients of all parts of q, k and v."""
 
     def apart(self, x: torch.Tensor) -> torch.Tensor:
-        """Make parts of (batch, heads, tokens, width): padded, (domain x batch, heads, part,
-        width)."""
+        """Make parts of (batch, heads, tokens, width): (domain x batch, heads, part, width)."""
         tokens = x.shape[2]
         each = -(-tokens // self.devices)
         x = self.mark_tokens(x * 1)
         if missing := each * self.devices - tokens:
             x = F.pad(x, (0, 0, 0, missing))
         x = x.unflatten(2, (self.devices, each)).permute(2, 0, 1, 3, 4).flatten(0, 1)
-        return self.mark_parts(self.products.padded(x) * 1)
+        return self.mark_parts(x * 1)
 
     def together(self, x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Do the inverse of ``apart``, for a result of this shape."""
-        batch, _, tokens, width = shape
-        each = -(-tokens // self.devices)
-        x = x[:, :, :each, :width].unflatten(0, (self.devices, batch)).permute(1, 2, 0, 3, 4)
+        batch, _, tokens, _ = shape
+        x = x.unflatten(0, (self.devices, batch)).permute(1, 2, 0, 3, 4)
         return self.mark_tokens(x.flatten(2, 3)[:, :, :tokens] * 1)
 
     def valid(self, tokens: int, x: torch.Tensor) -> torch.Tensor | None:
@@ -159,12 +148,11 @@ class TokensOverDevices(abc.ABC):
 
         Of int32, (domain x batch, part); None if there is no padding.
         """
-        each, part = -(-tokens // self.devices), x.shape[2]
-        if each * self.devices == tokens and part == each:
+        part = x.shape[2]
+        if part * self.devices == tokens:
             return None
-        place = torch.arange(part, device=x.device)
-        first = torch.arange(self.devices, device=x.device)[:, None] * each
-        here = (place < each) & (first + place < tokens)
+        first = torch.arange(self.devices, device=x.device)[:, None] * part
+        here = first + torch.arange(part, device=x.device) < tokens
         batch = x.shape[0] // self.devices
         rows = here.to(torch.int32)[:, None].expand(-1, batch, -1)
         return self.mark_parts(rows.flatten(0, 1) * 1)

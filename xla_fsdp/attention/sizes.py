@@ -14,21 +14,21 @@ SUBLANES = 8
 # Flash attention.
 
 
-_BLOCKS = (1024, 896, 768, 640)
-"""Rows of queries, and of keys, that a kernel may hold at once, where there are more.
+_MOST_ROWS, _MOST_WIDE_ROWS = 1024, 512
+"""Rows of queries, and of keys, that a kernel holds at once; where rows are wider than 256 bytes,
+or numbers than 2, the second.
 
-The fewer, the longer it takes: with 384 half as long again as with 1024 (docs/tpu_speed.md)."""
-_WIDE_BLOCKS = (512, 384)
-"""The same where rows are wider than 256 bytes, or numbers than 2.
-
-16 MiB of vector memory, which is what v4 has, hold no more of them."""
+The fewer, the longer it takes: with 384 half as long again as with 1024 (docs/tpu_speed.md). 16 MiB
+of vector memory, which is what v4 has, hold no more."""
+_QUERY_GRADIENT_BYTES = 4 * 2**20
+"""Of vector memory, for the gradient of queries, which is summed there in fp32."""
 
 
 @dataclass(frozen=True)
 class FlashSizes:
     """Sizes of what one device computes: attention of ``tokens`` queries to ``keys`` keys.
 
-    These and a head's ``width`` include padding; ``masked``: some keys are padding.
+    ``width``: of a head, as ``padded_width``; ``masked``: some keys are padding.
     """
 
     batch: int
@@ -40,55 +40,88 @@ class FlashSizes:
     masked: bool = False
 
     @property
-    def block(self) -> int:
-        """Return how many queries a kernel holds at once."""
-        return _block(self.tokens, self.width, self.dtype)
+    def lanes(self) -> int:
+        """Return how many columns a program computes: whole registers."""
+        return max(self.width, LANES)
+
+    @property
+    def heads_together(self) -> int:
+        return self.lanes // self.width
+
+    @property
+    def groups(self) -> int:
+        return self.heads // self.heads_together
+
+    @property
+    def _most_rows(self) -> int:
+        small = self.dtype.itemsize == 2 and self.lanes == LANES
+        return _MOST_ROWS if small else _MOST_WIDE_ROWS
+
+    @property
+    def key_blocks(self) -> int:
+        return -(-self.keys // self._most_rows)
 
     @property
     def key_block(self) -> int:
         """Return how many keys a kernel holds at once."""
-        return _block(self.keys, self.width, self.dtype)
+        return _round_up(-(-self.keys // self.key_blocks), LANES)
 
     @property
-    def query_shape(self) -> tuple[int, ...]:
-        """Shape of queries, output, and their gradients."""
-        return (self.batch, self.heads, self.tokens, self.width)
+    def spans(self) -> int:
+        """Return into how many spans queries are divided.
+
+        The gradient of a span's queries is in vector memory until all keys have added to it.
+        """
+        rows = _QUERY_GRADIENT_BYTES // (4 * self.lanes)
+        return -(-self.tokens // rows)
+
+    @property
+    def span_blocks(self) -> int:
+        """Return how many blocks of queries a span has."""
+        return -(-self.tokens // (self.spans * self._most_rows))
+
+    @property
+    def block(self) -> int:
+        """Return how many queries a kernel holds at once."""
+        return _round_up(-(-self.tokens // (self.spans * self.span_blocks)), LANES)
+
+    @property
+    def blocks(self) -> int:
+        """Return how many blocks of queries there are; the last span may have fewer."""
+        return -(-self.tokens // self.block)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape of the output, and of the gradient of queries."""
+        return (self.batch, self.tokens, self.heads * self.width)
+
+    @property
+    def key_shape(self) -> tuple[int, int, int]:
+        return (self.batch, self.keys, self.heads * self.width)
+
+    @property
+    def key_gradient_shape(self) -> tuple[int, int, int, int]:
+        """Shape of what each span of queries adds to the gradient of keys, or of values."""
+        return (self.batch, self.spans, *self.key_shape[1:])
 
     @property
     def statistic_shape(self) -> tuple[int, ...]:
-        """Shape of one statistic of each query, repeated over 128 lanes."""
-        return (self.batch, self.heads, self.tokens, LANES)
+        """Shape of one number of each query."""
+        return (self.batch, self.groups, self.heads_together, self.tokens)
+
+    @property
+    def valid_shape(self) -> tuple[int, int, int]:
+        """Shape of which keys are valid: of whole blocks."""
+        return (self.batch, 1, self.key_blocks * self.key_block)
 
 
-def padded_tokens(tokens: int, width: int, dtype: torch.dtype) -> int:
-    """Return the sequence length that the kernels are given: a multiple of their block.
+def padded_width(heads: int, width: int) -> int:
+    """Return a head's width for the kernels: such that heads fill whole registers.
 
-    ``width`` is the padded one of a head.
+    A head has some registers to itself, or shares one with others.
     """
-    blocks = _blocks(width, dtype)
-    if tokens <= max(blocks):
-        return _round_up(tokens, LANES)
-    return min(_round_up(tokens, block) for block in blocks)
-
-
-def padded_width(width: int) -> int:
-    """Return a head's width for the kernels: any up to 128, above it multiples of 128."""
-    return width if width <= LANES else _round_up(width, LANES)
-
-
-def _blocks(width: int, dtype: torch.dtype) -> tuple[int, ...]:
-    return _BLOCKS if dtype.itemsize == 2 and width <= LANES else _WIDE_BLOCKS
-
-
-def _block(tokens: int, width: int, dtype: torch.dtype) -> int:
-    """Return the largest block that divides so many tokens, a multiple of ``LANES``.
-
-    Keys that several devices have padded may be a multiple of none of ``_blocks``.
-    """
-    largest = max(_blocks(width, dtype))
-    if tokens <= largest:
-        return tokens
-    return next(size for size in range(largest, 0, -LANES) if tokens % size == 0)
+    shared = LANES % width == 0 and heads % (LANES // width) == 0
+    return width if shared else _round_up(width, LANES)
 
 
 def _round_up(size: int, multiple: int) -> int:

@@ -17,16 +17,15 @@ Imports JAX: import it where a kernel is lowered, and not before.
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import torch
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from xla_fsdp.attention.registers import Head, heads_of, name_of, numbers, product
 from xla_fsdp.attention.sizes import DEFAULT_VECTOR_MEMORY, LANES, WholeSizes
 
 # ------------------------------------------------------------------------------------------------
@@ -44,7 +43,7 @@ def forward_function(s: WholeSizes) -> Callable:
             *_angles(s),
         ],
         out_specs=pl.BlockSpec((images, s.queries, s.lanes), lambda i, j, block: (i, block, j)),
-        out_shape=jax.ShapeDtypeStruct(s.shape, _name(s.dtype)),
+        out_shape=jax.ShapeDtypeStruct(s.shape, name_of(s.dtype)),
         scratch_shapes=_turned(s, images),
         compiler_params=_compiler_params(3, s.vector_memory(backward=False)),
         name="attention_forward",
@@ -59,7 +58,9 @@ def backward_function(s: WholeSizes) -> Callable:
     """
     images, groups = s.images(backward=True), s.groups
     rows = s.query_blocks * s.queries
-    sums = pltpu.VMEM((images, rows, s.lanes), "float32" if s.query_blocks > 1 else _name(s.dtype))
+    sums = pltpu.VMEM(
+        (images, rows, s.lanes), "float32" if s.query_blocks > 1 else name_of(s.dtype)
+    )
     block = (images, s.queries, s.lanes)
     if s.packed:
         written = pl.BlockSpec(block, lambda i, j, of, block: (i, block, of * groups + j))
@@ -73,7 +74,7 @@ def backward_function(s: WholeSizes) -> Callable:
             *_angles(s),
         ],
         out_specs=written,
-        out_shape=jax.ShapeDtypeStruct(s.gradients, _name(s.dtype)),
+        out_shape=jax.ShapeDtypeStruct(s.gradients, name_of(s.dtype)),
         scratch_shapes=[sums, sums, *_turned(s, images)],
         compiler_params=_compiler_params(4, s.vector_memory(backward=True)),
         name="attention_backward",
@@ -106,7 +107,7 @@ def _angles(s: WholeSizes) -> list[pl.BlockSpec]:
 def _turned(s: WholeSizes, images: int) -> list[Any]:
     """Return where a program keeps its rotated queries and keys, if it rotates."""
     rows = (s.queries, s.tokens) if s.apart else ()
-    return [pltpu.VMEM((images, each, s.lanes), _name(s.dtype)) for each in rows]
+    return [pltpu.VMEM((images, each, s.lanes), name_of(s.dtype)) for each in rows]
 
 
 def _compiler_params(axes: int, vector_memory: int) -> pltpu.CompilerParams:
@@ -117,35 +118,8 @@ def _compiler_params(axes: int, vector_memory: int) -> pltpu.CompilerParams:
     )
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 # ------------------------------------------------------------------------------------------------
 # What a program computes.
-
-
-@dataclass(frozen=True)
-class _Head:
-    """The lanes of the registers that a head touches, and which of them are its own."""
-
-    lanes: slice
-    own: Any
-    """Booleans (1, lanes), or None if all are."""
-
-    def only(self, x: Any) -> Any:
-        """Set the lanes of other heads to zero."""
-        return x if self.own is None else jnp.where(self.own, x, jnp.zeros_like(x))
-
-
-def _heads(s: WholeSizes) -> Iterator[_Head]:
-    """Yield those of a group."""
-    for first in range(0, s.lanes, s.width):
-        start = first // LANES * LANES
-        end = min(-(-(first + s.width) // LANES) * LANES, s.lanes)
-        lane = _numbers(1, end - start) + start
-        own = (lane >= first) & (lane < first + s.width)
-        yield _Head(slice(start, end), None if end - start == s.width else own)
 
 
 class _Sums:
@@ -154,7 +128,7 @@ class _Sums:
     def __init__(self) -> None:
         self._of_register: dict[int, Any] = {}
 
-    def add(self, head: _Head, x: Any) -> None:
+    def add(self, head: Head, x: Any) -> None:
         for start in range(head.lanes.start, head.lanes.stop, LANES):
             part = x[:, start - head.lanes.start : start - head.lanes.start + LANES]
             before = self._of_register.get(start)
@@ -229,12 +203,12 @@ def _forward(s: WholeSizes, *refs: Any) -> None:
         (output_ref,) = rest
     for image in range(q_ref.shape[0]):
         output = _Sums()
-        for head in _heads(s):
+        for head in heads_of(s.lanes, s.width):
             q, k, v = (ref[image, :, head.lanes] for ref in (q_ref, k_ref, v_ref))
-            scores = _product(head.only(q), k, 1, 1)  # (queries, keys)
+            scores = product(head.only(q), k, 1, 1)  # (queries, keys)
             weights = jnp.exp((scores - scores.max(1, keepdims=True)) * s.width**-0.5)
             sums = weights.sum(1, keepdims=True)
-            output.add(head, _product(weights.astype(v.dtype), head.only(v), 1, 0) / sums)
+            output.add(head, product(weights.astype(v.dtype), head.only(v), 1, 0) / sums)
         output.write(output_ref, image)
 
 
@@ -256,27 +230,27 @@ def _backward(s: WholeSizes, *refs: Any) -> None:
             given[:2] = turned
         for image in range(given[0].shape[0]):
             found = _Sums(), _Sums(), _Sums()
-            for head in _heads(s):
+            for head in heads_of(s.lanes, s.width):
                 q, k, v, grad = (ref[image, :, head.lanes] for ref in given)
                 if s.tokens % s.queries:  # the last block reads past the end: anything may be there
                     first = block * s.queries
                     q, grad = (
-                        jnp.where(_numbers(s.queries, 1) + first < s.tokens, x, jnp.zeros_like(x))
+                        jnp.where(numbers(s.queries, 1) + first < s.tokens, x, jnp.zeros_like(x))
                         for x in (q, grad)
                     )
                 q, k, grad = (head.only(x) for x in (q, k, grad))
                 # Scores are (keys, queries) here: three of the five products use them as they are,
                 # and a query's sum is over rows, which are added without exchanging lanes.
-                scores = _product(k, q, 1, 1)
+                scores = product(k, q, 1, 1)
                 weights = jnp.exp((scores - scores.max(0, keepdims=True)) * s.width**-0.5)
                 weights = weights / weights.sum(0, keepdims=True)
-                of_weights = _product(v, grad, 1, 1)
+                of_weights = product(v, grad, 1, 1)
                 inner = (weights * of_weights).sum(0, keepdims=True)
                 of_scores = (weights * (of_weights - inner) * s.width**-0.5).astype(q.dtype)
                 grads = (
-                    _product(of_scores, k, 0, 0),
-                    _product(of_scores, q, 1, 0),
-                    _product(weights.astype(q.dtype), grad, 1, 0),
+                    product(of_scores, k, 0, 0),
+                    product(of_scores, q, 1, 0),
+                    product(weights.astype(q.dtype), grad, 1, 0),
                 )
                 for total, x in zip(found, grads, strict=True):
                     total.add(head, x)
@@ -293,14 +267,3 @@ def _backward(s: WholeSizes, *refs: Any) -> None:
         def _(sums: Any = sums) -> None:
             values = sums[:, here, :].astype(written.dtype)
             written[...] = values.reshape(written.shape)
-
-
-def _product(left: Any, right: Any, over_left: int, over_right: int) -> Any:
-    """Multiply, summing over a dimension of each; in fp32."""
-    dimensions = (((over_left,), (over_right,)), ((), ()))
-    return jax.lax.dot_general(left, right, dimensions, preferred_element_type="float32")
-
-
-def _numbers(rows: int, columns: int) -> Any:
-    """Return 0, 1, ... along the rows, or along the columns if there is one row."""
-    return jax.lax.broadcasted_iota("int32", (rows, columns), int(rows == 1))
