@@ -9,7 +9,7 @@ RUN ?= runs/digits-$(shell date +%Y%m%d-%H%M%S)
 # The TPU compiler beside torch_xla's: xla_fsdp/tpu.py names the version, too.
 LIBTPU := 0.0.52
 
-.PHONY: help install tpu-compiler data train train-domain train-mae train-dino test test-gpu-path test-fast test-long test-torchtpu test-slurm rehearse coverage lint format bench bench-checkpoint bench-gpu bench-domain tpu-table tpu-calibrate tpu-peer plan-check faults clean
+.PHONY: help install tpu-compiler data train train-domain train-mae train-dino test test-gpu-path test-fast test-long test-torchtpu test-slurm rehearse coverage lint format bench bench-start bench-checkpoint bench-gpu bench-domain tpu-table tpu-calibrate tpu-peer plan-check faults clean
 
 help:
 	@echo "make train   set up, then train a small ViT on handwritten digits (about 3 minutes)"
@@ -27,6 +27,7 @@ help:
 	@echo "make lint    ruff, mypy, and words that help, messages and docs do not use"
 	@echo "make format  let ruff format the code"
 	@echo "make bench   time a training step, for docs/benchmarks.md"
+	@echo "make bench-start  time starts of make train's model, for docs/benchmarks.md"
 	@echo "make bench-checkpoint  what a checkpoint costs training, for docs/benchmarks.md (10 minutes)"
 	@echo "make bench-gpu  the same on NVIDIA GPUs, beside timm's own loop"
 	@echo "make bench-domain  large images over 1 to 8 GPUs (--mesh_domain): latency and memory"
@@ -152,6 +153,11 @@ format: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/xla_step.py
+
+bench-start: $(INSTALLED) datasets/digits
+	@mkdir -p runs
+	$(BIN)/python benchmarks/start.py --plot runs/start.png @recipes/digits.args \
+		--data_dir datasets/digits --cpu_devices 2 --num_workers 2 $(ARGS)
 
 tpu-table: $(INSTALLED)
 	$(BIN)/python benchmarks/tpu_table.py $(ARGS)

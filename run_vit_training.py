@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import functools
+import gc
 import getpass
 import importlib.util
 import os
@@ -82,27 +83,27 @@ def start(
     """
     from training.processes.exchange import naming_itself
 
+    launch: Callable[[Callable[[Any, Any], None], Any], None]
     if backend == "xla":
         from xla_fsdp import resolve_xla
-        from xla_fsdp.launch_xla import NoBackwardYet
-        from xla_fsdp.launch_xla import launch as launch_on_xla
+        from xla_fsdp.launch_xla import NoBackwardYet, launch
 
         with NoBackwardYet():
             first, *others = (resolve_xla.resolve(c, flags.xla) for c in (config, *students))
             run, body = prepare(replace(first, students=tuple(others)))
         resolve_xla.check_installed()
-
-        launch_on_xla(functools.partial(naming_itself, body), run)
     else:
         from gpu_fsdp import resolve_gpu
         from torch_fsdp import resolve_torch
-        from torch_fsdp.launch_torch import launch as launch_on_torch
+        from torch_fsdp.launch_torch import launch
 
         resolve = resolve_gpu.resolve if backend == "cuda" else resolve_torch.resolve
         configs = (replace(each, backend=backend) for each in (config, *students))
         own, *beside = (resolve(each, flags.torch) for each in configs)
         run, body = prepare(replace(own, students=tuple(beside)))
-        launch_on_torch(functools.partial(naming_itself, body), run)
+    gc.freeze()  # what is there stays: it is never searched for garbage
+    gc.enable()
+    launch(functools.partial(naming_itself, body), run)
 
 
 @contextlib.contextmanager
@@ -152,6 +153,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
         return 130
+    finally:
+        gc.enable()
 
 
 def _run(flags: Flags) -> int:
@@ -197,6 +200,9 @@ def _run(flags: Flags) -> int:
 
         return plan_slices(config, flags.xla)
 
+    # Imports make a million objects that stay. To search them for garbage again and again takes a
+    # tenth of their time (docs/benchmarks.md).
+    gc.disable()
     prepare: Prepare
     students: list[RunConfig] = []
     if use.features or use.knn or use.probe:
@@ -212,6 +218,7 @@ def _run(flags: Flags) -> int:
 
         config, weights = find_trained(config)
         if use.predict:
+            gc.enable()
             predict(config, weights)
             return 0
         prepare = functools.partial(prepare_evaluation, weights)

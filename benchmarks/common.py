@@ -41,12 +41,12 @@ def last_json(stdout: str) -> dict[str, Any]:
     return json.loads(stdout.splitlines()[-1])
 
 
-def commit(*paths: str) -> str:
+def commit(*paths: str, at: Path = ROOT) -> str:
     """Return the last commit (of these paths) by its short name, ``-dirty`` if files differ."""
 
     def git(*words: str) -> str:
         command = ["git", *words, "--", *paths]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=at, capture_output=True, text=True, check=False)
         return done.stdout.strip()
 
     try:

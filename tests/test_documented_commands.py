@@ -61,6 +61,7 @@ class Printed:
 # -- every command, by its beginning --------------------------------------------------
 
 ROW = r"^\| %s \| %s \| [\d.| ]+ \| 1 \| 0 \|$"  # one execution a step, no compilation
+START_ROW = r"^\| \w+(-dirty)? \| 1\.00 \| 1\.00 \| in all [\d.]+, cores [\d.]+, imports [\d.]+, "
 
 COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     # docs/domain_parallelism.md
@@ -406,6 +407,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     "make lint": Elsewhere("CI runs it before the tests", make_knows),
     "make format": Run((r"^All checks passed!$", r"^\d+ files left unchanged$")),
     "make bench": Run((ROW % ("spmd", 1), ROW % ("nested", 1)), long=True),
+    "make bench-start": Run((START_ROW,), leaves=("runs/start.png",), long=True),
     "make bench-checkpoint": Run((r"\| xla \| disk \|", r"\| fsdp2 \| 50 MB/s \|"), long=True),
     "make bench-gpu": Elsewhere("needs a GPU", make_knows),
     "make bench-domain": Elsewhere("needs 8 GPUs", make_knows),

@@ -13,12 +13,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
+import matplotlib
 import matplotlib.pyplot as plt
 
 from config_fields import local_path
 from training.errors import UsageError
 from training.flags import OneLineParser
 from training.logs.records import EVENTS_FILE, read_events, save_figure
+
+matplotlib.use("Agg")
 
 # -- Where the time went ---------------------------------------------------------------------------
 

@@ -19,11 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 import torch.nn.functional as F
-from matplotlib.colors import PowerNorm
 from torch import nn
 
 from data.files import printable, replace_file
@@ -167,6 +165,9 @@ def write_report(found: np.ndarray, names: Sequence[str], folder: Path) -> None:
     in percent, empty for a class without images. The picture is the confusion matrix; of more than
     50 classes the most frequent mistakes and the histogram of accuracies.
     """
+    import matplotlib.pyplot as plt  # slow to import, as in training/logs/records.py
+    from matplotlib.colors import PowerNorm
+
     labels, predicted, before = found
     count = len(names)
     # By class: how many images it has, and how many of them have their label first, or among five.

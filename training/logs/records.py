@@ -13,10 +13,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
-import matplotlib.pyplot as plt
 import numpy as np
 from PIL import Image
 from tensorboardX.event_file_writer import EventsWriter
@@ -25,12 +23,15 @@ from tensorboardX.summary import image, scalar
 
 from data.files import make_folder, no_link, printable, regular, replace_file
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 TENSORBOARD_DIR = "tensorboard"
 _CLASSES_SHOWN = 5
 
-matplotlib.use("Agg")
+os.environ.setdefault("MPLBACKEND", "Agg")  # no figure is shown: a host may have no display
 
 
 @dataclass(frozen=True)
@@ -494,6 +495,8 @@ _LOSSES = {"classify": "cross-entropy", "mae": "squared error", "dino": "dino, i
 def plot_curves(records: list[dict[str, Any]], path: Path, objective: str = "classify") -> Path:
     """Draw loss, learning rate, accuracy (where there is none, gradients) and throughput of a run's
     records over steps."""
+    import matplotlib.pyplot as plt  # slow to import, and unused before the end of a run
+
     measured = {name for record in records for name in record}
     has_accuracy = objective == "classify" or measured & {"val_knn_10", "val_probe"}
     panels = (
@@ -569,8 +572,10 @@ def save_picture(pixels: np.ndarray, path: Path) -> None:
     replace_file(path, content.getvalue())
 
 
-def save_figure(figure: plt.Figure, path: Path) -> None:
+def save_figure(figure: "Figure", path: Path) -> None:
     """Write a figure in the format of the path's suffix, and close it. Raises OSError."""
+    import matplotlib.pyplot as plt
+
     content = io.BytesIO()
     figure.savefig(content, format=path.suffix[1:] or "png", dpi=110)
     plt.close(figure)
