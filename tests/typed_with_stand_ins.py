@@ -78,8 +78,13 @@ def program_takes(flags: list[str], backend: str) -> None:
 
 def slurm_stand_ins(machine: Machine) -> None:
     """The batch script on the first of its nodes."""
-    variables = "SLURM_JOB_ID=1 SLURM_NNODES=2 SLURM_JOB_NODELIST=node[1-2] SLURM_NODEID=0"
-    machine.stand_in("sbatch", f'SLURM_SUBMIT_DIR=$PWD {variables} exec bash "$@"')
+    variables = "SLURM_JOB_ID=1 SLURM_NNODES=$nodes SLURM_JOB_NODELIST=node[1-2] SLURM_NODEID=0"
+    machine.stand_in(
+        "sbatch",
+        "nodes=2",
+        "while [[ $1 == --* ]]; do [[ $1 != --nodes=* ]] || nodes=${1#*=}; shift; done",
+        f'SLURM_SUBMIT_DIR=$PWD {variables} exec bash "$@"',
+    )
     machine.stand_in("scontrol", 'printf "node1\\nnode2\\n"')
     machine.stand_in("srun", "while [[ $1 == --* ]]; do shift; done", 'exec "$@"')
 
