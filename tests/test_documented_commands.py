@@ -375,6 +375,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     "python3 -m tools.forecast --chips": Run(
         (r"^storage +37 min 52 s +91\.50% ", r"^fewer machines  ", r"^picture: forecast.png$"),
         leaves=("forecast.png",),
+        long=True,
     ),
     "python3 -m tools.forecast ~/vit_10b": Run(
         (r"^1 chips, ", r"^measured by /\S+/vit_10b: 0 failure", r"^storage, as the run  "),

@@ -256,7 +256,7 @@ _OURS = {
 }
 _NOT_ON_V4 = {
     # Vector memory that a fusion may use, twice libtpu's own limit: products then have larger
-    # tiles (docs/tpu_speed.md). It is half of what a v5p has, a quarter of v5e's and v6e's.
+    # tiles (docs/tpu_speed.md). It is half of what a v5p has, a quarter of v5e's.
     "xla_tpu_scoped_vmem_limit_kib": "32768",
     # Whole gradients are reduced while the next ones are computed, not in between. For v4 the
     # compiler takes many times as long with it (libtpu 0.0.21).
@@ -266,6 +266,8 @@ _OF_CHIP = {
     # The other half of that: products that reduce on the side. libtpu 0.0.52 says that on other
     # chips than v5e it may lead to incorrect results; 0.0.21 takes it there and says nothing.
     "v5litepod": {"xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true"},
+    # Half of what it has: its matrix units are the fastest beside their HBM.
+    "v6e": {"xla_tpu_scoped_vmem_limit_kib": "65536"},
     # As in Google's own recipes (AI-Hypercomputer/tpu-recipes, training/ironwood).
     "tpu7x": {"xla_tpu_scoped_vmem_limit_kib": "65536"},
 }

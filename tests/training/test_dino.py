@@ -269,13 +269,14 @@ def anchor(tmp_path_factory):
     return folder / "anchor.pt"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("train", "how"),
     [
         (train_tiny_gpu, {}),
-        long(train_tiny, {"devices": 2}),
-        long(train_tiny_gpu, {"processes": 2}),
-        long(train_tiny_megatron, {"processes": 2}),
+        (train_tiny, {"devices": 2}),
+        (train_tiny_gpu, {"processes": 2}),
+        (train_tiny_megatron, {"processes": 2}),
     ],
 )
 def test_gram_teacher(train, how, anchor, tmp_path):

@@ -114,6 +114,7 @@ def test_each_student_trains_as_alone(two, tmp_path):
     timm.create_model("test_vit", class_token=True, **how, checkpoint_path=target)
 
 
+@pytest.mark.long
 def test_all_resume_the_last_step_that_all_have(two, tmp_path):
     """As after a start that was killed while the second student was saving its step 6."""
     before, flags = two
@@ -126,6 +127,7 @@ def test_all_resume_the_last_step_that_all_have(two, tmp_path):
         assert_alike(of_student(before, name), of_student(after, name))
 
 
+@pytest.mark.long
 def test_students_that_cannot_continue_together(two, capsys, tmp_path):
     before, flags = two
     words = [*FLAGS, *flags, "--ckpt_dir", str(tmp_path / "run"), "--student", A]
@@ -171,7 +173,8 @@ def test_a_signal_saves_all(teacher, monkeypatch, tmp_path):
         assert {path.name for path in (tmp_path / name).glob("step_*")} == {"step_3", "step_5"}
 
 
-@pytest.mark.parametrize("flags", ["", long("--grad_accum_steps 2 --no-scan_blocks")])
+@pytest.mark.long
+@pytest.mark.parametrize("flags", ["", "--grad_accum_steps 2 --no-scan_blocks"])
 def test_on_xla(flags, teacher, tmp_path):
     """One execution a student, or one a pass and one for its update, none compiled again; the same
     losses as alone."""
