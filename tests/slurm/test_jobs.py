@@ -141,26 +141,10 @@ def test_killed_rank(submit, uninterrupted):
     assert trained(folder) == uninterrupted
 
 
-def test_lost_node(cluster, submit, uninterrupted):
-    job, folder = submit("", "--ckpt_step_interval", "10")
-    reach_step(job, folder, 25)
-    cluster.lose_node("node2")
-    job.wait("PENDING")
-    cluster.repair_node("node2")
-    job.wait("COMPLETED")
-    assert job.field("Restarts") == "1"
-    assert "step_20 at step 20, epoch 2" in job.output
-    assert trained(folder) == uninterrupted
-
-
-@pytest.fixture
-def elastic(cluster, monkeypatch):
+def test_fewer_nodes_and_more(cluster, submit, tmp_path, monkeypatch):
+    """It goes on with what is left, in the job, and is requeued when a node is there again."""
     for name, value in {"ELASTIC": 1, "ELASTIC_WAIT": 3, "ELASTIC_POLL": 5}.items():
         monkeypatch.setitem(cluster.variables, name, str(value))
-
-
-def test_fewer_nodes_and_more(elastic, cluster, submit, tmp_path):
-    """It goes on with what is left, in the job, and is requeued when a node is there again."""
     flags = [*LONGER, "--mlp_dropout", "0"]  # masks depend on the number of processes
     job, folder = submit("--no-kill", "--ckpt_step_interval", "10", *flags)
     reach_step(job, folder, 25)
@@ -179,28 +163,27 @@ def test_fewer_nodes_and_more(elastic, cluster, submit, tmp_path):
         assert found == pytest.approx(expected, rel=1e-5 if found["step"] <= 30 else 1e-3)
 
 
-def test_too_few_nodes(elastic, cluster, submit, uninterrupted, monkeypatch):
-    monkeypatch.setitem(cluster.variables, "ELASTIC", "2")
-    monkeypatch.setitem(cluster.variables, "JOIN_TIMEOUT", "60")
-    job, folder = submit("--no-kill", "--ckpt_step_interval", "10")
+@pytest.mark.parametrize(
+    ("lost", "variables", "options"),
+    [
+        ("node2", {}, ""),
+        ("node2", {"ELASTIC": "2", "JOIN_TIMEOUT": "60"}, "--no-kill"),  # too few are left
+        ("node1", {"ELASTIC": "1"}, "--no-kill"),  # the batch script was there
+    ],
+)
+def test_requeued_without_a_node(
+    lost, variables, options, cluster, submit, uninterrupted, monkeypatch
+):
+    for name, value in variables.items():
+        monkeypatch.setitem(cluster.variables, name, value)
+    job, folder = submit(options, "--ckpt_step_interval", "10")
     reach_step(job, folder, 25)
-    cluster.lose_node("node2")
+    cluster.lose_node(lost)
     job.wait("PENDING")
-    cluster.repair_node("node2")
-    job.wait("COMPLETED")
-    assert job.field("Restarts") == "1"
-    assert trained(folder) == uninterrupted
-
-
-def test_lost_first_node(elastic, cluster, submit, uninterrupted):
-    """The batch script was there: the other node gives the job back."""
-    job, folder = submit("--no-kill", "--ckpt_step_interval", "10")
-    reach_step(job, folder, 25)
-    cluster.lose_node("node1")
-    job.wait("PENDING")
-    cluster.repair_node("node1")
+    cluster.repair_node(lost)
     job.wait("COMPLETED")
     assert (job.field("Restarts"), job.field("NodeList")) == ("1", "node[1-2]")
+    assert "step_20 at step 20, epoch 2" in job.output
     assert trained(folder) == uninterrupted
 
 
