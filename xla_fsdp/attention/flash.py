@@ -8,6 +8,7 @@ stays timm's: what it asks of ``scaled_dot_product_attention`` is computed by th
 
 import functools
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -123,7 +124,7 @@ class Flash:
         of_device = batch // parts, self._own_heads, tokens, keys, self._padded
         sizes = FlashSizes(*of_device, q.dtype, masked=valid is not None)
         if padding := sizes.valid_shape[2] - keys:
-            sizes = FlashSizes(*of_device, q.dtype, masked=True)
+            sizes = replace(sizes, masked=True)
             if valid is None:
                 valid = torch.ones((batch, keys), dtype=torch.int32, device=q.device)
             valid = F.pad(valid, (0, padding))
