@@ -68,7 +68,7 @@ def plot(names: list[str], medians: list[dict[str, float]], path: Path) -> None:
     axis.barh(names, rest, left=lefts, label="not recorded", color="lightgray")
     axis.invert_yaxis()
     axis.set_xlabel("seconds from the command to the end of the first step")
-    axis.legend(ncols=6, fontsize=8)
+    figure.legend(ncols=6, fontsize=8, loc="outside lower center")
     save_figure(figure, path)
 
 

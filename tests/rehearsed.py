@@ -59,6 +59,7 @@ class Rehearsal:
         program: tuple[str, ...] = ("run_vit_training.py",),
         warm: bool = True,
         own: dict[int, list[str]] | None = None,
+        output: int | None = subprocess.PIPE,
         **more: str,
     ) -> list[subprocess.Popen[str]]:
         """The program with these words on every host, by worker number; ``own``: further ones of a
@@ -76,8 +77,8 @@ class Rehearsal:
                 cwd=ROOT,
                 env=variables | {"REHEARSAL_WORKER": str(worker)},
                 text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
             )
             for worker in range(self.slice.hosts)
         ]

@@ -18,6 +18,7 @@ from data.source import FILES, DataSource
 from models.config import ModelConfig
 from models.spec import ModelSpec
 from training import files
+from training.backend import Backend
 from training.checkpoints import choose
 from training.checkpoints import format as checkpoint
 from training.checkpoints.format import Position, SavedRun
@@ -194,12 +195,12 @@ is newer, None: nothing; and to lines for the log."""
 
 
 def agree(
-    chosen: SavedRun | None, run: Run, data: DataSource, lock: files.FolderLock, *, is_main: bool
+    chosen: SavedRun | None, run: Run, data: DataSource, lock: files.FolderLock, backend: Backend
 ) -> Agreed:
     """Make all processes start alike, or end all: until here each was for itself, and has chosen a
     checkpoint to resume (None: none). Raises UsageError in all processes.
     """
-    ckpt_dir, config = run.ckpt_dir, run.config.checkpoints
+    ckpt_dir, config, is_main = run.ckpt_dir, run.config.checkpoints, backend.is_main
     exchange.check_alike(run, data)
     enter_folder(ckpt_dir, lock, is_main=is_main)
 
@@ -211,7 +212,7 @@ def agree(
     local = None
     newer: Newer | None = None
     if config.local_ckpt_dir is not None:
-        local, continues_here = LocalTier(run), False
+        local, continues_here = LocalTier(run, backend.state_part, backend.state_parts), False
         with exchange.failing_together():
             continues_here = resumes_newest(config)
         if exchange.gather(continues_here)[0]:  # the first process resumes the newest step here
@@ -226,7 +227,8 @@ def agree(
         if chosen and not saved:
             raise UsageError(f"{chosen.path} was removed meanwhile: start again")
     if local:
-        local.forget(saved.position.step if saved and saved.is_part else None)
+        kept = saved.position.step if saved and saved.is_part else None
+        local.forget(kept, goes_back=newer is None)
         notes.append(local.description)
     if saved and config.init_from:
         notes.append(f"note: --init_from {config.init_from} is ignored: this run is resumed")

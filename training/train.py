@@ -120,7 +120,7 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
         for each, chosen in zip(runs, prepared.saved, strict=True):
             lock = FolderLock(each.ckpt_dir, inside=each.log_dir, shared=shared)
             folders.enter_context(lock)
-            agreed.append(begin.agree(chosen, each, data, lock, is_main=backend.is_main))
+            agreed.append(begin.agree(chosen, each, data, lock, backend))
         saved = [each.saved for each in agreed]
         begin.check_same_step(runs, saved)
         loader = train_loader(data, backend, config.data.batch_size)

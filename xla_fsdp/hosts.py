@@ -73,6 +73,22 @@ class HostPart:
         return whole
 
 
+def state_part_of_host(
+    mesh: Mesh, order: Sequence[int], local: Collection[int], process: tuple[int, int]
+) -> tuple[int, int]:
+    """Return which part of the parameters the devices ``local`` hold, and how many parts there are.
+
+    ``order`` as for ``part_of_host``. Hosts at the same place of a replica hold the same. Where a
+    replica is neither some whole hosts nor a share of one, each host counts as a part of its own:
+    ``process``, its number and their count.
+    """
+    replica = mesh.devices // mesh.dcn
+    if mesh.dcn == 1 or (replica % len(local) and len(local) % replica):
+        return process
+    first = next(place for place, number in enumerate(order) if number in local)
+    return first % replica // len(local), max(1, replica // len(local))
+
+
 def part_of_host(mesh: Mesh, order: Sequence[int], local: Collection[int], height: int) -> HostPart:
     """Return what the devices ``local`` need of a batch of images with ``height`` rows.
 

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from benchmarks.common import ROOT, commit
 from tests.faults import damage, kills, others, table
 from tests.faults.damage import damaged
-from tests.faults.program import SETUPS
+from tests.faults.program import ON_ANY_NUMBER, SETUPS
 from tests.faults.tries import Fault, NotSurvived, Reference, Skipped, Try, reference_run
 
 FAULTS = {
@@ -54,16 +54,33 @@ FAULTS = {
     "owed_evaluation": Fault(
         "SIGKILL between saving and evaluating", kills.killed_between_saving_and_evaluating
     ),
-    "host_lost": Fault("a host killed, its disk lost", kills.hosts_lost(1), tries=10, hosts=True),
+    "host_lost": Fault("a host and its disk lost", kills.lost(kills.host), tries=10, groups=1),
+    "slice_lost": Fault(
+        "a slice or replica and its disks lost", kills.lost(kills.group), tries=10, groups=2
+    ),
     "peers_lost": Fault(
-        "a host and its peer killed, both disks lost", kills.hosts_lost(2), tries=10, hosts=True
+        "a host and its peer lost, with their disks",
+        kills.lost(kills.host_and_peer),
+        tries=10,
+        groups=1,
+    ),
+    "storage_away": Fault(
+        "a host and its disk lost while storage is away", damage.storage_away, tries=10, groups=1
+    ),
+    "slice_away": Fault(
+        "a slice lost; the other one continues, then both (1e-5)",
+        kills.lost(kills.group, *ON_ANY_NUMBER, rel=1e-5),
+        tries=10,
+        starts=3,
+        groups=2,
+        resized=True,
     ),
 }
 CODE = (
     "run_vit_training.py config_fields.py training models data xla_fsdp torch_fsdp gpu_fsdp launch "
     "tests/faults "
     "tests/cli.py tests/stand_ins/fault_at_step.py tests/stand_ins/megatron_on_cpu.py "
-    "tests/stand_ins/hosts_with_disks.py"
+    "tests/stand_ins/hosts_with_disks.py tests/stand_ins/pod_of_hosts.py"
 ).split()
 """What the results depend on."""
 Job = tuple[str, str, int]
@@ -85,6 +102,10 @@ def main() -> int:
         for number in range(args.tries or FAULTS[fault].tries)
         if (fault, backend, number, args.seed) not in results
     ]
+    for backend in dict.fromkeys(backend for _, backend, _ in jobs):
+        if reason := SETUPS[backend].why_not():
+            print(f"{SETUPS[backend].title} is left out: {reason}", file=sys.stderr)
+            jobs = [job for job in jobs if job[1] != backend]
     references = {}
     for backend in dict.fromkeys(backend for _, backend, _ in jobs):
         print(f"the uninterrupted run on {SETUPS[backend].title} ...", flush=True)
@@ -177,6 +198,7 @@ def attempt(job: Job, seed: int, folder: Path, reference: Reference) -> table.Re
             end.step,
             end.while_saving,
             end.starts,
+            restart_s=end.restart_s,
             seconds=time.monotonic() - start,
         )
     shutil.rmtree(folder)
@@ -186,13 +208,14 @@ def attempt(job: Job, seed: int, folder: Path, reference: Reference) -> table.Re
 def report(args: argparse.Namespace, results: table.Results) -> int:
     """Write the table and the picture; return exit code 1 if a try was not survived."""
     rows = results.rows(args.seed)
-    lines = table.table(rows, FAULTS)
+    tables = table.tables(rows, FAULTS)
     words = " ".join(sys.argv[1:])
     command = f'make faults ARGS="{words}"' if words else "make faults"
-    table.write(args.document, lines, commit(*CODE), command)
+    table.write(args.document, tables, commit(*CODE), command)
     if any(fault in ("sigkill", "sigterm") for fault, _ in rows):
         table.plot(rows, args.document.with_suffix(".png"))
-    print("\n".join(lines))
+    for lines in tables.values():
+        print("\n".join([*lines, ""]))
     lost = [result for found in rows.values() for result in found if result.survived is False]
     for result in lost:
         print(

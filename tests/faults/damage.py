@@ -8,8 +8,8 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tests.faults.kills import stop_after
-from tests.faults.program import DIGITS, STEPS, last_step, newest_step, running
+from tests.faults.kills import host, kill_hosts, stop_after
+from tests.faults.program import DIGITS, SAVE_INTERVAL, STEPS, last_step, newest_step, running
 from tests.faults.tries import NotSurvived, Skipped, Survived, Try, last_words
 from training.checkpoints.choose import complete_checkpoints
 from training.checkpoints.format import MANIFEST
@@ -113,6 +113,34 @@ def disk_full(attempt: Try) -> Survived:
         step = last_step(attempt.run)
         filler.unlink()
         return attempt.resume_after(step)
+
+
+def storage_away(attempt: Try) -> Survived:
+    """Let saves to --ckpt_dir fail from some step on, and lose a host while they do: its peer, or
+    another replica, has a newer step."""
+    flags = ["--max_failed_saves", "99"]
+    with _small_disk(attempt.run):
+        filler, rng = attempt.run / "filler", attempt.rng
+        away = rng.randrange(4, STEPS - 16)
+        killed = away + rng.randrange(2 * SAVE_INTERVAL, 12)
+        with attempt.running("first", *flags) as program:
+            program.wait_until(lambda: last_step(attempt.run) >= away)
+            free = shutil.disk_usage(attempt.run).free
+            with contextlib.suppress(OSError):
+                filler.write_bytes(bytes(max(0, free - _LEFT_BYTES)))
+            newest = newest_step(attempt.run)
+            program.wait_until(lambda: last_step(attempt.run) >= killed)
+            step = kill_hosts(attempt, program, host(attempt.setup, attempt.number))
+            if not step:
+                raise NotSurvived(f"it ended before step {killed}: {last_words(program.output())}")
+            attempt.moment += f", storage away since step {away}"
+        if newest_step(attempt.run) > newest + SAVE_INTERVAL:
+            raise NotSurvived("storage was not away")
+        filler.unlink()
+        end = attempt.resume_after(step, *flags)
+        if step - (end.steps_lost or 0) <= newest:
+            raise NotSurvived(f"step {newest} was resumed, of storage")
+        return end
 
 
 # -- images ---------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from tests.faults.program import (
     SAVE_INTERVAL,
     STEPS,
     Running,
+    Setup,
     last_step,
     newest_step,
     running,
@@ -20,6 +21,7 @@ from tests.faults.tries import (
     Try,
     last_words,
     newest_folder_step,
+    reference_run,
     unfinished_save,
 )
 from training.checkpoints.choose import folder_of
@@ -150,32 +152,88 @@ def torchrun_killed(attempt: Try) -> Survived:
     raise NotSurvived(f"no moment found in {_ATTEMPTS} starts")
 
 
-def hosts_lost(count: int) -> Callable[[Try], Survived]:
-    """Return what kills a host and, for a ``count`` of 2, its peer, and deletes their disks."""
+# -- hosts, with their disks ----------------------------------------------------------
+
+
+def host(setup: Setup, number: int) -> list[int]:
+    """Choose one, for a try of this number."""
+    return [number % setup.processes]
+
+
+def host_and_peer(setup: Setup, number: int) -> list[int]:
+    """Choose a host, and the one with the other copy of its part: of the next group."""
+    first = number % setup.processes
+    away = setup.group_size if setup.groups > 1 else 1
+    return [first, (first + away) % setup.processes]
+
+
+def group(setup: Setup, number: int) -> list[int]:
+    """Choose all hosts of a group."""
+    first = number % setup.groups * setup.group_size
+    return [*range(first, first + setup.group_size)]
+
+
+def lost(
+    choose: Callable[[Setup, int], list[int]], *flags: str, rel: float = 0.0
+) -> Callable[[Try], Survived]:
+    """Return what kills some hosts at a random moment, and deletes their disks.
+
+    With ``rel`` the others continue without them, until one is killed again, and then all. The
+    curve may differ by that from the one of an uninterrupted run; all have the ``flags``.
+    """
 
     def attempt_of(attempt: Try) -> Survived:
-        hosts = attempt.setup.processes
-        lost = [(attempt.number + other) % hosts for other in range(count)]
+        hosts, expected = choose(attempt.setup, attempt.number), None
+        if flags:
+            backend, *_ = attempt.folder.name.split("-")
+            folder = attempt.folder.with_name(f"reference-{backend}-resized")
+            expected = reference_run(attempt.setup, folder, *flags).ckpt_dir
         for again in range(_ATTEMPTS):
             attempt.start_anew()
-            with running(attempt.command(), attempt.log("first")) as program:
+            with attempt.running("first", *flags) as program:
                 if not _wait_for("at random", attempt, program, 0.7**again):
                     continue
-                found = program.ranks()
-                if program.ended() or not found.keys() >= set(lost):
+                step = kill_hosts(attempt, program, hosts)
+                if not step:
                     continue
-                program.signal(signal.SIGKILL, [found[host].pid for host in lost])
-                step = last_step(attempt.run)
-                attempt.moment = f"SIGKILL to hosts {lost}, after step {step}"
-                _let_end(attempt, program, signal.SIGKILL, "rank")
-                for host in lost:
-                    shutil.rmtree(attempt.disk(host), ignore_errors=True)
-                if newest_step(attempt.run) == STEPS:
-                    continue  # they had come to their end
-                return attempt.resume_after(step)
+            if rel and not _without(attempt, hosts, step, flags):
+                continue
+            return attempt.resume_after(step, *flags, expected=expected, rel=rel)
         raise NotSurvived(f"no moment found in {_ATTEMPTS} starts: {last_words(program.output())}")
 
     return attempt_of
+
+
+def kill_hosts(attempt: Try, program: Running, hosts: list[int]) -> int:
+    """Kill hosts and delete their disks; return the last step in the log, 0 if the run had come to
+    its end."""
+    found = program.ranks()
+    if program.ended() or not found.keys() >= set(hosts):
+        return 0
+    attempt.lost_at = time.time()
+    program.signal(signal.SIGKILL, [found[host].pid for host in hosts])
+    step = last_step(attempt.run)
+    attempt.moment = f"SIGKILL to hosts {hosts}, after step {step}"
+    _let_end(attempt, program, signal.SIGKILL, "rank")
+    for each in hosts:
+        shutil.rmtree(attempt.disk(each), ignore_errors=True)
+    return 0 if newest_step(attempt.run) == STEPS else step
+
+
+def _without(attempt: Try, hosts: list[int], step: int, flags: tuple[str, ...]) -> bool:
+    """Continue on the group that is left until one of it is killed; False if the run ended."""
+    fewer = attempt.setup.of_one_group(1 - hosts[0] // attempt.setup.group_size)
+    with attempt.running("fewer", *flags, setup=fewer) as program:
+        stop = attempt.rng.randrange(step + 1, STEPS)
+        if not program.wait_until(lambda: last_step(attempt.run) >= stop):
+            return False
+        found = program.ranks()
+        if not found:
+            return False
+        program.signal(signal.SIGKILL, [found[attempt.number % len(found)].pid])
+        attempt.moment += f", and again on one group after step {last_step(attempt.run)}"
+        _let_end(attempt, program, signal.SIGKILL, "rank")
+    return newest_step(attempt.run) != STEPS
 
 
 def killed_between_saving_and_evaluating(attempt: Try) -> Survived:

@@ -3,9 +3,10 @@
 import json
 import os
 import platform
+import statistics
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests.faults.tries import Fault
 from training.processes.exchange import versions
 
 BEGIN, END = "<!-- begin: make faults -->", "<!-- end: make faults -->"
+BEGIN_HOSTS, END_HOSTS = "<!-- begin: lost hosts -->", "<!-- end: lost hosts -->"
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Result:
     step: int | None = None
     while_saving: bool = False
     starts: int = 1
+    restart_s: float | None = None
     problem: str = ""
     seconds: float = 0.0
 
@@ -70,15 +73,33 @@ class Results:
         return rows
 
 
-def table(rows: Mapping[tuple[str, str], list[Result]], faults: Mapping[str, Fault]) -> list[str]:
-    """Return the table in Markdown, a row a fault and backend."""
-    lines = ["| fault | where | tries | survived | steps lost |", "|---|---|---|---|---|"]
+def tables(
+    rows: Mapping[tuple[str, str], list[Result]], faults: Mapping[str, Fault]
+) -> dict[tuple[str, str], list[str]]:
+    """Return by the markers of their place the tables in Markdown, a row a fault and backend: of
+    lost hosts one of their own."""
+    found: dict[tuple[str, str], list[str]] = {}
     for name, fault in faults.items():
         for backend, setup in SETUPS.items():
-            if found := rows.get((name, backend)):
-                cells = _cells(found, refused=fault.refused)
-                lines.append(f"| {' | '.join([_title(fault, found), setup.title, *cells])} |")
-    return lines
+            if not (results := rows.get((name, backend))):
+                continue
+            head, marks = ["fault", "where", "tries", "survived", "steps lost"], (BEGIN, END)
+            cells = [_title(fault, results), setup.title, *_cells(results, refused=fault.refused)]
+            if fault.groups:
+                head, marks = [*head, "seconds to the next step"], (BEGIN_HOSTS, END_HOSTS)
+                seconds = [each.restart_s for each in results if each.restart_s is not None]
+                cells.append(_spread(seconds) if seconds else "-")
+            lines = found.setdefault(marks, [_row(head), "|---" * len(head) + "|"])
+            lines.append(_row(cells))
+    return found
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _spread(seconds: list[float]) -> str:
+    return f"{statistics.median(seconds):.0f}, {min(seconds):.0f} to {max(seconds):.0f}"
 
 
 def _title(fault: Fault, found: list[Result]) -> str:
@@ -97,22 +118,24 @@ def _cells(found: list[Result], *, refused: bool) -> list[str]:
     return [str(len(tried)), str(survived), "-" if refused or not lost else text]
 
 
-def write(document: Path, lines: list[str], commit: str, command: str) -> None:
-    """Put the table between the document's markers, with what it was made with."""
+def write(
+    document: Path, tables: Mapping[tuple[str, str], list[str]], commit: str, command: str
+) -> None:
+    """Put the tables between the document's markers, with what they were made with."""
     found = {name: version for name, version in versions().items() if version}
     used = ("torch", "torch_xla", "megatron-fsdp")
     made = ", ".join(f"{name} {found[name]}" for name in used if name in found)
-    lines = [
-        *lines,
-        "",
+    about = (
         f"A run of {STEPS} steps with a checkpoint every {SAVE_INTERVAL}. Made by {command} on "
         f"{time.strftime('%Y-%m-%d')}, commit {commit}, {made}, Python "
-        f"{platform.python_version()}, on {os.cpu_count()} cores of {_processor()}.",
-    ]
+        f"{platform.python_version()}, on {os.cpu_count()} cores of {_processor()}."
+    )
     text = document.read_text()
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    document.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{after}")
+    for (begin, end), lines in tables.items():
+        before, _, rest = text.partition(begin)
+        _, _, after = rest.partition(end)
+        text = "\n".join([f"{before}{begin}", *lines, "", about, f"{end}{after}"])
+    document.write_text(text)
 
 
 def _processor() -> str:

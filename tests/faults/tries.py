@@ -21,6 +21,7 @@ from tests.faults.program import (
 )
 from training.checkpoints.choose import step_folders, step_of
 from training.checkpoints.format import is_complete
+from training.logs.records import read_events
 
 MOST_STARTS = 4
 """How often a run is started again before it counts as lost."""
@@ -47,6 +48,8 @@ class Survived:
     while_saving: bool = False
     starts: int = 1
     """How many starts it took to complete the run, without the first one."""
+    restart_s: float | None = None
+    """The seconds from the loss of a host to the end of the next step; None: none was lost."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,8 @@ class Try:
     """When the fault came, for the report of a try that is not survived."""
     damaged: str = field(default="", init=False)
     """The name of the checkpoint that was damaged: it may be set aside."""
+    lost_at: float | None = field(default=None, init=False)
+    """When a host was lost, in seconds since the epoch."""
 
     @property
     def run(self) -> Path:
@@ -81,6 +86,11 @@ class Try:
 
     def command(self, *flags: str, **how: Any) -> list[str]:
         return self.setup.command(self.run, *flags, **how)
+
+    def running(self, name: str, *flags: str, setup: Setup | None = None) -> Any:
+        """Start the program, on ``setup`` instead, with a log of this name."""
+        setup = setup or self.setup
+        return running(setup.command(self.run, *flags), self.log(name), **setup.variables)
 
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
@@ -100,7 +110,7 @@ class Try:
         Returns the step at which it resumed and the number of starts. Raises NotSurvived.
         """
         for number in range(1, MOST_STARTS + 1):
-            with running(self.command(*flags), self.log(f"restart_{number}")) as program:
+            with self.running(f"restart_{number}", *flags) as program:
                 if not program.wait():
                     raise NotSurvived(f"a start again hangs: no end after {LIMIT_S:.0f} s")
                 output = program.output()
@@ -109,21 +119,34 @@ class Try:
             time.sleep(1)
         raise NotSurvived(f"not completed by {MOST_STARTS} starts: {last_words(output)}")
 
-    def compare(self, expected: Path | None = None) -> None:
-        """Raise NotSurvived if the run differs from the uninterrupted one."""
+    def compare(self, expected: Path | None = None, rel: float = 0.0) -> None:
+        """Raise NotSurvived if the run differs from the uninterrupted one, by more than ``rel``."""
         aside = {path.name for path in self.run.glob("set_aside_*/step_*")} - {self.damaged}
         if aside:
             raise NotSurvived(f"set aside, though nobody went back: {', '.join(sorted(aside))}")
-        if problem := difference(self.run, expected or self.reference.ckpt_dir):
+        if problem := difference(self.run, expected or self.reference.ckpt_dir, rel):
             raise NotSurvived(problem)
 
     def resume_after(
-        self, step: int, *flags: str, expected: Path | None = None, **about: Any
+        self,
+        step: int,
+        *flags: str,
+        expected: Path | None = None,
+        rel: float = 0.0,
+        **about: Any,
     ) -> Survived:
         """Complete the run after a fault that came when ``step`` was the last one in the log."""
         resumed, starts = self.complete(*flags)
-        self.compare(expected)
-        return Survived(max(0, step - resumed), self.moment, step, starts=starts, **about)
+        self.compare(expected, rel)
+        lost = max(0, step - resumed)
+        return Survived(lost, self.moment, step, starts=starts, restart_s=self.restart_s(), **about)
+
+    def restart_s(self) -> float | None:
+        """Return the seconds from the loss of a host to the end of the next first step."""
+        if self.lost_at is None:
+            return None
+        times = [event["time"] for event in read_events(self.run) if event["event"] == "first_step"]
+        return min(time for time in times if time > self.lost_at) - self.lost_at
 
 
 def last_words(output: str) -> str:
@@ -140,13 +163,14 @@ def unfinished_save(ckpt_dir: Path) -> bool:
     return bool(folders) and not is_complete(folders[-1])
 
 
-def reference_run(setup: Setup, folder: Path) -> Reference:
+def reference_run(setup: Setup, folder: Path, *flags: str) -> Reference:
     """Return the uninterrupted run, which is made once."""
     ckpt_dir, times = folder / "run", folder / "seconds.json"
     if not times.exists():
         shutil.rmtree(ckpt_dir, ignore_errors=True)
         start = time.monotonic()
-        with running(setup.command(ckpt_dir), folder / "output.log") as program:
+        command = setup.command(ckpt_dir, *flags)
+        with running(command, folder / "output.log", **setup.variables) as program:
             program.wait_until(lambda: last_step(ckpt_dir) > 0)
             first = time.monotonic() - start
             program.wait()
@@ -171,12 +195,16 @@ class Fault:
     """Whether it needs several processes."""
     refused: bool = False
     """Whether nothing is trained: there is no curve to compare, and no step to lose."""
-    hosts: bool = False
-    """Whether it needs hosts with disks of their own, and is tried on these alone."""
+    groups: int = 0
+    """How many groups of hosts with disks of their own it needs, and is tried on these alone."""
+    resized: bool = False
+    """Whether one group continues without the other."""
 
     def fits(self, setup: Setup) -> bool:
         """Return True if the fault can be tried there."""
-        return self.hosts == setup.hosts and (setup.processes > 1 or not self.several)
+        if self.groups or setup.groups:
+            return 0 < self.groups <= setup.groups and (setup.resizes or not self.resized)
+        return setup.processes > 1 or not self.several
 
 
 def newest_folder_step(ckpt_dir: Path) -> int:

@@ -1,5 +1,5 @@
 """run_vit_training.py, each process as a host with a disk of its own: disks/host_<rank>, beside the
-run's --ckpt_dir.
+run's --ckpt_dir. HOSTS="2 3": the processes are these hosts.
 
 Each save is done before the next one, as if there were more steps between them. KILLED="RANK STEP":
 before that step, when the saves before are done, that process ends by SIGKILL. ``--fsdp megatron``
@@ -41,6 +41,8 @@ def main(argv: list[str]) -> int:
 
     loop.train_step, LocalTier.save = killed, save_after_the_last
     host = os.environ.get("REHEARSAL_WORKER", os.environ.get("RANK", "0"))
+    if hosts := os.environ.get("HOSTS", "").split():
+        host = hosts[int(host)]
     run = Path(argv[argv.index("--ckpt_dir") + 1])
     return run_vit_training.main([*argv, "--local_ckpt_dir", f"{run.parent}/disks/host_{host}"])
 

@@ -107,6 +107,59 @@ def test_host_and_peer_lost(hosts, uninterrupted):
     assert_resumed(done, uninterrupted, 5, "run")
 
 
+def test_fewer_replicas_and_more(hosts, tmp_path, monkeypatch):
+    """Each replica has all parts: one is lost with its disks, and the other one alone resumes the
+    newest step. So do both when it is back, with empty disks."""
+    curve = ["--lr", "1e-4", "--eps", "1e-4"]  # rounding stays small
+    two, one = [*curve, "--mesh_dcn", "2"], [*curve, "--mesh_dcn", "1"]
+    whole = train_tiny_gpu(tmp_path / "whole", *STEPS, *two, processes=4)
+    first = hosts(*two, killed="1 7")
+    assert "each part in several of the 2 replicas" in first.stdout
+    assert "copied to peers" not in first.stdout
+    held = [sorted(path.name for path in hosts.disk(n).glob("part_*")) for n in range(4)]
+    assert held == [["part_0"], ["part_1"], ["part_0"], ["part_1"]]
+    for host in (0, 1):
+        shutil.rmtree(hosts.disk(host))
+    monkeypatch.setenv("HOSTS", "2 3")
+    fewer = hosts(*one, killed="0 10", processes=2)
+    assert "part_0/step_6 at step 6" in fewer.stdout
+    assert "copied from peers" not in fewer.stdout
+    monkeypatch.delenv("HOSTS")
+    done = hosts(*two)
+    assert "part_0/step_8 at step 8" in done.stdout
+    assert "note: step 8 was copied from peers to process 0 on " in done.stdout
+    for name in NAMES:
+        assert done.column(name) == pytest.approx(whole.column(name), rel=1e-5)
+
+
+@pytest.mark.long
+def test_a_replica_that_was_away_is_of_the_past(hosts, tmp_path, monkeypatch):
+    """The run has gone back meanwhile: what is on a host that comes back is not resumed."""
+    hosts("--mesh_dcn", "2", killed=KILLED)
+    monkeypatch.setenv("HOSTS", "2 3")
+    back = ["--resume", str(tmp_path / "run" / "step_5"), "--mesh_dcn", "1"]
+    hosts(*back, killed="1 7", processes=2)
+    assert part(hosts, 0, 0, 8).exists()
+    monkeypatch.delenv("HOSTS")
+    done = hosts("--mesh_dcn", "2")
+    assert "part_0/step_6 at step 6" in done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["fsdp2", "megatron"])
+def test_processes_that_hold_the_same(hosts, form, monkeypatch):
+    """Of those in a folder one writes; a host that has lost its folder gets it from another one."""
+    monkeypatch.setenv("HOSTS", "0 0 1 1")
+    flags = ["--fsdp", form, "--run_without_fsdp"]
+    hosts(*flags, killed=KILLED)
+    held = sorted(str(p.relative_to(hosts.disk(1))) for p in hosts.disk(1).glob("part_*/step_*"))
+    assert held == [f"part_0/step_{step}" for step in (4, 6, 8)]
+    shutil.rmtree(hosts.disk(0))
+    done = hosts(*flags)
+    assert "note: step 8 was copied from peers to process 0 on " in done.stdout
+    assert "part_0/step_8 at step 8" in done.stdout
+
+
 @pytest.mark.long
 def test_damaged_copies(hosts, uninterrupted):
     """A byte of a part: its copy is used. Of both: the step before. A file lost: as a lost part."""
@@ -193,7 +246,7 @@ def test_another_run_and_another_form(hosts, uninterrupted, tmp_path):
     assert f"holds a checkpoint of another run, of --ckpt_dir {tmp_path / 'run'}" in line
     assert not list((tmp_path / "other").glob("step_*"))
     fewer = hosts("--max_steps", "7", processes=2)
-    assert "parts of another number of processes, mesh or form" in fewer.stdout
+    assert "parts of another number of processes a replica, mesh or form" in fewer.stdout
     assert f"{tmp_path}/run/step_5 at step 5" in fewer.stdout
 
 
@@ -297,6 +350,7 @@ def open_tier(tmp_path):
         tier, rank = LocalTier.__new__(LocalTier), len(tiers)
         tier.folder, tier._rank, tier._count, tier._key = tmp_path / str(rank), rank, 2, key
         tier._lock, tier._have, tier._hosts = threading.Lock(), set(), ["here", "there"]
+        tier._parts, tier._keepers = 2, {("a", 0): 0, ("b", 1): 1}
         tier._listener = Listener(("127.0.0.1", 0))
         threading.Thread(target=tier._accept, daemon=True).start()
         tiers.append(tier)
@@ -324,7 +378,7 @@ def test_a_peer_with_a_wrong_key(open_tier):
             sender._send(folder, receiver._rank, (8, "start"), receiver._rank)
         assert not receiver.folder.joinpath(f"part_{receiver._rank}").exists()
     rejected = set()
-    (problem,) = knows._bring((8, "start"), {1: [0]}, rejected, verify=True)
+    (problem,) = knows._bring((8, "start"), {0: [1], 1: [0]}, rejected, verify=True)
     assert "part 1 of step 8 in --local_ckpt_dir of process 0 on here is not used: " in problem
     assert rejected == {(1, (8, "start"))}
 
@@ -349,7 +403,7 @@ def test_strangers_at_the_port(open_tier):
 def test_peers():
     """The same place in the next folder; with replicas, in the next replica."""
     four = ["a", "a", "b", "b", "c", "c", "d", "d"]
-    assert [_peer_of(rank, four, 1)[0] for rank in range(8)] == [2, 3, 4, 5, 6, 7, 0, 1]
-    assert [_peer_of(rank, four, 2)[0] for rank in range(8)] == [4, 5, 6, 7, 0, 1, 2, 3]
-    assert [_peer_of(rank, ["a", "a", "b"], 1)[0] for rank in range(3)] == [2, 2, 0]
-    assert _peer_of(1, ["a", "a"], 1) == (None, False)
+    assert [_peer_of(rank, four, 1) for rank in range(8)] == [2, 3, 4, 5, 6, 7, 0, 1]
+    assert [_peer_of(rank, four, 2) for rank in range(8)] == [4, 5, 6, 7, 0, 1, 2, 3]
+    assert [_peer_of(rank, ["a", "a", "b"], 1) for rank in range(3)] == [2, 2, 0]
+    assert _peer_of(1, ["a", "a"], 1) is None

@@ -3,12 +3,14 @@
 A save is divided into parts: what one process holds of the state. Each process writes its part,
 and what is replicated, into a folder of its host, as a checkpoint that can be read by itself:
 
-    part_<process>/step_<n>/   as in training/checkpoints/format.py
-    part_<process>/step_<n>/part.json   the run, the start of it, and how the state was sharded
-    .folder                    a random word by which hosts find out if they see the same folder
+    part_<number>/step_<n>/   as in training/checkpoints/format.py
+    part_<number>/step_<n>/part.json   the run, the start of it, and how the state was sharded
+    .folder                   a random word by which hosts find out if they see the same folder
 
-It then sends a copy to its peer, a process with another folder, which keeps it in the same place.
-A step is whole if each part of it is in some folder. Only parts of one start belong together.
+With several replicas of the parameters a part has the same number in each of them, so it is in
+several folders. If it is in one alone, its process sends a copy to its peer, a process with another
+folder, which keeps it in the same place. A step is whole if each part of it is in some folder. Only
+parts of one start belong together.
 
 Copies go over TCP connections between the hosts. Both ends prove by a challenge that they know a
 key, which the first process has made up and sent through the run's process group. What arrives is
@@ -51,7 +53,8 @@ from training.processes import exchange
 from training.resolve import Run
 
 RUN_ID_FILE = "run_id"
-"""In --ckpt_dir: a random word, by which a run knows its parts."""
+"""In --ckpt_dir: a random word, by which a run knows its parts, and since it has gone back to an
+older checkpoint another one: parts from before do not count, on a host that comes back later."""
 PART_FILE, _FOLDER_FILE = "part.json", ".folder"
 _STAY = 2
 """How many whole steps stay, the newest ones."""
@@ -78,6 +81,8 @@ class Part:
     """A checksum of how the state was sharded."""
     run: str
     ckpt_dir: str
+    history: str
+    """The second word in RUN_ID_FILE."""
 
 
 @dataclass(frozen=True)
@@ -98,23 +103,25 @@ class LocalTier:
     After the start it cannot end training: what goes wrong is reported, and the next save tried.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, part: int, parts: int) -> None:
         """Open the folder of this process, and agree with the others on peers and on a key.
 
-        All processes must call this, with ``--ckpt_dir`` locked. Raises UsageError in all of them
-        if a folder cannot be used.
+        The process holds part number ``part`` of the ``parts`` of the state, as ``Backend`` has
+        them. All processes must call this, with ``--ckpt_dir`` locked. Raises UsageError in all of
+        them if a folder cannot be used.
         """
         config = run.config.checkpoints
         assert config.local_ckpt_dir is not None
         self.folder = Path(config.local_ckpt_dir)
         self._rank, self._count = exchange.rank(), exchange.count()
-        # All that decides which part of the state a process holds.
+        self._part, self._parts = part, parts
+        # All that decides what a part holds. Replicas do not, as far as they hold the same.
         layout = [
-            self._count,
-            asdict(run.mesh),
+            parts,
+            asdict(replace(run.mesh, dcn=1)),
             type(run.own).__name__,
             asdict(run.own),
-            asdict(run.config.sharding),
+            asdict(replace(run.config.sharding, mesh_dcn=1)),
         ]
         as_text = json.dumps(layout, sort_keys=True, default=str)
         self._layout = xxhash.xxh3_128(as_text.encode()).hexdigest()
@@ -129,9 +136,9 @@ class LocalTier:
             check_own(self.folder, flag="--local_ckpt_dir")
         with exchange.failing_together():
             # The run's random word: the first start makes it.
-            id_file = run.ckpt_dir / RUN_ID_FILE
-            if self._rank == 0 and not id_file.exists():
-                replace_file(id_file, secrets.token_hex(8))
+            self._id_file = run.ckpt_dir / RUN_ID_FILE
+            if self._rank == 0 and not self._id_file.exists():
+                replace_file(self._id_file, secrets.token_hex(8))
             # The folder's. Under its own name at once: another process of this host may read it.
             folder_file = self.folder / _FOLDER_FILE
             with contextlib.suppress(FileExistsError):
@@ -141,21 +148,39 @@ class LocalTier:
                     os.link(own, folder_file)
                 finally:
                     own.unlink()
-            run_id = id_file.read_text() if self._rank == 0 else ""
-            word = folder_file.read_text()
-        words = [run_id, secrets.token_hex(8), secrets.token_hex(32)]
-        self._run, self._start, key = exchange.gather(words)[0]  # as the first process has them
+            run_id = self._id_file.read_text() if self._rank == 0 else ""
+            self._folder = folder_file.read_text()
+        run_id, _, history = run_id.partition(" ")
+        words = [run_id, history, secrets.token_hex(8), secrets.token_hex(32)]
+        # As the first process has them.
+        self._run, self._history, self._start, key = exchange.gather(words)[0]
         self._key = bytes.fromhex(key)
         with exchange.failing_together():
-            for part in self._parts():
-                if part.run != self._run:
+            for each in self._found():
+                if each.run != self._run:
                     raise UsageError(
                         f"--local_ckpt_dir {self.folder} holds a checkpoint of another run, of "
-                        f"--ckpt_dir {part.ckpt_dir}: remove it, or give another folder"
+                        f"--ckpt_dir {each.ckpt_dir}: remove it, or give another folder"
                     )
-        folders = exchange.gather([word, socket.gethostname()])
-        self._hosts = [host for _, host in folders]
-        self._peer, self._sweeps = _peer_of(self._rank, [word for word, _ in folders], run.mesh.dcn)
+
+        # Who writes which part, and where a copy of it goes.
+        found = exchange.gather([self._folder, socket.gethostname(), part])
+        folders, self._hosts, self._held = map(list, zip(*found, strict=True))
+        self._keepers: dict[tuple[str, int], int] = {}
+        """By folder and part that its processes hold: the first of these, who writes and reads it.
+        Of other parts there that is the folder's first process."""
+        self._firsts: dict[str, int] = {}
+        for process, (folder, _, held) in enumerate(found):
+            self._keepers.setdefault((folder, held), process)
+            self._firsts.setdefault(folder, process)
+        self._writes = self._keeps(part)
+        self._sweeps = self._firsts[self._folder] == self._rank
+        is_elsewhere = any(
+            held == part and folder != self._folder
+            for folder, held in zip(folders, self._held, strict=True)
+        )
+        self._peer = None if is_elsewhere else _peer_of(self._rank, folders, run.mesh.dcn)
+        self._replicas = run.mesh.dcn if is_elsewhere else 1
 
         # Accept copies in a thread, at addresses that all processes know.
         if self._count == 1:
@@ -175,6 +200,8 @@ class LocalTier:
     def description(self) -> str:
         """A line for the log."""
         text = f"local checkpoints: in {self.folder}"
+        if self._replicas > 1:
+            return f"{text}, each part in several of the {self._replicas} replicas"
         if self._peer is None:
             alone = "all processes see the same folder" if self._count > 1 else "one process"
             return f"{text}, without copies ({alone})"
@@ -188,7 +215,12 @@ class LocalTier:
     def _path(self, part: int, step: int) -> Path:
         return folder_of(self.folder / f"part_{part}", step)
 
-    def _parts(self) -> list[Part]:
+    def _keeps(self, part: int) -> bool:
+        """Return True if this process writes and reads the part in its folder."""
+        first = self._firsts[self._folder]
+        return self._keepers.get((self._folder, part), first) == self._rank
+
+    def _found(self) -> list[Part]:
         """Return the complete parts in the folder, by names and sizes of their files alone."""
         found = []
         for each in sorted(self.folder.iterdir()):
@@ -200,7 +232,8 @@ class LocalTier:
                         continue
                     content = json.loads((path / PART_FILE).read_text())
                     start, *others = (
-                        str(content[key]) for key in ("start", "layout", "run", "ckpt_dir")
+                        str(content[key])
+                        for key in ("start", "layout", "run", "ckpt_dir", "history")
                     )
                     found.append(Part(int(name[1]), (step_of(path), start), *others))
         return found
@@ -232,7 +265,7 @@ class LocalTier:
                 [
                     [each.part, *each.save, each.layout]
                     for each in self._usable()
-                    if (each.part, each.save) not in rejected
+                    if self._keeps(each.part) and (each.part, each.save) not in rejected
                 ]
             )
             holders: dict[Save, dict[int, list[int]]] = {}
@@ -245,18 +278,19 @@ class LocalTier:
                     else:
                         others = True
             newer = sorted(save for save in holders if save[0] > newer_than)
-            whole = [save for save in newer if len(holders[save]) == self._count]
+            whole = [save for save in newer if len(holders[save]) == self._parts]
             if not whole:
                 if newer:
-                    missing = sorted(set(range(self._count)) - holders[newer[-1]].keys())
+                    lost = set(range(self._parts)) - holders[newer[-1]].keys()
+                    names = ", ".join(self._name(self._held.index(part)) for part in sorted(lost))
                     notes.append(
                         f"warning: step {newer[-1][0]} of --local_ckpt_dir is not whole: the parts "
-                        f"of {', '.join(map(self._name, missing))} are lost, with their copies"
+                        f"of {names} are lost, with their copies"
                     )
                 elif others:
                     notes.append(
-                        "note: --local_ckpt_dir has parts of another number of processes, mesh or "
-                        "form of sharding, which are not used"
+                        "note: --local_ckpt_dir has parts of another number of processes a "
+                        "replica, mesh or form of sharding, which are not used"
                     )
                 elif not any(found) and newer_than >= 0:
                     notes.append("note: no host has a part of a step in --local_ckpt_dir")
@@ -267,17 +301,17 @@ class LocalTier:
                 break
             notes += [f"warning: {problem}" for problem in problems]
         with exchange.failing_together():
-            saved = checkpoint.read_saved_run(self._path(self._rank, save[0]))
-        brought = [p for p, at in holders[save].items() if p not in at]
-        if brought:
-            names = ", ".join(self._name(process) for process in brought)
+            saved = checkpoint.read_saved_run(self._path(self._part, save[0]))
+        at = holders[save]
+        if brought := [to for (_, part), to in self._keepers.items() if to not in at[part]]:
+            names = ", ".join(map(self._name, sorted(brought)))
             notes.append(f"note: step {save[0]} was copied from peers to {names}")
         return replace(saved, is_part=True), notes
 
     def _usable(self) -> list[Part]:
-        """Return the complete parts in the folder; [] if it cannot be read."""
+        """Return the complete parts in the folder that may be resumed; [] if it cannot be read."""
         try:
-            return self._parts()
+            return [each for each in self._found() if each.history == self._history]
         except OSError:
             return []
 
@@ -289,22 +323,26 @@ class LocalTier:
         *,
         verify: bool,
     ) -> list[str]:
-        """Give each process its part of a whole save; return the problems of all processes.
+        """Give each folder the parts of a whole save that its processes hold; return the problems
+        of all processes. ``holders``: by part, the processes that keep it.
 
         A part of this process's folder that is damaged, or cannot be sent, goes into ``rejected``.
         """
         step = save[0]
-        sources = {part: part if part in at else at[0] for part, at in holders.items()}
+        mine: dict[int, list[int]] = {}
+        """By part that is used of this process's folder: the processes to which it is sent."""
+        for (_, part), keeper in self._keepers.items():
+            is_there = keeper in holders[part]
+            if (keeper if is_there else holders[part][0]) == self._rank:
+                mine.setdefault(part, []).extend([] if is_there else [keeper])
         problems: list[str] = []
-        for part, source in sources.items():
-            if source != self._rank:
-                continue
+        for part, others in mine.items():
             path = self._path(part, step)
             try:
                 if verify and (problem := checkpoint.damage(path)):
                     raise ValueError(problem)
-                if part != self._rank:
-                    self._send(path, part, save, part)
+                for other in others:
+                    self._send(path, part, save, other)
             except (OSError, EOFError, ValueError, AuthenticationError) as error:
                 problems.append(
                     f"part {part} of step {step} in --local_ckpt_dir of {self._name(self._rank)} "
@@ -313,12 +351,17 @@ class LocalTier:
                 rejected.add((part, save))
         return [each for found in exchange.gather(problems) for each in found]
 
-    def forget(self, step: int | None) -> None:
+    def forget(self, step: int | None, *, goes_back: bool) -> None:
         """Remove all parts but those of ``step``, which this start continues; None: all.
 
-        All processes must call this before the first save.
+        ``goes_back``: nor are those of hosts that are away to be resumed when they come back. All
+        processes must call this before the first save.
         """
+        if goes_back:
+            self._history = exchange.gather(secrets.token_hex(4))[0]
         with exchange.failing_together():
+            if goes_back and self._rank == 0:
+                replace_file(self._id_file, f"{self._run} {self._history}")
             self._remove(lambda each: each == step)
         with self._lock:
             self._have = {(each.part, each.save) for each in self._usable()}
@@ -358,19 +401,19 @@ class LocalTier:
                 "write_s": max(each.write_s for each in finished),
                 "copy_s": max(each.copy_s for each in finished),
             }
-            copied = f", copied to peers in {figures['copy_s']:.2f} s"
+            copied = f", copied to peers in {figures['copy_s']:.2f} s" if figures["copy_s"] else ""
             if not any(each.problem for each in finished):
                 say(
                     f"local checkpoint of step {finished[0].step}: "
                     f"{figures['bytes'] / 2**20:,.2f} MiB, written in {figures['write_s']:.2f} s"
-                    f"{copied if self._peer is not None else ''}"
+                    f"{copied}"
                 )
         # Nothing before the oldest whole step that stays.
         parts: dict[Save, set[int]] = {}
         for *_, has in found:
             for part, (saved, start) in has:
                 parts.setdefault((saved, start), set()).add(part)
-        whole = sorted(saved for (saved, _), of in parts.items() if len(of) == self._count)
+        whole = sorted(saved for (saved, _), of in parts.items() if len(of) == self._parts)
         oldest = whole[-_STAY] if len(whole) >= _STAY else 0
         with self._lock:
             self._have = {each for each in self._have if each[1][0] >= oldest}
@@ -379,6 +422,8 @@ class LocalTier:
                 f"warning: no local checkpoint of step {step}: {self._name(busy[0])} still writes "
                 "the one before"
             )
+            return figures
+        if not self._writes:  # another process of this host has the same part
             return figures
         try:
             copy = content()
@@ -394,12 +439,12 @@ class LocalTier:
 
     def _write(self, step: int, content: dict[str, Any], oldest: int) -> Done:
         """Write this process's part and send it; in a thread."""
-        path, save = self._path(self._rank, step), (step, self._start)
+        path, save = self._path(self._part, step), (step, self._start)
         size, began, written = bytes_of(content), time.perf_counter(), None
         try:
             self._remove(lambda each: each >= oldest)
             with self._lock:
-                self._have.discard((self._rank, save))
+                self._have.discard((self._part, save))
             clear(path)
             files = write_state(content, path, alone=True)
             about = {
@@ -407,14 +452,16 @@ class LocalTier:
                 "ckpt_dir": self._ckpt_dir,
                 "start": self._start,
                 "layout": self._layout,
+                "history": self._history,
             }
             replace_file(path / PART_FILE, json.dumps(about))
             checkpoint.write_manifest(path, files | checkpoint.entries(path, [PART_FILE]))
             with self._lock:
-                self._have.add((self._rank, save))
+                self._have.add((self._part, save))
             written = time.perf_counter()
-            if self._peer is not None:
-                self._send(path, self._rank, save, self._peer)
+            if self._peer is None:
+                return Done(step, size, written - began)
+            self._send(path, self._part, save, self._peer)
         except BaseException as error:  # noqa: BLE001 - as in saver.py: it may be DCP's own
             if written is None:
                 with contextlib.suppress(OSError):
@@ -474,7 +521,7 @@ class LocalTier:
             header = json.loads(connection.recv_bytes(_LONGEST_HEADER))
             part, save = int(header["part"]), (int(header["step"]), str(header["start"]))
             files = {str(name): (int(size), str(s)) for name, (size, s) in header["files"].items()}
-            is_known = header["to"] == self._rank and part in range(self._count)
+            is_known = header["to"] == self._rank and part in range(self._parts)
             if not is_known or not all(map(_FILE_NAME.fullmatch, files)):
                 return  # of another host behind the same address, say
             path, problem = self._path(part, save[0]), None
@@ -545,9 +592,8 @@ def _own_address(other: str) -> str:
             return "127.0.0.1"
 
 
-def _peer_of(rank: int, folders: Sequence[str], replicas: int) -> tuple[int | None, bool]:
-    """Return the process that gets a copy of ``rank``'s part, None without another folder; and
-    whether ``rank`` is the first one of its folder.
+def _peer_of(rank: int, folders: Sequence[str], replicas: int) -> int | None:
+    """Return the process that gets a copy of ``rank``'s part, None without another folder.
 
     ``folders``: by process, a word for its folder. With several replicas of the parameters the peer
     is in the next one, where its folder is not in the same rack or slice; else in the next folder.
@@ -558,7 +604,7 @@ def _peer_of(rank: int, folders: Sequence[str], replicas: int) -> tuple[int | No
     words = list(hosts)
     mine = hosts[folders[rank]]
     if len(words) == 1:
-        return None, rank == mine[0]
+        return None
     away = max(1, len(words) // replicas) if replicas > 1 else 1
     there = hosts[words[(words.index(folders[rank]) + away) % len(words)]]
-    return there[min(mine.index(rank), len(there) - 1)], rank == mine[0]
+    return there[min(mine.index(rank), len(there) - 1)]
