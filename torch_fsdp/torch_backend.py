@@ -46,9 +46,9 @@ class TorchBackend(abc.ABC):
         rank, mesh = dist.get_rank(), run.mesh
         self.rank, self.world_size = mesh.batch_part(rank), mesh.batch_parts
         self.image_rows = image_rows(run, rank)
-        is_whole, is_unlike = run.recipe.zero == 0, run.own.outer_dp_sharding_strategy != 0
-        self.state_parts = 1 if is_whole else mesh.devices // (1 if is_unlike else mesh.dcn)
-        self.state_part = rank % self.state_parts
+        has_replicas = run.own.outer_dp_sharding_strategy == 0
+        each = mesh.devices // mesh.dcn if has_replicas else mesh.devices
+        self.shards = (0,) if run.recipe.zero == 0 else (rank % each,)
         self.device_count, self.is_main = mesh.devices, rank == 0
         self.compiles = bool(run.own.compile) or device.compiles_all
         self._compiles_updates = bool(run.own.compile) and device.compiles_all

@@ -77,11 +77,9 @@ class Backend(Protocol):
     """The number of such parts; several processes may share one, each with other rows."""
     image_rows: range
     """The rows of each image (slices of a volume) that this process puts on its devices."""
-    state_part: int
-    """Which part of the state this process holds: those of other replicas that hold the same have
-    the same number."""
-    state_parts: int
-    """The number of such parts."""
+    shards: tuple[int, ...]
+    """The shards of the state that this process holds, by numbers from 0 on: processes of other
+    replicas that hold the same have the same numbers."""
     device_count: int
     teacher: nn.Module | None
     """The first model that ``shard_frozen`` has returned."""

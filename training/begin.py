@@ -212,7 +212,7 @@ def agree(
     local = None
     newer: Newer | None = None
     if config.local_ckpt_dir is not None:
-        local, continues_here = LocalTier(run, backend.state_part, backend.state_parts), False
+        local, continues_here = LocalTier(run, backend.shards), False
         with exchange.failing_together():
             continues_here = resumes_newest(config)
         if exchange.gather(continues_here)[0]:  # the first process resumes the newest step here

@@ -15,6 +15,12 @@ def number_of(device: str) -> int:
     return int(device.rpartition(":")[2])
 
 
+def by_slice(attributes: Sequence[dict[str, Any]]) -> list[int]:
+    """Return all devices, slice by slice, and in each as one slice alone has them: by number."""
+    slices = {number_of(each["name"]): each.get("slice_index", 0) for each in attributes}
+    return sorted(slices, key=lambda number: (slices[number], number))
+
+
 def by_slice_and_host(attributes: Sequence[dict[str, Any]], local: Collection[int]) -> list[int]:
     """Return all devices, slice by slice and host by host, so that "tensor" stays inside a host.
 
@@ -71,22 +77,6 @@ class HostPart:
                 place = place[:, :, self.rows.start : self.rows.stop]
             place.copy_(part)
         return whole
-
-
-def state_part_of_host(
-    mesh: Mesh, order: Sequence[int], local: Collection[int], process: tuple[int, int]
-) -> tuple[int, int]:
-    """Return which part of the parameters the devices ``local`` hold, and how many parts there are.
-
-    ``order`` as for ``part_of_host``. Hosts at the same place of a replica hold the same. Where a
-    replica is neither some whole hosts nor a share of one, each host counts as a part of its own:
-    ``process``, its number and their count.
-    """
-    replica = mesh.devices // mesh.dcn
-    if mesh.dcn == 1 or (replica % len(local) and len(local) % replica):
-        return process
-    first = next(place for place, number in enumerate(order) if number in local)
-    return first % replica // len(local), max(1, replica // len(local))
 
 
 def part_of_host(mesh: Mesh, order: Sequence[int], local: Collection[int], height: int) -> HostPart:

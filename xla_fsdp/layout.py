@@ -17,7 +17,7 @@ from torch import nn
 from models.blocks import logical_axes
 from training.mesh import Axes, Spec
 from xla_fsdp.attention.kernels import Shards
-from xla_fsdp.hosts import by_slice_and_host, number_of
+from xla_fsdp.hosts import by_slice, by_slice_and_host, number_of
 from xla_fsdp.resolve_xla import Recipe, packed_parts, tensor_dims
 from xla_fsdp.torch_xla_private import local_device_names, mark_sharding, op_sharding_arguments
 
@@ -142,6 +142,8 @@ class MeshLayout:
         mesh = self.mesh
         if not mesh.counts_by_host or mesh.devices == xr.addressable_runtime_device_count():
             return list(range(mesh.devices))
+        if mesh.devices_a_part == 1:
+            return by_slice(xr.global_runtime_device_attributes())
         return by_slice_and_host(xr.global_runtime_device_attributes(), local_devices())
 
     # -- parameters and other state -----------------------------------------------------

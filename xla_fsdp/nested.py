@@ -34,6 +34,7 @@ class NestedBackend(XlaBackend):
         self.image_rows = range(run.model.sizes.input_shape[1])
         self._rng_stream, self._fsdp = self.rank, self._recipe.fsdp
         self._part = self.rank if self._fsdp else 0
+        self.shards = (self._part,)
 
     def describe(self) -> str:
         if not self._fsdp:

@@ -11,7 +11,7 @@ from data.loader import Batch
 from training.backend import InitializeModule
 from training.checkpoints.state import Chunk, ShardedTensor
 from training.mesh import Spec
-from xla_fsdp.hosts import HostPart, part_of_host, state_part_of_host
+from xla_fsdp.hosts import HostPart, part_of_host
 from xla_fsdp.layout import MeshLayout, local_devices
 from xla_fsdp.optimizer import Momenta, Momentum, Orthogonalize, by_shape
 from xla_fsdp.parallelize import parallelize_spmd
@@ -31,16 +31,15 @@ class SpmdBackend(XlaBackend):
         self._mesh = run.mesh
         self._layout = self.layout_class(self._recipe, self._device)
         self.rank, self.world_size = xr.process_index(), xr.process_count()
-        if self._recipe.fsdp:
-            self.state_part, self.state_parts = state_part_of_host(
-                self._mesh, self._layout.device_order, local_devices(), (self.rank, self.world_size)
-            )
+        replica = self._mesh.devices // self._mesh.dcn if self._recipe.fsdp else 1
+        local, order = local_devices(), self._layout.device_order
+        places = [place for place, number in enumerate(order) if number in local]
+        self.shards = tuple(sorted({place % replica for place in places}))
         self._host: HostPart | None = None
         height = run.model.sizes.input_shape[1]
         # Where no devices share images, torch_xla divides a host's among them by itself.
         if self.world_size > 1 and self._mesh.devices_a_part > 1:
-            order = self._layout.device_order
-            self._host = part_of_host(self._mesh, order, local_devices(), height)
+            self._host = part_of_host(self._mesh, order, local, height)
             self.rank, self.world_size = self._host.rank, self._host.world_size
         self.image_rows = self._host.rows if self._host else range(height)
 

@@ -59,8 +59,7 @@ class XlaBackend(abc.ABC):
     rank: int
     world_size: int
     image_rows: range
-    state_part: int
-    state_parts: int
+    shards: tuple[int, ...]
     compiles = True
     _model: nn.Module
 
@@ -85,10 +84,6 @@ class XlaBackend(abc.ABC):
         """Seconds in ``torch_xla.sync``; of the step that is traced now, in its passes."""
         self._own_seconds: deque[float] = deque(maxlen=_MOST_OWN)
         self.is_main = xr.process_index() == 0
-        is_whole = not self._recipe.fsdp
-        self.state_part, self.state_parts = (
-            (0, 1) if is_whole else (xr.process_index(), xr.process_count())
-        )
         self.device_count = xr.global_runtime_device_count()
 
     # -- the form of FSDP -------------------------------------------------------------

@@ -226,6 +226,8 @@ def _without(attempt: Try, hosts: list[int], step: int, flags: tuple[str, ...]) 
     with attempt.running("fewer", *flags, setup=fewer) as program:
         stop = attempt.rng.randrange(step + 1, STEPS)
         if not program.wait_until(lambda: last_step(attempt.run) >= stop):
+            if program.root.poll():
+                raise NotSurvived(f"one group alone: {last_words(program.output())}")
             return False
         found = program.ranks()
         if not found:

@@ -114,7 +114,7 @@ def test_fewer_replicas_and_more(hosts, tmp_path, monkeypatch):
     two, one = [*curve, "--mesh_dcn", "2"], [*curve, "--mesh_dcn", "1"]
     whole = train_tiny_gpu(tmp_path / "whole", *STEPS, *two, processes=4)
     first = hosts(*two, killed="1 7")
-    assert "each part in several of the 2 replicas" in first.stdout
+    assert "each part on 2 hosts, which hold the same" in first.stdout
     assert "copied to peers" not in first.stdout
     held = [sorted(path.name for path in hosts.disk(n).glob("part_*")) for n in range(4)]
     assert held == [["part_0"], ["part_1"], ["part_0"], ["part_1"]]

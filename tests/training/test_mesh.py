@@ -13,7 +13,7 @@ from tests.xla_fsdp.test_sharding import assert_same_curves, assert_same_trainin
 from training.errors import UsageError
 from training.mesh import Mesh
 from xla_fsdp import resolve_xla
-from xla_fsdp.hosts import HostPart, by_slice_and_host, part_of_host, state_part_of_host
+from xla_fsdp.hosts import HostPart, by_slice, by_slice_and_host, part_of_host
 
 # What each block may have more, so that every kind of parameter is sharded.
 FULL_BLOCK = "--qk_norm --scale_attn_norm --scale_mlp_norm --init_values 0.5 --class_token".split()
@@ -245,26 +245,9 @@ def test_rows_of_a_host_are_those_of_its_devices():
         part_of_host(Mesh(fsdp=2, domain=3), range(6), range(4), 12)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "parts"),
-    [
-        (Mesh(fsdp=16), [0, 1, 2, 3]),  # no replicas
-        (Mesh(dcn=2, fsdp=8), [0, 1, 0, 1]),
-        (Mesh(dcn=2, fsdp=4, tensor=2), [0, 1, 0, 1]),
-        (Mesh(dcn=4, fsdp=4), [0, 0, 0, 0]),  # each host a replica
-        (Mesh(dcn=8, fsdp=2), [0, 0, 0, 0]),  # several on a host
-    ],
-)
-def test_hosts_that_hold_the_same_parameters(mesh, parts):
-    """Four hosts of four devices: hosts hold the same if their devices do, by their places."""
-    order = [*range(8, 16), *range(8)]  # the second slice is the first one of the mesh
-    hosts = [range(8, 12), range(12, 16), range(4), range(4, 8)]
-    for process, local in enumerate(hosts):
-        found = state_part_of_host(mesh, order, local, (process, 4))
-        assert found == (parts[process], max(parts) + 1)
-
-
-def test_replicas_that_are_no_whole_hosts():
-    """Six devices a replica: the middle host has devices of two of them."""
-    order, mesh = range(12), Mesh(dcn=2, fsdp=6)
-    assert state_part_of_host(mesh, order, range(4, 8), (1, 3)) == (1, 3)
+def test_slices_alike():
+    """A replica on a slice has the order that the slice alone has, so its hosts hold the same."""
+    attributes = [
+        {"name": f"TPU:{n}", "coords": [0, 0, 0], "slice_index": n < 8} for n in range(16)
+    ]
+    assert by_slice(attributes) == [*range(8, 16), *range(8)]

@@ -103,19 +103,22 @@ class LocalTier:
     After the start it cannot end training: what goes wrong is reported, and the next save tried.
     """
 
-    def __init__(self, run: Run, part: int, parts: int) -> None:
+    def __init__(self, run: Run, shards: tuple[int, ...]) -> None:
         """Open the folder of this process, and agree with the others on peers and on a key.
 
-        The process holds part number ``part`` of the ``parts`` of the state, as ``Backend`` has
-        them. All processes must call this, with ``--ckpt_dir`` locked. Raises UsageError in all of
-        them if a folder cannot be used.
+        ``shards``: those that the process holds, as ``Backend`` has them. All processes must call
+        this, with ``--ckpt_dir`` locked. Raises UsageError in all of them if a folder cannot be
+        used.
         """
         config = run.config.checkpoints
         assert config.local_ckpt_dir is not None
         self.folder = Path(config.local_ckpt_dir)
         self._rank, self._count = exchange.rank(), exchange.count()
-        self._part, self._parts = part, parts
-        # All that decides what a part holds. Replicas do not, as far as they hold the same.
+        # Processes that hold the same shards have the same part.
+        held = [tuple(each) for each in exchange.gather(shards)]
+        parts = sorted(set(held))
+        self._part, self._parts = parts.index(shards), len(parts)
+        # All that decides what a part holds. The number of replicas does not.
         layout = [
             parts,
             asdict(replace(run.mesh, dcn=1)),
@@ -164,23 +167,22 @@ class LocalTier:
                     )
 
         # Who writes which part, and where a copy of it goes.
-        found = exchange.gather([self._folder, socket.gethostname(), part])
-        folders, self._hosts, self._held = map(list, zip(*found, strict=True))
+        found = exchange.gather([self._folder, socket.gethostname()])
+        folders, self._hosts = [each for each, _ in found], [host for _, host in found]
+        self._held = [parts.index(each) for each in held]
         self._keepers: dict[tuple[str, int], int] = {}
         """By folder and part that its processes hold: the first of these, who writes and reads it.
         Of other parts there that is the folder's first process."""
         self._firsts: dict[str, int] = {}
-        for process, (folder, _, held) in enumerate(found):
-            self._keepers.setdefault((folder, held), process)
+        for process, (folder, part) in enumerate(zip(folders, self._held, strict=True)):
+            self._keepers.setdefault((folder, part), process)
             self._firsts.setdefault(folder, process)
-        self._writes = self._keeps(part)
+        self._writes = self._keeps(self._part)
         self._sweeps = self._firsts[self._folder] == self._rank
-        is_elsewhere = any(
-            held == part and folder != self._folder
-            for folder, held in zip(folders, self._held, strict=True)
-        )
-        self._peer = None if is_elsewhere else _peer_of(self._rank, folders, run.mesh.dcn)
-        self._replicas = run.mesh.dcn if is_elsewhere else 1
+        self._copies = sum(part == self._part for _, part in self._keepers)
+        """In how many folders the part is by itself."""
+        is_sent = self._copies == 1
+        self._peer = _peer_of(self._rank, folders, run.mesh.dcn) if is_sent else None
 
         # Accept copies in a thread, at addresses that all processes know.
         if self._count == 1:
@@ -200,8 +202,8 @@ class LocalTier:
     def description(self) -> str:
         """A line for the log."""
         text = f"local checkpoints: in {self.folder}"
-        if self._replicas > 1:
-            return f"{text}, each part in several of the {self._replicas} replicas"
+        if self._copies > 1:
+            return f"{text}, each part on {self._copies} hosts, which hold the same"
         if self._peer is None:
             alone = "all processes see the same folder" if self._count > 1 else "one process"
             return f"{text}, without copies ({alone})"
