@@ -401,10 +401,16 @@ def _start_worker(_worker_id: int) -> None:
             pass
         os._exit(0)
 
+    def end_with_parent() -> None:
+        # PyTorch looks who the parent process is, which is another one with "forkserver".
+        parent.join()
+        os._exit(1)
+
     gc.freeze()  # or a garbage collection would write to every object, and so copy its page
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=end_when_parent_says_so, daemon=True).start()
+    for end in (end_when_parent_says_so, end_with_parent):
+        threading.Thread(target=end, daemon=True).start()
 
 
 # -- prefetching: batches are put on the device while the current step runs -------------

@@ -2,7 +2,10 @@
 
 import multiprocessing
 import os
+import secrets
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +15,11 @@ import torch
 from data.config import OPENED_BY
 from data.pack import pack
 from data.source import DatasetRequest, open_data
+from tests.cli import ROOT, environment
 from tests.data.test_data import EVERYTHING, arguments
 from tests.data.test_tables import write_tables
+from tests.running import running_with
+from tests.stand_ins.pod_stand_in import wait_until
 
 
 @pytest.fixture
@@ -93,3 +99,22 @@ def test_they_end_with_their_loader_not_by_a_signal(folders, from_a_server):
     worker.join(10)
     assert not worker.is_alive()
     os.kill(server, 0)
+
+
+KILLED = """
+import multiprocessing, os, signal
+from tests.data.test_loader_processes import EVERYTHING, first_of, open_source
+
+multiprocessing.set_start_method("forkserver")
+first_of(open_source({"digits": {"data_dir": ""}}, "digits", 2).train_loader(50, EVERYTHING))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_they_end_with_a_killed_process():
+    mark = secrets.token_hex(8)
+    ended = subprocess.run(
+        [sys.executable, "-c", KILLED], cwd=ROOT, env=environment() | {"LOADED_BY": mark}
+    )
+    assert ended.returncode == -signal.SIGKILL
+    wait_until(lambda: not [*running_with(f"LOADED_BY={mark}")])

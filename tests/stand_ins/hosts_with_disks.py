@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     def save_after_the_last(tier, *args):
         wait(writing)
         figures = save(tier, *args)
-        writing[:] = [tier._writing]
+        writing[:] = [tier._writing] if tier._writing else []
         return figures
 
     def killed(model, objective, backend, done, *args, **kwargs):

@@ -107,25 +107,28 @@ def test_host_and_peer_lost(hosts, uninterrupted):
     assert_resumed(done, uninterrupted, 5, "run")
 
 
-def test_fewer_replicas_and_more(hosts, tmp_path, monkeypatch):
+@pytest.mark.parametrize("each", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_fewer_replicas_and_more(each, hosts, tmp_path, monkeypatch):
     """Each replica has all parts: one is lost with its disks, and the other one alone resumes the
     newest step. So do both when it is back, with empty disks."""
+    lost, left = range(each), range(each, 2 * each)
     curve = ["--lr", "1e-4", "--eps", "1e-4"]  # rounding stays small
     two, one = [*curve, "--mesh_dcn", "2"], [*curve, "--mesh_dcn", "1"]
-    whole = train_tiny_gpu(tmp_path / "whole", *STEPS, *two, processes=4)
-    first = hosts(*two, killed="1 7")
+    whole = train_tiny_gpu(tmp_path / "whole", *STEPS, *two, processes=2 * each)
+    first = hosts(*two, killed="1 7", processes=2 * each)
     assert "each part on 2 hosts, which hold the same" in first.stdout
     assert "copied to peers" not in first.stdout
-    held = [sorted(path.name for path in hosts.disk(n).glob("part_*")) for n in range(4)]
-    assert held == [["part_0"], ["part_1"], ["part_0"], ["part_1"]]
-    for host in (0, 1):
+    for host in (*lost, *left):
+        held = [path.name for path in hosts.disk(host).glob("part_*")]
+        assert held == [f"part_{host % each}"]
+    for host in lost:
         shutil.rmtree(hosts.disk(host))
-    monkeypatch.setenv("HOSTS", "2 3")
-    fewer = hosts(*one, killed="0 10", processes=2)
+    monkeypatch.setenv("HOSTS", " ".join(map(str, left)))
+    fewer = hosts(*one, killed="0 10", processes=each)
     assert "part_0/step_6 at step 6" in fewer.stdout
     assert "copied from peers" not in fewer.stdout
     monkeypatch.delenv("HOSTS")
-    done = hosts(*two)
+    done = hosts(*two, processes=2 * each)
     assert "part_0/step_8 at step 8" in done.stdout
     assert "note: step 8 was copied from peers to process 0 on " in done.stdout
     for name in NAMES:
