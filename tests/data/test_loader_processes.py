@@ -106,7 +106,8 @@ import multiprocessing, os, signal
 from tests.data.test_loader_processes import EVERYTHING, first_of, open_source
 
 multiprocessing.set_start_method("forkserver")
-first_of(open_source({"digits": {"data_dir": ""}}, "digits", 2).train_loader(50, EVERYTHING))
+loader = open_source({"digits": {"data_dir": ""}}, "digits", 2).train_loader(50, EVERYTHING)
+first_of(loader)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
