@@ -46,6 +46,10 @@ class MegatronBackend(TorchBackend):
             device.where.type, shape, mesh_dim_names=(OUTER, SHARD, _TENSOR)
         )
         self._all = self._mesh[OUTER, SHARD]._flatten("dp").get_group()
+        self.shards = (0,)
+        if self._zero:
+            over_all = run.own.outer_dp_sharding_strategy != 0
+            self.shards = (dist.get_rank() if over_all else self._mesh.get_local_rank(SHARD),)
         self._rounded: dict[str, torch.Tensor] = {}
         """Of a teacher that is an average: its parts as it computes with them, if not in fp32."""
 

@@ -47,6 +47,7 @@ class Fsdp2Backend(TorchBackend):
         # Parameters are sharded over (dcn, fsdp): processes that share an image shard them like all
         # others. With (dcn, fsdp, domain) it is known which ones share one.
         self._mesh = self._image_mesh = DeviceMesh(kind, ranks, mesh_dim_names=(OUTER, SHARD))
+        self.shards = (self._mesh.get_local_rank(SHARD),)
         if mesh.domain > 1:
             ranks = ranks.view(mesh.dcn, mesh.fsdp, mesh.domain)
             self._image_mesh = DeviceMesh(kind, ranks, mesh_dim_names=(OUTER, SHARD, DOMAIN))

@@ -37,6 +37,7 @@ class TorchBackend(abc.ABC):
 
     _sharded_alike: list[tuple[Collection[str], list[dist.ProcessGroup]]]
     """All parameters' names, in groups, with the processes that shard each group."""
+    shards: tuple[int, ...]
     _form: str
     """The form of FSDP in the line that describes a run."""
 
@@ -46,9 +47,6 @@ class TorchBackend(abc.ABC):
         rank, mesh = dist.get_rank(), run.mesh
         self.rank, self.world_size = mesh.batch_part(rank), mesh.batch_parts
         self.image_rows = image_rows(run, rank)
-        has_replicas = run.own.outer_dp_sharding_strategy == 0
-        each = mesh.devices // mesh.dcn if has_replicas else mesh.devices
-        self.shards = (0,) if run.recipe.zero == 0 else (rank % each,)
         self.device_count, self.is_main = mesh.devices, rank == 0
         self.compiles = bool(run.own.compile) or device.compiles_all
         self._compiles_updates = bool(run.own.compile) and device.compiles_all
