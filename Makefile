@@ -125,9 +125,11 @@ test-fast: $(INSTALLED) datasets/digits
 test-long: $(INSTALLED) datasets/digits
 	$(PYTEST) $(THREE_AT_A_TIME) -m long --part $(PART) $(TESTS)
 
-# The first environment, too: runs move between PyTorch/XLA and TorchTPU.
+# The first environment, too: runs move between PyTorch/XLA and TorchTPU. MARKS="not long": as CI.
+MARKS ?= long or not long
+
 test-torchtpu: $(INSTALLED) $(NEWER)/installed datasets/digits
-	$(PYTEST_NEWER) tests/torchtpu
+	$(PYTEST_NEWER) -m "$(MARKS)" tests/torchtpu
 
 rehearse: $(INSTALLED) datasets/digits
 	$(PYTEST) -m rehearse $(TESTS)

@@ -135,7 +135,8 @@ def in_slices(indices: list[int]) -> None:
 
     def arrange_and_tell(self, shape):
         ranks = arrange(self, shape)
-        print("ranks", ranks.tolist(), file=sys.stderr)
+        # At once, or what another process prints may come in between.
+        print(f"ranks {ranks.tolist()}\n", end="", file=sys.stderr)
         return ranks
 
     devices.Tpu.arrange = arrange_and_tell

@@ -66,6 +66,7 @@ MUON = (
 LION = "--optimizer lion --lr 1e-3 --mesh_dcn 2 --cutmix 1 --no_grad_ckpt".split()
 
 
+@pytest.mark.long
 def test_muon_the_average_and_mixed_images(tmp_path):
     """In two processes, whose shards Muon puts together."""
     there = train_tiny_gpu(tmp_path / "gloo", *MUON, processes=2)
@@ -85,6 +86,7 @@ def test_lion_with_a_replica_in_each_slice(tmp_path, monkeypatch):
     assert_same_training(here, there)
 
 
+@pytest.mark.long
 def test_rows_of_images_over_processes(tiny_on_gpu, tmp_path):
     result = train_tiny_tpu(tmp_path, "--mesh_domain", "2", "--no-compile", processes=2)
     assert_same_training(result, tiny_on_gpu)
@@ -102,6 +104,7 @@ def test_distillation_in_bf16(tiny_on_tpu, tmp_path):
     assert len(set(here.column("compilations"))) == 1
 
 
+@pytest.mark.long
 def test_masked_autoencoder(tmp_path):
     here, there = (
         train(tmp_path / train.__name__, *MAE) for train in (train_tiny_tpu, train_tiny_gpu)
@@ -110,6 +113,7 @@ def test_masked_autoencoder(tmp_path):
     assert len(set(here.column("compilations"))) == 1
 
 
+@pytest.mark.long
 def test_self_distillation(tmp_path):
     """Crops of two sizes, the teacher and the sums of Sinkhorn's iteration over two processes; an
     earlier teacher's Gram matrices."""
@@ -128,6 +132,7 @@ DROPOUT = "--mlp_dropout 0.1 --att_dropout 0.1 --pos_dropout 0.1 --drop_path_rat
 STOPPED = [*DROPOUT, *"--num_workers 1 --ckpt_step_interval 3 --max_steps 8".split()]
 
 
+@pytest.mark.long
 def test_a_run_that_is_stopped_and_killed(tmp_path, monkeypatch):
     """Bit for bit the run that was not: random numbers of the device, and of loader processes.
 
@@ -168,6 +173,7 @@ def train_on_xla(ckpt_dir, *flags) -> Result:
     return Result(ckpt_dir, done.stdout, done.stderr)
 
 
+@pytest.mark.long
 def test_checkpoint_moves_between_backends(tmp_path):
     """XLA, TorchTPU in two processes, FSDP2 with gloo, XLA on two devices: no loss changes."""
     reference = train_on_xla(tmp_path / "reference", "--max_steps", "8")
@@ -190,6 +196,7 @@ def test_evaluation_of_a_checkpoint(tiny_on_tpu):
     assert found in done.stdout
 
 
+@pytest.mark.long
 def test_self_check(tmp_path):
     done = run_program("-m", TORCHTPU, *tiny(tmp_path), "--self_check", processes=2, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -288,6 +288,7 @@ def test_gram_teacher(train, how, anchor, tmp_path):
     assert "loss_gram" in result.steps[1]
 
 
+@pytest.mark.long
 def test_gram_teacher_of_a_run_is_its_teacher(on_gpu, tmp_path):
     """From a checkpoint on: the other parts of the loss are those of the run without."""
     flags = [*DINO, "--gram_weights", str(on_gpu.ckpt_dir)]

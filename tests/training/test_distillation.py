@@ -110,6 +110,7 @@ DEFAULT_TYPE = "--distillation_type hard --distillation_alpha 0.7".split()
 SOFT = "--distillation_type soft --distillation_tau 3 --distillation_alpha 0.7".split()
 
 
+@pytest.mark.long
 def test_soft_scanned_mixed_accumulated_and_resumed(teacher, monkeypatch, tmp_path):
     """On two devices: an execution a pass and one for the update, the teacher sharded, not saved,
     and resumed exactly."""

@@ -149,6 +149,7 @@ def test_students_that_cannot_continue_together(two, capsys, tmp_path):
     assert "test_vit: note: this run goes back: step_6 set aside in" in again.stdout
 
 
+@pytest.mark.long
 def test_damaged_after_the_choice(two, tmp_path):
     """Of the second student alone: the first one does not continue without it."""
     before, flags = two
