@@ -116,7 +116,7 @@ test: $(INSTALLED) datasets/digits
 GPU_PATH ?= tests/torch_fsdp tests/models tests/training tests/tools/test_gpu_step.py \
 	tests/launch/test_launch_gpu.py tests/launch/test_launch_meet.py
 
-test-gpu-path: $(NEWER)/installed
+test-gpu-path: $(NEWER)/installed datasets/digits
 	$(PYTEST_NEWER) $(THREE_AT_A_TIME) $(GPU_PATH)
 
 test-fast: $(INSTALLED) datasets/digits

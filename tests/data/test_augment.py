@@ -16,7 +16,6 @@ from data.files import DataFolderError
 from data.loader import GlobalBatchSampler, Share
 from data.transforms import TrainTransform, seeded
 from tests.data.test_data import arguments, loaders
-from tests.marks import long
 from tests.usage_error import told_in_one_line
 from tools.show_augmentations import DRAWS, columns, main, read_run
 
@@ -197,7 +196,7 @@ ALL = {
 }
 
 
-@pytest.mark.parametrize("source", ["folder", long("digits")])
+@pytest.mark.parametrize("source", ["folder", "digits"])
 def test_the_same_for_any_number_of_workers_and_processes_and_after_a_resume(source, digits):
     flags = ALL | {"batch_size": 60, "data_source": source}
     plain, val = loaders(arguments(digits, **flags))

@@ -31,7 +31,6 @@ from data.transforms import (
     seeded,
 )
 from tests.data.test_decode import GUARD, as_pillow, jpeg
-from tests.marks import long
 from tools.show_augmentations import IMAGES, crop_columns, draw
 
 pytestmark = pytest.mark.fast
@@ -354,7 +353,7 @@ def opened(top, crops=SMALL, size=(16, 16), channels=3, augment=True, **flags):
     return open_data(DatasetRequest(config, channels, size, 10, 3, augment=augment, crops=crops))
 
 
-@pytest.mark.parametrize("source", ["folder", long("digits")])
+@pytest.mark.parametrize("source", ["folder", "digits"])
 def test_the_same_for_any_number_of_workers_and_processes_and_after_a_resume(source, digits):
     layout = CropLayout((3, 16, 16), SMALL)
     whole = opened(digits, data_source=source)
