@@ -99,7 +99,8 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _spread(seconds: list[float]) -> str:
-    return f"{statistics.median(seconds):.0f}, {min(seconds):.0f} to {max(seconds):.0f}"
+    spread = f", {min(seconds):.0f} to {max(seconds):.0f}" if len(seconds) > 1 else ""
+    return f"{statistics.median(seconds):.0f}{spread}"
 
 
 def _title(fault: Fault, found: list[Result]) -> str:
