@@ -164,6 +164,19 @@ def test_processes_that_hold_the_same(hosts, form, monkeypatch):
 
 
 @pytest.mark.long
+def test_replicas_on_the_same_hosts(hosts, monkeypatch):
+    """Both replicas have a process on each host: a part is on one host alone, so it has a peer."""
+    monkeypatch.setenv("HOSTS", "0 1 0 1")
+    hosts("--mesh_dcn", "2", killed=KILLED)
+    held = sorted(str(p.relative_to(hosts.disk(1))) for p in hosts.disk(1).glob("part_*/step_8"))
+    assert held == ["part_0/step_8", "part_1/step_8"]
+    shutil.rmtree(hosts.disk(0))
+    done = hosts("--mesh_dcn", "2")
+    assert "note: step 8 was copied from peers to process 0 on " in done.stdout
+    assert "part_0/step_8 at step 8" in done.stdout
+
+
+@pytest.mark.long
 def test_damaged_copies(hosts, uninterrupted):
     """A byte of a part: its copy is used. Of both: the step before. A file lost: as a lost part."""
     hosts(killed=KILLED)
