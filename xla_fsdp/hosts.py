@@ -79,13 +79,19 @@ class HostPart:
         return whole
 
 
+def places_of(order: Sequence[int], local: Collection[int]) -> list[int]:
+    """Return the places of the devices ``local`` in ``order``, the numbers of all devices in the
+    mesh's order."""
+    return [place for place, number in enumerate(order) if number in local]
+
+
 def part_of_host(mesh: Mesh, order: Sequence[int], local: Collection[int], height: int) -> HostPart:
     """Return what the devices ``local`` need of a batch of images with ``height`` rows.
 
-    ``order`` has the numbers of all devices in the mesh's order. Raises UsageError unless
-    they are all devices of these rows of these parts.
+    ``order`` as for ``places_of``. Raises UsageError unless they are all devices of these rows of
+    these parts.
     """
-    places = [place for place, number in enumerate(order) if number in local]
+    places = places_of(order, local)
     groups = sorted({mesh.batch_part(place) for place in places})
     along = sorted({place // mesh.tensor % mesh.domain for place in places})
     if len(groups) * len(along) * mesh.tensor != len(places):

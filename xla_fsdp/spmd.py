@@ -11,7 +11,7 @@ from data.loader import Batch
 from training.backend import InitializeModule
 from training.checkpoints.state import Chunk, ShardedTensor
 from training.mesh import Spec
-from xla_fsdp.hosts import HostPart, part_of_host
+from xla_fsdp.hosts import HostPart, part_of_host, places_of
 from xla_fsdp.layout import MeshLayout, local_devices
 from xla_fsdp.optimizer import Momenta, Momentum, Orthogonalize, by_shape
 from xla_fsdp.parallelize import parallelize_spmd
@@ -33,8 +33,7 @@ class SpmdBackend(XlaBackend):
         self.rank, self.world_size = xr.process_index(), xr.process_count()
         replica = self._mesh.devices // self._mesh.dcn if self._recipe.fsdp else 1
         local, order = local_devices(), self._layout.device_order
-        places = [place for place, number in enumerate(order) if number in local]
-        self.shards = tuple(sorted({place % replica for place in places}))
+        self.shards = tuple(sorted({place % replica for place in places_of(order, local)}))
         self._host: HostPart | None = None
         height = run.model.sizes.input_shape[1]
         # Where no devices share images, torch_xla divides a host's among them by itself.

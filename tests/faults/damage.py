@@ -91,6 +91,13 @@ def _small_disk(folder: Path) -> Iterator[None]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+def _fill(filler: Path) -> None:
+    """Write a file that leaves no room for a checkpoint on its disk."""
+    free = shutil.disk_usage(filler.parent).free
+    with contextlib.suppress(OSError):  # a checkpoint may take it in the same moment
+        filler.write_bytes(bytes(max(0, free - _LEFT_BYTES)))
+
+
 def disk_full(attempt: Try) -> Survived:
     """Fill the disk from some step on; the run ends, and resumes when there is space again."""
     with _small_disk(attempt.run):
@@ -98,9 +105,7 @@ def disk_full(attempt: Try) -> Survived:
         full_from = attempt.rng.randrange(5, STEPS - 12)
         with running(attempt.command(), attempt.log("first")) as program:
             program.wait_until(lambda: last_step(attempt.run) >= full_from)
-            free = shutil.disk_usage(attempt.run).free
-            with contextlib.suppress(OSError):  # a checkpoint may take it in the same moment
-                filler.write_bytes(bytes(max(0, free - _LEFT_BYTES)))
+            _fill(filler)
             newest = newest_step(attempt.run)
             attempt.moment = f"disk full after step {last_step(attempt.run)}"
             if not program.wait():
@@ -125,9 +130,7 @@ def storage_away(attempt: Try) -> Survived:
         killed = away + rng.randrange(2 * SAVE_INTERVAL, 12)
         with attempt.running("first", *flags) as program:
             program.wait_until(lambda: last_step(attempt.run) >= away)
-            free = shutil.disk_usage(attempt.run).free
-            with contextlib.suppress(OSError):
-                filler.write_bytes(bytes(max(0, free - _LEFT_BYTES)))
+            _fill(filler)
             newest = newest_step(attempt.run)
             program.wait_until(lambda: last_step(attempt.run) >= killed)
             step = kill_hosts(attempt, program, host(attempt.setup, attempt.number))

@@ -185,8 +185,8 @@ def lost(
     def attempt_of(attempt: Try) -> Survived:
         hosts, expected = choose(attempt.setup, attempt.number), None
         if flags:
-            backend, *_ = attempt.folder.name.split("-")
-            folder = attempt.folder.with_name(f"reference-{backend}-resized")
+            folder = attempt.reference.ckpt_dir.parent
+            folder = folder.with_name(f"{folder.name}-resized")
             expected = reference_run(attempt.setup, folder, *flags).ckpt_dir
         for again in range(_ATTEMPTS):
             attempt.start_anew()

@@ -1,6 +1,6 @@
-"""Hosts of two rehearsed TPU slices, each with a disk of its own, and who starts and ends them.
+"""Hosts of SLICES rehearsed TPU slices, each with a disk of its own, and who starts and ends them.
 
-SLICES=1: of one slice. As launch.xla_dist does: if a host fails, the others are ended; the exit
+As launch.xla_dist does: if a host fails, the others are ended; the exit
 code is then 1, else 0.
 """
 
@@ -13,14 +13,14 @@ from pathlib import Path
 from tests.rehearsal.slice_ import Slice
 from tests.rehearsed import Rehearsal
 
-SLICE = Slice("v5litepod-2", (2, 1, 1), (1, 1, 1), slices=2)
 _GRACE_S = 1.0
 """For the others, to say why they end."""
 
 
 def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
-        what = Slice(SLICE.accelerator_type, SLICE.chips, SLICE.host, int(os.environ["SLICES"]))
+        slices = int(os.environ["SLICES"])
+        what = Slice("v5litepod-2", chips=(2, 1, 1), host=(1, 1, 1), slices=slices)
         pod = Rehearsal(what, Path(folder))
         program = ("-m", "tests.stand_ins.hosts_with_disks")
         hosts = pod.start(*argv, program=program, warm=False, output=None)

@@ -173,12 +173,9 @@ class LocalTier:
         self._keepers: dict[tuple[str, int], int] = {}
         """By folder and part that its processes hold: the first of these, who writes and reads it.
         Of other parts there that is the folder's first process."""
-        self._firsts: dict[str, int] = {}
         for process, (folder, part) in enumerate(zip(folders, self._held, strict=True)):
             self._keepers.setdefault((folder, part), process)
-            self._firsts.setdefault(folder, process)
-        self._writes = self._keeps(self._part)
-        self._sweeps = self._firsts[self._folder] == self._rank
+        self._first = folders.index(self._folder)  # of the processes that see this folder
         self._copies = sum(part == self._part for _, part in self._keepers)
         """In how many folders the part is by itself."""
         is_sent = self._copies == 1
@@ -219,8 +216,7 @@ class LocalTier:
 
     def _keeps(self, part: int) -> bool:
         """Return True if this process writes and reads the part in its folder."""
-        first = self._firsts[self._folder]
-        return self._keepers.get((self._folder, part), first) == self._rank
+        return self._keepers.get((self._folder, part), self._first) == self._rank
 
     def _found(self) -> list[Part]:
         """Return the complete parts in the folder, by names and sizes of their files alone."""
@@ -243,7 +239,7 @@ class LocalTier:
     def _remove(self, stays: Callable[[int], bool]) -> None:
         """Remove what is in the folder of the steps that are not to stay, complete or not; of
         the processes of a folder one does it. Raises OSError."""
-        if not self._sweeps:
+        if self._first != self._rank:
             return
         for each in sorted(self.folder.iterdir()):
             if _PART_NAME.fullmatch(each.name):
@@ -425,7 +421,7 @@ class LocalTier:
                 "the one before"
             )
             return figures
-        if not self._writes:  # another process of this host has the same part
+        if not self._keeps(self._part):  # another process of this host has the same part
             return figures
         try:
             copy = content()
