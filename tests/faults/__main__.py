@@ -14,7 +14,11 @@ import shutil
 import signal
 import sys
 import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -41,36 +45,43 @@ FAULTS = {
     "hang": Fault("a step that hangs", others.hang, starts=3),
     "torchrun": Fault("torchrun killed with SIGKILL", kills.torchrun_killed, several=True),
     "flags": Fault(
-        "processes with different flags", others.differing_flags, 1, 1, several=True, refused=True
+        "processes with different flags",
+        others.differing_flags,
+        tries=1,
+        starts=1,
+        several=True,
+        refused=True,
     ),
     "folders": Fault(
         "a folder that the nodes do not share",
         others.folder_not_shared,
-        1,
-        1,
+        tries=1,
+        starts=1,
         several=True,
         refused=True,
     ),
     "owed_evaluation": Fault(
         "SIGKILL between saving and evaluating", kills.killed_between_saving_and_evaluating
     ),
-    "host_lost": Fault("a host and its disk lost", kills.lost(kills.host), tries=10, groups=1),
+    "host_lost": Fault("a host and its disk lost", kills.lost(kills.host), 10, 10, groups=1),
     "slice_lost": Fault(
-        "a slice or replica and its disks lost", kills.lost(kills.group), tries=10, groups=2
+        "a slice or replica and its disks lost", kills.lost(kills.group), 10, 10, groups=2
     ),
     "peers_lost": Fault(
         "a host and its peer lost, with their disks",
         kills.lost(kills.host_and_peer),
-        tries=10,
+        10,
+        10,
         groups=1,
     ),
     "storage_away": Fault(
-        "a host and its disk lost while storage is away", damage.storage_away, tries=10, groups=1
+        "a host and its disk lost while storage is away", damage.storage_away, 10, 3, groups=1
     ),
     "slice_away": Fault(
         "a slice lost; the other one continues, then both (1e-5)",
         kills.lost(kills.group, *ON_ANY_NUMBER, rel=1e-5),
-        tries=10,
+        10,
+        5,
         starts=3,
         groups=2,
         resized=True,
@@ -83,8 +94,8 @@ CODE = (
     "tests/stand_ins/hosts_with_disks.py tests/stand_ins/pod_of_hosts.py"
 ).split()
 """What the results depend on."""
-Job = tuple[str, str, int]
-"""The fault, the backend and the number of a try."""
+Job = tuple[str, str, list[int]]
+"""The fault, the backend and the numbers of the tries in one run."""
 
 
 def main() -> int:
@@ -93,39 +104,41 @@ def main() -> int:
     folder = args.results / commit(*CODE)
     folder.mkdir(parents=True, exist_ok=True)
     results = table.Results(folder / "results.jsonl")
-    jobs = [
-        (fault, backend, number)
-        for fault in FAULTS
-        if fault in args.faults
-        for backend in args.backends
-        if FAULTS[fault].fits(SETUPS[backend])
-        for number in range(args.tries or FAULTS[fault].tries)
-        if (fault, backend, number, args.seed) not in results
-    ]
-    for backend in dict.fromkeys(backend for _, backend, _ in jobs):
+    backends = []
+    for backend in args.backends:
         if reason := SETUPS[backend].why_not():
             print(f"{SETUPS[backend].title} is left out: {reason}", file=sys.stderr)
-            jobs = [job for job in jobs if job[1] != backend]
+        else:
+            backends.append(backend)
+    jobs = deque(to_do(args, backends, results))
     references = {}
     for backend in dict.fromkeys(backend for _, backend, _ in jobs):
         print(f"the uninterrupted run on {SETUPS[backend].title} ...", flush=True)
         references[backend] = reference_run(SETUPS[backend], folder / f"reference-{backend}")
-    seconds = sum(FAULTS[fault].starts * references[backend].total_s for fault, backend, _ in jobs)
-    print(f"{len(jobs)} tries, about {seconds / 60:.0f} minutes", flush=True)
+    tries, seconds = sum(len(numbers) for *_, numbers in jobs), 0.0
+    for fault, backend, numbers in jobs:
+        again = (FAULTS[fault].starts - 1) * len(numbers)
+        seconds += references[backend].total_s + again * references[backend].first_step_s
+    print(f"{tries} tries, about {seconds / 60:.0f} minutes", flush=True)
     lost = 0
-    with tqdm(jobs, unit="try", smoothing=0.05, dynamic_ncols=True) as bar:
-        for fault, backend, number in bar:
+    with tqdm(total=tries, unit="try", smoothing=0.05, dynamic_ncols=True) as bar:
+        while jobs:
+            fault, backend, numbers = jobs.popleft()
             bar.set_description(f"{fault}, {backend}")
-            of_try = folder / f"{backend}-{fault}-{args.seed}-{number}"
-            result = attempt((fault, backend, number), args.seed, of_try, references[backend])
-            results.add(result)
-            if result.survived is False:
-                lost += 1
-                bar.set_postfix({"not survived": lost})
-                tqdm.write(
-                    f"NOT SURVIVED: {fault} on {backend}, try {number}, seed {args.seed}: "
-                    f"{result.moment}: {result.problem}\n  see {of_try}"
-                )
+            of_try = folder / f"{backend}-{fault}-{args.seed}-{numbers[0]}"
+            found = attempt((fault, backend, numbers), args.seed, of_try, references[backend])
+            if left := numbers[len(found) :]:
+                jobs.appendleft((fault, backend, left))
+            for result in found:
+                results.add(result)
+                bar.update()
+                if result.survived is False:
+                    lost += 1
+                    bar.set_postfix({"not survived": lost})
+                    tqdm.write(
+                        f"NOT SURVIVED: {fault} on {backend}, try {result.number}, seed "
+                        f"{args.seed}: {result.moment}: {result.problem}\n  see {of_try}"
+                    )
     return report(args, results)
 
 
@@ -157,7 +170,7 @@ def parse() -> argparse.Namespace:
         type=int,
         metavar="N",
         help="of each fault on each backend; default: 30 of sigkill, 10 of "
-        "sigterm, 3 or 1 of the others",
+        "sigterm and of lost hosts, 3 or 1 of the others",
     )
     parser.add_argument("--seed", type=int, default=0, help="of all that is random; default: 0")
     parser.add_argument(
@@ -175,34 +188,49 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def attempt(job: Job, seed: int, folder: Path, reference: Reference) -> table.Result:
-    """Make one try, whatever comes of it; its folder stays if it is not survived."""
-    fault, backend, number = job
+def to_do(args: argparse.Namespace, backends: list[str], results: table.Results) -> Iterator[Job]:
+    """Yield the tries that have no result."""
+    for name, fault in FAULTS.items():
+        for backend in backends if name in args.faults else ():
+            if not fault.fits(SETUPS[backend]):
+                continue
+            numbers = [
+                number
+                for number in range(args.tries or fault.tries)
+                if (name, backend, number, args.seed) not in results
+            ]
+            for first in range(0, len(numbers), fault.in_one_run):
+                yield name, backend, numbers[first : first + fault.in_one_run]
+
+
+def attempt(job: Job, seed: int, folder: Path, reference: Reference) -> list[table.Result]:
+    """Make the tries of one run, whatever comes of it; its folder stays if it is not survived."""
+    fault, backend, numbers = job
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    one = Try(SETUPS[backend], number, random.Random(folder.name), folder, reference)
-    about, start = (fault, backend, number, seed), time.monotonic()
+    run = Try(SETUPS[backend], numbers, random.Random(folder.name), folder, reference)
+    start = time.monotonic()
+
+    def result(number: int, survived: bool | None, moment: str, **more: Any) -> table.Result:
+        return table.Result(fault, backend, number, seed, survived, moment, **more)
+
     try:
-        end = FAULTS[fault].attempt(one)
+        ends = FAULTS[fault].attempt(run)
     except Skipped as skipped:
-        result = table.Result(*about, None, str(skipped))
+        results = [result(number, None, str(skipped)) for number in numbers]
     except NotSurvived as problem:
-        seconds = time.monotonic() - start
-        return table.Result(*about, False, one.moment, problem=str(problem), seconds=seconds)
+        seconds = (time.monotonic() - start) / len(numbers)
+        about = {"problem": str(problem), "seconds": seconds}
+        return [result(number, False, run.moment, **about) for number in numbers]
     else:
-        result = table.Result(
-            *about,
-            True,
-            end.moment,
-            end.steps_lost,
-            end.step,
-            end.while_saving,
-            end.starts,
-            restart_s=end.restart_s,
-            seconds=time.monotonic() - start,
-        )
+        ends = ends if isinstance(ends, list) else [ends]
+        seconds = (time.monotonic() - start) / len(ends)
+        results = [
+            result(number, True, seconds=seconds, **asdict(end))
+            for number, end in zip(numbers, ends, strict=False)
+        ]
     shutil.rmtree(folder)
-    return result
+    return results
 
 
 def report(args: argparse.Namespace, results: table.Results) -> int:

@@ -6,11 +6,12 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
-from tests.faults.kills import host, kill_hosts, stop_after
+from tests.faults.kills import host, kill_hosts, losses, stop_after, wait_in_training
 from tests.faults.program import DIGITS, SAVE_INTERVAL, STEPS, last_step, newest_step, running
-from tests.faults.tries import NotSurvived, Skipped, Survived, Try, last_words
+from tests.faults.tries import Loss, NotSurvived, Skipped, Survived, Try, last_words
 from training.checkpoints.choose import complete_checkpoints
 from training.checkpoints.format import MANIFEST
 
@@ -92,10 +93,11 @@ def _small_disk(folder: Path) -> Iterator[None]:
 
 
 def _fill(filler: Path) -> None:
-    """Write a file that leaves no room for a checkpoint on its disk."""
-    free = shutil.disk_usage(filler.parent).free
-    with contextlib.suppress(OSError):  # a checkpoint may take it in the same moment
-        filler.write_bytes(bytes(max(0, free - _LEFT_BYTES)))
+    """Let a file grow until there is no room for a checkpoint on its disk."""
+    free = shutil.disk_usage(filler.parent).free - _LEFT_BYTES
+    # A checkpoint may take it in the same moment.
+    with contextlib.suppress(OSError), filler.open("ab") as file:
+        file.write(bytes(max(0, free)))
 
 
 def disk_full(attempt: Try) -> Survived:
@@ -120,30 +122,39 @@ def disk_full(attempt: Try) -> Survived:
         return attempt.resume_after(step)
 
 
-def storage_away(attempt: Try) -> Survived:
+def storage_away(attempt: Try) -> list[Survived]:
     """Let saves to --ckpt_dir fail from some step on, and lose a host while they do: its peer, or
     another replica, has a newer step."""
     flags = ["--max_failed_saves", "99"]
-    with _small_disk(attempt.run):
-        filler, rng = attempt.run / "filler", attempt.rng
-        away = rng.randrange(4, STEPS - 16)
-        killed = away + rng.randrange(2 * SAVE_INTERVAL, 12)
-        with attempt.running("first", *flags) as program:
-            program.wait_until(lambda: last_step(attempt.run) >= away)
-            _fill(filler)
+    filler, stored = attempt.run / "filler", list[int]()
+
+    def lose(number: int) -> Loss | None:
+        with attempt.running(f"start_{number}", *flags) as program:
+            if not wait_in_training(attempt, program):
+                return None
+            away = last_step(attempt.run)
+            killed = away + attempt.rng.randrange(2 * SAVE_INTERVAL, 3 * SAVE_INTERVAL)
+
+            def reached() -> bool:
+                _fill(filler)  # again: an old checkpoint that is removed makes room
+                return last_step(attempt.run) >= killed
+
+            reached()
             newest = newest_step(attempt.run)
-            program.wait_until(lambda: last_step(attempt.run) >= killed)
-            step = kill_hosts(attempt, program, host(attempt.setup, attempt.number))
-            if not step:
-                raise NotSurvived(f"it ended before step {killed}: {last_words(program.output())}")
-            attempt.moment += f", storage away since step {away}"
-        if newest_step(attempt.run) > newest + SAVE_INTERVAL:
-            raise NotSurvived("storage was not away")
+            program.wait_until(reached)
+            loss = kill_hosts(attempt, program, host(attempt.setup, number))
         filler.unlink()
-        end = attempt.resume_after(step, *flags)
-        if step - (end.steps_lost or 0) <= newest:
+        stored.append(newest_step(attempt.run))
+        if loss and stored[-1] > newest + SAVE_INTERVAL:
+            raise NotSurvived("storage was not away")
+        return loss and replace(loss, moment=f"{loss.moment}, storage away since step {away}")
+
+    with _small_disk(attempt.run):
+        ends = losses(attempt, lose, *flags)
+    for end, newest in zip(ends, stored, strict=False):
+        if (end.step or 0) - (end.steps_lost or 0) <= newest:
             raise NotSurvived(f"step {newest} was resumed, of storage")
-        return end
+    return ends
 
 
 # -- images ---------------------------------------------------------------------------

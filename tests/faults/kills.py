@@ -4,6 +4,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from tests.faults.program import (
     EVALUATED,
@@ -12,10 +13,12 @@ from tests.faults.program import (
     Running,
     Setup,
     last_step,
+    last_step_printed,
     newest_step,
     running,
 )
 from tests.faults.tries import (
+    Loss,
     NotSurvived,
     Survived,
     Try,
@@ -35,6 +38,8 @@ _ENDS_WITHIN_S = 120.0
 processes that it ends."""
 _ORPHANS_END_WITHIN_S = 15.0
 _WATCH_S = 0.002
+_IN_TRAINING = 0.7
+"""The share of a run's time in training in which its hosts are lost, about."""
 
 
 def sigkill(attempt: Try) -> Survived:
@@ -79,12 +84,13 @@ def _signalled(attempt: Try, number: int, moment: str) -> Survived:
 
 
 def _wait_for(moment: str, attempt: Try, program: Running, share: float) -> bool:
-    """Wait for the moment; False if it does not come. ``share`` makes it come earlier."""
+    """Wait for the moment, in training after the first step of this start; False if it does not
+    come. ``share`` makes it come earlier."""
     rng, times = attempt.rng, attempt.reference
     if moment == "start-up":
         time.sleep(rng.uniform(0, times.first_step_s * share))
         return not program.ended()
-    if not program.wait_until(lambda: last_step(attempt.run) > 0):
+    if not program.wait_until(lambda: last_step_printed(program.output()) > 0):
         return False
     program.members()  # known, they are killed at once
     if moment == "at random":
@@ -175,64 +181,93 @@ def group(setup: Setup, number: int) -> list[int]:
 
 def lost(
     choose: Callable[[Setup, int], list[int]], *flags: str, rel: float = 0.0
-) -> Callable[[Try], Survived]:
-    """Return what kills some hosts at a random moment, and deletes their disks.
+) -> Callable[[Try], list[Survived]]:
+    """Return what kills some hosts at random moments of a run, and deletes their disks.
 
     With ``rel`` the others continue without them, until one is killed again, and then all. The
     curve may differ by that from the one of an uninterrupted run; all have the ``flags``.
     """
 
-    def attempt_of(attempt: Try) -> Survived:
-        hosts, expected = choose(attempt.setup, attempt.number), None
+    def attempts_of(attempt: Try) -> list[Survived]:
+        def lose(number: int) -> Loss | None:
+            hosts = choose(attempt.setup, number)
+            with attempt.running(f"start_{number}", *flags) as program:
+                if not wait_in_training(attempt, program):
+                    return None
+                loss = kill_hosts(attempt, program, hosts)
+            if loss and rel and not _without(attempt, hosts, number, flags):
+                return None
+            return loss
+
+        expected = None
         if flags:
             folder = attempt.reference.ckpt_dir.parent
             folder = folder.with_name(f"{folder.name}-resized")
             expected = reference_run(attempt.setup, folder, *flags).ckpt_dir
-        for again in range(_ATTEMPTS):
-            attempt.start_anew()
-            with attempt.running("first", *flags) as program:
-                if not _wait_for("at random", attempt, program, 0.7**again):
-                    continue
-                step = kill_hosts(attempt, program, hosts)
-                if not step:
-                    continue
-            if rel and not _without(attempt, hosts, step, flags):
-                continue
-            return attempt.resume_after(step, *flags, expected=expected, rel=rel)
-        raise NotSurvived(f"no moment found in {_ATTEMPTS} starts: {last_words(program.output())}")
+        return losses(attempt, lose, *flags, expected=expected, rel=rel)
 
-    return attempt_of
+    return attempts_of
 
 
-def kill_hosts(attempt: Try, program: Running, hosts: list[int]) -> int:
-    """Kill hosts and delete their disks; return the last step in the log, 0 if the run had come to
-    its end."""
+def losses(
+    attempt: Try,
+    lose: Callable[[int], Loss | None],
+    *flags: str,
+    expected: Path | None = None,
+    rel: float = 0.0,
+) -> list[Survived]:
+    """Lose hosts in one run, once for each number of the try, then complete and compare the run.
+
+    ``lose`` starts it and returns the loss, or None if the run had come to its end.
+    """
+    found: list[Loss] = []
+    for number in attempt.numbers:
+        if not (loss := lose(number)):
+            break
+        found.append(loss)
+    if not found:
+        raise NotSurvived("the run ended before a host could be lost")
+    attempt.complete(*flags)
+    attempt.compare(expected, rel)
+    return [attempt.survived(loss) for loss in found]
+
+
+def wait_in_training(attempt: Try, program: Running) -> bool:
+    """Wait for a random moment of training, so early that all losses of the try have room in it;
+    False if the run has come to its end."""
+    if _wait_for("at random", attempt, program, _IN_TRAINING / len(attempt.numbers)):
+        return True
+    if program.root.poll() != 0:
+        raise NotSurvived(f"no step was trained: {last_words(program.output())}")
+    return False
+
+
+def kill_hosts(attempt: Try, program: Running, hosts: list[int]) -> Loss | None:
+    """Kill hosts and delete their disks; return None if the run had come to its end."""
     found = program.ranks()
     if program.ended() or not found.keys() >= set(hosts):
-        return 0
-    attempt.lost_at = time.time()
+        return None
+    lost_at = time.time()
     program.signal(signal.SIGKILL, [found[host].pid for host in hosts])
     step = last_step(attempt.run)
-    attempt.moment = f"SIGKILL to hosts {hosts}, after step {step}"
+    loss = Loss(lost_at, step, f"SIGKILL to hosts {hosts}, after step {step}")
+    attempt.moment = loss.moment
     _let_end(attempt, program, signal.SIGKILL, "rank")
     for each in hosts:
         shutil.rmtree(attempt.disk(each), ignore_errors=True)
-    return 0 if newest_step(attempt.run) == STEPS else step
+    return None if newest_step(attempt.run) == STEPS else loss
 
 
-def _without(attempt: Try, hosts: list[int], step: int, flags: tuple[str, ...]) -> bool:
+def _without(attempt: Try, hosts: list[int], number: int, flags: tuple[str, ...]) -> bool:
     """Continue on the group that is left until one of it is killed; False if the run ended."""
     fewer = attempt.setup.of_one_group(1 - hosts[0] // attempt.setup.group_size)
-    with attempt.running("fewer", *flags, setup=fewer) as program:
-        stop = attempt.rng.randrange(step + 1, STEPS)
-        if not program.wait_until(lambda: last_step(attempt.run) >= stop):
-            if program.root.poll():
-                raise NotSurvived(f"one group alone: {last_words(program.output())}")
+    with attempt.running(f"fewer_{number}", *flags, setup=fewer) as program:
+        if not wait_in_training(attempt, program):
             return False
         found = program.ranks()
         if not found:
             return False
-        program.signal(signal.SIGKILL, [found[attempt.number % len(found)].pid])
+        program.signal(signal.SIGKILL, [found[number % len(found)].pid])
         attempt.moment += f", and again on one group after step {last_step(attempt.run)}"
         _let_end(attempt, program, signal.SIGKILL, "rank")
     return newest_step(attempt.run) != STEPS

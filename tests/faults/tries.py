@@ -5,7 +5,7 @@ import random
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,18 @@ class Survived:
 
 
 @dataclass(frozen=True)
+class Loss:
+    """Hosts that were lost."""
+
+    at: float
+    """When, in seconds since the epoch."""
+    step: int
+    """The last step in the log."""
+    moment: str
+    """When, and which, in words."""
+
+
+@dataclass(frozen=True)
 class Reference:
     """The uninterrupted run: what it left, and how long it took."""
 
@@ -64,10 +76,10 @@ class Reference:
 
 @dataclass
 class Try:
-    """One try of a fault."""
+    """One try of a fault, or several that follow each other in one run."""
 
     setup: Setup
-    number: int
+    numbers: Sequence[int]
     rng: random.Random
     folder: Path
     """The folder of the logs and of the run's own folder: it stays if the try is not survived."""
@@ -76,8 +88,10 @@ class Try:
     """When the fault came, for the report of a try that is not survived."""
     damaged: str = field(default="", init=False)
     """The name of the checkpoint that was damaged: it may be set aside."""
-    lost_at: float | None = field(default=None, init=False)
-    """When a host was lost, in seconds since the epoch."""
+
+    @property
+    def number(self) -> int:
+        return self.numbers[0]
 
     @property
     def run(self) -> Path:
@@ -139,14 +153,14 @@ class Try:
         resumed, starts = self.complete(*flags)
         self.compare(expected, rel)
         lost = max(0, step - resumed)
-        return Survived(lost, self.moment, step, starts=starts, restart_s=self.restart_s(), **about)
+        return Survived(lost, self.moment, step, starts=starts, **about)
 
-    def restart_s(self) -> float | None:
-        """Return the seconds from the loss of a host to the end of the next first step."""
-        if self.lost_at is None:
-            return None
-        times = [event["time"] for event in read_events(self.run) if event["event"] == "first_step"]
-        return min(time for time in times if time > self.lost_at) - self.lost_at
+    def survived(self, loss: Loss) -> Survived:
+        """Return how the run continued after a loss, by its events."""
+        firsts = [event for event in read_events(self.run) if event["event"] == "first_step"]
+        first = next(event for event in firsts if event["time"] > loss.at)
+        lost = max(0, loss.step - (first["step"] - 1))
+        return Survived(lost, loss.moment, loss.step, restart_s=first["time"] - loss.at)
 
 
 def last_words(output: str) -> str:
@@ -186,9 +200,12 @@ class Fault:
     """A kind of fault, and how it is tried."""
 
     title: str
-    attempt: Callable[[Try], Survived]
-    """The function that makes a try. Raises NotSurvived, or Skipped."""
+    attempt: Callable[[Try], Survived | list[Survived]]
+    """The function that makes a try, or several in one run: of these it may return fewer, if the
+    run came to its end before. Raises NotSurvived, or Skipped."""
     tries: int = 3
+    in_one_run: int = 1
+    """How many tries follow each other in one run, at most."""
     starts: float = 2.0
     """How many times a try starts the program, about."""
     several: bool = False
