@@ -181,7 +181,7 @@ def reference_run(setup: Setup, folder: Path, *flags: str) -> Reference:
     """Return the uninterrupted run, which is made once."""
     ckpt_dir, times = folder / "run", folder / "seconds.json"
     if not times.exists():
-        shutil.rmtree(ckpt_dir, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)  # of one that was interrupted
         start = time.monotonic()
         command = setup.command(ckpt_dir, *flags)
         with running(command, folder / "output.log", **setup.variables) as program:
