@@ -26,6 +26,7 @@ from tests.typed_with_stand_ins import (
     make_knows,
     names_packages,
     on_a_pod,
+    on_gke,
     only_gclouds_words,
     plans,
     trains,
@@ -301,6 +302,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     "launch/setup_pod.sh": Elsewhere("needs TPUs", on_a_pod),
     "python3 -m launch.xla_dist --tpu=$NAME": Elsewhere("needs TPUs", on_a_pod),
     "python3 -m launch.xla_dist --tpu=$NAME-0,$NAME-1": Elsewhere("needs TPUs", on_a_pod),
+    "python3 -m launch.gke --elastic 1": Elsewhere("needs TPUs", on_gke),
     "launch/setup_pod.sh --tpu=$NAME --torchtpu": Elsewhere("needs TPUs", on_a_pod),
     "python3 -m launch.xla_dist --tpu=$NAME --workdir vit-fsdp --max_restarts 3 --env PYTHON=.venv-"
     "torchtpu/bin/python": Elsewhere("needs TPUs", on_a_pod),

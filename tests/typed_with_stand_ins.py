@@ -4,6 +4,7 @@ The command is typed all the same, with a stand-in for what is not here; see
 tests/test_documented_commands.py.
 """
 
+import json
 import re
 import shutil
 import sys
@@ -133,6 +134,22 @@ def make_knows(machine: Machine, command: Command, tmp_path: Path) -> None:
     requirements = re.findall(r" -r (\S+)", done.stdout)
     assert started or requirements
     assert all((machine.project / path).exists() for path in [*started, *requirements])
+
+
+def on_gke(machine: Machine, command: Command, tmp_path: Path) -> None:
+    """A cluster with the slices of launch/gke.yaml, once that asks for two."""
+    path = machine.project / "launch" / "gke.yaml"
+    path.write_text(path.read_text().replace("replicas: 1", "replicas: 2"))
+    (tmp_path / "nodes.json").write_text(json.dumps({pool: [True] * 16 for pool in "ab"}))
+    (tmp_path / "completes").touch()
+    stand_in = ROOT / "tests" / "stand_ins" / "kubectl_stand_in.py"
+    machine.stand_in("kubectl", f'exec {sys.executable} {stand_in} "$@"')
+    machine.variables["CLUSTER"] = str(tmp_path)
+    typed = replace(command, typed=command.typed.replace(" 1 ", " 1 --elastic_poll 1 "))
+    done = machine.run(typed)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "started vit-10b on 2 of 2 slices" in done.stderr
+    assert "has completed" in done.stderr
 
 
 def on_a_pod(machine: Machine, command: Command, tmp_path: Path) -> None:

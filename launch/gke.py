@@ -1,0 +1,391 @@
+"""Run a JobSet of TPU slices on Google Kubernetes Engine, on fewer of them while some are lost.
+
+    python3 -m launch.gke --elastic 1 launch/gke.yaml
+
+in place of ``kubectl apply -f launch/gke.yaml``: Kubernetes starts all slices of a JobSet or none.
+This asks kubectl which slices can be used. It applies the JobSet with as many replicas, and again
+with fewer or more once that has changed. It needs kubectl, and may itself run anywhere.
+"""
+
+import argparse
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launch.slices import Mistake
+from launch.xla_dist import (
+    ELASTIC_POLL_SECONDS,
+    ELASTIC_WAIT_SECONDS,
+    PodParser,
+    count,
+    not_empty,
+)
+
+JOB_SET_LABEL = "jobset.sigs.k8s.io/jobset-name"
+POOL_LABEL = "cloud.google.com/gke-nodepool"
+TOPOLOGY_LABEL = "cloud.google.com/gke-tpu-topology"
+TPU = "google.com/tpu"
+_ASK_SECONDS = 60.0
+"""The seconds after which a call of kubectl counts as failed."""
+_AFTER_GRACE_SECONDS = 5.0
+"""The seconds after their grace period in which Kubernetes kills and forgets pods."""
+
+
+class Unanswered(Exception):
+    """Raised if the cluster does not answer, or refuses; with what kubectl says."""
+
+
+def main(argv: Sequence[str]) -> int:
+    try:
+        args = parse(argv)
+        with _stopping() as stop:
+            return Run(args, read_job_set(args), stop).follow()
+    except Mistake as mistake:
+        print(f"gke: error: {mistake}", file=sys.stderr)
+        return 2
+
+
+def say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} gke: {text}", file=sys.stderr, flush=True)
+
+
+# -- the command line ------------------------------------------------------------------
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the command line. Raises Mistake."""
+    parser = PodParser(
+        prog="python3 -m launch.gke",
+        allow_abbrev=False,
+        description="Run a JobSet of TPU slices, as launch/gke.yaml, on as many of its slices as "
+        "can be used. Ctrl-C, SIGTERM and SIGHUP delete the JobSet: its programs write a "
+        "checkpoint. A second one leaves at once. If the JobSet runs already, it is followed. Exit "
+        "code: 0 if it completed, 1 if it failed or was deleted.",
+    )
+    add = parser.add_argument
+    add("file", metavar="FILE", help="the JobSet, in YAML; replicas: the number of slices in all")
+    add(
+        "--elastic",
+        metavar="MIN",
+        type=count,
+        required=True,
+        help="train on the slices that can be used, if they are at least MIN, and grow when a "
+        "missing one is there again. A slice is a node pool whose machines are all ready and have "
+        "no pods with TPUs of others. Give the program --mesh_dcn slices and --micro_batch_size",
+    )
+    add(
+        "--elastic_wait",
+        metavar="SECONDS",
+        type=count,
+        default=ELASTIC_WAIT_SECONDS,
+        help="seconds to wait for missing slices before training starts or continues without them "
+        "(default: %(default)s)",
+    )
+    add(
+        "--elastic_poll",
+        metavar="SECONDS",
+        type=count,
+        default=ELASTIC_POLL_SECONDS,
+        help="seconds between two questions to the cluster, at least 1 (default: %(default)s)",
+    )
+    add("--namespace", type=not_empty, help="default: kubectl's")
+    add("--context", type=not_empty, help="the cluster, as kubectl names it; default: kubectl's")
+    args = parser.parse_args(argv)
+    if not args.elastic_poll:
+        raise Mistake("--elastic_poll 0: ask once a second or less often")
+    return args
+
+
+# -- the cluster -----------------------------------------------------------------------
+
+
+def kubectl(args: argparse.Namespace, *words: str, content: str | None = None) -> str:
+    """Return what kubectl prints; ``content`` is its input. Raises Unanswered, or Mistake where
+    there is no kubectl."""
+    command = ["kubectl", *words]
+    for flag in ("namespace", "context"):
+        if value := getattr(args, flag):
+            command.append(f"--{flag}={value}")
+    try:
+        done = subprocess.run(
+            command,
+            input=content or "",
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_ASK_SECONDS,
+            start_new_session=True,  # Ctrl-C is for this program alone
+        )
+    except FileNotFoundError:
+        raise Mistake("kubectl was not found: install it, and let it reach the cluster") from None
+    except subprocess.TimeoutExpired:
+        raise Unanswered(f"kubectl had no answer within {_ASK_SECONDS:.0f} s") from None
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no reason given"]
+        raise Unanswered(" ".join(lines[-1].split()))
+    return done.stdout
+
+
+def items(args: argparse.Namespace, *words: str) -> list[dict[str, Any]]:
+    """Return the objects that ``kubectl get`` lists."""
+    try:
+        return list(json.loads(kubectl(args, "get", *words, "--output=json"))["items"])
+    except (ValueError, KeyError, TypeError):
+        raise Unanswered(f"kubectl get {words[0]} printed something else than a list") from None
+
+
+@dataclass(frozen=True)
+class JobSet:
+    """The JobSet of a file."""
+
+    content: dict[str, Any]
+    name: str
+    slices: int
+    """Its replicas: the most slices that it trains on."""
+    machines: int
+    """Of a slice."""
+    selector: str
+    """Which machines they are, as kubectl selects them by labels."""
+    grace_s: float
+    """The seconds that its pods have between SIGTERM and SIGKILL."""
+
+    def on(self, slices: int, least: int) -> str:
+        """Return the JobSet on so many slices, in JSON.
+
+        With ELASTIC_SLICES the program checks its flags for each number of slices.
+        """
+        content = json.loads(json.dumps(self.content))
+        (job,) = content["spec"]["replicatedJobs"]
+        job["replicas"] = slices
+        for container in job["template"]["spec"]["template"]["spec"]["containers"]:
+            variables = container.setdefault("env", [])
+            variables.append({"name": "ELASTIC_SLICES", "value": f"{least}:{self.slices}"})
+        return json.dumps(content)
+
+
+def read_job_set(args: argparse.Namespace) -> JobSet:
+    """Let kubectl read the file. Raises Mistake if it is no JobSet that can be elastic."""
+    words = ("create", "--dry-run=client", "--output=json", f"--filename={args.file}")
+    try:
+        content = json.loads(kubectl(args, *words))
+        if content["kind"] != "JobSet":
+            raise Mistake(f"{args.file} has not one JobSet alone, but a {content['kind']}")
+        (job,) = content["spec"]["replicatedJobs"]
+        pod = job["template"]["spec"]["template"]["spec"]
+        labels, slices = dict(pod["nodeSelector"]), int(job.get("replicas", 1))
+        machines = int(job["template"]["spec"]["parallelism"])
+        grace = float(pod.get("terminationGracePeriodSeconds", 30))
+    except Unanswered as reason:
+        raise Mistake(f"kubectl cannot read {args.file}: {reason}") from None
+    except (ValueError, KeyError, TypeError):
+        raise Mistake(
+            f"{args.file} is not as launch/gke.yaml: one replicated job with parallelism, "
+            "nodeSelector and containers"
+        ) from None
+    if TOPOLOGY_LABEL not in labels:
+        raise Mistake(f"{args.file}: the nodeSelector has no {TOPOLOGY_LABEL}")
+    if slices < 2:
+        raise Mistake(f"{args.file}: --elastic requires several slices: replicas 2 or more")
+    if not 1 <= args.elastic <= slices:
+        raise Mistake(f"--elastic {args.elastic} is not 1 to {slices}, the replicas of {args.file}")
+    selector = ",".join(f"{key}={value}" for key, value in labels.items())
+    return JobSet(content, str(content["metadata"]["name"]), slices, machines, selector, grace)
+
+
+def usable_slices(
+    job: JobSet, nodes: Sequence[dict[str, Any]], pods: Sequence[dict[str, Any]]
+) -> int:
+    """Return how many slices this JobSet can be on: node pools whose machines are all ready, and
+    have no pods with TPUs but its own."""
+    taken = {
+        pod["spec"].get("nodeName")
+        for pod in pods
+        if pod.get("status", {}).get("phase") in ("Pending", "Running")
+        and pod["metadata"].get("labels", {}).get(JOB_SET_LABEL) != job.name
+        and any(
+            TPU in container.get("resources", {}).get("limits", {})
+            for container in pod["spec"]["containers"]
+        )
+    }
+    ready = Counter(
+        node["metadata"]["labels"].get(POOL_LABEL)
+        for node in nodes
+        if is_ready(node) and node["metadata"]["name"] not in taken
+    )
+    return sum(machines >= job.machines for machines in ready.values())
+
+
+def is_ready(node: dict[str, Any]) -> bool:
+    return not node["spec"].get("unschedulable") and any(
+        (condition["type"], condition["status"]) == ("Ready", "True")
+        for condition in node.get("status", {}).get("conditions", [])
+    )
+
+
+# -- the run ---------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _stopping() -> Iterator["Stop"]:
+    """Have SIGINT, SIGTERM and SIGHUP ask for the end; a second one ends at once."""
+    stop = Stop()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, stop.by) for number in numbers}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Stop:
+    """Whether a signal has asked for the end."""
+
+    def __init__(self) -> None:
+        self.number, self.event = 0, threading.Event()
+
+    def by(self, number: int, frame: object) -> None:
+        if self.number:
+            raise SystemExit(128 + number)
+        self.number = number
+        self.event.set()
+
+
+class Run:
+    """A JobSet that is followed until it ends."""
+
+    def __init__(self, args: argparse.Namespace, job: JobSet, stop: Stop) -> None:
+        self._args, self._job, self._stop = args, job, stop
+        self._slices = 0
+        """Those that the JobSet is on; 0: it does not run."""
+        self._fewer_since: float | None = None
+        self._said = ""
+
+    def follow(self) -> int:
+        """Run the JobSet on the slices that can be used; return the exit code."""
+        while not self._stop.number:
+            try:
+                code = self._look()
+            except Unanswered as reason:
+                code = None
+                self._say_once(f"the cluster does not answer, asking on: {reason}")
+            if code is not None:
+                return code
+            self._stop.event.wait(self._args.elastic_poll)
+        if self._slices:
+            say("deleting the JobSet: its programs write a checkpoint")
+            self._end()
+        return 128 + (self._stop.number if self._stop.number == signal.SIGINT else signal.SIGTERM)
+
+    def _say_once(self, text: str) -> None:
+        if text != self._said:
+            say(text)
+        self._said = text
+
+    def _look(self) -> int | None:
+        """Look at the cluster once and do what follows; return the exit code if it has ended."""
+        job, now = self._job, time.monotonic()
+        found = [
+            each
+            for each in items(self._args, "jobsets.jobset.x-k8s.io")
+            if each["metadata"]["name"] == job.name
+        ]
+        if not found and self._slices:
+            say(f"error: the JobSet {job.name} was deleted")
+            return 1
+        if found:
+            for condition in found[0].get("status", {}).get("conditions", []):
+                if condition["status"] == "True" and condition["type"] in ("Completed", "Failed"):
+                    say(
+                        f"the JobSet {job.name} has {condition['type'].lower()}; before it can "
+                        f"start again: kubectl delete jobset {job.name}"
+                    )
+                    return int(condition["type"] == "Failed")
+            if not self._slices:
+                say(f"the JobSet {job.name} runs already: following it")
+            self._slices = found[0]["spec"]["replicatedJobs"][0]["replicas"]
+        usable = min(
+            job.slices,
+            usable_slices(
+                job,
+                items(self._args, "nodes", f"--selector={job.selector}"),
+                items(self._args, "pods", "--all-namespaces"),
+            ),
+        )
+        if usable >= (self._slices or job.slices):
+            self._fewer_since = None
+            if usable > self._slices:
+                self._start(usable)
+            return None
+        self._fewer_since = self._fewer_since or now
+        if now - self._fewer_since < self._args.elastic_wait:
+            self._say_once(f"{usable} of {job.slices} slices can be used: waiting for more")
+        elif usable < self._args.elastic:
+            self._say_once(
+                f"{usable} of {job.slices} slices can be used, --elastic requires "
+                f"{self._args.elastic}: waiting for more"
+            )
+        else:
+            self._start(usable)
+        return None
+
+    def _start(self, slices: int) -> None:
+        """Let the JobSet be on so many slices, after it has ended on others."""
+        job, names = self._job, f"{slices} of {self._job.slices} slices"
+        if self._slices:
+            say(f"from {self._slices} to {names}: ending the JobSet, with a checkpoint if it can")
+            if not self._end():
+                return
+        kubectl(self._args, "apply", "--filename=-", content=job.on(slices, self._args.elastic))
+        self._slices, self._fewer_since, self._said = slices, None, ""
+        say(
+            f"started {job.name} on {names}; its output: kubectl logs -f --prefix "
+            f"-l {JOB_SET_LABEL}={job.name} --max-log-requests {slices * job.machines}"
+        )
+
+    def _end(self) -> bool:
+        """Delete the JobSet and wait until its pods have ended: two runs must not be in one folder.
+        Return False if a signal has come meanwhile.
+
+        Pods on machines that are gone never end: these are forgotten after their grace period.
+        Such a machine cannot train on, as the others of its slice have ended.
+        """
+        stopped, asked = self._stop.number, False
+        forget_at = time.monotonic() + self._job.grace_s + _AFTER_GRACE_SECONDS
+        while True:
+            with contextlib.suppress(Unanswered):
+                if not asked:
+                    kubectl(
+                        self._args,
+                        *("delete", "jobsets.jobset.x-k8s.io", self._job.name),
+                        *("--ignore-not-found", "--wait=false", "--cascade=foreground"),
+                    )
+                    asked = True
+                pods = items(self._args, "pods", f"--selector={JOB_SET_LABEL}={self._job.name}")
+                left = items(self._args, "jobsets.jobset.x-k8s.io")
+                if not pods and self._job.name not in {each["metadata"]["name"] for each in left}:
+                    self._slices = 0
+                    return self._stop.number == stopped
+                if time.monotonic() > forget_at:
+                    self._forget(pods)
+            time.sleep(1)
+
+    def _forget(self, pods: Sequence[dict[str, Any]]) -> None:
+        nodes = items(self._args, "nodes", f"--selector={self._job.selector}")
+        ready = {node["metadata"]["name"] for node in nodes if is_ready(node)}
+        lost = [pod["metadata"]["name"] for pod in pods if pod["spec"].get("nodeName") not in ready]
+        if lost:
+            say(f"forgetting pods on machines that are gone: {', '.join(lost)}")
+            kubectl(self._args, "delete", "pods", *lost, "--force", "--grace-period=0")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
