@@ -105,12 +105,14 @@ PYTEST = $(BIN)/python $(RUN_PYTEST)
 PYTEST_NEWER = TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(NEWER)/bin/python $(RUN_PYTEST)
 # Tests wait as well as compute: with three at a time two cores are busy.
 THREE_AT_A_TIME := -n 3 --dist worksteal
+# What the tests of a file share is made once. No file takes long enough to be waited for.
+FILE_BY_FILE := -n 3 --dist loadfile --no-loadscope-reorder
 TESTS ?= tests
 PART ?= 1/1
 SUITES ?= test test-long rehearse test-torchtpu
 
 test: $(INSTALLED) datasets/digits
-	$(PYTEST) $(THREE_AT_A_TIME) $(TESTS)
+	$(PYTEST) $(FILE_BY_FILE) $(TESTS)
 
 # There is no torch_xla for the newer PyTorch: tests that train on XLA are skipped. No GPU: gloo.
 GPU_PATH ?= tests/torch_fsdp tests/models tests/training tests/tools/test_gpu_step.py \

@@ -59,9 +59,12 @@ WARM_PYTHON = "tests/warm_python.py"
 WARM_MODULES = (
     "torchvision.transforms.v2 timm.models.vision_transformer timm.loss timm.optim tensorboardX "
     "torch.distributed.run torch.distributed.fsdp torch.distributed.checkpoint "
-    "matplotlib.pyplot fsspec safetensors.torch simplejpeg PIL.PngImagePlugin"
+    "matplotlib.pyplot fsspec safetensors.torch simplejpeg PIL.PngImagePlugin "
+    "torch.utils.flop_counter run_vit_training training.train torch_fsdp.launch_torch"
 ).split()
-WARM_XLA = "torch_xla torch_xla.distributed.fsdp torch_xla.utils.checkpoint".split()
+WARM_XLA = (
+    "torch_xla torch_xla.distributed.fsdp torch_xla.utils.checkpoint xla_fsdp.launch_xla".split()
+)
 HAS_XLA = importlib.util.find_spec("torch_xla") is not None
 """False in the environment of PyTorch's newest version, for which there is no torch_xla."""
 WARM_TORCHTPU = "torch_tpu torch._dynamo torch._functorch.aot_autograd".split()

@@ -12,8 +12,8 @@ NEEDS_NEWER_LIBTPU = pytest.mark.skipif(
 
 
 def with_newer_libtpu(*values: object):
-    """A case for which the newer TPU compiler must have been fetched."""
-    return pytest.param(*values, marks=NEEDS_NEWER_LIBTPU)
+    """A long case for which the newer TPU compiler must have been fetched."""
+    return pytest.param(*values, marks=[pytest.mark.long, NEEDS_NEWER_LIBTPU])
 
 
 def long(*values: object):

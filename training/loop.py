@@ -325,6 +325,8 @@ class Saves(Hook):
         session.reports.flush()
         session.reports.upload()
         session.watchdog.alive()
+        for saver in self._together:
+            saver.finish(before=at.step)
         newest = [saver.newest for saver in self._together]
         if newest and all(newest):  # the last step that all have must not be removed
             step = min(step_of(path) for path in newest if path)

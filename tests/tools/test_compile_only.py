@@ -26,7 +26,7 @@ from tools.compile_only.report import CompiledGraph, as_table, make_report
 from xla_fsdp.tpu import parse_topology
 
 # Of a width for which the TPU's tiles of 8 x 128 pad next to nothing.
-WIDTH, DEPTH, BATCH, SIDE, PATCH, CLASSES = 512, 4, 64, 128, 16, 128
+WIDTH, DEPTH, BATCH, SIDE, PATCH, CLASSES = 512, 2, 64, 128, 16, 128
 TOKENS = (SIDE // PATCH) ** 2
 MODEL = (
     f"--embed_dim {WIDTH} --num_blocks {DEPTH} --num_heads 4 --image_size {SIDE} "
@@ -101,9 +101,7 @@ def v6e_newer():
         ("v5e", 197e12, 4, "0.0.21"),
         long("v5p", 459e12, 4, "0.0.21"),
         with_newer_libtpu("tpu7x", 2307e12, 8, "0.0.52"),
-        pytest.param(
-            *("v6e_newer", 918e12, 4, "0.0.52"), marks=[pytest.mark.long, NEEDS_NEWER_LIBTPU]
-        ),
+        with_newer_libtpu("v6e_newer", 918e12, 4, "0.0.52"),
     ],
 )
 def test_figures(name, peak, devices, libtpu, request):
@@ -183,6 +181,7 @@ def test_weights_are_gathered_twice_in_bf16(name, request):
     assert found["collectives"]["all-gather"] >= 2 * 4 * DEPTH
 
 
+@pytest.mark.long
 @NEEDS_NEWER_LIBTPU
 def test_sparse_cores_of_tpu7x_gather_and_scatter(tpu7x):
     """Gradients are scattered in bf16, beside the products; so are most weights gathered."""

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.cli import run_program
-from tests.marks import NEEDS_NEWER_LIBTPU, long, with_newer_libtpu
+from tests.marks import long, with_newer_libtpu
 from tools.compile_only.expected import Links
 from tools.compile_only.hlo import Instruction, group_of, pairs_of
 from xla_fsdp.tpu import parse_topology
@@ -55,8 +55,7 @@ def test_links_by_host(topology, group, used):
     [
         *("v5e:4x4", "v5p:2x2x4"),
         *map(long, ("v5e:1x1", "v6e:8x8", "v5p:4x4x4")),
-        pytest.param("tpu7x:1x1x1", marks=[pytest.mark.long, NEEDS_NEWER_LIBTPU]),
-        with_newer_libtpu("tpu7x:2x4x4"),
+        *map(with_newer_libtpu, ("tpu7x:1x1x1", "tpu7x:2x4x4")),
     ],
 )
 def test_devices_are_where_libtpu_has_them(topology):

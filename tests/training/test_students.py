@@ -75,11 +75,15 @@ def assert_alike(one, other, names=("loss", "grad_norm"), steps=range(1, 7)):
 
 @pytest.fixture(scope="module")
 def two(teacher, tmp_path_factory):
-    """Both in one run, in two processes, and the flags of it."""
+    """Both in one run, in two processes, and the flags of it. The storage is slow: step 3 is still
+    being written when step 6 is done."""
     flags = ["--backend", "cuda", *DINO_OF_TWO, *teacher[2], "--drop_path_rate", "0.2"]
     flags += "--knn_every 6 --keep_checkpoints 1".split()
     folder = tmp_path_factory.mktemp("two")
-    return train(folder, *flags, "--student", A, B, processes=2), flags
+    program = ("-m", "tests.stand_ins.disturbed_saves")
+    with pytest.MonkeyPatch.context() as slow:
+        slow.setenv("SAVES", "slow 3 -1 5")
+        return train(folder, *flags, "--student", A, B, processes=2, program=program), flags
 
 
 def test_each_student_trains_as_alone(two, tmp_path):
