@@ -12,7 +12,6 @@ import pwd
 import secrets
 import shutil
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -415,12 +414,10 @@ def check_same_folder(ckpt_dir: Path, token: str) -> None:
 # -- work in a thread ------------------------------------------------------------------------------
 
 Result = TypeVar("Result")
-_NICENESS = 10
-"""Of threads that work while training does: where all cores are busy, one has a tenth of a core."""
 
 
 def in_background(work: Callable[[], Result]) -> Future[Result]:
-    """Run a function in a thread of its own, which leaves the processor to training.
+    """Run a function in a thread of its own.
 
     The thread is a daemon: a process that fails, or that is to end at once, does not wait for it.
     """
@@ -428,8 +425,6 @@ def in_background(work: Callable[[], Result]) -> Future[Result]:
 
     def run() -> None:
         try:
-            if sys.platform == "linux":  # where threads have a priority of their own
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
             future.set_result(work())
         except BaseException as error:  # noqa: BLE001 - ``result`` raises it
             future.set_exception(error)
