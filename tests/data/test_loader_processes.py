@@ -18,6 +18,7 @@ from data.source import DatasetRequest, open_data
 from tests.cli import ROOT, environment
 from tests.data.test_data import EVERYTHING, arguments
 from tests.data.test_tables import write_tables
+from tests.marks import long
 from tests.running import running_with
 from tests.stand_ins.pod_stand_in import wait_until
 
@@ -74,7 +75,10 @@ def test_every_source_is_here(folders):
     assert {*folders, "fake"} == {*OPENED_BY}
 
 
-@pytest.mark.parametrize("source", [name for name in OPENED_BY if name != "fake"])
+@pytest.mark.parametrize(
+    "source",
+    ["folder", "webdataset", *map(long, sorted({*OPENED_BY} - {"folder", "webdataset", "fake"}))],
+)
 def test_the_same_images(source, folders, from_a_server):
     """All that a process needs of a source is sent to it, and it draws the same."""
     here, there = (open_source(folders, source, workers) for workers in (0, 1))

@@ -125,7 +125,7 @@ def test_other_weights_temperatures_and_momenta(train, tmp_path):
 @pytest.mark.parametrize(
     ("processes", "flags", "told"),
     [
-        (2, "", "Megatron-FSDP ZeRO-3, each block a unit, fp32 weights, mesh fsdp 2"),
+        long(2, "", "Megatron-FSDP ZeRO-3, each block a unit, fp32 weights, mesh fsdp 2"),
         long(1, "", "mesh fsdp 1"),
         long(1, "--zero_dp_strategy 2 --grad_ckpt none", "ZeRO-2"),
         long(2, "--zero_dp_strategy 2 --grad_ckpt selective", "ZeRO-2"),

@@ -19,7 +19,6 @@ import torch
 import xxhash
 
 from tests.cli import Result, run_program, tiny, train_tiny_gpu, train_tiny_megatron
-from tests.marks import long
 from tests.rehearsal.slice_ import Slice
 from tests.rehearsed import all_ended
 from tests.training.test_async_checkpoints import tensors_of
@@ -108,7 +107,8 @@ def test_host_and_peer_lost(hosts, uninterrupted):
     assert_resumed(done, uninterrupted, 5, "run")
 
 
-@pytest.mark.parametrize("each", [1, long(2)])
+@pytest.mark.long
+@pytest.mark.parametrize("each", [1, 2])
 def test_fewer_replicas_and_more(each, hosts, tmp_path, monkeypatch):
     """Each replica has all parts: one is lost with its disks, and the other one alone resumes the
     newest step. So do both when it is back, with empty disks."""
