@@ -218,13 +218,15 @@ def usable_slices(
     ready = Counter(
         node["metadata"]["labels"].get(POOL_LABEL)
         for node in nodes
-        if is_ready(node) and node["metadata"]["name"] not in taken
+        if is_ready(node)
+        and not node["spec"].get("unschedulable")
+        and node["metadata"]["name"] not in taken
     )
     return sum(machines >= job.machines for machines in ready.values())
 
 
 def is_ready(node: dict[str, Any]) -> bool:
-    return not node["spec"].get("unschedulable") and any(
+    return any(
         (condition["type"], condition["status"]) == ("Ready", "True")
         for condition in node.get("status", {}).get("conditions", [])
     )
@@ -309,6 +311,9 @@ class Run:
                         f"start again: kubectl delete jobset {job.name}"
                     )
                     return int(condition["type"] == "Failed")
+            if not self._slices and found[0]["metadata"].get("deletionTimestamp"):
+                self._say_once(f"waiting until the JobSet {job.name}, which is deleted, has ended")
+                return None
             if not self._slices:
                 say(f"the JobSet {job.name} runs already: following it")
             self._slices = found[0]["spec"]["replicatedJobs"][0]["replicas"]

@@ -141,6 +141,19 @@ def test_a_run_is_followed_by_another_launcher(cluster, started):
     assert "has failed; before it can start again: kubectl delete" in second.stderr.read()
 
 
+def test_a_job_set_that_another_launcher_was_deleting(cluster, started):
+    first = started()
+    wait_until(lambda: replicas(cluster) == [2])
+    first.kill()
+    content = json.loads((cluster / "job_set.json").read_text())
+    content["metadata"]["deletionTimestamp"] = "2026-11-26T07:00:00Z"
+    (cluster / "job_set.json").write_text(json.dumps(content))
+    second = started()
+    wait_until(lambda: "waiting until the JobSet vit-10b" in second.stderr.readline())
+    (cluster / "job_set.json").unlink()
+    wait_until(lambda: replicas(cluster) == [2, 2])
+
+
 def test_a_job_set_that_is_deleted_by_others(cluster, started):
     run = started()
     wait_until(lambda: replicas(cluster) == [2])
@@ -158,6 +171,11 @@ def node(name, pool, *, ready="True", cordoned=False):
         "spec": {"unschedulable": cordoned},
         "status": {"conditions": [{"type": "Ready", "status": ready}]},
     }
+
+
+def test_what_runs_on_a_machine_that_is_only_cordoned_is_not_forgotten():
+    assert gke.is_ready(node("a0", "a", cordoned=True))
+    assert not gke.is_ready(node("a0", "a", ready="Unknown"))
 
 
 def pod(node, job, *, phase="Running", tpus=True):
