@@ -9,6 +9,7 @@ with fewer or more once that has changed. It needs kubectl, and may itself run a
 
 import argparse
 import contextlib
+import copy
 import json
 import signal
 import subprocess
@@ -162,7 +163,7 @@ class JobSet:
 
         With ELASTIC_SLICES the program checks its flags for each number of slices.
         """
-        content = json.loads(json.dumps(self.content))
+        content = copy.deepcopy(self.content)
         (job,) = content["spec"]["replicatedJobs"]
         job["replicas"] = slices
         for container in job["template"]["spec"]["template"]["spec"]["containers"]:
@@ -292,31 +293,32 @@ class Run:
             say(text)
         self._said = text
 
+    def _found(self) -> dict[str, Any] | None:
+        """Return the JobSet as the cluster has it; None if it has none."""
+        job_sets = items(self._args, "jobsets.jobset.x-k8s.io")
+        return next((x for x in job_sets if x["metadata"]["name"] == self._job.name), None)
+
     def _look(self) -> int | None:
         """Look at the cluster once and do what follows; return the exit code if it has ended."""
         job, now = self._job, time.monotonic()
-        found = [
-            each
-            for each in items(self._args, "jobsets.jobset.x-k8s.io")
-            if each["metadata"]["name"] == job.name
-        ]
+        found = self._found()
         if not found and self._slices:
             say(f"error: the JobSet {job.name} was deleted")
             return 1
         if found:
-            for condition in found[0].get("status", {}).get("conditions", []):
+            for condition in found.get("status", {}).get("conditions", []):
                 if condition["status"] == "True" and condition["type"] in ("Completed", "Failed"):
                     say(
                         f"the JobSet {job.name} has {condition['type'].lower()}; before it can "
                         f"start again: kubectl delete jobset {job.name}"
                     )
                     return int(condition["type"] == "Failed")
-            if not self._slices and found[0]["metadata"].get("deletionTimestamp"):
+            if not self._slices and found["metadata"].get("deletionTimestamp"):
                 self._say_once(f"waiting until the JobSet {job.name}, which is deleted, has ended")
                 return None
             if not self._slices:
                 say(f"the JobSet {job.name} runs already: following it")
-            self._slices = found[0]["spec"]["replicatedJobs"][0]["replicas"]
+            self._slices = found["spec"]["replicatedJobs"][0]["replicas"]
         usable = min(
             job.slices,
             usable_slices(
@@ -347,8 +349,9 @@ class Run:
         job, names = self._job, f"{slices} of {self._job.slices} slices"
         if self._slices:
             say(f"from {self._slices} to {names}: ending the JobSet, with a checkpoint if it can")
-            if not self._end():
-                return
+            self._end()
+        if self._stop.number:
+            return
         kubectl(self._args, "apply", "--filename=-", content=job.on(slices, self._args.elastic))
         self._slices, self._fewer_since, self._said = slices, None, ""
         say(
@@ -356,14 +359,13 @@ class Run:
             f"-l {JOB_SET_LABEL}={job.name} --max-log-requests {slices * job.machines}"
         )
 
-    def _end(self) -> bool:
+    def _end(self) -> None:
         """Delete the JobSet and wait until its pods have ended: two runs must not be in one folder.
-        Return False if a signal has come meanwhile.
 
         Pods on machines that are gone never end: these are forgotten after their grace period.
         Such a machine cannot train on, as the others of its slice have ended.
         """
-        stopped, asked = self._stop.number, False
+        asked = False
         forget_at = time.monotonic() + self._job.grace_s + _AFTER_GRACE_SECONDS
         while True:
             with contextlib.suppress(Unanswered):
@@ -375,10 +377,9 @@ class Run:
                     )
                     asked = True
                 pods = items(self._args, "pods", f"--selector={JOB_SET_LABEL}={self._job.name}")
-                left = items(self._args, "jobsets.jobset.x-k8s.io")
-                if not pods and self._job.name not in {each["metadata"]["name"] for each in left}:
+                if not pods and not self._found():
                     self._slices = 0
-                    return self._stop.number == stopped
+                    return
                 if time.monotonic() > forget_at:
                     self._forget(pods)
             time.sleep(1)

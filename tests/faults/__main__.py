@@ -63,25 +63,35 @@ FAULTS = {
     "owed_evaluation": Fault(
         "SIGKILL between saving and evaluating", kills.killed_between_saving_and_evaluating
     ),
-    "host_lost": Fault("a host and its disk lost", kills.lost(kills.host), 10, 10, groups=1),
+    "host_lost": Fault(
+        "a host and its disk lost", kills.lost(kills.host), tries=10, in_one_run=10, groups=1
+    ),
     "slice_lost": Fault(
-        "a slice or replica and its disks lost", kills.lost(kills.group), 10, 10, groups=2
+        "a slice or replica and its disks lost",
+        kills.lost(kills.group),
+        tries=10,
+        in_one_run=10,
+        groups=2,
     ),
     "peers_lost": Fault(
         "a host and its peer lost, with their disks",
         kills.lost(kills.host_and_peer),
-        10,
-        10,
+        tries=10,
+        in_one_run=10,
         groups=1,
     ),
     "storage_away": Fault(
-        "a host and its disk lost while storage is away", damage.storage_away, 10, 3, groups=1
+        "a host and its disk lost while storage is away",
+        damage.storage_away,
+        tries=10,
+        in_one_run=3,
+        groups=1,
     ),
     "slice_away": Fault(
         "a slice lost; the other one continues, then both (1e-5)",
         kills.lost(kills.group, *ON_ANY_NUMBER, rel=1e-5),
-        10,
-        5,
+        tries=10,
+        in_one_run=5,
         starts=3,
         groups=2,
         resized=True,

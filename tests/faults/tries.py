@@ -112,7 +112,6 @@ class Try:
     def start_anew(self) -> None:
         """Delete the run in which the moment has been missed."""
         shutil.rmtree(self.run, ignore_errors=True)
-        shutil.rmtree(self.disk(0).parent, ignore_errors=True)
 
     def disk(self, host: int) -> Path:
         """Return a host's own disk, as tests/stand_ins/hosts_with_disks.py has it."""
@@ -142,16 +141,11 @@ class Try:
             raise NotSurvived(problem)
 
     def resume_after(
-        self,
-        step: int,
-        *flags: str,
-        expected: Path | None = None,
-        rel: float = 0.0,
-        **about: Any,
+        self, step: int, *flags: str, expected: Path | None = None, **about: Any
     ) -> Survived:
         """Complete the run after a fault that came when ``step`` was the last one in the log."""
         resumed, starts = self.complete(*flags)
-        self.compare(expected, rel)
+        self.compare(expected)
         lost = max(0, step - resumed)
         return Survived(lost, self.moment, step, starts=starts, **about)
 
