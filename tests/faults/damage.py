@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.faults.kills import host, kill_hosts, losses, stop_after, wait_in_training
-from tests.faults.program import DIGITS, SAVE_INTERVAL, STEPS, last_step, newest_step, running
+from tests.faults.program import ALL_DIGITS, SAVE_INTERVAL, STEPS, last_step, newest_step, running
 from tests.faults.tries import Loss, NotSurvived, Skipped, Survived, Try, last_words
 from training.checkpoints.choose import complete_checkpoints
 from training.checkpoints.format import MANIFEST
@@ -163,7 +163,7 @@ def storage_away(attempt: Try) -> list[Survived]:
 def broken_images(attempt: Try) -> Survived:
     """Break images of train/ and val/: a run without a kill and one with a kill must be alike."""
     data = attempt.folder / "digits"
-    shutil.copytree(DIGITS, data)
+    shutil.copytree(ALL_DIGITS, data)
     broken = [
         attempt.rng.choice(sorted((data / split).rglob("*.png"))) for split in ("train", "val")
     ]

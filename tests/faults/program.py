@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Self
 
 from benchmarks.common import ROOT
-from tests.cli import DIGITS, environment
+from tests.cli import ALL_DIGITS, environment
 from training.checkpoints.choose import complete_checkpoints, step_of
 from training.checkpoints.format import damage
 from training.logs.records import read_metrics
@@ -70,17 +70,16 @@ class Setup:
         self, ckpt_dir: Path | str, *flags: str, module: str = "", restarts: int = 0
     ) -> list[str]:
         """Return the command line of a whole run, of the program or of ``module``."""
-        module = module or self.module
-        ours = [*self.flags, "--data_dir", str(DIGITS), "--ckpt_dir", str(ckpt_dir), *FLAGS, *flags]
+        alone = self.of_one_process(ckpt_dir, *flags, module=module)
         if self.processes == 1 or not self.by_torchrun:
-            return [*_python(module), *ours]
-        if not module and not restarts:
-            return [str(ROOT / "launch" / "torchrun.sh"), *ours]
+            return alone
+        if not module and not self.module and not restarts:
+            return [str(ROOT / "launch" / "torchrun.sh"), *alone[2:]]
         torchrun = (
             f"-m torch.distributed.run --standalone --nproc-per-node {self.processes} "
             f"--max-restarts {restarts}"
         )
-        return [*self.python, *torchrun.split(), *_python(module)[1:], *ours]
+        return [*self.python, *torchrun.split(), *alone[1:]]
 
     @property
     def group_size(self) -> int:
@@ -100,22 +99,12 @@ class Setup:
             return None
         return f"there is no {Path(self.python[0]).relative_to(ROOT)}: make test-torchtpu makes it"
 
-    def of_one_process(self, ckpt_dir: Path | str, *flags: str) -> list[str]:
+    def of_one_process(self, ckpt_dir: Path | str, *flags: str, module: str = "") -> list[str]:
         """Return the command line of one of several processes, to be started without torchrun."""
-        return [
-            *_python(self.module),
-            *self.flags,
-            "--data_dir",
-            str(DIGITS),
-            "--ckpt_dir",
-            str(ckpt_dir),
-            *FLAGS,
-            *flags,
-        ]
-
-
-def _python(module: str) -> list[str]:
-    return [sys.executable, *(["-m", module] if module else [str(ROOT / "run_vit_training.py")])]
+        module = module or self.module
+        program = ["-m", module] if module else [str(ROOT / "run_vit_training.py")]
+        where = ["--data_dir", str(ALL_DIGITS), "--ckpt_dir", str(ckpt_dir)]
+        return [sys.executable, *program, *self.flags, *where, *FLAGS, *flags]
 
 
 _NEWER = str(ROOT / ".venv-newer" / "bin" / "python")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli import DIGITS, TINY_MODEL, TINY_RUN
+from tests.cli import ALL_DIGITS, TINY_MODEL, TINY_RUN
 from tests.launch.test_launch_gpu import TORCHRUN, start, succeed
 from tests.slurm.cluster import KILL_WAIT_SECONDS, until
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slurm
 # A quarter of a minute of training, at least: time for Slurm to act.
 RUN = [
     "--data_dir",
-    str(DIGITS),
+    str(ALL_DIGITS),
     "--hflip",
     "0",
     *TINY_MODEL,

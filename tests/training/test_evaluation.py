@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from sklearn.metrics import confusion_matrix, top_k_accuracy_score
 
-from tests.cli import DIGITS, need_xla, run_program, train_tiny_gpu
+from tests.cli import DIGITS, VAL_IMAGES, need_xla, run_program, train_tiny_gpu
 from tests.marks import long
 from tests.references.plain_checkpoint import convert, tiny_timm_model
 from tests.usage_error import told_in_one_line
@@ -69,7 +69,7 @@ def test_top5_in_every_report(trained, expected):
     top5 = 100 * top_k_accuracy_score(labels, logits.numpy(), k=5)
     assert record["val_top5"] == pytest.approx(top5, abs=0.3)  # an image
     assert 20 < record["val_top1"] < record["val_top5"] < 100
-    assert f"% of 359 images, top-5: {record['val_top5']:.2f} %" in trained.stdout
+    assert f"% of {VAL_IMAGES} images, top-5: {record['val_top5']:.2f} %" in trained.stdout
     event = next((trained.ckpt_dir / "tensorboard").iterdir()).read_bytes()
     assert b"val/top5" in event
 
@@ -129,7 +129,7 @@ def test_report(processes, flags, trained, expected, tmp_path):
         assert int(row["times"]) == wrong.max()
         assert int(row["predicted"]) == found[:, label].sum()
     result = json.loads(done.stdout.splitlines()[-1])  # after what gloo says
-    assert result["val_top1"] == pytest.approx(100 * found.diag().sum() / 359)
+    assert result["val_top1"] == pytest.approx(100 * found.diag().sum() / VAL_IMAGES)
     with Image.open(folder / "confusion.png") as picture:
         assert min(picture.size) > 300
 

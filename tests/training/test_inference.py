@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer
 
 import run_vit_training
-from tests.cli import DIGITS, TINY_MODEL, run_program, train_tiny, train_tiny_gpu
+from tests.cli import DIGITS, TINY_MODEL, VAL_IMAGES, run_program, train_tiny, train_tiny_gpu
 from tests.marks import long
 from tests.usage_error import told_in_one_line
 from training.checkpoints.format import quiet_dcp, read_saved_run
@@ -220,7 +220,7 @@ def test_eval_only_repeats_the_runs_own(name, flags, processes, trained, files, 
     assert result["bad_images"] == 0
     assert result["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-5)
     assert result["val_top1"] == pytest.approx(expected["val_top1"], abs=0.3)  # an image
-    assert result["val_images"] == 359
+    assert result["val_images"] == VAL_IMAGES
     assert contents(trained.ckpt_dir) == before
     assert "val loss: " in done.stderr
 
@@ -233,8 +233,8 @@ def test_eval_only_as_text_of_a_file(trained, files, words, tmp_path):
     )  # fmt: skip
     result = trained.evaluations[-1]
     assert done.stdout.splitlines()[-1] == (
-        f"val loss: {result['val_loss']:.4f}, accuracy on val: {result['val_top1']:.2f} % of 359 "
-        f"images, top-5: {result['val_top5']:.2f} %"
+        f"val loss: {result['val_loss']:.4f}, accuracy on val: {result['val_top1']:.2f} % of "
+        f"{VAL_IMAGES} images, top-5: {result['val_top5']:.2f} %"
     )
     assert not (tmp_path / "none").exists()
 
@@ -395,7 +395,7 @@ def test_eval_only_leaves_out_what_it_cannot_read(
         assert "error: 2 images cannot be read, more than --max_bad_images 1: mend" in done.stderr
         return
     assert done.returncode == 0, done.stderr
-    assert re.search(r" % of 357 of 359 images, top-5: ", done.stderr)
+    assert re.search(rf" % of {VAL_IMAGES - 2} of {VAL_IMAGES} images, top-5: ", done.stderr)
     first.unlink()
     last.unlink()
     found, expected = (json.loads(each.stdout) for each in (done, evaluated(tmp_path)))

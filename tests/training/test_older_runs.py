@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from tests.cli import DIGITS, ROOT, Result, need_xla, run_program
+from tests.cli import ALL_DIGITS, ROOT, Result, need_xla, run_program
 from tests.marks import long
 
 FLAGS = (
@@ -96,7 +96,7 @@ def test_goes_on(backend, older_run):
     if processes == 1:
         need_xla()
     flags = [*FLAGS, *older.flags.split(), *backend.split()]
-    flags += ["--data_dir", str(DIGITS), "--ckpt_dir", str(folder), "--max_steps", "8"]
+    flags += ["--data_dir", str(ALL_DIGITS), "--ckpt_dir", str(folder), "--max_steps", "8"]
     done = run_program("run_vit_training.py", *flags, processes=processes)
     assert done.returncode == 0, done.stderr
     assert f"resuming {folder}/step_4 at step 4, epoch 1" in done.stdout
@@ -114,7 +114,7 @@ def test_evaluates(older_run):
     need_xla()
     folder, older = older_run
     flags = "--eval_only --json --cpu_devices 2 --batch_size 128".split()
-    flags += ["--data_dir", str(DIGITS), "--ckpt_dir", str(folder)]
+    flags += ["--data_dir", str(ALL_DIGITS), "--ckpt_dir", str(folder)]
     done = run_program("run_vit_training.py", *flags)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -21,7 +21,7 @@ from config_fields import count_or_percent
 from data.config import DataConfig
 from data.index import index_split
 from data.loader import GlobalBatchSampler
-from tests.cli import DIGITS, ROOT, Result, train_tiny, train_tiny_gpu
+from tests.cli import ALL_DIGITS, ROOT, Result, train_tiny, train_tiny_gpu
 from tests.marks import long
 from tests.short_runs import ENDLESS, QUICK, mistake, program, start
 from tests.training.test_checkpoints import flip, left, truncate
@@ -147,7 +147,7 @@ def test_restart_resumes_what_the_first_start_still_writes(run, trained, monkeyp
 
 def test_images_that_cannot_be_read(tmp_path):
     """They are listed and left out; beyond the limit the run ends."""
-    data = shutil.copytree(DIGITS, tmp_path / "data")
+    data = shutil.copytree(ALL_DIGITS, tmp_path / "data")
     broken = sorted(data.glob("train/*/*"))[:2] + sorted(data.glob("val/*/*"))[:1]
     for path in broken:
         path.write_bytes(path.read_bytes()[:60])
@@ -173,7 +173,7 @@ FORMS = {
 @pytest.fixture
 def spoiled(tmp_path):
     """Digits, two images of which, that the second of two processes reads in step 5, are broken."""
-    data = shutil.copytree(DIGITS, tmp_path / "data")
+    data = shutil.copytree(ALL_DIGITS, tmp_path / "data")
     sampler = GlobalBatchSampler(1438, 128, shuffle=True, rank=1, world_size=2)
     images = index_split(str(data / "train")).paths
     for _, index in list(sampler)[4][7:9]:
@@ -230,7 +230,7 @@ def test_too_many_unreadable_images_in_the_last_step(spoiled, tmp_path):
 
 def test_too_many_unreadable_images_in_an_evaluation(tmp_path):
     """It does not count; when more are allowed, it is made, and says what was left out."""
-    data = shutil.copytree(DIGITS, tmp_path / "data")
+    data = shutil.copytree(ALL_DIGITS, tmp_path / "data")
     for path in sorted(data.glob("val/3/*")):
         path.write_text("hello")
     count = len(list(data.glob("val/3/*")))
@@ -253,7 +253,7 @@ def test_too_many_unreadable_images_in_an_evaluation(tmp_path):
 @pytest.mark.parametrize("processes", [1, long(2)])
 def test_images_that_have_gone(processes, tmp_path):
     """A disk goes while batches are ready: a checkpoint, and an end after which to start again."""
-    data, run = shutil.copytree(DIGITS, tmp_path / "data"), tmp_path / "run"
+    data, run = shutil.copytree(ALL_DIGITS, tmp_path / "data"), tmp_path / "run"
     flags = ["--data_dir", data, "--batch_size", "16", "--num_workers", "1"]
     gone = threading.Thread(target=take_away, args=(data / "train", run / "metrics.jsonl"))
     gone.start()
@@ -494,5 +494,6 @@ def test_crash_between_saving_and_evaluating(trained, run):
     ],
 )
 def test_eval_batches(flags, images, tmp_path):
-    done = train_tiny_gpu(tmp_path, *QUICK, *flags.split(), "--max_steps", "1")
+    flags = ["--data_dir", ALL_DIGITS, *flags.split()]
+    done = train_tiny_gpu(tmp_path, *QUICK, *map(str, flags), "--max_steps", "1")
     assert [e["val_images"] for e in done.evaluations] == [images]
