@@ -16,7 +16,15 @@ from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer
 
 import run_vit_training
-from tests.cli import DIGITS, TINY_MODEL, VAL_IMAGES, run_program, train_tiny, train_tiny_gpu
+from tests.cli import (
+    ALL_DIGITS,
+    DIGITS,
+    TINY_MODEL,
+    VAL_IMAGES,
+    run_program,
+    train_tiny,
+    train_tiny_gpu,
+)
 from tests.marks import long
 from tests.usage_error import told_in_one_line
 from training.checkpoints.format import quiet_dcp, read_saved_run
@@ -34,13 +42,13 @@ def cpu(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def words(digits, tmp_path_factory):
+def words(tmp_path_factory):
     """The digits with spelt-out class names."""
     root = tmp_path_factory.mktemp("words")
     for split in ("train", "val"):
         (root / split).mkdir()
         for digit, word in enumerate(WORDS):
-            (root / split / word).symlink_to(digits / split / str(digit))
+            (root / split / word).symlink_to(DIGITS / split / str(digit))
     return root
 
 
@@ -114,7 +122,7 @@ IMAGE = sorted((DIGITS / "val" / "7").glob("*.png"))[0]
 def test_folder_of_images_from_a_run(trained, files, tmp_path):
     """The program itself; more images than one batch, some in subfolders, one named alone."""
     images = tmp_path / "images"
-    shutil.copytree(DIGITS / "val" / "3", images / "b")
+    shutil.copytree(ALL_DIGITS / "val" / "3", images / "b")
     shutil.copy(IMAGE, images / "A.PNG")
     Image.open(IMAGE).save(images / "still.gif")
     (images / "notes.txt").touch()
