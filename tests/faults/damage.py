@@ -130,7 +130,7 @@ def storage_away(attempt: Try) -> list[Survived]:
 
     def lose(number: int) -> Loss | None:
         with attempt.running(f"start_{number}", *flags) as program:
-            if not wait_in_training(attempt, program):
+            if not wait_in_training(attempt, program, 3 * SAVE_INTERVAL):
                 return None
             away = last_step(attempt.run)
             killed = away + attempt.rng.randrange(2 * SAVE_INTERVAL, 3 * SAVE_INTERVAL)

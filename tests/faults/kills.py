@@ -232,10 +232,11 @@ def losses(
     return [attempt.survived(loss) for loss in found]
 
 
-def wait_in_training(attempt: Try, program: Running) -> bool:
-    """Wait for a random moment of training, so early that all losses of the try have room in it;
-    False if the run has come to its end."""
-    if _wait_for("at random", attempt, program, _IN_TRAINING / len(attempt.numbers)):
+def wait_in_training(attempt: Try, program: Running, steps: int = 0) -> bool:
+    """Wait for a random moment of training, so early that all losses of the try have room in it,
+    each so many steps later; False if the run has come to its end."""
+    share = (_IN_TRAINING - steps / STEPS) / len(attempt.numbers)
+    if _wait_for("at random", attempt, program, share):
         return True
     if program.root.poll() != 0:
         raise NotSurvived(f"no step was trained: {last_words(program.output())}")
