@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from tests.faults.kills import host, kill_hosts, losses, stop_after, wait_in_training
+from tests.faults.kills import IN_TRAINING, host, kill_hosts, losses, stop_after, wait_in_training
 from tests.faults.program import ALL_DIGITS, SAVE_INTERVAL, STEPS, last_step, newest_step, running
 from tests.faults.tries import Loss, NotSurvived, Skipped, Survived, Try, last_words
 from training.checkpoints.choose import complete_checkpoints
@@ -130,7 +130,7 @@ def storage_away(attempt: Try) -> list[Survived]:
 
     def lose(number: int) -> Loss | None:
         with attempt.running(f"start_{number}", *flags) as program:
-            if not wait_in_training(attempt, program, 3 * SAVE_INTERVAL):
+            if not wait_in_training(attempt, program, IN_TRAINING - 3 * SAVE_INTERVAL / STEPS):
                 return None
             away = last_step(attempt.run)
             killed = away + attempt.rng.randrange(2 * SAVE_INTERVAL, 3 * SAVE_INTERVAL)
@@ -144,10 +144,12 @@ def storage_away(attempt: Try) -> list[Survived]:
             program.wait_until(reached)
             loss = kill_hosts(attempt, program, host(attempt.setup, number))
         filler.unlink()
+        if not loss:
+            return None
         stored.append(newest_step(attempt.run))
-        if loss and stored[-1] > newest + SAVE_INTERVAL:
+        if stored[-1] > newest + SAVE_INTERVAL:
             raise NotSurvived("storage was not away")
-        return loss and replace(loss, moment=f"{loss.moment}, storage away since step {away}")
+        return replace(loss, moment=f"{loss.moment}, storage away since step {away}")
 
     with _small_disk(attempt.run):
         ends = losses(attempt, lose, *flags)

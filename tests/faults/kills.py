@@ -38,7 +38,7 @@ _ENDS_WITHIN_S = 120.0
 processes that it ends."""
 _ORPHANS_END_WITHIN_S = 15.0
 _WATCH_S = 0.002
-_IN_TRAINING = 0.7
+IN_TRAINING = 0.7
 """The share of a run's time in training in which its hosts are lost, about."""
 
 
@@ -192,7 +192,7 @@ def lost(
         def lose(number: int) -> Loss | None:
             hosts = choose(attempt.setup, number)
             with attempt.running(f"start_{number}", *flags) as program:
-                if not wait_in_training(attempt, program):
+                if not wait_in_training(attempt, program, IN_TRAINING / 2 if rel else IN_TRAINING):
                     return None
                 loss = kill_hosts(attempt, program, hosts)
             if loss and rel and not _without(attempt, hosts, number, flags):
@@ -221,22 +221,25 @@ def losses(
     ``lose`` starts it and returns the loss, or None if the run had come to its end.
     """
     found: list[Loss] = []
-    for number in attempt.numbers:
-        if not (loss := lose(number)):
+    for _ in range(_ATTEMPTS):
+        for number in attempt.numbers:
+            if not (loss := lose(number)):
+                break
+            found.append(loss)
+        if found:
             break
-        found.append(loss)
-    if not found:
-        raise NotSurvived("the run ended before a host could be lost")
+        attempt.start_anew()
+    else:
+        raise NotSurvived(f"{_ATTEMPTS} runs ended before a host could be lost")
     attempt.complete(*flags)
     attempt.compare(expected, rel)
     return [attempt.survived(loss) for loss in found]
 
 
-def wait_in_training(attempt: Try, program: Running, steps: int = 0) -> bool:
-    """Wait for a random moment of training, so early that all losses of the try have room in it,
-    each so many steps later; False if the run has come to its end."""
-    share = (_IN_TRAINING - steps / STEPS) / len(attempt.numbers)
-    if _wait_for("at random", attempt, program, share):
+def wait_in_training(attempt: Try, program: Running, share: float = IN_TRAINING) -> bool:
+    """Wait for a random moment of training, so early that all losses of the try have room in this
+    share of it; False if the run has come to its end."""
+    if _wait_for("at random", attempt, program, share / len(attempt.numbers)):
         return True
     if program.root.poll() != 0:
         raise NotSurvived(f"no step was trained: {last_words(program.output())}")
@@ -263,12 +266,12 @@ def _without(attempt: Try, hosts: list[int], number: int, flags: tuple[str, ...]
     """Continue on the group that is left until one of it is killed; False if the run ended."""
     fewer = attempt.setup.of_one_group(1 - hosts[0] // attempt.setup.group_size)
     with attempt.running(f"fewer_{number}", *flags, setup=fewer) as program:
-        if not wait_in_training(attempt, program):
+        if not wait_in_training(attempt, program, IN_TRAINING / 2):
             return False
         found = program.ranks()
-        if not found:
+        if len(found) < fewer.processes:
             return False
-        program.signal(signal.SIGKILL, [found[number % len(found)].pid])
+        program.signal(signal.SIGKILL, [found[number % fewer.processes].pid])
         attempt.moment += f", and again on one group after step {last_step(attempt.run)}"
         _let_end(attempt, program, signal.SIGKILL, "rank")
     return newest_step(attempt.run) != STEPS
