@@ -19,7 +19,7 @@ import run_vit_training
 from data.config import INTERPOLATIONS, Preprocessing
 from data.decode import Pixels
 from data.transforms import val_transform
-from tests.cli import TINY_MODEL, train_tiny_gpu
+from tests.cli import TINY_MODEL, VAL_IMAGES, train_tiny_gpu
 from tests.resolved import on_xla
 from tests.usage_error import told_in_one_line
 from training.checkpoints.format import read_saved_run
@@ -201,7 +201,7 @@ def test_what_was_trained_with_is_kept(tmp_path, picture, capsys):
         crop_mode="border",
     )
     assert run_now.config.data.preprocessing == expected
-    evaluated = ["--eval_only", "--json", "--ckpt_dir", tmp_path, "--batch_size", 359]
+    evaluated = ["--eval_only", "--json", "--ckpt_dir", tmp_path, "--batch_size", VAL_IMAGES]
     evaluated += ["--data_dir", run.run_file["arguments"]["data_dir"], "--backend", "cuda"]
     assert run_vit_training.main(list(map(str, evaluated))) == 0
     result = json.loads(capsys.readouterr().out)

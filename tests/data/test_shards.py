@@ -14,7 +14,7 @@ from data.files import DataFolderError
 from data.pack import main, pack
 from data.source import open_data
 from models.config import VitConfig
-from tests.cli import DIGITS
+from tests.cli import ALL_DIGITS
 from tests.data.test_data import arguments, loaders, wanted
 
 pytestmark = pytest.mark.fast
@@ -57,7 +57,7 @@ def split_of(root, split, **flags):
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
     target = tmp_path_factory.mktemp("packed") / "digits"
-    shards = pack(str(DIGITS), target, 300_000, 2)
+    shards = pack(str(ALL_DIGITS), target, 300_000, 2)
     assert shards == [*sorted(target.glob("train/*")), *sorted(target.glob("val/*"))]
     return target
 
@@ -82,12 +82,12 @@ def test_shards_hold_the_folders_files_in_order(packed, tmp_path):
                 content = {member.name: tar.extractfile(member).read() for member in tar}
             for key in sorted({name.split(".")[0] for name in content}):
                 found.append((content[f"{key}.png"], int(content[f"{key}.cls"])))
-        samples = ImageFolder(str(DIGITS / split)).samples
+        samples = ImageFolder(str(ALL_DIGITS / split)).samples
         assert len(found) == count == len(samples)
         for (content, label), (path, expected) in zip(found, samples, strict=True):
             with open(path, "rb") as file:
                 assert (file.read(), expected) == (content, label)
-    pack(str(DIGITS), tmp_path / "again", 300_000, 1)
+    pack(str(ALL_DIGITS), tmp_path / "again", 300_000, 1)
     assert checksums(tmp_path / "again") == checksums(packed)
 
 
@@ -96,12 +96,12 @@ def test_shards_are_read_by_the_package_webdataset(packed):
     found = list(
         webdataset.WebDataset(urls, shardshuffle=False).decode("pil").to_tuple("png", "cls")
     )
-    assert [label for _, label in found] == ImageFolder(str(DIGITS / "val")).targets
+    assert [label for _, label in found] == ImageFolder(str(ALL_DIGITS / "val")).targets
 
 
 def test_shards_give_what_the_folder_gives(packed):
     shards = arguments(packed, data_source="webdataset", num_workers=2)
-    for there, here in zip(loaders(arguments(DIGITS)), loaders(shards), strict=True):
+    for there, here in zip(loaders(arguments(ALL_DIGITS)), loaders(shards), strict=True):
         for expected, found in zip(there.epoch(3, 2), here.epoch(3, 2), strict=True):
             assert expected[0].equal(found[0])
             assert expected[1].equal(found[1])
@@ -113,15 +113,15 @@ def test_packing_on_the_command_line(tmp_path, capsys, monkeypatch):
         monkeypatch.setattr("sys.argv", ["data.pack", *map(str, words)])
         main()
 
-    run(DIGITS, tmp_path / "new", "--shard_size", "1GB", "--workers", "1")
+    run(ALL_DIGITS, tmp_path / "new", "--shard_size", "1GB", "--workers", "1")
     assert capsys.readouterr().out == f"2 shards: {tmp_path / 'new'}\n"
     for words, told in (
-        ((DIGITS, tmp_path / "new"), "new is there already: give another name"),
+        ((ALL_DIGITS, tmp_path / "new"), "new is there already: give another name"),
         ((tmp_path / "nowhere", tmp_path / "x"), "nowhere/train does not exist"),
         (("gs://bucket/x", tmp_path / "x"), "gs://bucket/x is a URL: pack a folder"),
-        ((DIGITS, "gs://bucket/x"), "gs://bucket/x is a URL: give a place on this machine"),
-        ((DIGITS, tmp_path / "x", "--shard_size", "256"), "'256' is not a size such as 256MB"),
-        ((DIGITS, tmp_path / "x", "--workers", "0"), "'0' is not a number of processes"),
+        ((ALL_DIGITS, "gs://bucket/x"), "gs://bucket/x is a URL: give a place on this machine"),
+        ((ALL_DIGITS, tmp_path / "x", "--shard_size", "256"), "'256' is not a size such as 256MB"),
+        ((ALL_DIGITS, tmp_path / "x", "--workers", "0"), "'0' is not a number of processes"),
     ):
         with pytest.raises(SystemExit, match="2"):
             run(*words)

@@ -19,7 +19,7 @@ from data.loader import Share
 from data.pack import pack
 from data.source import open_data
 from models.config import VitConfig
-from tests.cli import DIGITS, train_tiny, train_tiny_gpu
+from tests.cli import DIGITS, VAL_IMAGES, train_tiny, train_tiny_gpu
 from tests.data.test_data import arguments, loaders, wanted
 from tests.usage_error import told_in_one_line
 
@@ -343,7 +343,7 @@ def test_the_same_training_from_any_source(train, how, shards, tmp_path):
     resumed = train(stopped.ckpt_dir, *tars, **how)
     assert list(resumed.steps) == list(folder.steps) == [1, 2, 3, 4, 5, 6]
     assert resumed.column("loss") == folder.column("loss")
-    assert resumed.evaluations[-1]["val_images"] == 359
+    assert resumed.evaluations[-1]["val_images"] == VAL_IMAGES
     assert (stopped.stderr + resumed.stderr).count("and saved as") == 4
     again = train(stopped.ckpt_dir, *tars, **how)
     assert "and saved as" not in again.stderr

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from tests.cli import DIGITS, run_program, train_tiny_gpu
+from tests.cli import DIGITS, VAL_IMAGES, run_program, train_tiny_gpu
 from tests.gpu.helpers import need_form
 from torch_fsdp import devices
 
@@ -31,7 +31,7 @@ def assert_near(result, reference, rel):
         assert result.column(name) == pytest.approx(reference[name], rel=rel)
     (evaluation,) = result.evaluations
     assert evaluation["val_loss"] == pytest.approx(reference["val_loss"], rel=rel)
-    assert evaluation["val_images"] == 359
+    assert evaluation["val_images"] == VAL_IMAGES
 
 
 def columns(result):
@@ -170,7 +170,7 @@ def test_predicts_as_on_the_cpu(learned, monkeypatch):
     on_gpu = predict(learned.ckpt_dir)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     on_cpu = predict(learned.ckpt_dir)
-    assert len(on_gpu) == 359
+    assert len(on_gpu) == VAL_IMAGES
     assert on_gpu.keys() == on_cpu.keys()
     right = 0
     for image, top in on_cpu.items():
@@ -180,4 +180,4 @@ def test_predicts_as_on_the_cpu(learned, monkeypatch):
         if first["probability"] - second["probability"] > 1e-2:  # else rounding may decide
             assert found["class"] == first["class"], image
         right += f"/{found['class']}/" in image
-    assert right > 359 / 2  # it has learned something that could get lost
+    assert right > VAL_IMAGES / 2  # it has learned something that could get lost

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from tests.cli import ROOT, Result, run_program, tiny, train_tiny_gpu
+from tests.cli import ROOT, VAL_IMAGES, Result, run_program, tiny, train_tiny_gpu
 from tests.xla_fsdp.test_sharding import assert_same_training
 from torch_fsdp import devices
 from torch_fsdp.devices import Cpu, Cuda
@@ -26,7 +26,7 @@ def test_a_run_on_another_device(tiny_on_gpu, tmp_path):
     assert all(record["mfu"] > 0 for step, record in result.steps.items() if step > 1)
     for rank in (0, 1):
         calls = json.loads((tmp_path / f"calls_{rank}.json").read_text())
-        assert calls.pop("put") >= 6 + 359 // 16
+        assert calls.pop("put") >= 6 + VAL_IMAGES // 16
         assert calls.pop("read") >= 6 + 1
         assert calls == {f"start {rank}": 1, "TF32 False": 1, "seed": 6}
 

@@ -11,7 +11,16 @@ from timm.utils import ModelEmaV3
 from data.loader import Share
 from data.source import open_data
 from run_vit_training import read_flags
-from tests.cli import DIGITS, TINY_MODEL, TINY_RUN, run_program, tiny, train_tiny, train_tiny_gpu
+from tests.cli import (
+    DIGITS,
+    TINY_MODEL,
+    TINY_RUN,
+    VAL_IMAGES,
+    run_program,
+    tiny,
+    train_tiny,
+    train_tiny_gpu,
+)
 from tests.marks import long
 from tests.references.normalized import normalized
 from tests.references.plain_checkpoint import convert, tiny_timm_model
@@ -188,7 +197,7 @@ def probabilities(weights):
     model = tiny_timm_model().eval()
     model.load_state_dict(weights)
     run = plain_run()
-    batches = open_data(dataset_request(run)).val_loader(359, Share()).epoch(0)
+    batches = open_data(dataset_request(run)).val_loader(VAL_IMAGES, Share()).epoch(0)
     images, labels = next(iter(batches))
     image = images[labels == 7][:1]
     return model(normalized(image, run)).softmax(-1)[0].topk(5).values.tolist()

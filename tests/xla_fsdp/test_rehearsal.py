@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from tests.cli import Result, tiny, train_tiny
+from tests.cli import VAL_IMAGES, Result, tiny, train_tiny
 from tests.rehearsal.slice_ import Slice
 from tests.rehearsed import LIMIT, all_ended
 from tests.xla_fsdp.test_sharding import assert_same_curves, assert_same_training
@@ -65,7 +65,7 @@ def test_hosts_train_as_one_and_hand_over(slice_of, tmp_path, eight_devices):
     assert f"resuming {run}/step_5 at step 5" in four.stdout
     last = train_tiny(run, "--max_steps", "8", devices=8)
     assert_same_curves(last, eight_devices, rel=1e-5)
-    assert last.evaluations[-1]["val_images"] == 359
+    assert last.evaluations[-1]["val_images"] == VAL_IMAGES
 
 
 @pytest.mark.rehearse

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.cli import TINY_MODEL, run_program, train_tiny
+from tests.cli import TINY_MODEL, VAL_IMAGES, run_program, train_tiny
 from tests.marks import long
 
 
@@ -18,7 +18,7 @@ def assert_same_training(result, reference, rel=1e-5):
     assert_same_curves(result, reference, rel)
     (got,), (expected,) = result.evaluations, reference.evaluations
     assert got["val_loss"] == pytest.approx(expected["val_loss"], rel=rel)
-    assert got["val_images"] == expected["val_images"] == 359
+    assert got["val_images"] == expected["val_images"] == VAL_IMAGES
 
 
 @pytest.mark.parametrize("devices", [long(2), 4])
