@@ -4,7 +4,7 @@ import subprocess
 
 from tests.cli import ROOT, command_of, run_program, tiny, train_tiny_gpu
 
-# Eleven steps an epoch, of 4 tokens an image; an evaluation has 3 batches.
+# Eleven steps an epoch, of 4 tokens an image; an evaluation has one batch.
 QUICK = "--patch_size 8 --batch_size 128 --num_epochs 3 --ckpt_epoch_interval 1".split()
 ENDLESS = "--num_epochs 99999 --max_steps 99999 --test_epoch_interval 9999".split()
 

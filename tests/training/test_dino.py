@@ -10,7 +10,15 @@ from safetensors.torch import save_file
 
 from data.source import CropLayout, CropRequest
 from models.dino import slots_of
-from tests.cli import need_xla, run_program, tiny, train_tiny, train_tiny_gpu, train_tiny_megatron
+from tests.cli import (
+    DIGITS,
+    need_xla,
+    run_program,
+    tiny,
+    train_tiny,
+    train_tiny_gpu,
+    train_tiny_megatron,
+)
 from tests.marks import long
 from tests.references import plain_dino
 from tests.references.plain_checkpoint import convert
@@ -101,9 +109,15 @@ def test_student_and_teacher_are_the_plain_ones(on_gpu, expected):
 def test_k_nn_is_the_teachers(on_gpu):
     """The same figure as of the checkpoint's average, alone."""
     (record,) = [r for r in on_gpu.records if "val_knn_10" in r]
-    flags = "--eval_only --knn --use_ema --backend cuda --batch_size 48 --data_dir datasets/digits"
+    flags = "--eval_only --knn --use_ema --backend cuda --batch_size 48"
     done = run_program(
-        "run_vit_training.py", *flags.split(), "--resume", str(on_gpu.ckpt_dir), "--json"
+        "run_vit_training.py",
+        *flags.split(),
+        "--data_dir",
+        str(DIGITS),
+        "--resume",
+        str(on_gpu.ckpt_dir),
+        "--json",
     )
     assert done.returncode == 0, done.stderr
     assert f'"val_knn_10": {record["val_knn_10"]}' in done.stdout

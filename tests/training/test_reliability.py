@@ -453,7 +453,7 @@ def test_a_first_batch_that_is_never_read(run, monkeypatch):
 
 # -- evaluations ----------------------------------------------------------------------
 
-EVALUATED = "--test_epoch_interval 1 --max_steps".split()
+EVALUATED = ["--data_dir", str(ALL_DIGITS), *"--test_epoch_interval 1 --max_steps".split()]
 
 
 @pytest.mark.parametrize("last", [13, long(11)])
