@@ -30,7 +30,6 @@ def pytest_addoption(parser):
 
 def pytest_configure():
     """The embedded data set, also where `make data` was not run: here, before there are workers."""
-    ALL_DIGITS.parent.mkdir(exist_ok=True)
     write_digits(ALL_DIGITS)
     if not DIGITS.exists():
         with tempfile.TemporaryDirectory(dir=DIGITS.parent) as folder:

@@ -111,8 +111,8 @@ class Try:
 
     def start_anew(self) -> None:
         """Delete the run in which the moment has been missed."""
-        for folder in (self.run, self.run.parent / "disks"):
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(self.run, ignore_errors=True)
+        shutil.rmtree(self.disk(0).parent, ignore_errors=True)
 
     def disk(self, host: int) -> Path:
         """Return a host's own disk, as tests/stand_ins/hosts_with_disks.py has it."""
