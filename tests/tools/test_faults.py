@@ -53,6 +53,7 @@ def test_one_kill(results, tmp_path, monkeypatch, capsys):
     assert "| 1 | 0 |" in document.read_text()
 
 
+@pytest.mark.long
 def test_differences_are_seen(results, tmp_path):
     (reference,) = results.glob("*/reference-alone/run")
     run = shutil.copytree(reference, tmp_path / "run")

@@ -86,6 +86,7 @@ def two(teacher, tmp_path_factory):
         return train(folder, *flags, "--student", A, B, processes=2, program=program), flags
 
 
+@pytest.mark.long
 def test_each_student_trains_as_alone(two, tmp_path):
     """Bit for bit, with checkpoints that a run of it alone continues, measures and converts."""
     result, flags = two
