@@ -156,7 +156,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 bench: $(INSTALLED)
-	$(BIN)/python benchmarks/xla_step.py
+	$(BIN)/python benchmarks/xla_step.py $(ARGS)
 
 bench-start: $(INSTALLED) datasets/digits
 	@mkdir -p runs

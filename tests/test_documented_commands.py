@@ -4,6 +4,7 @@ COMMANDS says for each whether it is run, and what it must show, or why that tak
 Those are typed, too, with a stand-in at the end that notes what it is called with.
 """
 
+import dataclasses
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ class Run:
     private: bool = False
     """Names absolute paths."""
     long: bool = False
+    shorter: str = ""
+    """What is typed after it, where it repeats itself for an accurate figure."""
 
 
 @dataclass
@@ -232,10 +235,14 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     ),
     # docs/benchmarks.md
     "python benchmarks/xla_step.py --devices 1 2 4": Run(
-        (ROW % ("spmd", 4), ROW % ("wrapper", 4), ROW % ("nested", 1)), long=True
+        (ROW % ("spmd", 4), ROW % ("wrapper", 4), ROW % ("nested", 1)),
+        long=True,
+        shorter="--steps 1 --repeats 1",
     ),
     "python benchmarks/xla_step.py --devices 1 2 --forms spmd": Run(
-        (ROW % ("spmd", 2), ROW % ("unrolled", 2)), long=True
+        (ROW % ("spmd", 2), ROW % ("unrolled", 2)),
+        long=True,
+        shorter="--steps 1 --repeats 1",
     ),
     "python benchmarks/xla_step.py --devices 1 2 --forms plain": Run(
         (
@@ -244,6 +251,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
             r"^\| fsdp2 \| 1 \| [\d.]+ \|",
         ),
         long=True,
+        shorter="--steps 1 --repeats 1",
     ),
     "python benchmarks/gpu_step.py --json": Elsewhere("needs a GPU", benchmark_takes),
     "python benchmarks/gpu_step.py --models": Run(
@@ -259,10 +267,16 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
         leaves=("cpu.json", "cpu.png"),
         long=True,
     ),
-    "python benchmarks/data.py --repeats": Run((r"^  ratio a core \d\.\d\d",), long=True),
-    "python benchmarks/data.py --crops": Run((r"^  ratio a core \d\.\d\d",), long=True),
+    "python benchmarks/data.py --repeats": Run(
+        (r"^  ratio a core \d\.\d\d",), long=True, shorter="--repeats 1 --seconds 1"
+    ),
+    "python benchmarks/data.py --crops": Run(
+        (r"^  ratio a core \d\.\d\d",), long=True, shorter="--repeats 1 --seconds 1"
+    ),
     "python benchmarks/data.py --cores": Run((r" of 56 cores$",), long=True),
-    "python benchmarks/checkpoint.py": Run((r"\| fsdp2 \| 5 MB/s \|",), long=True),
+    "python benchmarks/checkpoint.py": Run(
+        (r"\| fsdp2 \| 5 MB/s \|",), long=True, shorter="--repeats 1"
+    ),
     "python benchmarks/number_formats.py": Elsewhere("an hour of training", benchmark_takes),
     "python benchmarks/domain_parallel.py --image_size_start 128": Run(
         tuple(rf"^\| cuda \| 1 \| {n} \| 256x256 \| 1 \| [\d,]+ \| [\d.]+ \| " for n in (1, 2)),
@@ -409,9 +423,17 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     # make help
     "make lint": Elsewhere("CI runs it before the tests", make_knows),
     "make format": Run((r"^All checks passed!$", r"^\d+ files left unchanged$")),
-    "make bench": Run((ROW % ("spmd", 1), ROW % ("nested", 1)), long=True),
-    "make bench-start": Run((START_ROW,), leaves=("runs/start.png",), long=True),
-    "make bench-checkpoint": Run((r"\| xla \| disk \|", r"\| fsdp2 \| 50 MB/s \|"), long=True),
+    "make bench": Run(
+        (ROW % ("spmd", 1), ROW % ("nested", 1)),
+        long=True,
+        shorter="ARGS='--steps 1 --repeats 1'",
+    ),
+    "make bench-start": Run(
+        (START_ROW,), leaves=("runs/start.png",), long=True, shorter="ARGS='--repeats 1'"
+    ),
+    "make bench-checkpoint": Run(
+        (r"\| xla \| disk \|", r"\| fsdp2 \| 50 MB/s \|"), long=True, shorter="ARGS='--repeats 1'"
+    ),
     "make bench-gpu": Elsewhere("needs a GPU", make_knows),
     "make bench-domain": Elsewhere("needs 8 GPUs", make_knows),
     "make clean": Run(removes=(".venv", "datasets", "runs")),
@@ -475,6 +497,8 @@ def test_command(command, how, machine, request):
         pytest.skip(problem)
     if how.trained:
         put_trained(machine, request.getfixturevalue("trained"))
+    if how.shorter:
+        command = dataclasses.replace(command, typed=f"{command.text} {how.shorter}")
     done = machine.run(command, private=how.private, timeout=3 * 3600 if how.long else 900)
     assert done.returncode == 0, done.stdout + done.stderr
     for pattern in how.shows:

@@ -7,7 +7,7 @@ import timm
 from PIL import Image
 from safetensors.torch import save_file
 
-from tests.cli import DIGITS
+from tests.cli import ALL_DIGITS
 from tests.stand_ins.new_machine import Machine
 
 
@@ -22,8 +22,8 @@ def put_trained(machine: Machine, ckpt_dir: Path) -> None:
     downloaded.mkdir(parents=True)
     weights = timm.create_model("vit_tiny_patch16_224", embed_dim=12, depth=1).state_dict()
     save_file(weights, downloaded / "model.safetensors")
-    shutil.copytree(DIGITS, machine.datasets / "imagenet-1k")
-    image = next((DIGITS / "val" / "7").glob("*.png"))
+    shutil.copytree(ALL_DIGITS, machine.datasets / "imagenet-1k")
+    image = next((ALL_DIGITS / "val" / "7").glob("*.png"))
     (machine.project / "holiday" / "beach").mkdir(parents=True)
     shutil.copy(image, machine.project / "holiday" / "beach" / "1.png")
     Image.open(image).convert("RGB").save(machine.project / "cat.jpg")
