@@ -273,7 +273,9 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     "python benchmarks/data.py --crops": Run(
         (r"^  ratio a core \d\.\d\d",), long=True, shorter="--repeats 1 --seconds 1"
     ),
-    "python benchmarks/data.py --cores": Run((r" of 56 cores$",), long=True),
+    "python benchmarks/data.py --cores": Run(
+        (r" of 56 cores$",), long=True, shorter="--repeats 1 --seconds 1"
+    ),
     "python benchmarks/checkpoint.py": Run(
         (r"\| fsdp2 \| 5 MB/s \|",), long=True, shorter="--repeats 1"
     ),

@@ -56,7 +56,9 @@ def storage(tmp_path, monkeypatch):
 def url(request, storage):
     """A run's folder on a URL; both kinds are known to this process."""
     assert bucket.Bucket.protocol == "bucket"
-    fsspec.filesystem("memory").store.clear()
+    memory = fsspec.filesystem("memory")  # one for all tests of this process
+    memory.store.clear()
+    memory.pseudo_dirs[:] = [""]
     return folder_at(f"{request.param}://shelf/a run/")
 
 
