@@ -68,10 +68,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=6, help="of each measurement (default: 6)")
     parser.add_argument("--decoders", action="store_true", help="time decoding alone, by library")
     parser.add_argument("--crops", action="store_true", help="make DINO's crops of the images")
-    parser.add_argument("--cores", action="store_true", help="compile steps; cores that they need")
+    parser.add_argument(
+        "--cores",
+        nargs="*",
+        choices=CORE_TABLE,
+        metavar="MODEL",
+        help=f"compile steps, print the cores that they need (default: of {', '.join(CORE_TABLE)})",
+    )
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     args = parser.parse_args()
-    if args.crops and args.cores:
+    if args.crops and args.cores is not None:
         parser.error("--crops is incompatible with --cores, which are those of whole images")
     with tempfile.TemporaryDirectory() as folder:
         size = make_images(Path(folder), args.images)
@@ -83,8 +89,9 @@ def main() -> None:
         found: dict[str, Any] = {"decoders": time_decoders(Path(folder))} if args.decoders else {}
         kind = "crops" if args.crops else "loaders"
         found[kind] = time_loaders(Path(folder), args, CROPS if args.crops else WHOLE)
-    if args.cores:
-        found["cores"] = cores_needed(found["loaders"]["program"]["images_per_cpu_s"])
+    if args.cores is not None:
+        pace = found["loaders"]["program"]["images_per_cpu_s"]
+        found["cores"] = cores_needed(pace, args.cores or list(CORE_TABLE))
     if args.json:
         args.json.write_text(json.dumps(found, indent=2) + "\n")
 
@@ -349,14 +356,16 @@ def cpu_seconds() -> float:
 # -- cores -----------------------------------------------------------------------------
 
 
-def cores_needed(pace: float) -> list[dict[str, Any]]:
-    """Print and return, for models on slices, the cores of a host that keep its chips at work.
+def cores_needed(pace: float, models: list[str]) -> list[dict[str, Any]]:
+    """Print and return, for ``models`` on slices, the cores of a host that keep its chips at work.
 
     ``pace``: images a second and core of this machine. The steps are compiled, in minutes.
     """
     kept = ROOT / "runs" / "tpu-table" / commit(*CODE_THAT_IS_COMPILED)
     kept.mkdir(parents=True, exist_ok=True)
-    cells = [(model, flags, name) for model, (flags, names) in CORE_TABLE.items() for name in names]
+    cells = [
+        (model, CORE_TABLE[model][0], name) for model in models for name in CORE_TABLE[model][1]
+    ]
     rows = []
     for model, flags, name in tqdm(cells, desc="compile", unit="step", leave=False):
         words = [*flags.split(), "--precision", "bf16"]

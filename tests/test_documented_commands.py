@@ -274,7 +274,9 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
         (r"^  ratio a core \d\.\d\d",), long=True, shorter="--repeats 1 --seconds 1"
     ),
     "python benchmarks/data.py --cores": Run(
-        (r" of 56 cores$",), long=True, shorter="--repeats 1 --seconds 1"
+        (r"^  vit_base\S+ +v5e:2x4 .* of 112 cores$",),
+        long=True,
+        shorter="--repeats 1 --seconds 1 --cores vit_base_patch16_224",
     ),
     "python benchmarks/checkpoint.py": Run(
         (r"\| fsdp2 \| 5 MB/s \|",), long=True, shorter="--repeats 1"
