@@ -47,7 +47,7 @@ class Run:
     """Names absolute paths."""
     long: bool = False
     shorter: str = ""
-    """What is typed after it, where it repeats itself for an accurate figure."""
+    """What is typed after it, where many repeats and blocks make its figures accurate."""
 
 
 @dataclass
@@ -237,12 +237,12 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     "python benchmarks/xla_step.py --devices 1 2 4": Run(
         (ROW % ("spmd", 4), ROW % ("wrapper", 4), ROW % ("nested", 1)),
         long=True,
-        shorter="--steps 1 --repeats 1",
+        shorter="--steps 1 --repeats 1 --num_blocks 2",
     ),
     "python benchmarks/xla_step.py --devices 1 2 --forms spmd": Run(
         (ROW % ("spmd", 2), ROW % ("unrolled", 2)),
         long=True,
-        shorter="--steps 1 --repeats 1",
+        shorter="--steps 1 --repeats 1 --num_blocks 2",
     ),
     "python benchmarks/xla_step.py --devices 1 2 --forms plain": Run(
         (
@@ -251,7 +251,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
             r"^\| fsdp2 \| 1 \| [\d.]+ \|",
         ),
         long=True,
-        shorter="--steps 1 --repeats 1",
+        shorter="--steps 1 --repeats 1 --num_blocks 2",
     ),
     "python benchmarks/gpu_step.py --json": Elsewhere("needs a GPU", benchmark_takes),
     "python benchmarks/gpu_step.py --models": Run(
@@ -430,7 +430,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     "make bench": Run(
         (ROW % ("spmd", 1), ROW % ("nested", 1)),
         long=True,
-        shorter="ARGS='--steps 1 --repeats 1'",
+        shorter="ARGS='--steps 1 --repeats 1 --num_blocks 2'",
     ),
     "make bench-start": Run(
         (START_ROW,), leaves=("runs/start.png",), long=True, shorter="ARGS='--repeats 1'"
