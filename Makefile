@@ -19,7 +19,7 @@ help:
 	@echo "make test    set up, then run the tests (11 minutes)"
 	@echo "make test-gpu-path  the tests of FSDP2 and Megatron-FSDP on PyTorch 2.14, in .venv-newer"
 	@echo "make test-fast  the tests that start no training (a minute or two), while one edits"
-	@echo "make test-long  the tests that compile, train or wait for long (over two hours; PART=1/3: a third)"
+	@echo "make test-long  the tests that compile, train or wait for long (some four hours; PART=1/3: a third)"
 	@echo "make test-torchtpu  the tests of TorchTPU, in an environment of its own (a few minutes)"
 	@echo "make rehearse  the tests that rehearse TPU pods (half an hour)"
 	@echo "make coverage  all of these suites; then which lines no test executes (hours)"
