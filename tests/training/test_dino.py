@@ -184,10 +184,10 @@ def test_megatron_is_as_fsdp2(processes, flags, own, tmp_path):
     words = [*DINO, *flags.split()]
     reference = train_tiny_gpu(tmp_path / "fsdp2", *words, processes=processes)
     found = train_tiny_megatron(tmp_path / "run", *words, *own.split(), processes=processes)
-    # The last bit of a weight, by another order of sums, can turn a rounding to bf16.
-    few = 5 if "bf16" in flags else 1
     for name in ("loss", "grad_norm", "loss_dino", "loss_ibot", "loss_koleo"):
-        rounding = few * (2e-5 if name == "grad_norm" else 1e-5)
+        rounding = 2e-5 if name == "grad_norm" else 1e-5
+        if "bf16" in flags:  # the last bit of a weight, by another order of sums, turns a rounding
+            rounding = 2**-9
         assert found.column(name) == pytest.approx(reference.column(name), rel=rounding), name
 
 
