@@ -26,7 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +90,8 @@ def main() -> None:
         kind = "crops" if args.crops else "loaders"
         found[kind] = time_loaders(Path(folder), args, CROPS if args.crops else WHOLE)
     if args.cores is not None:
-        pace = found["loaders"]["program"]["images_per_cpu_s"]
-        found["cores"] = cores_needed(pace, args.cores or list(CORE_TABLE))
+        throughput = found["loaders"]["program"]["images_per_cpu_s"]
+        found["cores"] = cores_needed(throughput, args.cores or CORE_TABLE)
     if args.json:
         args.json.write_text(json.dumps(found, indent=2) + "\n")
 
@@ -356,15 +356,18 @@ def cpu_seconds() -> float:
 # -- cores -----------------------------------------------------------------------------
 
 
-def cores_needed(pace: float, models: list[str]) -> list[dict[str, Any]]:
+def cores_needed(throughput: float, models: Collection[str]) -> list[dict[str, Any]]:
     """Print and return, for ``models`` on slices, the cores of a host that keep its chips at work.
 
-    ``pace``: images a second and core of this machine. The steps are compiled, in minutes.
+    ``throughput``: images a second and core of this machine. The steps are compiled, in minutes.
     """
     kept = ROOT / "runs" / "tpu-table" / commit(*CODE_THAT_IS_COMPILED)
     kept.mkdir(parents=True, exist_ok=True)
     cells = [
-        (model, CORE_TABLE[model][0], name) for model in models for name in CORE_TABLE[model][1]
+        (model, flags, name)
+        for model, (flags, names) in CORE_TABLE.items()
+        if model in models
+        for name in names
     ]
     rows = []
     for model, flags, name in tqdm(cells, desc="compile", unit="step", leave=False):
@@ -381,7 +384,7 @@ def cores_needed(pace: float, models: list[str]) -> list[dict[str, Any]]:
             "model": model,
             "slice": name,
             "images_per_s_a_host": images,
-            "cores": images / pace,
+            "cores": images / throughput,
             "cores_of_host": vcpus / 2,
         }
         rows.append(row)

@@ -65,6 +65,7 @@ class Printed:
 # -- every command, by its beginning --------------------------------------------------
 
 ROW = r"^\| %s \| %s \| [\d.| ]+ \| 1 \| 0 \|$"  # one execution a step, no compilation
+ONE_STEP = "--steps 1 --repeats 1 --num_blocks 2"  # of benchmarks/xla_step.py
 START_ROW = r"^\| \w+(-dirty)? \| 1\.00 \| 1\.00 \| in all [\d.]+, cores [\d.]+, imports [\d.]+, "
 
 COMMANDS: dict[str, Run | Elsewhere | Printed] = {
@@ -237,12 +238,12 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     "python benchmarks/xla_step.py --devices 1 2 4": Run(
         (ROW % ("spmd", 4), ROW % ("wrapper", 4), ROW % ("nested", 1)),
         long=True,
-        shorter="--steps 1 --repeats 1 --num_blocks 2",
+        shorter=ONE_STEP,
     ),
     "python benchmarks/xla_step.py --devices 1 2 --forms spmd": Run(
         (ROW % ("spmd", 2), ROW % ("unrolled", 2)),
         long=True,
-        shorter="--steps 1 --repeats 1 --num_blocks 2",
+        shorter=ONE_STEP,
     ),
     "python benchmarks/xla_step.py --devices 1 2 --forms plain": Run(
         (
@@ -251,7 +252,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
             r"^\| fsdp2 \| 1 \| [\d.]+ \|",
         ),
         long=True,
-        shorter="--steps 1 --repeats 1 --num_blocks 2",
+        shorter=ONE_STEP,
     ),
     "python benchmarks/gpu_step.py --json": Elsewhere("needs a GPU", benchmark_takes),
     "python benchmarks/gpu_step.py --models": Run(
@@ -430,7 +431,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     "make bench": Run(
         (ROW % ("spmd", 1), ROW % ("nested", 1)),
         long=True,
-        shorter="ARGS='--steps 1 --repeats 1 --num_blocks 2'",
+        shorter=f"ARGS='{ONE_STEP}'",
     ),
     "make bench-start": Run(
         (START_ROW,), leaves=("runs/start.png",), long=True, shorter="ARGS='--repeats 1'"

@@ -109,16 +109,9 @@ def test_student_and_teacher_are_the_plain_ones(on_gpu, expected):
 def test_k_nn_is_the_teachers(on_gpu):
     """The same figure as of the checkpoint's average, alone."""
     (record,) = [r for r in on_gpu.records if "val_knn_10" in r]
-    flags = "--eval_only --knn --use_ema --backend cuda --batch_size 48"
-    done = run_program(
-        "run_vit_training.py",
-        *flags.split(),
-        "--data_dir",
-        str(DIGITS),
-        "--resume",
-        str(on_gpu.ckpt_dir),
-        "--json",
-    )
+    flags = "--eval_only --knn --use_ema --backend cuda --batch_size 48 --json".split()
+    folders = ["--data_dir", str(DIGITS), "--resume", str(on_gpu.ckpt_dir)]
+    done = run_program("run_vit_training.py", *flags, *folders)
     assert done.returncode == 0, done.stderr
     assert f'"val_knn_10": {record["val_knn_10"]}' in done.stdout
 
