@@ -1,6 +1,7 @@
 """launch/torchrun.sh stopped and killed, with its processes."""
 
 import contextlib
+import os
 import shutil
 import signal
 import time
@@ -27,7 +28,7 @@ def test_ranks_end_with_torchrun(moment, tmp_path):
         found = []
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(OSError):
-                if str(tmp_path) in path.read_text():
+                if os.fsencode(tmp_path) in path.read_bytes():  # not all is UTF-8
                     found.append(path.parent.name)
         return found
 
