@@ -132,7 +132,7 @@ def command_of(
 
 
 def run_program(
-    *command: str, processes: int = 1, timeout: float = 300, warm: bool = True
+    *command: str, processes: int = 1, warm: bool = True
 ) -> subprocess.CompletedProcess[str]:
     """A Python program, to its end."""
     words, variables = command_of(*command, processes=processes, warm=warm)
@@ -142,7 +142,7 @@ def run_program(
         env=variables,
         text=True,
         capture_output=True,
-        timeout=timeout,
+        timeout=900,  # a busy machine compiles for minutes
         check=False,
     )
 
@@ -186,8 +186,7 @@ def train_tiny_megatron(ckpt_dir: Path, *flags: str, processes: int = 2) -> Resu
 
 def train_tiny_tpu(ckpt_dir: Path, *flags: str, processes: int = 1, **how: Any) -> Result:
     """The same by TorchTPU on the host's processor: in the environment of tests/torchtpu."""
-    how = {"program": TORCHTPU, "timeout": 900, **how}  # compilation takes a busy machine long
-    return _train(ckpt_dir, *flags, processes=processes, **how)
+    return _train(ckpt_dir, *flags, processes=processes, **{"program": TORCHTPU, **how})
 
 
 def _train(ckpt_dir: Path, *flags: str, program: str = "", **how: Any) -> Result:

@@ -162,7 +162,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     "make test-torchtpu": Elsewhere("an environment of its own", make_knows),
     "make test-long": Elsewhere("it runs this test", make_knows),
     # docs/contributing.md
-    ".venv/bin/python -m pytest": Run((r"^\d+ passed in ",), long=True),
+    ".venv/bin/python -m pytest": Run((r"^\d+ passed(, \d+ deselected)? in ",), long=True),
     # docs/slurm.md
     "make rehearse": Elsewhere("minutes of tests of their own", make_knows),
     "make coverage": Elsewhere("hours of all tests", make_knows),

@@ -144,11 +144,11 @@ def test_a_run_that_is_stopped_and_killed(tmp_path, monkeypatch):
     monkeypatch.setenv("PROGRAM", "tests.stand_ins.signal_at_step")
     words = ["-m", TORCHTPU, *tiny(run), *STOPPED]
     monkeypatch.setenv("SIGNAL_AT", "0 2 SIGTERM")
-    stopped = run_program(*words, timeout=900)
+    stopped = run_program(*words)
     assert stopped.returncode == 128 + 15, stopped.stderr
     assert (run / "step_2").is_dir()
     monkeypatch.setenv("SIGNAL_AT", "0 7 SIGKILL")
-    assert run_program(*words, timeout=900).returncode == -9
+    assert run_program(*words).returncode == -9
     monkeypatch.delenv("PROGRAM")
     resumed = train_tiny_tpu(run, *STOPPED)
     assert "at step 6" in resumed.stdout or "at step 3" in resumed.stdout
@@ -188,9 +188,7 @@ def test_checkpoint_moves_between_backends(tmp_path):
 
 def test_evaluation_of_a_checkpoint(tiny_on_tpu):
     folder = tiny_on_tpu.ckpt_dir
-    done = run_program(
-        "-m", TORCHTPU, *tiny(folder), "--eval_only", "--resume", str(folder), timeout=900
-    )
+    done = run_program("-m", TORCHTPU, *tiny(folder), "--eval_only", "--resume", str(folder))
     assert done.returncode == 0, done.stderr
     found = f"val loss: {tiny_on_tpu.evaluations[0]['val_loss']:.4f}"
     assert found in done.stdout
@@ -198,5 +196,5 @@ def test_evaluation_of_a_checkpoint(tiny_on_tpu):
 
 @pytest.mark.long
 def test_self_check(tmp_path):
-    done = run_program("-m", TORCHTPU, *tiny(tmp_path), "--self_check", processes=2, timeout=900)
+    done = run_program("-m", TORCHTPU, *tiny(tmp_path), "--self_check", processes=2)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -127,7 +127,7 @@ def test_killed_while_writing(trained, tmp_path, monkeypatch):
 
 
 def test_a_write_that_hangs_ends_the_run(tmp_path, monkeypatch):
-    monkeypatch.setenv("SAVES", "slow 2 -1 600")
+    monkeypatch.setenv("SAVES", "slow 2 -1 3600")
     flags = "--ckpt_step_interval 2 --max_steps 20 --step_timeout_s 2".split()
     hung = program(tmp_path, *flags, module=DISTURBED)
     assert hung.returncode == 1
@@ -135,10 +135,10 @@ def test_a_write_that_hangs_ends_the_run(tmp_path, monkeypatch):
 
 
 def test_ctrl_c_twice_waits_for_no_write(tmp_path, monkeypatch):
-    monkeypatch.setenv("SAVES", "slow 2 -1 600")
+    monkeypatch.setenv("SAVES", "slow 2 -1 3600")
     monkeypatch.setenv("PROGRAM", "tests.stand_ins.signal_at_step")
     monkeypatch.setenv("SIGNAL_AT", "0 3 SIGINT SIGINT")
-    ended = program(tmp_path, "--ckpt_step_interval", 2, module=DISTURBED, timeout=60)
+    ended = program(tmp_path, "--ckpt_step_interval", 2, module=DISTURBED)
     assert ended.returncode == 130
     assert ended.stderr.endswith("run_vit_training.py: interrupted\n")
 

@@ -295,7 +295,7 @@ def test_steady_state(flags, devices, graphs, tmp_path):
 def test_by_the_tpu_compiler():
     flags = "--compile_only --json --tpu_topology v5e:2x2 --objective mae --precision bf16".split()
     flags += "--model vit_base_patch16_224 --num_blocks 2 --batch_size 64".split()
-    done = run_program("run_vit_training.py", *flags, "--decoder_depth", "2", timeout=900)
+    done = run_program("run_vit_training.py", *flags, "--decoder_depth", "2")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     encoder, decoder, outside = 7_087_872, 3_152_384, 1_533_440
