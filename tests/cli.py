@@ -184,9 +184,11 @@ def train_tiny_megatron(ckpt_dir: Path, *flags: str, processes: int = 2) -> Resu
     return train_tiny_gpu(ckpt_dir, *flags, processes=processes, program=program)
 
 
-def train_tiny_tpu(ckpt_dir: Path, *flags: str, processes: int = 1, **how: Any) -> Result:
+def train_tiny_tpu(
+    ckpt_dir: Path, *flags: str, processes: int = 1, program: str = TORCHTPU
+) -> Result:
     """The same by TorchTPU on the host's processor: in the environment of tests/torchtpu."""
-    return _train(ckpt_dir, *flags, processes=processes, **{"program": TORCHTPU, **how})
+    return _train(ckpt_dir, *flags, processes=processes, program=program)
 
 
 def _train(ckpt_dir: Path, *flags: str, program: str = "", **how: Any) -> Result:

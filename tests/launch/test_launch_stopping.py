@@ -1,17 +1,15 @@
 """launch/torchrun.sh stopped and killed, with its processes."""
 
-import contextlib
-import os
 import shutil
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
 from tests.cli import DIGITS, ROOT, TINY_MODEL, TINY_RUN
 from tests.launch.test_launch_gpu import TORCHRUN, finish, free_port, start
 from tests.marks import long
+from tests.running import Running, running_with
 
 
 @pytest.mark.parametrize("moment", ["start", long("training")])
@@ -19,18 +17,13 @@ def test_ranks_end_with_torchrun(moment, tmp_path):
     """Killed, it can tell them nothing; a restart would find them training in its folder."""
     endless = "--num_epochs 9999 --max_steps 99999 --num_workers 1 --test_epoch_interval 9999"
     source = ["--data_dir", DIGITS, "--ckpt_dir", tmp_path, *TINY_MODEL, *TINY_RUN]
-    run = start(TORCHRUN, *source, *endless.split(), NPROC_PER_NODE="2")
-    metrics = tmp_path / "metrics.jsonl"
+    run = start(TORCHRUN, *source, *endless.split(), NPROC_PER_NODE="2", STOPPED_RUN=str(tmp_path))
+    mark, metrics = f"STOPPED_RUN={tmp_path}", tmp_path / "metrics.jsonl"
 
-    def left() -> list[str]:
+    def left() -> list[Running]:
         """Every process of the run: ranks and their loaders have its folder in their arguments, and
         so does what torchrun has just forked."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            with contextlib.suppress(OSError):
-                if os.fsencode(tmp_path) in path.read_bytes():  # not all is UTF-8
-                    found.append(path.parent.name)
-        return found
+        return [each for each in running_with(mark) if str(tmp_path) in each.words]
 
     if moment == "training":
         while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
