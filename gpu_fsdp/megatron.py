@@ -104,6 +104,7 @@ class MegatronBackend(TorchBackend):
             # 0.6.1 is wrong for a sharded outer dimension.
             calculate_per_token_loss=True,
         )
+        megatron_private.remove_guards_of_casts(self._model)
         distributed = megatron_private.optimizer_parameters(self._model)
         for name, _ in self._model.module.named_parameters():
             self._parameters[recipe.blocks.timm_name(name)] = distributed[name]

@@ -25,6 +25,17 @@ def set_last_micro_batch(model: Any, is_last: bool) -> None:
     model.is_last_microbatch = is_last
 
 
+def remove_guards_of_casts(model: Any) -> None:
+    """Give parameters back PyTorch's ``to`` and ``cpu``.
+
+    The package's own look at the parameter's storage, which torch.compile cannot trace, only to
+    warn of a use that this program has none of.
+    """
+    for parameter in model.raw_param.values():
+        for method in ("to", "cpu"):
+            vars(parameter).pop(method, None)
+
+
 def remove_gradient_hooks(model: Any) -> None:
     """Remove the hooks in the parameters, which hold the model and would keep it alive."""
     for hook in model.grad_acc_hooks.values():

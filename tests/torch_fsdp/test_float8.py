@@ -106,6 +106,7 @@ PROGRAM = "tests.stand_ins.float8_on_cpu"
         long("current", "--grad_accum_steps 2 --no_grad_ckpt"),
         long("rowwise", "--mesh_domain 2 --fsdp fsdp2"),
         long("rowwise", "--compile"),
+        long("current", "--compile --fsdp megatron"),
     ],
 )
 def test_trains_near_bf16(fp8, flags, tmp_path):
