@@ -49,6 +49,7 @@ VARIANTS = {
     "megatron+compile": "--fsdp megatron --compile",
     "fsdp2+compile+fp8": "--fsdp fsdp2 --compile --fp8 current",
     "fsdp2+compile+fp8-rowwise": "--fsdp fsdp2 --compile --fp8 rowwise",
+    "megatron+compile+fp8": "--fsdp megatron --compile --fp8 current",
     "te": "--fsdp fsdp2 --block te",
     "megatron+te": "--fsdp megatron --block te",
     "te+fp8": "--fsdp fsdp2 --block te --fp8 delayed",

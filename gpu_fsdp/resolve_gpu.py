@@ -6,13 +6,14 @@ is ``torch_fsdp``'s.
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpu_fsdp import megatron_private
 from gpu_fsdp.float8 import Float8Blocks
-from gpu_fsdp.te_block import TeBlocks
+from gpu_fsdp.te_block import TeBlocks, prefer_cudnn_of_pytorch
 from torch_fsdp import devices, resolve_torch
 from torch_fsdp.config import TorchConfig
 from torch_fsdp.devices import Device
@@ -45,7 +46,7 @@ def resolve(config: RunConfig, own: TorchConfig) -> TorchRun:
     form = MEGATRON if own.fsdp == "megatron" else FSDP2
     blocks: TimmBlocks | None = None
     if own.block == "te":
-        blocks = TeBlocks(own.fp8)
+        blocks = TeBlocks(own.fp8, config.sharding.precision)
     elif own.fp8 != "none":
         blocks = Float8Blocks(own.fp8, device)
     return resolve_torch.resolve(replace(config, backend="cuda"), own, form, blocks)
@@ -82,6 +83,8 @@ def check_megatron_runs_here() -> None:
     """Raises UsageError where Megatron-FSDP cannot run."""
     if not devices.choose("cuda").runs_megatron:
         raise UsageError("--fsdp megatron requires CUDA: on the CPU use --fsdp fsdp2")
+    if importlib.util.find_spec("transformer_engine"):  # which it imports
+        prefer_cudnn_of_pytorch()
     try:
         with warnings.catch_warnings():  # that it does without TransformerEngine and Apex
             warnings.simplefilter("ignore")
@@ -91,7 +94,7 @@ def check_megatron_runs_here() -> None:
             "--fsdp megatron requires the package megatron-fsdp: python3 -m pip install "
             "-r requirements-gpu.txt, or use --fsdp fsdp2"
         ) from None
-    except (OSError, RuntimeError, AssertionError) as error:  # it imports TransformerEngine
+    except (OSError, RuntimeError, AssertionError) as error:  # of TransformerEngine
         reason = str(error).splitlines()[0]
         raise UsageError(
             "--fsdp megatron: TransformerEngine is installed but broken "

@@ -5,9 +5,13 @@ heads, then k, then v. Checkpoints keep timm's names, so they move between the t
 differs is GELU: TransformerEngine has only the tanh approximation (at most 5e-4 off).
 """
 
+import ctypes
 import functools
+import importlib.util
+import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +20,7 @@ from torch import nn
 from gpu_fsdp.float8 import check_sizes
 from models.blocks import why_no_transformer_engine
 from models.config import ModelError
-from torch_fsdp.recipe import TimmBlocks, TorchRun
+from torch_fsdp.recipe import DTYPES, TimmBlocks, TorchRun
 from training.errors import UsageError
 from training.resolve import MODEL_FLAG
 
@@ -51,6 +55,8 @@ class TeBlocks(TimmBlocks):
 
     fp8: str
     """The recipe of ``--fp8``, "none" for none."""
+    precision: str
+    """As ``--precision``."""
 
     def check(self, run: TorchRun) -> None:
         unsupported = {
@@ -80,11 +86,19 @@ class TeBlocks(TimmBlocks):
     def replace(self, block: nn.Module, device: str) -> nn.Module:
         """Return the TransformerLayer that computes what timm's ``block`` does, on ``device``.
 
-        Copies the weights, unless the block is on meta: then the layer is too, and empty.
+        Copies the weights, unless the block is on meta: then the layer is too, and empty. Raises
+        UsageError where it computes attention in the slow way.
         """
         te = import_te()
         timm: Any = block
         attention = timm.attn
+        check_fused_attention(
+            attention.num_heads,
+            attention.head_dim,
+            attention.attn_drop.p,
+            self.precision,
+            device,
+        )
         has_qk_norm = not isinstance(attention.q_norm, nn.Identity)
         weight = attention.qkv.weight
         layer = te.TransformerLayer(
@@ -144,8 +158,55 @@ class TeBlocks(TimmBlocks):
         return match[1] + _TIMM_NAME.get(match[2], match[2]) if match else name
 
 
+@functools.cache
+def check_fused_attention(
+    heads: int, width: int, dropout: float, precision: str, device: str
+) -> None:
+    """Raises UsageError where TransformerEngine finds no fused attention for heads of this width.
+
+    Then it would keep all scores, and take a third longer for a step, and would say so in a debug
+    log alone. In fp32 it has no other one; and who sets NVTE_UNFUSED_ATTN has chosen.
+    """
+    if precision == "fp32" or "NVTE_UNFUSED_ATTN" in os.environ:
+        return
+    attention = import_te().DotProductAttention(
+        heads, width, attention_dropout=dropout, attn_mask_type="no_mask", qkv_format="bshd"
+    )
+    shape, dtype = (1, 64, heads, width), DTYPES[precision]
+    q, k, v = (torch.zeros(shape, device=device, dtype=dtype, requires_grad=True) for _ in "qkv")
+    os.environ["NVTE_UNFUSED_ATTN"] = "0"
+    try:
+        attention(q, k, v)
+    except ValueError:
+        raise UsageError(
+            f"--block te: TransformerEngine finds no fused attention for heads of {width} in "
+            f"{precision} here: NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 says why, NVTE_UNFUSED_ATTN=1 "
+            "trains without; or use --block timm"
+        ) from None
+    finally:
+        del os.environ["NVTE_UNFUSED_ATTN"]
+
+
+@functools.cache
+def prefer_cudnn_of_pytorch() -> None:
+    """Let TransformerEngine, imported after this, use the cuDNN that PyTorch brought with it.
+
+    It looks for the system's first. Two versions in one process do not go together: its attention
+    is the slow one then, or its import fails.
+    """
+    spec = importlib.util.find_spec("nvidia")
+    for folder in spec.submodule_search_locations if spec else ():
+        cudnn = Path(folder) / "cudnn"
+        libraries = sorted(cudnn.glob("lib/libcudnn*.so.*"))
+        if libraries and "CUDNN_HOME" not in os.environ:
+            os.environ["CUDNN_HOME"] = str(cudnn)
+            for library in libraries:
+                ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
 def import_te() -> Any:
     """Return the package transformer_engine.pytorch. Raises UsageError where it cannot be used."""
+    prefer_cudnn_of_pytorch()
     try:
         import transformer_engine.pytorch as te
     except ImportError:

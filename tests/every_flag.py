@@ -219,6 +219,11 @@ def with_it(typed: str, folder: Path) -> dict[str, str]:
         # Broken graphs are compiled so alone: PyTorch does not show all that autograd saves.
         "--mark_step_after_forward": {"grad_ckpt": "--grad_ckpt full"},
         "--mark_step_every_n_blocks 1": {"grad_ckpt": "--grad_ckpt full"},
+        "--reduce_dtype fp16": {"precision": "--precision fp16"},
+        "--fp8 delayed": {"block": "--block te"},
+        "--fp8 mxfp8": {"block": "--block te"},
+        "--fp8 current": {"compile": "--compile"},
+        "--fp8 rowwise": {"compile": "--compile"},
         "--warmup_lr 1e-4": {"warmup_steps": "--warmup_steps 1"},
         "--teacher vit_10b": {
             "img_size": "--image_size 16",

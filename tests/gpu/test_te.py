@@ -21,7 +21,7 @@ TE = (*BF16, "--block", "te")
 def with_te_blocks(model):
     replaced = copy.deepcopy(model)
     for index, block in enumerate(model.blocks):
-        replaced.blocks[index] = TeBlocks("none").replace(block, "cuda")
+        replaced.blocks[index] = TeBlocks("none", "bf16").replace(block, "cuda")
     return replaced
 
 
@@ -49,7 +49,9 @@ def test_weights_keep_timms_names_and_values(options):
     need_te()
     timm = shaken(**options).cuda()
     te = with_te_blocks(timm)
-    renamed = {TeBlocks("none").timm_name(name): value for name, value in te.named_parameters()}
+    renamed = {
+        TeBlocks("none", "bf16").timm_name(name): value for name, value in te.named_parameters()
+    }
     assert renamed.keys() == dict(timm.named_parameters()).keys()
     for name, parameter in timm.named_parameters():
         assert torch.equal(renamed[name], parameter), name
@@ -113,31 +115,33 @@ def test_fp8_of_timms_blocks_near_bf16(form, recipe, learned, tmp_path):
     assert fp8 == pytest.approx(bf16, rel=0.1, abs=0.02)
 
 
+def refusal(folder, *flags):
+    """The one line that ends such a run, which leaves nothing in ``folder``."""
+    run = f"--backend cuda --fake_data --batch_size 32 --max_steps 1 --ckpt_dir {folder}".split()
+    done = run_program("run_vit_training.py", *run, *TINY_MODEL, *TE, *flags)
+    assert done.returncode == 2, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "error:" in line]
+    assert not list(folder.iterdir())
+    return line
+
+
 def test_mxfp8_is_refused_before_blackwell(tmp_path):
     need_te()
     if torch.cuda.get_device_capability() >= (10, 0):
         pytest.skip("this GPU has MXFP8")
-    done = run_program(
-        "run_vit_training.py",
-        "--backend",
-        "cuda",
-        "--fake_data",
-        "--ckpt_dir",
-        str(tmp_path),
-        *TINY_MODEL,
-        *TE,
-        "--batch_size",
-        "32",
-        "--max_steps",
-        "1",
-        "--fp8",
-        "mxfp8",
-    )
-    assert done.returncode == 2
-    (line,) = [line for line in done.stderr.splitlines() if "error:" in line]
+    line = refusal(tmp_path, "--fp8", "mxfp8")
     assert "--fp8 mxfp8: " in line
     assert line.endswith("use --fp8 delayed")
-    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("form", ["fsdp2", "megatron"])
+def test_slow_attention_is_refused(form, tmp_path, monkeypatch):
+    need_te()
+    need_form(form)
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    line = refusal(tmp_path, "--fsdp", form)
+    assert "TransformerEngine finds no fused attention for heads of 16 in bf16 here" in line
 
 
 def test_checkpoint_moves_between_timm_and_te(learned, tmp_path):

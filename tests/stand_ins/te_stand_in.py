@@ -8,6 +8,7 @@ As a program: run_vit_training.py with this in place of TransformerEngine.
 """
 
 import contextlib
+import os
 import sys
 from types import SimpleNamespace
 
@@ -112,6 +113,19 @@ class TransformerLayer(nn.Module):
         return x if self.batch_first else x.transpose(0, 1)
 
 
+class DotProductAttention:
+    """The attention alone, which te_block only tries out. ``fused``: what it is able to do."""
+
+    fused = True
+
+    def __init__(self, heads, width, **options) -> None:
+        assert options.keys() == {"attention_dropout", "attn_mask_type", "qkv_format"}
+
+    def __call__(self, q, k, v):
+        if os.environ["NVTE_UNFUSED_ATTN"] == "0" and not self.fused:
+            raise ValueError("No dot product attention backend is available")
+
+
 @contextlib.contextmanager
 def autocast(enabled=True, recipe=None):
     yield
@@ -119,6 +133,7 @@ def autocast(enabled=True, recipe=None):
 
 STAND_IN = SimpleNamespace(
     TransformerLayer=TransformerLayer,
+    DotProductAttention=DotProductAttention,
     checkpoint=checkpoint,
     autocast=autocast,
     is_fp8_available=lambda return_reason: (False, "compute capability 8.9 or higher required"),

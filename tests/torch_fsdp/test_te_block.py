@@ -1,6 +1,7 @@
 """--block te with a stand-in for TransformerEngine's layer: mapping, checkpoints, refusals."""
 
 import copy
+import os
 import re
 
 import pytest
@@ -49,8 +50,8 @@ def test_same_logits(options, stand_in):
     timm = shaken(**options)
     replaced = copy.deepcopy(timm)
     for index, block in enumerate(timm.blocks):
-        replaced.blocks[index] = TeBlocks("none").replace(block, "cpu")
-    names = {TeBlocks("none").timm_name(name) for name, _ in replaced.named_parameters()}
+        replaced.blocks[index] = TeBlocks("none", "bf16").replace(block, "cpu")
+    names = {TeBlocks("none", "bf16").timm_name(name) for name, _ in replaced.named_parameters()}
     assert names == {name for name, _ in timm.named_parameters()}
     images = torch.randn(4, 3, 16, 16)
     assert torch.allclose(replaced(images), timm(images), atol=2e-2)
@@ -60,12 +61,12 @@ def test_same_logits(options, stand_in):
 
 
 def test_meta_block_gives_meta_layer(stand_in):
-    layer = TeBlocks("none").replace(open_model("vit_10b", SMALL).build().blocks[0], "cpu")
+    layer = TeBlocks("none", "bf16").replace(open_model("vit_10b", SMALL).build().blocks[0], "cpu")
     assert all(parameter.is_meta for parameter in layer.parameters())
 
 
 def test_names_outside_of_blocks_stay():
-    timm_name = TeBlocks("none").timm_name
+    timm_name = TeBlocks("none", "bf16").timm_name
     assert timm_name("norm.weight") == "norm.weight"
     assert timm_name("blocks.11.layernorm_mlp.fc1_bias") == "blocks.11.mlp.fc1.bias"
     assert timm_name("blocks.0.mlp.fc1.bias") == "blocks.0.mlp.fc1.bias"
@@ -108,6 +109,19 @@ def test_with_megatron(flags, tmp_path):
 def test_refused(flags, words, stand_in):
     with pytest.raises(UsageError, match=re.escape(words)):
         on_gpus([*TINY_MODEL, "--batch_size", "16", *flags.split()])
+
+
+def test_slow_attention_is_refused(stand_in, monkeypatch):
+    """Unless it is asked for, or there is no other: in fp32."""
+    block = open_model("vit_10b", SMALL).build().blocks[0]
+    monkeypatch.setattr(STAND_IN.DotProductAttention, "fused", False)
+    te_block.check_fused_attention.cache_clear()
+    TeBlocks("none", "fp32").replace(block, "cpu")
+    with pytest.raises(UsageError, match="no fused attention for heads of 16 in bf16 here"):
+        TeBlocks("none", "bf16").replace(block, "cpu")
+    assert "NVTE_UNFUSED_ATTN" not in os.environ
+    monkeypatch.setenv("NVTE_UNFUSED_ATTN", "1")
+    TeBlocks("none", "bf16").replace(block, "cpu")
 
 
 def test_fp8_batch(stand_in, monkeypatch):

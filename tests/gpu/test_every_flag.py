@@ -1,0 +1,100 @@
+"""Two steps with every value of every flag on one GPU, by both forms.
+
+The values come from the flags' fields (``tests/every_flag.py``), as for the other backends.
+"""
+
+import importlib.util
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from data.pack import pack
+from gpu_fsdp import resolve_gpu
+from run_vit_training import OWN, read_flags
+from tests.cli import DIGITS, Result, run_program, train_tiny_gpu
+from tests.data.test_tables import write_tables
+from tests.every_flag import command_lines, complaint_of, items
+from tests.gpu.helpers import need_form, need_te, need_torchao
+from tests.xla_fsdp.test_every_flag import (
+    BASE,
+    CUDA_ONLY,
+    NOT_IN_FORM,
+    NOT_ON_GPUS,
+    assert_trained,
+    write_volumes,
+)
+from training.flags import MODE_FLAGS, check_rules
+
+pytestmark = [pytest.mark.gpu, pytest.mark.long]
+
+AT_ONCE = 8
+"""Programs on the GPU: they are small, and start for longer than they train."""
+SEVERAL = "more than one process"
+NOT_ON_ONE_GPU = {
+    **{flag: why for flag, why in NOT_ON_GPUS.items() if why != CUDA_ONLY},
+    **dict.fromkeys(("--mesh_dcn 2", "--mesh_fsdp 2", "--mesh_domain 2"), SEVERAL),
+    **{f"--domain_attention {how}": SEVERAL for how in ("auto", "ring", "ulysses")},
+}
+NOT_IN_FORM_ON_ONE = {
+    "fsdp2": {},
+    "megatron": {
+        "--precision fp16": "FSDP2 only",
+        "--cpu_offload": "FSDP2 only",
+        **{f"--outer_dp_sharding_strategy {how}": SEVERAL for how in (0, 1)},
+        **{f"--reduce_dtype {dtype}": SEVERAL for dtype in ("bf16", "fp16")},
+        "--no_preserve_fp32_weights": SEVERAL,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def data(digits, tmp_path_factory):
+    """A folder with the data and weights that ``tests/every_flag.py`` names."""
+    folder = tmp_path_factory.mktemp("sweep")
+    pack(str(DIGITS), folder / "shards", 100_000, 1)
+    write_tables(digits, folder / "tables")
+    write_volumes(folder / "volumes")
+    train_tiny_gpu(folder / "teacher", "--fsdp", "fsdp2")
+    return folder
+
+
+@pytest.mark.parametrize("form", ["fsdp2", "megatron"])
+def test_on_one_gpu(form, data, tmp_path, monkeypatch):
+    need_form(form)
+    need_te()
+    need_torchao()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+    def resolve(words):
+        flags = read_flags(words)
+        check_rules(flags.run, *flags.own, only=MODE_FLAGS)
+        return resolve_gpu.resolve(flags.run, flags.torch)
+
+    refused = NOT_ON_ONE_GPU | NOT_IN_FORM[form] | NOT_IN_FORM_ON_ONE[form]
+    if torch.cuda.get_device_capability() < (10, 0):
+        refused["--fp8 mxfp8"] = "Blackwell and newer"
+    if importlib.util.find_spec("wandb") is None:
+        refused["--wandb project"] = "wandb is not installed"
+    base = BASE | {"backend": "--backend cuda", "fsdp": f"--fsdp {form}"}
+    values = [
+        each
+        for each in items(OWN["torch"], data)
+        if each.name not in refused
+        and all(each.words.get(field, base[field]) == base[field] for field in ("backend", "fsdp"))
+    ]
+    lines, complaints = command_lines(values, complaint_of(resolve), base)
+    said = [f"{name}: {why}" for name, why in complaints.items()]
+
+    def run(number):
+        line = " ".join(lines[number]).split()
+        folder = tmp_path / f"run_{number}"
+        done = run_program("run_vit_training.py", *line, "--ckpt_dir", str(folder))
+        if done.returncode:
+            return f"{' '.join(line)}\n{done.stderr[-3000:]}"
+        assert_trained(Result(folder), line)
+        return None
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        said += filter(None, pool.map(run, range(len(lines))))
+    assert not said, "\n\n".join(said)
