@@ -46,7 +46,7 @@ def resolve(config: RunConfig, own: TorchConfig) -> TorchRun:
     form = MEGATRON if own.fsdp == "megatron" else FSDP2
     blocks: TimmBlocks | None = None
     if own.block == "te":
-        blocks = TeBlocks(own.fp8, config.sharding.precision)
+        blocks = TeBlocks(own.fp8)
     elif own.fp8 != "none":
         blocks = Float8Blocks(own.fp8, device)
     return resolve_torch.resolve(replace(config, backend="cuda"), own, form, blocks)

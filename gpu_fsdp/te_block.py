@@ -20,6 +20,7 @@ from torch import nn
 from gpu_fsdp.float8 import check_sizes
 from models.blocks import why_no_transformer_engine
 from models.config import ModelError
+from torch_fsdp.devices import choose
 from torch_fsdp.recipe import DTYPES, TimmBlocks, TorchRun
 from training.errors import UsageError
 from training.resolve import MODEL_FLAG
@@ -55,8 +56,6 @@ class TeBlocks(TimmBlocks):
 
     fp8: str
     """The recipe of ``--fp8``, "none" for none."""
-    precision: str
-    """As ``--precision``."""
 
     def check(self, run: TorchRun) -> None:
         unsupported = {
@@ -72,6 +71,7 @@ class TeBlocks(TimmBlocks):
                 f"--block te cannot be this model's blocks: {reason}: use --block timm"
             )
         te = import_te()
+        check_fused_attention(run)
         if self.fp8 == "none":
             return
         if self.fp8 == "rowwise":
@@ -86,19 +86,11 @@ class TeBlocks(TimmBlocks):
     def replace(self, block: nn.Module, device: str) -> nn.Module:
         """Return the TransformerLayer that computes what timm's ``block`` does, on ``device``.
 
-        Copies the weights, unless the block is on meta: then the layer is too, and empty. Raises
-        UsageError where it computes attention in the slow way.
+        Copies the weights, unless the block is on meta: then the layer is too, and empty.
         """
         te = import_te()
         timm: Any = block
         attention = timm.attn
-        check_fused_attention(
-            attention.num_heads,
-            attention.head_dim,
-            attention.attn_drop.p,
-            self.precision,
-            device,
-        )
         has_qk_norm = not isinstance(attention.q_norm, nn.Identity)
         weight = attention.qkv.weight
         layer = te.TransformerLayer(
@@ -158,22 +150,28 @@ class TeBlocks(TimmBlocks):
         return match[1] + _TIMM_NAME.get(match[2], match[2]) if match else name
 
 
-@functools.cache
-def check_fused_attention(
-    heads: int, width: int, dropout: float, precision: str, device: str
-) -> None:
-    """Raises UsageError where TransformerEngine finds no fused attention for heads of this width.
+def check_fused_attention(run: TorchRun) -> None:
+    """Raises UsageError where TransformerEngine finds no fused attention for the model's heads.
 
-    Then it would keep all scores, and take a third longer for a step, and would say so in a debug
-    log alone. In fp32 it has no other one; and who sets NVTE_UNFUSED_ATTN has chosen.
+    It would then keep all scores, and a step of ViT-L takes half as long again, which only a debug
+    log says. In fp32 it has no other one; and who sets NVTE_UNFUSED_ATTN has chosen. The first
+    process of a host tries it out, on its first device, for all.
     """
-    if precision == "fp32" or "NVTE_UNFUSED_ATTN" in os.environ:
+    precision = run.config.sharding.precision
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if precision == "fp32" or "NVTE_UNFUSED_ATTN" in os.environ or not is_first:
         return
+    timm: Any = run.model.block
+    heads, width = timm.attn.num_heads, timm.attn.head_dim
     attention = import_te().DotProductAttention(
-        heads, width, attention_dropout=dropout, attn_mask_type="no_mask", qkv_format="bshd"
+        heads,
+        width,
+        attention_dropout=timm.attn.attn_drop.p,
+        attn_mask_type="no_mask",
+        qkv_format="bshd",
     )
-    shape, dtype = (1, 64, heads, width), DTYPES[precision]
-    q, k, v = (torch.zeros(shape, device=device, dtype=dtype, requires_grad=True) for _ in "qkv")
+    how = {"dtype": DTYPES[precision], "device": choose("cuda").where, "requires_grad": True}
+    q, k, v = (torch.zeros((1, 64, heads, width), **how) for _ in "qkv")
     os.environ["NVTE_UNFUSED_ATTN"] = "0"
     try:
         attention(q, k, v)

@@ -21,7 +21,7 @@ TE = (*BF16, "--block", "te")
 def with_te_blocks(model):
     replaced = copy.deepcopy(model)
     for index, block in enumerate(model.blocks):
-        replaced.blocks[index] = TeBlocks("none", "bf16").replace(block, "cuda")
+        replaced.blocks[index] = TeBlocks("none").replace(block, "cuda")
     return replaced
 
 
@@ -49,9 +49,7 @@ def test_weights_keep_timms_names_and_values(options):
     need_te()
     timm = shaken(**options).cuda()
     te = with_te_blocks(timm)
-    renamed = {
-        TeBlocks("none", "bf16").timm_name(name): value for name, value in te.named_parameters()
-    }
+    renamed = {TeBlocks("none").timm_name(name): value for name, value in te.named_parameters()}
     assert renamed.keys() == dict(timm.named_parameters()).keys()
     for name, parameter in timm.named_parameters():
         assert torch.equal(renamed[name], parameter), name

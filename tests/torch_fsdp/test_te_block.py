@@ -50,8 +50,8 @@ def test_same_logits(options, stand_in):
     timm = shaken(**options)
     replaced = copy.deepcopy(timm)
     for index, block in enumerate(timm.blocks):
-        replaced.blocks[index] = TeBlocks("none", "bf16").replace(block, "cpu")
-    names = {TeBlocks("none", "bf16").timm_name(name) for name, _ in replaced.named_parameters()}
+        replaced.blocks[index] = TeBlocks("none").replace(block, "cpu")
+    names = {TeBlocks("none").timm_name(name) for name, _ in replaced.named_parameters()}
     assert names == {name for name, _ in timm.named_parameters()}
     images = torch.randn(4, 3, 16, 16)
     assert torch.allclose(replaced(images), timm(images), atol=2e-2)
@@ -61,12 +61,12 @@ def test_same_logits(options, stand_in):
 
 
 def test_meta_block_gives_meta_layer(stand_in):
-    layer = TeBlocks("none", "bf16").replace(open_model("vit_10b", SMALL).build().blocks[0], "cpu")
+    layer = TeBlocks("none").replace(open_model("vit_10b", SMALL).build().blocks[0], "cpu")
     assert all(parameter.is_meta for parameter in layer.parameters())
 
 
 def test_names_outside_of_blocks_stay():
-    timm_name = TeBlocks("none", "bf16").timm_name
+    timm_name = TeBlocks("none").timm_name
     assert timm_name("norm.weight") == "norm.weight"
     assert timm_name("blocks.11.layernorm_mlp.fc1_bias") == "blocks.11.mlp.fc1.bias"
     assert timm_name("blocks.0.mlp.fc1.bias") == "blocks.0.mlp.fc1.bias"
@@ -113,15 +113,14 @@ def test_refused(flags, words, stand_in):
 
 def test_slow_attention_is_refused(stand_in, monkeypatch):
     """Unless it is asked for, or there is no other: in fp32."""
-    block = open_model("vit_10b", SMALL).build().blocks[0]
     monkeypatch.setattr(STAND_IN.DotProductAttention, "fused", False)
-    te_block.check_fused_attention.cache_clear()
-    TeBlocks("none", "fp32").replace(block, "cpu")
+    flags = [*TINY_MODEL, "--batch_size", "16", "--block", "te"]
+    on_gpus(flags)
     with pytest.raises(UsageError, match="no fused attention for heads of 16 in bf16 here"):
-        TeBlocks("none", "bf16").replace(block, "cpu")
+        on_gpus([*flags, "--precision", "bf16"])
     assert "NVTE_UNFUSED_ATTN" not in os.environ
     monkeypatch.setenv("NVTE_UNFUSED_ATTN", "1")
-    TeBlocks("none", "bf16").replace(block, "cpu")
+    on_gpus([*flags, "--precision", "bf16"])
 
 
 def test_fp8_batch(stand_in, monkeypatch):
