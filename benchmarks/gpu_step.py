@@ -89,11 +89,11 @@ class Row:
         start = f"| {self.model} | {self.variant} | {self.batch_size} |"
         if self.failure:
             return f"{start} {self.failure} |" + " |" * (len(COLUMNS) - 4)
-        seconds, pace = self.median("s_per_step"), self.median("images_per_s")
+        seconds, throughput = self.median("s_per_step"), self.median("images_per_s")
         memory = self.median("peak_memory")
         cells = (
             formatted(seconds, ".4f"),
-            formatted(pace, ".1f"),
+            formatted(throughput, ".1f"),
             formatted(self.ratio, ".2f"),
             formatted(self.median("mfu"), ".1%"),
             formatted(memory and memory / 2**30, ".1f"),
@@ -145,7 +145,7 @@ def measure_model(
     rows: list[Row], options: argparse.Namespace, flags: list[str], bar: tqdm
 ) -> Iterator[Row]:
     """Measure all variants of a model in turn, several times; yield each when it is complete."""
-    timm_pace = None
+    timm_throughput = None
     for repeat in range(options.repeats):
         for row in rows:
             bar.set_description(f"{row.model} {row.variant}, {repeat + 1} of {options.repeats}")
@@ -153,11 +153,11 @@ def measure_model(
                 measure_once(row, options, flags)
             bar.update()
             if repeat == options.repeats - 1:
-                pace = row.median("images_per_s")
+                throughput = row.median("images_per_s")
                 if row.variant == "timm":
-                    timm_pace = pace
-                if pace and timm_pace and not row.failure:
-                    row.ratio = pace / timm_pace
+                    timm_throughput = throughput
+                if throughput and timm_throughput and not row.failure:
+                    row.ratio = throughput / timm_throughput
                 yield row
 
 
@@ -199,7 +199,13 @@ def plot(path: str, rows: list[Row], about: dict[str, Any]) -> None:
     for index, variant in enumerate(variants):
         own = {row.model: row for row in rows if row.variant == variant}
         places = [place + (index - (len(variants) - 1) / 2) * width for place in range(len(models))]
-        bars = axes.bar(places, [own[m].ratio or 0 for m in models], width, label=variant)
+        bars = axes.bar(
+            places,
+            [own[m].ratio or 0 for m in models],
+            width,
+            label=variant,
+            color=plt.colormaps["tab20"](index),
+        )
         texts = [
             f"{own[m].ratio:.2f}"
             if own[m].ratio

@@ -135,13 +135,13 @@ def measure(run: TorchRun, backend: Backend, *, build: BuildStep, warmup: int, s
         loss = step(number)
     backend.wait()
     seconds = (time.perf_counter() - start) / steps
-    pace, flops = run.config.data.batch_size / seconds, run.model.train_flops_per_image
+    throughput, flops = run.config.data.batch_size / seconds, run.model.train_flops_per_image
     peak = backend.peak_flops()
     result = {
         "s_per_step": seconds,
-        "images_per_s": pace,
+        "images_per_s": throughput,
         "peak_memory": backend.memory().get("peak"),  # torch.cuda.max_memory_allocated
-        "mfu": pace * flops / (peak * backend.device_count) if peak else None,
+        "mfu": throughput * flops / (peak * backend.device_count) if peak else None,
         "train_flops_per_image": flops,
         "peak_flops_per_gpu": peak,
         "loss": loss.item(),

@@ -170,8 +170,9 @@ def check_fused_attention(run: TorchRun) -> None:
         attn_mask_type="no_mask",
         qkv_format="bshd",
     )
-    how = {"dtype": DTYPES[precision], "device": choose("cuda").where, "requires_grad": True}
-    q, k, v = (torch.zeros((1, 64, heads, width), **how) for _ in "qkv")
+    q, k, v = torch.zeros(
+        (3, 1, 64, heads, width), dtype=DTYPES[precision], device=choose("cuda").where
+    ).requires_grad_()
     os.environ["NVTE_UNFUSED_ATTN"] = "0"
     try:
         attention(q, k, v)
@@ -193,7 +194,7 @@ def prefer_cudnn_of_pytorch() -> None:
     is the slow one then, or its import fails.
     """
     spec = importlib.util.find_spec("nvidia")
-    for folder in spec.submodule_search_locations if spec else ():
+    for folder in (spec and spec.submodule_search_locations) or ():
         cudnn = Path(folder) / "cudnn"
         libraries = sorted(cudnn.glob("lib/libcudnn*.so.*"))
         if libraries and "CUDNN_HOME" not in os.environ:

@@ -255,6 +255,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
         shorter=ONE_STEP,
     ),
     "python benchmarks/gpu_step.py --json": Elsewhere("needs a GPU", benchmark_takes),
+    "python benchmarks/gpu_step.py --steps": Elsewhere("needs a GPU", benchmark_takes),
     "python benchmarks/gpu_step.py --models": Run(
         (
             *(
