@@ -16,7 +16,7 @@ from typing import Any
 from torch_fsdp.config import TorchConfig
 from training import errors
 from training.config import BackendChoice, RunConfig
-from training.flags import MODE_FLAGS, PROGRAM, check_foreign, check_rules, parse
+from training.flags import MODE_FLAGS, PROGRAM, check_foreign, check_rules, parse, tell
 from training.processes.parent import end_at_once, end_with_torchrun
 from xla_fsdp.config import XlaConfig
 
@@ -140,9 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(flags)
     except errors.UsageError as error:
-        if errors.prints_here(error):
-            where = f"{error.process}: " if error.process else ""
-            print(f"{PROGRAM}: error: {where}{error}", file=sys.stderr)
+        tell(error)
         return 2
     except errors.RunFailed as failure:
         if errors.is_first_of_torchrun():

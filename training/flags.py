@@ -15,6 +15,7 @@ import re
 import shlex
 import stat
 import sys
+import time
 import types
 import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -430,10 +431,21 @@ def parse(argv: Sequence[str] | None, configs: Mapping[str, type]) -> dict[str, 
                 except argparse.ArgumentTypeError as error:
                     raise _Mistake(f"{env} of the environment: {error}") from None
     except _Mistake as mistake:
-        if prints_here(mistake):
-            print(f"{PROGRAM}: error: {mistake} (see --help)", file=sys.stderr)
+        tell(mistake, " (see --help)")
         sys.exit(2)
     return {name: from_values(config, values) for name, config in configs.items()}
+
+
+def tell(error: UsageError, hint: str = "") -> None:
+    """Print a user's mistake in one line, in the process that is to print it.
+
+    The others wait: torchrun ends all with the first that ends, and might end the one that prints.
+    """
+    if prints_here(error):
+        where = f"{error.process}: " if error.process else ""
+        print(f"{PROGRAM}: error: {where}{error}{hint}", file=sys.stderr)
+    else:
+        time.sleep(2)
 
 
 def _print_help(which: str, known: Sequence[FlagField]) -> NoReturn:
