@@ -116,6 +116,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.long
 def test_they_end_with_a_killed_process():
     mark = secrets.token_hex(8)
     ended = subprocess.run(

@@ -291,6 +291,7 @@ def test_while_it_trains_on_xla(tmp_path, capsys):
     check_training(result, tmp_path, capsys)
 
 
+@pytest.mark.long
 def test_while_it_trains(tmp_path, capsys):
     check_training(train_tiny_gpu(tmp_path / "run", *EVERY), tmp_path, capsys)
 

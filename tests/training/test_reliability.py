@@ -456,7 +456,8 @@ def test_a_first_batch_that_is_never_read(run, monkeypatch):
 EVALUATED = ["--data_dir", str(ALL_DIGITS), *"--test_epoch_interval 1 --max_steps".split()]
 
 
-@pytest.mark.parametrize("last", [13, long(11)])
+@pytest.mark.long
+@pytest.mark.parametrize("last", [13, 11])
 def test_signal_in_an_evaluation_and_the_evaluation_that_is_owed(last, tmp_path, monkeypatch):
     """Of 3 batches; at the end of epoch 1, and of the run."""
     whole = train_tiny_gpu(tmp_path / "whole", *QUICK, *EVALUATED, "13")

@@ -86,6 +86,7 @@ def test_mid_epoch_resume_is_exact(uninterrupted, tmp_path):
     ]
 
 
+@pytest.mark.long
 def test_the_model_is_the_checkpoints(tmp_path):
     """Without flags of the model, dropout among them; in the run's own folder and in another."""
     flags = [*EPOCHS_OF_5[2:], "--max_steps", "8"]
