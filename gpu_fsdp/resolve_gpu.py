@@ -83,9 +83,9 @@ def check_megatron_runs_here() -> None:
     """Raises UsageError where Megatron-FSDP cannot run."""
     if not devices.choose("cuda").runs_megatron:
         raise UsageError("--fsdp megatron requires CUDA: on the CPU use --fsdp fsdp2")
-    if importlib.util.find_spec("transformer_engine"):  # which it imports
-        prefer_cudnn_of_pytorch()
     try:
+        if importlib.util.find_spec("transformer_engine"):  # which it imports
+            prefer_cudnn_of_pytorch()
         with warnings.catch_warnings():  # that it does without TransformerEngine and Apex
             warnings.simplefilter("ignore")
             import megatron_fsdp  # noqa: F401

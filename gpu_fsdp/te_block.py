@@ -205,8 +205,8 @@ def prefer_cudnn_of_pytorch() -> None:
 
 def import_te() -> Any:
     """Return the package transformer_engine.pytorch. Raises UsageError where it cannot be used."""
-    prefer_cudnn_of_pytorch()
     try:
+        prefer_cudnn_of_pytorch()
         import transformer_engine.pytorch as te
     except ImportError:
         raise UsageError(f"--block te: TransformerEngine is not installed: {_INSTALL}") from None

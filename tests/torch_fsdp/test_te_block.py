@@ -1,8 +1,10 @@
 """--block te with a stand-in for TransformerEngine's layer: mapping, checkpoints, refusals."""
 
 import copy
+import ctypes
 import os
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import nn
 from gpu_fsdp import te_block
 from gpu_fsdp.te_block import TeBlocks
 from models.registry import open_model
-from tests.cli import TINY_MODEL, train_tiny_gpu
+from tests.cli import TINY_MODEL, run_program, train_tiny_gpu
 from tests.resolved import on_gpus
 from tests.stand_ins.filled import filled
 from tests.stand_ins.te_stand_in import STAND_IN
@@ -121,6 +123,31 @@ def test_slow_attention_is_refused(stand_in, monkeypatch):
     assert "NVTE_UNFUSED_ATTN" not in os.environ
     monkeypatch.setenv("NVTE_UNFUSED_ATTN", "1")
     on_gpus([*flags, "--precision", "bf16"])
+
+
+LOADED = """
+import os
+from gpu_fsdp.te_block import prefer_cudnn_of_pytorch
+prefer_cudnn_of_pytorch()
+print(os.environ["CUDNN_HOME"])
+print(*{line.split()[-1] for line in open("/proc/self/maps") if "libcudnn_graph" in line})
+"""
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="PyTorch brought no cuDNN")
+def test_cudnn_of_pytorch(monkeypatch):
+    """Loaded and named to TransformerEngine before that looks for one, unless the user did."""
+    monkeypatch.delenv("CUDNN_HOME", raising=False)
+    done = run_program("-c", LOADED, warm=False)
+    assert done.returncode == 0, done.stderr
+    home, loaded = done.stdout.splitlines()[-2:]
+    assert Path(loaded).parent.samefile(Path(home) / "lib")
+    assert "site-packages" in home
+
+    monkeypatch.setenv("CUDNN_HOME", "/opt/cudnn")
+    monkeypatch.setattr(ctypes, "CDLL", None)
+    te_block.prefer_cudnn_of_pytorch.__wrapped__()
+    assert os.environ["CUDNN_HOME"] == "/opt/cudnn"
 
 
 def test_fp8_batch(stand_in, monkeypatch):
