@@ -9,11 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from data.pack import pack
 from gpu_fsdp import resolve_gpu
 from run_vit_training import OWN, read_flags
-from tests.cli import DIGITS, Result, run_program, train_tiny_gpu
-from tests.data.test_tables import write_tables
+from tests.cli import Result, run_program, train_tiny_gpu
 from tests.every_flag import command_lines, complaint_of, items
 from tests.gpu.helpers import need_form, need_te, need_torchao
 from tests.xla_fsdp.test_every_flag import (
@@ -22,7 +20,7 @@ from tests.xla_fsdp.test_every_flag import (
     NOT_IN_FORM,
     NOT_ON_GPUS,
     assert_trained,
-    write_volumes,
+    write_sources,
 )
 from training.flags import MODE_FLAGS, check_rules
 
@@ -52,9 +50,7 @@ NOT_IN_FORM_ON_ONE = {
 def data(digits, tmp_path_factory):
     """A folder with the data and weights that ``tests/every_flag.py`` names."""
     folder = tmp_path_factory.mktemp("sweep")
-    pack(str(DIGITS), folder / "shards", 100_000, 1)
-    write_tables(digits, folder / "tables")
-    write_volumes(folder / "volumes")
+    write_sources(digits, folder)
     train_tiny_gpu(folder / "teacher", "--fsdp", "fsdp2")
     return folder
 

@@ -66,11 +66,15 @@ NOT_ON_THE_HOST = {
 def data(digits, tmp_path_factory):
     """A folder with the data and weights that ``tests/every_flag.py`` names."""
     folder = tmp_path_factory.mktemp("sweep")
+    write_sources(digits, folder)
+    train_tiny(folder / "teacher")
+    return folder
+
+
+def write_sources(digits, folder):
     pack(str(DIGITS), folder / "shards", 100_000, 1)
     write_tables(digits, folder / "tables")
     write_volumes(folder / "volumes")
-    train_tiny(folder / "teacher")
-    return folder
 
 
 def write_volumes(root):
