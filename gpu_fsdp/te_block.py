@@ -71,7 +71,7 @@ class TeBlocks(TimmBlocks):
                 f"--block te cannot be this model's blocks: {reason}: use --block timm"
             )
         te = import_te()
-        check_fused_attention(run)
+        check_fused_attention(te, run)
         if self.fp8 == "none":
             return
         if self.fp8 == "rowwise":
@@ -150,7 +150,7 @@ class TeBlocks(TimmBlocks):
         return match[1] + _TIMM_NAME.get(match[2], match[2]) if match else name
 
 
-def check_fused_attention(run: TorchRun) -> None:
+def check_fused_attention(te: Any, run: TorchRun) -> None:
     """Raises UsageError where TransformerEngine finds no fused attention for the model's heads.
 
     It would then keep all scores, and a step of ViT-L takes half as long again, which only a debug
@@ -163,7 +163,7 @@ def check_fused_attention(run: TorchRun) -> None:
         return
     timm: Any = run.model.block
     heads, width = timm.attn.num_heads, timm.attn.head_dim
-    attention = import_te().DotProductAttention(
+    attention = te.DotProductAttention(
         heads,
         width,
         attention_dropout=timm.attn.attn_drop.p,
@@ -186,21 +186,19 @@ def check_fused_attention(run: TorchRun) -> None:
         del os.environ["NVTE_UNFUSED_ATTN"]
 
 
-@functools.cache
 def prefer_cudnn_of_pytorch() -> None:
     """Let TransformerEngine, imported after this, use the cuDNN that PyTorch brought with it.
 
     It looks for the system's first. Two versions in one process do not go together: its attention
     is the slow one then, or its import fails.
     """
+    if "CUDNN_HOME" in os.environ:  # the user's, or set here before
+        return
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec and spec.submodule_search_locations) or ():
-        cudnn = Path(folder) / "cudnn"
-        libraries = sorted(cudnn.glob("lib/libcudnn*.so.*"))
-        if libraries and "CUDNN_HOME" not in os.environ:
-            os.environ["CUDNN_HOME"] = str(cudnn)
-            for library in libraries:
-                ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+        for library in sorted(Path(folder).glob("cudnn/lib/libcudnn*.so.*")):
+            os.environ["CUDNN_HOME"] = str(Path(folder) / "cudnn")
+            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 def import_te() -> Any:

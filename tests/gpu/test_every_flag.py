@@ -10,16 +10,17 @@ import pytest
 import torch
 
 from gpu_fsdp import resolve_gpu
-from run_vit_training import OWN, read_flags
+from run_vit_training import read_flags
 from tests.cli import Result, run_program, train_tiny_gpu
-from tests.every_flag import command_lines, complaint_of, items
 from tests.gpu.helpers import need_form, need_te, need_torchao
 from tests.xla_fsdp.test_every_flag import (
     BASE,
     CUDA_ONLY,
+    FSDP2_ONLY,
     NOT_IN_FORM,
     NOT_ON_GPUS,
     assert_trained,
+    lines_of,
     write_sources,
 )
 from training.flags import MODE_FLAGS, check_rules
@@ -37,8 +38,8 @@ NOT_ON_ONE_GPU = {
 NOT_IN_FORM_ON_ONE = {
     "fsdp2": {},
     "megatron": {
-        "--precision fp16": "FSDP2 only",
-        "--cpu_offload": "FSDP2 only",
+        "--precision fp16": FSDP2_ONLY,
+        "--cpu_offload": FSDP2_ONLY,
         **{f"--outer_dp_sharding_strategy {how}": SEVERAL for how in (0, 1)},
         **{f"--reduce_dtype {dtype}": SEVERAL for dtype in ("bf16", "fp16")},
         "--no_preserve_fp32_weights": SEVERAL,
@@ -73,17 +74,10 @@ def test_on_one_gpu(form, data, tmp_path, monkeypatch):
     if importlib.util.find_spec("wandb") is None:
         refused["--wandb project"] = "wandb is not installed"
     base = BASE | {"backend": "--backend cuda", "fsdp": f"--fsdp {form}"}
-    values = [
-        each
-        for each in items(OWN["torch"], data)
-        if each.name not in refused
-        and all(each.words.get(field, base[field]) == base[field] for field in ("backend", "fsdp"))
-    ]
-    lines, complaints = command_lines(values, complaint_of(resolve), base)
-    said = [f"{name}: {why}" for name, why in complaints.items()]
+    lines = lines_of("torch", data, resolve, refused, base=base, form=("backend", "fsdp"))
 
     def run(number):
-        line = " ".join(lines[number]).split()
+        line = lines[number]
         folder = tmp_path / f"run_{number}"
         done = run_program("run_vit_training.py", *line, "--ckpt_dir", str(folder))
         if done.returncode:
@@ -92,5 +86,5 @@ def test_on_one_gpu(form, data, tmp_path, monkeypatch):
         return None
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        said += filter(None, pool.map(run, range(len(lines))))
+        said = [*filter(None, pool.map(run, range(len(lines))))]
     assert not said, "\n\n".join(said)
