@@ -4,9 +4,9 @@
 
 Each row is a ViT of the published model's shape, compiled by `run_vit_training.py --compile_only`
 for the same slice, and kept with its scheduled module in runs/tpu-calibrate: started again, it goes
-on where it was, and works out anew what the kept modules are expected to take. --again NAME
-compiles a row anew. The table goes between the markers in docs/tpu.md, the picture to
-docs/tpu_calibrate.png.
+on where it was, and works out again what the kept modules are expected to take. --again NAME
+compiles a row once more. Rows go between the markers in docs/tpu.md, where others stay as they are;
+the picture of all of them goes to docs/tpu_calibrate.png.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-import numpy as np
+from scipy.stats import spearmanr
 from tqdm import tqdm
 
 from benchmarks.common import ROOT, commit, write_between
@@ -209,11 +209,10 @@ def main() -> None:
     found: list[tuple[Row, Outcome | str]] = []
     for row in tqdm([row for row in ROWS if row.name in args.rows], desc="compile", unit="row"):
         found.append((row, measure(row, args.kept / row.name, row.name in args.again)))
-    write_between(args.document, BEGIN, END, table(found))
-    plot(
-        [each for _, each in found if isinstance(each, Outcome)],
-        args.document.with_name("tpu_calibrate.png"),
-    )
+    within = args.document.read_text().partition(BEGIN)[2].partition(END)[0]
+    rows = rows_of(within) | {row.name: cells(row, outcome) for row, outcome in found}
+    write_between(args.document, BEGIN, END, table(rows))
+    plot(compared(rows), args.document.with_name("tpu_calibrate.png"))
 
 
 def measure(row: Row, kept: Path, again: bool) -> Outcome | str:
@@ -240,84 +239,102 @@ def measure(row: Row, kept: Path, again: bool) -> Outcome | str:
     )
 
 
-def rank_correlation(first: list[float], second: list[float]) -> float:
-    """Return Spearman's correlation of two lists, whose values all differ."""
-    ranks = [np.argsort(np.argsort(values)) for values in (first, second)]
-    return float(np.asarray(np.corrcoef(ranks))[0, 1])
+Cells = list[str]
+"""A row of the table."""
 
 
-def judge(outcomes: list[Outcome]) -> list[str]:
-    """Return lines that say how good the expectation is, as it is and with one factor fitted."""
-    published = [each.row.comparable for each in outcomes]
-    expected = [each.comparable for each in outcomes]
-    errors = [abs(each.error) for each in outcomes]
-    lines = [
-        f"Over {len(outcomes)} rows: median error {statistics.median(errors):.1f} points, largest "
-        f"{max(errors):.1f}, rank correlation {rank_correlation(published, expected):.2f}."
+def rows_of(text: str) -> dict[str, Cells]:
+    """Return the rows of a table by the names of their ``Row``."""
+    lines = (line.strip("|").split("|") for line in text.splitlines() if line.startswith("| "))
+    rows = [[cell.strip() for cell in line] for line in lines]
+    known = {row.name for row in ROWS}
+    return {name: row for row in rows if (name := f"{row[0]}-{row[1]}") in known}
+
+
+def compared(rows: dict[str, Cells]) -> list[tuple[Row, float]]:
+    """Return the rows that compile, each with its expected MFU, recomputing as they do."""
+    at = HEAD.index("expected, recomputing as they do")
+    return [
+        (row, float(rows[row.name][at]))
+        for row in ROWS
+        if rows.get(row.name, HEAD)[at][:1].isdigit()
     ]
-    if len(outcomes) < FEWEST_FOR_A_FIT:
+
+
+def judge(found: list[tuple[Row, float]]) -> list[str]:
+    """Return lines that say how good the expectation is, as it is and with one factor fitted."""
+    errors = [abs(expected - row.comparable) for row, expected in found]
+    pairs = [(row.comparable, expected) for row, expected in found]
+    correlation = spearmanr(pairs).statistic
+    lines = [
+        f"Over {len(found)} rows: median error {statistics.median(errors):.1f} points, largest "
+        f"{max(errors):.1f}, rank correlation {correlation:.2f}."
+    ]
+    if len(found) < FEWEST_FOR_A_FIT:
         return lines
-    fitted, judged = outcomes[::2], outcomes[1::2]
-    factor = statistics.median(each.row.comparable / each.comparable for each in fitted)
-    after = [abs(factor * each.comparable - each.row.comparable) for each in judged]
+    factor = statistics.median(row.comparable / expected for row, expected in found[::2])
+    after = [abs(factor * expected - row.comparable) for row, expected in found[1::2]]
     return [
         *lines,
         f"One factor for all MFUs, fitted on every second row, is {factor:.3f}; on the other rows "
         f"the median error is then {statistics.median(after):.1f} points, without it "
-        f"{statistics.median(abs(each.error) for each in judged):.1f}.",
+        f"{statistics.median(errors[1::2]):.1f}.",
     ]
 
 
-def table(found: list[tuple[Row, Outcome | str]]) -> list[str]:
-    head = [
-        "slice",
-        "model",
-        "images a chip",
-        "`--mesh_tensor`",
-        "they recompute",
-        "`--grad_ckpt`",
-        "published MFU",
-        "expected MFU",
-        "expected, recomputing as they do",
-        "error, points",
-        "waiting, % of the step",
-    ]
-    rows = [head, ["---"] * len(head)]
-    for row, outcome in found:
-        published = f"{row.mfu:.1f}"
-        if row.weights is not None:
-            published += f" ({row.comparable:.1f})"
-        batch = str(row.batch) if row.batch_here is None else f"{row.batch_here} of {row.batch}"
-        told = [row.slice, row.model, batch, str(row.tensor)]
-        told += [row.recomputed, row.policy, published]
-        if isinstance(outcome, Outcome):
-            told += [f"{outcome.mfu:.1f}", f"{outcome.comparable:.1f}"]
-            told += [f"{outcome.error:+.1f}", f"{outcome.waiting:.1f}"]
-        else:
-            told += [outcome, "", "", ""]
-        rows.append(told)
-    outcomes = [outcome for _, outcome in found if isinstance(outcome, Outcome)]
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    if len(outcomes) > 2:
-        lines += ["", *judge(outcomes)]
-    if outcomes:
-        versions = ", ".join(f"{k} {v}" for k, v in outcomes[0].report["versions"].items())
-        commits = ", ".join(sorted({outcome.commit for outcome in outcomes}))
-        lines += ["", f"Compiled at commit {commits}, {versions}."]
-    return lines
+HEAD = [
+    "slice",
+    "model",
+    "images a chip",
+    "`--mesh_tensor`",
+    "they recompute",
+    "`--grad_ckpt`",
+    "published MFU",
+    "expected MFU",
+    "expected, recomputing as they do",
+    "error, points",
+    "waiting, % of the step",
+    "compiled at, libtpu",
+]
 
 
-def plot(outcomes: list[Outcome], path: Path) -> None:
+def cells(row: Row, outcome: Outcome | str) -> Cells:
+    """Return the table's row of what the compiler expects, or of why it is not known."""
+    published = f"{row.mfu:.1f}"
+    if row.weights is not None:
+        published += f" ({row.comparable:.1f})"
+    batch = str(row.batch) if row.batch_here is None else f"{row.batch_here} of {row.batch}"
+    told = [row.slice, row.model, batch, str(row.tensor), row.recomputed, row.policy, published]
+    if isinstance(outcome, str):
+        return [*told, outcome, "", "", "", ""]
+    figures = (
+        f"{outcome.mfu:.1f} {outcome.comparable:.1f} {outcome.error:+.1f} {outcome.waiting:.1f}"
+    )
+    return [*told, *figures.split(), f"{outcome.commit}, {outcome.report['versions']['libtpu']}"]
+
+
+def table(rows: dict[str, Cells]) -> list[str]:
+    """Return the lines of the table, and below it how good the expectation is."""
+    given = [rows[row.name] for row in ROWS if row.name in rows]
+    lines = ["| " + " | ".join(each) + " |" for each in (HEAD, ["---"] * len(HEAD), *given)]
+    found = compared(rows)
+    return [*lines, "", *judge(found)] if len(found) > 2 else lines
+
+
+def plot(found: list[tuple[Row, float]], path: Path) -> None:
     """Draw expected against published MFU, a colour for each generation."""
     figure, axis = plt.subplots(figsize=(7, 6), layout="constrained")
     axis.plot([20, 80], [20, 80], color="black", linewidth=1)
     axis.fill_between([20, 80], [14, 74], [26, 86], color="black", alpha=0.08, label="6 points")
-    for kind in dict.fromkeys(each.row.topology.partition(":")[0] for each in outcomes):
-        of_kind = [each for each in outcomes if each.row.topology.startswith(kind + ":")]
-        places = [(each.row.comparable, each.comparable) for each in of_kind]
-        axis.scatter(*zip(*places, strict=True), label=kind)
-        for each, place in zip(of_kind, places, strict=True):
-            axis.annotate(each.row.model, place, (5, 4), textcoords="offset points", fontsize=8)
+    for kind in dict.fromkeys(row.topology.partition(":")[0] for row, _ in found):
+        of_kind = [(row, mfu) for row, mfu in found if row.topology.startswith(kind + ":")]
+        axis.scatter(
+            *zip(*((row.comparable, mfu) for row, mfu in of_kind), strict=True), label=kind
+        )
+        for row, mfu in of_kind:
+            axis.annotate(
+                row.model, (row.comparable, mfu), (5, 4), textcoords="offset points", fontsize=8
+            )
     axis.set_xlabel("MFU that MaxText publishes, %")
     axis.set_ylabel("MFU expected by the compiler's cycles, %")
     axis.set_aspect("equal")

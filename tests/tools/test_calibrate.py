@@ -6,7 +6,7 @@ import json
 import pytest
 
 from benchmarks import tpu_calibrate
-from benchmarks.tpu_calibrate import Outcome, Row, measure, rank_correlation, table
+from benchmarks.tpu_calibrate import HEAD, Row, cells, judge, measure, rows_of, table
 from tests.tools.test_expected_step import fusion, module
 
 pytestmark = pytest.mark.fast
@@ -65,36 +65,40 @@ def test_causal_attention_that_was_counted_in_full_is_counted_as_computed():
 def test_a_row_that_is_not_known_says_why(tmp_path, report, why):
     (tmp_path / "report.json").write_text(json.dumps({"commit": "abc", "report": report}))
     assert measure(ROW, tmp_path, again=False) == why
-    assert f"| {why} |" in "\n".join(table([(ROW, why)]))
+    assert f"| {why} |" in "\n".join(table({tpu_calibrate.ROWS[0].name: cells(ROW, why)}))
 
 
-def test_rank_correlation():
-    assert rank_correlation([1, 2, 3, 4], [10, 20, 25, 90]) == pytest.approx(1)
-    assert rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
-    assert rank_correlation([1, 2, 3, 4, 5], [2, 1, 4, 3, 5]) == pytest.approx(0.8)
-
-
-def test_table_and_picture(kept, tmp_path):
-    outcome = measure(ROW, kept, again=False)
-    outcomes = [
-        Outcome(ROW, "abc", outcome.report, 1.0, mfu, mfu, 2.0)
-        for mfu in (40.0, 45.0, 50.0, 52.0, 50.0, 46.0)
-    ]
-    lines = "\n".join(table([(ROW, each) for each in outcomes]))
-    assert (
-        "| v5e-4 | tiny | 1 | 1 | attention | selective | 50.0 | 45.0 | 45.0 | -5.0 | 2.0 |"
-        in lines
-    )
-    assert "Over 6 rows: median error 3.0 points, largest 10.0" in lines
+def test_how_good_the_expectation_is():
+    expected = (40.0, 45.0, 50.0, 52.0, 50.0, 46.0)
+    rows = [dataclasses.replace(ROW, mfu=mfu) for mfu in (50.0, 51.0, 50.0, 52.0, 50.0, 50.0)]
+    lines = "\n".join(judge(list(zip(rows, expected, strict=True))))
+    assert "Over 6 rows: median error 2.0 points, largest 10.0" in lines
     # Rows 1, 3 and 5 give the factor, the middle one of 50/40, 50/50, 50/50; the others judge it.
     assert (
         "is 1.000; on the other rows the median error is then 4.0 points, without it 4.0" in lines
     )
-    few = "\n".join(table([(ROW, each) for each in outcomes[:4]]))
-    assert "Over 4 rows: median error 3.5" in few
+    few = "\n".join(judge([(dataclasses.replace(ROW, mfu=m), 2 * m) for m in (10.0, 20.0, 30.0)]))
+    assert "Over 3 rows: median error 20.0 points, largest 30.0, rank correlation 1.00." in few
     assert "factor" not in few
-    tpu_calibrate.plot(outcomes, tmp_path / "calibrate.png")
-    assert (tmp_path / "calibrate.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_rows_go_into_the_table_where_others_stay(kept, tmp_path):
+    first, second, third = tpu_calibrate.ROWS[:3]
+    outcome = measure(ROW, kept, again=False)
+    others = [dataclasses.replace(outcome, comparable=mfu) for mfu in (60.0, 70.0)]
+    found = zip((first, second, third), (outcome, *others), strict=True)
+    written = table({row.name: cells(row, each) for row, each in found})
+    rows = rows_of("\n".join(written))
+    assert list(rows) == [first.name, second.name, third.name]
+    assert rows[first.name][-5:] == ["40.0", "37.7", "-12.3", "0.0", "abc, 1"]
+    rows[second.name] = cells(second, "libtpu crashes")
+    again = table(rows)
+    assert again[:3] == written[:3]
+    assert "| libtpu crashes |" in again[3]
+    assert len(again) == 2 + 3  # of two rows nothing is said
+    tpu_calibrate.plot(tpu_calibrate.compared(rows_of("\n".join(written))), tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert all(len(row) == len(HEAD) for row in rows.values())
 
 
 def test_flags_are_the_programs(tmp_path):
