@@ -58,7 +58,9 @@ class Row:
     heads: int | None = None
     """Where they are not 128 wide."""
     batch_here: int | None = None
-    """Where activations, kept in fp32 here, leave no room for as many, or libtpu crashes."""
+    """Where saved activations leave no room for as many."""
+    residual: str = "fp32"
+    """The value of ``--residual_dtype``: bf16 where there is no room for fp32."""
     weights: float | None = None
     """Parameters, 1e9, where the published MFU counts causal attention in full."""
 
@@ -78,6 +80,7 @@ class Row:
             "batch_size": chips * (self.batch_here or self.batch),
             "mesh_tensor": self.tensor,
             "grad_ckpt": self.policy,
+            "residual_dtype": self.residual,
             "tpu_topology": self.topology,
         }
         given = " ".join(f"--{name} {value}" for name, value in sizes.items())
@@ -125,7 +128,7 @@ GATED = 3 / 2
 ROWS = [
     Row(
         *("v5e-256", "v5e:16x16", "32B", 66.86, 8192, 32, int(GATED * 28672), 4, "all"),
-        batch_here=2,
+        residual="bf16",
     ),
     Row("v5p-128", "v5p:4x4x4", "32B", 71.47, 8192, 32, int(GATED * 28672), 6, "attention", 4),
     Row("v5e-256", "v5e:16x16", "16B", 61.10, 4096, 32, int(GATED * 28672), 6, "all"),
@@ -137,7 +140,7 @@ ROWS = [
     Row("v5p-128", "v5p:4x4x4", "64B", 70.31, 8192, 64, int(GATED * 28672), 3, "attention", 4),
     Row(
         *("v5e-256", "v5e:16x16", "64B", 59.90, 8192, 64, int(GATED * 28672), 2, "all"),
-        batch_here=1,
+        residual="bf16",
     ),
     Row(
         *("v6e-256", "v6e:16x16", "Llama-3.1-8B", 45.46, 4096, 32, int(GATED * 14336), 4),

@@ -244,10 +244,14 @@ def compile_graph(
             text = stderr.read()
             raise_if_refused(text)
             check = re.search(r"Check failed: .*", text)
-            raise UsageError(
-                f"libtpu crashed on this step ({check[0] if check else text[-300:]}): try another "
-                "slice, batch size or mesh"
-            ) from None
+            why = check[0] if check else text[-300:]
+            advice = "try another slice, batch size or mesh"
+            if "preferred_offset" in why:  # docs/findings.md
+                advice = (
+                    "libtpu 0.0.21 does so where a step needs somewhat more HBM than there is: use "
+                    "a smaller batch, --residual_dtype bf16, --mesh_tensor or more chips"
+                )
+            raise UsageError(f"libtpu crashed on this step ({why}): {advice}") from None
     return replace(compiled, hlo=write_kernel_cycles(compiled.hlo, topology, variables))
 
 
