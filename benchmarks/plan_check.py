@@ -112,8 +112,8 @@ PROBLEMS = {
         "--model vit_base_patch16_224 --image_size 512 --batch_size 128 --tpu_topology v5e:2x2",
         grid(("full", "selective"), attention=("sdpa", "flash"), domain=(1, 2)),
     ),
-    "base, v4": Problem(
-        "--model vit_base_patch16_224 --batch_size 1024 --tpu_topology v4:2x2x1,v4:2x2x2",
+    "base, v5p": Problem(
+        "--model vit_base_patch16_224 --batch_size 1024 --tpu_topology v5p:2x2x1,v5p:2x2x2",
         grid(POLICIES, attention=("whole",)),
     ),
     "DINOv3's 7B": Problem(

@@ -234,7 +234,7 @@ def flags(folder, *more):
 @pytest.mark.parametrize(
     ("how", "devices", "executions"),
     [
-        ("--mixup 0.4", 1, 1),
+        long("--mixup 0.4", 1, 1),
         long("--precision bf16 --optimizer_dtype bf16 --mixup 0.4", 2, 1),
         long("--no-scan_blocks --mesh_tensor 2", 4, 1),
         long("--xla_fsdp nested --grad_accum_steps 2", 1, 3),

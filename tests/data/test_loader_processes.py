@@ -77,7 +77,7 @@ def test_every_source_is_here(folders):
 
 @pytest.mark.parametrize(
     "source",
-    ["folder", "webdataset", *map(long, sorted({*OPENED_BY} - {"folder", "webdataset", "fake"}))],
+    ["folder", *map(long, sorted({*OPENED_BY} - {"folder", "fake"}))],
 )
 def test_the_same_images(source, folders, from_a_server):
     """All that a process needs of a source is sent to it, and it draws the same."""

@@ -186,6 +186,7 @@ def test_another_architecture_than_the_presets_has_new_weights_preprocessing():
     assert run.config.data.crop_pct == 0.875
 
 
+@pytest.mark.long
 def test_what_was_trained_with_is_kept(tmp_path, picture, capsys):
     """In the checkpoint: training on it, --predict and --eval_only from it use the same."""
     flags = "--mean 0.1 0.2 0.3 --crop_pct 0.7 --interpolation nearest".split()

@@ -301,6 +301,7 @@ def test_classes_by_their_names(tmp_path):
         open_data(wanted(tmp_path, "parquet"))
 
 
+@pytest.mark.long
 def test_wrong_folders(tables, tmp_path):
     damaged, single, partial = (tmp_path / name for name in ("damaged", "single", "partial"))
     damaged.mkdir()

@@ -91,6 +91,7 @@ def test_one_node(one_node):
     assert len(losses(one_node)) == 2
 
 
+@pytest.mark.long
 def test_two_nodes_train_together(tmp_path):
     port = free_port()
     nodes = [

@@ -45,6 +45,7 @@ def read_until(process: subprocess.Popen[str], words: str) -> None:
 # -- a node that never comes ----------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_node_that_never_comes(tmp_path):
     """Each tells who is missing; a limit ends one, Ctrl-C and SIGTERM end the others at once."""
     flags = ["--fake_data", "--ckpt_dir", tmp_path / "run"]

@@ -25,11 +25,11 @@ def test_same_losses_as_xla(tmp_path):
     [
         (1, "--grad_ckpt selective", "activation checkpointing selective"),
         long(2, "", "ZeRO-3, each block a unit, mesh fsdp 2"),
-        (2, "--zero_dp_strategy 2 --forward_prefetch 0 --backward_prefetch 0", "ZeRO-2"),
+        long(2, "--zero_dp_strategy 2 --forward_prefetch 0 --backward_prefetch 0", "ZeRO-2"),
         (2, "--no_reshard_after_forward --no_grad_ckpt", "ZeRO-2"),
         long(2, "--zero_dp_strategy no_shard", "(no sharding), mesh dcn 2"),
         (2, "--run_without_fsdp --channels_last", "channels last"),
-        (2, "--forward_prefetch 2 --backward_prefetch 2", "mesh fsdp 2"),
+        long(2, "--forward_prefetch 2 --backward_prefetch 2", "mesh fsdp 2"),
         long(4, "--dp_outer 2", "mesh dcn 2 x fsdp 2"),
         # Accumulating over micro-batches equals the large batch, too.
         long(2, "--grad_accum_steps 4", "ZeRO-3"),

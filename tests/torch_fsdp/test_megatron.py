@@ -18,7 +18,7 @@ from tests.xla_fsdp.test_sharding import assert_same_curves, assert_same_trainin
     ("processes", "flags", "told"),
     [
         (1, "", "Megatron-FSDP ZeRO-3, each block a unit, fp32 weights, mesh"),
-        (2, "--zero_dp_strategy no_shard --no-overlap_grad_reduce", "no sharding"),
+        long(2, "--zero_dp_strategy no_shard --no-overlap_grad_reduce", "no sharding"),
         (2, "--zero_dp_strategy 1 --no-overlap_param_gather --no-overlap_grad_reduce", "ZeRO-1"),
         (2, "--no_reshard_after_forward --no_grad_ckpt", "ZeRO-2"),
         long(2, "--zero_dp_strategy 3 --meta_init", "fp32 weights, meta init"),
@@ -27,7 +27,7 @@ from tests.xla_fsdp.test_sharding import assert_same_curves, assert_same_trainin
         long(4, "--dp_outer 2 --meta_init", "mesh dcn 2 x fsdp 2"),
         # Accumulating over micro-batches equals the large batch, too.
         long(2, "--zero_dp_strategy 1 --no-overlap_grad_reduce --grad_accum_steps 2", "ZeRO-1"),
-        (2, "--grad_accum_steps 2", "ZeRO-3"),
+        long(2, "--grad_accum_steps 2", "ZeRO-3"),
         *(
             long(*case)
             for case in (

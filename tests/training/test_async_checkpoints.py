@@ -44,7 +44,7 @@ def assert_same_bits(folder, other):
     [
         long(train_tiny, "", {"devices": 2}),
         long(train_tiny, "--xla_fsdp nested --no-scan_blocks", {}),
-        (train_tiny_gpu, "--precision bf16 --grad_accum_steps 2", {}),
+        long(train_tiny_gpu, "--precision bf16 --grad_accum_steps 2", {}),
         long(train_tiny_gpu, "--run_without_fsdp --ckpt_best --test_step_interval 4", {}),
         long(train_tiny_gpu, "--fsdp megatron --grad_ckpt none", {"processes": 2}),
     ],

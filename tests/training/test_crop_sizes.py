@@ -141,6 +141,7 @@ def test_resumed_in_mid_epoch_bit_for_bit(train, tmp_path):
     assert_resumes_at_step_7(train, tmp_path, *flags)
 
 
+@pytest.mark.long
 def test_sizes_may_change_in_mid_epoch(tmp_path):
     """From then on batches are those of a run that has had these sizes from its start. At a
     learning rate of 0 all have the same weights."""

@@ -87,8 +87,8 @@ XLA_LONG = [
     ("--flatten_parameters --model_ema_warmup", 1, {"decay": 0.5, "use_warmup": True}, ()),
     ("--no-scan_blocks --mesh_tensor 2", 4, {"decay": 0.99999}, ()),
 ]
-GPU = [("--fsdp megatron", 2, {"decay": 0.9}, BAD)]
-GPU_LONG = [
+GPU = [
+    ("--fsdp megatron", 2, {"decay": 0.9}, BAD),
     ("--precision bf16", 1, {"decay": 0.0}, ()),
     (
         "--dp_outer 2 --grad_accum_steps 2 --optimizer_dtype bf16 --model_ema_warmup",
@@ -105,9 +105,8 @@ GPU_LONG = [
     ("train", "flags", "devices", "how", "bad"),
     [
         *((train_tiny, *case) for case in XLA),
-        *((train_tiny_gpu, *case) for case in GPU),
         *(long(train_tiny, *case) for case in XLA_LONG),
-        *(long(train_tiny_gpu, *case) for case in GPU_LONG),
+        *(long(train_tiny_gpu, *case) for case in GPU),
     ],
 )
 def test_as_timm(train, flags, devices, how, bad, tmp_path, monkeypatch):

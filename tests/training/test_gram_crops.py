@@ -83,6 +83,7 @@ def test_rotary_positions_are_those_of_the_larger_crop(size, tmp_path):
 # -- trainings ---------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("train", "flags", "how"), FORMS)
 def test_losses_are_the_plain_ones(train, flags, how, anchor, expected, tmp_path):
     result = train(tmp_path, "--objective", "dino", *SMALL, *anchor, *TWICE, *flags.split(), **how)

@@ -81,6 +81,7 @@ def assert_resumed(done, uninterrupted, step, where="part_0"):
     assert unlike <= of_the_writer
 
 
+@pytest.mark.long
 def test_one_host_lost(hosts, uninterrupted, tmp_path):
     first = hosts(killed=KILLED)
     assert "a copy of each part at a peer (of process 0: process 1 on " in first.stdout

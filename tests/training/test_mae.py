@@ -197,6 +197,7 @@ def test_pictures(on_gpu):
     assert np.array_equal(Image.open(io.BytesIO(image.encoded_image_string)), picture)
 
 
+@pytest.mark.long
 def test_resumed_in_mid_epoch_bit_for_bit(tmp_path):
     flags = [*MAE, *EPOCHS_OF_5, "--mlp_dropout", "0.1", "--max_steps", "9"]
     whole, resumed = assert_resumes_at_step_7(train_tiny_gpu, tmp_path, *flags)

@@ -97,7 +97,7 @@ def test_resumed_and_moved(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "processes"),
     [
-        ("--fsdp fsdp2 --dp_outer 2", 4),
+        long("--fsdp fsdp2 --dp_outer 2", 4),
         long("--fsdp megatron --dp_outer 2", 4),
         long("--fsdp fsdp2 --zero_dp_strategy 0", 2),
         long("--fsdp megatron --zero_dp_strategy 0", 2),

@@ -82,7 +82,7 @@ def older_run(request, tmp_path):
     ("older_run", "backend"),
     [
         long("40b0636", "--cpu_devices 2"),
-        ("40b0636", "--backend cuda"),
+        long("40b0636", "--backend cuda"),
         ("3f68fc3", "--cpu_devices 2"),
         long("3f68fc3", "--backend cuda"),
         long("torch_2.14.1", "--cpu_devices 2"),

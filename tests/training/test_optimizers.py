@@ -108,11 +108,7 @@ ASKED = {
     "adamw": f"--layer_decay 0.5 {TIMMS} --clip_grad_norm 0.1",
     "probe": "--linear_probe --weight_decay 0.3",
 }
-QUICK = [
-    ("muon", "tensor"),
-    ("lion", "scanned"),
-    ("probe", "fsdp2"),
-]
+QUICK = [("muon", "tensor")]
 
 
 def train(folder, *flags, form):

@@ -45,6 +45,7 @@ def test_too_many_go_where_nothing_is_left_to_train(run):
     assert left(run) == [10]
 
 
+@pytest.mark.long
 def test_going_back_with_another_batch_size_loses_nothing(tmp_path):
     """The newest is what was written last, also where its step is a smaller number."""
     flags = "--patch_size 8 --batch_size 287 --num_epochs 3 --ckpt_epoch_interval 1".split()
@@ -181,10 +182,8 @@ def spoiled(tmp_path):
     return data
 
 
-@pytest.mark.parametrize(
-    "form",
-    [each if each == "FSDP2" else long(each) for each in FORMS],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("form", FORMS)
 def test_too_many_unreadable_images(form, spoiled, tmp_path):
     """A checkpoint is written before the run ends; with another limit it goes on as if it had not
     ended. With the same one it is refused at once: a restart would not help."""
@@ -214,6 +213,7 @@ def test_too_many_unreadable_images(form, spoiled, tmp_path):
     assert resumed.evaluations == whole.evaluations
 
 
+@pytest.mark.long
 def test_too_many_unreadable_images_in_the_last_step(spoiled, tmp_path):
     flags = ["--data_dir", spoiled, "--max_bad_images", "0.01%", "--max_steps", "5"]
     ended = program(tmp_path / "run", *flags)
@@ -382,6 +382,7 @@ def test_logs_on_a_full_disk_end_nothing(run, small_disk):
     assert left(run) == [5, 10, 11, 12]
 
 
+@pytest.mark.long
 def test_an_old_checkpoint_that_cannot_be_removed(run):
     """A line each time, and training continues; the others are removed."""
     (run / "step_1").touch()  # no folder: nothing can be removed from it

@@ -118,6 +118,7 @@ def test_gradient_checkpointing_repeats_the_dropout(tmp_path):
     assert_same_curves(kept, again, rel=1e-5)
 
 
+@pytest.mark.long
 def test_dropout_differs_from_step_to_step_and_seed_to_seed(tmp_path):
     """With a learning rate of 0 and one and the same batch, only the masks change the loss."""
     flags = "--fake_data --batch_size 500 --lr 0 --max_steps 4 --pos_dropout 0.5".split()

@@ -194,6 +194,7 @@ def test_going_back_without_the_right_to_remove(s3):
     assert [name for name in s3.names() if "step_" in name] == before
 
 
+@pytest.mark.long
 def test_without_the_right_to_read(s3, tmp_path, capsys):
     """One line, code 2; no older checkpoint takes the place of one that may be whole."""
     assert program(URL, *EVERY_TWO, "--max_steps", 4).returncode == 0

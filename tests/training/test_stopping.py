@@ -74,7 +74,7 @@ def whole_runs(tmp_path_factory):
     ("backend", "name", "workers", "code"),
     [
         long("xla", "SIGTERM", "1", 143),
-        ("cuda", "SIGTERM", "1", 143),
+        long("cuda", "SIGTERM", "1", 143),
         long("cuda", "SIGINT", "0", 130),
     ],
 )

@@ -30,7 +30,7 @@ def teacher(tmp_path_factory):
 @pytest.mark.parametrize(
     ("run", "how"),
     [
-        (train_tiny_gpu, {"processes": 2}),
+        long(train_tiny_gpu, {"processes": 2}),
         long(train_tiny_gpu, {}),
         long(train_tiny, {"devices": 2}),
     ],

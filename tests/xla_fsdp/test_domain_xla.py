@@ -15,7 +15,7 @@ SMALL_BATCH = "--batch_size 2 --num_heads 4"
 ONE_IMAGE = f"--class_token --global_pool token {SMALL_BATCH}"
 # (devices, what both do, how images are sharded): each combines several things.
 CASES = [
-    (3, f"{HYBRID} --grad_accum_steps 2", f"--mesh_domain 3 {RING}"),
+    long(3, f"{HYBRID} --grad_accum_steps 2", f"--mesh_domain 3 {RING}"),
     # One image a replica, whose tokens are uneven.
     (4, ONE_IMAGE, f"--mesh_domain 2 {RING}"),
     long(4, ONE_IMAGE, f"--mesh_domain 2 --no-scan_blocks --no_grad_ckpt {RING}"),

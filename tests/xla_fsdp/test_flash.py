@@ -19,6 +19,7 @@ MODEL = (
 ).split()
 
 
+@pytest.mark.long
 def test_values():
     """Outputs and gradients of q, k, v, in one block and in several, with keys that fill them and
     that do not."""
