@@ -100,7 +100,8 @@ class Row:
         computes the MLP's second product again, whose result is not needed.
         """
         qkv, out = 3 * self.width**2, self.width**2
-        attention, fc1 = 2 * self.tokens * self.width, self.width * self.hidden
+        keys = self.tokens if self.weights is None else self.tokens / 2  # causal: by half
+        attention, fc1 = 2 * keys * self.width, self.width * self.hidden
         again = {
             "all": qkv + attention + out + fc1,
             "all but qkv": attention + out + fc1,
@@ -113,13 +114,19 @@ class Row:
         return (3 * forward + here) / (3 * forward + again[self.recomputed])
 
     @property
-    def comparable(self) -> float:
-        """Return the published MFU with causal attention counted as it is computed: by half."""
+    def causal_share(self) -> float:
+        """Return a step's FLOPs with causal attention by half, over those with all of it; 1 for a
+        row whose published MFU does not count it in full."""
         if self.weights is None:
-            return self.mfu
+            return 1.0
         learned = 6e9 * self.weights
         attention = 12 * self.depth * self.tokens * self.width
-        return self.mfu * (learned + attention / 2) / (learned + attention)
+        return (learned + attention / 2) / (learned + attention)
+
+    @property
+    def comparable(self) -> float:
+        """Return the published MFU with causal attention counted as it is computed: by half."""
+        return self.mfu * self.causal_share
 
 
 FEWEST_FOR_A_FIT = 6
@@ -175,11 +182,11 @@ class Outcome:
     commit: str
     """That it was compiled at."""
     report: dict[str, Any]
-    step_s: float
     mfu: float
     """Of the ViT as it was compiled."""
     comparable: float
-    """The same as if it computed again what the published run does."""
+    """The same as if it computed again what the published run does, and causal attention by half
+    where that does."""
     waiting: float
     """Percent of the step."""
 
@@ -237,9 +244,9 @@ def measure(row: Row, kept: Path, again: bool) -> Outcome | str:
     at_peak = report["model_flops"] / topology.devices / topology.chip.peak_flops
     mfu = 100 * at_peak / expected.seconds
     waiting = 100 * (expected.seconds - expected.cycles_s - expected.kernels_s) / expected.seconds
-    return Outcome(
-        row, kept_report["commit"], report, expected.seconds, mfu, mfu * row.products, waiting
-    )
+    as_they_do = expected.seconds - (expected.kernels_s / 2 if row.weights else 0)
+    comparable = 100 * at_peak * row.causal_share / as_they_do * row.products
+    return Outcome(row, kept_report["commit"], report, mfu, comparable, waiting)
 
 
 Cells = list[str]

@@ -45,6 +45,20 @@ def test_what_is_recomputed_otherwise_is_counted_as_theirs(theirs, again, policy
     assert outcome.waiting == 0
 
 
+def test_causal_attention_is_expected_by_half(kept):
+    """Of 3 ms the kernels take 1, and all products but a billionth are attention's."""
+    cost = '{"custom_call_config":{"cost_estimate":{"flops":197000000000,"bytes_accessed":8}}}'
+    kernel = '%k = f32[8]{0} custom-call(%p), custom_call_target="tpu_custom_call"'
+    hlo = module(fusion("a", 2), f"{kernel}, backend_config={cost}")
+    (kept / "graph_1.hlo").write_text(hlo)
+    row = dataclasses.replace(ROW, recomputed="all", tokens=8192, weights=1e-9)
+    outcome = measure(row, kept, again=False)
+    assert outcome.mfu == pytest.approx(40, rel=1e-3)
+    # In width squared: 12 of weights, 8 of causal attention; computed again all but fc2's 4.
+    assert row.products == 1
+    assert outcome.comparable == pytest.approx(100 * (1.2 / 2) / (3 - 1 / 2), rel=1e-3)
+
+
 def test_causal_attention_that_was_counted_in_full_is_counted_as_computed():
     """Llama-3.1 8B at 8,192 tokens: 45.0 GFLOPs a token of weights, 12.9 of attention."""
     row = next(row for row in tpu_calibrate.ROWS if row.model == "Llama-3.1-8B")
