@@ -58,6 +58,19 @@ def commit(*paths: str, at: Path = ROOT) -> str:
         return "unknown"
 
 
+def markdown(rows: list[list[str]]) -> list[str]:
+    """Return the lines of a table, the first of ``rows`` its head."""
+    rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return ["| " + " | ".join(row) + " |" for row in rows]
+
+
+def rows_between(document: Path, begin: str, end: str) -> list[list[str]]:
+    """Return the rows of the table between two markers of a document, its head left out."""
+    within = document.read_text().partition(begin)[2].partition(end)[0]
+    lines = [line.strip("|").split("|") for line in within.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line] for line in lines[2:]]
+
+
 def write_between(document: Path, begin: str, end: str, lines: list[str]) -> None:
     """Put these lines into a document in the place of those between two markers."""
     before, _, rest = document.read_text().partition(begin)

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tqdm import tqdm
 
-from benchmarks.common import ROOT, commit, write_between
+from benchmarks.common import ROOT, commit, markdown, rows_between, write_between
 from run_vit_training import read_flags
 from tools.plan.plans import read_request
 from tools.plan.tpu import (
@@ -80,7 +80,7 @@ PROBLEMS = {
     ),
     "large": Problem(
         "--model vit_large_patch16_224 --batch_size 1024 --tpu_topology v5e:2x4",
-        grid(("full", "selective", "none"), attention=SHORT),
+        grid(POLICIES, attention=SHORT),
     ),
     "1024 pixels": Problem(
         "--model vit_large_patch16_224 --image_size 1024 --batch_size 64 --tpu_topology v5e:4x4",
@@ -198,16 +198,13 @@ def figure(goal: str, option: ComputedCandidate, step_s: float) -> float:
 
 def write_table(document: Path, rows: list[Row]) -> None:
     """Put rows between the markers of a document, in the place of those of the same problems."""
-    within = document.read_text().partition(BEGIN)[2].partition(END)[0].splitlines()
-    table = {line.split(" | ")[0].strip("| "): line for line in within if line.startswith("| ")}
+    table = {cells[0]: cells for cells in rows_between(document, BEGIN, END)}
     for row in rows:
         shares = (f"+{100 * (row.behind[goal] - 1):.1f} %" for goal in GOALS)
-        cells = (row.name, str(row.points), str(row.asked), *shares, commit())
-        table[row.name] = "| " + " | ".join(cells) + " |"
-    head = ("problem", "points of the grid", "compiled by the search", *GOALS, "commit")
-    lines = ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head))]
-    lines += [table[name] for name in PROBLEMS if name in table]
-    write_between(document, BEGIN, END, lines)
+        table[row.name] = [row.name, str(row.points), str(row.asked), *shares, commit()]
+    head = ["problem", "points of the grid", "compiled by the search", *GOALS, "commit"]
+    found = [table[name] for name in PROBLEMS if name in table]
+    write_between(document, BEGIN, END, markdown([head, *found]))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import matplotlib.pyplot as plt
 from scipy.stats import spearmanr
 from tqdm import tqdm
 
-from benchmarks.common import ROOT, commit, write_between
+from benchmarks.common import ROOT, commit, markdown, rows_between, write_between
 from benchmarks.compiled import add_document, report_of
 from tools.compile_only.expected import Links, expect
 from training.mesh import Mesh
@@ -100,8 +100,8 @@ class Row:
         computes the MLP's second product again, whose result is not needed.
         """
         qkv, out = 3 * self.width**2, self.width**2
-        keys = self.tokens if self.weights is None else self.tokens / 2  # causal: by half
-        attention, fc1 = 2 * keys * self.width, self.width * self.hidden
+        attention = 2 * self.attended * self.tokens * self.width
+        fc1 = self.width * self.hidden
         again = {
             "all": qkv + attention + out + fc1,
             "all but qkv": attention + out + fc1,
@@ -114,6 +114,12 @@ class Row:
         return (3 * forward + here) / (3 * forward + again[self.recomputed])
 
     @property
+    def attended(self) -> float:
+        """Return the share of attention that the published run computes: half, where its MFU counts
+        causal attention in full."""
+        return 1.0 if self.weights is None else 0.5
+
+    @property
     def causal_share(self) -> float:
         """Return a step's FLOPs with causal attention by half, over those with all of it; 1 for a
         row whose published MFU does not count it in full."""
@@ -121,7 +127,7 @@ class Row:
             return 1.0
         learned = 6e9 * self.weights
         attention = 12 * self.depth * self.tokens * self.width
-        return (learned + attention / 2) / (learned + attention)
+        return (learned + self.attended * attention) / (learned + attention)
 
     @property
     def comparable(self) -> float:
@@ -219,8 +225,8 @@ def main() -> None:
     found: list[tuple[Row, Outcome | str]] = []
     for row in tqdm([row for row in ROWS if row.name in args.rows], desc="compile", unit="row"):
         found.append((row, measure(row, args.kept / row.name, row.name in args.again)))
-    within = args.document.read_text().partition(BEGIN)[2].partition(END)[0]
-    rows = rows_of(within) | {row.name: cells(row, outcome) for row, outcome in found}
+    before = {f"{row[0]}-{row[1]}": row for row in rows_between(args.document, BEGIN, END)}
+    rows = before | {row.name: cells(row, outcome) for row, outcome in found}
     write_between(args.document, BEGIN, END, table(rows))
     plot(compared(rows), args.document.with_name("tpu_calibrate.png"))
 
@@ -244,7 +250,7 @@ def measure(row: Row, kept: Path, again: bool) -> Outcome | str:
     at_peak = report["model_flops"] / topology.devices / topology.chip.peak_flops
     mfu = 100 * at_peak / expected.seconds
     waiting = 100 * (expected.seconds - expected.cycles_s - expected.kernels_s) / expected.seconds
-    as_they_do = expected.seconds - (expected.kernels_s / 2 if row.weights else 0)
+    as_they_do = expected.seconds - (1 - row.attended) * expected.kernels_s
     comparable = 100 * at_peak * row.causal_share / as_they_do * row.products
     return Outcome(row, kept_report["commit"], report, mfu, comparable, waiting)
 
@@ -253,22 +259,11 @@ Cells = list[str]
 """A row of the table."""
 
 
-def rows_of(text: str) -> dict[str, Cells]:
-    """Return the rows of a table by the names of their ``Row``."""
-    lines = (line.strip("|").split("|") for line in text.splitlines() if line.startswith("| "))
-    rows = [[cell.strip() for cell in line] for line in lines]
-    known = {row.name for row in ROWS}
-    return {name: row for row in rows if (name := f"{row[0]}-{row[1]}") in known}
-
-
 def compared(rows: dict[str, Cells]) -> list[tuple[Row, float]]:
     """Return the rows that compile, each with its expected MFU, recomputing as they do."""
     at = HEAD.index("expected, recomputing as they do")
-    return [
-        (row, float(rows[row.name][at]))
-        for row in ROWS
-        if rows.get(row.name, HEAD)[at][:1].isdigit()
-    ]
+    given = [(row, rows[row.name]) for row in ROWS if row.name in rows]
+    return [(row, float(told[at])) for row, told in given if told[at]]
 
 
 def judge(found: list[tuple[Row, float]]) -> list[str]:
@@ -326,7 +321,7 @@ def cells(row: Row, outcome: Outcome | str) -> Cells:
 def table(rows: dict[str, Cells]) -> list[str]:
     """Return the lines of the table, and below it how good the expectation is."""
     given = [rows[row.name] for row in ROWS if row.name in rows]
-    lines = ["| " + " | ".join(each) + " |" for each in (HEAD, ["---"] * len(HEAD), *given)]
+    lines = markdown([HEAD, *given])
     found = compared(rows)
     return [*lines, "", *judge(found)] if len(found) > 2 else lines
 

@@ -26,7 +26,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from tqdm import tqdm
 
-from benchmarks.common import ROOT, commit, failure_of, last_json, write_between
+from benchmarks.common import ROOT, commit, failure_of, last_json, markdown, write_between
 from benchmarks.compiled import CODE_THAT_IS_COMPILED, add_choices, add_document, kept_report
 
 BATCH = "1024"
@@ -141,7 +141,7 @@ def table(pairs: list[Pair]) -> list[str]:
         "JAX",
         "ratio",
     ]
-    rows = [head, ["---"] * len(head)]
+    rows = [head]
     for each in pairs:
         ours, peer = each.ours, each.peer
         steps = [1e3 * side["expected_step_s"] for side in (ours, peer)]
@@ -161,7 +161,7 @@ def table(pairs: list[Pair]) -> list[str]:
     less = sum(each.memory <= 1 for each in pairs)
     versions = ", ".join(f"{k} {v}" for k, v in pairs[0].ours["versions"].items())
     return [
-        *("| " + " | ".join(row) + " |" for row in rows),
+        *markdown(rows),
         "",
         f"At most {GOAL} of the peer's time in {reached} of {len(pairs)} rows, at most its memory "
         f"in {less}. Global batch {BATCH}, everything recomputed, bf16 products. Commit "

@@ -26,7 +26,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from tqdm import tqdm
 
-from benchmarks.common import ROOT, commit, write_between
+from benchmarks.common import ROOT, commit, markdown, write_between
 from benchmarks.compiled import CODE_THAT_IS_COMPILED, add_choices, kept_report
 from xla_fsdp.tpu import NEWER_LIBTPU
 
@@ -110,11 +110,6 @@ def kept_at(step: str, kept: Path) -> Path:
 def compile_one(step: str, kept: Path) -> Report:
     """Compile one step; return its figures, None if libtpu crashes."""
     return kept_report(kept_at(step, kept), *step.split(), *PRESET_FLAGS)
-
-
-def markdown(rows: list[list[str]]) -> list[str]:
-    rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
-    return ["| " + " | ".join(row) + " |" for row in rows]
 
 
 def made_by(found: list[dict[str, Any]]) -> str:

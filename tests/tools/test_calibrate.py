@@ -6,7 +6,8 @@ import json
 import pytest
 
 from benchmarks import tpu_calibrate
-from benchmarks.tpu_calibrate import HEAD, Row, cells, judge, measure, rows_of, table
+from benchmarks.common import rows_between, write_between
+from benchmarks.tpu_calibrate import BEGIN, END, HEAD, Row, cells, judge, measure, table
 from tests.tools.test_expected_step import fusion, module
 
 pytestmark = pytest.mark.fast
@@ -102,7 +103,10 @@ def test_rows_go_into_the_table_where_others_stay(kept, tmp_path):
     others = [dataclasses.replace(outcome, comparable=mfu) for mfu in (60.0, 70.0)]
     found = zip((first, second, third), (outcome, *others), strict=True)
     written = table({row.name: cells(row, each) for row, each in found})
-    rows = rows_of("\n".join(written))
+    document = tmp_path / "tpu.md"
+    document.write_text(f"{BEGIN}{END}")
+    write_between(document, BEGIN, END, written)
+    rows = {f"{row[0]}-{row[1]}": row for row in rows_between(document, BEGIN, END)}
     assert list(rows) == [first.name, second.name, third.name]
     assert rows[first.name][-5:] == ["40.0", "37.7", "-12.3", "0.0", "abc, 1"]
     rows[second.name] = cells(second, "libtpu crashes")
@@ -110,7 +114,8 @@ def test_rows_go_into_the_table_where_others_stay(kept, tmp_path):
     assert again[:3] == written[:3]
     assert "| libtpu crashes |" in again[3]
     assert len(again) == 2 + 3  # of two rows nothing is said
-    tpu_calibrate.plot(tpu_calibrate.compared(rows_of("\n".join(written))), tmp_path / "a.png")
+    assert [row.name for row, _ in tpu_calibrate.compared(rows)] == [first.name, third.name]
+    tpu_calibrate.plot(tpu_calibrate.compared(rows), tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert all(len(row) == len(HEAD) for row in rows.values())
 
