@@ -20,7 +20,6 @@ from models.positions import Resampling
 from models.registry import open_model
 from models.timm_private import compute_on_grids
 from tests.cli import train_tiny, train_tiny_gpu
-from tests.marks import long
 from tests.usage_error import told_in_one_line
 from tools.show_augmentations import read_run
 from training.errors import UsageError
@@ -231,13 +230,14 @@ def flags(folder, *more):
     return [*f"--data_dir {folder} {given} --drop_path_rate 0.1".split(), *more]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "devices", "executions"),
     [
-        long("--mixup 0.4", 1, 1),
-        long("--precision bf16 --optimizer_dtype bf16 --mixup 0.4", 2, 1),
-        long("--no-scan_blocks --mesh_tensor 2", 4, 1),
-        long("--xla_fsdp nested --grad_accum_steps 2", 1, 3),
+        ("--mixup 0.4", 1, 1),
+        ("--precision bf16 --optimizer_dtype bf16 --mixup 0.4", 2, 1),
+        ("--no-scan_blocks --mesh_tensor 2", 4, 1),
+        ("--xla_fsdp nested --grad_accum_steps 2", 1, 3),
     ],
 )
 def test_a_compilation_for_each_bucket_then_none(how, devices, executions, folder, tmp_path):

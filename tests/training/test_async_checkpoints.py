@@ -39,14 +39,15 @@ def assert_same_bits(folder, other):
     assert [name for name in unlike if name != "training.arguments"] == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("train", "flags", "how"),
     [
-        long(train_tiny, "", {"devices": 2}),
-        long(train_tiny, "--xla_fsdp nested --no-scan_blocks", {}),
-        long(train_tiny_gpu, "--precision bf16 --grad_accum_steps 2", {}),
-        long(train_tiny_gpu, "--run_without_fsdp --ckpt_best --test_step_interval 4", {}),
-        long(train_tiny_gpu, "--fsdp megatron --grad_ckpt none", {"processes": 2}),
+        (train_tiny, "", {"devices": 2}),
+        (train_tiny, "--xla_fsdp nested --no-scan_blocks", {}),
+        (train_tiny_gpu, "--precision bf16 --grad_accum_steps 2", {}),
+        (train_tiny_gpu, "--run_without_fsdp --ckpt_best --test_step_interval 4", {}),
+        (train_tiny_gpu, "--fsdp megatron --grad_ckpt none", {"processes": 2}),
     ],
     ids=["spmd", "nested", "fsdp2", "without fsdp", "megatron"],
 )

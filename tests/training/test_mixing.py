@@ -151,7 +151,8 @@ def test_one_execution_a_step_and_an_exact_resume(everything, tmp_path):
     assert resumed.evaluations[-1]["val_loss"] == everything.evaluations[-1]["val_loss"]
 
 
-@pytest.mark.parametrize("form", [long("fsdp2"), long("megatron")])
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["fsdp2", "megatron"])
 def test_other_forms_train_alike(form, everything, tmp_path):
     flags = [*ALL, "--max_steps", "4"]
     if form == "fsdp2":

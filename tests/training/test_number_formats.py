@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests.cli import TINY_MODEL, need_xla, run_program, train_tiny, train_tiny_gpu
-from tests.marks import long
 from tests.references.plain_checkpoint import convert
 from tests.resolved import on_xla
 from tests.tools.test_plan import VIT_10B, asked
@@ -94,13 +93,14 @@ def test_resumed_and_moved(tmp_path):
             assert entry["exp_avg"].dtype == entry["exp_avg_sq"].dtype == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("flags", "processes"),
     [
-        long("--fsdp fsdp2 --dp_outer 2", 4),
-        long("--fsdp megatron --dp_outer 2", 4),
-        long("--fsdp fsdp2 --zero_dp_strategy 0", 2),
-        long("--fsdp megatron --zero_dp_strategy 0", 2),
+        ("--fsdp fsdp2 --dp_outer 2", 4),
+        ("--fsdp megatron --dp_outer 2", 4),
+        ("--fsdp fsdp2 --zero_dp_strategy 0", 2),
+        ("--fsdp megatron --zero_dp_strategy 0", 2),
     ],
 )
 def test_copies_stay_alike(flags, processes):

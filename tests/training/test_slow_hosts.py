@@ -6,7 +6,6 @@ import socket
 import pytest
 
 from tests.cli import Result, tiny, train_tiny_gpu
-from tests.marks import long
 from tests.rehearsal.slice_ import Slice
 from tests.rehearsed import all_ended
 
@@ -18,9 +17,10 @@ NAMED = re.compile(
 STEPS = "--max_steps 80 --log_step_interval 20 --num_epochs 9 --test_epoch_interval 99".split()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "flags"),
-    [long("read", []), long("compute", []), long("compute", ["--fsdp", "megatron"])],
+    [("read", []), ("compute", []), ("compute", ["--fsdp", "megatron"])],
 )
 def test_one_of_two_processes(kind, flags, tmp_path, monkeypatch):
     """It is named while it is slow, not before or after; seconds are what it was slowed by.

@@ -20,7 +20,6 @@ from tests.cli import (
     train_tiny_gpu,
 )
 from tests.launch.test_launch_gpu import TORCHRUN, finish, start
-from tests.marks import long
 from training.errors import NOT_FINITE, SIGNAL
 from training.processes.stopping import StopRequest, process_signals
 
@@ -70,12 +69,13 @@ def whole_runs(tmp_path_factory):
     return run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("backend", "name", "workers", "code"),
     [
-        long("xla", "SIGTERM", "1", 143),
-        long("cuda", "SIGTERM", "1", 143),
-        long("cuda", "SIGINT", "0", 130),
+        ("xla", "SIGTERM", "1", 143),
+        ("cuda", "SIGTERM", "1", 143),
+        ("cuda", "SIGINT", "0", 130),
     ],
 )
 def test_stop_and_resume(backend, name, workers, code, whole_runs, tmp_path, monkeypatch):

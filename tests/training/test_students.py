@@ -7,7 +7,6 @@ import timm
 import torch
 
 from tests.cli import TINY_RUN, Result, need_xla, run_program, tiny, train_tiny, train_tiny_gpu
-from tests.marks import long
 from tests.references import plain_dino
 from tests.resolved import on_xla
 from tests.training.test_dino import DINO, SMALL, assert_same, weights_of
@@ -27,12 +26,13 @@ def teacher(tmp_path_factory):
     return folder, plain, ["--teacher", "vit_10b", "--teacher_weights", str(folder)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("run", "how"),
     [
-        long(train_tiny_gpu, {"processes": 2}),
-        long(train_tiny_gpu, {}),
-        long(train_tiny, {"devices": 2}),
+        (train_tiny_gpu, {"processes": 2}),
+        (train_tiny_gpu, {}),
+        (train_tiny, {"devices": 2}),
     ],
 )
 def test_taught_by_a_larger_model(run, how, teacher, tmp_path):
