@@ -403,6 +403,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
         (r"^1 chips, ", r"^measured by /\S+/vit_10b: 0 failure", r"^storage, as the run  "),
         leaves=("../vit_10b/forecast.png",),
         trained=True,
+        long=True,
     ),
     # docs/files.md
     "python3 -m tools.convert ~/vit_10b/step_1000": Run(
@@ -424,7 +425,10 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
         (r"^/\S+/vit_10b: \d", r"^  useful steps  ", r"^  save every ", r"^picture: "), trained=True
     ),
     "python3 -m tools.report": Run(
-        (r"^report: \S+/vit_10b/report.html$",), leaves=("../vit_10b/report.html",), trained=True
+        (r"^report: \S+/vit_10b/report.html$",),
+        leaves=("../vit_10b/report.html",),
+        trained=True,
+        long=True,
     ),
     # make help
     "make lint": Elsewhere("CI runs it before the tests", make_knows),

@@ -170,6 +170,7 @@ def test_folder_that_cannot_be_written_and_no_images_to_read():
     assert done.stderr == ""
 
 
+@pytest.mark.long
 def test_folder_of_a_run_stays_as_it_is_and_another_job_is_noticed(tmp_path):
     (tmp_path / "step_5").mkdir()
     (tmp_path / "step_5" / "manifest.json").write_text("{}")

@@ -134,6 +134,7 @@ print(*{line.split()[-1] for line in open("/proc/self/maps") if "libcudnn_graph"
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.version.cuda is None, reason="PyTorch brought no cuDNN")
 def test_cudnn_of_pytorch(monkeypatch):
     """Loaded and named to TransformerEngine before that looks for one, unless the user did."""

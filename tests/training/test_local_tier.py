@@ -213,6 +213,7 @@ def test_storage_is_as_new_but_damaged(hosts, uninterrupted, tmp_path, kept):
     assert (tmp_path / "run" / "set_aside_1" / "step_8").exists()
 
 
+@pytest.mark.long
 def test_storage_has_wrong_sizes_alone(hosts, tmp_path):
     """All that is there is damaged, which sizes show: the step of the hosts' disks is resumed, and
     without one nothing is started or set aside."""

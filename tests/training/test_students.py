@@ -169,6 +169,7 @@ def test_damaged_after_the_choice(two, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_a_signal_saves_all(teacher, monkeypatch, tmp_path):
     monkeypatch.setenv("SIGNAL_AT", "0 5 SIGTERM")
     flags = ["--backend", "cuda", *DINO_OF_TWO, *teacher[2], "--student", A, B]

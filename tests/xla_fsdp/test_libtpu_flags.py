@@ -5,12 +5,12 @@ import json
 import pytest
 
 from tests.cli import run_program
-from tests.marks import long
 
 V5 = "--xla_enable_async_all_gather=true"
 
 
-@pytest.mark.parametrize("kind", [long("v4-8"), "v5litepod-8", long("v5p-8"), long("v6e-8")])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["v4-8", "v5litepod-8", "v5p-8", "v6e-8"])
 def test_compile_only_has_the_set_of_a_run(kind, monkeypatch):
     """torch_xla's, which it sets where it finds chips; libtpu takes all of it."""
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_enable_flash_attention=true")
