@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tqdm import tqdm
 
-from benchmarks.common import ROOT, commit, run_python
+from benchmarks.common import ROOT, commit, markdown, run_python
 
 FORMATS = (
     "",
@@ -75,14 +75,14 @@ def train(epochs: int, seed: int, flags: str) -> dict:
 def table(found: dict[str, list[dict]], seeds: list[int]) -> list[str]:
     """Return the rows of a Markdown table."""
     heads = ["flags", *(f"seed {seed}" for seed in seeds), "mean", "spread", "val loss, mean"]
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    rows = [heads]
     for flags, evaluations in found.items():
         right = [each["val_top1"] for each in evaluations]
         loss = sum(each["val_loss"] for each in evaluations) / len(evaluations)
         figures = [*right, sum(right) / len(right), max(right) - min(right)]
         cells = [f"`{flags}`" if flags else "none", *(f"{each:.2f}" for each in figures)]
-        lines.append("| " + " | ".join([*cells, f"{loss:.3f}"]) + " |")
-    return lines
+        rows.append([*cells, f"{loss:.3f}"])
+    return markdown(rows)
 
 
 if __name__ == "__main__":

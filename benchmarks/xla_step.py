@@ -26,7 +26,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import commit, last_json, run_python
+from benchmarks.common import commit, last_json, markdown, run_python
 
 FORMS = {
     "spmd": "--xla_fsdp spmd",
@@ -149,8 +149,7 @@ def run_child(form: str, devices: int, steps: int, flags: list[str]) -> dict[str
 
 
 def table(rows: list[tuple[str, int, list[dict[str, float]]]]) -> str:
-    names = ("form", "devices", "s/step", "ratio", "trace s", "compile s", *COLUMNS[3:])
-    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+    lines = [["form", "devices", "s/step", "ratio", "trace s", "compile s", *COLUMNS[3:]]]
     first: float | None = None
     for form, devices, results in rows:
         medians = {
@@ -159,15 +158,13 @@ def table(rows: list[tuple[str, int, list[dict[str, float]]]]) -> str:
             if name in results[0]
         }
         first = first or medians["s_per_step"]
-        seconds = f"{medians['s_per_step']:.3f} | {medians['s_per_step'] / first:.2f}"
-        counted = "| | |"
+        seconds = [f"{medians['s_per_step']:.3f}", f"{medians['s_per_step'] / first:.2f}"]
+        counted = [""] * 4
         if "trace_s" in medians:
-            counted = (
-                f"{medians['trace_s']:.3f} | {medians['compile_s']:.1f} "
-                f"| {medians['executions']:g} | {medians['compilations']:g}"
-            )
-        lines.append(f"| {form} | {devices} | {seconds} | {counted} |")
-    return "\n".join(lines)
+            counted = [f"{medians['trace_s']:.3f}", f"{medians['compile_s']:.1f}"]
+            counted += [f"{medians[name]:g}" for name in COLUMNS[3:]]
+        lines.append([form, str(devices), *seconds, *counted])
+    return "\n".join(markdown(lines))
 
 
 def main() -> None:
