@@ -149,7 +149,7 @@ def run_child(form: str, devices: int, steps: int, flags: list[str]) -> dict[str
 
 
 def table(rows: list[tuple[str, int, list[dict[str, float]]]]) -> str:
-    lines = [["form", "devices", "s/step", "ratio", "trace s", "compile s", *COLUMNS[3:]]]
+    cells = [["form", "devices", "s/step", "ratio", "trace s", "compile s", *COLUMNS[3:]]]
     first: float | None = None
     for form, devices, results in rows:
         medians = {
@@ -163,8 +163,8 @@ def table(rows: list[tuple[str, int, list[dict[str, float]]]]) -> str:
         if "trace_s" in medians:
             counted = [f"{medians['trace_s']:.3f}", f"{medians['compile_s']:.1f}"]
             counted += [f"{medians[name]:g}" for name in COLUMNS[3:]]
-        lines.append([form, str(devices), *seconds, *counted])
-    return "\n".join(markdown(lines))
+        cells.append([form, str(devices), *seconds, *counted])
+    return "\n".join(markdown(cells))
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ import platform
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from benchmarks.common import markdown, write_between
 from tests.faults.program import SAVE_INTERVAL, SETUPS, STEPS
 from tests.faults.tries import Fault
 from training.processes.exchange import versions
@@ -78,7 +79,7 @@ def tables(
 ) -> dict[tuple[str, str], list[str]]:
     """Return by the markers of their place the tables in Markdown, a row a fault and backend: of
     lost hosts one of their own."""
-    found: dict[tuple[str, str], list[str]] = {}
+    found: dict[tuple[str, str], list[list[str]]] = {}
     for name, fault in faults.items():
         for backend, setup in SETUPS.items():
             if not (results := rows.get((name, backend))):
@@ -89,13 +90,8 @@ def tables(
                 head, marks = [*head, "seconds to the next step"], (BEGIN_HOSTS, END_HOSTS)
                 seconds = [each.restart_s for each in results if each.restart_s is not None]
                 cells.append(_spread(seconds) if seconds else "-")
-            lines = found.setdefault(marks, [_row(head), "|---" * len(head) + "|"])
-            lines.append(_row(cells))
-    return found
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+            found.setdefault(marks, [head]).append(cells)
+    return {marks: markdown(cells) for marks, cells in found.items()}
 
 
 def _spread(seconds: list[float]) -> str:
@@ -131,12 +127,8 @@ def write(
         f"{time.strftime('%Y-%m-%d')}, commit {commit}, {made}, Python "
         f"{platform.python_version()}, on {os.cpu_count()} cores of {_processor()}."
     )
-    text = document.read_text()
     for (begin, end), lines in tables.items():
-        before, _, rest = text.partition(begin)
-        _, _, after = rest.partition(end)
-        text = "\n".join([f"{before}{begin}", *lines, "", about, f"{end}{after}"])
-    document.write_text(text)
+        write_between(document, begin, end, [*lines, "", about])
 
 
 def _processor() -> str:

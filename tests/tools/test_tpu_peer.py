@@ -21,15 +21,20 @@ def test_the_peer_computes_what_timm_does():
 def test_both_are_compiled(tmp_path, monkeypatch):
     monkeypatch.setitem(tpu_peer.ROWS, "ViT-Ti", ("vit_tiny_patch16_224", "v5e:2x2"))
     monkeypatch.setattr(tpu_peer, "BATCH", "64")
-    row = tpu_peer.compare("ViT-Ti", "bf16", tpu_peer.Kept(tmp_path / "a", tmp_path / "b"))
+    kept = tpu_peer.Kept(tmp_path / "ours", tmp_path / "peer")
+    for each in kept:
+        each.mkdir()
+    row = tpu_peer.compare("ViT-Ti", "bf16", kept)
     assert row[:2] == ["ViT-Ti", "bf16"]
     assert 0.2 < float(row[tpu_peer.TIME]) < 1.5
     assert 0.2 < float(row[tpu_peer.MEMORY]) < 1.5
-    (ours,), peers = (list((tmp_path / side).iterdir()) for side in "ab")
+    (ours,), peers = (
+        [json.loads(report.read_text()) for report in each.iterdir()] for each in kept
+    )
+    assert len(peers) == 2
     for peer in peers:
-        told = json.loads(peer.read_text())
-        assert told["parameters"] == json.loads(ours.read_text())["parameters"]
-        assert told["expected_unknown"] == 0
+        assert peer["parameters"] == ours["parameters"]
+        assert peer["expected_unknown"] == 0
 
 
 def test_rows_are_written_one_by_one(tmp_path, monkeypatch):
@@ -39,18 +44,20 @@ def test_rows_are_written_one_by_one(tmp_path, monkeypatch):
     document = tmp_path / "page.md"
     document.write_text(f"Before.\n{tpu_peer.BEGIN}\n{tpu_peer.END}\nAfter.\n")
 
+    def side(ms, gib, **more):
+        return json.dumps({"expected_step_s": ms / 1e3, "peak_hbm_bytes": gib * GIB} | more)
+
     def write(row, commit, ours, peers):
         """``ours``: ms and GiB by residual stream; ``peers``: by softmax."""
         monkeypatch.setattr(tpu_peer, "commit", lambda *_: commit)
         folder, name = tmp_path / "runs" / "tpu-peer" / commit, "_".join(tpu_peer.ROWS[row])
         folder.mkdir(parents=True)
-        for residual, (ms, gib) in ours.items():
-            side = {"expected_step_s": ms / 1e3, "peak_hbm_bytes": gib * GIB}
-            told = side | {"fits": True, "versions": {"libtpu": "1"}}
-            (folder / f"{name}_{residual}.json").write_text(json.dumps(told))
-            for scores, (ms, gib) in peers.items():
-                side = {"expected_step_s": ms / 1e3, "peak_hbm_bytes": gib * GIB}
-                (folder / f"{name}_{residual}_scores_{scores}.json").write_text(json.dumps(side))
+        for residual, figures in ours.items():
+            told = side(*figures, fits=True, versions={"libtpu": "1"})
+            (folder / f"{name}_{residual}.json").write_text(told)
+            for scores, of_peer in peers.items():
+                told = side(*of_peer)
+                (folder / f"{name}_{residual}_scores_{scores}.json").write_text(told)
         words = ["tpu_peer.py", "--rows", row, "--document", str(document)]
         monkeypatch.setattr("sys.argv", words)
         tpu_peer.main()
