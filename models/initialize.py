@@ -3,13 +3,16 @@
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from timm.layers import trunc_normal_
 from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.timm_private import (
     SELF_INITIALIZED,
@@ -32,6 +35,12 @@ def allocate(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     for full_name, part in on_meta(module, name):
         allocate_own(part)
         yield full_name, part
+
+
+def leave_room(module: nn.Module, name: str) -> None:
+    """Allocate, as ``allocate``, parameters whose values come later, from a checkpoint."""
+    for _ in allocate(module, name):
+        pass
 
 
 def on_meta(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
@@ -95,20 +104,56 @@ def initialize(module: nn.Module, name: str, *, seed: int, scheme: Scheme) -> No
     seeded by ``seed`` and its name; the caller's random numbers are not affected.
     """
     fresh = {full_name for full_name, _ in allocate(module, name)}
+    # PyTorch draws on one core: modules with nothing to fill below them are filled side by side.
+    lowest: list[tuple[nn.Module, str]] = []
+    others: list[tuple[nn.Module, str]] = []
 
-    def fill(part: nn.Module, name: str) -> bool:
-        """Fill ``part`` after what is below it; returns True if there was anything to fill."""
-        found = name in fresh
-        for key, child in part.named_children():
-            found |= fill(child, f"{name}.{key}" if name else key)
+    def find(part: nn.Module, name: str) -> bool:
+        """Find what is to be filled, each after what is below it; True if there is anything."""
+        children = part.named_children()
+        below = [find(child, f"{name}.{key}" if name else key) for key, child in children]
+        found = name in fresh or any(below)
         if found:
-            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
-                torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-                scheme(part, name)
+            (others if any(below) else lowest).append((part, name))
         return found
 
-    fill(module, name)
+    def fill(found: tuple[nn.Module, str]) -> None:
+        part, name = found
+        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+        with _DrawFrom(int.from_bytes(digest[:8], "little") >> 1), torch.no_grad():
+            scheme(part, name)
+
+    find(module, name)
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        list(threads.map(fill, lowest))
+    for each in others:
+        fill(each)
+
+
+_AT_ONCE = 4
+"""The modules that are filled side by side: as many as a block has large matrices."""
+
+
+class _DrawFrom(TorchDispatchMode):
+    """Random numbers of this thread come from a generator of its own."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Collection[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            if "generator" not in {each.name for each in func._schema.arguments}:
+                func = func.overloadpacket.generator
+            kwargs["generator"] = self._generator
+        return func(*args, **kwargs)
 
 
 def vision_transformer_scheme(

@@ -14,6 +14,7 @@ from torch import nn
 
 from data.loader import BatchLoader, Share
 from data.source import DataSource, open_data
+from models.initialize import leave_room
 from training import begin, loop
 from training.backend import (
     Backend,
@@ -272,7 +273,8 @@ def _train(
 def _placed(student: _Student, prepared: Prepared) -> nn.Module:
     """Return the sharded model on the devices, with the values of what is resumed or loaded."""
     run, say, backend = student.run, student.session.reports.say, student.session.backend
-    saved, initial, initialize = student.begun.saved, prepared.initial, None
+    saved, initial = student.begun.saved, prepared.initial
+    initialize = leave_room if saved else None
     say(f"model: {run.model.name}, {run.model.parameter_count:,} parameters")
     if initial and not saved:
         begin.check_weights(initial.weights, verify=run.config.checkpoints.verify_checkpoint)

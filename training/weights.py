@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from data.config import CROP_MODES, INTERPOLATIONS, Preprocessing
-from models.initialize import allocate
+from models.initialize import allocate, leave_room
 from models.spec import ModelSpec
 from training.checkpoints import format as checkpoint
 from training.checkpoints.choose import BEST, Candidates, find_resume, first_readable, of_path
@@ -82,8 +82,7 @@ class Weights:
         """
         if self.tensors is not None:
             return self.fill(module, name)
-        for _ in allocate(module, name):
-            pass
+        leave_room(module, name)
 
     @torch.no_grad()
     def fill(self, module: nn.Module, name: str) -> None:

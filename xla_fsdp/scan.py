@@ -81,13 +81,13 @@ class ScannedBlocks(nn.Module):
 
     @torch.no_grad()
     def fill(self, index: int, block: nn.Module) -> None:
-        """Put a block's values in its place. One graph for every index, elementwise."""
-        here = (torch.arange(self._depth) == index).to(torch_xla.device())
+        """Put a block's values in its place. One graph for every index."""
+        place = torch.tensor([index]).to(torch_xla.device())
         for name, stacked in self.block.named_parameters():
             given = block.get_parameter(name).detach()
             values = self._layout.send(given, self._layout.block_spec(name, given.shape))
-            chosen = here.view(-1, *(1,) * values.dim())
-            stacked.copy_(torch.where(chosen, values, stacked))
+            # In place: the other blocks' values are not copied.
+            stacked.index_copy_(0, place, values.unsqueeze(0))
 
     def forward(
         self,

@@ -1,13 +1,18 @@
 """The model against timm: sizes, names, logits, initial weights, FLOPs."""
 
+import hashlib
+
 import pytest
 import timm
 import torch
+from timm.layers import trunc_normal_
 from torch.utils.flop_counter import FlopCounterMode
 
 from models.config import PRESETS
+from models.initialize import leave_room
 from models.registry import open_model
 from tests.marks import long
+from tests.stand_ins.filled import SMALL as SMALL_OF_TIMM
 from tests.stand_ins.filled import filled
 from xla_fsdp.launch_xla import NoBackwardYet
 
@@ -109,6 +114,31 @@ def test_weights_depend_on_seed_and_name_alone():
     other = filled(small(), seed=1).state_dict()
     assert not torch.equal(other["head.weight"], first["head.weight"])
     assert not torch.equal(first["blocks.0.attn.qkv.weight"], first["blocks.1.attn.qkv.weight"])
+
+
+def test_each_module_draws_what_timm_draws_from_the_modules_own_seed():
+    found = filled(small(), seed=5).state_dict()
+    for name in ("blocks.0.attn.qkv", "blocks.0.mlp.fc1", "blocks.1.mlp.fc2"):
+        seed = int.from_bytes(hashlib.sha256(f"5/{name}".encode()).digest()[:8], "little") >> 1
+        torch.manual_seed(seed)
+        expected = trunc_normal_(torch.empty_like(found[f"{name}.weight"]), std=0.02)
+        assert torch.equal(found[f"{name}.weight"], expected), name
+
+
+def test_room_for_a_checkpoints_values_is_left_without_drawing_any():
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    spec = open_model("timm/vit_small_patch16_dinov3", SMALL_OF_TIMM)
+    room, reference = spec.build(), filled(spec)
+    for name, unit in spec.units(room):
+        leave_room(unit, name)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [p.shape for p in room.parameters()] == [p.shape for p in reference.parameters()]
+    assert all(p.device.type == "cpu" for p in room.parameters())
+    buffers = dict(room.named_buffers())
+    assert buffers
+    for name, values in reference.named_buffers():
+        assert torch.equal(buffers[name], values), name
 
 
 @pytest.mark.parametrize(
