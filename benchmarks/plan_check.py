@@ -112,6 +112,11 @@ PROBLEMS = {
         "--model vit_base_patch16_224 --image_size 512 --batch_size 128 --tpu_topology v5e:2x2",
         grid(("full", "selective"), attention=("sdpa", "flash"), domain=(1, 2)),
     ),
+    "384 pixels": Problem(
+        "--model vit_large_patch16_224 --image_size 384 --batch_size 256 "
+        "--tpu_topology v5e:2x4,v5e:4x4",
+        grid(POLICIES, attention=("whole",)),
+    ),
     "base, v5p": Problem(
         "--model vit_base_patch16_224 --batch_size 1024 --tpu_topology v5p:2x2x1,v5p:2x2x2",
         grid(POLICIES, attention=("whole",)),
