@@ -38,9 +38,13 @@ def allocate(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def leave_room(module: nn.Module, name: str) -> None:
-    """Allocate, as ``allocate``, parameters whose values come later, from a checkpoint."""
-    for _ in allocate(module, name):
-        pass
+    """Allocate, as ``allocate``, parameters whose values come later, from a checkpoint.
+
+    They are zeros until then: all hosts must give the devices the same.
+    """
+    for _, part in allocate(module, name):
+        for parameter in part.parameters(recurse=False):
+            nn.init.zeros_(parameter)
 
 
 def on_meta(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
