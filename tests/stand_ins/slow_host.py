@@ -25,20 +25,22 @@ def main(argv: list[str]) -> int:
     rank, seconds, first, last = int(numbers[0]), float(numbers[1]), *map(int, numbers[2:])
     at = 0
 
-    def pause(step):
+    def pause(step, at_least=0.0):
         if exchange.rank() == rank and first <= step <= last:
-            time.sleep(seconds)
+            time.sleep(max(seconds, at_least))
 
     def reads_slowly(*args):
-        loader, batches = open_loader(*args), 0
+        loader, batches, rest_s = open_loader(*args), 0, 0.0
         epoch = loader.epoch
 
         def slow_epoch(*args):
-            nonlocal batches
+            nonlocal batches, rest_s
             for batch in epoch(*args):
                 batches += 1
-                pause(batches)
+                pause(batches, 2 * rest_s)
+                read = time.monotonic()
                 yield batch
+                rest_s = time.monotonic() - read
 
         loader.epoch = slow_epoch
         return loader
