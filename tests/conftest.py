@@ -1,3 +1,4 @@
+import contextlib
 import os
 import shutil
 import signal
@@ -11,7 +12,7 @@ from data.digits import write_digits
 from tests.cli import ALL_DIGITS, DIGITS, train_tiny, train_tiny_gpu
 from tests.rehearsed import Rehearsal
 from tests.short_runs import train_ten_steps
-from tests.stand_ins.pod_stand_in import StandIn
+from tests.stand_ins.pod_stand_in import StandIn, workers_here
 
 # Begun in a shell's background or by nohup, pytest would hand down that these are ignored, and
 # a shell script cannot trap what it was born to ignore.
@@ -66,11 +67,23 @@ def digits():
 
 
 @pytest.fixture
-def pod(tmp_path):
-    """Four workers; what runs on them must have ended with the test."""
-    pod = StandIn(tmp_path)
-    yield pod
-    assert not pod.left_running()
+def pod_of(tmp_path):
+    """Makes a pod of so many workers; what runs on them must have ended with the test."""
+    with contextlib.ExitStack() as here:
+        made = []
+
+        def make(workers, *, alone=False):
+            here.enter_context(workers_here(alone=alone))
+            made.append(StandIn(tmp_path, workers))
+            return made[-1]
+
+        yield make
+        assert not any(pod.left_running() for pod in made)
+
+
+@pytest.fixture
+def pod(pod_of):
+    return pod_of(4)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from tests.cli import ROOT
 from tests.documented_commands import Command
 from tests.launch.test_launch_gpu import script
 from tests.stand_ins.new_machine import Machine
-from tests.stand_ins.pod_stand_in import gcloud_accepts
+from tests.stand_ins.pod_stand_in import gcloud_accepts, workers_here
 from tools.plan.tpu_search import candidates
 from training.begin import students_of
 from training.flags import check_foreign, check_rules
@@ -173,7 +173,8 @@ def on_a_pod(machine: Machine, command: Command, tmp_path: Path) -> None:
     )
     machine.variables["STAND_IN"] = str(pod)
     machine.variables["NPROC_PER_NODE"] = "2"  # the workers have no devices to count
-    done = machine.run(command)
+    with workers_here():
+        done = machine.run(command)
     assert done.returncode == 0, done.stdout + done.stderr
     for index in range(workers):
         *_, asked = (pod / f"worker_{index}" / "asked").read_text().splitlines()

@@ -27,7 +27,7 @@ from tests.cli import (
 )
 from tests.launch.test_launch_gpu import finish, free_port, losses, script
 from tests.launch.test_launch_meet import KILL_ONE
-from tests.stand_ins.pod_stand_in import REMOTE, StandIn, gcloud_accepts, read_until, wait_until
+from tests.stand_ins.pod_stand_in import REMOTE, gcloud_accepts, read_until, wait_until
 from training.errors import BAD_IMAGES
 
 # -- what arrives ---------------------------------------------------------------------
@@ -248,11 +248,11 @@ def test_gcloud_connects_again_after_a_break(pod):
     assert "worker 1 failed" in stderr
 
 
-def test_restart_flag_ends_what_was_left(pod):
+def test_restart_flag_ends_what_was_left(pod_of):
     """A program whose wrapper was killed; an ordinary run leaves it, as two may share workers."""
+    pod = pod_of(1, alone=True)  # with more workers, each would end the others' programs
     home = pod.folder / "worker_0"
     home.mkdir()
-    (pod.folder / "workers").write_text("1")  # else each would end the others' programs
     orphan = subprocess.Popen(
         [sys.executable, REMOTE, "wait"],
         start_new_session=True,
@@ -270,9 +270,9 @@ def test_restart_flag_ends_what_was_left(pod):
     assert orphan.wait() == 143
 
 
-def test_restarted_training_resumes(tmp_path):
+def test_restarted_training_resumes(pod_of, tmp_path):
     """Two workers train together; the second dies in step 5, the restart goes on from step 4."""
-    pod = StandIn(tmp_path, workers=2)
+    pod = pod_of(2)
     variables = {"WARM_PYTHON": warm_python(), "MASTER_ADDR": "127.0.0.1"}
     variables |= {"MASTER_PORT": free_port(), "PYTHONPATH": str(ROOT)}
     flags = [word for item in variables.items() for word in ("--env", "=".join(item))]
@@ -304,7 +304,6 @@ def test_restarted_training_resumes(tmp_path):
     code, _, stderr = finish(pod.launch(*command, tmp_path / "whole", flags=(*flags,)))
     assert code == 0, stderr  # `once` is there already
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-    assert not pod.left_running()
 
 
 def a_process_a_device(*variables: str) -> tuple[str, ...]:
@@ -315,13 +314,13 @@ def a_process_a_device(*variables: str) -> tuple[str, ...]:
 
 
 @pytest.mark.long
-def test_a_process_a_device(tmp_path):
+def test_a_process_a_device(pod_of, tmp_path):
     """As --backend torchtpu starts, with gloo's devices: two hosts, two processes on each.
 
     One is killed: all start again and resume. Ctrl-C: all stop with a checkpoint, and the same
     command goes on. Losses are those of one process that was never stopped.
     """
-    pod, run_dir = StandIn(tmp_path, workers=2), tmp_path / "run"
+    pod, run_dir = pod_of(2), tmp_path / "run"
     (tmp_path / "sitecustomize.py").write_text(KILL_ONE)
     flags = ["--max_steps", "12", "--ckpt_step_interval", "2"]
 
@@ -346,18 +345,16 @@ def test_a_process_a_device(tmp_path):
     assert json.loads((run_dir / "run.json").read_text())["devices"] == 4
     whole = train_tiny_gpu(tmp_path / "whole", *flags)
     assert losses(run_dir) == pytest.approx(whole.column("loss"), rel=1e-5)
-    assert not pod.left_running()
 
 
-def test_a_mistake_in_a_process_a_device_ends_all_at_once(tmp_path):
+def test_a_mistake_in_a_process_a_device_ends_all_at_once(pod_of):
     """With the program's exit code, and no restart."""
-    pod = StandIn(tmp_path, workers=2)
+    pod = pod_of(2)
     command = ["launch/torchrun.sh", "--fake_data", "--batch_size", "0"]
     code, _, stderr = finish(pod.launch(*command, flags=a_process_a_device()))
     assert code == 2, stderr
     assert "run_vit_training.py: error: argument --batch_size: 0 must be" in stderr
     assert "starting all workers again" not in stderr
-    assert not pod.left_running()
 
 
 def test_restarts_are_numbered_and_logs_may_vanish(pod):

@@ -1,5 +1,7 @@
 """A pod whose workers are processes of this machine, behind tests/stand_ins/gcloud_stand_in.py."""
 
+import contextlib
+import fcntl
 import json
 import os
 import shlex
@@ -7,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -75,6 +77,21 @@ class StandIn:
 
     def wait_until_gone(self) -> None:
         wait_until(lambda: not self.left_running())
+
+
+@contextlib.contextmanager
+def workers_here(*, alone: bool = False) -> Iterator[None]:
+    """Workers of a pod run on this machine inside; with ``alone`` those of no other pod do.
+
+    Whoever ends all that xla_dist has started needs that: all workers are of one machine and one
+    user here, and tests run in several processes.
+    """
+    checkout = os.open(ROOT, os.O_RDONLY)
+    try:
+        fcntl.flock(checkout, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(checkout)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -43,8 +43,8 @@ def at_step(launched: subprocess.Popen[str], step: int) -> None:
 
 
 @pytest.mark.rehearse
-def test_a_lost_host_is_made_up_for(slice_of, tmp_path):
-    slice_, pod = slice_of(FOUR_HOSTS), StandIn(tmp_path)
+def test_a_lost_host_is_made_up_for(slice_of, pod_of, tmp_path):
+    slice_, pod = slice_of(FOUR_HOSTS), pod_of(4)
     pod.variables |= slice_.variables()
     pod.variables["PYTHONPATH"] += f":{ROOT}"
     run, flags = tmp_path / "run", ("--ckpt_step_interval", "5", "--max_steps", "25")
@@ -66,13 +66,13 @@ def test_a_lost_host_is_made_up_for(slice_of, tmp_path):
 
 @pytest.mark.rehearse
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_lost_slice_is_left_out_and_comes_back(lost, slice_of, tmp_path):
+def test_a_lost_slice_is_left_out_and_comes_back(lost, slice_of, pod_of, tmp_path):
     """Two slices, one, two again: the curve is that of an uninterrupted run.
 
     A pass has as many images a device on one slice. Growing loses no step. The metadata of both
     slices says that there are two, as that of slices created together does.
     """
-    slice_, pod, run = slice_of(TWO_SLICES), StandIn(tmp_path, workers=1), tmp_path / "run"
+    slice_, pod, run = slice_of(TWO_SLICES), pod_of(1), tmp_path / "run"
     pod.variables |= slice_.variables()
     pod.variables["PYTHONPATH"] += f":{ROOT}"
     flags = ("--mesh_dcn", "slices", "--micro_batch_size", "4", "--num_epochs", "9")
