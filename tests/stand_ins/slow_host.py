@@ -1,13 +1,15 @@
 """run_vit_training.py, one of whose processes is slow, as SLOW says.
 
 ``SLOW="KIND RANK SECONDS FIRST LAST"``: in the steps FIRST to LAST, counted from 1, the process of
-that rank takes so many seconds more: ``read``: to read each batch. ``compute``: for each pass of a
-block, on the host. ``--fsdp megatron`` runs without CUDA.
+that rank takes so many seconds more: ``read``: to read each batch, and at least twice the median of
+what was left of the steps before, so that also on a busy machine most of a step is reading.
+``compute``: for each pass of a block, on the host. ``--fsdp megatron`` runs without CUDA.
 """
 
 import os
 import sys
 import time
+from statistics import median
 
 from timm.models.vision_transformer import Block
 
@@ -30,17 +32,17 @@ def main(argv: list[str]) -> int:
             time.sleep(max(seconds, at_least))
 
     def reads_slowly(*args):
-        loader, batches, rest_s = open_loader(*args), 0, 0.0
+        loader, batches, rests = open_loader(*args), 0, []
         epoch = loader.epoch
 
         def slow_epoch(*args):
-            nonlocal batches, rest_s
+            nonlocal batches
             for batch in epoch(*args):
                 batches += 1
-                pause(batches, 2 * rest_s)
+                pause(batches, 2 * median(rests or [0.0]))
                 read = time.monotonic()
                 yield batch
-                rest_s = time.monotonic() - read
+                rests.append(time.monotonic() - read)
 
         loader.epoch = slow_epoch
         return loader
