@@ -16,6 +16,7 @@ from config_fields import (
     flag,
     fraction,
     height_by_width,
+    local_name,
     number,
     positive,
 )
@@ -147,6 +148,24 @@ class DataConfig:
         "(default: the class folders --data_dir/train/<class>/* and val/<class>/*)",
         metavar="FILE",
         requires=("data_source=volumes",),
+    )
+    class_order: Literal["sorted", "natural"] | None = flag(
+        None,
+        "order in which class folders are numbered; sorted: by name, as torchvision (10 before 2); "
+        "natural: by the numbers in names and without regard to case, as timm (2 before 10) "
+        "(default: that of the checkpoint; new weights: sorted)",
+        requires=("data_source=folder|data_source=volumes",),
+        incompatible_with=("labels",),
+    )
+    class_map: str | None = flag(
+        None,
+        "text file with the name of a class folder on each line, in the order of their labels, as "
+        "timm's --class-map; some may have no folder (default: --class_order)",
+        kind=local_name,
+        metavar="FILE",
+        requires=("data_source=folder|data_source=volumes",),
+        replaces=("class_order",),
+        incompatible_with=("labels",),
     )
     train_shards: str | None = flag(
         None,

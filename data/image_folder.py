@@ -20,7 +20,7 @@ def open_folder(request: DatasetRequest) -> DataSource:
     """
     transforms, root = transforms_of(request), request.config.data_dir
     if request.labels:
-        check_folder(root, request.num_classes, request.splits)
+        check_folder(root, request.num_classes, request.splits, class_map=request.config.class_map)
     splits = request.of_splits(lambda name: FolderSplit(request, name, transforms[name]))
     return source_of(request, root, splits)
 

@@ -13,6 +13,7 @@ import fcntl
 import itertools
 import json
 import os
+import re
 import socket
 import sys
 import tempfile
@@ -254,11 +255,12 @@ def check_folder(
     num_classes: int,
     splits: Sequence[str] = SPLITS,
     suffixes: tuple[str, ...] = IMG_EXTENSIONS,
+    class_map: str | None = None,
 ) -> None:
     """Refuse an unusable folder, in one line, before its images are listed.
 
     Raises DataFolderError for a missing or empty split, class folders that differ between the
-    splits, or more classes than ``num_classes``.
+    splits or are not in the file ``class_map``, or more classes than ``num_classes``.
     """
     if not root:
         raise DataFolderError("--data_dir is empty: give the folder that holds train/ and val/")
@@ -282,9 +284,43 @@ def check_folder(
                 f"the class folders of train and val differ in {root}: only {split} has "
                 f"{_first_of(names)}"
             )
-    found = len(classes[splits[0]])
+    found = len(in_order(classes[splits[0]], class_map=class_map))
     if found > num_classes:
-        raise DataFolderError(f"{root} has {found} classes, --num_classes is {num_classes}")
+        where = root if class_map is None else f"--class_map {class_map}"
+        raise DataFolderError(f"{where} has {found} classes, --num_classes is {num_classes}")
+
+
+def in_order(
+    folders: list[str], class_order: str | None = None, class_map: str | None = None
+) -> list[str]:
+    """Return the names of class folders, which are sorted, in the order of their labels: that of
+    the file ``class_map``, or else ``class_order``.
+
+    Raises DataFolderError for a file that cannot be read, or lacks one of them.
+    """
+    if class_map is None:
+        return sorted(folders, key=_natural_key) if class_order == "natural" else folders
+    try:
+        with open(class_map, encoding="utf-8-sig", opener=files.regular) as file:
+            names = [line.strip() for line in file.read().rstrip().split("\n")]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataFolderError(f"--class_map {class_map}: {reason_of(error)}") from None
+    name, times = Counter(names).most_common(1)[0]
+    if times > 1:
+        raise DataFolderError(
+            f"--class_map {class_map} has {name or 'an empty line'} {times} times"
+        )
+    if missing := sorted(set(folders) - set(names)):
+        raise DataFolderError(
+            f"--class_map {class_map} has no {_first_of(missing)}, which the images have: it needs "
+            "the name of each class folder, one a line"
+        )
+    return names
+
+
+def _natural_key(name: str) -> list[str | int]:
+    """Return what timm sorts class folders by (``timm.utils.misc.natural_key``)."""
+    return [int(s) if s.isdecimal() else s for s in re.split(r"(\d+)", name.lower())]
 
 
 def folder_of_images(root: str, split: str) -> str:
@@ -309,7 +345,7 @@ def folder_of_images(root: str, split: str) -> str:
 
 
 def class_folders(root: str, split: str) -> list[str] | None:
-    """Return the names of a split's classes by label; None if there is no such folder.
+    """Return the names of a split's class folders, sorted; None if there is no such folder.
 
     Raises DataFolderError for a folder or URL that cannot be listed.
     """
@@ -375,8 +411,16 @@ def cached_split(
     table = load_or_build(config, name, top, build, change, counted="labels", beside=not is_root)
     paths = Strings(table.arrays["names"], table.arrays["ends of names"], top)
     left_out = Counter[str](table.info["left_out"])
-    classes = table.info["classes"] if labels else None
-    return FolderIndex(classes, paths, table.arrays["labels"], left_out)
+    if not labels:
+        return FolderIndex(None, paths, table.arrays["labels"], left_out)
+    # The index has the folders sorted, however they are numbered.
+    found: list[str] = table.info["classes"]
+    classes = in_order(found, config.class_order, config.class_map)
+    numbers = table.arrays["labels"]
+    if classes != found:
+        label_of = {name: label for label, name in enumerate(classes)}
+        numbers = np.array([label_of[name] for name in found], np.int32)[numbers]
+    return FolderIndex(classes, paths, numbers, left_out)
 
 
 def index_split(

@@ -50,7 +50,7 @@ def open_volumes(request: DatasetRequest) -> DataSource:
         )
     if config.labels is None:
         if request.labels:
-            check_folder(root, request.num_classes, request.splits, SUFFIXES)
+            check_folder(root, request.num_classes, request.splits, SUFFIXES, config.class_map)
         found = request.of_splits(
             lambda split: cached_split(config, split, SUFFIXES, labels=request.labels)
         )

@@ -177,6 +177,7 @@ def files(folder: Path) -> dict[str, tuple[str, ...]]:
     """The values of flags that name files, of a folder as ``test_every_flag.py`` makes it."""
     return {
         "labels": (f"{folder}/volumes/labels.csv",),
+        "class_map": (f"{folder}/classes.txt",),
         "train_shards": ("train/*.tar",),
         "val_shards": ("val/*.tar",),
         "index_dir": (f"{folder}/index",),

@@ -75,7 +75,8 @@ def test_no_namespace_below_the_entrypoint():
     parts = ("models", "data", "training", "xla_fsdp", "torch_fsdp", "gpu_fsdp")
     named = [p for p in sources() if p.relative_to(ROOT).parts[0] in parts]
     found = {str(p.relative_to(ROOT)) for p in named if re.search(r"\bNamespace\b", p.read_text())}
-    assert found <= {"training/flags.py"}
+    # The second reads files of other programs, which hold their own.
+    assert found <= {"training/flags.py", "training/weights.py"}
 
 
 def test_nearly_all_is_formatted():

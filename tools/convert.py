@@ -38,6 +38,7 @@ from training.checkpoints.choose import find_resume
 from training.errors import UsageError
 from training.flags import OneLineParser
 from training.resolve import model_of
+from training.weight_names import timm_names
 
 PROGRAM = "tools.convert"
 SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
@@ -75,7 +76,7 @@ def load_without_values(path: Path, begin: int = 0, length: int | None = None) -
     """
     with FakeTensorMode(), path.open("rb") as file:
         part = file if length is None else _create_file_view(file, begin, length)
-        return torch.load(part, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+        return weights.load_tensors(path, part)
 
 
 def offset_of(tensor: torch.Tensor) -> int:
@@ -122,6 +123,24 @@ class Stored:
     ) -> Stored:
         piece = Piece(file, offset, (0,) * len(shape), tuple(shape), strides)
         return cls(dtype, piece.shape, lambda: [piece])
+
+    @classmethod
+    def joined(cls, parts: Sequence[Stored]) -> Stored:
+        """Return one tensor of several, one after the other along the first dimension. Raises
+        ValueError if they do not fit each other."""
+        first, *others = parts
+        if any((each.dtype, each.shape[1:]) != (first.dtype, first.shape[1:]) for each in others):
+            raise ValueError("query, key and value differ in their shapes or number formats")
+
+        def pieces() -> Iterator[Piece]:
+            row = 0
+            for part in parts:
+                for piece in part.pieces():
+                    yield replace(piece, begin=(row + piece.begin[0], *piece.begin[1:]))
+                row += part.shape[0]
+
+        rows = sum(part.shape[0] for part in parts)
+        return cls(first.dtype, (rows, *first.shape[1:]), pieces) if others else first
 
     def read(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the values as ``dtype``, in memory of their own.
@@ -226,7 +245,10 @@ def open_source(path: Path, *, verify: bool, use_ema: bool) -> Source:
         raise UsageError(f"{path}: there is no such file or folder")
     tensors: dict[str, Stored] = {}
     with saved.readable(path):
-        if files := weights.safetensors_files(path):
+        files = weights.safetensors_files(path)
+        for file in files or ([] if path.is_dir() else [path]):
+            weights.check_is_content(file)
+        if files:
             if use_ema:
                 raise weights.no_ema(path)
             # The format of each: length of the header, header, values.
@@ -256,9 +278,16 @@ def open_source(path: Path, *, verify: bool, use_ema: bool) -> Source:
                 )
         else:
             raise ValueError("it is not a file of torch.save, or of one before PyTorch 1.6")
+        names, note = timm_names(tensors)
+        if note:
+            print(f"{PROGRAM}: {path}: {note}", file=sys.stderr)
+        tensors = {
+            name: Stored.joined([tensors[part] for part in parts]) for name, parts in names.items()
+        }
         beside = (path if path.is_dir() else path.parent) / weights.CONFIG_FILE
         config = json.loads(beside.read_text()) if beside.is_file() else None
-        return Source(path, tensors, run, config if isinstance(config, Mapping) else None)
+        is_timms = isinstance(config, Mapping) and "architecture" in config
+        return Source(path, tensors, run, config if is_timms else None)
 
 
 def _open_dcp(

@@ -13,7 +13,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from data.config import DataConfig
 from data.files import printable
+from data.index import in_order
 from data.source import FILES, DataSource
 from models.config import ModelConfig
 from models.spec import ModelSpec
@@ -510,7 +512,7 @@ def check_resume(saved: SavedRun, run: Run, data: DataSource) -> None:
             "resumes a checkpoint that training wrote"
         )
     check_same_training(saved, run.model, run.config)
-    check_same_classes(saved.classes, saved.path, data)
+    check_same_classes(saved.classes, saved.path, data, run.config.data)
     difference = other_order(saved, run, data)
     if difference and not run.config.checkpoints.restart_epoch:
         raise UsageError(
@@ -520,20 +522,45 @@ def check_resume(saved: SavedRun, run: Run, data: DataSource) -> None:
         )
 
 
-def check_same_classes(classes: Sequence[str] | None, path: Path, data: DataSource) -> None:
+def check_same_classes(
+    classes: Sequence[str] | None, path: Path, data: DataSource, config: DataConfig
+) -> None:
     """Raise UsageError if ``classes``, by label those that the weights in ``path`` were trained on,
-    are not those of ``data``; None: not known.
+    are not those of ``data``.
 
-    Labels are positions among the folders: one folder less, and all after it are wrong.
+    Labels are positions among the folders: one folder less, and all after it are wrong. None: the
+    weights do not say, so the order of ``data`` must be that of torchvision and timm, or chosen.
     """
-    if classes is None or data.classes is None:
+    if data.classes is None:
+        return
+    if classes is None:
+        check_class_order(data.classes, path, config)
         return
     for label, (there, here) in enumerate(zip_longest(classes, data.classes)):
         if there != here:
+            order = "; give --class_order or --class_map as in training"
             raise UsageError(
                 printable(
                     f"{path} was trained on other classes than those of {data.name}/val: "
                     f"number {label} is {there or 'none'} there, {here or 'none'} here"
+                    f"{order if sorted(classes) == sorted(data.classes) else ''}"
+                )
+            )
+
+
+def check_class_order(folders: list[str], path: Path, config: DataConfig) -> None:
+    """Raise UsageError if timm would number these class folders otherwise than torchvision, and
+    neither a flag nor the weights in ``path`` say which of the two is meant."""
+    if config.class_order or config.class_map or config.data_source not in ("folder", "volumes"):
+        return
+    for label, (ours, theirs) in enumerate(zip(folders, in_order(folders, "natural"), strict=True)):
+        if ours != theirs and config.labels is None:
+            raise UsageError(
+                printable(
+                    f"{path} does not name its classes, and {config.data_dir} has class folders "
+                    f"whose order is not certain: number {label} is {ours} by torchvision, "
+                    f"{theirs} by timm: give --class_order sorted (torchvision) or natural (timm), "
+                    "or --class_map FILE"
                 )
             )
 

@@ -35,7 +35,7 @@ from training.errors import UsageError
 from training.files import folder_at
 from training.flags import flat
 from training.resolve import Run, model_of, resolve_model
-from training.weights import Weights, find_weights, weights_in, with_preprocessing_of
+from training.weights import Weights, find_weights, remedy, weights_in, with_preprocessing_of
 
 # -- Weights that are used as they are: --predict, --eval_only, --features -------------------------
 
@@ -166,12 +166,13 @@ def fit(weights: Weights, run: Run, data_classes: list[str] | None) -> InitialWe
     if heads[0] != heads[1] or not (classes is None or data_classes in (None, classes)):
         sources = {name: at for name, at in sources.items() if not name.startswith(_HEAD)}
     missing, dropped = here.keys() - sources.keys(), there.keys() - set(sources.values())
+    advice = remedy(here, there, _REMEDY)
     for differing, allowed, has, which in (
         (missing, _MAY_BE_NEW, "has no", "which the model has"),
         (dropped, _MAY_BE_DROPPED, "has", "which the model has not"),
     ):
         if wrong := [name for name in differing if not name.startswith(allowed)]:
-            raise UsageError(f"{weights.path} {has} {_listed(wrong, _NAMED)}, {which}: {_REMEDY}")
+            raise UsageError(f"{weights.path} {has} {_listed(wrong, _NAMED)}, {which}: {advice}")
 
     # Which ones change their shape: position embeddings and the patch embedding may.
     layouts, resampled = {}, []
@@ -260,6 +261,11 @@ class InitialWeights:
     """By name, the old layouts of position embeddings that are resampled."""
     note: str
     """What is used, resampled, dropped and new, in one line."""
+
+    @property
+    def keeps_head(self) -> bool:
+        """Whether the weights' own head is used: their classes are those of the data."""
+        return any(name.startswith(_HEAD) for name in self.sources)
 
     @functools.cached_property
     def weights(self) -> Weights:

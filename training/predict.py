@@ -15,11 +15,11 @@ from tqdm import tqdm
 
 from data.decode import find_images, read_batches
 from data.files import printable
-from data.index import class_folders
+from data.index import class_folders, in_order
 from data.source import DataSource, open_data
 from data.transforms import val_transform
 from training.backend import Backend, bad_data_is_the_users, dataset_request, val_loader
-from training.begin import check_same_classes, check_weights
+from training.begin import check_class_order, check_same_classes, check_weights
 from training.config import RunConfig
 from training.errors import UsageError
 from training.evaluate import TOP, Predictions, evaluate, write_report
@@ -68,6 +68,11 @@ def predict(config: RunConfig, weights: Weights) -> None:
     weights, run = with_preprocessing_of(weights, Run[Any](config, None, spec, Mesh()))
     config = run.config
     assert config.use.predict is not None
+    of_data = class_folders(config.data.data_dir, "train") or []
+    if not (weights.run and weights.run.classes):
+        check_class_order(of_data, weights.path, config.data)
+    of_data = in_order(of_data, config.data.class_order, config.data.class_map)
+    names = _class_names(weights, of_data, spec.sizes.num_classes)
     found = find_images(config.use.predict)
     for folder in found.unreadable:
         _log(f"skipped {printable(folder)}")
@@ -81,8 +86,6 @@ def predict(config: RunConfig, weights: Weights) -> None:
     if weights.note:
         _log(weights.note)
 
-    of_data = class_folders(config.data.data_dir, "train") or []
-    names = _class_names(weights, of_data, spec.sizes.num_classes)
     channels, *size = spec.sizes.input_shape
     transform = val_transform(config.data.preprocessing, tuple(size), channels)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -151,7 +154,8 @@ def prepare_evaluation(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, 
     weights, run = with_preprocessing_of(weights, run)
     labels = run.config.objective.uses_labels
     data = open_data(dataset_request(run, with_train=False, labels=labels))
-    check_same_classes(weights.run.classes if weights.run else None, weights.path, data)
+    classes = weights.run.classes if weights.run else None
+    check_same_classes(classes, weights.path, data, run.config.data)
     return run, functools.partial(_evaluate_weights, weights, data)
 
 

@@ -31,7 +31,7 @@ from training.errors import BAD_IMAGES, NO_BATCH, NOT_FINITE, SIGNAL, RunFailed,
 from training.features import Features, open_plainly
 from training.files import FolderLock, replace_file
 from training.frozen import FrozenEvaluations
-from training.initial_weights import InitialWeights, fit, gram_teacher
+from training.initial_weights import InitialWeights, fit, gram_teacher, weights_of_teacher
 from training.logs.bad_images import FILE as BAD_IMAGES_FILE
 from training.logs.records import METRICS_FILE, StartParts
 from training.logs.reports import Reports, StepTimer, read_expectation
@@ -84,7 +84,15 @@ def prepare_training(
             begin.check_resume(chosen, each, data)
     epoch_steps = len(data.train_loader(run.config.data.batch_size, Share(loads=False)))
     progress = begin.progress_of(saved[0], run, data, epoch_steps)
-    initial = fit(weights, run, data.classes) if weights else None
+    initial = None
+    if weights:
+        initial = fit(weights, run, data.classes)
+        if data.classes and initial.keeps_head and not (weights.run and weights.run.classes):
+            begin.check_class_order(data.classes, weights.path, run.config.data)
+    if run.teacher and run.config.loss.teacher_weights and data.classes:
+        teacher = weights_of_teacher(run.config.loss.teacher_weights, "--teacher_weights")
+        classes = teacher.run.classes if teacher.run else None
+        begin.check_same_classes(classes, teacher.path, data, run.config.data)
     if run.config.objective.gram_weights:
         gram_teacher(run)  # raises UsageError
     plain = open_plainly(run) if run.config.log.knn_every or run.config.log.probe_every else None

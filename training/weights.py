@@ -3,19 +3,22 @@
 They are in a checkpoint folder, or in a file of any program: of torch.save, or .safetensors.
 """
 
+import argparse
 import contextlib
 import json
 import pickle
 import re
 import zipfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import timm
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from timm.data import resolve_data_config
 from torch import nn
 
 from data.config import CROP_MODES, INTERPOLATIONS, Preprocessing
@@ -27,8 +30,23 @@ from training.checkpoints.format import Position, SavedRun
 from training.errors import UsageError
 from training.files import folder_at, is_url
 from training.resolve import Run
+from training.weight_names import timm_names
 
 _REMEDY = "give the model flags it was trained with"
+
+
+def remedy(here: Collection[str], there: Collection[str], otherwise: str) -> str:
+    """Return what to do about weights whose names, ``there``, are not the model's, ``here``.
+
+    ``otherwise``: what to do where most names agree.
+    """
+    others = [name for name in there if name not in here]
+    if 2 * (len(there) - len(others)) >= min(len(here), len(there)):
+        return otherwise
+    return (
+        f"its names are not timm's, such as {others[0]}: let timm read the file (timm.create_model("
+        "NAME, checkpoint_path=FILE)), and save the model's state_dict()"
+    )
 
 
 @dataclass(frozen=True)
@@ -44,20 +62,24 @@ class Weights:
     """One line for the user about how they are used."""
     kind: str = checkpoint.WEIGHTS
     """WEIGHTS, or EMA: the moving average that a folder has."""
+    preprocessing: Mapping[str, Any] = field(default_factory=dict)
+    """What a checkpoint of timm's trainer says of it, by timm's names."""
 
     def check_fits(self, model: ModelSpec) -> None:
         """Raises UsageError naming the first tensor that is not one of the model's."""
         found = self.shapes()
-        for name, tensor in model.meta.state_dict().items():
+        wanted = model.meta.state_dict()
+        advice = remedy(wanted, found, _REMEDY)
+        for name, tensor in wanted.items():
             if name not in found:
-                raise UsageError(f"{self.path} has no {name}, which the model has: {_REMEDY}")
+                raise UsageError(f"{self.path} has no {name}, which the model has: {advice}")
             there, here = tuple(found.pop(name)), tuple(tensor.shape)
             if there != here:
                 raise UsageError(
                     f"{name} is {there} in {self.path}, {here} in the model: {_REMEDY}"
                 )
         for name in found:
-            raise UsageError(f"{self.path} has {name}, which the model has not: {_REMEDY}")
+            raise UsageError(f"{self.path} has {name}, which the model has not: {advice}")
 
     def shapes(self) -> dict[str, torch.Size]:
         """Return the shape of each tensor by its name. Raises UsageError for a damaged folder."""
@@ -173,29 +195,95 @@ def load_file_of_weights(path: Path, *, use_ema: bool = False) -> Weights:
     with checkpoint.readable(path):
         if path.suffix == ".safetensors":
             return _load_safetensors(path, [path], use_ema)
-        mappable = zipfile.is_zipfile(path)  # files from before PyTorch 1.6 are not
-        try:
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mappable)
-        except pickle.UnpicklingError as error:  # whose text advises to load it unsafely
-            if foreign := re.search(r"GLOBAL (\S+)", str(error)):
-                raise ValueError(f"only tensors are loaded, it holds {foreign[1]}") from None
-            raise ValueError("it is not a file of torch.save") from None
+        content = load_tensors(path)
         if not isinstance(content, Mapping):
-            raise ValueError("it holds no state dict")
+            raise ValueError(f"it holds no state dict: {_SAVE}")
         training, run = content.get("training"), None
         if isinstance(training, Mapping) and "arguments" in training:
             run = checkpoint.saved_run(path, training)
+        trained_with: Mapping[str, Any] = {}
+        args, name = content.get("args"), content.get("arch")
+        if isinstance(args, argparse.Namespace) and isinstance(name, str) and timm.is_model(name):
+            own = timm.get_pretrained_cfg(name)
+            trained_with = resolve_data_config(vars(args), own.to_dict() if own else None)
         if use_ema:
             content = ema_of(path, content)
-        return Weights(path, run, state_dict_of(content))
+        found = _of_tensors(path, run, state_dict_of(content))
+        return replace(found, preprocessing=trained_with)
 
 
 def _load_safetensors(path: Path, files: list[Path], use_ema: bool) -> Weights:
     if use_ema:
         raise no_ema(path)
+    for file in files:
+        check_is_content(file)
     content = {name: tensor for file in files for name, tensor in load_file(file).items()}
     run = run_in_metadata(path, metadata_of(files[0]))
-    return Weights(path, run, state_dict_of(content))
+    return _of_tensors(path, run, state_dict_of(content))
+
+
+def _of_tensors(path: Path, run: SavedRun | None, tensors: Mapping[str, torch.Tensor]) -> Weights:
+    names, note = timm_names(tensors)
+    named = {
+        name: tensors[parts[0]] if len(parts) == 1 else torch.cat([tensors[part] for part in parts])
+        for name, parts in names.items()
+    }
+    return Weights(path, run, named, note)
+
+
+def check_is_content(path: Path) -> None:
+    """Raise ValueError for a file that Git left in place of a large one."""
+    with path.open("rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise ValueError("it is a Git LFS pointer: get the file itself with `git lfs pull`")
+
+
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+class _Ignored(dict):
+    """Stands for an object that is no tensor, and for the function that would make it."""
+
+    def __new__(cls, *args: Any) -> "_Ignored":
+        return super().__new__(cls)
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def load_tensors(path: Path, file: Any = None) -> Any:
+    """Return what torch.save wrote, mapped from the file, or read from ``file``, a part of it.
+
+    Only tensors, what PyTorch trusts and ``argparse.Namespace`` are loaded. The rest, such as a
+    NumPy number, is left empty: none of its code runs. Raises ValueError for what is no such file.
+    """
+    check_is_content(path)
+    mapped = file is None and zipfile.is_zipfile(path)  # files from before PyTorch 1.6 are not
+    ignored: list[Any] = []
+    while True:
+        try:
+            with torch.serialization.safe_globals([argparse.Namespace, *ignored]):
+                if file:
+                    file.seek(0)
+                return torch.load(file or path, map_location="cpu", weights_only=True, mmap=mapped)
+        except pickle.UnpicklingError as error:  # whose text advises to load it unsafely
+            foreign = re.search(r"GLOBAL (\S+)", str(error))
+            known = [name for _, name in ignored]
+            if foreign and foreign[1] not in known and len(known) < _MOST_IGNORED:
+                ignored.append((type("Ignored", (_Ignored,), {}), foreign[1]))
+            elif foreign:
+                raise ValueError(
+                    f"only tensors are loaded, it holds {foreign[1]}: {_SAVE}"
+                ) from None
+            else:
+                raise ValueError("it is not a file of torch.save") from None
+
+
+_MOST_IGNORED = 100
+_SAVE = "save the weights alone, by torch.save(model.state_dict(), FILE)"
 
 
 _EMA_KEYS = (checkpoint.EMA, "state_dict_ema", "model_ema")
@@ -211,15 +299,30 @@ def ema_of(path: Path, content: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def state_dict_of(content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the model's part of a file's content, under timm's names."""
-    inside = (content.get(key) for key in ("model", "state_dict"))
-    content = next((each for each in inside if isinstance(each, Mapping)), content)
-    tensors = {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}
+    """Return the model's part of a file's content, under the names there.
+
+    Names from several state dicts, of a student and a teacher for example, start with its key.
+    """
+    inside = [content.get(key) for key in ("model", "state_dict")]
+    dicts = {
+        key: each
+        for key, each in content.items()
+        if isinstance(each, Mapping) and each and all(map(_is_tensor, each.values()))
+    }
+    if chosen := next((each for each in inside if isinstance(each, Mapping)), None):
+        content = chosen
+    elif dicts and not any(map(_is_tensor, content.values())):
+        content = {
+            f"{key}.{name}": value for key, each in dicts.items() for name, value in each.items()
+        }
+    tensors = {name: value for name, value in content.items() if _is_tensor(value)}
     if not tensors or len(tensors) < len(content):
-        raise ValueError("it holds no state dict of tensors")
-    while all(name.startswith("module.") for name in tensors):  # put there by FSDP or DDP
-        tensors = {name.removeprefix("module."): value for name, value in tensors.items()}
+        raise ValueError(f"it holds no state dict of tensors: {_SAVE}")
     return tensors
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 # -- .safetensors files, and the run in their metadata --------------------------------------------
@@ -286,12 +389,17 @@ CONFIG_FILE = "config.json"  # beside the weights in a repository of timm's on H
 
 
 def with_preprocessing(run: Run, saved: SavedRun | None) -> Run:
-    """Return the run with the preprocessing flags that were not given, as ``saved`` has them.
+    """Return the run with the preprocessing flags that were not given, and the order of the
+    classes, as ``saved`` has them.
 
     Without ``saved``: as for new weights. Raises UsageError if ``saved`` has invalid values.
     """
-    new = Preprocessing.of_new_weights(run.config.data.data_source)
-    return _with_defaults(run, preprocessing_of(saved.arguments, saved.path) if saved else new)
+    if saved is None:
+        return _with_defaults(run, Preprocessing.of_new_weights(run.config.data.data_source))
+    order = saved.arguments.get("class_order")
+    if run.config.data.class_order is None and run.config.data.class_map is None and order:
+        run = run.with_data(class_order=order)
+    return _with_defaults(run, preprocessing_of(saved.arguments, saved.path))
 
 
 def with_preprocessing_of(weights: Weights, run: Run) -> tuple[Weights, Run]:
@@ -303,8 +411,8 @@ def with_preprocessing_of(weights: Weights, run: Run) -> tuple[Weights, Run]:
     if weights.run:
         return weights, with_preprocessing(run, weights.run)
     path = weights.path
-    found: Mapping[str, Any] | None = run.model.preprocessing
-    source = f"timm's {run.model.name}"
+    found: Mapping[str, Any] | None = weights.preprocessing or run.model.preprocessing
+    source = f"{path}" if weights.preprocessing else f"timm's {run.model.name}"
     # timm's ``pretrained_cfg`` in the metadata of .safetensors files, or beside them.
     files = safetensors_files(path)
     texts = [metadata_of(files[0]).get("pretrained_cfg", "")] if files else []
@@ -320,10 +428,10 @@ def with_preprocessing_of(weights: Weights, run: Run) -> tuple[Weights, Run]:
                 found, source = content, f"{path} and its {CONFIG_FILE}"
                 break
     if found is None:
-        return replace(weights, note=""), _with_defaults(run, Preprocessing())
+        return weights, _with_defaults(run, Preprocessing())
     run = _with_defaults(run, preprocessing_of(found, path))
     note = f"preprocessing: {run.config.data.preprocessing} (as {source} has it)"
-    return replace(weights, note=note), run
+    return replace(weights, note="; ".join(filter(None, [weights.note, note]))), run
 
 
 def _with_defaults(run: Run, defaults: Preprocessing) -> Run:

@@ -75,6 +75,7 @@ def write_sources(digits, folder):
     pack(str(DIGITS), folder / "shards", 100_000, 1)
     write_tables(digits, folder / "tables")
     write_volumes(folder / "volumes")
+    (folder / "classes.txt").write_text("\n".join(map(str, range(10))))
 
 
 def write_volumes(root):

@@ -1,0 +1,114 @@
+"""Names of tensors as other programs save them, and which tensors make up each one of timm's.
+
+Wrappers of PyTorch, a model inside another one, and Hugging Face's ViT change names, not values.
+"""
+
+import re
+from collections.abc import Iterable
+
+_WRAPPERS = re.compile(
+    r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_fpw_module|_checkpoint_wrapped_module)\."
+)
+"""Modules that torch.compile, FSDP and activation checkpointing put around others."""
+_IN_MODEL = re.compile(r"(|.*?\.)blocks\.0\.")
+"""A name in the first block, which all models have; before it the path of the model."""
+
+_HUGGING_FACE_PATCHES = "embeddings.patch_embeddings.projection."
+_HUGGING_FACE_QKV = re.compile(r"\.attention\.(?:attention\.)?(query|key|value|[qkv]_proj)\.")
+_HUGGING_FACE = [
+    (re.compile(pattern), name)
+    for pattern, name in (
+        (r"(^|\.)embeddings\.cls_token$", r"\1cls_token"),
+        (r"(^|\.)embeddings\.position_embeddings$", r"\1pos_embed"),
+        (r"(^|\.)embeddings\.patch_embeddings\.projection\.", r"\1patch_embed.proj."),
+        (_HUGGING_FACE_QKV.pattern, ".attn.qkv."),
+        (r"\.attention\.(?:output\.dense|o_proj)\.", ".attn.proj."),
+        (r"\.layernorm_before\.", ".norm1."),
+        (r"\.layernorm_after\.", ".norm2."),
+        (r"\.intermediate\.dense\.", ".mlp.fc1."),
+        (r"(\d)\.output\.dense\.", r"\1.mlp.fc2."),
+        (r"(^|\.)(?:encoder\.layer|layers)\.(\d+)\.", r"\1blocks.\2."),
+        (r"(^|\.)layernorm\.", r"\1norm."),
+        (r"^classifier\.", "head."),
+    )
+]
+"""ViT of transformers, by the names of its files (``encoder.layer.0``) and of its modules since
+version 5 (``layers.0``): https://github.com/huggingface/transformers, models/vit."""
+
+_NAMED = 3
+
+
+def timm_names(names: Iterable[str]) -> tuple[dict[str, list[str]], str]:
+    """Return timm's name of each tensor of the model in a file, and what was changed, for the log.
+
+    Each has the names in the file whose tensors make it up, one after the other along the first
+    dimension: query, key and value are one tensor in timm. Names that are timm's stay; where the
+    model has a path before its names (``backbone.``), what is outside of it is left out, except for
+    a head beside it. Raises ValueError if two models, or two tensors of one name, are in the file.
+    """
+    names, notes, left_out = list(names), [], []
+    is_hugging_face = any(_HUGGING_FACE_PATCHES in name for name in names)
+    found: dict[str, list[str]] = {}
+    wrappers: dict[str, None] = {}  # a set in order
+    for name in names:
+        wrappers |= dict.fromkeys(_WRAPPERS.findall(name))
+        plain = _WRAPPERS.sub("", name)
+        if is_hugging_face:
+            before = plain
+            for pattern, ours in _HUGGING_FACE:
+                plain = pattern.sub(ours, plain)
+            if plain == before:
+                left_out.append(name)
+                continue
+        found.setdefault(plain, []).append(name)
+    for plain, parts in found.items():
+        if is_hugging_face and plain.rpartition(".")[0].endswith(".attn.qkv"):
+            parts.sort(key=_place_in_qkv)
+        elif len(parts) > 1:
+            raise ValueError(f"{parts[0]} and {parts[1]} would both be {plain}")
+    if wrappers:
+        notes.append(f"{', '.join(wrappers)} removed from names")
+    if is_hugging_face:
+        notes.append("names of Hugging Face's ViT replaced by timm's")
+
+    prefix = _prefix_of({match[1] for name in found if (match := _IN_MODEL.match(name))})
+    if prefix:
+        notes.append(f"{prefix} removed from names")
+        around = prefix[:-1].rpartition(".")
+        heads = {f"{around[0]}{around[1]}{name}": name for name in ("head.weight", "head.bias")}
+        inside: dict[str, list[str]] = {}
+        for name, parts in found.items():
+            if name.startswith(prefix):
+                inside[name.removeprefix(prefix)] = parts
+            elif name in heads and f"{prefix}{heads[name]}" not in found:
+                inside[heads[name]] = parts
+            else:
+                left_out += parts
+        found = inside
+    if left_out:
+        more = f" and {len(left_out) - _NAMED:,} more" if len(left_out) > _NAMED else ""
+        notes.append(f"left out: {', '.join(sorted(left_out)[:_NAMED])}{more}")
+    return found, "; ".join(notes)
+
+
+def _place_in_qkv(name: str) -> int:
+    match = _HUGGING_FACE_QKV.search(name)
+    assert match
+    return "qkv".index(match[1][0])
+
+
+def _prefix_of(prefixes: set[str]) -> str:
+    """Return the path of the model in a file, of those that are found there.
+
+    Of a student and its teacher it is the teacher, as DINO evaluates it. Raises ValueError if
+    there are several.
+    """
+    if len(prefixes) > 1 and "" not in prefixes:
+        teachers = {prefix for prefix in prefixes if "teacher" in prefix.split(".")}
+        if len(teachers) != 1:
+            raise ValueError(
+                f"it holds several models, {', '.join(sorted(prefixes))}: save the state dict of "
+                "the one that is meant in a file of its own"
+            )
+        prefixes = teachers
+    return "" if "" in prefixes else next(iter(prefixes), "")
