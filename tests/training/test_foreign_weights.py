@@ -25,6 +25,7 @@ from data.index import cached_split
 from tests.cli import DIGITS
 from tests.usage_error import told_in_one_line
 from tools.convert import main as convert
+from training.initial_weights import weights_of_teacher
 from training.weights import weights_in
 
 MODEL = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
@@ -121,6 +122,16 @@ def test_timms_checkpoint_has_timms_accuracy(average, twelve, trained, capsys):
         flags = ("--data_dir", twelve, "--resume", folder / name, "--class_order", "natural")
         found, _ = evaluated(capsys, *flags, *average)
         assert found["val_top1"] == pytest.approx(expected)
+
+
+def test_every_reader_of_weights_takes_timms_checkpoint(trained, capsys, tmp_path):
+    folder, model, ema = trained
+    source, converted = folder / "last.pth.tar", tmp_path / "converted.safetensors"
+    assert convert([str(source), str(converted), "--use_ema"]) == 0
+    theirs = load_file(converted)
+    assert all(torch.equal(theirs[name], each) for name, each in ema.state_dict().items())
+    teacher = weights_of_teacher(str(source), "--teacher_weights").tensors
+    assert all(torch.equal(teacher[name], each) for name, each in model.state_dict().items())
 
 
 def predicted(capsys, image, *flags):
