@@ -158,7 +158,7 @@ REFUSED = (
     [
         ("--eval_only", "--backend", "cuda", "--resume"),
         ("--predict", IMAGE, "--resume"),
-        ("--backend", "cuda", "--init_from"),
+        ("--backend", "cuda", "--max_steps", 1, "--init_from"),
     ],
 )
 def test_an_uncertain_order_is_refused(use, twelve, trained, capsys, tmp_path):
@@ -174,6 +174,7 @@ def test_a_teachers_order_is_refused_as_well(twelve, trained, capsys, tmp_path):
     flags = [*FLAGS, "--image_size", 224, "--patch_size", 16, "--num_classes", 12]
     flags += ["--teacher", "vit_tiny_patch16_224", "--teacher_weights", weights]
     flags += ["--data_dir", twelve, "--backend", "cuda", "--ckpt_dir", tmp_path / "run"]
+    flags += ["--max_steps", 1]
     line = told_in_one_line(capsys, *flags)
     assert "teacher.pt does not name its classes, and " in line
 
