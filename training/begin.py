@@ -512,7 +512,7 @@ def check_resume(saved: SavedRun, run: Run, data: DataSource) -> None:
             "resumes a checkpoint that training wrote"
         )
     check_same_training(saved, run.model, run.config)
-    check_same_classes(saved.classes, saved.path, data, run.config.data)
+    check_same_classes(saved.classes, saved.path, data, run)
     difference = other_order(saved, run, data)
     if difference and not run.config.checkpoints.restart_epoch:
         raise UsageError(
@@ -523,18 +523,18 @@ def check_resume(saved: SavedRun, run: Run, data: DataSource) -> None:
 
 
 def check_same_classes(
-    classes: Sequence[str] | None, path: Path, data: DataSource, config: DataConfig
+    classes: Sequence[str] | None, path: Path, data: DataSource, run: Run
 ) -> None:
     """Raise UsageError if ``classes``, by label those that the weights in ``path`` were trained on,
     are not those of ``data``.
 
     Labels are positions among the folders: one folder less, and all after it are wrong. None: the
-    weights do not say, so the order of ``data`` must be that of torchvision and timm, or chosen.
+    weights do not say, see ``check_unnamed_classes``.
     """
     if data.classes is None:
         return
     if classes is None:
-        check_class_order(data.classes, path, config)
+        check_unnamed_classes(data.classes, path, run.config.data, run.model)
         return
     for label, (there, here) in enumerate(zip_longest(classes, data.classes)):
         if there != here:
@@ -548,13 +548,27 @@ def check_same_classes(
             )
 
 
-def check_class_order(folders: list[str], path: Path, config: DataConfig) -> None:
-    """Raise UsageError if timm would number these class folders otherwise than torchvision, and
-    neither a flag nor the weights in ``path`` say which of the two is meant."""
-    if config.class_order or config.class_map or config.data_source not in ("folder", "volumes"):
+def check_unnamed_classes(
+    folders: list[str], path: Path, config: DataConfig, model: ModelSpec
+) -> None:
+    """Raise UsageError if the labels of these class folders may not be those of the weights in
+    ``path``, which do not name their classes, and no flag says how they are numbered.
+
+    They may not if timm numbers the folders otherwise than torchvision, or if there are fewer
+    folders than classes.
+    """
+    is_chosen = config.class_order or config.class_map
+    if is_chosen or config.labels or config.data_source not in ("folder", "volumes"):
         return
+    count = model.sizes.num_classes
+    if folders and len(folders) < count:
+        raise UsageError(
+            f"{path} is for {count:,} classes and does not name them, {config.data_dir} has "
+            f"{len(folders):,} class folders: give --class_map FILE with the names of all, by "
+            "label, or --class_order sorted if these are the first ones"
+        )
     for label, (ours, theirs) in enumerate(zip(folders, in_order(folders, "natural"), strict=True)):
-        if ours != theirs and config.labels is None:
+        if ours != theirs:
             raise UsageError(
                 printable(
                     f"{path} does not name its classes, and {config.data_dir} has class folders "

@@ -19,7 +19,7 @@ from data.index import class_folders, in_order
 from data.source import DataSource, open_data
 from data.transforms import val_transform
 from training.backend import Backend, bad_data_is_the_users, dataset_request, val_loader
-from training.begin import check_class_order, check_same_classes, check_weights
+from training.begin import check_same_classes, check_unnamed_classes, check_weights
 from training.config import RunConfig
 from training.errors import UsageError
 from training.evaluate import TOP, Predictions, evaluate, write_report
@@ -70,7 +70,7 @@ def predict(config: RunConfig, weights: Weights) -> None:
     assert config.use.predict is not None
     of_data = class_folders(config.data.data_dir, "train") or []
     if not (weights.run and weights.run.classes):
-        check_class_order(of_data, weights.path, config.data)
+        check_unnamed_classes(of_data, weights.path, config.data, spec)
     of_data = in_order(of_data, config.data.class_order, config.data.class_map)
     names = _class_names(weights, of_data, spec.sizes.num_classes)
     found = find_images(config.use.predict)
@@ -155,7 +155,7 @@ def prepare_evaluation(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, 
     labels = run.config.objective.uses_labels
     data = open_data(dataset_request(run, with_train=False, labels=labels))
     classes = weights.run.classes if weights.run else None
-    check_same_classes(classes, weights.path, data, run.config.data)
+    check_same_classes(classes, weights.path, data, run)
     return run, functools.partial(_evaluate_weights, weights, data)
 
 

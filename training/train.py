@@ -88,11 +88,11 @@ def prepare_training(
     if weights:
         initial = fit(weights, run, data.classes)
         if data.classes and initial.keeps_head and not (weights.run and weights.run.classes):
-            begin.check_class_order(data.classes, weights.path, run.config.data)
+            begin.check_unnamed_classes(data.classes, weights.path, run.config.data, run.model)
     if run.teacher and run.config.loss.teacher_weights and data.classes:
         teacher = weights_of_teacher(run.config.loss.teacher_weights, "--teacher_weights")
         classes = teacher.run.classes if teacher.run else None
-        begin.check_same_classes(classes, teacher.path, data, run.config.data)
+        begin.check_same_classes(classes, teacher.path, data, run)
     if run.config.objective.gram_weights:
         gram_teacher(run)  # raises UsageError
     plain = open_plainly(run) if run.config.log.knn_every or run.config.log.probe_every else None

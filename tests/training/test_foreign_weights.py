@@ -168,6 +168,17 @@ def test_an_uncertain_order_is_refused(use, twelve, trained, capsys, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("use", [("--eval_only", "--backend", "cuda"), ("--predict", IMAGE)])
+def test_fewer_folders_than_classes_are_refused(use, trained, capsys):
+    """Digits: ten folders, in one order only, for weights of twelve classes."""
+    flags = [*FLAGS, "--num_classes", 12, "--data_dir", DIGITS]
+    line = told_in_one_line(capsys, *use, *flags, "--resume", trained[0] / "last.pth.tar")
+    told = "last.pth.tar is for 12 classes and does not name them, {} has 10 class folders: give"
+    assert told.format(DIGITS) in line
+    words = [*use, *flags, "--resume", trained[0] / "last.pth.tar", "--class_order", "sorted"]
+    assert run_vit_training.main(list(map(str, words))) == 0
+
+
 def test_a_teachers_order_is_refused_as_well(twelve, trained, capsys, tmp_path):
     weights = tmp_path / "teacher.pt"
     torch.save(timm.create_model("vit_tiny_patch16_224", num_classes=12).state_dict(), weights)
