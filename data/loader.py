@@ -7,25 +7,34 @@
   process, and no more is in memory than the parts in flight. Lost processes are replaced.
 """
 
+import contextlib
+import errno
+import functools
 import gc
+import mmap
 import multiprocessing
 import os
 import queue
 import random
 import signal
+import socket
 import sys
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
+from multiprocessing.reduction import DupFd
+from multiprocessing.util import get_temp_dir
 from typing import Any, Protocol
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from torch.utils.data import DataLoader, Dataset, Sampler
 from tqdm import tqdm
 
-from data.files import DataFolderError
+from data.files import DataFolderError, reason_of
 
 PADDING = -1
 """The index of padding in place of an image, and the label that data sources give it."""
@@ -301,11 +310,12 @@ class DatasetLoader:
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # inherited
             forkserver.ensure_running()
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        send: Callable[[Any], Any] = _Sent if self.workers else _unchanged
         return DataLoader(
             _Loaded(self._dataset),
             sampler=self._parts,
             batch_size=None,  # the sampler yields parts of batches
-            collate_fn=_unchanged,
+            collate_fn=send,
             num_workers=self.workers,
             persistent_workers=self.workers > 0,
             worker_init_fn=_start_worker,
@@ -337,6 +347,8 @@ class DatasetLoader:
                     else:
                         yield torch.cat(images), torch.cat(labels)
             except (RuntimeError, OSError, EOFError) as error:  # as the DataLoader raises them
+                if self.workers and isinstance(error, OSError) and error.errno in _EXHAUSTED:
+                    raise _cannot_hand_over(error) from None
                 failures += 1
                 if not self.workers or failures > _MAX_RESTARTS:
                     raise
@@ -349,6 +361,10 @@ class DatasetLoader:
 
     def bad_images(self) -> list[BadImage]:
         return [self._bad.popleft() for _ in range(len(self._bad))]
+
+
+_Part = tuple[Batch, list[BadImage]] | DataFolderError
+"""A part of a batch, with the unreadable images among it, or why it cannot be loaded."""
 
 
 @dataclass
@@ -374,17 +390,104 @@ class _Loaded(Dataset):
 
     samples: Dataset
 
-    def __getitem__(self, keys: list[Key]) -> tuple[Batch, list[BadImage]] | DataFolderError:
+    def __getitem__(self, keys: list[Key]) -> _Part:
         try:
             images, labels, bad = zip(*(self.samples[key] for key in keys), strict=True)
         except DataFolderError as error:
             return error
-        batch = default_collate([*images]), default_collate([*labels])
+        batch = torch.stack(images), torch.tensor(labels)
         return batch, [image for each in bad for image in each]
 
 
-def _unchanged(part: Any) -> Any:
+def _unchanged(part: _Part) -> _Part:
     return part
+
+
+@dataclass
+class _Sent:
+    """What a loader process sends to its parent, which receives ``part`` itself.
+
+    If it cannot be sent, the parent receives the reason. A queue's thread would print it and drop
+    the part, for which the parent would wait for ever.
+
+    The images are in anonymous memory, of which the parent gets the open file. PyTorch has them in
+    /dev/shm, which is small in containers (64 MB in Docker's), and a process that writes to a full
+    one is killed.
+    """
+
+    part: _Part
+
+    def __reduce__(self) -> tuple[Callable, tuple]:
+        if isinstance(self.part, DataFolderError):
+            return DataFolderError, self.part.args
+        (images, labels), bad = self.part
+        try:
+            with open(os.memfd_create("images"), "wb") as memory:
+                memory.write(images.numpy().data)
+                memory.flush()
+                file = DupFd(memory.fileno())
+        except Exception as error:  # noqa: BLE001 - sent to the parent, whatever it is
+            return DataFolderError, (str(_cannot_hand_over(error)),)
+        return _received, (file, images.shape, images.dtype, labels.numpy(), bad)
+
+
+def _received(
+    file: Any, shape: tuple[int, ...], dtype: torch.dtype, labels: np.ndarray, bad: list[BadImage]
+) -> _Part:
+    with open(file.detach(), "rb+") as opened:
+        memory = mmap.mmap(opened.fileno(), 0)
+    images = torch.frombuffer(memory, dtype=dtype).reshape(shape)
+    return (images, torch.from_numpy(labels)), bad
+
+
+_EXHAUSTED = (errno.ENOSPC, errno.EMFILE, errno.ENFILE)
+"""What keeps the parent from starting loader processes, and from receiving anything."""
+
+
+def _cannot_hand_over(error: Exception) -> DataFolderError:
+    return DataFolderError(
+        f"loader processes cannot hand over images ({reason_of(error)}): they need open files "
+        "(ulimit -n), a socket in the temporary folder, and a little room in /dev/shm for locks: "
+        "provide these, or use --num_workers 0"
+    )
+
+
+_SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
+"""Where sockets may be if the temporary folder has a long path: at most 107 bytes on Linux."""
+
+
+@functools.cache
+def prepare_sockets() -> None:
+    """Choose the folder in which the loader processes of this process, and of those that it starts,
+    have the sockets by which they hand over images.
+
+    It is made by multiprocessing, for this user alone, and removed at the end of this process.
+    Raises DataFolderError if there can be none.
+    """
+    folders = [*_SHORT_FOLDERS]
+    with contextlib.suppress(OSError):  # there may be no temporary folder at all
+        folders.insert(0, tempfile.gettempdir())
+    reasons = []
+    for folder in folders:
+        try:
+            with (
+                tempfile.TemporaryDirectory(prefix="pymp-", dir=folder) as tried,
+                socket.socket(socket.AF_UNIX) as listener,
+            ):
+                listener.bind(f"{tried}/listener-12345678")  # as long as multiprocessing's names
+        except OSError as error:
+            reasons.append(f"{folder}: {reason_of(error)}")
+            continue
+        before, tempfile.tempdir = tempfile.tempdir, folder
+        try:
+            get_temp_dir()
+        finally:
+            tempfile.tempdir = before
+        return
+    raise DataFolderError(
+        f"loader processes need a folder for sockets, and there is none ({'; '.join(reasons)}): "
+        "set TMPDIR to a folder of yours with a short path, or use --num_workers 0"
+    )
 
 
 def _start_worker(_worker_id: int) -> None:

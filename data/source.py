@@ -219,6 +219,8 @@ def open_data(request: DatasetRequest) -> DataSource:
             "two pairs of --crop_sizes have the same number of pixels and patches, by which "
             "batches are distinguished: change one of them"
         )
+    if request.config.num_workers != 0:
+        loader.prepare_sockets()
     module, _, name = OPENED_BY[kind].partition(":")
     open_source: Callable[[DatasetRequest], DataSource] = getattr(import_module(module), name)
     source = open_source(request)

@@ -6,6 +6,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,11 @@ import pytest
 import torch
 
 from data.config import OPENED_BY
+from data.files import DataFolderError
+from data.loader import prepare_sockets
 from data.pack import pack
 from data.source import DatasetRequest, open_data
-from tests.cli import ROOT, environment
+from tests.cli import ROOT, Result, environment, tiny, train_tiny, train_tiny_gpu
 from tests.data.test_data import EVERYTHING, arguments
 from tests.data.test_tables import write_tables
 from tests.marks import long
@@ -114,6 +117,104 @@ loader = open_source({"digits": {"data_dir": ""}}, "digits", 2).train_loader(50,
 first_of(loader)
 os.kill(os.getpid(), signal.SIGKILL)
 """
+
+
+LONG_PATH = """
+import multiprocessing, os
+from multiprocessing.util import get_temp_dir
+from tests.data.test_loader_processes import EVERYTHING, first_of, open_source
+
+multiprocessing.set_start_method("forkserver")
+first_of(open_source({"digits": {"data_dir": ""}}, "digits", 1).train_loader(50, EVERYTHING))
+print(get_temp_dir(), oct(os.stat(get_temp_dir()).st_mode & 0o777))
+"""
+NO_FOLDER = """
+import os
+from multiprocessing.util import get_temp_dir
+from tests.data.test_loader_processes import EVERYTHING, first_of, open_source
+
+loader = open_source({"digits": {"data_dir": ""}}, "digits", 1).train_loader(50, EVERYTHING)
+os.rmdir(get_temp_dir())
+first_of(loader)
+"""
+
+
+def program(source, **variables):
+    return subprocess.run(
+        [sys.executable, "-c", source],
+        cwd=ROOT,
+        env=environment() | variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.fixture
+def long_path(tmp_path):
+    """A temporary folder whose path is too long for a socket in it."""
+    folder = tmp_path / ("long" * 25)
+    folder.mkdir()
+    return folder
+
+
+def test_sockets_are_in_a_folder_of_this_user_that_is_removed(long_path):
+    """Those of the server that loader processes are forked from, too."""
+    ended = program(LONG_PATH, TMPDIR=str(long_path))
+    assert ended.returncode == 0, ended.stderr
+    folder, mode = ended.stdout.split()
+    assert mode == "0o700"
+    assert not Path(folder).exists()
+    assert not [*long_path.glob("pymp-*")]
+
+
+@pytest.mark.parametrize("train", [train_tiny_gpu, long(train_tiny)])
+def test_training_with_a_temporary_folder_of_a_long_path(train, long_path, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(long_path))
+    run = train(tmp_path / "run", "--num_workers", "1", "--max_steps", "2", warm=False)
+    assert [*run.steps] == [1, 2]
+
+
+def test_no_folder_for_sockets(long_path, monkeypatch):
+    monkeypatch.setattr("data.loader._SHORT_FOLDERS", ("/proc",))
+    monkeypatch.setattr(tempfile, "tempdir", str(long_path))
+    prepare_sockets.cache_clear()
+    with pytest.raises(DataFolderError, match=r"long: AF_UNIX path too long; /proc: .*set TMPDIR"):
+        open_source({"digits": {"data_dir": ""}}, "digits", 1)
+
+
+def test_images_that_cannot_be_handed_over_end_the_run():
+    """As where someone has removed old files from /tmp: the parent does not wait for them."""
+    ended = program(NO_FOLDER)
+    told = "DataFolderError: loader processes cannot hand over images (No such file or directory)"
+    assert told in ended.stderr
+
+
+@pytest.mark.parametrize(("kib", "steps"), [(64, 2), long(16, 0)])
+def test_shared_memory_as_small_as_some_containers_have(kib, steps, tmp_path):
+    """Images are not there, but locks are: too many for a second loader, or for one."""
+    inside = f'mount -t tmpfs -o size={kib}k tmpfs /dev/shm && exec "$@"'
+    alone = ["unshare", "-Urm", "sh", "-c", inside, "sh"]
+    if subprocess.run([*alone, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this user cannot mount anything, not even in a namespace")
+    flags = ["--backend", "cuda", "--num_workers", "1", "--max_steps", "2"]
+    command = [sys.executable, "run_vit_training.py", *tiny(tmp_path), *flags]
+    ended = subprocess.run(
+        [*alone, *command],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert "Traceback" not in ended.stderr
+    last = ended.stderr.splitlines()[-1]
+    assert "error: loader processes cannot hand over images (No space left on device)" in last
+    if steps:
+        assert [*Result(tmp_path).steps] == [1, 2]
 
 
 @pytest.mark.long
