@@ -15,6 +15,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import filterfalse
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
 
-from data.files import BrokenImageError, DataFolderError, read_bytes, reason_of
+from data.files import BrokenImageError, DataFolderError, is_hidden, read_bytes, reason_of
 
 # Pillow warns of sizes between its two limits, palettes, EXIF: nothing that changes training.
 warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -219,7 +220,7 @@ class FoundImages:
     named: set[Path] = field(default_factory=set)
     """The files that were named one by one."""
     passed_over: Counter[str] = field(default_factory=Counter)
-    """How many files were skipped because they are not images, by extension."""
+    """How many files were skipped because they are hidden, or are not images, by extension."""
     unreadable: list[str] = field(default_factory=list)
     """The folders that could not be listed, each with the reason."""
 
@@ -247,10 +248,12 @@ def find_images(paths: Iterable[str]) -> FoundImages:
             continue
         inside = []
         for folder, folders, files in os.walk(top, onerror=errors.append):
+            found.passed_over.update("hidden" for name in (*folders, *files) if is_hidden(name))
+            folders[:] = filterfalse(is_hidden, folders)
             links = sum(os.path.islink(os.path.join(folder, name)) for name in folders)
             if links:
                 found.passed_over["linked folder"] += links
-            for name in files:
+            for name in filterfalse(is_hidden, files):
                 suffix = os.path.splitext(name)[1].lower()
                 path = Path(folder, name)
                 if suffix not in known:

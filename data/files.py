@@ -6,9 +6,11 @@ A URL is any that fsspec knows: gs://, s3://, file://, ...
 import contextlib
 import errno
 import os
+import re
 import stat
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -54,6 +56,16 @@ def reason_of(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return printable(" ".join(str(error).split()))[:200] or type(error).__name__
+
+
+def is_hidden(path: str) -> bool:
+    """Return True if a file, or a folder of its ``path``, has the name of one that tools leave
+    among images, and that no person named: a leading dot (macOS's ``._1.jpg``,
+    ``.ipynb_checkpoints``), or tar's PaxHeaders."""
+    return _HIDDEN.search(path) is not None
+
+
+_HIDDEN = re.compile(r"(^|/)(PaxHeaders(\.\d+)?(/|$)|\.(?!\.?(/|$)))")  # but for ./ and ../
 
 
 # -- files on this machine -------------------------------------------------------------
@@ -230,7 +242,8 @@ def read_bytes(
 
 
 def subfolders(url: str) -> list[str] | None:
-    """Return the sorted names of the folders in a folder; None if it does not exist.
+    """Return the sorted names of the folders in a folder, without hidden ones; None if it does not
+    exist.
 
     Raises DataFolderError.
     """
@@ -238,17 +251,22 @@ def subfolders(url: str) -> list[str] | None:
     if found is None:
         return None
     names = {info["name"].rstrip("/") for info in found if info["type"] == "directory"}
-    return sorted(name.rpartition("/")[2] for name in names if name.strip("/") != path.strip("/"))
+    inside = (name.rpartition("/")[2] for name in names if name.strip("/") != path.strip("/"))
+    return sorted(name for name in inside if not is_hidden(name))
 
 
-def find_files(folder: str) -> dict[str, dict[str, Any]]:
+def find_files(folder: str, left_out: Counter[str] | None = None) -> dict[str, dict[str, Any]]:
     """Return fsspec's information about each file in a folder and below, by its name there.
 
-    Raises DataFolderError.
+    Hidden files are counted in ``left_out`` instead. Raises DataFolderError.
     """
     path, found = _list(folder, lambda system, path: system.find(path, detail=True))
     top = f"{path.rstrip('/')}/"
-    return {name.removeprefix(top): info for name, info in (found or {}).items() if name[-1] != "/"}
+    inside = {name.removeprefix(top): at for name, at in (found or {}).items() if name[-1] != "/"}
+    visible = {name: at for name, at in inside.items() if not is_hidden(name)}
+    if left_out is not None:
+        left_out.update(["hidden"] * (len(inside) - len(visible)))
+    return visible
 
 
 def _list(

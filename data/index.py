@@ -90,7 +90,7 @@ class Strings:
 # nobody ever reads half of one. It is a cache: what cannot be trusted is built again.
 
 
-VERSION = 1
+VERSION = 2
 MIN_IMAGES = 10_000
 """Images from which on an index is saved unasked; finding fewer takes less than a second."""
 
@@ -241,7 +241,7 @@ class FolderIndex:
     labels: np.ndarray
     """The label of each path, int32."""
     left_out: Counter[str] = field(default_factory=Counter)
-    """How many files of the split are not images, by extension."""
+    """How many files of the split are not images, by extension, and how many are hidden."""
     folders: Sequence[str] = ()
     """The folders that were listed."""
 
@@ -354,7 +354,7 @@ def class_folders(root: str, split: str) -> list[str] | None:
         return files.subfolders(path)
     if not os.path.isdir(path):
         return None
-    return [entry.name for entry in _scan(path) if _is_folder(entry)]
+    return [entry.name for entry in _scan(path, Counter()) if _is_folder(entry)]
 
 
 def cached_split(
@@ -477,7 +477,7 @@ def _classes(
     """
     if is_url(top):  # the same files in the same order as of a folder
         by_class: dict[str, list[tuple[str, str]]] = {}
-        for file in files.find_files(top):
+        for file in files.find_files(top, left_out):
             inside, _, name = file.rpartition("/")
             if inside or not labels:
                 found = inside.partition("/")[0] if labels else ""
@@ -490,10 +490,10 @@ def _classes(
         return
     reached[os.path.realpath(top)] = top
     folders, files_here = list[os.DirEntry[str]](), list[os.DirEntry[str]]()
-    for entry in _scan(top):
+    for entry in _scan(top, left_out):
         (folders if _is_folder(entry) else files_here).append(entry)
     if not labels:
-        below = (each for folder in folders for each in _walk(folder, reached))
+        below = (each for folder in folders for each in _walk(folder, reached, left_out))
         yield "", _files(itertools.chain([(top, files_here)], below))
         return
     for entry in files_here:
@@ -505,7 +505,7 @@ def _classes(
             )
         left_out["in no class folder"] += 1
     for folder in tqdm(folders, f"listing {top}", unit=" classes", delay=5, disable=None):
-        yield folder.name, _files(_walk(folder, reached))
+        yield folder.name, _files(_walk(folder, reached, left_out))
 
 
 _Listed = tuple[str, list[os.DirEntry[str]]]
@@ -519,7 +519,9 @@ def _files(folders: Iterable[_Listed]) -> Iterator[tuple[str, bool]]:
         yield from ((entry.path, entry.is_symlink() or entry.is_file()) for entry in inside)
 
 
-def _walk(folder: os.DirEntry[str], reached: dict[str, str]) -> Iterator[_Listed]:
+def _walk(
+    folder: os.DirEntry[str], reached: dict[str, str], left_out: Counter[str]
+) -> Iterator[_Listed]:
     """Yield ``folder`` and each folder below it: its path and its files, sorted by name."""
     real, real_parent = (os.path.realpath(each) for each in (folder, os.path.dirname(folder)))
     if folder.is_symlink() and os.path.commonpath([real, real_parent]) == real:
@@ -534,23 +536,27 @@ def _walk(folder: os.DirEntry[str], reached: dict[str, str]) -> Iterator[_Listed
         )
     reached[real] = folder.path
     inside = []
-    for entry in _scan(folder.path):
+    for entry in _scan(folder.path, left_out):
         if _is_folder(entry):
-            yield from _walk(entry, reached)
+            yield from _walk(entry, reached, left_out)
         else:
             inside.append(entry)
     yield folder.path, inside
 
 
-def _scan(path: str) -> list[os.DirEntry[str]]:
+def _scan(path: str, left_out: Counter[str]) -> list[os.DirEntry[str]]:
+    """Return what is in a folder, sorted by name; what is hidden is counted in ``left_out``."""
     try:
         with os.scandir(path) as entries:
-            return sorted(entries, key=lambda entry: entry.name)
+            found = sorted(entries, key=lambda entry: entry.name)
     except OSError as error:
         raise DataFolderError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
+    visible = [entry for entry in found if not files.is_hidden(entry.name)]
+    left_out.update(["hidden"] * (len(found) - len(visible)))
+    return visible
     try:
         return entry.is_dir()
     except OSError:  # a circle of links, or a link to where this user may not look

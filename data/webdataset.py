@@ -244,7 +244,7 @@ def _scan(path: str, *, labels: bool) -> tuple[_Found, Counter[str]]:
         with _open(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
             for member in tar:
                 named = _KEY.fullmatch(member.name)
-                if not (named and member.isreg()):
+                if not named:
                     continue
                 key, suffix = named[1], f".{named[2].lower()}"
                 if suffix in IMG_EXTENSIONS:
@@ -253,6 +253,11 @@ def _scan(path: str, *, labels: bool) -> tuple[_Found, Counter[str]]:
                             f"{path} has two images of the name {key}: remove one"
                         )
                     places[key] = member.offset_data, member.size
+                if not member.isreg():
+                    continue
+                if files.is_hidden(member.name):
+                    left_out["hidden"] += 1
+                    continue
                 elif suffix in (".cls", ".json"):
                     places.setdefault(key, None)  # samples are in the order of their first files
                     if labels and (suffix == ".cls" or key not in label_of):

@@ -6,7 +6,9 @@ import shutil
 import struct
 import subprocess
 import sys
+import tarfile
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +17,16 @@ import torch
 from PIL import Image
 from torchvision.datasets import ImageFolder
 
-from data.decode import read_image
+from data.decode import find_images, read_image
 from data.files import BrokenImageError, DataFolderError
 from data.index import check_folder, index_split
 from data.loader import Share
+from data.pack import pack
 from data.source import open_data, substitute
 from models.config import VitConfig
 from tests.cli import ROOT
 from tests.data.test_data import arguments, loaders, wanted
+from tests.data.test_sources import in_memory
 
 pytestmark = pytest.mark.fast
 
@@ -48,7 +52,6 @@ def test_order_is_torchvisions(tmp_path):
         "b/a b/3.webp",
         "b/a/deep/er/0.bmp",
         "B/1.png",
-        ".hidden/1.png",
         "c/10.png",
         "c/9.png",
         "c/\udcff.png",
@@ -66,6 +69,50 @@ def test_order_is_torchvisions(tmp_path):
     assert list(zip(ours.paths, ours.labels, strict=True)) == theirs.samples
     assert ours.classes == theirs.classes
     assert ours.left_out == {".txt": 2, ".gif": 1, "no extension": 1, "in no class folder": 1}
+
+
+HIDDEN = (
+    "._1.png",
+    ".ipynb_checkpoints/1-checkpoint.png",
+    "a/._1.png",
+    "a/.DS_Store",
+    "a/.ipynb_checkpoints/1-checkpoint.png",
+    "a/PaxHeaders.12/1.png",
+)
+"""What tools leave in a folder of a split."""
+
+
+@pytest.mark.parametrize("url", [False, True])
+@pytest.mark.parametrize("labels", [True, False])
+def test_what_is_hidden_is_left_out(labels, url, tmp_path):
+    """But not if the folder itself is in a hidden one."""
+    root = tmp_path / ".cache" / "data"
+    for split in ("train", "val"):
+        image(root / split / "a" / "1.png")
+        for name in HIDDEN:
+            image(root / split / f"{name}.png")
+            (root / split / f"{name}.png").rename(root / split / name)
+    where = in_memory(root) if url else root
+    config = arguments(where, batch_size=1)
+    source = open_data(replace(wanted(config, CONFIG), labels=labels))
+    assert str(source).endswith(
+        f"1 training, 1 validation images; {2 * len(HIDDEN)} files left out "
+        f"(hidden {2 * len(HIDDEN)})"
+    )
+    assert source.classes == (["a"] if labels else None)
+
+
+def test_packing_and_prediction_leave_hidden_files_out(tmp_path):
+    for split in ("train", "val"):
+        for name in ("a/1.png", "a/._1.png", "a/.ipynb_checkpoints/2.png", ".b/3.png"):
+            image(tmp_path / split / name)
+    pack(str(tmp_path), tmp_path / "shards", 10**6, 1)
+    with tarfile.open(tmp_path / "shards" / "train" / "train-000000.tar") as tar:
+        assert tar.getnames() == ["00000000.png", "00000000.cls"]
+    found = find_images([str(tmp_path / "train"), str(tmp_path / "val" / "a" / "._1.png")])
+    top = tmp_path / "train"
+    assert found.paths == [top / "a" / "1.png", tmp_path / "val" / "a" / "._1.png"]
+    assert found.passed_over == {"hidden": 3}
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ def test_names_of_files_and_splits(tmp_path):
         "data/validation-00000.parquet",
         "val.txt",
     ]
-    for name in names:
+    for name in (*names, "a/train/._0.parquet", ".ipynb_checkpoints/train-0.parquet"):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).touch()
     found = split_files(str(tmp_path), ("train",))
