@@ -10,8 +10,9 @@ import re
 import stat
 import tempfile
 import time
+import unicodedata
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -56,6 +57,40 @@ def reason_of(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return printable(" ".join(str(error).split()))[:200] or type(error).__name__
+
+
+def first_of(names: Sequence[str]) -> str:
+    """Return the first few names, for a message."""
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+
+
+def told_apart(one: str, other: str) -> tuple[str, str]:
+    """Return two names as they are or, if they look alike, with escapes: the same letters in other
+    Unicode normal forms, as macOS and Linux may write them."""
+    if one != other and _letters(one) == _letters(other):
+        return ascii(one), ascii(other)
+    return one, other
+
+
+def other_classes(train: Sequence[str], val: Sequence[str]) -> str | None:
+    """Return which names of classes only one of two splits has; None if both have the same."""
+    only_train, only_val = sorted({*train}.difference(val)), sorted({*val}.difference(train))
+    of_letters = {_letters(name): name for name in only_val}
+    for name in only_train:
+        if other := of_letters.get(_letters(name)):
+            there, here = told_apart(name, other)
+            return (
+                f"{name} is {there} in train and {here} in val, the same letters in two Unicode "
+                "normal forms: rename one"
+            )
+    for split, names in (("train", only_train), ("val", only_val)):
+        if names:
+            return f"only {split} has {first_of(names)}"
+    return None
+
+
+def _letters(name: str) -> str:
+    return unicodedata.normalize("NFC", name)
 
 
 def is_hidden(path: str) -> bool:

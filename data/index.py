@@ -34,7 +34,15 @@ from tqdm import tqdm
 
 from data import files
 from data.config import DataConfig
-from data.files import DataFolderError, MissingSplitError, is_url, printable, reason_of
+from data.files import (
+    DataFolderError,
+    MissingSplitError,
+    first_of,
+    is_url,
+    other_classes,
+    printable,
+    reason_of,
+)
 
 SPLITS = ("train", "val")
 
@@ -277,13 +285,8 @@ def check_folder(
                 f"{path} holds no class folders: --data_dir requires {split}/<class>/* images "
                 f"({', '.join(suffixes)})"
             )
-    for split, other in itertools.permutations(splits, 2):
-        names = sorted(set(classes[split]) - set(classes[other]))
-        if names:
-            raise DataFolderError(
-                f"the class folders of train and val differ in {root}: only {split} has "
-                f"{_first_of(names)}"
-            )
+    if len(splits) > 1 and (difference := other_classes(classes["train"], classes["val"])):
+        raise DataFolderError(f"the class folders of train and val differ in {root}: {difference}")
     found = len(in_order(classes[splits[0]], class_map=class_map))
     if found > num_classes:
         where = root if class_map is None else f"--class_map {class_map}"
@@ -312,7 +315,7 @@ def in_order(
         )
     if missing := sorted(set(folders) - set(names)):
         raise DataFolderError(
-            f"--class_map {class_map} has no {_first_of(missing)}, which the images have: it needs "
+            f"--class_map {class_map} has no {first_of(missing)}, which the images have: it needs "
             "the name of each class folder, one a line"
         )
     return names
@@ -458,7 +461,7 @@ def index_split(
         return FolderIndex(None, paths, numbers, left_out, folders)
     if empty:
         raise DataFolderError(
-            f"{top} has class folders without images: {_first_of(empty)}; add images "
+            f"{top} has class folders without images: {first_of(empty)}; add images "
             f"({', '.join(suffixes)}) or remove them"
         )
     return FolderIndex(names, paths, numbers, left_out, folders)
@@ -551,20 +554,16 @@ def _scan(path: str, left_out: Counter[str]) -> list[os.DirEntry[str]]:
             found = sorted(entries, key=lambda entry: entry.name)
     except OSError as error:
         raise DataFolderError(f"{path} cannot be read: {error.strerror}") from None
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
     visible = [entry for entry in found if not files.is_hidden(entry.name)]
     left_out.update(["hidden"] * (len(found) - len(visible)))
     return visible
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
     except OSError:  # a circle of links, or a link to where this user may not look
         return False
-
-
-def _first_of(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 # -- images listed by a CSV table ------------------------------------------------------

@@ -26,7 +26,14 @@ from tqdm import tqdm
 from data import files
 from data.buckets import source_of
 from data.config import DataConfig
-from data.files import BrokenImageError, DataFolderError, MissingSplitError, is_url, reason_of
+from data.files import (
+    BrokenImageError,
+    DataFolderError,
+    MissingSplitError,
+    is_url,
+    other_classes,
+    reason_of,
+)
 from data.index import Strings, Table, load_or_build
 from data.source import DatasetRequest, DataSource
 from data.transforms import ImageSplit, Transform, transforms_of
@@ -67,11 +74,12 @@ def open_shards(request: DatasetRequest) -> DataSource:
         if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
             raise DataFolderError(f"{root}/{file} is not a list of names, one of each class")
     elif request.labels:
-        classes, *others = (table.info["names"] for table in tables.values())
-        if any(names != classes for names in others):
+        names = [table.info["names"] or [] for table in tables.values()]
+        classes = names[0] or None
+        if difference := other_classes(names[0], names[-1]):
             raise DataFolderError(
-                f"the classes that the shards of train and val name differ in {root}: put the "
-                "names of all, by label, into classes.txt there"
+                f"the classes that the shards of train and val name differ in {root} "
+                f"({difference}): put the names of all, by label, into classes.txt there"
             )
     splits = {
         split: ShardSplit(request, split, transforms[split], table, classes)

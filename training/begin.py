@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.config import DataConfig
-from data.files import printable
+from data.files import printable, told_apart
 from data.index import in_order
 from data.source import FILES, DataSource
 from models.config import ModelConfig
@@ -538,11 +538,12 @@ def check_same_classes(
         return
     for label, (there, here) in enumerate(zip_longest(classes, data.classes)):
         if there != here:
+            there, here = told_apart(there or "none", here or "none")
             order = "; give --class_order or --class_map as in training"
             raise UsageError(
                 printable(
                     f"{path} was trained on other classes than those of {data.name}/val: "
-                    f"number {label} is {there or 'none'} there, {here or 'none'} here"
+                    f"number {label} is {there} there, {here} here"
                     f"{order if sorted(classes) == sorted(data.classes) else ''}"
                 )
             )
