@@ -243,14 +243,21 @@ def _scan(path: str, *, labels: bool) -> tuple[_Found, Counter[str]]:
     """Return what is in a shard, in its order, and how many files are no images, by extension.
 
     Without ``labels`` none is read, and each is 0. Raises DataFolderError for a damaged shard, a
-    key with two images, and an image without a label.
+    key with two images, a sample whose images all have further dots in their names, and an image
+    without a label.
     """
     places: dict[str, tuple[int, int] | None] = {}
     label_of: dict[str, Label] = {}
     left_out = Counter[str]()
+    dotted, labelled = list[tuple[str, str]](), set[str]()
     try:
         with _open(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
             for member in tar:
+                if not member.isreg():
+                    continue
+                if files.is_hidden(member.name):
+                    left_out["hidden"] += 1
+                    continue
                 named = _KEY.fullmatch(member.name)
                 if not named:
                     continue
@@ -261,11 +268,6 @@ def _scan(path: str, *, labels: bool) -> tuple[_Found, Counter[str]]:
                             f"{path} has two images of the name {key}: remove one"
                         )
                     places[key] = member.offset_data, member.size
-                if not member.isreg():
-                    continue
-                if files.is_hidden(member.name):
-                    left_out["hidden"] += 1
-                    continue
                 elif suffix in (".cls", ".json"):
                     places.setdefault(key, None)  # samples are in the order of their first files
                     if labels and (suffix == ".cls" or key not in label_of):
@@ -275,6 +277,10 @@ def _scan(path: str, *, labels: bool) -> tuple[_Found, Counter[str]]:
                             label_of[key] = label
                 else:
                     left_out[suffix] += 1
+                    if suffix.endswith(IMG_EXTENSIONS):
+                        dotted.append((key, member.name))
+                    elif suffix.endswith(".cls"):
+                        labelled.add(member.name[: -len(".cls")])
             file.seek(tar.offset)  # the end is zeros, or else tarfile took damage for the end
             if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
                 raise tarfile.ReadError("it is cut off or damaged")
@@ -283,6 +289,20 @@ def _scan(path: str, *, labels: bool) -> tuple[_Found, Counter[str]]:
     except Exception as error:  # each file system raises what it likes
         raise DataFolderError(f"{path} cannot be read: {reason_of(error)}") from error
 
+    # Further files of a sample, such as KEY.seg.png, are left out; a whole sample is not.
+    lost = [
+        (key, name)
+        for key, name in dotted
+        if not places.get(key) or os.path.splitext(name)[0] in labelled
+    ]
+    if lost:
+        (key, name), others = lost[0], len(lost) - 1
+        stem, suffix = os.path.splitext(os.path.basename(name))
+        raise DataFolderError(
+            f"{path}: {name} is not the image of a sample: a key ends at the first dot, which is "
+            f"{key} here, and its image is {key}{suffix}: rename the file to that, or to "
+            f"{stem.replace('.', '_')}{suffix}" + (f", and {others:,} others" if others else "")
+        )
     found = {key: place for key, place in places.items() if place}
     if len(found) < len(places):
         left_out["labels without an image"] = len(places) - len(found)

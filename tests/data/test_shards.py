@@ -188,6 +188,17 @@ def test_labels_by_name(tmp_path):
 GOOD = {"a.png": png(1), "a.cls": b"0"}
 
 
+def test_hidden_files_and_further_images_of_samples(tmp_path):
+    """Of macOS, Jupyter and tar itself; and a mask beside each image."""
+    hidden = ("._a.png", "./._a.cls", "x/.ipynb_checkpoints/b.png", "x/PaxHeaders.7/b.png")
+    files = {"./x/b.png": png(2), "./x/b.cls": b"0", "a.seg.png": b"", "a.depth.PNG": b""}
+    for split in ("train", "val"):
+        write(tmp_path / split / "0.tar", dict.fromkeys(hidden, b"1") | GOOD | files)
+        write(tmp_path / split / "._0.tar", {})
+    assert split_of(tmp_path, "train")[0] == ["a", "./x/b"]
+    assert str(opened(tmp_path)).endswith("12 files left out (hidden 8, .seg.png 2, .depth.png 2)")
+
+
 @pytest.mark.parametrize(
     ("train", "flags", "told"),
     [
@@ -201,6 +212,18 @@ GOOD = {"a.png": png(1), "a.cls": b"0"}
         (GOOD | {"b.png": b"", "b.cls": b"cat"}, {}, "are numbers, but also names, such as cat"),
         (NAMED, {}, "the classes that the shards of train and val name differ"),
         ({}, {}, "there is no image in the shards of"),
+        (
+            {"d/22.05.jpg": b"", "d/22.05.cls": b"0"},
+            {},
+            "0.tar: d/22.05.jpg is not the image of a sample: a key ends at the first dot, which "
+            "is d/22 here, and its image is d/22.jpg: rename the file to that, or to 22_05.jpg",
+        ),
+        (
+            GOOD | {f"x{i}.{name}.jpg": b"" for i in range(2) for name in ("input", "target")},
+            {},
+            "x0.input.jpg is not .* its image is x0.jpg: .* to x0_input.jpg, and 3 others",
+        ),
+        (GOOD | {"a.1.png": b"", "a.1.cls": b"0"}, {}, "0.tar: a.1.png is not .* to a_1.png"),
         (GOOD, {"train_shards": "t-{0..9}.tar"}, "has no t-0.tar of --train_shards t-{0..9}.tar"),
         (GOOD, {"val_shards": "x*.tar"}, "has no shards x*.tar: name them with --val_shards"),
         (GOOD, {"val_shards": "*.tar"}, "train/0.tar in .* would be in train and in val"),
