@@ -16,20 +16,28 @@ from __future__ import annotations  # pyarrow may not be installed
 import contextlib
 import functools
 import importlib
+import itertools
 import json
 import math
 import os
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import xxhash
 
 from data import files
-from data.files import BrokenImageError, DataFolderError, MissingSplitError, open_system, reason_of
+from data.files import (
+    BrokenImageError,
+    DataFolderError,
+    MissingSplitError,
+    open_system,
+    other_classes,
+    reason_of,
+)
 from data.loader import GlobalBatchSampler, RunSampler
 from data.source import DatasetRequest, DataSource
 from data.transforms import ImageSplit, Transform, transforms_of
@@ -57,6 +65,10 @@ class Columns:
     """The names of the classes by label, if the table has them."""
 
 
+_STRINGS = re.compile(r"(dictionary<values=)?(large_)?string")
+"""The types of columns of strings."""
+
+
 def choose_columns(
     features: Mapping[str, Any], given: tuple[str, str] | None, where: str, *, labels: bool = True
 ) -> Columns:
@@ -68,12 +80,19 @@ def choose_columns(
     DataFolderError, which names the table as ``where``.
     """
     how, names = "name the two by --columns IMAGE LABEL", ", ".join(features) or "no columns"
-    of_type: dict[str, list[str]] = {"Image": [], "ClassLabel": [], "whole number": []}
+    of_type: dict[str, list[str]] = {
+        "Image": [],
+        "ClassLabel": [],
+        "whole number": [],
+        "string": [],
+    }
     for name, feature in features.items():
         if isinstance(feature, Mapping):
-            kind = feature.get("_type")
-            if kind == "Value" and str(feature.get("dtype")).startswith(("int", "uint")):
+            kind, dtype = feature.get("_type"), str(feature.get("dtype"))
+            if kind == "Value" and dtype.startswith(("int", "uint")):
                 kind = "whole number"
+            elif kind == "Value" and _STRINGS.match(dtype):
+                kind = "string"
             of_type.get(str(kind), []).append(name)
     images, numbers = of_type["Image"], of_type["ClassLabel"] + of_type["whole number"]
     label: str | None
@@ -84,8 +103,8 @@ def choose_columns(
             several = f"several columns of images ({', '.join(images)})"
             what = several if images else "no column of images"
             raise DataFolderError(f"{where} has {what}: {how} (it has {names})")
-        by_name = [name for name in numbers if name in ("label", "labels")]
-        found = by_name if len(by_name) == 1 else of_type["ClassLabel"]
+        by_name, strings = _for_labels(numbers), _for_labels(of_type["string"])
+        found = by_name if len(by_name) == 1 else of_type["ClassLabel"] or strings
         if labels and len(found) != 1:
             raise DataFolderError(
                 f"{where}: which column holds the labels is unclear; {how} (it has {names})"
@@ -95,7 +114,7 @@ def choose_columns(
         label = None
     chosen = [(image, images, "images")]
     if label is not None:
-        chosen.append((label, numbers, "whole numbers"))
+        chosen.append((label, numbers + of_type["string"], "whole numbers or strings"))
     for name, fitting, kind in chosen:
         if name not in features:
             raise DataFolderError(f"{where} has no column {name}: it has {names}")
@@ -105,14 +124,52 @@ def choose_columns(
     return Columns(image, label, [str(name) for name in classes] if classes else None)
 
 
-def _whole_numbers(labels: Any, column: str, where: str) -> np.ndarray:
-    """Return a column of labels (``pyarrow.ChunkedArray``) as int64.
+def _for_labels(columns: Sequence[str]) -> list[str]:
+    return [name for name in columns if name in ("label", "labels")]
+
+
+_Labels = tuple[np.ndarray, list[str] | None]
+"""Labels, int64; and what they are the numbers of, if the table has strings instead."""
+
+
+def _labels(values: Any, column: str, where: str) -> _Labels:
+    """Return the labels in a column (``pyarrow.ChunkedArray``).
 
     Raises DataFolderError for rows without a label.
     """
-    if labels.null_count:
-        raise DataFolderError(f"{where}: {labels.null_count:,} rows have no {column}")
-    return labels.to_numpy().astype(np.int64)
+    are_strings = _STRINGS.match(str(values.type)) is not None
+    if are_strings:  # a null may be a row, or an entry of the dictionary
+        values = values.cast(pa.large_string())
+    if values.null_count:
+        raise DataFolderError(f"{where}: {values.null_count:,} rows have no {column}")
+    if not are_strings:
+        return values.to_numpy().astype(np.int64), None
+    encoded = values.combine_chunks().dictionary_encode()
+    names = encoded.dictionary.to_pylist()
+    if "" in names:
+        raise DataFolderError(f"{where}: some rows have an empty {column}")
+    return encoded.indices.to_numpy().astype(np.int64), names
+
+
+def _joined(parts: Sequence[_Labels], where: str) -> _Labels:
+    """Return the labels of several parts of a split as one; names of classes become sorted.
+
+    Raises DataFolderError if some are numbers and others strings.
+    """
+    named = [names for _, names in parts if names is not None]
+    if named and len(named) < len(parts):
+        raise DataFolderError(
+            f"the labels of {where} are strings in some files, and numbers in others"
+        )
+    if not named:
+        return np.concatenate([labels for labels, _ in parts]), None
+    classes = sorted({*itertools.chain(*named)})
+    number_of = {name: number for number, name in enumerate(classes)}
+    numbers = [
+        np.array([number_of[name] for name in names or ()], np.int64)[labels]
+        for labels, names in parts
+    ]
+    return np.concatenate(numbers), classes
 
 
 class TableSplit(ImageSplit):
@@ -124,11 +181,14 @@ class TableSplit(ImageSplit):
         name: str,
         transform: Transform,
         columns: Columns,
-        labels: np.ndarray,
+        parts: Sequence[_Labels],
         where: str,
     ) -> None:
-        """Raises DataFolderError for more classes than the model has, for labels that are not
-        classes, and if there are none."""
+        """``parts``: the labels of consecutive rows. Raises DataFolderError for more classes than
+        the model has, for labels that are not classes, and if there are none."""
+        labels, names = _joined(parts, where)
+        if names is not None:
+            columns = replace(columns, classes=names)
         super().__init__(request, name, transform, labels, columns.classes)
         self.columns, count = columns, request.most_classes
         if columns.classes is not None and len(columns.classes) > count:
@@ -160,9 +220,10 @@ class TableSplit(ImageSplit):
 
 def _source(root: str, splits: Mapping[str, TableSplit]) -> DataSource:
     """Return the source of these splits. Raises DataFolderError if their classes differ."""
-    of_splits = [split.classes for split in splits.values()]
-    if of_splits[0] != of_splits[-1]:
-        raise DataFolderError(f"the names of the classes of train and val differ in {root}")
+    one, other = (list(splits.values())[at].classes for at in (0, -1))
+    if one != other:
+        how = other_classes(one or [], other or []) or "they have another order"
+        raise DataFolderError(f"the names of the classes of train and val differ in {root}: {how}")
     return DataSource(root, splits)
 
 
@@ -197,7 +258,7 @@ class ParquetSplit(TableSplit):
                 raise DataFolderError(
                     f"the columns or the names of the classes of {self._paths[0]} and {path} differ"
                 )
-        labels = np.concatenate([labels for *_, labels in found])
+        labels = [labels for *_, labels in found]
         where = f"{config.data_dir} ({_SPLITS[name][0]})"
         super().__init__(request, name, transform, columns, labels, where)
 
@@ -282,19 +343,19 @@ def split_files(root: str, names: Sequence[str]) -> list[str]:
 
 def _index(
     path: str, given: tuple[str, str] | None, *, labels: bool
-) -> tuple[pq.FileMetaData, Columns, np.ndarray]:
+) -> tuple[pq.FileMetaData, Columns, _Labels]:
     """Return a file's metadata, its columns and its labels, zeros without ``labels``.
 
     Raises DataFolderError.
     """
 
-    def read() -> tuple[pq.FileMetaData, Columns, np.ndarray]:
+    def read() -> tuple[pq.FileMetaData, Columns, _Labels]:
         with _open(path) as file:
             columns = choose_columns(_features(file.schema_arrow), given, path, labels=labels)
             if columns.label is None:
-                return file.metadata, columns, np.zeros(file.metadata.num_rows, np.int64)
+                return file.metadata, columns, (np.zeros(file.metadata.num_rows, np.int64), None)
             found = file.read([columns.label], use_threads=False).column(0)
-            return file.metadata, columns, _whole_numbers(found, columns.label, path)
+            return file.metadata, columns, _labels(found, columns.label, path)
 
     try:
         return files.with_retries(path, read)
@@ -390,11 +451,11 @@ class HuggingFaceSplit(TableSplit):
         columns = choose_columns(
             table.features.to_dict(), request.config.columns, where, labels=request.labels
         )
-        labels = np.zeros(len(table), np.int64)
+        labels: _Labels = np.zeros(len(table), np.int64), None
         if columns.label is not None:
             of_labels = table.select_columns([columns.label]).with_format("arrow")[:]
-            labels = _whole_numbers(of_labels.column(columns.label), columns.label, where)
-        super().__init__(request, name, transform, columns, labels, where)
+            labels = _labels(of_labels.column(columns.label), columns.label, where)
+        super().__init__(request, name, transform, columns, [labels], where)
         self._where, images = where, table.select_columns([columns.image])
         as_bytes = importlib.import_module("datasets").Image(decode=False)
         self._images = images.cast_column(columns.image, as_bytes)

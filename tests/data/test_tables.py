@@ -23,6 +23,7 @@ from data.source import DatasetRequest, open_data
 from data.tables import ParquetSplit, split_files
 from tests.cli import DIGITS, ROOT, run_program, tiny, train_tiny, train_tiny_gpu
 from tests.marks import long
+from training.checkpoints.format import read_saved_run
 
 SPLITS = {"train": "train", "validation": "val"}
 """The folders of digits by the names of splits in Hugging Face's data sets."""
@@ -245,7 +246,11 @@ def write(root, split="train", metadata=None, **columns):
         ({"a": [1] * 9, "label": [1] * 9}, {}, "no column of images: name the two by --columns"),
         ({"a": [b""], "b": [b""], "label": [1]}, {}, r"several columns of images \(a, b\)"),
         ({"a": [b""], "n": [1]}, {"columns": ("a", "m")}, r"no column m: it has a, n"),
-        ({"a": [b""], "n": [1.5]}, {"columns": ("a", "n")}, "column n does not hold whole numbers"),
+        (
+            {"a": [b""], "n": [1.5]},
+            {"columns": ("a", "n")},
+            "column n does not hold whole numbers",
+        ),
         ({"image": [png()] * 2, "label": [3, None]}, {}, "1 rows have no label"),
         ({"image": [png()] * 2, "label": [3, 10]}, {}, "has the label 10; with --num_classes 10"),
         ({"image": [png()] * 2, "label": [3, -1]}, {}, r"label -1; .* labels are 0 to 9"),
@@ -299,6 +304,105 @@ def test_classes_by_their_names(tmp_path):
     pq.write_table(table, tmp_path / "train-0.parquet")
     with pytest.raises(DataFolderError, match=r"classes of .*/train-0.parquet and .* differ"):
         open_data(wanted(tmp_path, "parquet"))
+
+
+NAMES = ["dog", "Ant", "cat"]
+"""Labels of a split, in its rows' order."""
+AS_NUMBERS = [2, 0, 1]
+"""The same by their places in the sorted names."""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pa.string(), pa.large_string(), pa.dictionary(pa.int8(), pa.string()), "huggingface"],
+    ids=str,
+)
+def test_strings_are_labels(kind, tmp_path):
+    """Numbered in sorted order, though each file has others of them."""
+    pictures, source = [png()] * 3, "parquet"
+    if kind == "huggingface":
+        source = kind
+        columns = {"image": [{"bytes": each, "path": None} for each in pictures], "label": NAMES}
+        features = datasets.Features(image=datasets.Image(), label=datasets.Value("string"))
+        part = datasets.Dataset.from_dict(columns, features)
+        datasets.DatasetDict(train=part, validation=part).save_to_disk(tmp_path)
+    else:
+        for split in ("train", "val"):
+            for number, rows in enumerate((slice(0, 2), slice(2, 3))):
+                labels = pa.array(NAMES[rows]).cast(kind)
+                table = pa.table({"image": pictures[rows], "label": labels})
+                pq.write_table(table, tmp_path / f"{split}-{number}.parquet")
+    found = open_data(wanted(tmp_path, source, batch_size=3))
+    assert found.classes == ["Ant", "cat", "dog"]
+    assert next(found.val_loader(3, Share()).epoch(0))[1].tolist() == AS_NUMBERS
+    assert found.splits["train"].labels.tolist() == AS_NUMBERS
+
+
+def test_columns_of_strings_that_are_chosen(tmp_path):
+    """One that is called label, unless there are numbers; else the one that is named."""
+    same = {"image": [png()] * 3, "text": ["x", "y", "z"]}
+    for other, columns, classes in (
+        ({"label": NAMES}, None, ["Ant", "cat", "dog"]),
+        ({"label": NAMES, "labels": [3, 4, 5]}, None, None),
+        ({"label": [3, 4, 5]}, None, None),
+        ({"label": [3, 4, 5]}, ("image", "text"), ["x", "y", "z"]),
+    ):
+        for split in ("train", "val"):
+            pq.write_table(pa.table(same | other), tmp_path / f"{split}.parquet")
+        found = open_data(wanted(tmp_path, "parquet", batch_size=3, columns=columns))
+        assert found.classes == classes
+
+
+STRINGS = {"image": [png()] * 3, "label": NAMES}
+
+
+@pytest.mark.parametrize(
+    ("train", "told"),
+    [
+        ({"label": ["dog", None, "cat"]}, "train.parquet: 1 rows have no label"),
+        ({"label": ["dog", "", "cat"]}, "train.parquet: some rows have an empty label"),
+        ({"label": [b"dog", b"Ant", b"cat"]}, "several columns of images (image, label)"),
+        ({"label": [*"abcdefghijk"], "image": [png()] * 11}, "has 11 classes, --num_classes is 10"),
+        ({"label": ["dog", "dog", "cat"]}, "classes of train and val differ in {root}: only val h"),
+        ({"label": [1, 0, 2]}, "classes of train and val differ in {root}: only val has Ant, cat"),
+        (
+            {"label": ["dog", "Ant", "cats"]},
+            "classes of train and val differ in {root}: only train has cats",
+        ),
+    ],
+)
+def test_strings_that_cannot_be_labels(train, told, tmp_path):
+    pq.write_table(pa.table(STRINGS | train), tmp_path / "train.parquet")
+    pq.write_table(pa.table(STRINGS), tmp_path / "val.parquet")
+    with pytest.raises(DataFolderError) as error:
+        open_data(wanted(tmp_path, "parquet", batch_size=3))
+    assert told.format(root=tmp_path) in str(error.value)
+
+
+def test_strings_in_one_file_and_numbers_in_another(tmp_path):
+    pq.write_table(pa.table(STRINGS), tmp_path / "train-0.parquet")
+    pq.write_table(pa.table(STRINGS | {"label": [1, 2, 3]}), tmp_path / "train-1.parquet")
+    with pytest.raises(DataFolderError, match="are strings in some files, and numbers in others"):
+        open_data(wanted(tmp_path, "parquet"))
+
+
+def test_strings_are_stored_as_the_names_of_classes(tmp_path):
+    """A run whose data have others by then is not resumed."""
+
+    def write_names(names):
+        table = pa.table({"image": [png()] * 3, "label": names})
+        for split in ("train", "val"):
+            pq.write_table(table, tmp_path / f"{split}.parquet")
+
+    flags = f"--data_source parquet --data_dir {tmp_path} --num_classes 3 --batch_size 3".split()
+    write_names(NAMES)
+    train_tiny_gpu(tmp_path / "run", *flags, "--max_steps", "2")
+    assert read_saved_run(tmp_path / "run" / "step_2").classes == ["Ant", "cat", "dog"]
+    write_names(["dog", "Ant", "bat"])
+    run = [*tiny(tmp_path / "run"), *flags, "--backend", "cuda", "--max_steps", "3"]
+    done = run_program("run_vit_training.py", *run)
+    assert done.returncode == 2
+    assert "number 1 is cat there, bat here" in done.stderr
 
 
 @pytest.mark.long
