@@ -209,9 +209,7 @@ class ModelConfig:
         kind=bounded(int, 2, 3),
         metavar="{2,3}",
     )
-    patch_size: int | None = _own(
-        "patch_size", "side of a patch in pixels", kind=positive, common=True
-    )
+    patch_size: int | None = _own("patch_size", "side of a patch in pixels", kind=positive)
     in_chans: int | None = _own(
         "in_chans",
         "number of channels of the input: 3 (RGB) or 1 (gray); for volumes any number",
@@ -220,15 +218,12 @@ class ModelConfig:
     num_classes: int | None = _own(
         "num_classes", "number of classes", kind=bounded(int, 1, 10**7), common=True
     )
-    embed_dim: int | None = _own(
-        "embed_dim", "width of the model", kind=bounded(int, 1, 2**20), common=True
-    )
+    embed_dim: int | None = _own("embed_dim", "width of the model", kind=bounded(int, 1, 2**20))
     depth: int | None = _own(
         "depth",
         "number of transformer blocks",
         kind=bounded(int, 1, 1000),
         names=("--num_blocks", "--depth"),
-        common=True,
     )
     num_heads: int | None = _own("num_heads", "number of attention heads", kind=positive)
     mlp_ratio: float | None = _own(

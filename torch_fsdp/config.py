@@ -46,7 +46,6 @@ class TorchConfig:
         "auto",
         "form of FSDP; megatron: NVIDIA's; fsdp2: PyTorch's; auto: megatron on CUDA without "
         "--objective dino or --teacher, else fsdp2",
-        common=True,
     )
     zero_dp_strategy: int | None = flag(
         None,
@@ -134,7 +133,6 @@ class TorchConfig:
     compile: bool | None = flag(
         None,
         "compile each block with torch.compile (default: on with torchtpu alone)",
-        common=True,
     )
     channels_last: bool = flag(
         False,

@@ -767,7 +767,6 @@ class ShardingConfig:
         kind=positive_or_slices,
         metavar="N|slices",
         names=("--mesh_dcn", "--dp_outer"),
-        common=True,
         incompatible_with=("run_without_fsdp",),
     )
     mesh_fsdp: int | None = flag(
@@ -782,7 +781,6 @@ class ShardingConfig:
         1,
         "devices that shard the rows of each image (domain parallel)",
         kind=positive,
-        common=True,
         requires=_CLASSIFIES,
     )
     domain_attention: Literal["auto", "ring", "ulysses", "gather"] = flag(
@@ -799,7 +797,6 @@ class ShardingConfig:
         "devices that shard heads and MLP columns of a block (tensor parallel); must divide "
         "both; XLA with SPMD; not all models (--list_models)",
         kind=positive,
-        common=True,
         requires=_CLASSIFIES,
         incompatible_with=("run_without_fsdp",),
     )
@@ -864,7 +861,7 @@ class RunConfig:
         "XLA on the CPU",
         common=True,
     )
-    seed: int = flag(0, "random seed of weights, shuffling and dropout", kind=seed, common=True)
+    seed: int = flag(0, "random seed of weights, shuffling and dropout", kind=seed)
     num_epochs: int = flag(300, "number of passes over train/", kind=positive, common=True)
     max_steps: int | None = flag(
         None,

@@ -326,14 +326,13 @@ def build_parser(shown: Sequence[FlagField]) -> FlagParser:
     """Return the parser of these flags; its Namespace holds only what was given."""
     parser = FlagParser(prog=PROGRAM, description=_DESCRIPTION, allow_abbrev=False, add_help=False)
     parser.options, parser.settings = {option.field.name: option for option in shown}, []
-    parser.add_argument_group("help").add_argument(
+    parser.add_argument(
         *_HELP,
         action=_Set,
         nargs="?",
         const="",
-        metavar="all|GROUP|WORD",
         default=argparse.SUPPRESS,
-        help="print the common flags; or all, a group's, or those with a word",
+        help=argparse.SUPPRESS,  # what it prints says what it does
     )
     groups: dict[str, Any] = {}
     for option in shown:
@@ -474,7 +473,10 @@ def _print_help(which: str, known: Sequence[FlagField]) -> NoReturn:
     rest = text.partition("\n\n")[2]  # the usage would be all flags once more
     print(f"usage: {PROGRAM} [flags]   {PROGRAM} @FILE [flags]: FILE holds flags\n\n{rest}")
     if not which:
-        print(f"--help all: all {len(known)} flags. --help GROUP: one of {', '.join(groups)}")
+        print(
+            f"--help all: all {len(known)} flags. --help WORD: those with a word in their name or "
+            f"text.\n--help GROUP: one of {', '.join(groups)}"
+        )
     sys.exit(0)
 
 

@@ -101,7 +101,6 @@ class XlaConfig:
         False,
         "compile the step for --tpu_topology, on any machine, instead of training; prints whether "
         "it fits and how fast it could be (see --json); exit code 3 if it does not fit",
-        common=True,
     )
     tpu_topology: str | None = flag(
         None,
@@ -110,7 +109,6 @@ class XlaConfig:
         "none)",
         metavar="KIND:AxB[xC]",
         requires=("compile_only|plan",),
-        common=True,
     )
     tpu_compiler: Literal["auto", "installed", "0.0.52"] = flag(
         "auto",
