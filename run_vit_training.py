@@ -1,15 +1,13 @@
 """Train and use a Vision Transformer; ``--help`` lists the flags, README.md the first commands."""
 
-import contextlib
 import faulthandler
 import functools
 import gc
 import getpass
 import importlib.util
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +15,11 @@ from torch_fsdp.config import TorchConfig
 from training import errors
 from training.config import BackendChoice, RunConfig
 from training.flags import MODE_FLAGS, PROGRAM, check_foreign, check_rules, parse, tell
+from training.processes.output import (
+    drop_unread_output,
+    exit_quietly_on_broken_pipe,
+    open_closed_streams,
+)
 from training.processes.parent import end_at_once, end_with_torchrun
 from xla_fsdp.config import XlaConfig
 
@@ -106,23 +109,7 @@ def start(
     launch(functools.partial(naming_itself, body), run)
 
 
-@contextlib.contextmanager
-def _whose_reader_may_leave() -> Iterator[None]:
-    """End without a traceback if who reads what is printed inside leaves early, as `head` does.
-
-    Training has other pipes, to loader processes: one of those that breaks is an error.
-    """
-    try:
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:
-        # At its end Python flushes what is left.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(errors.SIGNAL + signal.SIGPIPE)
-
-
+@exit_quietly_on_broken_pipe(PROGRAM)
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the flags, and do what they ask for; return the exit code."""
     end_with_torchrun()
@@ -135,10 +122,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         getpass.getuser()
     except (KeyError, OSError):
         os.environ["USER"] = f"user_{os.getuid()}"
-    with _whose_reader_may_leave():
-        flags = read_flags(argv)
     try:
-        return _run(flags)
+        return _run(read_flags(argv))
     except errors.UsageError as error:
         tell(error)
         return 2
@@ -156,19 +141,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(flags: Flags) -> int:
-    """Train, compile, plan, predict, evaluate or check, as the flags ask; return the exit code."""
+    """Do what the flags ask for; return the exit code."""
     config, use = flags.run, flags.run.use
     if config.list_models is not None:
         from models.registry import list_models
 
         found = list_models(config.list_models)
-        with _whose_reader_may_leave():
-            for model in found:
-                told = f"{model.parameters:>18,} parameters" if model.parameters else ""
-                told = told or model.refused or ""
-                if model.no_tensor_parallel:
-                    told += f", no --mesh_tensor: {model.no_tensor_parallel}"
-                print(f"{model.name:<60} {told}".rstrip())
+        for model in found:
+            told = f"{model.parameters:>18,} parameters" if model.parameters else ""
+            told = told or model.refused or ""
+            if model.no_tensor_parallel:
+                told += f", no --mesh_tensor: {model.no_tensor_parallel}"
+            print(f"{model.name:<60} {told}".rstrip())
         return 0 if found else 1
     check_rules(config, *flags.own, only=MODE_FLAGS)
     if config.checkpoints.init_from and use.eval_only and not (use.knn or use.probe):
@@ -201,6 +185,22 @@ def _run(flags: Flags) -> int:
     # Imports make a million objects that stay. To search them for garbage again and again takes a
     # tenth of their time (docs/benchmarks.md).
     gc.disable()
+    if use.predict:
+        from training.initial_weights import find_trained
+        from training.predict import predict
+
+        config, weights = find_trained(config)
+        gc.enable()
+        predict(config, weights)
+        return 0
+    with drop_unread_output(PROGRAM):  # or launchers would restart a run that nobody watches
+        _run_on_devices(flags)
+    return 0
+
+
+def _run_on_devices(flags: Flags) -> None:
+    """Train, evaluate, write features or check, in all processes of the backend."""
+    config, use = flags.run, flags.run.use
     prepare: Prepare
     students: list[RunConfig] = []
     if use.features or use.knn or use.probe:
@@ -210,15 +210,11 @@ def _run(flags: Flags) -> int:
 
         config, weights = find_trained(config)
         prepare = functools.partial(prepare_features if use.features else prepare_frozen, weights)
-    elif use.predict or use.eval_only:
+    elif use.eval_only:
         from training.initial_weights import find_trained
-        from training.predict import predict, prepare_evaluation
+        from training.predict import prepare_evaluation
 
         config, weights = find_trained(config)
-        if use.predict:
-            gc.enable()
-            predict(config, weights)
-            return 0
         prepare = functools.partial(prepare_evaluation, weights)
     elif config.self_check:
         from tools.self_check.check import prepare_self_check
@@ -234,10 +230,10 @@ def _run(flags: Flags) -> int:
     backend = choose_backend(config.backend)
     check_foreign(flags.own, backend, config.given)
     start(backend, flags, config, prepare, students)
-    return 0
 
 
 if __name__ == "__main__":
+    open_closed_streams()
     faulthandler.enable()  # a crash in compiled code tells which line of Python called it
     try:
         exit_code = main()

@@ -15,6 +15,8 @@ from torch.overrides import TorchFunctionMode
 from models import timm_private
 from training.backend import Backend
 from training.errors import StoppedBySignal, warn_of_others
+from training.flags import PROGRAM
+from training.processes.output import drop_unread_output
 from training.processes.parent import end_with
 from training.processes.stopping import ProcessSignals, process_signals
 from xla_fsdp import jax_private, torch_xla_private, tpu
@@ -144,4 +146,5 @@ def _run_nested(
     from xla_fsdp.nested import NestedBackend
 
     run = run.on(xr.global_runtime_device_count())
-    body(run, NestedBackend(run))
+    with drop_unread_output(PROGRAM):  # this process has streams of its own
+        body(run, NestedBackend(run))

@@ -158,9 +158,8 @@ class Reports:
     def say(self, text: str) -> None:
         """Print a line on stdout, above the bar."""
         if self._active:
-            with contextlib.suppress(OSError):  # a closed terminal or a full disk ends no training
-                tqdm.write(self._name + text)
-                sys.stdout.flush()
+            tqdm.write(self._name + text)
+            sys.stdout.flush()
 
     @contextlib.contextmanager
     def compiling(self, what: str) -> Iterator[None]:

@@ -1,0 +1,100 @@
+"""Standard output and error that nobody reads: a pipe to ``head``, a closed terminal, a full disk.
+
+Only the standard streams are concerned: a pipe to a loader process that breaks is an error.
+"""
+
+import contextlib
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from training.errors import SIGNAL
+
+
+def open_closed_streams() -> None:
+    """Open /dev/null in place of standard streams that are closed, as by ``>&-``.
+
+    Otherwise the files that are opened next get their numbers, and what compiled code prints, as
+    gloo does, would be written into them.
+    """
+    while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(opened, True)
+    os.close(opened)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            stream = open(number, "w", closefd=False)  # noqa: SIM115 - open until the end
+            setattr(sys, name, stream)
+
+
+class _Stream(io.FileIO):
+    """A standard stream, replaced by /dev/null as soon as a write fails."""
+
+    def __init__(self, number: int, lost: Callable[[OSError], None]) -> None:
+        """``lost`` is called with the error."""
+        super().__init__(number, "w", closefd=False)
+        self._lost = lost
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), self.fileno())
+            self._lost(error)
+            return len(data)
+
+
+@contextlib.contextmanager
+def _replaced(name: str, lost: Callable[[OSError], None]) -> Iterator[None]:
+    before, number = getattr(sys, name), None
+    with contextlib.suppress(OSError):  # a test's or a notebook's is no file
+        number = before.fileno() if isinstance(before, io.TextIOWrapper) else None
+    if number is None:
+        yield
+        return
+    before.flush()
+    stream = io.TextIOWrapper(
+        io.BufferedWriter(_Stream(number, lost)),
+        encoding=before.encoding,
+        errors=before.errors,
+        line_buffering=before.line_buffering,
+        write_through=before.write_through,
+    )
+    setattr(sys, name, stream)
+    try:
+        yield
+    finally:
+        try:
+            stream.flush()
+        finally:
+            setattr(sys, name, before)
+
+
+@contextlib.contextmanager
+def drop_unread_output(program: str) -> Iterator[None]:
+    """Drop what cannot be written to stdout and stderr, for what is worth doing with no reader."""
+
+    def warn(error: OSError) -> None:
+        reason = f"stdout cannot be written ({error.strerror}): its lines are dropped"
+        print(f"{program}: warning: {reason}", file=sys.stderr, flush=True)
+
+    with _replaced("stderr", lambda error: None), _replaced("stdout", warn):
+        yield
+
+
+@contextlib.contextmanager
+def exit_quietly_on_broken_pipe(program: str) -> Iterator[None]:
+    """Exit without a traceback if stdout cannot be written, e.g. when piped to ``head``; with the
+    exit code of SIGPIPE, or with one line and 2 on a full disk. Drop what stderr cannot take."""
+
+    def leave(error: OSError) -> None:
+        if isinstance(error, BrokenPipeError):
+            sys.exit(SIGNAL + signal.SIGPIPE)
+        print(f"{program}: error: stdout: {error.strerror}", file=sys.stderr)
+        sys.exit(2)
+
+    with _replaced("stderr", lambda error: None), _replaced("stdout", leave):
+        yield
