@@ -31,6 +31,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import commit, failure_of, last_json, run_python
+from training.logs.figures import pyplot, save_figure
 
 FORMS = {
     "xla": "--backend xla --cpu_devices 1",
@@ -95,11 +96,7 @@ def line(row: dict[str, Any]) -> str:
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw, for each row, the seconds that a checkpoint costs training in either form."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     figure, axis = plt.subplots(figsize=(8, 4.5), layout="constrained")
     places = range(len(rows))
     axis.bar([at - 0.2 for at in places], [r["waiting"] for r in rows], 0.4, label="waiting for it")
@@ -112,8 +109,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     axis.set_ylabel("seconds a checkpoint costs training")
     axis.grid(axis="y", alpha=0.3)
     axis.legend()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def read_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from training.logs.figures import pyplot, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -85,25 +88,21 @@ def _cell(value: str | int | float | None) -> str:
     return "" if value is None else f"{value:,}" if isinstance(value, int) else value
 
 
-def write_csv(path: str, rows: Sequence[Row]) -> None:
+def write_csv(path: Path, rows: Sequence[Row]) -> None:
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         writer.writerows(row.values() for row in rows)
 
 
-def plot(path: str, rows: Sequence[Row], title: str) -> None:
+def plot(path: Path, rows: Sequence[Row], title: str) -> None:
     """Draw latency, speed-up and memory against the devices that share an image, into a PNG.
 
     A line is one size of images on one kind of slice or backend, dashed for the forward pass.
     Speed-up is over the fewest devices that ran, taken as ideal so far. What ran out of memory
     has a cross at the upper edge.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     figure, (latency, speed, memory) = plt.subplots(1, 3, figsize=(15, 4.8), layout="constrained")
     counts = sorted({row.domain for row in rows})
     names = list(dict.fromkeys(_line_of(row) for row in rows))
@@ -136,8 +135,7 @@ def plot(path: str, rows: Sequence[Row], title: str) -> None:
     figure.legend(*latency.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     crosses = "; x: out of memory" if any(row.out_of_memory for row in rows) else ""
     figure.suptitle(title + crosses)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def _line_of(row: Row) -> str:

@@ -39,6 +39,7 @@ from tqdm import tqdm
 from benchmarks.common import commit, failure_of, last_json, run_python
 from models.config import PRESETS
 from run_vit_training import read_flags
+from training.logs.figures import pyplot
 
 PRESET_FLAGS = "--precision bf16 --grad_ckpt none --lr 1e-5".split()
 VARIANTS = {
@@ -180,18 +181,14 @@ def describe_run(options: argparse.Namespace, flags: list[str]) -> dict[str, Any
     }
 
 
-def write_json(path: str, about: dict[str, Any], rows: list[Row]) -> None:
+def write_json(path: Path, about: dict[str, Any], rows: list[Row]) -> None:
     content = {**about, "rows": [asdict(row) for row in rows]}
     Path(path).write_text(json.dumps(content, indent=2) + "\n")
 
 
-def plot(path: str, rows: list[Row], about: dict[str, Any]) -> None:
+def plot(path: Path, rows: list[Row], about: dict[str, Any]) -> None:
     """Draw bars of the ratio to timm's loop, a group a model; what did not run says so."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     models = list(dict.fromkeys(row.model for row in rows))
     variants = [name for name in VARIANTS if any(row.variant == name for row in rows)]
     figure, axes = plt.subplots(figsize=(2 + 0.6 * len(models) * (len(variants) + 1), 5))

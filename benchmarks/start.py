@@ -21,7 +21,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import ROOT, commit
-from training.logs.records import EVENTS_FILE, read_events, save_figure
+from training.logs.figures import pyplot, save_figure
+from training.logs.records import EVENTS_FILE, read_events
 
 TOTAL, CORES = "in all", "cores"
 
@@ -53,8 +54,7 @@ def time_start(checkout: Path, flags: list[str]) -> dict[str, float]:
 
 def plot(names: list[str], medians: list[dict[str, float]], path: Path) -> None:
     """Draw a bar for each checkout, divided into the parts that it has recorded."""
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     figure, axis = plt.subplots(figsize=(9, 1.4 + 0.6 * len(names)), layout="constrained")
     every = dict.fromkeys(part for each in medians for part in each)
     parts = [part for part in every if part not in (TOTAL, CORES)]

@@ -19,16 +19,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 from scipy.stats import spearmanr
 from tqdm import tqdm
 
 from benchmarks.common import ROOT, commit, markdown, rows_between, write_between
 from benchmarks.compiled import add_document, report_of
 from tools.compile_only.expected import Links, expect
+from training.logs.figures import pyplot, save_figure
 from training.mesh import Mesh
 from xla_fsdp.tpu import parse_topology
 
@@ -328,7 +325,7 @@ def table(rows: dict[str, Cells]) -> list[str]:
 
 def plot(found: list[tuple[Row, float]], path: Path) -> None:
     """Draw expected against published MFU, a colour for each generation."""
-    figure, axis = plt.subplots(figsize=(7, 6), layout="constrained")
+    figure, axis = pyplot().subplots(figsize=(7, 6), layout="constrained")
     axis.plot([20, 80], [20, 80], color="black", linewidth=1)
     axis.fill_between([20, 80], [14, 74], [26, 86], color="black", alpha=0.08, label="6 points")
     for kind in dict.fromkeys(row.topology.partition(":")[0] for row, _ in found):
@@ -345,8 +342,7 @@ def plot(found: list[tuple[Row, float]], path: Path) -> None:
     axis.set_aspect("equal")
     axis.set_title("Expected against measured")
     axis.legend()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,6 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 from tqdm import tqdm
 
 from benchmarks.common import (
@@ -37,6 +33,7 @@ from benchmarks.common import (
     write_between,
 )
 from benchmarks.compiled import CODE_THAT_IS_COMPILED, add_choices, add_document, kept_report
+from training.logs.figures import pyplot, save_figure
 
 BATCH = "1024"
 ROWS = {
@@ -161,6 +158,7 @@ def table(rows: list[Cells]) -> list[str]:
 
 def plot(rows: list[Cells], path: Path) -> None:
     """Draw both ratios of each row, below 1 where the program is better."""
+    plt = pyplot()
     figure, axis = plt.subplots(figsize=(8, 0.5 * len(rows) + 1.5), layout="constrained")
     for number, row in enumerate(rows):
         for place, at, colour in ((-0.2, TIME, "tab:blue"), (0.2, MEMORY, "tab:orange")):
@@ -176,8 +174,7 @@ def plot(rows: list[Cells], path: Path) -> None:
     axis.set_xlim(0, 1.1 * max(float(row[at]) for row in rows for at in (TIME, MEMORY)))
     axis.set_xlabel("the program, over the same step in JAX")
     axis.set_title("By the TPU compiler (dotted: the goal for time)")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 if __name__ == "__main__":

@@ -20,14 +20,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 from tqdm import tqdm
 
 from benchmarks.common import ROOT, commit, markdown, write_between
 from benchmarks.compiled import CODE_THAT_IS_COMPILED, add_choices, kept_report
+from training.logs.figures import pyplot, save_figure
 from xla_fsdp.tpu import NEWER_LIBTPU
 
 PRESET_FLAGS = "--precision bf16 --batch_size 1024".split()
@@ -160,7 +157,7 @@ def write_table(
 
 def plot(reports: Reports, path: Path) -> None:
     """Draw peak HBM as a share of what there is; a bar of what does not fit ends at twice that."""
-    figure, axis = plt.subplots(figsize=(9, 0.32 * len(reports) + 1.2), layout="constrained")
+    figure, axis = pyplot().subplots(figsize=(9, 0.32 * len(reports) + 1.2), layout="constrained")
     for row, report in enumerate(reports.values()):
         if report is None:
             axis.text(0, row, " libtpu crashes", va="center", fontsize=8)
@@ -176,8 +173,7 @@ def plot(reports: Reports, path: Path) -> None:
     axis.set_xlim(0, 2.4)
     axis.set_xlabel("peak HBM / HBM of a chip")
     axis.set_title("Does the training step fit? By the TPU compiler")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 # -- tpu7x, and two compilers --------------------------------------------------------------------

@@ -37,6 +37,7 @@ from training.checkpoints import format as saved
 from training.checkpoints.choose import find_resume
 from training.errors import UsageError
 from training.flags import OneLineParser
+from training.processes.output import exit_quietly_on_broken_pipe
 from training.resolve import model_of
 from training.weight_names import timm_names
 
@@ -628,4 +629,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with exit_quietly_on_broken_pipe(PROGRAM):
+        sys.exit(main())

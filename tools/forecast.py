@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.ticker import LogFormatter
 
 from config_fields import bounded, local_path, seconds
 from data.files import reason_of
@@ -24,7 +22,9 @@ from tools.goodput import DATA, EVAL, FIRST, OTHER, USEFUL, Account, account_of,
 from training.checkpoints.choose import RUN_FILE
 from training.errors import UsageError
 from training.flags import OneLineParser
-from training.logs.records import EVENTS_FILE, read_events, save_figure
+from training.logs.figures import pyplot, save_figure
+from training.logs.records import EVENTS_FILE, read_events
+from training.processes.output import exit_quietly_on_broken_pipe
 
 FAILURES_PER_CHIP_YEAR = 419 / (16384 * 54 / 365.25)
 """Unexpected interruptions of training Llama 3 405B: 419 in 54 days on 16,384 H100 GPUs ("The Llama
@@ -276,6 +276,7 @@ def table(found: Sequence[Forecast], price: float | None) -> str:
 
 def draw(found: Sequence[Forecast], training_s: float, step_share: float, path: Path) -> None:
     """Write a picture: goodput by interval, and the spread of each strategy. Raises OSError."""
+    plt = pyplot()
     figure, (by_interval, spread) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     plain, mtbf_s = found[0].strategy, 1 / found[0].strategy.rate
     best_s = plain.storage.interval_s
@@ -303,7 +304,7 @@ def draw(found: Sequence[Forecast], training_s: float, step_share: float, path: 
     by_interval.set(xscale="log", ylabel="goodput, %")
     by_interval.set_xlabel("minutes of training between checkpoints in storage")
     for ticks in (by_interval.xaxis.set_major_formatter, by_interval.xaxis.set_minor_formatter):
-        ticks(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 1)))
+        ticks(plt.LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 1)))
     by_interval.legend(fontsize=8)
     by_interval.grid(alpha=0.3)
     spread.boxplot([100 * each.simulated for each in found], whis=(5, 95), showfliers=False)
@@ -505,4 +506,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with exit_quietly_on_broken_pipe(_PROGRAM):
+        sys.exit(main())

@@ -13,15 +13,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-import matplotlib
-import matplotlib.pyplot as plt
-
 from config_fields import local_path
 from training.errors import UsageError
 from training.flags import OneLineParser
-from training.logs.records import EVENTS_FILE, read_events, save_figure
-
-matplotlib.use("Agg")
+from training.logs.figures import pyplot, save_figure
+from training.logs.records import EVENTS_FILE, read_events
+from training.processes.output import exit_quietly_on_broken_pipe
 
 # -- Where the time went ---------------------------------------------------------------------------
 
@@ -439,7 +436,7 @@ def short_names(folders: Iterable[str]) -> dict[str, str]:
 
 def draw(accounts: Mapping[str, Account], path: Path) -> None:
     """Write a picture of the runs' shares of wall time, a bar a run. Raises OSError."""
-    figure, axis = plt.subplots(figsize=(10, 1.7 + 0.55 * len(accounts)), layout="constrained")
+    figure, axis = pyplot().subplots(figsize=(10, 1.7 + 0.55 * len(accounts)), layout="constrained")
     short = short_names(accounts)
     names = [f"{short[name]}\n{duration(account.wall_s)}" for name, account in accounts.items()]
     left = [0.0] * len(accounts)
@@ -513,4 +510,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with exit_quietly_on_broken_pipe(_PROGRAM):
+        sys.exit(main())

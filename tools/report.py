@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib.ticker import MaxNLocator
 
 from config_fields import local_path
 from data.files import no_link, printable, reason_of, regular, replace_file
@@ -26,7 +25,9 @@ from tools import goodput
 from training.checkpoints.choose import RUN_FILE
 from training.errors import UsageError
 from training.flags import OneLineParser
+from training.logs.figures import pyplot
 from training.logs.records import EVENTS_FILE, METRICS_FILE, read_lines
+from training.processes.output import exit_quietly_on_broken_pipe
 
 MOST_RUNS = 8
 """As many as there are different colors, readable on a light page and on a dark one."""
@@ -198,7 +199,7 @@ def thinned(curve: Curve) -> Curve:
 
 def _ticks(low: float, high: float, count: int) -> list[float]:
     """Return round numbers from ``low`` to ``high``."""
-    ticks = MaxNLocator(count, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
+    ticks = pyplot().MaxNLocator(count, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
     return [float(tick) for tick in ticks if low <= tick <= high]
 
 
@@ -620,4 +621,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with exit_quietly_on_broken_pipe(_PROGRAM):
+        sys.exit(main())

@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-import matplotlib.pyplot as plt
 import torch
 
 from data.loader import Batch, Share
@@ -21,12 +19,12 @@ from training.backend import bad_data_is_the_users, dataset_request
 from training.config import RunConfig
 from training.errors import UsageError
 from training.flags import parse
+from training.logs.figures import pyplot
 from training.mesh import Mesh
 from training.objectives.classify import Mixing, smoothed
+from training.processes.output import exit_quietly_on_broken_pipe
 from training.resolve import Run, check_batch, resolve_common, resolve_model
 from training.weights import with_preprocessing
-
-matplotlib.use("Agg")
 
 IMAGES, DRAWS = 4, 6
 """Rows of the picture, and augmented columns."""
@@ -151,6 +149,7 @@ def _column(
 def draw(found: Sequence[Column], path: Path) -> None:
     """Draw the columns side by side, each image with its label below it. Raises OSError."""
     size = (1.6 * len(found), 1.85 * IMAGES)
+    plt = pyplot()
     figure, axes = plt.subplots(IMAGES, len(found), figsize=size, layout="constrained")
     for across, column in zip(axes.T, found, strict=True):
         across[0].set_title(column.title, fontsize=9)
@@ -183,4 +182,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with exit_quietly_on_broken_pipe("show_augmentations"):
+        sys.exit(main())

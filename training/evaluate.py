@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -27,7 +27,8 @@ from torch import nn
 from data.files import printable, replace_file
 from data.loader import PADDING, Batch, BatchLoader, numbered, prefetch
 from training.backend import Backend
-from training.logs.records import Evaluation, save_figure
+from training.logs.figures import drawing, pyplot, save_figure
+from training.logs.records import Evaluation
 
 TOP = 5
 """The k of top-k accuracy, beside 1."""
@@ -157,17 +158,16 @@ _MOST_MISTAKES = 25
 _NAME_LENGTH = 24
 
 
-def write_report(found: np.ndarray, names: Sequence[str], folder: Path) -> None:
+def write_report(
+    found: np.ndarray, names: Sequence[str], folder: Path, say: Callable[[str], None]
+) -> None:
     """Write per_class.csv, confusion.csv and confusion.png: what the images of each class were
-    taken for. Raises OSError.
+    taken for. Raises OSError, but for the picture, which ``say`` says.
 
     ``found``: what ``Predictions.all`` returns; ``names``: of the classes, by label. Accuracies are
     in percent, empty for a class without images. The picture is the confusion matrix; of more than
     50 classes the most frequent mistakes and the histogram of accuracies.
     """
-    import matplotlib.pyplot as plt  # slow to import, as in training/logs/records.py
-    from matplotlib.colors import PowerNorm
-
     labels, predicted, before = found
     count = len(names)
     # By class: how many images it has, and how many of them have their label first, or among five.
@@ -204,51 +204,72 @@ def write_report(found: np.ndarray, names: Sequence[str], folder: Path) -> None:
 
     total = int(images.sum())
     title = f"{total:,} images, top-1 {100 * in_top1.sum() / max(total, 1):.2f} %"
-    if count <= _LARGEST_MATRIX:
-        # The confusion matrix.
-        matrix = np.zeros((count, count), dtype=np.int64)
-        matrix[pairs[:, 0], pairs[:, 1]] = pairs[:, 2]
-        share = 100 * matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
-        side = 3.0 + 0.3 * count
-        figure, axis = plt.subplots(figsize=(side + 1.5, side), layout="constrained")
-        # By the square root: of a good model the few mistakes are what matters.
-        image = axis.imshow(share, cmap="Blues", norm=PowerNorm(0.5, 0, 100))
-        figure.colorbar(image, label="% of the class's images", shrink=0.8)
-        shown = [_short(name) for name in names]
-        axis.set_xticks(range(count), shown, rotation=90)
-        axis.set_yticks(range(count), shown)
-        axis.set_xlabel("predicted")
-        axis.set_ylabel("class")
-        axis.set_title(title)
-        if count <= _LARGEST_WITH_NUMBERS:
-            for label, other, times in pairs.tolist():
-                colour = "white" if share[label, other] > 35 else "black"
-                axis.text(other, label, times, ha="center", va="center", color=colour, fontsize=8)
-    else:
-        # The most frequent mistakes, and the histogram of accuracies.
-        figure, (left, right) = plt.subplots(
-            1, 2, figsize=(13, 7.5), layout="constrained", width_ratios=(3, 2)
-        )
-        mistakes = mistakes[:_MOST_MISTAKES]
-        texts = [f"{_short(names[a])} → {_short(names[b])}" for a, b, _ in mistakes]
-        shares = 100 * mistakes[:, 2] / np.maximum(images[mistakes[:, 0]], 1)
-        bars = left.barh(range(len(mistakes)), mistakes[:, 2])
-        left.bar_label(bars, [f" {share:.0f} %" for share in shares], fontsize=8)
-        left.set_yticks(range(len(mistakes)), texts, fontsize=8)
-        left.invert_yaxis()
-        left.margins(x=0.1)
-        left.set_xlabel("images (% of the class's)")
-        left.set_title("Most frequent mistakes: class → predicted")
+    with drawing(folder / PICTURE, say):
+        if count <= _LARGEST_MATRIX:
+            figure = _confusion_matrix(pairs, names, title)
+        else:
+            figure = _mistakes_and_accuracies(mistakes, images, in_top1, names, title)
+        save_figure(figure, folder / PICTURE)
 
-        there = images > 0
-        accuracy = 100 * in_top1[there] / images[there]
-        right.hist(accuracy, bins=np.linspace(0, 100, 21))
-        if accuracy.size:
-            right.axvline(accuracy.mean(), color="black", linestyle="--")
-            right.set_xlabel(f"top-1 of a class, % (mean {accuracy.mean():.1f})")
-        right.set_ylabel("classes")
-        right.set_title(title)
-    save_figure(figure, folder / PICTURE)
+
+def _confusion_matrix(pairs: np.ndarray, names: Sequence[str], title: str) -> Any:
+    """Return the figure of how often each label was predicted as each class."""
+    plt = pyplot()
+    from matplotlib.colors import PowerNorm
+
+    count = len(names)
+    matrix = np.zeros((count, count), dtype=np.int64)
+    matrix[pairs[:, 0], pairs[:, 1]] = pairs[:, 2]
+    share = 100 * matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
+    side = 3.0 + 0.3 * count
+    figure, axis = plt.subplots(figsize=(side + 1.5, side), layout="constrained")
+    # By the square root: of a good model the few mistakes are what matters.
+    image = axis.imshow(share, cmap="Blues", norm=PowerNorm(0.5, 0, 100))
+    figure.colorbar(image, label="% of the class's images", shrink=0.8)
+    shown = [_short(name) for name in names]
+    axis.set_xticks(range(count), shown, rotation=90)
+    axis.set_yticks(range(count), shown)
+    axis.set_xlabel("predicted")
+    axis.set_ylabel("class")
+    axis.set_title(title)
+    if count <= _LARGEST_WITH_NUMBERS:
+        for label, other, times in pairs.tolist():
+            colour = "white" if share[label, other] > 35 else "black"
+            axis.text(other, label, times, ha="center", va="center", color=colour, fontsize=8)
+    return figure
+
+
+def _mistakes_and_accuracies(
+    mistakes: np.ndarray,
+    images: np.ndarray,
+    in_top1: np.ndarray,
+    names: Sequence[str],
+    title: str,
+) -> Any:
+    """Return the figure of the most frequent mistakes, and of the histogram of accuracies."""
+    figure, (left, right) = pyplot().subplots(
+        1, 2, figsize=(13, 7.5), layout="constrained", width_ratios=(3, 2)
+    )
+    mistakes = mistakes[:_MOST_MISTAKES]
+    texts = [f"{_short(names[a])} → {_short(names[b])}" for a, b, _ in mistakes]
+    shares = 100 * mistakes[:, 2] / np.maximum(images[mistakes[:, 0]], 1)
+    bars = left.barh(range(len(mistakes)), mistakes[:, 2])
+    left.bar_label(bars, [f" {share:.0f} %" for share in shares], fontsize=8)
+    left.set_yticks(range(len(mistakes)), texts, fontsize=8)
+    left.invert_yaxis()
+    left.margins(x=0.1)
+    left.set_xlabel("images (% of the class's)")
+    left.set_title("Most frequent mistakes: class → predicted")
+
+    there = images > 0
+    accuracy = 100 * in_top1[there] / images[there]
+    right.hist(accuracy, bins=np.linspace(0, 100, 21))
+    if accuracy.size:
+        right.axvline(accuracy.mean(), color="black", linestyle="--")
+        right.set_xlabel(f"top-1 of a class, % (mean {accuracy.mean():.1f})")
+    right.set_ylabel("classes")
+    right.set_title(title)
+    return figure
 
 
 def _short(name: str) -> str:

@@ -195,7 +195,7 @@ def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Bac
         return
     if use.eval_report and predictions:
         try:
-            write_report(predictions.all(), names, folder_at(use.eval_report))
+            write_report(predictions.all(), names, folder_at(use.eval_report), say)
         except OSError as error:
             raise UsageError(
                 f"cannot write to --eval_report {use.eval_report}: {error.strerror}"

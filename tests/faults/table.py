@@ -11,14 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
 from benchmarks.common import markdown, write_between
 from tests.faults.program import SAVE_INTERVAL, SETUPS, STEPS
 from tests.faults.tries import Fault
+from training.logs.figures import pyplot, save_figure
 from training.processes.exchange import versions
 
 BEGIN, END = "<!-- begin: make faults -->", "<!-- end: make faults -->"
@@ -140,7 +136,7 @@ def _processor() -> str:
 
 def plot(rows: Mapping[tuple[str, str], list[Result]], path: Path) -> None:
     """Draw for each signal after which step it came, and how many steps were computed again."""
-    figure, axes = plt.subplots(figsize=(9, 3.2), layout="constrained")
+    figure, axes = pyplot().subplots(figsize=(9, 3.2), layout="constrained")
     colours: dict[str, Any] = {"xla": "tab:blue", "fsdp2": "tab:green", "megatron": "tab:orange"}
     for (fault, backend), found in rows.items():
         if fault not in ("sigkill", "sigterm"):
@@ -162,5 +158,4 @@ def plot(rows: Mapping[tuple[str, str], list[Result]], path: Path) -> None:
     axes.set_ylabel("steps computed again")
     axes.set_title(f"A checkpoint every {SAVE_INTERVAL} steps")
     axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save_figure(figure, path)

@@ -18,6 +18,7 @@ from tools.compile_only.hlo import count_flops, measure
 from tools.compile_only.report import CompiledGraph, as_table, make_report
 from training.config import RunConfig
 from training.errors import UsageError, warn_of_others
+from training.logs.figures import drawing
 from training.mesh import replicas
 from xla_fsdp import jax_private, torch_xla_private, tpu
 from xla_fsdp.config import XlaConfig
@@ -159,8 +160,10 @@ def compile_only(config: RunConfig, own: XlaConfig) -> int:
     else:
         print("\n\n".join([as_table(report), *([explained_table(costs)] if costs else [])]))
     if costs and hlo_dir:
-        draw(costs, report, hlo_dir / "explain.png")
-        _log(f"drew {hlo_dir / 'explain.png'}")
+        picture = hlo_dir / "explain.png"
+        with drawing(picture, _log):
+            draw(costs, report, picture)
+            _log(f"drew {picture}")
     return 0 if report["fits"] else DOES_NOT_FIT
 
 

@@ -15,8 +15,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-import matplotlib.pyplot as plt
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -29,10 +27,8 @@ from tools.compile_only.hlo import (
     products_of,
 )
 from tools.compile_only.report import Report
-from training.logs.records import save_figure
+from training.logs.figures import pyplot, save_figure
 from xla_fsdp import torch_xla_private as private
-
-matplotlib.use("Agg")
 
 # -- names of modules, written into the graph of a step ------------------------------------------
 #
@@ -167,7 +163,7 @@ _ROWS = 20
 """Of the table."""
 _SMALL = 0.005
 """Share of the step: modules with less are drawn together."""
-_COLOURS = dict(zip(KINDS, plt.get_cmap("tab10").colors, strict=False))  # type: ignore[attr-defined]
+_COLOURS = {kind: f"C{number}" for number, kind in enumerate(KINDS)}
 
 
 @dataclass(frozen=True)
@@ -318,7 +314,7 @@ def draw(costs: list[Cost], report: Report, path: Path) -> None:
     rest = [cost for cost in costs if cost.scope.module not in groups]
     if rest:
         groups[f"{len(of_module) - len(shown)} others"] = rest
-    figure, axis = plt.subplots(figsize=(9, 0.34 * len(groups) + 1.9), layout="constrained")
+    figure, axis = pyplot().subplots(figsize=(9, 0.34 * len(groups) + 1.9), layout="constrained")
     drawn = set()
     for row, group in enumerate(groups.values()):
         left = 0.0

@@ -5,10 +5,12 @@ candidates from tables of values for a few flags, and plans from candidates. The
 as a table or JSON, and drawn.
 """
 
+import functools
 import json
 import math
 import os
 import shlex
+import sys
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,21 +19,15 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-import matplotlib.pyplot as plt
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
 from data.files import DataFolderError
 from data.source import DatasetRequest, open_data
 from models.spec import ModelSpec
 from training.config import PlanConfig, RunConfig, UseConfig
 from training.errors import UsageError
 from training.flags import by_field, flat
-from training.logs.records import save_figure
+from training.logs.figures import drawing, pyplot, save_figure
 from training.mesh import Mesh, replicas
 from training.resolve import resolve_common, resolve_model
-
-matplotlib.use("Agg")
 
 # -- prices: read from a small file that anyone can replace ------------------------------------
 
@@ -338,8 +334,6 @@ def print_plans(
         counted = f"{student_flops / 1e9:,.0f} and {teacher_flops / 1e9:,.0f}"
         notes = [*notes, f"MFU counts student and teacher, {counted} billion FLOPs of an image"]
     title = f"{what}, batch {work.batch_size:,}, {work.epochs} epochs"
-    if plans:
-        _draw(plans, chosen, f"To train {title}", picture)
     if request.config.use.json:
         report = {
             "work": asdict(work),
@@ -349,9 +343,26 @@ def print_plans(
             "notes": notes,
             "picture": str(picture) if plans else None,
         }
-        print(json.dumps(report))
-        return 0 if plans else NOTHING_FITS
-    print(title)
+        print(json.dumps(report), flush=True)
+    else:
+        print(title)
+        _print_text(request, plans, chosen, notes)
+    if plans:
+        with drawing(picture, functools.partial(print, file=sys.stderr)):
+            _draw(plans, chosen, f"To train {title}", picture)
+            if not request.config.use.json:
+                print(f"picture: {picture}")
+    return 0 if plans else NOTHING_FITS
+
+
+def _print_text(
+    request: Request,
+    plans: Sequence[HardwarePlan],
+    chosen: Mapping[str, HardwarePlan],
+    notes: Sequence[str],
+) -> None:
+    """Print the plans as a table, and the commands of the chosen."""
+    work = request.work
     print(f"{work.steps:,} steps, {work.images:,} training images ({work.counted})")
     for note in notes:
         print(note)
@@ -359,7 +370,7 @@ def print_plans(
         hours = request.config.planning.hours
         within = f" in {hours:g} hours" if hours else ""
         print(f"\nnothing fits{within}: more --chips_at_most, or other hardware")
-        return NOTHING_FITS
+        return
 
     rows = [_HEAD]
     for plan in sorted(plans[:_ROWS], key=lambda plan: (plan.cost, plan.step_s)):
@@ -396,12 +407,8 @@ def print_plans(
     print("\nprices of a chip for an hour (--price FILE has others):")
     for kind in sorted({plan.kind for plan in plans}):
         print(f"  {kind}: {request.prices.get(kind, 'none')}")
-    print(f"picture: {picture}")
-    return 0
 
 
-_COLOURS = plt.get_cmap("tab10").colors  # type: ignore[attr-defined]
-_PLAIN = FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:.3g}")
 _LABEL_POINTS = (10, 26, 42)
 """Points above its place at which each of the chosen is named, so that names keep apart."""
 
@@ -419,9 +426,10 @@ def _draw(
     shown = priced or list(plans)
 
     height = attrgetter("cost" if priced else "chips")
+    plt = pyplot()
     figure, axis = plt.subplots(figsize=(9, 6), layout="constrained")
     for number, kind in enumerate(sorted({plan.kind for plan in shown})):
-        colour = _COLOURS[number % len(_COLOURS)]
+        colour = f"C{number}"
         for compiled in (True, False):
             of_kind = [p for p in shown if p.kind == kind and p.compiled == compiled]
             if of_kind:
@@ -455,9 +463,13 @@ def _draw(
         )
     for each, values in ((axis.xaxis, hours), (axis.yaxis, heights)):
         narrow = max(values) < 5 * min(values)
-        each.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7) if narrow else (1, 2, 5)))
-        each.set_major_formatter(_PLAIN)
-        each.set_minor_formatter(NullFormatter())
+        each.set_major_locator(
+            plt.LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7) if narrow else (1, 2, 5))
+        )
+        each.set_major_formatter(
+            lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:.3g}"
+        )
+        each.set_minor_formatter(plt.NullFormatter())
     axis.set_xlabel("hours to train")
     axis.set_ylabel("cost, $" if priced else "chips (no prices)")
     axis.set_title(title, fontsize=10)

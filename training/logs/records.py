@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -22,16 +22,12 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import image, scalar
 
 from data.files import make_folder, no_link, printable, regular, replace_file
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from training.logs.figures import pyplot, save_figure
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 TENSORBOARD_DIR = "tensorboard"
 _CLASSES_SHOWN = 5
-
-os.environ.setdefault("MPLBACKEND", "Agg")  # no figure is shown: a host may have no display
 
 
 @dataclass(frozen=True)
@@ -495,8 +491,7 @@ _LOSSES = {"classify": "cross-entropy", "mae": "squared error", "dino": "dino, i
 def plot_curves(records: list[dict[str, Any]], path: Path, objective: str = "classify") -> Path:
     """Draw loss, learning rate, accuracy (where there is none, gradients) and throughput of a run's
     records over steps."""
-    import matplotlib.pyplot as plt  # slow to import, and unused before the end of a run
-
+    plt = pyplot()
     measured = {name for record in records for name in record}
     has_accuracy = objective == "classify" or measured & {"val_knn_10", "val_probe"}
     panels = (
@@ -569,14 +564,4 @@ def save_picture(pixels: np.ndarray, path: Path) -> None:
     """Write pixels, (height, width, 3), uint8, as a PNG. Raises OSError."""
     content = io.BytesIO()
     Image.fromarray(pixels).save(content, format="png")
-    replace_file(path, content.getvalue())
-
-
-def save_figure(figure: "Figure", path: Path) -> None:
-    """Write a figure in the format of the path's suffix, and close it. Raises OSError."""
-    import matplotlib.pyplot as plt
-
-    content = io.BytesIO()
-    figure.savefig(content, format=path.suffix[1:] or "png", dpi=110)
-    plt.close(figure)
     replace_file(path, content.getvalue())
