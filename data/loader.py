@@ -306,8 +306,9 @@ class DatasetLoader:
             # one would wait for. Loader processes are forked from the server, which is started
             # here unless it runs: as they do, it must outlive a signal that stops training.
             multiprocessing.set_forkserver_preload(["torchvision.transforms.v2"])  # with PyTorch
-            resource_tracker.ensure_running()  # or the server starts it and unblocks the signal
-            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # inherited
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # inherited
+            resource_tracker.ensure_running()  # or the server starts it and unblocks SIGTERM
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             forkserver.ensure_running()
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         send: Callable[[Any], Any] = _Sent if self.workers else _unchanged
@@ -493,8 +494,8 @@ def prepare_sockets() -> None:
 def _start_worker(_worker_id: int) -> None:
     """Make a loader process ignore the signals that stop training, and share its parent's memory.
 
-    Ctrl-C and torchrun signal all processes of the group. Only the training process decides to
-    stop, and until its checkpoint is written it needs its loader processes.
+    Ctrl-C, a closed terminal and torchrun signal all processes of the group. Only the training
+    process decides to stop, and until its checkpoint is written it needs its loader processes.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -510,7 +511,8 @@ def _start_worker(_worker_id: int) -> None:
         os._exit(1)
 
     gc.freeze()  # or a garbage collection would write to every object, and so copy its page
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for ignored in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     for end in (end_when_parent_says_so, end_with_parent):
         threading.Thread(target=end, daemon=True).start()

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from launch import STOPS, write_line
 from launch.slices import Mistake
 from launch.xla_dist import (
     ELASTIC_POLL_SECONDS,
@@ -55,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def say(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} gke: {text}", file=sys.stderr, flush=True)
+    write_line(f"{time.strftime('%H:%M:%S')} gke: {text}", sys.stderr)
 
 
 # -- the command line ------------------------------------------------------------------
@@ -238,9 +239,9 @@ def is_ready(node: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def _stopping() -> Iterator["Stop"]:
-    """Have SIGINT, SIGTERM and SIGHUP ask for the end; a second one ends at once."""
+    """Have signals that are not ignored ask for the end; a second one ends at once."""
     stop = Stop()
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = [number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, stop.by) for number in numbers}
     try:
         yield stop

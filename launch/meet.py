@@ -29,7 +29,7 @@ from typing import Any, BinaryIO
 if not __package__:  # run by its path: the folder of the project, in place of its own
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from launch import CRASH_SECONDS, IN_VAIN, is_crash
+from launch import CRASH_SECONDS, IN_VAIN, STOPS, is_crash
 
 SAY_SECONDS = 10.0
 TORCHRUN_SECONDS = 900
@@ -70,7 +70,7 @@ class Watch:
         self.wait_for("")
         self._reader, writer = os.pipe()
         os.set_blocking(writer, False)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOPS:
             if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
                 # Only what Python's own handler does before this one is needed.
                 signal.signal(number, self._handler)
@@ -101,7 +101,7 @@ class Watch:
             if select.select([self._reader], [], [], 0.5)[0]:
                 number = os.read(self._reader, 1)[0]
                 is_needed = signal.getsignal(signal.SIGTERM) == self._handler
-                if number in (signal.SIGTERM, signal.SIGINT) and is_needed:
+                if number in STOPS and is_needed:
                     say(f"ended by {signal.Signals(number).name}")
                     os._exit(128 + number)
 
@@ -422,6 +422,16 @@ def number_starts(handler: Any, args: argparse.Namespace) -> None:
     handler.next_rendezvous = next_rendezvous
 
 
+def keep_ignored() -> None:
+    """Block SIGINT and SIGHUP where they are ignored, as under nohup or in a script's background.
+
+    torchrun replaces "ignore" by handlers of its own. What is blocked reaches neither those nor the
+    processes that it starts, which inherit the mask. Before there are threads, which do, too.
+    """
+    ignored = {n for n in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_IGN}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ignored)
+
+
 def wait_for_checkpoints(context: Any, stopping: type[Exception], agent: Any) -> None:
     """Give the processes time to write a checkpoint when torchrun is asked to stop, or when all
     are to start again with a node that came.
@@ -499,6 +509,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
+    keep_ignored()
     watch = Watch(args.limit)
     try:
         # Before the meeting: a node without PyTorch, or with a wrong option, must not come.

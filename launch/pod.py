@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from launch import CRASH_SECONDS, is_crash
+from launch import CRASH_SECONDS, STOPS, is_crash, write_line
 
 _LONGEST_LINE = 65536
 """The bytes after which output without a line end is divided."""
@@ -149,7 +149,7 @@ class Pod:
         self._running: set[Worker] = set()
         self._deadline: tuple[float, int] | None = None
         """When to send SIGKILL; with 0 instead of the signal: when to disconnect."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in STOPS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                 signal.signal(number, lambda number, frame: self.events.put(number))
 
@@ -171,9 +171,8 @@ class Pod:
             return open(os.devnull, "ab", buffering=0)
 
     def write(self, text: str, target: IO[str]) -> None:
-        with self._writing, contextlib.suppress(OSError):  # a closed terminal stops no training
-            target.write(text + "\n")
-            target.flush()
+        with self._writing:
+            write_line(text, target)
 
     def say(self, text: str) -> None:
         self.write(f"xla_dist: {text}", sys.stderr)

@@ -82,14 +82,17 @@ def launch(body: Body, run: XlaRun) -> None:
     received: list[int] = []
 
     def pass_to_children(number: int, frame: FrameType | None) -> None:
-        """Pass SIGTERM on to the children: it reaches the parent alone, Ctrl-C reaches all."""
+        """Pass a signal on to the children: it may reach the parent alone, Ctrl-C reaches all."""
         received.append(number)
         for child in multiprocessing.active_children():
-            child.terminate()
+            if child.pid:
+                os.kill(child.pid, number)
 
     single = device == "CPU"
     if not single:
-        signal.signal(signal.SIGTERM, pass_to_children)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, pass_to_children)
     given_to_all = (process_signals, watch, body, run, None if single else os.getpid())
     try:
         torch_xla.launch(_run_nested, args=given_to_all, debug_single_process=single)

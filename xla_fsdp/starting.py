@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 FIRST_SECONDS, EVERY_SECONDS = 30.0, 60.0
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _SIGACTION_BYTES = 256  # more than the C library's struct has
 
 

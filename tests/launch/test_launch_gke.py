@@ -129,6 +129,19 @@ def test_a_signal_ends_the_run(number, code, cluster, started):
     assert json.loads((cluster / "pods.json").read_text()) == []
 
 
+def test_nohup_keeps_it_running(cluster, started):
+    """Its SIGHUP would delete the JobSet."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited
+    try:
+        run = started()
+    finally:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    wait_until(lambda: replicas(cluster) == [2])
+    run.send_signal(signal.SIGHUP)
+    finish(cluster, "Completed")
+    assert run.wait(30) == 0
+
+
 def test_a_run_is_followed_by_another_launcher(cluster, started):
     first = started()
     wait_until(lambda: replicas(cluster) == [2])

@@ -1,5 +1,6 @@
 """launch/torchrun.sh stopped and killed, with its processes."""
 
+import os
 import shutil
 import signal
 import time
@@ -77,6 +78,34 @@ def test_checkpoint_may_take_longer_than_torchrun_waits(nodes, tmp_path):
         assert stderr.endswith("torchrun.sh: ended by SIGTERM\n")
         assert "Traceback" not in stderr
         assert (tmp_path / f"saved{rank}").exists()
+
+
+@pytest.mark.parametrize(("nohup", "expected"), [(["nohup"], 0), ([], 129)])
+def test_a_terminal_is_closed(nohup, expected, tmp_path):
+    """Its shell sends SIGHUP to torchrun and to the processes; under nohup both ignore it."""
+    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    (tmp_path / "run_vit_training.py").write_text(
+        "import pathlib, signal, sys, time\n"
+        "def save(*_):\n"
+        "    pathlib.Path('saved').touch()\n"
+        "    sys.exit(129)\n"
+        "signal.signal(signal.SIGHUP, save)\n"
+        "pathlib.Path('started').touch()\n"
+        "while not pathlib.Path('go').exists():\n"
+        "    time.sleep(0.1)\n"
+    )
+    command = ["setsid", *nohup, tmp_path / "launch" / "torchrun.sh"]
+    run = start(*command, cwd=tmp_path, NPROC_PER_NODE="1")
+    while not (tmp_path / "started").exists():
+        assert run.poll() is None
+        time.sleep(0.1)
+    os.killpg(run.pid, signal.SIGHUP)
+    if nohup:
+        (tmp_path / "go").touch()
+    code, _, stderr = finish(run)
+    assert code == expected, stderr
+    assert (tmp_path / "saved").exists() == (not nohup)
+    assert stderr.endswith("torchrun.sh: ended by SIGHUP\n") == (not nohup)
 
 
 @pytest.mark.parametrize(("code", "starts"), [(1, 2), (2, 1), long(3, 1), long(4, 1)])

@@ -1,7 +1,12 @@
 """Training stopped by a signal: a checkpoint after the step, then the run as if never stopped."""
 
+import fcntl
+import os
 import pickle
+import pty
 import signal
+import subprocess
+import termios
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -12,14 +17,19 @@ import pytest
 
 from tests.cli import (
     DIGITS,
+    ROOT,
     TINY_MODEL,
     TINY_RUN,
+    Result,
+    command_of,
     need_xla,
     run_program,
+    tiny,
     train_tiny,
     train_tiny_gpu,
 )
 from tests.launch.test_launch_gpu import TORCHRUN, finish, start
+from tests.marks import long
 from training.errors import NOT_FINITE, SIGNAL
 from training.processes.stopping import StopRequest, process_signals
 
@@ -76,6 +86,8 @@ def whole_runs(tmp_path_factory):
         ("xla", "SIGTERM", "1", 143),
         ("cuda", "SIGTERM", "1", 143),
         ("cuda", "SIGINT", "0", 130),
+        ("xla", "SIGHUP", "1", 129),
+        ("cuda", "SIGHUP", "1", 129),
     ],
 )
 def test_stop_and_resume(backend, name, workers, code, whole_runs, tmp_path, monkeypatch):
@@ -113,7 +125,7 @@ def test_nested_stops(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
 def test_torchrun_told_to_end(name, tmp_path):
     """It tells all processes of all process groups, loaders too, and waits."""
     source = ["--data_dir", DIGITS, "--ckpt_dir", tmp_path, *TINY_MODEL, *TINY_RUN]
@@ -130,6 +142,39 @@ def test_torchrun_told_to_end(name, tmp_path):
     (checkpoint,) = tmp_path.glob("step_*")
     assert f"checkpoint {checkpoint}; the same command resumes there" in stdout
     assert "DataLoader worker" not in stderr
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize("backend", ["cuda", long("xla")])
+def test_a_terminal_is_closed(backend, ignored, tmp_path):
+    """The kernel signals the program, a shell all of its processes; nothing can be printed then.
+    Under nohup training goes on."""
+    if backend == "xla":
+        need_xla()
+    flags = [*tiny(tmp_path), *RUN, "--backend", backend, "--num_workers", "1"]
+    if not ignored:
+        flags += ["--num_epochs", "9999", "--max_steps", "99999"]
+    words, variables = command_of("run_vit_training.py", *flags, warm=False)
+
+    def begin() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        if ignored:  # as nohup does
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    terminal, end = pty.openpty()
+    how = {"cwd": ROOT, "env": variables, "start_new_session": True, "preexec_fn": begin}
+    run = subprocess.Popen(words, stdin=end, stdout=end, stderr=end, **how)
+    os.close(end)
+    printed = b""
+    while b"step 2," not in printed:
+        printed += os.read(terminal, 65536)
+    os.close(terminal)
+    os.killpg(run.pid, signal.SIGHUP)
+    assert run.wait(240) == (0 if ignored else 129)
+    (checkpoint,) = tmp_path.glob("step_*")
+    trained = Result(tmp_path)
+    assert list(trained.steps) == list(range(1, int(checkpoint.name[5:]) + 1))
+    assert len(trained.steps) == 9 or not ignored
 
 
 def test_no_second_checkpoint_of_the_same_step(tmp_path, monkeypatch):

@@ -105,7 +105,9 @@ class Compilations:
         if found is not None:
             return found
         self.asked += 1
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda number, _: sys.exit(128 + number))
         with subprocess.Popen(
             [sys.executable, str(ROOT / _PROGRAM), *words, "--json"],
             text=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -17,11 +18,12 @@ from training.backend import Backend
 from training.errors import SIGNAL, RunFailed
 from training.processes import exchange
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""The signals that stop training with a checkpoint; a closed terminal sends SIGHUP."""
 
 
 class ProcessSignals:
-    """Decides what SIGTERM and SIGINT do to this process.
+    """Decides what SIGTERM, SIGINT and SIGHUP do to this process.
 
     Until ``listen`` they end it, as they would without this. After it, the first one is noted;
     a SIGINT after that (Ctrl-C pressed twice) ends the process at once.
@@ -45,7 +47,7 @@ class ProcessSignals:
         """Install the handlers, but not in a thread, nor for signals that are ignored."""
         if self._before or threading.current_thread() is not threading.main_thread():
             return
-        for number in _SIGNALS:  # a shell's `program &` and nohup want them ignored
+        for number in STOPS:  # a shell's `program &` and nohup want them ignored
             if (before := signal.getsignal(number)) is not signal.SIG_IGN:
                 self._before[number] = before
                 signal.signal(number, self._handle)
@@ -64,7 +66,8 @@ class ProcessSignals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._listening and not self.noted:
             self.noted = number
-            os.write(2, self._notice)  # print() may be in the middle of a line
+            with contextlib.suppress(OSError):  # of a closed terminal
+                os.write(2, self._notice)  # print() may be in the middle of a line
         elif number == signal.SIGINT:
             signal.default_int_handler(number, frame)
         elif not self._listening:
