@@ -11,6 +11,7 @@ project, so that ``data/`` and ``models/`` can declare flags.
 import argparse
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +52,7 @@ def flag(default: Any, help: str, **properties: Any) -> Any:
 
     properties
     ----------
-    kind: argparse type that converts a word; required for numbers.
+    kind: argparse type that converts a word; required for numbers and for paths.
     names: the flag's names if they differ from the field's; messages use the first. A switch that
         is on by default and named ``--no_...`` is turned off by it.
     metavar: what ``--help`` shows for the value.
@@ -178,6 +179,21 @@ def step_range(text: str) -> tuple[int, int]:
     return first, last
 
 
+def path_or_url(word: str) -> str:
+    """Read the name of a file or folder, or a URL, with a leading ``~`` or ``~user`` expanded.
+
+    A shell does so itself, but neither after ``=``, as in ``--ckpt_dir=~/runs``, nor in an @FILE.
+    """
+    expanded = os.path.expanduser(not_empty(word))
+    if expanded.startswith("~"):
+        user = word.partition("/")[0]
+        missing = f"there is no user {user[1:]}" if user[1:] else "HOME is not set"
+        raise argparse.ArgumentTypeError(
+            f"{_shown(word)}: {missing}; a folder with this name is ./{_shown(word)}"
+        )
+    return expanded
+
+
 def local_name(word: str) -> str:
     """Read the name of a file or folder of this machine; refuses a URL."""
     return str(local_path(word))
@@ -185,8 +201,8 @@ def local_name(word: str) -> str:
 
 def local_path(word: str) -> Path:
     """Read a file or folder of this machine; refuses a URL."""
-    if "://" in not_empty(word):
+    if "://" in word:
         raise argparse.ArgumentTypeError(
             f"{_shown(word)} is a URL: give a place on this machine, and copy from or to there"
         )
-    return Path(word)
+    return Path(path_or_url(word))

@@ -31,6 +31,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import commit, failure_of, last_json, run_python
+from config_fields import local_path
 from training.logs.figures import pyplot, save_figure
 
 FORMS = {
@@ -120,9 +121,11 @@ def read_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[str
     parser.add_argument("--backends", nargs="+", choices=FORMS, default=list(FORMS))
     parser.add_argument("--rates", nargs="+", type=float, default=[0.0, 50.0], metavar="MB/S")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--plot", type=Path, help="draw them into this PNG")
+    parser.add_argument(
+        "--folder", type=local_path, help="where to write (default: a temporary folder)"
+    )
+    parser.add_argument("--json", type=local_path, help="write the rows to this file")
+    parser.add_argument("--plot", type=local_path, help="draw them into this PNG")
     return parser.parse_known_args(argv)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT, run_python
+from config_fields import local_path
 from tools.compile_only.command import DOES_NOT_FIT
 
 CODE_THAT_IS_COMPILED = (
@@ -53,7 +54,7 @@ def add_document(parser: argparse.ArgumentParser, name: str) -> None:
     """Let ``--document`` name the file that a table goes into, by default one of docs/."""
     parser.add_argument(
         "--document",
-        type=Path,
+        type=local_path,
         default=ROOT / "docs" / name,
         help=f"file with the markers; default: docs/{name}",
     )

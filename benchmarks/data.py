@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import ROOT, commit
 from benchmarks.compiled import CODE_THAT_IS_COMPILED, kept_report
+from config_fields import local_path
 
 SIZE = 224
 LOCAL_SIZE, LOCALS = 96, 8
@@ -75,7 +76,7 @@ def main() -> None:
         metavar="MODEL",
         help=f"compile steps, print the cores that they need (default: of {', '.join(CORE_TABLE)})",
     )
-    parser.add_argument("--json", type=Path, help="file to write the figures to")
+    parser.add_argument("--json", type=local_path, help="file to write the figures to")
     args = parser.parse_args()
     if args.crops and args.cores is not None:
         parser.error("--crops is incompatible with --cores, which are those of whole images")

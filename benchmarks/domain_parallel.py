@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 from benchmarks.common import commit, failure_of, last_json, run_python
 from benchmarks.domain_parallel_rows import COLUMNS, FORWARD, OOM, TRAIN, Row, plot, write_csv
+from config_fields import local_path
 from run_vit_training import read_flags
 from tools.compile_only.command import DOES_NOT_FIT
 from training.errors import UsageError
@@ -194,8 +195,8 @@ def parse() -> argparse.Namespace:
     )
     add("--set", nargs="+", default=[], metavar="NAME=VALUE", help="flags of run_vit_training.py")
     add("--tpu_topology", nargs="+", metavar="T", help="compile for these slices; run nothing")
-    add("--csv", metavar="FILE", help="write all rows, after each one")
-    add("--plot", metavar="FILE", help="draw them (PNG)")
+    add("--csv", type=local_path, metavar="FILE", help="write all rows, after each one")
+    add("--plot", type=local_path, metavar="FILE", help="draw them (PNG)")
     options = parser.parse_args()
     if options.domain_size:
         options.domain_sizes = [options.domain_size]

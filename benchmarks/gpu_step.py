@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tqdm import tqdm
 
 from benchmarks.common import commit, failure_of, last_json, run_python
+from config_fields import local_path
 from models.config import PRESETS
 from run_vit_training import read_flags
 from training.logs.figures import pyplot
@@ -183,7 +184,7 @@ def describe_run(options: argparse.Namespace, flags: list[str]) -> dict[str, Any
 
 def write_json(path: Path, about: dict[str, Any], rows: list[Row]) -> None:
     content = {**about, "rows": [asdict(row) for row in rows]}
-    Path(path).write_text(json.dumps(content, indent=2) + "\n")
+    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def plot(path: Path, rows: list[Row], about: dict[str, Any]) -> None:
@@ -247,8 +248,10 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--warmup", type=int, default=5, help="untimed steps (default: 5)")
     parser.add_argument("--steps", type=int, default=20, help="timed steps (default: 20)")
     parser.add_argument("--repeats", type=int, default=3, help="processes a row (default: 3)")
-    parser.add_argument("--json", metavar="FILE", help="write all raw figures")
-    parser.add_argument("--plot", metavar="FILE", help="write a bar chart of the ratios (PNG)")
+    parser.add_argument("--json", type=local_path, metavar="FILE", help="write all raw figures")
+    parser.add_argument(
+        "--plot", type=local_path, metavar="FILE", help="write a bar chart of the ratios (PNG)"
+    )
     options, flags = parser.parse_known_args()
     for flag in ("--model", "--batch_size", "--fsdp", "--backend"):
         if any(given.split("=")[0] == flag for given in flags):

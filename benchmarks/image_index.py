@@ -18,12 +18,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from config_fields import local_path
+
 FEW, BATCH, BATCHES = 2_000, 64, 30
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--folder", type=Path, required=True, help="where the images are made")
+    parser.add_argument(
+        "--folder", type=local_path, required=True, help="where the images are made"
+    )
     parser.add_argument("--images", type=int, default=1_281_167, help="for training")
     parser.add_argument("--classes", type=int, default=1000)
     parser.add_argument("--num_workers", type=int, default=4, help="loader processes")

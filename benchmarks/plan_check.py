@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tqdm import tqdm
 
 from benchmarks.common import ROOT, commit, markdown, rows_between, write_between
+from config_fields import local_path
 from run_vit_training import read_flags
 from tools.plan.plans import read_request
 from tools.plan.tpu import (
@@ -154,7 +155,7 @@ def main() -> int:
     )
     parser.add_argument(
         "--document",
-        type=Path,
+        type=local_path,
         default=ROOT / "docs" / "planning.md",
         help="file with the markers; default: docs/planning.md",
     )

@@ -21,6 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import ROOT, commit
+from config_fields import local_path
 from training.logs.figures import pyplot, save_figure
 from training.logs.records import EVENTS_FILE, read_events
 
@@ -78,9 +79,9 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--checkouts", type=Path, nargs="+", default=[ROOT])
+    parser.add_argument("--checkouts", type=local_path, nargs="+", default=[ROOT])
     parser.add_argument("--repeats", type=int, default=3, help="timed starts (default: 3)")
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--plot", type=local_path)
     options, flags = parser.parse_known_args()
 
     found: list[list[dict[str, float]]] = [[] for _ in options.checkouts]

@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from benchmarks.common import ROOT, commit, markdown, rows_between, write_between
 from benchmarks.compiled import add_document, report_of
+from config_fields import local_path
 from tools.compile_only.expected import Links, expect
 from training.logs.figures import pyplot, save_figure
 from training.mesh import Mesh
@@ -213,7 +214,7 @@ def main() -> None:
         )
     parser.add_argument(
         "--kept",
-        type=Path,
+        type=local_path,
         default=ROOT / "runs" / "tpu-calibrate",
         help="folder of reports and modules; default: runs/tpu-calibrate",
     )

@@ -19,6 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from config_fields import local_path
 from models.registry import open_model
 from models.spec import ModelSpec
 from tools.compile_only.compiler import JAX_WITHOUT_TPU, devices_of
@@ -193,7 +194,7 @@ def main() -> None:
     for name, what in (("residual", "of what blocks add to"), ("scores", "of attention's softmax")):
         kinds = ("fp32", "bf16")
         parser.add_argument(f"--{name}_dtype", choices=kinds, default="fp32", help=f"{what}; fp32")
-    parser.add_argument("--hlo", type=Path, help="file to keep the scheduled module in")
+    parser.add_argument("--hlo", type=local_path, help="file to keep the scheduled module in")
     args = parser.parse_args()
     topology = parse_topology(args.tpu_topology)
     dtypes = {"fp32": jnp.float32, "bf16": HALF}

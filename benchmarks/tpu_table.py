@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from benchmarks.common import ROOT, commit, markdown, write_between
 from benchmarks.compiled import CODE_THAT_IS_COMPILED, add_choices, kept_report
+from config_fields import local_path
 from training.logs.figures import pyplot, save_figure
 from xla_fsdp.tpu import NEWER_LIBTPU
 
@@ -76,7 +77,9 @@ def main() -> None:
     parser.add_argument("table", nargs="?", choices=list(DOCUMENTS), default="slices")
     add_choices(parser, "--models", MODELS)
     add_choices(parser, "--slices", list(SLICES))
-    parser.add_argument("--document", type=Path, help="file with the markers; default: in docs/")
+    parser.add_argument(
+        "--document", type=local_path, help="file with the markers; default: in docs/"
+    )
     args, flags = parser.parse_known_args()
     document = args.document or ROOT / "docs" / DOCUMENTS[args.table]
     kept = ROOT / "runs" / "tpu-table" / commit(*CODE_THAT_IS_COMPILED)

@@ -18,6 +18,7 @@ from config_fields import (
     height_by_width,
     local_name,
     number,
+    path_or_url,
     positive,
 )
 
@@ -129,6 +130,7 @@ class DataConfig:
     data_dir: str = flag(
         "/datasets/imagenet-1k",
         "folder with train/<class>/* and val/<class>/* images, or its URL",
+        kind=path_or_url,
         metavar="FOLDER",
         common=True,
     )
@@ -146,6 +148,7 @@ class DataConfig:
         None,
         "CSV file with the columns path (relative to --data_dir), label and split (train or val) "
         "(default: the class folders --data_dir/train/<class>/* and val/<class>/*)",
+        kind=path_or_url,
         metavar="FILE",
         requires=("data_source=volumes",),
     )
@@ -184,6 +187,7 @@ class DataConfig:
         None,
         "folder for the index of the images, which saves listing them at each start (default: "
         "beside the images, or else, and for URLs, ~/.cache/vit_fsdp)",
+        kind=path_or_url,
         metavar="FOLDER",
         requires=("data_source=folder|data_source=volumes|data_source=webdataset",),
         incompatible_with=("labels",),

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from config_fields import local_path, not_empty
+from config_fields import local_path, path_or_url
 from data.files import DataFolderError, MissingSplitError, is_url, printable, reason_of, regular
 from data.index import SPLITS, check_folder, folder_of_images, index_split
 
@@ -128,7 +128,7 @@ def main() -> None:
         prog="data.pack", description="Write an image folder as the tar shards of WebDataset."
     )
     parser.add_argument(
-        "source", type=not_empty, help="folder with train/<class>/* and val/<class>/*"
+        "source", type=path_or_url, help="folder with train/<class>/* and val/<class>/*"
     )
     parser.add_argument("target", type=local_path, help="folder to create")
     parser.add_argument(

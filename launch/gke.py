@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from config_fields import not_empty, path_or_url
 from launch import STOPS, write_line
 from launch.slices import Mistake
 from launch.xla_dist import (
@@ -28,7 +29,6 @@ from launch.xla_dist import (
     ELASTIC_WAIT_SECONDS,
     PodParser,
     count,
-    not_empty,
 )
 
 JOB_SET_LABEL = "jobset.sigs.k8s.io/jobset-name"
@@ -73,7 +73,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "code: 0 if it completed, 1 if it failed or was deleted.",
     )
     add = parser.add_argument
-    add("file", metavar="FILE", help="the JobSet, in YAML; replicas: the number of slices in all")
+    add(
+        "file",
+        metavar="FILE",
+        type=path_or_url,
+        help="the JobSet, in YAML; replicas: the number of slices in all",
+    )
     add(
         "--elastic",
         metavar="MIN",

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from config_fields import local_path, not_empty
 from launch import CRASH_SECONDS, IN_VAIN, pod_worker
 from launch.pod import AS_ASKED, GRACE_SECONDS, Client, Ending, Pod
 from launch.slices import Mistake, Slice, describe, describe_usable, gcloud, ssh_command
@@ -71,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
                     f"--tpu {each.name} is {each.kind}, {slices[0].name} is {slices[0].kind}: "
                     "several slices must have one accelerator type and topology"
                 )
-        log_dir = Path(args.log_dir or f"runs/xla_dist-{job}")
+        log_dir = args.log_dir or Path(f"runs/xla_dist-{job}")
         try:
             log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -286,7 +287,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add(
         "--log_dir",
         metavar="DIR",
-        type=not_empty,
+        type=local_path,
         help="folder for worker_<i>.log, all output of a worker (default: "
         "runs/xla_dist-NAME-TIME-PID)",
     )
@@ -362,12 +363,6 @@ def tpu_names(text: str) -> list[str]:
         if names.count(name) > 1:
             raise argparse.ArgumentTypeError(f"{name} is there twice")
     return names
-
-
-def not_empty(text: str) -> str:
-    if not text.strip():
-        raise argparse.ArgumentTypeError("it is empty")
-    return text
 
 
 # -- the workers ----------------------------------------------------------------------

@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "torch_fsdp": {"config_fields", "models", "data", "training"},
     "gpu_fsdp": {"config_fields", "models", "data", "training", "torch_fsdp"},
     "tools": {"config_fields", "models", "data", "training", "xla_fsdp", "torch_fsdp", "gpu_fsdp"},
-    "launch": set(),
+    "launch": {"config_fields"},
 }
 """Of the program's own parts, besides itself: the core imports no tool."""
 MOST_UNFORMATTED = 20

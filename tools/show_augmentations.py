@@ -5,6 +5,7 @@ times; with mixup or cutmix, the images of a column are mixed with each other. F
 are the crops of the image, with the masked patches of the first one.
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from config_fields import local_path
 from data.loader import Batch, Share
 from data.source import DatasetRequest, open_data
 from training.backend import bad_data_is_the_users, dataset_request
@@ -168,16 +170,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not name.endswith(".png"):
             raise UsageError("the last word must be the picture to write, a .png")
+        try:
+            path = local_path(name)
+        except argparse.ArgumentTypeError as error:
+            raise UsageError(str(error)) from None
         with bad_data_is_the_users():
             found = columns(read_run(flags))
         try:
-            draw(found, Path(name))
+            draw(found, path)
         except OSError as error:
-            raise UsageError(f"{name}: {error.strerror}") from None
+            raise UsageError(f"{path}: {error.strerror}") from None
     except UsageError as error:
         print(f"show_augmentations: error: {error}", file=sys.stderr)
         return 2
-    print(f"{name}: {IMAGES} images, augmented {len(found) - 1} times")
+    print(f"{path}: {IMAGES} images, augmented {len(found) - 1} times")
     return 0
 
 

@@ -17,6 +17,7 @@ from config_fields import (
     local_name,
     non_negative,
     number,
+    path_or_url,
     positive,
     positive_number,
     positive_or_slices,
@@ -170,6 +171,7 @@ class ObjectiveConfig:
         "weights of a Gram teacher: a checkpoint of --objective dino (its teacher), a run's "
         "--ckpt_dir, or a file of torch.save or .safetensors with timm's names; the similarities "
         "between the student's patches are then to be those between its patches (default: none)",
+        kind=path_or_url,
         metavar="PATH",
         requires=("objective=dino",),
         incompatible_with=("eval_only", "features", "compile_only"),
@@ -282,6 +284,7 @@ class LossConfig:
         "weights of --teacher: a checkpoint (of --objective dino its average), a run's --ckpt_dir, "
         "or a file of torch.save or .safetensors with timm's names; loaded at each start "
         "(default: none)",
+        kind=path_or_url,
         metavar="PATH",
         requires=("teacher",),
     )
@@ -482,6 +485,7 @@ class CheckpointConfig:
     ckpt_dir: str = flag(
         "runs/vit_fsdp",
         "folder of checkpoints and logs; hosts share it",
+        kind=path_or_url,
         metavar="FOLDER",
         common=True,
     )
@@ -496,6 +500,7 @@ class CheckpointConfig:
         "new; best, lowest_loss: the evaluated one with the highest top-1 (mae: the lowest loss) "
         "or lowest loss; PATH: a checkpoint, or another run's --ckpt_dir; the model is the "
         "checkpoint's",
+        kind=path_or_url,
         metavar="auto|none|best|lowest_loss|PATH",
         common=True,
     )
@@ -517,6 +522,7 @@ class CheckpointConfig:
         "of torch.save or .safetensors with timm's names; adapted to another image size, patch "
         "size, number of channels or classes; a checkpoint in --ckpt_dir is resumed instead "
         "(default: none)",
+        kind=path_or_url,
         metavar="PATH",
         incompatible_with=("predict",),
     )
@@ -537,6 +543,7 @@ class CheckpointConfig:
         "also save checkpoints to this folder of each host, on a RAM disk or SSD of its own, with "
         "a copy at another host; a start resumes from there if hosts have a newer step than "
         "--ckpt_dir (default: none)",
+        kind=path_or_url,
         metavar="FOLDER",
         incompatible_with=("predict",),
     )
@@ -623,6 +630,7 @@ class LogConfig:
         None,
         "file that --compile_only --json printed for the same flags: the first log lines show the "
         "expected beside the measured seconds a step, run.json has both (default: none)",
+        kind=path_or_url,
         metavar="FILE",
     )
     wandb: str | None = flag(
@@ -651,6 +659,7 @@ class UseConfig:
         "print the most probable classes of these images, with the weights of --resume (a "
         "checkpoint or a file of torch.save or .safetensors), on one GPU or the CPU; skips "
         "unreadable images, exit code 2 if one was named itself (default: none)",
+        kind=path_or_url,
         metavar="IMAGE_OR_FOLDER",
         requires=_CLASSIFIES,
         incompatible_with=("eval_only",),
@@ -717,6 +726,7 @@ class UseConfig:
         None,
         "folder for a report of --eval_only: per_class.csv, confusion.csv and confusion.png, with "
         "the accuracy of each class and the classes it was mistaken for (default: none)",
+        kind=path_or_url,
         metavar="FOLDER",
         requires=("eval_only", *_CLASSIFIES),
     )
@@ -822,6 +832,7 @@ class PlanConfig:
         None,
         "TOML or JSON file with the prices of a chip an hour, in the format of "
         "tools/plan/prices.toml (default: that file)",
+        kind=path_or_url,
         metavar="FILE",
         requires=("plan",),
     )
@@ -841,6 +852,7 @@ class PlanConfig:
     plan_dir: str = _plan_flag(
         "runs/plan",
         "folder for the picture and for the compiler's results, which later plans reuse",
+        kind=path_or_url,
         metavar="FOLDER",
     )
 

@@ -241,7 +241,7 @@ def _expanded(words: Iterable[_Word], inside: tuple[Path, ...] = ()) -> Iterator
             yield word
             continue
         name = word.text[1:]
-        path = Path(os.path.realpath(name))
+        path = Path(os.path.realpath(os.path.expanduser(name)))
         if path in inside:
             raise _Mistake(f"@{name} includes itself: remove the @ line that closes the circle")
         # Words are quoted as in a shell, # starts a comment, a backslash at a line's end continues.
@@ -263,7 +263,8 @@ def _expanded(words: Iterable[_Word], inside: tuple[Path, ...] = ()) -> Iterator
 def _text(name: str) -> str:
     """Return the text of a file of flags, which may be a pipe (of a shell's ``@<(...)``)."""
     try:
-        file = os.open(name, os.O_RDONLY | os.O_NONBLOCK)  # a pipe that nobody writes to has an end
+        path = os.path.expanduser(name)
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe that nobody writes to has an end
         with open(file, "rb") as opened:
             os.set_blocking(file, True)
             content = opened.read(_LARGEST_FILE + 1)

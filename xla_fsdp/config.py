@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from config_fields import bounded, count, flag
+from config_fields import bounded, count, flag, path_or_url
 
 
 def _refuse_cache(folder: str) -> None:
@@ -128,6 +128,7 @@ class XlaConfig:
         None,
         "folder for the scheduled HLO module of each graph of --compile_only, as text (default: "
         "none)",
+        kind=path_or_url,
         metavar="FOLDER",
         requires=("compile_only",),
     )

@@ -648,9 +648,9 @@ def test_mistakes_of_elastic_slices(slices, flags, told):
         (f"--tpu=pod --max_restarts {'9' * 5000} -- true", "is not a number of 0 or more, up to"),
         ("--tpu= -- true", "argument --tpu: '' is not the name of a TPU VM"),
         ("--tpu=../pod -- true", "argument --tpu: '../pod' is not the name of a TPU VM"),
-        ("--tpu=pod --workdir= -- true", "argument --workdir: it is empty"),
-        ("--tpu=pod --zone= -- true", "argument --zone: it is empty"),
-        ("--tpu=pod --log_dir= -- true", "argument --log_dir: it is empty"),
+        ("--tpu=pod --workdir= -- true", "argument --workdir: it must not be empty"),
+        ("--tpu=pod --zone= -- true", "argument --zone: it must not be empty"),
+        ("--tpu=pod --log_dir= -- true", "argument --log_dir: it must not be empty"),
         (f"--tpu=pod -- {'x' * 125_000}", "too long for a command line"),
         ("--tpu=pod --conda-env x -- true", "unrecognized arguments: --conda-env x"),
         (

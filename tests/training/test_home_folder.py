@@ -1,0 +1,115 @@
+"""``~`` in a path is the home folder wherever it is typed: after =, in an @FILE, for a tool."""
+
+import importlib
+import re
+import sys
+
+import pytest
+
+import run_vit_training
+from launch import gke, xla_dist
+from run_vit_training import OWN, read_flags
+from tests.usage_error import told_in_one_line
+from training.config import RunConfig
+from training.flags import by_field, flat
+
+PATHS = {
+    name: option
+    for name, option in by_field(RunConfig, *OWN.values()).items()
+    if re.search(r"FILE|FOLDER|PATH", str(option.flag.metavar)) and name != "compile_cache_dir"
+}
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    """A home folder, and a current folder that has one called ~."""
+    folder = tmp_path / "home"
+    (tmp_path / "here" / "~").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.chdir(tmp_path / "here")
+    return folder
+
+
+def values(*words):
+    flags = read_flags(words)
+    return flat(flags.run, *flags.own)
+
+
+def test_these_are_flags_of_paths():
+    wanted = "data_dir index_dir labels ckpt_dir resume init_from local_ckpt_dir teacher_weights"
+    wanted += " gram_weights expect predict features eval_report price plan_dir hlo_dir"
+    assert PATHS.keys() == set(wanted.split())
+
+
+@pytest.mark.parametrize("field", PATHS)
+def test_a_flag(field, home):
+    name = PATHS[field].names[0]
+    for typed, expected in {
+        "~": str(home),
+        "~/a b/~": f"{home}/a b/~",
+        "~root/x": "/root/x",
+        "./~/x": "./~/x" if field != "features" else "~/x",
+        "x~": "x~",
+    }.items():
+        found = values(f"{name}={typed}")[field]
+        assert found == ([expected] if field == "predict" else expected)
+
+
+def test_urls_and_words_stay():
+    assert values("--data_dir=gs://~x/y")["data_dir"] == "gs://~x/y"
+    assert values("--resume", "auto")["resume"] == "auto"
+    assert values("--train_shards=~*.tar")["train_shards"] == "~*.tar"  # a pattern in --data_dir
+
+
+def test_a_list_and_files_of_flags(home):
+    home.mkdir()
+    (home / "a.args").write_text("--predict ~/a.jpg b.jpg ~/c\n@~/more.args")
+    (home / "more.args").write_text("--ckpt_dir=~/run")
+    found = values("@~/a.args")
+    assert found["predict"] == [f"{home}/a.jpg", "b.jpg", f"{home}/c"]
+    assert found["ckpt_dir"] == f"{home}/run"
+
+
+def test_a_mistake(home, capsys):
+    told = told_in_one_line(capsys, "--resume=~/none", "--eval_only", "--fake_data")
+    assert f"{home}/none" in told
+    told = told_in_one_line(capsys, "--ckpt_dir=~nobody_here/x")
+    assert "there is no user nobody_here; a folder with this name is ./~nobody_here/x" in told
+    told = told_in_one_line(capsys, "@~/none.args")
+    assert told.startswith("@~/none.args: No such file")
+
+
+@pytest.mark.parametrize(
+    ("tool", "words"),
+    [
+        ("tools.goodput", "~/none"),
+        ("tools.report", "~/none"),
+        ("tools.forecast", "~/none"),
+        ("tools.convert", "~/none out.pt"),
+        ("tools.show_augmentations", "--data_dir=~/none ~/x.png"),
+        ("data.pack", "~/none out"),
+    ],
+)
+def test_a_tool(tool, words, home, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [tool, *words.split()])
+    try:
+        code = importlib.import_module(tool).main()
+    except SystemExit as stop:
+        code = stop.code
+    assert code
+    assert f"{home}/none" in f"{code}{capsys.readouterr().err}"
+
+
+def test_launchers(home):
+    job = ["--elastic", "2", "~/job.yaml"]
+    assert gke.parse(job).file == f"{home}/job.yaml"
+    # The program's own flags, and its folder, are of the workers.
+    args = xla_dist.parse(["--tpu=pod", "--log_dir=~/logs", "--", "true", "--ckpt_dir=~/x"])
+    assert args.log_dir == home / "logs"
+    assert (args.workdir, args.command) == ("~", ["true", "--ckpt_dir=~/x"])
+
+
+def test_the_program_writes_nothing_into_a_folder_with_this_name(tmp_path, home):
+    words = "--backend cuda --list_models vit_tiny --ckpt_dir=~/run".split()
+    assert run_vit_training.main(words) == 0
+    assert not list((tmp_path / "here" / "~").iterdir())
