@@ -128,7 +128,10 @@ def initialize(module: nn.Module, name: str, *, seed: int, scheme: Scheme) -> No
             scheme(part, name)
 
     find(module, name)
-    with ThreadPoolExecutor(_AT_ONCE) as threads:
+    # Entering a mode sets a flag of the whole process, and leaving it restores what was found: in
+    # several threads at once that may be another thread's, and torch.compile, which reads the flag,
+    # would compile nothing from then on. Inside of a mode of this thread they all find it set.
+    with _DrawFrom(seed), ThreadPoolExecutor(_AT_ONCE) as threads:
         list(threads.map(fill, lowest))
     for each in others:
         fill(each)

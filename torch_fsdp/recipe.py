@@ -7,6 +7,7 @@ parameter names stay those of the plain model, and FSDP's hooks stay outside of 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -54,7 +55,11 @@ class TimmBlocks:
         options: dict[str, Any] = {}
         if mode == "selective":
             options["context_fn"] = _selective_contexts
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
+        forward = block.forward
+        if inspect.ismethod(forward):
+            # Blocks that are alike then share a graph: a method belongs to one of them.
+            forward = functools.partial(forward.__func__, block)
+        block.forward = functools.partial(checkpoint, forward, use_reentrant=False, **options)
 
     def wrap_model(self, model: nn.Module) -> None:
         """Change how the whole sharded model computes."""
@@ -117,14 +122,29 @@ def parallelize_block(
     """
     if recipe.compile == "around attention":
         # Inside of the recomputation: one that has graph breaks would not be compiled at all.
-        block.forward = torch.compile(block.forward, backend=recipe.compiler)
+        block.forward = _compiled(block.forward, recipe.compiler)
     block = recipe.blocks.replace(block, str(device))
     model.set_submodule(name, block)
     if recipe.grad_ckpt != "none":
         recipe.blocks.checkpoint(block, recipe.grad_ckpt)
     if recipe.compile == "block":
-        block.forward = torch.compile(block.forward, backend=recipe.compiler, fullgraph=True)
+        block.forward = _compiled(block.forward, recipe.compiler, fullgraph=True)
     return block
+
+
+_MOST_GRAPHS = 4096
+"""More than any run needs."""
+
+
+def _compiled(
+    forward: Callable[..., Any], compiler: str, *, fullgraph: bool = False
+) -> Callable[..., Any]:
+    """Return ``forward`` compiled, with a graph for each size of its inputs."""
+    # All blocks are one function to PyTorch, which compiles 8 graphs of a function and no more:
+    # here each size of images is one, each rate of drop path, and training and evaluation.
+    limits = torch._dynamo.config
+    limits.recompile_limit = limits.accumulated_recompile_limit = _MOST_GRAPHS
+    return torch.compile(forward, backend=compiler, fullgraph=fullgraph, dynamic=False)
 
 
 def _selective_contexts() -> Any:
