@@ -163,7 +163,8 @@ class ObjectiveConfig:
     koleo_group: int = _dino_flag(
         16,
         "number of consecutive images of a batch among which the KoLeo loss finds nearest "
-        "neighbors; must divide the images of a device and pass",
+        "neighbors; must divide the images of a device and pass (default: 16, as DINOv3, or else "
+        "the largest smaller number that does)",
         kind=bounded(int, 2, 2**20),
     )
     gram_weights: str | None = flag(

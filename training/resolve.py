@@ -366,19 +366,29 @@ def resolve_domain(
 
 
 def with_passes(config: RunConfig, mesh: Mesh) -> RunConfig:
-    """Return the configuration with the passes of a step that ``--micro_batch_size`` asks for."""
+    """Return the configuration with the passes of a step that ``--micro_batch_size`` asks for, and
+    the ``--koleo_group`` of such a pass, unless it is given."""
     images, most = config.data.batch_size // mesh.batch_parts, config.data.micro_batch_size
-    if most is None:
-        return config
-    passes = next((n for n in range(-(-images // most), images) if images % n == 0), max(images, 1))
-    return replace(config, data=replace(config.data, grad_accum_steps=passes))
+    if most is not None:
+        passes = next(
+            (n for n in range(-(-images // most), images) if images % n == 0), max(images, 1)
+        )
+        config = replace(config, data=replace(config.data, grad_accum_steps=passes))
+    images = config.data.pass_size // mesh.batch_parts
+    objective = config.objective
+    if objective.objective == "dino" and images > 1 and "koleo_group" not in config.given:
+        sizes = range(2, ObjectiveConfig.koleo_group + 1)
+        group = max((n for n in sizes if images % n == 0), default=images)
+        config = replace(config, objective=replace(objective, koleo_group=group))
+    return config
 
 
 def check_batch(run: Run) -> None:
     """Raise UsageError if the batch cannot be divided over devices and passes, or a device's part
     of it cannot be mixed."""
     data, mesh = run.config.data, run.mesh
-    if data.batch_size % (mesh.batch_parts * data.grad_accum_steps):
+    parts = mesh.batch_parts * data.grad_accum_steps
+    if data.batch_size % parts:
         together = "".join(
             f" / --mesh_{axis} {size}"
             for axis, size in (("domain", mesh.domain), ("tensor", mesh.tensor))
@@ -389,13 +399,20 @@ def check_batch(run: Run) -> None:
             if data.grad_accum_steps > 1 and data.micro_batch_size is None
             else ""
         )
+        below = data.batch_size // parts * parts
+        fitting = f"{below} or {below + parts}" if below else f"{parts}"
         raise UsageError(
             f"--batch_size {data.batch_size} (global) is no multiple of the {mesh.devices} devices"
-            f"{together}{passes}"
+            f"{together}{passes}: give {fitting}"
         )
     objective = run.config.objective
     images = data.pass_size // mesh.batch_parts
     if objective.objective == "dino" and objective.koleo_weight and images % objective.koleo_group:
+        if images == 1:
+            raise UsageError(
+                "the KoLeo loss compares images, and a device has one in a pass: give a larger "
+                "--batch_size, fewer --grad_accum_steps or --koleo_weight 0"
+            )
         raise UsageError(
             f"--koleo_group {objective.koleo_group} does not divide the {images} images of a "
             "device and pass: change it, --batch_size or --grad_accum_steps"

@@ -265,8 +265,10 @@ def test_self_distillation_is_planned_for_tpus(dino):
     typed = read_flags(compile_words(request.config, request.own, candidate))
     assert resolve_model(typed.run)[1].settings == dino[1].settings
     assert typed.run.objective == request.config.objective
-    passes = replace(candidate, grad_accum_steps=4)
-    assert refusal(request, passes).startswith("--koleo_group 16 does not divide the 8 images")
+    passes = replace(candidate, grad_accum_steps=4)  # of 8 images, a group
+    assert refusal(request, passes) is None
+    of_one = replace(candidate, grad_accum_steps=32)
+    assert refusal(request, of_one).startswith("the KoLeo loss compares images")
     tensor = replace(candidate, mesh=Mesh(fsdp=32, tensor=2))
     assert refusal(request, tensor).startswith("--mesh_tensor 2 requires --objective classify")
 

@@ -79,7 +79,7 @@ def complaint(capsys, ckpt_dir, *flags):
         ),
         (
             "--compile_only --tpu_topology v5e:2x4 --grad_accum_steps 4",
-            "is no multiple of the 8 devices x --grad_accum_steps 4",
+            "is no multiple of the 8 devices x --grad_accum_steps 4: give 32",
         ),
         (
             "--compile_only --tpu_topology v5e:4x4 --backend cuda --fsdp fsdp2",
@@ -271,7 +271,10 @@ def test_compile_only_without(package, capsys, tmp_path, monkeypatch):
         ("--tf32", "--tf32 requires CUDA"),
         ("--fp8 delayed", "--fp8 delayed requires --precision bf16"),
         ("--block te", "TransformerEngine is not installed: see requirements-gpu.txt"),
-        ("--batch_size 18", "--batch_size 18 (global) is no multiple of the 4 devices"),
+        (
+            "--batch_size 18",
+            "--batch_size 18 (global) is no multiple of the 4 devices: give 16 or 20",
+        ),
     ],
 )
 def test_gpu_flags(flags, words, capsys, tmp_path, monkeypatch):

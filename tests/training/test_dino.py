@@ -22,7 +22,7 @@ from tests.cli import (
 from tests.marks import long
 from tests.references import plain_dino
 from tests.references.plain_checkpoint import convert
-from tests.resolved import on_xla
+from tests.resolved import on_gpus, on_xla
 from tests.stand_ins.filled import filled
 from tests.training.test_resume import EPOCHS_OF_5, assert_resumes_at_step_7
 from tests.usage_error import told_in_one_line
@@ -93,6 +93,38 @@ def test_two_processes(on_gpu, expected):
 )
 def test_on_xla(devices, flags, expected, tmp_path):
     assert_same(train_tiny(tmp_path, *DINO, *flags.split(), devices=devices), expected)
+
+
+def test_koleo_groups_by_default(expected, tmp_path):
+    """In one pass four processes have four images each, which are a group then, as CROPS says."""
+    flags = " ".join(DINO).replace("--koleo_group 4", "").split()
+    result = train_tiny_gpu(tmp_path, *flags, processes=4)
+    assert_same(result, expected)
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("objective: dino")]
+    assert line.endswith(", --koleo_group 4 as 16 does not fit a device's images")
+
+
+@pytest.mark.parametrize(
+    ("flags", "group"),
+    [
+        ("--batch_size 32", 16),
+        ("--batch_size 16", 8),
+        ("--batch_size 48", 12),
+        ("--batch_size 68", 2),  # 34 images of a device: 2 x 17
+        ("--batch_size 34", 17),  # a prime number: all of them
+        ("--batch_size 96 --grad_accum_steps 4", 12),
+        ("--batch_size 96 --micro_batch_size 9", 8),
+        ("--batch_size 32 --koleo_group 2", 2),
+    ],
+)
+def test_koleo_groups_of_two_devices(flags, group, monkeypatch):
+    """Also on as many as are found later."""
+    words = f"--fake_data --model vit_tiny_patch16_224 --objective dino {flags}"
+    run = on_xla(f"{words} --cpu_devices 2")
+    assert run.config.objective.koleo_group == group
+    assert on_xla(f"{words} --cpu_devices 1").on(2).config.objective.koleo_group == group
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert on_gpus(f"{words} --backend cuda").config.objective.koleo_group == group
 
 
 @pytest.mark.long
@@ -494,6 +526,8 @@ def test_a_head_without_a_loss_is_not_updated_in_passes(tmp_path):
         ("--local_crop_size 6", "--local_crop_size 6 is no whole number of patches of 4 x 4"),
         ("--pos_embed none", "it has no learned position embedding"),
         ("--koleo_group 3", "--koleo_group 3 does not divide the 8 images of a device and pass"),
+        ("--koleo_group 16", "--koleo_group 16 does not divide the 8 images of a device and pass"),
+        ("--grad_accum_steps 8", "the KoLeo loss compares images, and a device has one in a pass"),
         ("--grad_ckpt auto", "--objective dino is incompatible with --grad_ckpt auto"),
         ("--color_jitter 0.4", "--color_jitter 0.4 does nothing with --objective dino"),
         ("--scale 0.5 1", "--objective dino replaces --scale by --global_crops_scale"),

@@ -20,7 +20,7 @@ from torch_fsdp.devices import peak_of
 from training.config import RunConfig
 from training.errors import UsageError
 from training.mesh import Mesh, make_mesh
-from training.resolve import Run, check_batch, check_rows
+from training.resolve import Run, check_batch, check_rows, with_passes
 from training.step_sizes import StepSizes, state_bytes, step_sizes, summed
 
 # -- GPUs ----------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def _plan(request: Request, gpu: Gpu, number: int, chosen: dict[str, Any]) -> Ha
     config, model = request.config, request.model
     mesh = make_mesh(replace(config.sharding, mesh_dcn=chosen["mesh_dcn"]), number)
     candidate = Candidate(mesh, chosen["grad_ckpt"], chosen["grad_accum_steps"], attention=None)
-    config = replace(candidate.run_config(config), backend="cuda")
+    config = with_passes(replace(candidate.run_config(config), backend="cuda"), mesh)
     check_rows(mesh, model)
     check_batch(Run(config, request.own, model, mesh))
     found = summed(lambda shape: estimate(shape, gpu, mesh, config), step_sizes(model))

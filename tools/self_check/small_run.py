@@ -185,7 +185,8 @@ def shrink(run: Run) -> Run:
         gram_weights=None,
         gram_crop_factor=1.0,
     )
-    config = replace(run.config, loss=LossConfig(), objective=objective)
+    given = run.config.given | {"koleo_group"}
+    config = replace(run.config, loss=LossConfig(), objective=objective, given=given)
     try:
         model = open_model(run.model.name, run.model.overrides | small)
         model = with_additions(model, objective.objective, flat(objective))

@@ -23,6 +23,7 @@ from models.dino import Compared, Crops, DinoSpec
 from models.positions import Resampling
 from training.backend import Backend, dataset_request
 from training.begin import check_weights
+from training.config import ObjectiveConfig
 from training.initial_weights import gram_teacher
 from training.objectives import Objective, normalizer
 from training.schedule import StepRates
@@ -63,10 +64,15 @@ class SelfDistillation(Objective):
             "loss_koleo": self._config.koleo_weight,
             "loss_gram": self._config.gram_weight,
         }
+        group, usual = self._config.koleo_group, ObjectiveConfig.koleo_group
+        adapted = ""
+        if group != usual and "koleo_group" not in run.config.given:
+            adapted = f", --koleo_group {group} as {usual} does not fit a device's images"
         say(
             f"objective: dino, 2 global and {spec.local_crops} local crops, up to {slots} of "
             f"{spec.sizes.num_patches} patches masked"
             + (f", {len(self._layouts)} pairs of sizes" if request.of_pairs else "")
+            + adapted
         )
         self._to_own_grid = {
             each.length: Resampling(
