@@ -1,6 +1,8 @@
 # `make train` and `make test` set up everything they need in .venv; a second run installs nothing.
 
-PYTHON ?= python3.11
+# The first that runs: a name on PATH may be a version manager's that has no such version.
+PYTHONS := python3.11 python3.12
+PYTHON ?= $(firstword $(foreach name,$(PYTHONS),$(shell $(name) -V > /dev/null 2>&1 && echo $(name))))
 BIN := .venv/bin
 INSTALLED := .venv/installed
 # A new folder a run, so that no run is mixed with an earlier one.
@@ -41,9 +43,16 @@ help:
 
 install: $(INSTALLED)
 
+# What is there already is used, whoever made it.
+define ENVIRONMENT
+	@test -x $(1)/bin/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in [(3, 11), (3, 12)])' \
+		2> /dev/null || { echo "$(or $(PYTHON),none of $(PYTHONS)) is no Python 3.11 or 3.12 here: make PYTHON=<one>," \
+		"or first: python3 -m pip install --target .uv uv && .uv/bin/uv venv --seed --python 3.11 $(1)"; exit 2; }
+	test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
+endef
+
 $(INSTALLED): requirements-tpu.txt tests/requirements.txt
-	@command -v $(PYTHON) > /dev/null || { echo "$(PYTHON) not found: make PYTHON=<python 3.11> ..."; exit 2; }
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(call ENVIRONMENT,.venv)
 	@echo "Installing into .venv (7 GB, a few minutes, once) ..."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 		-r requirements-tpu.txt -r tests/requirements.txt
@@ -52,9 +61,8 @@ $(INSTALLED): requirements-tpu.txt tests/requirements.txt
 # What trains on GPUs and by TorchTPU: torch_xla needs older versions of PyTorch and of libtpu.
 NEWER := .venv-newer
 
-$(NEWER)/installed: requirements-gpu.txt requirements-torchtpu.txt tests/requirements.txt tests/torchtpu/plugin.txt
-	@command -v $(PYTHON) > /dev/null || { echo "$(PYTHON) not found: make PYTHON=<python 3.11> ..."; exit 2; }
-	test -x $(NEWER)/bin/python || $(PYTHON) -m venv $(NEWER)
+$(NEWER)/installed: requirements-gpu.txt requirements-gpu-common.txt requirements-torchtpu.txt tests/requirements.txt tests/torchtpu/plugin.txt
+	$(call ENVIRONMENT,$(NEWER))
 	@echo "Installing into $(NEWER) (7 GB, a few minutes, once) ..."
 	$(NEWER)/bin/python -m pip install --quiet --disable-pip-version-check \
 		-r requirements-gpu.txt -r requirements-torchtpu.txt -r tests/requirements.txt
