@@ -307,6 +307,8 @@ def test_urls_that_cannot_be_used(capsys, monkeypatch, sources):
         assert line.endswith(": requires the package gcsfs: python3 -m pip install gcsfs")
         line = told("--data_source", source, "--data_dir", "nowhere://bucket/imagenet")
         assert line.endswith(": nowhere:// is not a kind of URL that fsspec knows")
+    line = told("--fake_data", "--ckpt_dir", "gs://bucket/run")
+    assert line == "gs://bucket/run: requires the package gcsfs: python3 -m pip install gcsfs"
     line = told("--data_dir", "memory://no/such")
     assert "memory://no/such/train does not exist: --data_dir requires train/<class>/*" in line
     line = told("--data_dir", sources["URL"]["data_dir"], "--num_classes", 2)

@@ -267,10 +267,6 @@ def test_a_storage_that_fails_in_the_middle(storage, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("url", "told"),
     [
-        (
-            "gs://bucket/run",
-            "gs://bucket/run: requires the package gcsfs: python3 -m pip install gcsfs",
-        ),
         ("abfs://bucket/run", "requires the package adlfs: python3 -m pip install adlfs"),
         ("nosuch://bucket/run", "nosuch:// is not a kind of URL that fsspec knows"),
         ("bucket://", "names no folder: give one, as bucket://bucket/run"),
