@@ -130,6 +130,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     "python3 -m pip install -r requirements-gpu.txt": Elsewhere(
         "gigabytes of CUDA, which make did not install", names_packages
     ),
+    "launch/torchrun.sh --fake_data": Elsewhere("needs GPUs", trains),
     "launch/torchrun.sh --data_dir": Elsewhere("needs GPUs", trains),
     "NNODES=2 NODE_RANK=0": Elsewhere("needs 16 GPUs", trains),
     "NNODES=3:4 RDZV_ID=job-1": Elsewhere("needs 32 GPUs", trains),

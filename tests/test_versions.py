@@ -18,6 +18,7 @@ from xla_fsdp.tpu import NEWER_LIBTPU
 MODULES = {
     "requirements-tpu.txt": (torch_xla_private, jax_private, timm_private),
     "requirements-gpu.txt": (megatron_private, timm_private),
+    "requirements-gpu-cu128.txt": (megatron_private, timm_private),
     "requirements-torchtpu.txt": (torch_tpu_private, timm_private),
 }
 PRIVATE = re.compile(

@@ -109,9 +109,13 @@ def docker_runs(machine: Machine, command: Command, tmp_path: Path) -> None:
 def names_packages(machine: Machine, command: Command, tmp_path: Path) -> None:
     words = machine.noted(command, "python3")
     assert words[:-1] == "-m pip install -r".split()
-    text = (machine.project / words[-1]).read_text()
-    lines = [line.split("#")[0] for line in text.splitlines()]
-    assert all(Requirement(line).specifier for line in lines if line.strip())
+    files = [words[-1]]
+    for name in files:
+        text = (machine.project / name).read_text()
+        lines = [line.split("#")[0].strip() for line in text.splitlines()]
+        files += [line.removeprefix("-r ") for line in lines if line.startswith("-r ")]
+        packages = [line for line in lines if line and not line.startswith("-r ")]
+        assert all(Requirement(line).specifier for line in packages)
 
 
 BENCHMARKS: tuple[ModuleType, ...] = (gpu_step, domain_parallel, image_index, number_formats)

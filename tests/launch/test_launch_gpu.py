@@ -413,17 +413,28 @@ def test_slurm_tests_say_what_to_install(monkeypatch, capsys):
 
 
 def pins(name: str) -> dict[str, str]:
-    lines = [line.split("#")[0].strip() for line in (ROOT / name).read_text().splitlines()]
-    return dict(line.split("==") for line in lines if line)
+    found = {}
+    for line in (ROOT / name).read_text().splitlines():
+        word = line.split("#")[0].strip()
+        if word.startswith("-r "):
+            found |= pins(word.removeprefix("-r "))
+        elif word:
+            package, found[package] = word.split("==")
+    return found
 
 
 def test_requirements_agree():
-    """But for PyTorch itself, which torch_xla's last release holds back."""
+    """But for PyTorch itself, which torch_xla's last release holds back, and for gcsfs: only TPU
+    hosts train from gs:// as a rule."""
     tpu, gpu = pins("requirements-tpu.txt"), pins("requirements-gpu.txt")
-    assert set(tpu) - set(gpu) == {"torch_xla", "libtpu", "jax", "jaxlib"}
+    assert set(tpu) - set(gpu) == {"torch_xla", "libtpu", "jax", "jaxlib", "gcsfs"}
     of_pytorch = {"torch", "torchvision"}
     others = {name for name in set(tpu) & set(gpu) if tpu[name] != gpu[name]}
     assert others == of_pytorch
+    # For older drivers it is the TPUs' PyTorch, for which torchao is too new.
+    older = pins("requirements-gpu-cu128.txt")
+    assert set(gpu) - set(older) == {"torchao"}
+    assert older.items() <= (gpu | {name: tpu[name] for name in of_pytorch}).items()
     # TorchTPU is of the GPUs' PyTorch, and of the same packages beside it.
     torchtpu = pins("requirements-torchtpu.txt")
     assert {torchtpu[name] == gpu[name] for name in of_pytorch} == {True}
