@@ -461,6 +461,11 @@ def fetch_logs(folder: Path, url: Path, names: tuple[str, ...]) -> None:
     Raises OSError.
     """
     for path in _files(folder):
+        # An earlier start that was killed here may not have copied the end of a file.
+        copy, content = _copy_of(path, folder, url), path.read_bytes()
+        copied = copy.read_bytes() if copy.exists() else None
+        if copied is not None and content.startswith(copied) and content != copied:
+            copy.write_bytes(content)
         path.unlink()
     for name in names:
         if (url / name).exists():
@@ -473,6 +478,13 @@ def _files(folder: Path) -> Iterator[Path]:
             yield from [path] if path.is_file() else _files(path)
 
 
+def _copy_of(path: Path, folder: Path, url: Path) -> Path:
+    """Return where a file of the local folder is copied to."""
+    for part in path.relative_to(folder).parts:
+        url = url / part
+    return url
+
+
 class LogUploads:
     """Copies the changed files of a local folder of logs to a URL, in a thread of its own.
 
@@ -482,6 +494,7 @@ class LogUploads:
     def __init__(self, folder: Path, url: Path, say: Callable[[str], None]) -> None:
         self._folder, self._url, self._say = folder, url, say
         self._copied: dict[Path, tuple[int, int]] = {}
+        self._lock = threading.Lock()
         self._started = float("-inf")
         self._running: Future[str | None] | None = None
         self._failing = False
@@ -496,26 +509,29 @@ class LogUploads:
             return
         self._finish()
         self._started = time.monotonic()
-        self._running = in_background(self._copy)
+        self._running = in_background(self.copy)
 
     def close(self) -> None:
         """Copy what is left, and wait for that."""
         self._finish()
-        self._running = in_background(self._copy)
+        self._running = in_background(self.copy)
         self._finish()
 
+    def copy(self) -> str | None:
+        """Copy all files that have changed; return what went wrong: the next copy tries it again,
+        and its failure is logged. Any thread may call this."""
+        with self._lock:
+            return self._copy()
+
     def _copy(self) -> str | None:
-        """Copy all files that have changed; return what went wrong."""
         try:
             for path in _files(self._folder):
                 found = path.stat()
                 state = (found.st_mtime_ns, found.st_size)
                 if self._copied.get(path) != state:
-                    target = self._url
-                    for part in path.relative_to(self._folder).parts[:-1]:
-                        target = target / part
-                    target.mkdir()
-                    (target / path.name).write_bytes(path.read_bytes())
+                    copy = _copy_of(path, self._folder, self._url)
+                    copy.parent.mkdir()
+                    copy.write_bytes(path.read_bytes())
                     self._copied[path] = state
         except OSError as error:
             return error.strerror or str(error)

@@ -350,8 +350,12 @@ class LocalSaves(Hook):
         session = self.session
         if done.is_last or done.at.step % session.config.checkpoints.local_ckpt_step_interval:
             return
+        session.reports.flush()
         session.watchdog.alive()
         with session.reports.events.span("local_save") as event:
+            # Before any process writes: they wait for this one, which writes the log for all.
+            session.reports.sync()
+            session.reports.upload()
             copy = functools.partial(self.saver.content, done.at, copy=True)
             event |= self.tier.save(done.at.step, copy, session.reports.say)
         session.restart_timers()

@@ -176,6 +176,7 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
                 asynchronous=config.checkpoints.async_checkpoint,
                 spared=history.best if config.checkpoints.ckpt_best else None,
                 order=data.order(),
+                store_logs=reports.store,
             )
             students.append(_Student(each, begun, history, session, saver))
         try:

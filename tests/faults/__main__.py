@@ -63,6 +63,9 @@ FAULTS = {
     "owed_evaluation": Fault(
         "SIGKILL between saving and evaluating", kills.killed_between_saving_and_evaluating
     ),
+    "part_complete": Fault(
+        "SIGKILL as a host's part is complete", kills.killed_as_a_part_is_complete, groups=1
+    ),
     "host_lost": Fault(
         "a host and its disk lost", kills.lost(kills.host), tries=10, in_one_run=10, groups=1
     ),

@@ -1,5 +1,6 @@
 """Faults that are signals at random moments, to all processes of a run or to one of them."""
 
+import itertools
 import shutil
 import signal
 import time
@@ -27,7 +28,7 @@ from tests.faults.tries import (
     reference_run,
     unfinished_save,
 )
-from training.checkpoints.choose import folder_of
+from training.checkpoints.choose import folder_of, step_folders, step_of
 from training.checkpoints.format import is_complete
 from training.logs.records import evaluations, read_metrics
 
@@ -292,6 +293,30 @@ def killed_between_saving_and_evaluating(attempt: Try) -> Survived:
         if reached and evaluated not in evaluations(read_metrics(attempt.run)):
             attempt.moment = f"SIGKILL to all after checkpoint and before evaluation {evaluated}"
             return attempt.resume_after(evaluated)
+    raise NotSurvived(f"no moment found in {_ATTEMPTS} starts")
+
+
+def killed_as_a_part_is_complete(attempt: Try) -> Survived:
+    """Kill as soon as a host's own disk has a part of some step: the log must have that step."""
+    for _ in range(_ATTEMPTS):
+        attempt.start_anew()
+        after = attempt.rng.randrange(2, STEPS - 4)
+
+        def complete(after: int = after) -> bool:
+            parts = attempt.disk(0).parent.glob("host_*/part_*")
+            found = itertools.chain(*map(step_folders, parts))
+            return any(step_of(part) >= after and is_complete(part) for part in found)
+
+        with running(attempt.command(), attempt.log("first"), **attempt.setup.variables) as program:
+            if not program.wait_until(lambda: last_step(attempt.run) > 0):
+                continue
+            program.members()
+            if not program.wait_until(complete, _WATCH_S):
+                continue
+            program.signal(signal.SIGKILL)
+            step = last_step(attempt.run)
+            attempt.moment = f"SIGKILL to all as a part was complete, after step {step}"
+        return attempt.resume_after(step)
     raise NotSurvived(f"no moment found in {_ATTEMPTS} starts")
 
 

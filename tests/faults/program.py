@@ -1,6 +1,7 @@
 """The program under test: its start on each backend, its processes, what it leaves."""
 
 import contextlib
+import itertools
 import math
 import os
 import re
@@ -15,11 +16,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
+import numpy as np
+
 from benchmarks.common import ROOT
 from tests.cli import ALL_DIGITS, environment
+from tests.tensorboard_files import scalars_of
 from training.checkpoints.choose import complete_checkpoints, step_of
 from training.checkpoints.format import damage
-from training.logs.records import read_metrics
+from training.logs.records import TENSORBOARD_DIR, read_events, read_metrics
 
 STEPS, EVALUATED = 40, (22, 40)
 SAVE_INTERVAL, KEEP = 3, 3
@@ -344,6 +348,31 @@ def _curves(ckpt_dir: Path) -> list[tuple]:
     ]
 
 
+def other_records_differ(ckpt_dir: Path) -> str | None:
+    """Return what TensorBoard's files or events.jsonl have other than metrics.jsonl; else None."""
+    records = read_metrics(ckpt_dir)
+    for column, tag in (("loss", "train/loss"), ("val_loss", "val/loss")):
+        wanted = [(r["step"], r[column]) for r in records if r.get(column) is not None]
+        shown = scalars_of(ckpt_dir / TENSORBOARD_DIR, tag)
+        for ours, theirs in itertools.zip_longest(shown, wanted):
+            if None in (ours, theirs) or ours != (theirs[0], np.float32(theirs[1])):
+                return f"TensorBoard's {tag} differs: {ours}, expected {theirs}"
+    # A start continues after a step up to which the starts before it have noted all.
+    noted: set[int] = set()
+    for event in read_events(ckpt_dir):
+        step, kind = event["step"], event["event"]
+        if kind == "start":
+            if missing := set(range(1, step + 1)) - noted:
+                return f"events.jsonl lacks step {min(missing)}, and a start continues after {step}"
+            noted &= set(range(1, step + 1))
+        new = {"first_step": 1, "steps": event.get("steps", 0)}.get(kind, 0)
+        noted |= set(range(step - new + 1, step + 1))
+    last = max(record["step"] for record in records)
+    if missing := set(range(1, last + 1)) - noted:
+        return f"events.jsonl lacks step {min(missing)}"
+    return None
+
+
 def difference(ckpt_dir: Path, expected: Path, rel: float = 0.0) -> str | None:
     """Return what of a completed run is damaged, or not as in another; else None.
 
@@ -361,6 +390,8 @@ def difference(ckpt_dir: Path, expected: Path, rel: float = 0.0) -> str | None:
             return f"metrics.jsonl differs: {ours}, expected {theirs}"
     if len(found) != len(wanted):
         return f"metrics.jsonl has {len(found)} values, expected {len(wanted)}"
+    if problem := other_records_differ(ckpt_dir):
+        return problem
     steps = [step_of(path) for path in complete_checkpoints(ckpt_dir)]
     if steps[-1:] != [STEPS] or len(steps) != KEEP:
         return f"checkpoints of steps {steps}, expected {KEEP}, the last of step {STEPS}"

@@ -2,13 +2,14 @@
 run's --ckpt_dir. HOSTS="2 3": the processes are these hosts.
 
 Each save is done before the next one, as if there were more steps between them. KILLED="RANK STEP":
-before that step, when the saves before are done, that process ends by SIGKILL. ``--fsdp megatron``
-runs without CUDA.
+before that step, when the saves before are done, that process ends by SIGKILL. LATE_S: the losses
+arrive from the device so many seconds late. ``--fsdp megatron`` runs without CUDA.
 """
 
 import os
 import signal
 import sys
+import time
 from concurrent.futures import wait
 from pathlib import Path
 
@@ -16,6 +17,8 @@ import run_vit_training
 from tests.stand_ins.megatron_on_cpu import without_cuda
 from training import loop
 from training.checkpoints.local_tier import LocalTier
+from training.files import in_background
+from training.logs.reports import Reports
 from training.processes import exchange
 
 
@@ -39,6 +42,15 @@ def main(argv: list[str]) -> int:
                 os.kill(os.getpid(), signal.SIGKILL)
         return train_step(model, objective, backend, done, *args, **kwargs)
 
+    late_s, log = float(os.environ.get("LATE_S", "0")), Reports.log
+
+    def log_late(reports, *record):
+        *others, values, slowest = record
+        arrived = in_background(lambda: (time.sleep(late_s), values.result())[1])
+        log(reports, *others, arrived, slowest)
+
+    if late_s:
+        Reports.log = log_late
     loop.train_step, LocalTier.save = killed, save_after_the_last
     host = os.environ.get("REHEARSAL_WORKER", os.environ.get("RANK", "0"))
     if hosts := os.environ.get("HOSTS", "").split():

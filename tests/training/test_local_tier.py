@@ -19,6 +19,7 @@ import torch
 import xxhash
 
 from tests.cli import Result, run_program, tiny, train_tiny_gpu, train_tiny_megatron
+from tests.faults.program import other_records_differ
 from tests.rehearsal.slice_ import Slice
 from tests.rehearsed import all_ended
 from tests.training.test_async_checkpoints import tensors_of
@@ -297,11 +298,27 @@ def test_slow_disk(tmp_path, monkeypatch, capsys):
     assert found["seconds"]["local checkpoints"] > 0
 
 
-def test_one_process_and_no_peer(hosts, tmp_path):
+def test_one_process_and_no_peer(hosts, tmp_path, monkeypatch):
+    """Killed while the loss of step 8 is still on the device; step 8 is resumed, and its loss is in
+    the log."""
     reference = train_tiny_gpu(tmp_path / "whole", *STEPS)
-    first = hosts(killed="0 10", processes=1)
+    monkeypatch.setenv("LATE_S", "1")
+    first = hosts(killed="0 9", processes=1)
     assert "without copies (one process)" in first.stdout
-    assert_resumed(hosts(processes=1), reference, 8)
+    done = hosts(processes=1)
+    assert_resumed(done, reference, 8)
+    assert other_records_differ(done.ckpt_dir) is None
+
+
+@pytest.mark.long
+def test_the_first_host_lost(hosts, uninterrupted, monkeypatch):
+    """It writes the log: what its peer has of step 8 does not count before the loss is written."""
+    monkeypatch.setenv("LATE_S", "1")
+    hosts(killed="0 9")
+    shutil.rmtree(hosts.disk(0))
+    done = hosts()
+    assert_resumed(done, uninterrupted, 8)
+    assert other_records_differ(done.ckpt_dir) is None
 
 
 @pytest.mark.long

@@ -3,14 +3,12 @@
 import io
 import json
 import math
-import struct
 
 import numpy as np
 import pytest
 import timm
 import torch
 from PIL import Image
-from tensorboardX.proto.event_pb2 import Event
 
 from data.loader import Share
 from data.source import open_data
@@ -20,6 +18,7 @@ from tests.marks import long
 from tests.references import plain_mae
 from tests.references.plain_checkpoint import convert
 from tests.resolved import on_gpus
+from tests.tensorboard_files import events_in
 from tests.training.test_resume import EPOCHS_OF_5, assert_resumes_at_step_7
 from tests.usage_error import told_in_one_line
 from training.backend import dataset_request
@@ -185,14 +184,12 @@ def test_pictures(on_gpu):
         assert (same | grey).all()
         assert grey.sum() >= 12 * 16 - 16  # a digit's own grey may be the same
         assert (abs(painted.astype(int) - pixels)[~grey] <= 1).all()
-    (file,) = (on_gpu.ckpt_dir / "tensorboard").iterdir()
-    content, at, shown = file.read_bytes(), 0, []
-    while at < len(content):  # records: length, its checksum, event, its checksum
-        (length,) = struct.unpack_from("<Q", content, at)
-        event = Event.FromString(content[at + 12 : at + 12 + length])
-        shown += [(event.step, each.image) for each in event.summary.value if each.image.height]
-        at += length + 16
-    ((step, image),) = shown
+    ((step, image),) = (
+        (event.step, value.image)
+        for event in events_in(on_gpu.ckpt_dir / "tensorboard")
+        for value in event.summary.value
+        if value.image.height
+    )
     assert step == 6
     assert np.array_equal(Image.open(io.BytesIO(image.encoded_image_string)), picture)
 

@@ -9,7 +9,8 @@ import fsspec
 import pytest
 
 from tests import bucket
-from tests.cli import Result, train_tiny
+from tests.cli import Result, command_of, run_program, tiny, train_tiny
+from tests.faults.program import other_records_differ, running
 from tests.short_runs import mistake, program
 from tests.training.test_async_checkpoints import assert_same_bits
 from tests.training.test_checkpoints import OneWeight, save_state
@@ -170,8 +171,39 @@ def test_logs_are_copied_as_they_grow_and_no_failure_ends_a_run(storage, tmp_pat
     uploads.close()
     assert "again" in said[1]
     assert (url / "metrics.jsonl").read_text() == "1\n2\n"
+    (folder / "metrics.jsonl").write_text("1\n2\n3\n")
+    assert uploads.copy() is None
+    assert (url / "metrics.jsonl").read_text() == "1\n2\n3\n"
     fetch_logs(folder, url, ("metrics.jsonl", "bad_images.txt"))
     assert sorted(p.name for p in folder.rglob("*")) == [".lock", "metrics.jsonl", "tensorboard"]
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "kept"),
+    [
+        ("1\n2\n3\n", "1\n2\n", "1\n2\n3\n"),  # killed before it was copied
+        ("1\n2\n", "1\n2\n", "1\n2\n"),
+        ("1\n2\n", "1\n2\n3\n", "1\n2\n3\n"),  # continued on another machine
+        ("1\n2\n3\n", "1\n2\n4\n", "1\n2\n4\n"),
+        ("1\n2\n", None, None),  # of a run whose folder was removed
+    ],
+)
+def test_what_a_killed_start_had_not_copied(here, there, kept, url, storage):
+    folder = log_folder(url)
+    for name in ("metrics.jsonl", "tensorboard/events"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(here)
+    if there is not None:
+        (url / "metrics.jsonl").write_text(there)
+        (url / "tensorboard").mkdir()
+        (url / "tensorboard" / "events").write_text(there)
+    fetch_logs(folder, url, ("metrics.jsonl",))
+    if kept is None:
+        assert list(folder.rglob("*")) == [folder / "tensorboard"]
+    else:
+        assert (folder / "metrics.jsonl").read_text() == kept
+        assert (url / "metrics.jsonl").read_text() == kept
+        assert (url / "tensorboard" / "events").read_text() == kept
 
 
 # -- real runs ------------------------------------------------------------------------
@@ -224,6 +256,26 @@ def test_a_run_moves_to_another_machine(storage, tmp_path, monkeypatch, trained)
     losses = [resumed.steps[step]["loss"] for step in sorted(expected.steps)]
     assert losses == pytest.approx(expected.column("loss"), rel=2e-5)
     assert [each["step"] for each in resumed.evaluations] == [13]
+
+
+@pytest.mark.long
+def test_killed_as_a_checkpoint_is_complete(storage, tmp_path, monkeypatch):
+    """Another machine resumes it, and the log has its steps."""
+    run = folder_at("bucket://shelf/run")
+    flags = "--backend cuda --ckpt_step_interval 5 --max_steps 12 --test_step_interval 3".split()
+    words = ["-m", ON_A_BUCKET, *tiny(run), *flags]
+    command, _ = command_of(*words, warm=False)
+    with running(command, tmp_path / "log") as started:
+        assert started.wait_until((run / "step_5" / "manifest.json").exists, 0.0005)
+        started.root.kill()
+        started.root.wait()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "second_machine"))
+    done = run_program(*words)
+    assert done.returncode == 0, done.stderr
+    assert "resuming bucket://shelf/run/step_5 at step 5" in done.stdout
+    assert other_records_differ(run) is None
+    steps = [record["step"] for record in Result(run).records if "loss" in record]
+    assert steps == list(range(1, 13))
 
 
 @pytest.mark.long

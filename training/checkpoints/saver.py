@@ -47,14 +47,22 @@ def write_checkpoint(
     *,
     is_main: bool,
     written: Callable[[], None],
+    store_logs: Callable[[], None],
     group: dist.ProcessGroup | None = None,
 ) -> Written:
     """Write what ``state_content`` returned.
 
     All processes call it, with their process ``group`` (None: PyTorch's default one), in stages
-    after which all know of all. The first one calls ``written`` when the checkpoint is complete; if
-    it cannot be, it removes what there is of it, as far as it can.
+    after which all know of all. The first one calls ``store_logs`` before the checkpoint is
+    complete, and ``written`` after; if it cannot be, it removes what there is of it, as far as it
+    can.
     """
+
+    def complete() -> None:
+        if is_main:
+            store_logs()
+            write_manifest(folder, files)
+
     files: dict[str, Entry] = {}
     began = time.perf_counter()
     _, problems = _attempt(lambda: clear(folder) if is_main else None, group)
@@ -62,7 +70,7 @@ def write_checkpoint(
         parts, problems = _attempt(lambda: write_state(content, folder, group), group)
     if not any(problems):
         files = {name: (size, sum_) for part in parts for name, (size, sum_) in part.items()}
-        _, problems = _attempt(lambda: write_manifest(folder, files) if is_main else None, group)
+        _, problems = _attempt(complete, group)
     seconds = time.perf_counter() - began
     if is_main:
         if any(problems):
@@ -111,6 +119,9 @@ class CheckpointSaver:
     """The checkpoint that is never removed, however old: the best one."""
     order: dict[str, Any] | None = None
     """What decides the order of the training images, see ``SavedRun``."""
+    store_logs: Callable[[], None] = lambda: None
+    """Makes the records of the run outlast this process, so that no checkpoint has steps that they
+    lack."""
     _failed: int = field(default=0, init=False)
     _ends_with: RunFailed | None = field(default=None, init=False)
     """Why the run cannot continue."""
@@ -163,6 +174,7 @@ class CheckpointSaver:
                 content,
                 is_main=self.backend.is_main,
                 written=functools.partial(self._prune, folder, self.spared),
+                store_logs=self.store_logs,
                 group=self._group if in_thread else None,
             )
             if in_thread:

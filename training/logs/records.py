@@ -231,6 +231,12 @@ class Guarded:
             with self._failing("cannot be written"):
                 self._sink.write_picture(name, pixels, step)
 
+    def sync(self) -> None:
+        """Sync what was written to the disk, where the sink does not do that by itself."""
+        if hasattr(self._sink, "sync"):
+            with self._failing("cannot be written"):
+                self._sink.sync()
+
     def close(self) -> None:
         if self._sink is not None:
             with self._failing("cannot be completed"):
@@ -286,6 +292,9 @@ class JsonLines:
             raise
         self._size += len(line)
         self._cut_off = False
+
+    def sync(self) -> None:
+        os.fdatasync(self._file)
 
     def close(self) -> None:
         os.close(self._file)
@@ -460,6 +469,11 @@ class Events:
         finally:
             self.steps()
             self._write("stop", how=how)
+
+    def sync(self) -> None:
+        """Sync what was recorded to the disk."""
+        if self._sink:
+            self._sink.sync()
 
     def close(self) -> None:
         """Record that a start has written all its files."""

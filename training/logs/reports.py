@@ -135,9 +135,6 @@ class Reports:
             return
         kept_up_to = first_step if keep_records and first_step else -1
         sinks: dict[str, Callable[[], Any]] = {
-            records.METRICS_FILE: lambda: records.JsonLines(
-                folder / records.METRICS_FILE, kept_up_to
-            ),
             "TensorBoard's file": lambda: records.TensorBoard(
                 folder / records.TENSORBOARD_DIR, first_step=first_step
             ),
@@ -146,6 +143,10 @@ class Reports:
             sinks["Weights & Biases"] = lambda: records.WeightsAndBiases(
                 project, folder, run.values
             )
+        # Last: an evaluation that it has is not done again, so the others must have it.
+        sinks[records.METRICS_FILE] = lambda: records.JsonLines(
+            folder / records.METRICS_FILE, kept_up_to
+        )
         self._sinks = [
             records.Guarded(name, open_sink, self.say) for name, open_sink in sinks.items()
         ]
@@ -318,18 +319,16 @@ class Reports:
             line += f"; of the EMA: val loss {of_ema.loss:.4f}"
             if of_ema.top1 is not None:
                 line += f", accuracy {of_ema.top1:.2f} %, top-5 {of_ema.top5:.2f} %"
+        pictures = (of_ema or result).pictures
+        if pictures is not None and self._active:
+            for sink in self._sinks:
+                sink.write_picture(PICTURES, pictures, step)
+            try:
+                records.save_picture(pictures, self._dir / f"{PICTURES}.png")
+            except OSError as error:
+                self.say(f"warning: {PICTURES}.png cannot be written ({error.strerror})")
         self._write(record)
         self.say(line)
-
-        pictures = (of_ema or result).pictures
-        if pictures is None or not self._active:
-            return
-        for sink in self._sinks:
-            sink.write_picture(PICTURES, pictures, step)
-        try:
-            records.save_picture(pictures, self._dir / f"{PICTURES}.png")
-        except OSError as error:
-            self.say(f"warning: {PICTURES}.png cannot be written ({error.strerror})")
 
     def frozen(
         self,
@@ -355,6 +354,19 @@ class Reports:
         """Start to copy all that was written to ``--ckpt_dir``, if that is a URL."""
         if self._uploads:
             self._uploads.begin()
+
+    def sync(self) -> None:
+        """Sync all that was written to the disk: it outlasts this machine if that is shared."""
+        for sink in self._sinks:
+            sink.sync()
+        self.events.sync()
+
+    def store(self) -> None:
+        """Sync all that was written, and wait until ``--ckpt_dir`` has it, if that is a URL. Any
+        thread may call this."""
+        self.sync()
+        if self._uploads:
+            self._uploads.copy()
 
     def close(self) -> Path | None:
         """Write what is left and the plot; return the plot's path, None if there is none."""
