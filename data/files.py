@@ -5,6 +5,7 @@ A URL is any that fsspec knows: gs://, s3://, file://, ...
 
 import contextlib
 import errno
+import json
 import os
 import re
 import stat
@@ -131,6 +132,17 @@ def no_link(path: str | os.PathLike[str], flags: int) -> int:
         if error.errno == errno.ELOOP:
             raise OSError(errno.ELOOP, _LINK, os.fspath(path)) from None
         raise
+
+
+def parse_object(text: str | bytes) -> dict[str, Any]:
+    """Return a JSON object. Raises ValueError for anything else, also for one nested too deeply."""
+    try:
+        content = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(content, dict):
+        raise ValueError("it is no JSON object")
+    return content
 
 
 def make_folder(path: Path) -> None:

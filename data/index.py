@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.numpy import save
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from tqdm import tqdm
@@ -161,7 +161,7 @@ def load_or_build(
                 return table, None
             except FileNotFoundError:
                 continue
-            except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            except (OSError, ValueError, KeyError, TypeError) as error:
                 why = reason_of(error)
         return None, why
 
@@ -218,12 +218,18 @@ def load_or_build(
 
 
 def _read(path: Path) -> Table:
-    """Return the table in a file, with its arrays mapped; raises what safetensors raises."""
-    with safe_open(path, "pt") as file:  # "numpy" would copy the arrays
-        info = json.loads((file.metadata() or {})["info"])
-        arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
-    if info.pop("checksum") != _checksum(arrays, info):
-        raise ValueError("its checksum is wrong")
+    """Return the table in a file, with its arrays mapped. Raises OSError, and ValueError if it is
+    damaged."""
+    try:
+        with safe_open(path, "pt") as file:  # "numpy" would copy the arrays
+            info = files.parse_object((file.metadata() or {})["info"])
+            arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
+        if info.pop("checksum") != _checksum(arrays, info):
+            raise ValueError("its checksum is wrong")
+    except OSError:
+        raise
+    except Exception as error:  # noqa: BLE001 - safetensors and PyTorch fail in any way
+        raise ValueError(reason_of(error)) from None
     return Table(arrays, info)
 
 

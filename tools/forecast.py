@@ -18,12 +18,13 @@ import numpy as np
 
 from config_fields import bounded, local_path, seconds
 from data.files import reason_of
-from tools.goodput import DATA, EVAL, FIRST, OTHER, USEFUL, Account, account_of, duration, young
+from tools.goodput import DATA, EVAL, FIRST, OTHER, USEFUL, Account, duration, read_account, young
 from training.checkpoints.choose import RUN_FILE
 from training.errors import UsageError
+from training.files import read_object
 from training.flags import OneLineParser
 from training.logs.figures import pyplot, save_figure
-from training.logs.records import EVENTS_FILE, read_events
+from training.logs.records import EVENTS_FILE, is_number
 from training.processes.output import exit_quietly_on_broken_pipe
 
 FAILURES_PER_CHIP_YEAR = 419 / (16384 * 54 / 365.25)
@@ -196,7 +197,7 @@ class Measured:
 def measure(account: Account) -> Measured:
     """Return what an account of a run says. Raises UsageError if it has no useful step."""
     seconds, saves = account.seconds, account.saves
-    if not account.steps:
+    if not account.steps or not seconds[USEFUL]:
         raise UsageError("the run has no useful step yet: nothing can be measured")
     training_s = seconds[USEFUL] + seconds[DATA] + seconds[EVAL]
     restarts = [each.seconds for each in account.restarts]
@@ -433,15 +434,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     picture, training_s = given.picture or (given.run or Path()) / _PICTURE, given.hours * HOUR_S
     chips, save_s, restart_s = given.chips, given.save_s, given.restart_s
     per_chip_year, step_share, measured = given.failures_per_chip_year, 1.0, None
+    left_out = ""
     try:
         # What flags do not say, the run may have measured.
         if given.run:
             file = given.run / EVENTS_FILE
             try:
-                measured = measure(account_of(read_events(given.run)))
+                account, left_out = read_account(given.run)
+                measured = measure(account)
                 file = given.run / RUN_FILE
-                devices = int(json.loads(file.read_text())["devices"])
-            except (OSError, ValueError, KeyError, TypeError) as error:
+                devices = read_object(file)["devices"]
+                if not isinstance(devices, int) or not is_number(devices, 10**6, least=1):
+                    raise ValueError(f"its number of devices cannot be {devices!s:.40}")
+            except (OSError, ValueError, KeyError) as error:
                 raise UsageError(f"{file} cannot be read: {reason_of(error)}") from None
             chips, step_share = chips or devices, measured.step_share
             save_s = measured.save_s if save_s is None else save_s
@@ -468,6 +473,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"{_PROGRAM}: error: {error}", file=sys.stderr)
         return 2
+    if left_out:
+        print(left_out, file=sys.stderr)
     if given.json:
         values = [  # times are in seconds, shares from 0 to 1
             {

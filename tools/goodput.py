@@ -11,13 +11,13 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from config_fields import local_path
 from training.errors import UsageError
 from training.flags import OneLineParser
 from training.logs.figures import pyplot, save_figure
-from training.logs.records import EVENTS_FILE, read_events
+from training.logs.records import EVENTS_FILE, damaged_lines, is_number, read_events
 from training.processes.output import exit_quietly_on_broken_pipe
 
 # -- Where the time went ---------------------------------------------------------------------------
@@ -36,12 +36,6 @@ USEFUL, DATA, FIRST, OTHER, EVAL, SAVE, LOCAL, LOST, DOWN = PARTS = (
 """The parts of wall time. Lost work: steps that a later start repeated. Down: from the last sign of
 life of one start to the start of the next one."""
 _SPANS = {"eval": EVAL, "save": SAVE, "local_save": LOCAL, "first_step": FIRST}
-_NUMBERS = {
-    "start": ("process_started", "step"),
-    "steps": ("step", "steps", "waited"),
-    **dict.fromkeys(_SPANS, ("seconds",)),
-}
-"""The numbers that an account needs of an event, besides its time."""
 NOTICED, ENDED, REST = "noticed", "ended", "other"
 RESTART_PARTS = (
     *(NOTICED, ENDED),  # by the launcher
@@ -50,23 +44,7 @@ RESTART_PARTS = (
     REST,
 )
 """The parts of a restart, in their order but for the rest; docs/files.md says what each is."""
-_LAST_TIME = 4e9
-"""In seconds since 1970; a damaged file may have any number."""
 _MOST_BYTES = 1e18
-
-
-def _is_number(value: Any, largest: float = _LAST_TIME) -> TypeGuard[float]:
-    """Return True for a number that can be a time, or seconds; or bytes, with another limit."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and 0 <= value <= largest
-
-
-def is_complete(event: Mapping[str, Any]) -> bool:
-    """Return True if an event of events.jsonl has all that ``account_of`` needs of it."""
-    if not isinstance(event["event"], str):
-        return False
-    numbers = ("time", *_NUMBERS.get(event["event"], ()))
-    return all(_is_number(event.get(name)) for name in numbers)
 
 
 @dataclass(slots=True)
@@ -244,9 +222,19 @@ def account_of(events: Iterable[Mapping[str, Any]]) -> Account:
     return account
 
 
+def read_account(folder: Path) -> tuple[Account, str]:
+    """Return the account of a run's folder, and a line about what was left out, "" if nothing was.
+
+    Raises OSError, and ValueError if no start is left.
+    """
+    events = read_events(folder)
+    left_out = damaged_lines(events.left_out)
+    return account_of(events), left_out and f"left out: {folder / EVENTS_FILE}: {left_out}"
+
+
 def _figures_of(values: Any, *names: str) -> list[Mapping[str, float]]:
     """Return these numbers of a JSON object; [] if it has not all of them."""
-    if isinstance(values, dict) and all(_is_number(values.get(n), _MOST_BYTES) for n in names):
+    if isinstance(values, dict) and all(is_number(values.get(n), _MOST_BYTES) for n in names):
         return [{name: values[name] for name in names}]
     return []
 
@@ -259,10 +247,10 @@ def _restart_of(
     began, noticed = float(start["process_started"]), start.get("failed_at")
     parts, recorded = {}, first_step.get("parts")
     if isinstance(recorded, dict):
-        if _is_number(noticed) and last_sign <= noticed <= began:
+        if is_number(noticed) and last_sign <= noticed <= began:
             parts[NOTICED] = noticed - last_sign
         parts[ENDED] = max(0.0, began - last_sign - parts.get(NOTICED, 0.0))
-        parts |= {n: s for n, s in recorded.items() if n in RESTART_PARTS and _is_number(s)}
+        parts |= {n: s for n, s in recorded.items() if n in RESTART_PARTS and is_number(s)}
         parts[REST] = 0.0
         parts[REST] = max(0.0, seconds - sum(parts.values()))
     return Restart(int(start["step"]) + 1, seconds, parts)
@@ -284,10 +272,11 @@ def young(save_s: float, mtbf_s: float) -> float:
 def suggest(account: Account) -> dict[str, float]:
     """Return Young's interval, in seconds and in steps, and the measurements behind it.
 
-    {} for a run that has written no checkpoint or taken no steps. ``save_s``: how long training
-    stops for a checkpoint, the mean; ``mtbf_s``: between failures, without any the running time.
+    {} for a run that has written no checkpoint or taken no steps that took time. ``save_s``: how
+    long training stops for a checkpoint, the mean; ``mtbf_s``: between failures, without any the
+    running time.
     """
-    if not account.saves or not account.steps:
+    if not account.saves or not account.steps or not account.step_s:
         return {}
     save_s = sum(account.saves) / len(account.saves)
     mtbf_s = account.running_s / max(1, account.failures)
@@ -452,7 +441,8 @@ def draw(accounts: Mapping[str, Account], path: Path) -> None:
     axis.invert_yaxis()
     axis.set(xlim=(0, 100), xlabel="% of wall time")
     axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside upper center", ncols=4, fontsize=8, frameon=False)
+    if axis.containers:
+        figure.legend(loc="outside upper center", ncols=4, fontsize=8, frameon=False)
     save_figure(figure, path)
 
 
@@ -480,18 +470,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     given = parser.parse_args(argv)
     try:
-        accounts = {}
+        accounts, notes = {}, list[str]()
         for run in given.runs:
             if not run.is_dir():
                 raise UsageError(f"{run} is not a folder: give a run's --ckpt_dir")
             try:
-                accounts[str(run)] = account_of(read_events(run))
+                accounts[str(run)], note = read_account(run)
+                notes += [note] if note else []
             except FileNotFoundError:
                 raise UsageError(
                     f"{run} has no {EVENTS_FILE}, which runs of earlier versions did not write: "
                     "resumed by this one, it has one from then on"
                 ) from None
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except (OSError, ValueError) as error:
                 raise UsageError(f"{run / EVENTS_FILE} cannot be read: {error}") from None
         picture = given.picture or given.runs[0] / _PICTURE
         try:
@@ -501,6 +492,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"{_PROGRAM}: error: {error}", file=sys.stderr)
         return 2
+    for note in notes:
+        print(note, file=sys.stderr)
     if given.json:
         print(json.dumps([as_values(*each) for each in accounts.items()], indent=2))
     else:

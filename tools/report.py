@@ -20,13 +20,22 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from config_fields import local_path
-from data.files import no_link, printable, reason_of, regular, replace_file
+from data.files import no_link, printable, reason_of, replace_file
 from tools import goodput
 from training.checkpoints.choose import RUN_FILE
 from training.errors import UsageError
+from training.files import read_object
 from training.flags import OneLineParser
 from training.logs.figures import pyplot
-from training.logs.records import EVENTS_FILE, METRICS_FILE, read_lines
+from training.logs.records import (
+    EVENTS_FILE,
+    METRICS_FILE,
+    damaged_lines,
+    is_metric,
+    is_number,
+    read_events,
+    read_lines,
+)
 from training.processes.output import exit_quietly_on_broken_pipe
 
 MOST_RUNS = 8
@@ -71,57 +80,38 @@ def read_run(folder: Path, name: str) -> RecordedRun:
     for file, read in readers.items():
         try:
             problem = read(run, folder / file) if file in found else "there is none"
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError) as error:
             problem = f"it cannot be read: {reason_of(error)}"
         if problem:
             run.left_out.append(f"{name}: {file}: {problem}")
     return run
 
 
-def _damaged(lines: int) -> str:
-    if not lines:
-        return ""
-    return f"{lines:,} damaged line" + ("s" if lines > 1 else "")
-
-
 def _read_curves(run: RecordedRun, path: Path) -> str:
     """Read metrics.jsonl; return what was left out."""
     points: dict[str, array[float]] = {}
     damaged = 0
-    for record in read_lines(path, "step"):
-        step = _number(record and record["step"])
-        if record is None or step is None or step < 0:
+    for record in read_lines(path, is_metric):
+        if record is None:
             damaged += 1
             continue
-        for name, text in record.items():
-            value = _number(text)
+        for name, value in record.items():
             if value is not None and name not in ("step", "epoch"):
-                points.setdefault(name, array("d")).extend((step, value))
+                points.setdefault(name, array("d")).extend((record["step"], value))
     for name, found in points.items():
         pairs = np.array(found).reshape(-1, 2)
         pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
         run.curves[name] = Curve(pairs[:, 0], pairs[:, 1])
-    return _damaged(damaged) or ("" if points else "it is empty")
-
-
-def _number(value: Any) -> float | None:
-    """Return a JSON value as a number; None if it is no finite one."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and abs(value) < _LARGEST else None
-
-
-_LARGEST = 1e100
-"""Larger numbers, of a damaged file, would leave no room for others."""
+    return damaged_lines(damaged) or ("" if points else "it is empty")
 
 
 def _read_account(run: RecordedRun, path: Path) -> str:
     """Read events.jsonl; return what was left out."""
-    found = list(read_lines(path, "event", "time"))
-    whole = [event for event in found if event is not None and goodput.is_complete(event)]
-    run.events = [event for event in whole if event["event"] != "steps"]
-    problems = [_damaged(len(found) - len(whole))]
+    events = read_events(path.parent)
+    run.events = [event for event in events if event["event"] != "steps"]
+    problems = [damaged_lines(events.left_out)]
     try:
-        run.account = goodput.account_of(whole)
+        run.account = goodput.account_of(events)
     except ValueError as error:
         problems.insert(0, str(error))
     return "; ".join(filter(None, problems))
@@ -129,11 +119,7 @@ def _read_account(run: RecordedRun, path: Path) -> str:
 
 def _read_settings(run: RecordedRun, path: Path) -> str:
     """Read run.json; return what was left out."""
-    with open(path, errors="replace", opener=regular) as file:
-        content = json.load(file)
-    if not isinstance(content, dict):
-        return "it holds no settings"
-    for name, value in content.items():
+    for name, value in read_object(path).items():
         inner = value if isinstance(value, dict) else {"": value}
         for key, each in inner.items():
             text = each if isinstance(each, str) else json.dumps(each)
@@ -383,6 +369,7 @@ _SIGNS = {
     "other": _Sign("other event", 6, '<path class="other" d="M0,-5 L5,0 L0,5 L-5,0 Z"/>'),
 }
 _MARKS_NAMED = 5
+_MOST_DEVICES = 10**7
 
 
 def _marks(run: RecordedRun, began: float, pixel_s: float, top: float) -> list[str]:
@@ -398,7 +385,8 @@ def _marks(run: RecordedRun, began: float, pixel_s: float, top: float) -> list[s
     for event in run.events:
         kind, step = str(event["event"]), event.get("step", "?")
         if kind == "start":
-            devices = _number(event.get("devices"))
+            devices = event.get("devices")
+            devices = devices if is_number(devices, _MOST_DEVICES) else None
             on = f" on {devices:,.0f} devices" if devices else ""
             if devices and before and devices != before:
                 kind, on = "resize", f"{on}, before on {before:,.0f}"

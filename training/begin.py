@@ -474,6 +474,8 @@ class History:
     """The checkpoint of the best evaluation, if there is one."""
     best_score: float = -math.inf
     """Its ``records.score``."""
+    left_out: str = ""
+    """How many lines of the folder's metrics are damaged, in words."""
 
 
 def history_of(saved: SavedRun | None, ckpt_dir: Path, step: int) -> History:
@@ -483,13 +485,15 @@ def history_of(saved: SavedRun | None, ckpt_dir: Path, step: int) -> History:
         return History(
             False, {step: None} if step else {}, {records.KNN: {step}, records.PROBE: {step}}
         )
-    lines = [r for r in records.read_metrics(ckpt_dir) if r["step"] <= step]
+    found = records.read_metrics(ckpt_dir)
+    lines = [r for r in found if r["step"] <= step]
     finite = records.evaluations(lines)
     best = max(((records.score(r), at) for at, r in finite.items()), default=(-math.inf, 0))
     steps = [r["step"] for r in lines if "val_images" in r]
     evaluated = {at: records.summary(finite[at]) if at in finite else None for at in steps}
     folder = choose.folder_of(ckpt_dir, best[1]) if best[1] else None
-    return History(True, evaluated, records.frozen_steps(lines), folder, best[0])
+    left_out = records.damaged_lines(found.left_out)
+    return History(True, evaluated, records.frozen_steps(lines), folder, best[0], left_out)
 
 
 # -- whether a checkpoint fits a run ---------------------------------------------------------------

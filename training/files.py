@@ -244,6 +244,14 @@ def replace_file(path: Path, content: str | bytes) -> None:
     sync_folder(path.parent)
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises OSError, and ValueError if it holds none."""
+    if is_url(path):
+        return files.parse_object(path.read_bytes())
+    with open(path, "rb", opener=files.regular) as file:
+        return files.parse_object(file.read())
+
+
 def sync_folder(path: Path) -> None:
     """Sync the names in a folder to the disk, if the file system can do that."""
     if is_url(path):
@@ -307,7 +315,7 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
             if time.monotonic() > deadline:
                 holder = "another job"
                 with contextlib.suppress(ValueError, KeyError, TypeError):
-                    found = json.loads(os.pread(self._file, 4096, 0))
+                    found = files.parse_object(os.pread(self._file, 4096, 0))
                     holder = f"process {found['pid']} on {found['host']}, since {found['since']}"
                 self.release()
                 problem = (
@@ -401,7 +409,7 @@ def check_same_folder(ckpt_dir: Path, token: str) -> None:
     deadline = time.monotonic() + _VISIBLE_WITHIN_S
     while True:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            if json.loads((ckpt_dir / LOCK_FILE).read_text())["token"] == token:
+            if read_object(ckpt_dir / LOCK_FILE)["token"] == token:
                 return
         if time.monotonic() > deadline:
             raise UsageError(

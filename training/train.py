@@ -208,6 +208,8 @@ def _train(
         say = student.session.reports.say
         for line in (*student.begun.notes, f"data: {data}"):
             say(line)
+        if student.history.left_out:
+            say(f"note: {METRICS_FILE}: {student.history.left_out} left out")
         model = _placed(student, prepared)
         teacher = trained[0].objective.teacher if trained else None
         objective = open_objective(student.run, student.session.backend, say, teacher)

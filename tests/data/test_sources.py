@@ -11,6 +11,7 @@ import fsspec
 import pytest
 import torch
 from PIL import Image
+from safetensors.numpy import save
 from torchvision.datasets import ImageFolder
 
 from data import files, index
@@ -21,6 +22,7 @@ from data.source import open_data
 from models.config import VitConfig
 from tests.cli import DIGITS, VAL_IMAGES, train_tiny, train_tiny_gpu
 from tests.data.test_data import arguments, loaders, wanted
+from tests.hostile import damaged
 from tests.usage_error import told_in_one_line
 
 MODEL = VitConfig(img_size=16, patch_size=4, num_classes=3)
@@ -187,6 +189,8 @@ def flip(path):
         (flip, "its checksum is wrong"),
         (lambda path: path.write_bytes(b""), "Error while deserializing header: "),
         (lambda path: path.write_bytes(b"{}" * 100), "Error while deserializing header: "),
+        (lambda path: path.write_bytes(save({}, {"info": "[" * 10**5})), "it is nested too deeply"),
+        (lambda path: path.write_bytes(save({}, {"info": "3"})), "it is no JSON object"),
     ],
 )
 @pytest.mark.parametrize("source", ["kept folder", "shards"])
@@ -206,6 +210,16 @@ def test_a_spoilt_index_is_made_anew(source, spoil, why, sources, tmp_path, caps
     again = arguments(**flags, rebuild_index=True)
     assert open_data(wanted(again, MODEL)).fingerprint() == before
     assert capsys.readouterr().err.count("is rebuilt: --rebuild_index") == 2
+
+
+def test_an_index_damaged_at_random(sources, tmp_path, capsys):
+    config = arguments(**{**sources["kept folder"], "index_dir": str(tmp_path)}, batch_size=1)
+    before = open_data(wanted(config, MODEL)).fingerprint()
+    (path,) = tmp_path.glob("train-of-*")
+    whole = path.read_bytes()
+    for content in damaged(whole, 0, 100):
+        path.write_bytes(content)
+        assert open_data(wanted(config, MODEL)).fingerprint() == before
 
 
 def test_an_index_of_another_version(sources, tmp_path, capsys, monkeypatch):

@@ -233,7 +233,7 @@ def test_a_broken_line_breaks_no_other(tmp_path):
     write_events(tmp_path, *two_starts())
     for _ in range(2):
         events = Events(tmp_path, print, active=True)
-        events.start(StartParts(5.0), 300, 2)
+        events.start(StartParts(), 300, 2)
         events.close()
     kinds = [event["event"] for event in read_events(tmp_path)]
     assert kinds == [event[0] for event in two_starts()] + ["start", "end"] * 2

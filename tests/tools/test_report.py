@@ -241,7 +241,7 @@ def test_what_is_damaged_is_left_out(tmp_path, capsys):
     (folder / "run.json").write_text('{"arguments": {"lr": 1')
     text, lines = report(capsys, folder)
     assert lines[:2] == [
-        "left out: run: metrics.jsonl: 7 damaged lines",
+        "left out: run: metrics.jsonl: 8 damaged lines",
         "left out: run: events.jsonl: 4 damaged lines",
     ]
     assert lines[2].startswith("left out: run: run.json: it cannot be read: ")

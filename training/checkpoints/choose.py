@@ -1,7 +1,6 @@
 """The checkpoints in a run's folder: which one to resume, which ones to remove or set aside."""
 
 import itertools
-import json
 import os
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -12,7 +11,15 @@ from typing import Any
 from training.checkpoints import format as checkpoint
 from training.checkpoints.format import SavedRun
 from training.errors import UsageError
-from training.files import as_url, folder_at, is_unreachable, is_url, remove_tree, sync_folder
+from training.files import (
+    as_url,
+    folder_at,
+    is_unreachable,
+    is_url,
+    read_object,
+    remove_tree,
+    sync_folder,
+)
 from training.logs.records import METRICS_FILE, decisive, evaluations, read_metrics, score
 
 _NAME = re.compile(r"step_(\d+)")
@@ -92,8 +99,8 @@ def is_restart(ckpt_dir: Path) -> bool:
     """
     job = os.environ.get("RUN_JOB_ID")
     try:
-        return bool(job) and json.loads((ckpt_dir / RUN_FILE).read_text()).get("job") == job
-    except (OSError, ValueError, AttributeError) as error:
+        return bool(job) and read_object(ckpt_dir / RUN_FILE).get("job") == job
+    except (OSError, ValueError) as error:
         if is_unreachable(error):
             raise
         return False

@@ -28,6 +28,7 @@ import io
 import json
 import os
 import pickle
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -45,7 +46,14 @@ from models.config import ModelConfig
 from training.backend import State
 from training.config import ObjectiveConfig
 from training.errors import UsageError
-from training.files import folder_at, is_unreachable, is_url, replace_file, sync_folder
+from training.files import (
+    folder_at,
+    is_unreachable,
+    is_url,
+    read_object,
+    replace_file,
+    sync_folder,
+)
 from training.flags import from_values
 
 # -- entries ---------------------------------------------------------------------------------------
@@ -424,16 +432,29 @@ def read_manifest(folder: Path) -> dict[str, Entry] | None:
     """Return sizes and checksums by file; None if there is no manifest. Raises ValueError for a
     damaged one, OSError if it cannot be reached."""
     try:
-        content = json.loads((folder / MANIFEST).read_text())
-        return {
-            str(name): (int(size), str(sum_)) for name, (size, sum_) in content["files"].items()
-        }
+        return manifest_entries(read_object(folder / MANIFEST)["files"])
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError) as error:
         if is_unreachable(error):
             raise
         raise ValueError(f"{MANIFEST} is damaged ({type(error).__name__})") from None
+
+
+_FILE_NAME = re.compile(r"[\w.-]*\w[\w.-]*")
+_SUM = re.compile(r"[0-9a-f]{32}")
+
+
+def manifest_entries(files: Any) -> dict[str, Entry]:
+    """Return the entries of a manifest, as JSON has them. Raises ValueError for what is none."""
+    found: dict[str, Entry] = {}
+    for name, entry in files.items() if isinstance(files, dict) else [("", None)]:
+        match entry:
+            case [int(size), str(sum_)] if _FILE_NAME.fullmatch(name) and _SUM.fullmatch(sum_):
+                found[name] = size, sum_
+            case _:
+                raise ValueError(f"{name[:100]!r} is no entry of a manifest")
+    return found
 
 
 def is_complete(folder: Path) -> bool:

@@ -43,12 +43,13 @@ from typing import Any
 
 import xxhash
 
+from data.files import parse_object
 from training.checkpoints import format as checkpoint
 from training.checkpoints.choose import clear, folder_of, remove, step_folders, step_of
 from training.checkpoints.format import SavedRun
 from training.checkpoints.state import bytes_of, write_state
 from training.errors import UsageError
-from training.files import check_own, in_background, replace_file
+from training.files import check_own, in_background, read_object, replace_file
 from training.processes import exchange
 from training.resolve import Run
 
@@ -65,7 +66,6 @@ _SOMEWHERE = "192.0.2.1"
 _CHUNK = 1 << 24
 _LONGEST_HEADER = 1 << 20
 _PART_NAME = re.compile(r"part_(\d+)")
-_FILE_NAME = re.compile(r"[\w.]*\w[\w.]*")
 
 Save = tuple[int, str]
 """A step, and the start of the run that has saved it."""
@@ -151,8 +151,8 @@ class LocalTier:
                     os.link(own, folder_file)
                 finally:
                     own.unlink()
-            run_id = self._id_file.read_text() if self._rank == 0 else ""
-            self._folder = folder_file.read_text()
+            run_id = self._id_file.read_text(errors="replace") if self._rank == 0 else ""
+            self._folder = folder_file.read_text(errors="replace")
         run_id, _, history = run_id.partition(" ")
         words = [run_id, history, secrets.token_hex(8), secrets.token_hex(32)]
         # As the first process has them.
@@ -225,10 +225,10 @@ class LocalTier:
             if not (name := _PART_NAME.fullmatch(each.name)):
                 continue
             for path in step_folders(each):
-                with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+                with contextlib.suppress(OSError, ValueError, KeyError):
                     if checkpoint.read_manifest(path) is None or checkpoint.quick_problem(path):
                         continue
-                    content = json.loads((path / PART_FILE).read_text())
+                    content = read_object(path / PART_FILE)
                     start, *others = (
                         str(content[key])
                         for key in ("start", "layout", "run", "ckpt_dir", "history")
@@ -516,11 +516,10 @@ class LocalTier:
         with contextlib.suppress(Exception), connection:  # its sender reports what fails here
             deliver_challenge(connection, self._key)
             answer_challenge(connection, self._key)
-            header = json.loads(connection.recv_bytes(_LONGEST_HEADER))
+            header = parse_object(connection.recv_bytes(_LONGEST_HEADER))
             part, save = int(header["part"]), (int(header["step"]), str(header["start"]))
-            files = {str(name): (int(size), str(s)) for name, (size, s) in header["files"].items()}
-            is_known = header["to"] == self._rank and part in range(self._parts)
-            if not is_known or not all(map(_FILE_NAME.fullmatch, files)):
+            files = checkpoint.manifest_entries(header["files"])
+            if header["to"] != self._rank or part not in range(self._parts):
                 return  # of another host behind the same address, say
             path, problem = self._path(part, save[0]), None
             with self._lock:

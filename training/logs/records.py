@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, TypeGuard
 
 import numpy as np
 from PIL import Image
@@ -21,7 +21,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import image, scalar
 
-from data.files import make_folder, no_link, printable, regular, replace_file
+from data.files import make_folder, no_link, parse_object, printable, regular, replace_file
 from training.logs.figures import pyplot, save_figure
 
 METRICS_FILE = "metrics.jsonl"
@@ -132,36 +132,129 @@ class ProbeAccuracy:
 
 
 # -- Reading ------------------------------------------------------------------------------------
+#
+# A crash cuts off lines, and disks and editors damage them. Here it is decided what a line can be:
+# one that is anything else is left out and counted, so that whoever computes has numbers that are.
+
+_LONGEST_LINE = 1 << 20
+"""In characters: a longer line is none of a run's."""
+_LARGEST = 1e100
+"""Of any number: larger ones, of a damaged file, would leave no room for others in a plot."""
+_MOST_STEPS = 10**12
+_LAST_TIME = 4e9
+"""In seconds since 1970, and of any number of seconds."""
+_DAY_S = 86400.0
+_LONGEST_START_S = 7 * _DAY_S
 
 
-def read_metrics(ckpt_dir: Path) -> list[dict[str, Any]]:
-    """Return the records of metrics.jsonl; [] if there is none."""
+def is_number(value: Any, most: float = _LAST_TIME, *, least: float = 0.0) -> TypeGuard[float]:
+    """Return True for a number in a range; by default for one that can be a time, or seconds."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and least <= value <= most
+
+
+def _is_step(value: Any, *, least: int = 0) -> bool:
+    return isinstance(value, int) and is_number(value, _MOST_STEPS, least=least)
+
+
+def is_metric(record: dict[str, Any]) -> bool:
+    """Return True for what can be a record of metrics.jsonl: a step, and numbers or null."""
+    return _is_step(record.get("step")) and all(
+        value is None or is_number(value, _LARGEST, least=-_LARGEST) for value in record.values()
+    )
+
+
+_SECONDS = {
+    "start": ("process_started",),
+    "steps": ("waited",),
+    **dict.fromkeys(("first_step", "eval", "save", "local_save"), ("seconds",)),
+}
+"""The times that an event must have, besides its own, by its kind."""
+
+
+def is_event(event: dict[str, Any]) -> bool:
+    """Return True for what can be an event of events.jsonl; other kinds than those of today have a
+    name and a time."""
+    kind, now = event.get("event"), event.get("time")
+    if not isinstance(kind, str) or not is_number(now, time.time() + _DAY_S):
+        return False
+    if not all(is_number(event.get(name)) for name in _SECONDS.get(kind, ())):
+        return False
+    if kind == "start":
+        took = now - event["process_started"]
+        return _is_step(event.get("step")) and -_DAY_S <= took <= _LONGEST_START_S
+    if kind == "steps":
+        return _is_step(event.get("steps"), least=1) and _is_step(
+            event.get("step"), least=event["steps"]
+        )
+    return kind != "stop" or event.get("how", "stopped") in ("completed", "stopped", "failed")
+
+
+class Records(list[dict[str, Any]]):
+    """The records of a file, in its order."""
+
+    left_out = 0
+    """How many of its lines are none."""
+
+
+def read_metrics(ckpt_dir: Path) -> Records:
+    """Return the records of metrics.jsonl; [] if there is none. Raises OSError."""
     path = ckpt_dir / METRICS_FILE
-    return list(filter(None, read_lines(path, "step"))) if path.exists() else []
+    return _whole(read_lines(path, is_metric)) if path.exists() else Records()
 
 
-def read_events(ckpt_dir: Path) -> list[dict[str, Any]]:
-    """Return the lines of events.jsonl. Raises OSError."""
-    return list(filter(None, read_lines(ckpt_dir / EVENTS_FILE, "event", "time")))
+def read_events(ckpt_dir: Path) -> Records:
+    """Return the events of events.jsonl. Raises OSError."""
+    events = _whole(read_lines(ckpt_dir / EVENTS_FILE, is_event))
+    # Time never goes back by more than the correction of a clock: an event that is a day before
+    # both its neighbors, or after both, is damaged, and they are not.
+    times = [event["time"] for event in events]
+    near = zip(times[:1] + times, times, times[1:] + times[-1:], strict=False)
+    medians = [sorted(each)[1] for each in near]
+    kept = Records(
+        event
+        for event, median in zip(events, medians, strict=True)
+        if abs(event["time"] - median) <= _DAY_S
+    )
+    kept.left_out = events.left_out + len(events) - len(kept)
+    return kept
 
 
-def read_lines(path: Path, *names: str) -> Iterator[dict[str, Any] | None]:
-    """Yield the JSON objects that have these names, one a line of a file.
+def _whole(lines: Iterable[dict[str, Any] | None]) -> Records:
+    records = Records()
+    for record in lines:
+        if record is None:
+            records.left_out += 1
+        else:
+            records.append(record)
+    return records
 
-    A line that is no such object is None: a crash may have cut it off. Raises OSError.
-    """
+
+def read_lines(
+    path: Path, can_be: Callable[[dict[str, Any]], bool]
+) -> Iterator[dict[str, Any] | None]:
+    """Yield the JSON objects of a file, one a line, for which ``can_be`` is true, and None for each
+    other line. Raises OSError."""
     with contextlib.ExitStack() as opened:
-        lines: Iterable[str]
+        file: TextIO
         if isinstance(path, os.PathLike):
-            lines = opened.enter_context(open(path, errors="replace", opener=regular))
+            file = opened.enter_context(
+                open(path, encoding="utf-8-sig", errors="replace", opener=regular)
+            )
         else:  # on a URL
-            lines = path.read_text(errors="replace").splitlines()
-        for line in lines:
+            file = io.StringIO(path.read_text(errors="replace").removeprefix("\ufeff"))
+        while line := file.readline(_LONGEST_LINE):
             record = None
-            with contextlib.suppress(ValueError, RecursionError):
-                record = json.loads(line)
-            is_whole = isinstance(record, dict) and all(name in record for name in names)
-            yield record if is_whole else None
+            with contextlib.suppress(ValueError):
+                record = parse_object(line)
+            while not line.endswith("\n") and (line := file.readline(_LONGEST_LINE)):
+                record = None
+            yield record if record is not None and can_be(record) else None
+
+
+def damaged_lines(left_out: int) -> str:
+    """Return in words how many lines were left out; "" for none."""
+    return f"{left_out:,} damaged line" + ("s" if left_out > 1 else "") if left_out else ""
 
 
 def evaluations(records: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:

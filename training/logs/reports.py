@@ -17,7 +17,7 @@ from tqdm import tqdm
 from training.backend import Backend
 from training.checkpoints.choose import RUN_FILE
 from training.errors import UsageError
-from training.files import LogUploads, replace_file
+from training.files import LogUploads, read_object, replace_file
 from training.logs import records
 from training.optimizers import COUNTS
 from training.resolve import Run
@@ -34,11 +34,13 @@ def read_expectation(run: Run) -> float | None:
     if name is None:
         return None
     try:
-        expected = json.loads(Path(name).read_text())
+        expected = read_object(Path(name))
         seconds = expected["expected_step_s"]
+        if seconds is not None and not records.is_number(seconds, least=1e-9):
+            raise ValueError
     except OSError as error:
         raise UsageError(f"--expect {name} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError):
         raise UsageError(f"--expect {name} is not what --compile_only --json prints") from None
     if seconds is None:
         raise UsageError(f"--expect {name} is of a step that does not fit")
@@ -278,7 +280,7 @@ class Reports:
 
             if expected is not None:  # both step times belong in run.json, which is there already
                 try:
-                    content = json.loads((self._dir / RUN_FILE).read_text())
+                    content = read_object(self._dir / RUN_FILE)
                     content["step_s"] = {"expected": expected, "measured": record["sec_per_iter"]}
                     replace_file(self._dir / RUN_FILE, json.dumps(content, indent=2) + "\n")
                 except (OSError, ValueError) as error:
