@@ -467,7 +467,7 @@ class History:
     continues: bool
     """The folder's records are of this run."""
     evaluated: dict[int, str | None]
-    """By step, the figure of each evaluation; None of one that was not finite."""
+    """By step, the figure of each evaluation that was finite; None of one of no image."""
     frozen: Mapping[str, Collection[int]]
     """By ``records.KNN`` and ``PROBE``, the steps of the evaluations by frozen features."""
     best: Path | None = None
@@ -489,8 +489,8 @@ def history_of(saved: SavedRun | None, ckpt_dir: Path, step: int) -> History:
     lines = [r for r in found if r["step"] <= step]
     finite = records.evaluations(lines)
     best = max(((records.score(r), at) for at, r in finite.items()), default=(-math.inf, 0))
-    steps = [r["step"] for r in lines if "val_images" in r]
-    evaluated = {at: records.summary(finite[at]) if at in finite else None for at in steps}
+    evaluated: dict[int, str | None] = {r["step"]: None for r in lines if r.get("val_images") == 0}
+    evaluated |= {at: records.summary(each) for at, each in finite.items()}
     folder = choose.folder_of(ckpt_dir, best[1]) if best[1] else None
     left_out = records.damaged_lines(found.left_out)
     return History(True, evaluated, records.frozen_steps(lines), folder, best[0], left_out)

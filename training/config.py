@@ -614,7 +614,7 @@ class LogConfig:
     max_bad_steps: int = flag(
         10,
         "end the run with exit code 3 after N steps in a row whose loss or gradient norm is NaN or "
-        "infinite; such steps are skipped; 0: never",
+        "infinite; such steps are skipped; 0: not before the last step, which must be finite",
         kind=count,
     )
     step_timeout_s: float = flag(

@@ -4,13 +4,14 @@ import os
 import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 NO_BATCH = FOLDER_IN_USE = 1
 """The exit code of ``RunFailed`` where a restart may help, as after a crash: the data cannot be
 read any more (a disk has gone, say); a lost machine still has the folder."""
 NOT_FINITE, NOT_SAVED, BAD_IMAGES = 3, 4, 5
-"""Where it does not: too many steps in a row were not finite; no checkpoint could be written; too
-many images could not be read."""
+"""Where it does not: a loss or a weight is not finite; no checkpoint could be written; too many
+images could not be read."""
 SIGNAL = 128
 """Plus a signal's number it is the exit code of a program that this signal has ended."""
 
@@ -38,6 +39,18 @@ class RunFailed(Exception):
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+class NotFinite(RunFailed):
+    """Raised when what was computed is NaN or infinite: another start would find the same."""
+
+    def __init__(self, what: str, newest: Path | None) -> None:
+        """``what``: the first half of the message; ``newest``: the last good checkpoint."""
+        super().__init__(
+            f"{what}: the last good checkpoint is {newest or 'none'}; try a lower --lr, more "
+            "--warmup_steps or another --precision",
+            NOT_FINITE,
+        )
 
 
 class SelfCheckFailed(Exception):

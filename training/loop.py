@@ -301,7 +301,8 @@ class StopCheck(Hook):
 
 
 class Saves(Hook):
-    """Saves checkpoints after the steps, minutes and epochs that the flags name, and at the end."""
+    """Saves checkpoints after the steps, minutes and epochs that the flags name, and at the end;
+    stops training if the last step was not finite."""
 
     def __init__(
         self, session: Session, saver: CheckpointSaver, together: Sequence[CheckpointSaver] = ()
@@ -318,6 +319,8 @@ class Saves(Hook):
         due |= at.images_in_epoch == 0 and at.epoch % config.ckpt_epoch_interval == 0
         if due:
             self.save(at, must=done.is_last)
+        if done.is_last and self._session.reports.not_finite:
+            self._session.stop.exit_code = NOT_FINITE
 
     def save(self, at: Position, *, must: bool = False) -> None:
         """Write a checkpoint; with ``must`` wait for it, and fail if it cannot be written."""
@@ -388,7 +391,8 @@ class Evaluations(Hook):
         training, what an earlier start saved, but did not evaluate any more.
 
         A checkpoint of the best one is saved; the EMA counts, if there is one. Training stops where
-        a signal stops the evaluation, or if too many images cannot be read.
+        a signal stops the evaluation, if too many images cannot be read, or if the last evaluation
+        is not finite.
         """
         session, config = self.session, self.session.config.log
         interval = config.test_step_interval
@@ -412,7 +416,11 @@ class Evaluations(Hook):
         session.reports.evaluation(at.step, last_epoch(at), result, ema)
         self.done.add(at.step)
         found = score((ema or result).values)
-        if found > self.best:
+        if not all(each.is_finite for each in (result, ema or result)):
+            if at.step >= session.last_step:
+                session.reports.not_finite = "val loss"
+                session.stop.exit_code = NOT_FINITE
+        elif found > self.best:
             self.best = found
             if session.config.checkpoints.ckpt_best:
                 saver = self.saves.saver

@@ -21,11 +21,12 @@ from data.transforms import val_transform
 from training.backend import Backend, bad_data_is_the_users, dataset_request, val_loader
 from training.begin import check_same_classes, check_unnamed_classes, check_weights
 from training.config import RunConfig
-from training.errors import UsageError
+from training.errors import NOT_FINITE, RunFailed, UsageError
 from training.evaluate import TOP, Predictions, evaluate, write_report
 from training.files import check_folder_writable, folder_at, is_url
 from training.initial_weights import place_trained, printer
 from training.logs.bad_images import VAL, BadImages
+from training.logs.records import as_json
 from training.mesh import Mesh
 from training.objectives import normalizer, open_objective
 from training.objectives.classify import Classification
@@ -191,9 +192,7 @@ def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Bac
 
     # Print and write what was found.
     say(str(result))
-    if not backend.is_main:
-        return
-    if use.eval_report and predictions:
+    if use.eval_report and predictions and backend.is_main:
         try:
             write_report(predictions.all(), names, folder_at(use.eval_report), say)
         except OSError as error:
@@ -201,6 +200,8 @@ def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Bac
                 f"cannot write to --eval_report {use.eval_report}: {error.strerror}"
             ) from None
         say(f"report on {len(names):,} classes: {use.eval_report}")
-    if use.json:
+    if use.json and backend.is_main:
         left_out = {"bad_images": result.left_out, "lost_classes": result.lost_classes}
-        print(json.dumps(result.values | left_out))
+        print(as_json(result.values | left_out))
+    if not result.is_finite:
+        raise RunFailed(f"the val loss of {weights.path} is not finite", NOT_FINITE)

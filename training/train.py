@@ -23,11 +23,20 @@ from training.backend import (
     train_loader,
     val_loader,
 )
+from training.checkpoints import choose
 from training.checkpoints.choose import RUN_FILE
 from training.checkpoints.format import SavedRun
 from training.checkpoints.saver import CheckpointSaver
 from training.checkpoints.state import load_state
-from training.errors import BAD_IMAGES, NO_BATCH, NOT_FINITE, SIGNAL, RunFailed, StoppedBySignal
+from training.errors import (
+    BAD_IMAGES,
+    NO_BATCH,
+    NOT_FINITE,
+    SIGNAL,
+    NotFinite,
+    RunFailed,
+    StoppedBySignal,
+)
 from training.features import Features, open_plainly
 from training.files import FolderLock, replace_file
 from training.frozen import FrozenEvaluations
@@ -269,8 +278,8 @@ def _train(
                 student.saver.tidy()  # after a start that was killed after its last checkpoint
         at = loop.train_loop(trained, batches, progress.schedule, at)
         if stop.exit_code == NOT_FINITE:
-            pass  # its weights are no good
-        elif stop.exit_code:
+            raise _not_finite(students, at.step)
+        if stop.exit_code:
             for saves in all_saves:
                 saves.save(at, must=True)
         elif session.bad_images.excess:  # found with the last step
@@ -279,6 +288,30 @@ def _train(
         if student.begun.local and not stop.exit_code:
             student.begun.local.complete()
     profiler.finish(session.reports.say)
+
+
+def _not_finite(students: Sequence[_Student], step: int) -> NotFinite:
+    """Return the error of a run that ends after ``step`` because its numbers are not finite.
+
+    If that is the last step its checkpoint is set aside: resumed, it would be taken for a good one.
+    """
+    limit, newest = students[0].session.config.log.max_bad_steps, students[0].saver.newest
+    longest = max(student.session.reports.longest_row_skipped for student in students)
+    if limit and longest >= limit:
+        what = f"{longest} steps in a row had a loss or gradient norm that is not finite"
+        return NotFinite(what, newest)
+    what = ""
+    with exchange.failing_together():
+        for student in students if students[0].session.backend.is_main else ():
+            ckpt_dir, problem = student.run.ckpt_dir, student.session.reports.not_finite
+            last = choose.folder_of(ckpt_dir, step)
+            if problem and last.exists():
+                what = f"the {problem} of the last step is not finite"
+                what += f", so {last.name} was set aside in {choose.set_aside(ckpt_dir, [last])}"
+    what = exchange.gather(what)[0]  # all wait for what was moved
+    return NotFinite(
+        what, next(reversed(choose.complete_checkpoints(students[0].run.ckpt_dir)), None)
+    )
 
 
 def _placed(student: _Student, prepared: Prepared) -> nn.Module:
@@ -370,14 +403,6 @@ def _end(students: list[_Student], curves: list[Path | None]) -> None:
             )
         session.backend.barrier()  # torchrun ends all when one has ended
         raise StoppedBySignal(exit_code)
-    if exit_code == NOT_FINITE:
-        longest = max(student.session.reports.longest_row_skipped for student in students)
-        raise RunFailed(
-            f"{longest} steps in a row had a loss or gradient norm that is not "
-            f"finite: the last good checkpoint is {newest or 'none'}; try a lower --lr, more "
-            "--warmup_steps or another --precision",
-            NOT_FINITE,
-        )
     if exit_code == NO_BATCH:
         raise RunFailed(
             "the training images cannot be read any more (the warning says why): "

@@ -427,8 +427,11 @@ def test_not_finite_steps_are_skipped_counted_and_end_the_run(run, monkeypatch):
     assert f"the last good checkpoint is {run}/step_13" in line
     assert left(run) == [5, 10, 11, 13]
     for steps_allowed in ("0", "99"):
+        # Not before the last step, which is bad, too.
         never = ["--max_bad_steps", steps_allowed, "--max_steps", "19"]
-        assert program(run, *never, module="tests.stand_ins.fault_at_step").returncode == 0
+        ended = program(run, *never, module="tests.stand_ins.fault_at_step")
+        assert ended.returncode == 3
+        assert "so step_19 was set aside in" in ended.stderr
 
 
 def test_a_step_that_hangs(run, monkeypatch):

@@ -47,7 +47,7 @@ from data.files import parse_object
 from training.checkpoints import format as checkpoint
 from training.checkpoints.choose import clear, folder_of, remove, step_folders, step_of
 from training.checkpoints.format import SavedRun
-from training.checkpoints.state import bytes_of, write_state
+from training.checkpoints.state import bytes_of, not_finite, write_state
 from training.errors import UsageError
 from training.files import check_own, in_background, read_object, replace_file
 from training.processes import exchange
@@ -443,6 +443,8 @@ class LocalTier:
             self._remove(lambda each: each >= oldest)
             with self._lock:
                 self._have.discard((self._part, save))
+            if name := not_finite(content):
+                raise ValueError(f"{name} is not finite")
             clear(path)
             files = write_state(content, path, alone=True)
             about = {

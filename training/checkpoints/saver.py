@@ -23,8 +23,8 @@ from training.checkpoints.format import (
     training_tensors,
     write_manifest,
 )
-from training.checkpoints.state import bytes_of, state_content, write_state
-from training.errors import NOT_SAVED, RunFailed, UsageError
+from training.checkpoints.state import bytes_of, not_finite, state_content, write_state
+from training.errors import NOT_SAVED, NotFinite, RunFailed, UsageError
 from training.files import in_background
 from training.processes import exchange
 
@@ -35,6 +35,8 @@ class Written:
 
     problems: list[str | None]
     """Of each process, None if it has none."""
+    not_finite: str | None = None
+    """The name of an entry that is NaN or infinite: then nothing is written."""
     bytes: int = 0
     """Of all files."""
     seconds: float = 0.0
@@ -65,7 +67,11 @@ def write_checkpoint(
 
     files: dict[str, Entry] = {}
     began = time.perf_counter()
-    _, problems = _attempt(lambda: clear(folder) if is_main else None, group)
+    names, problems = _attempt(lambda: not_finite(content), group)
+    if bad := next(filter(None, names), None):
+        return Written(problems, bad)
+    if not any(problems):
+        _, problems = _attempt(lambda: clear(folder) if is_main else None, group)
     if not any(problems):
         parts, problems = _attempt(lambda: write_state(content, folder, group), group)
     if not any(problems):
@@ -78,7 +84,7 @@ def write_checkpoint(
                 remove(folder)  # the next one may need its room
         else:
             written()
-    return Written(problems, sum(size for size, _ in files.values()), seconds)
+    return Written(problems, None, sum(size for size, _ in files.values()), seconds)
 
 
 def _attempt(
@@ -156,7 +162,8 @@ class CheckpointSaver:
 
         If it cannot be written, the older ones stay and training can continue. With ``must`` it is
         complete when this returns. Returns True if it was written, or is being written now. Raises
-        RunFailed after ``max_failed`` failures in a row, and with ``must`` after one.
+        NotFinite if a value is not finite, and RunFailed after ``max_failed`` failures in a row,
+        with ``must`` after one.
         """
         self.finish()
         folder = folder_of(self.ckpt_dir, position.step)
@@ -227,6 +234,12 @@ class CheckpointSaver:
 
     def _count(self, folder: Path, done: Written, *, must: bool = False) -> None:
         """Report what became of a checkpoint, and note if the run cannot continue."""
+        if done.not_finite:  # nor will a later one be finite
+            what = (
+                f"{done.not_finite} is not finite after step {step_of(folder)}, which is not saved"
+            )
+            self._ends_with = NotFinite(what, self.newest)
+            return
         wrong = [problem for problem in done.problems if problem is not None]
         if not wrong:
             self.newest, self._failed = folder, 0

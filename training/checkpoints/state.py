@@ -151,6 +151,23 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         yield value
 
 
+def not_finite(content: Mapping[str, Any]) -> str | None:
+    """Return the name of an entry of ``state_content`` that is NaN or infinite, as far as this
+    process holds it; None if all are finite."""
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            if inside := not_finite(value):
+                return f"{name}.{inside}"
+            continue
+        for tensor in _tensors(value):
+            if tensor.is_floating_point() and tensor.numel():
+                # Only the CPU and CUDA are sure to have ``aminmax``, which passes NaN on.
+                ends = (tensor if tensor.is_cuda else tensor.cpu()).detach().aminmax()
+                if not torch.stack(ends).isfinite().all():
+                    return name
+    return None
+
+
 def write_state(
     content: dict[str, Any],
     folder: Path,

@@ -51,6 +51,11 @@ class Evaluation:
     """What the model makes of some images, as one picture: (height, width, 3), uint8."""
 
     @property
+    def is_finite(self) -> bool:
+        """Whether the loss is finite, or is of no image at all."""
+        return math.isfinite(self.loss) or not self.images
+
+    @property
     def values(self) -> dict[str, float]:
         """The figures by their names in records."""
         tops = {"val_top1": self.top1, "val_top5": self.top5}
@@ -259,8 +264,12 @@ def damaged_lines(left_out: int) -> str:
 
 def evaluations(records: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """Return the evaluations among records of ``read_metrics``, by step, whose loss was finite."""
-    finite = (r for r in records if None not in (r.get("val_loss"), r.get("val_top1", 0.0)))
-    return {r["step"]: r for r in finite}
+    names = {"val_loss": None, "val_top1": 0.0, "ema_val_loss": 0.0}  # what those without have
+    return {
+        r["step"]: r
+        for r in records
+        if None not in [r.get(name, without) for name, without in names.items()]
+    }
 
 
 def frozen_steps(records: list[dict[str, Any]]) -> dict[str, set[int]]:

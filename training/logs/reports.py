@@ -127,6 +127,8 @@ class Reports:
         self._expected_s, self._compared = expected_s, 0
         self.longest_row_skipped = 0
         """How many steps in a row were not finite, as far as log steps have been read."""
+        self.not_finite: str | None = None
+        """What is not finite of the newest step that was read, or of the last evaluation."""
         self.last_evaluation = last_evaluation
         self._objective = run.config.objective.objective
         self.events = records.Events(folder, self.say, active=active)
@@ -248,6 +250,7 @@ class Reports:
             values = read.result()
             skipped = dict(zip(COUNTS, values.pop("skipped"), strict=True))
             self.longest_row_skipped = int(skipped["longest_row"])
+            self.not_finite = "loss or gradient norm" if skipped["in_a_row"] else None
             record = {name: value[0] for name, value in values.items()} | record
             record["skipped_steps"] = int(skipped["total"])
             self._losses.append(record["loss"])
