@@ -52,7 +52,7 @@ def choose_backend(choice: BackendChoice) -> BackendChoice:
     if choice != "auto":
         return choice
     from torch_fsdp.devices import Cuda, Tpu
-    from xla_fsdp.resolve_xla import device_type
+    from xla_fsdp.environment import device_type
 
     found: BackendChoice
     has_xla = importlib.util.find_spec("torch_xla") is not None

@@ -27,15 +27,14 @@ def launch(body: Callable[[TorchRun, Backend], None], run: TorchRun) -> None:
     Raises UsageError in all processes if some have an accelerator and some not. Collectives would
     wait for all, and ``--fsdp auto`` might even choose different forms.
     """
+    rank, world_size = _started_as()
     device = devices.choose(run.config.backend)
     device.start(tf32=run.own.tf32)
     if is_first_of_torchrun():
         errors.warn_of_others(timm_private.WRITTEN_FOR, run.form.written_for, device.written_for)
     with without_greetings():
-        rank, world_size = 0, 1
         store: Store = dist.HashStore()
-        if "RANK" in os.environ:
-            rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if world_size > 1 or os.environ.get("RANK"):
             store = join(rank, world_size)
             if device.is_host:
                 store.set("without", socket.gethostname())
@@ -76,6 +75,25 @@ def launch(body: Callable[[TorchRun, Backend], None], run: TorchRun) -> None:
             if type(each) is DeviceMesh:
                 getattr(each, "_pg_registry", {}).clear()
         dist.destroy_process_group()
+
+
+def _started_as() -> tuple[int, int]:
+    """Return the rank of this process and the number of processes, as torchrun has set them.
+
+    Raises UsageError if something else has set a part of that.
+    """
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    given = {name: os.environ.get(name, "") for name in needed}
+    rank, world_size, address, port = given.values()
+    if not (rank or world_size):
+        return 0, 1
+    numbers = all(each.isdecimal() for each in (rank, world_size, port))
+    if not (numbers and address and int(rank) < int(world_size)):
+        found = ", ".join(f"{name}={value}" for name, value in given.items())
+        raise UsageError(
+            f"{found}: torchrun sets all four; for one process unset RANK and WORLD_SIZE"
+        )
+    return int(rank), int(world_size)
 
 
 # ------------------------------------------------------------------------------------------------

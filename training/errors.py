@@ -80,7 +80,9 @@ def prints_here(error: UsageError) -> bool:
     """
     if error.agreed:
         return is_first_of_torchrun()
-    return error.process is not None or os.environ.get("LOCAL_RANK", "0") == "0"
+    # LOCAL_RANK alone is another launcher's.
+    is_first = "RANK" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0"
+    return error.process is not None or is_first
 
 
 def installed_version(package: str) -> str | None:

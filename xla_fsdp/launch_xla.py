@@ -20,7 +20,8 @@ from training.processes.output import drop_unread_output
 from training.processes.parent import end_with
 from training.processes.stopping import ProcessSignals, process_signals
 from xla_fsdp import jax_private, torch_xla_private, tpu
-from xla_fsdp.resolve_xla import XlaRun, device_type
+from xla_fsdp.environment import device_type
+from xla_fsdp.resolve_xla import XlaRun
 from xla_fsdp.starting import StartWatch, watch
 
 Body = Callable[[XlaRun, Backend], None]
@@ -50,7 +51,7 @@ _PORT = 12355
 
 def launch(body: Body, run: XlaRun) -> None:
     """Call ``body(run, backend)`` in one process a host (SPMD), or one a device (nested FSDP)."""
-    os.environ.setdefault("PJRT_DEVICE", device_type())
+    os.environ["PJRT_DEVICE"] = device_type()
     os.environ["CPU_NUM_DEVICES"] = str(run.own.cpu_devices)
     # XLA on the CPU has a thread for each core; virtual devices wait for each other and need more.
     os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, 8 * run.own.cpu_devices)))

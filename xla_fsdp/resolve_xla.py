@@ -6,7 +6,6 @@ import importlib.util
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,6 +29,7 @@ from training.resolve import (
 from xla_fsdp import tpu
 from xla_fsdp.attention.sizes import WholeSizes
 from xla_fsdp.config import XlaConfig
+from xla_fsdp.environment import check_device, check_variables, device_type
 from xla_fsdp.estimates import resolve_policy
 from xla_fsdp.torch_xla_private import host_tpu
 from xla_fsdp.tpu import Topology
@@ -119,6 +119,8 @@ def recipe_of(run: XlaRun) -> Recipe:
 
 def resolve(config: RunConfig, own: XlaConfig) -> XlaRun:
     """Return the run of these flags on this machine or its slices. Raises UsageError."""
+    check_variables()
+    check_device()
     run = resolve_for_slice(config, own, None)
     # The run has to fit all numbers of slices that ``launch.xla_dist --elastic`` may start it on.
     least, _, most = os.environ.get("ELASTIC_SLICES", "").partition(":")
@@ -351,25 +353,6 @@ def _hinders_kernels(config: RunConfig, sizes: ModelSizes, generation: int | Non
 
 
 # -- devices --------------------------------------------------------------------------
-
-
-_GOOGLE = "0x1ae0"
-"""The PCI vendor."""
-
-
-def device_type() -> str:
-    """Return "TPU" or "CPU": PJRT_DEVICE, or else TPU if this host has TPU chips.
-
-    It starts nothing.
-    """
-    if chosen := os.environ.get("PJRT_DEVICE"):
-        return chosen
-    vendors = Path("/sys/bus/pci/devices").glob("*/vendor")
-    if all(vendor.read_text().strip() != _GOOGLE for vendor in vendors):
-        return "CPU"  # without the seconds that importing torch_xla takes
-    # Imported, torch_xla would choose the device by itself, and warn of it.
-    os.environ.setdefault("PJRT_SELECT_DEFAULT_DEVICE", "0")
-    return "TPU" if host_tpu().num_available_chips() > 0 else "CPU"
 
 
 def slice_count() -> int:

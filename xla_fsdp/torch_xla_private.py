@@ -29,6 +29,11 @@ def _xlac(name: str, *args: Any, **kwargs: Any) -> Any:
 
 # -- the host's TPU chips, without starting them ---------------------------------------
 
+TPU_PCI_VENDOR = "0x1ae0"
+TPU_PCI_DEVICES = {"0x0027", "0x005e", "0x0063", "0x006f", "0x0056", "0x0062", "0x0076"}
+METADATA_URL = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/tpu-env"
+"""As torch_xla/_internal/tpu.py has them, which cannot be imported without torch_xla."""
+
 
 def host_tpu() -> Any:
     """Return torch_xla's functions about this host's TPU chips and slice.

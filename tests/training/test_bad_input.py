@@ -12,7 +12,7 @@ from PIL import Image
 import run_vit_training
 from gpu_fsdp import resolve_gpu
 from tests.cli import DIGITS, ROOT, TINY_MODEL, environment, need_xla, train_tiny_gpu
-from tests.resolved import on_xla
+from tests.resolved import on_gpus
 from tests.usage_error import told_in_one_line
 from torch_fsdp.devices import Cpu
 
@@ -363,7 +363,7 @@ def test_wandb_with_a_login(login, tmp_path, monkeypatch):
         monkeypatch.setenv("WANDB_MODE", "offline")
     else:
         monkeypatch.setenv("RANK", "1")
-    on_xla("--wandb p")
+    on_gpus("--backend cuda --wandb p")
 
 
 @pytest.mark.parametrize("mistake", ["--image_size 15", "--batch_size none"])

@@ -103,7 +103,7 @@ def test_auto(packages, devices_here, chosen, capsys, monkeypatch):
         "importlib.util.find_spec",
         lambda name: (name in packages or None) if name.startswith("torch_") else found(name),
     )
-    monkeypatch.setattr("xla_fsdp.resolve_xla.device_type", lambda: "TPU" if on_tpu else "CPU")
+    monkeypatch.setattr("xla_fsdp.environment.device_type", lambda: "TPU" if on_tpu else "CPU")
     monkeypatch.setattr(torch_tpu_private, "tpus_of_host", lambda: 4 * on_tpu)
     monkeypatch.setattr(Cuda, "is_available", lambda: devices_here == "GPU")
     assert run_vit_training.choose_backend("auto") == chosen

@@ -26,7 +26,7 @@ import numpy as np
 from tools.compile_only.hlo import types_of
 from training.errors import UsageError
 from training.processes.parent import end_with
-from xla_fsdp import jax_private
+from xla_fsdp import environment, jax_private
 from xla_fsdp.attention.kernels import BRANCHES
 from xla_fsdp.tpu import CHIPS, VARIABLE, Topology, raise_if_refused
 
@@ -39,12 +39,14 @@ JAX_WITHOUT_TPU = {
 
 
 def check_installed(mode: str) -> None:
-    """Raise UsageError if torch_xla, libtpu or jaxlib is missing, which the flag ``mode`` needs."""
+    """Raise UsageError if torch_xla, libtpu or jaxlib is missing, which the flag ``mode`` needs, or
+    if a variable would change what torch_xla traces."""
     for name in ("torch_xla", "libtpu", "jax", "jaxlib"):
         if importlib.util.find_spec(name) is None:
             raise UsageError(
                 f"{mode} requires {name}: python3 -m pip install -r requirements-tpu.txt"
             )
+    environment.check_variables()
 
 
 # -- the graphs of a training step, as its trace hands them over; shardings in XLA's notation ------

@@ -1,0 +1,109 @@
+"""What the environment asks of XLA: its device, and what this program refuses.
+
+All of it is found without torch_xla, whose import on a TPU VM asks the metadata server, and waits
+for it for minutes.
+"""
+
+import glob
+import importlib.util
+import os
+import re
+import urllib.request
+from pathlib import Path
+
+from training.errors import UsageError
+from xla_fsdp.torch_xla_private import METADATA_URL, TPU_PCI_DEVICES, TPU_PCI_VENDOR
+
+# -- variables that change what is computed -----------------------------------------------
+
+_OFF = ("", "0", "false")
+_BF16 = "unset it and use --precision bf16"
+_NO_TORCHRUN = "XLA needs no torchrun, start without it or unset RANK and WORLD_SIZE"
+_REFUSED = {
+    "XLA_USE_BF16": (_OFF, _BF16),
+    "XLA_DOWNCAST_BF16": (_OFF, _BF16),
+    "XLA_USE_FP16": (_OFF, _BF16),
+    "XLA_DOWNCAST_FP16": (_OFF, _BF16),
+    "XLA_USE_32BIT_LONG": (_OFF, "unset it, checkpoints have integers of 64 bits"),
+    "XLA_RNG_BIT_GENERATOR": (("", "default"), "unset it, dropout would draw other numbers"),
+    "XLA_USE_EAGER_DEBUG_MODE": (_OFF, "unset it, eager tensors cannot be sharded"),
+    "PT_XLA_DEBUG": (("0", "1"), "torch_xla reads it as a number, use 1"),
+    "RANK": (("", "0"), _NO_TORCHRUN),
+    "WORLD_SIZE": (("", "1"), _NO_TORCHRUN),
+}
+"""By variable: the values that change no number, and what to do about any other."""
+
+
+def check_variables() -> None:
+    """Raise UsageError for a variable with which torch_xla would compute something else than the
+    flags say, or crash."""
+    for name, (harmless, advice) in _REFUSED.items():
+        value = os.environ.get(name, harmless[0])
+        if value not in harmless:
+            raise UsageError(f"--backend xla is incompatible with {name}={value}: {advice}")
+
+
+# -- the device ---------------------------------------------------------------------------
+
+_ANSWERS_WITHIN_S = 10
+
+
+def device_type() -> str:
+    """Return PJRT_DEVICE, or else "TPU" if this host has TPU chips, or "CPU"."""
+    if chosen := os.environ.get("PJRT_DEVICE"):
+        return chosen
+    if not _has_tpu_chips():
+        return "CPU"
+    # Imported, torch_xla would choose the device by itself, and warn of it.
+    os.environ.setdefault("PJRT_SELECT_DEFAULT_DEVICE", "0")
+    return "TPU"
+
+
+def check_device() -> None:
+    """Raise UsageError if torch_xla could not start the device, or would wait for minutes."""
+    device = device_type()
+    if device not in ("TPU", "CPU"):
+        others = ", or use --backend cuda for GPUs" if device in ("CUDA", "GPU", "ROCM") else ""
+        raise UsageError(
+            f"PJRT_DEVICE={device}: --backend xla runs on TPU and CPU, unset it{others}"
+        )
+    if device == "CPU":
+        return
+    if not _has_tpu_chips():
+        raise UsageError(
+            "PJRT_DEVICE=TPU, but this machine has no TPU chips: unset it, or use PJRT_DEVICE=CPU"
+        )
+    library = os.environ.get("TPU_LIBRARY_PATH")
+    if library and not Path(library).is_file():
+        raise UsageError(f"TPU_LIBRARY_PATH={library}: there is no such file, unset it")
+    if not library and importlib.util.find_spec("libtpu") is None:
+        raise UsageError(
+            "a TPU requires the package libtpu: python3 -m pip install -r requirements-tpu.txt"
+        )
+    if os.environ.get("TPU_SKIP_MDS_QUERY"):  # torch_xla takes "0" as set, too
+        kind = os.environ.get("TPU_ACCELERATOR_TYPE", "")
+        if not re.fullmatch(r"(v|tpu)\d[a-z]*-\d+", kind):
+            raise UsageError(
+                f"TPU_SKIP_MDS_QUERY is set, so TPU_ACCELERATOR_TYPE={kind} must name the slice: "
+                "v5litepod-8, for example; or unset TPU_SKIP_MDS_QUERY"
+            )
+        return
+    asked = urllib.request.Request(METADATA_URL, headers={"Metadata-Flavor": "Google"})
+    try:
+        urllib.request.urlopen(asked, timeout=_ANSWERS_WITHIN_S).close()
+    except OSError as error:
+        raise UsageError(
+            f"the TPU VM's metadata server does not answer ({getattr(error, 'reason', error)}): "
+            "give a container the host's network (docker run --net host), or set "
+            "TPU_SKIP_MDS_QUERY=1, TPU_ACCELERATOR_TYPE (v5litepod-8, for example), TPU_WORKER_ID "
+            "and TPU_WORKER_HOSTNAMES"
+        ) from None
+
+
+def _has_tpu_chips() -> bool:
+    vendors = map(Path, glob.glob("/sys/bus/pci/devices/*/vendor"))
+    return any(
+        vendor.read_text().strip() == TPU_PCI_VENDOR
+        and vendor.with_name("device").read_text().strip() in TPU_PCI_DEVICES
+        for vendor in vendors
+    )
