@@ -6,6 +6,7 @@ A URL is any that fsspec knows: gs://, s3://, file://, ...
 import contextlib
 import errno
 import json
+import logging
 import os
 import re
 import stat
@@ -207,6 +208,8 @@ def problem_of_url(url: str) -> str | None:
         if package in ("", "fsspec"):  # fsspec's own message names the packages
             return str(error).splitlines()[0]
         return f"requires the package {package}: python3 -m pip install {package}"
+    # It logs the traceback of each error, which it raises as well.
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
     return None
 
 
