@@ -37,20 +37,23 @@ class RunFailed(Exception):
     """
 
     def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
+        super().__init__(message, exit_code)  # by which it is made again in another process
         self.exit_code = exit_code
 
+    def __str__(self) -> str:
+        return str(self.args[0])
 
-class NotFinite(RunFailed):
-    """Raised when what was computed is NaN or infinite: another start would find the same."""
 
-    def __init__(self, what: str, newest: Path | None) -> None:
-        """``what``: the first half of the message; ``newest``: the last good checkpoint."""
-        super().__init__(
-            f"{what}: the last good checkpoint is {newest or 'none'}; try a lower --lr, more "
-            "--warmup_steps or another --precision",
-            NOT_FINITE,
-        )
+def not_finite(what: str, newest: Path | None) -> RunFailed:
+    """Return the error of a run whose numbers are NaN or infinite, as another start's would be.
+
+    ``what``: the first half of the message; ``newest``: the last good checkpoint.
+    """
+    return RunFailed(
+        f"{what}: the last good checkpoint is {newest or 'none'}; try a lower --lr, more "
+        "--warmup_steps or another --precision",
+        NOT_FINITE,
+    )
 
 
 class SelfCheckFailed(Exception):

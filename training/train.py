@@ -33,9 +33,9 @@ from training.errors import (
     NO_BATCH,
     NOT_FINITE,
     SIGNAL,
-    NotFinite,
     RunFailed,
     StoppedBySignal,
+    not_finite,
 )
 from training.features import Features, open_plainly
 from training.files import FolderLock, replace_file
@@ -290,7 +290,7 @@ def _train(
     profiler.finish(session.reports.say)
 
 
-def _not_finite(students: Sequence[_Student], step: int) -> NotFinite:
+def _not_finite(students: Sequence[_Student], step: int) -> RunFailed:
     """Return the error of a run that ends after ``step`` because its numbers are not finite.
 
     If that is the last step its checkpoint is set aside: resumed, it would be taken for a good one.
@@ -299,17 +299,18 @@ def _not_finite(students: Sequence[_Student], step: int) -> NotFinite:
     longest = max(student.session.reports.longest_row_skipped for student in students)
     if limit and longest >= limit:
         what = f"{longest} steps in a row had a loss or gradient norm that is not finite"
-        return NotFinite(what, newest)
+        return not_finite(what, newest)
     what = ""
     with exchange.failing_together():
         for student in students if students[0].session.backend.is_main else ():
             ckpt_dir, problem = student.run.ckpt_dir, student.session.reports.not_finite
             last = choose.folder_of(ckpt_dir, step)
-            if problem and last.exists():
+            if problem:
                 what = f"the {problem} of the last step is not finite"
+            if problem and last.exists():
                 what += f", so {last.name} was set aside in {choose.set_aside(ckpt_dir, [last])}"
     what = exchange.gather(what)[0]  # all wait for what was moved
-    return NotFinite(
+    return not_finite(
         what, next(reversed(choose.complete_checkpoints(students[0].run.ckpt_dir)), None)
     )
 

@@ -2,6 +2,9 @@
 resumed."""
 
 import json
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from tests.cli import DIGITS, need_xla, run_program, tiny
 from tests.marks import long
 from tests.references.plain_checkpoint import tiny_timm_model
 from tests.training.test_checkpoints import left
+from training import errors
 
 GPU, XLA = "--backend cuda", "--backend xla --cpu_devices 2"
 ONCE = "--eval_batches 1 --warmup_steps 0".split()
@@ -108,3 +112,26 @@ def test_an_evaluation_of_no_image(tmp_path):
         done = run_program("run_vit_training.py", *tiny(tmp_path / "run"), *flags)
         assert done.returncode == 0, done.stderr
         assert left(tmp_path / "run") == [1]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.not_finite("step 3 is not finite", Path("run/step_2")),
+        errors.RunFailed("the images are gone", errors.NO_BATCH),
+        errors.StoppedBySignal(143),
+        errors.UsageError("give another --lr"),
+        errors.SelfCheckFailed(),
+    ],
+)
+def test_errors_reach_the_process_that_started_this_one(error):
+    """Nested FSDP has a process a chip, whose pool pickles what they raise."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        found = pool.submit(_raise, error).exception()
+    assert type(found) is type(error)
+    assert str(found) == str(error)
+    assert getattr(found, "exit_code", None) == getattr(error, "exit_code", None)
+
+
+def _raise(error):
+    raise error

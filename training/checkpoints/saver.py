@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from training import errors
 from training.backend import Backend
 from training.checkpoints.choose import clear, folder_of, prune, remove, step_of
 from training.checkpoints.format import (
@@ -24,7 +25,7 @@ from training.checkpoints.format import (
     write_manifest,
 )
 from training.checkpoints.state import bytes_of, not_finite, state_content, write_state
-from training.errors import NOT_SAVED, NotFinite, RunFailed, UsageError
+from training.errors import NOT_SAVED, RunFailed, UsageError
 from training.files import in_background
 from training.processes import exchange
 
@@ -162,8 +163,8 @@ class CheckpointSaver:
 
         If it cannot be written, the older ones stay and training can continue. With ``must`` it is
         complete when this returns. Returns True if it was written, or is being written now. Raises
-        NotFinite if a value is not finite, and RunFailed after ``max_failed`` failures in a row,
-        with ``must`` after one.
+        RunFailed if a value is not finite, and after ``max_failed`` failures in a row or, with
+        ``must``, after one.
         """
         self.finish()
         folder = folder_of(self.ckpt_dir, position.step)
@@ -238,7 +239,7 @@ class CheckpointSaver:
             what = (
                 f"{done.not_finite} is not finite after step {step_of(folder)}, which is not saved"
             )
-            self._ends_with = NotFinite(what, self.newest)
+            self._ends_with = errors.not_finite(what, self.newest)
             return
         wrong = [problem for problem in done.problems if problem is not None]
         if not wrong:
