@@ -473,11 +473,11 @@ def _print_help(which: str, known: Sequence[FlagField]) -> NoReturn:
     text = build_parser(shown).format_help()
     rest = text.partition("\n\n")[2]  # the usage would be all flags once more
     print(f"usage: {PROGRAM} [flags]   {PROGRAM} @FILE [flags]: FILE holds flags\n\n{rest}")
-    if not which:
-        print(
-            f"--help all: all {len(known)} flags. --help WORD: those with a word in their name or "
-            f"text.\n--help GROUP: one of {', '.join(groups)}"
-        )
+    print(
+        "help:\n  -h, --help [WORD]  the common flags, or those with WORD in their name or text; "
+        f"all: all {len(known)}\n                     flags; or those of a group: "
+        f"{', '.join(groups)}"
+    )
     sys.exit(0)
 
 

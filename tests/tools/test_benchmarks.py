@@ -129,7 +129,7 @@ def test_domain_parallel_picture_of_what_did_not_fit(tmp_path):
         Row("v5e:2x2", 1, 4, 3, 256, 1, note="error: libtpu crashed"),
     ]
     write_csv(str(tmp_path / "rows.csv"), rows)
-    plot(str(tmp_path / "rows.png"), rows, "made up")
+    plot(tmp_path / "rows.png", rows, "made up")
     with (tmp_path / "rows.csv").open(newline="") as file:
         small, fits, crashed = csv.DictReader(file)
     assert (small["size"], small["train s"], small["train GB"]) == ("256x256x256", OOM, "40.0")

@@ -108,6 +108,10 @@ def complaint(capsys, ckpt_dir, *flags):
         ("--data_dir /does/not/exist", "/does/not/exist/train does not exist"),
         ("--num_classes 9", "10 classes, --num_classes is 9"),
         ("--resume /does/not/exist", "there is no such checkpoint folder"),
+        (
+            f"--resume {__file__}",
+            f"--resume {__file__} is a file of weights: give it to --init_from",
+        ),
         ("--resume_epoch 3", "no checkpoint of that epoch's end"),
         (
             "--resume_epoch 3 --resume none",

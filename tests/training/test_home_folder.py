@@ -37,7 +37,7 @@ def values(*words):
 
 def test_these_are_flags_of_paths():
     wanted = "data_dir index_dir labels ckpt_dir resume init_from local_ckpt_dir teacher_weights"
-    wanted += " gram_weights expect predict features eval_report price plan_dir hlo_dir"
+    wanted += " class_map gram_weights expect predict features eval_report price plan_dir hlo_dir"
     assert PATHS.keys() == set(wanted.split())
 
 
@@ -48,7 +48,7 @@ def test_a_flag(field, home):
         "~": str(home),
         "~/a b/~": f"{home}/a b/~",
         "~root/x": "/root/x",
-        "./~/x": "./~/x" if field != "features" else "~/x",
+        "./~/x": "~/x" if field in ("features", "class_map") else "./~/x",
         "x~": "x~",
     }.items():
         found = values(f"{name}={typed}")[field]

@@ -148,6 +148,8 @@ def find_resume(
     path = folder_at(resume)
     with checkpoint.readable(path):
         if not path.is_dir():
+            if path.is_file():
+                raise UsageError(f"--resume {resume} is a file of weights: give it to --init_from")
             raise UsageError(f"--resume {resume}: there is no such checkpoint folder")
         return of_path(path)
 

@@ -29,7 +29,7 @@ def open_closed_streams() -> None:
             setattr(sys, name, stream)
 
 
-class _Stream(io.FileIO):
+class _StandardStream(io.FileIO):
     """A standard stream, replaced by /dev/null as soon as a write fails."""
 
     def __init__(self, number: int, lost: Callable[[OSError], None]) -> None:
@@ -57,7 +57,7 @@ def _replaced(name: str, lost: Callable[[OSError], None]) -> Iterator[None]:
         return
     before.flush()
     stream = io.TextIOWrapper(
-        io.BufferedWriter(_Stream(number, lost)),
+        io.BufferedWriter(_StandardStream(number, lost)),
         encoding=before.encoding,
         errors=before.errors,
         line_buffering=before.line_buffering,
