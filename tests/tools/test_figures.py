@@ -21,11 +21,10 @@ sys.exit(tool.main())
 @pytest.mark.parametrize(
     "variables",
     [
-        {"MPLBACKEND": "module://matplotlib_inline.backend_inline"},
-        {"MPLBACKEND": "nonsense"},
-        HOMELESS,
+        pytest.param({"MPLBACKEND": "module://matplotlib_inline.backend_inline"}, id="module"),
+        pytest.param({"MPLBACKEND": "nonsense"}, id="nonsense", marks=pytest.mark.long),
+        pytest.param(HOMELESS, id="homeless", marks=pytest.mark.long),
     ],
-    ids=["module", "nonsense", "homeless"],
 )
 def test_tools_draw(variables, trained, tmp_path):
     picture = tmp_path / "figure.png"

@@ -35,8 +35,8 @@ def fails(*flags, processes=1):
     ("flags", "processes", "steps", "problem"),
     [
         (GPU, 1, 2, "loss or gradient norm"),
-        (XLA, 1, 1, "val loss"),
-        long(GPU, 1, 1, "val loss"),
+        (GPU, 1, 1, "val loss"),
+        long(XLA, 1, 1, "val loss"),
         long(XLA, 1, 2, "loss or gradient norm"),
         long(f"{GPU} --precision bf16 --model_ema", 2, 2, "loss or gradient norm"),
         long(f"{XLA} --precision bf16 --no-scan_blocks --model_ema", 1, 1, "val loss"),
