@@ -56,8 +56,9 @@ def _replaced(name: str, lost: Callable[[OSError], None]) -> Iterator[None]:
         yield
         return
     before.flush()
+    raw = _StandardStream(number, lost)
     stream = io.TextIOWrapper(
-        io.BufferedWriter(_StandardStream(number, lost)),
+        raw if before.write_through else io.BufferedWriter(raw),  # python -u
         encoding=before.encoding,
         errors=before.errors,
         line_buffering=before.line_buffering,
