@@ -169,7 +169,8 @@ def test_sockets_are_in_a_folder_of_this_user_that_is_removed(long_path):
     assert not [*long_path.glob("pymp-*")]
 
 
-@pytest.mark.parametrize("train", [train_tiny_gpu, long(train_tiny)])
+@pytest.mark.long
+@pytest.mark.parametrize("train", [train_tiny_gpu, train_tiny])
 def test_training_with_a_temporary_folder_of_a_long_path(train, long_path, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(long_path))
     run = train(tmp_path / "run", "--num_workers", "1", "--max_steps", "2", warm=False)

@@ -68,6 +68,7 @@ def test_tables_without_the_figure(how, trained, without_matplotlib, tmp_path):
         assert sorted(os.listdir(folder)) == ["confusion.csv", "confusion.png", "per_class.csv"]
 
 
+@pytest.mark.long
 def test_training_without_curves(without_matplotlib, tmp_path):
     run = tmp_path / "run"
     words, variables = command_of(

@@ -95,6 +95,7 @@ def test_on_xla(devices, flags, expected, tmp_path):
     assert_same(train_tiny(tmp_path, *DINO, *flags.split(), devices=devices), expected)
 
 
+@pytest.mark.long
 def test_koleo_groups_by_default(expected, tmp_path):
     """In one pass four processes have four images each, which are a group then, as CROPS says."""
     flags = " ".join(DINO).replace("--koleo_group 4", "").split()

@@ -70,6 +70,7 @@ def test_training_goes_on(backend, stdout, stderr, tmp_path):
         assert done.stderr.count(f"warning: stdout cannot be written ({reason})") == 1
 
 
+@pytest.mark.long
 def test_training_with_closed_streams(tmp_path):
     """No file of the run gets their numbers, or gloo would print its greeting into it."""
     words, variables = command_of("run_vit_training.py", *tiny(tmp_path), *CUDA, warm=False)

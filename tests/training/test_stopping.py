@@ -144,8 +144,10 @@ def test_torchrun_told_to_end(name, tmp_path):
     assert "DataLoader worker" not in stderr
 
 
-@pytest.mark.parametrize("ignored", [False, True])
-@pytest.mark.parametrize("backend", ["cuda", long("xla")])
+@pytest.mark.parametrize(
+    ("backend", "ignored"),
+    [("cuda", False), long("cuda", True), long("xla", False), long("xla", True)],
+)
 def test_a_terminal_is_closed(backend, ignored, tmp_path):
     """The kernel signals the program, a shell all of its processes; nothing can be printed then.
     Under nohup training goes on."""
