@@ -77,7 +77,7 @@ def load_without_values(path: Path, begin: int = 0, length: int | None = None) -
     """
     with FakeTensorMode(), path.open("rb") as file:
         part = file if length is None else _create_file_view(file, begin, length)
-        return weights.load_tensors(path, part)
+        return weights.load_tensors(part)
 
 
 def offset_of(tensor: torch.Tensor) -> int:

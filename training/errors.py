@@ -44,7 +44,7 @@ class RunFailed(Exception):
         return str(self.args[0])
 
 
-def not_finite(what: str, newest: Path | None) -> RunFailed:
+def not_finite_error(what: str, newest: Path | None) -> RunFailed:
     """Return the error of a run whose numbers are NaN or infinite, as another start's would be.
 
     ``what``: the first half of the message; ``newest``: the last good checkpoint.

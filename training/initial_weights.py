@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from training.errors import UsageError
 from training.files import folder_at
 from training.flags import flat
 from training.resolve import Run, model_of, resolve_model
+from training.weight_names import NAMED, listed
 from training.weights import Weights, find_weights, remedy, weights_in, with_preprocessing_of
 
 # -- Weights that are used as they are: --predict, --eval_only, --features -------------------------
@@ -128,7 +129,6 @@ _MAY_BE_DROPPED = (*_MAY_BE_NEW, "norm.")
 """Prefixes of tensors that only the weights may have."""
 _NORMS = ("norm.", "fc_norm.")
 """The last norm, before and after pooling: a model has one of the two, and gets the other's."""
-_NAMED = 3
 _REMEDY = "give --model, and its flags, as it was trained"
 
 
@@ -162,8 +162,8 @@ def fit(weights: Weights, run: Run, data_classes: list[str] | None) -> InitialWe
                     sources[name] = source
     # A head is used if it is for the very classes of the data, as far as is known.
     heads = [{n: s for n, s in each.items() if n.startswith(_HEAD)} for each in (here, there)]
-    classes = weights.run.classes if weights.run else None
-    if heads[0] != heads[1] or not (classes is None or data_classes in (None, classes)):
+    is_other = weights.classes is not None and data_classes not in (None, weights.classes)
+    if heads[0] != heads[1] or is_other:
         sources = {name: at for name, at in sources.items() if not name.startswith(_HEAD)}
     missing, dropped = here.keys() - sources.keys(), there.keys() - set(sources.values())
     advice = remedy(here, there, _REMEDY)
@@ -172,7 +172,7 @@ def fit(weights: Weights, run: Run, data_classes: list[str] | None) -> InitialWe
         (dropped, _MAY_BE_DROPPED, "has", "which the model has not"),
     ):
         if wrong := [name for name in differing if not name.startswith(allowed)]:
-            raise UsageError(f"{weights.path} {has} {_listed(wrong, _NAMED)}, {which}: {advice}")
+            raise UsageError(f"{weights.path} {has} {listed(wrong)}, {which}: {advice}")
 
     # Which ones change their shape: position embeddings and the patch embedding may.
     layouts, resampled = {}, []
@@ -208,17 +208,11 @@ def fit(weights: Weights, run: Run, data_classes: list[str] | None) -> InitialWe
         ("new", missing),
     ):
         if names:
-            note += f"; {what}: {_listed(names, 2 * _NAMED)}"
+            note += f"; {what}: {listed(names, 2 * NAMED)}"
     if weights.note:
         note += f"; {weights.note}"
     use_ema = weights.kind == EMA
     return InitialWeights(weights.path, use_ema, spec, run.config.seed, sources, layouts, note)
-
-
-def _listed(names: Iterable[str], most: int) -> str:
-    listed = sorted(names)
-    more = f" and {len(listed) - most:,} more" if len(listed) > most else ""
-    return ", ".join(listed[:most]) + more
 
 
 def _layout(

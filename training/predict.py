@@ -47,8 +47,7 @@ def _log(line: str) -> None:
 
 def _class_names(weights: Weights, of_data: list[str], num_classes: int) -> list[str]:
     """Return names by label: the checkpoint's, else the data's, else "class <label>"."""
-    known = weights.run.classes if weights.run else None
-    names = of_data if known is None else known
+    names = of_data if weights.classes is None else weights.classes
     if len(names) > num_classes:  # the folder is another model's
         names = []
     return names + [f"class {label}" for label in range(len(names), num_classes)]
@@ -70,7 +69,7 @@ def predict(config: RunConfig, weights: Weights) -> None:
     config = run.config
     assert config.use.predict is not None
     of_data = class_folders(config.data.data_dir, "train") or []
-    if not (weights.run and weights.run.classes):
+    if not weights.classes:
         check_unnamed_classes(of_data, weights.path, config.data, spec)
     of_data = in_order(of_data, config.data.class_order, config.data.class_map)
     names = _class_names(weights, of_data, spec.sizes.num_classes)
@@ -155,8 +154,7 @@ def prepare_evaluation(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, 
     weights, run = with_preprocessing_of(weights, run)
     labels = run.config.objective.uses_labels
     data = open_data(dataset_request(run, with_train=False, labels=labels))
-    classes = weights.run.classes if weights.run else None
-    check_same_classes(classes, weights.path, data, run)
+    check_same_classes(weights.classes, weights.path, data, run)
     return run, functools.partial(_evaluate_weights, weights, data)
 
 

@@ -35,7 +35,7 @@ from training.errors import (
     SIGNAL,
     RunFailed,
     StoppedBySignal,
-    not_finite,
+    not_finite_error,
 )
 from training.features import Features, open_plainly
 from training.files import FolderLock, replace_file
@@ -96,12 +96,11 @@ def prepare_training(
     initial = None
     if weights:
         initial = fit(weights, run, data.classes)
-        if data.classes and initial.keeps_head and not (weights.run and weights.run.classes):
+        if data.classes and initial.keeps_head and not weights.classes:
             begin.check_unnamed_classes(data.classes, weights.path, run.config.data, run.model)
     if run.teacher and run.config.loss.teacher_weights and data.classes:
         teacher = weights_of_teacher(run.config.loss.teacher_weights, "--teacher_weights")
-        classes = teacher.run.classes if teacher.run else None
-        begin.check_same_classes(classes, teacher.path, data, run)
+        begin.check_same_classes(teacher.classes, teacher.path, data, run)
     if run.config.objective.gram_weights:
         gram_teacher(run)  # raises UsageError
     plain = open_plainly(run) if run.config.log.knn_every or run.config.log.probe_every else None
@@ -299,7 +298,7 @@ def _not_finite(students: Sequence[_Student], step: int) -> RunFailed:
     longest = max(student.session.reports.longest_row_skipped for student in students)
     if limit and longest >= limit:
         what = f"{longest} steps in a row had a loss or gradient norm that is not finite"
-        return not_finite(what, newest)
+        return not_finite_error(what, newest)
     what = ""
     with exchange.failing_together():
         for student in students if students[0].session.backend.is_main else ():
@@ -307,10 +306,11 @@ def _not_finite(students: Sequence[_Student], step: int) -> RunFailed:
             last = choose.folder_of(ckpt_dir, step)
             if problem:
                 what = f"the {problem} of the last step is not finite"
-            if problem and last.exists():
-                what += f", so {last.name} was set aside in {choose.set_aside(ckpt_dir, [last])}"
+                if last.exists():
+                    aside = choose.set_aside(ckpt_dir, [last])
+                    what += f", so {last.name} was set aside in {aside}"
     what = exchange.gather(what)[0]  # all wait for what was moved
-    return not_finite(
+    return not_finite_error(
         what, next(reversed(choose.complete_checkpoints(students[0].run.ckpt_dir)), None)
     )
 

@@ -35,7 +35,15 @@ _HUGGING_FACE = [
 """ViT of transformers, by the names of its files (``encoder.layer.0``) and of its modules since
 version 5 (``layers.0``): https://github.com/huggingface/transformers, models/vit."""
 
-_NAMED = 3
+NAMED = 3
+"""So many names a message lists."""
+
+
+def listed(names: Iterable[str], most: int = NAMED) -> str:
+    """Return the first names in words, and how many there are besides."""
+    names = sorted(names)
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def timm_names(names: Iterable[str]) -> tuple[dict[str, list[str]], str]:
@@ -74,8 +82,8 @@ def timm_names(names: Iterable[str]) -> tuple[dict[str, list[str]], str]:
     prefix = _prefix_of({match[1] for name in found if (match := _IN_MODEL.match(name))})
     if prefix:
         notes.append(f"{prefix} removed from names")
-        around = prefix[:-1].rpartition(".")
-        heads = {f"{around[0]}{around[1]}{name}": name for name in ("head.weight", "head.bias")}
+        outer, dot, _ = prefix[:-1].rpartition(".")
+        heads = {f"{outer}{dot}{name}": name for name in ("head.weight", "head.bias")}
         inside: dict[str, list[str]] = {}
         for name, parts in found.items():
             if name.startswith(prefix):
@@ -86,8 +94,7 @@ def timm_names(names: Iterable[str]) -> tuple[dict[str, list[str]], str]:
                 left_out += parts
         found = inside
     if left_out:
-        more = f" and {len(left_out) - _NAMED:,} more" if len(left_out) > _NAMED else ""
-        notes.append(f"left out: {', '.join(sorted(left_out)[:_NAMED])}{more}")
+        notes.append(f"left out: {listed(left_out)}")
     return found, "; ".join(notes)
 
 

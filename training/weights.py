@@ -65,6 +65,11 @@ class Weights:
     preprocessing: Mapping[str, Any] = field(default_factory=dict)
     """What a checkpoint of timm's trainer says of it, by timm's names."""
 
+    @property
+    def classes(self) -> list[str] | None:
+        """The names of the classes that they were trained on, by label; None: not known."""
+        return self.run.classes if self.run else None
+
     def check_fits(self, model: ModelSpec) -> None:
         """Raises UsageError naming the first tensor that is not one of the model's."""
         found = self.shapes()
@@ -254,21 +259,23 @@ class _Ignored(dict):
         pass
 
 
-def load_tensors(path: Path, file: Any = None) -> Any:
-    """Return what torch.save wrote, mapped from the file, or read from ``file``, a part of it.
+def load_tensors(source: Any) -> Any:
+    """Return what torch.save wrote: mapped from the file of a path, or read from an open one.
 
     Only tensors, what PyTorch trusts and ``argparse.Namespace`` are loaded. The rest, such as a
     NumPy number, is left empty: none of its code runs. Raises ValueError for what is no such file.
     """
-    check_is_content(path)
-    mapped = file is None and zipfile.is_zipfile(path)  # files from before PyTorch 1.6 are not
+    mapped = False
+    if isinstance(source, Path):
+        check_is_content(source)
+        mapped = zipfile.is_zipfile(source)  # files from before PyTorch 1.6 are not
     ignored: list[Any] = []
     while True:
         try:
             with torch.serialization.safe_globals([argparse.Namespace, *ignored]):
-                if file:
-                    file.seek(0)
-                return torch.load(file or path, map_location="cpu", weights_only=True, mmap=mapped)
+                if not isinstance(source, Path):
+                    source.seek(0)
+                return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
         except pickle.UnpicklingError as error:  # whose text advises to load it unsafely
             foreign = re.search(r"GLOBAL (\S+)", str(error))
             known = [name for _, name in ignored]
@@ -412,7 +419,7 @@ def with_preprocessing_of(weights: Weights, run: Run) -> tuple[Weights, Run]:
         return weights, with_preprocessing(run, weights.run)
     path = weights.path
     found: Mapping[str, Any] | None = weights.preprocessing or run.model.preprocessing
-    source = f"{path}" if weights.preprocessing else f"timm's {run.model.name}"
+    source = str(path) if weights.preprocessing else f"timm's {run.model.name}"
     # timm's ``pretrained_cfg`` in the metadata of .safetensors files, or beside them.
     files = safetensors_files(path)
     texts = [metadata_of(files[0]).get("pretrained_cfg", "")] if files else []

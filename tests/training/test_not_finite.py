@@ -117,7 +117,7 @@ def test_an_evaluation_of_no_image(tmp_path):
 @pytest.mark.parametrize(
     "error",
     [
-        errors.not_finite("step 3 is not finite", Path("run/step_2")),
+        errors.not_finite_error("step 3 is not finite", Path("run/step_2")),
         errors.RunFailed("the images are gone", errors.NO_BATCH),
         errors.StoppedBySignal(143),
         errors.UsageError("give another --lr"),

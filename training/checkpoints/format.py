@@ -447,8 +447,10 @@ _SUM = re.compile(r"[0-9a-f]{32}")
 
 def manifest_entries(files: Any) -> dict[str, Entry]:
     """Return the entries of a manifest, as JSON has them. Raises ValueError for what is none."""
+    if not isinstance(files, dict):
+        raise ValueError("a manifest's files are no JSON object")
     found: dict[str, Entry] = {}
-    for name, entry in files.items() if isinstance(files, dict) else [("", None)]:
+    for name, entry in files.items():
         match entry:
             case [int(size), str(sum_)] if _FILE_NAME.fullmatch(name) and _SUM.fullmatch(sum_):
                 found[name] = size, sum_

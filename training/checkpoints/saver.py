@@ -13,7 +13,6 @@ from typing import Any, Self
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from training import errors
 from training.backend import Backend
 from training.checkpoints.choose import clear, folder_of, prune, remove, step_of
 from training.checkpoints.format import (
@@ -25,7 +24,7 @@ from training.checkpoints.format import (
     write_manifest,
 )
 from training.checkpoints.state import bytes_of, not_finite, state_content, write_state
-from training.errors import NOT_SAVED, RunFailed, UsageError
+from training.errors import NOT_SAVED, RunFailed, UsageError, not_finite_error
 from training.files import in_background
 from training.processes import exchange
 
@@ -239,7 +238,7 @@ class CheckpointSaver:
             what = (
                 f"{done.not_finite} is not finite after step {step_of(folder)}, which is not saved"
             )
-            self._ends_with = errors.not_finite(what, self.newest)
+            self._ends_with = not_finite_error(what, self.newest)
             return
         wrong = [problem for problem in done.problems if problem is not None]
         if not wrong:
