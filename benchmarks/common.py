@@ -1,10 +1,12 @@
 """The parts that benchmarks share: processes to measure in, and what names a measurement."""
 
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,17 @@ _OUT_OF_MEMORY = re.compile(
 _ERROR = re.compile(r"^(?:\[rank\d+\]:\s*)?([\w.]*(?:Error|Exception)\b.*)", re.MULTILINE)
 
 
-def run_python(*command: str) -> subprocess.CompletedProcess[str]:
-    """Run a Python program in the project's folder; keep its output."""
+def run_python(
+    *command: str, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a Python program in the project's folder, with these variables too; keep its output."""
     return subprocess.run(
-        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, *command],
+        cwd=ROOT,
+        env={**os.environ, **(environment or {})},
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 

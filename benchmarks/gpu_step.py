@@ -3,9 +3,11 @@
     python benchmarks/gpu_step.py --json gpu.json --plot gpu.png
 
 `timm` is what a timm user has: timm's model, autocast, fused AdamW, clipping, no sharding, no
-activation checkpointing. All other variants run the step of training/loop.py. Each
-measurement is a process of its own (torchrun's, with --nproc-per-node), and the variants of
-a model take turns --repeats times. The table gives medians:
+activation checkpointing; `timm+compile` is the same with timm's --torchcompile, and
+`timm+max-autotune` with that mode of torch.compile. All other variants run the step of
+training/loop.py; `tuned` has Inductor tune its kernels by trying them. Each measurement is a
+process of its own (torchrun's, with --nproc-per-node), and the variants of a model take turns
+--repeats times. The table gives medians:
 
 - s/step: wall clock from device idle to device idle over --steps steps, divided by them
 - ratio: images/s over those of timm's loop with the same model and batch in the same run
@@ -45,9 +47,12 @@ from training.logs.figures import pyplot
 PRESET_FLAGS = "--precision bf16 --grad_ckpt none --lr 1e-5".split()
 VARIANTS = {
     "timm": "--fsdp fsdp2",  # for the process group; its loop shards nothing
+    "timm+compile": "--fsdp fsdp2",
+    "timm+max-autotune": "--fsdp fsdp2",
     "fsdp2": "--fsdp fsdp2",
     "megatron": "--fsdp megatron",
     "fsdp2+compile": "--fsdp fsdp2 --compile",
+    "fsdp2+compile+tuned": "--fsdp fsdp2 --compile",
     "megatron+compile": "--fsdp megatron --compile",
     "fsdp2+compile+fp8": "--fsdp fsdp2 --compile --fp8 current",
     "fsdp2+compile+fp8-rowwise": "--fsdp fsdp2 --compile --fp8 rowwise",
@@ -56,6 +61,12 @@ VARIANTS = {
     "megatron+te": "--fsdp megatron --block te",
     "te+fp8": "--fsdp fsdp2 --block te --fp8 delayed",
     "te+fp8-current": "--fsdp fsdp2 --block te --fp8 current",
+}
+ENVIRONMENT = {
+    "fsdp2+compile+tuned": {
+        "TORCHINDUCTOR_COORDINATE_DESCENT_TUNING": "1",
+        "TORCHINDUCTOR_MAX_AUTOTUNE": "1",
+    }
 }
 # Images a GPU that leave room in 141 GB without checkpointing; multiples of 32 suit FP8.
 BATCH_SIZES = {
@@ -116,7 +127,7 @@ def measure_once(row: Row, options: argparse.Namespace, flags: list[str]) -> Non
         "-m",
         "benchmarks.gpu_step_child",
         "--loop",
-        "timm" if row.variant == "timm" else "own",
+        row.variant if row.variant.startswith("timm") else "own",
         "--warmup",
         str(options.warmup),
         "--steps",
@@ -130,6 +141,7 @@ def measure_once(row: Row, options: argparse.Namespace, flags: list[str]) -> Non
         "--batch_size",
         str(row.batch_size * processes),
         *VARIANTS[row.variant].split(),
+        environment=ENVIRONMENT.get(row.variant, {}),
     )
     if done.returncode == 0:
         result = last_json(done.stdout)

@@ -59,8 +59,13 @@ def own_step(run: TorchRun, backend: Backend, batches: list[Batch]) -> Step:
     return step
 
 
-def timm_step(run: TorchRun, backend: Backend, batches: list[Batch]) -> Step:
-    """Return timm's training loop: autocast, fused AdamW, clipping; DDP on several GPUs."""
+def timm_step(
+    run: TorchRun, backend: Backend, batches: list[Batch], *, compile_mode: str | None = None
+) -> Step:
+    """Return timm's training loop: autocast, fused AdamW, clipping; DDP on several GPUs.
+
+    ``compile_mode``: that of torch.compile, which timm's --torchcompile calls on the whole model.
+    """
     device, count = batches[0][0].device, len(batches)
     config, precision = run.config.optimizer, run.config.sharding.precision
     assert config.betas is not None  # resolved
@@ -71,6 +76,8 @@ def timm_step(run: TorchRun, backend: Backend, batches: list[Batch]) -> Step:
         model = model.to(memory_format=torch.channels_last)
     if backend.world_size > 1:
         model = DistributedDataParallel(model)
+    if compile_mode:
+        model = torch.compile(model, mode=compile_mode)
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=config.lr,
@@ -154,7 +161,13 @@ def measure(run: TorchRun, backend: Backend, *, build: BuildStep, warmup: int, s
 
 def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--loop", choices=("own", "timm"), required=True)
+    builders: dict[str, BuildStep] = {
+        "own": own_step,
+        "timm": timm_step,
+        "timm+compile": functools.partial(timm_step, compile_mode="default"),
+        "timm+max-autotune": functools.partial(timm_step, compile_mode="max-autotune"),
+    }
+    parser.add_argument("--loop", choices=builders, required=True)
     parser.add_argument("--warmup", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     chosen, flags = parser.parse_known_args()
@@ -164,8 +177,10 @@ def main() -> None:
     except UsageError as error:
         print(json.dumps({"reason": str(error)}), flush=True)
         sys.exit()
-    build = {"own": own_step, "timm": timm_step}[chosen.loop]
-    launch(functools.partial(measure, build=build, warmup=chosen.warmup, steps=chosen.steps), run)
+    body = functools.partial(
+        measure, build=builders[chosen.loop], warmup=chosen.warmup, steps=chosen.steps
+    )
+    launch(body, run)
 
 
 if __name__ == "__main__":
