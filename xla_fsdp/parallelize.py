@@ -181,7 +181,7 @@ def parallelize_nested(
         fill_buffers(block, constant)
         # Attention: by kernels, or PyTorch's.
         if recipe.attention == "flash":
-            use_flash(block, shards=None)
+            use_flash(block)
         elif recipe.attention == "whole":
             use_whole(block)
         # Rematerialize inside of the unit, so that weights are gathered once more for it.

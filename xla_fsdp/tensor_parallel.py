@@ -83,7 +83,7 @@ def shard_heads_and_columns(
             qkv = [by_columns(x, getattr(attn, name), f"attn.{name}") for name in names]
         # The product with a part of the heads on each device: (batch, tokens, heads x width).
         if recipe.attention == "whole":
-            y = whole.of_layers(attn, qkv, rope, shards=shards, save=save)
+            y = whole.attend(attn, qkv, rope, shards=shards, save=save)
         else:
             q, k, v = whole.queries_keys_values(attn, qkv, rope)
             if recipe.attention == "flash":

@@ -123,7 +123,7 @@ def calls_of_flash(name: str) -> int:
 
     flash.attention = attention
     for block in model.blocks:
-        flash.use_flash(block, shards=None)
+        flash.use_flash(block)
     torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-5)
     assert set(shapes) == {(2, 2, spec.sizes.num_tokens, spec.sizes.head_dim)}
     return len(shapes)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import torch
 import torch.nn.functional as F
 
-from xla_fsdp.attention import flash, flash_kernels, sizes
+from xla_fsdp.attention import flash, pallas, sizes
 from xla_fsdp.attention.sizes import FlashSizes
 
 # tokens, heads, width of a head, dtype: one block of keys or several, of queries in one span or in
@@ -30,8 +30,8 @@ _IN_SPANS = 1200
 
 
 def interpreted(s: FlashSizes, scale: float, *, backward: bool):
-    name = "backward_function" if backward else "forward_function"
-    function = getattr(flash_kernels, name)(s, scale)
+    name = "flash_backward" if backward else "flash_forward"
+    function = getattr(pallas, name)(s, scale)
 
     def call(arguments: list[torch.Tensor]) -> list[torch.Tensor]:
         given = (

@@ -15,7 +15,7 @@ from xla_fsdp.attention import flash, whole
 
 def of_whole(sizes, parts):
     """Queries, keys and values, (images, heads, tokens, width), of what the kernels are given."""
-    assert [tuple(part.shape) for part in parts[:3]] == [sizes.given] * 3
+    assert [tuple(part.shape) for part in parts[:3]] == [sizes.input_shape] * 3
     q, k, v = parts[0].chunk(3, -1) if sizes.packed else parts[:3]
     if sizes.apart:
         q, k = (rotated(sizes, each.float(), parts[-1]) for each in (q, k))

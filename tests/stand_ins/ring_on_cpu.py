@@ -45,7 +45,7 @@ def main() -> None:
         torch.manual_seed(tokens)
         inputs = [torch.randn(1, 2, tokens, width) for _ in range(3)]
         weights = torch.randn(1, 2, tokens, width)
-        ring = Ring(devices, FlashProducts(None), same, same)
+        ring = Ring(devices, FlashProducts(), same, same)
         found = gradients(ring.attention, inputs, weights)
         expected = gradients(F.scaled_dot_product_attention, inputs, weights)
         errors.append(

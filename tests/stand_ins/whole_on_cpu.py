@@ -15,7 +15,7 @@ import torch
 from timm.layers import Attention, AttentionRope
 from timm.models.eva import EvaAttention
 
-from xla_fsdp.attention import whole, whole_kernels
+from xla_fsdp.attention import pallas, whole
 from xla_fsdp.attention.sizes import WholeSizes
 
 # tokens, heads, width of a head, dtype, timm's options: heads that share registers and that have
@@ -53,12 +53,12 @@ ROTARY = [
 
 
 def interpreted(sizes: WholeSizes, *, backward: bool):
-    name = "backward_function" if backward else "forward_function"
+    name = "whole_backward" if backward else "whole_forward"
 
     def call(arguments: list[torch.Tensor]) -> list[torch.Tensor]:
         given = (jnp.asarray(x.detach().float().numpy()) for x in arguments)
         dtype = str(sizes.dtype).removeprefix("torch.")
-        result = getattr(whole_kernels, name)(sizes)(*(x.astype(dtype) for x in given))
+        result = getattr(pallas, name)(sizes)(*(x.astype(dtype) for x in given))
         values = torch.from_numpy(jnp.asarray(result, jnp.float32).__array__().copy())
         return [values.to(sizes.dtype)]
 

@@ -20,18 +20,19 @@ if TYPE_CHECKING:
     import torch_xla.distributed.spmd as xs
 
 BRANCHES: dict[str, int] = {}
-"""The branches of each kernel that was lowered here, by its code: who counts the cycles of a
-compiled program meets its kernels as code alone."""
+"""The branches of each kernel that was lowered here, by its code: a compiled program, whose cycles
+``--compile_only`` counts, has its kernels as code alone."""
 
 
+Array = tuple[tuple[int, ...], torch.dtype]
 Kernel = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 """Puts the call of a lowered kernel into the graph; returns its results."""
 
 
 def lower(
     function: Callable,
-    arguments: list[tuple[tuple[int, ...], torch.dtype]],
-    results: list[tuple[tuple[int, ...], torch.dtype]],
+    arguments: list[Array],
+    results: list[Array],
     *,
     flops: int,
     transcendentals: int,
@@ -40,13 +41,14 @@ def lower(
 ) -> Kernel:
     """Lower a JAX function of one Pallas kernel, for arrays of these shapes and dtypes.
 
-    A program of it takes one of so many ``branches``, each as often as the others.
+    ``branches``: how many branches a program of it has; each is taken equally often.
     """
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # it only lowers: a TPU, if any, is torch_xla's
-    names = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.int32: "int32"}
-    arrays = [jax.ShapeDtypeStruct(shape, names[dtype]) for shape, dtype in arguments]
+    arrays = [
+        jax.ShapeDtypeStruct(shape, str(dtype).removeprefix("torch.")) for shape, dtype in arguments
+    ]
     text = torch_xla_private.kernel_config(jax_private.lower_for_tpu(function, arrays))
     assert text is not None
     config = json.loads(text)
@@ -58,7 +60,7 @@ def lower(
     BRANCHES[config["custom_call_config"]["body"]] = branches
     shapes, dtypes = [list(shape) for shape, _ in results], [dtype for _, dtype in results]
     text = json.dumps(config)
-    return lambda given: torch_xla_private.call_tpu_kernel(given, text, shapes, dtypes)
+    return lambda inputs: torch_xla_private.call_tpu_kernel(inputs, text, shapes, dtypes)
 
 
 MeshAxes = str | tuple[str, ...] | None
@@ -69,34 +71,39 @@ class Shards:
     """How images and heads are sharded in an SPMD program: each device calls a kernel on its part.
 
     ``images``, ``heads``: the mesh axis, or axes, that they are sharded along. Images are dimension
-    0 of a tensor; each call names the dimension of heads, if there is one.
+    0 of a tensor; each call names the dimension of heads, if there is one. Without a mesh the
+    program runs on one device, and tensors stay as they are.
     """
 
-    mesh: xs.Mesh
-    images: MeshAxes
+    mesh: xs.Mesh | None = None
+    images: MeshAxes = None
     heads: MeshAxes = None
 
     def part(self, x: torch.Tensor, heads: int | None = None) -> torch.Tensor:
         """Return a device's part of the whole tensor."""
-        import torch_xla.distributed.spmd as xs
-
-        return xs.enable_manual_sharding(x * 1, self._spec(x, heads), mesh=self.mesh).global_tensor
+        return self._manual(x, self._spec(x, heads))
 
     def everywhere(self, x: torch.Tensor) -> torch.Tensor:
         """Return a tensor that each device has all of, for its call."""
+        return self._manual(x, (None,) * x.dim())
+
+    def _manual(self, x: torch.Tensor, spec: tuple[MeshAxes, ...]) -> torch.Tensor:
+        if self.mesh is None:
+            return x
         import torch_xla.distributed.spmd as xs
 
-        spec = (None,) * x.dim()
         return xs.enable_manual_sharding(x * 1, spec, mesh=self.mesh).global_tensor
 
     def whole(self, part: torch.Tensor, heads: int | None = None) -> torch.Tensor:
         """Return the whole tensor of which each device has a part."""
+        if self.mesh is None:
+            return part
         import torch_xla.distributed.spmd as xs
 
         spec = self._spec(part, heads)
-        whole = (n * self.parts(axes) for n, axes in zip(part.shape, spec, strict=True))
-        shape = torch.Size(whole)
-        return xs.disable_manual_sharding(part, spec, shape, mesh=self.mesh).global_tensor
+        shape = (size * self.count(axes) for size, axes in zip(part.shape, spec, strict=True))
+        whole = torch.Size(shape)
+        return xs.disable_manual_sharding(part, spec, whole, mesh=self.mesh).global_tensor
 
     def _spec(self, x: torch.Tensor, heads: int | None) -> tuple[MeshAxes, ...]:
         spec: list[MeshAxes] = [self.images, *[None] * (x.dim() - 1)]
@@ -104,10 +111,13 @@ class Shards:
             spec[heads] = self.heads
         return tuple(spec)
 
-    def parts(self, axes: MeshAxes) -> int:
-        """Return into how many parts these axes shard."""
+    def count(self, axes: MeshAxes) -> int:
+        """Return the number of shards along these axes."""
         names = (axes,) if isinstance(axes, str) else axes or ()
-        return math.prod(self.mesh.shape()[name] for name in names)
+        return math.prod(self.mesh.shape()[name] for name in names) if self.mesh else 1
+
+
+ONE_DEVICE = Shards()
 
 
 def autocast_dtype(v: torch.Tensor) -> torch.dtype:

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from models.blocks import attentions, combine_parts, use_product
-from xla_fsdp.attention import flash
-from xla_fsdp.attention.kernels import Shards, autocast_dtype
+from xla_fsdp.attention.flash import Flash
+from xla_fsdp.attention.kernels import ONE_DEVICE, Shards, autocast_dtype
 
 if TYPE_CHECKING:
     from xla_fsdp.layout import Mark, MeshLayout
@@ -59,11 +59,11 @@ class PlainProducts:
         the whole output times its gradient ``grad``.
         """
         weights = (self._scores(q, k, valid, scale) - statistics[..., None]).exp()
-        of_weights = torch.einsum("bhqd,bhkd->bhqk", grad, v).float()
-        of_scores = (weights * (of_weights - inner[..., None]) * scale).to(q.dtype)
+        grad_weights = torch.einsum("bhqd,bhkd->bhqk", grad, v).float()
+        grad_scores = (weights * (grad_weights - inner[..., None]) * scale).to(q.dtype)
         return (
-            torch.einsum("bhqk,bhkd->bhqd", of_scores, k),
-            torch.einsum("bhqk,bhqd->bhkd", of_scores, q),
+            torch.einsum("bhqk,bhkd->bhqd", grad_scores, k),
+            torch.einsum("bhqk,bhqd->bhkd", grad_scores, q),
             torch.einsum("bhqk,bhqd->bhkd", weights.to(v.dtype), grad),
         )
 
@@ -78,19 +78,19 @@ class PlainProducts:
 class FlashProducts:
     """The same by Pallas kernels, which hold a few scores at a time."""
 
-    shards: Shards | None
-    """None where the program is one device's."""
+    shards: Shards = ONE_DEVICE
 
     def forward(self, q, k, v, valid, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        how = flash.Flash(q.shape[1], q.shape[3], scale, self.shards)
-        q, k, v = (how.merged(x) for x in (q, k, v))
-        output, statistics = how.forward(q, k, v, valid)
-        return how.apart(output), statistics
+        flash = Flash(q.shape[1], q.shape[3], scale, self.shards)
+        q, k, v = (flash.merge_heads(x) for x in (q, k, v))
+        output, statistics = flash.forward(q, k, v, valid)
+        return flash.split_heads(output), statistics
 
     def backward(self, q, k, v, statistics, grad, inner, valid, scale: float):
-        how = flash.Flash(q.shape[1], q.shape[3], scale, self.shards)
-        q, k, v, grad = (how.merged(x) for x in (q, k, v, grad))
-        return [how.apart(x) for x in how.backward(q, k, v, valid, statistics, inner, grad)]
+        flash = Flash(q.shape[1], q.shape[3], scale, self.shards)
+        q, k, v, grad = (flash.merge_heads(x) for x in (q, k, v, grad))
+        grads = flash.backward(q, k, v, valid, statistics, inner, grad)
+        return [flash.split_heads(x) for x in grads]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -127,24 +127,24 @@ class TokensOverDevices(abc.ABC):
     def backward(self, q, k, v, statistics, grad, inner, valid, scale: float):
         """Return the gradients of all parts of q, k and v."""
 
-    def apart(self, x: torch.Tensor) -> torch.Tensor:
+    def split(self, x: torch.Tensor) -> torch.Tensor:
         """Make parts of (batch, heads, tokens, width): (domain x batch, heads, part, width)."""
         tokens = x.shape[2]
-        each = -(-tokens // self.devices)
+        part = -(-tokens // self.devices)
         x = self.mark_tokens(x * 1)
-        if missing := each * self.devices - tokens:
+        if missing := part * self.devices - tokens:
             x = F.pad(x, (0, 0, 0, missing))
-        x = x.unflatten(2, (self.devices, each)).permute(2, 0, 1, 3, 4).flatten(0, 1)
+        x = x.unflatten(2, (self.devices, part)).permute(2, 0, 1, 3, 4).flatten(0, 1)
         return self.mark_parts(x * 1)
 
-    def together(self, x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Do the inverse of ``apart``, for a result of this shape."""
+    def join(self, x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Do the inverse of ``split``, for a result of this shape."""
         batch, _, tokens, _ = shape
         x = x.unflatten(0, (self.devices, batch)).permute(1, 2, 0, 3, 4)
         return self.mark_tokens(x.flatten(2, 3)[:, :, :tokens] * 1)
 
     def valid(self, tokens: int, x: torch.Tensor) -> torch.Tensor | None:
-        """Return which tokens of ``x``, which ``apart`` made of so many, are no padding.
+        """Return which tokens of ``x``, which ``split`` made of so many, are no padding.
 
         Of int32, (domain x batch, part); None if there is no padding.
         """
@@ -160,25 +160,26 @@ class TokensOverDevices(abc.ABC):
 
 class _AttentionToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, how: TokensOverDevices):
-        ctx.shape, ctx.value_shape, ctx.how = q.shape, v.shape, how
+    def forward(ctx, q, k, v, sharded: TokensOverDevices):
+        ctx.shape, ctx.value_shape, ctx.sharded = q.shape, v.shape, sharded
         ctx.scale = q.shape[-1] ** -0.5
-        q, k, v = (how.apart(x) for x in (q, k, v))
-        output, statistics = how.forward(q, k, v, how.valid(ctx.shape[2], k), ctx.scale)
+        q, k, v = (sharded.split(x) for x in (q, k, v))
+        valid = sharded.valid(ctx.shape[2], k)
+        output, statistics = sharded.forward(q, k, v, valid, ctx.scale)
         output = output.to(v.dtype)
         ctx.save_for_backward(q, k, v, output, statistics)
-        return how.together(output, ctx.value_shape)
+        return sharded.join(output, ctx.value_shape)
 
     @staticmethod
     def backward(ctx, grad):
         q, k, v, output, statistics = ctx.saved_tensors
-        how, shapes = ctx.how, (ctx.shape, ctx.shape, ctx.value_shape)
-        valid = how.valid(ctx.shape[2], k)
-        grad = how.apart(grad.to(v.dtype))
+        sharded, shapes = ctx.sharded, (ctx.shape, ctx.shape, ctx.value_shape)
+        valid = sharded.valid(ctx.shape[2], k)
+        grad = sharded.split(grad.to(v.dtype))
         inner = (output.float() * grad.float()).sum(-1)
-        grads = how.backward(q, k, v, statistics, grad, inner, valid, ctx.scale)
+        grads = sharded.backward(q, k, v, statistics, grad, inner, valid, ctx.scale)
         grads = [x.to(q.dtype) for x in grads]
-        return *(how.together(x, shape) for x, shape in zip(grads, shapes, strict=True)), None
+        return *(sharded.join(x, shape) for x, shape in zip(grads, shapes, strict=True)), None
 
 
 @dataclass(frozen=True)
@@ -196,9 +197,9 @@ class Ring(TokensOverDevices):
     def forward(self, q, k, v, valid, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         def one_round(q, output, statistics, *keys):
             k, v, valid = (*keys, None)[:3]
-            found, total = self.products.forward(q, k, v, valid, scale)
-            together = combine_parts(output, statistics, found.float(), total)
-            return q, *together, *map(self._rotated, keys)
+            part, part_statistics = self.products.forward(q, k, v, valid, scale)
+            combined = combine_parts(output, statistics, part.float(), part_statistics)
+            return q, *combined, *map(self._rotate, keys)
 
         keys = [k, v] if valid is None else [k, v, valid]
         output = torch.zeros((*q.shape[:3], v.shape[3]), device=q.device)
@@ -216,22 +217,22 @@ class Ring(TokensOverDevices):
         def one_round(q, statistics, grad, inner, grad_q, grad_k, grad_v, *keys):
             k, v, valid = (*keys, None)[:3]
             # What other devices have added follows its queries.
-            grad_q = self._rotated(grad_q)
-            found = self.products.backward(q, k, v, statistics, grad, inner, valid, scale)
-            pairs = zip((grad_q, grad_k, grad_v), found, strict=True)
-            grads = [total + own.float() for total, own in pairs]
-            return *map(self._rotated, (q, statistics, grad, inner)), *grads, *keys
+            grad_q = self._rotate(grad_q)
+            added = self.products.backward(q, k, v, statistics, grad, inner, valid, scale)
+            pairs = zip((grad_q, grad_k, grad_v), added, strict=True)
+            grads = [total + x.float() for total, x in pairs]
+            return *map(self._rotate, (q, statistics, grad, inner)), *grads, *keys
 
         keys = [k, v] if valid is None else [k, v, valid]
         grads = [torch.zeros(x.shape, device=x.device) for x in (q, k, v)]
         state = (q, statistics, grad, inner, *grads, *keys)
-        grad_q, *of_keys = self._all_rounds(one_round, scale, *state)[4:7]
-        return self._rotated(grad_q), *of_keys
+        grad_q, grad_k, grad_v = self._all_rounds(one_round, scale, *state)[4:7]
+        return self._rotate(grad_q), grad_k, grad_v
 
     def _all_rounds(self, one_round, scale: float, *state: torch.Tensor) -> Sequence[torch.Tensor]:
         """Compute as many rounds as there are devices, each from the state that the last returns.
 
-        The last is behind the loop: what it would send on nobody needs.
+        The last one comes after the loop, as nothing needs what it would send on.
         """
         from xla_fsdp.loop import Scan  # imports torch_xla
 
@@ -245,7 +246,7 @@ class Ring(TokensOverDevices):
         before_last, _ = self._loops[key](state, [])
         return body(before_last, [])[0]
 
-    def _rotated(self, x: torch.Tensor) -> torch.Tensor:
+    def _rotate(self, x: torch.Tensor) -> torch.Tensor:
         """Send each device's part to the next one along "domain"."""
         batch = x.shape[0] // self.devices
         # In this form the partitioner knows a rotation; what torch.roll becomes it does not.
@@ -264,28 +265,32 @@ class Gathered(TokensOverDevices):
     """Mark (batch, ...), sharded along dimension 0: whole on every device of "domain"."""
 
     def forward(self, q, k, v, valid, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        given = (self._whole(k), self._whole(v), self._valid_of_whole(valid), scale)
-        return self.products.forward(q, *given)
+        k, v, valid = self._gather(k, v, valid)
+        return self.products.forward(q, k, v, valid, scale)
 
     def backward(self, q, k, v, statistics, grad, inner, valid, scale: float):
-        given = (statistics, grad, inner, self._valid_of_whole(valid), scale)
-        grad_q, *of_keys = self.products.backward(q, self._whole(k), self._whole(v), *given)
-        # Sum what each device has found for all tokens; keep those of its own.
+        k, v, valid = self._gather(k, v, valid)
+        grads = self.products.backward(q, k, v, statistics, grad, inner, valid, scale)
+        grad_q, *grads_kv = grads
+        # Sum the gradients of all tokens over the devices; each keeps those of its own tokens.
         scattered = []
-        for x in of_keys:
+        for x in grads_kv:
             total = self.mark_tokens(x.float().unflatten(0, (self.devices, -1)).sum(0))
             parts = total.unflatten(2, (self.devices, -1)).permute(2, 0, 1, 3, 4)
             scattered.append(self.mark_parts(parts.flatten(0, 1) * 1))
         return grad_q, *scattered
 
-    def _whole(self, x: torch.Tensor) -> torch.Tensor:
-        """Make of (domain x batch, ..., part, width) the same with all parts, on each device."""
-        x = x.unflatten(0, (self.devices, -1)).movedim(0, -3).flatten(-3, -2)
-        x = self.mark_images(x * 1)
-        return self.mark_parts(x[None].expand(self.devices, *x.shape).flatten(0, 1) * 1)
+    def _gather(self, k, v, valid) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Make keys and values, and which of them are valid, whole on each device."""
 
-    def _valid_of_whole(self, valid: torch.Tensor | None) -> torch.Tensor | None:
-        return None if valid is None else self._whole(valid[..., None])[..., 0]
+        def gather(x: torch.Tensor) -> torch.Tensor:
+            # From (domain x batch, ..., part, width) to the same with all parts.
+            x = x.unflatten(0, (self.devices, -1)).movedim(0, -3).flatten(-3, -2)
+            x = self.mark_images(x * 1)
+            return self.mark_parts(x[None].expand(self.devices, *x.shape).flatten(0, 1) * 1)
+
+        k, v = gather(k), gather(v)
+        return k, v, None if valid is None else gather(valid[..., None])[..., 0]
 
 
 def use_over_domain(block: nn.Module, recipe: Recipe, layout: MeshLayout) -> None:
@@ -296,13 +301,15 @@ def use_over_domain(block: nn.Module, recipe: Recipe, layout: MeshLayout) -> Non
     def mark_parts(x: torch.Tensor) -> torch.Tensor:
         return layout.mark(x, (mesh.domain_batch_axes, *((),) * (x.dim() - 1)))
 
+    spec = mesh.logical_spec("batch", "width", "tokens", "width")
+    mark_tokens = functools.partial(layout.mark, spec=spec)
     products: PlainProducts | FlashProducts = PlainProducts()
     if recipe.attention == "flash":
         products = FlashProducts(layout.shards(mesh.domain_batch_axes))
-    of_tokens = mesh.logical_spec("batch", "width", "tokens", "width")
-    mark_tokens = functools.partial(layout.mark, spec=of_tokens)
-    given = mesh.domain, products, mark_tokens, mark_parts
-    gathers = recipe.domain_attention == "gather"
-    how = Gathered(*given, layout.mark_images) if gathers else Ring(*given)
+    sharded: TokensOverDevices
+    if recipe.domain_attention == "gather":
+        sharded = Gathered(mesh.domain, products, mark_tokens, mark_parts, layout.mark_images)
+    else:
+        sharded = Ring(mesh.domain, products, mark_tokens, mark_parts)
     for attention in attentions(block):
-        use_product(attention, how.attention)
+        use_product(attention, sharded.attention)

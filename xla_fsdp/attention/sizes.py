@@ -193,14 +193,14 @@ class WholeSizes:
         return (self.batch, self.tokens, self.heads * self.width)
 
     @property
-    def given(self) -> tuple[int, int, int]:
+    def input_shape(self) -> tuple[int, int, int]:
         """Shape of the array that queries are in."""
         return (*self.shape[:2], self.shape[2] * (3 if self.packed else 1))
 
     @property
     def gradients(self) -> tuple[int, ...]:
         """Shape of all three gradients."""
-        return self.given if self.packed else (3, *self.shape)
+        return self.input_shape if self.packed else (3, *self.shape)
 
     @property
     def shifts(self) -> tuple[int, ...]:
@@ -226,7 +226,7 @@ class WholeSizes:
         """Return how many images a program computes, a divisor of the batch."""
         heads = _BACKWARD_HEADS if backward else _FORWARD_HEADS
         most = heads * min(1.0, 256**2 / (self.queries * self.tokens)) * self.width / self.lanes
-        return max(each for each in range(1, max(1, int(most)) + 1) if self.batch % each == 0)
+        return max(n for n in range(1, max(1, int(most)) + 1) if self.batch % n == 0)
 
     def vector_memory(self, *, backward: bool) -> int:
         """Return bytes that are enough for a program.
@@ -236,11 +236,11 @@ class WholeSizes:
         """
         blocks = _BACKWARD_BLOCKS if backward else _FORWARD_BLOCKS
         images, rows = self.images(backward=backward), {"q": self.queries, "k": self.tokens}
-        held = sum(2 * rows[each] * self.lanes * self.dtype.itemsize for each in blocks)
+        held = sum(2 * rows[kind] * self.lanes * self.dtype.itemsize for kind in blocks)
         scores = 4 * self.queries * -(-self.tokens // LANES) * LANES
         angles = 0
         if self.apart:
-            held += sum(rows[each] * self.lanes * self.dtype.itemsize for each in "qk")
+            held += sum(rows[kind] * self.lanes * self.dtype.itemsize for kind in "qk")
             angles = 2 * 4 * math.prod(self.angles)
         return angles + images * (held + self.lanes // self.width * scores * 2)
 

@@ -1,6 +1,6 @@
 """Attention of short sequences on TPUs (``--attention whole``): no score in HBM.
 
-Our own Pallas kernels (``whole_kernels.py``) hold whole sequences in vector memory. They take
+Our own Pallas kernels (``pallas.py``) hold whole sequences in vector memory. They take
 (batch, tokens, heads x width), as the products beside attention write and read. What a model
 transposes for PyTorch's product is transposed back, and XLA drops both.
 """
@@ -19,7 +19,7 @@ from timm.models.eva import EvaAttention
 from torch import nn
 
 from models.blocks import attentions, use_product
-from xla_fsdp.attention.kernels import Kernel, Shards, autocast_dtype, lower
+from xla_fsdp.attention.kernels import ONE_DEVICE, Array, Kernel, Shards, autocast_dtype, lower
 from xla_fsdp.attention.sizes import WholeSizes
 from xla_fsdp.remat import SaveInput
 
@@ -31,29 +31,34 @@ def kernel(s: WholeSizes, *, backward: bool) -> Kernel:
     Packed, all three are the same array; gradients are packed as these are, or stacked. The angles
     that queries and keys are rotated by come last, if they are.
     """
-    from xla_fsdp.attention import whole_kernels  # imports JAX
+    from xla_fsdp.attention import pallas  # imports JAX
 
-    scores, products, branches = s.batch * s.heads * s.tokens**2, 2, 1
-    function, arguments = whole_kernels.forward_function, [s.given] * 3
-    result: tuple[int, ...] = s.shape
+    arguments: list[Array] = [(s.input_shape, s.dtype)] * 3
+    result: Array
     if backward:
-        function, arguments = whole_kernels.backward_function, [*arguments, s.shape]
-        result, products, branches = s.gradients, 5, 3
-    angles = [(s.angles, torch.float32)] if s.apart else []
+        function, products, branches = pallas.whole_backward, 5, 3
+        arguments.append((s.shape, s.dtype))
+        result = (s.gradients, s.dtype)
+    else:
+        function, products, branches = pallas.whole_forward, 2, 1
+        result = (s.shape, s.dtype)
+    arrays = len(arguments) + branches
+    if s.apart:
+        arguments.append((s.angles, torch.float32))
+    scores = s.batch * s.heads * s.tokens**2
     return lower(
         function(s),
-        [*((shape, s.dtype) for shape in arguments), *angles],
-        [(result, s.dtype)],
+        arguments,
+        [result],
         flops=products * 2 * scores * s.width,
         transcendentals=scores,
-        bytes_accessed=(len(arguments) + branches) * math.prod(s.shape) * s.dtype.itemsize,
+        bytes_accessed=arrays * math.prod(s.shape) * s.dtype.itemsize,
         branches=branches,
     )
 
 
 # ------------------------------------------------------------------------------------------------
-# In a model. ``shards`` is None where the program is one device's; ``save`` says which results are
-# saved for the backward pass.
+# In a model. ``save`` says which results are saved for the backward pass.
 
 
 Qkv = torch.Tensor | Sequence[torch.Tensor]
@@ -61,7 +66,7 @@ Qkv = torch.Tensor | Sequence[torch.Tensor]
 
 
 def use_whole(
-    module: nn.Module, shards: Shards | None = None, save: SaveInput | None = None
+    module: nn.Module, shards: Shards = ONE_DEVICE, save: SaveInput | None = None
 ) -> None:
     """Let all of timm's attention in ``module``, a block, compute its product by the kernels.
 
@@ -79,7 +84,8 @@ def use_whole(
         if attn_mask is not None or is_causal:
             raise NotImplementedError("attention has no mask here")
         gate = attn.gate(x).sigmoid() if attn.gate is not None else None
-        y = attn.norm(of_layers(attn, _results(attn, x), rope, shards=shards, save=save))
+        y = attend(attn, _compute_qkv(attn, x), rope, shards=shards, save=save)
+        y = attn.norm(y)
         return attn.proj_drop(attn.proj(y if gate is None else y * gate))
 
     for part in attentions(module):
@@ -90,7 +96,7 @@ def use_whole(
             use_product(part, functools.partial(attention, shards=shards, save=save))
 
 
-def _results(attn: Any, x: torch.Tensor) -> Qkv:
+def _compute_qkv(attn: Any, x: torch.Tensor) -> Qkv:
     """Compute the layers of queries, keys and values."""
     if attn.qkv is None:
         return [layer(x) for layer in (attn.q_proj, attn.k_proj, attn.v_proj)]
@@ -106,22 +112,22 @@ def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    shards: Shards | None = None,
+    shards: Shards = ONE_DEVICE,
     save: SaveInput | None = None,
 ) -> torch.Tensor:
     """Compute softmax(q k' / sqrt(width)) v in autocast's dtype: (batch, heads, tokens, width)."""
     heads = q.shape[1]
     tensors = [x.transpose(1, 2).flatten(2) for x in (q, k, v)]
-    output = _merged(_sizes(heads, shards, *tensors), shards, save, None, *tensors)
+    output = _attend(_sizes(heads, shards, tensors), shards, save, None, tensors)
     return output.unflatten(2, (heads, -1)).transpose(1, 2)
 
 
-def of_layers(
+def attend(
     attn: Any,
     qkv: Qkv,
     rope: torch.Tensor | None = None,
     *,
-    shards: Shards | None,
+    shards: Shards,
     save: SaveInput | None,
 ) -> torch.Tensor:
     """Compute timm's attention from the results of its layers, with rotary embedding or without.
@@ -129,16 +135,16 @@ def of_layers(
     See ``queries_keys_values``. Returns (batch, tokens, heads x width).
     """
     tensors = [qkv] if isinstance(qkv, torch.Tensor) else [*qkv]
-    sizes, angles = _sizes(attn.num_heads, shards, *tensors), None
+    sizes, angles = _sizes(attn.num_heads, shards, tensors), None
     if rope is not None and rope.dim() == 2:  # the same for all images and heads, and not learned
-        turning = replace(sizes, apart=sizes.width // 2 if attn.rotate_half else 1)
-        if turning.can_be_rotated:
-            angles = _angles(turning, rope, attn.num_prefix_tokens)
-            sizes, rope = turning, None
+        rotating = replace(sizes, apart=sizes.width // 2 if attn.rotate_half else 1)
+        if rotating.can_be_rotated:
+            angles = _angles(rotating, rope, attn.num_prefix_tokens)
+            sizes, rope = rotating, None
     if rope is not None or not isinstance(attn.q_norm, nn.Identity):
         tensors = [x.flatten(2) for x in queries_keys_values(attn, qkv, rope)]
         sizes = replace(sizes, packed=False)
-    return _merged(sizes, shards, save, angles, *tensors)
+    return _attend(sizes, shards, save, angles, tensors)
 
 
 def _angles(s: WholeSizes, rope: torch.Tensor, prefix: int) -> torch.Tensor:
@@ -174,85 +180,85 @@ def queries_keys_values(
         return q, k, v
     rope = rope.unsqueeze(1) if rope.dim() == 2 else rope.transpose(-2, -3)
 
-    def rotated(x: torch.Tensor) -> torch.Tensor:
+    def rotate(x: torch.Tensor) -> torch.Tensor:
         prefix, patches = x.tensor_split([attn.num_prefix_tokens], 1)
-        turned = apply_rot_embed_cat(patches, rope, half=attn.rotate_half)
-        return torch.cat([prefix, turned], 1).type_as(v)
+        patches = apply_rot_embed_cat(patches, rope, half=attn.rotate_half)
+        return torch.cat([prefix, patches], 1).type_as(v)
 
-    return rotated(q), rotated(k), v
+    return rotate(q), rotate(k), v
 
 
-def _sizes(heads: int, shards: Shards | None, *given: torch.Tensor) -> WholeSizes:
+def _sizes(heads: int, shards: Shards, tensors: Sequence[torch.Tensor]) -> WholeSizes:
     """Return the sizes of what a device computes.
 
-    ``given`` are queries, keys and values, (batch, tokens, heads x width), or all in one tensor,
-    side by side or as (batch, tokens, 3, heads x width).
+    ``tensors`` are queries, keys and values, (batch, tokens, heads x width), or all in one, side by
+    side or as (batch, tokens, 3, heads x width).
     """
-    batch, tokens, *columns = given[0].shape
-    width = math.prod(columns) // heads // (3 if len(given) == 1 else 1)
-    if shards:
-        batch //= shards.parts(shards.images)
-        heads //= shards.parts(shards.heads)
-    sizes = WholeSizes(batch, tokens, heads, width, autocast_dtype(given[-1]))
-    return replace(sizes, packed=len(given) == 1 and sizes.can_be_packed)
+    batch, tokens, *columns = tensors[0].shape
+    is_one = len(tensors) == 1
+    width = math.prod(columns) // heads // (3 if is_one else 1)
+    batch //= shards.count(shards.images)
+    heads //= shards.count(shards.heads)
+    sizes = WholeSizes(batch, tokens, heads, width, autocast_dtype(tensors[-1]))
+    return replace(sizes, packed=is_one and sizes.can_be_packed)
 
 
-def _merged(
+def _attend(
     sizes: WholeSizes,
-    shards: Shards | None,
+    shards: Shards,
     save: SaveInput | None,
     angles: torch.Tensor | None,
-    *given: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
 ) -> torch.Tensor:
     """Compute attention of queries, keys and values, as ``_sizes`` takes them.
 
     Returns (batch, tokens, heads x width).
     """
-    tensors = (x.to(sizes.dtype) for x in given)
-    return (save or SaveInput()).result(_Attention.apply, sizes, shards, angles, *tensors)
+    cast = (x.to(sizes.dtype) for x in tensors)
+    return (save or SaveInput()).result(_Attention.apply, sizes, shards, angles, *cast)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, sizes: WholeSizes, shards: Shards | None, angles, *given):
-        *tensors, saved_result = given
+    def forward(ctx, sizes: WholeSizes, shards: Shards, angles, *tensors_and_saved):
+        *tensors, saved_result = tensors_and_saved
         ctx.save_for_backward(angles, *tensors)
         ctx.sizes, ctx.shards = sizes, shards
         if saved_result is not None:
             return saved_result
-        return _call(sizes, shards, angles, tensors)[0]
+        return _call_kernel(sizes, shards, angles, tensors)[0]
 
     @staticmethod
     def backward(ctx, grad):
-        angles, *given = ctx.saved_tensors
-        grad = grad.to(given[0].dtype)
-        return None, None, None, *_call(ctx.sizes, ctx.shards, angles, given, grad), None
+        angles, *tensors = ctx.saved_tensors
+        grad = grad.to(tensors[0].dtype)
+        return None, None, None, *_call_kernel(ctx.sizes, ctx.shards, angles, tensors, grad), None
 
 
-def _call(
+def _call_kernel(
     sizes: WholeSizes,
-    shards: Shards | None,
+    shards: Shards,
     angles: torch.Tensor | None,
-    given: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor],
     *grad: torch.Tensor,
 ) -> list[torch.Tensor]:
     """Compute attention on each device's part of images and heads.
 
-    ``given`` are queries, keys and values, or all in one. With ``grad``, the gradient of the
+    ``tensors`` are queries, keys and values, or all in one. With ``grad``, the gradient of the
     result, it returns their gradients.
     """
-    together = len(given) == 1
-    parts = [shards.part(x, -1) if shards else x for x in (*given, *grad)]
+    is_one = len(tensors) == 1
+    parts = [shards.part(x, -1) for x in (*tensors, *grad)]
     shapes = [part.shape for part in parts]
-    if together:
-        all_three = parts.pop(0).flatten(2)
-        parts[:0] = [all_three] * 3 if sizes.packed else all_three.chunk(3, -1)
+    if is_one:
+        qkv = parts.pop(0).flatten(2)
+        parts[:0] = [qkv] * 3 if sizes.packed else qkv.chunk(3, -1)
     if angles is not None:
-        parts.append(shards.everywhere(angles) if shards else angles)
+        parts.append(shards.everywhere(angles))
     (result,) = kernel(sizes, backward=bool(grad))(parts)
     results = [result] if result.dim() == 3 else [*result.unbind(0)]
-    if together and len(results) > 1:
+    if is_one and len(results) > 1:
         results = [torch.cat(results, -1)]
     if grad:
         results = [x.reshape(shape) for x, shape in zip(results, shapes, strict=False)]
-    return [shards.whole(x, -1) if shards else x for x in results]
+    return [shards.whole(x, -1) for x in results]
