@@ -11,7 +11,19 @@ import torch
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 
-_METRICS = Path(__file__).with_name("libtpu_metrics.py")
+_PROJECT = Path(__file__).resolve().parent.parent
+_READ_LIBTPU = """
+import json, sys
+sys.path.append(sys.argv[1])
+from training.processes.parent import end_with
+end_with(int(sys.argv[2]))  # also while libtpu waits for an answer
+from libtpu.sdk import tpumonitoring
+for _ in sys.stdin:
+    metrics = [tpumonitoring.get_metric(f"hbm_capacity_{kind}") for kind in ("usage", "total")]
+    print(json.dumps([list(metric.data()) for metric in metrics]), flush=True)
+"""
+"""A program (project's folder, parent): for each line of its input it prints, of all devices, the
+bytes in use and the bytes that there are."""
 
 
 class DeviceMemory:
@@ -58,9 +70,10 @@ class DeviceMemory:
         return newest
 
     def _start_libtpu(self) -> None:
+        command = [sys.executable, "-P", "-c", _READ_LIBTPU, str(_PROJECT), str(os.getpid())]
         try:
-            process = subprocess.Popen(
-                [sys.executable, "-P", str(_METRICS), str(os.getpid())],
+            self._libtpu = subprocess.Popen(
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -69,18 +82,18 @@ class DeviceMemory:
             )
         except OSError:
             return
+        threading.Thread(
+            target=self._listen, args=[self._libtpu], name="libtpu metrics", daemon=True
+        ).start()
 
-        def listen() -> None:
-            assert process.stdout is not None
-            for line in process.stdout:
-                try:  # the device with most in use: libtpu has a text for each
-                    used, total = ([int(float(text)) for text in each] for each in json.loads(line))
-                    most, limit = max(zip(used, total, strict=True), default=(0, 0))
-                    self._newest = {"used": most, "limit": limit} if limit else {}
-                except (TypeError, ValueError):
-                    self._newest = {}
-                self._waits = False
-            process.wait()
-
-        self._libtpu = process
-        threading.Thread(target=listen, name="libtpu metrics", daemon=True).start()
+    def _listen(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            try:  # the fullest device: libtpu has a text for each
+                used, total = ([int(float(text)) for text in texts] for texts in json.loads(line))
+                most, limit = max(zip(used, total, strict=True), default=(0, 0))
+                self._newest = {"used": most, "limit": limit} if limit else {}
+            except (TypeError, ValueError):
+                self._newest = {}
+            self._waits = False
+        process.wait()
