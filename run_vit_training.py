@@ -89,9 +89,9 @@ def start(
     launch: Callable[[Callable[[Any, Any], None], Any], None]
     if backend == "xla":
         from xla_fsdp import resolve_xla
-        from xla_fsdp.launch_xla import NoBackwardYet, launch
+        from xla_fsdp.launch_xla import forbid_autograd, launch
 
-        with NoBackwardYet():
+        with forbid_autograd():
             first, *others = (resolve_xla.resolve(c, flags.xla) for c in (config, *students))
             run, body = prepare(replace(first, students=tuple(others)))
         resolve_xla.check_installed()

@@ -15,22 +15,35 @@ from xla_fsdp.layout import Mark, mark_both
 #
 # On other devices autocast lowers ``scaled_dot_product_attention`` as any product. For XLA it does
 # not (torch_xla 2.9), so queries and keys that a norm has made fp32 would meet values in bf16,
-# which is an error. Importing this file mends that.
-
-_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+# which is an error.
 
 
-def _lowered(keys: torch._C.DispatchKeySet, *args, **kwargs) -> torch.Tensor:
-    """Cast fp32 arguments as for other products; the operations inside stay under autocast."""
-    dtype = torch.get_autocast_dtype("xla")
-    lower = [
-        x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x for x in args
-    ]
-    return _ATTENTION.redispatch(keys.remove("AutocastXLA"), *lower, **kwargs)
+@functools.cache
+def install_attention_autocast() -> torch.library.Library:
+    """Let autocast on XLA lower attention's arguments, in this process and from now on.
+
+    The override lasts as long as the library, which the cache keeps.
+    """
+    attention = torch.ops.aten.scaled_dot_product_attention.default
+
+    def lowered(keys: torch._C.DispatchKeySet, *args, **kwargs) -> torch.Tensor:
+        """Cast fp32 arguments as for other products; the operations inside stay under autocast."""
+        dtype = torch.get_autocast_dtype("xla")
+        lower = [
+            x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x
+            for x in args
+        ]
+        return attention.redispatch(keys.remove("AutocastXLA"), *lower, **kwargs)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("scaled_dot_product_attention", lowered, "AutocastXLA", with_keyset=True)
+    return library
 
 
-_library = torch.library.Library("aten", "IMPL")
-_library.impl("scaled_dot_product_attention", _lowered, "AutocastXLA", with_keyset=True)
+def compute_in_bf16(model: nn.Module) -> None:
+    """Compute matrix products of the forward pass, and so of the backward pass, in bf16."""
+    install_attention_autocast()
+    model.forward = torch.autocast("xla", dtype=torch.bfloat16)(model.forward)
 
 
 # -- around ``forward`` ----------------------------------------------------------------
@@ -44,11 +57,6 @@ def before_forward(module: nn.Module, apply: Callable[[torch.Tensor], torch.Tens
 def after_forward(module: nn.Module, apply: Callable[[Any], Any]) -> None:
     """Pass the module's output through ``apply``."""
     module.register_forward_hook(lambda _, __, output: apply(output))
-
-
-def compute_in_bf16(model: nn.Module) -> None:
-    """Compute matrix products of the forward pass, and so of the backward pass, in bf16."""
-    model.forward = torch.autocast("xla", dtype=torch.bfloat16)(model.forward)
 
 
 def break_graph_every(n: int, blocks: list[nn.Module], break_graph: Callable[[], None]) -> None:

@@ -27,8 +27,8 @@ from xla_fsdp.starting import StartWatch, watch
 Body = Callable[[XlaRun, Backend], None]
 
 
-class NoBackwardYet(TorchFunctionMode):
-    """A context that refuses backward passes, for all before XLA has started.
+class forbid_autograd(TorchFunctionMode):
+    """Refuse backward passes inside, for all that runs before XLA has started.
 
     Autograd makes a queue for each device when it first runs, even on meta; XLA's do not exist yet.
     The first backward pass on XLA then ends the process ("device_ready_queues_", torch 2.9.0).
@@ -51,34 +51,39 @@ _PORT = 12355
 
 def launch(body: Body, run: XlaRun) -> None:
     """Call ``body(run, backend)`` in one process a host (SPMD), or one a device (nested FSDP)."""
-    os.environ["PJRT_DEVICE"] = device_type()
+    device = device_type()
+    os.environ["PJRT_DEVICE"] = device
     os.environ["CPU_NUM_DEVICES"] = str(run.own.cpu_devices)
     # XLA on the CPU has a thread for each core; virtual devices wait for each other and need more.
     os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, 8 * run.own.cpu_devices)))
-    import torch_xla
     import torch_xla.runtime as xr
 
-    device = device_type()
     if device == "TPU":
         tpu.set_for_this_tpu()
-    elif device == "CPU" and version("torch_xla") == torch_xla_private.WRITTEN_FOR["torch_xla"]:
+    elif version("torch_xla") == torch_xla_private.WRITTEN_FOR["torch_xla"]:
         # Unless XLA_FLAGS says otherwise, compile without XLA's newer code for fusions, with which
         # it takes twice as long (docs/benchmarks.md). Another version may lack the flag, and would
         # end the process over it.
-        ours = {"xla_cpu_use_fusion_emitters": "false"}
-        os.environ["XLA_FLAGS"] = tpu.with_ours(os.environ.get("XLA_FLAGS", ""), ours)
+        flags = {"xla_cpu_use_fusion_emitters": "false"}
+        os.environ["XLA_FLAGS"] = tpu.add_flags(os.environ.get("XLA_FLAGS", ""), flags)
 
-    if run.own.xla_fsdp == "spmd":
-        if device == "TPU":
-            watch.begin(os.getpid())
-        xr.use_spmd()
-        _join()
-        watch.end()
-        from xla_fsdp.spmd import SpmdBackend
-
-        run = run.on(xr.global_runtime_device_count())
-        body(run, SpmdBackend(run))
+    if run.own.xla_fsdp == "nested":
+        _launch_nested(body, run, device)
         return
+    if device == "TPU":
+        watch.begin(os.getpid())
+    xr.use_spmd()
+    _join()
+    watch.end()
+    from xla_fsdp.spmd import SpmdBackend
+
+    run = run.on(xr.global_runtime_device_count())
+    body(run, SpmdBackend(run))
+
+
+def _launch_nested(body: Body, run: XlaRun, device: str) -> None:
+    """Start a process a device; a single device runs in this one."""
+    import torch_xla
 
     received: list[int] = []
 
@@ -94,9 +99,9 @@ def launch(body: Body, run: XlaRun) -> None:
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, pass_to_children)
-    given_to_all = (process_signals, watch, body, run, None if single else os.getpid())
+    arguments = (process_signals, watch, body, run, None if single else os.getpid())
     try:
-        torch_xla.launch(_run_nested, args=given_to_all, debug_single_process=single)
+        torch_xla.launch(_run_nested, args=arguments, debug_single_process=single)
     except BrokenProcessPool:
         if not received:
             raise
@@ -126,25 +131,25 @@ def _join() -> None:
         dist.init_process_group("gloo", init_method="xla://")
     if index == 0:
         used = (torch_xla_private, jax_private, timm_private)
-        warn_of_others(*(each.WRITTEN_FOR for each in used))
+        warn_of_others(*(module.WRITTEN_FOR for module in used))
 
 
 def _run_nested(
     index: int,
     _installed: ProcessSignals,
-    begun: StartWatch,
+    started_watch: StartWatch,
     body: Body,
     run: XlaRun,
     parent: int | None,
 ) -> None:
     """Call the body in one of the processes; ``parent`` starts them, None if it is the only one.
 
-    Unpickling ``_installed`` and ``begun`` has installed signal handlers and the watch here.
+    Unpickling ``_installed`` and ``started_watch`` has installed signal handlers and the watch.
     """
     if parent is not None:
         end_with(parent)
     _join()
-    begun.end()
+    started_watch.end()
     import torch_xla.runtime as xr
 
     from xla_fsdp.nested import NestedBackend

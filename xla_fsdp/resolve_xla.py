@@ -26,7 +26,7 @@ from training.resolve import (
     sizes_of_largest,
     with_passes,
 )
-from xla_fsdp import tpu
+from xla_fsdp import torch_xla_private, tpu
 from xla_fsdp.attention.sizes import WholeSizes
 from xla_fsdp.config import XlaConfig
 from xla_fsdp.environment import check_device, check_variables, device_type
@@ -146,6 +146,7 @@ def resolve_for_slice(
     ``topology``: None for this machine, with so many ``slices``, or as many as there are.
     ``model``: the configuration's, if it is open already.
     """
+    torch_xla_private.prepare_import()
     device = "TPU" if topology else device_type()
     config = resolve_common(replace(config, backend="xla"))
     if config.sharding.precision == "fp16":

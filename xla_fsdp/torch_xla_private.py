@@ -6,10 +6,14 @@ a device, and another version may lack one name of many.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
+
+from models import UnusedModule
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +22,17 @@ WRITTEN_FOR = {"torch_xla": "2.9.0"}
 
 REPLICATED = Ellipsis
 """Instead of the indices of a shard that is the whole tensor."""
+
+
+def prepare_import() -> None:
+    """Make the first import of torch_xla faster and its compiler quieter; call it before that.
+
+    torch_xla imports its export to StableHLO, and with that PyTorch's Inductor, for a second of
+    each start: no run uses them. XLA's partitioner warns of its own deprecation at every
+    compilation.
+    """
+    sys.modules.setdefault("torch_xla.stablehlo", UnusedModule("torch_xla.stablehlo"))
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 
 def _xlac(name: str, *args: Any, **kwargs: Any) -> Any:

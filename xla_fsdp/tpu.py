@@ -287,14 +287,14 @@ def set_for_this_tpu(kind: str | None = None) -> None:
     To be called after torch_xla was imported, which adds its own, and before libtpu starts.
     ``kind`` is the chip's name in accelerator types; default: this host's.
     """
-    os.environ[VARIABLE] = with_ours(os.environ.get(VARIABLE, ""), _ours(kind or kind_here()))
+    os.environ[VARIABLE] = add_flags(os.environ.get(VARIABLE, ""), _ours(kind or kind_here()))
 
 
 def _ours(kind: str) -> dict[str, str]:
     return _OURS | ({} if kind == "v4" else _NOT_ON_V4) | _OF_CHIP.get(kind, {})
 
 
-def with_ours(given: str, ours: dict[str, str]) -> str:
+def add_flags(given: str, ours: dict[str, str]) -> str:
     """Return the flags that are given, and our own that are not among them."""
     named = {flag.lstrip("-").partition("=")[0] for flag in given.split()}
     added = [f"--{name}={value}" for name, value in ours.items() if name not in named]
@@ -308,7 +308,7 @@ def for_newer_libtpu(topology: Topology, given: str) -> dict[str, str]:
     """
     joined = {"TPU_MEGACORE": "megacore_dense"} if topology.generation == 4 else {}
     return {
-        VARIABLE: with_ours(given, _ours(topology.chip.kind)),
+        VARIABLE: add_flags(given, _ours(topology.chip.kind)),
         "TPU_LIBRARY_PATH": str(NEWER_LIBRARY),
         **joined,
     }

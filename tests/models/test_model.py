@@ -14,7 +14,7 @@ from models.registry import open_model
 from tests.marks import long
 from tests.stand_ins.filled import SMALL as SMALL_OF_TIMM
 from tests.stand_ins.filled import filled
-from xla_fsdp.launch_xla import NoBackwardYet
+from xla_fsdp.launch_xla import forbid_autograd
 
 TIMM_NAMES = [name for name in PRESETS if name.endswith("_224")]
 SMALL = {"img_size": 28, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 7}
@@ -175,15 +175,15 @@ def test_flops_are_those_of_a_backward_pass_that_ran(name):
     model = spec.build().train()
     with FlopCounterMode(display=False) as counter:
         model(torch.empty(1, *spec.sizes.input_shape, device="meta")).sum().backward()
-    with NoBackwardYet():
+    with forbid_autograd():
         assert spec.train_flops_per_image == counter.get_total_flops()
 
 
 def test_a_backward_pass_before_xla_starts_is_refused():
     loss = torch.ones(2, requires_grad=True).sum()
-    with NoBackwardYet(), pytest.raises(RuntimeError, match="before XLA has started"):
+    with forbid_autograd(), pytest.raises(RuntimeError, match="before XLA has started"):
         loss.backward()
-    with NoBackwardYet(), pytest.raises(RuntimeError, match="before XLA has started"):
+    with forbid_autograd(), pytest.raises(RuntimeError, match="before XLA has started"):
         torch.autograd.grad(loss, loss)
     loss.backward()
 

@@ -83,7 +83,10 @@ def test_no_start_imports_what_it_does_not_use():
     would take a quarter of a start's imports."""
     names = ["torch_xla", "torch_xla._dynamo.dynamo_bridge", "torch._inductor.lowering"]
     names += ["timm", "wandb", "matplotlib"]
-    code = "import sys, training.train, xla_fsdp.xla_backend; "
+    code = (
+        "import sys; from xla_fsdp import torch_xla_private; torch_xla_private.prepare_import(); "
+    )
+    code += "import training.train, xla_fsdp.xla_backend; "
     code += f"print(*[n for n in {names} if n in sys.modules])"
     done = run_program("-c", code, warm=False)
     assert done.returncode == 0, done.stderr

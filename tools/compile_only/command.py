@@ -22,7 +22,7 @@ from training.logs.figures import drawing
 from training.mesh import replicas
 from xla_fsdp import jax_private, torch_xla_private, tpu
 from xla_fsdp.config import XlaConfig
-from xla_fsdp.launch_xla import NoBackwardYet
+from xla_fsdp.launch_xla import forbid_autograd
 from xla_fsdp.resolve_xla import resolve_for_slice
 from xla_fsdp.tpu import KNOWN, parse_topology
 
@@ -60,7 +60,7 @@ def compile_only(config: RunConfig, own: XlaConfig) -> int:
     used = (torch_xla_private, jax_private, timm_private)
     warn_of_others(*(each.WRITTEN_FOR for each in used))
     topology = parse_topology(own.tpu_topology, replicas(config.sharding))
-    with NoBackwardYet():
+    with forbid_autograd():
         run = resolve_for_slice(config, own, topology)
     is_broken = run.own.mark_step_after_forward or run.own.mark_step_every_n_blocks
     if is_broken and run.config.sharding.grad_ckpt != "full":
