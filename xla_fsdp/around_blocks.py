@@ -121,11 +121,11 @@ def drop_patches_of_whole_images(model: nn.Module, mark_images: Mark) -> None:
     if not isinstance(drop, PatchDropout | PatchDropoutWithIndices):
         return
 
-    def mark(found: torch.Tensor | tuple) -> torch.Tensor | tuple:
-        if isinstance(found, torch.Tensor):
-            return mark_both(found, mark_images)
-        left, indices = found
-        return mark_both(left, mark_images), indices
+    def mark(patches: torch.Tensor | tuple) -> torch.Tensor | tuple:
+        if isinstance(patches, torch.Tensor):
+            return mark_both(patches, mark_images)
+        kept, indices = patches
+        return mark_both(kept, mark_images), indices
 
     drop.register_forward_pre_hook(lambda _, args: mark(args[0]))
     after_forward(drop, mark)
@@ -159,13 +159,13 @@ class _LargestByPlace(TorchFunctionMode):
 def gather_small_parameters(
     module: nn.Module,
     gather: Callable[[str, torch.Tensor], torch.Tensor],
-    of_blocks: tuple[str, ...] = (),
+    excluded: tuple[str, ...] = (),
 ) -> None:
     """Let a block, or the model around its blocks, ``gather`` small parameters before use.
 
-    ``of_blocks``: what the names of the blocks' parameters start with, which gather their own.
+    ``excluded``: prefixes of the names of parameters that are left out: blocks gather theirs.
 
-    Small are all that are no weights of layers: vectors, embeddings. At rest they are sharded along
+    All are small but the weights of layers: vectors, embeddings. At rest they are sharded along
     some axes of the mesh. Left to itself, the partitioner may shard the features of activations
     likewise, whose batch is sharded along other axes too, by way of the whole tensor ("Involuntary
     full rematerialization").
@@ -179,7 +179,7 @@ def gather_small_parameters(
         small = {
             f"module.{name}": gather(name, parameter)
             for name, parameter in module.named_parameters()
-            if not name.startswith(of_blocks) and name not in large
+            if not name.startswith(excluded) and name not in large
         }
         return torch.func.functional_call(inside, small, args, kwargs)
 

@@ -1,9 +1,10 @@
-"""How a plain Vision Transformer becomes a parallel one on XLA: what happens to a block on a TPU.
+"""How a plain Vision Transformer becomes a parallel one on XLA.
 
-One function for each form of FSDP, in the order in which things are applied, by the choices that
-``resolve_xla`` has made. Both get the units of ``ModelSpec.units``: the blocks, and last the model
-around them. They fill, change and send one after the other, so that the host never holds more than
-one. Modules keep timm's names; what they compute is changed from outside.
+``parallelize_spmd`` and ``parallelize_nested``, one for each form of FSDP, apply all of it from top
+to bottom, by the choices that ``resolve_xla`` has made. ``units`` are those of
+``ModelSpec.units``: the blocks, and last the model around them. They are filled, changed and sent
+to the devices one after the other, so that the host never holds more than one. Modules keep timm's
+names; what they compute is changed from outside.
 """
 
 import functools
@@ -40,73 +41,18 @@ def parallelize_spmd(
     end_graph: Callable[..., None],
 ) -> nn.Module:
     """Make ``model`` one program for all devices, sharded by marks that the partitioner follows."""
-    mesh, logical = recipe.mesh, recipe.mesh.logical_spec
-    stacks = {
-        name: [each for each in units[:-1] if each[0].rpartition(".")[0] == name]
-        for name in recipe.model.stacks
-    }
-    batch_parts = mesh.shard_count(logical("batch"))
-    token_parts = mesh.shard_count(logical("tokens between the halves of a block"))
-    # A norm that folds a device's one image with its tokens would take their padding for tokens.
-    # And along "domain" the partitioner may replicate what comes after it.
-    drops = recipe.model.settings.get("patch_drop_rate")
-    uneven = bool(drops) or recipe.model.sizes.num_tokens % token_parts > 0
-    unfolds_norms = uneven and (mesh.domain > 1 or recipe.pass_size == batch_parts)
-
-    def change_block(block: nn.Module, save: SaveInput) -> None:
-        int8 = layout.int8_marks if recipe.int8 else None
-        pack(block, layout.packed)  # for "tensor"
-
-        # Domain: attention among the devices that share an image. (With "tensor", or with dropout
-        # in attention, the partitioner finds the exchange by itself.)
-        if recipe.domain_attention:
-            sharded.use_over_domain(block, recipe, layout)
-        # Tensor: each device computes some heads and some columns of the MLP.
-        elif mesh.tensor > 1:
-            shard_heads_and_columns(block, recipe, layout, save, int8, batch_parts)
-        # Attention: by kernels on each device's own images; "sdpa" leaves it to PyTorch.
-        elif recipe.attention == "flash":
-            use_flash(block, layout.shards(*logical("batch")))
-        elif recipe.attention == "whole":
-            use_whole(block, layout.shards(*logical("batch")), save)
-
-        # Linear layers keep images and tokens apart, so that each can be sharded.
-        if recipe.scan and mesh.tensor == 1:
-            multiply_unfolded(block, save=save, parts=batch_parts, int8=int8)
-        elif mesh.domain > 1 and mesh.tensor == 1:
-            multiply_unfolded(block, lambda w: layout.gather("", w), parts=batch_parts)
-        if unfolds_norms:
-            normalize_unfolded(block)
-
-    for stack, blocks in stacks.items():
-        save = SAVED_BY[recipe.remat if recipe.scan else "full"]()
-        change = functools.partial(change_block, save=save)
-        # Scan: the loop computes with one block that has the parameters of all of them, stacked. It
-        # rematerializes, gathers weights and marks tokens itself, in each round.
-        scanned: ScannedBlocks | None = None
+    mesh = recipe.mesh
+    for stack in recipe.model.stacks:
+        blocks = [(name, block) for name, block in units[:-1] if name.rpartition(".")[0] == stack]
+        first_block: nn.Module
         if recipe.scan:
-            parts = blocks[0][1].named_modules() if recipe.int8 else ()
-            in_int8 = {f"{name}.weight" for name, part in parts if type(part) is nn.Linear}
-            scanned = ScannedBlocks(
-                getattr(model, stack),
-                layout,
-                save,
-                adapt=change,
-                # Products in int8 gather their weights themselves, after rounding.
-                gather=functools.partial(_gather_unless, in_int8, layout),
-                bf16=recipe.bf16,
-            )
-
-        for index, (name, block) in enumerate(blocks):
-            initialize(block, name)
-            if scanned:
-                # Shard and place: into the stack, whose shards are on the devices already.
-                pack(block, layout.packed)
-                scanned.fill(index, block)
-                block.to("meta")  # the host needs no second copy
-            else:
+            first_block = scan_blocks(model, stack, blocks, initialize, recipe, layout, end_graph)
+        else:
+            first_block = blocks[0][1]
+            for name, block in blocks:
+                initialize(block, name)
                 fill_buffers(block, layout.constant)
-                change(block)
+                change_block(block, recipe, layout, SaveInput())
                 # Rematerialize after attention is changed, and before what wraps the whole block.
                 if recipe.remat == "full" and _trains(block):
                     checkpoint_module(block)
@@ -116,12 +62,9 @@ def parallelize_spmd(
                 if mesh.domain > 1 and mesh.tensor == 1:
                     around_blocks.gather_small_parameters(block, layout.gather_small)
                 around_blocks.after_forward(block, layout.mark_tokens)
-            end_graph()  # the device has this unit before the host makes the next one
-        if scanned:
-            recipe.model.put_blocks(model, stack, scanned)
+                end_graph()  # the device has this unit before the host makes the next one
         if recipe.residual_bf16:  # residuals are added in bf16 if the first input is: products are
-            first = scanned or blocks[0][1]
-            around_blocks.before_forward(first, lambda x: x.to(torch.bfloat16))
+            around_blocks.before_forward(first_block, lambda x: x.to(torch.bfloat16))
 
     # Around the blocks: embedding, norm, head.
     initialize(model, units[-1][0])
@@ -129,20 +72,23 @@ def parallelize_spmd(
     layout.place(model, {})
     around_blocks.convolve_by_product(model, layout.mark_rows)
     around_blocks.find_largest_by_place(model)
-    if unfolds_norms:
+    if _must_unfold_norms(recipe):
         normalize_unfolded(model)
-    mark_images, mark_rows = (
-        functools.partial(mark_both, mark=mark) for mark in (layout.mark_images, layout.mark_rows)
-    )
-    if token_parts > 1 and (pool := getattr(model, "attn_pool", None)) is not None:
-        multiply_unfolded(pool.kv, lambda w: layout.gather("", w), parts=batch_parts)
-        for part in (each for each in pool.modules() if isinstance(each, nn.Linear)):
-            mark = mark_rows if part is pool.kv else mark_images
-            around_blocks.before_forward(part, mark)
-            around_blocks.after_forward(part, mark)
+    mark_images = functools.partial(mark_both, mark=layout.mark_images)
+    mark_rows = functools.partial(mark_both, mark=layout.mark_rows)
+    # Pooling by attention: its linear layers, too, keep images and tokens apart.
+    pool = getattr(model, "attn_pool", None)
+    if pool is not None and _token_shards(recipe) > 1:
+        batch_shards = mesh.shard_count(mesh.logical_spec("batch"))
+        multiply_unfolded(pool.kv, lambda w: layout.gather("", w), parts=batch_shards)
+        for layer in [part for part in pool.modules() if isinstance(part, nn.Linear)]:
+            mark = mark_rows if layer is pool.kv else mark_images
+            around_blocks.before_forward(layer, mark)
+            around_blocks.after_forward(layer, mark)
+    # Several axes: small parameters are gathered before use, results have whole images.
     if len(mesh.axis_sizes) > 1 or mesh.domain > 1:
-        of_blocks = tuple(f"{stack}." for stack in stacks)
-        around_blocks.gather_small_parameters(model, layout.gather_small, of_blocks)
+        in_blocks = tuple(f"{stack}." for stack in recipe.model.stacks)
+        around_blocks.gather_small_parameters(model, layout.gather_small, excluded=in_blocks)
         around_blocks.before_forward(model.get_submodule("head"), mark_images)
         around_blocks.after_forward(model, functools.partial(tree_map, mark_images))
     if mesh.tensor > 1:
@@ -158,11 +104,92 @@ def parallelize_spmd(
     return model
 
 
-def _gather_unless(
-    names: set[str], layout: MeshLayout, name: str, weight: torch.Tensor
-) -> torch.Tensor:
-    """Gather a block's weight before use, unless its name is among ``names``."""
-    return weight if name in names else layout.gather(name, weight)
+def change_block(block: nn.Module, recipe: Recipe, layout: MeshLayout, save: SaveInput) -> None:
+    """Change how a block computes: attention, linear layers, norms."""
+    mesh = recipe.mesh
+    batch = mesh.logical_spec("batch")
+    batch_shards = mesh.shard_count(batch)
+    int8 = layout.int8_marks if recipe.int8 else None
+    pack(block, layout.packed)  # for "tensor"
+
+    # Domain: attention among the devices that share an image. (With "tensor", or with dropout in
+    # attention, the partitioner finds the exchange by itself.)
+    if recipe.domain_attention:
+        sharded.use_over_domain(block, recipe, layout)
+    # Tensor: each device computes some heads and some columns of the MLP.
+    elif mesh.tensor > 1:
+        shard_heads_and_columns(block, recipe, layout, save, int8, batch_shards)
+    # Attention: by kernels on each device's own images; "sdpa" leaves it to PyTorch.
+    elif recipe.attention == "flash":
+        use_flash(block, layout.shards(*batch))
+    elif recipe.attention == "whole":
+        use_whole(block, layout.shards(*batch), save)
+
+    # Linear layers keep images and tokens apart, so that each can be sharded.
+    if recipe.scan and mesh.tensor == 1:
+        multiply_unfolded(block, save=save, parts=batch_shards, int8=int8)
+    elif mesh.domain > 1 and mesh.tensor == 1:
+        multiply_unfolded(block, lambda w: layout.gather("", w), parts=batch_shards)
+    if _must_unfold_norms(recipe):
+        normalize_unfolded(block)
+
+
+def scan_blocks(
+    model: nn.Module,
+    stack: str,
+    blocks: Units,
+    initialize: InitializeModule,
+    recipe: Recipe,
+    layout: MeshLayout,
+    end_graph: Callable[..., None],
+) -> ScannedBlocks:
+    """Put in the place of a stack of blocks a loop with one that has all parameters, stacked.
+
+    The loop rematerializes, gathers weights and marks tokens itself, in each round.
+    """
+    save = SAVED_BY[recipe.remat]()
+    layers = blocks[0][1].named_modules() if recipe.int8 else ()
+    int8_weights = {f"{name}.weight" for name, layer in layers if type(layer) is nn.Linear}
+
+    def gather(name: str, weight: torch.Tensor) -> torch.Tensor:
+        # Products in int8 gather their weights themselves, after rounding.
+        return weight if name in int8_weights else layout.gather(name, weight)
+
+    scanned = ScannedBlocks(
+        getattr(model, stack),
+        layout,
+        save,
+        adapt=lambda block: change_block(block, recipe, layout, save),
+        gather=gather,
+        bf16=recipe.bf16,
+    )
+    for index, (name, block) in enumerate(blocks):
+        # Shard and place: into the stack, whose shards are on the devices already.
+        initialize(block, name)
+        pack(block, layout.packed)
+        scanned.fill(index, block)
+        block.to("meta")  # the host needs no second copy
+        end_graph()  # the device has this unit before the host makes the next one
+    recipe.model.put_blocks(model, stack, scanned)
+    return scanned
+
+
+def _token_shards(recipe: Recipe) -> int:
+    mesh = recipe.mesh
+    return mesh.shard_count(mesh.logical_spec("tokens between the halves of a block"))
+
+
+def _must_unfold_norms(recipe: Recipe) -> bool:
+    """Return True where a norm that folds images and tokens would take padding for tokens.
+
+    It would if a device has an uneven part of the tokens of its one image. And along "domain" the
+    partitioner may replicate what comes after it.
+    """
+    mesh = recipe.mesh
+    drops_patches = bool(recipe.model.settings.get("patch_drop_rate"))
+    is_uneven = drops_patches or recipe.model.sizes.num_tokens % _token_shards(recipe) > 0
+    has_one_image = recipe.pass_size == mesh.shard_count(mesh.logical_spec("batch"))
+    return is_uneven and (mesh.domain > 1 or has_one_image)
 
 
 def parallelize_nested(

@@ -12,14 +12,163 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch_xla
+import torch_xla.core.xla_builder as xb
+import torch_xla.core.xla_model as xm
 from timm.layers import DropPath
 from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch_xla.experimental.scan import dynamic_slice, dynamic_update_slice
 
 from models.initialize import fill_buffers
 from xla_fsdp.layout import MeshLayout, mark_both
-from xla_fsdp.loop import Scan, same
 from xla_fsdp.remat import SaveInput
-from xla_fsdp.torch_xla_private import moved_to
+from xla_fsdp.torch_xla_private import (
+    call_computation,
+    lowering_context,
+    moved_to,
+    seed_parameter,
+)
+
+# ------------------------------------------------------------------------------------------------
+# A loop over the first dimension of tensors that is one ``While`` of the XLA graph.
+#
+# torch_xla's own ``scan`` traces and lowers its function at every call. Here that is done once:
+# a later call costs the host the same for any number of rounds and any size of function.
+
+
+Tensors = list[torch.Tensor]
+Body = Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]
+"""A function (state, one slice of each input) -> (next state, one slice of each output)."""
+
+
+class Scan:
+    """The loop, traced for tensors of these shapes; ``reverse`` runs it from last to first.
+
+    Random numbers in the body are drawn again in each round, from the seeds given to the call:
+    two loops that draw in the same order draw the same from the same seeds. A loop inside of
+    another one's body must be ``inner``: then it draws none, and leaves those of the body alone.
+    """
+
+    def __init__(
+        self,
+        body: Body,
+        state: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        *,
+        rounds: int,
+        reverse: bool = False,
+        inner: bool = False,
+    ) -> None:
+        self._rounds, self._reverse = rounds, reverse
+        self._loop: object | None = None
+
+        # Trace the body, with a seed of its own for what it draws at random.
+        placeholders = [
+            xb.create_placeholder_tensor(x.shape, x.dtype)
+            for x in (*state, *(stacked[0] for stacked in inputs))
+        ]
+        # Not the placeholders themselves: a sharding mark on one would replace it.
+        arguments = [same(x) for x in placeholders]
+        rng_state = xm.get_rng_state()
+        if not inner:
+            xm.set_rng_state(0)  # draws begin with seeds of the round's own, nothing before them
+        next_state, outputs = body(arguments[: len(state)], arguments[len(state) :])
+        self._outputs = [(tuple(x.shape), x.dtype) for x in outputs]
+
+        # Lower it to a computation of its own.
+        context = lowering_context("Body")
+        context.set_name_string("body")
+        context.build([*next_state, *outputs])
+        self._computation = xb.computation_from_module_proto("body", context.hlo())
+
+        # Find what each of its parameters is: state, slices of inputs, constants, seed.
+        position = {context.tensor_parameter_id(x): i for i, x in enumerate(placeholders)}
+        position.pop(-1, None)  # not used by the body
+        constants = {
+            id_: tensor
+            for id_, tensor in context.device_parameter_id_tensor_mapping().items()
+            if id_ not in position
+        }
+        seed = seed_parameter([*next_state, *outputs], context)
+        self.draws = seed is not None
+        """Whether the body draws random numbers, so that the call needs seeds."""
+        if seed is not None:
+            del constants[seed]
+        self._constants: Tensors = []
+        for id_, tensor in constants.items():
+            position[id_] = len(placeholders) + len(self._constants)
+            self._constants.append(tensor.to("xla"))
+        if seed is not None:
+            position[seed] = len(placeholders) + len(self._constants)
+        self._order = [position[id_] for id_ in range(len(position))]
+        if not inner:
+            xm.set_rng_state(rng_state)
+
+    def __call__(
+        self,
+        state: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        seeds: torch.Tensor | None = None,
+    ) -> tuple[Tensors, Tensors]:
+        """Return the last state and the stacked outputs.
+
+        ``seeds`` are int64 (rounds,), needed if it ``draws``.
+        """
+        device = torch_xla.device()
+        # What XLA's loop carries.
+        number = torch.zeros((), dtype=torch.int32, device=device)  # of the round, from 0
+        outputs = [
+            torch.zeros((self._rounds, *shape), dtype=dtype, device=device)
+            for shape, dtype in self._outputs
+        ]
+        drawn_from = [seeds] if self.draws and seeds is not None else []
+        carried = (number, list(state), list(inputs), outputs, self._constants, drawn_from)
+        flat, structure = tree_flatten(carried)
+        if self._loop is None:
+            self._loop = self._build(flat, structure)
+        results = call_computation("xla::scan", flat, self._loop)
+        _, last_state, _, stacked, *_ = tree_unflatten(results, structure)
+        return last_state, stacked
+
+    def _build(self, carried: Tensors, structure: TreeSpec) -> object:
+        """Build the loop that carries such tensors from round to round."""
+
+        def integer(value: int, beside: xb.Op) -> xb.Op:
+            return xb.Op.scalar(beside.builder(), value, dtype=xb.Type.S32)
+
+        def one_round(*flat: xb.Op) -> tuple[xb.Op, ...]:
+            number, state, inputs, outputs, constants, seeds = tree_unflatten(flat, structure)
+            index = integer(self._rounds - 1, number) - number if self._reverse else number
+            slices = [dynamic_slice(stacked, index) for stacked in (*inputs, *seeds)]
+            seed = slices[len(inputs) :]
+            arguments = [*state, *slices[: len(inputs)], *constants, *seed]
+            result = xb.Op.call(self._computation, [arguments[i] for i in self._order])
+            count = len(state)
+            outputs = [
+                dynamic_update_slice(stacked, result.get_tuple_element(count + i), index)
+                for i, stacked in enumerate(outputs)
+            ]
+            following = number + integer(1, number)
+            state = [result.get_tuple_element(i) for i in range(count)]
+            after = (following, state, inputs, outputs, constants, seeds)
+            return tuple(tree_flatten(after)[0])
+
+        builder = xb.create_builder("scan")
+        ops = [xb.mkparam(builder, i, xb.tensor_shape(x)) for i, x in enumerate(carried)]
+        return xb.Op.mkwhile(
+            ops, lambda number, *_: number < integer(self._rounds, number), one_round
+        ).build("scan")
+
+
+def same(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of its own with the values of ``x``."""
+    if x.dtype == torch.bool:
+        return x.logical_and(x)
+    return x * 1 if x.is_floating_point() else x + 0
+
+
+# ------------------------------------------------------------------------------------------------
+# The blocks.
 
 
 class _DropPath(nn.Module):
@@ -35,7 +184,7 @@ class _DropPath(nn.Module):
 
 
 _Names = tuple[list[str], list[str]]
-"""Of the keyword arguments that each block is given: those shared by all, and its own ones."""
+"""Of the blocks' keyword arguments: those that all share, and those with a part for each."""
 
 
 class ScannedBlocks(nn.Module):
@@ -84,8 +233,8 @@ class ScannedBlocks(nn.Module):
         """Put a block's values in its place. One graph for every index."""
         place = torch.tensor([index]).to(torch_xla.device())
         for name, stacked in self.block.named_parameters():
-            given = block.get_parameter(name).detach()
-            values = self._layout.send(given, self._layout.block_spec(name, given.shape))
+            parameter = block.get_parameter(name).detach()
+            values = self._layout.send(parameter, self._layout.block_spec(name, parameter.shape))
             # In place: the other blocks' values are not copied.
             stacked.index_copy_(0, place, values.unsqueeze(0))
 
@@ -102,34 +251,34 @@ class ScannedBlocks(nn.Module):
         and the parts of ``stacked`` along dimension 0, one for each block.
         """
         shared, stacked = shared or {}, stacked or {}
-        assert not any(each.requires_grad for each in shared.values())
-        names, values = ([*shared], [*stacked]), [*shared.values()]
-        # What is another in each round: the parameters, and what is given beside them.
-        of_each = [*stacked.values(), *self.block.parameters()]
-        trains = any(each.requires_grad for each in (x, *of_each))
+        assert not any(tensor.requires_grad for tensor in shared.values())
+        names = list(shared), list(stacked)
+        # What is another in each round: these arguments, and the parameters.
+        sliced = [*stacked.values(), *self.block.parameters()]
+        trains = any(tensor.requires_grad for tensor in (x, *sliced))
         if trains and torch.is_grad_enabled():
-            return _ScanWithGrad.apply(self, names, x, *values, *of_each)
-        return self._run_forward(names, x, values, of_each, save=False)[0]
+            return _ScanWithGrad.apply(self, names, x, *shared.values(), *sliced)
+        return self._run_forward(names, x, list(shared.values()), sliced, save=False)[0]
 
     # -- the loop forward; backward is in ``_ScanWithGrad`` ---------------------------
 
-    def _run_forward(self, names: _Names, x, shared, of_each, *, save: bool):
-        count = len(of_each)
+    def _run_forward(self, names: _Names, x, shared, sliced, *, save: bool):
+        count = len(sliced)
 
         def body(state, slices):
             x, *shared = state
             if not save:
                 y = self._compute(names, x, shared, slices[:count], slices[count:])
                 return [y, *shared], []
-            x, *own = (each.detach().requires_grad_() for each in (x, *slices[:count]))
+            x, *slice_ = (tensor.detach().requires_grad_() for tensor in (x, *slices[:count]))
             with self._save.save(x) as saved:
-                y = self._compute(names, x, shared, own, slices[count:])
+                y = self._compute(names, x, shared, slice_, slices[count:])
             x, *results = saved
             x = moved_to("pinned_host", x) if self._save.on_host else x
-            saved = [x, *(self._layout.mark_saved(same(each)) for each in results)]
+            saved = [x, *(self._layout.mark_saved(same(result)) for result in results)]
             return [y, *shared], saved
 
-        inputs, state = [*of_each, *self._keep], [x, *shared]
+        inputs, state = [*sliced, *self._keep], [x, *shared]
         scan = self._scan(f"forward {save}", body, state, inputs)
         seeds = None
         if scan.draws:
@@ -139,32 +288,33 @@ class ScannedBlocks(nn.Module):
 
     def _scan(self, key: str, body, state, inputs, *, reverse: bool = False) -> Scan:
         """Return the loop for this state, traced the first time that it is needed."""
-        whole = (key, self.training, *((tuple(each.shape), each.dtype) for each in state))
-        if whole not in self._scans:
-            self._scans[whole] = Scan(body, state, inputs, rounds=self._depth, reverse=reverse)
-        return self._scans[whole]
+        whole_key = (key, self.training, *((tuple(x.shape), x.dtype) for x in state))
+        if whole_key not in self._scans:
+            self._scans[whole_key] = Scan(body, state, inputs, rounds=self._depth, reverse=reverse)
+        return self._scans[whole_key]
 
     def _compute(
         self,
         names: _Names,
         x: torch.Tensor,
         shared: Sequence[torch.Tensor],
-        of_each: Sequence[torch.Tensor],
+        slices: Sequence[torch.Tensor],
         keep: Sequence[torch.Tensor],
     ) -> torch.Tensor:
-        """Compute one block; of ``of_each`` and ``keep``, the parts given are its own."""
+        """Compute one block, from its ``slices`` of arguments and parameters, and its ``keep``."""
         x = mark_both(x, self._layout.mark_tokens)
-        of_all, own = names
-        count = len(own)
-        arguments = dict(zip(of_all, shared, strict=True))
-        arguments |= dict(zip(own, of_each[:count], strict=True))
+        shared_names, stacked_names = names
+        count = len(stacked_names)
+        arguments = dict(zip(shared_names, shared, strict=True))
+        arguments |= dict(zip(stacked_names, slices[:count], strict=True))
         for module, probability in zip(self._drop_paths, keep, strict=True):
             module.keep = probability
         keys = [key for key, _ in self.block.named_parameters()]
-        gathered = [self._gather(*each) for each in zip(keys, of_each[count:], strict=True)]
-        values = dict(zip(keys, gathered, strict=True))
+        weights = {
+            key: self._gather(key, weight) for key, weight in zip(keys, slices[count:], strict=True)
+        }
         with torch.autocast("xla", dtype=torch.bfloat16, enabled=self._bf16):
-            y = torch.func.functional_call(self.block, values, (x,), arguments)
+            y = torch.func.functional_call(self.block, weights, (x,), arguments)
         for module in self._drop_paths:  # left alive, they would be computed with the step
             del module.keep
         return mark_both(y.to(x.dtype), self._layout.mark_tokens)
@@ -172,33 +322,33 @@ class ScannedBlocks(nn.Module):
 
 class _ScanWithGrad(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, scanned: ScannedBlocks, names: _Names, x, *given):
+    def forward(ctx, scanned: ScannedBlocks, names: _Names, x, *tensors):
         count = len(names[0])
-        shared, of_each = list(given[:count]), list(given[count:])
-        y, saved, seeds = scanned._run_forward(names, x, shared, of_each, save=True)
+        shared, sliced = list(tensors[:count]), list(tensors[count:])
+        y, saved, seeds = scanned._run_forward(names, x, shared, sliced, save=True)
         ctx.scanned, ctx.names, ctx.seeds, ctx.saved = scanned, names, seeds, len(saved)
-        ctx.save_for_backward(*saved, *given)
+        ctx.save_for_backward(*saved, *tensors)
         return y
 
     @staticmethod
     def backward(ctx, grad):
-        saved, given = ctx.saved_tensors[: ctx.saved], ctx.saved_tensors[ctx.saved :]
-        scanned, names, number = ctx.scanned, ctx.names, ctx.saved
-        shared, of_each = given[: len(names[0])], given[len(names[0]) :]
-        count = len(of_each)
+        saved, tensors = ctx.saved_tensors[: ctx.saved], ctx.saved_tensors[ctx.saved :]
+        scanned, names, saved_count = ctx.scanned, ctx.names, ctx.saved
+        shared, sliced = tensors[: len(names[0])], tensors[len(names[0]) :]
+        count = len(sliced)
 
         def body(state, slices):
             grad, *shared = state
-            (x, *results), rest = slices[:number], slices[number:]
+            (x, *results), rest = slices[:saved_count], slices[saved_count:]
             x = moved_to("device", x) if scanned._save.on_host else x
-            results = [scanned._layout.mark_saved(same(each)) for each in results]
-            x, *own = (each.detach().requires_grad_() for each in (x, *rest[:count]))
+            results = [scanned._layout.mark_saved(same(result)) for result in results]
+            x, *slice_ = (tensor.detach().requires_grad_() for tensor in (x, *rest[:count]))
             with scanned._save.rematerialize(results):
-                y = scanned._compute(names, x, shared, own, rest[count:])
-            grad_x, *grads = torch.autograd.grad(y, [x, *own], grad)
+                y = scanned._compute(names, x, shared, slice_, rest[count:])
+            grad_x, *grads = torch.autograd.grad(y, [x, *slice_], grad)
             return [grad_x, *shared], grads
 
-        inputs, state = [*saved, *of_each, *scanned._keep], [grad, *shared]
+        inputs, state = [*saved, *sliced, *scanned._keep], [grad, *shared]
         scan = scanned._scan("backward", body, state, inputs, reverse=True)
         (grad_x, *_), grads = scan(state, inputs, ctx.seeds)
         return None, None, grad_x, *[None] * len(shared), *grads

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.stand_ins.flash_on_cpu import gradients, interpreted
-from xla_fsdp import loop
+from xla_fsdp import scan
 from xla_fsdp.attention import flash
 from xla_fsdp.attention.sharded import FlashProducts, Ring
 
@@ -27,17 +27,17 @@ def same(x: torch.Tensor) -> torch.Tensor:
 class Unrolled:
     """In place of ``Scan``: computes each round where it is called."""
 
-    def __init__(self, body: loop.Body, *_, rounds: int, **__) -> None:
+    def __init__(self, body: scan.Body, *_, rounds: int, **__) -> None:
         self._body, self._rounds = body, rounds
 
-    def __call__(self, state: loop.Tensors, inputs: loop.Tensors):
+    def __call__(self, state: scan.Tensors, inputs: scan.Tensors):
         for _ in range(self._rounds):
             state, _ = self._body(state, inputs)
         return state, []
 
 
 def main() -> None:
-    loop.Scan = Unrolled
+    scan.Scan = Unrolled
     pl.pallas_call = functools.partial(pl.pallas_call, interpret=True)
     flash.kernel = interpreted
     errors = []

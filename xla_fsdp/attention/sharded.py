@@ -18,8 +18,8 @@ from xla_fsdp.attention.kernels import ONE_DEVICE, Shards, autocast_dtype
 
 if TYPE_CHECKING:
     from xla_fsdp.layout import Mark, MeshLayout
-    from xla_fsdp.loop import Scan
     from xla_fsdp.resolve_xla import Recipe
+    from xla_fsdp.scan import Scan
 
 # ------------------------------------------------------------------------------------------------
 # Attention to a part of the keys.
@@ -234,7 +234,7 @@ class Ring(TokensOverDevices):
 
         The last one comes after the loop, as nothing needs what it would send on.
         """
-        from xla_fsdp.loop import Scan  # imports torch_xla
+        from xla_fsdp.scan import Scan  # imports torch_xla
 
         def body(state, _):
             return list(one_round(*map(self.mark_parts, state))), []
