@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch_fsdp.config import TorchConfig
+from gpu_fsdp.config import TorchConfig
 from training import errors
 from training.config import BackendChoice, RunConfig
 from training.flags import MODE_FLAGS, PROGRAM, check_foreign, check_rules, parse, tell

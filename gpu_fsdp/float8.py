@@ -6,15 +6,14 @@ just before, with scales of the values that are there: one a tensor ("current") 
 """
 
 import logging
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from gpu_fsdp.config import FP8_MULTIPLE
 from models.blocks import why_no_linear_products
 from models.config import ModelError
-from torch_fsdp.config import FP8_MULTIPLE
-from torch_fsdp.devices import Device
+from torch_fsdp import devices
 from torch_fsdp.recipe import TimmBlocks, TorchRun
 from training.errors import UsageError
 from training.resolve import MODEL_FLAG
@@ -22,14 +21,8 @@ from training.resolve import MODEL_FLAG
 _TORCHAO_NAME = {"current": "tensorwise", "rowwise": "rowwise"}
 
 
-@dataclass(frozen=True)
 class Float8Blocks(TimmBlocks):
     """timm's blocks with ``nn.Linear`` in FP8."""
-
-    fp8: str
-    """The recipe of ``--fp8``."""
-    device: Device
-    """What is to compute it, not yet started."""
 
     def check(self, run: TorchRun) -> None:
         if self.fp8 not in _TORCHAO_NAME:
@@ -42,7 +35,7 @@ class Float8Blocks(TimmBlocks):
                 f"--fp8 {self.fp8} with timm's blocks requires --compile: alone, rounding to FP8 "
                 "would take longer than the products gain"
             )
-        if reason := self.device.lacks("fp8"):
+        if reason := devices.choose("cuda").lacks("fp8"):
             raise UsageError(reason)
         if reason := why_no_linear_products(run.model.block):
             reason = ModelError(reason).told(MODEL_FLAG)
@@ -63,11 +56,11 @@ def config_of(fp8: str) -> Any:
 
 
 def check_sizes(run: TorchRun, fp8: str) -> None:
-    """Raises UsageError if a dimension of a product in the blocks does not suit FP8 kernels."""
+    """Raise UsageError if a dimension of a product in the blocks does not suit FP8 kernels."""
     multiple, sizes = FP8_MULTIPLE[fp8], run.model.sizes
-    for what, size in (("--embed_dim", sizes.embed_dim), ("the MLP's width", sizes.hidden)):
+    for name, size in (("--embed_dim", sizes.embed_dim), ("the MLP's width", sizes.hidden)):
         if size % multiple:
-            raise UsageError(f"--fp8 {fp8}: {what} {size} is no multiple of {multiple}")
+            raise UsageError(f"--fp8 {fp8}: {name} {size} is no multiple of {multiple}")
     images = run.config.data.pass_size // run.mesh.batch_parts
     if images * sizes.num_tokens % multiple:
         raise UsageError(
@@ -78,9 +71,9 @@ def check_sizes(run: TorchRun, fp8: str) -> None:
 
 
 def import_float8() -> Any:
-    """Return the package torchao.float8. Raises UsageError where it cannot be imported."""
+    """Return the package torchao.float8. Raise UsageError where it cannot be imported."""
     disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # what it and PyTorch say of each other's versions
+    logging.disable(logging.WARNING)  # it and PyTorch warn of each other's versions
     try:
         import torchao.float8
     except ImportError:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from gpu_fsdp import megatron_private
+from gpu_fsdp.config import TorchConfig
 from models.initialize import cast_buffers, fill_buffers
 from torch_fsdp.devices import Device
 from torch_fsdp.recipe import OUTER, SHARD, TimmBlocks, TorchRun, parallelize_block
@@ -37,6 +38,7 @@ _META_SHARE = 0.25
 
 class MegatronBackend(TorchBackend):
     _model: MegatronFSDP
+    _own: TorchConfig
 
     def __init__(self, run: TorchRun, device: Device) -> None:
         super().__init__(run, device)
@@ -48,7 +50,7 @@ class MegatronBackend(TorchBackend):
         self._all = self._mesh[OUTER, SHARD]._flatten("dp").get_group()
         self.shards = (0,)
         if self._zero:
-            over_all = run.own.outer_dp_sharding_strategy != 0
+            over_all = self._own.outer_dp_sharding_strategy != 0
             self.shards = (dist.get_rank() if over_all else self._mesh.get_local_rank(SHARD),)
         self._rounded: dict[str, torch.Tensor] = {}
         """Of a teacher that is an average: its parts as it computes with them, if not in fp32."""

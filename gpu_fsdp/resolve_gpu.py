@@ -12,10 +12,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpu_fsdp import megatron_private
+from gpu_fsdp.config import TorchConfig
 from gpu_fsdp.float8 import Float8Blocks
 from gpu_fsdp.te_block import TeBlocks, prefer_cudnn_of_pytorch
 from torch_fsdp import devices, resolve_torch
-from torch_fsdp.config import TorchConfig
+from torch_fsdp.config import Fsdp2Config
 from torch_fsdp.devices import Device
 from torch_fsdp.recipe import Form, TimmBlocks, TorchRun
 from torch_fsdp.resolve_torch import FSDP2
@@ -27,13 +28,12 @@ if TYPE_CHECKING:
     from torch_fsdp.torch_backend import TorchBackend
 
 
-def resolve(config: RunConfig, own: TorchConfig) -> TorchRun:
+def resolve(config: RunConfig, backend_config: TorchConfig) -> TorchRun:
     """Return the run that the flags ask for on the processes that torchrun has started.
 
     Raises UsageError.
     """
-    device = devices.choose("cuda")
-    if own.fsdp == "auto":
+    if backend_config.fsdp == "auto":
         # The first two require it. With a teacher Megatron-FSDP was tested on the CPU alone.
         prefers_fsdp2 = (
             config.sharding.mesh_domain > 1
@@ -41,22 +41,25 @@ def resolve(config: RunConfig, own: TorchConfig) -> TorchRun:
             or config.loss.teacher is not None
             or config.objective.has_teacher
         )
-        megatron = device.runs_megatron and not prefers_fsdp2
-        own = replace(own, fsdp="megatron" if megatron else "fsdp2")
-    form = MEGATRON if own.fsdp == "megatron" else FSDP2
+        megatron = devices.choose("cuda").runs_megatron and not prefers_fsdp2
+        backend_config = replace(backend_config, fsdp="megatron" if megatron else "fsdp2")
+    form = MEGATRON if backend_config.fsdp == "megatron" else FSDP2
     blocks: TimmBlocks | None = None
-    if own.block == "te":
-        blocks = TeBlocks(own.fp8)
-    elif own.fp8 != "none":
-        blocks = Float8Blocks(own.fp8, device)
-    return resolve_torch.resolve(replace(config, backend="cuda"), own, form, blocks)
+    if backend_config.block == "te":
+        blocks = TeBlocks(backend_config.fp8)
+    elif backend_config.fp8 != "none":
+        blocks = Float8Blocks(backend_config.fp8)
+    return resolve_torch.resolve(replace(config, backend="cuda"), backend_config, form, blocks)
 
 
-def _check_megatron(config: RunConfig, own: TorchConfig, mesh: Mesh, device: Device) -> None:
+def _check_megatron(
+    config: RunConfig, backend_config: Fsdp2Config, mesh: Mesh, device: Device
+) -> None:
+    assert isinstance(backend_config, TorchConfig)
     if config.optimizer.linear_probe:
         raise UsageError("--linear_probe requires --fsdp fsdp2, this is megatron")
     check_megatron_runs_here()
-    if own.zero_dp_strategy == 0 and own.meta_init:
+    if backend_config.zero_dp_strategy == 0 and backend_config.meta_init:
         raise UsageError(
             "--meta_init requires --zero_dp_strategy 1, 2 or 3: Megatron-FSDP refuses 0"
         )
@@ -65,22 +68,22 @@ def _check_megatron(config: RunConfig, own: TorchConfig, mesh: Mesh, device: Dev
             f"--mesh_domain {mesh.domain} requires --fsdp fsdp2: Megatron-FSDP shards no images "
             "here"
         )
-    if config.objective.has_teacher and not own.preserve_fp32_weights:
+    if config.objective.has_teacher and not backend_config.preserve_fp32_weights:
         raise UsageError(
             "--no_preserve_fp32_weights is incompatible with --objective dino, whose teacher is an "
             "average in fp32: drop one of the two"
         )
     if config.sharding.precision == "fp16":
         raise UsageError("--precision fp16 requires --fsdp fsdp2: with megatron use bf16")
-    if own.reduce_dtype != "fp32" and mesh.fsdp == 1:
+    if backend_config.reduce_dtype != "fp32" and mesh.fsdp == 1:
         raise UsageError(
-            f"--reduce_dtype {own.reduce_dtype} requires --mesh_fsdp of 2 or more with --fsdp "
-            "megatron"
+            f"--reduce_dtype {backend_config.reduce_dtype} requires --mesh_fsdp of 2 or more with "
+            "--fsdp megatron"
         )
 
 
 def check_megatron_runs_here() -> None:
-    """Raises UsageError where Megatron-FSDP cannot run."""
+    """Raise UsageError where Megatron-FSDP cannot run."""
     if not devices.choose("cuda").runs_megatron:
         raise UsageError("--fsdp megatron requires CUDA: on the CPU use --fsdp fsdp2")
     try:

@@ -10,7 +10,6 @@ import functools
 import importlib.util
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +49,16 @@ _IN_BLOCK = re.compile(r"(blocks\.\d+\.)(.+)")
 _INSTALL = "see requirements-gpu.txt, or use --block timm"
 
 
-@dataclass(frozen=True)
 class TeBlocks(TimmBlocks):
     """TransformerEngine's layers instead of timm's blocks."""
 
-    fp8: str
-    """The recipe of ``--fp8``, "none" for none."""
+    implementation = "te"
 
     def check(self, run: TorchRun) -> None:
+        if run.mesh.domain > 1:
+            raise UsageError(
+                f"--mesh_domain {run.mesh.domain} is incompatible with --block te: use --block timm"
+            )
         unsupported = {
             "--compile": run.own.compile,  # its layers opt out of tracing: nothing is compiled
             "--grad_ckpt selective": run.config.sharding.grad_ckpt == "selective",

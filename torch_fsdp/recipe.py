@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from torch_fsdp.config import TorchConfig
+from torch_fsdp.config import Fsdp2Config
 from torch_fsdp.devices import Device
 from training.config import RunConfig
 from training.mesh import Mesh
@@ -40,11 +40,21 @@ _ATTENTION = {
 _MATRIX_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten._scaled_mm.default}
 
 
+@dataclass(frozen=True)
 class TimmBlocks:
     """timm's own blocks. A subclass replaces them by others that hold the same weights."""
 
+    implementation: ClassVar[str] = "timm"
+    """The name of the blocks in ``--block``."""
+    fp8: str = "none"
+    """The recipe of their FP8 products in ``--fp8``."""
+
+    def __str__(self) -> str:
+        products = f" in FP8 ({self.fp8})" if self.fp8 != "none" else ""
+        return f"{self.implementation} blocks{products}"
+
     def check(self, run: TorchRun) -> None:
-        """Raises UsageError if such blocks cannot run here, or not with this model and batch."""
+        """Raise UsageError if such blocks cannot run here, or not with this model and batch."""
 
     def replace(self, block: nn.Module, device: str) -> nn.Module:
         """Return the block that takes the place of timm's ``block``."""
@@ -99,16 +109,16 @@ class TorchRecipe:
 class Form:
     """One form of FSDP."""
 
-    check: Callable[[RunConfig, TorchConfig, Mesh, Device], None]
-    """Raises UsageError for flags that this form cannot follow."""
+    check: Callable[[RunConfig, Fsdp2Config, Mesh, Device], None]
+    """Raise UsageError for flags that this form cannot follow."""
     open_backend: Callable[[TorchRun, Device], Any]
-    """Returns a ``TorchBackend``, whose modules are imported only then."""
+    """Return a ``TorchBackend``, whose modules are imported only then."""
     written_for: Mapping[str, str] = field(default_factory=dict)
     """The versions of packages whose private names it uses."""
 
 
 @dataclass(frozen=True)
-class TorchRun(Run[TorchConfig]):
+class TorchRun(Run[Fsdp2Config]):
     form: Form = field(kw_only=True)
     recipe: TorchRecipe = field(kw_only=True)
 
@@ -132,10 +142,6 @@ def parallelize_block(
     return block
 
 
-_MOST_GRAPHS = 4096
-"""More than any run needs."""
-
-
 def _compiled(
     forward: Callable[..., Any], compiler: str, *, fullgraph: bool = False
 ) -> Callable[..., Any]:
@@ -143,7 +149,7 @@ def _compiled(
     # All blocks are one function to PyTorch, which compiles 8 graphs of a function and no more:
     # here each size of images is one, each rate of drop path, and training and evaluation.
     limits = torch._dynamo.config
-    limits.recompile_limit = limits.accumulated_recompile_limit = _MOST_GRAPHS
+    limits.recompile_limit = limits.accumulated_recompile_limit = 4096  # more than any run needs
     return torch.compile(forward, backend=compiler, fullgraph=fullgraph, dynamic=False)
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch.distributed as dist
 
 from models.config import ModelError
 from torch_fsdp import devices
-from torch_fsdp.config import ZERO_FLAGS, TorchConfig
+from torch_fsdp.config import ZERO_FLAGS, Fsdp2Config
 from torch_fsdp.devices import Device
 from torch_fsdp.recipe import DTYPES, Form, TimmBlocks, TorchRecipe, TorchRun
 from training.config import RunConfig
@@ -38,23 +38,29 @@ if TYPE_CHECKING:
 
 
 def resolve(
-    config: RunConfig, own: TorchConfig, form: Form | None = None, blocks: TimmBlocks | None = None
+    config: RunConfig,
+    backend_config: Fsdp2Config,
+    form: Form | None = None,
+    blocks: TimmBlocks | None = None,
 ) -> TorchRun:
     """Return the run that the flags ask for on the processes that torchrun has started.
 
     ``config`` names the backend. Without ``form`` and ``blocks`` it is FSDP2 with timm's blocks.
     Raises UsageError.
     """
-    run = _resolve(config, own, form or FSDP2, blocks or TimmBlocks())
+    run = _resolve(config, backend_config, form or FSDP2, blocks or TimmBlocks())
     # The teacher computes forward passes alone: ZeRO-2 would never reshard its weights.
-    zero = 0 if run.recipe.zero == 0 else 3
-    beside = replace(run.own, block="timm", fp8="none", zero_dp_strategy=zero)
-    whole = with_teacher(run, lambda config: _resolve(config, beside, FSDP2, TimmBlocks()))
-    assert isinstance(whole, TorchRun)
-    return whole
+    teacher_config = replace(run.own, zero_dp_strategy=0 if run.recipe.zero == 0 else 3)
+    with_its_teacher = with_teacher(
+        run, lambda config: _resolve(config, teacher_config, FSDP2, TimmBlocks())
+    )
+    assert isinstance(with_its_teacher, TorchRun)
+    return with_its_teacher
 
 
-def _resolve(config: RunConfig, own: TorchConfig, form: Form, blocks: TimmBlocks) -> TorchRun:
+def _resolve(
+    config: RunConfig, backend_config: Fsdp2Config, form: Form, blocks: TimmBlocks
+) -> TorchRun:
     config = resolve_common(config)
     backend, sharding = config.backend, config.sharding
     device = devices.choose(backend)
@@ -67,50 +73,74 @@ def _resolve(config: RunConfig, own: TorchConfig, form: Form, blocks: TimmBlocks
         raise UsageError(
             f"--mesh_tensor {sharding.mesh_tensor} requires --backend xla, this is {backend}"
         )
-    _check_devices(device)
+
+    # The devices of this host.
+    if device.is_host and not dist.is_gloo_available():
+        raise UsageError("--backend cuda: no CUDA device here, nor PyTorch with gloo for the CPU")
+    started, available = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), device.count()
+    if available is not None and started > available:
+        raise UsageError(
+            f"torchrun started {started} processes on this node, which has {available} x "
+            f"{device.noun}: a process each, --nproc-per-node {available} or fewer"
+        )
+    if reason := device.unready():
+        raise UsageError(reason)
 
     # What is sharded, by --zero_dp_strategy or an older flag for 0 or 2 (not both: check_rules).
-    zero = own.zero_dp_strategy
+    zero = backend_config.zero_dp_strategy
     for flag, (field, value, means) in ZERO_FLAGS.items():
         if getattr(sharding, field) == value:
-            if own.zero_dp_strategy not in (None, means):
+            if backend_config.zero_dp_strategy not in (None, means):
                 raise UsageError(f"{flag} means --zero_dp_strategy {means}, not {zero}: drop one")
             zero = means
     for name in ("mesh_dcn", "mesh_fsdp"):
         if zero == 0 and getattr(sharding, name) not in (None, 1):
             raise UsageError(f"--{name} shapes sharding, --zero_dp_strategy 0 has none: drop one")
     zero = 3 if zero is None else zero
-    own = replace(
-        own,
+    backend_config = replace(
+        backend_config,
         zero_dp_strategy=zero,
-        fsdp="fsdp2" if own.fsdp == "auto" else own.fsdp,
-        compile=device.compiles_all if own.compile is None else own.compile,
+        fsdp="fsdp2" if backend_config.fsdp == "auto" else backend_config.fsdp,
+        compile=device.compiles_all if backend_config.compile is None else backend_config.compile,
     )
-    check_rules(config, own)
+    check_rules(config, backend_config)
     mesh = make_mesh(
         sharding,
         int(os.environ.get("WORLD_SIZE", "1")),
         "process(es) of this run: change them, or torchrun's --nproc-per-node and --nnodes",
     )
-    if zero == 0 and own.fsdp == "fsdp2":
+    if zero == 0 and backend_config.fsdp == "fsdp2":
         mesh = Mesh(dcn=mesh.fsdp, domain=mesh.domain)  # FSDP2 without sharding: replicas alone
     config = with_passes(config, mesh)
-    form.check(config, own, mesh, device)
-    _check_precision(config, own, device)
+    form.check(config, backend_config, mesh, device)
+
+    # Precision.
+    precision, reduce_dtype = sharding.precision, backend_config.reduce_dtype
+    for used in (precision, "bf16" if reduce_dtype == "bf16" else "fp32"):
+        if reason := device.lacks(used):
+            raise UsageError(reason)
+    if backend_config.tf32 and not device.has_tf32:
+        raise UsageError("--tf32 requires CUDA")
+    if reduce_dtype == "fp16" and precision != "fp16":
+        raise UsageError("--reduce_dtype fp16 requires --precision fp16, whose loss is scaled")
 
     config, model = resolve_model(config)  # after what is known at once: timm takes a second
-    config = _resolve_domain(config, own, mesh, model)
+    if mesh.domain > 1:
+        config = _resolve_domain(config, backend_config, mesh, model)
+    compiled: Literal["none", "block", "around attention"] = "none"
+    if backend_config.compile:
+        compiled = "around attention" if mesh.domain > 1 else "block"
     recipe = TorchRecipe(
         domain_attention=config.sharding.domain_attention if mesh.domain > 1 else None,
         blocks=blocks,
         grad_ckpt=sharding.grad_ckpt,
-        compile=("around attention" if mesh.domain > 1 else "block") if own.compile else "none",
+        compile=compiled,
         compiler=device.compiler,
-        dtype=DTYPES[sharding.precision],
-        reduce_dtype=DTYPES[own.reduce_dtype],
+        dtype=DTYPES[precision],
+        reduce_dtype=DTYPES[reduce_dtype],
         zero=zero,
     )
-    run = TorchRun(config, own, model, mesh, form=form, recipe=recipe)
+    run = TorchRun(config, backend_config, model, mesh, form=form, recipe=recipe)
     check_batch(run)
     blocks.check(run)
 
@@ -124,39 +154,13 @@ def _resolve(config: RunConfig, own: TorchConfig, form: Form, blocks: TimmBlocks
     return run
 
 
-def _check_devices(device: Device) -> None:
-    if device.is_host and not dist.is_gloo_available():
-        raise UsageError("--backend cuda: no CUDA device here, nor PyTorch with gloo for the CPU")
-    here, there_are = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), device.count()
-    if there_are is not None and here > there_are:
-        raise UsageError(
-            f"torchrun started {here} processes on this node, which has {there_are} x "
-            f"{device.noun}: a process each, --nproc-per-node {there_are} or fewer"
-        )
-    if reason := device.unready():
-        raise UsageError(reason)
-
-
-def _check_precision(config: RunConfig, own: TorchConfig, device: Device) -> None:
-    precision = config.sharding.precision
-    for used in (precision, "bf16" if own.reduce_dtype == "bf16" else "fp32"):
-        if reason := device.lacks(used):
-            raise UsageError(reason)
-    if own.tf32 and not device.has_tf32:
-        raise UsageError("--tf32 requires CUDA")
-    if own.reduce_dtype == "fp16" and precision != "fp16":
-        raise UsageError("--reduce_dtype fp16 requires --precision fp16, whose loss is scaled")
-
-
-def _resolve_domain(config: RunConfig, own: TorchConfig, mesh: Mesh, model: ModelSpec) -> RunConfig:
-    """Decide ``--domain_attention``, if processes share images. Raises UsageError."""
-    if mesh.domain == 1:
-        return config
+def _resolve_domain(
+    config: RunConfig, backend_config: Fsdp2Config, mesh: Mesh, model: ModelSpec
+) -> RunConfig:
+    """Decide ``--domain_attention`` of processes that share images. Raises UsageError."""
     given = f"--mesh_domain {mesh.domain}"
     check_rows(mesh, model)
-    if own.block == "te":
-        raise UsageError(f"{given} is incompatible with --block te: use --block timm")
-    if own.compile and config.sharding.grad_ckpt == "selective":
+    if backend_config.compile and config.sharding.grad_ckpt == "selective":
         # Seen with PyTorch 2.9: what is compiled is not run where a policy looks at operations.
         raise UsageError(
             f"--compile with {given} requires --grad_ckpt full or none: selective would leave "
@@ -176,16 +180,18 @@ def _resolve_domain(config: RunConfig, own: TorchConfig, mesh: Mesh, model: Mode
     return resolve_domain(config, mesh, refused, auto="ring" if "ulysses" in refused else "ulysses")
 
 
-def _check_fsdp2(config: RunConfig, own: TorchConfig, mesh: Mesh, device: Device) -> None:
-    if own.fsdp == "megatron" and config.backend != "cuda":
+def _check_fsdp2(
+    config: RunConfig, backend_config: Fsdp2Config, mesh: Mesh, device: Device
+) -> None:
+    if backend_config.fsdp == "megatron" and config.backend != "cuda":
         raise UsageError(f"--fsdp megatron requires --backend cuda, this is {config.backend}")
-    if own.zero_dp_strategy == 1:
+    if backend_config.zero_dp_strategy == 1:
         raise UsageError("--fsdp fsdp2 has no --zero_dp_strategy 1: use 2 or 3, or --fsdp megatron")
-    if own.cpu_offload and config.optimizer.optimizer == "muon":
+    if backend_config.cpu_offload and config.optimizer.optimizer == "muon":
         raise UsageError("--optimizer muon is incompatible with --cpu_offload: drop one of the two")
-    if own.meta_init is False:
+    if backend_config.meta_init is False:
         raise UsageError("--no-meta_init requires --fsdp megatron, this is fsdp2")
-    if own.cpu_offload and device.is_host:
+    if backend_config.cpu_offload and device.is_host:
         raise UsageError("--cpu_offload requires CUDA: here all is in host memory anyway")
 
 

@@ -292,7 +292,7 @@ class TorchBackend(abc.ABC):
             sharding.precision + (" with TF32" if own.tf32 else ""),
             f"gradients reduced in {own.reduce_dtype}",
             f"activation checkpointing {sharding.grad_ckpt}",
-            f"{own.block} blocks" + (f" in FP8 ({own.fp8})" if own.fp8 != "none" else ""),
+            str(self._recipe.blocks),
         ]
         flags = {
             "moments in bf16": self._rounds_moments,
@@ -335,12 +335,12 @@ class TorchBackend(abc.ABC):
         used += [torch.finfo(torch.float16).eps] if own.tf32 else []  # as many bits as TF32
         # Rounded up or down, so by a whole distance.
         used += [2 * torch.finfo(torch.bfloat16).eps] if self._rounds_moments else []
-        used += [torch.finfo(torch.float8_e4m3fn).eps] if own.fp8 != "none" else []
+        used += [torch.finfo(torch.float8_e4m3fn).eps] if self._recipe.blocks.fp8 != "none" else []
         return max(used) / 2
 
     def peak_flops(self) -> float | None:
         own = self._own
-        kind: str = "fp8" if own.fp8 != "none" else self._sharding.precision
+        kind: str = "fp8" if self._recipe.blocks.fp8 != "none" else self._sharding.precision
         if kind == "fp32" and own.tf32:
             kind = "tf32"
         return self._device.peak_flops(kind)

@@ -11,7 +11,7 @@ import sys
 
 import run_vit_training
 from tests.stand_ins.megatron_on_cpu import without_cuda
-from torch_fsdp import devices, resolve_torch
+from torch_fsdp import devices
 from torch_fsdp.torch_backend import TorchBackend
 from training import step as step_module
 
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     step_module.forward_backward, TorchBackend.optimizer_step = spoiled, step_or_not
     TorchBackend._clip_grad_norm = clip_spoiled
     if devices.choose("cuda").is_host:
-        resolve_torch._check_precision = lambda *_: None
+        devices.Cpu.lacks = lambda self, precision: None
     if devices.choose("cuda").is_host and "megatron" in argv:
         without_cuda()
     return run_vit_training.main(argv)

@@ -14,13 +14,13 @@ import pytest
 
 from data.pack import pack
 from gpu_fsdp import resolve_gpu
+from gpu_fsdp.config import FP8_MULTIPLE
 from run_vit_training import OWN, read_flags
 from tests.cli import DIGITS, Result, run_program, train_tiny
 from tests.data.test_tables import write_tables
 from tests.every_flag import command_lines, complaint_of, items
 from tests.rehearsal.slice_ import Slice
 from tests.rehearsed import all_ended
-from torch_fsdp.config import FP8_MULTIPLE
 from training.config import RunConfig
 from training.flags import MODE_FLAGS, by_field, check_rules
 from training.mesh import replicas

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gpu_fsdp.config import TorchConfig
 from tools.plan import plans
 from tools.plan.plans import Candidate, HardwarePlan, Request
-from torch_fsdp.config import TorchConfig
 from torch_fsdp.devices import peak_of
 from training.config import RunConfig
 from training.errors import UsageError

@@ -1,0 +1,77 @@
+"""The flags of NVIDIA's libraries: Megatron-FSDP, TransformerEngine and FP8, beside FSDP2's."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Literal
+
+from config_fields import flag
+from torch_fsdp.config import Fsdp2Config, zero_strategy
+
+FP8_MULTIPLE = {"none": 1, "delayed": 16, "current": 16, "rowwise": 16, "mxfp8": 32}
+"""Every dimension of an FP8 matrix product must be a multiple of this, by recipe."""
+
+
+def outer_strategy(text: str) -> int:
+    """Read a strategy that can shard over HSDP's groups, by number or name."""
+    strategy = zero_strategy(text)
+    if strategy > 1:
+        raise argparse.ArgumentTypeError(f"is 0 (no_shard) or 1 (optim), not {text}")
+    return strategy
+
+
+@dataclass(frozen=True)
+class TorchConfig(Fsdp2Config):
+    """All flags of PyTorch's own devices: FSDP2's, and those of NVIDIA's libraries."""
+
+    outer_dp_sharding_strategy: int = flag(
+        0,
+        "what is sharded over the groups of --mesh_dcn too (megatron); 0 no_shard: nothing; 1 "
+        "optim: optimizer state",
+        kind=outer_strategy,
+        metavar="{0,1}",
+        requires=("fsdp=megatron", "mesh_dcn", "zero_dp_strategy=3"),
+    )
+    preserve_fp32_weights: bool = flag(
+        True,
+        "store weights in --precision only, without an fp32 copy (megatron) (default: with fp32 "
+        "copy)",
+        names=("--no_preserve_fp32_weights",),
+        requires=("fsdp=megatron", "precision=bf16", "reduce_dtype=bf16"),
+    )
+    overlap_grad_reduce: bool = flag(
+        True,
+        "reduce gradients during the backward pass (megatron); always on with --zero_dp_strategy 2 "
+        "and 3",
+        requires=("fsdp=megatron", "zero_dp_strategy=0|zero_dp_strategy=1"),
+        incompatible_with=("mesh_dcn",),
+    )
+    overlap_param_gather: bool = flag(
+        True,
+        "gather the next unit's weights during computation (megatron); always on with "
+        "--zero_dp_strategy 3",
+        requires=("fsdp=megatron", "zero_dp_strategy=0|zero_dp_strategy=1|zero_dp_strategy=2"),
+    )
+    block: Literal["timm", "te"] = flag(
+        "timm",
+        "implementation of the transformer block; timm: timm's; te: TransformerLayer of NVIDIA's "
+        "TransformerEngine (experimental: not yet run at scale)",
+        requires=("backend=cuda", "objective=classify"),
+    )
+    fp8: Literal["none", "delayed", "current", "rowwise", "mxfp8"] = flag(
+        "none",
+        "FP8 matrix products in the blocks, by TransformerEngine with --block te, else by torchao, "
+        "which requires --compile (experimental: not yet run at scale); current: a scale for each "
+        "tensor, of its values; delayed: of those in the steps before (te); rowwise: a scale for "
+        "each row (timm); mxfp8: for every 32 numbers (te, Blackwell)",
+        requires=("backend=cuda", "precision=bf16", "objective=classify"),
+    )
+
+    @property
+    def keeps_fp32_weights(self) -> bool:
+        return self.preserve_fp32_weights
+
+    @property
+    def product_multiple(self) -> int:
+        return FP8_MULTIPLE[self.fp8]
