@@ -1,4 +1,4 @@
-"""Files and folders: the errors about them, safe writing on disk, and reading by path or URL.
+"""Files and folders: errors about them, safe writing on disk, and reading by path or URL.
 
 A URL is any that fsspec knows: gs://, s3://, file://, ...
 """
@@ -22,18 +22,18 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.registry import get_filesystem_class, known_implementations
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 RETRY_WAITS_S = (0.5, 2.0, 8.0)
 """Seconds before each further attempt to read from a URL."""
 HEAD = 64 * 1024
-"""Bytes at the start of a file that hold the size of nearly every image."""
+"""How many bytes at the start of a file hold the size of nearly every image."""
 
 # -- errors: each message is one line that says what is wrong with a user's folder or image --
 
 
 def printable(text: str) -> str:
-    """Return ``text`` with what a terminal cannot print escaped: file names may hold any byte."""
+    """Return ``text`` with unprintable characters escaped: file names may hold any byte."""
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )
@@ -66,6 +66,10 @@ def first_of(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
+def _letters(name: str) -> str:
+    return unicodedata.normalize("NFC", name)
+
+
 def told_apart(one: str, other: str) -> tuple[str, str]:
     """Return two names as they are or, if they look alike, with escapes: the same letters in other
     Unicode normal forms, as macOS and Linux may write them."""
@@ -75,11 +79,11 @@ def told_apart(one: str, other: str) -> tuple[str, str]:
 
 
 def other_classes(train: Sequence[str], val: Sequence[str]) -> str | None:
-    """Return which names of classes only one of two splits has; None if both have the same."""
+    """Return which classes only one of two splits has; None if both have the same names."""
     only_train, only_val = sorted({*train}.difference(val)), sorted({*val}.difference(train))
-    of_letters = {_letters(name): name for name in only_val}
+    val_names = {_letters(name): name for name in only_val}
     for name in only_train:
-        if other := of_letters.get(_letters(name)):
+        if other := val_names.get(_letters(name)):
             there, here = told_apart(name, other)
             return (
                 f"{name} is {there} in train and {here} in val, the same letters in two Unicode "
@@ -91,24 +95,19 @@ def other_classes(train: Sequence[str], val: Sequence[str]) -> str | None:
     return None
 
 
-def _letters(name: str) -> str:
-    return unicodedata.normalize("NFC", name)
+_HIDDEN = re.compile(r"(^|/)(PaxHeaders(\.\d+)?(/|$)|\.(?!\.?(/|$)))")  # but for ./ and ../
 
 
 def is_hidden(path: str) -> bool:
-    """Return True if a file, or a folder of its ``path``, has the name of one that tools leave
-    among images, and that no person named: a leading dot (macOS's ``._1.jpg``,
-    ``.ipynb_checkpoints``), or tar's PaxHeaders."""
+    """Return True if a file, or a folder in its ``path``, is one that tools leave among images: its
+    name starts with a dot (macOS's ``._1.jpg``, ``.ipynb_checkpoints``) or is tar's PaxHeaders."""
     return _HIDDEN.search(path) is not None
-
-
-_HIDDEN = re.compile(r"(^|/)(PaxHeaders(\.\d+)?(/|$)|\.(?!\.?(/|$)))")  # but for ./ and ../
 
 
 # -- files on this machine -------------------------------------------------------------
 #
-# Others may be able to write to a folder that this user writes to. A link there may lead to any
-# file of this user, so nothing is written through a link.
+# Other users may be able to write to a folder that this user writes to. A link there may lead to
+# any file of this user, so nothing is written through a link.
 
 _LINK = "it is a link, and nothing is written through one"
 
@@ -136,7 +135,7 @@ def no_link(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
-    """Return a JSON object. Raises ValueError for anything else, also for one nested too deeply."""
+    """Parse a JSON object. Raises ValueError for anything else, also for one nested too deeply."""
     try:
         content = json.loads(text)
     except RecursionError:
@@ -147,16 +146,16 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its parents, unless it exists. Raises OSError, also for a link."""
+    """Create a folder and its parents unless it exists. Raises OSError, also for a link."""
     if path.is_symlink():
         raise OSError(errno.ELOOP, _LINK, str(path))
     path.mkdir(parents=True, exist_ok=True)
 
 
 def replace_file(path: Path, content: bytes, *, unfinished: str = "tmp") -> None:
-    """Write a file atomically: it is there whole, or as it was before. Raises OSError.
+    """Write a file atomically: it is complete afterwards, or as it was before. Raises OSError.
 
-    A link of its name is replaced. ``unfinished``: the suffix of its name until it is whole.
+    A link of its name is replaced. ``unfinished``: the suffix of its name until it is complete.
     """
     temporary = path.with_name(f"{path.name}.{unfinished}")
     temporary.unlink(missing_ok=True)
@@ -208,28 +207,37 @@ def problem_of_url(url: str) -> str | None:
         if package in ("", "fsspec"):  # fsspec's own message names the packages
             return str(error).splitlines()[0]
         return f"requires the package {package}: python3 -m pip install {package}"
-    # It logs the traceback of each error, which it raises as well.
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
     return None
 
 
-def open_system(path: str) -> tuple[AbstractFileSystem, str]:
+def open_storage(path: str, **options: Any) -> tuple[AbstractFileSystem, str]:
     """Return fsspec's file system for a path or URL, and the path in that file system.
+
+    Each process gets its own file system: loader processes are forked, and must not use their
+    parent's connections. Raises whatever the file system raises.
+    """
+    # gcsfs logs the traceback of each error, which it raises as well.
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
+    return url_to_fs(path, **options)
+
+
+def open_system(path: str) -> tuple[AbstractFileSystem, str]:
+    """Return what ``open_storage`` returns.
 
     Raises DataFolderError for a URL of an unknown kind, or one that needs a package.
     """
     if problem := problem_of_url(path):
         raise DataFolderError(f"{path}: {problem}")
     try:
-        return url_to_fs(path)
-    except Exception as error:  # each file system raises what it likes
+        return open_storage(path)
+    except Exception as error:  # each file system raises its own errors
         raise DataFolderError(f"{path} cannot be opened: {reason_of(error)}") from error
 
 
 def missing_bucket(system: AbstractFileSystem, path: str) -> str | None:
-    """Return the name of the bucket of a path of ``open_system`` if it does not exist, else None.
+    """Return the bucket of a path of ``open_storage`` if it does not exist, else None.
 
-    Raises anything if the storage cannot answer.
+    Raises anything if the storage does not answer.
     """
     bucket = path.partition("/")[0]
     if not bucket or is_url(path):  # this kind of storage has no buckets
@@ -241,7 +249,7 @@ def missing_bucket(system: AbstractFileSystem, path: str) -> str | None:
     return None
 
 
-def with_retries(path: str, read: Callable[[], Found]) -> Found:
+def with_retries(path: str, read: Callable[[], Result]) -> Result:
     """Return what ``read`` returns, or raise what it raises.
 
     At a URL, retry a few times, unless the error is one that a retry cannot change.
@@ -251,7 +259,7 @@ def with_retries(path: str, read: Callable[[], Found]) -> Found:
             return read()
         except (FileNotFoundError, NotADirectoryError, PermissionError, DataFolderError):
             raise
-        except Exception:  # noqa: BLE001 - each file system raises what it likes
+        except Exception:  # noqa: BLE001 - each file system raises its own errors
             time.sleep(wait)
     return read()
 
@@ -265,15 +273,12 @@ def read_bytes(
     """Return the content of a file, or ``size`` bytes of it from ``start`` on.
 
     Reading from a URL is retried a few times. Raises BrokenImageError, also if the file has fewer
-    than ``size`` bytes there, except with ``or_less``.
+    than ``size`` bytes there, unless ``or_less``.
     """
-    end = None if size is None else start + size
 
     def read_url() -> bytes:
-        # Loader processes are forked, and must not use their parent's connections: fsspec gives
-        # each process a file system of its own.
-        system, name = url_to_fs(path)
-        return system.cat_file(name, start or None, end)
+        system, name = open_storage(path)
+        return system.cat_file(name, start or None, None if size is None else start + size)
 
     try:
         if is_url(path):
@@ -284,7 +289,7 @@ def read_bytes(
                 content = file.read(-1 if size is None else size)
     except FileNotFoundError as error:
         raise BrokenImageError("No such file or directory") from error
-    except Exception as error:  # each file system raises what it likes
+    except Exception as error:  # each file system raises its own errors
         raise BrokenImageError(reason_of(error)) from error
     if size is not None and len(content) < size and not or_less:
         raise BrokenImageError(f"only {len(content)} of its {size} bytes are there")
@@ -292,52 +297,55 @@ def read_bytes(
 
 
 def subfolders(url: str) -> list[str] | None:
-    """Return the sorted names of the folders in a folder, without hidden ones; None if it does not
+    """Return the names of the folders in a folder, sorted, without hidden ones; None if it does not
     exist.
 
     Raises DataFolderError.
     """
-    path, found = _list(url, lambda system, path: system.ls(path, detail=True))
-    if found is None:
+    path, entries = _list(url, "ls")
+    if entries is None:
         return None
-    names = {info["name"].rstrip("/") for info in found if info["type"] == "directory"}
-    inside = (name.rpartition("/")[2] for name in names if name.strip("/") != path.strip("/"))
-    return sorted(name for name in inside if not is_hidden(name))
+    paths = {entry["name"].strip("/") for entry in entries if entry["type"] == "directory"}
+    names = [folder.rpartition("/")[2] for folder in paths - {path.strip("/")}]
+    return sorted(name for name in names if not is_hidden(name))
 
 
 def find_files(folder: str, left_out: Counter[str] | None = None) -> dict[str, dict[str, Any]]:
-    """Return fsspec's information about each file in a folder and below, by its name there.
+    """Return fsspec's information about each file in a folder and below, by its path in there.
 
     Hidden files are counted in ``left_out`` instead. Raises DataFolderError.
     """
-    path, found = _list(folder, lambda system, path: system.find(path, detail=True))
-    top = f"{path.rstrip('/')}/"
-    inside = {name.removeprefix(top): at for name, at in (found or {}).items() if name[-1] != "/"}
-    visible = {name: at for name, at in inside.items() if not is_hidden(name)}
-    if left_out is not None:
-        left_out.update(["hidden"] * (len(inside) - len(visible)))
+    top, entries = _list(folder, "find")
+    visible, left_out = {}, Counter() if left_out is None else left_out
+    for path, info in (entries or {}).items():
+        name = path.removeprefix(f"{top.rstrip('/')}/")
+        if name.endswith("/"):  # a marker of an empty folder
+            continue
+        if is_hidden(name):
+            left_out["hidden"] += 1
+        else:
+            visible[name] = info
     return visible
 
 
-def _list(
-    folder: str, listing: Callable[[AbstractFileSystem, str], Found]
-) -> tuple[str, Found | None]:
-    """Return fsspec's path of the folder, and what ``listing`` returns; None if it does not exist.
+def _list(folder: str, method: str) -> tuple[str, Any]:
+    """Return fsspec's path of the folder, and what its ``method`` returns about what is in there;
+    None if the folder does not exist.
 
     Raises DataFolderError, also for a bucket that does not exist.
     """
     system, path = open_system(folder)
-    found = None
+    entries = None
     try:
-        found = with_retries(folder, lambda: listing(system, path))
+        entries = with_retries(folder, lambda: getattr(system, method)(path, detail=True))
     except (FileNotFoundError, NotADirectoryError):
         pass
-    except Exception as error:  # each file system raises what it likes
+    except Exception as error:  # each file system raises its own errors
         raise DataFolderError(f"{folder} cannot be listed: {reason_of(error)}") from error
-    if not found:
+    if not entries:
         bucket = None
         with contextlib.suppress(Exception):  # a storage without buckets may raise anything
             bucket = missing_bucket(system, path)
         if bucket:
             raise DataFolderError(f"{folder}: there is no bucket {bucket}")
-    return path, found
+    return path, entries

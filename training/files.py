@@ -22,8 +22,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, TypeVar, cast
 
-from fsspec.core import url_to_fs
-
 from data import files
 from data.files import DataFolderError, cache_folder, no_link
 from training.errors import FOLDER_IN_USE, RunFailed, UsageError
@@ -49,10 +47,14 @@ def folder_at(text: str) -> Path:
 
 @dataclass(frozen=True, order=True)
 class UrlPath:
-    """A file or folder on a URL, with those methods of pathlib that runs use, by fsspec.
+    """A file or folder at a URL, with the methods of pathlib that runs use, by fsspec.
 
-    They raise OSError, whatever the storage raises. A bucket has no folders of its own: one exists
-    as long as it has a file. A file exists, and is complete, when it was closed.
+    They raise OSError, whatever the storage raises: a storage that does not answer never looks like
+    one without files, which would start a new run over an existing one. Listings are not cached,
+    copies stay within the storage, and no bucket is created.
+
+    A bucket has no folders of its own: one exists as long as it has a file. A file exists, and is
+    complete, once it is closed.
     """
 
     url: str
@@ -76,11 +78,11 @@ class UrlPath:
         """Yield fsspec's file system and the path in it; turn what they raise into OSError."""
         with _os_errors(self.url):
             # Cached listings would hide what other processes have written since.
-            yield url_to_fs(self.url, use_listings_cache=False)
+            yield files.open_storage(self.url, use_listings_cache=False)
 
     def _kind(self) -> str | None:
-        """Return "file", "directory" or None, which fsspec also returns if a storage cannot be
-        asked."""
+        """Return "file", "directory", or None if there is neither."""
+        # fsspec's own ``exists`` and ``isfile`` are False if a storage does not answer.
         try:
             with self.storage() as (storage, path):
                 return storage.info(path)["type"]
@@ -98,16 +100,17 @@ class UrlPath:
 
     def iterdir(self) -> Iterator[UrlPath]:
         with self.storage() as (storage, path):
-            names = {each.rstrip("/").rpartition("/")[2] for each in storage.ls(path, detail=False)}
-        return iter(sorted(self / name for name in names - {"", self.name}))
+            paths = storage.ls(path, detail=False)
+        names = {path.rstrip("/").rpartition("/")[2] for path in paths} - {"", self.name}
+        return iter(sorted(self / name for name in names))
 
     def stat(self) -> SimpleNamespace:
-        """Return the size alone, in bytes, as ``st_size``."""
+        """Return the size in bytes as ``st_size``, and nothing else."""
         with self.storage() as (storage, path):
             return SimpleNamespace(st_size=storage.size(path))
 
     def mkdir(self, *, parents: bool = True, exist_ok: bool = True) -> None:
-        """Make the folder, if the storage has folders, but no bucket."""
+        """Create the folder if the storage has folders. Raises OSError if the bucket is missing."""
         with self.storage() as (storage, path):
             if bucket := files.missing_bucket(storage, path):
                 raise FileNotFoundError(errno.ENOENT, f"there is no bucket {bucket}")
@@ -115,7 +118,7 @@ class UrlPath:
 
     @contextlib.contextmanager
     def open(self, mode: str = "rb") -> Iterator[IO[bytes]]:
-        """Open the file inside; other errors raised there (damaged content) are unchanged."""
+        """Open the file; other errors raised in the body, e.g. of damaged content, pass through."""
         with self.storage() as (storage, path):
             file = storage.open(path, mode)
         try:
@@ -149,12 +152,17 @@ class UrlPath:
             storage.cp_file(path, to)
 
     def check_writable(self, *, removable: bool = False) -> None:
-        """Write an empty file into the folder, and remove it. Raises OSError if writing or, with
-        ``removable``, removing is not allowed; what may not be removed stays there."""
+        """Write an empty file into the folder and remove it, if that is allowed.
+
+        Raises OSError if writing or, with ``removable``, removing fails.
+        """
         probe = self / ".write_test"
         probe.write_bytes(b"")
-        with contextlib.suppress(*([] if removable else [OSError])):
+        try:
             probe.unlink(missing_ok=True)  # another process may have done it
+        except OSError:
+            if removable:
+                raise
 
     def resolve(self) -> UrlPath:
         return self
@@ -168,55 +176,49 @@ class _Stream:
     _url: str
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._file, name)
-        if not callable(found):
-            return found
-
-        def call(*args: Any) -> Any:
-            with _os_errors(self._url):
-                return found(*args)
-
-        return call
+        attribute = getattr(self._file, name)
+        return _os_errors(self._url)(attribute) if callable(attribute) else attribute
 
 
 @contextlib.contextmanager
 def _os_errors(url: str) -> Iterator[None]:
-    """Turn what is raised inside into an OSError with number, text and file name, as pathlib's.
+    """Turn what the body raises into an OSError with number, text and file name, as pathlib's.
 
     It is never EIO, which is a disk's error for a damaged file.
     """
     try:
         yield
     except Exception as error:
-        number, lines = getattr(error, "errno", None), str(error).strip().splitlines() or [""]
-        if not number and isinstance(error, (FileNotFoundError, PermissionError)):
-            number = errno.ENOENT if isinstance(error, FileNotFoundError) else errno.EACCES
-        if number in (None, errno.EIO):
+        number = getattr(error, "errno", None) or errno.EREMOTEIO
+        if isinstance(error, FileNotFoundError):
+            number = errno.ENOENT
+        elif isinstance(error, PermissionError):
+            number = errno.EACCES
+        elif number == errno.EIO:
             number = errno.EREMOTEIO
-        text = getattr(error, "strerror", None) or lines[0][:200] or type(error).__name__
+        text = getattr(error, "strerror", None) or files.reason_of(error)
         raise OSError(number, text, url) from error
 
 
 def is_unreachable(error: BaseException) -> bool:
     """Return True if an error says nothing about the file itself, which may be undamaged: a storage
-    did not answer, a right is missing. False if the file is missing or damaged."""
-    of_the_file = errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO
-    return isinstance(error, OSError) and error.errno not in of_the_file
+    did not answer, a permission is missing. False if the file is missing or damaged."""
+    about_the_file = errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO
+    return isinstance(error, OSError) and error.errno not in about_the_file
 
 
 def as_url(path: Path) -> UrlPath | None:
-    """Return a path of ``folder_at`` with its own type if it is a URL's, else None."""
-    found: Any = path
-    return found if isinstance(found, UrlPath) else None
+    """Return a path of ``folder_at`` with its real type if it is at a URL, else None."""
+    return cast(Any, path) if is_url(path) else None
 
 
 def is_url(path: Path) -> bool:
-    """Return True if a path of ``folder_at`` is on a URL."""
-    return as_url(path) is not None
+    """Return True if a path of ``folder_at`` is at a URL."""
+    return isinstance(path, UrlPath)
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder with all in it, on a URL or not.
+    """Remove a folder and its content, at a URL or not.
 
     Raises OSError if anything is left, after removing what can be removed.
     """
@@ -236,11 +238,11 @@ def remove_tree(folder: Path) -> None:
 
 def replace_file(path: Path, content: str | bytes) -> None:
     """Write a small file: it is complete afterwards, or as it was before. Raises OSError."""
-    as_bytes = content.encode() if isinstance(content, str) else content
+    content = content.encode() if isinstance(content, str) else content
     if is_url(path):  # there a file appears when it is closed
-        path.write_bytes(as_bytes)
+        path.write_bytes(content)
         return
-    files.replace_file(path, as_bytes)
+    files.replace_file(path, content)
     sync_folder(path.parent)
 
 
@@ -253,7 +255,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def sync_folder(path: Path) -> None:
-    """Sync the names in a folder to the disk, if the file system can do that."""
+    """Sync a folder's entries to the disk, if the file system can do that."""
     if is_url(path):
         return
     with contextlib.suppress(OSError):  # network file systems may not know it for folders
@@ -279,13 +281,13 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
     """Locks a folder for one job, in its first process, until that process ends, however it ends.
 
     It is a POSIX record lock: children do not inherit it, and NFS passes it on to its server. It
-    is released when the process closes the file, however it had opened it, so nothing else in the
-    process may open it. The file itself stays; it says who had the lock last.
+    is released when the process closes any descriptor of the file, so nothing else in the process
+    may open it. The file itself stays; it says who held the lock last.
     """
 
     def __init__(self, ckpt_dir: Path, *, inside: Path | None = None, shared: bool = False) -> None:
-        """``inside``: the local folder that is locked instead of a URL, which has no locks; the
-        file is copied there. ``shared``: the folder may be another user's."""
+        """``inside``: the local folder to lock in place of a URL, which has no locks; a copy of the
+        file is written to the URL. ``shared``: the folder may be another user's."""
         self._folder, self._place, self._shared = ckpt_dir, inside or ckpt_dir, shared
         self._file: int | None = None
 
@@ -295,11 +297,10 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
         Raises UsageError if the folder is another user's, or if another job holds the lock, but
         RunFailed in a restart.
         """
-        path = self._place / LOCK_FILE
         try:
             self._place.mkdir(parents=True, exist_ok=True)
             check_own(self._place, shared=self._shared)
-            self._file = no_link(path, os.O_RDWR | os.O_CREAT)
+            self._file = no_link(self._place / LOCK_FILE, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise UsageError(
                 f"cannot write to --ckpt_dir {self._place}: {error.strerror}"
@@ -315,8 +316,8 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
             if time.monotonic() > deadline:
                 holder = "another job"
                 with contextlib.suppress(ValueError, KeyError, TypeError):
-                    found = files.parse_object(os.pread(self._file, 4096, 0))
-                    holder = f"process {found['pid']} on {found['host']}, since {found['since']}"
+                    job = files.parse_object(os.pread(self._file, 4096, 0))
+                    holder = f"process {job['pid']} on {job['host']}, since {job['since']}"
                 self.release()
                 problem = (
                     f"--ckpt_dir {self._folder} is in use by {holder}: end that run first, or "
@@ -324,18 +325,15 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
                 )
                 raise RunFailed(problem, FOLDER_IN_USE) if is_restart else UsageError(problem)
             time.sleep(0.2)
-        token = secrets.token_hex(8)
-        content = {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "token": token,
-            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-        }
+        token, since = secrets.token_hex(8), time.strftime("%Y-%m-%d %H:%M:%S")
+        content = json.dumps(
+            {"host": socket.gethostname(), "pid": os.getpid(), "token": token, "since": since}
+        )
         os.ftruncate(self._file, 0)
-        os.pwrite(self._file, json.dumps(content).encode(), 0)
+        os.pwrite(self._file, content.encode(), 0)
         os.fsync(self._file)
         if self._place != self._folder:
-            (self._folder / LOCK_FILE).write_text(json.dumps(content))
+            (self._folder / LOCK_FILE).write_text(content)
         return token
 
     def release(self) -> None:
@@ -359,17 +357,15 @@ def check_own(folder: Path, flag: str = "--ckpt_dir", *, shared: bool = False) -
         return
     root = 0
     with tempfile.TemporaryFile(dir=folder) as probe:
-        own = {root, os.geteuid(), os.fstat(probe.fileno()).st_uid}
-    found = [(str(folder), folder.lstat()), (str(folder), folder.stat())]
-    with os.scandir(folder) as entries:
-        for entry in sorted(entries, key=lambda each: each.name):
-            found.append((entry.path, entry.stat(follow_symlinks=False)))
-    for path, state in found:
-        if state.st_uid not in own:
+        trusted = {root, os.geteuid(), os.fstat(probe.fileno()).st_uid}
+    owners = [(folder, folder.lstat().st_uid), (folder, folder.stat().st_uid)]
+    owners += [(path, path.lstat().st_uid) for path in sorted(folder.iterdir())]
+    for path, owner in owners:
+        if owner not in trusted:
             try:
-                user = pwd.getpwuid(state.st_uid).pw_name
+                user = pwd.getpwuid(owner).pw_name
             except KeyError:
-                user = f"user {state.st_uid}"
+                user = f"user {owner}"
             allow = ", or use what is there as it is with --shared_ckpt_dir"
             raise UsageError(
                 f"{flag} {folder}: {path} is {user}'s: give a folder of your own"
@@ -378,7 +374,7 @@ def check_own(folder: Path, flag: str = "--ckpt_dir", *, shared: bool = False) -
 
 
 def check_folder_writable(folder: Path, flag: str = "--ckpt_dir") -> None:
-    """Raise UsageError if nothing can be written to what ``flag`` names; leave nothing there."""
+    """Raise UsageError if the folder that ``flag`` names is not writable; leave nothing there."""
     if url := as_url(folder):
         try:
             url.mkdir()
@@ -425,9 +421,9 @@ Result = TypeVar("Result")
 
 
 def in_background(work: Callable[[], Result]) -> Future[Result]:
-    """Run a function in a thread of its own.
+    """Run a function in its own thread.
 
-    The thread is a daemon: a process that fails, or that is to end at once, does not wait for it.
+    The thread is a daemon: a process that fails, or has to exit at once, does not wait for it.
     """
     future: Future[Result] = Future()
 
@@ -443,16 +439,17 @@ def in_background(work: Callable[[], Result]) -> Future[Result]:
 
 # -- the logs of a run whose --ckpt_dir is a URL: written to a local folder, copied to the URL -----
 
+
 _EVERY_S = 30.0
-"""The seconds between copies: a bucket has no files that grow, so each copy is a whole file."""
-_NOT_COPIED = {".lock", "profile"}
+"""Seconds between copies: files of a bucket cannot grow, so each copy writes a whole file."""
+_NOT_COPIED = {LOCK_FILE, "profile"}
 
 
 def log_folder(ckpt_dir: Path) -> Path:
-    """Return where a run's logs are written: in ``ckpt_dir``, or in a local folder for a URL's.
+    """Return where a run's logs are written: ``ckpt_dir``, or a local folder if that is a URL.
 
     It is the same for each start on a machine, so that a second one there finds it locked. Raises
-    UsageError without a place for it.
+    UsageError if there is no place for it.
     """
     if not is_url(ckpt_dir):
         return ckpt_dir
@@ -464,15 +461,15 @@ def log_folder(ckpt_dir: Path) -> Path:
 
 
 def fetch_logs(folder: Path, url: Path, names: tuple[str, ...]) -> None:
-    """Replace the local folder's logs by these files of the URL, as far as they are there.
+    """Replace the local folder's logs by the files of these names at the URL, where they exist.
 
     Raises OSError.
     """
-    for path in _files(folder):
+    for path, copy in _copies(folder, url):
         # An earlier start that was killed here may not have copied the end of a file.
-        copy, content = _copy_of(path, folder, url), path.read_bytes()
-        copied = copy.read_bytes() if copy.exists() else None
-        if copied is not None and content.startswith(copied) and content != copied:
+        content = path.read_bytes()
+        copied = copy.read_bytes() if copy.exists() else content
+        if content.startswith(copied) and content != copied:
             copy.write_bytes(content)
         path.unlink()
     for name in names:
@@ -480,23 +477,18 @@ def fetch_logs(folder: Path, url: Path, names: tuple[str, ...]) -> None:
             replace_file(folder / name, (url / name).read_bytes())
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def _copies(folder: Path, url: Path) -> Iterator[tuple[Path, Path]]:
+    """Yield each log in a local folder, and where it is copied to."""
     for path in sorted(folder.iterdir()):
         if path.name not in _NOT_COPIED and path.suffix != ".tmp":
-            yield from [path] if path.is_file() else _files(path)
-
-
-def _copy_of(path: Path, folder: Path, url: Path) -> Path:
-    """Return where a file of the local folder is copied to."""
-    for part in path.relative_to(folder).parts:
-        url = url / part
-    return url
+            copy = url / path.name
+            yield from [(path, copy)] if path.is_file() else _copies(path, copy)
 
 
 class LogUploads:
-    """Copies the changed files of a local folder of logs to a URL, in a thread of its own.
+    """Copies the changed files of a local folder of logs to a URL, in a background thread.
 
-    No failure ends a run: it is logged once, and the copy tried again.
+    No failure ends a run: it is logged once, and the copy is tried again.
     """
 
     def __init__(self, folder: Path, url: Path, say: Callable[[str], None]) -> None:
@@ -508,9 +500,9 @@ class LogUploads:
         self._failing = False
 
     def begin(self, *, soon: bool = True) -> None:
-        """Start to copy, unless a copy is running; returns at once.
+        """Start to copy, unless a copy is running; return at once.
 
-        Not ``soon``: nor if the last one started a short time ago.
+        Without ``soon``, start none within ``_EVERY_S`` seconds of the last one.
         """
         is_recent = not soon and time.monotonic() - self._started < _EVERY_S
         if is_recent or (self._running and not self._running.done()):
@@ -527,20 +519,15 @@ class LogUploads:
 
     def copy(self) -> str | None:
         """Copy all files that have changed; return what went wrong: the next copy tries it again,
-        and its failure is logged. Any thread may call this."""
-        with self._lock:
-            return self._copy()
-
-    def _copy(self) -> str | None:
+        and logs its failure. Any thread may call this."""
         try:
-            for path in _files(self._folder):
-                found = path.stat()
-                state = (found.st_mtime_ns, found.st_size)
-                if self._copied.get(path) != state:
-                    copy = _copy_of(path, self._folder, self._url)
-                    copy.parent.mkdir()
-                    copy.write_bytes(path.read_bytes())
-                    self._copied[path] = state
+            with self._lock:
+                for path, copy in _copies(self._folder, self._url):
+                    state = path.stat().st_mtime_ns, path.stat().st_size
+                    if self._copied.get(path) != state:
+                        copy.parent.mkdir()
+                        copy.write_bytes(path.read_bytes())
+                        self._copied[path] = state
         except OSError as error:
             return error.strerror or str(error)
         return None
