@@ -1,4 +1,4 @@
-"""Which files of a split are images of which class; and index files that spare finding it again.
+"""Which files of a split are images of which class; and index files, which save listing them again.
 
 The images are found in class folders, or anywhere below one folder if they have no labels
 (``index_split``), or a CSV table lists them (``read_labels``). What was found among many files is
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import fcntl
-import itertools
 import json
 import os
 import re
@@ -105,7 +104,7 @@ MIN_IMAGES = 10_000
 
 @dataclass(frozen=True)
 class Table:
-    """Arrays of numbers, and what else is known with them, as JSON has it."""
+    """Arrays of numbers, and further information as JSON."""
 
     arrays: dict[str, np.ndarray]
     info: dict[str, Any]
@@ -114,14 +113,14 @@ class Table:
 def load_or_build(
     config: DataConfig,
     name: str,
-    of: str,
+    folder: str,
     build: Callable[[], Table],
     change: Callable[[Table], str | None],
     *,
     counted: str,
     beside: bool = True,
 ) -> Table:
-    """Return the table in the index file ``name``; if it is unusable, build it, and save it.
+    """Return the table in the index file ``name``; if it is unusable, build it and save it.
 
     The file is in ``--index_dir``, or else beside the images, or else, as for URLs and without
     ``beside``, in the cache folder: in the first of them that can be written to. It is saved for
@@ -129,7 +128,7 @@ def load_or_build(
     ``--index_dir``; but not if the table's info has "settled": False. One process of this host
     builds it, and the others wait.
 
-    ``of``: the folder or URL that is indexed. ``change`` returns what has changed there since a
+    ``folder``: the folder or URL that is indexed. ``change`` returns what has changed there since a
     table was built, None if nothing has.
 
     Raises DataFolderError if ``--index_dir`` cannot be written to.
@@ -137,8 +136,8 @@ def load_or_build(
     started, root = time.time(), config.data_dir
     # Where the file may be, the best place first.
     name = f"{name}-of-{config.data_source}"
-    whose = root if is_url(root) else os.path.abspath(root)
-    marked = f"{name}-{xxhash.xxh3_64(whose.encode(errors='surrogateescape')).hexdigest()}"
+    where = root if is_url(root) else os.path.abspath(root)
+    marked = f"{name}-{xxhash.xxh3_64(where.encode(errors='surrogateescape')).hexdigest()}"
     if config.index_dir is not None:
         paths = [Path(config.index_dir) / marked]
     else:
@@ -153,12 +152,13 @@ def load_or_build(
             try:
                 table = _read(path)
                 if table.info["version"] != VERSION:
-                    raise ValueError("it is of another version")
-                if config.rebuild_index and table.info["built"] < started:
-                    raise ValueError("--rebuild_index")
-                if changed := change(table):
-                    raise ValueError(changed)
-                return table, None
+                    why = "it is of another version"
+                elif config.rebuild_index and table.info["built"] < started:
+                    why = "--rebuild_index"
+                elif changed := change(table):
+                    why = changed
+                else:
+                    return table, None
             except FileNotFoundError:
                 continue
             except (OSError, ValueError, KeyError, TypeError) as error:
@@ -168,25 +168,25 @@ def load_or_build(
     def log(line: str) -> None:
         print(printable(line), file=sys.stderr, flush=True)
 
-    found, why = load()
-    if found:
-        return found
+    table, why = load()
+    if table:
+        return table
     with contextlib.ExitStack() as stack:
         # One process after the other, where the system can: NFS cannot lock a folder. That of the
         # images is locked, so that no file is left behind.
-        for folder in (of, tempfile.gettempdir()):
+        for lockable in (folder, tempfile.gettempdir()):
             try:
-                opened = os.open(folder, os.O_RDONLY)
+                opened = os.open(lockable, os.O_RDONLY)
                 stack.callback(os.close, opened)
                 fcntl.flock(opened, fcntl.LOCK_EX)
                 break
             except OSError:
                 continue
-        found, _ = load()  # what another process has just built
-        if found:
-            return found
+        table, _ = load()  # another process may just have built it
+        if table:
+            return table
         if why:
-            log(f"note: the index of {of} is rebuilt: {why}")
+            log(f"note: the index of {folder} is rebuilt: {why}")
         table = build()
         is_far_or_many = is_url(root) or len(table.arrays[counted]) >= MIN_IMAGES
         is_settled = table.info.get("settled", True)
@@ -196,23 +196,24 @@ def load_or_build(
         info = table.info | {"version": VERSION, "built": time.time()}
         info["checksum"] = _checksum(table.arrays, info)
         content = save(table.arrays, {"info": json.dumps(info)})
+        unfinished = f"{socket.gethostname()}.{os.getpid()}"
         for path in paths:
-            unfinished = f"{socket.gethostname()}.{os.getpid()}"
             try:
                 files.make_folder(path.parent)
                 files.replace_file(path, content, unfinished=unfinished)
-                saved = _read(path)  # mapped from its file
+                table = _read(path)  # mapped from its file
             except OSError as error:
                 why = reason_of(error)
                 with contextlib.suppress(OSError):
                     path.with_name(f"{path.name}.{unfinished}").unlink()
                 continue
-            log(f"note: the index of {of} was built in {took:.1f} s and saved as {path}")
-            return saved
+            log(f"note: the index of {folder} was built in {took:.1f} s and saved as {path}")
+            return table
     if config.index_dir is not None:
         raise DataFolderError(f"--index_dir {config.index_dir} cannot be used: {why}")
     log(
-        f"warning: the index of {of} cannot be saved ({why}): give a folder for it with --index_dir"
+        f"warning: the index of {folder} cannot be saved ({why}): give a folder for it with "
+        "--index_dir"
     )
     return table
 
@@ -293,10 +294,10 @@ def check_folder(
             )
     if len(splits) > 1 and (difference := other_classes(classes["train"], classes["val"])):
         raise DataFolderError(f"the class folders of train and val differ in {root}: {difference}")
-    found = len(in_order(classes[splits[0]], class_map=class_map))
-    if found > num_classes:
+    count = len(in_order(classes[splits[0]], class_map=class_map))
+    if count > num_classes:
         where = root if class_map is None else f"--class_map {class_map}"
-        raise DataFolderError(f"{where} has {found} classes, --num_classes is {num_classes}")
+        raise DataFolderError(f"{where} has {count} classes, --num_classes is {num_classes}")
 
 
 def in_order(
@@ -308,7 +309,13 @@ def in_order(
     Raises DataFolderError for a file that cannot be read, or lacks one of them.
     """
     if class_map is None:
-        return sorted(folders, key=_natural_key) if class_order == "natural" else folders
+        if class_order != "natural":
+            return folders
+
+        def natural_key(name: str) -> list[str | int]:  # as timm.utils.misc.natural_key
+            return [int(s) if s.isdecimal() else s for s in re.split(r"(\d+)", name.lower())]
+
+        return sorted(folders, key=natural_key)
     try:
         with open(class_map, encoding="utf-8-sig", opener=files.regular) as file:
             names = [line.strip() for line in file.read().rstrip().split("\n")]
@@ -327,11 +334,6 @@ def in_order(
     return names
 
 
-def _natural_key(name: str) -> list[str | int]:
-    """Return what timm sorts class folders by (``timm.utils.misc.natural_key``)."""
-    return [int(s) if s.isdecimal() else s for s in re.split(r"(\d+)", name.lower())]
-
-
 def folder_of_images(root: str, split: str) -> str:
     """Return the folder of a split's images that have no labels: they are anywhere below it.
 
@@ -340,10 +342,10 @@ def folder_of_images(root: str, split: str) -> str:
     """
     if not root:
         raise DataFolderError("--data_dir is empty: give the folder that holds the images")
-    there = {name for name in SPLITS if class_folders(root, name) is not None}
-    if split in there:
+    existing = {name for name in SPLITS if class_folders(root, name) is not None}
+    if split in existing:
         return os.path.join(root, split)
-    if there or split != "train":
+    if existing or split != "train":
         raise MissingSplitError(
             f"{os.path.join(root, split)} is not a folder: images without labels are in "
             f"{split}/, or all images for training in a --data_dir without train/ and val/"
@@ -423,12 +425,11 @@ def cached_split(
     if not labels:
         return FolderIndex(None, paths, table.arrays["labels"], left_out)
     # The index has the folders sorted, however they are numbered.
-    found: list[str] = table.info["classes"]
-    classes = in_order(found, config.class_order, config.class_map)
-    numbers = table.arrays["labels"]
-    if classes != found:
+    folders, numbers = table.info["classes"], table.arrays["labels"]
+    classes = in_order(folders, config.class_order, config.class_map)
+    if classes != folders:
         label_of = {name: label for label, name in enumerate(classes)}
-        numbers = np.array([label_of[name] for name in found], np.int32)[numbers]
+        numbers = np.array([label_of[name] for name in folders], np.int32)[numbers]
     return FolderIndex(classes, paths, numbers, left_out)
 
 
@@ -443,24 +444,29 @@ def index_split(
     be read, for a class, or a folder, without images, and where a link makes the same images count
     twice.
     """
-    left_out, reached = Counter[str](), dict[str, str]()
-    names, labels_of, empty = [], array("i"), []
+    left_out, walked = Counter[str](), dict[str, str]()
+    classes, image_labels, empty = [], array("i"), []
 
     def images() -> Iterator[str]:
-        for label, (name, inside) in enumerate(_classes(top, left_out, reached, labels)):
-            names.append(name)
-            before = len(labels_of)
-            for path, may_be_read in inside:
-                if may_be_read and path.lower().endswith(suffixes):
-                    labels_of.append(label)
-                    yield path[len(top) + 1 :]
+        listed: Iterable[tuple[str, _Files]] = (
+            _list_url(top, left_out, labels)
+            if is_url(top)
+            else _list_folder(top, left_out, walked, labels)
+        )
+        for label, (name, class_files) in enumerate(listed):
+            classes.append(name)
+            before = len(image_labels)
+            for folder, file in sorted(class_files):
+                if file.lower().endswith(suffixes):
+                    image_labels.append(label)
+                    yield f"{folder}/{file}" if folder else file
                 else:
-                    left_out[os.path.splitext(path)[1].lower() or "no extension"] += 1
-            if len(labels_of) == before:
+                    left_out[os.path.splitext(file)[1].lower() or "no extension"] += 1
+            if len(image_labels) == before:
                 empty.append(name)
 
     paths = Strings.of(images(), top)
-    numbers, folders = np.array(labels_of, np.int32), [*reached.values()]
+    numbers, folders = np.array(image_labels, np.int32), [*walked.values()]
     if not labels:
         if not len(paths):
             raise DataFolderError(f"{top} holds no images ({', '.join(suffixes)})")
@@ -470,42 +476,42 @@ def index_split(
             f"{top} has class folders without images: {first_of(empty)}; add images "
             f"({', '.join(suffixes)}) or remove them"
         )
-    return FolderIndex(names, paths, numbers, left_out, folders)
+    return FolderIndex(classes, paths, numbers, left_out, folders)
 
 
-_Class = tuple[str, Iterable[tuple[str, bool]]]
-"""The name of a class; and its files in order: each one's path, and whether it can be read."""
+_Files = list[tuple[str, str]]
+"""Files below a split's folder: the folder of each in there, "" for that itself, and its name."""
 
 
-def _classes(
-    top: str, left_out: Counter[str], reached: dict[str, str], labels: bool
-) -> Iterator[_Class]:
-    """Yield the classes in a folder or at a URL; without ``labels`` one class of all files.
+def _list_url(top: str, left_out: Counter[str], labels: bool) -> list[tuple[str, _Files]]:
+    """Return the files of each class at a URL, as ``_list_folder`` does for a folder."""
+    classes: dict[str, _Files] = {}
+    for path in files.find_files(top, left_out):
+        folder, _, name = path.rpartition("/")
+        if labels and not folder:
+            left_out["in no class folder"] += 1
+            continue
+        label = folder.partition("/")[0] if labels else ""
+        classes.setdefault(label, []).append((folder, name))
+    return sorted(classes.items())
 
-    ``reached`` becomes the path of each real folder listed.
+
+def _list_folder(
+    top: str, left_out: Counter[str], walked: dict[str, str], labels: bool
+) -> Iterator[tuple[str, _Files]]:
+    """Yield the name of each class in a folder and its files; without ``labels`` one class of all.
+
+    Adds each folder listed to ``walked``, by its real path.
     """
-    if is_url(top):  # the same files in the same order as of a folder
-        by_class: dict[str, list[tuple[str, str]]] = {}
-        for file in files.find_files(top, left_out):
-            inside, _, name = file.rpartition("/")
-            if inside or not labels:
-                found = inside.partition("/")[0] if labels else ""
-                by_class.setdefault(found, []).append((inside, name))
-            else:
-                left_out["in no class folder"] += 1
-        for name in sorted(by_class):
-            files_of = ("/".join(filter(None, each)) for each in sorted(by_class[name]))
-            yield name, ((f"{top}/{file}", True) for file in files_of)
-        return
-    reached[os.path.realpath(top)] = top
-    folders, files_here = list[os.DirEntry[str]](), list[os.DirEntry[str]]()
-    for entry in _scan(top, left_out):
-        (folders if _is_folder(entry) else files_here).append(entry)
     if not labels:
-        below = (each for folder in folders for each in _walk(folder, reached, left_out))
-        yield "", _files(itertools.chain([(top, files_here)], below))
+        yield "", _walk(top, "", left_out, walked)
         return
-    for entry in files_here:
+    walked[os.path.realpath(top)] = top
+    classes = []
+    for entry in _scan(top, left_out):
+        if _is_folder(entry):
+            classes.append(entry.name)
+            continue
         # A class whose disk is not mounted would shift the labels of all after it.
         if entry.is_symlink() and not os.path.exists(entry.path):
             raise DataFolderError(
@@ -513,48 +519,39 @@ def _classes(
                 "mend or remove it"
             )
         left_out["in no class folder"] += 1
-    for folder in tqdm(folders, f"listing {top}", unit=" classes", delay=5, disable=None):
-        yield folder.name, _files(_walk(folder, reached, left_out))
+    for name in tqdm(classes, f"listing {top}", unit=" classes", delay=5, disable=None):
+        yield name, _walk(os.path.join(top, name), name, left_out, walked)
 
 
-_Listed = tuple[str, list[os.DirEntry[str]]]
-"""The path of a folder, and the files in it, sorted by name."""
-
-
-def _files(folders: Iterable[_Listed]) -> Iterator[tuple[str, bool]]:
-    """Yield the files of ``folders``, as ``_Class`` has them."""
-    for _, inside in sorted(folders, key=lambda found: found[0]):
-        # Reading a pipe would wait for ever. What a link leads to is checked when it is read.
-        yield from ((entry.path, entry.is_symlink() or entry.is_file()) for entry in inside)
-
-
-def _walk(
-    folder: os.DirEntry[str], reached: dict[str, str], left_out: Counter[str]
-) -> Iterator[_Listed]:
-    """Yield ``folder`` and each folder below it: its path and its files, sorted by name."""
-    real, real_parent = (os.path.realpath(each) for each in (folder, os.path.dirname(folder)))
-    if folder.is_symlink() and os.path.commonpath([real, real_parent]) == real:
+def _walk(path: str, below: str, left_out: Counter[str], walked: dict[str, str]) -> _Files:
+    """Return the files in the folder ``path``, whose name in the split is ``below``, and in each
+    folder below it."""
+    real, real_parent = os.path.realpath(path), os.path.realpath(os.path.dirname(path))
+    if os.path.islink(path) and os.path.commonpath([real, real_parent]) == real:
         raise DataFolderError(
-            f"{folder.path} is a link to {real}, a folder that it is in itself: images would "
-            "count twice, remove the link"
+            f"{path} is a link to {real}, a folder that it is in itself: images would count twice, "
+            "remove the link"
         )
-    if real in reached:
+    if real in walked:
         raise DataFolderError(
-            f"{folder.path} and {reached[real]} are the same folder, {real}: images would count "
-            "twice, remove one"
+            f"{path} and {walked[real]} are the same folder, {real}: images would count twice, "
+            "remove one"
         )
-    reached[real] = folder.path
-    inside = []
-    for entry in _scan(folder.path, left_out):
+    walked[real] = path
+    found = []
+    for entry in _scan(path, left_out):
         if _is_folder(entry):
-            yield from _walk(entry, reached, left_out)
-        else:
-            inside.append(entry)
-    yield folder.path, inside
+            inside = f"{below}/{entry.name}" if below else entry.name
+            found += _walk(entry.path, inside, left_out, walked)
+        elif entry.is_symlink() or entry.is_file():  # a link is checked when it is read
+            found.append((below, entry.name))
+        else:  # reading a pipe would wait for ever
+            left_out["no file"] += 1
+    return found
 
 
 def _scan(path: str, left_out: Counter[str]) -> list[os.DirEntry[str]]:
-    """Return what is in a folder, sorted by name; what is hidden is counted in ``left_out``."""
+    """Return a folder's entries, sorted by name; hidden ones are counted in ``left_out``."""
     try:
         with os.scandir(path) as entries:
             found = sorted(entries, key=lambda entry: entry.name)
@@ -575,27 +572,25 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 # -- images listed by a CSV table ------------------------------------------------------
 
 
-_COLUMNS = ("path", "label", "split")
-
-
 def read_labels(file: str, root: str, num_classes: int, splits: Sequence[str]) -> list[FolderIndex]:
     """Return the files of each of ``splits``, in the table's order; paths are relative to ``root``.
 
     Labels are numbered in the order of their sorted names, those of all splits together. Raises
     DataFolderError for a table that cannot be read or used.
     """
-    rows: dict[str, tuple[str, str, str]] = {}
+    rows: dict[str, tuple[str, str]] = {}  # label and split by path
     try:
         with open(file, newline="", encoding="utf-8-sig", opener=files.regular) as stream:
             table = csv.DictReader(stream)
-            missing = [name for name in _COLUMNS if name not in (table.fieldnames or ())]
+            columns = ("path", "label", "split")
+            missing = [name for name in columns if name not in (table.fieldnames or ())]
             if missing:
                 raise DataFolderError(
                     f"{file} has no column {missing[0]}: --labels requires path,label,split in its "
                     "first line"
                 )
             for row in table:
-                path, label, split = ((row[name] or "").strip() for name in _COLUMNS)
+                path, label, split = ((row[name] or "").strip() for name in columns)
                 where = f"line {table.line_num} of {file}"
                 if not (path and label):
                     raise DataFolderError(f"{where} has no {'label' if path else 'path'}")
@@ -603,24 +598,24 @@ def read_labels(file: str, root: str, num_classes: int, splits: Sequence[str]) -
                     raise DataFolderError(f"{where} has the split {split!r}: it is train or val")
                 if path in rows:
                     raise DataFolderError(f"{where} names {path} again: remove one of the two")
-                rows[path] = path, label, split
+                rows[path] = label, split
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataFolderError(f"--labels {file} cannot be read: {reason_of(error)}") from None
 
-    classes = sorted({label for _, label, _ in rows.values()})
+    classes = sorted({label for label, _ in rows.values()})
     if len(classes) > num_classes:
         raise DataFolderError(f"{file} has {len(classes)} labels, --num_classes is {num_classes}")
     number_of = {name: label for label, name in enumerate(classes)}
-    found = []
+    indices = []
     for wanted in splits:
-        of_split = [row for row in rows.values() if row[2] == wanted]
-        if not of_split:
+        images = {path: label for path, (label, split) in rows.items() if split == wanted}
+        if not images:
             raise DataFolderError(f"{file} has no file whose split is {wanted}")
-        paths = Strings.of((path for path, *_ in of_split), root)
-        labels = np.array([number_of[label] for _, label, _ in of_split], np.int32)
-        found.append(FolderIndex(classes, paths, labels))
+        paths = Strings.of(images, root)
+        labels = np.array([number_of[label] for label in images.values()], np.int32)
+        indices.append(FolderIndex(classes, paths, labels))
         if not os.path.exists(paths[0]):
             raise DataFolderError(
                 f"{file} names {paths[0]}, which is not there: its paths start at --data_dir"
             )
-    return found
+    return indices
