@@ -395,16 +395,11 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     'make faults ARGS="--tries 2 --backends fsdp2 --faults sigkill hang --seed 1"': Elsewhere(
         "it writes docs/reliability.md", make_knows
     ),
-    "python3 -m tools.forecast --chips": Run(
-        (r"^storage +37 min 52 s +91\.50% ", r"^fewer machines  ", r"^picture: forecast.png$"),
-        leaves=("forecast.png",),
-        long=True,
+    "python3 -m tools.goodput --chips": Run(
+        (r"^  save every 37 min 52 s of training \(Daly\): expected goodput 91\.51%, ",),
     ),
-    "python3 -m tools.forecast ~/vit_10b": Run(
-        (r"^1 chips, ", r"^measured by /\S+/vit_10b: 0 failure", r"^storage, as the run  "),
-        leaves=("../vit_10b/forecast.png",),
-        trained=True,
-        long=True,
+    "python3 -m tools.goodput ~/vit_10b --chips": Run(
+        (r"^forecast: 4,096 chips, 0\.173 failures per chip and year: ",), trained=True
     ),
     # docs/files.md
     "python3 -m tools.convert ~/vit_10b/step_1000": Run(
@@ -422,7 +417,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     "python3 -m tools.convert ~/downloads/vit_large": Run(
         leaves=("vit_large_dcp/manifest.json", "vit_large_dcp/.metadata"), trained=True, long=True
     ),
-    "python3 -m tools.goodput": Run(
+    "python3 -m tools.goodput ~/vit_10b": Run(
         (r"^/\S+/vit_10b: \d", r"^  useful steps  ", r"^  save every ", r"^picture: "), trained=True
     ),
     "python3 -m tools.report": Run(

@@ -1,19 +1,20 @@
 """Goodput: the share of a run's wall time in useful steps; docs/files.md defines the parts.
 
 ``python3 -m tools.goodput RUN_DIR`` adds up events.jsonl, prints a table, draws a picture, and
-suggests how often to save.
+suggests how often to save. ``--chips`` forecasts what failures will cost a run of that size.
 """
 
 import functools
 import json
 import math
 import sys
+from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from config_fields import local_path
+from config_fields import bounded, local_path, seconds
 from training.errors import UsageError
 from training.flags import OneLineParser
 from training.logs.figures import pyplot, save_figure
@@ -256,17 +257,84 @@ def _restart_of(
     return Restart(int(start["step"]) + 1, seconds, parts)
 
 
-# -- How often to save: Young's formula, with what a run has measured ------------------------------
+# -- How often to save, and what failures cost: closed forms ---------------------------------------
+
+FAILURES_PER_CHIP_YEAR = 419 / (16384 * 54 / 365.25)
+"""Unexpected interruptions while Llama 3 405B was trained: 419 in 54 days on 16,384 H100 GPUs ("The
+Llama 3 Herd of Models", arXiv 2407.21783, section 3.3.4). No such figure is published for TPUs."""
+_YEAR_S = 365.25 * 86400
 
 
 def young(save_s: float, mtbf_s: float) -> float:
     """Return the first-order best interval between checkpoints, sqrt(2 * their cost * MTBF).
 
     J. W. Young, "A first order approximation to the optimum checkpoint interval", Communications of
-    the ACM 17(9), 1974; J. T. Daly's higher-order estimate (``tools/forecast.py``) is less by about
-    the cost of one checkpoint.
+    the ACM 17(9), 1974. Daly's estimate is less by about the cost of one checkpoint.
     """
     return math.sqrt(2 * save_s * mtbf_s)
+
+
+def daly(save_s: float, mtbf_s: float) -> float:
+    """Return the higher-order best interval: seconds of training between two checkpoints.
+
+    J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps",
+    Future Generation Computer Systems 22, 2006.
+    """
+    if save_s >= 2 * mtbf_s:
+        return mtbf_s
+    ratio = save_s / (2 * mtbf_s)
+    return young(save_s, mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_s
+
+
+def expected_goodput(interval_s: float, save_s: float, restart_s: float, mtbf_s: float) -> float:
+    """Return the expected share of training in a run's time, from 0 to 1.
+
+    The complete model of Daly's paper: failures are a Poisson process that also hits checkpoints
+    and restarts. ``interval_s``: training between two checkpoints; ``save_s``: how long training
+    stops for one; ``restart_s``: from a failure to the first step of the next start.
+    """
+    try:
+        spent_s = mtbf_s * math.expm1((interval_s + save_s) / mtbf_s)
+        return interval_s / (spent_s * math.exp(restart_s / mtbf_s))
+    except OverflowError:
+        return 0.0
+
+
+def forecast(
+    chips: int, failures_per_chip_year: float, save_s: float, restart_s: float
+) -> dict[str, float]:
+    """Return the interval by Daly's estimate, the goodput that it leads to, and its inputs.
+
+    Raises UsageError if failures leave no progress.
+    """
+    mtbf_s = _YEAR_S / (chips * failures_per_chip_year)
+    interval_s = daly(save_s, mtbf_s)
+    goodput = expected_goodput(interval_s, save_s, restart_s, mtbf_s)
+    if goodput < 1e-4:
+        raise UsageError(
+            f"with a failure every {duration(mtbf_s)} and restarts of {duration(restart_s)} the "
+            "run makes no progress: lower --restart_s or --chips"
+        )
+    return {
+        "chips": chips,
+        "failures_per_chip_year": failures_per_chip_year,
+        "mtbf_s": mtbf_s,
+        "save_s": save_s,
+        "restart_s": restart_s,
+        "interval_s": interval_s,
+        "goodput": goodput,
+    }
+
+
+def measured_restart_s(account: Account) -> float | None:
+    """Return the mean time of a restart; without one that of the first start, if it has steps."""
+    if account.restarts:
+        return sum(restart.seconds for restart in account.restarts) / len(account.restarts)
+    if not account.steps:
+        return None
+    first_step = min(span.began for span in account.spans if span.steps)
+    before = [span for span in account.spans if span.began < first_step]
+    return sum(span.seconds for span in before if span.part in (OTHER, FIRST))
 
 
 def suggest(account: Account) -> dict[str, float]:
@@ -311,9 +379,9 @@ def table(name: str, account: Account) -> str:
     wall_s = account.wall_s
     starts = f"{account.starts} start" + ("s" if account.starts > 1 else "")
     lines = [f"{name}: {duration(wall_s)}, {starts}, {account.failures} ended by a failure"]
-    for part, seconds in account.seconds.items():
-        share = seconds / wall_s if wall_s else 0.0
-        lines.append(f"  {part:<22} {duration(seconds):>14} {share:>8.2%}")
+    for part, part_s in account.seconds.items():
+        share = part_s / wall_s if wall_s else 0.0
+        lines.append(f"  {part:<22} {duration(part_s):>14} {share:>8.2%}")
     per_step = f", {duration(account.step_s)} each" if account.steps else ""
     lost = f"; {account.lost_steps:,} lost and repeated" if account.lost_steps else ""
     lines.append(f"  goodput {account.goodput:.2%}: {account.steps:,} steps{per_step}{lost}")
@@ -369,6 +437,17 @@ def table(name: str, account: Account) -> str:
         f"    by Young's sqrt(2 x {duration(save_s)} a checkpoint x MTBF); MTBF: {mtbf}",
     ]
     return "\n".join(lines)
+
+
+def forecast_lines(forecast: Mapping[str, float]) -> str:
+    """Return what to print of a forecast."""
+    return (
+        f"forecast: {forecast['chips']:,} chips, {forecast['failures_per_chip_year']:.3g} failures "
+        f"per chip and year: one every {duration(forecast['mtbf_s'])}; a checkpoint stops training "
+        f"for {duration(forecast['save_s'])}, a restart takes {duration(forecast['restart_s'])}\n"
+        f"  save every {duration(forecast['interval_s'])} of training (Daly): expected goodput "
+        f"{forecast['goodput']:.2%}, {24 / forecast['goodput']:.1f} hours for 24 hours of training"
+    )
 
 
 def mean_of(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -456,50 +535,110 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the tables and write the picture; return the exit code."""
     parser = OneLineParser(
         _PROGRAM,
-        "Print which share of a run's wall time went to useful steps, and where the rest went.",
+        "Print which share of a run's wall time went to useful steps, and where the rest went; "
+        "with --chips, forecast what failures will cost a run of that size.",
     )
-    parser.add_argument(
-        "runs", nargs="+", type=local_path, metavar="RUN_DIR", help="a run's --ckpt_dir"
-    )
-    parser.add_argument("--json", action="store_true", help="print only JSON (default: off)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("runs", nargs="*", type=local_path, metavar="RUN_DIR", help="a run's --ckpt_dir")
+    add("--json", action="store_true", help="print only JSON (default: off)")
+    add(
         "--picture",
         type=local_path,
         metavar="FILE",
         help=f"write the picture here (default: {_PICTURE} in the first RUN_DIR)",
     )
+    add(
+        "--chips",
+        type=bounded(int, 1, 10**6),
+        metavar="N",
+        help="forecast the goodput of a run on so many chips, or GPUs",
+    )
+    add(
+        "--save_s",
+        type=bounded(float, 1e-3, 1e7),
+        metavar="S",
+        help="seconds that a checkpoint stops training (default: as RUN_DIR has measured)",
+    )
+    add(
+        "--restart_s",
+        type=seconds,
+        metavar="S",
+        help="seconds from a failure to the first step of the next start, loading and waiting for "
+        "a replacement included (default: as RUN_DIR has measured)",
+    )
+    add(
+        "--failures_per_chip_year",
+        type=bounded(float, 1e-6, 10**6),
+        default=FAILURES_PER_CHIP_YEAR,
+        metavar="X",
+        help="failures that end the run, per chip and year of running (default: "
+        f"{FAILURES_PER_CHIP_YEAR:.3f}, those of Llama 3 405B's training, arXiv 2407.21783: 419 in "
+        "54 days on 16,384 GPUs)",
+    )
     given = parser.parse_args(argv)
     try:
-        accounts, notes = {}, list[str]()
-        for run in given.runs:
-            if not run.is_dir():
-                raise UsageError(f"{run} is not a folder: give a run's --ckpt_dir")
-            try:
-                accounts[str(run)], note = read_account(run)
-                notes += [note] if note else []
-            except FileNotFoundError:
-                raise UsageError(
-                    f"{run} has no {EVENTS_FILE}, which runs of earlier versions did not write: "
-                    "resumed by this one, it has one from then on"
-                ) from None
-            except (OSError, ValueError) as error:
-                raise UsageError(f"{run / EVENTS_FILE} cannot be read: {error}") from None
-        picture = given.picture or given.runs[0] / _PICTURE
-        try:
-            draw(accounts, picture)
-        except (OSError, ValueError) as error:  # ValueError: an unknown suffix
-            raise UsageError(f"cannot write {picture}: {error}") from None
+        values, texts, notes = _report(given)
     except UsageError as error:
         print(f"{_PROGRAM}: error: {error}", file=sys.stderr)
         return 2
     for note in notes:
         print(note, file=sys.stderr)
-    if given.json:
-        print(json.dumps([as_values(*each) for each in accounts.items()], indent=2))
-    else:
-        print("\n\n".join(table(*each) for each in accounts.items()))
-        print(f"\npicture: {picture}")
+    print(json.dumps(values, indent=2) if given.json else "\n\n".join(texts))
     return 0
+
+
+def _report(given: Namespace) -> tuple[list[dict[str, Any]], list[str], list[str]]:
+    """Return the JSON values and the text of each run, and notes; write the picture.
+
+    Raises UsageError.
+    """
+    if given.chips is None and (given.save_s is not None or given.restart_s is not None):
+        raise UsageError("--save_s and --restart_s are for a forecast: give --chips")
+    if not given.runs:
+        if given.chips is None:
+            raise UsageError("give a RUN_DIR, or --chips, --save_s and --restart_s for a forecast")
+        found = _forecast_of(given, None)
+        return [{"forecast": found}], [forecast_lines(found)], []
+    accounts, notes = {}, list[str]()
+    for run in given.runs:
+        if not run.is_dir():
+            raise UsageError(f"{run} is not a folder: give a run's --ckpt_dir")
+        try:
+            accounts[str(run)], note = read_account(run)
+            notes += [note] if note else []
+        except FileNotFoundError:
+            raise UsageError(
+                f"{run} has no {EVENTS_FILE}, which runs of earlier versions did not write: "
+                "resumed by this one, it has one from then on"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{run / EVENTS_FILE} cannot be read: {error}") from None
+    values, texts = [], []
+    for name, account in accounts.items():
+        values.append(as_values(name, account))
+        texts.append(table(name, account))
+        if given.chips is not None:
+            values[-1]["forecast"] = _forecast_of(given, account)
+            texts[-1] += "\n" + forecast_lines(values[-1]["forecast"])
+    picture = given.picture or given.runs[0] / _PICTURE
+    try:
+        draw(accounts, picture)
+    except (OSError, ValueError) as error:  # ValueError: an unknown suffix
+        raise UsageError(f"cannot write {picture}: {error}") from None
+    return values, [*texts, f"picture: {picture}"], notes
+
+
+def _forecast_of(given: Namespace, account: Account | None) -> dict[str, float]:
+    """Return the forecast that the flags ask for; what they leave out the run has measured."""
+    save_s, restart_s = given.save_s, given.restart_s
+    if account and save_s is None and account.saves:
+        save_s = max(1e-3, sum(account.saves) / len(account.saves))
+    if account and restart_s is None:
+        restart_s = measured_restart_s(account)
+    times = {"--save_s": save_s, "--restart_s": restart_s}
+    if missing := [name for name, value in times.items() if value is None]:
+        raise UsageError(f"give {' and '.join(missing)}, or a RUN_DIR that has measured it")
+    return forecast(given.chips, given.failures_per_chip_year, save_s, restart_s)
 
 
 if __name__ == "__main__":

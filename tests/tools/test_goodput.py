@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import re
 import subprocess
 import time
@@ -10,7 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.cli import ROOT, command_of, tiny
-from tools.goodput import main
+from tools.goodput import daly, expected_goodput, main, young
 from training.logs.records import EVENTS_FILE, Events, StartParts, read_events
 
 BATCH_S, SAVE_S = 0.05, 0.4
@@ -259,3 +260,90 @@ def test_mistakes(tmp_path, capsys):
     assert "events.jsonl cannot be read" in said(tmp_path)
     write_events(tmp_path / "run", *two_starts()[:1])
     assert "cannot write" in said(tmp_path / "run", "--picture", tmp_path / "none" / "x.png")
+
+
+# -- the forecast ----------------------------------------------------------------------------------
+
+HOUR = 3600.0
+
+
+def goodput_by_ticks(interval_s, save_s, restart_s, mtbf_s, training_s, seed):
+    """The goodput of one run, second by second; ``training_s``: a number of intervals."""
+    draw = random.Random(seed).random
+    clock, waits, trained, saved = 0, 0.0, 0.0, 0.0
+    while trained < training_s or waits > 0:
+        clock += 1
+        if draw() < 1 / mtbf_s:
+            trained, waits = saved, restart_s
+        elif waits > 0:
+            waits -= 1
+            if waits <= 0:
+                saved = trained  # a save that ends, or a restart, which changes nothing
+        else:
+            trained += 1
+            if trained % interval_s == 0:
+                waits = save_s
+    return training_s / clock
+
+
+def test_the_closed_form_against_a_clock():
+    times = (1200, 60, 600, 2 * HOUR)
+    runs = [goodput_by_ticks(*times, 20 * 1200, seed) for seed in range(60)]
+    mean = len(runs) / sum(1 / run for run in runs)  # training over the mean time
+    assert expected_goodput(*times) == pytest.approx(mean, abs=0.02)
+
+
+@pytest.mark.parametrize("mtbf_hours", [1, 10, 1000])
+def test_dalys_interval_is_the_best(mtbf_hours):
+    mtbf_s, save_s = mtbf_hours * HOUR, 60.0
+    best = daly(save_s, mtbf_s)
+    grid = [20 * 1.003**number for number in range(3600)]
+    assert best == pytest.approx(
+        max(grid, key=lambda s: expected_goodput(s, save_s, 600, mtbf_s)), rel=0.02
+    )
+    assert best < young(save_s, mtbf_s)
+    assert daly(1.0, 1e9) == pytest.approx(math.sqrt(2e9), rel=1e-3)
+    assert expected_goodput(best, save_s, 600, 1.0) == 0
+
+
+def test_a_forecast_of_flags(capsys):
+    words = "--chips 4096 --save_s 60 --restart_s 1620".split()
+    ((found,),) = (each.values() for each in goodput(capsys, *words))
+    # 419 failures in 54 days on 16,384 GPUs: on a quarter of them, one in 4 x 54 / 419 days.
+    assert found["mtbf_s"] == pytest.approx(4 * 54 * 86400 / 419)
+    assert found["interval_s"] == daly(60, found["mtbf_s"])
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "4,096 chips, 0.173 failures per chip and year: one every 12 h 22 min" in out
+    assert f"expected goodput {found['goodput']:.2%}" in out
+
+
+def test_a_run_gives_what_the_flags_leave_out(tmp_path, capsys):
+    """Of ``two_starts``: checkpoints of 30 s, one restart of 172 s; without it the first start."""
+    write_events(tmp_path, *two_starts())
+    (found,) = goodput(capsys, tmp_path, "--chips", 8)
+    assert (found["forecast"]["save_s"], found["forecast"]["restart_s"]) == (30, 172)
+    (found,) = goodput(capsys, tmp_path, "--chips", 8, "--save_s", 5)
+    assert found["forecast"]["save_s"] == 5
+    write_events(tmp_path, *two_starts()[:6])
+    (found,) = goodput(capsys, tmp_path, "--chips", 8)
+    assert found["forecast"]["restart_s"] == 100  # the first start
+
+
+def test_mistakes_of_a_forecast(tmp_path, capsys):
+    def error(*words):
+        assert main(list(map(str, words))) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line.removeprefix("tools.goodput: error: ")
+
+    assert error() == "give a RUN_DIR, or --chips, --save_s and --restart_s for a forecast"
+    assert "for a forecast: give --chips" in error("--save_s", 3)
+    missing = "give --save_s and --restart_s, or a RUN_DIR that has measured it"
+    assert error("--chips", 8) == missing
+    write_events(tmp_path, *two_starts()[:2])
+    assert error(tmp_path, "--chips", 8) == missing
+    hopeless = error("--chips", 10**6, "--save_s", 60, "--restart_s", 10**5)
+    assert "the run makes no progress: lower --restart_s or --chips" in hopeless
+    for words in (["--chips", "0"], ["--chips", "8", "--save_s", "0"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(words)

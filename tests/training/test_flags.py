@@ -353,7 +353,6 @@ def test_an_empty_word_is_no_value_of_any_flag(capsys):
         ("tools.convert", ["in.pt", ""]),
         ("tools.goodput", [""]),
         ("tools.report", [""]),
-        ("tools.forecast", [""]),
         ("data.pack", ["", "out"]),
         ("data.pack", ["in", ""]),
     ],

@@ -84,7 +84,6 @@ def test_a_mistake(home, capsys):
     [
         ("tools.goodput", "~/none"),
         ("tools.report", "~/none"),
-        ("tools.forecast", "~/none"),
         ("tools.convert", "~/none out.pt"),
         ("tools.show_augmentations", "--data_dir=~/none ~/x.png"),
         ("data.pack", "~/none out"),
