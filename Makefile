@@ -157,7 +157,6 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m tests.words
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -73,17 +73,8 @@ Prepare = Callable[[Any], tuple[Any, Callable[[Any, Any], None]]]
 function of a run and a backend."""
 
 
-def start(
-    backend: BackendChoice,
-    flags: Flags,
-    config: RunConfig,
-    prepare: Prepare,
-    students: Sequence[RunConfig] = (),
-) -> None:
-    """Resolve the run on the backend, prepare it, and run its body in every process.
-
-    ``students``: the configurations of those that train beside it.
-    """
+def start(backend: BackendChoice, flags: Flags, config: RunConfig, prepare: Prepare) -> None:
+    """Resolve the run on the backend, prepare it, and run its body in every process."""
     from training.processes.exchange import naming_itself
 
     launch: Callable[[Callable[[Any, Any], None], Any], None]
@@ -92,8 +83,7 @@ def start(
         from xla_fsdp.launch_xla import forbid_autograd, launch
 
         with forbid_autograd():
-            first, *others = (resolve_xla.resolve(c, flags.xla) for c in (config, *students))
-            run, body = prepare(replace(first, students=tuple(others)))
+            run, body = prepare(resolve_xla.resolve(config, flags.xla))
         resolve_xla.check_installed()
     else:
         from gpu_fsdp import resolve_gpu
@@ -101,9 +91,7 @@ def start(
         from torch_fsdp.launch_torch import launch
 
         resolve = resolve_gpu.resolve if backend == "cuda" else resolve_torch.resolve
-        configs = (replace(each, backend=backend) for each in (config, *students))
-        own, *beside = (resolve(each, flags.torch) for each in configs)
-        run, body = prepare(replace(own, students=tuple(beside)))
+        run, body = prepare(resolve(replace(config, backend=backend), flags.torch))
     gc.freeze()  # what is there stays: it is never searched for garbage
     gc.enable()
     launch(functools.partial(naming_itself, body), run)
@@ -202,7 +190,6 @@ def _run_on_devices(flags: Flags) -> None:
     """Train, evaluate, write features or check, in all processes of the backend."""
     config, use = flags.run, flags.run.use
     prepare: Prepare
-    students: list[RunConfig] = []
     if use.features or use.knn or use.probe:
         from training.features import prepare_features
         from training.frozen import prepare_frozen
@@ -221,15 +208,14 @@ def _run_on_devices(flags: Flags) -> None:
 
         prepare = prepare_self_check
     else:
-        from training.begin import choose_start, students_of
+        from training.begin import choose_start
         from training.train import prepare_training
 
-        chosen = [choose_start(each) for each in students_of(config)]
-        (config, *students), saved, (initial, *_) = zip(*chosen, strict=True)
+        config, saved, initial = choose_start(config)
         prepare = functools.partial(prepare_training, saved, initial)
     backend = choose_backend(config.backend)
     check_foreign(flags.own, backend, config.given)
-    start(backend, flags, config, prepare, students)
+    start(backend, flags, config, prepare)
 
 
 if __name__ == "__main__":

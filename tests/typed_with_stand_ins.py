@@ -25,7 +25,6 @@ from tests.launch.test_launch_gpu import script
 from tests.stand_ins.new_machine import Machine
 from tests.stand_ins.pod_stand_in import gcloud_accepts, workers_here
 from tools.plan.tpu_search import candidates
-from training.begin import students_of
 from training.flags import check_foreign, check_rules
 from training.mesh import make_mesh
 from training.resolve import Run, check_batch, resolve_common, resolve_model
@@ -68,13 +67,12 @@ def compiles(machine: Machine, command: Command, tmp_path: Path) -> None:
 def program_takes(flags: list[str], backend: str) -> None:
     asked = read_flags(flags)
     check_foreign(asked.own, backend, asked.run.given)
-    for of_student in students_of(asked.run):
-        config, model = resolve_model(of_student)
-        if config.sharding.mesh_dcn == "slices":  # two are named where it is documented
-            config = replace(config, sharding=replace(config.sharding, mesh_dcn=2))
-        own = asked.xla if backend == "xla" else replace(asked.torch, fsdp="fsdp2")
-        check_rules(replace(resolve_common(config), backend=backend), own)
-        check_batch(Run(config, own, model, make_mesh(config.sharding, 64)))
+    config, model = resolve_model(asked.run)
+    if config.sharding.mesh_dcn == "slices":  # two are named where it is documented
+        config = replace(config, sharding=replace(config.sharding, mesh_dcn=2))
+    own = asked.xla if backend == "xla" else replace(asked.torch, fsdp="fsdp2")
+    check_rules(replace(resolve_common(config), backend=backend), own)
+    check_batch(Run(config, own, model, make_mesh(config.sharding, 64)))
 
 
 def slurm_stand_ins(machine: Machine) -> None:

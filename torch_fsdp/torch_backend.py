@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,7 +60,6 @@ class TorchBackend(abc.ABC):
         self._clock: BlockClock | None = None
         self._ema: WeightAverage | None = None
         self._frozen: list[TorchBackend] = []
-        self._others: list[TorchBackend] = []
         """What ``beside`` has made, the frozen ones too."""
         self.teacher: nn.Module | None = None
         self._skipped = torch.zeros(len(COUNTS)).to(device.where)
@@ -110,17 +109,12 @@ class TorchBackend(abc.ABC):
         }
         return sharded
 
-    def beside(self, run: Run[Any]) -> Self:
-        assert isinstance(run, TorchRun)
-        with without_greetings():
-            other = type(self)(run, self._device)
-        self._others.append(other)
-        return other
-
     def shard_frozen(
         self, run: Run[Any], model: nn.Module, initialize: InitializeModule
     ) -> nn.Module:
-        frozen = self.beside(run)
+        assert isinstance(run, TorchRun)
+        with without_greetings():
+            frozen = type(self)(run, self._device)
         sharded = frozen.shard(model, list(run.model.units(model)), initialize).eval()
         self._frozen.append(frozen)
         if self.teacher is None:
@@ -273,7 +267,7 @@ class TorchBackend(abc.ABC):
     def close(self) -> None:
         """Free what Python's garbage collector cannot find; nothing works afterwards."""
         self._reader.shutdown()
-        for other in self._others:
+        for other in self._frozen:
             other.close()
 
     def barrier(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -90,9 +90,6 @@ class Backend(Protocol):
         """Return one line with the devices, sharding and precision chosen."""
 
     # Model and optimizer.
-
-    def beside(self, run: Run) -> Self:
-        """Return a backend for another ``run`` on the same devices, which ends with this one."""
 
     def shard(
         self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule

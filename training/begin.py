@@ -39,35 +39,6 @@ from training.weights import Weights, weights_in
 # -- before any device starts ----------------------------------------------------------------------
 
 
-def students_of(config: RunConfig) -> list[RunConfig]:
-    """Return the configurations of the trainings that the flags ask for: one of each ``--student``,
-    in a folder of its own, or the one that there is without. Raises UsageError."""
-    names, ckpt_dir = config.loss.student, config.checkpoints.ckpt_dir
-    if names is None:
-        return [config]
-    if config.checkpoints.resume not in ("auto", "none"):
-        raise UsageError(
-            f"--student requires --resume auto or none, this is {config.checkpoints.resume}"
-        )
-    found: dict[str, RunConfig] = {}
-    for name in names:
-        folder = str(files.folder_at(ckpt_dir) / student_folder(name))
-        if folder in found:
-            raise UsageError(f"--student {' '.join(names)}: two of them have the folder {folder}")
-        found[folder] = replace(
-            config,
-            model=replace(config.model, model=name),
-            checkpoints=replace(config.checkpoints, ckpt_dir=folder),
-        )
-        model_of(found[folder].model)  # raises UsageError for a name that is none
-    return [*found.values()]
-
-
-def student_folder(name: str) -> str:
-    """Return the name of a student's folder in ``--ckpt_dir``."""
-    return name.rpartition("/")[2]
-
-
 def choose_start(config: RunConfig) -> tuple[RunConfig, SavedRun | None, Weights | None]:
     """Decide what a training starts from; return the configuration with the model of that, too.
 
@@ -127,13 +98,13 @@ def find_resumable(config: RunConfig) -> tuple[SavedRun | None, choose.Candidate
 
     If all are damaged, there is none yet where a step of --local_ckpt_dir (1) may replace them.
     """
-    of, students = config.checkpoints, config.loss.student or ()
-    folder = files.folder_at(of.ckpt_dir)
-    others = [folder.parent / student_folder(name) for name in students]
+    checkpoints = config.checkpoints
+    folder = files.folder_at(checkpoints.ckpt_dir)
     try:
-        return choose.first_readable(choose.find_resume(folder, of.resume, of.resume_epoch, others))
+        named = choose.find_resume(folder, checkpoints.resume, checkpoints.resume_epoch)
+        return choose.first_readable(named)
     except choose.AllDamaged as error:
-        if of.local_ckpt_dir is None or not resumes_newest(of):
+        if checkpoints.local_ckpt_dir is None or not resumes_newest(checkpoints):
             raise
         return None, choose.Candidates([], error.passed_over, explicit=False)
 
@@ -284,19 +255,6 @@ def agree(
     if aside := exchange.gather(aside)[0]:
         notes.append(aside)
     return Agreed(saved, newest, local, bad_images, notes)
-
-
-def check_same_step(runs: Sequence[Run], saved: Sequence[SavedRun | None]) -> None:
-    """Raise UsageError unless all students continue at the same place, as they do if no checkpoint
-    is damaged."""
-    for run, each in zip(runs, saved, strict=True):
-        if (each and each.position) != (saved[0] and saved[0].position):
-            names = [other.path if other else "a new start" for other in (saved[0], each)]
-            raise UsageError(
-                f"--student: {runs[0].model.name} continues {names[0]}, {run.model.name} "
-                f"{names[1]}: remove the step_* folders that not all students have undamaged",
-                agreed=True,
-            )
 
 
 def resumes_newest(config: CheckpointConfig) -> bool:

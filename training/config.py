@@ -289,19 +289,6 @@ class LossConfig:
         metavar="PATH",
         requires=("teacher",),
     )
-    student: list[str] | None = flag(
-        None,
-        "train several students of --teacher on the same images, each as --model NAME would, with "
-        "checkpoints and logs in the folder NAME (without timm/) of --ckpt_dir; the teacher sees "
-        "each image once for all of them (default: one student, --model)",
-        metavar="NAME",
-        requires=("teacher",),
-        incompatible_with=(
-            *("eval_only", "predict", "features", "self_check", "init_from", "resume_epoch"),
-            *("local_ckpt_dir", "ckpt_best", "gram_weights", "expect", "wandb"),
-        ),
-        replaces=("model",),
-    )
     distillation_type: Literal["hard", "soft"] = flag(
         "hard",
         "target of distillation; hard: the teacher's most probable class, as a second label; soft: "

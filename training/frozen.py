@@ -364,4 +364,4 @@ class FrozenEvaluations(Hook):
             session.stop.exit_code = BAD_IMAGES
             return
         session.reports.frozen(at.step, last_epoch(at), results)
-        session.restart_timers()
+        session.timer.restart()

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch.profiler import profile
 from data.files import make_folder
 from data.loader import BatchLoader
 from training.backend import Backend
-from training.checkpoints.choose import folder_of, step_of
+from training.checkpoints.choose import folder_of
 from training.checkpoints.format import Position
 from training.checkpoints.local_tier import LocalTier
 from training.checkpoints.saver import CheckpointSaver
@@ -44,18 +43,8 @@ class Session:
     bad_images: BadImages
     last_step: int
     """The number of the step that the run ends with."""
-    timers: list[StepTimer]
-    """Those of all students, to which this one adds its own."""
     timer: StepTimer = field(default_factory=StepTimer, init=False)
-    """Measures the throughput."""
-
-    def __post_init__(self) -> None:
-        self.timers.append(self.timer)
-
-    def restart_timers(self) -> None:
-        """Restart the measurement, after what was no training."""
-        for timer in self.timers:
-            timer.restart()
+    """Measures the throughput; restarted after what was no training."""
 
     @contextlib.contextmanager
     def first_run(self, what: str, is_first: bool) -> Iterator[None]:
@@ -102,60 +91,50 @@ class Hook:
         """Called after the step was handed to the device, which may still compute it."""
 
 
-class Trained(NamedTuple):
-    """A model that is trained, with what is done around its steps."""
-
-    session: Session
-    model: nn.Module
-    objective: Objective
-    hooks: Sequence[Hook]
-
-
 def train_loop(
-    students: Sequence[Trained], batches: TrainBatches, schedule: Schedule, at: Position
+    session: Session,
+    model: nn.Module,
+    objective: Objective,
+    hooks: Sequence[Hook],
+    batches: TrainBatches,
+    schedule: Schedule,
+    at: Position,
 ) -> Position:
     """Train from ``at`` to the last step, or until a hook stops it; return where training stands.
 
-    Several ``students``, with the same kinds of hooks, make each step with the same batch. Hooks
-    are called one after the other, the first one of each student first; when one of them stops
-    training, no other one is.
+    Hooks are called one after the other; when one of them stops training, no other one is.
     """
-    session = students[0].session
-    stop, watchdog, config = session.stop, session.watchdog, session.config
+    backend, stop, watchdog = session.backend, session.stop, session.watchdog
+    config = session.config
     shapes: set[torch.Size] = set()
-    kinds = [*zip(*(student.hooks for student in students), strict=True)]
-    for student in students:
-        student.model.train()
-    for hook in itertools.chain(*kinds):
+    model.train()
+    for hook in hooks:
         hook.reached(at)
         if stop.exit_code:
             return at
     watchdog.alive(before_first_step=True)
     while at.step < session.last_step and at.epoch < config.num_epochs:
-        session.restart_timers()
+        session.timer.restart()
         with contextlib.closing(batches.rest_of_epoch(at)) as epoch:
             for micro_batches in epoch:
                 rates = schedule.at(batches.number(at))
                 shape = micro_batches[0][0].shape
                 # The first step of this start or, where steps are compiled, with such images.
-                is_first = not shapes or (session.backend.compiles and shape not in shapes)
+                is_first = not shapes or (backend.compiles and shape not in shapes)
                 shapes.add(shape)
-                values = []
-                for student in students:
-                    for hook in student.hooks:
-                        hook.before_step(at.step + 1, is_first=is_first)
-                    with student.session.first_run("training step", is_first):
-                        found = train_step(
-                            student.model,
-                            student.objective,
-                            student.session.backend,
-                            at.step,
-                            micro_batches,
-                            rates=rates,
-                            max_norm=config.optimizer.clip_grad_norm,
-                        )
-                    values.append(found)
-                    watchdog.alive()
+                for hook in hooks:
+                    hook.before_step(at.step + 1, is_first=is_first)
+                with session.first_run("training step", is_first):
+                    values = train_step(
+                        model,
+                        objective,
+                        backend,
+                        at.step,
+                        micro_batches,
+                        rates=rates,
+                        max_norm=config.optimizer.clip_grad_norm,
+                    )
+                watchdog.alive()
                 if is_first:
                     stop.listen()
 
@@ -163,16 +142,12 @@ def train_loop(
                 is_last = at.step >= session.last_step
                 if is_last:
                     epoch.close()  # its loader is to leave the machine to what follows
-                done = [
-                    StepDone(at, before.epoch, rates.lr, found, is_first, is_last)
-                    for found in values
-                ]
-                for kind in kinds:
-                    for hook, of_student in zip(kind, done, strict=True):
-                        hook.after_step(of_student)
-                        hook.reached(at)
-                        if stop.exit_code:
-                            return at
+                done = StepDone(at, before.epoch, rates.lr, values, is_first, is_last)
+                for hook in hooks:
+                    hook.after_step(done)
+                    hook.reached(at)
+                    if stop.exit_code:
+                        return at
     return at
 
 
@@ -304,12 +279,8 @@ class Saves(Hook):
     """Saves checkpoints after the steps, minutes and epochs that the flags name, and at the end;
     stops training if the last step was not finite."""
 
-    def __init__(
-        self, session: Session, saver: CheckpointSaver, together: Sequence[CheckpointSaver] = ()
-    ) -> None:
-        """``together``: the savers of all students, which resume the same step."""
+    def __init__(self, session: Session, saver: CheckpointSaver) -> None:
         self._config, self._session, self.saver = session.config.checkpoints, session, saver
-        self._together = together
         self._minutes = MinutesInterval(session.backend, self._config.ckpt_minutes_interval)
 
     def after_step(self, done: StepDone) -> None:
@@ -328,17 +299,11 @@ class Saves(Hook):
         session.reports.flush()
         session.reports.upload()
         session.watchdog.alive()
-        for saver in self._together:
-            saver.finish(before=at.step)
-        newest = [saver.newest for saver in self._together]
-        if newest and all(newest):  # the last step that all have must not be removed
-            step = min(step_of(path) for path in newest if path)
-            self.saver.spared = folder_of(self.saver.ckpt_dir, step)
         with session.reports.events.span("save") as event:
             event["written"] = self.saver.save(at, must=must)
             event["completed"] = self.saver.take_figures()
         self._minutes.restart()
-        session.restart_timers()
+        session.timer.restart()
 
 
 @dataclass
@@ -361,7 +326,7 @@ class LocalSaves(Hook):
             session.reports.upload()
             copy = functools.partial(self.saver.content, done.at, copy=True)
             event |= self.tier.save(done.at.step, copy, session.reports.say)
-        session.restart_timers()
+        session.timer.restart()
 
 
 def last_epoch(at: Position) -> int:
@@ -426,7 +391,7 @@ class Evaluations(Hook):
                 saver = self.saves.saver
                 saver.spared = folder_of(saver.ckpt_dir, at.step)
                 self.saves.save(at)
-        session.restart_timers()
+        session.timer.restart()
 
     def _measure(self) -> Evaluation | None:
         """Evaluate the model with its present weights; return None if a signal has stopped it."""

@@ -55,13 +55,6 @@ class Run(Generic[Own]):
     teacher: Self | None = None
     """The run of ``--teacher`` on the same devices, of which the model and the preprocessing are
     used; None without a teacher, and where nothing is trained."""
-    students: tuple[Self, ...] = ()
-    """The runs of all names of ``--student`` but the first, whose run this is."""
-
-    @property
-    def trainings(self) -> list[Self]:
-        """The runs that are trained together: this one, and those of the other students."""
-        return [self, *self.students]
 
     @property
     def values(self) -> dict[str, Any]:
@@ -107,9 +100,8 @@ class Run(Generic[Own]):
             return self
         teacher = self.teacher and self.teacher.on(devices)
         mesh = make_mesh(self.config.sharding, devices)
-        students = tuple(each.on(devices) for each in self.students)
         config = with_passes(self.config, mesh)
-        run = replace(self, config=config, mesh=mesh, teacher=teacher, students=students)
+        run = replace(self, config=config, mesh=mesh, teacher=teacher)
         check_batch(run)
         return run
 

@@ -1,13 +1,12 @@
-"""A whole training, as one narrative: prepare before any device starts, then start, train, end."""
+"""A whole training, as one narrative: prepare before any device starts, then agree, train, end."""
 
-import contextlib
 import functools
 import json
 import os
 import platform
 import signal
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from torch import nn
@@ -43,7 +42,7 @@ from training.frozen import FrozenEvaluations
 from training.initial_weights import InitialWeights, fit, gram_teacher, weights_of_teacher
 from training.logs.bad_images import FILE as BAD_IMAGES_FILE
 from training.logs.records import METRICS_FILE, StartParts
-from training.logs.reports import Reports, StepTimer, read_expectation
+from training.logs.reports import Reports, read_expectation
 from training.objectives import open_objective
 from training.processes import exchange
 from training.processes.stopping import StopRequest, Watchdog
@@ -56,8 +55,8 @@ from training.weights import Weights, with_preprocessing, with_preprocessing_of
 class Prepared:
     """What was found before any device starts; it is sent to every process."""
 
-    saved: Sequence[SavedRun | None]
-    """The checkpoint that this process has chosen to resume, of each student."""
+    saved: SavedRun | None
+    """The checkpoint that this process has chosen to resume."""
     data: DataSource
     progress: begin.Progress
     initial: InitialWeights | None
@@ -71,10 +70,9 @@ class Prepared:
 
 
 def prepare_training(
-    saved: Sequence[SavedRun | None], weights: Weights | None, run: Run
+    saved: SavedRun | None, weights: Weights | None, run: Run
 ) -> tuple[Run, Callable[[Run, Backend], None]]:
-    """Check everything that can be checked without a device, for what ``begin.choose_start`` chose
-    for each student.
+    """Check everything that can be checked without a device, for what ``begin.choose_start`` chose.
 
     Returns the run with its preprocessing, and the body of every process. Raises UsageError.
     """
@@ -84,15 +82,13 @@ def prepare_training(
     if weights:
         weights, run = with_preprocessing_of(weights, run)
     else:
-        first, *others = map(with_preprocessing, run.trainings, saved)
-        run = replace(first, students=tuple(others))
+        run = with_preprocessing(run, saved)
     with bad_data_is_the_users():
         data = open_data(dataset_request(run, labels=run.config.objective.uses_labels))
-    for each, chosen in zip(run.trainings, saved, strict=True):
-        if chosen:
-            begin.check_resume(chosen, each, data)
+    if saved:
+        begin.check_resume(saved, run, data)
     epoch_steps = len(data.train_loader(run.config.data.batch_size, Share(loads=False)))
-    progress = begin.progress_of(saved[0], run, data, epoch_steps)
+    progress = begin.progress_of(saved, run, data, epoch_steps)
     initial = None
     if weights:
         initial = fit(weights, run, data.classes)
@@ -109,17 +105,6 @@ def prepare_training(
     return run, functools.partial(train, prepared)
 
 
-@dataclass(frozen=True)
-class _Student:
-    """A model that trains, alone or with others, in a folder of its own."""
-
-    run: Run
-    begun: begin.Agreed
-    history: begin.History
-    session: loop.Session
-    saver: CheckpointSaver
-
-
 def train(prepared: Prepared, run: Run, backend: Backend) -> None:
     """Train on ``backend``, or resume and train; the body of every process.
 
@@ -129,196 +114,163 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
     parts, data, config = prepared.parts, prepared.data, run.config
     parts.done("devices")
     shared = config.checkpoints.shared_ckpt_dir
-    runs = run.trainings
-    backends = [backend, *map(backend.beside, run.students)]
-    with contextlib.ExitStack() as folders:  # their locks are released at the end
-        # Begin: agree on what is resumed, and where in the data that is.
-        agreed = []
-        for each, chosen in zip(runs, prepared.saved, strict=True):
-            lock = FolderLock(each.ckpt_dir, inside=each.log_dir, shared=shared)
-            folders.enter_context(lock)
-            agreed.append(begin.agree(chosen, each, data, lock, backend))
-        saved = [each.saved for each in agreed]
-        begin.check_same_step(runs, saved)
+    with FolderLock(run.ckpt_dir, inside=run.log_dir, shared=shared) as lock:
+        # Agree on what is resumed, and where in the data that is.
+        begun = begin.agree(prepared.saved, run, data, lock, backend)
         loader = train_loader(data, backend, config.data.batch_size)
         progress = prepared.progress
-        if saved != [*prepared.saved]:  # one is damaged, or there is a newer one by now
-            progress = begin.progress_of(saved[0], run, data, len(loader))
-        at, last_step = progress.at, progress.last_step
+        if begun.saved != prepared.saved:  # it is damaged, or there is a newer one by now
+            progress = begin.progress_of(begun.saved, run, data, len(loader))
+        step, last_step = progress.at.step, progress.last_step
+        with exchange.failing_together():
+            history = begin.history_of(begun.saved, run.ckpt_dir, step)
         parts.done("agreed")
+
+        # Open what the loop and its hooks share.
+        reports = Reports(
+            run,
+            backend,
+            first_step=step,
+            last_step=last_step,
+            keep_records=history.continues,
+            expected_s=prepared.expected_s,
+            last_evaluation=history.evaluated.get(last_step),
+        )
+        reports.events.start(parts, step, run.mesh.devices)
         stop, watchdog = StopRequest(backend), Watchdog(config.log.step_timeout_s)
-        students: list[_Student] = []
-        timers: list[StepTimer] = []
-        for each, own, begun in zip(runs, backends, agreed, strict=True):
-            with exchange.failing_together():
-                history = begin.history_of(begun.saved, each.ckpt_dir, at.step)
-            reports = Reports(
-                each,
-                own,
-                first_step=at.step,
-                last_step=last_step,
-                keep_records=history.continues,
-                expected_s=prepared.expected_s,
-                last_evaluation=history.evaluated.get(last_step),
-            )
-            reports.events.start(parts, at.step, each.mesh.devices)
-            session = loop.Session(
-                each.config,
-                own,
-                reports,
-                stop,
-                watchdog,
-                agreed[0].bad_images,
-                last_step,
-                timers,
-            )
-            saver = CheckpointSaver(
-                each.ckpt_dir,
-                own,
-                reports.say,
-                each.values,
-                data.classes,
-                config.checkpoints.keep_checkpoints,
-                config.checkpoints.max_failed_saves,
-                newest=begun.newest,
-                asynchronous=config.checkpoints.async_checkpoint,
-                spared=history.best if config.checkpoints.ckpt_best else None,
-                order=data.order(),
-                store_logs=reports.store,
-            )
-            students.append(_Student(each, begun, history, session, saver))
+        session = loop.Session(
+            config, backend, reports, stop, watchdog, begun.bad_images, last_step
+        )
+        saver = CheckpointSaver(
+            run.ckpt_dir,
+            backend,
+            reports.say,
+            run.values,
+            data.classes,
+            config.checkpoints.keep_checkpoints,
+            config.checkpoints.max_failed_saves,
+            newest=begun.newest,
+            asynchronous=config.checkpoints.async_checkpoint,
+            spared=history.best if config.checkpoints.ckpt_best else None,
+            order=data.order(),
+            store_logs=reports.store,
+        )
         try:
-            with contextlib.ExitStack() as savers, bad_data_is_the_users():
-                for student in students:
-                    savers.enter_context(student.saver)
-                _train(prepared, students, loader, progress)
+            with saver, bad_data_is_the_users():
+                _train(prepared, run, session, saver, loader, progress, begun, history)
         finally:
             watchdog.pause()
-            curves = [student.session.reports.close() for student in students]
+            plot = reports.close()
 
         # End: say how, and exit with the code of that.
-        _end(students, curves)
+        _end(run, session, saver, plot)
 
 
 def _train(
-    prepared: Prepared, students: list[_Student], loader: BatchLoader, progress: begin.Progress
+    prepared: Prepared,
+    run: Run,
+    session: loop.Session,
+    saver: CheckpointSaver,
+    loader: BatchLoader,
+    progress: begin.Progress,
+    begun: begin.Agreed,
+    history: begin.History,
 ) -> None:
-    """Put the models on the devices, and train them."""
-    run, session = students[0].run, students[0].session
-    config, backend, stop, data = run.config, session.backend, session.stop, prepared.data
-    savers = [student.saver for student in students] if run.students else []
-    trained: list[loop.Trained] = []
-    all_saves: list[loop.Saves] = []
-    profile, rank = run.log_dir / loop.PROFILE_DIR, exchange.rank()
-    profiler = loop.StepProfiler(config.log.profile, profile, rank)
-    for student in students:
-        # Place: the model on the devices, with the values of what is resumed or loaded.
-        say = student.session.reports.say
-        for line in (*student.begun.notes, f"data: {data}"):
-            say(line)
-        if student.history.left_out:
-            say(f"note: {METRICS_FILE}: {student.history.left_out} left out")
-        model = _placed(student, prepared)
-        teacher = trained[0].objective.teacher if trained else None
-        objective = open_objective(student.run, student.session.backend, say, teacher)
-        _describe(student, progress)
-        if loader.workers:
-            say(f"loader processes of each training process: {loader.workers}")
-        if progress.warning:
-            say(progress.warning)
-        if not trained:
-            batches = TrainBatches(
-                loader,
-                backend,
-                config.data.batch_size,
-                config.data.grad_accum_steps,
-                numbered=objective.numbered,
-            )
+    """Put the model on the devices, and train it."""
+    config, data, backend = run.config, prepared.data, session.backend
+    say, stop = session.reports.say, session.stop
 
-        # What is done after each step, in this order.
-        own, saver, history = student.session, student.saver, student.history
-        saves, evaluated = loop.Saves(own, saver, savers), set(history.evaluated)
-        all_saves.append(saves)
-        hooks: list[loop.Hook] = [
-            loop.StepProfiler(None, profile, rank) if trained else profiler,  # of all students
-            loop.StepLog(own, batches),
-            loop.StopCheck(own, batches, saver),
+    # The model on the devices, with the values of what is resumed or loaded.
+    for line in (*begun.notes, f"data: {data}"):
+        say(line)
+    if history.left_out:
+        say(f"note: {METRICS_FILE}: {history.left_out} left out")
+    model = _place(run, session, begun.saved, prepared)
+    objective = open_objective(run, backend, say)
+    _describe(run, session, begun.saved, progress)
+    if loader.workers:
+        say(f"loader processes of each training process: {loader.workers}")
+    if progress.warning:
+        say(progress.warning)
+
+    # What is done around each step, in this order.
+    batches = TrainBatches(
+        loader,
+        backend,
+        config.data.batch_size,
+        config.data.grad_accum_steps,
+        numbered=objective.numbered,
+    )
+    profiler = loop.StepProfiler(
+        config.log.profile, run.log_dir / loop.PROFILE_DIR, exchange.rank()
+    )
+    saves = loop.Saves(session, saver)
+    log, stop_check = loop.StepLog(session, batches), loop.StopCheck(session, batches, saver)
+    hooks: list[loop.Hook] = [profiler, log, stop_check, saves]
+    if begun.local:
+        hooks.append(loop.LocalSaves(session, saver, begun.local))
+    if objective.measured and data.val_length:
+        evaluations = loop.Evaluations(
+            session,
+            model,
+            objective,
+            val_loader(data, backend, config.data.pass_size),
+            data.val_length,
             saves,
-        ]
-        if student.begun.local:
-            hooks.append(loop.LocalSaves(own, saver, student.begun.local))
-        if data.val_length and objective.measured:
-            hooks.append(
-                loop.Evaluations(
-                    own,
-                    model,
-                    objective,
-                    val_loader(data, own.backend, config.data.pass_size),
-                    data.val_length,
-                    saves,
-                    evaluated,
-                    history.best_score,
-                )
-            )
-        elif objective.measured:
-            say("there are no validation images: nothing is evaluated")
-        if prepared.plain:
-            features = Features(model, student.run, own.backend, prepared.plain)
-            hooks.append(FrozenEvaluations(own, features, history.frozen))
-        trained.append(loop.Trained(own, model, objective, hooks))
+            set(history.evaluated),
+            history.best_score,
+        )
+        hooks.append(evaluations)
+    elif objective.measured:
+        say("there are no validation images: nothing is evaluated")
+    if prepared.plain:
+        features = Features(model, run, backend, prepared.plain)
+        hooks.append(FrozenEvaluations(session, features, history.frozen))
 
     # Train.
-    at, last_step = progress.at, session.last_step
-    with contextlib.ExitStack() as training:
-        training.enter_context(stop)
-        for student in students:
-            training.enter_context(student.session.reports.events.training(last_step))
-            if at.step >= last_step:
-                student.saver.tidy()  # after a start that was killed after its last checkpoint
-        at = loop.train_loop(trained, batches, progress.schedule, at)
+    at = progress.at
+    with stop, session.reports.events.training(session.last_step):
+        if at.step >= session.last_step:
+            saver.tidy()  # after a start that was killed after its last checkpoint
+        at = loop.train_loop(session, model, objective, hooks, batches, progress.schedule, at)
         if stop.exit_code == NOT_FINITE:
-            raise _not_finite(students, at.step)
+            raise _not_finite(run, session, saver, at.step)
         if stop.exit_code:
-            for saves in all_saves:
-                saves.save(at, must=True)
+            saves.save(at, must=True)
         elif session.bad_images.excess:  # found with the last step
             stop.exit_code = BAD_IMAGES
-    for student in students:
-        if student.begun.local and not stop.exit_code:
-            student.begun.local.complete()
-    profiler.finish(session.reports.say)
+    if begun.local and not stop.exit_code:
+        begun.local.complete()
+    profiler.finish(say)
 
 
-def _not_finite(students: Sequence[_Student], step: int) -> RunFailed:
+def _not_finite(run: Run, session: loop.Session, saver: CheckpointSaver, step: int) -> RunFailed:
     """Return the error of a run that ends after ``step`` because its numbers are not finite.
 
     If that is the last step its checkpoint is set aside: resumed, it would be taken for a good one.
     """
-    limit, newest = students[0].session.config.log.max_bad_steps, students[0].saver.newest
-    longest = max(student.session.reports.longest_row_skipped for student in students)
-    if limit and longest >= limit:
-        what = f"{longest} steps in a row had a loss or gradient norm that is not finite"
-        return not_finite_error(what, newest)
+    limit, skipped = session.config.log.max_bad_steps, session.reports.longest_row_skipped
+    if limit and skipped >= limit:
+        what = f"{skipped} steps in a row had a loss or gradient norm that is not finite"
+        return not_finite_error(what, saver.newest)
     what = ""
     with exchange.failing_together():
-        for student in students if students[0].session.backend.is_main else ():
-            ckpt_dir, problem = student.run.ckpt_dir, student.session.reports.not_finite
-            last = choose.folder_of(ckpt_dir, step)
-            if problem:
-                what = f"the {problem} of the last step is not finite"
-                if last.exists():
-                    aside = choose.set_aside(ckpt_dir, [last])
-                    what += f", so {last.name} was set aside in {aside}"
+        if session.backend.is_main:
+            last = choose.folder_of(run.ckpt_dir, step)
+            what = f"the {session.reports.not_finite} of the last step is not finite"
+            if last.exists():
+                aside = choose.set_aside(run.ckpt_dir, [last])
+                what += f", so {last.name} was set aside in {aside}"
     what = exchange.gather(what)[0]  # all wait for what was moved
-    return not_finite_error(
-        what, next(reversed(choose.complete_checkpoints(students[0].run.ckpt_dir)), None)
-    )
+    newest = next(reversed(choose.complete_checkpoints(run.ckpt_dir)), None)
+    return not_finite_error(what, newest)
 
 
-def _placed(student: _Student, prepared: Prepared) -> nn.Module:
+def _place(
+    run: Run, session: loop.Session, saved: SavedRun | None, prepared: Prepared
+) -> nn.Module:
     """Return the sharded model on the devices, with the values of what is resumed or loaded."""
-    run, say, backend = student.run, student.session.reports.say, student.session.backend
-    saved, initial = student.begun.saved, prepared.initial
+    say, backend, initial = session.reports.say, session.backend, prepared.initial
     initialize = leave_room if saved else None
     say(f"model: {run.model.name}, {run.model.parameter_count:,} parameters")
     if initial and not saved:
@@ -340,9 +292,10 @@ def _placed(student: _Student, prepared: Prepared) -> nn.Module:
 _STATE = {"optimizer": "optimizer state", "ema": "EMA"}
 
 
-def _describe(student: _Student, progress: begin.Progress) -> None:
+def _describe(
+    run: Run, session: loop.Session, saved: SavedRun | None, progress: begin.Progress
+) -> None:
     """Say what runs on which devices, and from where to where; write that to run.json."""
-    run, session, saved = student.run, student.session, student.begun.saved
     backend, say, batch_size = session.backend, session.reports.say, run.config.data.batch_size
     start, last_step = progress.at, progress.last_step
     devices, state_bytes = backend.describe(), backend.state_bytes()
@@ -380,13 +333,12 @@ def _describe(student: _Student, progress: begin.Progress) -> None:
         session.reports.upload()
 
 
-def _end(students: list[_Student], curves: list[Path | None]) -> None:
+def _end(run: Run, session: loop.Session, saver: CheckpointSaver, plot: Path | None) -> None:
     """Say how training ended.
 
     Raises StoppedBySignal or RunFailed if it was not at the last step.
     """
-    run, session, newest = students[0].run, students[0].session, students[0].saver.newest
-    exit_code, is_main = session.stop.exit_code, session.backend.is_main
+    newest, exit_code, is_main = saver.newest, session.stop.exit_code, session.backend.is_main
     checkpoints = run.config.checkpoints
     again = "the same command"
     if checkpoints.resume_epoch:
@@ -416,13 +368,11 @@ def _end(students: list[_Student], curves: list[Path | None]) -> None:
             f"when they are mended; {again} then resumes {newest}",
             BAD_IMAGES,
         )
-    for student, plot in zip(students, curves, strict=True):
-        if is_main:
-            ckpt_dir, found = student.run.ckpt_dir, student.session.reports.last_evaluation
-            figure = "" if found is None else f"{found}, "
-            print(
-                f"training completed: step {session.last_step}, {figure}checkpoint "
-                f"{student.saver.newest}, log {ckpt_dir / METRICS_FILE}, "
-                f"plot {plot and ckpt_dir / plot.name}",
-                flush=True,
-            )
+    if is_main:
+        evaluation = session.reports.last_evaluation
+        figure = "" if evaluation is None else f"{evaluation}, "
+        print(
+            f"training completed: step {session.last_step}, {figure}checkpoint {newest}, "
+            f"log {run.ckpt_dir / METRICS_FILE}, plot {plot and run.ckpt_dir / plot.name}",
+            flush=True,
+        )

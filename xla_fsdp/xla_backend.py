@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -156,13 +155,10 @@ class XlaBackend(abc.ABC):
 
     # -- model and optimizer ----------------------------------------------------------
 
-    def beside(self, run: XlaRun) -> Self:
-        return type(self)(run)
-
     def shard_frozen(
         self, run: XlaRun, model: nn.Module, initialize: InitializeModule
     ) -> nn.Module:
-        frozen = self.beside(run)
+        frozen = type(self)(run)
         sharded = frozen.shard(model, list(run.model.units(model)), initialize).eval()
         self._frozen.append(frozen)
         if self.teacher is None:

@@ -106,18 +106,13 @@ def is_restart(ckpt_dir: Path) -> bool:
         return False
 
 
-def find_resume(
-    ckpt_dir: Path, resume: str, resume_epoch: int, with_folders: Collection[Path] = ()
-) -> Candidates:
+def find_resume(ckpt_dir: Path, resume: str, resume_epoch: int) -> Candidates:
     """Return the checkpoints that ``--resume`` and ``--resume_epoch`` name, none for a new run.
 
-    ``with_folders``: of the students that train with this one, which resume the same step. Looks at
-    names and sizes; whoever resumes one reads its content. Raises UsageError.
+    Looks at names and sizes; whoever resumes one reads its content. Raises UsageError.
     """
     with checkpoint.readable(ckpt_dir, "--ckpt_dir"):
         existing = complete_checkpoints(ckpt_dir)
-        if with_folders and existing:
-            existing = _of_all(existing, with_folders)
         if existing and is_restart(ckpt_dir):
             resume, resume_epoch = "auto", 0  # what the job has done since is not to be lost
         if resume_epoch:
@@ -152,26 +147,6 @@ def find_resume(
                 raise UsageError(f"--resume {resume} is a file of weights: give it to --init_from")
             raise UsageError(f"--resume {resume}: there is no such checkpoint folder")
         return of_path(path)
-
-
-def _of_all(existing: list[Path], folders: Collection[Path]) -> list[Path]:
-    """Return those of a student's checkpoints whose steps all students have. There is none if the
-    last start ended before all had saved their first one. Raises UsageError if one has not trained
-    yet, or if each has others."""
-    steps = [set(map(step_of, complete_checkpoints(folder))) for folder in folders]
-    for folder, found in zip(folders, steps, strict=True):
-        if not found and not (folder / RUN_FILE).exists():
-            raise UsageError(
-                f"{existing[-1]} is of a run without the student {folder.name}: all start "
-                "together, choose another --ckpt_dir"
-            )
-    common = [path for path in existing if all(step_of(path) in found for found in steps)]
-    if not common and all(steps):
-        raise UsageError(
-            f"the students in {existing[-1].parent.parent} have no checkpoint of the same step: "
-            "choose another --ckpt_dir, or resume one of them alone, by --model and its folder"
-        )
-    return common
 
 
 def of_path(path: Path) -> Candidates:

@@ -209,11 +209,9 @@ class CheckpointSaver:
         tensors = training_tensors(position, self.arguments, self.classes, self.order)
         return state_content(self.backend, tensors, copy=copy)
 
-    def finish(self, before: int | None = None) -> None:
-        """Wait for the checkpoint that is being written, if one is, of a step ``before`` that one.
-        Raises as ``save``."""
-        if before is None or (self._being_written and step_of(self._being_written[0]) < before):
-            self._settle()
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written, if one is. Raises as ``save``."""
+        self._settle()
         if self._ends_with:
             raise self._ends_with
 

@@ -111,8 +111,7 @@ class Reports:
         ``expected_s``: the expected seconds of a step, shown in the first log lines.
         ``last_evaluation``: the figure of an earlier evaluation of the last step.
         """
-        active, folder, students = backend.is_main, run.log_dir, run.config.loss.student
-        self._name = f"{run.model.name}: " if students else ""
+        active, folder = backend.is_main, run.log_dir
         self._dir, self._backend, self._active = folder, backend, active
         self._batch_size = run.config.data.batch_size
         self._flops_per_image = run.train_flops_per_image
@@ -154,16 +153,14 @@ class Reports:
         self._sinks = [
             records.Guarded(name, open_sink, self.say) for name, open_sink in sinks.items()
         ]
-        # Of several students the first one's bar is shown. None: on a terminal.
-        hidden = True if students and run.config.model.model != students[0] else None
-        self._bar = tqdm(
-            total=last_step, initial=first_step, unit="step", dynamic_ncols=True, disable=hidden
+        self._bar = tqdm(  # None: shown on a terminal
+            total=last_step, initial=first_step, unit="step", dynamic_ncols=True, disable=None
         )
 
     def say(self, text: str) -> None:
         """Print a line on stdout, above the bar."""
         if self._active:
-            tqdm.write(self._name + text)
+            tqdm.write(text)
             sys.stdout.flush()
 
     @contextlib.contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -76,14 +76,8 @@ class Objective(abc.ABC):
 # -- Distillation: a trained, frozen teacher sees the same images (DeiT, arXiv 2012.12877) ---------
 
 
-Answer = TypeVar("Answer")
-
-
 class Teacher:
-    """A frozen model, sharded as the student, that is never trained or saved.
-
-    Several students (``--student``) share it, and what it answers in a pass.
-    """
+    """A frozen model, sharded as the student, that is never trained or saved."""
 
     def __init__(self, run: Run[Any], backend: Backend, say: Callable[[str], None]) -> None:
         """Load the teacher of ``run`` onto the devices, and log what it is."""
@@ -98,8 +92,6 @@ class Teacher:
         )
         model = run.teacher.build_model(backend.constant).requires_grad_(False)
         self.model = backend.shard_frozen(run.teacher, model, weights.fill)
-        self._students, self._answers = 1 + len(run.students), dict[int, tuple[Any, int]]()
-        """How many there are; by the pass, an answer, and how many have not yet heard it."""
         # From the student's normalization to the teacher's. The weights of mixed images add up to
         # 1, so that it holds for them, too.
         channels, *spatial = run.model.sizes.input_shape
@@ -120,30 +112,15 @@ class Teacher:
         factor, summand = self._affine
         return images * factor + summand
 
-    @torch.no_grad()
-    def answer(self, pass_index: int, ask: Callable[[], Answer]) -> Answer:
-        """Return what ``ask`` returns, without gradients: called by the first student in a pass,
-        for all of them."""
-        answer, waiting = self._answers.pop(pass_index, None) or (ask(), self._students)
-        if waiting > 1:
-            self._answers[pass_index] = answer, waiting - 1
-        return cast(Answer, answer)
-
 
 def open_objective(
-    run: Run,
-    backend: Backend,
-    say: Callable[[str], None] = lambda line: None,
-    teacher: Teacher | None = None,
+    run: Run, backend: Backend, say: Callable[[str], None] = lambda line: None
 ) -> Objective:
-    """Return the objective of ``run``. It must be made before the first step is recorded.
-
-    ``teacher``: that of ``--teacher``, if it is on the devices already.
-    """
+    """Return the objective of ``run``. It must be made before the first step is recorded."""
     module, _, name = OBJECTIVES[run.config.objective.objective].partition(":")
     objective = cast(Objective, getattr(import_module(module), name)(run, backend, say))
     if run.teacher:
-        objective.teacher = teacher or Teacher(run, backend, say)
+        objective.teacher = Teacher(run, backend, say)
     return objective
 
 

@@ -75,12 +75,11 @@ class Classification(Objective):
         if self._mixing is not None:
             mix = self._mixing.draw(pass_index)
             images, labels = self._mixing.images(images, mix), self._mixing.labels(labels, mix)
-        of_teacher = None
-        if (teacher := self.teacher) is not None:
-            of_teacher = teacher.answer(
-                pass_index, lambda: teacher.model(teacher.normalized(images)).float()
-            )
-        return images, Targets(labels, of_teacher)
+        teacher_logits = None
+        if self.teacher is not None:
+            with torch.no_grad():
+                teacher_logits = self.teacher.model(self.teacher.normalized(images)).float()
+        return images, Targets(labels, teacher_logits)
 
     def loss_of(self, logits: torch.Tensor, targets: Targets) -> torch.Tensor:
         """Return the mean loss of (images, classes) logits, a scalar in fp32.
@@ -89,15 +88,15 @@ class Classification(Objective):
         Kullback-Leibler divergence times tau squared, or of (3), the cross-entropy with the
         teacher's most likely class.
         """
-        logits, of_teacher = logits.float(), targets.teacher_logits
+        logits, teacher_logits = logits.float(), targets.teacher_logits
         loss = self._label_loss(logits, targets.labels)
-        if of_teacher is None:
+        if teacher_logits is None:
             return loss
         alpha, tau = self._config.distillation_alpha, self._config.distillation_tau
         if self._config.distillation_type == "hard":
-            distilled = F.cross_entropy(logits, of_teacher.argmax(dim=-1))
+            distilled = F.cross_entropy(logits, teacher_logits.argmax(dim=-1))
         else:
-            ours, theirs = (F.log_softmax(each / tau, dim=-1) for each in (logits, of_teacher))
+            ours, theirs = (F.log_softmax(each / tau, dim=-1) for each in (logits, teacher_logits))
             distilled = F.kl_div(ours, theirs, reduction="batchmean", log_target=True) * tau**2
         return (1 - alpha) * loss + alpha * distilled
 

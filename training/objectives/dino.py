@@ -9,7 +9,6 @@ trained, larger model, and the average is only evaluated (section 5.2 of the lat
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -114,8 +113,7 @@ class SelfDistillation(Objective):
         seen, teacher = crops._replace(local_crops=None, hides=False), self.teacher
         if teacher is not None:
             shown = seen._replace(global_crops=teacher.normalized(seen.global_crops))
-            ask = functools.partial(self._targets, teacher.model, shown)
-            classes, patches = teacher.answer(pass_index, ask)
+            classes, patches = self._targets(teacher.model, shown)
         else:
             assert self._average is not None
             classes, patches = self._targets(self._average, seen)
