@@ -38,7 +38,7 @@ _META_SHARE = 0.25
 
 class MegatronBackend(TorchBackend):
     _model: MegatronFSDP
-    _own: TorchConfig
+    _backend_config: TorchConfig
 
     def __init__(self, run: TorchRun, device: Device) -> None:
         super().__init__(run, device)
@@ -50,56 +50,71 @@ class MegatronBackend(TorchBackend):
         self._all = self._mesh[OUTER, SHARD]._flatten("dp").get_group()
         self.shards = (0,)
         if self._zero:
-            over_all = self._own.outer_dp_sharding_strategy != 0
+            over_all = self._backend_config.outer_dp_sharding_strategy != 0
             self.shards = (dist.get_rank() if over_all else self._mesh.get_local_rank(SHARD),)
         self._rounded: dict[str, torch.Tensor] = {}
-        """Of a teacher that is an average: its parts as it computes with them, if not in fp32."""
+        """The parts that a teacher computes with, where its average is in fp32 and they are not."""
 
-    # -- from the plain model to a parallel one, step by step -------------------------
-
-    def _parallelize(
+    def parallelize(
         self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
     ) -> nn.Module:
-        own, recipe, device = self._own, self._recipe, self._device.where
+        config, recipe, device = self._backend_config, self._recipe, self._device.where
         initial = InitialValues(model, units, initialize, recipe.blocks)
 
         # With meta_init the package has the weights filled part by part while it shards them, so
         # that no device has all of them.
         limit = self._device.memory().get("limit")
-        meta_init = bool(own.meta_init)
-        if own.meta_init is None and self._zero and limit is not None:
+        meta_init = bool(config.meta_init)
+        if config.meta_init is None and self._zero and limit is not None:
             size = 4 * sum(parameter.numel() for parameter in model.parameters())
             meta_init = size > _META_SHARE * limit
 
         # Each block: TransformerEngine's or timm's, recomputation, torch.compile.
         blocks = [parallelize_block(model, n, block, recipe, device) for n, block in units[:-1]]
 
-        # Weights, in the precision that is computed in.
+        # Weights and inputs, in the precision that is computed in.
         model.to(recipe.dtype)
         _fill(model, initial, recipe.dtype, device, meta_init=meta_init)
-        model.register_forward_pre_hook(lambda _, inputs: _cast(inputs, recipe.dtype))
+
+        def cast(x: torch.Tensor) -> torch.Tensor:
+            return x.to(recipe.dtype) if x.is_floating_point() else x
+
+        model.register_forward_pre_hook(lambda _, inputs: tree_map_only(torch.Tensor, cast, inputs))
+
+        # What is sharded and gathered as one. With the patch embedding a unit by itself, no part
+        # starts inside a row of another parameter, on which the package fails for some widths.
+        unit_kinds = {*(type(block) for block in blocks), PatchEmbed}
+        is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
+        if is_frozen or self._run.config.objective.has_teacher:
+            # The heads have layers of many widths. And a layer after the blocks that is no unit has
+            # the first blocks gathered again, which a frozen model would hold until the next step.
+            unit_kinds |= {
+                type(module)
+                for module in model.modules()
+                if module is not model and next(module.parameters(recurse=False), None) is not None
+            }
 
         # Shards. Without fp32 weights gradients have the weights' precision.
         policy = MixedPrecisionPolicy(None, None, None)
-        if own.preserve_fp32_weights:
+        if config.preserve_fp32_weights:
             policy = MixedPrecisionPolicy(torch.float32, torch.float32, recipe.reduce_dtype)
         outer: dict[str, Any] = {}
         if self._run.mesh.dcn > 1:
             outer = {"dp_outer_dim": OUTER, "hybrid_fsdp_group": self._all}
         self._model = fully_shard_model(
             model,
-            fsdp_unit_modules=self._kinds_of_units(model, blocks),
+            fsdp_unit_modules=list(unit_kinds),
             device_mesh=self._mesh,
             dp_shard_dim=SHARD,
             tp_dim=_TENSOR,
             **outer,
             zero_dp_strategy=recipe.zero,
-            outer_dp_sharding_strategy=own.outer_dp_sharding_strategy,
+            outer_dp_sharding_strategy=config.outer_dp_sharding_strategy,
             device=device,
             init_model_with_meta_device=meta_init,
             mixed_precision_policy=policy,
-            overlap_grad_reduce=own.overlap_grad_reduce,
-            overlap_param_gather=own.overlap_param_gather,
+            overlap_grad_reduce=config.overlap_grad_reduce,
+            overlap_param_gather=config.overlap_param_gather,
             sync_model_each_microbatch=False,
             preproc_state_dict_for_dcp_ckpt=False,
             # Gradients are summed, the loss is divided by the backend: the package's own scaling in
@@ -107,51 +122,37 @@ class MegatronBackend(TorchBackend):
             calculate_per_token_loss=True,
         )
         megatron_private.remove_guards_of_casts(self._model)
+
+        # The parameters by their plain names, and the processes that shard them.
         distributed = megatron_private.optimizer_parameters(self._model)
         for name, _ in self._model.module.named_parameters():
             self._parameters[recipe.blocks.timm_name(name)] = distributed[name]
+        groups = [] if self._zero == 0 else [self._mesh.get_group(SHARD)]
+        if config.outer_dp_sharding_strategy:
+            groups = [self._all]
+        self._sharded_alike = [(self._parameters.keys(), groups)]
 
         # The exact values of fp32 weights: the package took them from ones rounded to bf16. Frozen
         # ones are in bf16 alone.
-        if recipe.dtype != torch.float32 and own.preserve_fp32_weights:
+        if recipe.dtype != torch.float32 and config.preserve_fp32_weights:
             with torch.no_grad():
                 for name, parameter in self._parameters.items():
-                    local, part = parameter.to_local(), megatron_private.own_range(parameter)
+                    local, part = parameter.to_local(), megatron_private.local_range(parameter)
                     if local.dtype == recipe.dtype:
                         continue
                     local.copy_(initial[name].flatten()[part.start : part.stop].view(local.shape))
                 self._after_load()
+
+        # FP8 by TransformerEngine.
         recipe.blocks.wrap_model(self._model)
 
-        groups = [] if self._zero == 0 else [self._mesh.get_group(SHARD)]
-        if own.outer_dp_sharding_strategy:
-            groups = [self._all]
-        self._sharded_alike = [(self._parameters.keys(), groups)]
-        self._form = f"Megatron-FSDP {f'ZeRO-{self._zero}' if self._zero else 'no sharding'}"
-        if own.outer_dp_sharding_strategy:
-            self._form += f", optimizer sharded over {OUTER} too"
-        self._form += ", each block a unit"
-        self._form += ", fp32 weights" if own.preserve_fp32_weights else ", no fp32 weights"
-        self._form += ", meta init" if meta_init else ""
+        over_outer = ", optimizer sharded over dcn too" if config.outer_dp_sharding_strategy else ""
+        self._form = (
+            f"Megatron-FSDP {f'ZeRO-{self._zero}' if self._zero else 'no sharding'}{over_outer}, "
+            f"each block a unit, {'' if config.preserve_fp32_weights else 'no '}fp32 weights"
+            f"{', meta init' if meta_init else ''}"
+        )
         return self._model
-
-    def _kinds_of_units(self, model: nn.Module, blocks: list[nn.Module]) -> list[type[nn.Module]]:
-        """Return the classes of the modules that are units: sharded and gathered as one.
-
-        With the patch embedding a unit of its own, no part starts inside a row of another
-        parameter, on which the package fails for some widths.
-        """
-        kinds = {*(type(block) for block in blocks), PatchEmbed}
-        is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
-        if is_frozen or self._run.config.objective.has_teacher:
-            # The heads have layers of many widths. And a layer after the blocks that is no unit has
-            # the first blocks gathered again, which a frozen model would hold until the next step.
-            kinds |= {
-                type(module)
-                for module in model.modules()
-                if module is not model and next(module.parameters(recurse=False), None) is not None
-            }
-        return list(kinds)
 
     def build_optimizer(self, updates: Updates, *, betas: tuple[float, float], eps: float) -> None:
         if self._run.config.objective.has_teacher:
@@ -165,9 +166,9 @@ class MegatronBackend(TorchBackend):
 
         Its parts must be the student's, since the average is taken of one part after the other.
         """
-        own_range = megatron_private.own_range
+        local_range = megatron_private.local_range
         for name, parameter in self._parameters.items():
-            assert own_range(parameter) == own_range(student._parameters[name]), name
+            assert local_range(parameter) == local_range(student._parameters[name]), name
         if self._recipe.dtype != torch.float32:
             self._rounded = {name: part.detach() for name, part in self._locals.items()}
             self._locals = {n: nn.Parameter(part.float()) for n, part in self._rounded.items()}
@@ -177,7 +178,7 @@ class MegatronBackend(TorchBackend):
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         # After the last micro-batch the package reduces what it has not yet; without overlap
         # finish_grad_sync does, and both would add gradients up twice.
-        is_last = is_last and self._own.overlap_grad_reduce
+        is_last = is_last and self._backend_config.overlap_grad_reduce
         megatron_private.set_last_micro_batch(self._model, is_last)
         (loss / self.world_size).backward()
 
@@ -194,7 +195,7 @@ class MegatronBackend(TorchBackend):
 
     def _after_update(self) -> None:
         self._model.install_optimized_model_weights()
-        if self._zero and not self._own.overlap_param_gather:
+        if self._zero and not self._backend_config.overlap_param_gather:
             self._model.start_param_sync(force_sync=True)
         super()._after_update()
         self._model.zero_grad_buffer()
@@ -221,20 +222,13 @@ class MegatronBackend(TorchBackend):
         parameter = self._parameters[name]
         if self._zero == 0:
             return values
-        part = megatron_private.own_range(parameter)
+        part = megatron_private.local_range(parameter)
         flat, chunks = values.view(-1), []
         for offsets, sizes, start in flat_range_boxes(parameter.shape, part.start, part.stop):
             at = start - part.start
             count = torch.Size(sizes).numel()
             chunks.append(Chunk(offsets, flat[at : at + count].view(sizes)))
         return ShardedTensor(parameter.shape, values.dtype, chunks)
-
-
-def _cast(inputs: Any, dtype: torch.dtype) -> Any:
-    """Return a model's inputs with all that is floating-point in ``dtype``."""
-    return tree_map_only(
-        torch.Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, inputs
-    )
 
 
 class InitialValues:
@@ -266,7 +260,8 @@ class InitialValues:
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return a parameter's values by its name in the plain model or in one with ``blocks``."""
         name = self._blocks.timm_name(name)
-        unit = max((u for u in self._units if f"{name}.".startswith(f"{u}.")), key=len, default="")
+        units = [unit for unit in self._units if f"{name}.".startswith(f"{unit}.")]
+        unit = max(units, key=len, default="")
         if unit != self._current or not self._values:
             module = copy.deepcopy(self._units[unit])
             self._initialize(module, unit)

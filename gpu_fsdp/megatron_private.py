@@ -15,7 +15,7 @@ def optimizer_parameters(model: Any) -> dict[str, DTensor]:
     return dict(model.param_and_grad_buffer.optimizer_named_parameters)
 
 
-def own_range(parameter: DTensor) -> slice:
+def local_range(parameter: DTensor) -> slice:
     """Return which of a parameter's elements, flattened, this process updates."""
     return getattr(parameter, "megatron_fsdp_slice", slice(0, parameter.numel()))
 

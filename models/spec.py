@@ -49,11 +49,6 @@ class ModelSizes:
     def num_patches(self) -> int:
         return math.prod(self.grid)
 
-    @property
-    def row_patches(self) -> int:
-        """Return how many patches share a place along the first spatial dimension."""
-        return math.prod(self.grid[1:])
-
 
 @dataclass(frozen=True)
 class StackRun:

@@ -4,6 +4,7 @@
 """
 
 import functools
+import math
 
 import torch
 from torch import nn
@@ -36,9 +37,7 @@ class Fsdp2Backend(TorchBackend):
     def __init__(self, run: TorchRun, device: Device) -> None:
         super().__init__(run, device)
         mesh, kind = run.mesh, device.where.type
-        shape: tuple[int, ...] = (mesh.dcn, mesh.fsdp * mesh.domain)
-        if self._zero == 0:
-            shape = (mesh.devices, 1)
+        shape = (mesh.dcn, mesh.fsdp * mesh.domain) if self._zero else (mesh.devices, 1)
         # Which process has which part of the batch is of no account, but those that share an image
         # have consecutive ranks.
         ranks = torch.arange(mesh.devices).view(shape)
@@ -53,27 +52,25 @@ class Fsdp2Backend(TorchBackend):
             self._image_mesh = DeviceMesh(kind, ranks, mesh_dim_names=(OUTER, SHARD, DOMAIN))
         self._positions: dict[str, PartOfPositions] = {}
         """Position embeddings that are divided over the processes that share an image."""
-        self._form = f"FSDP2 ZeRO-{self._zero}, each block a unit"
-        if self._zero == 0:
-            self._form = "FSDP2 as data parallel (no sharding)"
+        self._form = "FSDP2 as data parallel (no sharding)"
+        if self._zero:
+            self._form = f"FSDP2 ZeRO-{self._zero}, each block a unit"
         if self._recipe.domain_attention:
             self._form += f", {self._recipe.domain_attention} attention over domain"
 
-    # -- from the plain model to a parallel one, step by step -------------------------
-
-    def _parallelize(
+    def parallelize(
         self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
     ) -> nn.Module:
         """The host and the device hold one unit at a time: it is filled on the CPU, and of its copy
         on the device only this process's part stays."""
         run, recipe, device = self._run, self._recipe, self._device
 
-        # Attention sees the tokens of all processes that share an image.
+        # Domain: attention sees the tokens of all processes that share an image.
         if recipe.domain_attention:
-            index = self._image_mesh.get_local_rank(DOMAIN)
-            rows, across = run.model.sizes.grid[0], run.model.sizes.row_patches
+            rows, row_patches = run.model.sizes.grid[0], math.prod(run.model.sizes.grid[1:])
             places = range(run.mesh.domain)
-            patches = [len(run.mesh.rows_of(rows, place)) * across for place in places]
+            patches = [len(run.mesh.rows_of(rows, place)) * row_patches for place in places]
+            index = self._image_mesh.get_local_rank(DOMAIN)
             group = DomainGroup(self._image_mesh.get_group(DOMAIN), index, tuple(patches))
             fused = device.fused_attention
             attend_over_processes(model, recipe.domain_attention, group, fused=fused)
@@ -91,10 +88,13 @@ class Fsdp2Backend(TorchBackend):
             _move(block, device)
             blocks.append(_shard(block, run, self._mesh))
 
-        # What is around the blocks. Processes that share an image have the positions of their
-        # tokens.
+        # Around the blocks: embedding, norm, head.
         initialize(model, "")
         _move(model, device)
+
+        # Domain: each process has the positions of its tokens. Processes along "domain" have other
+        # ones: those along "dcn" and "fsdp" alone hold, and reduce, the same. A mean is taken over
+        # those; all others' gradients are of a mean over "domain", too.
         if recipe.domain_attention:
             part = TokenPart(
                 first=sum(patches[:index]),
@@ -104,20 +104,14 @@ class Fsdp2Backend(TorchBackend):
                 largest=group.largest,
             )
             self._positions = run.model.compute_on_part(model, part)
-
-        def scale_gradient(_: nn.Module, __: object, values: torch.Tensor) -> None:
-            if values.requires_grad:
-                values.register_hook(lambda grad: grad * (1 / group.size))
-
         for module in self._positions.values():
-            # Processes along "domain" have other positions: those along "dcn" and "fsdp" alone
-            # hold, and reduce, the same ones. A mean is taken over those; all others' gradients are
-            # of a mean over "domain", too.
             _shard(module, run, self._image_mesh)
-            module.register_forward_hook(scale_gradient)
+            module.register_forward_hook(functools.partial(_divide_gradient, run.mesh.domain))
+
+        # The root: what has no shards yet.
         _shard(model, run, self._mesh, is_root=True)
 
-        # How many blocks are unsharded ahead of the one that computes.
+        # Prefetching: how many blocks are unsharded ahead of the one that computes.
         for i, sharded in enumerate(blocks):
             if run.own.forward_prefetch:
                 after = blocks[i + 1 : i + 1 + run.own.forward_prefetch]
@@ -126,20 +120,26 @@ class Fsdp2Backend(TorchBackend):
             # An empty list means PyTorch's own order, one ahead. The block itself, which is
             # unsharded already, means none.
             sharded.set_modules_to_backward_prefetch(before or [sharded])
+
+        # FP8 by TransformerEngine.
         recipe.blocks.wrap_model(model)
 
+        # The parameters by their plain names, and the processes that shard them.
         self._model = model
         positions = {id(part.values): name for name, part in self._positions.items()}
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor)
             name = positions.get(id(parameter)) or recipe.blocks.timm_name(name)
             self._parameters[name] = parameter
-        names, of_shards = self._parameters.keys(), [self._mesh.get_group(SHARD)]
-        self._sharded_alike = [(names, of_shards)]
+        names, shard_group = self._parameters.keys(), self._mesh.get_group(SHARD)
+        self._sharded_alike = [(names, [shard_group])]
         if self._zero == 0 and self._positions:
             # Without sharding all parameters are replicated, but positions differ along "domain".
-            others, over_domain = names - self._positions.keys(), self._image_mesh.get_group(DOMAIN)
-            self._sharded_alike = [(others, of_shards), (self._positions.keys(), [over_domain])]
+            positions_group = self._image_mesh.get_group(DOMAIN)
+            self._sharded_alike = [
+                (names - self._positions.keys(), [shard_group]),
+                (self._positions.keys(), [positions_group]),
+            ]
         return model
 
     # -- a step -----------------------------------------------------------------------
@@ -211,10 +211,18 @@ def _shard(
     recipe = run.recipe
     shard = mesh[SHARD]  # of the mesh with all axes: PyTorch warns of a slice of a slice
     lower = {recipe.dtype, recipe.reduce_dtype} != {torch.float32}
+
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        # What has one entry for each token, (1, tokens, width): along a dimension that the shards
+        # divide. None: as PyTorch does it, along the first.
+        if parameter.dim() != 3 or parameter.shape[0] != 1:
+            return None
+        return next((Shard(d) for d in (1, 2) if parameter.shape[d] % shard.size() == 0), None)
+
     fully_shard(
         unit,
         mesh=mesh[OUTER, SHARD] if mesh.size(0) > 1 else shard,
-        shard_placement_fn=functools.partial(_placement, parts=shard.size()),
+        shard_placement_fn=placement,
         # The root's weights would be unsharded again at once by the backward pass.
         reshard_after_forward=recipe.zero == 3 and not is_root,
         mp_policy=MixedPrecisionPolicy(
@@ -232,9 +240,7 @@ def _shard(
     return unit
 
 
-def _placement(parameter: nn.Parameter, parts: int) -> Shard | None:
-    """Shard what has one entry for each token, (1, tokens, width), along a dimension that ``parts``
-    divides; None: as PyTorch does it, along the first."""
-    if parameter.dim() != 3 or parameter.shape[0] != 1:
-        return None
-    return next((Shard(d) for d in (1, 2) if parameter.shape[d] % parts == 0), None)
+def _divide_gradient(count: int, module: nn.Module, inputs: object, output: torch.Tensor) -> None:
+    """A forward hook: divide the gradient of the output by ``count``."""
+    if output.requires_grad:
+        output.register_hook(lambda grad: grad * (1 / count))

@@ -19,7 +19,7 @@ from data.loader import Batch, BatchLoader, Share
 from torch_fsdp.devices import Device, Mark
 from torch_fsdp.domain import SharedImages, image_rows
 from torch_fsdp.optimizers import LossScale, PartsOptimizer
-from torch_fsdp.recipe import DTYPES, TorchRun
+from torch_fsdp.recipe import TorchRun
 from training.backend import InitializeModule, State, pass_seed
 from training.optimizers import COUNTS, UPDATES, Updates, WeightAverage, count_skipped, not_finite
 from training.processes.exchange import without_greetings
@@ -43,7 +43,7 @@ class TorchBackend(abc.ABC):
 
     def __init__(self, run: TorchRun, device: Device) -> None:
         self._run, self._device, self._recipe = run, device, run.recipe
-        self._own, self._sharding = run.own, run.config.sharding
+        self._backend_config, self._sharding = run.own, run.config.sharding
         rank, mesh = dist.get_rank(), run.mesh
         self.rank, self.world_size = mesh.batch_part(rank), mesh.batch_parts
         self.image_rows = image_rows(run, rank)
@@ -69,10 +69,11 @@ class TorchBackend(abc.ABC):
     # -- the form of FSDP -------------------------------------------------------------
 
     @abc.abstractmethod
-    def _parallelize(
+    def parallelize(
         self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
     ) -> nn.Module:
-        """Fill, change and shard the model; set ``_parameters``, ``_sharded_alike``, ``_form``."""
+        """Fill, change and shard the model, in the order in which things are applied; set
+        ``_parameters``, ``_sharded_alike`` and ``_form``."""
 
     @abc.abstractmethod
     def _collect_gradients(self) -> None:
@@ -100,7 +101,7 @@ class TorchBackend(abc.ABC):
         self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
     ) -> nn.Module:
         self._blocks = [name for name, _ in units[:-1]]
-        sharded = self._parallelize(model, units, initialize)
+        sharded = self.parallelize(model, units, initialize)
         if dist.get_world_size() > 1:
             self._clock = BlockClock(map(model.get_submodule, self._blocks), self._device)
         self._locals = {
@@ -148,29 +149,31 @@ class TorchBackend(abc.ABC):
     def loader(
         self, open_share: Callable[[Share], BatchLoader], images: int, *, reads_rows: bool
     ) -> BatchLoader:
-        mesh, of_host = self._run.mesh, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        mesh, host_processes = self._run.mesh, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if mesh.domain == 1 or reads_rows:
-            own = None if mesh.domain == 1 else self.image_rows
-            return open_share(Share(self.rank, self.world_size, own, of_host=of_host))
+            rows = None if mesh.domain == 1 else self.image_rows
+            return open_share(Share(self.rank, self.world_size, rows, of_host=host_processes))
         # Those that share an image divide the images among them, and send each other the rows.
-        here, of_part = dist.get_rank(), images // self.world_size
-        sources, index = math.gcd(mesh.domain, of_part), here % mesh.domain
+        shared_images = images // self.world_size
+        sources, index = math.gcd(mesh.domain, shared_images), dist.get_rank() % mesh.domain
         share = Share(
             self.rank * sources + min(index, sources - 1),
             self.world_size * sources,
             loads=index < sources,
-            of_host=of_host,
+            of_host=host_processes,
         )
-        rows = [image_rows(self._run, place) for place in range(mesh.domain)]
-        # A group of its own, for tensors on the CPU.
+        rows_by_process = [image_rows(self._run, place) for place in range(mesh.domain)]
+        # A separate group, for tensors on the CPU.
         ranks = torch.arange(mesh.devices).view(-1, mesh.domain).tolist()
         with without_greetings():
             group, _ = dist.new_subgroups_by_enumeration(ranks, backend="gloo")
-        return SharedImages(open_share(share), group, rows, sources, of_part // sources)
+        return SharedImages(
+            open_share(share), group, rows_by_process, sources, shared_images // sources
+        )
 
     def put(self, batch: Batch) -> Batch:
         images, labels = batch
-        if self._own.channels_last:
+        if self._backend_config.channels_last:
             last = torch.channels_last if images.dim() == 4 else torch.channels_last_3d
             images = images.contiguous(memory_format=last)
         images, labels = self._device.put([images, labels])
@@ -278,22 +281,22 @@ class TorchBackend(abc.ABC):
     # -- reports ----------------------------------------------------------------------
 
     def describe(self) -> str:
-        own, sharding, mesh = self._own, self._sharding, self._run.mesh
+        config, sharding, mesh = self._backend_config, self._sharding, self._run.mesh
         parts = [
             f"{self.device_count} {self._device.name} device(s), {self._device.collectives_name}",
             self._form,
             str(mesh),
-            sharding.precision + (" with TF32" if own.tf32 else ""),
-            f"gradients reduced in {own.reduce_dtype}",
+            sharding.precision + (" with TF32" if config.tf32 else ""),
+            f"gradients reduced in {config.reduce_dtype}",
             f"activation checkpointing {sharding.grad_ckpt}",
             str(self._recipe.blocks),
         ]
         flags = {
             "moments in bf16": self._rounds_moments,
-            "torch.compile": own.compile,
+            "torch.compile": config.compile,
             "attention by plain products": not self._device.fused_attention,
-            "channels last": own.channels_last,
-            "CPU offload": own.cpu_offload,
+            "channels last": config.channels_last,
+            "CPU offload": config.cpu_offload,
         }
         used = [name for name, on in flags.items() if on]
         return f"{self._device.noun}: {', '.join(parts + used)}"
@@ -321,21 +324,24 @@ class TorchBackend(abc.ABC):
         if self._frozen:
             parameters = [frozen._locals.values() for frozen in self._frozen]
             tensors["teacher"] = itertools.chain(*parameters)
-        return {name: sum(tensor.nbytes for tensor in each) for name, each in tensors.items()}
+        return {name: sum(tensor.nbytes for tensor in kind) for name, kind in tensors.items()}
 
     def unit_roundoff(self) -> float:
-        own, precision = self._own, self._sharding.precision
-        used = [torch.finfo(DTYPES[each]).eps for each in (precision, own.reduce_dtype)]
-        used += [torch.finfo(torch.float16).eps] if own.tf32 else []  # as many bits as TF32
-        # Rounded up or down, so by a whole distance.
-        used += [2 * torch.finfo(torch.bfloat16).eps] if self._rounds_moments else []
-        used += [torch.finfo(torch.float8_e4m3fn).eps] if self._recipe.blocks.fp8 != "none" else []
-        return max(used) / 2
+        distances = [
+            torch.finfo(self._recipe.dtype).eps,
+            torch.finfo(self._recipe.reduce_dtype).eps,
+        ]
+        if self._backend_config.tf32:
+            distances.append(torch.finfo(torch.float16).eps)  # as many bits as TF32
+        if self._rounds_moments:  # rounded up or down, so by a whole distance
+            distances.append(2 * torch.finfo(torch.bfloat16).eps)
+        if self._recipe.blocks.fp8 != "none":
+            distances.append(torch.finfo(torch.float8_e4m3fn).eps)
+        return max(distances) / 2
 
     def peak_flops(self) -> float | None:
-        own = self._own
         kind: str = "fp8" if self._recipe.blocks.fp8 != "none" else self._sharding.precision
-        if kind == "fp32" and own.tf32:
+        if kind == "fp32" and self._backend_config.tf32:
             kind = "tf32"
         return self._device.peak_flops(kind)
 
@@ -383,9 +389,9 @@ class BlockClock:
     def __init__(self, blocks: Iterable[nn.Module], device: Device) -> None:
         self._device = device
         self._spans: list[tuple[Mark, Mark]] = []
-        """Of the step that runs now: where each pass of a block starts and ends."""
+        """The start and end of each pass of a block, in the current step."""
         self._steps: deque[list[tuple[Mark, Mark]]] = deque(maxlen=64)
-        """Of steps before, so many at most: whoever asks may do so late, or never."""
+        """Of the steps before; bounded, since ``take`` may be called late, or never."""
         self._before: tuple[Mark, torch.Tensor] | None = None
         for block in blocks:
             block.register_forward_pre_hook(self._starts)
@@ -412,11 +418,11 @@ class BlockClock:
 
     def take(self) -> list[float]:
         """Return the seconds of the steps, in order, that are known by now, each once."""
-        found = []
+        finished = []
         while self._steps:
             seconds = self._device.seconds_of(self._steps[0])
             if seconds is None:
                 break
             self._steps.popleft()
-            found.append(seconds)
-        return found
+            finished.append(seconds)
+        return finished

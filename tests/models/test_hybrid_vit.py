@@ -131,7 +131,6 @@ def test_facts(sizes):
     assert spec.sizes.grid == grid
     tokens = spec.sizes.num_tokens
     assert tokens == spec.sizes.train_tokens == torch.Size(grid).numel()
-    assert spec.sizes.row_patches == tokens // grid[0]
     assert spec.sizes.hidden == HIDDEN
     assert spec.why_blocks_differ() is None
     # Two operations a multiply-add, backward twice the forward; the images want no gradient.
