@@ -63,7 +63,7 @@ class _ByProduct(TorchFunctionMode):
 def combine_parts(
     output: torch.Tensor,
     statistics: torch.Tensor,
-    of_part: torch.Tensor,
+    part_output: torch.Tensor,
     part_statistics: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return attention to the keys of two parts together, of attention to each: online softmax.
@@ -77,7 +77,7 @@ def combine_parts(
     sums = (statistics - largest).exp() + (part_statistics - largest).exp()
     together = largest + sums.log()
     output = output * (statistics - together).exp()[..., None]
-    output += of_part * (part_statistics - together).exp()[..., None]
+    output += part_output * (part_statistics - together).exp()[..., None]
     return output, together
 
 
@@ -94,20 +94,20 @@ def blocks_differ(blocks: Sequence[nn.Module], *, settings: bool = True) -> str 
     """
     first: dict[str, Any] = {}
     for index, block in enumerate(blocks):
-        # By a name for the message, the class, shapes and values of what is in the block.
-        found: dict[str, Any] = {"the block": type(block).__name__}
-        found |= {name: tuple(parameter.shape) for name, parameter in block.named_parameters()}
+        # Classes, shapes and values in the block, by the names that the message uses.
+        facts: dict[str, Any] = {"the block": type(block).__name__}
+        facts |= {name: tuple(parameter.shape) for name, parameter in block.named_parameters()}
         for name, part in block.named_modules() if settings else ():
             if isinstance(part, DropPath | nn.Identity):  # one may replace the other
                 continue
-            found[name or "the block"] = type(part).__name__
+            facts[name or "the block"] = type(part).__name__
             for key, value in vars(part).items():
                 plain = isinstance(value, bool | int | float | str | tuple)
                 if plain and not key.startswith("_"):
-                    found[f"{name}.{key}" if name else key] = value
-        first = first or found
-        for what in [*first, *found]:
-            here, there = found.get(what, "missing"), first.get(what, "missing")
+                    facts[f"{name}.{key}" if name else key] = value
+        first = first or facts
+        for what in [*first, *facts]:
+            here, there = facts.get(what, "missing"), first.get(what, "missing")
             if here != there:
                 return f"in block {index} {what} is {here}, in block 0 {there}"
     return None
@@ -210,7 +210,7 @@ def why_no_transformer_engine(block: nn.Module) -> str | None:
         "its <qkv_bias> is not as its <proj_bias>": (attention.qkv.bias is None)
         != (attention.proj.bias is None),
     }
-    return next((text for text, found in unsupported.items() if found), None)
+    return next((reason for reason, applies in unsupported.items() if applies), None)
 
 
 def why_no_linear_products(block: nn.Module) -> str | None:

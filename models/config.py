@@ -94,7 +94,7 @@ def spatial_size(size: Any, dimension: int = 2) -> tuple[int, ...]:
 
 def crop_pairs(sizes: Sequence[str] | None) -> list[tuple[int, int]]:
     """Return the sides of global and local crops of each of ``--crop_sizes``, GxL."""
-    pairs = (each.partition("x") for each in sizes or ())
+    pairs = (size.partition("x") for size in sizes or ())
     return [(int(side), int(local)) for side, _, local in pairs]
 
 
@@ -174,7 +174,7 @@ DEFAULT_MODEL = "vit_10b"
 # Flags.
 
 
-def _own(name: str, help: str, **more):
+def _timm_flag(name: str, help: str, **more):
     """Return a flag for one of timm's arguments; None is the model's own value."""
     value = getattr(_VIT_10B, name)
     shown = {"True": "on", "False": "off", "None": "none", "": "''"}.get(str(value), value)
@@ -194,7 +194,7 @@ class ModelConfig:
         metavar="NAME",
         common=True,
     )
-    img_size: int | tuple[int, ...] | None = _own(
+    img_size: int | tuple[int, ...] | None = _timm_flag(
         "img_size",
         "image side, or height and width, in pixels; volumes: slices, height and width",
         kind=bounded(int, 1, 16384),
@@ -209,81 +209,85 @@ class ModelConfig:
         kind=bounded(int, 2, 3),
         metavar="{2,3}",
     )
-    patch_size: int | None = _own("patch_size", "side of a patch in pixels", kind=positive)
-    in_chans: int | None = _own(
+    patch_size: int | None = _timm_flag("patch_size", "side of a patch in pixels", kind=positive)
+    in_chans: int | None = _timm_flag(
         "in_chans",
         "number of channels of the input: 3 (RGB) or 1 (gray); for volumes any number",
         kind=bounded(int, 1, 1024),
     )
-    num_classes: int | None = _own(
+    num_classes: int | None = _timm_flag(
         "num_classes", "number of classes", kind=bounded(int, 1, 10**7), common=True
     )
-    embed_dim: int | None = _own("embed_dim", "width of the model", kind=bounded(int, 1, 2**20))
-    depth: int | None = _own(
+    embed_dim: int | None = _timm_flag(
+        "embed_dim", "width of the model", kind=bounded(int, 1, 2**20)
+    )
+    depth: int | None = _timm_flag(
         "depth",
         "number of transformer blocks",
         kind=bounded(int, 1, 1000),
         names=("--num_blocks", "--depth"),
     )
-    num_heads: int | None = _own("num_heads", "number of attention heads", kind=positive)
-    mlp_ratio: float | None = _own(
+    num_heads: int | None = _timm_flag("num_heads", "number of attention heads", kind=positive)
+    mlp_ratio: float | None = _timm_flag(
         "mlp_ratio", "width of the MLP / width of the model", kind=bounded(float, 0.001, 1000)
     )
-    global_pool: Literal["token", "avg", "avgmax", "max", "map"] | None = _own(
+    global_pool: Literal["token", "avg", "avgmax", "max", "map"] | None = _timm_flag(
         "global_pool", "pooling of the tokens before the head; token: the class token"
     )
-    class_token: bool | None = _own("class_token", "prepend a class token")
-    reg_tokens: int | None = _own(
+    class_token: bool | None = _timm_flag("class_token", "prepend a class token")
+    reg_tokens: int | None = _timm_flag(
         "reg_tokens", "number of register tokens to prepend", kind=bounded(int, 0, 2**20)
     )
-    pos_embed: Literal["learn", "none"] | None = _own(
+    pos_embed: Literal["learn", "none"] | None = _timm_flag(
         "pos_embed", "position embedding; learn: a learned one"
     )
-    no_embed_class: bool | None = _own(
+    no_embed_class: bool | None = _timm_flag(
         "no_embed_class", "leave prefix tokens (class, register) without position embedding"
     )
-    pool_include_prefix: bool | None = _own("pool_include_prefix", "pool over prefix tokens too")
-    qkv_bias: bool | None = _own("qkv_bias", "add a bias to query, key and value projections")
-    qk_norm: bool | None = _own("qk_norm", "normalize queries and keys")
-    proj_bias: bool | None = _own("proj_bias", "add a bias to attention's output and the MLP")
-    scale_attn_norm: bool | None = _own(
+    pool_include_prefix: bool | None = _timm_flag(
+        "pool_include_prefix", "pool over prefix tokens too"
+    )
+    qkv_bias: bool | None = _timm_flag("qkv_bias", "add a bias to query, key and value projections")
+    qk_norm: bool | None = _timm_flag("qk_norm", "normalize queries and keys")
+    proj_bias: bool | None = _timm_flag("proj_bias", "add a bias to attention's output and the MLP")
+    scale_attn_norm: bool | None = _timm_flag(
         "scale_attn_norm", "add a norm after attention, before its projection"
     )
-    scale_mlp_norm: bool | None = _own("scale_mlp_norm", "add a norm inside the MLP")
-    init_values: float | None = _own(
+    scale_mlp_norm: bool | None = _timm_flag("scale_mlp_norm", "add a norm inside the MLP")
+    init_values: float | None = _timm_flag(
         "init_values", "initial value of layer scale", kind=positive_number
     )
-    pre_norm: bool | None = _own("pre_norm", "add a norm before the blocks")
-    final_norm: bool | None = _own("final_norm", "add a norm after the blocks")
-    fc_norm: bool | None = _own("fc_norm", "move the final norm behind the pooling")
-    drop_rate: float | None = _own(
+    pre_norm: bool | None = _timm_flag("pre_norm", "add a norm before the blocks")
+    final_norm: bool | None = _timm_flag("final_norm", "add a norm after the blocks")
+    fc_norm: bool | None = _timm_flag("fc_norm", "move the final norm behind the pooling")
+    drop_rate: float | None = _timm_flag(
         "drop_rate", "dropout rate before the head", kind=rate, requires=("objective=classify",)
     )
-    pos_drop_rate: float | None = _own(
+    pos_drop_rate: float | None = _timm_flag(
         "pos_drop_rate",
         "dropout rate after the embedding",
         kind=rate,
         names=("--pos_dropout", "--pos_drop_rate"),
     )
-    patch_drop_rate: float | None = _own(
+    patch_drop_rate: float | None = _timm_flag(
         "patch_drop_rate",
         "share of patches dropped in training",
         kind=rate,
         requires=("objective=classify",),
     )
-    proj_drop_rate: float | None = _own(
+    proj_drop_rate: float | None = _timm_flag(
         "proj_drop_rate",
         "dropout rate of the MLP and of attention's projection",
         kind=rate,
         names=("--mlp_dropout", "--proj_drop_rate"),
     )
-    attn_drop_rate: float | None = _own(
+    attn_drop_rate: float | None = _timm_flag(
         "attn_drop_rate",
         "dropout rate of attention weights",
         kind=rate,
         names=("--att_dropout", "--attn_drop_rate"),
     )
-    drop_path_rate: float | None = _own(
+    drop_path_rate: float | None = _timm_flag(
         "drop_path_rate",
         "stochastic depth rate of the last block; it rises linearly from 0",
         kind=rate,
@@ -296,7 +300,7 @@ class ModelConfig:
         kind=bounded(float, 1, 1000),
         incompatible_with=("linear_probe",),
     )
-    weight_init: Literal["", "jax", "jax_nlhb", "moco", "reset"] | None = _own(
+    weight_init: Literal["", "jax", "jax_nlhb", "moco", "reset"] | None = _timm_flag(
         "weight_init",
         "initialization scheme of timm: '', jax, jax_nlhb, moco or reset",
         requires=("objective=classify",),
@@ -304,8 +308,6 @@ class ModelConfig:
 
     def overrides(self) -> dict[str, object]:
         """Return what was given, by timm's names."""
-        return {
-            each.name: getattr(self, each.name)
-            for each in fields(self)
-            if each.name != "model" and getattr(self, each.name) is not None
-        }
+        arguments = {field.name: getattr(self, field.name) for field in fields(self)}
+        del arguments["model"]
+        return {name: value for name, value in arguments.items() if value is not None}

@@ -8,8 +8,10 @@ XLA. Student and teacher are the same model. Parameters of the trunk have timm's
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -43,32 +45,35 @@ def add_to(trunk: ModelSpec, settings: Mapping[str, Any]) -> ModelSpec:
     height, width = trunk.sizes.input_shape[1:]
     patch = (height // trunk.sizes.grid[0], width // trunk.sizes.grid[1])
     side, pairs = settings["local_crop_size"], crop_pairs(settings["crop_sizes"])
-    shown = " x ".join(map(str, patch))
-    named = [("local_crop_size", (side, side)), ("img_size", (height, width))]
-    for name, sides in (*named, *(("crop_sizes", (each, each)) for pair in pairs for each in pair)):
-        if any(each % of for each, of in zip(sides, patch, strict=True)):
-            of = " x ".join(map(str, dict.fromkeys(sides)))
-            raise ModelError(f"<{name}> {of} is no whole number of patches of {shown}")
+    factor = settings["gram_crop_factor"]
+
+    def check_patches(flag: str, size: tuple[int, int], factor: float = 1.0) -> None:
+        counts = [factor * side / patch_side for side, patch_side in zip(size, patch, strict=True)]
+        if not all(math.isclose(count, round(count)) for count in counts):
+            crop, patches = (" x ".join(map(str, sides)) for sides in (dict.fromkeys(size), patch))
+            raise ModelError(f"{flag} {crop} is no whole number of patches of {patches}")
+
+    check_patches("<local_crop_size>", (side, side))
+    check_patches("<img_size>", (height, width))
+    for crop_side in itertools.chain(*pairs):
+        check_patches("<crop_sizes>", (crop_side, crop_side))
     if side > min(height, width):
         raise ModelError(
             f"<local_crop_size> {side} is larger than the global crops, <img_size> "
             f"{height} x {width}"
         )
-    if larger := [f"{of_global}x{local}" for of_global, local in pairs if of_global < local]:
-        raise ModelError(f"<crop_sizes> {larger[0]}: the local crops are the larger ones")
+    for global_side, local_side in pairs:
+        if global_side < local_side:
+            raise ModelError(
+                f"<crop_sizes> {global_side}x{local_side}: the local crops are the larger ones"
+            )
     if pairs and (height != width or (height, side) not in pairs):
         raise ModelError(
             f"<crop_sizes> must have {height}x{side} among them, <img_size> and "
             "<local_crop_size>, and global crops must be squares"
         )
-    factor = settings["gram_crop_factor"]
-    for sides in ((height, width), *((each, each) for each, _ in pairs)):
-        counts = [factor * side / of for side, of in zip(sides, patch, strict=True)]
-        if not all(math.isclose(count, round(count)) for count in counts):
-            of = " x ".join(map(str, dict.fromkeys(sides)))
-            raise ModelError(
-                f"<gram_crop_factor> {factor:g} times {of} is no whole number of patches of {shown}"
-            )
+    for size in ((height, width), *((side, side) for side, _ in pairs)):
+        check_patches(f"<gram_crop_factor> {factor:g} times", size, factor)
     spec = DinoSpec(trunk, settings)
     if any(grid != trunk.sizes.grid for grid in spec.other_grids):
         if trunk.kind is VisionTransformer:
@@ -94,24 +99,25 @@ class DinoSpec(TimmSpec):
         self.trunk = trunk
         self._most_masked = int(trunk.sizes.num_patches * settings["ibot_mask_ratio"][1])
         self.local_crops, side = settings["local_crops"], settings["local_crop_size"]
-        """How many of an image there are."""
+        """The number of local crops of an image."""
         self._channels, height, width = trunk.sizes.input_shape
         self._local_size = (side, side)
         pairs = crop_pairs(settings["crop_sizes"])
-        globals_ = [(height, width), *((each, each) for each, _ in pairs)]
+        global_sizes = [(height, width), *((side, side) for side, _ in pairs)]
+        local_sizes = [self._local_size, *((side, side) for _, side in pairs)]
         factor = settings["gram_crop_factor"]
-        of_gram = [(round(tall * factor), round(wide * factor)) for tall, wide in globals_]
-        kinds = dict.fromkeys(of_gram, 0)  # whose positions are never rescaled: it is not trained
-        kinds |= dict.fromkeys([self._local_size, *((local, local) for _, local in pairs)], 1)
-        kinds |= dict.fromkeys(globals_, 0)
+        gram_sizes = [(round(tall * factor), round(wide * factor)) for tall, wide in global_sizes]
+        kinds = dict.fromkeys(gram_sizes, 0)  # never rescaled: the Gram teacher is not trained
+        kinds |= dict.fromkeys(local_sizes, 1)
+        kinds |= dict.fromkeys(global_sizes, 0)
         self._other_sizes = {size: kind for size, kind in kinds.items() if size != (height, width)}
-        """Heights and widths of crops, but the model's own; 0: global ones, 1: local ones."""
+        """Heights and widths of crops other than the model's own; 0: global crops, 1: local."""
         rows, columns = trunk.sizes.grid
 
         def grid_of(size: tuple[int, int]) -> Grid:
             return size[0] * rows // height, size[1] * columns // width
 
-        self.other_grids = [grid_of(each) for each in self._other_sizes]
+        self.other_grids = [grid_of(size) for size in self._other_sizes]
         patches = math.prod(grid_of(self._local_size))
         self._local_tokens = trunk.sizes.num_tokens - rows * columns + patches
         self._heads = {name: settings[name] for name in HEAD_SETTINGS}
@@ -146,24 +152,26 @@ class DinoSpec(TimmSpec):
     @property
     def runs(self) -> Sequence[StackRun]:
         """Of the student, of whose crops all FLOPs count to the global ones, and of the teacher."""
-        own, heads = self.sizes, self._heads
-        of_global, of_local = (
-            self._channels * math.prod(size) for size in (own.input_shape[1:], self._local_size)
-        )
-        of_classes, of_patches = heads["dino_prototypes"], heads["ibot_prototypes"]
-        compared = _GLOBALS * of_classes + self._most_masked * of_patches
+        class_logits, patch_logits = self._heads["dino_prototypes"], self._heads["ibot_prototypes"]
         teacher_flops = self.teacher_flops_per_image
-        student_flops = self.train_flops_per_image - teacher_flops
-        run = functools.partial(StackRun, "blocks", own.num_tokens, of_global, compared)
+        student = StackRun(
+            "blocks",
+            self.sizes.num_tokens,
+            pixels=math.prod(self.sizes.input_shape),
+            outputs=_GLOBALS * class_logits + self._most_masked * patch_logits,
+            train_flops=self.train_flops_per_image - teacher_flops,
+            sequences=_GLOBALS,
+        )
         local = StackRun(
-            *("blocks", self._local_tokens, of_local, self.local_crops * of_classes, 0.0),
+            "blocks",
+            self._local_tokens,
+            pixels=self._channels * math.prod(self._local_size),
+            outputs=self.local_crops * class_logits,
+            train_flops=0.0,
             sequences=self.local_crops,
         )
-        return [
-            run(student_flops, sequences=_GLOBALS),
-            *([local] if self.local_crops else []),
-            run(teacher_flops, sequences=_GLOBALS, learns=False),
-        ]
+        teacher = replace(student, train_flops=teacher_flops, learns=False)
+        return [student, local, teacher] if self.local_crops else [student, teacher]
 
     def why_one_grid(self) -> str | None:
         return "its crops have sizes of their own"
@@ -182,18 +190,16 @@ class DinoSpec(TimmSpec):
 
     def example(self) -> tuple[Any, ...]:
         """Return the crops of one image."""
-        own = (_GLOBALS, *self.sizes.input_shape)
-        local = (self.local_crops, self._channels, *self._local_size)
+        local_shape = (1, self.local_crops, self._channels, *self._local_size)
         with torch.device("meta"):
-            return (
-                Crops(
-                    torch.empty(1, *own),
-                    torch.empty(1, *local) if self.local_crops else None,
-                    torch.zeros(1, self.sizes.num_patches, dtype=torch.bool),
-                    self._most_masked,
-                    hides=True,
-                ),
+            crops = Crops(
+                torch.empty(1, _GLOBALS, *self.sizes.input_shape),
+                torch.empty(local_shape) if self.local_crops else None,
+                torch.zeros(1, self.sizes.num_patches, dtype=torch.bool),
+                self._most_masked,
+                hides=True,
             )
+        return (crops,)
 
     @functools.cached_property
     def train_flops_per_image(self) -> float:
@@ -265,7 +271,7 @@ class Prototypes(nn.Module):
         return F.linear(x.to(weight.dtype), weight)
 
 
-class Head(nn.Module):
+class DinoHead(nn.Module):
     """Three linear layers, normalization to length 1, and prototypes."""
 
     def __init__(self, width: int, hidden: int, bottleneck: int, prototypes: int) -> None:
@@ -302,14 +308,13 @@ class _WithHeads(nn.Module):
         self.patch_embed.strict_img_size = False  # local crops are smaller
         self.mask_token = nn.Parameter(torch.empty(1, 1, self.embed_dim, device="meta"))
         sizes = (self.embed_dim, heads["dino_head_hidden"], heads["dino_head_bottleneck"])
-        self.dino_head = Head(*sizes, heads["dino_prototypes"])
-        self.ibot_head = Head(*sizes, heads["ibot_prototypes"])
+        self.dino_head = DinoHead(*sizes, heads["dino_prototypes"])
+        self.ibot_head = DinoHead(*sizes, heads["ibot_prototypes"])
         self._hidden: torch.Tensor | None = None
-        """Of the images that are computed: which patches the mask token replaces."""
+        """The patches of the current images that the mask token replaces, boolean."""
 
     def no_weight_decay(self) -> set[str]:
-        of_trunk: set[str] = super().no_weight_decay()  # type: ignore[misc]
-        return {*of_trunk, "mask_token"}
+        return {*super().no_weight_decay(), "mask_token"}  # type: ignore[misc]
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         groups: dict[str, Any] = super().group_matcher(coarse)  # type: ignore[misc]
@@ -325,12 +330,12 @@ class _WithHeads(nn.Module):
             hidden = torch.stack([crops.mask, torch.zeros_like(crops.mask)], dim=1).flatten(0, 1)
         tokens = self._tokens(crops.global_crops, hidden)
         class_tokens, patches = tokens[:, :, 0], tokens[:, :, self.num_prefix_tokens :]
-        of_classes = class_tokens
+        compared = class_tokens
         if crops.local_crops is not None:
-            of_local = self._tokens(crops.local_crops)[:, :, 0]
-            of_classes = torch.cat([class_tokens, of_local], dim=1)
+            local_class_tokens = self._tokens(crops.local_crops)[:, :, 0]
+            compared = torch.cat([class_tokens, local_class_tokens], dim=1)
         masked = select(slots_of(crops.mask, crops.slots), patches[:, 0])
-        return Compared(self.dino_head(of_classes), self.ibot_head(masked), class_tokens, patches)
+        return Compared(self.dino_head(compared), self.ibot_head(masked), class_tokens, patches)
 
     def _tokens(self, crops: torch.Tensor, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """Return the normalized tokens of crops, (images, crops, tokens, width)."""
@@ -355,7 +360,7 @@ class DinoEva(_WithHeads, Eva):
     """timm's Eva (DINOv3's class) with DINO's heads."""
 
     other_ropes: nn.ModuleDict
-    """The rotary positions of crops of other sizes than the model's own, by numbers of patches."""
+    """Rotary positions of crops of other sizes than the model's own, by number of patches."""
 
     def _pos_embed(self, x: torch.Tensor) -> Any:
         patches = str(x.shape[1])

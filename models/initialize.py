@@ -50,8 +50,8 @@ def leave_room(module: nn.Module, name: str) -> None:
 def on_meta(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     """Yield each module below ``module`` with something of its own on meta, as ``allocate``."""
     for full_name, part in module.named_modules(prefix=name):
-        own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
-        if any(each.is_meta for each in own):
+        tensors = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+        if any(tensor.is_meta for tensor in tensors):
             yield full_name, part
 
 
@@ -116,13 +116,13 @@ def initialize(module: nn.Module, name: str, *, seed: int, scheme: Scheme) -> No
         """Find what is to be filled, each after what is below it; True if there is anything."""
         children = part.named_children()
         below = [find(child, f"{name}.{key}" if name else key) for key, child in children]
-        found = name in fresh or any(below)
-        if found:
+        is_filled = name in fresh or any(below)
+        if is_filled:
             (others if any(below) else lowest).append((part, name))
-        return found
+        return is_filled
 
-    def fill(found: tuple[nn.Module, str]) -> None:
-        part, name = found
+    def fill(named_part: tuple[nn.Module, str]) -> None:
+        part, name = named_part
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         with _DrawFrom(int.from_bytes(digest[:8], "little") >> 1), torch.no_grad():
             scheme(part, name)
@@ -133,8 +133,8 @@ def initialize(module: nn.Module, name: str, *, seed: int, scheme: Scheme) -> No
     # would compile nothing from then on. Inside of a mode of this thread they all find it set.
     with _DrawFrom(seed), ThreadPoolExecutor(_AT_ONCE) as threads:
         list(threads.map(fill, lowest))
-    for each in others:
-        fill(each)
+    for named_part in others:
+        fill(named_part)
 
 
 _AT_ONCE = 4
@@ -157,7 +157,7 @@ class _DrawFrom(TorchDispatchMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if torch.Tag.nondeterministic_seeded in func.tags:
-            if "generator" not in {each.name for each in func._schema.arguments}:
+            if "generator" not in {argument.name for argument in func._schema.arguments}:
                 func = func.overloadpacket.generator
             kwargs["generator"] = self._generator
         return func(*args, **kwargs)
@@ -222,6 +222,6 @@ def eva_scheme(*, head_init_scale: float) -> Scheme:
 
 
 def _scale_by_depth(part: nn.Module, name: str) -> None:
-    found = _ENDS_OF_BRANCHES.fullmatch(name)
-    if found and isinstance(part, nn.Linear):
-        part.weight.div_(math.sqrt(2.0 * (int(found[1]) + 1)))
+    match = _ENDS_OF_BRANCHES.fullmatch(name)
+    if match and isinstance(part, nn.Linear):
+        part.weight.div_(math.sqrt(2.0 * (int(match[1]) + 1)))

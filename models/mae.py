@@ -47,10 +47,10 @@ def add_to(encoder: ModelSpec, settings: Mapping[str, Any]) -> ModelSpec:
         raise ModelError(
             f"<decoder_embed_dim> {width} is not a multiple of <decoder_num_heads> {heads}"
         )
-    for name, each in (("embed_dim", encoder.sizes.embed_dim), ("decoder_embed_dim", width)):
-        if each % 4:
+    for name, size in (("embed_dim", encoder.sizes.embed_dim), ("decoder_embed_dim", width)):
+        if size % 4:
             raise ModelError(
-                f"<{name}> {each} must be a multiple of 4: positions are sines and cosines of rows "
+                f"<{name}> {size} must be a multiple of 4: positions are sines and cosines of rows "
                 "and columns"
             )
     patches, ratio = encoder.sizes.num_patches, settings["mask_ratio"]
@@ -186,14 +186,14 @@ class MaskedAutoencoder(VisionTransformer):
         pixels = select(selected, patches_of(images, self.patch_size))
         pixels = pixels.unflatten(2, (height, width, self.in_chans))
         x = self.patch_embed(pixels.permute(0, 4, 2, 1, 3).flatten(3))
-        of_prefix, of_patches = self.pos_embed.tensor_split(
+        prefix_positions, patch_positions = self.pos_embed.tensor_split(
             [0 if self.no_embed_class else self.num_prefix_tokens], dim=1
         )
-        x = x + select(selected, of_patches)
-        tokens = [each for each in (self.cls_token, self.reg_token) if each is not None]
+        x = x + select(selected, patch_positions)
+        tokens = [token for token in (self.cls_token, self.reg_token) if token is not None]
         if tokens:
             prefix = torch.cat(tokens, dim=1)
-            prefix = prefix if self.no_embed_class else prefix + of_prefix
+            prefix = prefix if self.no_embed_class else prefix + prefix_positions
             x = torch.cat([prefix.expand(len(x), -1, -1).to(x.dtype), x], dim=1)
         x = self.blocks(self.norm_pre(self.pos_drop(x)))
         x = self.fc_norm(self.norm(x))  # one of the two is the last norm
@@ -257,8 +257,8 @@ def sines_and_cosines(prefix: int, grid: tuple[int, int], width: int) -> torch.T
 
     column = torch.arange(columns).repeat(rows)
     row = torch.arange(rows).repeat_interleave(columns)
-    of_patches = torch.cat([waves(column), waves(row)], dim=1)
-    return torch.cat([of_patches.new_zeros(prefix, width), of_patches])[None].float()
+    positions = torch.cat([waves(column), waves(row)], dim=1)
+    return torch.cat([positions.new_zeros(prefix, width), positions])[None].float()
 
 
 class FixedPositions(nn.Module):

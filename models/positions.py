@@ -55,11 +55,11 @@ class PartOfPositions(nn.Module):
         """
         if not self._prefix:
             return self.values.clone()
-        own = self._prefix if self.first == 0 else 0
-        prefix = self.values[:, :own]
-        if not own:  # zeros, and yet of this parameter: all parts record the same operations
+        held = self._prefix if self.first == 0 else 0
+        prefix = self.values[:, :held]
+        if not held:  # zeros, and yet of this parameter: all parts record the same operations
             prefix = nn.functional.pad(prefix, (0, 0, 0, self._prefix))
-        return torch.cat([self._part.sum(prefix), self.values[:, own:]], dim=1)
+        return torch.cat([self._part.sum(prefix), self.values[:, held:]], dim=1)
 
 
 def replace_positions(model: nn.Module, name: str, prefix: int, part: TokenPart) -> PartOfPositions:
@@ -122,16 +122,16 @@ class Resampling:
 
     def __init__(
         self,
-        own: Grid,
         grid: Grid,
+        new_grid: Grid,
         constant: Callable[[torch.Tensor], torch.Tensor],
         *,
         prefix: int = 0,
         antialias: bool,
     ) -> None:
-        """``own`` is the grid that it is given, ``prefix`` how many entries come before those of
-        the patches; ``constant`` puts the matrices on the devices."""
-        self._own, self._prefix = own, prefix
+        """``prefix``: how many entries come before those of the patches. ``constant`` puts the
+        matrices on the devices."""
+        self._grid, self._prefix = grid, prefix
         self._rows, self._columns = (  # each (new size, size), fp32: how ones are resampled
             constant(
                 nn.functional.interpolate(
@@ -141,16 +141,16 @@ class Resampling:
                     antialias=antialias,
                 )[0, 0]
             )
-            for size, new_size in zip(own, grid, strict=True)
+            for size, new_size in zip(grid, new_grid, strict=True)
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (..., prefix + patches of the other grid, width), fp32, for (..., prefix + own
-        patches, width); the first entries stay as they are."""
+        """Map (..., prefix + patches of ``grid``, width) to (..., prefix + patches of ``new_grid``,
+        width), fp32; the first entries stay as they are."""
         first, patches = x.float().tensor_split([self._prefix], -2)
         kind = "cpu" if x.is_meta else x.device.type  # meta has no autocast
         with torch.autocast(kind, enabled=False):
-            by_row = patches.unflatten(-2, self._own)
+            by_row = patches.unflatten(-2, self._grid)
             rows = torch.matmul(self._rows, by_row.flatten(-2)).unflatten(-1, by_row.shape[-2:])
             resampled = torch.matmul(self._columns, rows).flatten(-3, -2)
         return torch.cat([first, resampled], -2)

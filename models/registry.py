@@ -80,10 +80,10 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
 
     # Suggest the names that are most alike: first those that differ only in capital letters, signs
     # between words and the family's prefix; for a tag of timm's weights the preset, too.
-    known = {simplified(each): each for each in reversed(_names())}  # a preset before timm's own
+    known = {simplified(model): model for model in reversed(_names())}  # presets before timm's own
     plain, dot, tag = simplified(name).partition(".")
     plain = plain.removeprefix("timm/")
-    alike = [known[each] for each in (plain, f"timm/{plain}") if each in known]
+    alike = [known[key] for key in (plain, f"timm/{plain}") if key in known]
     if dot and alike:
         import timm  # its family has loaded it
 
@@ -116,24 +116,22 @@ def list_models(pattern: str | None = None) -> list[ListedModel]:
     names = [name for name in _names() if fnmatch.fnmatch(name.lower(), pattern)]
     if len(names) > _COUNTED:
         return [ListedModel(name) for name in names]
-    found = []
+    from models.blocks import why_no_tensor_parallel  # with PyTorch, as the models
+
+    listed = []
     for name in names:
         try:
             spec = open_model(name, {})
         except ModelError as error:
-            found.append(ListedModel(name, refused=str(error)))
+            listed.append(ListedModel(name, refused=str(error)))
             continue
-        from models.blocks import why_no_tensor_parallel  # with PyTorch, as the model
-
         no_tensor_parallel = why_no_tensor_parallel(spec.block)
-        found.append(ListedModel(name, spec.parameter_count, None, no_tensor_parallel))
-    return found
+        listed.append(ListedModel(name, spec.parameter_count, None, no_tensor_parallel))
+    return listed
 
 
 def _names() -> list[str]:
-    of_families = (
-        prefix + name
-        for prefix, module in FAMILIES.items()
-        for name in importlib.import_module(module).names()
-    )
-    return [*PRESETS, *of_families]
+    names = [*PRESETS]
+    for prefix, module in FAMILIES.items():
+        names += [prefix + name for name in importlib.import_module(module).names()]
+    return names

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from models import blocks
 from models.positions import Grid, PartOfPositions, TokenPart
 
-_OF_TRAINING = ("weight_init", "fix_init", "head_init_scale", "rope_rescale_coords")
+_TRAINING_SETTINGS = ("weight_init", "fix_init", "head_init_scale", "rope_rescale_coords")
 """Settings, beside rates of dropout, that change no output of a trained model."""
 
 
@@ -194,13 +194,11 @@ class ModelSpec(abc.ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """Do not pickle what is read off the model: another process builds its own."""
-        cached = {
-            name
-            for kind in type(self).__mro__
-            for name, value in vars(kind).items()
-            if isinstance(value, functools.cached_property)
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if not isinstance(getattr(type(self), name, None), functools.cached_property)
         }
-        return {name: value for name, value in vars(self).items() if name not in cached}
 
     def units(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """Yield the pieces to shard one after the other: each block, then the model around them."""
@@ -256,8 +254,10 @@ class ModelSpec(abc.ABC):
 
     def why_blocks_differ(self) -> str | None:
         """Return how blocks differ, other than in their drop path; None if one loop can run all."""
-        differences = (blocks.blocks_differ(list(getattr(self.meta, each))) for each in self.stacks)
-        return next(filter(None, differences), None)
+        for stack in self.stacks:
+            if difference := blocks.blocks_differ(list(getattr(self.meta, stack))):
+                return difference
+        return None
 
     def differences(self, before: Mapping[str, Any]) -> list[str]:
         """Return the settings that differ from ``before``, the settings of another spec.
@@ -268,7 +268,7 @@ class ModelSpec(abc.ABC):
         return [
             name
             for name, value in self.settings.items()
-            if not (name.endswith("_rate") or name in _OF_TRAINING)
+            if not (name.endswith("_rate") or name in _TRAINING_SETTINGS)
             and name in before
             and before[name] != value
         ]

@@ -115,9 +115,11 @@ class TimmSpec(ModelSpec):
     ) -> None:
         rows, columns = self.sizes.grid
         prefix = self.token_parameters["pos_embed"]
-        others = [grid for grid in grids if grid != (rows, columns)]
-        how: Any = {"prefix": prefix, "antialias": True}
-        positions = {each: Resampling((rows, columns), each, constant, **how) for each in others}
+        positions = {
+            grid: Resampling((rows, columns), grid, constant, prefix=prefix, antialias=True)
+            for grid in grids
+            if grid != (rows, columns)
+        }
         timm_private.compute_on_grids(model, positions)
 
     @functools.cached_property
@@ -155,10 +157,10 @@ def _as_json(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):
-        return [_as_json(each) for each in value]
+        return [_as_json(item) for item in value]
     if isinstance(value, functools.partial):
-        given = ", ".join(f"{key}={_as_json(each)}" for key, each in value.keywords.items())
-        return f"{_as_json(value.func)}({given})"
+        keywords = ", ".join(f"{key}={_as_json(item)}" for key, item in value.keywords.items())
+        return f"{_as_json(value.func)}({keywords})"
     assert isinstance(value, type | types.FunctionType), value
     return value.__name__
 
@@ -259,5 +261,5 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec | None:
 
 def preprocessing_of(name: str) -> dict[str, Any] | None:
     """Return the preprocessing that timm's trained weights of ``name`` want; None without any."""
-    found = timm.get_pretrained_cfg(name)
-    return None if found is None else {key: getattr(found, key) for key in _PREPROCESSING}
+    config = timm.get_pretrained_cfg(name)
+    return None if config is None else {key: getattr(config, key) for key in _PREPROCESSING}

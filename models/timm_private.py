@@ -58,8 +58,11 @@ def taken_arguments(kind: type[nn.Module]) -> dict[str, Any]:
     Without the device and the dtype, which the caller may not choose.
     """
     parameters = inspect.signature(kind.__init__).parameters
-    left_out = ("self", "device", "dtype")
-    return {name: each.default for name, each in parameters.items() if name not in left_out}
+    return {
+        name: parameter.default
+        for name, parameter in parameters.items()
+        if name not in ("self", "device", "dtype")
+    }
 
 
 @contextlib.contextmanager
@@ -117,18 +120,18 @@ def computed_buffers(part: nn.Module) -> dict[str, torch.Tensor]:
     twin = copy.copy(part)  # shares everything, but for what is replaced here
 
     def empty(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-        found = dict(tensors)
-        for name, each in tensors.items():
-            if each is not None:
-                dtype = torch.float32 if each.is_floating_point() else each.dtype
-                found[name] = torch.empty(each.shape, dtype=dtype, device="cpu")
-        return found
+        copies = dict(tensors)
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+                copies[name] = torch.empty(tensor.shape, dtype=dtype, device="cpu")
+        return copies
 
     twin.__dict__["_parameters"] = empty(part._parameters)  # timm reads the device from them
     twin.__dict__["_buffers"] = empty(part._buffers)
     twin.init_non_persistent_buffers()  # type: ignore[operator]
-    found = twin._buffers
-    return {name: found[name] for name in part._non_persistent_buffers_set if name in found}  # type: ignore[misc]
+    names = part._non_persistent_buffers_set & twin._buffers.keys()
+    return {name: twin._buffers[name] for name in names}  # type: ignore[misc]
 
 
 def draw_mixed_frequencies(rope: RotaryEmbeddingMixed) -> torch.Tensor:
@@ -174,30 +177,30 @@ def compute_on_grids(
     ``positions`` are functions from its position embedding to that of each grid.
     """
     assert isinstance(model, VisionTransformer)
-    patches, own, add = model.patch_embed, model.patch_embed.forward, model._pos_embed
+    patches, embed, add_positions = model.patch_embed, model.patch_embed.forward, model._pos_embed
     patches.strict_img_size = False
-    of_images: Callable[[torch.Tensor], torch.Tensor] | None = None
+    resample: Callable[[torch.Tensor], torch.Tensor] | None = None
 
-    def embed(images: torch.Tensor) -> torch.Tensor:
-        nonlocal of_images
+    def embed_any_grid(images: torch.Tensor) -> torch.Tensor:
+        nonlocal resample
         height, width = patches.dynamic_feat_size(images.shape[-2:])
-        of_images = positions.get((height, width))
-        return own(images)
+        resample = positions.get((height, width))
+        return embed(images)
 
-    def add_positions(x: torch.Tensor) -> torch.Tensor:
-        if of_images is None:
-            return add(x)
+    def add_resampled(x: torch.Tensor) -> torch.Tensor:
+        if resample is None:
+            return add_positions(x)
         before = {key: value for key, value in vars(model).items() if key == "pos_embed"}
         # Python finds an attribute before a parameter of the same name. (FSDP may have put one
         # there already.)
-        vars(model)["pos_embed"] = of_images(model.pos_embed).to(model.pos_embed.dtype)
+        vars(model)["pos_embed"] = resample(model.pos_embed).to(model.pos_embed.dtype)
         try:
-            return add(x)
+            return add_positions(x)
         finally:
             del vars(model)["pos_embed"]
             vars(model).update(before)
 
-    patches.forward, model._pos_embed = embed, add_positions
+    patches.forward, model._pos_embed = embed_any_grid, add_resampled
 
 
 # -- rotary positions -------------------------------------------------------------------
@@ -209,13 +212,13 @@ def rescale_coords(rope: Any, index: int) -> None:
 
     In place of timm's own factor, which each process would draw for itself, and on the host.
     """
-    own = rope.get_embed
+    without_factors = rope.get_embed
     rope.coord_factors = None
 
     def get_embed(shape: Any = None, dtype: torch.dtype | None = None) -> torch.Tensor:
         factors = rope.coord_factors
         if factors is None or not rope.training:
-            return own(shape, dtype)
+            return without_factors(shape, dtype)
         factor = factors[index : index + 1]
         # What timm's own does, all coordinates multiplied: computed on the devices.
         if isinstance(rope, RotaryEmbeddingDinoV3):
@@ -248,22 +251,21 @@ def compute_on_part(
     def embed_part(x: torch.Tensor) -> Any:
         for name, module in positions.items():
             setattr(model, name, module())
-        found = embed(x)
+        embedded = embed(x)
         for name in positions:
             delattr(model, name)
-        if not isinstance(found, tuple):
-            return found
-        x, rope = found
+        if not isinstance(embedded, tuple):
+            return embedded
+        x, rope = embedded
         here = slice(part.first, part.first + part.patches)
         return x, None if rope is None else rope[..., here, :]
 
     def pool_all(x: torch.Tensor, pool_type: str | None = None) -> torch.Tensor:
         if model.attn_pool is not None:  # its attention sees all tokens, as in blocks
             return pool(x, pool_type)
-        prefix, kind = model.num_prefix_tokens, pool_type or model.global_pool
-        return pool_over_parts(
-            x, part, kind, prefix, bool(getattr(model, "pool_include_prefix", False))
-        )
+        with_prefix = bool(getattr(model, "pool_include_prefix", False))
+        kind = pool_type or model.global_pool
+        return pool_over_parts(x, part, kind, model.num_prefix_tokens, with_prefix)
 
     model._pos_embed, model.pool = embed_part, pool_all
     return positions
