@@ -118,7 +118,7 @@ def product(
         dtype = torch.get_autocast_dtype("xla")
         operand, weight = operand.to(dtype), weight if int8 else weight.to(dtype)
     if int8:
-        return results.result(Int8Product.apply, equation, operand, weight, int8)
+        return results.result(_Int8Product.apply, equation, operand, weight, int8)
     operand = apart(operand)
     save.follow(operand, x)
     return results.result(_Product.apply, equation, operand, weight)
@@ -159,10 +159,10 @@ class _Product(torch.autograd.Function):
 def _gradients(
     equation: str, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    given, result = equation.split("->")
-    of_x, of_weight = given.split(",")
-    grad_x = torch.einsum(f"{result},{of_weight}->{of_x}", grad, weight)
-    return grad_x, torch.einsum(f"{result},{of_x}->{of_weight}", grad, x)
+    operands, y_axes = equation.split("->")
+    x_axes, weight_axes = operands.split(",")
+    grad_x = torch.einsum(f"{y_axes},{weight_axes}->{x_axes}", grad, weight)
+    return grad_x, torch.einsum(f"{y_axes},{x_axes}->{weight_axes}", grad, x)
 
 
 class _AddBias(torch.autograd.Function):
@@ -173,17 +173,12 @@ class _AddBias(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        # What each device finds for its own images is summed before it is exchanged.
-        of_device = grad.unflatten(0, (ctx.parts, -1))
-        names = "abcdefgh"[: of_device.dim()]
-        summed, left = names[1 : -ctx.dimensions], names[0] + names[-ctx.dimensions :]
-        rows = torch.full(
-            (_SUM_ROWS, *of_device.shape[1 : 1 + len(summed)]),
-            1 / _SUM_ROWS,
-            dtype=grad.dtype,
-            device=grad.device,
-        )
-        sums = torch.einsum(f"z{summed},{names}->z{left}", rows, of_device)
+        # Each device sums over its own images before sums are exchanged.
+        by_device = grad.unflatten(0, (ctx.parts, -1))
+        axes = "abcdefgh"[: by_device.dim()]
+        summed, kept = axes[1 : -ctx.dimensions], axes[0] + axes[-ctx.dimensions :]
+        rows = by_device.new_full((_SUM_ROWS, *by_device.shape[1 : 1 + len(summed)]), 1 / _SUM_ROWS)
+        sums = torch.einsum(f"z{summed},{axes}->z{kept}", rows, by_device)
         return grad, sums.to(ctx.dtype).sum((0, 1)), None
 
 
@@ -200,7 +195,7 @@ class _AddBias(torch.autograd.Function):
 _STEPS = 127
 
 
-def rounded(x: torch.Tensor, along: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+def round_to_int8(x: torch.Tensor, along: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``x`` as int8 and fp32 factors that give it back, one for all ``along`` dimensions."""
     x = x.float()
     largest = x.abs().amax(along, keepdim=True)
@@ -208,31 +203,32 @@ def rounded(x: torch.Tensor, along: tuple[int, ...]) -> tuple[torch.Tensor, torc
     return torch.round(x / factors).to(torch.int8), factors
 
 
-class Int8Product(torch.autograd.Function):
+class _Int8Product(torch.autograd.Function):
     """The product of ``products.product``, computed in int8, with a sharded weight."""
 
     @staticmethod
     def forward(ctx, equation: str, x, weight, marks: Int8Marks, saved_result):
-        given, _ = equation.split("->")
-        of_x, of_weight = given.split(",")
-        summed = [name for name in of_weight if name in of_x]
+        x_axes, weight_axes = equation.partition("->")[0].split(",")
+        summed = [axis for axis in weight_axes if axis in x_axes]
         x = apart(x)
-        along_x = tuple(of_x.index(name) for name in summed)
-        along_weight = tuple(of_weight.index(name) for name in summed)
-        parts, size = rounded(weight, along_weight), weight.shape
-        specs = marks.at_rest(size), marks.in_product(size)
-        numbers, factors = (mark_numbers(part, marks.mark, *specs) for part in parts)
+        along_x = tuple(x_axes.index(axis) for axis in summed)
+        along_weight = tuple(weight_axes.index(axis) for axis in summed)
+        specs = marks.at_rest(weight.shape), marks.in_product(weight.shape)
+        numbers, factors = (
+            mark_numbers(tensor, marks.mark, *specs)
+            for tensor in round_to_int8(weight, along_weight)
+        )
         ctx.save_for_backward(x, numbers, factors)
         ctx.equation, ctx.marks, ctx.dtype = equation, marks, weight.dtype
         if saved_result is not None:
             return saved_result
-        of_rows, scales = rounded(x, along_x)
+        x_numbers, x_factors = round_to_int8(x, along_x)
         along: tuple = ((list(along_x), list(along_weight)), ([], []))
-        sums = dot_general(of_rows, numbers, along, preferred_element_type=torch.int32)
-        left = [size for at, size in enumerate(numbers.shape) if at not in along_weight]
+        sums = dot_general(x_numbers, numbers, along, preferred_element_type=torch.int32)
         rows = x.dim() - len(along_x)
-        scales = scales.flatten(rows).view(*sums.shape[:rows], *(1,) * len(left))
-        return (sums.float() * scales * factors.view(left)).to(x.dtype)
+        outputs = sums.shape[rows:]
+        x_factors = x_factors.flatten(rows).view(*sums.shape[:rows], *(1,) * len(outputs))
+        return (sums.float() * x_factors * factors.view(outputs)).to(x.dtype)
 
     @staticmethod
     def backward(ctx, grad):

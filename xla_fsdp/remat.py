@@ -1,10 +1,11 @@
-"""What of a block is saved for the backward pass, and what is rematerialized: ``--grad_ckpt``.
+"""What a block saves for the backward pass, and what it rematerializes: ``--grad_ckpt``.
 
 The backward loop records each block's forward pass once more. What was saved then takes the place
 of what is computed, and XLA drops what only led there.
 """
 
 import copy
+import functools
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,26 +22,27 @@ Tensors = list[torch.Tensor]
 
 
 class SaveInput:
-    """Saves a block's input and rematerializes all else (``full``)."""
+    """Saves a block's input and rematerializes all else (``full``).
 
-    on_host = False
-    """Whether the input is saved in the host's memory."""
-    saves_results = False
-    """Whether results that cost much to compute are saved, too, known by their order."""
+    ``on_host``: the input is saved in the memory of the host that drives the device (``offload``).
+    ``with_results``: results that cost much to compute are saved, too, known by their order
+    (``selective``).
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_host: bool = False, with_results: bool = False) -> None:
+        self.on_host, self._with_results = on_host, with_results
         self._saving: Tensors | None = None
         self._saved: Tensors = []
 
     def adapt(self, block: nn.Module) -> None:
         """Change how a block computes, if what is saved needs it."""
 
-    def result(self, function: Callable[..., torch.Tensor], *given: Any) -> torch.Tensor:
+    def result(self, function: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
         """Return the result of ``function``, which may be saved.
 
         Its last argument is the saved result, or None if it has to compute it.
         """
-        y = function(*given, self._saved.pop(0) if self._saved else None)
+        y = function(*arguments, self._saved.pop(0) if self._saved else None)
         if self._saving is not None:
             self._saving.append(y)
         return y
@@ -55,7 +57,7 @@ class SaveInput:
         The input comes first. All that needs a gradient, ``x`` among it, requires one.
         """
         saved = [x * 1]
-        self._saving = saved if self.saves_results else None
+        self._saving = saved if self._with_results else None
         try:
             with torch.no_grad():
                 yield saved
@@ -69,18 +71,6 @@ class SaveInput:
         with torch.enable_grad():
             yield
         assert not self._saved, "more was saved than is computed"
-
-
-class SaveInputOnHost(SaveInput):
-    """Saves a block's input in the memory of the host that drives the device (``offload``)."""
-
-    on_host = True
-
-
-class SaveResults(SaveInput):
-    """Saves also the results that cost most to compute (``selective``)."""
-
-    saves_results = True
 
 
 class SaveAll(SaveInput):
@@ -109,14 +99,14 @@ class SaveAll(SaveInput):
 
     @contextmanager
     def save(self, x: torch.Tensor) -> Iterator[Tensors]:
-        (of_input,) = data_behind(x)
+        (input_data,) = data_behind(x)
         saved_tensors = [x * 1]
         places: dict[int, int] = {}  # by the tensor's number: one that is saved twice has one place
         self._places, self._rematerialized = [], set()
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             place, number = None, recorded_number(tensor)
-            if of_input in data_behind(tensor) and number not in self._rematerialized:
+            if input_data in data_behind(tensor) and number not in self._rematerialized:
                 place = places.setdefault(number, len(saved_tensors) - 1)
                 if place == len(saved_tensors) - 1:
                     # As (images, tokens, ...): norms fold the two, and the partitioner could not
@@ -163,7 +153,7 @@ class SaveAll(SaveInput):
 
 
 class _FromInput(torch.autograd.Function):
-    """A module's result, and its gradient by ``saved`` alone, what was saved of its input ``x``."""
+    """A module's result; its gradient by ``saved`` alone, which was saved of its input ``x``."""
 
     @staticmethod
     def forward(ctx, module: nn.Module, x, saved, *parameters):
@@ -175,7 +165,7 @@ class _FromInput(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, *parameters = (
-            each.detach().requires_grad_() for each in (ctx.saved, *ctx.saved_tensors)
+            tensor.detach().requires_grad_() for tensor in (ctx.saved, *ctx.saved_tensors)
         )
         enabled, dtype = ctx.autocast
         module = copy.copy(ctx.module)
@@ -191,10 +181,10 @@ def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-SAVED_BY = {
+SAVED_BY: dict[str, Callable[[], SaveInput]] = {
     "full": SaveInput,
-    "offload": SaveInputOnHost,
-    "selective": SaveResults,
+    "offload": functools.partial(SaveInput, on_host=True),
+    "selective": functools.partial(SaveInput, with_results=True),
     "none": SaveAll,
 }
 """The values of ``--grad_ckpt``."""
