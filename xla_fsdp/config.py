@@ -59,7 +59,7 @@ class XlaConfig:
         "attention; sdpa: PyTorch's, with all scores in memory; flash: Pallas kernels that hold a "
         "few scores at a time (TPU, without --att_dropout); whole: Pallas kernels that hold all "
         "scores of an image, up to 1024 tokens; auto: on TPU whole, or flash for more tokens; on "
-        "the CPU sdpa",
+        "the CPU sdpa (flash and whole are experimental: not yet run on a TPU)",
     )
     residual_dtype: Literal["fp32", "bf16"] = flag(
         "fp32",
@@ -71,13 +71,15 @@ class XlaConfig:
         "precision",
         "dtype of the forward matrix products of the blocks' linear layers; precision: that of "
         "--precision; int8: int8 with a scale for each row of weights and activations, which v5e "
-        "and v6e multiply at twice the throughput, and half the gathered bytes",
+        "and v6e multiply at twice the throughput, and half the gathered bytes (int8 is "
+        "experimental: not yet run on a TPU)",
         requires=("precision=bf16", "xla_fsdp=spmd"),
     )
     gather_dtype: Literal["auto", "fp8"] = flag(
         "auto",
         "dtype in which the matrices of scanned blocks are gathered; auto: that of --precision; "
-        "fp8: e4m3 with a scale a row, half the bytes of bf16; gradients are not in fp8",
+        "fp8: e4m3 with a scale a row, half the bytes of bf16; gradients are not in fp8 (fp8 is "
+        "experimental: not yet run on a TPU)",
         requires=("xla_fsdp=spmd",),
         incompatible_with=("run_without_fsdp", "matmul"),
     )
