@@ -55,7 +55,7 @@ def open_digits(request: DatasetRequest) -> DataSource:
 
 
 def check_classes(request: DatasetRequest) -> None:
-    """Raises DataFolderError if the model has fewer classes than there are digits."""
+    """Raise DataFolderError if the model has fewer classes than there are digits."""
     if request.most_classes < len(CLASSES):
         raise DataFolderError(
             f"the digits have 10 classes, more than --num_classes {request.num_classes}"
@@ -71,14 +71,11 @@ class DigitsSplit(ImageSplit):
         super().__init__(request, name, transform, [digit for _, digit, *_ in digits], CLASSES)
         self._pixels = [pixels for *_, pixels in digits]
 
-    def name_of(self, number: int) -> str:
-        return f"digit {number}"
-
     def open(self, number: int) -> Pixels:
         return Pixels(np.repeat(self._pixels[number][:, :, None], 3, axis=2))
 
     def digest(self) -> str:
-        return xxhash.xxh3_64(b"".join(each.tobytes() for each in self._pixels)).hexdigest()
+        return xxhash.xxh3_64(b"".join(image.tobytes() for image in self._pixels)).hexdigest()
 
 
 def read_digits() -> list[SplitDigit]:
@@ -113,14 +110,14 @@ def read_mnist() -> list[SplitDigit]:
 
 def _divided(pixels: np.ndarray, labels: np.ndarray) -> list[SplitDigit]:
     """Divide the images of each class by a fixed shuffle: one fifth is for validation."""
-    rng, found = np.random.default_rng(0), []
+    rng, digits = np.random.default_rng(0), []
     for digit in range(len(CLASSES)):
         members = rng.permutation(np.flatnonzero(labels == digit))
         val_count = round(len(members) / 5)
         for split, indices in (("val", members[:val_count]), ("train", members[val_count:])):
             for index in sorted(indices):
-                found.append((split, digit, int(index), pixels[index]))
-    return found
+                digits.append((split, digit, int(index), pixels[index]))
+    return digits
 
 
 def write_digits(root: str | os.PathLike[str]) -> Path:

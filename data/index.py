@@ -42,6 +42,7 @@ from data.files import (
     printable,
     reason_of,
 )
+from data.source import DatasetRequest
 
 SPLITS = ("train", "val")
 
@@ -366,6 +367,23 @@ def class_folders(root: str, split: str) -> list[str] | None:
     if not os.path.isdir(path):
         return None
     return [entry.name for entry in _scan(path, Counter()) if _is_folder(entry)]
+
+
+def index_folders(
+    request: DatasetRequest, suffixes: tuple[str, ...] = IMG_EXTENSIONS
+) -> dict[str, FolderIndex]:
+    """Return the images of each requested split of ``--data_dir``, whose names end in ``suffixes``.
+
+    Raises DataFolderError, see ``check_folder`` and ``cached_split``.
+    """
+    config = request.config
+    if request.labels:
+        check_folder(
+            config.data_dir, request.num_classes, request.splits, suffixes, config.class_map
+        )
+    return request.find_splits(
+        lambda split: cached_split(config, split, suffixes, labels=request.labels)
+    )
 
 
 def cached_split(

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import functools
 import gc
+import itertools
 import mmap
 import multiprocessing
 import os
@@ -166,12 +167,12 @@ class GlobalBatchSampler(Sampler[list[Key]]):
         for number in range(self.first_batch, len(self)):
             places = range(number * self.batch_size, (number + 1) * self.batch_size)
             # A stable sort: within one repeat the order stays.
-            apart = sorted(places, key=lambda place: place % repeats)[first : first + self.share]
+            by_repeat = sorted(places, key=lambda place: place % repeats)
             keys: list[Key] = []
-            for place in apart:
-                at, draw = divmod(place, repeats)
-                image = int(order[at]) if at < self.length else PADDING
-                keys.append((self.epoch * repeats + draw, image))
+            for place in by_repeat[first : first + self.share]:
+                position, repeat = divmod(place, repeats)
+                image = int(order[position]) if position < self.length else PADDING
+                keys.append((self.epoch * repeats + repeat, image))
             if self.pairs:
                 drawn = random.Random(f"{self.seed} crop sizes {self.epoch} {number}")
                 pair = drawn.randrange(self.pairs)
@@ -205,14 +206,14 @@ class RunSampler(GlobalBatchSampler):
         groups = self._groups
         firsts = torch.tensor([0, *groups]).cumsum(0)[:-1]
         order = torch.randperm(len(groups), generator=generator).tolist()
-        found = []
+        shuffled = []
         for start in range(0, len(order), WINDOW):
             runs: list[torch.Tensor] = []
             for group in order[start : start + WINDOW]:
                 rows = firsts[group] + torch.randperm(groups[group], generator=generator)
                 runs += rows.split(self._run_length)
-            found += [runs[i] for i in torch.randperm(len(runs), generator=generator).tolist()]
-        return torch.cat(found)
+            shuffled += [runs[i] for i in torch.randperm(len(runs), generator=generator).tolist()]
+        return torch.cat(shuffled)
 
 
 # -- loaders ---------------------------------------------------------------------------
@@ -311,12 +312,11 @@ class DatasetLoader:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             forkserver.ensure_running()
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        send: Callable[[Any], Any] = _Sent if self.workers else _unchanged
         return DataLoader(
             _Loaded(self._dataset),
             sampler=self._parts,
             batch_size=None,  # the sampler yields parts of batches
-            collate_fn=send,
+            collate_fn=_Sent if self.workers else lambda part: part,
             num_workers=self.workers,
             persistent_workers=self.workers > 0,
             worker_init_fn=_start_worker,
@@ -396,24 +396,19 @@ class _Loaded(Dataset):
             images, labels, bad = zip(*(self.samples[key] for key in keys), strict=True)
         except DataFolderError as error:
             return error
-        batch = torch.stack(images), torch.tensor(labels)
-        return batch, [image for each in bad for image in each]
-
-
-def _unchanged(part: _Part) -> _Part:
-    return part
+        return (torch.stack(images), torch.tensor(labels)), list(itertools.chain(*bad))
 
 
 @dataclass
 class _Sent:
     """What a loader process sends to its parent, which receives ``part`` itself.
 
-    If it cannot be sent, the parent receives the reason. A queue's thread would print it and drop
-    the part, for which the parent would wait for ever.
+    If it cannot be sent, the parent receives the reason: a queue's thread would print it and drop
+    the part, and the parent would wait for it forever.
 
-    The images are in anonymous memory, of which the parent gets the open file. PyTorch has them in
-    /dev/shm, which is small in containers (64 MB in Docker's), and a process that writes to a full
-    one is killed.
+    The images are in anonymous memory, and the parent receives its open file. PyTorch would put
+    them in /dev/shm, which is small in containers (64 MB in Docker's), and a process that writes to
+    a full one is killed.
     """
 
     part: _Part
@@ -428,7 +423,7 @@ class _Sent:
                 memory.flush()
                 file = DupFd(memory.fileno())
         except Exception as error:  # noqa: BLE001 - sent to the parent, whatever it is
-            return DataFolderError, (str(_cannot_hand_over(error)),)
+            return DataFolderError, _cannot_hand_over(error).args
         return _received, (file, images.shape, images.dtype, labels.numpy(), bad)
 
 
@@ -459,11 +454,11 @@ _SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 
 @functools.cache
 def prepare_sockets() -> None:
-    """Choose the folder in which the loader processes of this process, and of those that it starts,
-    have the sockets by which they hand over images.
+    """Choose the folder for the sockets by which the loader processes of this process, and of those
+    that it starts, hand over images.
 
-    It is made by multiprocessing, for this user alone, and removed at the end of this process.
-    Raises DataFolderError if there can be none.
+    multiprocessing creates it, for this user alone, and removes it at the end of this process.
+    Raises DataFolderError if no folder can be used.
     """
     folders = [*_SHORT_FOLDERS]
     with contextlib.suppress(OSError):  # there may be no temporary folder at all
@@ -472,10 +467,10 @@ def prepare_sockets() -> None:
     for folder in folders:
         try:
             with (
-                tempfile.TemporaryDirectory(prefix="pymp-", dir=folder) as tried,
+                tempfile.TemporaryDirectory(prefix="pymp-", dir=folder) as trial,
                 socket.socket(socket.AF_UNIX) as listener,
             ):
-                listener.bind(f"{tried}/listener-12345678")  # as long as multiprocessing's names
+                listener.bind(f"{trial}/listener-12345678")  # as long as multiprocessing's names
         except OSError as error:
             reasons.append(f"{folder}: {reason_of(error)}")
             continue
@@ -495,18 +490,18 @@ def _start_worker(_worker_id: int) -> None:
     """Make a loader process ignore the signals that stop training, and share its parent's memory.
 
     Ctrl-C, a closed terminal and torchrun signal all processes of the group. Only the training
-    process decides to stop, and until its checkpoint is written it needs its loader processes.
+    process decides to stop, and it needs its loader processes until its checkpoint is written.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None
 
-    def end_when_parent_says_so() -> None:
+    def exit_on_parents_signal() -> None:
         while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent.pid:
             pass
         os._exit(0)
 
-    def end_with_parent() -> None:
-        # PyTorch looks who the parent process is, which is another one with "forkserver".
+    def exit_with_parent() -> None:
+        # PyTorch checks getppid(), which is the server's with "forkserver".
         parent.join()
         os._exit(1)
 
@@ -514,8 +509,8 @@ def _start_worker(_worker_id: int) -> None:
     for ignored in (signal.SIGINT, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    for end in (end_when_parent_says_so, end_with_parent):
-        threading.Thread(target=end, daemon=True).start()
+    for watch in (exit_on_parents_signal, exit_with_parent):
+        threading.Thread(target=watch, daemon=True).start()
 
 
 # -- prefetching: batches are put on the device while the current step runs -------------
@@ -533,15 +528,15 @@ def prefetch(
     """Yield ``put(batch)`` for each batch; a thread puts up to ``depth`` of them ahead.
 
     If the source yields the same tensors again, they are put once. An error of the source or of
-    ``put`` is raised here, instead of its batch (torch_xla's ParallelLoader ends the epoch
-    silently instead). ``failed`` is called with it at once, in the thread, while earlier batches
-    are still to be used.
+    ``put`` is raised here, in place of its batch (torch_xla's ParallelLoader ends the epoch
+    silently). ``failed`` is called with it at once, in the thread, while earlier batches are still
+    to be used.
 
     Depth 0 uses no thread. It is for sources that compute in this process: their random
     transforms and the model share PyTorch's global generator.
     """
 
-    def put_each() -> Iterator[Any]:
+    def put_batches() -> Iterator[Any]:
         last = on_device = None
         for batch in batches:
             if last is None or any(a is not b for a, b in zip(batch, last, strict=True)):
@@ -549,7 +544,7 @@ def prefetch(
             yield on_device
 
     if depth == 0:
-        yield from put_each()
+        yield from put_batches()
         return
     ready: queue.Queue = queue.Queue(maxsize=depth)
     stop = threading.Event()
@@ -563,7 +558,7 @@ def prefetch(
 
     def work() -> None:
         try:
-            for item in put_each():
+            for item in put_batches():
                 offer(item)
                 if stop.is_set():
                     return

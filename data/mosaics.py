@@ -53,16 +53,13 @@ class MosaicsSplit(Split):
 
     def __init__(self, request: DatasetRequest, name: str) -> None:
         super().__init__(request, name, np.arange(LENGTHS[name]) % len(CLASSES), CLASSES)
-        found = [(digit, pixels) for part, digit, _, pixels in read_digits() if part == name]
+        digits = [digit for digit in read_digits() if digit[0] == name]
         # In the order in which they are read, the images of a digit are next to each other.
-        self._pixels = np.stack([pixels for _, pixels in found]).astype(np.float32) / 255
-        self._counts = np.bincount([digit for digit, _ in found])
+        self._pixels = np.stack([pixels for *_, pixels in digits]).astype(np.float32) / 255
+        self._counts = np.bincount([label for _, label, *_ in digits])
         self._firsts = np.cumsum(self._counts) - self._counts
         self._grid = tuple(side // SIZE for side in request.size)
         self._mean_and_std = request.config.preprocessing.of_channels(request.channels)
-
-    def name_of(self, number: int) -> str:
-        return f"mosaic {number}"
 
     def digest(self) -> str:
         described = f"{self.seed} {self.name} {len(self)} {self.request.size}".encode()
@@ -80,12 +77,12 @@ class MosaicsSplit(Split):
         first, end = self.rows.start // SIZE, math.ceil(self.rows.stop / SIZE)
         cells, cells_a_row = math.prod(self._grid), math.prod(self._grid[1:])
         label, seeds = number % len(CLASSES), (self.seed, list(LENGTHS).index(self.name), number)
-        of_bands = np.random.default_rng(seeds)
-        others = of_bands.permutation([digit for digit in range(len(CLASSES)) if digit != label])
-        count, found = min(BANDS, cells), []
+        generator = np.random.default_rng(seeds)
+        others = generator.permutation([digit for digit in range(len(CLASSES)) if digit != label])
+        count, bands = min(BANDS, cells), []
         for band in range(count):
             missing = others[band::count]
-            present = of_bands.permutation([digit for digit in others if digit not in missing])
+            present = generator.permutation([digit for digit in others if digit not in missing])
             start = cells * band // count
             length = cells * (band + 1) // count - start
             keep = slice(max(first * cells_a_row - start, 0), max(end * cells_a_row - start, 0))
@@ -98,11 +95,11 @@ class MosaicsSplit(Split):
             in_band = np.repeat(digits, math.ceil(length / len(digits)))[:length]
             drawn = random.permutation(in_band)[keep]
             places = random.random(length)[keep]
-            found.append(self._firsts[drawn] + (places * self._counts[drawn]).astype(np.int64))
-        which = np.concatenate(found).reshape(end - first, *self._grid[1:])
+            bands.append(self._firsts[drawn] + (places * self._counts[drawn]).astype(np.int64))
+        images = np.concatenate(bands).reshape(end - first, *self._grid[1:])
 
         # (rows of cells, ..., columns of cells, 8, 8) to (rows of cells, ..., height, width)
-        pixels = np.moveaxis(self._pixels[which], -2, -3)
+        pixels = np.moveaxis(self._pixels[images], -2, -3)
         *between, rows, height, columns, width = pixels.shape
         pixels = pixels.reshape(*between, rows * height, columns * width)
         if between:

@@ -21,9 +21,9 @@ from torch.utils.data import Dataset
 
 from data import loader
 from data.config import GIVE_FLOATS, OPENED_BY, DataConfig
-from data.files import BrokenImageError, DataFolderError, MissingSplitError, printable
+from data.files import BrokenImageError, DataFolderError, MissingSplitError, first_of, printable
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 FILES = "the names or order of the files in train/"
 """The name in ``DataSource.order`` of the checksum that also depends on where images are stored."""
 GLOBALS = 2
@@ -108,8 +108,8 @@ class CropLayout:
         """Return (length,) uint8 of one image: its global crops (2, channels, height, width), the
         Gram teacher's (2 or 0) and the local crops (L), each as high and wide as its kind, all
         uint8, and the mask (patches,), bool."""
-        crops = [each.flatten() for each in (globals_, grams, locals_)]
-        return torch.cat([*crops, mask.to(torch.uint8)])
+        parts = globals_, grams, locals_, mask.to(torch.uint8)
+        return torch.cat([part.flatten() for part in parts])
 
     def unpack(
         self, packed: torch.Tensor
@@ -125,7 +125,7 @@ class CropLayout:
         *crops, mask = (
             piece.unflatten(1, part) for piece, part in zip(pieces, self._parts, strict=True)
         )
-        globals_, grams, locals_ = (each.transpose(0, 1) for each in crops)
+        globals_, grams, locals_ = (crop.transpose(0, 1) for crop in crops)
         return globals_, grams, locals_, mask != 0
 
 
@@ -171,12 +171,12 @@ class DatasetRequest:
         if not self.crops:
             return []
         height, width = (side // n for side, n in zip(self.size, self.crops.grid, strict=True))
-        found = []
+        requests = []
         for side, local in self.crops.pairs:
             grid, local_size = (side // height, side // width), (local, local)
             crops = replace(self.crops, local_size=local_size, grid=grid, pairs=())
-            found.append(replace(self, size=(side, side), crops=crops))
-        return found
+            requests.append(replace(self, size=(side, side), crops=crops))
+        return requests
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -188,20 +188,27 @@ class DatasetRequest:
         """Return how many classes the images may have: any number without labels."""
         return self.num_classes if self.labels else ANY_CLASSES
 
-    def of_splits(self, find: Callable[[str], Found]) -> dict[str, Found]:
+    def find_splits(self, find: Callable[[str], Result]) -> dict[str, Result]:
         """Return what ``find`` returns for the name of each split that is needed, by these names.
 
         ``find`` raises MissingSplitError if there is nothing of a split: it is left out if it may
         be missing.
         """
-        found = {}
+        results = {}
         for name in self.splits:
             try:
-                found[name] = find(name)
+                results[name] = find(name)
             except MissingSplitError:
-                if self.labels or not found:
+                if self.labels or not results:
                     raise
-        return found
+        return results
+
+    def check_classes(self, count: int, where: str) -> None:
+        """Raise DataFolderError if ``where`` has more classes than the model."""
+        if count > self.most_classes:
+            raise DataFolderError(
+                f"{where} has {count} classes, --num_classes is {self.num_classes}"
+            )
 
 
 ANY_CLASSES = 2**31
@@ -213,7 +220,7 @@ def open_data(request: DatasetRequest) -> DataSource:
     kind = request.config.data_source
     if request.crops and (len(request.size) != 2 or kind in GIVE_FLOATS):
         raise DataFolderError(f"crops are made of photographs, and --data_source {kind} has arrays")
-    layouts = {each.layout for each in request.of_pairs if each.layout}
+    layouts = {pair.layout for pair in request.of_pairs if pair.layout}
     if len({layout.length for layout in layouts}) < len(layouts):
         raise DataFolderError(
             "two pairs of --crop_sizes have the same number of pixels and patches, by which "
@@ -222,8 +229,7 @@ def open_data(request: DatasetRequest) -> DataSource:
     if request.config.num_workers != 0:
         loader.prepare_sockets()
     module, _, name = OPENED_BY[kind].partition(":")
-    open_source: Callable[[DatasetRequest], DataSource] = getattr(import_module(module), name)
-    source = open_source(request)
+    source: DataSource = getattr(import_module(module), name)(request)
     drops_last = request.with_train and request.augment
     if drops_last and source.train_length < request.config.batch_size:
         raise DataFolderError(
@@ -239,8 +245,9 @@ def open_data(request: DatasetRequest) -> DataSource:
 class Split(Dataset):
     """One split (train or val): a map-style dataset of ``Sample``, indexed by a ``Key``.
 
-    A source defines ``make``, ``name_of`` and ``digest``. A broken image is replaced: in training
-    by another one of the split, in validation by padding, which counts for nothing.
+    A source defines ``make``, ``digest`` and, for images that may be broken, ``name_of``. A broken
+    image is replaced: in training by another one of the split, in validation by padding, which
+    counts for nothing.
     """
 
     dtype = torch.uint8
@@ -281,8 +288,8 @@ class Split(Dataset):
         the number of one, and a broken image is replaced in that size."""
 
     def name_of(self, number: int) -> str:
-        """Return how a person finds the image ``number``: its path, as a rule."""
-        raise NotImplementedError
+        """Return where a user finds the image ``number``: its path, as a rule."""
+        return f"{self.name} image {number}"
 
     def make(self, number: int, epoch: int, index: int) -> torch.Tensor:
         """Return the image ``number``, as the model sees it, in place of ``index``.
@@ -352,7 +359,7 @@ class Split(Dataset):
             dataset.shape = share.shape_of(batch_size, self.shape)[1:]
         pairs = self.request.of_pairs if self.is_train else []
         if pairs:
-            dataset.in_sizes = [self.requested(each) for each in pairs]
+            dataset.in_sizes = [self.requested(pair) for pair in pairs]
         sampler = self.sampler(
             batch_size,
             shuffle=self.is_train,
@@ -368,13 +375,14 @@ class Split(Dataset):
         workers = config.num_workers
         if workers is None:
             workers = loader.workers_of_host(share.of_host)
-        workers = workers if self.is_train else min(workers, len(sampler))
+        if not self.is_train:
+            workers = min(workers, len(sampler))
         return loader.DatasetLoader(dataset, sampler, workers)
 
     def batches_of(
         self, numbers: Sequence[int], batch_size: int, share: loader.Share
     ) -> loader.BatchLoader:
-        """Return the same of a few images, in this order, which each process loads itself.
+        """Return the loader of a few images, in this order, which each process loads by itself.
 
         Not for shares of a part of each image.
         """
@@ -431,7 +439,7 @@ class DataSource:
         one = next(iter(splits.values()))
         self.classes, self.reads_rows, self.decodes = one.classes, one.reads_rows, one.decodes
         self.train_length, self.val_length = (
-            len(splits[each]) if each in splits else 0 for each in ("train", "val")
+            len(splits.get(name, ())) for name in ("train", "val")
         )
 
     def train_loader(self, batch_size: int, share: loader.Share) -> loader.BatchLoader:
@@ -450,7 +458,7 @@ class DataSource:
         return self.splits["train"].facts() if "train" in self.splits else {}
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the same of all images: what processes of a run must have in common."""
+        """Return what all processes of a run must have in common about the images."""
         # The classes come before the checksums: they say more.
         facts: dict[str, Any] = {"the class folders": self.classes}
         for split in self.splits.values():
@@ -464,8 +472,6 @@ class DataSource:
         text = f"{printable(self.name)}: {counts} images"
         left_out = sum((split.left_out for split in self.splits.values()), Counter[str]())
         if left_out:
-            shown = 5
-            kinds = ", ".join(f"{kind} {n:,}" for kind, n in left_out.most_common(shown))
-            more = ", ..." if len(left_out) > shown else ""
-            text += f"; {left_out.total():,} files left out ({printable(kinds)}{more})"
+            kinds = first_of([f"{kind} {count:,}" for kind, count in left_out.most_common()])
+            text += f"; {left_out.total():,} files left out ({printable(kinds)})"
         return text + self._remark

@@ -237,7 +237,7 @@ def open_parquet(request: DatasetRequest) -> DataSource:
             "--data_source parquet requires the package pyarrow: python3 -m pip install pyarrow"
         )
     transforms = transforms_of(request)
-    splits = request.of_splits(lambda name: ParquetSplit(request, name, transforms[name]))
+    splits = request.find_splits(lambda name: ParquetSplit(request, name, transforms[name]))
     return _source(request.config.data_dir, splits)
 
 
@@ -438,7 +438,7 @@ def open_huggingface(request: DatasetRequest) -> DataSource:
         where = os.path.join(root, there)
         return HuggingFaceSplit(request, split, transforms[split], found[there], where)
 
-    return _source(root, request.of_splits(find))
+    return _source(root, request.find_splits(find))
 
 
 class HuggingFaceSplit(TableSplit):

@@ -56,10 +56,10 @@ class ImageSplit(Split):
     """One split of images, each read as the bytes of a JPEG, PNG or the like, and then decoded."""
 
     def __init__(
-        self, request: DatasetRequest, name: str, transform: Transform, *found: Any
+        self, request: DatasetRequest, name: str, transform: Transform, labels: Any, *others: Any
     ) -> None:
-        """``found``: the labels, and perhaps more, as for ``Split``."""
-        super().__init__(request, name, *found)
+        """``labels`` and ``others``: as for ``Split``."""
+        super().__init__(request, name, labels, *others)
         self.transform = transform
 
     def read(self, number: int) -> bytes:

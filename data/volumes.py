@@ -26,7 +26,7 @@ import torch
 import xxhash
 
 from data.files import BrokenImageError, DataFolderError, is_url, reason_of, regular
-from data.index import FolderIndex, cached_split, check_folder, read_labels
+from data.index import FolderIndex, index_folders, read_labels
 from data.source import DatasetRequest, DataSource, Split
 from data.transforms import seeded
 
@@ -49,17 +49,13 @@ def open_volumes(request: DatasetRequest) -> DataSource:
             "to be on a disk of this host"
         )
     if config.labels is None:
-        if request.labels:
-            check_folder(root, request.num_classes, request.splits, SUFFIXES, config.class_map)
-        found = request.of_splits(
-            lambda split: cached_split(config, split, SUFFIXES, labels=request.labels)
-        )
+        indices = index_folders(request, SUFFIXES)
     else:
         listed = read_labels(config.labels, root, request.most_classes, request.splits)
-        found = dict(zip(request.splits, listed, strict=True))
-    for index in found.values():
+        indices = dict(zip(request.splits, listed, strict=True))
+    for index in indices.values():
         check_packages(index.paths)
-    splits = {name: VolumesSplit(request, name, index) for name, index in found.items()}
+    splits = {name: VolumesSplit(request, name, index) for name, index in indices.items()}
     return DataSource(config.labels or root, splits)
 
 
@@ -74,7 +70,7 @@ class VolumesSplit(Split):
         self._index, self._channels, self._size = index, request.channels, request.size
         mean_and_std = request.config.preprocessing.of_channels(request.channels)
         by_channel = (-1, *[1] * len(request.size))
-        self._mean, self._std = (torch.tensor(each).reshape(by_channel) for each in mean_and_std)
+        self._mean, self._std = (torch.tensor(values).view(by_channel) for values in mean_and_std)
 
     def digest(self) -> str:
         """Return a checksum of the names in order and of their labels, which a table may change."""
@@ -87,7 +83,6 @@ class VolumesSplit(Split):
     def make(self, number: int, epoch: int, index: int) -> torch.Tensor:
         path = self._index.paths[number]
         with open_array(path) as array:
-            # Which axis has the channels; None: no axis has.
             shape, dimensions, channel_axis = array.shape, len(self._size), None
             fits = len(shape) == dimensions and self._channels == 1
             if len(shape) == dimensions + 1:
@@ -101,17 +96,17 @@ class VolumesSplit(Split):
                     f"{_times(self._size)} with channels: {self._channels}"
                 )
             size = [n for axis, n in enumerate(shape) if axis != channel_axis]
-            left = [there - needed for there, needed in zip(size, self._size, strict=True)]
-            if min(left) < 0:
+            margins = [side - needed for side, needed in zip(size, self._size, strict=True)]
+            if min(margins) < 0:
                 raise DataFolderError(
                     f"{path} holds an array of {_times(size)}, smaller than the "
                     f"{_times(self._size)} that the model takes: leave it out, or give the model a "
                     "smaller image size"
                 )
             # Draw the crop, and choose this process's rows of it.
-            starts, flip = [each // 2 for each in left], False
+            starts, flip = [margin // 2 for margin in margins], False
             if self.is_train:
-                starts, flip = seeded(self._crop, left, self.seed, epoch, index)
+                starts, flip = seeded(self._crop, margins, self.seed, epoch, index)
             window = [slice(start, start + n) for start, n in zip(starts, self._size, strict=True)]
             window[0] = slice(starts[0] + self.rows.start, starts[0] + self.rows.stop)
             if channel_axis is not None:
@@ -135,9 +130,9 @@ class VolumesSplit(Split):
             image = image.flip(-1)
         return (image - self._mean) / self._std
 
-    def _crop(self, left: list[int]) -> tuple[list[int], bool]:
+    def _crop(self, margins: list[int]) -> tuple[list[int], bool]:
         """Draw where the crop of an array starts, and whether it is flipped."""
-        starts = [int(torch.randint(each + 1, ())) for each in left]
+        starts = [int(torch.randint(margin + 1, ())) for margin in margins]
         return starts, bool(torch.rand(()) < self.request.config.hflip)
 
 
@@ -169,13 +164,13 @@ def open_array(path: str) -> Iterator[ArrayFile]:
     with contextlib.ExitStack() as stack:
         with _broken_if_it_raises():
             os.close(regular(path, os.O_RDONLY))
-            suffix = next((each for each in SUFFIXES if path.lower().endswith(each)), None)
+            suffix = next((suffix for suffix in SUFFIXES if path.lower().endswith(suffix)), None)
             if suffix is None:
                 raise BrokenImageError(f"its name ends in none of {', '.join(SUFFIXES)}")
-            opened = _OPENERS[suffix](path, stack)
-            if opened.dtype.kind not in "biuf":
-                raise BrokenImageError(f"its values are {opened.dtype}, and not numbers")
-        yield opened
+            array = _OPENERS[suffix](path, stack)
+            if array.dtype.kind not in "biuf":
+                raise BrokenImageError(f"its values are {array.dtype}, and not numbers")
+        yield array
 
 
 @contextlib.contextmanager
@@ -184,20 +179,20 @@ def _broken_if_it_raises() -> Iterator[None]:
         yield
     except BrokenImageError:
         raise
-    except Exception as error:  # each format raises what it likes
+    except Exception as error:  # each format raises its own errors
         raise BrokenImageError(reason_of(error)) from error
 
 
 def check_packages(paths: Iterable[str]) -> None:
-    """Raises DataFolderError if files of these names need a package that is not installed."""
-    suffixes = {each for path in paths for each in _PACKAGES if path.lower().endswith(each)}
+    """Raise DataFolderError if files of these names need a package that is not installed."""
+    suffixes = {suffix for path in paths for suffix in _PACKAGES if path.lower().endswith(suffix)}
     for suffix in sorted(suffixes):
+        package = _PACKAGES[suffix]
         try:
-            importlib.import_module(_PACKAGES[suffix])
+            importlib.import_module(package)
         except ImportError:
             raise DataFolderError(
-                f"{suffix} files need the package {_PACKAGES[suffix]}: python3 -m pip install "
-                f"{_PACKAGES[suffix]}"
+                f"{suffix} files need the package {package}: python3 -m pip install {package}"
             ) from None
 
 
@@ -212,11 +207,11 @@ def _open_npy(path: str, _stack: contextlib.ExitStack) -> ArrayFile:
 def _open_npz(path: str, stack: contextlib.ExitStack) -> ArrayFile:
     """Map the array if it is uncompressed in the file, else read it as a stream."""
     archive = stack.enter_context(zipfile.ZipFile(path))
-    members = {each.filename.removesuffix(".npy"): each for each in archive.infolist()}
-    named = [members[name] for name in ("volume", "image") if name in members]
-    if len(members) != 1 and not named:
+    members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+    names = [*members] if len(members) == 1 else ["volume", "image"]
+    member = next((members[name] for name in names if name in members), None)
+    if member is None:
         raise BrokenImageError(f"it has {len(members)} arrays, and none is named volume or image")
-    member = next(iter(members.values())) if len(members) == 1 else named[0]
     stream = stack.enter_context(archive.open(member))
 
     version = np.lib.format.read_magic(stream)
@@ -231,7 +226,7 @@ def _open_npz(path: str, stack: contextlib.ExitStack) -> ArrayFile:
     first = stream.tell()
 
     if member.compress_type == zipfile.ZIP_STORED and not dtype.hasobject:
-        # The member's header in the file may differ from the one in the archive's list.
+        # The member's header in the file may differ from the one in the archive's table.
         with open(path, "rb") as file:
             file.seek(member.header_offset)
             name_length, extra_length = struct.unpack("<26xHH", file.read(30))
@@ -258,13 +253,13 @@ def _streamed(
     inner = 1 if len(shape) < 3 else 2
     rows, rest = window[:-inner], window[-inner:]
     bytes_a_row = math.prod(shape[-inner:]) * dtype.itemsize
-    found = np.empty([each.stop - each.start for each in window], dtype)
-    for place in itertools.product(*(range(each.start, each.stop) for each in rows)):
+    part = np.empty([axis.stop - axis.start for axis in window], dtype)
+    for place in itertools.product(*(range(axis.start, axis.stop) for axis in rows)):
         stream.seek(first + int(np.ravel_multi_index(place, shape[:-inner])) * bytes_a_row)
         values = np.frombuffer(stream.read(bytes_a_row), dtype).reshape(shape[-inner:])
-        target = tuple(at - each.start for at, each in zip(place, rows, strict=True))
-        found[target] = values[rest]
-    return found
+        target = tuple(at - axis.start for at, axis in zip(place, rows, strict=True))
+        part[target] = values[rest]
+    return part
 
 
 # NIfTI
@@ -280,7 +275,7 @@ def _open_nifti(path: str, _stack: contextlib.ExitStack) -> ArrayFile:
 
 
 def _check_length(path: str, needed: int) -> None:
-    """Raises BrokenImageError if a file has been cut off, which its header does not show."""
+    """Raise BrokenImageError if a file is truncated, which its header does not show."""
     if os.path.getsize(path) < needed:
         raise BrokenImageError(f"it has {os.path.getsize(path):,} of {needed:,} bytes")
 
@@ -294,26 +289,26 @@ def _open_tiff(path: str, stack: contextlib.ExitStack) -> ArrayFile:
 
     tiff = stack.enter_context(TiffFile(path))
     page: Any = tiff.pages.first
-    ends = [sum(each) for each in zip(page.dataoffsets, page.databytecounts, strict=True)]
+    ends = map(sum, zip(page.dataoffsets, page.databytecounts, strict=True))
     _check_length(path, max(ends, default=0))
     if page.imagedepth > 1:
         raise BrokenImageError("it is a volume; of TIFF files, images are read")
-    planes, _, height, width, samples = page.shaped  # planes or samples is 1
+    count, _, height, width, samples = page.shaped  # count of planes or of samples is 1
     mapped: np.ndarray | None = None
     if page.is_memmappable:
-        dtype, size = page.dtype.newbyteorder(tiff.byteorder), (planes, height, width, samples)
+        dtype, size = page.dtype.newbyteorder(tiff.byteorder), (count, height, width, samples)
         mapped = np.memmap(path, dtype, "r", page.dataoffsets[0], size)
 
     def read(window: Window) -> np.ndarray:
         rows, columns, *channels = window
         if mapped is None:
-            found = _segments(tiff.filehandle, page, rows, columns)
+            planes = _segments(tiff.filehandle, page, rows, columns)
         else:
-            found = mapped[:, rows, columns]
-        values = np.concatenate(list(found), axis=-1)
+            planes = mapped[:, rows, columns]
+        values = np.concatenate(list(planes), axis=-1)
         return values[..., channels[0]] if channels else values[..., 0]
 
-    channels = planes * samples
+    channels = count * samples
     shape = (height, width, channels) if channels > 1 else (height, width)
     return ArrayFile(shape, page.dtype, read)
 
@@ -326,15 +321,11 @@ def _segments(file: Any, page: Any, rows: slice, columns: slice) -> np.ndarray:
     planes, _, height, width, samples = page.shaped
     high, wide = page.chunks[:2] if page.planarconfig == 1 else page.chunks[-2:]
     across, down = math.ceil(width / wide), math.ceil(height / high)
-    found = np.zeros(
-        (planes, rows.stop - rows.start, columns.stop - columns.start, samples), page.dtype
-    )
-    needed = itertools.product(
-        range(planes),
-        range(rows.start // high, math.ceil(rows.stop / high)),
-        range(columns.start // wide, math.ceil(columns.stop / wide)),
-    )
-    for plane, tile_row, tile_column in needed:
+    size = planes, rows.stop - rows.start, columns.stop - columns.start, samples
+    pixels = np.zeros(size, page.dtype)
+    tile_rows = range(rows.start // high, math.ceil(rows.stop / high))
+    tile_columns = range(columns.start // wide, math.ceil(columns.stop / wide))
+    for plane, tile_row, tile_column in itertools.product(range(planes), tile_rows, tile_columns):
         number = (plane * down + tile_row) * across + tile_column
         length = page.databytecounts[number]
         if not length:  # a sparse file's tile of zeros
@@ -347,10 +338,10 @@ def _segments(file: Any, page: Any, rows: slice, columns: slice) -> np.ndarray:
         top, left = tile_row * high, tile_column * wide
         first_row, first_column = max(top, rows.start), max(left, columns.start)
         tile = tile[0, first_row - top : height - top, first_column - left : width - left]
-        into = found[plane, first_row - rows.start :, first_column - columns.start :]
+        into = pixels[plane, first_row - rows.start :, first_column - columns.start :]
         tile = tile[: into.shape[0], : into.shape[1]]
         into[: tile.shape[0], : tile.shape[1]] = tile
-    return found
+    return pixels
 
 
 _OPENERS = {

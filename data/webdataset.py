@@ -52,7 +52,7 @@ def open_shards(request: DatasetRequest) -> DataSource:
     if not root:
         raise DataFolderError("--data_dir is empty: give the folder or URL that holds the shards")
     listing = files.find_files(root)
-    chosen = request.of_splits(lambda split: choose_shards(config, split, listing))
+    chosen = request.find_splits(lambda split: choose_shards(config, split, listing))
     twice = sorted(set(chosen.get("val", ())).intersection(chosen.get("train", ())))
     if twice:
         raise DataFolderError(
