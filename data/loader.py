@@ -312,11 +312,12 @@ class DatasetLoader:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             forkserver.ensure_running()
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        send: Callable[[Any], Any] = _Sent if self.workers else lambda part: part
         return DataLoader(
             _Loaded(self._dataset),
             sampler=self._parts,
             batch_size=None,  # the sampler yields parts of batches
-            collate_fn=_Sent if self.workers else lambda part: part,
+            collate_fn=send,
             num_workers=self.workers,
             persistent_workers=self.workers > 0,
             worker_init_fn=_start_worker,
