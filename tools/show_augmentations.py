@@ -17,7 +17,7 @@ import torch
 from config_fields import local_path
 from data.loader import Batch, Share
 from data.source import DatasetRequest, open_data
-from training.backend import bad_data_is_the_users, dataset_request
+from training.backend import data_errors_as_usage_errors, dataset_request
 from training.config import RunConfig
 from training.errors import UsageError
 from training.flags import parse
@@ -174,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             path = local_path(name)
         except argparse.ArgumentTypeError as error:
             raise UsageError(str(error)) from None
-        with bad_data_is_the_users():
+        with data_errors_as_usage_errors():
             found = columns(read_run(flags))
         try:
             draw(found, path)

@@ -255,7 +255,7 @@ def dataset_request(
 
 
 @contextlib.contextmanager
-def bad_data_is_the_users() -> Iterator[None]:
+def data_errors_as_usage_errors() -> Iterator[None]:
     """Turn a folder that cannot be used, found by what reads data inside, into a UsageError."""
     try:
         yield

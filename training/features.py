@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from data.loader import PADDING, Batch, BatchLoader, prefetch
 from data.source import DataSource, Split, open_data
-from training.backend import Backend, bad_data_is_the_users, dataset_request
+from training.backend import Backend, data_errors_as_usage_errors, dataset_request
 from training.errors import UsageError
 from training.files import check_folder_writable, replace_file
 from training.initial_weights import InitialWeights, fit_backbone, place_trained, printer
@@ -156,7 +156,7 @@ class Features:
             self._model.train(was_training)
 
 
-@bad_data_is_the_users()
+@data_errors_as_usage_errors()
 def open_plainly(run: Run, *, labels: bool = True) -> DataSource:
     """Open the images of ``run`` without augmentation, of any number of classes.
 
@@ -241,7 +241,7 @@ def _writing(out: Path) -> Iterator[None]:
             raise UsageError(f"cannot write --features {out}: {reason}{where}") from None
 
 
-@bad_data_is_the_users()
+@data_errors_as_usage_errors()
 def _write_features(
     weights: Weights,
     initial: InitialWeights | None,

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from data.source import DataSource
-from training.backend import Backend, bad_data_is_the_users
+from training.backend import Backend, data_errors_as_usage_errors
 from training.checkpoints.format import Position
 from training.errors import BAD_IMAGES, UsageError
 from training.features import CLASS, MEAN, Features, open_plainly
@@ -291,7 +291,7 @@ def prepare_frozen(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Back
     return run, functools.partial(_evaluate, weights, initial, data)
 
 
-@bad_data_is_the_users()
+@data_errors_as_usage_errors()
 def _evaluate(
     weights: Weights, initial: InitialWeights | None, data: DataSource, run: Run, backend: Backend
 ) -> None:

@@ -374,7 +374,7 @@ class Evaluations(Hook):
         if result is None or (with_ema and ema is None):
             return
         session.bad_images.collect(VAL, self.loader, session.reports.say)
-        result = session.bad_images.left_out_of(result)
+        result = session.bad_images.excluding_unreadable(result)
         if session.bad_images.excess:
             session.stop.exit_code = BAD_IMAGES
             return

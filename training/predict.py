@@ -18,7 +18,7 @@ from data.files import printable
 from data.index import class_folders, in_order
 from data.source import DataSource, open_data
 from data.transforms import val_transform
-from training.backend import Backend, bad_data_is_the_users, dataset_request, val_loader
+from training.backend import Backend, data_errors_as_usage_errors, dataset_request, val_loader
 from training.begin import check_same_classes, check_unnamed_classes, check_weights
 from training.config import RunConfig
 from training.errors import NOT_FINITE, RunFailed, UsageError
@@ -56,7 +56,7 @@ def _class_names(weights: Weights, of_data: list[str], num_classes: int) -> list
 # -- --predict ------------------------------------------------------------------------------------
 
 
-@bad_data_is_the_users()
+@data_errors_as_usage_errors()
 def predict(config: RunConfig, weights: Weights) -> None:
     """Print the most likely classes of every image of ``--predict``, in plain PyTorch."""
     if config.objective.objective != "classify":
@@ -143,7 +143,7 @@ def predict(config: RunConfig, weights: Weights) -> None:
 # -- --eval_only ----------------------------------------------------------------------------------
 
 
-@bad_data_is_the_users()
+@data_errors_as_usage_errors()
 def prepare_evaluation(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
     """Return the run with its data, and the body of every process. Raises UsageError."""
     if run.config.use.eval_report:
@@ -158,7 +158,7 @@ def prepare_evaluation(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, 
     return run, functools.partial(_evaluate_weights, weights, data)
 
 
-@bad_data_is_the_users()
+@data_errors_as_usage_errors()
 def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Backend) -> None:
     use, pass_size = run.config.use, run.config.data.pass_size
     say = printer(backend, json=use.json)
@@ -186,7 +186,7 @@ def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Bac
     if not result.images:
         raise UsageError(f"no image of {data.name}/val can be read", agreed=True)
     names = _class_names(weights, data.classes or [], run.model.sizes.num_classes)
-    result = bad_images.left_out_of(result, names)
+    result = bad_images.excluding_unreadable(result, names)
 
     # Print and write what was found.
     say(str(result))

@@ -17,7 +17,7 @@ from models.initialize import leave_room
 from training import begin, loop
 from training.backend import (
     Backend,
-    bad_data_is_the_users,
+    data_errors_as_usage_errors,
     dataset_request,
     train_loader,
     val_loader,
@@ -83,7 +83,7 @@ def prepare_training(
         weights, run = with_preprocessing_of(weights, run)
     else:
         run = with_preprocessing(run, saved)
-    with bad_data_is_the_users():
+    with data_errors_as_usage_errors():
         data = open_data(dataset_request(run, labels=run.config.objective.uses_labels))
     if saved:
         begin.check_resume(saved, run, data)
@@ -156,7 +156,7 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
             store_logs=reports.store,
         )
         try:
-            with saver, bad_data_is_the_users():
+            with saver, data_errors_as_usage_errors():
                 _train(prepared, run, session, saver, loader, progress, begun, history)
         finally:
             watchdog.pause()

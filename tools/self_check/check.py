@@ -29,7 +29,7 @@ from data.source import DataSource, open_data
 from tools.self_check import reference
 from tools.self_check.reference import MOMENTS, TEACHER, Settings, Tensors, Tolerances
 from tools.self_check.small_run import UPDATES, batches, first_weights, shrink
-from training.backend import Backend, State, bad_data_is_the_users, dataset_request
+from training.backend import Backend, State, data_errors_as_usage_errors, dataset_request
 from training.begin import enter_folder
 from training.checkpoints.choose import complete_checkpoints, folder_of
 from training.checkpoints.format import Position, damage, load_into, reason_of, tree
@@ -98,7 +98,7 @@ def prepare_self_check(run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
     Checks what needs no device, as for training. Raises UsageError.
     """
     run = with_preprocessing(run, None)
-    with bad_data_is_the_users():
+    with data_errors_as_usage_errors():
         data = open_data(dataset_request(run, labels=run.config.objective.uses_labels))
     return shrink(run), functools.partial(_self_check, run, data)
 

@@ -102,7 +102,9 @@ class BadImages:
             except OSError as error:
                 say(f"warning: {FILE} cannot be written ({error.strerror})")
 
-    def left_out_of(self, result: Evaluation, names: Sequence[str] | None = None) -> Evaluation:
+    def excluding_unreadable(
+        self, result: Evaluation, names: Sequence[str] | None = None
+    ) -> Evaluation:
         """Return an evaluation with the number of unreadable images, and the classes without any.
 
         ``names``: of the classes, by label (default: those of the data). All processes must call
