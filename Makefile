@@ -124,7 +124,7 @@ test: $(INSTALLED) datasets/digits
 
 # There is no torch_xla for the newer PyTorch: tests that train on XLA are skipped. No GPU: gloo.
 GPU_PATH ?= tests/torch_fsdp tests/models tests/training tests/tools/test_gpu_step.py \
-	tests/launch/test_launch_gpu.py tests/launch/test_launch_meet.py
+	tests/launch/test_launch_gpu.py tests/launch/test_launch_nodes.py
 
 test-gpu-path: $(NEWER)/installed datasets/digits
 	$(PYTEST_NEWER) $(THREE_AT_A_TIME) $(GPU_PATH)

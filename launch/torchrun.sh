@@ -4,8 +4,8 @@
 #   launch/torchrun.sh [torchrun options --] <flags of run_vit_training.py>
 # Several nodes: the same command on each, with NNODES, MASTER_ADDR and either NODE_RANK (0, 1, ...)
 # or, for nodes that number themselves and may be restarted one by one, RDZV_ID (the same string on
-# all). They meet first (launch/meet.py): every 10 s each prints who is missing; after JOIN_TIMEOUT
-# seconds (600; 0: never) they end with code 1.
+# all). Before torchrun starts they wait for each other: every 10 s each prints which are missing;
+# after JOIN_TIMEOUT seconds (600; 0: never) they end with code 1.
 # NNODES=MIN:MAX, with RDZV_ID: any number of nodes from MIN to MAX trains. They start ELASTIC_WAIT
 # seconds (300) after MIN of them are there, or as soon as MAX are. The same if one is lost; one that
 # comes later is taken in: the others write a checkpoint, and all start again with it. Give
@@ -78,7 +78,6 @@ whole MASTER_PORT "$port" 1 65535
 whole JOIN_TIMEOUT "${JOIN_TIMEOUT:=600}" 0 100000000
 whole MAX_RESTARTS "${MAX_RESTARTS:=0}" 0 1000000
 whole STEP_TIMEOUT_S "${STEP_TIMEOUT_S:=1800}" 0 100000000
-whole RUN_ATTEMPT "${RUN_ATTEMPT:=0}" 0 100000000
 if ((nnodes > 1)); then
     [[ -n ${MASTER_ADDR:-} ]] || fail "NNODES=$nnodes needs MASTER_ADDR, the first node's address"
     [[ $MASTER_ADDR =~ ^[[:alnum:].:_-]+$ ]] || fail "MASTER_ADDR=$MASTER_ADDR is not an address"
@@ -127,9 +126,7 @@ if [[ $backend != torchtpu ]]; then
     # interface nodes share only the user knows: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME.
     export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 fi
-# By these the program knows that it was started again, and then resumes whatever --resume says:
-# torchrun's own count comes on top of RUN_ATTEMPT. Several nodes get one RUN_JOB_ID as they meet.
-export STEP_TIMEOUT_S JOIN_TIMEOUT RUN_ATTEMPT
+export STEP_TIMEOUT_S JOIN_TIMEOUT
 export TORCHRUN_PID=$$ # this process becomes torchrun; what it starts ends with it
 
 # The last of two equal options wins: the user's come after these.
@@ -138,11 +135,13 @@ words=(--nproc-per-node "$processes" --max-restarts "$MAX_RESTARTS" ${options[@]
 tpu=()
 [[ $backend != torchtpu ]] || tpu=(--torchtpu "$processes")
 if ((nnodes == 1)); then
+    # By the job's name the program knows that it was started again, and then resumes whatever --resume
+    # says. Several nodes agree on one.
     export RUN_JOB_ID=${RUN_JOB_ID:-$(uname -n)-$(date +%Y%m%d-%H%M%S)-$$}
-    exec "$python" "$root/launch/meet.py" --nodes 1 ${tpu[@]+"${tpu[@]}"} -- "${words[@]}"
+    exec "$python" "$root/launch/torchrun.py" --nodes 1 ${tpu[@]+"${tpu[@]}"} -- "${words[@]}"
 fi
 who=(--rank "$rank")
 [[ -z ${RDZV_ID:-} ]] || who=(--rdzv_id="$RDZV_ID")
 [[ -z $least ]] || who+=(--least "$least" --elastic_wait "$ELASTIC_WAIT")
-exec "$python" "$root/launch/meet.py" --nodes "$nnodes" "${who[@]}" --address="$MASTER_ADDR" \
+exec "$python" "$root/launch/torchrun.py" --nodes "$nnodes" "${who[@]}" --address="$MASTER_ADDR" \
     --port "$port" --limit "$JOIN_TIMEOUT" ${tpu[@]+"${tpu[@]}"} -- "${words[@]}"

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from torch.distributed.run import get_args_parser
 
 from benchmarks import domain_parallel, gpu_step, image_index, number_formats
-from launch import meet
+from launch import torchrun
 from run_vit_training import read_flags
 from tests.cli import ROOT
 from tests.documented_commands import Command
@@ -38,9 +38,9 @@ def trains(machine: Machine, command: Command, tmp_path: Path) -> None:
     if "torchtpu" in command.text:
         machine.variables["NPROC_PER_NODE"] = "8"  # this machine has no TPU devices to count
     words = machine.noted(command, "python3")
-    if words[0].endswith("launch/meet.py"):
-        args = meet.parse(words[1:])
-        get_args_parser().parse_args([*meet.torchrun_words(args, True), *args.torchrun])
+    if words[0].endswith("launch/torchrun.py"):
+        args = torchrun.parse(words[1:])
+        get_args_parser().parse_args([*torchrun.torchrun_words(args, True), *args.torchrun])
     at = next(i for i, word in enumerate(words) if word.endswith("run_vit_training.py"))
     assert (machine.project / words[at]).is_file()
     torch_backend = "torchtpu" if "torchtpu" in command.text else "cuda"

@@ -139,10 +139,9 @@ def join(rank: int, world_size: int) -> Store:
         wait_for_workers=False,
         multi_tenant=True,
     )
-    # By torchrun's own count, which is a node's: where nodes restart together, as with
-    # launch/meet.py and --rdzv-id, they number their starts in common.
-    count = os.environ.get("RENDEZVOUS_ROUND") or os.environ.get("TORCHELASTIC_RESTART_COUNT")
-    start = int(count or 0)
+    # Without the agent's store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE) rank 0 serves a new one at each
+    # start, and the nodes' restart counts may differ.
+    start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if by_agent else 0
     here, later = (PrefixStore(f"start_{number}", store) for number in (start, start + 1))
     here.set(f"rank_{rank}", socket.gethostname())
     here.add("count", 1)

@@ -180,7 +180,7 @@ def test_arguments_reach_torchrun_and_the_program(echo):
     )  # fmt: skip
     words = [line[1:-1] for line in said.splitlines() if line.startswith("<")]
     assert words == [
-        str(ROOT / "launch" / "meet.py"), "--nodes", "4", "--rdzv_id=job 1", "--address=first",
+        str(ROOT / "launch" / "torchrun.py"), "--nodes", "4", "--rdzv_id=job 1", "--address=first",
         "--port", "29500", "--limit", "600", "--",
         "--nproc-per-node", "3", "--max-restarts", "0", "--role", "a b",
         str(ROOT / "run_vit_training.py"), "--backend", "cuda", "--ckpt_dir", "x  y*", "",
@@ -210,7 +210,7 @@ def test_hosts_of_a_tpu_slice(given, nodes, rank, first, hosts, echo):
     said = succeed(start(TORCHRUN, *flags, PYTHON=echo, NPROC_PER_NODE="4", **given)).splitlines()
     words = [line[1:-1] for line in said if line.startswith("<")]
     assert words == [
-        str(ROOT / "launch" / "meet.py"),
+        str(ROOT / "launch" / "torchrun.py"),
         *f"--nodes {nodes} --rank {rank} --address={first} --port 29500 --limit 600".split(),
         *"--torchtpu 4 -- --nproc-per-node 4 --max-restarts 0".split(),
         str(ROOT / "run_vit_training.py"),
@@ -226,7 +226,7 @@ def test_hosts_of_a_tpu_slice(given, nodes, rank, first, hosts, echo):
         ({"OMP_NUM_THREADS": ""},
          {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2)),
           "NCCL_DEBUG": "WARN", "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-          "STEP_TIMEOUT_S": "1800", "RUN_ATTEMPT": "0"}),
+          "STEP_TIMEOUT_S": "1800"}),
         ({"OMP_NUM_THREADS": "7", "NCCL_DEBUG": "INFO", "PYTORCH_ALLOC_CONF": "backend:native"},
          {"OMP_NUM_THREADS": "7", "NCCL_DEBUG": "INFO", "PYTORCH_ALLOC_CONF": "backend:native"}),
         ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_ALLOC_CONF": None}),
@@ -460,8 +460,13 @@ def test_torchrun_leaves_nothing_in_the_temporary_folder(tmp_path):
     (tmp_path / "tmp").mkdir()
     program = tmp_path / "program.py"
     program.write_text("import os; print('reports', os.environ['TORCHELASTIC_ERROR_FILE'])")
-    meet = [sys.executable, ROOT / "launch" / "meet.py", "--nodes", "1", "--"]
-    words = "--standalone --nproc-per-node 1".split()
-    run = start(*meet, *words, program, TMPDIR=str(tmp_path / "tmp"))
+    words = "--nodes 1 -- --nproc-per-node 1".split()
+    run = start(
+        sys.executable,
+        ROOT / "launch" / "torchrun.py",
+        *words,
+        program,
+        TMPDIR=str(tmp_path / "tmp"),
+    )
     assert f"reports {tmp_path}/tmp/torchelastic_" in succeed(run)
     assert not list((tmp_path / "tmp").iterdir())

@@ -26,7 +26,7 @@ from tests.cli import (
     warm_python,
 )
 from tests.launch.test_launch_gpu import finish, free_port, losses, script
-from tests.launch.test_launch_meet import KILL_ONE
+from tests.launch.test_launch_nodes import KILL_ONE
 from tests.stand_ins.pod_stand_in import REMOTE, gcloud_accepts, read_until, wait_until
 from training.errors import BAD_IMAGES
 

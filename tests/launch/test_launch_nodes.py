@@ -1,23 +1,19 @@
-"""launch/meet.py and torch_fsdp/launch_torch.py: nodes and processes that wait, and restarts."""
+"""launch/preflight.py, torch_fsdp/launch_torch.py: nodes and processes that wait, and restarts."""
 
 import argparse
-import contextlib
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from torch.distributed import TCPStore
 
-from launch import meet
-from launch.meet import Host, Refused, join, listen
+from launch import torchrun
+from launch.preflight import Refused, TimedOut, wait_for_nodes
 from tests.cli import DIGITS, ROOT, TINY_MODEL, TINY_RUN, environment
 from tests.launch.test_launch_gpu import (
     TORCHRUN,
@@ -71,140 +67,78 @@ def test_a_node_that_never_comes(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.long
-def test_torchrun_of_a_node_that_never_comes(tmp_path):
-    """The nodes have met, then the first one is gone: torchrun waits in compiled code."""
-    port = free_port()
-    host = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import sys; from launch import meet\n"
-            "args = meet.parse(sys.argv[1:]); print(*meet.meet(args, meet.Watch(0)))",
-            *f"--nodes 2 --rank 0 --address 127.0.0.1 --port {port} --limit 0 -- x".split(),
-        ],
-        cwd=ROOT,
-        text=True,
-        stdout=subprocess.PIPE,
-    )
-    node = start(TORCHRUN, "--fake_data", **TWO_NODES, MASTER_PORT=port, NODE_RANK="1")
-    read_until(node, "waiting for torchrun of the other nodes, ")
-    node.send_signal(signal.SIGINT)
-    assert finish(node)[0] == 130
-    assert host.communicate()[0].endswith(" True\n")
-
-
 # -- who is one of the nodes ----------------------------------------------------------
 
 
 def arguments(port: str, rank: int, **more: object) -> argparse.Namespace:
-    words = f"--nodes 3 --rank {rank} --address 127.0.0.1 --port {port} --limit 0 -- x"
-    args = meet.parse(words.split())
+    words = f"--nodes 3 --rank {rank} --address 127.0.0.1 --port {port} --limit 60 -- x"
+    args = torchrun.parse(words.split())
     vars(args).update(more)
     return args
 
 
+def wait_in_thread(executor: ThreadPoolExecutor, port: str, rank: int, **more: object) -> Future:
+    return executor.submit(wait_for_nodes, arguments(port, rank, **more))
+
+
 @pytest.fixture
-def host():
-    """Node 0 of three, waiting in a thread; ``found`` is what it ends with."""
-    args = arguments(free_port(), 0)
-    listener = listen(args)
-    assert listener
-    waiting = SimpleNamespace(port=str(args.port), watch=SimpleNamespace(waiting_for=""), found=[])
-    meeting = Host(listener, args, waiting.watch)
-    waiting.thread = threading.Thread(target=lambda: waiting.found.append(meeting.wait()))
-    waiting.thread.start()
-    yield waiting
-    for rank in (1, 2):  # whatever the test did: these let it end
-        threading.Thread(target=come, args=(waiting.port, rank), daemon=True).start()
-    waiting.thread.join(60)
-    assert not waiting.thread.is_alive()
+def executor():
+    with ThreadPoolExecutor(4) as threads:
+        yield threads
 
 
-def come(port: str, rank: int, **more: object) -> str | None:
-    return join(arguments(port, rank, **more), SimpleNamespace(waiting_for=""))
+def test_refusals_say_what_to_change(executor):
+    port = free_port()
+    nodes = [wait_in_thread(executor, port, rank) for rank in (0, 1)]
+    with pytest.raises(Refused, match="NNODES is '2' here, but '3' on the other nodes at 127"):
+        wait_for_nodes(arguments(port, 1, nodes=2))
+    with pytest.raises(Refused, match="RDZV_ID is 'a' here, but '' on the other nodes at"):
+        wait_for_nodes(arguments(port, 1, rdzv_id="a"))
+    with pytest.raises(Refused, match=f"port {port} is in use on this machine"):
+        wait_for_nodes(arguments(port, 0))
+    nodes.append(wait_in_thread(executor, port, 2))
+    assert [node.result()[1] for node in nodes] == [True, False, False]
 
 
-def speak(port: str, data: bytes) -> bytes:
-    connection = socket.create_connection(("127.0.0.1", int(port)), timeout=60)
-    with connection, contextlib.suppress(OSError):  # hung up already
-        connection.sendall(data)
-        connection.shutdown(socket.SHUT_WR)
-        return b"".join(iter(lambda: connection.recv(4096), b""))
-    return b""
+def test_two_nodes_with_one_number(tmp_path):
+    """The one that came first notices it."""
+    flags = ["--fake_data", "--ckpt_dir", tmp_path / "run"]
+    variables = TWO_NODES | {"NNODES": "3", "MASTER_PORT": free_port()}
+    host = start(TORCHRUN, *flags, **variables, NODE_RANK="0")
+    first = start(TORCHRUN, *flags, **variables, NODE_RANK="1")
+    read_until(first, "waiting for node 2 of 3, ")
+    second = start(TORCHRUN, *flags, **variables, NODE_RANK="1")
+    code, _, stderr = finish(first)
+    assert code == 2
+    assert f"NODE_RANK=1 is this node's and that of {socket.gethostname()} (process " in stderr
+    for node in (second, host):
+        node.send_signal(signal.SIGTERM)
+        assert finish(node)[0] == 143
 
 
-def test_strangers_do_not_end_a_meeting(host):
-    nothing = [
-        b"",
-        b"GET / HTTP/1.0\r\n\r\n",
-        b"\xff\n",
-        b"[1]\n",
-        b"x" * 10**5,
-        b"[" * 4000 + b"\n",
-    ]
-    assert [speak(host.port, data) for data in nothing] == [b""] * len(nothing)
-    greeting = {"name": "1", "nodes": 3, "rdzv_id": ""}
-    wrong = [
-        {},
-        greeting | {"name": "3"},
-        greeting | {"name": None},
-        greeting | {"name": "0"},
-        greeting | {"nodes": [3]},
-        greeting | {"rdzv_id": "\x1b[2J"},
-    ]
-    for message in wrong:
-        answer = speak(host.port, json.dumps(message).encode() + b"\n")
-        assert b'"refused"' in answer
-        assert b"\x1b" not in answer
-    assert host.found == []
+def test_a_node_that_was_started_again_counts_once(executor):
+    """Nodes that come later find the same run there."""
+    port = free_port()
+    host = wait_in_thread(executor, port, 0)
+    for _ in range(2):
+        with pytest.raises(TimedOut, match="node 2 of 3 did not come within 2 s"):
+            wait_for_nodes(arguments(port, 1, limit=2))
+    nodes = [host, wait_in_thread(executor, port, 2), wait_in_thread(executor, port, 1)]
+    stores = [node.result()[0] for node in nodes]
+    stores.append(wait_for_nodes(arguments(port, 1))[0])
+    assert len({store.get("job") for store in stores}) == 1
 
 
-def test_refusals_say_what_to_change(host):
-    with pytest.raises(Refused, match="NNODES is '2' there and '3' here"):
-        come(host.port, 1, nodes=2)
-    with pytest.raises(Refused, match="RDZV_ID is 'a' there and '' here"):
-        come(host.port, 1, rdzv_id="a")
-    with pytest.raises(Refused, match="NODE_RANK=0 is here already; another run on this"):
-        come(host.port, 0)
-    with pytest.raises(Refused, match=f"port {host.port} is in use on this machine"):
-        listen(arguments(host.port, 0))
-
-
-def test_a_node_that_left_may_come_again(host):
-    """It is waited for anew; all get one name for the job, and the port is free at once."""
-    message = json.dumps({"name": "1", "nodes": 3, "rdzv_id": ""}).encode() + b"\n"
-    assert json.loads(speak(host.port, message).splitlines()[0])["missing"] == "node 2 of 3"
-    while host.watch.waiting_for != "nodes 1, 2 of 3":
-        time.sleep(0.05)
-    jobs: list[str | None] = []
-    nodes = [
-        threading.Thread(target=lambda rank=rank: jobs.append(come(host.port, rank)))
-        for rank in (2, 1)
-    ]
-    for node in nodes:
-        node.start()
-    for node in (*nodes, host.thread):
-        node.join(60)
-    assert jobs == host.found * 2
-    with socket.create_server(("127.0.0.1", int(host.port))):
-        pass
-
-
-def test_a_node_comes_back_to_torchrun():
-    """By RDZV_ID nodes may be started again one by one: torchrun, at work there, greets nobody."""
-    with socket.create_server(("127.0.0.1", 0)) as torchrun:
-        port = str(torchrun.getsockname()[1])
-        threading.Thread(target=lambda: torchrun.accept()[0].close(), daemon=True).start()
-        assert come(port, 1, rdzv_id="job 1", name="another") is None
-
-
-def test_torchruns_store_keeps_silent(monkeypatch):
-    """Nobody waits for its answer until a stranger's greeting would have come."""
-    monkeypatch.setattr(meet, "ANSWER_SECONDS", 0.2)
-    monkeypatch.setattr(meet, "GREETING_SECONDS", 10_000)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert come(str(store.port), 1, rdzv_id="job 1", name="another") is None
+def test_the_first_node_leaves_and_comes_again(executor):
+    port = free_port()
+    with pytest.raises(TimedOut, match="nodes 1, 2 of 3 did not"):
+        wait_for_nodes(arguments(port, 0, limit=1))
+    node = wait_in_thread(executor, port, 1)
+    time.sleep(1)
+    with pytest.raises(TimedOut, match="node 2 of 3 did not"):
+        wait_for_nodes(arguments(port, 0, limit=2))
+    nodes = [node, *(wait_in_thread(executor, port, rank) for rank in (0, 2))]
+    assert [node.result()[1] for node in nodes] == [False, True, False]
 
 
 # -- a process that never comes -------------------------------------------------------
@@ -263,13 +197,13 @@ def kill():
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 
-first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == os.environ.get("RUN_ATTEMPT") == "0"
+counts = "TORCHELASTIC_RESTART_COUNT", "RUN_ATTEMPT"
+first = all(os.environ.get(name, "0") == "0" for name in counts)
 if os.environ.get("RANK") == "1" and first:
     threading.Thread(target=kill, daemon=True).start()
 if "RANK" in os.environ:
     with open(os.environ["NOTES"], "a") as notes:
-        print(*map(os.environ.get, ("RANK", "RUN_JOB_ID", "RUN_ATTEMPT",
-                                    "TORCHELASTIC_RESTART_COUNT")), file=notes)
+        print(os.environ["RANK"], os.environ["RUN_JOB_ID"], file=notes)
 """
 
 
@@ -284,7 +218,7 @@ if "RANK" in os.environ:
     ids=["one node", "NODE_RANK", "RDZV_ID"],
 )
 def test_torchrun_starts_a_killed_process_again(nodes, tmp_path):
-    """All processes find each other once more, and know that this is a restart."""
+    """All processes find each other once more, and know that this is the same job."""
     (tmp_path / "sitecustomize.py").write_text(KILL_ONE)
     run, notes = tmp_path / "run", tmp_path / "notes"
     flags = ["--data_dir", DIGITS, *TINY_MODEL, *TINY_RUN, "--max_steps", "24"]
@@ -307,12 +241,8 @@ def test_torchrun_starts_a_killed_process_again(nodes, tmp_path):
     assert devices(run) == 2
     assert len(losses(run)) == 24
     starts = [line.split() for line in notes.read_text().splitlines()]
-    assert len({job for _, job, _, _ in starts}) == 1
-    by_rank = {
-        rank: [int(attempt) + int(count) > 0 for who, _, attempt, count in starts if who == rank]
-        for rank in ("0", "1")
-    }
-    assert by_rank == {"0": [False, True], "1": [False, True]}
+    assert len({job for _, job in starts}) == 1
+    assert sorted(rank for rank, _ in starts) == ["0", "0", "1", "1"]
 
 
 @pytest.mark.long
@@ -321,8 +251,8 @@ def test_a_lost_node_is_started_again(tmp_path):
     run, (first, second) = tmp_path / "run", [tmp_path / "first.pids", tmp_path / "second.pids"]
     (tmp_path / "sitecustomize.py").write_text(
         "import os\nif 'RANK' in os.environ:\n"
-        "    open(os.environ['PIDS'], 'a').write(f'{os.getpid()} {os.environ[\"RUN_ATTEMPT\"]} '\n"
-        "                                       f'{os.environ[\"RUN_JOB_ID\"]}\\n')"
+        "    note = f'{os.getpid()} {os.environ[\"RUN_JOB_ID\"]}\\n'\n"
+        "    open(os.environ['PIDS'], 'a').write(note)"
     )
     flags = ["--data_dir", DIGITS, *TINY_MODEL, *TINY_RUN, "--num_epochs", "9", "--ckpt_dir", run]
     flags += ["--max_steps", "200", "--ckpt_step_interval", "20"]
@@ -347,8 +277,8 @@ def test_a_lost_node_is_started_again(tmp_path):
     assert f"resuming {run}/step_" in stdout + more  # whichever has rank 0
     assert "training completed: step 200" in stdout + more
     starts = [path.read_text().split() for path in (first, second)]
-    assert [words[1::3] for words in starts] == [["0", "1"]] * 2
-    assert len({job for words in starts for job in words[2::3]}) == 1
+    assert [len(words) for words in starts] == [4, 4]  # two processes on each node
+    assert len({job for words in starts for job in words[1::2]}) == 1
 
 
 # -- fewer nodes, and more ------------------------------------------------------------

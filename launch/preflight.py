@@ -1,0 +1,153 @@
+"""Wait, before torchrun starts, until the nodes of a run are there, and say which are missing.
+
+torchrun waits for the nodes too, but prints nothing meanwhile, and its join timeout names no node.
+The nodes register in a TCPStore at MASTER_ADDR:MASTER_PORT. Its server is kept: torchrun's
+rendezvous, in the same process, shares it (``multi_tenant``). So the port is never free for another
+program, and a node that comes later finds the same run there.
+"""
+
+import argparse
+import errno
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+from torch.distributed import DistError, TCPStore
+
+from launch import write_line
+
+SAY_SECONDS = 10.0
+STORE_TIMEOUT = timedelta(seconds=10)
+NAMES_SHOWN = 8
+MISSING = "missing"
+"""The key under which the serving node says which nodes are missing; empty once they are there."""
+
+
+class Refused(Exception):
+    """Raised if this node cannot take part in the run: one line, exit code 2."""
+
+
+class TimedOut(Exception):
+    """Raised if nodes are missing after JOIN_TIMEOUT: one line, exit code 1."""
+
+
+def say(text: str) -> None:
+    write_line(f"torchrun.sh: {text}", sys.stderr)
+
+
+def wait_for_nodes(args: argparse.Namespace) -> tuple[TCPStore, bool]:
+    """Wait for all nodes (elastic runs: for the least that may train); say which are missing.
+
+    Returns the run's store, and whether this process serves it. Raises Refused and TimedOut.
+    """
+    serves = is_server(args)
+    server = "the node that has" if args.rdzv_id else "node 0 at"
+    who = f"{socket.gethostname()} (process {os.getpid()})"
+    store = None
+    begin = said = time.monotonic()
+    while True:
+        try:
+            if store is None:
+                if not serves:  # TCPStore would wait in compiled code, where no signal is handled
+                    socket.create_connection((args.address, args.port), timeout=5).close()
+                store = TCPStore(
+                    args.address,
+                    args.port,
+                    is_master=serves,
+                    timeout=STORE_TIMEOUT,
+                    wait_for_workers=False,
+                    multi_tenant=True,
+                )
+                node = register(store, args, who)
+            if serves:
+                store.set(MISSING, missing_nodes(store, args))
+            elif (other := store.get(f"node/{node}").decode()) != who:
+                raise Refused(f"NODE_RANK={node} is this node's and that of {other}")
+            missing = store.get(MISSING).decode()
+        except (OSError, DistError) as error:
+            store = None
+            reason = getattr(error, "strerror", "") or "no answer"
+            missing = f"{server} {args.address}:{args.port} ({reason})"
+        if store is not None and not missing:
+            return store, serves
+        seconds = time.monotonic() - begin
+        if args.limit and seconds >= args.limit:
+            raise TimedOut(
+                f"{missing} did not come within {args.limit} s (JOIN_TIMEOUT): see why, and start "
+                "all nodes again"
+            )
+        if time.monotonic() - said >= SAY_SECONDS:
+            said = time.monotonic()
+            say(f"waiting for {missing}, {seconds:.0f} s so far")
+        time.sleep(0.5)
+
+
+def is_server(args: argparse.Namespace) -> bool:
+    """Return whether this node is to serve the store: node 0, or the first at MASTER_ADDR.
+
+    Raises Refused.
+    """
+    if not args.rdzv_id and args.rank > 0:
+        return False
+    is_named = args.address in (socket.gethostname(), socket.getfqdn())
+    address = "" if is_named or not args.rdzv_id else args.address
+    try:
+        family, *_, place = socket.getaddrinfo(
+            address or None, args.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        socket.create_server(place[:2], family=family).close()
+    except OSError as error:
+        if args.rdzv_id:  # the address is another node's, or another node of this machine serves
+            return False
+        if error.errno == errno.EADDRINUSE:
+            raise Refused(
+                f"port {args.port} is in use on this machine, by another run perhaps: "
+                "set MASTER_PORT, the same on all nodes"
+            ) from None
+        raise Refused(f"port {args.port}: {error.strerror}: set MASTER_PORT") from None
+    return True
+
+
+def register(store: TCPStore, args: argparse.Namespace, who: str) -> int:
+    """Enter this node in the store, and a name for the job; return the node's number.
+
+    Raises Refused if the nodes there belong to another run.
+    """
+    run = {"NNODES": args.nodes, "MIN of NNODES=MIN:MAX": args.least, "RDZV_ID": args.rdzv_id}
+    there = json.loads(store.compare_set("run", "", json.dumps(run)))
+    for variable, value in run.items():
+        if there[variable] != value:
+            raise Refused(
+                f"{variable} is '{value}' here, but '{there[variable]}' on the other nodes at "
+                f"{args.address}:{args.port}"
+            )
+    job = f"{socket.gethostname()}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    store.compare_set("job", "", job)
+    node = store.add("numbered", 1) - 1 if args.rdzv_id else args.rank
+    store.set(f"node/{node}", who)  # another node with the same number will notice
+    if store.add(f"starts of {node}", 1) == 1:
+        store.add("here", 1)
+    return node
+
+
+def missing_nodes(store: TCPStore, args: argparse.Namespace) -> str:
+    """Return which nodes are missing, as a phrase; "" if enough are there."""
+    nodes = args.least or args.nodes
+    if store.add("here", 0) >= nodes:
+        return ""
+    here = [node for node in range(nodes) if store.check([f"node/{node}"])]
+    if args.rdzv_id:
+        names = [store.get(f"node/{node}").decode().partition(" ")[0] for node in here]
+        return f"{nodes - len(here)} of {nodes} nodes (here: {few(sorted(names))})"
+    missing = [str(node) for node in range(nodes) if node not in here]
+    return f"node{'s' * (len(missing) > 1)} {few(missing)} of {nodes}"
+
+
+def few(names: Sequence[str]) -> str:
+    more = len(names) - NAMES_SHOWN
+    shown = ", ".join(names[:NAMES_SHOWN])
+    return f"{shown} and {more} more" if more > 0 else shown

@@ -1,0 +1,294 @@
+"""Wait for the nodes of a run, then run torchrun's agent in this process; for launch/torchrun.sh.
+
+torchrun's rendezvous, static or c10d, connects the nodes; ``Agent`` extends torchrun's own for what
+has no option: the time for a checkpoint when processes are stopped, and the exit codes after which
+no restart helps.
+"""
+
+import argparse
+import importlib
+import math
+import os
+import re
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run by its path: the folder of the project, in place of its own
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    try:
+        importlib.import_module("torch")
+    except ImportError as error:
+        print(
+            f"torchrun.sh: error: {sys.executable} cannot import PyTorch ({error}): set PYTHON",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+
+from torch.distributed import DistError, run
+from torch.distributed.elastic.agent.server import RunResult, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from launch import CRASH_SECONDS, IN_VAIN, STOPS, is_crash
+from launch.preflight import Refused, TimedOut, say, wait_for_nodes
+
+STOP_SECONDS = 30
+"""torchrun's own time for its processes to end."""
+CONNECT_SECONDS = 120
+"""The time for nodes that are all there to connect by torchrun's static rendezvous."""
+FOREVER = 10**8
+
+
+class Agent(LocalElasticAgent):
+    """torchrun's agent of a node, which lets processes finish a checkpoint when they are stopped.
+
+    torchrun kills them after 30 seconds, however long a scheduler's notice is. Those that hang are
+    ended by ``--step_timeout_s``. After a crash, here or on another node, the others mostly wait
+    for it in compiled code: they are killed sooner.
+    """
+
+    _stop_seconds = STOP_SECONDS
+
+    def _rendezvous(self, worker_group: Any) -> None:
+        handler = worker_group.spec.rdzv_handler
+        is_elastic = False
+        if handler.get_backend() == "c10d":
+            least, most = handler.settings.min_nodes, handler.settings.max_nodes
+            is_elastic = least < most
+        if is_elastic and worker_group.group_world_size:
+            wait = handler.settings.timeout.last_call.total_seconds()
+            say(f"waiting for {least} to {most} nodes, {wait:.0f} s for more than {least}")
+        super()._rendezvous(worker_group)
+        if is_elastic:
+            say(f"starting on {worker_group.group_world_size} of up to {most} nodes")
+
+    def _restart_workers(self, worker_group: Any) -> None:
+        handler = worker_group.spec.rdzv_handler
+        has_newcomer = False
+        if handler.num_nodes_waiting():  # with the static rendezvous none ever waits
+            participants = handler._state_holder.state.participants
+            has_newcomer = len(participants) == worker_group.group_world_size
+        if has_newcomer:
+            say("a node has come: all write a checkpoint and start again with it")
+        os.environ["RUN_FAILED_AT"] = str(time.time())  # for the processes' account of the restart
+        self._stop_seconds = FOREVER if has_newcomer else CRASH_SECONDS
+        super()._restart_workers(worker_group)
+        self._stop_seconds = STOP_SECONDS
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_: Any) -> None:
+        if self._pcontext:
+            is_stop = isinstance(sys.exception(), SignalException)
+            self._pcontext.close(death_sig, FOREVER if is_stop else self._stop_seconds)
+        super()._shutdown(death_sig)
+
+    def _monitor_workers(self, worker_group: Any) -> RunResult:
+        """Look after the processes once; do not restart them if that cannot help.
+
+        The end of all by SIGTERM while a node waits is no failure: another node, which saw it
+        first, has asked them for a checkpoint.
+        """
+        assert isinstance(self._pcontext, SubprocessContext)
+        processes = [handler.proc for handler in self._pcontext.subprocess_handlers.values()]
+
+        def kill_all() -> None:
+            for process in processes:
+                process.kill()
+
+        killer = threading.Timer(CRASH_SECONDS, kill_all)
+        ended = [process.poll() for process in processes]
+        if any(code is not None and is_crash(code) for code in ended):
+            killer.start()  # else torchrun, which asks the others to end, would wait for 30 s
+        result = super()._monitor_workers(worker_group)
+        killer.cancel()
+        codes = {failure.exitcode for failure in result.failures.values()}
+        if codes & set(IN_VAIN):
+            self._remaining_restarts = 0
+        elif codes == {128 + signal.SIGTERM} and worker_group.spec.rdzv_handler.num_nodes_waiting():
+            return RunResult(WorkerState.HEALTHY)
+        return result
+
+
+def run_agent(options: argparse.Namespace) -> None:
+    """Do what torchrun does with its options, ``launch_agent``, with ``Agent`` as its agent.
+
+    Raises ChildFailedError, SignalException, RendezvousError and DistError.
+    """
+    config, program, program_args = run.config_from_args(options)
+    parameters = RendezvousParameters(
+        backend=config.rdzv_backend,
+        endpoint=config.rdzv_endpoint,
+        run_id=config.run_id,
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        local_addr=config.local_addr,
+        **config.rdzv_configs,
+    )
+    handler = get_rendezvous_handler(parameters)
+    assert config.logs_specs  # made by config_from_args
+    same = [field.name for field in fields(WorkerSpec) if hasattr(config, field.name)]
+    spec = WorkerSpec(
+        **{name: getattr(config, name) for name in same},
+        local_world_size=config.nproc_per_node,
+        rdzv_handler=handler,
+        entrypoint=program,
+        args=tuple(program_args),
+    )
+    agent = Agent(
+        spec,
+        config.logs_specs,
+        start_method=config.start_method,
+        log_line_prefix_template=config.log_line_prefix_template,
+    )
+    is_stopped = False
+    try:
+        result = agent.run()
+    except SignalException:
+        is_stopped = True
+        raise
+    finally:
+        if not is_stopped:  # else the other nodes may go on
+            handler.shutdown()
+    if result.is_failed():
+        raise ChildFailedError(spec.get_entrypoint_name(), result.failures)
+
+
+def torchrun_words(args: argparse.Namespace, is_server: bool) -> list[str]:
+    """Return torchrun's options that connect the nodes."""
+    if args.nodes == 1:  # a free port, so that two runs on one machine do not meet
+        return "--nnodes 1 --rdzv-backend c10d --rdzv-endpoint localhost:0".split()
+    words = ["--nnodes", f"{args.least or args.nodes}:{args.nodes}"]
+    if not args.rdzv_id:
+        words += ["--node-rank", str(args.rank), "--master-addr", args.address]
+        words += ["--master-port", str(args.port)]
+        return [*words, "--rdzv-conf", f"timeout={CONNECT_SECONDS}"]
+    conf = f"is_host={int(is_server)},join_timeout={args.limit or FOREVER}"
+    conf += f",last_call_timeout={args.elastic_wait}"
+    words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{args.address}:{args.port}"]
+    return [*words, "--rdzv-id", args.rdzv_id, "--rdzv-conf", conf]
+
+
+def join_slice(args: argparse.Namespace) -> None:
+    """Set what TorchTPU's processes must know of their TPU slice, before torchrun starts them.
+
+    From TORCH_TPU_TOPOLOGY, TORCH_TPU_SLICEBUILDER_ADDRESSES and torchrun's own variables torch_tpu
+    0.2.0 makes those that libtpu reads. Each of several slices has a topology and addresses of its
+    own. Raises Refused.
+    """
+    hosts = args.nodes // int(os.environ.get("MEGASCALE_NUM_SLICES") or 1)
+    devices = hosts * args.torchtpu
+    topology = os.environ.get("TORCH_TPU_TOPOLOGY") or os.environ.get("TPU_TOPOLOGY")  # GKE's: 4x4
+    if topology:
+        if not re.fullmatch(r"[1-9]\d{0,3}([,x][1-9]\d{0,3}){1,3}", topology):
+            raise Refused(f"TORCH_TPU_TOPOLOGY={topology} is not chips a side, as 4,4,1")
+        sides = [int(side) for side in re.split("[,x]", topology)]
+        sides += [1] * (3 - len(sides))
+        chips = math.prod(sides)
+        if devices == 2 * chips:  # TPU7x: each of the two cores of a chip is a device
+            sides.append(2)
+        elif devices != chips:
+            raise Refused(
+                f"TORCH_TPU_TOPOLOGY={topology} is {chips} chips, but {hosts} host(s) start "
+                f"{args.torchtpu} process(es) each: set it, or NPROC_PER_NODE"
+            )
+        os.environ["TORCH_TPU_TOPOLOGY"] = ",".join(map(str, sides))
+    elif hosts > 1:  # TorchTPU would take this host's own
+        raise Refused("several hosts require TORCH_TPU_TOPOLOGY, the slice's chips, as 4,4,1")
+    os.environ["NODE_RANK"] = str(args.rank or 0)  # else TorchTPU would start the TPU to ask it
+    try:
+        importlib.import_module("torch_tpu")
+        public = importlib.import_module("torch.tpu.distributed")
+        public.set_tpu_launch_env(nnodes=hosts, nproc_per_node=args.torchtpu)
+    except ImportError as error:
+        raise Refused(
+            f"{sys.executable} cannot import TorchTPU ({error}): "
+            "install requirements-torchtpu.txt, or set PYTHON"
+        ) from None
+    except (ValueError, RuntimeError) as error:
+        raise Refused(str(error)) from None
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--nodes", type=int, required=True)
+    parser.add_argument("--rank", type=int, help="this node's; not with --rdzv_id")
+    parser.add_argument("--rdzv_id", default="", help="for nodes that number themselves")
+    parser.add_argument("--least", type=int, help="so many nodes are enough; with --rdzv_id")
+    parser.add_argument(
+        "--elastic_wait", type=int, default=30, help="seconds that these wait for more"
+    )
+    parser.add_argument("--address", help="the first node's")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--limit", type=int, default=0, help="seconds; 0: none")
+    parser.add_argument("--torchtpu", metavar="N", type=int, help="TorchTPU, N processes a node")
+    parser.add_argument("torchrun", nargs="+", help="after --: for torchrun")
+    return parser.parse_args(argv)
+
+
+def stop(number: int, frame: object) -> None:
+    raise SignalException("", signal.Signals(number))
+
+
+def main(argv: Sequence[str]) -> int:
+    args = parse(argv)
+    # What is ignored, as SIGHUP under nohup, stays so: torchrun would install handlers of its own.
+    ignored = {n for n in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_IGN}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ignored)
+    for number in STOPS:  # until torchrun does so, too, with the processes; they inherit the mask
+        signal.signal(number, stop)
+    run.parse_args(args.torchrun)  # a node with a wrong option must not come
+    # Without this, PyTorch gives the address of the processes' store only to the nodes of the
+    # first start (#135712).
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = str(int(bool(args.rdzv_id)))
+    is_server, store = True, None
+    try:
+        if args.torchtpu:
+            join_slice(args)
+        if args.nodes > 1:
+            store, is_server = wait_for_nodes(args)
+            os.environ.setdefault("RUN_JOB_ID", store.get("job").decode())
+        # torchrun would leave a folder of its own for its processes' reports, one a start.
+        with tempfile.TemporaryDirectory(prefix="torchelastic_") as logs:
+            words = ["--log-dir", logs, *torchrun_words(args, is_server), *args.torchrun]
+            run_agent(run.parse_args(words))
+    except Refused as refusal:
+        say(f"error: {refusal}")
+        return 2
+    except TimedOut as late:
+        say(f"error: {late}")
+        return 1
+    except RendezvousTimeoutError:
+        say(
+            f"error: fewer than {args.least or args.nodes} nodes were there for {args.limit} s "
+            "(JOIN_TIMEOUT)"
+        )
+        return 1
+    except (RendezvousError, DistError) as error:
+        say(f"error: the nodes do not find each other: {error}")
+        return 1
+    except ChildFailedError as failed:
+        codes = [failure.exitcode for failure in failed.failures.values()]
+        for code in codes:
+            if code in IN_VAIN:
+                return code  # the program has said why; other launchers must know, too
+        raise  # with torchrun's report
+    except SignalException as stopped:  # passed on to the processes; they have ended
+        say(f"ended by {stopped.sigval.name}")
+        return 128 + stopped.sigval
+    del store  # kept until here: its server is torchrun's, too
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
