@@ -299,32 +299,32 @@ class Run:
             say(text)
         self._said = text
 
-    def _found(self) -> dict[str, Any] | None:
+    def _job_set(self) -> dict[str, Any] | None:
         """Return the JobSet as the cluster has it; None if it has none."""
         job_sets = items(self._args, "jobsets.jobset.x-k8s.io")
-        return next((x for x in job_sets if x["metadata"]["name"] == self._job.name), None)
+        return next((item for item in job_sets if item["metadata"]["name"] == self._job.name), None)
 
     def _look(self) -> int | None:
         """Look at the cluster once and do what follows; return the exit code if it has ended."""
         job, now = self._job, time.monotonic()
-        found = self._found()
-        if not found and self._slices:
+        job_set = self._job_set()
+        if not job_set and self._slices:
             say(f"error: the JobSet {job.name} was deleted")
             return 1
-        if found:
-            for condition in found.get("status", {}).get("conditions", []):
+        if job_set:
+            for condition in job_set.get("status", {}).get("conditions", []):
                 if condition["status"] == "True" and condition["type"] in ("Completed", "Failed"):
                     say(
                         f"the JobSet {job.name} has {condition['type'].lower()}; before it can "
                         f"start again: kubectl delete jobset {job.name}"
                     )
                     return int(condition["type"] == "Failed")
-            if not self._slices and found["metadata"].get("deletionTimestamp"):
+            if not self._slices and job_set["metadata"].get("deletionTimestamp"):
                 self._say_once(f"waiting until the JobSet {job.name}, which is deleted, has ended")
                 return None
             if not self._slices:
                 say(f"the JobSet {job.name} runs already: following it")
-            self._slices = found["spec"]["replicatedJobs"][0]["replicas"]
+            self._slices = job_set["spec"]["replicatedJobs"][0]["replicas"]
         usable = min(
             job.slices,
             usable_slices(
@@ -383,7 +383,7 @@ class Run:
                     )
                     asked = True
                 pods = items(self._args, "pods", f"--selector={JOB_SET_LABEL}={self._job.name}")
-                if not pods and not self._found():
+                if not pods and not self._job_set():
                     self._slices = 0
                     return
                 if time.monotonic() > forget_at:

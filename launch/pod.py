@@ -94,8 +94,8 @@ class Worker:
         assert client.stdout is not None
         assert client.stderr is not None
         with self._log:
-            arguments = ((client.stdout, sys.stdout), (client.stderr, sys.stderr))
-            readers = [threading.Thread(target=copy, args=each) for each in arguments]
+            pairs = ((client.stdout, sys.stdout), (client.stderr, sys.stderr))
+            readers = [threading.Thread(target=copy, args=streams) for streams in pairs]
             for reader in readers:
                 reader.start()
             for reader in readers:
@@ -112,7 +112,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What a thread of ``Pod.meanwhile`` has found out."""
+    """What ``ask`` of ``Pod.meanwhile`` has returned."""
 
     value: Any
 

@@ -84,13 +84,13 @@ def processes(job: str | None) -> list[int]:
     """Return this user's processes that xla_dist started here for ``job`` (None: for all)."""
     prefix = f"{JOB}=".encode()
     wanted = None if job is None else prefix + job.encode()
-    found = []
+    result = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
             for variable in file.read().split(b"\0"):
                 if variable == wanted if wanted else variable.startswith(prefix):
-                    found.append(int(name))
-    return found
+                    result.append(int(name))
+    return result
 
 
 def obey(group: int, grace: float) -> None:

@@ -1,4 +1,8 @@
-"""TPU slices as gcloud knows them: what each is, and whether a program can be started on it."""
+"""The hosts of TPU slices through ``gcloud compute tpus tpu-vm``, for ``launch.xla_dist``.
+
+``describe`` asks which hosts a slice has, ``ssh_command`` runs a command on one of them; no other
+module of the launcher calls gcloud.
+"""
 
 import argparse
 import json
@@ -48,7 +52,7 @@ class Slice:
 # -- gcloud's command lines ------------------------------------------------------------
 
 
-def gcloud(args: argparse.Namespace, *words: str) -> list[str]:
+def _gcloud(args: argparse.Namespace, *words: str) -> list[str]:
     command = ["gcloud", "compute", "tpus", "tpu-vm", *words, "--quiet"]  # asks nothing
     for flag in ("zone", "project"):
         if value := getattr(args, flag):
@@ -56,9 +60,14 @@ def gcloud(args: argparse.Namespace, *words: str) -> list[str]:
     return command
 
 
+def describe_command(args: argparse.Namespace, name: str) -> list[str]:
+    """Return the command that prints what a slice is, in JSON."""
+    return _gcloud(args, "describe", name, "--format=json")
+
+
 def ssh_command(args: argparse.Namespace, name: str, worker: int, remote: str) -> list[str]:
-    """Return what runs ``remote`` in a shell of one of this slice's workers."""
-    command = gcloud(args, "ssh", name, f"--worker={worker}", f"--command={remote}")
+    """Return the command that runs ``remote`` in a shell of one of this slice's workers."""
+    command = _gcloud(args, "ssh", name, f"--worker={worker}", f"--command={remote}")
     if args.internal_ip:
         command.append("--internal-ip")
     return command + [f"--ssh-flag={option}" for option in SSH_OPTIONS]
@@ -68,15 +77,17 @@ def ssh_command(args: argparse.Namespace, name: str, worker: int, remote: str) -
 
 
 def describe(args: argparse.Namespace, name: str) -> Slice:
-    """Ask gcloud for a slice. Raises Mistake if it does not know it."""
+    """Ask gcloud for a slice. Raises Mistake if gcloud is missing or does not know the slice."""
     try:
         asked = subprocess.run(
-            gcloud(args, "describe", name, "--format=json"),
+            describe_command(args, name),
             capture_output=True,
             text=True,
             check=False,
             timeout=_ASK_SECONDS,
         )
+    except FileNotFoundError:
+        raise Mistake("no gcloud on PATH: install it, https://cloud.google.com/sdk/docs") from None
     except subprocess.TimeoutExpired:
         raise Mistake(
             f"gcloud did not describe --tpu {name} within {_ASK_SECONDS:.0f} s: check the network"
@@ -96,7 +107,7 @@ def describe(args: argparse.Namespace, name: str) -> Slice:
         str(node.get("state")),
         f"{config.get('type') or node.get('acceleratorType', '')} {topology}".strip(),
         topology,
-        tuple(each.get("ipAddress", "") for each in node.get("networkEndpoints") or ()),
+        tuple(host.get("ipAddress", "") for host in node.get("networkEndpoints") or ()),
     )
 
 
@@ -104,12 +115,12 @@ def describe_usable(args: argparse.Namespace, name: str, kind: str) -> Slice | s
     """Return the slice if it is of this kind and all its workers can start the program now; else
     why not."""
     try:
-        found = describe(args, name)
-        if problem := found.problem():
+        slice_ = describe(args, name)
+        if problem := slice_.problem():
             return f"{name} {problem.partition(',')[0]}"
-        if found.kind != kind:
-            return f"{name} is {found.kind} now, and was {kind}"
-        return _start_problem(args, found) or found
+        if slice_.kind != kind:
+            return f"{name} is {slice_.kind} now, and was {kind}"
+        return _start_problem(args, slice_) or slice_
     except (Mistake, OSError, ValueError) as error:  # gcloud may fail once in days
         return str(error)
 
@@ -117,8 +128,7 @@ def describe_usable(args: argparse.Namespace, name: str, kind: str) -> Slice | s
 def _start_problem(args: argparse.Namespace, slice_: Slice) -> str:
     """Return why one of its workers cannot start the program; "" if all can.
 
-    ssh must reach it, and it must have the command: a slice that was created again is empty at
-    first.
+    ssh must reach it, and it must have the command: a slice that was created again is empty.
     """
     remote = shlex.join(["exec", "python3", "-c", _FIND_COMMAND, args.workdir, args.command[0]])
     devnull, clients = subprocess.DEVNULL, []

@@ -14,7 +14,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import sys
 import threading
@@ -27,10 +26,8 @@ from typing import Any, NoReturn
 from config_fields import local_path, not_empty
 from launch import CRASH_SECONDS, IN_VAIN, pod_worker
 from launch.pod import AS_ASKED, GRACE_SECONDS, Client, Ending, Pod
-from launch.slices import Mistake, Slice, describe, describe_usable, gcloud, ssh_command
+from launch.slices import Mistake, Slice, describe, describe_command, describe_usable, ssh_command
 
-MISTAKE = 2
-"""The exit code for a wrong command line."""
 STEP_TIMEOUT_SECONDS = 1800
 LARGEST_COUNT = 10_000_000
 """The largest number of seconds, some months: Python cannot wait for larger ones."""
@@ -54,22 +51,20 @@ def main(argv: Sequence[str]) -> int:
         remote = remote_command(args, job, 0, 0, {})  # a mistake in it shows before anything starts
         if args.dry_run:
             for name in args.tpu:
-                print(shlex.join(gcloud(args, "describe", name, "--format=json")))
-            own = "NNODES, NODE_RANK" if len(args.tpu) == 1 else "MEGASCALE_SLICE_ID"
-            print(f"# for every worker that it lists, with {own}, ...: --worker=0, without")
+                print(shlex.join(describe_command(args, name)))
+            variables = "NNODES, NODE_RANK" if len(args.tpu) == 1 else "MEGASCALE_SLICE_ID"
+            print(f"# for every worker that it lists, with {variables}, ...: --worker=0, without")
             print(shlex.join(ssh_command(args, args.tpu[0], 0, remote)))
             return 0
-        if not shutil.which("gcloud"):
-            raise Mistake("no gcloud on PATH: install it, https://cloud.google.com/sdk/docs")
         described = [describe(args, name) for name in args.tpu]
-        slices = [each for each in described if not each.problem()]
-        for each in described:
-            if (problem := each.problem()) and not (slices and args.elastic):
-                raise Mistake(f"--tpu {each.name} {problem}")
-        for each in slices[1:]:
-            if each.kind != slices[0].kind:
+        slices = [slice_ for slice_ in described if not slice_.problem()]
+        for slice_ in described:
+            if (problem := slice_.problem()) and not (slices and args.elastic):
+                raise Mistake(f"--tpu {slice_.name} {problem}")
+        for slice_ in slices[1:]:
+            if slice_.kind != slices[0].kind:
                 raise Mistake(
-                    f"--tpu {each.name} is {each.kind}, {slices[0].name} is {slices[0].kind}: "
+                    f"--tpu {slice_.name} is {slice_.kind}, {slices[0].name} is {slices[0].kind}: "
                     "several slices must have one accelerator type and topology"
                 )
         log_dir = args.log_dir or Path(f"runs/xla_dist-{job}")
@@ -79,12 +74,13 @@ def main(argv: Sequence[str]) -> int:
             raise Mistake(f"--log_dir {log_dir}: {error.strerror}") from None
     except Mistake as mistake:
         print(f"xla_dist: error: {mistake}", file=sys.stderr)
-        return MISTAKE
+        return 2
     except KeyboardInterrupt:  # nothing has been started yet
         return 130
     pod = Pod(log_dir, args.grace)
-    workers = sum(len(each.addresses) for each in slices)
-    pod.say(f"{workers} worker(s) of {', '.join(each.name for each in slices)}, logs in {log_dir}")
+    workers = sum(len(slice_.addresses) for slice_ in slices)
+    names = ", ".join(slice_.name for slice_ in slices)
+    pod.say(f"{workers} worker(s) of {names}, logs in {log_dir}")
     return keep_running(args, job, pod, slices)
 
 
@@ -105,7 +101,7 @@ def keep_running(args: argparse.Namespace, job: str, pod: Pod, slices: list[Slic
                 return 128 + (signal.SIGINT if pod.stopped_by == signal.SIGINT else signal.SIGTERM)
             if len(slices) < args.elastic:
                 return 1
-        names = [each.name for each in slices]
+        names = [slice_.name for slice_ in slices]
         if args.elastic:
             more["ELASTIC_SLICES"] = f"{args.elastic}:{len(args.tpu)}"
             pod.say(f"starting on {len(names)} of {len(args.tpu)} slices: {', '.join(names)}")
@@ -145,11 +141,11 @@ def find_slices(
     deadline, said, pause = time.monotonic() + args.elastic_wait, "", args.elastic_poll
     usable: list[Slice] = []
     while not pod.stopped_by:
-        found = pod.meanwhile(lambda: [describe_usable(args, name, kind) for name in args.tpu])
-        usable = [each for each in found or () if isinstance(each, Slice)]
-        reasons = "; ".join(each for each in found or () if isinstance(each, str))
+        answers = pod.meanwhile(lambda: [describe_usable(args, name, kind) for name in args.tpu])
+        usable = [answer for answer in answers or () if isinstance(answer, Slice)]
+        reasons = "; ".join(answer for answer in answers or () if isinstance(answer, str))
         left = deadline - time.monotonic()
-        names = {each.name for each in usable}
+        names = {slice_.name for slice_ in usable}
         waits = left > 0 and (len(usable) < args.elastic or not names.issuperset(awaited))
         if reasons and said != reasons:
             said = reasons
@@ -296,15 +292,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         action="store_true",
         help="print the gcloud commands, quoted for a shell, and run nothing",
     )
-    own, command = list(argv), []
-    if "--" in own:
-        at = own.index("--")
-        own, command = own[:at], own[at + 1 :]
-    if not command and not {"-h", "--help"} & set(own):
+    options, command = list(argv), []
+    if "--" in options:
+        at = options.index("--")
+        options, command = options[:at], options[at + 1 :]
+    if not command and not {"-h", "--help"} & set(options):
         raise Mistake(
             "no command: give it after --, as in --tpu=NAME -- python3 -u run_vit_training.py"
         )
-    args = parser.parse_args(own, argparse.Namespace(command=command))
+    args = parser.parse_args(options, argparse.Namespace(command=command))
     if command and not command[0]:
         raise Mistake("the command after -- starts with an empty word")
     if "--backend torchtpu" in " ".join(command).replace("=", " "):
@@ -375,43 +371,45 @@ def clients(
     slices: Sequence[Slice],
     more: dict[str, str],
 ) -> list[Client]:
-    """Return what runs the program on each worker of these slices, with ``more`` variables.
+    """Return the clients that run the program on the workers of these slices.
 
-    A worker has the same number in each start: that of all slices of ``--tpu``, in their order.
+    ``more``: environment variables for all of them.
+
+    Workers are numbered over all slices of ``--tpu`` in their order, the same in each start.
     """
-    found = []
+    result = []
     for slice_id, slice_ in enumerate(slices):
         count = len(slice_.addresses)
         for worker in range(count):
             index, place = args.tpu.index(slice_.name) * count + worker, ""
-            own = {"MASTER_ADDR": slices[0].addresses[0]}
+            variables = more | {"MASTER_ADDR": slices[0].addresses[0]}
             if len(args.tpu) == 1:  # what launch/torchrun.sh reads
-                own |= {
+                variables |= {
                     "NNODES": str(count),
                     "NODE_ADDRESSES": ",".join(slice_.addresses),
                     "NODE_RANK": str(worker),
                 }
                 if slice_.topology:  # 4x4 or 4x4x4
                     sides = [*slice_.topology.split("x"), "1"][:3]
-                    own["TORCH_TPU_TOPOLOGY"] = ",".join(sides)
+                    variables["TORCH_TPU_TOPOLOGY"] = ",".join(sides)
             else:  # by which libtpu and the program find the other slices
                 place = f" (worker {worker} of {slice_.name})"
-                own |= {
+                variables |= {
                     "NODE_RANK": str(slice_id * len(slices[0].addresses) + worker),
                     "MEGASCALE_COORDINATOR_ADDRESS": slices[0].addresses[0],
                     "MEGASCALE_PORT": str(MEGASCALE_PORT),
                     "MEGASCALE_NUM_SLICES": str(len(slices)),
                     "MEGASCALE_SLICE_ID": str(slice_id),
                 }
-            remote = remote_command(args, job, attempt, index, own | more)
-            found.append(Client(index, place, ssh_command(args, slice_.name, worker, remote)))
-    return found
+            remote = remote_command(args, job, attempt, index, variables)
+            result.append(Client(index, place, ssh_command(args, slice_.name, worker, remote)))
+    return result
 
 
 def remote_command(
-    args: argparse.Namespace, job: str, attempt: int, index: int, own: dict[str, str]
+    args: argparse.Namespace, job: str, attempt: int, index: int, variables: dict[str, str]
 ) -> str:
-    """Return the command that runs the program on one worker, with this worker's variables.
+    """Return the command that runs the program on one worker, with its environment variables.
 
     Raises Mistake if it is too long.
     """
@@ -424,7 +422,7 @@ def remote_command(
             "STEP_TIMEOUT_S": str(STEP_TIMEOUT_SECONDS),
             "RUN_JOB_ID": job,
             "RUN_ATTEMPT": str(attempt),
-            **own,
+            **variables,
             **dict(args.env),
         },
         "workdir": args.workdir,
