@@ -87,7 +87,7 @@ class Agent(LocalElasticAgent):
         super()._restart_workers(worker_group)
         self._stop_seconds = STOP_SECONDS
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_: Any) -> None:
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         if self._pcontext:
             is_stop = isinstance(sys.exception(), SignalException)
             self._pcontext.close(death_sig, FOREVER if is_stop else self._stop_seconds)

@@ -61,7 +61,8 @@ def test_a_node_that_never_comes(tmp_path):
     assert finish(named)[0] == 143
     code, stdout, stderr = finish(first)
     assert (code, stdout) == (1, "")
-    told, limit = stderr.splitlines()
+    # torch_tpu, where it is installed, warns at the import of PyTorch.
+    told, limit = [line for line in stderr.splitlines() if line.startswith("torchrun.sh: ")]
     assert told.startswith("torchrun.sh: waiting for node 1 of 2, ")
     assert limit.startswith("torchrun.sh: error: node 1 of 2 did not come within 11 s")
     assert not (tmp_path / "run").exists()
