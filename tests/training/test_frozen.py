@@ -19,11 +19,9 @@ from tests.training.test_features import (
     LOADER,
     TRAIN,
     backbone,
-    images,  # noqa: F401 - a fixture
     read,
     run_form,
     tokens_of,
-    weights,  # noqa: F401 - a fixture
 )
 from tests.usage_error import told_in_one_line
 from training import frozen
@@ -211,7 +209,7 @@ def expected_of(root):
     "form",
     ["FSDP2, two processes", *map(long, ("SPMD, one device", "SPMD, four devices", "nested"))],
 )
-def test_eval_only(form, images, weights):  # noqa: F811
+def test_eval_only(form, images, weights):
     """On each form what the plain vote over timm's features finds; a broken image is left out."""
     asked = ("--eval_only", "--knn", "--probe", "--json", "--init_from", weights)
     done = run_form(form, *asked, *FLAGS, "--data_dir", images)
@@ -239,7 +237,7 @@ def test_eval_only(form, images, weights):  # noqa: F811
         ("--knn_every -1", "must be at least 0"),
     ],
 )
-def test_mistakes_are_told_in_one_line(flags, message, weights, tmp_path, capsys):  # noqa: F811
+def test_mistakes_are_told_in_one_line(flags, message, weights, tmp_path, capsys):
     words = ["--backend", "cuda", *FLAGS, *LOADER, "--ckpt_dir", tmp_path / "x"]
     words += ["--init_from", weights] if "fake" in flags and "eval" in flags else []
     assert message in told_in_one_line(capsys, *words, *flags.split())
