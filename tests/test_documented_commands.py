@@ -15,8 +15,8 @@ import pytest
 from tests.cli import train_tiny_gpu
 from tests.documented_commands import Command, documented_commands, known_flags, one_line
 from tests.stand_ins.new_machine import Machine, own_mounts
+from tests.support.stopping import ALONE, stop
 from tests.trained_models import put_trained
-from tests.training.test_stopping import ALONE, stop
 from tests.typed_with_stand_ins import (
     benchmark_takes,
     compiles,

@@ -15,7 +15,7 @@ from data.decode import Pixels
 from data.files import DataFolderError
 from data.loader import GlobalBatchSampler, Share
 from data.transforms import TrainTransform, seeded
-from tests.data.test_data import arguments, loaders
+from tests.support.loading import arguments, loaders
 from tests.usage_error import told_in_one_line
 from tools.show_augmentations import DRAWS, columns, main, read_run
 

@@ -30,7 +30,7 @@ from data.transforms import (
     draw_distortion,
     seeded,
 )
-from tests.data.test_decode import GUARD, as_pillow, jpeg
+from tests.support.jpegs import GUARD, as_pillow, jpeg
 from tools.show_augmentations import IMAGES, crop_columns, draw
 
 pytestmark = pytest.mark.fast

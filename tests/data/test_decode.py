@@ -1,7 +1,5 @@
 """Decoding and crops: against Pillow's pixels and torchvision's transforms, on photographs."""
 
-import io
-
 import numpy as np
 import pytest
 import simplejpeg
@@ -16,22 +14,12 @@ from data.config import DataConfig
 from data.decode import open_image
 from data.files import BrokenImageError
 from data.transforms import seeded
+from tests.support.jpegs import GUARD, as_pillow, jpeg
 
 pytestmark = pytest.mark.fast
 
 PHOTOGRAPHS = load_sample_images().images  # 427 x 640
 SIZE = (64, 80)
-GUARD = 2.0  # of 255, mean absolute difference
-
-
-def jpeg(pixels, **options):
-    file = io.BytesIO()
-    Image.fromarray(pixels).convert(options.pop("mode", "RGB")).save(file, "JPEG", **options)
-    return file.getvalue()
-
-
-def as_pillow(encoded):
-    return np.asarray(Image.open(io.BytesIO(encoded)).convert("RGB"))
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ from data.pack import pack
 from data.source import open_data, substitute
 from models.config import VitConfig
 from tests.cli import ROOT
-from tests.data.test_data import arguments, loaders, wanted
-from tests.data.test_sources import in_memory
+from tests.support.loading import arguments, loaders, wanted
+from tests.support.memory_files import in_memory
 
 pytestmark = pytest.mark.fast
 

@@ -19,11 +19,11 @@ from data.loader import prepare_sockets
 from data.pack import pack
 from data.source import DatasetRequest, open_data
 from tests.cli import ROOT, Result, environment, tiny, train_tiny, train_tiny_gpu
-from tests.data.test_data import EVERYTHING, arguments
-from tests.data.test_tables import write_tables
 from tests.marks import long
 from tests.running import running_with
 from tests.stand_ins.pod_stand_in import wait_until
+from tests.support.loading import EVERYTHING, arguments
+from tests.support.table_files import write_tables
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from data.loader import Share
 from data.mosaics import INTENSITIES, LENGTHS
 from data.source import DatasetRequest, open_data
 from tests.cli import train_tiny_gpu
-from tests.data.test_data import arguments
+from tests.support.loading import arguments
 
 SIZES = [(64, 64), (64, 96), (32, 32), (16, 16), (8, 40), (16, 32, 32), (32, 16, 24)]
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)

@@ -15,7 +15,7 @@ from data.pack import main, pack
 from data.source import open_data
 from models.config import VitConfig
 from tests.cli import ALL_DIGITS
-from tests.data.test_data import arguments, loaders, wanted
+from tests.support.loading import arguments, loaders, wanted
 
 pytestmark = pytest.mark.fast
 

@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import shutil
 import sys
-import uuid
 
 import fsspec
 import pytest
@@ -21,8 +20,9 @@ from data.pack import pack
 from data.source import open_data
 from models.config import VitConfig
 from tests.cli import DIGITS, VAL_IMAGES, train_tiny, train_tiny_gpu
-from tests.data.test_data import arguments, loaders, wanted
 from tests.hostile import damaged
+from tests.support.loading import arguments, loaders, wanted
+from tests.support.memory_files import in_memory, settle
 from tests.usage_error import told_in_one_line
 
 MODEL = VitConfig(img_size=16, patch_size=4, num_classes=3)
@@ -43,23 +43,6 @@ def tree(tmp_path_factory):
             Image.new("L", (16, 16), STEP * number).save(path)
     settle(root)
     return root
-
-
-HOURS = itertools.count(1_000_000_000, 3600)
-
-
-def settle(root):
-    """As if its folders had been changed long ago, and after those of earlier calls."""
-    hour = next(HOURS)
-    for folder, *_ in os.walk(root):
-        os.utime(folder, (hour, hour))
-
-
-def in_memory(folder):
-    """The same files at a URL."""
-    url = f"memory://{uuid.uuid4().hex}"
-    fsspec.filesystem("memory").put(f"{folder}/", url, recursive=True)
-    return url
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from data.files import DataFolderError
 from data.loader import Share
 from data.source import DatasetRequest, open_data
 from tests.cli import train_tiny_gpu
-from tests.data.test_data import arguments
+from tests.support.loading import arguments
 from tests.usage_error import told_in_one_line
 
 SIZE = (8, 12, 16)

@@ -17,7 +17,7 @@ from data.files import DataFolderError
 from data.loader import PADDING, Share
 from data.pack import main, pack
 from data.source import DatasetRequest, open_data
-from tests.data.test_sources import in_memory, settle
+from tests.support.memory_files import in_memory, settle
 
 pytestmark = pytest.mark.fast
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.gpu.helpers import need_form
-from tests.torch_fsdp.test_gpu_bad_steps import assert_same_state, train
+from tests.support.bad_steps import assert_same_state, train
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,7 @@ from gpu_fsdp import resolve_gpu
 from run_vit_training import read_flags
 from tests.cli import Result, run_program, train_tiny_gpu
 from tests.gpu.helpers import need_form, need_te, need_torchao
-from tests.xla_fsdp.test_every_flag import (
+from tests.support.flag_values import (
     BASE,
     CUDA_ONLY,
     FSDP2_ONLY,

@@ -10,7 +10,7 @@ from torch import nn
 from gpu_fsdp.te_block import TeBlocks
 from tests.cli import TINY_MODEL, run_program, train_tiny_gpu
 from tests.gpu.helpers import LEARN, LEARNED_STEPS, need_form, need_fp8, need_te, need_torchao
-from tests.torch_fsdp.test_te_block import shaken
+from tests.support.te import shaken
 
 pytestmark = pytest.mark.gpu
 

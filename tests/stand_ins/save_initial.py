@@ -18,7 +18,7 @@ if __name__ == "__main__":
     if "megatron" in sys.argv:
         without_cuda()
     from tests.resolved import on_gpus
-    from tests.training.test_checkpoints import save_state
+    from tests.support.checkpoints import save_state
     from torch_fsdp.launch_torch import launch
     from training.step import shard_and_optimize
 

@@ -14,7 +14,7 @@ from tests.cli import run_program
 from tests.faults import __main__ as faults
 from tests.faults import table
 from tests.faults.program import SETUPS, difference
-from tests.training.test_checkpoints import flip
+from tests.support.checkpoints import flip
 
 
 @pytest.fixture(scope="module")

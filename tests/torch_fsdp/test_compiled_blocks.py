@@ -7,7 +7,7 @@ import torch
 
 from tests.cli import TINY_MODEL, train_tiny_gpu
 from tests.resolved import on_gpus
-from tests.torch_fsdp.test_gpu_sharding import assert_same_training
+from tests.support.curves import assert_same_training
 from torch_fsdp.recipe import parallelize_block
 
 DEEP = [*TINY_MODEL, "--num_blocks", "12", "--compile"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.cli import ROOT, VAL_IMAGES, Result, run_program, tiny, train_tiny_gpu
-from tests.xla_fsdp.test_sharding import assert_same_training
+from tests.support.curves import assert_same_training
 from torch_fsdp import devices
 from torch_fsdp.devices import Cpu, Cuda
 from torch_fsdp.optimizers import adamw_unless

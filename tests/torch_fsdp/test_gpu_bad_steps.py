@@ -3,18 +3,8 @@
 import pytest
 import torch
 
-from tests.cli import train_tiny_gpu
-from tests.references.plain_checkpoint import convert
-from tests.xla_fsdp.test_bad_steps_xla import BAD, COUNTS, assert_equal
+from tests.support.bad_steps import COUNTS, assert_same_state, train
 from torch_fsdp.optimizers import LossScale
-
-
-def train(folder, monkeypatch, flags, processes, **variables):
-    for name, value in {"BAD_STEPS": BAD, **variables}.items():
-        monkeypatch.setenv(name, value)
-    program = {"processes": processes, "program": "tests.stand_ins.bad_step_gpu"}
-    result = train_tiny_gpu(folder, *flags.split(), **program)
-    return result, convert(folder / "step_6", folder / "plain.pt")
 
 
 @pytest.mark.long
@@ -64,14 +54,6 @@ def test_fp16(tmp_path, monkeypatch):
     assert overflown.column("skipped_steps") == [0] * 6
     assert state["training"]["loss_scale"] == 2.0**15
     assert {entry["step"].item() for entry in state["optimizer"]["state"].values()} == {5}
-
-
-def assert_same_state(state, expected, steps):
-    assert_equal(state["model"], expected["model"])
-    assert state["optimizer"]["state"].keys() == expected["optimizer"]["state"].keys()
-    for name, entries in state["optimizer"]["state"].items():
-        assert entries.get("step", steps) == steps  # Lion has no counter, nor has Muon
-        assert_equal(entries, expected["optimizer"]["state"][name])
 
 
 def test_loss_scale(monkeypatch):

@@ -5,8 +5,8 @@ import torch
 
 from tests.cli import train_tiny, train_tiny_gpu
 from tests.references.plain_checkpoint import convert, tiny_timm_model
-from tests.training.test_resume import DROPOUT, EPOCHS_OF_5, assert_resumes_at_step_7
-from tests.xla_fsdp.test_sharding import assert_same_curves
+from tests.support.curves import assert_same_curves
+from tests.support.resuming import DROPOUT, EPOCHS_OF_5, assert_resumes_at_step_7
 
 
 @pytest.mark.long

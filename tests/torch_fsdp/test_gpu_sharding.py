@@ -4,7 +4,7 @@ import pytest
 
 from tests.cli import train_tiny, train_tiny_gpu
 from tests.marks import long
-from tests.xla_fsdp.test_sharding import assert_same_curves, assert_same_training
+from tests.support.curves import assert_same_curves, assert_same_training
 
 
 @pytest.mark.long

@@ -10,8 +10,8 @@ from tests.cli import DIGITS, TINY_MODEL, TINY_RUN, run_program, train_tiny_gpu,
 from tests.marks import long
 from tests.resolved import on_gpus
 from tests.stand_ins.filled import filled
-from tests.training.test_resume import DROPOUT, EPOCHS_OF_5, assert_resumes_at_step_7
-from tests.xla_fsdp.test_sharding import assert_same_curves, assert_same_training
+from tests.support.curves import assert_same_curves, assert_same_training
+from tests.support.resuming import DROPOUT, EPOCHS_OF_5, assert_resumes_at_step_7
 
 
 @pytest.mark.parametrize(

@@ -15,34 +15,15 @@ from gpu_fsdp.te_block import TeBlocks
 from models.registry import open_model
 from tests.cli import TINY_MODEL, run_program, train_tiny_gpu
 from tests.resolved import on_gpus
-from tests.stand_ins.filled import filled
 from tests.stand_ins.te_stand_in import STAND_IN
-from tests.xla_fsdp.test_sharding import assert_same_curves
+from tests.support.curves import assert_same_curves
+from tests.support.te import SMALL, shaken
 from training.errors import UsageError
-
-SMALL = {
-    "img_size": 16,
-    "patch_size": 4,
-    "embed_dim": 32,
-    "depth": 2,
-    "num_heads": 2,
-    "num_classes": 10,
-}
 
 
 @pytest.fixture
 def stand_in(monkeypatch):
     monkeypatch.setattr(te_block, "import_te", lambda: STAND_IN)
-
-
-def shaken(**options):
-    """The small model with values that make every parameter matter."""
-    model = filled(open_model("vit_10b", SMALL | options))
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():  # norms and biases must count, and q, k, v differ
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return model.eval()
 
 
 @pytest.mark.parametrize(

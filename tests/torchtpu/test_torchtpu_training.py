@@ -20,9 +20,9 @@ from tests.cli import (
     train_tiny_gpu,
     train_tiny_tpu,
 )
-from tests.training.test_dino import DINO
-from tests.training.test_mae import MAE
-from tests.xla_fsdp.test_sharding import assert_same_curves, assert_same_training
+from tests.support.curves import assert_same_curves, assert_same_training
+from tests.support.dino import DINO
+from tests.support.mae import MAE
 
 
 def test_compiled_blocks(tiny_on_tpu, tiny_on_gpu):

@@ -5,7 +5,7 @@ import shutil
 import pytest
 from safetensors.torch import save_file
 
-from tests.training.test_features import TRAIN, VAL, backbone
+from tests.support.features import TRAIN, VAL, backbone
 
 
 @pytest.fixture(scope="module")

@@ -7,36 +7,17 @@ import time
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from tests.cli import ROOT, Result, environment, tiny, train_tiny, train_tiny_gpu
 from tests.marks import long
 from tests.short_runs import QUICK, program
-from tests.training.test_checkpoints import left
-from training.checkpoints.format import SafeReader, damage, quiet_dcp
+from tests.support.checkpoints import assert_same_bits, left
+from training.checkpoints.format import damage
 from training.checkpoints.state import Chunk, ShardedTensor, bytes_of
 from training.processes.exchange import MinutesInterval
 
 DISTURBED = "tests.stand_ins.disturbed_saves"
 NOT_BESIDE = "--no_async_checkpoint"
-
-
-def tensors_of(folder):
-    """All tensors of a checkpoint by their names, read whole."""
-    assert damage(folder) is None
-    reader = SafeReader(folder)
-    entries = reader.read_metadata().state_dict_metadata
-    found = {name: torch.empty(e.size, dtype=e.properties.dtype) for name, e in entries.items()}
-    with quiet_dcp():
-        dcp.load(found, storage_reader=reader, no_dist=True)
-    return found
-
-
-def assert_same_bits(folder, other):
-    one, two = tensors_of(folder), tensors_of(other)
-    assert one.keys() == two.keys()
-    unlike = [name for name in one if not torch.equal(one[name], two[name])]
-    assert [name for name in unlike if name != "training.arguments"] == []
 
 
 @pytest.mark.long

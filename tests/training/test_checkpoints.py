@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from training.backend import State
+from tests.support.checkpoints import OneWeight, flip, left, save_state, truncate
 from training.checkpoints.choose import (
     complete_checkpoints,
     find_resume,
@@ -32,7 +32,7 @@ from training.checkpoints.format import (
     training_tensors,
     write_manifest,
 )
-from training.checkpoints.state import load_state, state_content, write_state
+from training.checkpoints.state import load_state, write_state
 from training.errors import UsageError
 
 pytestmark = pytest.mark.fast
@@ -62,31 +62,6 @@ def of_an_earlier_version(ckpt_dir, step):
 
 
 # -- the state of a backend -----------------------------------------------------------
-
-
-class OneWeight:
-    """A backend, as far as checkpoints know one: its tensors are all equal to one number."""
-
-    def __init__(self, value, step_names=()):
-        self.value, self.taken = value, None
-        self.step_names = step_names
-
-    def state(self, *, with_optimizer=True):
-        moments = {name: torch.full((2,), self.value) for name in ("step", "exp_avg", "exp_avg_sq")}
-        return State(
-            model={"a.w": torch.full((2, 3), self.value)},
-            optimizer={"a.w": moments} if with_optimizer else None,
-            step={name: torch.tensor(self.value) for name in self.step_names},
-        )
-
-    def load_state(self, state):
-        self.taken = state
-
-
-def save_state(backend, folder, training):
-    """Write the backend's state, as a saver does, but without a manifest."""
-    with quiet_dcp():
-        write_state(state_content(backend, training, copy=False), folder)
 
 
 def test_the_names_of_what_is_written(tmp_path):
@@ -238,18 +213,6 @@ def test_a_part_that_another_disk_has_makes_no_complete_checkpoint(tmp_path):
     assert complete_checkpoints(tmp_path) == []
 
 
-def flip(folder):
-    with (folder / "__0_0.distcp").open("r+b") as file:
-        file.seek(2000)
-        byte = file.read(1)
-        file.seek(2000)
-        file.write(bytes([byte[0] ^ 1]))
-
-
-def truncate(folder):
-    os.truncate(folder / "__0_0.distcp", 100)
-
-
 def lose(folder):
     (folder / "__0_0.distcp").unlink()
 
@@ -294,10 +257,6 @@ def test_nothing_whole_is_left(tmp_path):
 
 
 # -- kept, removed, set aside ---------------------------------------------------------
-
-
-def left(ckpt_dir):
-    return sorted(int(path.name[5:]) for path in ckpt_dir.glob("step_*"))
 
 
 @pytest.mark.parametrize(

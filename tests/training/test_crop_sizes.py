@@ -11,26 +11,17 @@ from data.files import DataFolderError
 from data.loader import GlobalBatchSampler, Share
 from data.source import open_data
 from tests.cli import need_xla, tiny, train_tiny, train_tiny_gpu
-from tests.data.test_tables import write_tables
-from tests.marks import long
 from tests.references import plain_dino
 from tests.resolved import on_gpus
 from tests.stand_ins.filled import filled
-from tests.training.test_dino import DINO, SMALL, assert_same, of_backbone
-from tests.training.test_resume import EPOCHS_OF_5, assert_resumes_at_step_7
+from tests.support.crop_sizes import FORMS, PAIRS
+from tests.support.dino import DINO, SMALL, assert_same, of_backbone
+from tests.support.resuming import EPOCHS_OF_5, assert_resumes_at_step_7
+from tests.support.table_files import write_tables
 from tests.usage_error import told_in_one_line
 from training.backend import dataset_request
 
-PAIRS = "--crop_sizes 16x8 24x8 24x12 16x8".split()
 SIZES = [*SMALL, *PAIRS]
-FORMS = [
-    (train_tiny_gpu, "", {"processes": 2}),
-    long(train_tiny, "", {"devices": 4}),
-    long(train_tiny, "--no-scan_blocks --grad_ckpt none", {"devices": 2}),
-    long(train_tiny, "--xla_fsdp nested", {}),
-    long(train_tiny_gpu, "--compile", {}),
-]
-"""How a training runs: its function, flags, and what that function is given."""
 
 
 def request_of(*flags, folder="none"):

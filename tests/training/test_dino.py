@@ -24,21 +24,20 @@ from tests.references import plain_dino
 from tests.references.plain_checkpoint import convert
 from tests.resolved import on_gpus, on_xla
 from tests.stand_ins.filled import filled
-from tests.training.test_resume import EPOCHS_OF_5, assert_resumes_at_step_7
+from tests.support.dino import (
+    BACKBONE,
+    DINO,
+    SMALL,
+    WITHOUT_CLASS_TOKEN,
+    assert_same,
+    of_backbone,
+    weights_of,
+)
+from tests.support.resuming import EPOCHS_OF_5, assert_resumes_at_step_7
 from tests.usage_error import told_in_one_line
 from training.initial_weights import gram_teacher
 from training.objectives.dino import koleo_loss, sinkhorn, taken
 from training.schedule import Ramp
-
-HEADS = "--dino_prototypes 48 --ibot_prototypes 32 --dino_head_hidden 24 --dino_head_bottleneck 16"
-CROPS = "--local_crops 3 --local_crop_size 8 --koleo_group 4"
-SCHEDULES = (
-    "--freeze_last_layer_epochs 0.02 --warmup_teacher_temp_epochs 0.05 --teacher_momentum 0.9 "
-    "--weight_decay 0.04 --weight_decay_end 4 --lr 1e-3"
-)
-SMALL = f"--class_token {HEADS} {CROPS} {SCHEDULES}".split()
-DINO = ["--objective", "dino", *SMALL]
-WITHOUT_CLASS_TOKEN = [word for word in DINO if word != "--class_token"]
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +52,6 @@ def on_gpu(tmp_path_factory):
     return train_tiny_gpu(tmp_path_factory.mktemp("dino"), *DINO, *flags, processes=2)
 
 
-def assert_same(result, expected):
-    for name, values in expected[0].items():
-        rounding = 2e-5 if name == "grad_norm" else 1e-5  # norms of 1,000, of sums that cancel
-        assert result.column(name) == pytest.approx(values, rel=rounding), name
-    assert "Involuntary full rematerialization" not in result.stderr
-
-
 def assert_same_weights(result, expected):
     _, *models = expected
     for kind, model in zip(("model", "ema"), models, strict=True):
@@ -67,10 +59,6 @@ def assert_same_weights(result, expected):
         assert found.keys() == model.state_dict().keys()
         for name, values in model.state_dict().items():
             torch.testing.assert_close(found[name], values, rtol=1e-4, atol=2e-5, msg=name)
-
-
-def weights_of(ckpt_dir, kind="model", step=6):
-    return convert(ckpt_dir / f"step_{step}", ckpt_dir / f"{kind}.pt")[kind]
 
 
 # -- losses, gradients and the teacher ---------------------------------------------------
@@ -358,12 +346,6 @@ def test_gram_teacher_of_another_model(anchor, capsys, tmp_path):
 # -- the backbone: where it comes from, and where it goes ------------------------------------------
 
 FIRST_STEP = "--max_steps 1 --warmup_steps 4".split()  # its learning rate is 0, or 1e-30 on XLA
-BACKBONE = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
-
-
-def of_backbone(weights):
-    added = ("dino_head.", "ibot_head.", "mask_token")
-    return {name: values for name, values in weights.items() if not name.startswith(added)}
 
 
 @pytest.mark.parametrize("train", [train_tiny_gpu, long(train_tiny)])

@@ -5,7 +5,7 @@ import pytest
 from tests.cli import TINY_RUN, tiny, train_tiny, train_tiny_gpu
 from tests.references import plain_dino
 from tests.resolved import on_xla
-from tests.training.test_dino import DINO, SMALL, assert_same, weights_of
+from tests.support.dino import DINO, SMALL, assert_same, weights_of
 from tests.usage_error import told_in_one_line
 
 SMALLER = "--embed_dim 16 --num_heads 2 --num_blocks 1 --dino_head_hidden 8".split()

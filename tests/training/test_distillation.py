@@ -19,7 +19,7 @@ from tests.marks import long
 from tests.references.plain_checkpoint import tiny_timm_model
 from tests.short_runs import mistake, program
 from tests.stand_ins.filled import filled
-from tests.training.test_mixing import BOTH, assert_steady, by_timm, timms_loss, tiny_run
+from tests.support.mixing import BOTH, assert_steady, by_timm, timms_loss, tiny_run
 from tests.usage_error import told_in_one_line
 from training.backend import dataset_request
 from training.checkpoints.format import read_metadata

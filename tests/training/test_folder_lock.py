@@ -10,20 +10,12 @@ import pytest
 
 from launch import is_crash
 from tests.cli import ROOT
+from tests.support.checkpoints import HOLD
 from training.begin import enter_folder
 from training.errors import RunFailed, UsageError
 from training.files import FolderLock, check_same_folder
 
 pytestmark = pytest.mark.fast
-
-HOLD = """
-import sys, time
-from pathlib import Path
-from training.files import FolderLock
-FolderLock(Path(sys.argv[1])).acquire(is_restart=False)
-print("held", flush=True)
-time.sleep(600)
-"""
 
 
 @pytest.fixture

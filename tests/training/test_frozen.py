@@ -14,15 +14,7 @@ import torch.nn.functional as F
 import run_vit_training
 from tests.cli import DIGITS, train_tiny, train_tiny_gpu
 from tests.marks import long
-from tests.training.test_features import (
-    FLAGS,
-    LOADER,
-    TRAIN,
-    backbone,
-    read,
-    run_form,
-    tokens_of,
-)
+from tests.support.features import FLAGS, LOADER, TRAIN, backbone, read, run_form, tokens_of
 from tests.usage_error import told_in_one_line
 from training import frozen
 from training.frozen import RATES, Labelled, batches_of, epoch_order, knn, probe

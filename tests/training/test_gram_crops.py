@@ -13,9 +13,9 @@ from tests.cli import DIGITS, run_program, tiny, train_tiny, train_tiny_gpu
 from tests.references import plain_dino
 from tests.resolved import on_gpus, on_xla
 from tests.stand_ins.filled import filled
-from tests.training.test_crop_sizes import FORMS, PAIRS
-from tests.training.test_dino import DINO, SMALL, WITHOUT_CLASS_TOKEN, assert_same, of_backbone
-from tests.training.test_resume import EPOCHS_OF_5, assert_resumes_at_step_7
+from tests.support.crop_sizes import FORMS, PAIRS
+from tests.support.dino import DINO, SMALL, WITHOUT_CLASS_TOKEN, assert_same, of_backbone
+from tests.support.resuming import EPOCHS_OF_5, assert_resumes_at_step_7
 from tests.usage_error import told_in_one_line
 
 TWICE = "--gram_crop_factor 2".split()

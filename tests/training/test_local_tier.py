@@ -22,7 +22,7 @@ from tests.cli import Result, run_program, tiny, train_tiny_gpu, train_tiny_mega
 from tests.faults.program import other_records_differ
 from tests.rehearsal.slice_ import Slice
 from tests.rehearsed import all_ended
-from tests.training.test_async_checkpoints import tensors_of
+from tests.support.checkpoints import tensors_of
 from tools.goodput import main
 from training.checkpoints.format import write_manifest
 from training.checkpoints.local_tier import LocalTier, _peer_of, _receive_files

@@ -18,15 +18,13 @@ from tests.marks import long
 from tests.references import plain_mae
 from tests.references.plain_checkpoint import convert
 from tests.resolved import on_gpus
+from tests.support.mae import MAE, SMALL
+from tests.support.resuming import EPOCHS_OF_5, assert_resumes_at_step_7
 from tests.tensorboard_files import events_in
-from tests.training.test_resume import EPOCHS_OF_5, assert_resumes_at_step_7
 from tests.usage_error import told_in_one_line
 from training.backend import dataset_request
 from training.objectives.mae import ranks_of
 
-DECODER = "--decoder_depth 2 --decoder_embed_dim 16 --decoder_num_heads 2".split()
-SMALL = ["--class_token", *DECODER]
-MAE = ["--objective", "mae", *SMALL]
 PICTURE = "reconstructions.png"
 PREPROCESSING = "--mean 0.485 0.456 0.406 --std 0.229 0.224 0.225 --crop_pct 0.875".split()
 

@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from tests.cli import TINY_MODEL, run_program, train_tiny
 from tests.marks import long
 from tests.resolved import on_xla
-from tests.xla_fsdp.test_sharding import assert_same_curves, assert_same_training
+from tests.support.curves import assert_same_curves, assert_same_training
 from training.errors import UsageError
 from training.mesh import Mesh
 from xla_fsdp import resolve_xla

@@ -2,72 +2,28 @@
 
 import itertools
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from timm.data import Mixup
-from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from torchvision.transforms.v2.functional import normalize
 
 from data.loader import Share
 from data.source import open_data
 from tests import cli
-from tests.cli import TINY_MODEL, tiny, train_tiny, train_tiny_gpu, train_tiny_megatron
+from tests.cli import TINY_MODEL, train_tiny, train_tiny_gpu, train_tiny_megatron
 from tests.marks import long
-from tests.resolved import on_xla
 from tests.stand_ins.filled import filled
-from tests.training.test_resume import EPOCHS_OF_5
+from tests.support.curves import assert_same_curves
+from tests.support.mixing import BOTH, assert_steady, by_timm, timms_loss, tiny_run
+from tests.support.resuming import EPOCHS_OF_5
 from tests.usage_error import told_in_one_line
-from tests.xla_fsdp.test_sharding import assert_same_curves
-from training.backend import dataset_request, pass_seed
+from training.backend import dataset_request
 from training.objectives import normalizer, open_objective
 from training.objectives.classify import Mixing
 
-BOTH = "--mixup 0.8 --cutmix 1.0 --mixup_prob 0.8 --smoothing 0.1"
-"""Of ten passes some are mixed, some cut, some left as they are."""
-
-
-def timms_mixup(config, classes):
-    return Mixup(
-        mixup_alpha=config.mixup,
-        cutmix_alpha=config.cutmix,
-        cutmix_minmax=config.cutmix_minmax,
-        prob=config.mixup_prob,
-        switch_prob=config.mixup_switch_prob,
-        label_smoothing=config.smoothing,
-        num_classes=classes,
-    )
-
-
-def timms_loss(config):
-    """As timm's train.py chooses it."""
-    bce = {"target_threshold": config.bce_target_thresh, "sum_classes": config.bce_sum}
-    if config.mixes:
-        return BinaryCrossEntropy(**bce) if config.bce_loss else SoftTargetCrossEntropy()
-    if config.bce_loss:
-        return BinaryCrossEntropy(smoothing=config.smoothing, **bce)
-    return LabelSmoothingCrossEntropy(config.smoothing)
-
-
-def by_timm(config, parts, images, labels, seed, pass_index):
-    """Normalised images and soft labels: each device's part for itself, as processes of timm's."""
-    found = []
-    for part in zip(images.chunk(parts), labels.chunk(parts), strict=True):
-        np.random.seed(pass_seed(seed, pass_index, -1) % 2**32)
-        found.append(timms_mixup(config, 10)(part[0].clone(), part[1]))
-    return [torch.cat(each) for each in zip(*found, strict=True)]
-
-
 ON_HOST = SimpleNamespace(constant=torch.Tensor.contiguous, image_rows=range(16))
 """What the objective asks of a backend."""
-
-
-def tiny_run(monkeypatch, *flags, devices=1):
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    return on_xla([*tiny(Path("unused")), *flags, "--cpu_devices", str(devices)])
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -133,12 +89,6 @@ def everything(tmp_path_factory):
     """All augmentation on, in fp32 on two devices, scanned; a checkpoint within an epoch."""
     flags = [*ALL, "--max_steps", "9", "--ckpt_step_interval", "7"]
     return train_tiny(tmp_path_factory.mktemp("everything"), *flags, devices=2)
-
-
-def assert_steady(result, executions=1):
-    counts = result.column("executions")
-    assert {after - before for before, after in itertools.pairwise(counts)} == {executions}
-    assert len(set(result.column("compilations"))) == 1
 
 
 def test_one_execution_a_step_and_an_exact_resume(everything, tmp_path):

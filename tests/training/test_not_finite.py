@@ -12,7 +12,7 @@ import torch
 from tests.cli import DIGITS, need_xla, run_program, tiny
 from tests.marks import long
 from tests.references.plain_checkpoint import tiny_timm_model
-from tests.training.test_checkpoints import left
+from tests.support.checkpoints import left
 from training import errors
 
 GPU, XLA = "--backend cuda", "--backend xla --cpu_devices 2"

@@ -10,8 +10,8 @@ import torch
 from tests.cli import TINY_MODEL, need_xla, run_program, train_tiny, train_tiny_gpu
 from tests.references.plain_checkpoint import convert
 from tests.resolved import on_xla
+from tests.support.resuming import DROPOUT, EPOCHS_OF_5
 from tests.tools.test_plan import VIT_10B, asked
-from tests.training.test_resume import DROPOUT, EPOCHS_OF_5
 from tools.plan import gpu as gpu_model
 from tools.plan.gpu import GPUS
 from tools.plan.tpu_search import TpuCandidate

@@ -13,7 +13,7 @@ import pytest
 from tests.cli import DIGITS, ROOT, TINY_MODEL, TINY_RUN, WARM_PYTHON, environment, warm_python
 from tests.launch.test_launch_gpu import free_port
 from tests.short_runs import ENDLESS, QUICK, program, start
-from tests.training.test_checkpoints import left
+from tests.support.checkpoints import left
 
 
 def processes(*each, timeout=120, grace=20, prefix=(), last_root=ROOT):

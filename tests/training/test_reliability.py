@@ -24,8 +24,7 @@ from data.loader import GlobalBatchSampler
 from tests.cli import ALL_DIGITS, ROOT, Result, train_tiny, train_tiny_gpu
 from tests.marks import long
 from tests.short_runs import ENDLESS, QUICK, mistake, program, start
-from tests.training.test_checkpoints import flip, left, truncate
-from tests.training.test_folder_lock import HOLD
+from tests.support.checkpoints import HOLD, flip, left, truncate
 from tests.usage_error import told_in_one_line
 from training.logs.bad_images import TRAIN, BadImages
 

@@ -24,32 +24,15 @@ from tests.cli import (
 from tests.references.plain_checkpoint import convert, tiny_timm_model
 from tests.resolved import on_gpus
 from tests.short_runs import QUICK
+from tests.support.curves import assert_same_curves
+from tests.support.resuming import DROPOUT, EPOCHS_OF_5
 from tests.usage_error import told_in_one_line
-from tests.xla_fsdp.test_sharding import assert_same_curves
 from training.backend import dataset_request
 from training.begin import other_order
 from training.checkpoints.format import Position, read_saved_run
 from training.schedule import Schedule
 
-# Five steps an epoch on digits, of 4 tokens an image to be quick; dropout everywhere, so that
-# random state counts.
-EPOCHS_OF_5 = (
-    "--patch_size 8 --batch_size 256 --num_epochs 4 --num_workers 1 --ckpt_epoch_interval 1"
-).split()
-DROPOUT = "--mlp_dropout 0.1 --att_dropout 0.1 --pos_dropout 0.1 --drop_path_rate 0.2".split()
 RUN_5 = [*EPOCHS_OF_5, *DROPOUT]
-
-
-def assert_resumes_at_step_7(train, folder, *flags, **how):
-    """Train to the end, and again from step 7 on: bit for bit the same. Return both."""
-    whole = train(folder / "whole", *flags, "--ckpt_step_interval", "7", **how)
-    run = folder / "run"
-    shutil.copytree(whole.ckpt_dir / "step_7", run / "step_7")
-    resumed = train(run, *flags, **how)
-    for name in ("loss", "grad_norm", "lr"):
-        assert resumed.column(name) == whole.column(name)[7:]
-    assert "from this step on" not in resumed.stdout  # of the objective nothing has changed
-    return whole, resumed
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from tests.marks import long
 from tests.references import plain_steps
 from tests.resolved import on_xla
 from tests.stand_ins.filled import SMALL
-from tests.training.test_dino import BACKBONE, HEADS
-from tests.training.test_resume import EPOCHS_OF_5, assert_resumes_at_step_7
+from tests.support.dino import BACKBONE, HEADS
+from tests.support.resuming import EPOCHS_OF_5, assert_resumes_at_step_7
 from tests.usage_error import told_in_one_line
 from tools.self_check.small_run import first_weights
 from training.schedule import RopeFactors, rope_factors

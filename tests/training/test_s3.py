@@ -11,7 +11,7 @@ import pytest
 from tests.cli import DIGITS, Result, run_program, tiny, train_tiny
 from tests.s3_server import BUCKET, S3Server
 from tests.short_runs import mistake, program, start
-from tests.training.test_async_checkpoints import assert_same_bits
+from tests.support.checkpoints import assert_same_bits
 from tests.usage_error import told_in_one_line
 
 URL = f"s3://{BUCKET}/run"

@@ -30,38 +30,14 @@ from tests.cli import (
 )
 from tests.launch.test_launch_gpu import TORCHRUN, finish, start
 from tests.marks import long
+from tests.support.stopping import ALONE, RUN, stop
 from training.errors import NOT_FINITE, SIGNAL
 from training.processes.stopping import StopRequest, process_signals
 
-# Nine steps, two epochs, dropout; loader processes from where the test says so.
-RUN = (
-    "--patch_size 8 --batch_size 256 --num_epochs 3 --max_steps 9 --mlp_dropout 0.1 --hflip 0"
-).split()
 BACKENDS = {
     "xla": ("--backend xla --cpu_devices 2", 1, train_tiny),
     "cuda": ("--backend cuda", 2, train_tiny_gpu),
 }
-
-
-ALONE = "--backend cuda --num_workers 1".split()  # the quickest: one process, nothing to compile
-
-
-def stop(monkeypatch, ckpt_dir, signal_at, *flags, processes=1):
-    """The run of ``flags`` with signals in a step: the finished program."""
-    monkeypatch.setenv("SIGNAL_AT", signal_at)
-    return run_program(
-        "-m",
-        "tests.stand_ins.signal_at_step",
-        "--data_dir",
-        str(DIGITS),
-        "--ckpt_dir",
-        str(ckpt_dir),
-        *TINY_MODEL,
-        *TINY_RUN,
-        *RUN,
-        *flags,
-        processes=processes,
-    )
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,7 @@ from tests import bucket
 from tests.cli import Result, command_of, run_program, tiny, train_tiny
 from tests.faults.program import other_records_differ, running
 from tests.short_runs import mistake, program
-from tests.training.test_async_checkpoints import assert_same_bits
-from tests.training.test_checkpoints import OneWeight, save_state
+from tests.support.checkpoints import OneWeight, assert_same_bits, save_state
 from training.checkpoints.choose import (
     clear,
     complete_checkpoints,

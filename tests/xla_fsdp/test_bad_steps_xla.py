@@ -1,14 +1,11 @@
 """A step that is not finite changes nothing, on XLA: weights, moments, counter, graphs."""
 
 import pytest
-import torch
 
 from tests.cli import train_tiny
 from tests.marks import long
 from tests.references.plain_checkpoint import convert
-
-BAD = "2:loss 4:norm 5:loss"
-COUNTS = ["0 0 0", "1 1 1", "1 0 1", "2 1 1", "3 2 2", "3 0 2"]  # total, in a row, longest row
+from tests.support.bad_steps import BAD, COUNTS, assert_equal
 
 
 def train(folder, monkeypatch, flags, devices, **variables):
@@ -52,10 +49,3 @@ def test_bad_steps_change_nothing(flags, devices, tmp_path, monkeypatch):
     for name, entries in state["optimizer"]["state"].items():
         assert entries.get("step", 3) == 3  # Lion has no counter, nor has Muon
         assert_equal(entries, expected["optimizer"]["state"][name])
-
-
-def assert_equal(found, expected):
-    assert found.keys() == expected.keys()
-    for name, value in found.items():
-        assert value.isfinite().all(), name
-        assert torch.equal(value, expected[name]), name

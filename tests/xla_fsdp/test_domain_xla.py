@@ -8,7 +8,7 @@ import pytest
 from tests.cli import train_tiny, train_tiny_gpu
 from tests.marks import long, spread
 from tests.references.whole_images import SMALL, assert_like_whole, train_whole
-from tests.torch_fsdp.test_domain_gpu import EPOCHS_OF_2, HYBRID, MODELS, TOKENS, VOLUMES
+from tests.support.domain_models import EPOCHS_OF_2, HYBRID, MODELS, TOKENS, VOLUMES
 
 RING = "--domain_attention ring"
 SMALL_BATCH = "--batch_size 2 --num_heads 4"

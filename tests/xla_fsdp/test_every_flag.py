@@ -4,23 +4,24 @@ The values come from the flags' fields (``tests/every_flag.py``), so a new flag 
 itself. What is refused must be named here, with the reason.
 """
 
-import csv
 import json
-import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from data.pack import pack
 from gpu_fsdp import resolve_gpu
-from gpu_fsdp.config import FP8_MULTIPLE
 from run_vit_training import OWN, read_flags
-from tests.cli import DIGITS, Result, run_program, train_tiny
-from tests.data.test_tables import write_tables
-from tests.every_flag import command_lines, complaint_of, items
+from tests.cli import Result, run_program, train_tiny
 from tests.rehearsal.slice_ import Slice
 from tests.rehearsed import all_ended
+from tests.support.flag_values import (
+    BASE,
+    NOT_IN_FORM,
+    NOT_ON_GPUS,
+    assert_trained,
+    lines_of,
+    write_sources,
+)
 from training.config import RunConfig
 from training.flags import MODE_FLAGS, by_field, check_rules
 from training.mesh import replicas
@@ -33,20 +34,6 @@ HOST = Slice("v5p-8", (2, 2, 1))
 ONE_CHIP = Slice("v6e-1", (1, 1, 1), (1, 1, 1))
 TOPOLOGY = "v5e:2x2"
 
-BASE = {
-    "data_dir": f"--data_dir {DIGITS}",
-    "img_size": "--image_size 16",
-    "patch_size": "--patch_size 4",
-    "embed_dim": "--embed_dim 32",
-    "num_heads": "--num_heads 2",
-    "depth": "--num_blocks 2",
-    "num_classes": "--num_classes 10",
-    "batch_size": "--batch_size 16",
-    "max_steps": "--max_steps 2",
-    "num_workers": "--num_workers 0",
-    "eval_batches": "--eval_batches 1",
-    "log_step_interval": "--log_step_interval 1",
-}
 
 NO_KERNELS = "a Pallas kernel runs on a TPU alone; compiled below"
 NOT_ON_THE_HOST = {
@@ -71,46 +58,9 @@ def data(digits, tmp_path_factory):
     return folder
 
 
-def write_sources(digits, folder):
-    pack(str(DIGITS), folder / "shards", 100_000, 1)
-    write_tables(digits, folder / "tables")
-    write_volumes(folder / "volumes")
-    (folder / "classes.txt").write_text("\n".join(map(str, range(10))))
-
-
-def write_volumes(root):
-    rows = []
-    for number in range(60):
-        path = f"{'train' if number < 40 else 'val'}/{number % 10}/{number}.npy"
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        noise = np.random.default_rng(number).integers(0, 255, (8, 16, 16))
-        np.save(root / path, noise.astype(np.uint8))
-        rows.append({"path": path, "label": number % 10, "split": path.partition("/")[0]})
-    with (root / "labels.csv").open("w", newline="") as file:
-        table = csv.DictWriter(file, fieldnames=rows[0])
-        table.writeheader()
-        table.writerows(rows)
-
-
 @pytest.fixture(autouse=True)
 def without_a_login(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")  # here, where flags are resolved, and below
-
-
-def lines_of(own, data, resolve, refused, fields=None, base=BASE, form=()):
-    """The command lines that hold every value but those that are refused.
-
-    ``form``: fields that no command line sets otherwise than ``base``.
-    """
-    values = [
-        each
-        for each in items(OWN[own], data, fields)
-        if each.name not in refused
-        and all(each.words.get(field, base[field]) == base[field] for field in form)
-    ]
-    lines, complaints = command_lines(values, complaint_of(resolve), base)
-    assert not complaints
-    return [" ".join(line).split() for line in lines]
 
 
 def on_slice(words):
@@ -122,12 +72,6 @@ def on_slice(words):
     slices = replicas(run.sharding)
     topology = parse_topology(asked, slices) if asked else parse_topology("v5p:2x2x1")
     return resolve_for_slice(run, flags.xla, topology)
-
-
-def assert_trained(result, line):
-    losses = result.column("loss")
-    assert losses, line
-    assert all(math.isfinite(loss) for loss in losses), line
 
 
 def test_on_a_rehearsed_tpu(data, slice_of, tmp_path):
@@ -148,28 +92,6 @@ OF_TEACHERS = {
     *("teacher", "teacher_weights", "distillation_type", "distillation_alpha", "distillation_tau")
 }
 """Fields of flags that --compile_only refuses."""
-XLA_ONLY, CUDA_ONLY, FSDP2_ONLY = "XLA only", "CUDA only", "FSDP2 only"
-NOT_ON_GPUS = {
-    "--grad_ckpt offload": XLA_ONLY,
-    "--domain_attention gather": XLA_ONLY,
-    "--mesh_tensor 2": XLA_ONLY,
-    "--mesh_dcn slices": XLA_ONLY,
-    "--mesh_fsdp 4": "there are two processes",
-    "--precision fp16": CUDA_ONLY,
-    "--reduce_dtype fp16": CUDA_ONLY,
-    "--cpu_offload": CUDA_ONLY,
-    "--tf32": CUDA_ONLY,
-    "--block te": CUDA_ONLY,
-    **{f"--fp8 {recipe}": CUDA_ONLY for recipe in FP8_MULTIPLE},
-}
-NOT_IN_FORM = {
-    "fsdp2": dict.fromkeys(("--zero_dp_strategy 1", "--no-meta_init"), "Megatron-FSDP only"),
-    "megatron": {
-        "--linear_probe": FSDP2_ONLY,
-        "--mesh_domain 2": FSDP2_ONLY,
-        **{f"--domain_attention {how}": FSDP2_ONLY for how in ("auto", "ring", "ulysses")},
-    },
-}
 
 
 @pytest.mark.parametrize("form", ["fsdp2", "megatron"])

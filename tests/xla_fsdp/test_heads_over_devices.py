@@ -3,8 +3,8 @@
 import pytest
 
 from tests.cli import train_tiny
-from tests.training.test_dino import HEADS
-from tests.xla_fsdp.test_sharding import assert_same_curves
+from tests.support.curves import assert_same_curves
+from tests.support.dino import HEADS
 
 # A small eps would let AdamW make steps of rounding where a gradient is nothing else.
 WIDE = "--embed_dim 256 --num_heads 2 --class_token --eps 1e-4".split()

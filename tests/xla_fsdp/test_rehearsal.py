@@ -10,7 +10,7 @@ import pytest
 from tests.cli import VAL_IMAGES, Result, tiny, train_tiny
 from tests.rehearsal.slice_ import Slice
 from tests.rehearsed import LIMIT, all_ended
-from tests.xla_fsdp.test_sharding import assert_same_curves, assert_same_training
+from tests.support.curves import assert_same_curves, assert_same_training
 
 HOST = Slice("v5p-8", (2, 2, 1))
 TWO_HOSTS = Slice("v5p-16", (2, 2, 2))

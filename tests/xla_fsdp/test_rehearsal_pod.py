@@ -12,7 +12,7 @@ from tests.rehearsal.slice_ import Slice
 from tests.rehearsed import NO_KERNELS
 from tests.running import running_with
 from tests.stand_ins.pod_stand_in import StandIn
-from tests.xla_fsdp.test_sharding import assert_same_curves
+from tests.support.curves import assert_same_curves
 from training.logs.records import read_events
 
 FOUR_HOSTS = Slice("v5litepod-4", (2, 2, 1), (1, 1, 1))

@@ -4,21 +4,9 @@ import json
 
 import pytest
 
-from tests.cli import TINY_MODEL, VAL_IMAGES, run_program, train_tiny
+from tests.cli import TINY_MODEL, run_program, train_tiny
 from tests.marks import long
-
-
-def assert_same_curves(result, reference, rel):
-    for name in ("loss", "grad_norm"):
-        assert result.column(name) == pytest.approx(reference.column(name), rel=rel)
-
-
-def assert_same_training(result, reference, rel=1e-5):
-    assert len(reference.steps) == 6
-    assert_same_curves(result, reference, rel)
-    (got,), (expected,) = result.evaluations, reference.evaluations
-    assert got["val_loss"] == pytest.approx(expected["val_loss"], rel=rel)
-    assert got["val_images"] == expected["val_images"] == VAL_IMAGES
+from tests.support.curves import assert_same_training
 
 
 @pytest.mark.parametrize("devices", [long(2), 4])

@@ -5,7 +5,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests.cli import run_program, tiny, train_tiny
 from tests.marks import long, spread
-from tests.xla_fsdp.test_sharding import assert_same_curves, assert_same_training
+from tests.support.curves import assert_same_curves, assert_same_training
 from tools.compile_only.hlo import group_of, parse_module
 
 # A small eps would let AdamW make steps of rounding where a gradient is nothing else.

@@ -1,0 +1,78 @@
+"""Write, damage and compare checkpoints."""
+
+import os
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from training.backend import State
+from training.checkpoints.format import SafeReader, damage, quiet_dcp
+from training.checkpoints.state import state_content, write_state
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from training.files import FolderLock
+FolderLock(Path(sys.argv[1])).acquire(is_restart=False)
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+class OneWeight:
+    """A backend, as far as checkpoints know one: its tensors are all equal to one number."""
+
+    def __init__(self, value, step_names=()):
+        self.value, self.taken = value, None
+        self.step_names = step_names
+
+    def state(self, *, with_optimizer=True):
+        moments = {name: torch.full((2,), self.value) for name in ("step", "exp_avg", "exp_avg_sq")}
+        return State(
+            model={"a.w": torch.full((2, 3), self.value)},
+            optimizer={"a.w": moments} if with_optimizer else None,
+            step={name: torch.tensor(self.value) for name in self.step_names},
+        )
+
+    def load_state(self, state):
+        self.taken = state
+
+
+def save_state(backend, folder, training):
+    """Write the backend's state, as a saver does, but without a manifest."""
+    with quiet_dcp():
+        write_state(state_content(backend, training, copy=False), folder)
+
+
+def flip(folder):
+    with (folder / "__0_0.distcp").open("r+b") as file:
+        file.seek(2000)
+        byte = file.read(1)
+        file.seek(2000)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def truncate(folder):
+    os.truncate(folder / "__0_0.distcp", 100)
+
+
+def left(ckpt_dir):
+    return sorted(int(path.name[5:]) for path in ckpt_dir.glob("step_*"))
+
+
+def tensors_of(folder):
+    """All tensors of a checkpoint by their names, read whole."""
+    assert damage(folder) is None
+    reader = SafeReader(folder)
+    entries = reader.read_metadata().state_dict_metadata
+    found = {name: torch.empty(e.size, dtype=e.properties.dtype) for name, e in entries.items()}
+    with quiet_dcp():
+        dcp.load(found, storage_reader=reader, no_dist=True)
+    return found
+
+
+def assert_same_bits(folder, other):
+    one, two = tensors_of(folder), tensors_of(other)
+    assert one.keys() == two.keys()
+    unlike = [name for name in one if not torch.equal(one[name], two[name])]
+    assert [name for name in unlike if name != "training.arguments"] == []

@@ -1,0 +1,25 @@
+"""Parameters of TransformerEngine's blocks."""
+
+import torch
+
+from models.registry import open_model
+from tests.stand_ins.filled import filled
+
+SMALL = {
+    "img_size": 16,
+    "patch_size": 4,
+    "embed_dim": 32,
+    "depth": 2,
+    "num_heads": 2,
+    "num_classes": 10,
+}
+
+
+def shaken(**options):
+    """The small model with values that make every parameter matter."""
+    model = filled(open_model("vit_10b", SMALL | options))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():  # norms and biases must count, and q, k, v differ
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
