@@ -74,10 +74,10 @@ HAS_XLA = importlib.util.find_spec("torch_xla") is not None
 WARM_TORCHTPU = "torch_tpu torch._dynamo torch._functorch.aot_autograd".split()
 
 HIDE_GPUS = True
-"""Tests run on the CPU, in as many processes as they like; those in tests/gpu set this."""
+"""Tests run on the CPU, in as many processes as they like; tests/gpu sets this."""
 TORCHTPU = "tests.stand_ins.torchtpu_on_cpu"
 OF_TORCHTPU: dict[str, str] = {}
-"""The variables of programs in TorchTPU's environment; those in tests/torchtpu set this."""
+"""The variables of programs in TorchTPU's environment; tests/torchtpu sets this."""
 
 
 def environment() -> dict[str, str]:
@@ -187,7 +187,7 @@ def train_tiny_megatron(ckpt_dir: Path, *flags: str, processes: int = 2) -> Resu
 def train_tiny_tpu(
     ckpt_dir: Path, *flags: str, processes: int = 1, program: str = TORCHTPU
 ) -> Result:
-    """The same by TorchTPU on the host's processor: in the environment of tests/torchtpu."""
+    """The same by TorchTPU on the CPU: in the environment of tests/torchtpu."""
     return _train(ckpt_dir, *flags, processes=processes, program=program)
 
 

@@ -1,4 +1,4 @@
-"""Writes docs/flags.md, the page of all flags, from their fields: python -m tests.flags_page."""
+"""``python -m tests.flags_page``: write docs/flags.md, the page of all flags."""
 
 from pathlib import Path
 
@@ -12,8 +12,8 @@ _INTRODUCTION = """# All flags
 This page answers: what does each flag of `run_vit_training.py` do, and what is its default?
 
 The groups and their order are those of `--help all`. [options.md](options.md) says which flag is
-for what. `tests/flags_page.py` writes this page from the flags' fields, and a test compares the
-two: to change a text here, change the `help` of the field.
+for what. `tests/flags_page.py` writes this page from the flags' fields, and a test compares
+the two: to change a text here, change the `help` of the field.
 
 Messages use the first name of a flag. `@FILE` stands for the flags in that file. If a flag is given
 twice, the last value counts.

@@ -1,4 +1,4 @@
-"""Start the real command line on the hosts of a TPU slice that tests/rehearsal stands in for."""
+"""Start the real command line on the hosts of a TPU slice that tests/rehearsal emulates."""
 
 import itertools
 import json
@@ -84,7 +84,7 @@ class Rehearsal:
         ]
 
     def train(self, ckpt_dir: Path, *flags: str, warm: bool = True) -> Result:
-        """As ``tests.cli.train_tiny``, on all hosts; must succeed. The output is process 0's."""
+        """As ``tests.cli.train_tiny``, on all hosts. Returns process 0's output."""
         said = all_ended(self.start(*tiny(ckpt_dir), *flags, warm=warm))
         wait_until(lambda: not self.left_running())
         programs = self.programs()

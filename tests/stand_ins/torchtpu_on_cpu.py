@@ -1,6 +1,6 @@
 """run_vit_training.py with the real torch_tpu on the host's processor; what it lacks is made here.
 
-- The environment has a plugin that XLA computes with there (tests/torchtpu/conftest.py).
+- A plugin lets XLA compute there (tests/torchtpu/conftest.py).
 - torch_tpu looks for TPUs on the PCI bus: it finds as many as this host has processes.
 - Several processes have no ICI: their tensors go over the host, by gloo. One process has
   torch_tpu's own collectives.

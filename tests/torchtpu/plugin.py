@@ -1,6 +1,6 @@
 """XLA's plugin for the host's processor, so that torch_tpu takes it for that of a TPU.
 
-``python -m tests.torchtpu.plugin ARGUMENTS``: Python with these arguments, in such an environment.
+``python -m tests.torchtpu.plugin ARGUMENTS``: run Python with these arguments there.
 """
 
 import importlib.util

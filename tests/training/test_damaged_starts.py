@@ -1,7 +1,7 @@
 """A start in a folder with a damaged or hostile file: it trains on, or ends with one line.
 
-The damages are those of ``tests/hostile.py``, by a fixed seed; the real program starts, in this
-process.
+The damages are those of ``tests/hostile.py``, by a fixed seed. The real program starts in
+this process.
 """
 
 import json

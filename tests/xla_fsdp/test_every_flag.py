@@ -1,7 +1,7 @@
 """Two steps with every value of every flag: on a rehearsed TPU, FSDP2, Megatron; compiled, too.
 
-The values come from the flags' fields (``tests/every_flag.py``), so a new flag is in here by
-itself. What is refused must be named here, with the reason.
+The values come from the flags' fields (``tests/every_flag.py``): a new flag needs nothing
+here. What is refused must be named here, with the reason.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The unchanged program on one TPU host and on several, as tests/rehearsal stands in for them.
+"""The unchanged program on one and several TPU hosts, emulated by tests/rehearsal.
 
 The reference is the program on as many virtual CPU devices of one process.
 """
