@@ -1,4 +1,4 @@
-"""``python -m tests.unexecuted DOCUMENT``: list the lines that no test executes, by function.
+"""``python -m tests.unexecuted DOCUMENT``: list lines that no test executes, by function.
 
 Reads what ``make coverage`` has collected. DOCUMENT names such functions, each with its reason, as
 ``path::function``. Exit code 1: one is not named there, or one is that has no such line.

@@ -127,10 +127,13 @@ FLAGS_OF_40B0636 = [
     ("--profile", "profile", None, "2:4"),
 ]
 OTHER_NAMES = {"dp_outer": "mesh_dcn", "dp_shard": "mesh_fsdp", "fake_data": "data_source"}
-OTHER_VALUES = {("model", None): "vit_10b", ("data_source", "folder"): False}
-# The temporary folder is everybody's: who makes one of this name there first would own the run.
-OTHER_VALUES["ckpt_dir", "runs/vit_fsdp"] = "/tmp/vit_fsdp"
-OTHER_VALUES["compile", None] = False  # as before where nothing is compiled unless asked for
+OTHER_VALUES = {
+    ("model", None): "vit_10b",
+    ("data_source", "folder"): False,
+    # The temporary folder is everybody's: who makes one of this name there first would own the run.
+    ("ckpt_dir", "runs/vit_fsdp"): "/tmp/vit_fsdp",
+    ("compile", None): False,  # as before where nothing is compiled unless asked for
+}
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,7 @@
 """A run that another version wrote, of this program or of PyTorch, goes on as it would have there.
 
-Each tests/older_runs/run_of_COMMIT.tar.xz holds ``run.json``, the metrics and the checkpoint of
-step 4 of a run of that commit, which went on to step 8 with the figures below (torch_xla 2.9.0, 2
-devices):
+Each run_of_COMMIT.tar.xz holds ``run.json``, the metrics and the checkpoint of step 4 of a run of
+that commit, which went on to step 8 with the figures below (torch_xla 2.9.0, 2 devices):
 
     run_vit_training.py --data_dir datasets/digits FLAGS --cpu_devices 2 --max_steps 8
         --ckpt_step_interval 4 --test_step_interval 4
