@@ -152,6 +152,8 @@ def _run(flags: Flags) -> int:
 
         config, _ = with_model_of_weights(config)
         flags = replace(flags, run=config)
+    if config.plan and config.backend == "cuda":
+        raise errors.UsageError("--plan compiles the step of --backend xla, this is cuda")
     if config.backend == "torchtpu" and (flags.xla.compile_only or config.plan):
         mode = "--compile_only" if flags.xla.compile_only else "--plan"
         raise errors.UsageError(f"{mode} compiles the step of --backend xla, this is torchtpu")
@@ -161,11 +163,7 @@ def _run(flags: Flags) -> int:
         check_foreign(flags.own, "xla", config.given)
         return compile_only(config, flags.xla)
     if config.plan:
-        check_foreign(flags.own, "cuda" if config.backend == "cuda" else "xla", config.given)
-        if config.backend == "cuda":
-            from tools.plan.gpu import plan_gpus
-
-            return plan_gpus(config, flags.torch)
+        check_foreign(flags.own, "xla", config.given)
         from tools.plan.tpu import plan_slices
 
         return plan_slices(config, flags.xla)

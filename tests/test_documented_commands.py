@@ -225,11 +225,6 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     "python3 run_vit_training.py @recipes/mae_vit_l16_finetune.args": Elsewhere(
         "days of training", trains
     ),
-    "python3 run_vit_training.py --plan --backend cuda @recipes/dinov3_7b.args": Run(
-        (r"^MFU counts student and teacher, 38,872 and 7,140 billion FLOPs", r"^256 x H100 "),
-        leaves=("runs/plan/gpu.png",),
-        long=True,
-    ),
     "python3 run_vit_training.py --plan @recipes/dinov3_7b.args": Run(
         (r"^v6e:16x16 +256 .* arithmetic$", r"^fastest: .*, by arithmetic, not compiled$"),
         leaves=("runs/plan/tpu.png",),
@@ -379,15 +374,6 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     # docs/planning.md
     "python3 run_vit_training.py --plan --model vit_10b": Elsewhere(
         "half an hour of TPU compilation", plans
-    ),
-    "python3 run_vit_training.py --plan --backend cuda": Run(
-        (
-            r"^by a model of memory and a roofline: nothing was compiled or measured",
-            r"^hardware +chips +settings ",
-            r"^cheapest: .*, by arithmetic, not compiled$",
-        ),
-        leaves=("runs/plan/gpu.png",),
-        long=True,
     ),
     "make plan-check": Elsewhere("hours, and it writes docs/planning.md", make_knows),
     # docs/reliability.md

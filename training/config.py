@@ -806,9 +806,7 @@ class PlanConfig:
 
     group: ClassVar[str] = "plan (--plan)"
 
-    chips_at_most: int = _plan_flag(
-        256, "largest number of chips, or GPUs, of a plan", kind=positive
-    )
+    chips_at_most: int = _plan_flag(256, "largest number of chips of a plan", kind=positive)
     hours: float | None = flag(
         None,
         "longest training, in hours, of a plan (default: no limit)",

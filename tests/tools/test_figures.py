@@ -9,7 +9,7 @@ import pytest
 from tests.cli import DIGITS, ROOT, command_of, environment, tiny
 
 HOMELESS = dict.fromkeys("MPLCONFIGDIR HOME XDG_CACHE_HOME XDG_CONFIG_HOME".split(), "/proc/none")
-IMPORTS = "report show_augmentations convert plan.plans plan.gpu goodput".split()
+IMPORTS = "report show_augmentations convert plan.plans goodput".split()
 DRAW = f"""
 import importlib, sys
 for name in {IMPORTS}:

@@ -12,8 +12,6 @@ from tests.references.plain_checkpoint import convert
 from tests.resolved import on_xla
 from tests.support.resuming import DROPOUT, EPOCHS_OF_5
 from tests.tools.test_plan import VIT_10B, asked
-from tools.plan import gpu as gpu_model
-from tools.plan.gpu import GPUS
 from tools.plan.tpu_search import TpuCandidate
 from training.mesh import Mesh
 from xla_fsdp.tpu import parse_topology
@@ -119,11 +117,8 @@ def test_plans_know_the_moments():
     for dtype in ("fp32", "bf16"):
         config, _, shape = asked("--model", VIT_10B, "--optimizer_dtype", dtype)
         candidate = TpuCandidate(Mesh(fsdp=over), "full", 1, "sdpa", topology)
-        on_tpu = candidate.estimate(shape, config)
-        on_gpus = gpu_model.estimate(shape, GPUS[0], Mesh(fsdp=over), config)
-        peaks.append((on_tpu.peak_bytes, on_gpus.peak_bytes))
-    for wide, narrow in zip(*peaks, strict=True):
-        assert wide - narrow == pytest.approx(4 * shape.parameters / over)
+        peaks.append(candidate.estimate(shape, config).peak_bytes)
+    assert peaks[0] - peaks[1] == pytest.approx(4 * shape.parameters / over)
 
 
 @pytest.mark.long

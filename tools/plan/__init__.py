@@ -1,1 +1,1 @@
-"""``--plan``: which slice or how many GPUs, and which flags, train a model at what cost."""
+"""``--plan``: which slice, and which flags, train a model at what cost."""

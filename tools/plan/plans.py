@@ -1,8 +1,7 @@
-"""The parts of ``--plan`` that TPUs and GPUs share: requests, candidates, plans, printing.
+"""The parts of ``--plan`` around the search: requests, candidates, plans, printing.
 
-A request is read from the flags (the training in steps, prices of hardware). A search makes
-candidates from tables of values for a few flags, and plans from candidates. The plans are printed
-as a table or JSON, and drawn.
+A request is read from the flags: the training in steps, and the prices of hardware. The plans that
+the search finds are printed as a table or JSON, and drawn.
 """
 
 import functools
@@ -12,9 +11,8 @@ import os
 import shlex
 import sys
 import tomllib
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import product
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -22,11 +20,11 @@ from typing import Any
 from data.files import DataFolderError
 from data.source import DatasetRequest, open_data
 from models.spec import ModelSpec
-from training.config import PlanConfig, RunConfig, UseConfig
+from training.config import RunConfig
 from training.errors import UsageError
 from training.flags import by_field, flat
 from training.logs.figures import drawing, pyplot, save_figure
-from training.mesh import Mesh, replicas
+from training.mesh import replicas
 from training.resolve import resolve_common, resolve_model
 
 # -- prices: read from a small file that anyone can replace ------------------------------------
@@ -158,62 +156,7 @@ def read_request(config: RunConfig, own: Any, kinds: Collection[str]) -> Request
     return Request(config, own, model, find_work(config, model), prices)
 
 
-# -- candidates --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One way to train: a mesh of devices, and the values of the flags that are searched."""
-
-    mesh: Mesh
-    grad_ckpt: str
-    grad_accum_steps: int
-    attention: str | None
-    """The value of ``--attention``; None on GPUs, where PyTorch chooses."""
-
-    @property
-    def settings(self) -> str:
-        """Return what is chosen beside the hardware, in a few words."""
-        axes = " x ".join(f"{axis} {size}" for axis, size in self.mesh.axis_sizes.items())
-        passes = f"{self.grad_accum_steps} passes" if self.grad_accum_steps > 1 else None
-        return ", ".join(filter(None, (axes, self.grad_ckpt, self.attention, passes)))
-
-    def run_config(self, config: RunConfig) -> RunConfig:
-        """Return the configuration of a training with this choice in it."""
-        sharding = replace(
-            config.sharding,
-            mesh_dcn=self.mesh.dcn,
-            mesh_domain=self.mesh.domain,
-            mesh_tensor=self.mesh.tensor,
-            grad_ckpt=self.grad_ckpt,  # type: ignore[arg-type]
-        )
-        data = replace(config.data, grad_accum_steps=self.grad_accum_steps)
-        given = config.given - by_field(PlanConfig).keys()
-        config = replace(config, use=UseConfig(), planning=PlanConfig(), plan=False, given=given)
-        return replace(config, sharding=sharding, data=data)
-
-
-def combinations(
-    choices: Mapping[str, tuple[Any, ...]], config: RunConfig, own: Any
-) -> Iterator[dict[str, Any]]:
-    """Yield every combination of the values of these fields.
-
-    A field whose flag was given stays as it is, unless it is "auto". Raises UsageError for a
-    ``--grad_ckpt`` that the table does not have, of which no arithmetic is known.
-    """
-    asked = flat(config, own)
-    values = {
-        name: (asked[name],) if name in config.given and asked[name] != "auto" else tried
-        for name, tried in choices.items()
-    }
-    policies = choices["grad_ckpt"]
-    if values["grad_ckpt"][0] not in policies:
-        raise UsageError(
-            f"--plan knows --grad_ckpt {', '.join(policies)}, not {asked['grad_ckpt']}"
-        )
-    for combination in product(*values.values()):
-        yield dict(zip(values, combination, strict=True))
-
+# -- command lines ----------------------------------------------------------------------------
 
 ALWAYS = ("model", "batch_size", "precision", "grad_ckpt")
 """Fields that the command line of a plan names whatever their values."""
@@ -249,7 +192,7 @@ class HardwarePlan:
 
     request: Request
     hardware: str
-    """Chips with their number, as "2 x v5e:16x16" or "8 x H100"."""
+    """The slice, with its number: "2 x v5e:16x16"."""
     kind: str
     """Of chip, as a file of prices names it."""
     chips: int

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from tools.plan.plans import Candidate, combinations
-from training.config import RunConfig
+from training.config import PlanConfig, RunConfig, UseConfig
 from training.errors import UsageError
+from training.flags import by_field, flat
 from training.mesh import Mesh, replicas
 from training.step_sizes import StepSizes
 from xla_fsdp.config import XlaConfig
@@ -45,9 +45,12 @@ LARGEST = [f"{kind}:{_SIDES[chip.dimensions][-1]}" for kind, chip in CHIPS.items
 
 
 @dataclass(frozen=True)
-class TpuCandidate(Candidate):
-    """One way to train on TPUs."""
+class TpuCandidate:
+    """One way to train: a slice, its mesh of devices, and the values of the flags searched."""
 
+    mesh: Mesh
+    grad_ckpt: str
+    grad_accum_steps: int
     attention: str
     topology: Topology
 
@@ -55,6 +58,27 @@ class TpuCandidate(Candidate):
     def kind(self) -> str:
         """Return the kind of chip as ``--tpu_topology`` names it."""
         return self.topology.name.partition(":")[0]
+
+    @property
+    def settings(self) -> str:
+        """Return what is chosen beside the hardware, in a few words."""
+        axes = " x ".join(f"{axis} {size}" for axis, size in self.mesh.axis_sizes.items())
+        passes = f"{self.grad_accum_steps} passes" if self.grad_accum_steps > 1 else None
+        return ", ".join(filter(None, (axes, self.grad_ckpt, self.attention, passes)))
+
+    def run_config(self, config: RunConfig) -> RunConfig:
+        """Return the configuration of a training with this choice in it."""
+        sharding = replace(
+            config.sharding,
+            mesh_dcn=self.mesh.dcn,
+            mesh_domain=self.mesh.domain,
+            mesh_tensor=self.mesh.tensor,
+            grad_ckpt=self.grad_ckpt,  # type: ignore[arg-type]
+        )
+        data = replace(config.data, grad_accum_steps=self.grad_accum_steps)
+        given = config.given - by_field(PlanConfig).keys()
+        config = replace(config, use=UseConfig(), planning=PlanConfig(), plan=False, given=given)
+        return replace(config, sharding=sharding, data=data)
 
     def configs(self, config: RunConfig, own: XlaConfig) -> tuple[RunConfig, XlaConfig]:
         """Return the configurations of a training with this choice in them."""
@@ -92,7 +116,7 @@ def candidates(
         fewest = min(parse_topology(name, dcn).chips for name in asked)
         raise UsageError(f"--chips_at_most {most}: the smallest slice has {fewest} chips")
     for topology in topologies:
-        for chosen in combinations(choices, config, own):
+        for chosen in _combinations(choices, config, own):
             domain, tensor = chosen.pop("mesh_domain"), chosen.pop("mesh_tensor")
             fsdp, rest = divmod(topology.slice_devices, domain * tensor)
             if rest or config.sharding.mesh_fsdp not in (None, fsdp):
@@ -100,6 +124,28 @@ def candidates(
             mesh = Mesh(topology.slices, fsdp, domain, tensor)
             if config.data.batch_size % (mesh.batch_parts * chosen["grad_accum_steps"]) == 0:
                 yield TpuCandidate(mesh=mesh, topology=topology, **chosen)
+
+
+def _combinations(
+    choices: Mapping[str, tuple[Any, ...]], config: RunConfig, own: Any
+) -> Iterator[dict[str, Any]]:
+    """Yield every combination of the values of these fields.
+
+    A field whose flag was given stays as it is, unless it is "auto". Raises UsageError for a
+    ``--grad_ckpt`` that the table does not have, of which no arithmetic is known.
+    """
+    asked = flat(config, own)
+    values = {
+        name: (asked[name],) if name in config.given and asked[name] != "auto" else tried
+        for name, tried in choices.items()
+    }
+    policies = choices["grad_ckpt"]
+    if values["grad_ckpt"][0] not in policies:
+        raise UsageError(
+            f"--plan knows --grad_ckpt {', '.join(policies)}, not {asked['grad_ckpt']}"
+        )
+    for combination in product(*values.values()):
+        yield dict(zip(values, combination, strict=True))
 
 
 # -- corrections: how far the arithmetic is off for what is not compiled, and how surely -------
