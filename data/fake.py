@@ -21,7 +21,6 @@ class Zeros(Split):
     """Images that are never read: only their number matters."""
 
     reads_rows = True
-    decodes = False
 
     def __init__(self, request: DatasetRequest, name: str) -> None:
         super().__init__(request, name, np.broadcast_to(np.int64(0), LENGTHS[name]))

@@ -254,8 +254,6 @@ class Split(Dataset):
     """The dtype of the images: uint8, or fp32 that is normalised already."""
     reads_rows = False
     """Whether some rows of an image can be read without reading the others."""
-    decodes = True
-    """Whether loading takes work for each image, so that its speed matters."""
     gives_numbers = False
     """Whether an image comes with its number in place of its label."""
 
@@ -437,7 +435,7 @@ class DataSource:
         ``remark``: the end of its line in the log."""
         self.name, self.splits, self._remark = name, splits, remark
         one = next(iter(splits.values()))
-        self.classes, self.reads_rows, self.decodes = one.classes, one.reads_rows, one.decodes
+        self.classes, self.reads_rows = one.classes, one.reads_rows
         self.train_length, self.val_length = (
             len(splits.get(name, ())) for name in ("train", "val")
         )

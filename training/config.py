@@ -869,7 +869,7 @@ class RunConfig:
     )
     self_check: bool = flag(
         False,
-        "check flags, devices, disk and data with a small model, instead of training "
+        "check flags, devices and checkpoints with a small model, instead of training "
         "(docs/self_check.md); exit code 1 if a check fails",
         common=True,
         incompatible_with=("predict", "eval_only", "compile_only", "buckets"),

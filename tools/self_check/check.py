@@ -1,8 +1,8 @@
 """The self-check, from its arguments to its verdict: a small run of the same form as the user's.
 
 ``prepare_self_check`` makes the small run (``small_run.py``). Every process then trains it on the
-devices and prints a table: it is compared with plain PyTorch (``reference.py``), a checkpoint is
-written and read back, and hosts, disk, decoding and memory are checked for the user's own run.
+devices and prints a table: it is compared with plain PyTorch (``reference.py``), the processes
+exchange values, and a checkpoint is written and read back.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import functools
 import math
 import secrets
-import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,20 +22,19 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from data.files import DataFolderError
-from data.loader import Batch, Share
+from data.loader import Batch
 from data.source import DataSource, open_data
 from tools.self_check import reference
 from tools.self_check.reference import MOMENTS, TEACHER, Settings, Tensors, Tolerances
 from tools.self_check.small_run import UPDATES, batches, first_weights, shrink
 from training.backend import Backend, State, data_errors_as_usage_errors, dataset_request
 from training.begin import enter_folder
-from training.checkpoints.choose import complete_checkpoints, folder_of
+from training.checkpoints.choose import folder_of
 from training.checkpoints.format import Position, damage, load_into, reason_of, tree
 from training.checkpoints.saver import CheckpointSaver
 from training.checkpoints.state import load_state
 from training.errors import RunFailed, SelfCheckFailed, UsageError
-from training.files import FolderLock, is_url, remove_tree
+from training.files import FolderLock, remove_tree
 from training.objectives import open_objective
 from training.optimizers import all_by_adamw, updates_of
 from training.processes import exchange
@@ -47,12 +45,6 @@ from training.weights import with_preprocessing
 
 _SILENT_S = 600.0
 """The longest that a line of the table may take, without ``--step_timeout_s``."""
-_MFU = 0.5
-"""Of a fast training step."""
-_SECONDS = 6.0
-"""For which the loader's throughput is measured."""
-_IMAGES_A_BATCH = 16
-"""Of each process, there: few, so that first batches come soon."""
 _TRIES = 24
 """In fp16: a loss scale that is too large is halved, and its update not made."""
 _ROW = 0.01
@@ -104,17 +96,13 @@ def prepare_self_check(run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
 
 
 def _self_check(asked: Run, data: DataSource, run: Run, backend: Backend) -> None:
-    """Check ``run``, the small one, on the devices, and what else ``asked``, the user's, needs."""
+    """Check ``run``, the small one, on the devices; ``asked`` is the user's."""
     exchange.check_alike(asked, data)
     table, began = CheckTable(silent=not backend.is_main), time.perf_counter()
     watchdog = Watchdog(asked.config.log.step_timeout_s or _SILENT_S)
     watchdog.alive()
     try:
         _check_devices(asked, run, backend, table, watchdog)
-        check_disk(asked, table)
-        watchdog.alive()
-        check_decoding(asked, data, backend, table)
-        check_memory(asked, run, backend, table)
     except UsageError:
         raise
     except Exception as error:
@@ -201,108 +189,6 @@ def _check_devices(
         check_numbers(devices, checkpoints, allowed, table)
         if checkpoints.folder is not None:
             check_resuming(devices, checkpoints, checkpoints.folder, table)
-    backend.memory()  # the first answer of some comes late: this one is for check_memory
-
-
-# -- The machines: disk, decoding images, memory ---------------------------------------------------
-
-
-def check_disk(run: Run, table: CheckTable) -> None:
-    """Check the room for the checkpoints that the run will keep, and for one more.
-
-    That one is written before the oldest is removed. With ``--keep_checkpoints 0``, all, for one.
-    """
-    ckpt_dir, keep = run.ckpt_dir, run.config.checkpoints.keep_checkpoints
-    # Weights, AdamW's two moments and the EMA.
-    copies = 4 if run.config.averages else 3
-    size = copies * (4 if run.own.keeps_fp32_weights else 2) * run.model.parameter_count
-    takes = f"a checkpoint of the whole model takes {size_of(size)}"
-    if is_url(ckpt_dir):
-        table.line(True, "disk", f"{takes} on {ckpt_dir}")
-        return
-    folder = next(each for each in (ckpt_dir, *ckpt_dir.parents) if each.exists())
-    try:
-        free = shutil.disk_usage(folder).free
-    except OSError as error:
-        table.line(False, "disk", f"{folder}: {error.strerror}")
-        return
-    there = len(complete_checkpoints(ckpt_dir))
-    needed = max(1, keep + 1 - there) if keep else 1
-    text = f"{size_of(free)} free, {takes}: "
-    if keep:
-        text += f"--keep_checkpoints {keep} and one more, {there} there"
-    else:
-        text += f"room for {free // size:,} (--keep_checkpoints 0: none is removed)"
-    table.line(free >= needed * size, "disk", text)
-
-
-def check_decoding(run: Run, data: DataSource, backend: Backend, table: CheckTable) -> None:
-    """Compare the loader's throughput with what the devices could train on."""
-    if not data.decodes:
-        table.line(None, "data", "not read: --fake_data")
-        return
-    problem, speed, workers = "", 0.0, 0
-    try:
-        speed, workers = _loader_speed(data)
-    except DataFolderError as error:
-        problem = str(error)
-    problems, speeds, all_workers = zip(*exchange.gather([problem, speed, workers]), strict=True)
-    if problem := next(filter(None, problems), ""):
-        table.line(False, "data", problem)
-        return
-    good, speed, peak = None, sum(speeds), backend.peak_flops()
-    text = f"{speed:,.0f} images/s decoded by {len(speeds)} x {all_workers[0]} workers"
-    if peak is None:
-        text += "; the peak of these devices is not known"
-    else:
-        needed = _MFU * peak * backend.device_count / run.model.train_flops_per_image
-        text += f", the devices take {needed:,.0f} at {_MFU:.0%} of their peak"
-        good = speed >= needed
-    table.line(good, "data", text)
-
-
-def _loader_speed(data: DataSource) -> tuple[float, int]:
-    """Return this process's images/s from the first batches on, and its loader processes.
-
-    All processes read at once. Raises DataFolderError.
-    """
-    share = min(_IMAGES_A_BATCH, data.train_length // exchange.count())
-    host = socket.gethostname()
-    of_host = exchange.gather(host).count(host)
-    mine = Share(exchange.rank(), exchange.count(), of_host=of_host)
-    loader = data.train_loader(share * exchange.count(), mine)
-    images, epoch = 0, 0
-    began = end = 0.0
-    # Each worker prefetches batches: those that are ready at the start are not counted.
-    uncounted = 2 * max(1, loader.workers)
-    while not began or time.perf_counter() < began + _SECONDS:
-        for loaded, _ in loader.epoch(epoch):
-            end = time.perf_counter()
-            if began:
-                images += len(loaded)
-                if end > began + _SECONDS:
-                    break
-            uncounted -= 1
-            if uncounted == 0:
-                began = end
-        epoch += 1
-    return images / (end - began), loader.workers
-
-
-def check_memory(asked: Run, run: Run, backend: Backend, table: CheckTable) -> None:
-    """Compare a device's memory with the least that the user's run, ``asked``, needs.
-
-    A device holds the same share of its state as of that of ``run``, the small one.
-    """
-    ratio = asked.model.parameter_count / run.model.parameter_count
-    state = sum(backend.state_bytes().values()) * ratio
-    text = f"weights and AdamW of the whole model: about {size_of(state)} a device"
-    memory = exchange.gather(backend.memory())[0]
-    if not memory.get("limit"):
-        table.line(None, "memory", f"{text}; the device does not report its memory")
-        return
-    text += "".join(f", {name} {size_of(value)}" for name, value in memory.items())
-    table.line(state < memory["limit"], "memory", text)
 
 
 # -- Updates on the devices, and their comparison --------------------------------------------------
