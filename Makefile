@@ -11,7 +11,7 @@ RUN ?= runs/digits-$(shell date +%Y%m%d-%H%M%S)
 # The TPU compiler beside torch_xla's: xla_fsdp/tpu.py names the version, too.
 LIBTPU := 0.0.52
 
-.PHONY: help install tpu-compiler data train train-domain train-mae train-dino test test-gpu-path test-fast test-long test-torchtpu test-slurm rehearse coverage lint format bench bench-start bench-checkpoint bench-gpu bench-domain tpu-table tpu-calibrate tpu-peer plan-check faults clean
+.PHONY: help install tpu-compiler data train train-domain train-mae train-dino test test-gpu-path test-fast test-long test-torchtpu test-slurm rehearse coverage lint format bench bench-start bench-checkpoint bench-gpu bench-domain faults clean
 
 help:
 	@echo "make train   set up, then train a small ViT on handwritten digits (about 3 minutes)"
@@ -28,16 +28,12 @@ help:
 	@echo "make test-slurm  launch/slurm.sbatch under real Slurm daemons of this machine (as root)"
 	@echo "make lint    ruff, mypy, and words that help, messages and docs do not use"
 	@echo "make format  let ruff format the code"
-	@echo "make bench   time a training step, for docs/benchmarks.md"
-	@echo "make bench-start  time starts of make train's model, for docs/benchmarks.md"
-	@echo "make bench-checkpoint  what a checkpoint costs training, for docs/benchmarks.md (10 minutes)"
+	@echo "make bench   time a training step"
+	@echo "make bench-start  time starts of make train's model"
+	@echo "make bench-checkpoint  what a checkpoint costs training (10 minutes)"
 	@echo "make bench-gpu  the same on NVIDIA GPUs, beside timm's own loop"
 	@echo "make bench-domain  large images over 1 to 8 GPUs (--mesh_domain): latency and memory"
 	@echo "make tpu-compiler  fetch the newer TPU compiler, for tpu7x: 480 MB into .libtpu/"
-	@echo "make tpu-table  compile 10B to 120B for TPU slices, for docs/tpu.md (an hour)"
-	@echo "make tpu-calibrate  expected beside published MFUs, for docs/tpu.md (hours)"
-	@echo "make tpu-peer   the step beside the same one in JAX, for docs/benchmarks.md (half an hour)"
-	@echo "make plan-check  compare --plan with exhaustive grids, for docs/planning.md (hours)"
 	@echo "make faults  spoil real runs in every way, for docs/reliability.md (hours)"
 	@echo "make clean   remove .venv, .venv-newer, datasets/ and runs/"
 
@@ -169,18 +165,6 @@ bench-start: $(INSTALLED) datasets/digits
 	@mkdir -p runs
 	$(BIN)/python benchmarks/start.py --plot runs/start.png @recipes/digits.args \
 		--data_dir datasets/digits --cpu_devices 2 --num_workers 2 $(ARGS)
-
-tpu-table: $(INSTALLED)
-	$(BIN)/python benchmarks/tpu_table.py $(ARGS)
-
-tpu-calibrate: $(INSTALLED)
-	$(BIN)/python benchmarks/tpu_calibrate.py $(ARGS)
-
-tpu-peer: $(INSTALLED)
-	$(BIN)/python benchmarks/tpu_peer.py $(ARGS)
-
-plan-check: $(INSTALLED)
-	$(BIN)/python benchmarks/plan_check.py $(ARGS)
 
 bench-checkpoint: $(INSTALLED)
 	@mkdir -p runs

@@ -169,7 +169,7 @@ def _run(flags: Flags) -> int:
         return plan_slices(config, flags.xla)
 
     # Imports make a million objects that stay. To search them for garbage again and again takes a
-    # tenth of their time (docs/benchmarks.md).
+    # tenth of their time (docs/evidence/benchmarks.md).
     gc.disable()
     if use.predict:
         from training.initial_weights import find_trained

@@ -3,7 +3,6 @@
     python benchmarks/data.py --repeats 5
     python benchmarks/data.py --decoders       # which library decodes fastest
     python benchmarks/data.py --crops          # DINO's crops: 2 of 224 and 8 of 96 pixels
-    python benchmarks/data.py --cores          # cores that a host needs for each model and slice
 
 The images are JPEGs of 500 x 375 pixels, made of scikit-learn's two photographs: other parts of
 them, mirrored, lighter and darker. Both loaders read them by processes of their own, shuffled, with
@@ -19,14 +18,13 @@ in the order and with the probabilities that DINOv2 gives (dinov2/data/augmentat
 import argparse
 import io
 import json
-import math
 import os
 import platform
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +34,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import ROOT, commit
-from benchmarks.compiled import CODE_THAT_IS_COMPILED, kept_report
+from benchmarks.common import commit
 from config_fields import local_path
 
 SIZE = 224
@@ -46,16 +43,6 @@ GLOBAL_SCALE, LOCAL_SCALE = (0.32, 1.0), (0.05, 0.32)
 """Of DINOv2's crops: the shares of an image's area."""
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CLASSES = 8
-CORE_TABLE = {  # model: flags, and by slice the batch and the chips of a host
-    "vit_base_patch16_224": ("--batch_size 2048", ("v5e:2x4", "v6e:2x4")),
-    "vit_large_patch16_224": ("--batch_size 1024", ("v5e:2x4", "v6e:2x4")),
-    "vit_huge_patch14_224": ("--batch_size 1024", ("v5e:4x4", "v5p:2x2x4")),
-    "vit_10b": ("--batch_size 1024", ("v5e:8x8", "v5p:4x4x8", "v6e:16x16")),
-}
-VCPUS = {"v5e": 28, "v5p": 52, "v6e": 45}
-"""Of a host by chip, a core has two: Google Cloud's ct5lp-hightpu-4t (112), ct5p-hightpu-4t (208)
-and ct6e-standard-4t (180); ct5lp-hightpu-8t has 224, ct6e-standard-8t 180."""
-_ONE_HOST = 8  # chips: a slice of so many is one host; hosts of larger ones have 4
 
 
 def main() -> None:
@@ -69,17 +56,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=6, help="of each measurement (default: 6)")
     parser.add_argument("--decoders", action="store_true", help="time decoding alone, by library")
     parser.add_argument("--crops", action="store_true", help="make DINO's crops of the images")
-    parser.add_argument(
-        "--cores",
-        nargs="*",
-        choices=CORE_TABLE,
-        metavar="MODEL",
-        help=f"compile steps, print the cores that they need (default: of {', '.join(CORE_TABLE)})",
-    )
     parser.add_argument("--json", type=local_path, help="file to write the figures to")
     args = parser.parse_args()
-    if args.crops and args.cores is not None:
-        parser.error("--crops is incompatible with --cores, which are those of whole images")
     with tempfile.TemporaryDirectory() as folder:
         size = make_images(Path(folder), args.images)
         print(
@@ -90,9 +68,6 @@ def main() -> None:
         found: dict[str, Any] = {"decoders": time_decoders(Path(folder))} if args.decoders else {}
         kind = "crops" if args.crops else "loaders"
         found[kind] = time_loaders(Path(folder), args, CROPS if args.crops else WHOLE)
-    if args.cores is not None:
-        throughput = found["loaders"]["program"]["images_per_cpu_s"]
-        found["cores"] = cores_needed(throughput, args.cores or CORE_TABLE)
     if args.json:
         args.json.write_text(json.dumps(found, indent=2) + "\n")
 
@@ -352,48 +327,6 @@ def cpu_seconds() -> float:
         fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
         total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return total
-
-
-# -- cores -----------------------------------------------------------------------------
-
-
-def cores_needed(throughput: float, models: Collection[str]) -> list[dict[str, Any]]:
-    """Print and return, for ``models`` on slices, the cores of a host that keep its chips at work.
-
-    ``throughput``: images a second and core of this machine. The steps are compiled, in minutes.
-    """
-    kept = ROOT / "runs" / "tpu-table" / commit(*CODE_THAT_IS_COMPILED)
-    kept.mkdir(parents=True, exist_ok=True)
-    cells = [
-        (model, flags, name)
-        for model, (flags, names) in CORE_TABLE.items()
-        if model in models
-        for name in names
-    ]
-    rows = []
-    for model, flags, name in tqdm(cells, desc="compile", unit="step", leave=False):
-        words = [*flags.split(), "--precision", "bf16"]
-        path = kept / f"{'_'.join(['cores', name, model, *words]).replace('/', '-')}.json"
-        report = kept_report(path, "--tpu_topology", name, "--model", model, *words)
-        if report is None:
-            continue
-        chips = math.prod(map(int, name.partition(":")[2].split("x")))
-        of_host = chips if chips <= _ONE_HOST else 4
-        images = report["expected_images_per_s"] / chips * of_host
-        vcpus = VCPUS[name.partition(":")[0]] * of_host
-        row = {
-            "model": model,
-            "slice": name,
-            "images_per_s_a_host": images,
-            "cores": images / throughput,
-            "cores_of_host": vcpus / 2,
-        }
-        rows.append(row)
-        print(
-            f"  {model:<22} {name:<10} {images:7.0f} images/s a host of {of_host} chips: "
-            f"{row['cores']:5.1f} of {row['cores_of_host']:.0f} cores"
-        )
-    return rows
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def broken_anchors() -> list[str]:
         return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
     broken = []
-    for document in DOCUMENTS:
+    for document in [*DOCUMENTS, *(ROOT / "docs" / "evidence").glob("*.md")]:
         for link, anchor in re.findall(r"\]\(([^):#]*)#([\w-]+)\)", document.read_text()):
             target = document.parent / link if link else document
             headings = re.findall(r"^#+ (.*)$", _FENCE.sub("", Path(target).read_text()), re.M)

@@ -271,15 +271,9 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     "python benchmarks/data.py --crops": Run(
         (r"^  ratio a core \d\.\d\d",), long=True, shorter="--repeats 1 --seconds 1"
     ),
-    "python benchmarks/data.py --cores": Run(
-        (r"^  vit_base\S+ +v5e:2x4 .* of 112 cores$",),
-        long=True,
-        shorter="--repeats 1 --seconds 1 --cores vit_base_patch16_224",
-    ),
     "python benchmarks/checkpoint.py": Run(
         (r"\| fsdp2 \| 5 MB/s \|",), long=True, shorter="--repeats 1"
     ),
-    "python benchmarks/number_formats.py": Elsewhere("an hour of training", benchmark_takes),
     "python benchmarks/domain_parallel.py --image_size_start 128": Run(
         tuple(rf"^\| cuda \| 1 \| {n} \| 256x256 \| 1 \| [\d,]+ \| [\d.]+ \| " for n in (1, 2)),
         leaves=("cpu.csv", "cpu.png"),
@@ -356,15 +350,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
         "minutes of a compiler of 480 MB", compiles
     ),
     "make tpu-compiler": Elsewhere("fetches 480 MB", make_knows),
-    "make tpu-table ARGS=tpu7x": Elsewhere("hours, and it writes docs/tpu.md", make_knows),
-    "make tpu-table ARGS=compilers": Elsewhere(
-        "hours, and it writes docs/tpu_speed.md", make_knows
-    ),
-    "make tpu-peer": Elsewhere("half an hour, and it writes docs/benchmarks.md", make_knows),
-    "make tpu-calibrate": Elsewhere("hours, and it writes docs/tpu.md", make_knows),
-    "make tpu-table": Elsewhere("an hour, and it writes docs/tpu.md", make_knows),
     # docs/data.md
-    "python benchmarks/image_index.py": Elsewhere("it makes a million files", benchmark_takes),
     "python3 run_vit_training.py --data_dir gs:": Elsewhere("needs a bucket", trains),
     "python3 run_vit_training.py --data_source webdataset": Elsewhere("needs a bucket", trains),
     "python3 run_vit_training.py --buckets": Elsewhere("ImageNet by a large model", trains),
@@ -375,7 +361,6 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     "python3 run_vit_training.py --plan --model vit_10b": Elsewhere(
         "half an hour of TPU compilation", plans
     ),
-    "make plan-check": Elsewhere("hours, and it writes docs/planning.md", make_knows),
     # docs/reliability.md
     "make faults": Elsewhere("hours, and it writes docs/reliability.md", make_knows),
     'make faults ARGS="--tries 2 --backends fsdp2 --faults sigkill hang --seed 1"': Elsewhere(

@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from torch.distributed.run import get_args_parser
 
-from benchmarks import domain_parallel, gpu_step, image_index, number_formats
+from benchmarks import domain_parallel, gpu_step
 from launch import torchrun
 from run_vit_training import read_flags
 from tests.cli import ROOT
@@ -116,7 +116,7 @@ def names_packages(machine: Machine, command: Command, tmp_path: Path) -> None:
         assert all(Requirement(line).specifier for line in packages)
 
 
-BENCHMARKS: tuple[ModuleType, ...] = (gpu_step, domain_parallel, image_index, number_formats)
+BENCHMARKS: tuple[ModuleType, ...] = (gpu_step, domain_parallel)
 
 
 def benchmark_takes(machine: Machine, command: Command, tmp_path: Path) -> None:

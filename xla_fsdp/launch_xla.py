@@ -62,8 +62,8 @@ def launch(body: Body, run: XlaRun) -> None:
         tpu.set_for_this_tpu()
     elif version("torch_xla") == torch_xla_private.WRITTEN_FOR["torch_xla"]:
         # Unless XLA_FLAGS says otherwise, compile without XLA's newer code for fusions, with which
-        # it takes twice as long (docs/benchmarks.md). Another version may lack the flag, and would
-        # end the process over it.
+        # it takes twice as long (docs/evidence/benchmarks.md). Another version may lack the flag,
+        # and would end the process over it.
         flags = {"xla_cpu_use_fusion_emitters": "false"}
         os.environ["XLA_FLAGS"] = tpu.add_flags(os.environ.get("XLA_FLAGS", ""), flags)
 

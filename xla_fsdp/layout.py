@@ -1,7 +1,7 @@
 """How the tensors of an SPMD program are sharded over its mesh: specs, marks and transfers.
 
 Marks are set directly rather than by torch_xla's SpmdFullyShardedDataParallel: as fast to within
-5 % (docs/benchmarks.md), and parameters keep the names of the plain model.
+5 % (docs/evidence/benchmarks.md), and parameters keep the names of the plain model.
 """
 
 import functools

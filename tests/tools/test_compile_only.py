@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from benchmarks import tpu_table
 from tests.cli import run_program
 from tests.marks import NEEDS_NEWER_LIBTPU, long, with_newer_libtpu
 from tools.compile_only.compiler import (
@@ -426,48 +425,3 @@ def test_report_without_the_graphs_after_one_that_does_not_fit():
     assert report["hbm_bytes"] is report["collectives"] is None
     assert report["roofline_step_s"] is report["expected_step_s"] is None
     assert "does not fit by 5.6 GB or more" in as_table(report)
-
-
-def test_tables_of_two_compilers_and_of_tpu7x(v5e):
-    row = "--tpu_topology v5e:8x8 --model vit_10b --matmul int8"
-    newer = {"versions": v5e["versions"] | {"libtpu": "0.0.52"}}
-    slower = v5e | newer | {"expected_step_s": 1.25 * v5e["expected_step_s"]}
-    installed, other = (f"{row} --tpu_compiler {name}" for name in tpu_table.COMPILERS)
-    assert len(tpu_table.compilers_table({installed: v5e})) == 1  # not compiled by both
-    head, _, line, _, made_by = tpu_table.compilers_table({installed: v5e, other: slower})
-    assert head.startswith("| model, slice | ms, 0.0.21 | ms, 0.0.52 | difference | ")
-    before, after = (f"{v5e['expected_step_s'] * 1e3 * factor:,.1f}" for factor in (1, 1.25))
-    start = f"| 10B, `--matmul int8`, v5e:8x8 | {before} | {after} | +25.0 % | "
-    assert line.startswith(start)
-    assert "libtpu 0.0.21 and 0.0.52, jaxlib 0.7.1" in made_by
-    rows = {"--tpu_topology tpu7x:2x2x2 --model vit_10b": v5e}
-    rows["--tpu_topology tpu7x:4x4x4 --model vit_large_patch16_224"] = None
-    _, _, fits, crashes, *_ = tpu_table.tpu7x_table(rows)
-    peak = f"{v5e['peak_hbm_bytes'] / 2**30:.2f}"
-    assert fits.startswith(f"| 10B | `tpu7x:2x2x2` | 4 | {peak} | {before} | ")
-    assert crashes.startswith("| ViT-L/16 | `tpu7x:4x4x4` |  | libtpu crashes | ")
-
-
-def test_table_and_picture(v5e, tmp_path):
-    """What make tpu-table makes of such reports: replaced between its markers, nothing else."""
-    document = tmp_path / "tpu.md"
-    document.write_text(f"before\n{tpu_table.BEGIN}\nold\n{tpu_table.END}\nafter\n")
-    small = v5e | {"fits": False, "peak_hbm_bytes": 20 * 2**30}
-    reports = {
-        ("v5e-64", "vit_10b"): v5e,
-        ("v5p-64", "vit_10b"): v5e,
-        ("v5e-64", "vit_60b"): small,
-        ("v5p-64", "vit_60b"): None,
-    }
-    tpu_table.write_table(document, reports, ["v5e-64", "v5p-64"], ["vit_10b", "vit_60b"], [])
-    tpu_table.plot(reports, tmp_path / "table.png")
-    text = document.read_text()
-    assert text.startswith("before\n<!--")
-    assert text.endswith("-->\nafter\n")
-    assert "old" not in text
-    v5e_row = next(line for line in text.splitlines() if line.startswith("| v5e-64"))
-    assert "| no, 4.2 GiB short or more |" in v5e_row
-    assert "| libtpu crashes |" in text
-    assert f" GiB, {100 * v5e['expected_mfu']:.0f} % |" in v5e_row
-    assert f"libtpu {v5e['versions']['libtpu']}" in text
-    assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")

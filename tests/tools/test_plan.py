@@ -12,7 +12,6 @@ import pytest
 from PIL import Image
 
 import run_vit_training
-from benchmarks import plan_check
 from run_vit_training import read_flags
 from tests.cli import run_program
 from tests.marks import long
@@ -21,7 +20,6 @@ from tools.plan.plans import SHIPPED, Request, find_work, read_prices, read_requ
 from tools.plan.tpu import compile_words, computed_candidates, refusal
 from tools.plan.tpu_search import (
     CHOICES,
-    GOALS,
     USUAL,
     ComputedCandidate,
     Found,
@@ -649,18 +647,3 @@ def test_the_table(tmp_path):
     ):
         assert re.search(pattern, done.stdout, re.MULTILINE), (pattern, done.stdout)
     assert SHIPPED.name == "prices.toml"
-
-
-def test_the_check_against_grids_replaces_rows_of_its_problems_alone(tmp_path):
-    document = tmp_path / "planning.md"
-    old = "| base | 8 | 4 | +0.5 % | +0.0 % | +0.0 % | 4a9868a |"
-    table = f"| problem |\n| --- |\n| small | 8 | 3 | +9.9 % | +0.0 % | +0.0 % | 4a9868a |\n{old}"
-    document.write_text(f"before\n{plan_check.BEGIN}\n{table}\n{plan_check.END}\nafter\n")
-    behind = dict(zip(GOALS, (1.0, 1.012, 1.0), strict=True))
-    names = ("huge", "small")
-    plan_check.write_table(document, [plan_check.Row(name, 6, 3, behind) for name in names])
-    before, begin, _, _, small, base, huge, end, after = document.read_text().splitlines()
-    assert (before, begin, end, after) == ("before", plan_check.BEGIN, plan_check.END, "after")
-    assert base == old
-    assert small.startswith("| small | 6 | 3 | +0.0 % | +1.2 % | +0.0 % | ")
-    assert huge.startswith("| huge | 6 | 3 | ")

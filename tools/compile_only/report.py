@@ -183,7 +183,7 @@ def as_table(report: Report) -> str:
             how += f"; {report['expected_unknown']} instructions by their bytes"
         if report["topology"].startswith("tpu7x:"):
             error = "not compared with a measured step"
-        elif report["topology"].startswith("v6e:"):  # by ``make tpu-calibrate``
+        elif report["topology"].startswith("v6e:"):
             error = "13 points too low for both published runs on v6e"
         else:
             error = "within 3 points for half of 15 published runs"
