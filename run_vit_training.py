@@ -8,25 +8,38 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from gpu_fsdp.config import TorchConfig
+from tools.plan.config import PlanConfig
 from training import errors
-from training.config import BackendChoice, RunConfig
-from training.flags import MODE_FLAGS, PROGRAM, check_foreign, check_rules, parse, tell
+from training.config import BackendChoice, RunConfig, UseConfig
+from training.flags import PROGRAM, check_foreign, check_rules, parse, tell
 from training.processes.output import (
     drop_unread_output,
     exit_quietly_on_broken_pipe,
     open_closed_streams,
 )
-from training.processes.parent import end_at_once, end_with_torchrun
+from training.processes.parent import end_at_once, forward_torchrun_signals
 from xla_fsdp.config import XlaConfig
 
-OWN = {"xla": XlaConfig, "torch": TorchConfig}
+# -- flags -----------------------------------------------------------------------------------------
+
+BACKEND_CONFIGS = {"xla": XlaConfig, "torch": TorchConfig}
 """The configuration of each folder of backends; its ``backends`` are their names. A new one is a
 folder with one of these, a function ``resolve`` and a function ``launch``, and its lines here, in
-``choose_backend`` and in ``start``."""
+``choose_backend`` and in ``run_on_backend``."""
+
+CONFIGS = {"run": RunConfig, **BACKEND_CONFIGS, "plan": PlanConfig}
+"""All flags, by the names that ``Flags`` has for them."""
+
+MODE_FLAGS = (
+    *(field.name for config in (UseConfig, PlanConfig) for field in fields(config)),
+    *("resume_epoch", "init_from", "self_check", "plan", "teacher"),
+    *("tpu_topology", "explain", "hlo_dir"),
+)
+"""Fields of flags that choose what the program does; their rules are checked before all others."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +49,133 @@ class Flags:
     run: RunConfig
     xla: XlaConfig
     torch: TorchConfig
+    plan: PlanConfig
 
     @property
-    def own(self) -> list[Any]:
-        return [getattr(self, name) for name in OWN]
+    def backend_configs(self) -> list[Any]:
+        return [getattr(self, name) for name in BACKEND_CONFIGS]
 
 
 def read_flags(argv: Sequence[str] | None = None) -> Flags:
     """Read the flags of a command line; end the program with exit code 2 on a wrong one."""
-    return Flags(**parse(argv, {"run": RunConfig, **OWN}))
+    return Flags(**parse(argv, CONFIGS))
+
+
+def check_mode_flags(flags: Flags) -> None:
+    """Raise UsageError if the rules of a flag that chooses what the program does do not hold."""
+    check_rules(flags.run, *flags.backend_configs, flags.plan, only=MODE_FLAGS)
+
+
+# -- what the program does: a function each --------------------------------------------------------
+#
+# Those that run on devices give ``run_on_backend`` a function ``prepare``, which checks everything
+# that can be checked before a device starts, and returns the body of every process.
+
+
+def train(flags: Flags) -> None:
+    from training.start import plan_start
+    from training.train import prepare_training
+
+    config, start = plan_start(flags.run)
+    run_on_backend(flags, config, functools.partial(prepare_training, start))
+
+
+def evaluate(flags: Flags) -> None:
+    """``--eval_only``: print the loss and accuracy of trained weights."""
+    from training.evaluation.predict import prepare_evaluation
+    from training.initial_weights import find_trained
+
+    if init_from := flags.run.checkpoints.init_from:
+        given = f"--init_from {init_from}"
+        raise errors.UsageError(f"{given} is incompatible with --eval_only: drop one of the two")
+    config, weights = find_trained(flags.run)
+    run_on_backend(flags, config, functools.partial(prepare_evaluation, weights))
+
+
+def judge_features(flags: Flags) -> None:
+    """``--eval_only`` with ``--knn`` or ``--probe``: print the accuracy by features alone."""
+    from training.evaluation.knn_and_probe import prepare_frozen
+    from training.initial_weights import find_trained
+
+    config, weights = find_trained(flags.run)
+    run_on_backend(flags, config, functools.partial(prepare_frozen, weights))
+
+
+def write_features(flags: Flags) -> None:
+    """``--features``: write the features of images."""
+    from training.evaluation.features import prepare_features
+    from training.initial_weights import find_trained
+
+    config, weights = find_trained(flags.run)
+    run_on_backend(flags, config, functools.partial(prepare_features, weights))
+
+
+def self_check(flags: Flags) -> None:
+    """``--self_check``: compare a small run on these devices with plain PyTorch."""
+    from tools.self_check.check import prepare_self_check
+
+    run_on_backend(flags, _with_initial_model(flags.run), prepare_self_check)
+
+
+def predict(flags: Flags) -> None:
+    """``--predict``: print the most probable classes of images, without a backend."""
+    from training.evaluation.predict import predict_images
+    from training.initial_weights import find_trained
+
+    config, weights = find_trained(flags.run)
+    gc.enable()
+    predict_images(config, weights)
+
+
+def compile_only(flags: Flags) -> int:
+    """``--compile_only``: compile the step for TPUs that are not here."""
+    from tools.compile_only.command import compile_step
+
+    _require_xla(flags, "--compile_only")
+    return compile_step(_with_initial_model(flags.run), flags.xla)
+
+
+def plan(flags: Flags) -> int:
+    """``--plan``: search the hardware and the flags for a training."""
+    from tools.plan.tpu import plan_slices
+
+    _require_xla(flags, "--plan")
+    return plan_slices(_with_initial_model(flags.run), flags.xla, flags.plan)
+
+
+def list_models(pattern: str) -> int:
+    """``--list_models``: print the models whose names match; return 1 if there is none."""
+    from models.registry import list_models
+
+    models = list_models(pattern)
+    for model in models:
+        about = f"{model.parameters:>18,} parameters" if model.parameters else model.refused or ""
+        if model.no_tensor_parallel:
+            about += f", no --mesh_tensor: {model.no_tensor_parallel}"
+        print(f"{model.name:<60} {about}".rstrip())
+    return 0 if models else 1
+
+
+def _with_initial_model(config: RunConfig) -> RunConfig:
+    """Return the configuration with the model of ``--init_from``, if that is given."""
+    from training.initial_weights import with_model_of_weights
+
+    return with_model_of_weights(config)[0] if config.checkpoints.init_from else config
+
+
+def _require_xla(flags: Flags, mode: str) -> None:
+    if flags.run.backend in ("cuda", "torchtpu"):
+        raise errors.UsageError(
+            f"{mode} compiles the step of --backend xla, this is {flags.run.backend}"
+        )
+    check_foreign(flags.backend_configs, "xla", flags.run.given)
+
+
+# -- on a backend ----------------------------------------------------------------------------------
+
+Prepare = Callable[[Any], tuple[Any, Callable[[Any, Any], None]]]
+"""A function from a resolved run to the run that the backend is started for, the same but for
+``--self_check``, and to the body of every process: a function of that run and the backend."""
 
 
 def choose_backend(choice: BackendChoice) -> BackendChoice:
@@ -54,29 +185,24 @@ def choose_backend(choice: BackendChoice) -> BackendChoice:
     from torch_fsdp.devices import Cuda, Tpu
     from xla_fsdp.environment import device_type
 
-    found: BackendChoice
+    backend: BackendChoice
     has_xla = importlib.util.find_spec("torch_xla") is not None
     if has_xla and device_type() == "TPU":
-        found, package = "xla", "torch_xla"
+        backend, package = "xla", "torch_xla"
     elif Tpu.is_available():
-        found, package = "torchtpu", "torch_tpu"
+        backend, package = "torchtpu", "torch_tpu"
     else:
         return "xla" if has_xla and not Cuda.is_available() else "cuda"
     if errors.is_first_of_torchrun():
         version = errors.installed_version(package)
-        print(f"{PROGRAM}: --backend auto: {found}, by {package} {version}", file=sys.stderr)
-    return found
+        print(f"{PROGRAM}: --backend auto: {backend}, by {package} {version}", file=sys.stderr)
+    return backend
 
 
-Prepare = Callable[[Any], tuple[Any, Callable[[Any, Any], None]]]
-"""A function from a resolved run to the same with its data, and the body of every process: a
-function of a run and a backend."""
-
-
-def start(backend: BackendChoice, flags: Flags, config: RunConfig, prepare: Prepare) -> None:
-    """Resolve the run on the backend, prepare it, and run its body in every process."""
-    from training.processes.exchange import naming_itself
-
+def run_on_backend(flags: Flags, config: RunConfig, prepare: Prepare) -> None:
+    """Resolve the run on its backend, prepare it, and run its body in every process."""
+    backend = choose_backend(config.backend)
+    check_foreign(flags.backend_configs, backend, config.given)
     launch: Callable[[Callable[[Any, Any], None], Any], None]
     if backend == "xla":
         from xla_fsdp import resolve_xla
@@ -92,20 +218,25 @@ def start(backend: BackendChoice, flags: Flags, config: RunConfig, prepare: Prep
 
         resolve = resolve_gpu.resolve if backend == "cuda" else resolve_torch.resolve
         run, body = prepare(resolve(replace(config, backend=backend), flags.torch))
+    from training.processes.exchange import tag_errors_with_rank
+
     gc.freeze()  # what is there stays: it is never searched for garbage
     gc.enable()
-    launch(functools.partial(naming_itself, body), run)
+    launch(functools.partial(tag_errors_with_rank, body), run)
+
+
+# -- the program -----------------------------------------------------------------------------------
 
 
 @exit_quietly_on_broken_pipe(PROGRAM)
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the flags, and do what they ask for; return the exit code."""
-    end_with_torchrun()
+    forward_torchrun_signals()
     # PyTorch would import torch_tpu wherever that is installed. Without a TPU it starts its runtime
     # at the first backward pass all the same, which looks for Google's metadata server for minutes.
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-    # A user without a name, as a container's may be, gets one: PyTorch 2.9 ends with a traceback as
-    # it looks for a folder of that name (torch/_inductor/runtime/cache_dir_utils.py).
+    # Set USER when the uid has no passwd entry (common in containers): PyTorch 2.9 ends with a
+    # traceback as it looks for a folder of that name (torch/_inductor/runtime/cache_dir_utils.py).
     try:
         getpass.getuser()
     except (KeyError, OSError):
@@ -129,91 +260,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(flags: Flags) -> int:
-    """Do what the flags ask for; return the exit code."""
+    """Choose what the flags ask for, do it, and return the exit code."""
     config, use = flags.run, flags.run.use
     if config.list_models is not None:
-        from models.registry import list_models
-
-        found = list_models(config.list_models)
-        for model in found:
-            told = f"{model.parameters:>18,} parameters" if model.parameters else ""
-            told = told or model.refused or ""
-            if model.no_tensor_parallel:
-                told += f", no --mesh_tensor: {model.no_tensor_parallel}"
-            print(f"{model.name:<60} {told}".rstrip())
-        return 0 if found else 1
-    check_rules(config, *flags.own, only=MODE_FLAGS)
-    if config.checkpoints.init_from and use.eval_only and not (use.knn or use.probe):
-        given = f"--init_from {config.checkpoints.init_from}"
-        raise errors.UsageError(f"{given} is incompatible with --eval_only: drop one of the two")
-    trains = not (use.predict or use.eval_only or use.features or config.self_check)
-    if config.checkpoints.init_from and (flags.xla.compile_only or config.plan or not trains):
-        from training.begin import with_model_of_weights
-
-        config, _ = with_model_of_weights(config)
-        flags = replace(flags, run=config)
-    if config.plan and config.backend == "cuda":
-        raise errors.UsageError("--plan compiles the step of --backend xla, this is cuda")
-    if config.backend == "torchtpu" and (flags.xla.compile_only or config.plan):
-        mode = "--compile_only" if flags.xla.compile_only else "--plan"
-        raise errors.UsageError(f"{mode} compiles the step of --backend xla, this is torchtpu")
+        return list_models(config.list_models)
+    check_mode_flags(flags)
     if flags.xla.compile_only:
-        from tools.compile_only.command import compile_only
-
-        check_foreign(flags.own, "xla", config.given)
-        return compile_only(config, flags.xla)
+        return compile_only(flags)
     if config.plan:
-        check_foreign(flags.own, "xla", config.given)
-        from tools.plan.tpu import plan_slices
-
-        return plan_slices(config, flags.xla)
+        return plan(flags)
 
     # Imports make a million objects that stay. To search them for garbage again and again takes a
     # tenth of their time (docs/evidence/benchmarks.md).
     gc.disable()
     if use.predict:
-        from training.initial_weights import find_trained
-        from training.predict import predict
-
-        config, weights = find_trained(config)
-        gc.enable()
-        predict(config, weights)
+        predict(flags)
         return 0
-    with drop_unread_output(PROGRAM):  # or launchers would restart a run that nobody watches
-        _run_on_devices(flags)
-    return 0
-
-
-def _run_on_devices(flags: Flags) -> None:
-    """Train, evaluate, write features or check, in all processes of the backend."""
-    config, use = flags.run, flags.run.use
-    prepare: Prepare
-    if use.features or use.knn or use.probe:
-        from training.features import prepare_features
-        from training.frozen import prepare_frozen
-        from training.initial_weights import find_trained
-
-        config, weights = find_trained(config)
-        prepare = functools.partial(prepare_features if use.features else prepare_frozen, weights)
+    mode = train
+    if use.features:
+        mode = write_features
+    elif use.knn or use.probe:
+        mode = judge_features
     elif use.eval_only:
-        from training.initial_weights import find_trained
-        from training.predict import prepare_evaluation
-
-        config, weights = find_trained(config)
-        prepare = functools.partial(prepare_evaluation, weights)
+        mode = evaluate
     elif config.self_check:
-        from tools.self_check.check import prepare_self_check
-
-        prepare = prepare_self_check
-    else:
-        from training.begin import choose_start
-        from training.train import prepare_training
-
-        config, saved, initial = choose_start(config)
-        prepare = functools.partial(prepare_training, saved, initial)
-    backend = choose_backend(config.backend)
-    check_foreign(flags.own, backend, config.given)
-    start(backend, flags, config, prepare)
+        mode = self_check
+    with drop_unread_output(PROGRAM):  # or launchers would restart a run that nobody watches
+        mode(flags)
+    return 0
 
 
 if __name__ == "__main__":

@@ -18,15 +18,14 @@ import fsspec
 import torch
 from fsspec.implementations.local import LocalFileOpener, LocalFileSystem
 
-from run_vit_training import choose_backend, read_flags, start
+from run_vit_training import read_flags, run_on_backend
 from training.backend import Backend
 from training.checkpoints import saver as saver_module
-from training.checkpoints.format import Position
 from training.checkpoints.saver import CheckpointSaver
 from training.files import folder_at
-from training.objectives import open_objective
+from training.objectives.objective import open_objective
 from training.resolve import Run
-from training.schedule import StepRates
+from training.schedule import Position, StepRates
 from training.step import put_micro_batches, shard_and_optimize, train_step
 
 WARMUP, FEWEST_STEPS = 3, 8
@@ -68,7 +67,7 @@ class Measured:
         self._model.train()
         self._objective = open_objective(run, backend)
         data, sizes = run.config.data, run.model.sizes
-        share = data.batch_size // backend.world_size
+        share = data.batch_size // backend.batch_shards
         labels = torch.randint(sizes.num_classes, (share,))
         batch = torch.randn(share, *sizes.input_shape), labels
         self._batches = put_micro_batches(backend, batch, data.grad_accum_steps)
@@ -171,7 +170,7 @@ def main(argv: list[str]) -> None:
     body = functools.partial(
         measure, folder=Path(folder), repeats=int(repeats), rates=[float(rate) for rate in rates]
     )
-    start(choose_backend(flags.run.backend), flags, flags.run, lambda run: (run, body))
+    run_on_backend(flags, flags.run, lambda run: (run, body))
 
 
 if __name__ == "__main__":

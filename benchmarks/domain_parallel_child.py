@@ -24,7 +24,7 @@ from run_vit_training import read_flags
 from torch_fsdp.launch_torch import launch as launch_gpu
 from training.backend import Backend
 from training.errors import UsageError
-from training.objectives import open_objective
+from training.objectives.objective import open_objective
 from training.resolve import Run
 from training.schedule import StepRates
 from training.step import shard_and_optimize, train_step
@@ -73,9 +73,9 @@ def random_share(run: Run, backend: Backend) -> Batch:
     The values are random, not zeros: a GPU that multiplies zeros draws less power and clocks
     higher.
     """
-    generator = torch.Generator().manual_seed(backend.rank)
+    generator = torch.Generator().manual_seed(backend.batch_shard)
     sizes = run.model.sizes
-    share = run.config.data.batch_size // backend.world_size
+    share = run.config.data.batch_size // backend.batch_shards
     channels, _, *others = sizes.input_shape
     shape = (share, channels, len(backend.image_rows), *others)
     labels = torch.randint(sizes.num_classes, (share,), generator=generator)

@@ -27,10 +27,10 @@ from gpu_fsdp import resolve_gpu
 from models.config import VitConfig
 from run_vit_training import read_flags
 from torch_fsdp.launch_torch import launch
-from torch_fsdp.recipe import DTYPES, TorchRun
+from torch_fsdp.parallel_plan import DTYPES, TorchRun
 from training.backend import Backend
 from training.errors import UsageError
-from training.objectives import open_objective
+from training.objectives.objective import open_objective
 from training.schedule import StepRates
 from training.step import shard_and_optimize, train_step
 
@@ -72,9 +72,9 @@ def timm_step(
     # As timm.create_model makes it.
     arguments = {each.name: run.model.settings[each.name] for each in fields(VitConfig)}
     model: Any = VisionTransformer(**arguments).to(device)
-    if run.own.channels_last:
+    if run.backend_config.channels_last:
         model = model.to(memory_format=torch.channels_last)
-    if backend.world_size > 1:
+    if backend.batch_shards > 1:
         model = DistributedDataParallel(model)
     if compile_mode:
         model = torch.compile(model, mode=compile_mode)
@@ -117,9 +117,9 @@ def random_batches(run: TorchRun, backend: Backend) -> list[Batch]:
     Its values are random, not zeros: a GPU that multiplies zeros draws less power and clocks
     higher.
     """
-    generator = torch.Generator().manual_seed(backend.rank)
+    generator = torch.Generator().manual_seed(backend.batch_shard)
     data, sizes = run.config.data, run.model.sizes
-    share = data.batch_size // backend.world_size
+    share = data.batch_size // backend.batch_shards
     shape = (share, *sizes.input_shape)
     images = torch.randn(shape, generator=generator)
     labels = torch.randint(sizes.num_classes, (share,), generator=generator)

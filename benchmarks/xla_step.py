@@ -108,7 +108,7 @@ def use_torch_xlas_wrapper(backend) -> None:
     from models.initialize import fill_buffers
     from xla_fsdp.around_blocks import compute_in_bf16
 
-    recipe, layout = backend._recipe, backend._layout
+    plan, layout = backend._plan, backend._layout
 
     def zeros_like(parameter, dtype):  # as the wrapper shards parameters
         spec = (("fsdp",), *[()] * (parameter.dim() - 1))
@@ -119,13 +119,13 @@ def use_torch_xlas_wrapper(backend) -> None:
         for name, unit in units:
             initialize(unit, name)
             fill_buffers(unit, backend.constant)
-            if unit is not model and recipe.remat == "full":
+            if unit is not model and plan.remat == "full":
                 checkpoint_module(unit)
             wrapped = SpmdFullyShardedDataParallel(unit, mesh=layout.xla_mesh)
             if unit is not model:
                 model.set_submodule(name, wrapped)
             backend._break_graph(wait=True)
-        if recipe.bf16:
+        if plan.bf16:
             compute_in_bf16(wrapped)
         backend._model = wrapped
         return wrapped

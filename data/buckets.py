@@ -112,7 +112,7 @@ class BucketSampler(GlobalBatchSampler):
             found = found[torch.randperm(len(found), generator=generator)]
         else:
             found = found[found[:, 0].argsort()]
-        start = self.rank * self.share
+        start = self.shard * self.share
         for batch in found[self.first_batch :]:
             bucket = int(self._bucket_of[batch[0]])  # the first image is never padding
             share = batch[start : start + self.share].tolist()

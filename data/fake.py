@@ -37,7 +37,7 @@ class Zeros(Split):
         labels = torch.zeros(len(images), dtype=torch.int64)
         if self.is_train or not rest:
             return ConstantLoader(full, (images, labels))
-        present = torch.arange(len(images)) + share.rank * len(images) < rest
+        present = torch.arange(len(images)) + share.shard * len(images) < rest
         last = images, torch.where(present, labels, PADDING)
         return ConstantLoader(full + 1, (images, labels), last)
 

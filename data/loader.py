@@ -74,9 +74,9 @@ class Share:
     A row is a position along the first spatial axis: of an image's height, of a volume's slices.
     """
 
-    rank: int = 0
-    world_size: int = 1
-    """The images are part ``rank`` of ``world_size`` equal parts of each global batch."""
+    shard: int = 0
+    shards: int = 1
+    """The images are shard number ``shard`` of ``shards`` equal ones of each global batch."""
     rows: range | None = None
     """The contiguous rows of each image; None: all of them."""
     loads: bool = True
@@ -87,7 +87,7 @@ class Share:
 
     def shape_of(self, batch_size: int, image_shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the images that are loaded of a global batch of ``batch_size``."""
-        count = batch_size // self.world_size if self.loads else 0
+        count = batch_size // self.shards if self.loads else 0
         if self.rows is None:
             return (count, *image_shape)
         channels, _, *others = image_shape
@@ -129,17 +129,17 @@ class GlobalBatchSampler(Sampler[list[Key]]):
         *,
         shuffle: bool,
         seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
+        shard: int = 0,
+        shards: int = 1,
         repeats: int = 1,
         pairs: int = 0,
         numbers: Sequence[int] | None = None,
     ) -> None:
         """``numbers``: without ``shuffle``, the images in their order; None: from 0 on."""
-        if batch_size % world_size:
-            raise ValueError(f"batch size {batch_size} is not divisible by {world_size} processes")
+        if batch_size % shards:
+            raise ValueError(f"batch size {batch_size} is not divisible by {shards} processes")
         self.length, self.batch_size, self.shuffle, self.seed = length, batch_size, shuffle, seed
-        self.rank, self.share = rank, batch_size // world_size
+        self.shard, self.share = shard, batch_size // shards
         self.epoch, self.first_batch, self.repeats = 0, 0, repeats
         self.pairs, self.numbers = pairs, range(length) if numbers is None else numbers
 
@@ -162,7 +162,7 @@ class GlobalBatchSampler(Sampler[list[Key]]):
         return torch.randperm(self.length, generator=generator)
 
     def __iter__(self) -> Iterator[list[Key]]:
-        repeats, first = self.repeats, self.rank * self.share
+        repeats, first = self.repeats, self.shard * self.share
         order = self.shuffled(self.generator()) if self.shuffle else self.numbers
         for number in range(self.first_batch, len(self)):
             places = range(number * self.batch_size, (number + 1) * self.batch_size)

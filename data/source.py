@@ -362,8 +362,8 @@ class Split(Dataset):
             batch_size,
             shuffle=self.is_train,
             seed=self.seed,
-            rank=share.rank,
-            world_size=share.world_size,
+            shard=share.shard,
+            shards=share.shards,
             repeats=config.aug_repeats if self.is_train else 1,
             pairs=len(pairs),
         )
@@ -388,8 +388,8 @@ class Split(Dataset):
             len(numbers),
             batch_size,
             shuffle=False,
-            rank=share.rank,
-            world_size=share.world_size,
+            shard=share.shard,
+            shards=share.shards,
             numbers=numbers,
         )
         return loader.DatasetLoader(self, sampler, 0)

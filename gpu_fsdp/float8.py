@@ -14,7 +14,7 @@ from gpu_fsdp.config import FP8_MULTIPLE
 from models.blocks import why_no_linear_products
 from models.config import ModelError
 from torch_fsdp import devices
-from torch_fsdp.recipe import TimmBlocks, TorchRun
+from torch_fsdp.parallel_plan import TimmBlocks, TorchRun
 from training.errors import UsageError
 from training.resolve import MODEL_FLAG
 
@@ -30,7 +30,7 @@ class Float8Blocks(TimmBlocks):
                 f"--fp8 {self.fp8} requires --block te: with timm's blocks use "
                 f"{' or '.join(_TORCHAO_NAME)}"
             )
-        if not run.own.compile:
+        if not run.backend_config.compile:
             raise UsageError(
                 f"--fp8 {self.fp8} with timm's blocks requires --compile: alone, rounding to FP8 "
                 "would take longer than the products gain"

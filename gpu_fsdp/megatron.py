@@ -3,7 +3,8 @@
 The optimizer is this program's, on each process's parts: the package's own wrapper takes a step
 while it is made. The loss is divided here and gradients are only summed.
 
-(FSDP2 is ``torch_fsdp/fsdp2.py``. What a block becomes with both is in ``torch_fsdp/recipe.py``.)
+(FSDP2 is ``torch_fsdp/fsdp2.py``. What a block becomes with both is in
+``torch_fsdp/parallel_plan.py``.)
 """
 
 import copy
@@ -21,7 +22,7 @@ from gpu_fsdp import megatron_private
 from gpu_fsdp.config import TorchConfig
 from models.initialize import cast_buffers, fill_buffers
 from torch_fsdp.devices import Device
-from torch_fsdp.recipe import OUTER, SHARD, TimmBlocks, TorchRun, parallelize_block
+from torch_fsdp.parallel_plan import OUTER, SHARD, TimmBlocks, TorchRun, parallelize_block
 from torch_fsdp.torch_backend import TorchBackend
 from training.backend import InitializeModule
 from training.checkpoints.state import Chunk, ShardedTensor, flat_range_boxes
@@ -58,8 +59,8 @@ class MegatronBackend(TorchBackend):
     def parallelize(
         self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
     ) -> nn.Module:
-        config, recipe, device = self._backend_config, self._recipe, self._device.where
-        initial = InitialValues(model, units, initialize, recipe.blocks)
+        config, plan, device = self._backend_config, self._plan, self._device.where
+        initial = InitialValues(model, units, initialize, plan.blocks)
 
         # With meta_init the package has the weights filled part by part while it shards them, so
         # that no device has all of them.
@@ -70,14 +71,14 @@ class MegatronBackend(TorchBackend):
             meta_init = size > _META_SHARE * limit
 
         # Each block: TransformerEngine's or timm's, recomputation, torch.compile.
-        blocks = [parallelize_block(model, n, block, recipe, device) for n, block in units[:-1]]
+        blocks = [parallelize_block(model, n, block, plan, device) for n, block in units[:-1]]
 
         # Weights and inputs, in the precision that is computed in.
-        model.to(recipe.dtype)
-        _fill(model, initial, recipe.dtype, device, meta_init=meta_init)
+        model.to(plan.dtype)
+        _fill(model, initial, plan.dtype, device, meta_init=meta_init)
 
         def cast(x: torch.Tensor) -> torch.Tensor:
-            return x.to(recipe.dtype) if x.is_floating_point() else x
+            return x.to(plan.dtype) if x.is_floating_point() else x
 
         model.register_forward_pre_hook(lambda _, inputs: tree_map_only(torch.Tensor, cast, inputs))
 
@@ -97,7 +98,7 @@ class MegatronBackend(TorchBackend):
         # Shards. Without fp32 weights gradients have the weights' precision.
         policy = MixedPrecisionPolicy(None, None, None)
         if config.preserve_fp32_weights:
-            policy = MixedPrecisionPolicy(torch.float32, torch.float32, recipe.reduce_dtype)
+            policy = MixedPrecisionPolicy(torch.float32, torch.float32, plan.reduce_dtype)
         outer: dict[str, Any] = {}
         if self._run.mesh.dcn > 1:
             outer = {"dp_outer_dim": OUTER, "hybrid_fsdp_group": self._all}
@@ -108,7 +109,7 @@ class MegatronBackend(TorchBackend):
             dp_shard_dim=SHARD,
             tp_dim=_TENSOR,
             **outer,
-            zero_dp_strategy=recipe.zero,
+            zero_dp_strategy=plan.zero,
             outer_dp_sharding_strategy=config.outer_dp_sharding_strategy,
             device=device,
             init_model_with_meta_device=meta_init,
@@ -126,7 +127,7 @@ class MegatronBackend(TorchBackend):
         # The parameters by their plain names, and the processes that shard them.
         distributed = megatron_private.optimizer_parameters(self._model)
         for name, _ in self._model.module.named_parameters():
-            self._parameters[recipe.blocks.timm_name(name)] = distributed[name]
+            self._parameters[plan.blocks.timm_name(name)] = distributed[name]
         groups = [] if self._zero == 0 else [self._mesh.get_group(SHARD)]
         if config.outer_dp_sharding_strategy:
             groups = [self._all]
@@ -134,17 +135,17 @@ class MegatronBackend(TorchBackend):
 
         # The exact values of fp32 weights: the package took them from ones rounded to bf16. Frozen
         # ones are in bf16 alone.
-        if recipe.dtype != torch.float32 and config.preserve_fp32_weights:
+        if plan.dtype != torch.float32 and config.preserve_fp32_weights:
             with torch.no_grad():
                 for name, parameter in self._parameters.items():
                     local, part = parameter.to_local(), megatron_private.local_range(parameter)
-                    if local.dtype == recipe.dtype:
+                    if local.dtype == plan.dtype:
                         continue
                     local.copy_(initial[name].flatten()[part.start : part.stop].view(local.shape))
                 self._after_load()
 
         # FP8 by TransformerEngine.
-        recipe.blocks.wrap_model(self._model)
+        plan.blocks.wrap_model(self._model)
 
         over_outer = ", optimizer sharded over dcn too" if config.outer_dp_sharding_strategy else ""
         self._form = (
@@ -169,7 +170,7 @@ class MegatronBackend(TorchBackend):
         local_range = megatron_private.local_range
         for name, parameter in self._parameters.items():
             assert local_range(parameter) == local_range(student._parameters[name]), name
-        if self._recipe.dtype != torch.float32:
+        if self._plan.dtype != torch.float32:
             self._rounded = {name: part.detach() for name, part in self._locals.items()}
             self._locals = {n: nn.Parameter(part.float()) for n, part in self._rounded.items()}
 
@@ -180,7 +181,7 @@ class MegatronBackend(TorchBackend):
         # finish_grad_sync does, and both would add gradients up twice.
         is_last = is_last and self._backend_config.overlap_grad_reduce
         megatron_private.set_last_micro_batch(self._model, is_last)
-        (loss / self.world_size).backward()
+        (loss / self.batch_shards).backward()
 
     def _collect_gradients(self) -> None:
         self._model.finish_grad_sync()

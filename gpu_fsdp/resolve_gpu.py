@@ -18,7 +18,7 @@ from gpu_fsdp.te_block import TeBlocks, prefer_cudnn_of_pytorch
 from torch_fsdp import devices, resolve_torch
 from torch_fsdp.config import Fsdp2Config
 from torch_fsdp.devices import Device
-from torch_fsdp.recipe import Form, TimmBlocks, TorchRun
+from torch_fsdp.parallel_plan import Form, TimmBlocks, TorchRun
 from torch_fsdp.resolve_torch import FSDP2
 from training.config import RunConfig
 from training.errors import UsageError

@@ -20,7 +20,7 @@ from gpu_fsdp.float8 import check_sizes
 from models.blocks import why_no_transformer_engine
 from models.config import ModelError
 from torch_fsdp.devices import choose
-from torch_fsdp.recipe import DTYPES, TimmBlocks, TorchRun
+from torch_fsdp.parallel_plan import DTYPES, TimmBlocks, TorchRun
 from training.errors import UsageError
 from training.resolve import MODEL_FLAG
 
@@ -60,7 +60,8 @@ class TeBlocks(TimmBlocks):
                 f"--mesh_domain {run.mesh.domain} is incompatible with --block te: use --block timm"
             )
         unsupported = {
-            "--compile": run.own.compile,  # its layers opt out of tracing: nothing is compiled
+            # Its layers opt out of tracing: nothing is compiled.
+            "--compile": run.backend_config.compile,
             "--grad_ckpt selective": run.config.sharding.grad_ckpt == "selective",
         }
         for flag, given in unsupported.items():

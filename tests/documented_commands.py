@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from run_vit_training import OWN
+from run_vit_training import CONFIGS
 from tests.cli import ROOT
-from training.config import RunConfig
 from training.flags import by_field
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -114,7 +113,7 @@ def broken_anchors() -> list[str]:
 def known_flags() -> set[str]:
     """Every flag of the program, in all its spellings."""
     known = {"--help", "-h"}
-    for option in by_field(RunConfig, *OWN.values()).values():
+    for option in by_field(*CONFIGS.values()).values():
         known |= {*option.names, *option.flag.shorthands}
         known |= {f"--no-{name[2:]}" for name in option.names if option.has_negation}
     return known

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from run_vit_training import OWN
-from training.config import RunConfig
+from run_vit_training import CONFIGS
 from training.flags import FlagField, flag_fields, help_text
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/flags.md"
@@ -23,7 +22,7 @@ twice, the last value counts.
 def page() -> str:
     """Return the text of the page: a table a group."""
     groups: dict[str, list[FlagField]] = {}
-    for config in (RunConfig, *OWN.values()):
+    for config in CONFIGS.values():
         for option in flag_fields(config):
             groups.setdefault(option.group, []).append(option)
     parts = [_INTRODUCTION]

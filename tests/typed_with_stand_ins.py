@@ -51,10 +51,10 @@ def plans(machine: Machine, command: Command, tmp_path: Path) -> None:
     """run_vit_training.py would plan with these flags."""
     words = machine.noted(command, "python3")
     asked = read_flags(words[1:])
-    check_foreign(asked.own, "xla", asked.run.given)
+    check_foreign(asked.backend_configs, "xla", asked.run.given)
     config, _ = resolve_model(resolve_common(asked.run))
     assert config.plan
-    assert next(candidates(config, asked.xla))
+    assert next(candidates(config, asked.xla, asked.plan.chips_at_most))
 
 
 def compiles(machine: Machine, command: Command, tmp_path: Path) -> None:
@@ -66,13 +66,13 @@ def compiles(machine: Machine, command: Command, tmp_path: Path) -> None:
 
 def program_takes(flags: list[str], backend: str) -> None:
     asked = read_flags(flags)
-    check_foreign(asked.own, backend, asked.run.given)
+    check_foreign(asked.backend_configs, backend, asked.run.given)
     config, model = resolve_model(asked.run)
     if config.sharding.mesh_dcn == "slices":  # two are named where it is documented
         config = replace(config, sharding=replace(config.sharding, mesh_dcn=2))
-    own = asked.xla if backend == "xla" else replace(asked.torch, fsdp="fsdp2")
-    check_rules(replace(resolve_common(config), backend=backend), own)
-    check_batch(Run(config, own, model, make_mesh(config.sharding, 64)))
+    backend_config = asked.xla if backend == "xla" else replace(asked.torch, fsdp="fsdp2")
+    check_rules(replace(resolve_common(config), backend=backend), backend_config)
+    check_batch(Run(config, backend_config, model, make_mesh(config.sharding, 64)))
 
 
 def slurm_stand_ins(machine: Machine) -> None:

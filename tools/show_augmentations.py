@@ -26,7 +26,6 @@ from training.mesh import Mesh
 from training.objectives.classify import Mixing, smoothed
 from training.processes.output import exit_quietly_on_broken_pipe
 from training.resolve import Run, check_batch, resolve_common, resolve_model
-from training.weights import with_preprocessing
 
 IMAGES, DRAWS = 4, 6
 """Rows of the picture, and augmented columns."""
@@ -58,8 +57,9 @@ def read_run(flags: Sequence[str]) -> Run[Any]:
         raise UsageError("volumes cannot be drawn")
     if config.data.buckets:
         raise UsageError("--buckets: images are drawn in the model's own size, drop it")
-    run = with_preprocessing(Run(config, None, model, Mesh()), None)
-    run = run.with_data(batch_size=IMAGES, grad_accum_steps=1, num_workers=0)
+    run = Run(config, None, model, Mesh()).with_data(
+        batch_size=IMAGES, grad_accum_steps=1, num_workers=0
+    )
     check_batch(run)
     return run
 

@@ -24,7 +24,7 @@ from models.initialize import cast_buffers
 from models.positions import PartOfPositions, TokenPart
 from torch_fsdp.devices import Device
 from torch_fsdp.domain import DomainGroup, attend_over_processes
-from torch_fsdp.recipe import OUTER, SHARD, TorchRun, parallelize_block
+from torch_fsdp.parallel_plan import OUTER, SHARD, TorchRun, parallelize_block
 from torch_fsdp.torch_backend import TorchBackend
 from training.backend import InitializeModule
 from training.checkpoints.state import Chunk, ShardedTensor
@@ -55,25 +55,25 @@ class Fsdp2Backend(TorchBackend):
         self._form = "FSDP2 as data parallel (no sharding)"
         if self._zero:
             self._form = f"FSDP2 ZeRO-{self._zero}, each block a unit"
-        if self._recipe.domain_attention:
-            self._form += f", {self._recipe.domain_attention} attention over domain"
+        if self._plan.domain_attention:
+            self._form += f", {self._plan.domain_attention} attention over domain"
 
     def parallelize(
         self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
     ) -> nn.Module:
         """The host and the device hold one unit at a time: it is filled on the CPU, and of its copy
         on the device only this process's part stays."""
-        run, recipe, device = self._run, self._recipe, self._device
+        run, plan, device = self._run, self._plan, self._device
 
         # Domain: attention sees the tokens of all processes that share an image.
-        if recipe.domain_attention:
+        if plan.domain_attention:
             rows, row_patches = run.model.sizes.grid[0], math.prod(run.model.sizes.grid[1:])
             places = range(run.mesh.domain)
             patches = [len(run.mesh.rows_of(rows, place)) * row_patches for place in places]
             index = self._image_mesh.get_local_rank(DOMAIN)
             group = DomainGroup(self._image_mesh.get_group(DOMAIN), index, tuple(patches))
             fused = device.fused_attention
-            attend_over_processes(model, recipe.domain_attention, group, fused=fused)
+            attend_over_processes(model, plan.domain_attention, group, fused=fused)
         elif not device.fused_attention:
             for attention in attentions(model):
                 attention.fused_attn = False  # type: ignore[assignment]
@@ -83,8 +83,8 @@ class Fsdp2Backend(TorchBackend):
         blocks = []
         for name, block in units[:-1]:
             initialize(block, name)
-            block = parallelize_block(model, name, block, recipe, device.where)
-            cast_buffers(block, recipe.dtype)
+            block = parallelize_block(model, name, block, plan, device.where)
+            cast_buffers(block, plan.dtype)
             _move(block, device)
             blocks.append(_shard(block, run, self._mesh))
 
@@ -95,7 +95,7 @@ class Fsdp2Backend(TorchBackend):
         # Domain: each process has the positions of its tokens. Processes along "domain" have other
         # ones: those along "dcn" and "fsdp" alone hold, and reduce, the same. A mean is taken over
         # those; all others' gradients are of a mean over "domain", too.
-        if recipe.domain_attention:
+        if plan.domain_attention:
             part = TokenPart(
                 first=sum(patches[:index]),
                 patches=patches[index],
@@ -113,23 +113,23 @@ class Fsdp2Backend(TorchBackend):
 
         # Prefetching: how many blocks are unsharded ahead of the one that computes.
         for i, sharded in enumerate(blocks):
-            if run.own.forward_prefetch:
-                after = blocks[i + 1 : i + 1 + run.own.forward_prefetch]
+            if run.backend_config.forward_prefetch:
+                after = blocks[i + 1 : i + 1 + run.backend_config.forward_prefetch]
                 sharded.set_modules_to_forward_prefetch(after)
-            before = blocks[max(0, i - run.own.backward_prefetch) : i][::-1]
+            before = blocks[max(0, i - run.backend_config.backward_prefetch) : i][::-1]
             # An empty list means PyTorch's own order, one ahead. The block itself, which is
             # unsharded already, means none.
             sharded.set_modules_to_backward_prefetch(before or [sharded])
 
         # FP8 by TransformerEngine.
-        recipe.blocks.wrap_model(model)
+        plan.blocks.wrap_model(model)
 
         # The parameters by their plain names, and the processes that shard them.
         self._model = model
         positions = {id(part.values): name for name, part in self._positions.items()}
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor)
-            name = positions.get(id(parameter)) or recipe.blocks.timm_name(name)
+            name = positions.get(id(parameter)) or plan.blocks.timm_name(name)
             self._parameters[name] = parameter
         names, shard_group = self._parameters.keys(), self._mesh.get_group(SHARD)
         self._sharded_alike = [(names, [shard_group])]
@@ -208,9 +208,9 @@ def _move(unit: nn.Module, device: Device) -> None:
 def _shard(
     unit: nn.Module, run: TorchRun, mesh: DeviceMesh, *, is_root: bool = False
 ) -> FSDPModule:
-    recipe = run.recipe
+    plan = run.plan
     shard = mesh[SHARD]  # of the mesh with all axes: PyTorch warns of a slice of a slice
-    lower = {recipe.dtype, recipe.reduce_dtype} != {torch.float32}
+    lower = {plan.dtype, plan.reduce_dtype} != {torch.float32}
 
     def placement(parameter: nn.Parameter) -> Shard | None:
         # What has one entry for each token, (1, tokens, width): along a dimension that the shards
@@ -224,13 +224,13 @@ def _shard(
         mesh=mesh[OUTER, SHARD] if mesh.size(0) > 1 else shard,
         shard_placement_fn=placement,
         # The root's weights would be unsharded again at once by the backward pass.
-        reshard_after_forward=recipe.zero == 3 and not is_root,
+        reshard_after_forward=plan.zero == 3 and not is_root,
         mp_policy=MixedPrecisionPolicy(
-            param_dtype=recipe.dtype if lower else None,
-            reduce_dtype=recipe.reduce_dtype if lower else None,
+            param_dtype=plan.dtype if lower else None,
+            reduce_dtype=plan.reduce_dtype if lower else None,
             output_dtype=torch.float32 if is_root else None,
         ),
-        offload_policy=CPUOffloadPolicy() if run.own.cpu_offload else OffloadPolicy(),
+        offload_policy=CPUOffloadPolicy() if run.backend_config.cpu_offload else OffloadPolicy(),
     )
     assert isinstance(unit, FSDPModule)
     # Uneven parts get their final, padded storage only when first unsharded; the optimizer must

@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from models import timm_private
 from torch_fsdp import devices
-from torch_fsdp.recipe import TorchRun
+from torch_fsdp.parallel_plan import TorchRun
 from training import errors
 from training.backend import Backend
 from training.errors import UsageError, is_first_of_torchrun
-from training.processes.exchange import without_greetings
+from training.processes.exchange import silence_gloo
 
 
 def launch(body: Callable[[TorchRun, Backend], None], run: TorchRun) -> None:
@@ -29,10 +29,10 @@ def launch(body: Callable[[TorchRun, Backend], None], run: TorchRun) -> None:
     """
     rank, world_size = _started_as()
     device = devices.choose(run.config.backend)
-    device.start(tf32=run.own.tf32)
+    device.start(tf32=run.backend_config.tf32)
     if is_first_of_torchrun():
         errors.warn_of_others(timm_private.WRITTEN_FOR, run.form.written_for, device.written_for)
-    with without_greetings():
+    with silence_gloo():
         store: Store = dist.HashStore()
         if world_size > 1 or os.environ.get("RANK"):
             store = join(rank, world_size)

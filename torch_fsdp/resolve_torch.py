@@ -1,6 +1,6 @@
 """What a run with FSDP does on the devices that PyTorch finds: decided before any of them starts.
 
-``resolve`` makes a ``TorchRun``: every "auto" decided, every check made. Its ``recipe`` is what
+``resolve`` makes a ``TorchRun``: every "auto" decided, every check made. Its ``plan`` is what
 ``torch_fsdp/fsdp2.py`` does to the model.
 """
 
@@ -16,7 +16,7 @@ from models.config import ModelError
 from torch_fsdp import devices
 from torch_fsdp.config import ZERO_FLAGS, Fsdp2Config
 from torch_fsdp.devices import Device
-from torch_fsdp.recipe import DTYPES, Form, TimmBlocks, TorchRecipe, TorchRun
+from torch_fsdp.parallel_plan import DTYPES, Form, ParallelPlan, TimmBlocks, TorchRun
 from training.config import RunConfig
 from training.errors import UsageError
 from training.flags import check_rules
@@ -50,7 +50,7 @@ def resolve(
     """
     run = _resolve(config, backend_config, form or FSDP2, blocks or TimmBlocks())
     # The teacher computes forward passes alone: ZeRO-2 would never reshard its weights.
-    teacher_config = replace(run.own, zero_dp_strategy=0 if run.recipe.zero == 0 else 3)
+    teacher_config = replace(run.backend_config, zero_dp_strategy=0 if run.plan.zero == 0 else 3)
     with_its_teacher = with_teacher(
         run, lambda config: _resolve(config, teacher_config, FSDP2, TimmBlocks())
     )
@@ -130,7 +130,7 @@ def _resolve(
     compiled: Literal["none", "block", "around attention"] = "none"
     if backend_config.compile:
         compiled = "around attention" if mesh.domain > 1 else "block"
-    recipe = TorchRecipe(
+    plan = ParallelPlan(
         domain_attention=config.sharding.domain_attention if mesh.domain > 1 else None,
         blocks=blocks,
         grad_ckpt=sharding.grad_ckpt,
@@ -140,7 +140,7 @@ def _resolve(
         reduce_dtype=DTYPES[reduce_dtype],
         zero=zero,
     )
-    run = TorchRun(config, backend_config, model, mesh, form=form, recipe=recipe)
+    run = TorchRun(config, backend_config, model, mesh, form=form, plan=plan)
     check_batch(run)
     blocks.check(run)
 

@@ -19,10 +19,10 @@ from data.loader import Batch, BatchLoader, Share
 from torch_fsdp.devices import Device, Mark
 from torch_fsdp.domain import SharedImages, image_rows
 from torch_fsdp.optimizers import LossScale, PartsOptimizer
-from torch_fsdp.recipe import TorchRun
+from torch_fsdp.parallel_plan import TorchRun
 from training.backend import InitializeModule, State, pass_seed
 from training.optimizers import COUNTS, UPDATES, Updates, WeightAverage, count_skipped, not_finite
-from training.processes.exchange import without_greetings
+from training.processes.exchange import silence_gloo
 from training.processes.stopping import largest_of_all
 from training.resolve import Run
 from training.schedule import StepRates
@@ -42,15 +42,15 @@ class TorchBackend(abc.ABC):
     """The form of FSDP in the line that describes a run."""
 
     def __init__(self, run: TorchRun, device: Device) -> None:
-        self._run, self._device, self._recipe = run, device, run.recipe
-        self._backend_config, self._sharding = run.own, run.config.sharding
+        self._run, self._device, self._plan = run, device, run.plan
+        self._backend_config, self._sharding = run.backend_config, run.config.sharding
         rank, mesh = dist.get_rank(), run.mesh
-        self.rank, self.world_size = mesh.batch_part(rank), mesh.batch_parts
+        self.batch_shard, self.batch_shards = mesh.batch_part(rank), mesh.batch_parts
         self.image_rows = image_rows(run, rank)
         self.device_count, self.is_main = mesh.devices, rank == 0
-        self.compiles = bool(run.own.compile) or device.compiles_all
-        self._compiles_updates = bool(run.own.compile) and device.compiles_all
-        self._zero = run.recipe.zero
+        self.compiles = bool(run.backend_config.compile) or device.compiles_all
+        self._compiles_updates = bool(run.backend_config.compile) and device.compiles_all
+        self._zero = run.plan.zero
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read")
         self._rounds_moments = run.config.optimizer.optimizer_dtype == "bf16"
         self._parameters: dict[str, DTensor] = {}
@@ -114,7 +114,7 @@ class TorchBackend(abc.ABC):
         self, run: Run[Any], model: nn.Module, initialize: InitializeModule
     ) -> nn.Module:
         assert isinstance(run, TorchRun)
-        with without_greetings():
+        with silence_gloo():
             frozen = type(self)(run, self._device)
         sharded = frozen.shard(model, list(run.model.units(model)), initialize).eval()
         self._frozen.append(frozen)
@@ -133,7 +133,7 @@ class TorchBackend(abc.ABC):
             fused=self._device.fused_adamw,
             group=next(iter(self._sharded_alike[0][1]), None),
             units=self._blocks,
-            compiler=self._recipe.compiler if self._compiles_updates else None,
+            compiler=self._plan.compiler if self._compiles_updates else None,
         )
         if self._run.config.averages:
             updates_seen = torch.zeros((), device=next(iter(self._locals.values())).device)
@@ -152,20 +152,22 @@ class TorchBackend(abc.ABC):
         mesh, host_processes = self._run.mesh, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if mesh.domain == 1 or reads_rows:
             rows = None if mesh.domain == 1 else self.image_rows
-            return open_share(Share(self.rank, self.world_size, rows, of_host=host_processes))
+            return open_share(
+                Share(self.batch_shard, self.batch_shards, rows, of_host=host_processes)
+            )
         # Those that share an image divide the images among them, and send each other the rows.
-        shared_images = images // self.world_size
+        shared_images = images // self.batch_shards
         sources, index = math.gcd(mesh.domain, shared_images), dist.get_rank() % mesh.domain
         share = Share(
-            self.rank * sources + min(index, sources - 1),
-            self.world_size * sources,
+            self.batch_shard * sources + min(index, sources - 1),
+            self.batch_shards * sources,
             loads=index < sources,
             of_host=host_processes,
         )
         rows_by_process = [image_rows(self._run, place) for place in range(mesh.domain)]
         # A separate group, for tensors on the CPU.
         ranks = torch.arange(mesh.devices).view(-1, mesh.domain).tolist()
-        with without_greetings():
+        with silence_gloo():
             group, _ = dist.new_subgroups_by_enumeration(ranks, backend="gloo")
         return SharedImages(
             open_share(share), group, rows_by_process, sources, shared_images // sources
@@ -182,8 +184,8 @@ class TorchBackend(abc.ABC):
     def constant(self, values: torch.Tensor) -> torch.Tensor:
         return values.to(self._device.where, non_blocking=True)  # or it would wait for the device
 
-    def begin_step(self, pass_index: int) -> None:
-        seed = pass_seed(self._run.config.seed, pass_index, self.rank)
+    def begin_pass(self, pass_index: int) -> None:
+        seed = pass_seed(self._run.config.seed, pass_index, self.batch_shard)
         torch.default_generator.manual_seed(seed)
         self._device.seed(seed)
 
@@ -244,7 +246,7 @@ class TorchBackend(abc.ABC):
         return self._ema.in_place_of_weights(self._after_load)
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
-        return self.sum(value) / self.world_size
+        return self.sum(value) / self.batch_shards
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         total = value.clone()
@@ -289,7 +291,7 @@ class TorchBackend(abc.ABC):
             sharding.precision + (" with TF32" if config.tf32 else ""),
             f"gradients reduced in {config.reduce_dtype}",
             f"activation checkpointing {sharding.grad_ckpt}",
-            str(self._recipe.blocks),
+            str(self._plan.blocks),
         ]
         flags = {
             "moments in bf16": self._rounds_moments,
@@ -328,19 +330,19 @@ class TorchBackend(abc.ABC):
 
     def unit_roundoff(self) -> float:
         distances = [
-            torch.finfo(self._recipe.dtype).eps,
-            torch.finfo(self._recipe.reduce_dtype).eps,
+            torch.finfo(self._plan.dtype).eps,
+            torch.finfo(self._plan.reduce_dtype).eps,
         ]
         if self._backend_config.tf32:
             distances.append(torch.finfo(torch.float16).eps)  # as many bits as TF32
         if self._rounds_moments:  # rounded up or down, so by a whole distance
             distances.append(2 * torch.finfo(torch.bfloat16).eps)
-        if self._recipe.blocks.fp8 != "none":
+        if self._plan.blocks.fp8 != "none":
             distances.append(torch.finfo(torch.float8_e4m3fn).eps)
         return max(distances) / 2
 
     def peak_flops(self) -> float | None:
-        kind: str = "fp8" if self._recipe.blocks.fp8 != "none" else self._sharding.precision
+        kind: str = "fp8" if self._plan.blocks.fp8 != "none" else self._sharding.precision
         if kind == "fp32" and self._backend_config.tf32:
             kind = "tf32"
         return self._device.peak_flops(kind)

@@ -71,9 +71,9 @@ class Backend(Protocol):
 
     is_main: bool
     """Whether this process prints and writes the reports."""
-    rank: int
+    batch_shard: int
     """Which part of each global batch this process puts on its devices."""
-    world_size: int
+    batch_shards: int
     """The number of such parts; several processes may share one, each with other rows."""
     image_rows: range
     """The rows of each image (slices of a volume) that this process puts on its devices."""
@@ -128,7 +128,7 @@ class Backend(Protocol):
 
     # A step.
 
-    def begin_step(self, pass_index: int) -> None:
+    def begin_pass(self, pass_index: int) -> None:
         """Seed dropout for this forward pass, from ``--seed`` and the number of passes since the
         start of training."""
 

@@ -4,7 +4,6 @@ A field is a flag (``config_fields.flag``). None means that the program decides:
 ``training/resolve.py`` then replaces it, so a resolved configuration has no None that a run uses.
 """
 
-import functools
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -12,8 +11,6 @@ from config_fields import (
     bounded,
     count,
     flag,
-    fraction,
-    global_by_local,
     local_name,
     non_negative,
     number,
@@ -28,297 +25,8 @@ from config_fields import (
 )
 from data.config import DataConfig
 from models.config import ModelConfig
-
-_CLASSIFIES = ("objective=classify",)
-# Of a part of an objective or of --plan, whose default is no "off".
-_mae_flag = functools.partial(flag, requires=("objective=mae",), requires_at_default=True)
-_dino_flag = functools.partial(flag, requires=("objective=dino",), requires_at_default=True)
-_plan_flag = functools.partial(flag, requires=("plan",), requires_at_default=True)
-
-
-@dataclass(frozen=True)
-class ObjectiveConfig:
-    """What a model is trained for, and what that adds to it."""
-
-    group: ClassVar[str] = "objective"
-
-    objective: Literal["classify", "mae", "dino"] = flag(
-        "classify",
-        "what to train for: labels, or without them masked autoencoding (mae) or self-distillation "
-        "(dino), see docs/pretraining.md",
-        common=True,
-    )
-    mask_ratio: float = _mae_flag(
-        0.75,
-        "share of an image's patches that are masked: hidden from the encoder, and reconstructed",
-        kind=rate,
-    )
-    norm_pix_loss: bool = _mae_flag(
-        True,
-        "reconstruct pixels that are normalized by the mean and deviation of their patch, instead "
-        "of the image's own",
-    )
-    decoder_depth: int = _mae_flag(8, "number of blocks of the decoder", kind=bounded(int, 1, 1000))
-    decoder_embed_dim: int = _mae_flag(512, "width of the decoder", kind=bounded(int, 1, 2**20))
-    decoder_num_heads: int = _mae_flag(
-        16, "number of attention heads of the decoder", kind=positive
-    )
-    local_crops: int = _dino_flag(
-        8,
-        "number of local crops of an image, beside two global ones of --image_size",
-        kind=bounded(int, 0, 64),
-    )
-    local_crop_size: int = _dino_flag(
-        96,
-        "side of a local crop in pixels, a multiple of --patch_size",
-        kind=bounded(int, 1, 16384),
-    )
-    crop_sizes: list[str] | None = flag(
-        None,
-        "sides of global and local crops in pixels, of which each step has one pair, drawn at "
-        "random; one that is given twice is drawn twice as often; the pair of --image_size and "
-        "--local_crop_size must be among them (default: that one alone)",
-        kind=global_by_local,
-        metavar="GxL",
-        requires=("objective=dino",),
-        incompatible_with=("compile_only", "expect"),
-    )
-    global_crops_scale: tuple[float, float] = _dino_flag(
-        (0.32, 1.0),
-        "smallest and largest share of an image's area in a global crop",
-        kind=fraction,
-        metavar=("MIN", "MAX"),
-    )
-    local_crops_scale: tuple[float, float] = _dino_flag(
-        (0.05, 0.32),
-        "smallest and largest share of an image's area in a local crop",
-        kind=fraction,
-        metavar=("MIN", "MAX"),
-    )
-    ibot_mask_ratio: tuple[float, float] = _dino_flag(
-        (0.1, 0.5),
-        "smallest and largest share of the patches that are masked in one of an image's global "
-        "crops, drawn for each image",
-        kind=fraction,
-        metavar=("MIN", "MAX"),
-    )
-    dino_prototypes: int = _dino_flag(
-        65536,
-        "number of prototypes that class tokens are compared with",
-        kind=bounded(int, 2, 2**24),
-    )
-    ibot_prototypes: int = _dino_flag(
-        65536,
-        "number of prototypes that masked patches are compared with",
-        kind=bounded(int, 2, 2**24),
-    )
-    dino_head_hidden: int = _dino_flag(2048, "width inside both heads", kind=bounded(int, 1, 2**20))
-    dino_head_bottleneck: int = _dino_flag(
-        256, "width of both heads before the prototypes", kind=bounded(int, 1, 2**20)
-    )
-    student_temp: float = _dino_flag(
-        0.1,
-        "temperature of the student's probabilities, by which logits are divided",
-        kind=positive_number,
-    )
-    teacher_temp: float = _dino_flag(
-        0.07,
-        "temperature of the teacher's probabilities after --warmup_teacher_temp_epochs",
-        kind=bounded(float, 0.005, 10),
-    )
-    warmup_teacher_temp: float = _dino_flag(
-        0.04,
-        "temperature of the teacher's probabilities at the start; it rises linearly",
-        kind=bounded(float, 0.005, 10),
-    )
-    warmup_teacher_temp_epochs: float = _dino_flag(
-        30.0,
-        "number of epochs from --warmup_teacher_temp to --teacher_temp; 0: the latter from the "
-        "start",
-        kind=non_negative,
-    )
-    teacher_momentum: float = _dino_flag(
-        0.992,
-        "share of itself that the teacher, an average of the student's weights, keeps in a step, "
-        "at the start",
-        kind=fraction,
-    )
-    teacher_momentum_end: float = _dino_flag(
-        1.0,
-        "the same at the last step of --num_epochs, reached along half a cosine; the value of "
-        "--teacher_momentum keeps it constant",
-        kind=fraction,
-    )
-    freeze_last_layer_epochs: float = _dino_flag(
-        1.0,
-        "number of epochs at the start in which the learning rate of the prototypes is 0",
-        kind=non_negative,
-    )
-    ibot_weight: float = _dino_flag(1.0, "weight of the loss of masked patches", kind=non_negative)
-    koleo_weight: float = _dino_flag(
-        0.1,
-        "weight of the KoLeo loss, which spreads the class tokens of different images",
-        kind=non_negative,
-    )
-    koleo_group: int = _dino_flag(
-        16,
-        "number of consecutive images of a batch among which the KoLeo loss finds nearest "
-        "neighbors; must divide the images of a device and pass (default: 16, as DINOv3, or else "
-        "the largest smaller number that does)",
-        kind=bounded(int, 2, 2**20),
-    )
-    gram_weights: str | None = flag(
-        None,
-        "weights of a Gram teacher: a checkpoint of --objective dino (its teacher), a run's "
-        "--ckpt_dir, or a file of torch.save or .safetensors with timm's names; the similarities "
-        "between the student's patches are then to be those between its patches (default: none)",
-        kind=path_or_url,
-        metavar="PATH",
-        requires=("objective=dino",),
-        incompatible_with=("eval_only", "features", "compile_only"),
-    )
-    gram_weight: float = flag(
-        2.0,
-        "weight of the loss of --gram_weights",
-        kind=non_negative,
-        requires=("gram_weights",),
-        requires_at_default=True,
-    )
-    gram_crop_factor: float = flag(
-        1.0,
-        "height and width of the Gram teacher's crops, which show the same as the global crops, as "
-        "a multiple of those; its patch features are resampled to the student's grid; 2: as "
-        "DINOv3; 1: it sees the global crops themselves",
-        kind=bounded(float, 1, 16),
-        requires=("gram_weights",),
-    )
-
-    @property
-    def uses_labels(self) -> bool:
-        """Whether images need labels."""
-        return self.objective == "classify"
-
-    @property
-    def has_teacher(self) -> bool:
-        """Whether a second model is trained as the moving average of the first."""
-        return self.objective == "dino"
-
-
-@dataclass(frozen=True)
-class LossConfig:
-    """Mixed images, label smoothing, the classifier's loss and distillation, in timm's terms.
-
-    The loss of an evaluation of a classifier is always the cross-entropy.
-    """
-
-    group: ClassVar[str] = "optimization"
-
-    smoothing: float = flag(
-        0.0,
-        "label smoothing: share of each label that is spread over all classes",
-        kind=rate,
-        requires=_CLASSIFIES,
-    )
-    mixup: float = flag(
-        0.0,
-        "mixup's alpha: the weights of two mixed images are drawn from Beta(alpha, alpha) for each "
-        "batch; 0: off",
-        kind=non_negative,
-        requires=_CLASSIFIES,
-    )
-    cutmix: float = flag(
-        0.0,
-        "CutMix's alpha: the area of the box pasted from another image is drawn from Beta(alpha, "
-        "alpha); 0: off",
-        kind=non_negative,
-        requires=_CLASSIFIES,
-    )
-    cutmix_minmax: tuple[float, float] | None = flag(
-        None,
-        "smallest and largest side of CutMix's box, as shares of the image's side; replaces "
-        "--cutmix (default: none)",
-        kind=fraction,
-        metavar=("MIN", "MAX"),
-        requires=_CLASSIFIES,
-        replaces=("cutmix",),
-    )
-    mixup_prob: float = flag(
-        1.0,
-        "probability that a batch is mixed at all",
-        kind=fraction,
-        requires=("mixup|cutmix|cutmix_minmax",),
-    )
-    mixup_switch_prob: float = flag(
-        0.5,
-        "probability of CutMix rather than mixup, where both are on",
-        kind=fraction,
-        requires=("mixup", "cutmix|cutmix_minmax"),
-    )
-    bce_loss: bool = flag(
-        False,
-        "train with binary cross-entropy, for each class, instead of cross-entropy",
-        requires=_CLASSIFIES,
-    )
-    bce_sum: bool = flag(
-        False,
-        "sum the binary cross-entropy over the classes (default: mean)",
-        requires=("bce_loss",),
-    )
-    bce_target_thresh: float | None = flag(
-        None,
-        "threshold of binary targets: smoothed and mixed labels above it become 1, others 0 "
-        "(default: none, labels stay as they are)",
-        kind=bounded(float, 0, 1, open_high=True),
-        requires=("bce_loss",),
-    )
-    teacher: str | None = flag(
-        None,
-        "distillation: the --model of a trained teacher, whose predictions the student learns too "
-        "(--objective dino: instead of those of its own average); it must have the student's image "
-        "size and classes, or patches (default: none)",
-        metavar="NAME",
-        requires=("teacher_weights", "objective=classify|objective=dino"),
-        incompatible_with=("plan", "compile_only"),
-    )
-    teacher_weights: str | None = flag(
-        None,
-        "weights of --teacher: a checkpoint (of --objective dino its average), a run's --ckpt_dir, "
-        "or a file of torch.save or .safetensors with timm's names; loaded at each start "
-        "(default: none)",
-        kind=path_or_url,
-        metavar="PATH",
-        requires=("teacher",),
-    )
-    distillation_type: Literal["hard", "soft"] = flag(
-        "hard",
-        "target of distillation; hard: the teacher's most probable class, as a second label; soft: "
-        "all its probabilities",
-        requires=("teacher", *_CLASSIFIES),
-        requires_at_default=True,
-    )
-    distillation_alpha: float = flag(
-        0.5,
-        "share of the distillation loss in the loss; the labels' loss has the rest",
-        kind=fraction,
-        requires=("teacher", *_CLASSIFIES),
-        requires_at_default=True,
-    )
-    distillation_tau: float = flag(
-        1.0,
-        "temperature of soft distillation, by which the logits of both are divided",
-        kind=positive_number,
-        requires=("distillation_type=soft",),
-    )
-
-    @property
-    def mixes(self) -> bool:
-        """Whether images are mixed with each other."""
-        return self.mixup > 0 or self.cuts
-
-    @property
-    def cuts(self) -> bool:
-        """Whether boxes of images are replaced by those of others."""
-        return self.cutmix > 0 or self.cutmix_minmax is not None
+from training.checkpoints.config import CheckpointConfig
+from training.objectives.config import CLASSIFIES, LossConfig, ObjectiveConfig
 
 
 @dataclass(frozen=True)
@@ -378,7 +86,7 @@ class OptimizerConfig:
         False,
         "train only the classifier's head; all other weights are frozen, without gradients and "
         "optimizer state",
-        requires=_CLASSIFIES,
+        requires=CLASSIFIES,
         incompatible_with=("flatten_parameters", "block"),
     )
     clip_grad_norm: float = flag(
@@ -461,106 +169,6 @@ class EmaConfig:
         "start with a smaller decay of the moving average: 1 - n^(-2/3) in update n, up to "
         "--model_ema_decay",
         requires=("model_ema",),
-    )
-
-
-@dataclass(frozen=True)
-class CheckpointConfig:
-    """Which checkpoints are saved, removed and resumed."""
-
-    group: ClassVar[str] = "checkpoints"
-
-    ckpt_dir: str = flag(
-        "runs/vit_fsdp",
-        "folder of checkpoints and logs; hosts share it",
-        kind=path_or_url,
-        metavar="FOLDER",
-        common=True,
-    )
-    shared_ckpt_dir: bool = flag(
-        False,
-        "allow a --ckpt_dir that another user owns, or that holds files of other users, as in a "
-        "group's shared folder: they can change what is trained (default: refused)",
-    )
-    resume: str = flag(
-        "auto",
-        "checkpoint to resume; auto: the newest complete one of --ckpt_dir, if any; none: start "
-        "new; best, lowest_loss: the evaluated one with the highest top-1 (mae: the lowest loss) "
-        "or lowest loss; PATH: a checkpoint, or another run's --ckpt_dir; the model is the "
-        "checkpoint's",
-        kind=path_or_url,
-        metavar="auto|none|best|lowest_loss|PATH",
-        common=True,
-    )
-    resume_epoch: int = flag(
-        0,
-        "resume from the checkpoint saved after epoch N; 0: as --resume says",
-        kind=count,
-        replaces=("resume",),
-    )
-    restart_epoch: bool = flag(
-        False,
-        "restart the epoch of a checkpoint saved within an epoch, if the order of the images has "
-        "changed since (--seed, --aug_repeats, --buckets, number of training images, ...); it has "
-        "no effect on other checkpoints (default: such a checkpoint is refused)",
-    )
-    init_from: str | None = flag(
-        None,
-        "initialize a new training with these weights: a checkpoint, a run's --ckpt_dir, or a file "
-        "of torch.save or .safetensors with timm's names; adapted to another image size, patch "
-        "size, number of channels or classes; a checkpoint in --ckpt_dir is resumed instead "
-        "(default: none)",
-        kind=path_or_url,
-        metavar="PATH",
-        incompatible_with=("predict",),
-    )
-    ckpt_epoch_interval: int = flag(
-        10, "save a checkpoint every N epochs, and at the end", kind=positive, common=True
-    )
-    ckpt_step_interval: int = flag(
-        0, "also save a checkpoint every N steps; 0: off", kind=count, common=True
-    )
-    ckpt_minutes_interval: float = flag(
-        0.0,
-        "also save a checkpoint M minutes after the last one, by the first process's clock; 0: off",
-        kind=bounded(float, 0, 1e6),
-        metavar="M",
-    )
-    local_ckpt_dir: str | None = flag(
-        None,
-        "also save checkpoints to this folder of each host, on a RAM disk or SSD of its own, with "
-        "a copy at another host; a start resumes from there if hosts have a newer step than "
-        "--ckpt_dir (default: none)",
-        kind=path_or_url,
-        metavar="FOLDER",
-        incompatible_with=("predict",),
-    )
-    local_ckpt_step_interval: int = flag(
-        50, "save to --local_ckpt_dir every N steps", kind=positive, requires=("local_ckpt_dir",)
-    )
-    keep_checkpoints: int = flag(
-        0, "keep the N newest checkpoints; 0: keep all", kind=count, common=True
-    )
-    max_failed_saves: int = flag(
-        2,
-        "end the run with exit code 4 after N checkpoints in a row that could not be saved",
-        kind=positive,
-    )
-    verify_checkpoint: bool = flag(
-        True,
-        "resume without comparing the files' checksums with the manifest (default: compare)",
-        names=("--no_verify_checkpoint",),
-    )
-    async_checkpoint: bool = flag(
-        True,
-        "save synchronously: training waits until a checkpoint is complete (default: asynchronous "
-        "checkpoints, from a copy in host memory)",
-        names=("--no_async_checkpoint",),
-    )
-    ckpt_best: bool = flag(
-        False,
-        "also save a checkpoint after each evaluation with the highest top-1 so far (without "
-        "labels: the lowest loss), and keep it",
     )
 
 
@@ -649,7 +257,7 @@ class UseConfig:
         "unreadable images, exit code 2 if one was named itself (default: none)",
         kind=path_or_url,
         metavar="IMAGE_OR_FOLDER",
-        requires=_CLASSIFIES,
+        requires=CLASSIFIES,
         incompatible_with=("eval_only",),
         common=True,
     )
@@ -716,7 +324,7 @@ class UseConfig:
         "the accuracy of each class and the classes it was mistaken for (default: none)",
         kind=path_or_url,
         metavar="FOLDER",
-        requires=("eval_only", *_CLASSIFIES),
+        requires=("eval_only", *CLASSIFIES),
     )
     json: bool = flag(
         False,
@@ -779,7 +387,7 @@ class ShardingConfig:
         1,
         "devices that shard the rows of each image (domain parallel)",
         kind=positive,
-        requires=_CLASSIFIES,
+        requires=CLASSIFIES,
     )
     domain_attention: Literal["auto", "ring", "ulysses", "gather"] = flag(
         "auto",
@@ -795,51 +403,8 @@ class ShardingConfig:
         "devices that shard heads and MLP columns of a block (tensor parallel); must divide "
         "both; XLA with SPMD; not all models (--list_models)",
         kind=positive,
-        requires=_CLASSIFIES,
+        requires=CLASSIFIES,
         incompatible_with=("run_without_fsdp",),
-    )
-
-
-@dataclass(frozen=True)
-class PlanConfig:
-    """Which hardware ``--plan`` searches, and what a plan may cost."""
-
-    group: ClassVar[str] = "plan (--plan)"
-
-    chips_at_most: int = _plan_flag(256, "largest number of chips of a plan", kind=positive)
-    hours: float | None = flag(
-        None,
-        "longest training, in hours, of a plan (default: no limit)",
-        kind=bounded(float, 1e-6, 1e6),
-        metavar="H",
-        requires=("plan",),
-    )
-    price: str | None = flag(
-        None,
-        "TOML or JSON file with the prices of a chip an hour, in the format of "
-        "tools/plan/prices.toml (default: that file)",
-        kind=path_or_url,
-        metavar="FILE",
-        requires=("plan",),
-    )
-    train_images: int | None = flag(
-        None,
-        "number of training images of an epoch (default: those of --data_dir if it exists, else "
-        "ImageNet's, 1281167)",
-        kind=bounded(int, 1, 10**12),
-        requires=("plan",),
-    )
-    plan_compilations: int = _plan_flag(
-        15,
-        "largest number of steps that the TPU compiler compiles for a plan, a minute or two each; "
-        "those in --plan_dir do not count; 0: none",
-        kind=count,
-    )
-    plan_dir: str = _plan_flag(
-        "runs/plan",
-        "folder for the picture and for the compiler's results, which later plans reuse",
-        kind=path_or_url,
-        metavar="FOLDER",
     )
 
 
@@ -909,7 +474,6 @@ class RunConfig:
     log: LogConfig = field(default_factory=LogConfig)
     use: UseConfig = field(default_factory=UseConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
-    planning: PlanConfig = field(default_factory=PlanConfig)
     given: frozenset[str] = field(default=frozenset(), compare=False)
     """The fields, of this and of all backends' configurations, whose flags are on the command line,
     whatever their values; the environment does not count."""

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from config_fields import Flag, flag_of, not_empty
-from training.config import PlanConfig, UseConfig
 from training.errors import UsageError, prints_here
 
 if TYPE_CHECKING:
@@ -145,22 +144,15 @@ def from_values(config: type, values: Mapping[str, Any]) -> Any:
 # ------------------------------------------------------------------------------------------------
 # Rules: what a flag requires, excludes and replaces.
 
-MODE_FLAGS = (
-    *(field.name for config in (UseConfig, PlanConfig) for field in dataclasses.fields(config)),
-    *("resume_epoch", "init_from", "self_check", "plan", "teacher", "student"),
-    *("tpu_topology", "explain", "hlo_dir"),
-)
-"""Fields of flags that choose what the program does; their rules are checked before all others."""
 
-
-def check_rules(config: RunConfig, *own: Any, only: Collection[str] | None = None) -> None:
+def check_rules(config: RunConfig, *others: Any, only: Collection[str] | None = None) -> None:
     """Raise UsageError for a flag, not at its default, whose rules do not hold; for some flags
     also at its default (``Flag.requires_at_default``).
 
-    ``own``: the configurations of backends. All must be resolved, as rules are about final values,
-    but for the fields ``only``, which resolving does not change.
+    ``others``: the configurations of backends and tools. All must be resolved, as rules are about
+    final values, but for the fields ``only``, which resolving does not change.
     """
-    values, known = flat(config, *own), by_field(type(config), *map(type, own))
+    values, known = flat(config, *others), by_field(type(config), *map(type, others))
     for name, option in known.items():
         counts_at_default = option.flag.requires_at_default and name in config.given
         passed_over = values[name] == option.field.default and not counts_at_default

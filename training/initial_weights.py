@@ -22,50 +22,78 @@ from models.dino import HEAD_SETTINGS
 from models.initialize import allocate_own, on_meta
 from models.spec import ModelSpec
 from training.backend import Backend
-from training.begin import (
+from training.checkpoints.compatible import (
     check_same_training,
-    check_weights,
     with_saved_model,
     with_saved_objective,
 )
 from training.checkpoints.format import EMA
 from training.checkpoints.state import load_state
-from training.config import EmaConfig, LossConfig, ObjectiveConfig, RunConfig
+from training.config import EmaConfig, RunConfig
 from training.errors import UsageError
 from training.files import folder_at
 from training.flags import flat
+from training.objectives.config import LossConfig, ObjectiveConfig
 from training.resolve import Run, model_of, resolve_model
 from training.weight_names import NAMED, listed
-from training.weights import Weights, find_weights, remedy, weights_in, with_preprocessing_of
+from training.weights import (
+    Weights,
+    check_weights,
+    find_weights,
+    remedy,
+    weights_in,
+    with_preprocessing_of,
+)
 
 # -- Weights that are used as they are: --predict, --eval_only, --features -------------------------
 
 
 def find_trained(config: RunConfig) -> tuple[RunConfig, Weights]:
-    """Find the weights that the flags name, and the configuration with the model that they are of.
+    """Find the weights that the flags name; return also the configuration with the model and the
+    preprocessing that they are of.
 
     A checkpoint's own model takes the place of what was not given. Weights of ``--init_from``,
     whose head may be missing, have the model of the flags. Raises UsageError for a checkpoint that
     cannot be read, and for one that contradicts the model flags.
     """
-    of, use_ema = config.checkpoints, config.use.use_ema
-    if of.init_from is not None:
+    checkpoints, use_ema = config.checkpoints, config.use.use_ema
+    if checkpoints.init_from is not None:
         if use_ema:
             raise UsageError(
                 "--use_ema requires --resume, and --init_from is given: use --resume PATH"
             )
         if "resume" in config.given:
             raise UsageError("--init_from and --resume name weights both: drop one of the two")
-        config, _ = resolve_model(config)
-        return config, weights_in(folder_at(of.init_from), "--init_from")
-    weights = find_weights(folder_at(of.ckpt_dir), of.resume, of.resume_epoch, use_ema=use_ema)
+        config, weights = with_model_of_weights(config)
+        config, model = resolve_model(config)
+    else:
+        weights = find_weights(
+            folder_at(checkpoints.ckpt_dir),
+            checkpoints.resume,
+            checkpoints.resume_epoch,
+            use_ema=use_ema,
+        )
+        if weights.run:
+            config = without_gram_teacher(with_saved_objective(weights.run, config))
+            model = model_of(with_saved_model(weights.run, config.model), config.objective)
+            check_same_training(weights.run, model, None)
+            config = replace(config, model=weights.run.model)
+        config, model = resolve_model(config)
+        weights.check_fits(model)
+    weights, config = with_preprocessing_of(weights, config)
+    return config, weights
+
+
+def with_model_of_weights(config: RunConfig) -> tuple[RunConfig, Weights]:
+    """Return the configuration with the model of the weights that ``--init_from`` names, and these.
+
+    Flags that were given change it; a file without arguments leaves all as it is. Raises
+    UsageError if there are no such weights.
+    """
+    assert config.checkpoints.init_from is not None
+    weights = weights_in(folder_at(config.checkpoints.init_from), "--init_from")
     if weights.run:
-        config = without_gram_teacher(with_saved_objective(weights.run, config))
-        model = model_of(with_saved_model(weights.run, config.model), config.objective)
-        check_same_training(weights.run, model, None)
-        config = replace(config, model=weights.run.model)
-    config, model = resolve_model(config)
-    weights.check_fits(model)
+        config = replace(config, model=with_saved_model(weights.run, config.model))
     return config, weights
 
 
@@ -350,20 +378,19 @@ def with_teacher(run: Run[Any], resolve: Callable[[RunConfig], Run[Any]]) -> Run
                 num_classes=run.model.sizes.num_classes,
             )
         # It is used, not trained: no optimizer state and no gradients, sharded as ZeRO-3.
-        teacher = resolve(
-            replace(
-                config,
-                model=model,
-                objective=objective,
-                data=replace(config.data, mean=None, std=None),  # the weights' own
-                loss=LossConfig(),
-                ema=EmaConfig(),
-                optimizer=replace(config.optimizer, linear_probe=False),
-                checkpoints=replace(config.checkpoints, resume=str(weights.path), resume_epoch=0),
-                sharding=replace(config.sharding, grad_ckpt="full", reshard_after_forward=True),
-                given=frozenset(),  # what was given is the student's
-            )
+        teacher_config = replace(
+            config,
+            model=model,
+            objective=objective,
+            data=replace(config.data, mean=None, std=None),  # the weights' own
+            loss=LossConfig(),
+            ema=EmaConfig(),
+            optimizer=replace(config.optimizer, linear_probe=False),
+            checkpoints=replace(config.checkpoints, resume=str(weights.path), resume_epoch=0),
+            sharding=replace(config.sharding, grad_ckpt="full", reshard_after_forward=True),
+            given=frozenset(),  # what was given is the student's
         )
+        teacher = resolve(with_preprocessing_of(weights, teacher_config)[1])
         weights.check_fits(teacher.model)
     except UsageError as error:
         raise UsageError(f"--teacher {name}: {error}") from None
@@ -391,7 +418,7 @@ def with_teacher(run: Run[Any], resolve: Callable[[RunConfig], Run[Any]]) -> Run
             f"--teacher {name} has {there.num_classes} classes, the student {here.num_classes}: "
             "give another teacher, or --num_classes"
         )
-    return replace(run, teacher=with_preprocessing_of(weights, teacher)[1])
+    return replace(run, teacher=teacher)
 
 
 def weights_of_teacher(path: str, flag: str) -> Weights:

@@ -15,19 +15,18 @@ from data.files import make_folder
 from data.loader import BatchLoader
 from training.backend import Backend
 from training.checkpoints.choose import folder_of
-from training.checkpoints.format import Position
 from training.checkpoints.local_tier import LocalTier
 from training.checkpoints.saver import CheckpointSaver
 from training.config import RunConfig
 from training.errors import BAD_IMAGES, NO_BATCH, NOT_FINITE, NOT_SAVED
-from training.evaluate import evaluate
+from training.evaluation.evaluate import evaluate
 from training.logs.bad_images import TRAIN, VAL, BadImages
 from training.logs.records import Evaluation, score
 from training.logs.reports import Reports, StepTimer
-from training.objectives import Objective
+from training.objectives.objective import Objective
 from training.processes.exchange import MinutesInterval, SlowHosts
 from training.processes.stopping import StopRequest, Watchdog
-from training.schedule import Schedule
+from training.schedule import Position, Schedule
 from training.step import TrainBatches, train_step
 
 
@@ -45,6 +44,13 @@ class Session:
     """The number of the step that the run ends with."""
     timer: StepTimer = field(default_factory=StepTimer, init=False)
     """Measures the throughput; restarted after what was no training."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        self.watchdog.pause()
+        self.reports.close()
 
     @contextlib.contextmanager
     def first_run(self, what: str, is_first: bool) -> Iterator[None]:

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
-from data.config import ALWAYS_ALIKE, NOT_AUGMENTED, DataConfig
+from data.config import ALWAYS_ALIKE, NOT_AUGMENTED, DataConfig, Preprocessing
 from models.config import DEFAULT_MODEL, ModelConfig, ModelError
 from models.registry import open_model, with_additions
-from training.config import ObjectiveConfig, RunConfig
+from training.config import RunConfig
 from training.errors import UsageError, is_first_of_torchrun
 from training.files import folder_at, log_folder
 from training.flags import by_field, flat
 from training.mesh import Mesh, make_mesh
+from training.objectives.config import ObjectiveConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,15 +35,15 @@ MODEL_FLAG = {
 """The flag of each model argument, by timm's name, and of what an objective adds to a model."""
 
 
-Own = TypeVar("Own")
+BackendConfig = TypeVar("BackendConfig")
 
 
 @dataclass(frozen=True)
-class Run(Generic[Own]):
+class Run(Generic[BackendConfig]):
     """A run with every choice made: what everything below the entrypoint is given."""
 
     config: RunConfig
-    own: Own
+    backend_config: BackendConfig
     """The backend's own configuration, a frozen dataclass of flags.
 
     Each one has ``keeps_fp32_weights``, True if weights are stored in fp32 at any precision,
@@ -59,7 +60,7 @@ class Run(Generic[Own]):
     @property
     def values(self) -> dict[str, Any]:
         """All flags' final values by their fields' names, for checkpoints, records and messages."""
-        return flat(self.config, self.own)
+        return flat(self.config, self.backend_config)
 
     @property
     def ckpt_dir(self) -> Path:
@@ -214,7 +215,14 @@ def resolve_common(config: RunConfig) -> RunConfig:
     if log.eval_batches is None:
         batches = config.max_steps or 0 if source == "fake" else 0
         config = replace(config, log=replace(log, eval_batches=batches))
-    return config
+    return with_preprocessing(config, Preprocessing.of_new_weights(source))
+
+
+def with_preprocessing(config: RunConfig, defaults: Preprocessing) -> RunConfig:
+    """Return the configuration with these values of preprocessing flags that have none."""
+    data = config.data
+    missing = {n: value for n, value in asdict(defaults).items() if getattr(data, n) is None}
+    return replace(config, data=replace(data, **missing))
 
 
 def _check_wandb() -> None:
@@ -311,8 +319,8 @@ def grids(config: RunConfig, model: ModelSpec) -> list[tuple[int, int]]:
     """Return the grid of patches of each bucket; [] without buckets."""
     if not config.data.bucket_sizes:  # volumes, with three sides, have none
         return []
-    own, (rows, columns) = model.sizes.input_shape[1:], model.sizes.grid
-    return [(h * rows // own[0], w * columns // own[1]) for h, w in config.data.bucket_sizes]
+    image, (rows, columns) = model.sizes.input_shape[1:], model.sizes.grid
+    return [(h * rows // image[0], w * columns // image[1]) for h, w in config.data.bucket_sizes]
 
 
 def sizes_of_largest(config: RunConfig, model: ModelSpec) -> ModelSizes:

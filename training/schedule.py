@@ -14,6 +14,16 @@ from training.errors import UsageError
 if TYPE_CHECKING:
     from training.resolve import Run
 
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands: updates done, full epochs done, images into the current epoch."""
+
+    step: int = 0
+    epoch: int = 0
+    images_in_epoch: int = 0
+
+
 SHAPES: dict[str, Callable[[float], float]] = {
     "cosine": lambda x: 0.5 * (1 + math.cos(math.pi * x)),
     "linear": lambda x: 1 - x,
@@ -87,6 +97,9 @@ class Schedule:
     peak: float
     warmup_steps: int
     total_steps: int
+    end: int
+    """The run's last step, in batches of the present size since the start of training;
+    ``--max_steps`` may put it before ``total_steps``."""
     warmup_lr: float = 0.0
     min_lr: float = 0.0
     shape: str = "cosine"
@@ -114,6 +127,17 @@ class Schedule:
             rope_factors=self.rope_factors.at(step),
         )
 
+    @property
+    def warning(self) -> str | None:
+        """A line for the log if the run ends within the warmup."""
+        if self.end >= self.warmup_steps or not self.peak:
+            return None
+        return (
+            f"warning: the warmup takes {self.warmup_steps:,} steps, the run ends at {self.end:,}: "
+            f"the learning rate stays below {self.lr(self.end):.2g}, --lr {self.peak:g} is not "
+            "reached; give fewer --warmup_steps (or --warmup_epochs)"
+        )
+
     def lr(self, step: int) -> float:
         if step < self.warmup_steps:
             return self.warmup_lr + (self.peak - self.warmup_lr) * step / self.warmup_steps
@@ -127,14 +151,19 @@ class Schedule:
         return self.min_lr + (self.peak - self.min_lr) * SHAPES[self.shape](x)
 
 
-def make_schedule(run: Run, steps_per_epoch: int, end: int) -> Schedule:
-    """Return the schedule that the flags of ``run`` ask for.
+def make_schedule(run: Run, steps_per_epoch: int, at: Position) -> tuple[Schedule, int]:
+    """Return the schedule that the flags of ``run`` ask for, of a training that continues ``at``
+    a position, and the number of its last step.
 
-    Steps are batches of the present size since the start of training. ``end`` is the last one of
-    the run, which ``--max_steps`` may put before the last one of all epochs. Raises UsageError if
-    warmup and decay of WSD are longer than the run.
+    The schedule's steps are batches of the present size since the start of training; the run's are
+    updates, and with another batch size than before as many more as are left in the data. Raises
+    UsageError if warmup and decay of WSD are longer than the run.
     """
     config = run.config
+    done = at.epoch * steps_per_epoch + at.images_in_epoch // config.data.batch_size
+    last_step = at.step + max(0, config.num_epochs * steps_per_epoch - done)
+    last_step = max(at.step, min(last_step, config.max_steps or last_step))
+    end = done + last_step - at.step
     how, peak, warmup = config.schedule, config.optimizer.lr, config.optimizer.warmup_steps
     if how.warmup_epochs is not None:
         warmup = round(how.warmup_epochs * steps_per_epoch)
@@ -154,7 +183,10 @@ def make_schedule(run: Run, steps_per_epoch: int, end: int) -> Schedule:
         others["frozen_steps"] = round(dino.freeze_last_layer_epochs * steps_per_epoch)
 
     if how.lr_schedule != "wsd":
-        return Schedule(peak, warmup, total, how.warmup_lr, how.min_lr, how.lr_schedule, **others)
+        schedule = Schedule(
+            peak, warmup, total, end, how.warmup_lr, how.min_lr, how.lr_schedule, **others
+        )
+        return schedule, last_step
     assert how.decay_steps is not None  # checked (training/resolve.py)
     if warmup + how.decay_steps > end:
         raise UsageError(
@@ -162,7 +194,8 @@ def make_schedule(run: Run, steps_per_epoch: int, end: int) -> Schedule:
             f"{end:,} steps of the run: give fewer, or more --num_epochs"
         )
     shape, decay = how.decay_shape, how.decay_steps
-    return Schedule(peak, warmup, end, how.warmup_lr, how.min_lr, shape, decay, **others)
+    schedule = Schedule(peak, warmup, end, end, how.warmup_lr, how.min_lr, shape, decay, **others)
+    return schedule, last_step
 
 
 def rope_factors(run: Run) -> RopeFactors:

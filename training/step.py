@@ -14,11 +14,10 @@ from data.files import DataFolderError
 from data.loader import Batch, BatchLoader, prefetch
 from models.positions import set_rope_factors
 from training.backend import Backend, InitializeModule
-from training.checkpoints.format import Position
-from training.objectives import Objective
+from training.objectives.objective import Objective
 from training.optimizers import Updates, updates_of
 from training.resolve import Run
-from training.schedule import StepRates
+from training.schedule import Position, StepRates
 
 
 def shard_and_optimize(
@@ -89,7 +88,7 @@ def forward_backward(
     """Compute the gradients of the mean loss over all micro-batches; return that loss."""
     count, losses = len(micro_batches), []
     for index, (images, labels) in enumerate(micro_batches):
-        backend.begin_step(step * count + index)
+        backend.begin_pass(step * count + index)
         loss = objective.loss(model, images, labels, step * count + index) / count
         losses.append(loss.detach())
         backend.backward(loss, is_last=index == count - 1)
@@ -121,8 +120,8 @@ class TrainBatches:
         self._batch_size, self._micro_batches = batch_size, micro_batches
         self._places: torch.Tensor | None = None
         if numbered:  # the same tensor in each step: constant images are put on the devices once
-            share = batch_size // backend.world_size
-            self._places = backend.rank * share + torch.arange(share)
+            share = batch_size // backend.batch_shards
+            self._places = backend.batch_shard * share + torch.arange(share)
         self.last_wait_s = 0.0
         """The seconds that the newest batch was waited for."""
         self.last_read_s = 0.0

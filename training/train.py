@@ -1,4 +1,4 @@
-"""A whole training, as one narrative: prepare before any device starts, then agree, train, end."""
+"""A whole training, top to bottom: prepare before any device starts; then agree, train, end."""
 
 import functools
 import json
@@ -6,15 +6,14 @@ import os
 import platform
 import signal
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, replace
 
 from torch import nn
 
-from data.loader import BatchLoader, Share
+from data.loader import Share
 from data.source import DataSource, open_data
 from models.initialize import leave_room
-from training import begin, loop
+from training import loop
 from training.backend import (
     Backend,
     data_errors_as_usage_errors,
@@ -24,7 +23,11 @@ from training.backend import (
 )
 from training.checkpoints import choose
 from training.checkpoints.choose import RUN_FILE
-from training.checkpoints.format import SavedRun
+from training.checkpoints.compatible import (
+    check_continues,
+    check_same_classes,
+    check_unnamed_classes,
+)
 from training.checkpoints.saver import CheckpointSaver
 from training.checkpoints.state import load_state
 from training.errors import (
@@ -36,212 +39,258 @@ from training.errors import (
     StoppedBySignal,
     not_finite_error,
 )
-from training.features import Features, open_plainly
+from training.evaluation.features import Features, open_plainly
+from training.evaluation.knn_and_probe import FrozenEvaluations
 from training.files import FolderLock, replace_file
-from training.frozen import FrozenEvaluations
 from training.initial_weights import InitialWeights, fit, gram_teacher, weights_of_teacher
 from training.logs.bad_images import FILE as BAD_IMAGES_FILE
+from training.logs.bad_images import open_bad_images
+from training.logs.history import fetch_history, read_history
 from training.logs.records import METRICS_FILE, StartParts
 from training.logs.reports import Reports, read_expectation
-from training.objectives import open_objective
+from training.objectives.objective import open_objective
 from training.processes import exchange
 from training.processes.stopping import StopRequest, Watchdog
 from training.resolve import Run
+from training.schedule import Position, make_schedule
+from training.start import Start, confirm_start, enter_folder, set_later_aside
 from training.step import TrainBatches, shard_and_optimize
-from training.weights import Weights, with_preprocessing, with_preprocessing_of
+from training.weights import check_weights
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """What was found before any device starts; it is sent to every process."""
-
-    saved: SavedRun | None
-    """The checkpoint that this process has chosen to resume."""
-    data: DataSource
-    progress: begin.Progress
-    initial: InitialWeights | None
-    """Trained weights that a new training starts from."""
-    expected_s: float | None
-    """The seconds that a step is expected to take, if ``--expect`` names them."""
-    parts: StartParts
-    """How long the start has taken so far."""
-    plain: DataSource | None = None
-    """The same images, not augmented, for ``--knn_every`` and ``--probe_every``."""
-
-
-def prepare_training(
-    saved: SavedRun | None, weights: Weights | None, run: Run
-) -> tuple[Run, Callable[[Run, Backend], None]]:
-    """Check everything that can be checked without a device, for what ``begin.choose_start`` chose.
-
-    Returns the run with its preprocessing, and the body of every process. Raises UsageError.
-    """
+def prepare_training(start: Start, run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
+    """Check everything that can be checked without a device; return the run and the body of every
+    process. Raises UsageError."""
     parts = StartParts()
     parts.done("imports")
+    config = run.config
     expected_s = read_expectation(run)
-    if weights:
-        weights, run = with_preprocessing_of(weights, run)
-    else:
-        run = with_preprocessing(run, saved)
     with data_errors_as_usage_errors():
-        data = open_data(dataset_request(run, labels=run.config.objective.uses_labels))
-    if saved:
-        begin.check_resume(saved, run, data)
-    epoch_steps = len(data.train_loader(run.config.data.batch_size, Share(loads=False)))
-    progress = begin.progress_of(saved, run, data, epoch_steps)
+        data = open_data(dataset_request(run, labels=config.objective.uses_labels))
+    if start.checkpoint:
+        check_continues(start.checkpoint, run, data)
+    epoch_steps = len(data.train_loader(config.data.batch_size, Share(loads=False)))
+    make_schedule(run, epoch_steps, start.position(run, data, epoch_steps))
     initial = None
-    if weights:
-        initial = fit(weights, run, data.classes)
-        if data.classes and initial.keeps_head and not weights.classes:
-            begin.check_unnamed_classes(data.classes, weights.path, run.config.data, run.model)
-    if run.teacher and run.config.loss.teacher_weights and data.classes:
-        teacher = weights_of_teacher(run.config.loss.teacher_weights, "--teacher_weights")
-        begin.check_same_classes(teacher.classes, teacher.path, data, run)
-    if run.config.objective.gram_weights:
-        gram_teacher(run)  # raises UsageError
-    plain = open_plainly(run) if run.config.log.knn_every or run.config.log.probe_every else None
+    if start.weights:
+        initial = fit(start.weights, run, data.classes)
+        if data.classes and initial.keeps_head and not start.weights.classes:
+            check_unnamed_classes(data.classes, initial.path, config.data, run.model)
+    if run.teacher and config.loss.teacher_weights and data.classes:
+        teacher = weights_of_teacher(config.loss.teacher_weights, "--teacher_weights")
+        check_same_classes(teacher.classes, teacher.path, data, run)
+    if config.objective.gram_weights:
+        gram_teacher(run)
+    plain = open_plainly(run) if config.log.knn_every or config.log.probe_every else None
     parts.done("data")
-    prepared = Prepared(saved, data, progress, initial, expected_s, parts, plain)
-    return run, functools.partial(train, prepared)
+    planned = replace(start, weights=None)  # what is sent to other processes holds no tensors
+    return run, functools.partial(train, planned, initial, data, plain, expected_s, parts)
 
 
-def train(prepared: Prepared, run: Run, backend: Backend) -> None:
+def train(
+    planned: Start,
+    initial: InitialWeights | None,
+    data: DataSource,
+    plain: DataSource | None,
+    expected_s: float | None,
+    parts: StartParts,
+    run: Run,
+    backend: Backend,
+) -> None:
     """Train on ``backend``, or resume and train; the body of every process.
+
+    ``initial``: trained weights of a new training. ``plain``: the images without augmentation, for
+    ``--knn_every`` and ``--probe_every``. ``expected_s``: the seconds a step that ``--expect``
+    names. ``parts``: how long the start has taken so far.
 
     Raises UsageError in all processes if they cannot start; StoppedBySignal or RunFailed if
     training ends before its last step.
     """
-    parts, data, config = prepared.parts, prepared.data, run.config
+    config, is_main = run.config, backend.is_main
     parts.done("devices")
-    shared = config.checkpoints.shared_ckpt_dir
-    with FolderLock(run.ckpt_dir, inside=run.log_dir, shared=shared) as lock:
-        # Agree on what is resumed, and where in the data that is.
-        begun = begin.agree(prepared.saved, run, data, lock, backend)
+    with FolderLock(
+        run.ckpt_dir, inside=run.log_dir, shared=config.checkpoints.shared_ckpt_dir
+    ) as lock:
+        # -- agree: what all processes start from, and where in the data
+        exchange.check_alike(run, data)
+        enter_folder(run.ckpt_dir, lock, is_main=is_main)
+        start, local = confirm_start(planned, run, data, backend)
+        notes = [*start.notes, *fetch_history(run, is_main=is_main)]
+        bad_images = open_bad_images(run, data, is_main=is_main)
+        notes += set_later_aside(start, run.ckpt_dir, is_main=is_main)  # last: it moves files
         loader = train_loader(data, backend, config.data.batch_size)
-        progress = prepared.progress
-        if begun.saved != prepared.saved:  # it is damaged, or there is a newer one by now
-            progress = begin.progress_of(begun.saved, run, data, len(loader))
-        step, last_step = progress.at.step, progress.last_step
+        at = start.position(run, data, len(loader))
+        schedule, last_step = make_schedule(run, len(loader), at)
         with exchange.failing_together():
-            history = begin.history_of(begun.saved, run.ckpt_dir, step)
+            history = read_history(start.checkpoint, run.ckpt_dir, at.step)
         parts.done("agreed")
 
-        # Open what the loop and its hooks share.
+        # -- what the loop and its hooks share
         reports = Reports(
             run,
             backend,
-            first_step=step,
+            first_step=at.step,
             last_step=last_step,
             keep_records=history.continues,
-            expected_s=prepared.expected_s,
+            expected_s=expected_s,
             last_evaluation=history.evaluated.get(last_step),
         )
-        reports.events.start(parts, step, run.mesh.devices)
+        say = reports.say
+        reports.events.start(parts, at.step, run.mesh.devices)
         stop, watchdog = StopRequest(backend), Watchdog(config.log.step_timeout_s)
-        session = loop.Session(
-            config, backend, reports, stop, watchdog, begun.bad_images, last_step
-        )
+        session = loop.Session(config, backend, reports, stop, watchdog, bad_images, last_step)
         saver = CheckpointSaver(
             run.ckpt_dir,
             backend,
-            reports.say,
+            say,
             run.values,
             data.classes,
             config.checkpoints.keep_checkpoints,
             config.checkpoints.max_failed_saves,
-            newest=begun.newest,
+            newest=start.newest,
             asynchronous=config.checkpoints.async_checkpoint,
             spared=history.best if config.checkpoints.ckpt_best else None,
             order=data.order(),
             store_logs=reports.store,
         )
-        try:
-            with saver, data_errors_as_usage_errors():
-                _train(prepared, run, session, saver, loader, progress, begun, history)
-        finally:
-            watchdog.pause()
-            plot = reports.close()
+        with session, saver, data_errors_as_usage_errors():
+            # -- model: on the devices, with the values of what is resumed or loaded
+            for line in (*notes, f"data: {data}"):
+                say(line)
+            if history.left_out:
+                say(f"note: {METRICS_FILE}: {history.left_out} left out")
+            model = _place_model(run, session, start, initial, parts)
+            objective = open_objective(run, backend, say)
+            _describe(run, session, start, at)
+            if loader.workers:
+                say(f"loader processes of each training process: {loader.workers}")
+            if at.step < last_step and schedule.warning:
+                say(schedule.warning)
 
-        # End: say how, and exit with the code of that.
-        _end(run, session, saver, plot)
+            # -- hooks: what is done around each step, in this order
+            batches = TrainBatches(
+                loader,
+                backend,
+                config.data.batch_size,
+                config.data.grad_accum_steps,
+                numbered=objective.numbered,
+            )
+            profiler = loop.StepProfiler(
+                config.log.profile, run.log_dir / loop.PROFILE_DIR, exchange.rank()
+            )
+            saves = loop.Saves(session, saver)
+            hooks: list[loop.Hook] = [
+                profiler,
+                loop.StepLog(session, batches),
+                loop.StopCheck(session, batches, saver),
+                saves,
+            ]
+            if local:
+                hooks.append(loop.LocalSaves(session, saver, local))
+            if objective.measured and data.val_length:
+                hooks.append(
+                    loop.Evaluations(
+                        session,
+                        model,
+                        objective,
+                        val_loader(data, backend, config.data.pass_size),
+                        data.val_length,
+                        saves,
+                        set(history.evaluated),
+                        history.best_score,
+                    )
+                )
+            elif objective.measured:
+                say("there are no validation images: nothing is evaluated")
+            if plain:
+                features = Features(model, run, backend, plain)
+                hooks.append(FrozenEvaluations(session, features, history.frozen))
+
+            # -- train
+            with stop, reports.events.training(last_step):
+                if at.step >= last_step:
+                    saver.tidy()  # after a start that was killed after its last checkpoint
+                at = loop.train_loop(session, model, objective, hooks, batches, schedule, at)
+                if stop.exit_code == NOT_FINITE:
+                    raise _not_finite(run, session, saver, at.step)
+                if stop.exit_code:
+                    saves.save(at, must=True)
+                elif bad_images.excess:  # found with the last step
+                    stop.exit_code = BAD_IMAGES
+            if local and not stop.exit_code:
+                local.complete()
+            profiler.finish(say)
+
+        # -- end: say how, and exit with the code of that
+        _end(run, session, saver)
 
 
-def _train(
-    prepared: Prepared,
+def _place_model(
     run: Run,
     session: loop.Session,
-    saver: CheckpointSaver,
-    loader: BatchLoader,
-    progress: begin.Progress,
-    begun: begin.Agreed,
-    history: begin.History,
-) -> None:
-    """Put the model on the devices, and train it."""
-    config, data, backend = run.config, prepared.data, session.backend
-    say, stop = session.reports.say, session.stop
+    start: Start,
+    initial: InitialWeights | None,
+    parts: StartParts,
+) -> nn.Module:
+    """Return the sharded model on the devices, with the values of what is resumed or loaded."""
+    say, backend, saved = session.reports.say, session.backend, start.checkpoint
+    initialize = leave_room if saved else None
+    say(f"model: {run.model.name}, {run.model.parameter_count:,} parameters")
+    if initial and not saved:
+        check_weights(initial.weights, verify=run.config.checkpoints.verify_checkpoint)
+        say(initial.note)
+        initialize = initial.initialize
+    model = shard_and_optimize(run, backend, initialize)
+    parts.done("model")
+    if saved:
+        has_ema = load_state(backend, saved.path, is_part=saved.is_part)
+        parts.done("loaded")
+        if run.config.averages and not has_ema:
+            say("note: the checkpoint has no EMA of the weights: it starts with these weights")
+        if has_ema and not run.config.averages:
+            say("note: the checkpoint's EMA of the weights is dropped: --model_ema is not given")
+    return model
 
-    # The model on the devices, with the values of what is resumed or loaded.
-    for line in (*begun.notes, f"data: {data}"):
-        say(line)
-    if history.left_out:
-        say(f"note: {METRICS_FILE}: {history.left_out} left out")
-    model = _place(run, session, begun.saved, prepared)
-    objective = open_objective(run, backend, say)
-    _describe(run, session, begun.saved, progress)
-    if loader.workers:
-        say(f"loader processes of each training process: {loader.workers}")
-    if progress.warning:
-        say(progress.warning)
 
-    # What is done around each step, in this order.
-    batches = TrainBatches(
-        loader,
-        backend,
-        config.data.batch_size,
-        config.data.grad_accum_steps,
-        numbered=objective.numbered,
-    )
-    profiler = loop.StepProfiler(
-        config.log.profile, run.log_dir / loop.PROFILE_DIR, exchange.rank()
-    )
-    saves = loop.Saves(session, saver)
-    log, stop_check = loop.StepLog(session, batches), loop.StopCheck(session, batches, saver)
-    hooks: list[loop.Hook] = [profiler, log, stop_check, saves]
-    if begun.local:
-        hooks.append(loop.LocalSaves(session, saver, begun.local))
-    if objective.measured and data.val_length:
-        evaluations = loop.Evaluations(
-            session,
-            model,
-            objective,
-            val_loader(data, backend, config.data.pass_size),
-            data.val_length,
-            saves,
-            set(history.evaluated),
-            history.best_score,
-        )
-        hooks.append(evaluations)
-    elif objective.measured:
-        say("there are no validation images: nothing is evaluated")
-    if prepared.plain:
-        features = Features(model, run, backend, prepared.plain)
-        hooks.append(FrozenEvaluations(session, features, history.frozen))
+_STATE = {"optimizer": "optimizer state", "ema": "EMA"}
 
-    # Train.
-    at = progress.at
-    with stop, session.reports.events.training(session.last_step):
-        if at.step >= session.last_step:
-            saver.tidy()  # after a start that was killed after its last checkpoint
-        at = loop.train_loop(session, model, objective, hooks, batches, progress.schedule, at)
-        if stop.exit_code == NOT_FINITE:
-            raise _not_finite(run, session, saver, at.step)
-        if stop.exit_code:
-            saves.save(at, must=True)
-        elif session.bad_images.excess:  # found with the last step
-            stop.exit_code = BAD_IMAGES
-    if begun.local and not stop.exit_code:
-        begun.local.complete()
-    profiler.finish(say)
+
+def _describe(run: Run, session: loop.Session, start: Start, at: Position) -> None:
+    """Say what runs on which devices, and from where to where; write that to run.json."""
+    backend, say, batch_size = session.backend, session.reports.say, run.config.data.batch_size
+    devices, state_bytes = backend.describe(), backend.state_bytes()
+    say(devices)
+    sizes = [f"{n / 2**20:,.2f} MiB of {_STATE.get(kind, kind)}" for kind, n in state_bytes.items()]
+    say(f"state a device: {', '.join(sizes)}")
+    if saved := start.checkpoint:
+        say(f"resuming {saved.path} at step {at.step}, epoch {at.epoch + 1}")
+        before = saved.arguments.get("batch_size")
+        if before != batch_size:
+            say(
+                f"note: --batch_size was {before} before: the run continues at the same place in "
+                "the data and in the schedule, steps are counted on"
+            )
+    if session.last_step <= at.step:
+        say(f"nothing is left to train: step {at.step} is reached")
+    else:
+        say(f"training to step {session.last_step:,}, global batch {batch_size}")
+    if backend.is_main:
+        content = {
+            "job": os.environ.get("RUN_JOB_ID"),
+            "arguments": run.values,
+            "model": run.model.settings,
+            "backend": devices,
+            "devices": backend.device_count,
+            "mesh": asdict(run.mesh),
+            "state_bytes_per_device": state_bytes,
+            "python": platform.python_version(),
+            "versions": exchange.versions(),
+        }
+        try:
+            replace_file(run.log_dir / RUN_FILE, json.dumps(content, indent=2) + "\n")
+        except OSError as error:
+            say(f"warning: {RUN_FILE} cannot be written ({error.strerror})")
+        session.reports.upload()
 
 
 def _not_finite(run: Run, session: loop.Session, saver: CheckpointSaver, step: int) -> RunFailed:
@@ -266,74 +315,7 @@ def _not_finite(run: Run, session: loop.Session, saver: CheckpointSaver, step: i
     return not_finite_error(what, newest)
 
 
-def _place(
-    run: Run, session: loop.Session, saved: SavedRun | None, prepared: Prepared
-) -> nn.Module:
-    """Return the sharded model on the devices, with the values of what is resumed or loaded."""
-    say, backend, initial = session.reports.say, session.backend, prepared.initial
-    initialize = leave_room if saved else None
-    say(f"model: {run.model.name}, {run.model.parameter_count:,} parameters")
-    if initial and not saved:
-        begin.check_weights(initial.weights, verify=run.config.checkpoints.verify_checkpoint)
-        say(initial.note)
-        initialize = initial.initialize
-    model = shard_and_optimize(run, backend, initialize)
-    prepared.parts.done("model")
-    if saved:
-        has_ema = load_state(backend, saved.path, is_part=saved.is_part)
-        prepared.parts.done("loaded")
-        if run.config.averages and not has_ema:
-            say("note: the checkpoint has no EMA of the weights: it starts with these weights")
-        if has_ema and not run.config.averages:
-            say("note: the checkpoint's EMA of the weights is dropped: --model_ema is not given")
-    return model
-
-
-_STATE = {"optimizer": "optimizer state", "ema": "EMA"}
-
-
-def _describe(
-    run: Run, session: loop.Session, saved: SavedRun | None, progress: begin.Progress
-) -> None:
-    """Say what runs on which devices, and from where to where; write that to run.json."""
-    backend, say, batch_size = session.backend, session.reports.say, run.config.data.batch_size
-    start, last_step = progress.at, progress.last_step
-    devices, state_bytes = backend.describe(), backend.state_bytes()
-    say(devices)
-    sizes = [f"{n / 2**20:,.2f} MiB of {_STATE.get(kind, kind)}" for kind, n in state_bytes.items()]
-    say(f"state a device: {', '.join(sizes)}")
-    if saved:
-        say(f"resuming {saved.path} at step {start.step}, epoch {start.epoch + 1}")
-        before = saved.arguments.get("batch_size")
-        if before != batch_size:
-            say(
-                f"note: --batch_size was {before} before: the run continues at the same place in "
-                "the data and in the schedule, steps are counted on"
-            )
-    if last_step <= start.step:
-        say(f"nothing is left to train: step {start.step} is reached")
-    else:
-        say(f"training to step {last_step:,}, global batch {batch_size}")
-    if backend.is_main:
-        content = {
-            "job": os.environ.get("RUN_JOB_ID"),
-            "arguments": run.values,
-            "model": run.model.settings,
-            "backend": devices,
-            "devices": backend.device_count,
-            "mesh": asdict(run.mesh),
-            "state_bytes_per_device": state_bytes,
-            "python": platform.python_version(),
-            "versions": exchange.versions(),
-        }
-        try:
-            replace_file(run.log_dir / RUN_FILE, json.dumps(content, indent=2) + "\n")
-        except OSError as error:
-            say(f"warning: {RUN_FILE} cannot be written ({error.strerror})")
-        session.reports.upload()
-
-
-def _end(run: Run, session: loop.Session, saver: CheckpointSaver, plot: Path | None) -> None:
+def _end(run: Run, session: loop.Session, saver: CheckpointSaver) -> None:
     """Say how training ended.
 
     Raises StoppedBySignal or RunFailed if it was not at the last step.
@@ -369,7 +351,7 @@ def _end(run: Run, session: loop.Session, saver: CheckpointSaver, plot: Path | N
             BAD_IMAGES,
         )
     if is_main:
-        evaluation = session.reports.last_evaluation
+        evaluation, plot = session.reports.last_evaluation, session.reports.plot
         figure = "" if evaluation is None else f"{evaluation}, "
         print(
             f"training completed: step {session.last_step}, {figure}checkpoint {newest}, "

@@ -25,11 +25,20 @@ from data.config import CROP_MODES, INTERPOLATIONS, Preprocessing
 from models.initialize import allocate, leave_room
 from models.spec import ModelSpec
 from training.checkpoints import format as checkpoint
-from training.checkpoints.choose import BEST, Candidates, find_resume, first_readable, of_path
-from training.checkpoints.format import Position, SavedRun
+from training.checkpoints.choose import (
+    BEST,
+    Candidates,
+    damage_for_all,
+    find_resume,
+    first_readable,
+    of_path,
+)
+from training.checkpoints.format import SavedRun
+from training.config import RunConfig
 from training.errors import UsageError
 from training.files import folder_at, is_url
-from training.resolve import Run
+from training.resolve import model_of, with_preprocessing
+from training.schedule import Position
 from training.weight_names import timm_names
 
 _REMEDY = "give the model flags it was trained with"
@@ -387,6 +396,27 @@ def run_in_metadata(path: Path, metadata: Mapping[str, str]) -> SavedRun | None:
     return SavedRun(path, at, dict(content["arguments"]), content["classes"])
 
 
+def check_weights(weights: Weights, *, verify: bool) -> None:
+    """Compare a checkpoint's files with its manifest, each process its share of them.
+
+    Without ``verify`` only check that all processes see the same. Raises UsageError in all of them.
+    """
+    path, problem = weights.path, None
+    if weights.tensors is not None:
+        return
+    if weights.run:
+        problem = damage_for_all(path, verify=verify)
+    elif verify:  # weights alone, which DCP wrote
+        with checkpoint.readable(path):
+            problem = checkpoint.damage(path)
+    if problem:
+        raise UsageError(
+            f"{path} is damaged ({problem}): name another one, or use it as it is with "
+            "--no_verify_checkpoint",
+            agreed=weights.run is not None,
+        )
+
+
 # -- The preprocessing that weights were trained with ---------------------------------------------
 
 _NAMES = tuple(field.name for field in fields(Preprocessing))
@@ -395,56 +425,50 @@ _LARGEST_IN_VOLUMES = 1e30
 CONFIG_FILE = "config.json"  # beside the weights in a repository of timm's on Hugging Face
 
 
-def with_preprocessing(run: Run, saved: SavedRun | None) -> Run:
-    """Return the run with the preprocessing flags that were not given, and the order of the
-    classes, as ``saved`` has them.
-
-    Without ``saved``: as for new weights. Raises UsageError if ``saved`` has invalid values.
-    """
-    if saved is None:
-        return _with_defaults(run, Preprocessing.of_new_weights(run.config.data.data_source))
-    order = saved.arguments.get("class_order")
-    if run.config.data.class_order is None and run.config.data.class_map is None and order:
-        run = run.with_data(class_order=order)
-    return _with_defaults(run, preprocessing_of(saved.arguments, saved.path))
+def with_saved_preprocessing(config: RunConfig, saved: SavedRun) -> RunConfig:
+    """Return the configuration with the checkpoint's preprocessing, and its order of the classes,
+    where no flags were given. Raises UsageError if it has invalid values."""
+    order, data = saved.arguments.get("class_order"), config.data
+    numbers_folders = data.data_source in ("folder", "volumes") and not data.labels
+    if numbers_folders and order and data.class_order is None and data.class_map is None:
+        config = replace(config, data=replace(data, class_order=order))
+    return with_preprocessing(config, preprocessing_of(saved.arguments, saved.path))
 
 
-def with_preprocessing_of(weights: Weights, run: Run) -> tuple[Weights, Run]:
-    """Return the run with the preprocessing of these weights, and the weights with a note about it.
+def with_preprocessing_of(weights: Weights, config: RunConfig) -> tuple[Weights, RunConfig]:
+    """Return the configuration with the preprocessing of these weights where no flags were given,
+    and the weights with a note about it.
 
     Weights of another program: as their file says, else as timm has it for the model, else that of
     new weights. Raises UsageError if they have invalid values.
     """
     if weights.run:
-        return weights, with_preprocessing(run, weights.run)
+        return weights, with_saved_preprocessing(config, weights.run)
     path = weights.path
-    found: Mapping[str, Any] | None = weights.preprocessing or run.model.preprocessing
-    source = str(path) if weights.preprocessing else f"timm's {run.model.name}"
+    trained_with: Mapping[str, Any] | None = weights.preprocessing
+    source = str(path)
     # timm's ``pretrained_cfg`` in the metadata of .safetensors files, or beside them.
     files = safetensors_files(path)
     texts = [metadata_of(files[0]).get("pretrained_cfg", "")] if files else []
-    config = path / CONFIG_FILE if path.is_dir() else path.with_name(CONFIG_FILE)
-    if config.is_file():
-        texts.append(config.read_text(errors="replace"))
+    beside = path / CONFIG_FILE if path.is_dir() else path.with_name(CONFIG_FILE)
+    if beside.is_file():
+        texts.append(beside.read_text(errors="replace"))
     for text in texts:
         with contextlib.suppress(ValueError):
             content = json.loads(text)
             if isinstance(content, Mapping):
                 content = content.get("pretrained_cfg", content)
             if isinstance(content, Mapping) and any(name in content for name in _NAMES):
-                found, source = content, f"{path} and its {CONFIG_FILE}"
+                trained_with, source = content, f"{path} and its {CONFIG_FILE}"
                 break
-    if found is None:
-        return weights, _with_defaults(run, Preprocessing())
-    run = _with_defaults(run, preprocessing_of(found, path))
-    note = f"preprocessing: {run.config.data.preprocessing} (as {source} has it)"
-    return replace(weights, note="; ".join(filter(None, [weights.note, note]))), run
-
-
-def _with_defaults(run: Run, defaults: Preprocessing) -> Run:
-    given = run.config.data
-    missing = {n: value for n, value in asdict(defaults).items() if getattr(given, n) is None}
-    return run.with_data(**missing)
+    if not trained_with:
+        model = model_of(config.model)
+        trained_with, source = model.preprocessing, f"timm's {model.name}"
+    if trained_with is None:
+        return weights, with_preprocessing(config, Preprocessing())
+    config = with_preprocessing(config, preprocessing_of(trained_with, path))
+    note = f"preprocessing: {config.data.preprocessing} (as {source} has it)"
+    return replace(weights, note="; ".join(filter(None, [weights.note, note]))), config
 
 
 def preprocessing_of(values: Mapping[str, Any], path: Path) -> Preprocessing:

@@ -272,7 +272,7 @@ def _up(size: float, multiple: int) -> float:
 
 def resolve_policy(
     config: RunConfig,
-    own: XlaConfig,
+    xla: XlaConfig,
     model: ModelSpec,
     mesh: Mesh,
     device: str,
@@ -292,14 +292,14 @@ def resolve_policy(
         return with_policy("full"), " (--grad_ckpt offload: the CPU is the host, nothing moves)"
     if asked != "auto":
         return config, ""
-    if not own.scan_blocks:
+    if not xla.scan_blocks:
         return with_policy("full"), " (--grad_ckpt auto: blocks are not scanned)"
     if chip is None:
         return with_policy("full"), " (--grad_ckpt auto: what fits is known for TPUs alone)"
     found: dict[str, Estimate] = {}
     for name in POLICIES:
         of_stack = functools.partial(
-            estimate, chip=chip, mesh=mesh, config=with_policy(name), attention=own.attention
+            estimate, chip=chip, mesh=mesh, config=with_policy(name), attention=xla.attention
         )
         found[name] = summed(of_stack, step_sizes(model))
     usable = _USABLE * chip.hbm_bytes

@@ -52,12 +52,12 @@ class HostPart:
     """The rows of each image, as XLA shards them: the last devices may have fewer."""
 
     @property
-    def rank(self) -> int:
-        """Return the number of this share of the images, of ``world_size`` equal ones."""
+    def shard(self) -> int:
+        """Return the number of this share of the images, of ``shards`` equal ones."""
         return self.groups[0] // len(self.groups)
 
     @property
-    def world_size(self) -> int:
+    def shards(self) -> int:
         return self.batch_parts // len(self.groups)
 
     def in_global_batch(self, share: torch.Tensor, height: int | None = None) -> torch.Tensor:

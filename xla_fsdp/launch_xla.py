@@ -53,9 +53,10 @@ def launch(body: Body, run: XlaRun) -> None:
     """Call ``body(run, backend)`` in one process a host (SPMD), or one a device (nested FSDP)."""
     device = device_type()
     os.environ["PJRT_DEVICE"] = device
-    os.environ["CPU_NUM_DEVICES"] = str(run.own.cpu_devices)
+    cpu_devices = run.backend_config.cpu_devices
+    os.environ["CPU_NUM_DEVICES"] = str(cpu_devices)
     # XLA on the CPU has a thread for each core; virtual devices wait for each other and need more.
-    os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, 8 * run.own.cpu_devices)))
+    os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, 8 * cpu_devices)))
     import torch_xla.runtime as xr
 
     if device == "TPU":
@@ -67,7 +68,7 @@ def launch(body: Body, run: XlaRun) -> None:
         flags = {"xla_cpu_use_fusion_emitters": "false"}
         os.environ["XLA_FLAGS"] = tpu.add_flags(os.environ.get("XLA_FLAGS", ""), flags)
 
-    if run.own.xla_fsdp == "nested":
+    if run.backend_config.xla_fsdp == "nested":
         _launch_nested(body, run, device)
         return
     if device == "TPU":

@@ -18,7 +18,7 @@ from models.blocks import logical_axes
 from training.mesh import Axes, Spec
 from xla_fsdp.attention.kernels import Shards
 from xla_fsdp.hosts import by_slice, by_slice_and_host, number_of
-from xla_fsdp.resolve_xla import Recipe, packed_parts, tensor_dims
+from xla_fsdp.resolve_xla import ParallelPlan, packed_parts, tensor_dims
 from xla_fsdp.torch_xla_private import local_device_names, mark_sharding, op_sharding_arguments
 
 # ------------------------------------------------------------------------------------------------
@@ -125,9 +125,9 @@ class GatherInFp8(torch.autograd.Function):
 class MeshLayout:
     """Shards the tensors of one model: remembers the spec of each parameter that it has placed."""
 
-    def __init__(self, recipe: Recipe, device: torch.device) -> None:
-        self._recipe, self._device = recipe, device
-        self.mesh, live = recipe.mesh, recipe.mesh.axis_sizes
+    def __init__(self, plan: ParallelPlan, device: torch.device) -> None:
+        self._plan, self._device = plan, device
+        self.mesh, live = plan.mesh, plan.mesh.axis_sizes
         self.device_order = self._device_order()
         """The numbers of all devices, in the mesh's order."""
         self.xla_mesh = xs.Mesh(self.device_order, tuple(live.values()), tuple(live))
@@ -135,7 +135,7 @@ class MeshLayout:
         """By parameter."""
         self.replicated_bytes = 0
         """Of parameters that no dimension of allows to shard."""
-        dimensions = logical_axes(recipe.model.block) if self.mesh.tensor > 1 else {}
+        dimensions = logical_axes(plan.model.block) if self.mesh.tensor > 1 else {}
         self.tensor_dims, self.packed = tensor_dims(dimensions), packed_parts(dimensions)
 
     def _device_order(self) -> list[int]:
@@ -196,16 +196,16 @@ class MeshLayout:
         return self.mesh.unsharded_spec(shape, self.tensor_dims.get(name))
 
     def _parameter_spec(self, shape: torch.Size, tensor_dim: int | None) -> Spec:
-        if not self._recipe.fsdp:
+        if not self._plan.fsdp:
             return ((),) * len(shape)
         return self.mesh.parameter_spec(shape, tensor_dim)
 
     def gather(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """Gather a block's parameter before use, in the dtype that its products take."""
         is_matrix = weight.dim() > 1
-        dtype = torch.bfloat16 if self._recipe.bf16 and is_matrix else weight.dtype
+        dtype = torch.bfloat16 if self._plan.bf16 and is_matrix else weight.dtype
         at_rest, whole = self.block_spec(name, weight.shape), self.gathered_spec(name, weight.shape)
-        if self._recipe.gather_fp8 and is_matrix:
+        if self._plan.gather_fp8 and is_matrix:
             return GatherInFp8.apply(weight, dtype, at_rest, whole, self.mark)
         marks = (functools.partial(self.mark, spec=spec) for spec in (at_rest, whole))
         return gather(weight.to(dtype), *marks)
@@ -223,9 +223,9 @@ class MeshLayout:
         return mark_both(parameter, lambda x: self.mark(x, spec))
 
     def _is_sharded_as_tokens(self, name: str, parameter: torch.Tensor) -> bool:
-        if self.mesh.domain == 1 or not self._recipe.fsdp:
+        if self.mesh.domain == 1 or not self._plan.fsdp:
             return False
-        named = name in self._recipe.model.token_parameters
+        named = name in self._plan.model.token_parameters
         return named and parameter.shape[1] % self.mesh.domain == 0
 
     # -- marks on activations -----------------------------------------------------------
@@ -259,8 +259,8 @@ class MeshLayout:
         """Mark an activation that is saved for the backward pass."""
         # Unmarked, the partitioner would exchange it between devices.
         if self.mesh.tensor > 1:
-            return self.mark_columns(x) if self._recipe.remat == "selective" else x
-        images, tokens = self._recipe.pass_size, self._recipe.model.sizes.num_tokens
+            return self.mark_columns(x) if self._plan.remat == "selective" else x
+        images, tokens = self._plan.pass_size, self._plan.model.sizes.num_tokens
         spec = self.mesh.saved_activation_spec(x.shape, images, tokens)
         return x if spec is None else self.mark(x, spec)
 

@@ -30,10 +30,10 @@ from xla_fsdp.xla_backend import XlaBackend
 class NestedBackend(XlaBackend):
     def __init__(self, run: XlaRun) -> None:
         super().__init__(run)
-        self.rank, self.world_size = xr.global_ordinal(), xr.world_size()
+        self.batch_shard, self.batch_shards = xr.global_ordinal(), xr.world_size()
         self.image_rows = range(run.model.sizes.input_shape[1])
-        self._rng_stream, self._fsdp = self.rank, self._recipe.fsdp
-        self._part = self.rank if self._fsdp else 0
+        self._rng_stream, self._fsdp = self.batch_shard, self._plan.fsdp
+        self._part = self.batch_shard if self._fsdp else 0
         self.shards = (self._part,)
 
     def describe(self) -> str:
@@ -42,15 +42,15 @@ class NestedBackend(XlaBackend):
         else:
             zero = "ZeRO-3" if self._sharding.reshard_after_forward else "ZeRO-2"
             form = f"nested FSDP ({zero}), each block a unit"
-            form += ", flat parameters" if self._own.flatten_parameters else ""
-            form += ", sharded on the host" if self._own.shard_on_cpu else ""
+            form += ", flat parameters" if self._config.flatten_parameters else ""
+            form += ", sharded on the host" if self._config.shard_on_cpu else ""
         return f"XLA: {self._describe_common()}, {form}{self._run.why.get('xla_fsdp', '')}"
 
     def shard(
         self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
     ) -> nn.Module:
         self._model = parallelize_nested(
-            model, units, initialize, self._recipe, self._device, self.constant, self._break_graph
+            model, units, initialize, self._plan, self._device, self.constant, self._break_graph
         )
 
         # The root stays unsharded for the backward pass, of which an evaluation has none: its
@@ -75,7 +75,7 @@ class NestedBackend(XlaBackend):
         return images, labels
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
-        return xm.all_reduce(xm.REDUCE_SUM, value, scale=1.0 / self.world_size)
+        return xm.all_reduce(xm.REDUCE_SUM, value, scale=1.0 / self.batch_shards)
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         return xm.all_reduce(xm.REDUCE_SUM, value)
@@ -95,7 +95,7 @@ class NestedBackend(XlaBackend):
     def _orthogonal(self, momenta: Momenta, how: Orthogonalize) -> list[torch.Tensor]:
         # Each process has one of equal ranges of a flattened matrix, padded at its end. An exchange
         # makes whole matrices of parts, another one parts of whole matrices.
-        devices = self.world_size if self._fsdp else 1
+        devices = self.batch_shards if self._fsdp else 1
 
         def exchange(x: torch.Tensor, along: int, into: int) -> torch.Tensor:
             if devices == 1:
@@ -147,7 +147,7 @@ class NestedBackend(XlaBackend):
             return {name: values}
         values = values.flatten()  # rows, where it is sharded by rows
         # This rank holds a range of the flattened, concatenated, padded parameters.
-        first = self.rank * values.numel()
+        first = self.batch_shard * values.numel()
         last, base = first + values.numel(), 0
         saved: dict[str, torch.Tensor] = {}
         for plain_name, shape in self._shards[name][1]:

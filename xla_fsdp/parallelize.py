@@ -24,7 +24,7 @@ from xla_fsdp.attention.whole import use_whole
 from xla_fsdp.layout import MeshLayout, mark_both
 from xla_fsdp.products import multiply_unfolded, normalize_unfolded
 from xla_fsdp.remat import SAVED_BY, SaveInput
-from xla_fsdp.resolve_xla import Recipe
+from xla_fsdp.resolve_xla import ParallelPlan
 from xla_fsdp.scan import ScannedBlocks
 from xla_fsdp.tensor_parallel import pack, shard_heads_and_columns
 from xla_fsdp.torch_xla_private import is_sharded, scatter_gradients_as_rows
@@ -36,25 +36,25 @@ def parallelize_spmd(
     model: nn.Module,
     units: Units,
     initialize: InitializeModule,
-    recipe: Recipe,
+    plan: ParallelPlan,
     layout: MeshLayout,
     end_graph: Callable[..., None],
 ) -> nn.Module:
     """Make ``model`` one program for all devices, sharded by marks that the partitioner follows."""
-    mesh = recipe.mesh
-    for stack in recipe.model.stacks:
+    mesh = plan.mesh
+    for stack in plan.model.stacks:
         blocks = [(name, block) for name, block in units[:-1] if name.rpartition(".")[0] == stack]
         first_block: nn.Module
-        if recipe.scan:
-            first_block = scan_blocks(model, stack, blocks, initialize, recipe, layout, end_graph)
+        if plan.scan:
+            first_block = scan_blocks(model, stack, blocks, initialize, plan, layout, end_graph)
         else:
             first_block = blocks[0][1]
             for name, block in blocks:
                 initialize(block, name)
                 fill_buffers(block, layout.constant)
-                change_block(block, recipe, layout, SaveInput())
+                change_block(block, plan, layout, SaveInput())
                 # Rematerialize after attention is changed, and before what wraps the whole block.
-                if recipe.remat == "full" and _trains(block):
+                if plan.remat == "full" and _trains(block):
                     checkpoint_module(block)
                 # Shard and place.
                 layout.place(block, layout.tensor_dims)
@@ -63,7 +63,7 @@ def parallelize_spmd(
                     around_blocks.gather_small_parameters(block, layout.gather_small)
                 around_blocks.after_forward(block, layout.mark_tokens)
                 end_graph()  # the device has this unit before the host makes the next one
-        if recipe.residual_bf16:  # residuals are added in bf16 if the first input is: products are
+        if plan.residual_bf16:  # residuals are added in bf16 if the first input is: products are
             around_blocks.before_forward(first_block, lambda x: x.to(torch.bfloat16))
 
     # Around the blocks: embedding, norm, head.
@@ -72,13 +72,13 @@ def parallelize_spmd(
     layout.place(model, {})
     around_blocks.convolve_by_product(model, layout.mark_rows)
     around_blocks.find_largest_by_place(model)
-    if _must_unfold_norms(recipe):
+    if _must_unfold_norms(plan):
         normalize_unfolded(model)
     mark_images = functools.partial(mark_both, mark=layout.mark_images)
     mark_rows = functools.partial(mark_both, mark=layout.mark_rows)
     # Pooling by attention: its linear layers, too, keep images and tokens apart.
     pool = getattr(model, "attn_pool", None)
-    if pool is not None and _token_shards(recipe) > 1:
+    if pool is not None and _token_shards(plan) > 1:
         batch_shards = mesh.shard_count(mesh.logical_spec("batch"))
         multiply_unfolded(pool.kv, lambda w: layout.gather("", w), parts=batch_shards)
         for layer in [part for part in pool.modules() if isinstance(part, nn.Linear)]:
@@ -87,50 +87,50 @@ def parallelize_spmd(
             around_blocks.after_forward(layer, mark)
     # Several axes: small parameters are gathered before use, results have whole images.
     if len(mesh.axis_sizes) > 1 or mesh.domain > 1:
-        in_blocks = tuple(f"{stack}." for stack in recipe.model.stacks)
+        in_blocks = tuple(f"{stack}." for stack in plan.model.stacks)
         around_blocks.gather_small_parameters(model, layout.gather_small, excluded=in_blocks)
         around_blocks.before_forward(model.get_submodule("head"), mark_images)
         around_blocks.after_forward(model, functools.partial(tree_map, mark_images))
     if mesh.tensor > 1:
         around_blocks.drop_patches_of_whole_images(model, layout.mark_images)
-    if recipe.bf16:
+    if plan.bf16:
         around_blocks.compute_in_bf16(model)
     # Breaks of the graph come last: outside of all that belongs to a block.
-    if recipe.break_graph_every:
+    if plan.break_graph_every:
         around_blocks.break_graph_every(
-            recipe.break_graph_every, [block for _, block in units[:-1]], end_graph
+            plan.break_graph_every, [block for _, block in units[:-1]], end_graph
         )
     end_graph(wait=True)
     return model
 
 
-def change_block(block: nn.Module, recipe: Recipe, layout: MeshLayout, save: SaveInput) -> None:
+def change_block(block: nn.Module, plan: ParallelPlan, layout: MeshLayout, save: SaveInput) -> None:
     """Change how a block computes: attention, linear layers, norms."""
-    mesh = recipe.mesh
+    mesh = plan.mesh
     batch = mesh.logical_spec("batch")
     batch_shards = mesh.shard_count(batch)
-    int8 = layout.int8_marks if recipe.int8 else None
+    int8 = layout.int8_marks if plan.int8 else None
     pack(block, layout.packed)  # for "tensor"
 
     # Domain: attention among the devices that share an image. (With "tensor", or with dropout in
     # attention, the partitioner finds the exchange by itself.)
-    if recipe.domain_attention:
-        sharded.use_over_domain(block, recipe, layout)
+    if plan.domain_attention:
+        sharded.use_over_domain(block, plan, layout)
     # Tensor: each device computes some heads and some columns of the MLP.
     elif mesh.tensor > 1:
-        shard_heads_and_columns(block, recipe, layout, save, int8, batch_shards)
+        shard_heads_and_columns(block, plan, layout, save, int8, batch_shards)
     # Attention: by kernels on each device's own images; "sdpa" leaves it to PyTorch.
-    elif recipe.attention == "flash":
+    elif plan.attention == "flash":
         use_flash(block, layout.shards(*batch))
-    elif recipe.attention == "whole":
+    elif plan.attention == "whole":
         use_whole(block, layout.shards(*batch), save)
 
     # Linear layers keep images and tokens apart, so that each can be sharded.
-    if recipe.scan and mesh.tensor == 1:
+    if plan.scan and mesh.tensor == 1:
         multiply_unfolded(block, save=save, parts=batch_shards, int8=int8)
     elif mesh.domain > 1 and mesh.tensor == 1:
         multiply_unfolded(block, lambda w: layout.gather("", w), parts=batch_shards)
-    if _must_unfold_norms(recipe):
+    if _must_unfold_norms(plan):
         normalize_unfolded(block)
 
 
@@ -139,7 +139,7 @@ def scan_blocks(
     stack: str,
     blocks: Units,
     initialize: InitializeModule,
-    recipe: Recipe,
+    plan: ParallelPlan,
     layout: MeshLayout,
     end_graph: Callable[..., None],
 ) -> ScannedBlocks:
@@ -147,8 +147,8 @@ def scan_blocks(
 
     The loop rematerializes, gathers weights and marks tokens itself, in each round.
     """
-    save = SAVED_BY[recipe.remat]()
-    layers = blocks[0][1].named_modules() if recipe.int8 else ()
+    save = SAVED_BY[plan.remat]()
+    layers = blocks[0][1].named_modules() if plan.int8 else ()
     int8_weights = {f"{name}.weight" for name, layer in layers if type(layer) is nn.Linear}
 
     def gather(name: str, weight: torch.Tensor) -> torch.Tensor:
@@ -159,9 +159,9 @@ def scan_blocks(
         getattr(model, stack),
         layout,
         save,
-        adapt=lambda block: change_block(block, recipe, layout, save),
+        adapt=lambda block: change_block(block, plan, layout, save),
         gather=gather,
-        bf16=recipe.bf16,
+        bf16=plan.bf16,
     )
     for index, (name, block) in enumerate(blocks):
         # Shard and place: into the stack, whose shards are on the devices already.
@@ -170,25 +170,25 @@ def scan_blocks(
         scanned.fill(index, block)
         block.to("meta")  # the host needs no second copy
         end_graph()  # the device has this unit before the host makes the next one
-    recipe.model.put_blocks(model, stack, scanned)
+    plan.model.put_blocks(model, stack, scanned)
     return scanned
 
 
-def _token_shards(recipe: Recipe) -> int:
-    mesh = recipe.mesh
+def _token_shards(plan: ParallelPlan) -> int:
+    mesh = plan.mesh
     return mesh.shard_count(mesh.logical_spec("tokens between the halves of a block"))
 
 
-def _must_unfold_norms(recipe: Recipe) -> bool:
+def _must_unfold_norms(plan: ParallelPlan) -> bool:
     """Return True where a norm that folds images and tokens would take padding for tokens.
 
     It would if a device has an uneven part of the tokens of its one image. And along "domain" the
     partitioner may replicate what comes after it.
     """
-    mesh = recipe.mesh
-    drops_patches = bool(recipe.model.settings.get("patch_drop_rate"))
-    is_uneven = drops_patches or recipe.model.sizes.num_tokens % _token_shards(recipe) > 0
-    has_one_image = recipe.pass_size == mesh.shard_count(mesh.logical_spec("batch"))
+    mesh = plan.mesh
+    drops_patches = bool(plan.model.settings.get("patch_drop_rate"))
+    is_uneven = drops_patches or plan.model.sizes.num_tokens % _token_shards(plan) > 0
+    has_one_image = plan.pass_size == mesh.shard_count(mesh.logical_spec("batch"))
     return is_uneven and (mesh.domain > 1 or has_one_image)
 
 
@@ -196,7 +196,7 @@ def parallelize_nested(
     model: nn.Module,
     units: Units,
     initialize: InitializeModule,
-    recipe: Recipe,
+    plan: ParallelPlan,
     device: torch.device,
     constant: Callable[[torch.Tensor], torch.Tensor],
     end_graph: Callable[..., None],
@@ -207,15 +207,15 @@ def parallelize_nested(
         initialize(block, name)
         fill_buffers(block, constant)
         # Attention: by kernels, or PyTorch's.
-        if recipe.attention == "flash":
+        if plan.attention == "flash":
             use_flash(block)
-        elif recipe.attention == "whole":
+        elif plan.attention == "whole":
             use_whole(block)
         # Rematerialize inside of the unit, so that weights are gathered once more for it.
-        if recipe.remat == "full" and _trains(block):
+        if plan.remat == "full" and _trains(block):
             checkpoint_module(block)
         # Shard and place.
-        unit = _nested_unit(block, recipe, device)
+        unit = _nested_unit(block, plan, device)
         model.set_submodule(name, unit)
         blocks.append(unit)
         end_graph()  # the device has this unit before the host makes the next one
@@ -225,35 +225,35 @@ def parallelize_nested(
     fill_buffers(model, constant)
     around_blocks.convolve_by_product(model, torch.Tensor.contiguous)
     around_blocks.find_largest_by_place(model)
-    root = _nested_unit(model, recipe, device)
-    if recipe.bf16:
+    root = _nested_unit(model, plan, device)
+    if plan.bf16:
         around_blocks.compute_in_bf16(root)
     # Breaks of the graph are outside of the units.
-    if recipe.break_graph_every:
-        around_blocks.break_graph_every(recipe.break_graph_every, blocks, end_graph)
+    if plan.break_graph_every:
+        around_blocks.break_graph_every(plan.break_graph_every, blocks, end_graph)
     end_graph(wait=True)
     return root
 
 
-def _nested_unit(module: nn.Module, recipe: Recipe, device: torch.device) -> nn.Module:
-    if not recipe.fsdp:
+def _nested_unit(module: nn.Module, plan: ParallelPlan, device: torch.device) -> nn.Module:
+    if not plan.fsdp:
         return module.to(device)
     # Shard rows of each parameter where the devices divide them. A flat shard has another layout on
     # a TPU, so each gathered weight and gradient would be copied. (Padding a first dimension, of 1
     # in the position embedding, could take many times the memory.)
-    devices = recipe.mesh.devices
+    devices = plan.mesh.devices
     left = [p for p in module.parameters() if not is_sharded(p)]
-    by_row = not recipe.flatten_parameters and all(p.shape[0] % devices == 0 for p in left)
+    by_row = not plan.flatten_parameters and all(p.shape[0] % devices == 0 for p in left)
     unit = XlaFullyShardedDataParallel(
-        module if recipe.shard_on_cpu else module.to(device),
-        reshard_after_forward=recipe.reshard_after_forward,
-        flatten_parameters=recipe.flatten_parameters,
+        module if plan.shard_on_cpu else module.to(device),
+        reshard_after_forward=plan.reshard_after_forward,
+        flatten_parameters=plan.flatten_parameters,
         shard_param_on_dim_0=by_row,
         execute_sharding_on_init=False,  # the graph ends after each unit anyway
         # Pinned, a gathering is an all-reduce of padded whole weights, other on each rank.
         pin_layout_in_collective_ops=False,
         # FSDP's own linear layer runs its backward in fp32 under autocast.
-        _use_xla_patched_linear=not recipe.bf16,
+        _use_xla_patched_linear=not plan.bf16,
     )
     if not by_row:
         scatter_gradients_as_rows(unit, devices)

@@ -41,7 +41,7 @@ XlaRun = Run[XlaConfig]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ParallelPlan:
     """How a plain model becomes a parallel one, every choice made: ``parallelize`` follows it."""
 
     model: ModelSpec
@@ -90,53 +90,53 @@ def packed_parts(dimensions: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
     return {name: FOLDED[kinds[0]] for name, kinds in dimensions.items() if kinds[0] in FOLDED}
 
 
-def recipe_of(run: XlaRun) -> Recipe:
+def parallel_plan(run: XlaRun) -> ParallelPlan:
     """Return the choices of a resolved run that ``parallelize`` needs."""
-    config, own, mesh = run.config, run.own, run.mesh
+    config, xla, mesh = run.config, run.backend_config, run.mesh
     drops = run.model.sizes.attn_drop_rate > 0
     over_domain = mesh.domain > 1 and mesh.tensor == 1 and not drops
-    return Recipe(
+    return ParallelPlan(
         model=run.model,
         mesh=mesh,
         fsdp=not config.sharding.run_without_fsdp,
-        attention=own.attention,
+        attention=xla.attention,
         domain_attention=config.sharding.domain_attention if over_domain else None,
         remat=config.sharding.grad_ckpt,
-        scan=bool(own.scan_blocks),
+        scan=bool(xla.scan_blocks),
         bf16=config.sharding.precision == "bf16",
-        residual_bf16=own.residual_dtype == "bf16",
-        int8=own.matmul == "int8",
-        gather_fp8=own.gather_dtype == "fp8",
-        break_graph_every=own.mark_step_every_n_blocks,
+        residual_bf16=xla.residual_dtype == "bf16",
+        int8=xla.matmul == "int8",
+        gather_fp8=xla.gather_dtype == "fp8",
+        break_graph_every=xla.mark_step_every_n_blocks,
         gradients_outlive_graph=config.data.grad_accum_steps > 1
-        or own.mark_step_every_n_blocks > 0,
+        or xla.mark_step_every_n_blocks > 0,
         pass_size=config.data.pass_size,
         reshard_after_forward=config.sharding.reshard_after_forward,
-        flatten_parameters=own.flatten_parameters,
-        shard_on_cpu=own.shard_on_cpu,
+        flatten_parameters=xla.flatten_parameters,
+        shard_on_cpu=xla.shard_on_cpu,
     )
 
 
-def resolve(config: RunConfig, own: XlaConfig) -> XlaRun:
+def resolve(config: RunConfig, xla: XlaConfig) -> XlaRun:
     """Return the run of these flags on this machine or its slices. Raises UsageError."""
     check_variables()
     check_device()
-    run = resolve_for_slice(config, own, None)
+    run = resolve_for_slice(config, xla, None)
     # The run has to fit all numbers of slices that ``launch.xla_dist --elastic`` may start it on.
     least, _, most = os.environ.get("ELASTIC_SLICES", "").partition(":")
     for slices in range(int(least), int(most) + 1) if most else ():
         try:
-            resolve_for_slice(config, own, None, run.model, slices)
+            resolve_for_slice(config, xla, None, run.model, slices)
         except UsageError as error:
             raise UsageError(f"on {slices} slices, of --elastic {least}:{most}: {error}") from None
     # From the flags, not from ``run``: another model may be scanned or not, its attention another.
-    of_teacher = replace(own, xla_fsdp=run.own.xla_fsdp, mark_step_every_n_blocks=0)
+    of_teacher = replace(xla, xla_fsdp=run.backend_config.xla_fsdp, mark_step_every_n_blocks=0)
     return with_teacher(run, lambda config: resolve_for_slice(config, of_teacher, None))
 
 
 def resolve_for_slice(
     config: RunConfig,
-    own: XlaConfig,
+    xla: XlaConfig,
     topology: Topology | None,
     model: ModelSpec | None = None,
     slices: int | None = None,
@@ -151,7 +151,7 @@ def resolve_for_slice(
     config = resolve_common(replace(config, backend="xla"))
     if config.sharding.precision == "fp16":
         raise UsageError("--precision fp16 requires --backend cuda: on XLA use bf16")
-    own, why_form = _resolve_form(config, own, device)
+    xla, why_form = _resolve_form(config, xla, device)
     if topology:
         mesh = make_mesh(config.sharding, topology.devices)
     else:
@@ -160,7 +160,7 @@ def resolve_for_slice(
         if config.sharding.mesh_dcn == "slices":
             config = replace(config, sharding=replace(config.sharding, mesh_dcn=slices))
         if device == "CPU":
-            mesh = make_mesh(config.sharding, own.cpu_devices)
+            mesh = make_mesh(config.sharding, xla.cpu_devices)
         else:  # torch_xla counts the devices of this slice
             devices = host_tpu().num_expected_global_devices() * slices
             mesh = make_mesh(config.sharding, devices)
@@ -177,7 +177,7 @@ def resolve_for_slice(
     config = with_passes(config, mesh)
     if model is None:  # after what is known at once: timm takes a second
         config, model = resolve_model(config)
-    own = _resolve_scan(config, own, model)
+    xla = _resolve_scan(config, xla, model)
 
     # Whether the mesh can shard the model.
     check_rows(mesh, model)
@@ -204,12 +204,12 @@ def resolve_for_slice(
     generation, chip = None, None
     if device == "TPU":
         generation = topology.generation if topology else host_tpu().version()
-    own, why_attention = _resolve_attention(config, own, model, generation)
+    xla, why_attention = _resolve_attention(config, xla, model, generation)
     if device == "TPU" and config.sharding.grad_ckpt == "auto":
         chip = topology.chip if topology else tpu.CHIPS_BY_KIND.get(tpu.kind_here())
-    config, why_policy = resolve_policy(config, own, model, mesh, device, chip)
+    config, why_policy = resolve_policy(config, xla, model, mesh, device, chip)
     why = {"xla_fsdp": why_form, "attention": why_attention, "grad_ckpt": why_policy}
-    run = XlaRun(config, own, model, mesh, why)
+    run = XlaRun(config, xla, model, mesh, why)
     check_batch(run)
     return run
 
@@ -217,24 +217,24 @@ def resolve_for_slice(
 # -- the form of FSDP, and the loop over blocks ---------------------------------------
 
 
-def _resolve_form(config: RunConfig, own: XlaConfig, device: str) -> tuple[XlaConfig, str]:
+def _resolve_form(config: RunConfig, xla: XlaConfig, device: str) -> tuple[XlaConfig, str]:
     """Decide ``--xla_fsdp``; also returns what has decided it, for the log.
 
     Raises UsageError for flags that are incompatible with it, or with each other.
     """
     sharding, why = config.sharding, ""
-    if own.xla_fsdp == "auto":
+    if xla.xla_fsdp == "auto":
         asks_for_nested = {
             "--no_reshard_after_forward": not sharding.reshard_after_forward,
-            "--flatten_parameters": own.flatten_parameters,
-            "--shard_on_cpu": own.shard_on_cpu,
+            "--flatten_parameters": xla.flatten_parameters,
+            "--shard_on_cpu": xla.shard_on_cpu,
         }
         flag = next((name for name, is_given in asks_for_nested.items() if is_given), None)
-        own = replace(own, xla_fsdp="nested" if flag else "spmd")
+        xla = replace(xla, xla_fsdp="nested" if flag else "spmd")
         reason = f"{flag} requires it" if flag else "less memory than nested"
         why = f" (chosen by --xla_fsdp auto: {reason})"
-    check_rules(config, own)
-    if own.xla_fsdp == "nested":
+    check_rules(config, xla)
+    if xla.xla_fsdp == "nested":
         known = by_field(RunConfig)
         for name in ("mesh_dcn", "mesh_fsdp", "mesh_domain", "mesh_tensor"):
             if getattr(sharding, name) != known[name].field.default:
@@ -244,43 +244,43 @@ def _resolve_form(config: RunConfig, own: XlaConfig, device: str) -> tuple[XlaCo
                 )
     elif not sharding.reshard_after_forward:
         raise UsageError("--no_reshard_after_forward requires --xla_fsdp nested, not spmd")
-    if device == "CPU" and own.xla_fsdp == "nested" and own.cpu_devices > 1:
+    if device == "CPU" and xla.xla_fsdp == "nested" and xla.cpu_devices > 1:
         raise UsageError(
-            f"nested FSDP runs on 1 CPU device, not {own.cpu_devices} (XLA's CPU collectives "
+            f"nested FSDP runs on 1 CPU device, not {xla.cpu_devices} (XLA's CPU collectives "
             "hang between processes): use --cpu_devices 1 or --xla_fsdp spmd"
         )
-    if config.optimizer.optimizer == "muon" and own.flatten_parameters:
+    if config.optimizer.optimizer == "muon" and xla.flatten_parameters:
         raise UsageError(
             "--optimizer muon is incompatible with --flatten_parameters: drop one of the two"
         )
-    return own, why
+    return xla, why
 
 
-def _resolve_scan(config: RunConfig, own: XlaConfig, model: ModelSpec) -> XlaConfig:
+def _resolve_scan(config: RunConfig, xla: XlaConfig, model: ModelSpec) -> XlaConfig:
     """Decide ``--scan_blocks``. Raises UsageError for flags that require or exclude it."""
-    breaks = "--mark_step_every_n_blocks" if own.mark_step_every_n_blocks else None
-    hindered_by = "--xla_fsdp nested" if own.xla_fsdp == "nested" else breaks
+    breaks = "--mark_step_every_n_blocks" if xla.mark_step_every_n_blocks else None
+    hindered_by = "--xla_fsdp nested" if xla.xla_fsdp == "nested" else breaks
     differ = None if hindered_by else model.why_blocks_differ()
-    scan = not (hindered_by or differ) if own.scan_blocks is None else own.scan_blocks
+    scan = not (hindered_by or differ) if xla.scan_blocks is None else xla.scan_blocks
     policy = config.sharding.grad_ckpt
     if not scan:
         reason = hindered_by or differ or "--no-scan_blocks"
         needs = f"requires scanned blocks, here is {reason}"
         if policy in ("selective", "offload"):
             raise UsageError(f"--grad_ckpt {policy} {needs}: use --grad_ckpt full")
-        if own.matmul == "int8":
+        if xla.matmul == "int8":
             raise UsageError(f"--matmul int8 {needs}: drop one")
-        if own.gather_dtype != "auto":
-            raise UsageError(f"--gather_dtype {own.gather_dtype} {needs}")
-    if policy == "offload" and own.mark_step_after_forward:  # the host's memory is the graph's own
+        if xla.gather_dtype != "auto":
+            raise UsageError(f"--gather_dtype {xla.gather_dtype} {needs}")
+    if policy == "offload" and xla.mark_step_after_forward:  # the host's memory is the graph's own
         raise UsageError(
             "--grad_ckpt offload is incompatible with --mark_step_after_forward: drop one"
         )
-    if own.scan_blocks and hindered_by:
+    if xla.scan_blocks and hindered_by:
         raise UsageError(f"--scan_blocks is incompatible with {hindered_by}: drop one of the two")
-    if own.scan_blocks and differ:
+    if xla.scan_blocks and differ:
         raise UsageError(f"--scan_blocks requires blocks that are alike: {differ}")
-    return replace(own, scan_blocks=scan)
+    return replace(xla, scan_blocks=scan)
 
 
 # -- attention ------------------------------------------------------------------------
@@ -297,13 +297,13 @@ WIDEST_HEAD = 256
 
 
 def _resolve_attention(
-    config: RunConfig, own: XlaConfig, model: ModelSpec, generation: int | None
+    config: RunConfig, xla: XlaConfig, model: ModelSpec, generation: int | None
 ) -> tuple[XlaConfig, str]:
     """Decide ``--attention``; also returns what the log says of it.
 
     ``generation`` is the TPU's, None without a TPU. Raises UsageError for kernels that it lacks.
     """
-    form, of_whole = own.attention, None
+    form, of_whole = xla.attention, None
     stacks = [*model.stacks.values()]
     if len(stacks) == 1:
         stacks = [sizes_of_largest(config, model)]
@@ -330,12 +330,12 @@ def _resolve_attention(
         reason = {"flash": of_kernels, "whole": of_whole}.get(form)
         if reason:
             raise UsageError(f"--attention {form} {reason}: use --attention sdpa")
-        return own, "" if form == "sdpa" else f", {_NAMES[form]} attention"
+        return xla, "" if form == "sdpa" else f", {_NAMES[form]} attention"
     if of_kernels:
-        return replace(own, attention="sdpa"), ""
+        return replace(xla, attention="sdpa"), ""
     form = "flash" if sizes.num_tokens >= FLASH_FROM else "sdpa" if of_whole else "whole"
     text = f", {_NAMES[form]} attention ({sizes.num_tokens:,} tokens; flash from {FLASH_FROM:,})"
-    return replace(own, attention=form), text
+    return replace(xla, attention=form), text
 
 
 def _hinders_kernels(config: RunConfig, sizes: ModelSizes, generation: int | None) -> str | None:

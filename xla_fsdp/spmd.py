@@ -29,41 +29,41 @@ class SpmdBackend(XlaBackend):
     def __init__(self, run: XlaRun) -> None:
         super().__init__(run)
         self._mesh = run.mesh
-        self._layout = self.layout_class(self._recipe, self._device)
-        self.rank, self.world_size = xr.process_index(), xr.process_count()
-        replica = self._mesh.devices // self._mesh.dcn if self._recipe.fsdp else 1
+        self._layout = self.layout_class(self._plan, self._device)
+        self.batch_shard, self.batch_shards = xr.process_index(), xr.process_count()
+        replica = self._mesh.devices // self._mesh.dcn if self._plan.fsdp else 1
         local, order = local_devices(), self._layout.device_order
         self.shards = tuple(sorted({place % replica for place in places_of(order, local)}))
         self._host: HostPart | None = None
         height = run.model.sizes.input_shape[1]
         # Where no devices share images, torch_xla divides a host's among them by itself.
-        if self.world_size > 1 and self._mesh.devices_a_part > 1:
+        if self.batch_shards > 1 and self._mesh.devices_a_part > 1:
             self._host = part_of_host(self._mesh, order, local, height)
-            self.rank, self.world_size = self._host.rank, self._host.world_size
+            self.batch_shard, self.batch_shards = self._host.shard, self._host.shards
         self.image_rows = self._host.rows if self._host else range(height)
 
     def describe(self) -> str:
         mesh, replicated = self._mesh, self._layout.replicated_bytes
-        if not self._recipe.fsdp:
+        if not self._plan.fsdp:
             form = "SPMD data parallel, parameters replicated (--run_without_fsdp)"
         else:
             form = "SPMD FSDP (ZeRO-3), each block a unit"
-            form += f"{', scanned' if self._recipe.scan else ''}, {mesh}"
+            form += f"{', scanned' if self._plan.scan else ''}, {mesh}"
             if mesh.domain > 1:
                 form += f", {self._sharding.domain_attention} attention over domain"
             if replicated:
                 form += f", {replicated:,} bytes of parameters replicated "
                 form += f"(no dimension is a multiple of {mesh.min_shards})"
-        form += ", residuals in bf16" if self._recipe.residual_bf16 else ""
-        form += ", weights gathered in fp8" if self._recipe.gather_fp8 else ""
-        form += ", linear layers in int8" if self._recipe.int8 else ""
+        form += ", residuals in bf16" if self._plan.residual_bf16 else ""
+        form += ", weights gathered in fp8" if self._plan.gather_fp8 else ""
+        form += ", linear layers in int8" if self._plan.int8 else ""
         return f"XLA: {self._describe_common()}, {form}{self._run.why.get('xla_fsdp', '')}"
 
     def shard(
         self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
     ) -> nn.Module:
         self._model = parallelize_spmd(
-            model, units, initialize, self._recipe, self._layout, self._break_graph
+            model, units, initialize, self._plan, self._layout, self._break_graph
         )
         return self._model
 

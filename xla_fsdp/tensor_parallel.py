@@ -16,7 +16,7 @@ from xla_fsdp.attention import flash, whole
 from xla_fsdp.layout import Int8Marks, MeshLayout, gather, mark_both, scatter
 from xla_fsdp.products import add_bias, product
 from xla_fsdp.remat import SaveInput
-from xla_fsdp.resolve_xla import Recipe
+from xla_fsdp.resolve_xla import ParallelPlan
 
 
 def pack(block: nn.Module, packed: Mapping[str, int]) -> None:
@@ -35,7 +35,7 @@ def pack(block: nn.Module, packed: Mapping[str, int]) -> None:
 
 def shard_heads_and_columns(
     block: nn.Module,
-    recipe: Recipe,
+    plan: ParallelPlan,
     layout: MeshLayout,
     save: SaveInput,
     int8: Callable[[str], Int8Marks] | None,
@@ -46,7 +46,7 @@ def shard_heads_and_columns(
     ``save`` may save results of products by columns; ``int8`` returns the marks of a weight by its
     name, if products are in int8. The batch is sharded into ``batch_parts``.
     """
-    shards = layout.shards(*recipe.mesh.logical_spec("batch", "heads"))
+    shards = layout.shards(*plan.mesh.logical_spec("batch", "heads"))
 
     def by_columns(
         x: torch.Tensor, linear: nn.Linear, name: str, bias: torch.Tensor | None = None
@@ -82,11 +82,11 @@ def shard_heads_and_columns(
             names = ("q_proj", "k_proj", "v_proj")
             qkv = [by_columns(x, getattr(attn, name), f"attn.{name}") for name in names]
         # The product with a part of the heads on each device: (batch, tokens, heads x width).
-        if recipe.attention == "whole":
+        if plan.attention == "whole":
             y = whole.attend(attn, qkv, rope, shards=shards, save=save)
         else:
             q, k, v = whole.queries_keys_values(attn, qkv, rope)
-            if recipe.attention == "flash":
+            if plan.attention == "flash":
                 q, k, v = (x.transpose(1, 2) for x in (q, k, v))
                 y = flash.attention(q, k, v, shards).transpose(1, 2).flatten(2)
             else:

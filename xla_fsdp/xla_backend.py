@@ -36,7 +36,7 @@ from xla_fsdp.optimizer import (
     set_lr,
     step_unless,
 )
-from xla_fsdp.resolve_xla import XlaRun, recipe_of
+from xla_fsdp.resolve_xla import XlaRun, parallel_plan
 
 _MOST_OWN = 64
 """The most steps whose own seconds wait for a caller who asks late, or never."""
@@ -55,16 +55,16 @@ class HostState(State):
 class XlaBackend(abc.ABC):
     """The parts of ``training.backend.Backend`` that do not depend on the form of FSDP."""
 
-    rank: int
-    world_size: int
+    batch_shard: int
+    batch_shards: int
     image_rows: range
     shards: tuple[int, ...]
     compiles = True
     _model: nn.Module
 
     def __init__(self, run: XlaRun) -> None:
-        self._run, self._own, self._sharding = run, run.own, run.config.sharding
-        self._recipe = recipe_of(run)
+        self._run, self._config, self._sharding = run, run.backend_config, run.config.sharding
+        self._plan = parallel_plan(run)
         self._rounds_moments = run.config.optimizer.optimizer_dtype == "bf16"
         self._device = torch_xla.device()
         self._memory = DeviceMemory(self._device)
@@ -187,7 +187,7 @@ class XlaBackend(abc.ABC):
             keys = [optimizers.key_of(self._run.config.seed, names[p], self._part) for p in trained]
             self._rounding_keys = self.constant(torch.tensor(keys, dtype=torch.int32))
         self._skipped = self.constant(torch.zeros(len(COUNTS)))
-        if self._recipe.gradients_outlive_graph:
+        if self._plan.gradients_outlive_graph:
             zeros = (self._zeros_like(parameter, torch.float32) for parameter in trained)
             self._gradients = list(zip(trained, zeros, strict=True))
         self._clear_gradients()
@@ -233,16 +233,16 @@ class XlaBackend(abc.ABC):
     ) -> BatchLoader:
         is_whole = len(self.image_rows) == self._run.model.sizes.input_shape[1]
         rows, of_host = None if is_whole else self.image_rows, xr.local_process_count()
-        return open_share(Share(self.rank, self.world_size, rows, of_host=of_host))
+        return open_share(Share(self.batch_shard, self.batch_shards, rows, of_host=of_host))
 
-    def begin_step(self, pass_index: int) -> None:
+    def begin_pass(self, pass_index: int) -> None:
         # torch_xla changes its random state at each execution, and changes it otherwise with
         # checkpointing than without. Set here, masks depend on seed and step alone.
         xm.set_rng_state(pass_seed(self._run.config.seed, pass_index, self._rng_stream))
         self._passes_s -= time.perf_counter() - self._synced_s
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
-        if self._own.mark_step_after_forward:
+        if self._config.mark_step_after_forward:
             self._break_graph()
         loss.backward()
         self._passes_s += time.perf_counter() - self._synced_s
@@ -369,7 +369,7 @@ class XlaBackend(abc.ABC):
         # A TPU takes fp32 products as bf16, too.
         lower = self._sharding.precision == "bf16" or xr.device_type() == "TPU"
         used = [torch.finfo(torch.bfloat16 if lower else torch.float32).eps]
-        used += [torch.finfo(torch.float8_e4m3fn).eps] if self._own.gather_dtype == "fp8" else []
+        used += [torch.finfo(torch.float8_e4m3fn).eps] if self._config.gather_dtype == "fp8" else []
         # Rounded up or down at random: by up to a whole distance.
         used += [2 * torch.finfo(torch.bfloat16).eps] if self._rounds_moments else []
         return max(used) / 2
@@ -380,10 +380,10 @@ class XlaBackend(abc.ABC):
 
     def _describe_common(self) -> str:
         breaks = []
-        if self._own.mark_step_after_forward:
+        if self._config.mark_step_after_forward:
             breaks.append("after the forward pass")
-        if self._own.mark_step_every_n_blocks:
-            breaks.append(f"every {self._own.mark_step_every_n_blocks} blocks")
+        if self._config.mark_step_every_n_blocks:
+            breaks.append(f"every {self._config.mark_step_every_n_blocks} blocks")
         policy = self._sharding.grad_ckpt
         checkpointing = {"full": "on", "none": "off"}.get(policy, policy)
         text = (

@@ -59,7 +59,7 @@ def test_digits_cannot_be_written(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_global_batches_do_not_depend_on_the_number_of_processes(world_size):
     def batches(rank, world):
-        return list(GlobalBatchSampler(53, 10, shuffle=True, seed=7, rank=rank, world_size=world))
+        return list(GlobalBatchSampler(53, 10, shuffle=True, seed=7, shard=rank, shards=world))
 
     shares = [batches(rank, world_size) for rank in range(world_size)]
     joined = [list(chain(*parts)) for parts in zip(*shares, strict=True)]
@@ -89,7 +89,7 @@ def test_order_depends_on_seed_and_epoch_and_resumes_anywhere():
 def test_validation_counts_each_image_once(length, batch_size, world):
     seen = []
     for rank in range(world):
-        sampler = GlobalBatchSampler(length, batch_size, shuffle=False, rank=rank, world_size=world)
+        sampler = GlobalBatchSampler(length, batch_size, shuffle=False, shard=rank, shards=world)
         for batch in sampler:
             assert len(batch) == batch_size // world  # static shapes
             seen += [index for _, index in batch if index >= 0]
@@ -256,7 +256,7 @@ class Fragile(Dataset):
 
 
 def fragile_epoch(folder, fatal, share, workers, first=0):
-    sampler = GlobalBatchSampler(40, 2 * share, shuffle=True, rank=1, world_size=2)
+    sampler = GlobalBatchSampler(40, 2 * share, shuffle=True, shard=1, shards=2)
     loader = DatasetLoader(Fragile(folder, fatal), sampler, workers)
     return [labels.tolist() for _, labels in loader.epoch(3, first)]
 

@@ -19,11 +19,12 @@ import run_vit_training
 from data.config import INTERPOLATIONS, Preprocessing
 from data.decode import Pixels
 from data.transforms import val_transform
+from run_vit_training import read_flags
 from tests.cli import TINY_MODEL, VAL_IMAGES, train_tiny_gpu
 from tests.resolved import on_xla
 from tests.usage_error import told_in_one_line
 from training.checkpoints.format import read_saved_run
-from training.weights import Weights, with_preprocessing, with_preprocessing_of
+from training.weights import Weights, with_preprocessing_of, with_saved_preprocessing
 
 NAME = "vit_tiny_patch16_224"
 
@@ -135,9 +136,9 @@ def test_models_whose_images_are_squashed(name):
     expected = resolve_data_config(pretrained_cfg=timm.get_pretrained_cfg(name).to_dict())
     assert expected["crop_mode"] == "squash"
     weights = Weights(Path("none.pt"), None, None)
-    _, run = with_preprocessing_of(weights, on_xla(["--model", f"timm/{name}"]))
-    assert run.config.data.preprocessing.crop_mode == "squash"
-    assert run.config.data.crop_pct == expected["crop_pct"]
+    _, config = with_preprocessing_of(weights, read_flags(["--model", f"timm/{name}"]).run)
+    assert config.data.preprocessing.crop_mode == "squash"
+    assert config.data.crop_pct == expected["crop_pct"]
 
 
 def test_weights_of_timm(timms, picture, capsys):
@@ -180,7 +181,7 @@ def test_what_the_file_says_itself(place, timms, picture, capsys, tmp_path):
 
 
 def test_another_architecture_than_the_presets_has_new_weights_preprocessing():
-    run = with_preprocessing(on_xla(["--model", NAME, "--num_blocks", "3"]), None)
+    run = on_xla(["--model", NAME, "--num_blocks", "3"])
     assert run.config.data.preprocessing == Preprocessing()
     assert run.config.data.mean == (0.485, 0.456, 0.406)
     assert run.config.data.crop_pct == 0.875
@@ -193,7 +194,7 @@ def test_what_was_trained_with_is_kept(tmp_path, picture, capsys):
     flags += ["--test_interpolation", "box", "--crop_mode", "border"]
     run = train_tiny_gpu(tmp_path, "--max_steps", "1", *flags)
     saved = read_saved_run(tmp_path / "step_1")
-    run_now = with_preprocessing(on_xla(TINY_MODEL), saved)
+    now = with_saved_preprocessing(read_flags(TINY_MODEL).run, saved)
     expected = Preprocessing(
         (0.1, 0.2, 0.3),
         crop_pct=0.7,
@@ -201,7 +202,7 @@ def test_what_was_trained_with_is_kept(tmp_path, picture, capsys):
         test_interpolation="box",
         crop_mode="border",
     )
-    assert run_now.config.data.preprocessing == expected
+    assert now.data.preprocessing == expected
     evaluated = ["--eval_only", "--json", "--ckpt_dir", tmp_path, "--batch_size", VAL_IMAGES]
     evaluated += ["--data_dir", run.run_file["arguments"]["data_dir"], "--backend", "cuda"]
     assert run_vit_training.main(list(map(str, evaluated))) == 0
@@ -217,7 +218,7 @@ def test_what_was_trained_with_is_kept(tmp_path, picture, capsys):
         assert run_vit_training.main(list(map(str, [*images, *other]))) == 0
         assert capsys.readouterr().out != likely
     del saved.arguments["crop_mode"]  # as before there was the flag
-    older = with_preprocessing(on_xla(TINY_MODEL), saved).config.data.preprocessing
+    older = with_saved_preprocessing(read_flags(TINY_MODEL).run, saved).data.preprocessing
     assert older == replace(expected, crop_mode="center")
 
 

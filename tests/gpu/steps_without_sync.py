@@ -13,7 +13,7 @@ from benchmarks.gpu_step_child import own_step, random_batches
 from tests.cli import TINY_MODEL, TINY_RUN
 from tests.resolved import on_gpus
 from torch_fsdp.launch_torch import launch
-from torch_fsdp.recipe import TorchRun
+from torch_fsdp.parallel_plan import TorchRun
 from training.backend import Backend
 
 

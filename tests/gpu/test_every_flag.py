@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpu_fsdp import resolve_gpu
-from run_vit_training import read_flags
+from run_vit_training import check_mode_flags, read_flags
 from tests.cli import Result, run_program, train_tiny_gpu
 from tests.gpu.helpers import need_form, need_te, need_torchao
 from tests.support.flag_values import (
@@ -23,7 +23,6 @@ from tests.support.flag_values import (
     lines_of,
     write_sources,
 )
-from training.flags import MODE_FLAGS, check_rules
 
 pytestmark = [pytest.mark.gpu, pytest.mark.long]
 
@@ -65,7 +64,7 @@ def test_on_one_gpu(form, data, tmp_path, monkeypatch):
 
     def resolve(words):
         flags = read_flags(words)
-        check_rules(flags.run, *flags.own, only=MODE_FLAGS)
+        check_mode_flags(flags)
         return resolve_gpu.resolve(flags.run, flags.torch)
 
     refused = NOT_ON_ONE_GPU | NOT_IN_FORM[form] | NOT_IN_FORM_ON_ONE[form]

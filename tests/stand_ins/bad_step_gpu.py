@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
             objective.loss = loss
 
     def clip_spoiled(backend, max_norm):
-        if now[1] == "norm" and backend.rank == backend.world_size - 1:
+        if now[1] == "norm" and backend.batch_shard == backend.batch_shards - 1:
             grads = (part.grad for part in backend._locals.values())
             next(g for g in grads if g is not None and g.numel()).view(-1)[0] = float("inf")
         return clip(backend, max_norm)

@@ -32,9 +32,9 @@ def parts_of(state):
 
 def compare(run, backend):
     model = shard_and_optimize(run, backend)
-    draw = torch.Generator().manual_seed(backend.rank)
+    draw = torch.Generator().manual_seed(backend.batch_shard)
     for number in range(5):
-        backend.begin_step(number)
+        backend.begin_pass(number)
         images = torch.randn(4, 3, 16, 16, generator=draw)
         labels = torch.randint(10, (4,), generator=draw)
         loss = F.cross_entropy(model(images), labels)

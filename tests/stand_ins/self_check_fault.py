@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import run_vit_training
 from tests.stand_ins.megatron_on_cpu import without_cuda
-from training.objectives import dino, mae
+from training.objectives.objective import dino, mae
 
 
 def after(owner, name, also):
@@ -29,7 +29,7 @@ def after(owner, name, also):
 
 
 def last_process(backend) -> bool:
-    return backend.rank == backend.world_size - 1
+    return backend.batch_shard == backend.batch_shards - 1
 
 
 # -- in any backend -------------------------------------------------------------------
@@ -42,7 +42,7 @@ def spoil_put(backend_class, spoil):
     def spoiled(self, batch):
         images, labels = (part.clone() for part in batch)
         if last_process(self):
-            first = len(images) // 2 if self.world_size == 1 else 0
+            first = len(images) // 2 if self.batch_shards == 1 else 0
             spoil(images[first:])
         return put(self, (images, labels))
 
@@ -98,7 +98,7 @@ def gpu_scaled_gradient(backend_class):
     def scale(self):
         for part in self._locals.values():
             if part.grad is not None:
-                part.grad.mul_(self.world_size)
+                part.grad.mul_(self.batch_shards)
 
     after(backend_class, "_collect_gradients", scale)
 
@@ -203,7 +203,7 @@ def xla_dropped_all_reduce(backend_class):
 
 def xla_stale_weight(backend_class):
     """In each forward and backward pass a weight of the blocks is what it was in the first one."""
-    begin, clip = backend_class.begin_step, backend_class._clip_grad_norm
+    begin, clip = backend_class.begin_pass, backend_class._clip_grad_norm
     first: dict = {}
 
     def chosen(self):
@@ -224,7 +224,7 @@ def xla_stale_weight(backend_class):
             weight.copy_(first["new"].to(weight.device))
         return clip(self, max_norm)
 
-    backend_class.begin_step, backend_class._clip_grad_norm = stale, restored
+    backend_class.begin_pass, backend_class._clip_grad_norm = stale, restored
 
 
 def xla_clipping_per_shard(backend_class):

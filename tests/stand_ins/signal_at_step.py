@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
 
     def interrupted(model, objective, backend, done, micro_batches):
         loss = forward_backward(model, objective, backend, done, micro_batches)
-        if backend.rank == int(rank) and done + 1 == int(step):
+        if backend.batch_shard == int(rank) and done + 1 == int(step):
             for name in names:  # sent by another process, as loader processes can tell
                 subprocess.run(["kill", "-s", name, "--", f"-{os.getpid()}"], check=False)
         return loss

@@ -13,7 +13,7 @@ from xla_fsdp.tpu import parse_topology
 
 asked, devices = read_flags(sys.argv[2:]), int(sys.argv[1])
 run = resolve_for_slice(asked.run, asked.xla, parse_topology("v5e:1x1", devices))
-start_xla(devices, run.own.xla_fsdp)
+start_xla(devices, run.backend_config.xla_fsdp)
 
 from tools.compile_only.trace import trace_step  # noqa: E402 - after ``start_xla``
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from data.pack import pack
 from gpu_fsdp.config import FP8_MULTIPLE
-from run_vit_training import OWN
+from run_vit_training import BACKEND_CONFIGS
 from tests.cli import DIGITS
 from tests.every_flag import command_lines, complaint_of, items
 from tests.support.table_files import write_tables
@@ -56,7 +56,7 @@ def lines_of(own, data, resolve, refused, fields=None, base=BASE, form=()):
     """
     values = [
         each
-        for each in items(OWN[own], data, fields)
+        for each in items(BACKEND_CONFIGS[own], data, fields)
         if each.name not in refused
         and all(each.words.get(field, base[field]) == base[field] for field in form)
     ]

@@ -16,6 +16,7 @@ from run_vit_training import read_flags
 from tests.cli import run_program
 from tests.marks import long
 from tests.usage_error import told_in_one_line
+from tools.plan.config import PlanConfig
 from tools.plan.plans import SHIPPED, Request, find_work, read_prices, read_request, words_of
 from tools.plan.tpu import compile_words, computed_candidates, refusal
 from tools.plan.tpu_search import (
@@ -57,6 +58,9 @@ COMPILED = [
     ("v5e:8x8", VIT_10B, 1024, Mesh(fsdp=64), "full", "whole", 6.69, 1906.0),
     ("v6e:16x16", VIT_10B, 1024, Mesh(fsdp=256), "full", "whole", 2.32, 266.0),
 ]
+
+
+MOST = PlanConfig().chips_at_most
 
 
 def asked(*words):
@@ -126,9 +130,9 @@ def test_what_is_kept_takes_memory_and_saves_time(shapes):
 
 
 def test_a_candidate_is_trained_whatever_flags_of_the_plan_were_given():
-    config, own, _ = asked("--model", VIT_B, "--tpu_topology", "v5e:2x4", "--chips_at_most", "256")
-    candidate = next(candidates(config, own))
-    chosen, of_xla = candidate.configs(config, own)
+    config, xla, _ = asked("--model", VIT_B, "--tpu_topology", "v5e:2x4", "--chips_at_most", "256")
+    candidate = next(candidates(config, xla, MOST))
+    chosen, of_xla = candidate.configs(config, xla)
     assert not resolve_for_slice(chosen, of_xla, candidate.topology).config.plan
 
 
@@ -143,7 +147,7 @@ def test_a_masked_autoencoder_is_planned_for_tpus(tmp_path):
     for number in range(9):
         Image.new("RGB", (8, 8)).save(tmp_path / "train" / f"{number}.png")
     flags = read_flags(["--plan", *MAE, "--tpu_topology", "v5e:2x2", "--data_dir", str(tmp_path)])
-    request = read_request(flags.run, flags.xla, ("v5e",))
+    request = read_request(flags.run, flags.xla, flags.plan, ("v5e",))
     assert request.work.images == 9
     encoder, decoder = step_sizes(request.model)
     assert (encoder.depth, encoder.tokens) == (12, 1 + 49)
@@ -159,7 +163,7 @@ def test_a_masked_autoencoder_is_planned_for_tpus(tmp_path):
     at_work = max(parts[0].block_bytes, parts[1].block_bytes, sum(p.output_bytes for p in parts))
     assert whole[candidate].peak_bytes == pytest.approx(held + at_work)
 
-    typed = read_flags(compile_words(request.config, request.own, candidate))
+    typed = read_flags(compile_words(request.config, request.xla, candidate))
     _, compiled = resolve_model(typed.run)
     assert compiled.parameter_count == request.model.parameter_count
     assert refusal(request, candidate) is None
@@ -231,8 +235,10 @@ def test_self_distillation_is_near_the_compiler(dino):
     """docs/pretraining.md: 3.86 GB, 727 ms. What is around the blocks is left out."""
     config, model = dino
     topology = parse_topology("v5e:8x8")
-    own = read_flags(["--compile_only", "--tpu_topology", topology.name]).xla
-    attention = resolve_for_slice(replace(config, plan=False), own, topology).own.attention
+    xla = read_flags(["--compile_only", "--tpu_topology", topology.name]).xla
+    attention = resolve_for_slice(
+        replace(config, plan=False), xla, topology
+    ).backend_config.attention
     candidate = TpuCandidate(Mesh(fsdp=64), "full", 1, attention, topology)
     found = summed(functools.partial(candidate.estimate, config=config), step_sizes(model))
     assert found.peak_bytes == pytest.approx(3.86e9, rel=0.15)
@@ -241,10 +247,10 @@ def test_self_distillation_is_near_the_compiler(dino):
 
 def test_self_distillation_is_planned_for_tpus(dino):
     flags = read_flags(["--plan", DINO_VIT_L, "--fake_data", "--tpu_topology", "v5e:8x8"])
-    request = read_request(flags.run, flags.xla, ("v5e",))
+    request = read_request(flags.run, flags.xla, flags.plan, ("v5e",))
     candidate = TpuCandidate(Mesh(fsdp=64), "full", 1, "whole", parse_topology("v5e:8x8"))
     assert refusal(request, candidate) is None
-    typed = read_flags(compile_words(request.config, request.own, candidate))
+    typed = read_flags(compile_words(request.config, request.xla, candidate))
     assert resolve_model(typed.run)[1].settings == dino[1].settings
     assert typed.run.objective == request.config.objective
     passes = replace(candidate, grad_accum_steps=4)  # of 8 images, a group
@@ -285,10 +291,10 @@ PRICES = {"v4": 3.0, "v5e": 1.2, "v5p": 4.2, "v6e": 2.7, "tpu7x": 9.0}
     ],
 )
 def test_few_questions_find_the_best(model, flags, shapes):
-    config, own, _ = asked("--model", model, "--precision", "bf16", *flags.split())
+    config, xla, _ = asked("--model", model, "--precision", "bf16", *flags.split())
     options = [
         ComputedCandidate(each, each.estimate(shapes[model], config), PRICES[each.kind])
-        for each in candidates(config, own)
+        for each in candidates(config, xla, MOST)
     ]
     search = Search(options)
     questions = 0
@@ -321,8 +327,8 @@ def test_what_was_compiled_corrects_what_is_like_it():
 
 
 def test_a_flag_that_is_given_stays(shapes):
-    config, own, _ = asked("--tpu_topology", "v5e:4x4", "--mesh_tensor", "2", "--attention", "sdpa")
-    found = list(candidates(config, own))
+    config, xla, _ = asked("--tpu_topology", "v5e:4x4", "--mesh_tensor", "2", "--attention", "sdpa")
+    found = list(candidates(config, xla, MOST))
     assert {each.mesh.tensor for each in found} == {2}
     assert {each.attention for each in found} == {"sdpa"}
     assert {each.grad_ckpt for each in found} == set(CHOICES["grad_ckpt"])
@@ -333,25 +339,25 @@ def test_a_flag_that_is_given_stays(shapes):
 def test_a_flag_that_is_given_at_its_default_stays(tmp_path):
     typed = "--tpu_topology v5e:4x4 --grad_ckpt full --mesh_tensor 1 --grad_accum_steps 1".split()
     (tmp_path / "a.args").write_text("--mesh_domain 1")
-    config, own, _ = asked(*typed, f"@{tmp_path}/a.args", "--attention", "auto")
-    found = list(candidates(config, own))
+    config, xla, _ = asked(*typed, f"@{tmp_path}/a.args", "--attention", "auto")
+    found = list(candidates(config, xla, MOST))
     assert {each.mesh for each in found} == {Mesh(fsdp=16)}
     assert {each.grad_ckpt for each in found} == {"full"}
     assert {each.grad_accum_steps for each in found} == {1}
     assert {each.attention for each in found} == set(CHOICES["attention"])  # auto: all
-    config, own, _ = asked("--mesh_dcn", "1", "--chips_at_most", "512")
-    assert {each.mesh.dcn for each in candidates(config, own)} == {1}
-    config, own, _ = asked("--chips_at_most", "512")
-    assert {each.mesh.dcn for each in candidates(config, own)} == {1, 2}
+    config, xla, _ = asked("--mesh_dcn", "1", "--chips_at_most", "512")
+    assert {each.mesh.dcn for each in candidates(config, xla, 512)} == {1}
+    config, xla, _ = asked("--chips_at_most", "512")
+    assert {each.mesh.dcn for each in candidates(config, xla, 512)} == {1, 2}
 
 
 @pytest.mark.parametrize("kind", ["v4:2x2x1", "v5p:2x2x1"])
 def test_each_candidate_is_checked_on_its_own_kind_of_chip(kind):
     """v4 has less vector memory than v5p: what a plan takes, --compile_only takes."""
     model = "--embed_dim 5120 --num_heads 32 --num_blocks 2 --image_size 448 --patch_size 16"
-    config, own, _ = asked(*model.split(), "--tpu_topology", kind, "--attention", "whole")
+    config, xla, _ = asked(*model.split(), "--tpu_topology", kind, "--attention", "whole")
     _, spec = resolve_model(config)
-    request = Request(config, own, spec, find_work(config, spec), {})
+    request = Request(config, xla, PlanConfig(), spec, find_work(config, spec, None), {})
     words = shlex.split(f"{model} --compile_only --tpu_topology {kind} --attention whole")
     flags = read_flags(words)
     topology = parse_topology(kind)
@@ -368,8 +374,8 @@ def test_each_candidate_is_checked_on_its_own_kind_of_chip(kind):
 def test_a_chip_of_tpu7x_is_two_devices(shapes):
     """Each has half of the FLOP/s and of the memory; the price is a chip's."""
     flags = "--tpu_topology tpu7x:2x2x2 --precision bf16 --mesh_domain 1"
-    config, own, _ = asked("--model", VIT_10B, *flags.split())
-    found = list(candidates(config, own))
+    config, xla, _ = asked("--model", VIT_10B, *flags.split())
+    found = list(candidates(config, xla, MOST))
     assert {each.mesh.devices for each in found} == {16}
     assert {each.topology.chips for each in found} == {8}
     (full,) = (
@@ -440,9 +446,9 @@ def test_a_plan_for_all_slices_says_which_it_cannot_compile(capsys, tmp_path):
 
 
 def test_usual_slices_are_known_and_of_many_sizes():
-    config, own, _ = asked("--chips_at_most", "512")
+    config, xla, _ = asked("--chips_at_most", "512")
     assert {parse_topology(name).chips for name in USUAL} == {1, *(2**n for n in range(2, 10))}
-    most = max(each.topology.chips for each in candidates(config, own))
+    most = max(each.topology.chips for each in candidates(config, xla, 512))
     assert most == 512
 
 
@@ -460,9 +466,9 @@ def test_usual_slices_are_known_and_of_many_sizes():
 )
 def test_a_configuration_is_typed_as_it_was_given(line):
     flags = read_flags(shlex.split(line))
-    words = words_of(flags.run, *flags.own)
+    words = words_of(flags.run, *flags.backend_configs)
     again = read_flags(words)
-    assert flat(again.run, *again.own) == flat(flags.run, *flags.own)
+    assert flat(again.run, *again.backend_configs) == flat(flags.run, *flags.backend_configs)
 
 
 def test_shipped_prices_say_where_they_are_from():
@@ -562,10 +568,10 @@ def takes(command):
     program, *words = shlex.split(command.partition("python3 ")[2])
     assert program == "run_vit_training.py"
     flags = read_flags(words)
-    own = flags.xla
-    assert own.compile_only
-    topology = parse_topology(own.tpu_topology, flags.run.sharding.mesh_dcn)
-    return resolve_for_slice(flags.run, own, topology)
+    xla = flags.xla
+    assert xla.compile_only
+    topology = parse_topology(xla.tpu_topology, flags.run.sharding.mesh_dcn)
+    return resolve_for_slice(flags.run, xla, topology)
 
 
 def test_by_arithmetic_alone(tmp_path):

@@ -8,7 +8,7 @@ import torch
 from tests.cli import TINY_MODEL, train_tiny_gpu
 from tests.resolved import on_gpus
 from tests.support.curves import assert_same_training
-from torch_fsdp.recipe import parallelize_block
+from torch_fsdp.parallel_plan import parallelize_block
 
 DEEP = [*TINY_MODEL, "--num_blocks", "12", "--compile"]
 SIZES = (17, 5, 10, 17)
@@ -42,9 +42,9 @@ def test_graphs_of_a_size(flags, graphs):
         found.append([size for values in inputs for size in getattr(values, "shape", [values])])
         return graph.forward
 
-    recipe = replace(run.recipe, compiler=compiler)
+    plan = replace(run.plan, compiler=compiler)
     blocks = [
-        parallelize_block(model, f"blocks.{index}", block, recipe, torch.device("cpu"))
+        parallelize_block(model, f"blocks.{index}", block, plan, torch.device("cpu"))
         for index, block in enumerate(model.blocks)
     ]
 

@@ -19,7 +19,6 @@ from training.checkpoints.choose import (
     set_aside,
 )
 from training.checkpoints.format import (
-    Position,
     SafeReader,
     checksum,
     damage,
@@ -34,6 +33,7 @@ from training.checkpoints.format import (
 )
 from training.checkpoints.state import load_state, write_state
 from training.errors import UsageError
+from training.schedule import Position
 
 pytestmark = pytest.mark.fast
 

@@ -273,7 +273,9 @@ def test_what_is_planned():
         (shape,) = step_sizes(run.model)
         candidate = TpuCandidate(run.mesh, "full", 1, "sdpa", topology)
         sizes[ema] = candidate.estimate(shape, run.config).peak_bytes
-        assert ("--model_ema" in compile_words(run.config, run.own, candidate)) == bool(ema)
+        assert ("--model_ema" in compile_words(run.config, run.backend_config, candidate)) == bool(
+            ema
+        )
     more = sizes["--model_ema"] - sizes[""]
     assert more == pytest.approx(4 * shape.parameters / over)
 
@@ -296,7 +298,7 @@ from xla_fsdp.resolve_xla import resolve_for_slice
 asked = read_flags(sys.argv[1:])
 topology = parse_topology(asked.xla.tpu_topology)
 run = resolve_for_slice(asked.run, asked.xla, topology)
-start_xla(topology.devices, run.own.xla_fsdp)
+start_xla(topology.devices, run.backend_config.xla_fsdp)
 from tools.compile_only.trace import trace_step
 print(trace_step(run).state_bytes)
 """

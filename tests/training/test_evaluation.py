@@ -12,7 +12,7 @@ from tests.cli import DIGITS, VAL_IMAGES, need_xla, run_program, train_tiny_gpu
 from tests.marks import long
 from tests.references.plain_checkpoint import convert, tiny_timm_model
 from tests.usage_error import told_in_one_line
-from training.evaluate import classes_before, write_report
+from training.evaluation.evaluate import classes_before, write_report
 
 STEPS = 110
 

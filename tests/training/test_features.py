@@ -35,7 +35,7 @@ from tests.support.features import (
     tokens_of,
 )
 from tests.usage_error import told_in_one_line
-from training.features import components
+from training.evaluation.features import components
 
 PREFIX = 3
 
@@ -138,9 +138,9 @@ def test_parquet_of_images_without_labels(images, weights, tmp_path, capsys):
 
 def test_files_of_a_limited_size(images, weights, tmp_path, capsys, monkeypatch):
     """A batch in each; an image of all files is in one of them."""
-    import training.features
+    import training.evaluation.features
 
-    monkeypatch.setattr(training.features, "_FILE_BYTES", 1)
+    monkeypatch.setattr(training.evaluation.features, "_FILE_BYTES", 1)
     out = tmp_path / "out"
     write_here(capsys, out, *FLAGS, "--init_from", weights, "--data_dir", images)
     assert len(list(out.glob("train-*"))) == -(-(TRAIN + 1) // 16)

@@ -9,10 +9,9 @@ import sys
 import pytest
 
 from config_fields import flag_of
-from run_vit_training import OWN, read_flags
+from run_vit_training import CONFIGS, read_flags
 from tests import flags_page
 from tests.cli import ROOT
-from training.config import RunConfig
 from training.errors import UsageError
 from training.flags import build_parser, by_field, check_rules, flat
 
@@ -151,7 +150,7 @@ def refusal(capsys, *words):
 
 def values(*words):
     asked = read_flags(words)
-    return flat(asked.run, *asked.own)
+    return flat(asked.run, *asked.backend_configs)
 
 
 @pytest.mark.parametrize(("names", "field", "default", "example"), FLAGS_OF_40B0636)
@@ -267,7 +266,7 @@ def test_every_flag_at_its_default():
     """It changes nothing that they are typed, those whose default can be."""
     typed = {
         name: option.words(option.field.default)
-        for name, option in by_field(RunConfig, *OWN.values()).items()
+        for name, option in by_field(*CONFIGS.values()).items()
         if option.field.default is not None and (option.has_negation or not option.is_switch)
     }
     words = [word for each in typed.values() for word in each]
@@ -337,7 +336,7 @@ EMPTY_IS_A_VALUE = {"weight_init"}  # timm's own name of its first scheme
 
 def test_an_empty_word_is_no_value_of_any_flag(capsys):
     """As a shell gives one for a variable that is not set: Path("") would be the current folder."""
-    for option in by_field(RunConfig, *OWN.values()).values():
+    for option in by_field(*CONFIGS.values()).values():
         if option.is_switch or option.field.name in EMPTY_IS_A_VALUE:
             continue
         several = len(option.flag.metavar) if isinstance(option.flag.metavar, tuple) else 1
@@ -394,7 +393,7 @@ def test_help_in_three_sizes(capsys, monkeypatch):
     assert "--flatten_parameters" not in short
     assert "--flatten_parameters" in one
     assert "--batch_size" not in one
-    known = by_field(RunConfig, *OWN.values())
+    known = by_field(*CONFIGS.values())
     for option in known.values():
         for name in (*option.names, *option.flag.shorthands):
             assert re.search(rf"(?m)^  (.*, )?{name}\b", everything), name
@@ -428,7 +427,7 @@ def test_whose_reader_ends_early_ends_without_a_word(flags):
 
 def test_every_flag_has_help_with_its_default(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    for option in by_field(RunConfig, *OWN.values()).values():
+    for option in by_field(*CONFIGS.values()).values():
         text = build_parser([option]).format_help().partition(f"{option.group}:")[2]
         assert "default" in text, option.names
         assert option.flag.help[:20] in re.sub(r"\s+", " ", text)
@@ -440,7 +439,7 @@ def test_the_page_of_flags_is_that_of_the_fields():
 
 def test_conditions_name_fields():
     """What a flag needs or excludes is a field, of every backend's or of one of them."""
-    known = by_field(RunConfig, *OWN.values())
+    known = by_field(*CONFIGS.values())
     for option in known.values():
         told = flag_of(option.field)
         for condition in [each for need in told.requires for each in need.split("|")]:

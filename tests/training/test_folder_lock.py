@@ -11,9 +11,9 @@ import pytest
 from launch import is_crash
 from tests.cli import ROOT
 from tests.support.checkpoints import HOLD
-from training.begin import enter_folder
 from training.errors import RunFailed, UsageError
 from training.files import FolderLock, check_same_folder
+from training.start import enter_folder
 
 pytestmark = pytest.mark.fast
 

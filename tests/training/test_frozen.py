@@ -16,8 +16,8 @@ from tests.cli import DIGITS, train_tiny, train_tiny_gpu
 from tests.marks import long
 from tests.support.features import FLAGS, LOADER, TRAIN, backbone, read, run_form, tokens_of
 from tests.usage_error import told_in_one_line
-from training import frozen
-from training.frozen import RATES, Labelled, batches_of, epoch_order, knn, probe
+from training.evaluation import knn_and_probe
+from training.evaluation.knn_and_probe import RATES, Labelled, batches_of, epoch_order, knn, probe
 
 KS = (10, 20, 100, 200)
 
@@ -60,7 +60,7 @@ def test_vote_is_the_plain_one(monkeypatch):
     expected = {k: plain_knn(*bank, *queries, k) for k in KS}
     assert 20 < min(expected.values()) < max(expected.values()) < 95
     for similarities in (2**25, 300 * 8, 1):
-        monkeypatch.setattr(frozen, "_SIMILARITIES", similarities)
+        monkeypatch.setattr(knn_and_probe, "_SIMILARITIES", similarities)
         found = measured(bank, queries)
         assert found.top1 == pytest.approx(expected)
         assert (found.images, found.bank) == (90, 300)
@@ -114,8 +114,8 @@ def plain_probe(train, val, rate, seed):
 
 def test_probes_are_plain_ones(monkeypatch):
     """Each rate's, with epochs that end in a short batch; another seed has other batches."""
-    monkeypatch.setattr(frozen, "BATCH_SIZE", 64)
-    monkeypatch.setattr(frozen, "LEAST_STEPS", 60)
+    monkeypatch.setattr(knn_and_probe, "BATCH_SIZE", 64)
+    monkeypatch.setattr(knn_and_probe, "LEAST_STEPS", 60)
     train, val = made(150, 7, 1, spread=3.0), made(90, 7, 2, spread=3.0)
     found = probe(labelled(*train), labelled(*val), seed=3)
     assert [*found.top1] == [*RATES]
@@ -129,7 +129,7 @@ def test_probes_are_plain_ones(monkeypatch):
 
 
 def test_probes_of_clusters_and_edges(monkeypatch):
-    monkeypatch.setattr(frozen, "LEAST_STEPS", 100)
+    monkeypatch.setattr(knn_and_probe, "LEAST_STEPS", 100)
     train, val = made(200, 10, 1, spread=0.01), made(50, 10, 2, spread=0.01)
     constant = [
         np.concatenate([each[0], np.ones((len(each[0]), 1), np.float32)], 1)
@@ -153,7 +153,7 @@ def _one_of(rank, port, found):
     dist.init_process_group("gloo", f"tcp://localhost:{port}", rank=rank, world_size=3)
     bank, queries = made(300, 7, 1, spread=3.0), made(90, 7, 2, spread=3.0)
     of_bank, of_queries = ((0, 50), (50, 300), (300, 300)), ((0, 7), (7, 7), (7, 90))
-    frozen._SIMILARITIES = 250 * 16
+    knn_and_probe._SIMILARITIES = 250 * 16
     parts = [
         labelled(*(each[slice(*where[rank])] for each in whole), where[rank][0], len(whole[0]))
         for whole, where in ((bank, of_bank), (queries, of_queries))

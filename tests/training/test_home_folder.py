@@ -8,14 +8,13 @@ import pytest
 
 import run_vit_training
 from launch import gke, xla_dist
-from run_vit_training import OWN, read_flags
+from run_vit_training import CONFIGS, read_flags
 from tests.usage_error import told_in_one_line
-from training.config import RunConfig
 from training.flags import by_field, flat
 
 PATHS = {
     name: option
-    for name, option in by_field(RunConfig, *OWN.values()).items()
+    for name, option in by_field(*CONFIGS.values()).items()
     if re.search(r"FILE|FOLDER|PATH", str(option.flag.metavar)) and name != "compile_cache_dir"
 }
 
@@ -32,7 +31,7 @@ def home(tmp_path, monkeypatch):
 
 def values(*words):
     flags = read_flags(words)
-    return flat(flags.run, *flags.own)
+    return flat(flags.run, *flags.backend_configs)
 
 
 def test_these_are_flags_of_paths():

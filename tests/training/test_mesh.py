@@ -206,9 +206,9 @@ def test_devices_along_tensor_share_a_host():
     assert order[:8] == [0, 1, 4, 5, 2, 3, 6, 7]
     assert order[16:24] == [16, 17, 20, 21, 18, 19, 22, 23]
     part = part_of_host(Mesh(dcn=2, fsdp=4, tensor=4), order, here, 32)
-    assert (part.groups, part.rank, part.world_size, part.rows) == ((5,), 5, 8, range(32))
+    assert (part.groups, part.shard, part.shards, part.rows) == ((5,), 5, 8, range(32))
     part = part_of_host(Mesh(dcn=2, fsdp=8, tensor=2), order, here, 32)
-    assert (part.groups, part.rank, part.world_size) == ((10, 11), 5, 8)
+    assert (part.groups, part.shard, part.shards) == ((10, 11), 5, 8)
     with pytest.raises(UsageError, match="must divide the 4 devices of a host"):
         part_of_host(Mesh(dcn=2, fsdp=2, tensor=8), order, here, 32)
     share = torch.arange(6).view(6, 1)

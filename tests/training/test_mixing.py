@@ -19,8 +19,8 @@ from tests.support.mixing import BOTH, assert_steady, by_timm, timms_loss, tiny_
 from tests.support.resuming import EPOCHS_OF_5
 from tests.usage_error import told_in_one_line
 from training.backend import dataset_request
-from training.objectives import normalizer, open_objective
 from training.objectives.classify import Mixing
+from training.objectives.objective import normalizer, open_objective
 
 ON_HOST = SimpleNamespace(constant=torch.Tensor.contiguous, image_rows=range(16))
 """What the objective asks of a backend."""

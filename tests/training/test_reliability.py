@@ -174,7 +174,7 @@ FORMS = {
 def spoiled(tmp_path):
     """Digits, two images of which, that the second of two processes reads in step 5, are broken."""
     data = shutil.copytree(ALL_DIGITS, tmp_path / "data")
-    sampler = GlobalBatchSampler(1438, 128, shuffle=True, rank=1, world_size=2)
+    sampler = GlobalBatchSampler(1438, 128, shuffle=True, shard=1, shards=2)
     images = index_split(str(data / "train")).paths
     for _, index in list(sampler)[4][7:9]:
         Path(images[index]).write_text("hello")

@@ -28,9 +28,9 @@ from tests.support.curves import assert_same_curves
 from tests.support.resuming import DROPOUT, EPOCHS_OF_5
 from tests.usage_error import told_in_one_line
 from training.backend import dataset_request
-from training.begin import other_order
-from training.checkpoints.format import Position, read_saved_run
-from training.schedule import Schedule
+from training.checkpoints.compatible import other_order
+from training.checkpoints.format import read_saved_run
+from training.schedule import Position, Schedule
 
 RUN_5 = [*EPOCHS_OF_5, *DROPOUT]
 

@@ -12,6 +12,7 @@ import torch
 from models.dino import Crops
 from models.positions import set_rope_factors
 from models.registry import open_model
+from run_vit_training import read_flags
 from tests.cli import DIGITS, tiny, train_tiny, train_tiny_gpu
 from tests.marks import long
 from tests.references import plain_steps
@@ -23,6 +24,7 @@ from tests.usage_error import told_in_one_line
 from tools.self_check.small_run import first_weights
 from training.schedule import RopeFactors, rope_factors
 from training.weights import weights_in, with_preprocessing_of
+from xla_fsdp.resolve_xla import resolve
 
 DINOV3 = "vit_small_patch16_dinov3"
 # A layer scale by which blocks count: DINOv3's own is 1e-5.
@@ -137,8 +139,9 @@ def weights(tmp_path_factory):
 @pytest.fixture(scope="module")
 def expected(weights):
     """Losses of timm's model, whose table of positions is another one in each step."""
-    run = on_xla(["--data_dir", str(DIGITS), "--hflip", "0", *tiny("none")[4:], *RUN])
-    _, run = with_preprocessing_of(weights_in(Path(weights[1]), "--init_from"), run)
+    flags = read_flags(["--data_dir", str(DIGITS), "--hflip", "0", *tiny("none")[4:], *RUN])
+    _, config = with_preprocessing_of(weights_in(Path(weights[1]), "--init_from"), flags.run)
+    run = resolve(config, flags.xla)
     sizes = BACKBONE | {"num_classes": 10, "init_values": 0.5}
     model = timm.create_model(DINOV3, **sizes, dynamic_img_size=False)  # with a table
     model.load_state_dict(torch.load(weights[1]))

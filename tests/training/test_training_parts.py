@@ -172,7 +172,8 @@ def test_reports_write_every_form(tmp_path, capsys):
     timer.waited = 1.0
     run.log(20, 1, 1e-3, timer, value(loss=1.0, grad_norm=0.5), {})
     run.evaluation(20, 1, Evaluation(0.9, 75.0, 90.0, 50))
-    curves = run.close()
+    run.close()
+    curves = run.plot
     first, second, evaluation = read_metrics(tmp_path)
     assert "images_per_s" not in first
     assert second["images_per_s"] == pytest.approx(2000, rel=0.05)

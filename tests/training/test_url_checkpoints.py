@@ -23,7 +23,6 @@ from training.checkpoints.choose import (
     step_folders,
 )
 from training.checkpoints.format import (
-    Position,
     SafeReader,
     Unreachable,
     damage,
@@ -37,6 +36,7 @@ from training.checkpoints.format import (
 from training.checkpoints.state import load_state
 from training.errors import UsageError
 from training.files import LogUploads, fetch_logs, folder_at, log_folder
+from training.schedule import Position
 
 ON_A_BUCKET = "tests.bucket"
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from gpu_fsdp import resolve_gpu
-from run_vit_training import OWN, read_flags
+from run_vit_training import BACKEND_CONFIGS, check_mode_flags, read_flags
 from tests.cli import Result, run_program, train_tiny
 from tests.rehearsal.slice_ import Slice
 from tests.rehearsed import all_ended
@@ -23,7 +23,7 @@ from tests.support.flag_values import (
     write_sources,
 )
 from training.config import RunConfig
-from training.flags import MODE_FLAGS, by_field, check_rules
+from training.flags import by_field
 from training.mesh import replicas
 from xla_fsdp.resolve_xla import resolve_for_slice
 from xla_fsdp.tpu import parse_topology
@@ -65,7 +65,7 @@ def without_a_login(monkeypatch):
 
 def on_slice(words):
     flags = read_flags(words)
-    check_rules(flags.run, *flags.own, only=MODE_FLAGS)
+    check_mode_flags(flags)
     run, asked = flags.run, flags.xla.tpu_topology
     if run.sharding.mesh_dcn == "slices":  # the rehearsed host is one
         run = replace(run, sharding=replace(run.sharding, mesh_dcn=1))
@@ -102,7 +102,7 @@ def test_on_gpus(form, data, tmp_path, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setenv("WORLD_SIZE", "2")
             flags = read_flags(words)
-            check_rules(flags.run, *flags.own, only=MODE_FLAGS)
+            check_mode_flags(flags)
             return resolve_gpu.resolve(flags.run, flags.torch)
 
     base = BASE | {"backend": "--backend cuda", "fsdp": f"--fsdp {form}"}
@@ -133,7 +133,7 @@ NOT_COMPILED = {
 
 
 def test_compiled_for_a_tpu(data):
-    known = by_field(RunConfig, OWN["xla"])
+    known = by_field(RunConfig, BACKEND_CONFIGS["xla"])
     fields = {"grad_accum_steps"} | {
         name for name, each in known.items() if each.group.startswith(IN_THE_STEP)
     }

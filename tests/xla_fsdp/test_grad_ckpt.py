@@ -65,7 +65,7 @@ def test_on_the_cpu(flags, policy, said):
     run = on_xla(f"--fake_data {flags}")
     assert run.config.sharding.grad_ckpt == policy
     assert said in run.why["grad_ckpt"]
-    assert run.own.scan_blocks == ("--no-scan_blocks" not in flags)
+    assert run.backend_config.scan_blocks == ("--no-scan_blocks" not in flags)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_auto_takes_the_fastest_that_fits(flags, topology):
     chosen = run.config.sharding.grad_ckpt
     (shape,) = step_sizes(run.model)
     found = {
-        policy: TpuCandidate(run.mesh, policy, 1, run.own.attention, slice_).estimate(
+        policy: TpuCandidate(run.mesh, policy, 1, run.backend_config.attention, slice_).estimate(
             shape, run.config
         )
         for policy in POLICIES

@@ -46,48 +46,50 @@ def start_xla(devices: int, form: str) -> None:
         xr.global_ordinal = lambda: 0
 
 
-def compile_only(config: RunConfig, own: XlaConfig) -> int:
+def compile_step(config: RunConfig, xla: XlaConfig) -> int:
     """Print the table, or with ``--json`` the figures, and return the exit code: 0 if it fits.
     Raises UsageError."""
     libtpu_args = os.environ.get(tpu.VARIABLE, "")  # before torch_xla adds its own
-    if not own.tpu_topology:
+    if not xla.tpu_topology:
         raise UsageError(f"--compile_only requires --tpu_topology. Known, for example: {KNOWN}")
-    if "," in own.tpu_topology:
+    if "," in xla.tpu_topology:
         raise UsageError(
-            f"--compile_only takes one slice, not {own.tpu_topology}: --plan takes several"
+            f"--compile_only takes one slice, not {xla.tpu_topology}: --plan takes several"
         )
     compiler.check_installed("--compile_only")
     used = (torch_xla_private, jax_private, timm_private)
     warn_of_others(*(each.WRITTEN_FOR for each in used))
-    topology = parse_topology(own.tpu_topology, replicas(config.sharding))
+    topology = parse_topology(xla.tpu_topology, replicas(config.sharding))
     with forbid_autograd():
-        run = resolve_for_slice(config, own, topology)
-    is_broken = run.own.mark_step_after_forward or run.own.mark_step_every_n_blocks
+        run = resolve_for_slice(config, xla, topology)
+    is_broken = (
+        run.backend_config.mark_step_after_forward or run.backend_config.mark_step_every_n_blocks
+    )
     if is_broken and run.config.sharding.grad_ckpt != "full":
         raise UsageError(
             "--compile_only with a broken graph requires --grad_ckpt full: of activations that are "
             "saved, PyTorch does not show all"
         )
-    newer = tpu.takes_newer_libtpu(own.tpu_compiler, topology)
+    newer = tpu.takes_newer_libtpu(xla.tpu_compiler, topology)
     libtpu = tpu.NEWER_LIBTPU if newer else version("libtpu")
-    hlo_dir = Path(own.hlo_dir) if own.hlo_dir is not None else None
+    hlo_dir = Path(xla.hlo_dir) if xla.hlo_dir is not None else None
     if hlo_dir:  # made now, before minutes of compilation
         try:
             hlo_dir.mkdir(parents=True, exist_ok=True)
         except FileExistsError:
-            raise UsageError(f"--hlo_dir {own.hlo_dir} is a file, not a folder") from None
+            raise UsageError(f"--hlo_dir {xla.hlo_dir} is a file, not a folder") from None
         except OSError as error:
-            raise UsageError(f"--hlo_dir {own.hlo_dir} cannot be made: {error.strerror}") from None
+            raise UsageError(f"--hlo_dir {xla.hlo_dir} cannot be made: {error.strerror}") from None
 
     # Trace.
     parameters, batch_size = run.model.parameter_count, run.config.data.batch_size
-    start_xla(topology.devices, run.own.xla_fsdp)
+    start_xla(topology.devices, run.backend_config.xla_fsdp)
     _log(f"tracing {run.model.name}, {parameters:,} parameters, for {topology.devices} devices ...")
     start = time.perf_counter()
     from tools.compile_only.trace import trace_step  # not before: it imports torch_xla
 
-    step = trace_step(run, named=own.explain)
-    if own.explain:
+    step = trace_step(run, named=xla.explain)
+    if xla.explain:
         step = compiler.merge_same_graphs(step)
     trace_s = time.perf_counter() - start
 
@@ -153,7 +155,7 @@ def compile_only(config: RunConfig, own: XlaConfig) -> int:
                     file.write(hlo)
                 _log(f"wrote {path}")
     costs = []
-    if own.explain and all(hlo for hlo, _ in modules):
+    if xla.explain and all(hlo for hlo, _ in modules):
         costs = [cost for hlo, runs in modules for cost in explain(hlo, links, runs)]
     if config.use.json:
         print(json.dumps(report | ({"explained": explained_json(costs)} if costs else {})))

@@ -21,7 +21,7 @@ from data.loader import Batch
 from tools.compile_only.compiler import REPLICATED, Graph, Result, Step, Value, tiles
 from training.backend import InitializeModule, dataset_request
 from training.mesh import Spec
-from training.objectives import open_objective
+from training.objectives.objective import open_objective
 from training.schedule import StepRates, rope_factors
 from training.step import begin_step, forward_backward, put_micro_batches, shard_and_optimize
 from xla_fsdp import torch_xla_private as private
@@ -224,7 +224,9 @@ def trace_step(run: XlaRun, named: bool = False) -> Step:
 
     ``named``: write into the graphs from which module of the model each operation comes.
     """
-    backend = (TracingSpmdBackend if run.own.xla_fsdp == "spmd" else TracingNestedBackend)(run)
+    backend = (
+        TracingSpmdBackend if run.backend_config.xla_fsdp == "spmd" else TracingNestedBackend
+    )(run)
     sharded = shard_and_optimize(run, backend)
     sharded.train()
     in_loss: AbstractContextManager[None] = nullcontext()
@@ -238,7 +240,7 @@ def trace_step(run: XlaRun, named: bool = False) -> Step:
         in_loss, in_optimizer = names.inside(LOSS, "forward"), names.inside(OPTIMIZER, "update")
 
     data, optimizer = run.config.data, run.config.optimizer
-    share = data.batch_size // backend.world_size
+    share = data.batch_size // backend.batch_shards
     request = dataset_request(run)
     packed = request.layout and (request.layout.length,)
     shape = (share, *(packed or request.shape))
@@ -262,7 +264,7 @@ def trace_step(run: XlaRun, named: bool = False) -> Step:
     del loss, outcome  # until here they live, and so are results
     return Step(
         graphs=backend.recorder.graphs,
-        replicas=backend.world_size,
+        replicas=backend.batch_shards,
         state_bytes=backend.local_state_bytes(),
         description=backend.describe(),
     )

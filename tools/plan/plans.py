@@ -20,12 +20,14 @@ from typing import Any
 from data.files import DataFolderError
 from data.source import DatasetRequest, open_data
 from models.spec import ModelSpec
+from tools.plan.config import PlanConfig
 from training.config import RunConfig
 from training.errors import UsageError
 from training.flags import by_field, flat
 from training.logs.figures import drawing, pyplot, save_figure
 from training.mesh import replicas
 from training.resolve import resolve_common, resolve_model
+from xla_fsdp.config import XlaConfig
 
 # -- prices: read from a small file that anyone can replace ------------------------------------
 
@@ -97,12 +99,13 @@ class Work:
     steps: int
 
 
-def find_work(config: RunConfig, model: ModelSpec) -> Work:
-    """Return the steps that ``--num_epochs`` and ``--max_steps`` ask for. Raises UsageError."""
+def find_work(config: RunConfig, model: ModelSpec, train_images: int | None) -> Work:
+    """Return the steps that ``--num_epochs`` and ``--max_steps`` ask for, of epochs of
+    ``--train_images``. Raises UsageError."""
     data, batch_size = config.data, config.data.batch_size
     is_here = data.data_source not in _ELSEWHERE or Path(data.data_dir).is_dir()
-    if config.planning.train_images is not None:
-        images, counted = config.planning.train_images, "--train_images"
+    if train_images is not None:
+        images, counted = train_images, "--train_images"
     elif data.data_source == "fake" or not is_here:
         images, counted = IMAGENET, "ImageNet's; --train_images is another number"
     else:
@@ -132,8 +135,8 @@ class Request:
     """The training to plan, and what hardware costs."""
 
     config: RunConfig
-    own: Any
-    """The backend's own configuration."""
+    xla: XlaConfig
+    plan: PlanConfig
     model: ModelSpec
     work: Work
     prices: Mapping[str, Price]
@@ -141,19 +144,20 @@ class Request:
 
     @property
     def most_hours(self) -> float:
-        return self.config.planning.hours or math.inf
+        return self.plan.hours or math.inf
 
 
-def read_request(config: RunConfig, own: Any, kinds: Collection[str]) -> Request:
+def read_request(
+    config: RunConfig, xla: XlaConfig, plan: PlanConfig, kinds: Collection[str]
+) -> Request:
     """Return what the flags ask for, on hardware of these kinds. Raises UsageError."""
-    price_file = config.planning.price
-    prices = read_prices(price_file)
+    prices = read_prices(plan.price)
     if not set(kinds) & set(prices):
-        raise UsageError(f"--price {price_file} has none of {', '.join(kinds)}")
+        raise UsageError(f"--price {plan.price} has none of {', '.join(kinds)}")
     resolve_common(config)  # for its checks
     replicas(config.sharding)  # the same
     config, model = resolve_model(config)
-    return Request(config, own, model, find_work(config, model), prices)
+    return Request(config, xla, plan, model, find_work(config, model, plan.train_images), prices)
 
 
 # -- command lines ----------------------------------------------------------------------------
@@ -310,7 +314,7 @@ def _print_text(
     for note in notes:
         print(note)
     if not plans:
-        hours = request.config.planning.hours
+        hours = request.plan.hours
         within = f" in {hours:g} hours" if hours else ""
         print(f"\nnothing fits{within}: more --chips_at_most, or other hardware")
         return

@@ -21,6 +21,7 @@ from data.files import make_folder, replace_file
 from tools.compile_only.command import DOES_NOT_FIT
 from tools.compile_only.compiler import check_installed
 from tools.plan import plans
+from tools.plan.config import PlanConfig
 from tools.plan.plans import HardwarePlan, Request
 from tools.plan.tpu_search import (
     CHOICES,
@@ -52,14 +53,14 @@ _USAGE = 2
 _ALL = 10**9
 
 
-def compile_words(config: RunConfig, own: XlaConfig, candidate: TpuCandidate) -> list[str]:
+def compile_words(config: RunConfig, xla: XlaConfig, candidate: TpuCandidate) -> list[str]:
     """Return the flags of ``--compile_only`` for a candidate.
 
     Only those that the step depends on are there, so that other data, epochs or folders are
     answered from what is saved.
     """
-    compiler = own.tpu_compiler
-    config, own = candidate.configs(config, own)
+    compiler = xla.tpu_compiler
+    config, xla = candidate.configs(config, xla)
     data, optimizer = config.data, config.optimizer
     step = RunConfig(
         data=DataConfig(batch_size=data.batch_size, grad_accum_steps=data.grad_accum_steps),
@@ -74,9 +75,9 @@ def compile_words(config: RunConfig, own: XlaConfig, candidate: TpuCandidate) ->
         sharding=config.sharding,
     )
     topology = candidate.topology.name
-    own = replace(own, compile_only=True, tpu_topology=topology, tpu_compiler=compiler)
+    xla = replace(xla, compile_only=True, tpu_topology=topology, tpu_compiler=compiler)
     without = ("cpu_devices", "compile_cache_dir")
-    return plans.words_of(step, own, without=without, always=plans.ALWAYS)
+    return plans.words_of(step, xla, without=without, always=plans.ALWAYS)
 
 
 @dataclass
@@ -182,15 +183,15 @@ def computed_candidates(
             summed(functools.partial(each.estimate, config=request.config), shapes),
             prices[each.kind].per_hour if each.kind in prices else 0.0,
         )
-        for each in candidates(request.config, request.own, choices)
+        for each in candidates(request.config, request.xla, request.plan.chips_at_most, choices)
     ]
 
 
 def refusal(request: Request, candidate: TpuCandidate) -> str | None:
     """Return why the program refuses a candidate; None if it accepts it."""
-    config, own = candidate.configs(request.config, request.own)
+    config, xla = candidate.configs(request.config, request.xla)
     try:
-        resolve_for_slice(config, own, candidate.topology, request.model)
+        resolve_for_slice(config, xla, candidate.topology, request.model)
     except UsageError as error:
         return str(error)
     return None
@@ -214,7 +215,7 @@ def ask_compiler(
             if option is None:
                 break
             candidate = option.candidate
-            words = compile_words(request.config, request.own, candidate)
+            words = compile_words(request.config, request.xla, candidate)
             if compilations.known(words) is None and compilations.asked >= compiled:
                 break
             bar.set_postfix_str(f"{candidate.topology.name}, {candidate.settings}")
@@ -234,19 +235,19 @@ def found_in(answer: dict[str, Any]) -> Found | None:
 # -- plans -----------------------------------------------------------------------------------------
 
 
-def plan_slices(config: RunConfig, own: XlaConfig) -> int:
+def plan_slices(config: RunConfig, xla: XlaConfig, plan: PlanConfig) -> int:
     """Print the plans for TPUs, or with ``--json`` their figures, and return the exit code.
     Raises UsageError."""
     check_installed("--plan")
-    request = plans.read_request(config, own, tuple(CHIPS))
+    request = plans.read_request(config, xla, plan, tuple(CHIPS))
     options = computed_candidates(request)
     left_out: dict[str, str] = {}  # kinds of chips that no libtpu here compiles for, and why
     for option in options:
         kind = option.candidate.kind
         try:
-            takes_newer_libtpu(own.tpu_compiler, option.candidate.topology)
+            takes_newer_libtpu(xla.tpu_compiler, option.candidate.topology)
         except UsageError as error:
-            if own.tpu_topology or own.tpu_compiler not in ("auto", "installed"):
+            if xla.tpu_topology or xla.tpu_compiler not in ("auto", "installed"):
                 raise
             left_out.setdefault(kind, f"without {kind}: {error}")
     options = [option for option in options if option.candidate.kind not in left_out]
@@ -256,9 +257,9 @@ def plan_slices(config: RunConfig, own: XlaConfig) -> int:
             "any slice by these flags: change it, or --tpu_topology"
         )
     search = Search(options, step_at_most_s=request.most_hours * 3600 / request.work.steps)
-    folder = Path(config.planning.plan_dir)
+    folder = Path(plan.plan_dir)
     compilations = Compilations(folder / "compiled")
-    ask_compiler(request, search, compilations, compiled=config.planning.plan_compilations)
+    ask_compiler(request, search, compilations, compiled=plan.plan_compilations)
 
     # What was compiled and fits; of slices of which nothing was, the best by arithmetic.
     found_plans = []
@@ -291,8 +292,8 @@ def _plan(
     request: Request, candidate: TpuCandidate, step_s: float, peak_bytes: float, compiled: bool
 ) -> HardwarePlan:
     topology = candidate.topology
-    train = plans.words_of(*candidate.configs(request.config, request.own), always=plans.ALWAYS)
-    check = compile_words(request.config, request.own, candidate)
+    train = plans.words_of(*candidate.configs(request.config, request.xla), always=plans.ALWAYS)
+    check = compile_words(request.config, request.xla, candidate)
     several = f"{topology.slices} x " if topology.slices > 1 else ""
     return HardwarePlan(
         request=request,

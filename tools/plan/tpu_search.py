@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from training.config import PlanConfig, RunConfig, UseConfig
+from tools.plan.config import PlanConfig
+from training.config import RunConfig, UseConfig
 from training.errors import UsageError
 from training.flags import by_field, flat
 from training.mesh import Mesh, replicas
@@ -77,14 +78,14 @@ class TpuCandidate:
         )
         data = replace(config.data, grad_accum_steps=self.grad_accum_steps)
         given = config.given - by_field(PlanConfig).keys()
-        config = replace(config, use=UseConfig(), planning=PlanConfig(), plan=False, given=given)
+        config = replace(config, use=UseConfig(), plan=False, given=given)
         return replace(config, sharding=sharding, data=data)
 
-    def configs(self, config: RunConfig, own: XlaConfig) -> tuple[RunConfig, XlaConfig]:
+    def configs(self, config: RunConfig, xla: XlaConfig) -> tuple[RunConfig, XlaConfig]:
         """Return the configurations of a training with this choice in them."""
-        own = replace(own, tpu_topology=None, tpu_compiler="auto")
-        own = replace(own, attention=self.attention)  # type: ignore[arg-type]
-        return self.run_config(config), own
+        xla = replace(xla, tpu_topology=None, tpu_compiler="auto")
+        xla = replace(xla, attention=self.attention)  # type: ignore[arg-type]
+        return self.run_config(config), xla
 
     def estimate(self, shape: StepSizes, config: RunConfig) -> Estimate:
         """Return what the arithmetic expects of it."""
@@ -93,7 +94,10 @@ class TpuCandidate:
 
 
 def candidates(
-    config: RunConfig, own: XlaConfig, choices: Mapping[str, tuple[Any, ...]] = CHOICES
+    config: RunConfig,
+    xla: XlaConfig,
+    chips_at_most: int,
+    choices: Mapping[str, tuple[Any, ...]] = CHOICES,
 ) -> Iterator[TpuCandidate]:
     """Yield all that the flags leave open, whether the program accepts it or not.
 
@@ -103,20 +107,20 @@ def candidates(
 
     Raises UsageError for a slice that is unknown, and if all are too large.
     """
-    most, dcn = config.planning.chips_at_most, replicas(config.sharding)
-    asked = own.tpu_topology.split(",") if own.tpu_topology else USUAL
-    several = not own.tpu_topology and "mesh_dcn" not in config.given
+    dcn = replicas(config.sharding)
+    asked = xla.tpu_topology.split(",") if xla.tpu_topology else USUAL
+    several = not xla.tpu_topology and "mesh_dcn" not in config.given
     topologies = [
         topology
         for name in asked
         for number in ([1, 2, 4, 8] if name in LARGEST and several else [dcn])
-        if (topology := parse_topology(name, number)).chips <= most
+        if (topology := parse_topology(name, number)).chips <= chips_at_most
     ]
     if not topologies:
         fewest = min(parse_topology(name, dcn).chips for name in asked)
-        raise UsageError(f"--chips_at_most {most}: the smallest slice has {fewest} chips")
+        raise UsageError(f"--chips_at_most {chips_at_most}: the smallest slice has {fewest} chips")
     for topology in topologies:
-        for chosen in _combinations(choices, config, own):
+        for chosen in _combinations(choices, config, xla):
             domain, tensor = chosen.pop("mesh_domain"), chosen.pop("mesh_tensor")
             fsdp, rest = divmod(topology.slice_devices, domain * tensor)
             if rest or config.sharding.mesh_fsdp not in (None, fsdp):
@@ -127,14 +131,14 @@ def candidates(
 
 
 def _combinations(
-    choices: Mapping[str, tuple[Any, ...]], config: RunConfig, own: Any
+    choices: Mapping[str, tuple[Any, ...]], config: RunConfig, xla: Any
 ) -> Iterator[dict[str, Any]]:
     """Yield every combination of the values of these fields.
 
     A field whose flag was given stays as it is, unless it is "auto". Raises UsageError for a
     ``--grad_ckpt`` that the table does not have, of which no arithmetic is known.
     """
-    asked = flat(config, own)
+    asked = flat(config, xla)
     values = {
         name: (asked[name],) if name in config.given and asked[name] != "auto" else tried
         for name, tried in choices.items()

@@ -28,20 +28,20 @@ from tools.self_check import reference
 from tools.self_check.reference import MOMENTS, TEACHER, Settings, Tensors, Tolerances
 from tools.self_check.small_run import UPDATES, batches, first_weights, shrink
 from training.backend import Backend, State, data_errors_as_usage_errors, dataset_request
-from training.begin import enter_folder
 from training.checkpoints.choose import folder_of
-from training.checkpoints.format import Position, damage, load_into, reason_of, tree
+from training.checkpoints.format import damage, load_into, reason_of, tree
 from training.checkpoints.saver import CheckpointSaver
 from training.checkpoints.state import load_state
 from training.errors import RunFailed, SelfCheckFailed, UsageError
 from training.files import FolderLock, remove_tree
-from training.objectives import open_objective
+from training.objectives.objective import open_objective
 from training.optimizers import all_by_adamw, updates_of
 from training.processes import exchange
 from training.processes.stopping import Watchdog
 from training.resolve import Run
+from training.schedule import Position
+from training.start import enter_folder
 from training.step import put_micro_batches, shard, train_step
-from training.weights import with_preprocessing
 
 _SILENT_S = 600.0
 """The longest that a line of the table may take, without ``--step_timeout_s``."""
@@ -89,7 +89,6 @@ def prepare_self_check(run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
 
     Checks what needs no device, as for training. Raises UsageError.
     """
-    run = with_preprocessing(run, None)
     with data_errors_as_usage_errors():
         data = open_data(dataset_request(run, labels=run.config.objective.uses_labels))
     return shrink(run), functools.partial(_self_check, run, data)
@@ -126,7 +125,7 @@ def _check_devices(
     allowed = None
     numbers: list[float] = []
     if backend.is_main:
-        settings, plain, rounded = reference.compute(run, backend.world_size)
+        settings, plain, rounded = reference.compute(run, backend.batch_shards)
         allowed = Tolerances(backend.unit_roundoff(), plain, rounded)
         numbers = [settings.lr, settings.eps, settings.max_norm]
     settings = Settings(*exchange.gather(numbers)[0])
@@ -309,7 +308,7 @@ def check_numbers(
     for name, update, kinds, what in lines:
         figures = []
         for kind in kinds:
-            start = expected[0].get(kind) if run.own.keeps_fp32_weights else None
+            start = expected[0].get(kind) if run.backend_config.keeps_fp32_weights else None
             far = reference.distance(found[update][kind], expected[update][kind], start)
             limit = allowed.state(update, kind, start)
             figures.append((far.whole, limit.whole, "all together"))

@@ -18,7 +18,7 @@ from torchvision.transforms.v2.functional import normalize
 from data.loader import Batch
 from tools.self_check.small_run import UPDATES, batches, first_weights
 from training.backend import Backend
-from training.objectives import open_objective
+from training.objectives.objective import open_objective
 from training.resolve import Run
 from training.schedule import StepRates
 
@@ -76,7 +76,7 @@ def compute(run: Run, parts: int) -> tuple[Settings, Outcome, Outcome]:
     count = sum(parameter.numel() for parameter in plain.weights.values())
     typical = norm / (2.0 if clips else 1.0) / math.sqrt(count)
     settings = Settings(_LR, typical, norm / 2 if clips else 0.0)
-    stored = torch.float32 if run.own.keeps_fp32_weights else torch.bfloat16
+    stored = torch.float32 if run.backend_config.keeps_fp32_weights else torch.bfloat16
     rounded = _Training(run, parts, torch.bfloat16, stored)
     return settings, plain.run(data, settings), rounded.run(data, settings)
 

@@ -15,9 +15,9 @@ from models.config import ModelError
 from models.initialize import allocate
 from models.registry import open_model, with_additions
 from training.backend import Backend, dataset_request, train_loader
-from training.config import LossConfig
 from training.errors import UsageError
 from training.flags import flat
+from training.objectives.config import LossConfig
 from training.resolve import MODEL_FLAG, Run
 
 # -- Images, labels and first weights, the same everywhere ----------------------------------------
@@ -72,7 +72,7 @@ def batches(run: Run, backend: Backend | None, *, places: bool) -> Iterator[Batc
         loader, first = source.train_loader(config.batch_size, Share()), 0
     else:
         loader = train_loader(source, backend, config.batch_size)
-        first = backend.rank * (config.batch_size // backend.world_size)
+        first = backend.batch_shard * (config.batch_size // backend.batch_shards)
     for batch in loader.epoch(0):
         yield numbered(batch, first) if places else batch
 
@@ -113,7 +113,7 @@ _MICRO_BATCHES = 3
 _ROWS, _FEW_ROWS, _FROM_REPLICAS = 4, 2, 8
 """Images a replica and pass; the smaller number from so many replicas on."""
 _ROWS_OF_MULTIPLES = 32
-"""For FP8, whatever its recipe."""
+"""For FP8, whatever its plan."""
 _LAYER_SCALE = 0.1
 _MASK_RATIOS = (0.1, 0.9)
 """Between which some of 4 x 4 patches are masked, and some are not."""
@@ -131,7 +131,7 @@ def shrink(run: Run) -> Run:
     passes = min(data.grad_accum_steps, _MICRO_BATCHES)
     limit = _ROWS if mesh.batch_parts < _FROM_REPLICAS else _FEW_ROWS
     rows, multiple = min(data.pass_size // mesh.batch_parts, limit), 1
-    if run.own.product_multiple > 1:
+    if run.backend_config.product_multiple > 1:
         rows = multiple = _ROWS_OF_MULTIPLES
     batch_size = mesh.batch_parts * passes * rows
 
@@ -193,7 +193,7 @@ def shrink(run: Run) -> Run:
     except ModelError as error:
         text = f"--self_check cannot make --model {run.model.name} small"
         raise UsageError(f"{text}: {error.told(MODEL_FLAG)}") from None
-    small_run = replace(run, config=config, model=model, own=run.own.shrunk())
+    small_run = replace(run, config=config, model=model, backend_config=run.backend_config.shrunk())
     return small_run.with_data(
         grad_accum_steps=passes, micro_batch_size=None, batch_size=batch_size, aug_repeats=1
     )

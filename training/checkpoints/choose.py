@@ -3,6 +3,7 @@
 import itertools
 import os
 import re
+import socket
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from training.files import (
     sync_folder,
 )
 from training.logs.records import METRICS_FILE, decisive, evaluations, read_metrics, score
+from training.processes import exchange
 
 _NAME = re.compile(r"step_(\d+)")
 RUN_FILE = "run.json"
@@ -204,6 +206,36 @@ def first_readable(candidates: Candidates) -> tuple[SavedRun | None, Candidates]
     if candidates.paths:
         raise UsageError(passed_over[-1]) if candidates.explicit else AllDamaged(passed_over)
     return None, candidates
+
+
+def damage_for_all(path: Path, *, verify: bool) -> str | None:
+    """Return what is wrong with a checkpoint's files, None: nothing; the same in all processes.
+
+    With ``verify`` they are compared with the manifest, each process its share of them. Raises
+    UsageError in all processes if two of them do not see the same checkpoint. All must call it.
+    """
+    seen = None
+    with exchange.failing_together():
+        has_manifest = (path / checkpoint.MANIFEST).exists()
+        file = path / (checkpoint.MANIFEST if has_manifest else checkpoint.METADATA)
+        if file.exists():
+            seen = checkpoint.checksum(file)
+    hosts = exchange.gather([seen, socket.gethostname()])
+    for number, (other, host) in enumerate(hosts):
+        if other != hosts[0][0]:
+            raise UsageError(
+                f"{exchange.name(number, host)} does not see the checkpoint {path} that the "
+                "first process is about to resume: give a folder that all nodes share",
+                agreed=True,
+            )
+    problem = None
+    with exchange.failing_together():
+        try:
+            if verify:
+                problem = checkpoint.damage(path, exchange.rank(), exchange.count())
+        except ValueError as error:
+            problem = str(error)
+    return next((text for text in exchange.gather(problem) if text is not None), None)
 
 
 # -- removing and moving checkpoints ---------------------------------------------------------------

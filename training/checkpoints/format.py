@@ -44,7 +44,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from models.config import ModelConfig
 from training.backend import State
-from training.config import ObjectiveConfig
 from training.errors import UsageError
 from training.files import (
     folder_at,
@@ -55,6 +54,8 @@ from training.files import (
     sync_folder,
 )
 from training.flags import from_values
+from training.objectives.config import ObjectiveConfig
+from training.schedule import Position
 
 # -- entries ---------------------------------------------------------------------------------------
 
@@ -78,15 +79,6 @@ def tree(state: State, training: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     if state.optimizer is not None:
         content["optimizer"] = {"state": state.optimizer}
     return content | ({TRAINING: dict(training)} if training else {})
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where a run stands: updates done, full epochs done, images into the current epoch."""
-
-    step: int = 0
-    epoch: int = 0
-    images_in_epoch: int = 0
 
 
 @dataclass(frozen=True)

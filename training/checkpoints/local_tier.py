@@ -122,8 +122,8 @@ class LocalTier:
         layout = [
             parts,
             asdict(replace(run.mesh, dcn=1)),
-            type(run.own).__name__,
-            asdict(run.own),
+            type(run.backend_config).__name__,
+            asdict(run.backend_config),
             asdict(replace(run.config.sharding, mesh_dcn=1)),
         ]
         as_text = json.dumps(layout, sort_keys=True, default=str)

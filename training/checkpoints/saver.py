@@ -17,7 +17,6 @@ from training.backend import Backend
 from training.checkpoints.choose import clear, folder_of, prune, remove, step_of
 from training.checkpoints.format import (
     Entry,
-    Position,
     reason_of,
     silence_dcp,
     training_tensors,
@@ -27,6 +26,7 @@ from training.checkpoints.state import bytes_of, not_finite, state_content, writ
 from training.errors import NOT_SAVED, RunFailed, UsageError, not_finite_error
 from training.files import in_background
 from training.processes import exchange
+from training.schedule import Position
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class CheckpointSaver:
     def __enter__(self) -> Self:
         silence_dcp()
         if self.asynchronous and exchange.count() > 1:
-            with exchange.without_greetings():
+            with exchange.silence_gloo():
                 self._group = dist.new_group(backend="gloo")
         return self
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from data.files import no_link, regular
 from data.loader import BatchLoader
 from data.source import DataSource
+from training.errors import UsageError
 from training.logs.records import Evaluation
 from training.processes import exchange
+from training.resolve import Run
 
 FILE = "bad_images.txt"
 _SEPARATOR = "\t"
@@ -118,3 +120,19 @@ class BadImages:
             names[label] if label < len(names) else f"class {label}" for label in lost
         )
         return replace(result, left_out=len(labels), lost_classes=lost_names)
+
+
+def open_bad_images(run: Run, data: DataSource, *, is_main: bool) -> BadImages:
+    """Return the unreadable images that earlier starts have listed, to which this one adds.
+
+    Raises UsageError in all processes if they are too many already.
+    """
+    listed = run.log_dir / FILE
+    bad_images = BadImages(run.config.data.max_bad_images, data, listed, is_main=is_main)
+    if bad_images.excess:
+        raise UsageError(
+            f"{bad_images.excess}; {run.ckpt_dir / FILE} lists them: remove it when they are "
+            "mended",
+            agreed=True,
+        )
+    return bad_images

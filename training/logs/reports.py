@@ -124,6 +124,8 @@ class Reports:
         self._compilations = -1
         self._skipped = 0.0
         self._expected_s, self._compared = expected_s, 0
+        self.plot: Path | None = None
+        """The picture of the curves, once it is written."""
         self.longest_row_skipped = 0
         """How many steps in a row were not finite, as far as log steps have been read."""
         self.not_finite: str | None = None
@@ -370,25 +372,23 @@ class Reports:
         if self._uploads:
             self._uploads.copy()
 
-    def close(self) -> Path | None:
-        """Write what is left and the plot; return the plot's path, None if there is none."""
+    def close(self) -> None:
+        """Write what is left, and the plot."""
         with contextlib.suppress(Exception):  # after an error on the devices they give no values
             self.flush()
         if not self._active:
-            return None
+            return
         self._bar.close()
         for sink in self._sinks:
             sink.close()
-        curves = None
         try:
             if found := records.read_metrics(self._dir):
-                curves = records.plot_curves(found, self._dir / CURVES_FILE, self._objective)
+                self.plot = records.plot_curves(found, self._dir / CURVES_FILE, self._objective)
         except Exception as error:  # noqa: BLE001 - a picture may not end a run
             self.say(f"warning: {CURVES_FILE} cannot be written ({error})")
         self.events.close()
         if self._uploads:
             self._uploads.close()
-        return curves
 
 
 def _mean_of(values: deque[float]) -> str:

@@ -19,10 +19,10 @@ from torch import nn
 from data.loader import PADDING
 from data.transforms import drawn_from
 from training.backend import Backend, pass_seed
-from training.config import LossConfig
-from training.evaluate import TOP, Measure, Predictions, classes_before
+from training.evaluation.evaluate import TOP, Measure, Predictions, classes_before
 from training.logs.records import Evaluation
-from training.objectives import Constant, Objective, normalizer
+from training.objectives.config import LossConfig
+from training.objectives.objective import Constant, Objective, normalizer
 
 if TYPE_CHECKING:
     from training.resolve import Run

@@ -21,11 +21,11 @@ from data.source import CropLayout, max_masked
 from models.dino import Compared, Crops, DinoSpec
 from models.positions import Resampling
 from training.backend import Backend, dataset_request
-from training.begin import check_weights
-from training.config import ObjectiveConfig
 from training.initial_weights import gram_teacher
-from training.objectives import Objective, normalizer
+from training.objectives.config import ObjectiveConfig
+from training.objectives.objective import Objective, normalizer
 from training.schedule import StepRates
+from training.weights import check_weights
 
 if TYPE_CHECKING:
     from training.resolve import Run

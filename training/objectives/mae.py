@@ -18,9 +18,9 @@ from torch import nn
 from data.loader import PADDING
 from models.mae import MaeSpec, images_of, patches_of
 from training.backend import Backend
-from training.evaluate import Measure
+from training.evaluation.evaluate import Measure
 from training.logs.records import Evaluation, side_by_side, spread
-from training.objectives import Objective, normalizer
+from training.objectives.objective import Objective, normalizer
 from training.optimizers import hashed, key_of
 
 if TYPE_CHECKING:

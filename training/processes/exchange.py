@@ -40,7 +40,7 @@ def rank() -> int:
 
 
 @contextlib.contextmanager
-def without_greetings() -> Iterator[None]:
+def silence_gloo() -> Iterator[None]:
     """Silence stdout, on which gloo prints a line for every group that is made (PyTorch 2.9)."""
     sys.stdout.flush()
     stdout = os.dup(1)
@@ -103,7 +103,7 @@ def failing_together() -> Iterator[None]:
         raise UsageError(text, agreed=True) if exit_code is None else RunFailed(text, exit_code)
 
 
-def naming_itself(body: Callable[..., None], *args: Any) -> None:
+def tag_errors_with_rank(body: Callable[..., None], *args: Any) -> None:
     """Call ``body``, of one process among several; a UsageError of it alone says which one."""
     try:
         body(*args)
@@ -128,7 +128,7 @@ def versions() -> dict[str, str | None]:
 
 def check_alike(run: Run, data: DataSource) -> None:
     """Raise UsageError in all processes if two are about to train differently."""
-    names = by_field(type(run.config), type(run.own))
+    names = by_field(type(run.config), type(run.backend_config))
     given = (each for each in run.values.items() if each[0] not in _FREE_FLAGS)
     mine: dict[str, Any] = {names[field].names[0]: value for field, value in given}
     mine |= {f"the version of {name}": value for name, value in versions().items()}

@@ -23,7 +23,7 @@ def end_with(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def end_with_torchrun() -> None:
+def forward_torchrun_signals() -> None:
     """Have this process end with torchrun, if torchrun has started it, as its environment says.
 
     By TORCHRUN_PID, which launch/torchrun.sh sets, it knows if torchrun has ended already.

@@ -18,7 +18,7 @@ from xla_fsdp.attention.kernels import ONE_DEVICE, Shards, autocast_dtype
 
 if TYPE_CHECKING:
     from xla_fsdp.layout import Mark, MeshLayout
-    from xla_fsdp.resolve_xla import Recipe
+    from xla_fsdp.resolve_xla import ParallelPlan
     from xla_fsdp.scan import Scan
 
 # ------------------------------------------------------------------------------------------------
@@ -293,10 +293,10 @@ class Gathered(TokensOverDevices):
         return k, v, None if valid is None else gather(valid[..., None])[..., 0]
 
 
-def use_over_domain(block: nn.Module, recipe: Recipe, layout: MeshLayout) -> None:
+def use_over_domain(block: nn.Module, plan: ParallelPlan, layout: MeshLayout) -> None:
     """Let queries of timm's attention stay with their tokens, while keys go round the devices or
     are gathered."""
-    mesh = recipe.mesh
+    mesh = plan.mesh
 
     def mark_parts(x: torch.Tensor) -> torch.Tensor:
         return layout.mark(x, (mesh.domain_batch_axes, *((),) * (x.dim() - 1)))
@@ -304,10 +304,10 @@ def use_over_domain(block: nn.Module, recipe: Recipe, layout: MeshLayout) -> Non
     spec = mesh.logical_spec("batch", "width", "tokens", "width")
     mark_tokens = functools.partial(layout.mark, spec=spec)
     products: PlainProducts | FlashProducts = PlainProducts()
-    if recipe.attention == "flash":
+    if plan.attention == "flash":
         products = FlashProducts(layout.shards(mesh.domain_batch_axes))
     sharded: TokensOverDevices
-    if recipe.domain_attention == "gather":
+    if plan.domain_attention == "gather":
         sharded = Gathered(mesh.domain, products, mark_tokens, mark_parts, layout.mark_images)
     else:
         sharded = Ring(mesh.domain, products, mark_tokens, mark_parts)

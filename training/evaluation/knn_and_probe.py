@@ -21,9 +21,8 @@ import torch.nn.functional as F
 
 from data.source import DataSource
 from training.backend import Backend, data_errors_as_usage_errors
-from training.checkpoints.format import Position
 from training.errors import BAD_IMAGES, UsageError
-from training.features import CLASS, MEAN, Features, open_plainly
+from training.evaluation.features import CLASS, MEAN, Features, open_plainly
 from training.initial_weights import InitialWeights, fit_backbone, place_trained, printer
 from training.logs.bad_images import TRAIN, VAL, BadImages
 from training.logs.records import KNN, PROBE, KnnAccuracy, ProbeAccuracy
@@ -31,7 +30,8 @@ from training.loop import Hook, Session, last_epoch
 from training.processes import exchange
 from training.processes.exchange import check_alike
 from training.resolve import Run
-from training.weights import Weights, with_preprocessing_of
+from training.schedule import Position
+from training.weights import Weights
 
 Accuracy = KnnAccuracy | ProbeAccuracy
 
@@ -285,7 +285,6 @@ def _sum(values: torch.Tensor) -> torch.Tensor:
 
 def prepare_frozen(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
     """Return the run with its data, and the body of every process. Raises UsageError."""
-    weights, run = with_preprocessing_of(weights, run)
     data = open_plainly(run)
     initial = fit_backbone(weights, run, data.classes)
     return run, functools.partial(_evaluate, weights, initial, data)

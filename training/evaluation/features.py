@@ -33,11 +33,11 @@ from training.files import check_folder_writable, replace_file
 from training.initial_weights import InitialWeights, fit_backbone, place_trained, printer
 from training.logs.bad_images import TRAIN, VAL, BadImages
 from training.logs.records import save_picture, side_by_side, spread
-from training.objectives import normalizer
+from training.objectives.objective import normalizer
 from training.processes import exchange
 from training.processes.exchange import check_alike
 from training.resolve import Run
-from training.weights import Weights, with_preprocessing_of
+from training.weights import Weights
 
 CLASS, MEAN, PATCHES = "class", "mean", "patches"
 _AHEAD = 2
@@ -213,7 +213,6 @@ def prepare_features(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Ba
         raise UsageError(f"--features_of class: {run.model.name} has no class token here")
     if use.pca and run.config.data.data_source == "volumes":
         raise UsageError("--pca draws images, --data_source volumes has none: drop one of the two")
-    weights, run = with_preprocessing_of(weights, run)
     data = open_plainly(run, labels=not use.without_labels)
     initial = fit_backbone(weights, run, data.classes)
     return run, functools.partial(_write_features, weights, initial, data, [*dict.fromkeys(kinds)])

@@ -1,4 +1,4 @@
-"""What is done to the model: the recipe that ``resolve_torch`` makes, and what a block becomes.
+"""What is done to the model: the plan that ``resolve_torch`` makes, and what a block becomes.
 
 Recomputation and torch.compile replace ``block.forward`` and leave the module as it is. So
 parameter names stay those of the plain model, and FSDP's hooks stay outside of what is compiled.
@@ -80,10 +80,10 @@ class TimmBlocks:
 
 
 @dataclass(frozen=True)
-class TorchRecipe:
+class ParallelPlan:
     """How the plain model becomes a parallel one, in the order in which it is done.
 
-    What only one form of FSDP has, it takes from ``TorchRun.own``.
+    What only one form of FSDP has, it takes from ``TorchRun.backend_config``.
     """
 
     domain_attention: str | None
@@ -120,25 +120,25 @@ class Form:
 @dataclass(frozen=True)
 class TorchRun(Run[Fsdp2Config]):
     form: Form = field(kw_only=True)
-    recipe: TorchRecipe = field(kw_only=True)
+    plan: ParallelPlan = field(kw_only=True)
 
 
 def parallelize_block(
-    model: nn.Module, name: str, block: nn.Module, recipe: TorchRecipe, device: torch.device
+    model: nn.Module, name: str, block: nn.Module, plan: ParallelPlan, device: torch.device
 ) -> nn.Module:
     """Return the block that is to be sharded instead of timm's ``block``.
 
     ``name`` is its name in ``model``.
     """
-    if recipe.compile == "around attention":
+    if plan.compile == "around attention":
         # Inside of the recomputation: one that has graph breaks would not be compiled at all.
-        block.forward = _compiled(block.forward, recipe.compiler)
-    block = recipe.blocks.replace(block, str(device))
+        block.forward = _compiled(block.forward, plan.compiler)
+    block = plan.blocks.replace(block, str(device))
     model.set_submodule(name, block)
-    if recipe.grad_ckpt != "none":
-        recipe.blocks.checkpoint(block, recipe.grad_ckpt)
-    if recipe.compile == "block":
-        block.forward = _compiled(block.forward, recipe.compiler, fullgraph=True)
+    if plan.grad_ckpt != "none":
+        plan.blocks.checkpoint(block, plan.grad_ckpt)
+    if plan.compile == "block":
+        block.forward = _compiled(block.forward, plan.compiler, fullgraph=True)
     return block
 
 

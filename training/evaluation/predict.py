@@ -19,20 +19,20 @@ from data.index import class_folders, in_order
 from data.source import DataSource, open_data
 from data.transforms import val_transform
 from training.backend import Backend, data_errors_as_usage_errors, dataset_request, val_loader
-from training.begin import check_same_classes, check_unnamed_classes, check_weights
+from training.checkpoints.compatible import check_same_classes, check_unnamed_classes
 from training.config import RunConfig
 from training.errors import NOT_FINITE, RunFailed, UsageError
-from training.evaluate import TOP, Predictions, evaluate, write_report
+from training.evaluation.evaluate import TOP, Predictions, evaluate, write_report
 from training.files import check_folder_writable, folder_at, is_url
 from training.initial_weights import place_trained, printer
 from training.logs.bad_images import VAL, BadImages
 from training.logs.records import as_json
 from training.mesh import Mesh
-from training.objectives import normalizer, open_objective
 from training.objectives.classify import Classification
+from training.objectives.objective import normalizer, open_objective
 from training.processes.exchange import check_alike
 from training.resolve import Run, resolve_model
-from training.weights import Weights, with_preprocessing_of
+from training.weights import Weights, check_weights
 
 _BATCH_SIZE = 32
 _BAR_FROM = 10
@@ -57,7 +57,7 @@ def _class_names(weights: Weights, of_data: list[str], num_classes: int) -> list
 
 
 @data_errors_as_usage_errors()
-def predict(config: RunConfig, weights: Weights) -> None:
+def predict_images(config: RunConfig, weights: Weights) -> None:
     """Print the most likely classes of every image of ``--predict``, in plain PyTorch."""
     if config.objective.objective != "classify":
         raise UsageError(
@@ -65,8 +65,7 @@ def predict(config: RunConfig, weights: Weights) -> None:
             f"{config.objective.objective}: fine-tune it with --init_from first"
         )
     config, spec = resolve_model(config)
-    weights, run = with_preprocessing_of(weights, Run[Any](config, None, spec, Mesh()))
-    config = run.config
+    run = Run[Any](config, None, spec, Mesh())
     assert config.use.predict is not None
     of_data = class_folders(config.data.data_dir, "train") or []
     if not weights.classes:
@@ -151,7 +150,6 @@ def prepare_evaluation(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, 
         if is_url(folder):
             raise UsageError(f"--eval_report {folder}: give a folder of this machine")
         check_folder_writable(folder, "--eval_report")
-    weights, run = with_preprocessing_of(weights, run)
     labels = run.config.objective.uses_labels
     data = open_data(dataset_request(run, with_train=False, labels=labels))
     check_same_classes(weights.classes, weights.path, data, run)

@@ -76,7 +76,7 @@ def evaluate(
         for index, batch in enumerate(itertools.islice(loader.epoch(0), batches or None)):
             labels = batch[1]
             seen.update(labels.tolist())  # on the host, as the batches pass
-            first = (index * backend.world_size + backend.rank) * len(labels)
+            first = (index * backend.batch_shards + backend.batch_shard) * len(labels)
             yield numbered(batch, first) if measure.numbered else batch
 
     model.eval()
@@ -124,7 +124,7 @@ class Predictions:
     def __init__(self, backend: Backend, batch_size: int) -> None:
         """``batch_size``: images of a global batch, padding included."""
         self._backend, self._batch_size, self._parts = backend, batch_size, 1
-        mine = F.one_hot(torch.tensor(backend.rank), backend.world_size).float()
+        mine = F.one_hot(torch.tensor(backend.batch_shard), backend.batch_shards).float()
         # On the device, so that all processes run one program, of which only this differs.
         self._mine = backend.constant(mine)
         self._found: list[np.ndarray] = []

@@ -1,0 +1,71 @@
+"""What a run has reported in its folder before this start."""
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from training.checkpoints import choose
+from training.checkpoints.format import SavedRun
+from training.errors import UsageError
+from training.files import fetch_logs, is_url
+from training.logs import records
+from training.logs.bad_images import FILE as BAD_IMAGES_FILE
+from training.processes import exchange
+from training.resolve import Run
+
+
+def fetch_history(run: Run, *, is_main: bool) -> list[str]:
+    """Copy the logs of a ``--ckpt_dir`` that is a URL to the local folder for them; return lines
+    for the log about that. Raises UsageError in all processes if they cannot be read."""
+    if not is_url(run.ckpt_dir):
+        return []
+    with exchange.failing_together():
+        if is_main:
+            names = (records.METRICS_FILE, records.EVENTS_FILE, BAD_IMAGES_FILE)
+            try:
+                fetch_logs(run.log_dir, run.ckpt_dir, names)
+            except OSError as error:
+                raise UsageError(
+                    f"cannot read the logs of {run.ckpt_dir}: {error.strerror}"
+                ) from None
+    return [
+        f"note: {run.ckpt_dir} has no locks: a second job on another host is not noticed; logs are "
+        f"copied there from {run.log_dir}"
+    ]
+
+
+@dataclass(frozen=True)
+class History:
+    """What the run has reported in its folder before this start."""
+
+    continues: bool
+    """The folder's records are of this run."""
+    evaluated: dict[int, str | None]
+    """By step, the figure of each evaluation that was finite; None of one of no image."""
+    frozen: Mapping[str, Collection[int]]
+    """By ``records.KNN`` and ``PROBE``, the steps of the evaluations by frozen features."""
+    best: Path | None = None
+    """The checkpoint of the best evaluation, if there is one."""
+    best_score: float = -math.inf
+    """Its ``records.score``."""
+    left_out: str = ""
+    """How many lines of the folder's metrics are damaged, in words."""
+
+
+def read_history(saved: SavedRun | None, ckpt_dir: Path, step: int) -> History:
+    """Return what the folder's metrics say of the steps up to ``step``; later ones are dropped."""
+    if saved is None or not (saved.is_part or saved.path.parent.resolve() == ckpt_dir.resolve()):
+        # What was resumed from elsewhere is not evaluated again.
+        return History(
+            False, {step: None} if step else {}, {records.KNN: {step}, records.PROBE: {step}}
+        )
+    metrics = records.read_metrics(ckpt_dir)
+    lines = [r for r in metrics if r["step"] <= step]
+    finite = records.evaluations(lines)
+    best = max(((records.score(r), at) for at, r in finite.items()), default=(-math.inf, 0))
+    evaluated: dict[int, str | None] = {r["step"]: None for r in lines if r.get("val_images") == 0}
+    evaluated |= {at: records.summary(record) for at, record in finite.items()}
+    folder = choose.folder_of(ckpt_dir, best[1]) if best[1] else None
+    left_out = records.damaged_lines(metrics.left_out)
+    return History(True, evaluated, records.frozen_steps(lines), folder, best[0], left_out)

@@ -1,0 +1,281 @@
+"""What a training starts from.
+
+``plan_start`` decides it in each process before any device starts, and ``confirm_start`` makes it
+the same for all processes once they have met. There are five cases, the first that applies:
+
+1. "local": resume here, from ``--local_ckpt_dir``, if a step is complete there that is newer than
+   what 2 can resume. Only for ``--resume auto``, or after a restart of this job. It takes all hosts
+   to know: ``confirm_start`` alone decides it.
+2. "here": resume from ``--ckpt_dir``: after a restart of this job its newest checkpoint, whatever
+   ``--resume`` names; else as ``--resume`` (auto, best, lowest_loss) or ``--resume_epoch`` says.
+3. "elsewhere": resume from ``--resume FOLDER``.
+4. "weights": start from trained weights, ``--init_from``. Only if there is nothing to resume, so
+   that the same command continues the run when it is started again.
+5. "new": start from new weights.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from data.source import DataSource
+from training import files
+from training.backend import Backend
+from training.checkpoints import choose
+from training.checkpoints import format as checkpoint
+from training.checkpoints.compatible import (
+    changes_since,
+    check_continues,
+    check_same_training,
+    other_order,
+    with_saved_model,
+    with_saved_objective,
+)
+from training.checkpoints.config import CheckpointConfig
+from training.checkpoints.format import SavedRun
+from training.checkpoints.local_tier import LocalTier
+from training.config import RunConfig
+from training.errors import UsageError
+from training.initial_weights import with_model_of_weights
+from training.processes import exchange
+from training.resolve import Run, model_of
+from training.schedule import Position
+from training.weights import Weights, with_preprocessing_of, with_saved_preprocessing
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a training starts from: one of the cases above."""
+
+    kind: Literal["local", "here", "elsewhere", "weights", "new"]
+    checkpoint: SavedRun | None = None
+    """What is resumed (1 to 3); of a "local" step this process's part."""
+    weights: Weights | None = None
+    """The weights of ``--init_from`` (4), found but not read."""
+    newest: Path | None = None
+    """The newest checkpoint of the folder that is resumed; older than a "local" step."""
+    notes: tuple[str, ...] = ()
+    """Lines for the log."""
+
+    def position(self, run: Run, data: DataSource, epoch_steps: int) -> Position:
+        """Return where in the data the training starts, in batches of this run's size.
+
+        ``epoch_steps``: how many batches an epoch has now. A step is an update, counted over the
+        whole run. With another batch size the run continues at the same place in the data, and so
+        in the schedule.
+        """
+        if not self.checkpoint:
+            return Position()
+        at, batch_size = self.checkpoint.position, run.config.data.batch_size
+        epoch, batches = at.epoch, at.images_in_epoch // batch_size
+        if other_order(self.checkpoint, run, data):  # --restart_epoch
+            batches = 0
+        if batches >= epoch_steps:
+            epoch, batches = epoch + 1, 0
+        return Position(at.step, epoch, batches * batch_size)
+
+
+# -- before any device starts ----------------------------------------------------------------------
+
+
+def plan_start(config: RunConfig) -> tuple[RunConfig, Start]:
+    """Return what this process would start from (cases 2 to 5), and the configuration with the
+    model, objective and preprocessing of that, but for flags that were given.
+
+    Raises UsageError for a folder that cannot be a run's, for a checkpoint or weights that cannot
+    be read, and for flags that contradict their model.
+    """
+    check_folders(config.checkpoints)
+    saved, _ = find_checkpoint(config.checkpoints)
+    if saved:
+        model = with_saved_model(saved, config.model)
+        config = replace(with_saved_objective(saved, config), model=model)
+        check_same_training(saved, model_of(model, config.objective), config)
+        return with_saved_preprocessing(config, saved), _resumed(saved, config.checkpoints)
+    if config.checkpoints.init_from:
+        config, weights = with_model_of_weights(config)
+        weights, config = with_preprocessing_of(weights, config)
+        return config, Start("weights", weights=weights)
+    return config, Start("new")
+
+
+def check_folders(checkpoints: CheckpointConfig) -> None:
+    """Raise UsageError for a ``--ckpt_dir`` or ``--local_ckpt_dir`` that cannot be a run's."""
+    folder = files.folder_at(checkpoints.ckpt_dir)
+    try:
+        if outer := choose.checkpoint_around(folder):
+            raise UsageError(
+                f"--ckpt_dir {folder} is inside of the checkpoint {outer.name}: give the run's "
+                f"folder, {outer.parent}, or another one"
+            )
+        files.check_folder_writable(folder)
+        if not files.is_url(folder) and folder.exists():
+            files.check_own(folder, shared=checkpoints.shared_ckpt_dir)
+    except OSError as error:
+        raise UsageError(f"cannot read --ckpt_dir {folder}: {error.strerror}") from None
+    if (local := checkpoints.local_ckpt_dir) is None:
+        return
+    if files.is_url(files.folder_at(local)):
+        raise UsageError(f"--local_ckpt_dir {local} is a URL: give a folder on each host's disk")
+    if Path(local).resolve() == Path(folder).resolve():
+        raise UsageError(f"--local_ckpt_dir {local} is --ckpt_dir: give another folder")
+    files.check_folder_writable(Path(local), "--local_ckpt_dir")
+    if Path(local).exists():
+        files.check_own(Path(local), "--local_ckpt_dir")
+
+
+def find_checkpoint(
+    checkpoints: CheckpointConfig,
+) -> tuple[SavedRun | None, choose.Candidates]:
+    """Return the checkpoint that the flags name (cases 2 and 3), and all that may replace it.
+
+    If all are damaged, there is none yet where a "local" step may replace them.
+    """
+    folder = files.folder_at(checkpoints.ckpt_dir)
+    try:
+        named = choose.find_resume(folder, checkpoints.resume, checkpoints.resume_epoch)
+        return choose.first_readable(named)
+    except choose.AllDamaged as error:
+        if checkpoints.local_ckpt_dir is None or not resumes_newest(checkpoints):
+            raise
+        return None, choose.Candidates([], error.passed_over, explicit=False)
+
+
+def resumes_newest(checkpoints: CheckpointConfig) -> bool:
+    """Return True if the newest step of ``--ckpt_dir`` is asked for."""
+    is_auto = checkpoints.resume == "auto" and not checkpoints.resume_epoch
+    return is_auto or choose.is_restart(files.folder_at(checkpoints.ckpt_dir))
+
+
+def _resumed(
+    saved: SavedRun, checkpoints: CheckpointConfig, newest: Path | None = None, notes=()
+) -> Start:
+    if saved.is_part:
+        return Start("local", saved, newest=newest, notes=notes)
+    is_here = saved.path.parent.resolve() == files.folder_at(checkpoints.ckpt_dir).resolve()
+    return Start("here" if is_here else "elsewhere", saved, newest=saved.path, notes=notes)
+
+
+# -- on the devices' hosts: all processes agree ----------------------------------------------------
+
+
+def enter_folder(ckpt_dir: Path, lock: files.FolderLock, *, is_main: bool) -> None:
+    """Lock the folder for this job. Raises in all processes if that is not possible: RunFailed in a
+    restart whose folder is still in use, perhaps by a lost machine, else UsageError."""
+    token = ""
+    with exchange.failing_together():
+        if is_main:
+            token = lock.acquire(is_restart=choose.is_restart(ckpt_dir))
+    token = exchange.gather(token)[0]
+    with exchange.failing_together():
+        if not is_main:  # closing the file in the first process would release its lock
+            files.check_same_folder(ckpt_dir, token)
+
+
+def confirm_start(
+    planned: Start, run: Run, data: DataSource, backend: Backend
+) -> tuple[Start, LocalTier | None]:
+    """Return what all processes start from, and the hosts' own disks with ``--local_ckpt_dir``.
+
+    Until here each process was for itself. Call it with ``--ckpt_dir`` locked: who had the lock
+    until now may have written checkpoints and removed some. The first process names the
+    candidates; all check them, and take the first that is undamaged (2, 3), or a newer local step
+    (1). Raises UsageError in all processes.
+    """
+    checkpoints, candidates = run.config.checkpoints, choose.Candidates([])
+    with exchange.failing_together():
+        if backend.is_main:
+            _, candidates = find_checkpoint(checkpoints)
+    mine = [[str(path) for path in candidates.paths], candidates.passed_over, candidates.explicit]
+    names, passed_over, explicit = exchange.gather(mine)[0]
+    candidates = choose.Candidates([files.folder_at(name) for name in names], passed_over, explicit)
+    local, from_local = None, False
+    if checkpoints.local_ckpt_dir is not None:
+        local = LocalTier(run, backend.shards)
+        with exchange.failing_together():
+            from_local = resumes_newest(checkpoints)
+        from_local = exchange.gather(from_local)[0]
+    start = _first_undamaged(
+        candidates,
+        lambda saved: check_continues(saved, run, data),
+        local if from_local else None,
+        checkpoints,
+    )
+    saved = start.checkpoint
+    with exchange.failing_together():
+        if planned.checkpoint and not saved:
+            raise UsageError(f"{planned.checkpoint.path} was removed meanwhile: start again")
+    notes = list(start.notes)
+    if local:
+        kept = saved.position.step if saved and saved.is_part else None
+        local.forget(kept, goes_back=not from_local)
+        notes.append(local.description)
+    if saved:
+        if checkpoints.init_from:
+            notes.append(
+                f"note: --init_from {checkpoints.init_from} is ignored: this run is resumed"
+            )
+        notes += changes_since(saved, run, data)
+    elif planned.kind == "weights":
+        start = replace(start, kind="weights")
+    return replace(start, notes=tuple(notes)), local
+
+
+def _first_undamaged(
+    candidates: choose.Candidates,
+    check: Callable[[SavedRun], None],
+    local: LocalTier | None,
+    checkpoints: CheckpointConfig,
+) -> Start:
+    """Return the start from the first candidate that is undamaged, or from a newer step of
+    ``local``; a new one if there is nothing to resume.
+
+    ``check`` raises UsageError for what does not fit the run. Raises UsageError in all processes if
+    all candidates are damaged and nothing is newer.
+    """
+    verify, damaged = checkpoints.verify_checkpoint, list(candidates.passed_over)
+    notes: dict[str, None] = {}  # each once: the hosts' disks are asked again after a damaged one
+    for path in [*candidates.paths, None]:
+        step = choose.step_of(path) if path and not candidates.explicit else -1
+        saved = None
+        if local:  # case 1
+            saved, more = local.resume(step, verify=verify)
+            notes |= dict.fromkeys(more)
+        if not saved and path:  # cases 2 and 3
+            if problem := choose.damage_for_all(path, verify=verify):
+                damaged.append(f"{path} is damaged ({problem})")
+                if candidates.explicit:
+                    break
+                continue
+            with exchange.failing_together():
+                saved = checkpoint.read_saved_run(path)
+        if saved:
+            with exchange.failing_together():
+                check(saved)
+            warnings = [f"warning: {text}, so {saved.path.name} is resumed" for text in damaged]
+            return _resumed(saved, checkpoints, path, (*notes, *warnings))
+    if candidates.paths:
+        raise UsageError(
+            f"{damaged[-1]}: name another one, or use it as it is with --no_verify_checkpoint",
+            agreed=True,
+        )
+    if damaged:
+        raise choose.AllDamaged(damaged, agreed=True)
+    return Start("new", notes=(*notes,))
+
+
+def set_later_aside(start: Start, ckpt_dir: Path, *, is_main: bool) -> list[str]:
+    """Move the checkpoints of ``ckpt_dir`` that this run does not continue; return a line for the
+    log if there are any. Raises UsageError in all processes if that is not possible."""
+    note = ""
+    with exchange.failing_together():
+        if is_main and (later := choose.later_ones(ckpt_dir, start.newest)):
+            folder = choose.set_aside(ckpt_dir, later)
+            names = ", ".join(path.name for path in later)
+            note = (
+                f"note: this run goes back: {names} set aside in {folder}, where --resume {folder} "
+                "finds them"
+            )
+    note = exchange.gather(note)[0]
+    return [note] if note else []
