@@ -24,8 +24,8 @@ from models.spec import ModelSpec
 from training.backend import Backend
 from training.checkpoints.compatible import (
     check_same_training,
+    with_saved,
     with_saved_model,
-    with_saved_objective,
 )
 from training.checkpoints.format import EMA
 from training.checkpoints.state import load_state
@@ -74,10 +74,8 @@ def find_trained(config: RunConfig) -> tuple[RunConfig, Weights]:
             use_ema=use_ema,
         )
         if weights.run:
-            config = without_gram_teacher(with_saved_objective(weights.run, config))
-            model = model_of(with_saved_model(weights.run, config.model), config.objective)
-            check_same_training(weights.run, model, None)
-            config = replace(config, model=weights.run.model)
+            config = without_gram_teacher(with_saved(config, weights.run))
+            check_same_training(weights.run, model_of(config.model, config.objective), None)
         config, model = resolve_model(config)
         weights.check_fits(model)
     weights, config = with_preprocessing_of(weights, config)
@@ -93,7 +91,7 @@ def with_model_of_weights(config: RunConfig) -> tuple[RunConfig, Weights]:
     assert config.checkpoints.init_from is not None
     weights = weights_in(folder_at(config.checkpoints.init_from), "--init_from")
     if weights.run:
-        config = replace(config, model=with_saved_model(weights.run, config.model))
+        config = replace(config, model=with_saved_model(config.model, weights.run))
     return config, weights
 
 

@@ -29,8 +29,7 @@ from training.checkpoints.compatible import (
     check_continues,
     check_same_training,
     other_order,
-    with_saved_model,
-    with_saved_objective,
+    with_saved,
 )
 from training.checkpoints.config import CheckpointConfig
 from training.checkpoints.format import SavedRun
@@ -41,7 +40,7 @@ from training.initial_weights import with_model_of_weights
 from training.processes import exchange
 from training.resolve import Run, model_of
 from training.schedule import Position
-from training.weights import Weights, with_preprocessing_of, with_saved_preprocessing
+from training.weights import Weights, with_preprocessing_of
 
 
 @dataclass(frozen=True)
@@ -86,66 +85,17 @@ def plan_start(config: RunConfig) -> tuple[RunConfig, Start]:
     Raises UsageError for a folder that cannot be a run's, for a checkpoint or weights that cannot
     be read, and for flags that contradict their model.
     """
-    check_folders(config.checkpoints)
-    saved, _ = find_checkpoint(config.checkpoints)
+    choose.check_folders(config.checkpoints)
+    saved, _ = choose.find_checkpoint(config.checkpoints)
     if saved:
-        model = with_saved_model(saved, config.model)
-        config = replace(with_saved_objective(saved, config), model=model)
-        check_same_training(saved, model_of(model, config.objective), config)
-        return with_saved_preprocessing(config, saved), _resumed(saved, config.checkpoints)
+        config = with_saved(config, saved)
+        check_same_training(saved, model_of(config.model, config.objective), config)
+        return config, _resumed(saved, config.checkpoints)
     if config.checkpoints.init_from:
         config, weights = with_model_of_weights(config)
         weights, config = with_preprocessing_of(weights, config)
         return config, Start("weights", weights=weights)
     return config, Start("new")
-
-
-def check_folders(checkpoints: CheckpointConfig) -> None:
-    """Raise UsageError for a ``--ckpt_dir`` or ``--local_ckpt_dir`` that cannot be a run's."""
-    folder = files.folder_at(checkpoints.ckpt_dir)
-    try:
-        if outer := choose.checkpoint_around(folder):
-            raise UsageError(
-                f"--ckpt_dir {folder} is inside of the checkpoint {outer.name}: give the run's "
-                f"folder, {outer.parent}, or another one"
-            )
-        files.check_folder_writable(folder)
-        if not files.is_url(folder) and folder.exists():
-            files.check_own(folder, shared=checkpoints.shared_ckpt_dir)
-    except OSError as error:
-        raise UsageError(f"cannot read --ckpt_dir {folder}: {error.strerror}") from None
-    if (local := checkpoints.local_ckpt_dir) is None:
-        return
-    if files.is_url(files.folder_at(local)):
-        raise UsageError(f"--local_ckpt_dir {local} is a URL: give a folder on each host's disk")
-    if Path(local).resolve() == Path(folder).resolve():
-        raise UsageError(f"--local_ckpt_dir {local} is --ckpt_dir: give another folder")
-    files.check_folder_writable(Path(local), "--local_ckpt_dir")
-    if Path(local).exists():
-        files.check_own(Path(local), "--local_ckpt_dir")
-
-
-def find_checkpoint(
-    checkpoints: CheckpointConfig,
-) -> tuple[SavedRun | None, choose.Candidates]:
-    """Return the checkpoint that the flags name (cases 2 and 3), and all that may replace it.
-
-    If all are damaged, there is none yet where a "local" step may replace them.
-    """
-    folder = files.folder_at(checkpoints.ckpt_dir)
-    try:
-        named = choose.find_resume(folder, checkpoints.resume, checkpoints.resume_epoch)
-        return choose.first_readable(named)
-    except choose.AllDamaged as error:
-        if checkpoints.local_ckpt_dir is None or not resumes_newest(checkpoints):
-            raise
-        return None, choose.Candidates([], error.passed_over, explicit=False)
-
-
-def resumes_newest(checkpoints: CheckpointConfig) -> bool:
-    """Return True if the newest step of ``--ckpt_dir`` is asked for."""
-    is_auto = checkpoints.resume == "auto" and not checkpoints.resume_epoch
-    return is_auto or choose.is_restart(files.folder_at(checkpoints.ckpt_dir))
 
 
 def _resumed(
@@ -186,7 +136,7 @@ def confirm_start(
     checkpoints, candidates = run.config.checkpoints, choose.Candidates([])
     with exchange.failing_together():
         if backend.is_main:
-            _, candidates = find_checkpoint(checkpoints)
+            _, candidates = choose.find_checkpoint(checkpoints)
     mine = [[str(path) for path in candidates.paths], candidates.passed_over, candidates.explicit]
     names, passed_over, explicit = exchange.gather(mine)[0]
     candidates = choose.Candidates([files.folder_at(name) for name in names], passed_over, explicit)
@@ -194,7 +144,7 @@ def confirm_start(
     if checkpoints.local_ckpt_dir is not None:
         local = LocalTier(run, backend.shards)
         with exchange.failing_together():
-            from_local = resumes_newest(checkpoints)
+            from_local = choose.resumes_newest(checkpoints)
         from_local = exchange.gather(from_local)[0]
     start = _first_undamaged(
         candidates,

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from timm.data import resolve_data_config
 from torch import nn
 
-from data.config import CROP_MODES, INTERPOLATIONS, Preprocessing
+from data.config import Preprocessing
 from models.initialize import allocate, leave_room
 from models.spec import ModelSpec
 from training.checkpoints import format as checkpoint
@@ -32,6 +32,11 @@ from training.checkpoints.choose import (
     find_resume,
     first_readable,
     of_path,
+)
+from training.checkpoints.compatible import (
+    PREPROCESSING,
+    preprocessing_of,
+    with_saved_preprocessing,
 )
 from training.checkpoints.format import SavedRun
 from training.config import RunConfig
@@ -419,20 +424,7 @@ def check_weights(weights: Weights, *, verify: bool) -> None:
 
 # -- The preprocessing that weights were trained with ---------------------------------------------
 
-_NAMES = tuple(field.name for field in fields(Preprocessing))
-_LARGEST_IN_VOLUMES = 1e30
-"""Values of images are from 0 to 1, those of volumes any numbers, such as Hounsfield units."""
 CONFIG_FILE = "config.json"  # beside the weights in a repository of timm's on Hugging Face
-
-
-def with_saved_preprocessing(config: RunConfig, saved: SavedRun) -> RunConfig:
-    """Return the configuration with the checkpoint's preprocessing, and its order of the classes,
-    where no flags were given. Raises UsageError if it has invalid values."""
-    order, data = saved.arguments.get("class_order"), config.data
-    numbers_folders = data.data_source in ("folder", "volumes") and not data.labels
-    if numbers_folders and order and data.class_order is None and data.class_map is None:
-        config = replace(config, data=replace(data, class_order=order))
-    return with_preprocessing(config, preprocessing_of(saved.arguments, saved.path))
 
 
 def with_preprocessing_of(weights: Weights, config: RunConfig) -> tuple[Weights, RunConfig]:
@@ -458,7 +450,7 @@ def with_preprocessing_of(weights: Weights, config: RunConfig) -> tuple[Weights,
             content = json.loads(text)
             if isinstance(content, Mapping):
                 content = content.get("pretrained_cfg", content)
-            if isinstance(content, Mapping) and any(name in content for name in _NAMES):
+            if isinstance(content, Mapping) and any(name in content for name in PREPROCESSING):
                 trained_with, source = content, f"{path} and its {CONFIG_FILE}"
                 break
     if not trained_with:
@@ -469,32 +461,3 @@ def with_preprocessing_of(weights: Weights, config: RunConfig) -> tuple[Weights,
     config = with_preprocessing(config, preprocessing_of(trained_with, path))
     note = f"preprocessing: {config.data.preprocessing} (as {source} has it)"
     return replace(weights, note="; ".join(filter(None, [weights.note, note]))), config
-
-
-def preprocessing_of(values: Mapping[str, Any], path: Path) -> Preprocessing:
-    """Return the default preprocessing with ``values`` over it, which are from ``path``.
-
-    Raises UsageError for invalid ones.
-    """
-    given: dict[str, Any] = {n: values[n] for n in _NAMES if values.get(n) not in (None, "")}
-    largest = _LARGEST_IN_VOLUMES if values.get("data_source") == "volumes" else 1.0
-    for name, value in given.items():
-        if name in ("interpolation", "test_interpolation"):
-            is_valid = value in INTERPOLATIONS
-        elif name == "crop_mode":
-            is_valid = value in CROP_MODES
-        elif name == "crop_pct":
-            is_valid = isinstance(value, (int, float)) and 0 < value <= 1
-        else:  # mean, std
-            least = 1e-6 if name == "std" else 0.0 if largest == 1 else -largest
-            is_valid = (
-                isinstance(value, (list, tuple))
-                and len(value) == 3
-                and all(
-                    isinstance(each, (int, float)) and least <= each <= largest for each in value
-                )
-            )
-        if not is_valid:
-            raise UsageError(f"{path} has {name} {value!r}, which is not known here: give --{name}")
-    given |= {name: tuple(given[name]) for name in ("mean", "std") if name in given}
-    return Preprocessing(**given)

@@ -23,8 +23,9 @@ from run_vit_training import read_flags
 from tests.cli import TINY_MODEL, VAL_IMAGES, train_tiny_gpu
 from tests.resolved import on_xla
 from tests.usage_error import told_in_one_line
+from training.checkpoints.compatible import with_saved_preprocessing
 from training.checkpoints.format import read_saved_run
-from training.weights import Weights, with_preprocessing_of, with_saved_preprocessing
+from training.weights import Weights, with_preprocessing_of
 
 NAME = "vit_tiny_patch16_224"
 

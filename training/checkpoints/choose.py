@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from training.checkpoints import format as checkpoint
+from training.checkpoints.config import CheckpointConfig
 from training.checkpoints.format import SavedRun
 from training.errors import UsageError
 from training.files import (
     as_url,
+    check_folder_writable,
+    check_own,
     folder_at,
     is_unreachable,
     is_url,
@@ -106,6 +109,55 @@ def is_restart(ckpt_dir: Path) -> bool:
         if is_unreachable(error):
             raise
         return False
+
+
+def check_folders(checkpoints: CheckpointConfig) -> None:
+    """Raise UsageError for a ``--ckpt_dir`` or ``--local_ckpt_dir`` that cannot be a run's."""
+    folder = folder_at(checkpoints.ckpt_dir)
+    try:
+        if outer := checkpoint_around(folder):
+            raise UsageError(
+                f"--ckpt_dir {folder} is inside of the checkpoint {outer.name}: give the run's "
+                f"folder, {outer.parent}, or another one"
+            )
+        check_folder_writable(folder)
+        if not is_url(folder) and folder.exists():
+            check_own(folder, shared=checkpoints.shared_ckpt_dir)
+    except OSError as error:
+        raise UsageError(f"cannot read --ckpt_dir {folder}: {error.strerror}") from None
+    if (local := checkpoints.local_ckpt_dir) is None:
+        return
+    if is_url(folder_at(local)):
+        raise UsageError(f"--local_ckpt_dir {local} is a URL: give a folder on each host's disk")
+    if Path(local).resolve() == Path(folder).resolve():
+        raise UsageError(f"--local_ckpt_dir {local} is --ckpt_dir: give another folder")
+    check_folder_writable(Path(local), "--local_ckpt_dir")
+    if Path(local).exists():
+        check_own(Path(local), "--local_ckpt_dir")
+
+
+def find_checkpoint(
+    checkpoints: CheckpointConfig,
+) -> tuple[SavedRun | None, Candidates]:
+    """Return the checkpoint that the flags name (cases 2 and 3 of ``training/start.py``), and all
+    that may replace it.
+
+    If all are damaged, there is none yet where a step of ``--local_ckpt_dir`` may replace them.
+    """
+    folder = folder_at(checkpoints.ckpt_dir)
+    try:
+        named = find_resume(folder, checkpoints.resume, checkpoints.resume_epoch)
+        return first_readable(named)
+    except AllDamaged as error:
+        if checkpoints.local_ckpt_dir is None or not resumes_newest(checkpoints):
+            raise
+        return None, Candidates([], error.passed_over, explicit=False)
+
+
+def resumes_newest(checkpoints: CheckpointConfig) -> bool:
+    """Return True if the newest step of ``--ckpt_dir`` is asked for."""
+    is_auto = checkpoints.resume == "auto" and not checkpoints.resume_epoch
+    return is_auto or is_restart(folder_at(checkpoints.ckpt_dir))
 
 
 def find_resume(ckpt_dir: Path, resume: str, resume_epoch: int) -> Candidates:

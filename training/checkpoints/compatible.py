@@ -2,13 +2,13 @@
 processes agreed on; and what a run takes over from a checkpoint.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from data.config import DataConfig
+from data.config import CROP_MODES, INTERPOLATIONS, DataConfig, Preprocessing
 from data.files import printable, told_apart
 from data.index import in_order
 from data.source import FILES, DataSource
@@ -20,31 +20,77 @@ from training.config import OptimizerConfig, RunConfig
 from training.errors import UsageError
 from training.flags import FlagField, by_field, flat
 from training.objectives.config import ObjectiveConfig
-from training.resolve import Run, model_of
+from training.resolve import Run, model_of, with_preprocessing
 
 # -- what a run takes over, unless flags say otherwise ---------------------------------------------
 
 
-def with_saved_model(saved: SavedRun, asked: ModelConfig) -> ModelConfig:
-    """Return the checkpoint's model with the flags that were given over it; as asked if they name
-    another model."""
-    if asked.model not in (None, saved.model.model):
-        return asked
-    return replace(saved.model, **asked.overrides())  # type: ignore[arg-type]
-
-
-def with_saved_objective(saved: SavedRun, config: RunConfig) -> RunConfig:
-    """Return the configuration with the checkpoint's objective and its flags, but for those that
-    were given. Raises UsageError if another objective was."""
-    there, asked = saved.objective, config.objective
-    if "objective" in config.given and asked.objective != there.objective:
+def with_saved(config: RunConfig, saved: SavedRun) -> RunConfig:
+    """Return the configuration with the checkpoint's model, objective and preprocessing, but for
+    flags that were given. Raises UsageError if another objective was."""
+    there, here = saved.objective, config.objective
+    if "objective" in config.given and here.objective != there.objective:
         raise UsageError(
-            f"{saved.path} was trained with --objective {there.objective}, not {asked.objective}: "
+            f"{saved.path} was trained with --objective {there.objective}, not {here.objective}: "
             "give the same, or start another training from its weights with --init_from and "
             "another --ckpt_dir"
         )
-    given = {name: value for name, value in flat(asked).items() if name in config.given}
-    return replace(config, objective=replace(there, **given))
+    given = {name: value for name, value in flat(here).items() if name in config.given}
+    objective = replace(there, **given)
+    config = replace(config, model=with_saved_model(config.model, saved), objective=objective)
+    return with_saved_preprocessing(config, saved)
+
+
+def with_saved_model(model: ModelConfig, saved: SavedRun) -> ModelConfig:
+    """Return the checkpoint's model with the flags that were given over it; unchanged if they name
+    another model."""
+    if model.model not in (None, saved.model.model):
+        return model
+    return replace(saved.model, **model.overrides())  # type: ignore[arg-type]
+
+
+def with_saved_preprocessing(config: RunConfig, saved: SavedRun) -> RunConfig:
+    """Return the configuration with the checkpoint's preprocessing, and its order of the classes,
+    where no flags were given. Raises UsageError if it has invalid values."""
+    order, data = saved.arguments.get("class_order"), config.data
+    numbers_folders = data.data_source in ("folder", "volumes") and not data.labels
+    if numbers_folders and order and data.class_order is None and data.class_map is None:
+        config = replace(config, data=replace(data, class_order=order))
+    return with_preprocessing(config, preprocessing_of(saved.arguments, saved.path))
+
+
+PREPROCESSING = tuple(field.name for field in fields(Preprocessing))
+_LARGEST_IN_VOLUMES = 1e30
+"""Values of images are from 0 to 1, those of volumes any numbers, such as Hounsfield units."""
+
+
+def preprocessing_of(values: Mapping[str, Any], path: Path) -> Preprocessing:
+    """Return the default preprocessing with ``values`` over it, which are from ``path``.
+
+    Raises UsageError for invalid ones.
+    """
+    given: dict[str, Any] = {n: values[n] for n in PREPROCESSING if values.get(n) not in (None, "")}
+    largest = _LARGEST_IN_VOLUMES if values.get("data_source") == "volumes" else 1.0
+    for name, value in given.items():
+        if name in ("interpolation", "test_interpolation"):
+            is_valid = value in INTERPOLATIONS
+        elif name == "crop_mode":
+            is_valid = value in CROP_MODES
+        elif name == "crop_pct":
+            is_valid = isinstance(value, (int, float)) and 0 < value <= 1
+        else:  # mean, std
+            least = 1e-6 if name == "std" else 0.0 if largest == 1 else -largest
+            is_valid = (
+                isinstance(value, (list, tuple))
+                and len(value) == 3
+                and all(
+                    isinstance(each, (int, float)) and least <= each <= largest for each in value
+                )
+            )
+        if not is_valid:
+            raise UsageError(f"{path} has {name} {value!r}, which is not known here: give --{name}")
+    given |= {name: tuple(given[name]) for name in ("mean", "std") if name in given}
+    return Preprocessing(**given)
 
 
 # -- whether they fit ------------------------------------------------------------------------------
