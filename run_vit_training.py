@@ -164,22 +164,24 @@ def _with_initial_model(config: RunConfig) -> RunConfig:
 
 
 def _require_xla(flags: Flags, mode: str) -> None:
+    check_foreign(flags.backend_configs, "xla", flags.run.given)
     if flags.run.backend in ("cuda", "torchtpu"):
         raise errors.UsageError(
             f"{mode} compiles the step of --backend xla, this is {flags.run.backend}"
         )
-    check_foreign(flags.backend_configs, "xla", flags.run.given)
 
 
 # -- on a backend ----------------------------------------------------------------------------------
 
 Prepare = Callable[[Any], tuple[Any, Callable[[Any, Any], None]]]
-"""A function from a resolved run to the run that the backend is started for, the same but for
-``--self_check``, and to the body of every process: a function of that run and the backend."""
+"""Given a resolved run, returns (run, body). The run is what came in, except for --self_check,
+which starts the backend for a small one. The body is called with it and the backend in every
+process."""
 
 
 def choose_backend(choice: BackendChoice) -> BackendChoice:
-    """Return the backend that was asked for; for auto a TPU's, else CUDA, else XLA on the CPU."""
+    """Return the backend that was asked for. For auto that is a TPU's, else CUDA's where there is a
+    GPU or no torch_xla (then PyTorch on the CPU), else XLA on the CPU."""
     if choice != "auto":
         return choice
     from torch_fsdp.devices import Cuda, Tpu

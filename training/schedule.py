@@ -97,9 +97,6 @@ class Schedule:
     peak: float
     warmup_steps: int
     total_steps: int
-    end: int
-    """The run's last step, in batches of the present size since the start of training;
-    ``--max_steps`` may put it before ``total_steps``."""
     warmup_lr: float = 0.0
     min_lr: float = 0.0
     shape: str = "cosine"
@@ -115,6 +112,9 @@ class Schedule:
     """The share that a teacher keeps of itself in a step; None without one."""
     teacher_temp: Ramp = Ramp(1.0, 1.0, 0)
     rope_factors: RopeFactors = RopeFactors(1.0, 0)
+    end: int | None = None
+    """The run's last step, in batches of the present size since the start of training;
+    ``--max_steps`` may put it before ``total_steps``. None: the same."""
 
     def at(self, step: int) -> StepRates:
         """Return all numbers of a step."""
@@ -130,11 +130,12 @@ class Schedule:
     @property
     def warning(self) -> str | None:
         """A line for the log if the run ends within the warmup."""
-        if self.end >= self.warmup_steps or not self.peak:
+        end = self.total_steps if self.end is None else self.end
+        if end >= self.warmup_steps or not self.peak:
             return None
         return (
-            f"warning: the warmup takes {self.warmup_steps:,} steps, the run ends at {self.end:,}: "
-            f"the learning rate stays below {self.lr(self.end):.2g}, --lr {self.peak:g} is not "
+            f"warning: the warmup takes {self.warmup_steps:,} steps, the run ends at {end:,}: "
+            f"the learning rate stays below {self.lr(end):.2g}, --lr {self.peak:g} is not "
             "reached; give fewer --warmup_steps (or --warmup_epochs)"
         )
 
@@ -184,7 +185,7 @@ def make_schedule(run: Run, steps_per_epoch: int, at: Position) -> tuple[Schedul
 
     if how.lr_schedule != "wsd":
         schedule = Schedule(
-            peak, warmup, total, end, how.warmup_lr, how.min_lr, how.lr_schedule, **others
+            peak, warmup, total, how.warmup_lr, how.min_lr, how.lr_schedule, end=end, **others
         )
         return schedule, last_step
     assert how.decay_steps is not None  # checked (training/resolve.py)
@@ -194,7 +195,9 @@ def make_schedule(run: Run, steps_per_epoch: int, at: Position) -> tuple[Schedul
             f"{end:,} steps of the run: give fewer, or more --num_epochs"
         )
     shape, decay = how.decay_shape, how.decay_steps
-    schedule = Schedule(peak, warmup, end, end, how.warmup_lr, how.min_lr, shape, decay, **others)
+    schedule = Schedule(
+        peak, warmup, end, how.warmup_lr, how.min_lr, shape, decay, end=end, **others
+    )
     return schedule, last_step
 
 

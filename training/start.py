@@ -4,14 +4,17 @@
 the same for all processes once they have met. There are five cases, the first that applies:
 
 1. "local": resume here, from ``--local_ckpt_dir``, if a step is complete there that is newer than
-   what 2 can resume. Only for ``--resume auto``, or after a restart of this job. It takes all hosts
-   to know: ``confirm_start`` alone decides it.
-2. "here": resume from ``--ckpt_dir``: after a restart of this job its newest checkpoint, whatever
-   ``--resume`` names; else as ``--resume`` (auto, best, lowest_loss) or ``--resume_epoch`` says.
+   the newest undamaged checkpoint of 2. Only for ``--resume auto``, or after a restart. It takes
+   all hosts to know, so ``confirm_start`` alone decides it, and the configuration never comes from
+   such a step: model and preprocessing are those of 2, or of the flags.
+2. "here": resume from ``--ckpt_dir``: after a restart its newest checkpoint, whatever ``--resume``
+   names; else as ``--resume`` (auto, best, lowest_loss) or ``--resume_epoch`` says.
 3. "elsewhere": resume from ``--resume FOLDER``.
 4. "weights": start from trained weights, ``--init_from``. Only if there is nothing to resume, so
    that the same command continues the run when it is started again.
 5. "new": start from new weights.
+
+A restart is the launcher's, with the same RUN_JOB_ID; a command that is given again is a new job.
 """
 
 from collections.abc import Callable
@@ -23,7 +26,6 @@ from data.source import DataSource
 from training import files
 from training.backend import Backend
 from training.checkpoints import choose
-from training.checkpoints import format as checkpoint
 from training.checkpoints.compatible import (
     changes_since,
     check_continues,
@@ -32,7 +34,7 @@ from training.checkpoints.compatible import (
     with_saved,
 )
 from training.checkpoints.config import CheckpointConfig
-from training.checkpoints.format import SavedRun
+from training.checkpoints.format import SavedRun, read_saved_run
 from training.checkpoints.local_tier import LocalTier
 from training.config import RunConfig
 from training.errors import UsageError
@@ -48,12 +50,13 @@ class Start:
     """What a training starts from: one of the cases above."""
 
     kind: Literal["local", "here", "elsewhere", "weights", "new"]
-    checkpoint: SavedRun | None = None
+    saved: SavedRun | None = None
     """What is resumed (1 to 3); of a "local" step this process's part."""
     weights: Weights | None = None
     """The weights of ``--init_from`` (4), found but not read."""
-    newest: Path | None = None
-    """The newest checkpoint of the folder that is resumed; older than a "local" step."""
+    continues_from: Path | None = None
+    """The checkpoint that the run goes on from: later ones of ``--ckpt_dir`` are not its own. It is
+    older than a "local" step."""
     notes: tuple[str, ...] = ()
     """Lines for the log."""
 
@@ -64,11 +67,11 @@ class Start:
         whole run. With another batch size the run continues at the same place in the data, and so
         in the schedule.
         """
-        if not self.checkpoint:
+        if not self.saved:
             return Position()
-        at, batch_size = self.checkpoint.position, run.config.data.batch_size
+        at, batch_size = self.saved.position, run.config.data.batch_size
         epoch, batches = at.epoch, at.images_in_epoch // batch_size
-        if other_order(self.checkpoint, run, data):  # --restart_epoch
+        if other_order(self.saved, run, data):  # with --restart_epoch; else it was refused
             batches = 0
         if batches >= epoch_steps:
             epoch, batches = epoch + 1, 0
@@ -99,12 +102,15 @@ def plan_start(config: RunConfig) -> tuple[RunConfig, Start]:
 
 
 def _resumed(
-    saved: SavedRun, checkpoints: CheckpointConfig, newest: Path | None = None, notes=()
+    saved: SavedRun,
+    checkpoints: CheckpointConfig,
+    continues_from: Path | None = None,
+    notes: tuple[str, ...] = (),
 ) -> Start:
     if saved.is_part:
-        return Start("local", saved, newest=newest, notes=notes)
+        return Start("local", saved, continues_from=continues_from, notes=notes)
     is_here = saved.path.parent.resolve() == files.folder_at(checkpoints.ckpt_dir).resolve()
-    return Start("here" if is_here else "elsewhere", saved, newest=saved.path, notes=notes)
+    return Start("here" if is_here else "elsewhere", saved, continues_from=saved.path, notes=notes)
 
 
 # -- on the devices' hosts: all processes agree ----------------------------------------------------
@@ -117,7 +123,7 @@ def enter_folder(ckpt_dir: Path, lock: files.FolderLock, *, is_main: bool) -> No
     with exchange.failing_together():
         if is_main:
             token = lock.acquire(is_restart=choose.is_restart(ckpt_dir))
-    token = exchange.gather(token)[0]
+    token = exchange.from_first(token)
     with exchange.failing_together():
         if not is_main:  # closing the file in the first process would release its lock
             files.check_same_folder(ckpt_dir, token)
@@ -138,38 +144,40 @@ def confirm_start(
         if backend.is_main:
             _, candidates = choose.find_checkpoint(checkpoints)
     mine = [[str(path) for path in candidates.paths], candidates.passed_over, candidates.explicit]
-    names, passed_over, explicit = exchange.gather(mine)[0]
+    names, passed_over, explicit = exchange.from_first(mine)
     candidates = choose.Candidates([files.folder_at(name) for name in names], passed_over, explicit)
-    local, from_local = None, False
-    if checkpoints.local_ckpt_dir is not None:
-        local = LocalTier(run, backend.shards)
-        with exchange.failing_together():
-            from_local = choose.resumes_newest(checkpoints)
-        from_local = exchange.gather(from_local)[0]
+    local = LocalTier(run, backend.shards) if checkpoints.local_ckpt_dir is not None else None
     start = _first_undamaged(
         candidates,
         lambda saved: check_continues(saved, run, data),
-        local if from_local else None,
+        local if _counts_local_steps(checkpoints) else None,
         checkpoints,
     )
-    saved = start.checkpoint
     with exchange.failing_together():
-        if planned.checkpoint and not saved:
-            raise UsageError(f"{planned.checkpoint.path} was removed meanwhile: start again")
+        if planned.saved and not start.saved:
+            raise UsageError(f"{planned.saved.path} was removed meanwhile: start again")
     notes = list(start.notes)
     if local:
-        kept = saved.position.step if saved and saved.is_part else None
-        local.forget(kept, goes_back=not from_local)
         notes.append(local.description)
-    if saved:
+    if start.saved:
         if checkpoints.init_from:
-            notes.append(
-                f"note: --init_from {checkpoints.init_from} is ignored: this run is resumed"
-            )
-        notes += changes_since(saved, run, data)
+            ignored = f"--init_from {checkpoints.init_from}"
+            notes.append(f"note: {ignored} is ignored: this run is resumed")
+        notes += changes_since(start.saved, run, data)
     elif planned.kind == "weights":
         start = replace(start, kind="weights")
     return replace(start, notes=tuple(notes)), local
+
+
+def _counts_local_steps(checkpoints: CheckpointConfig) -> bool:
+    """Return, in all processes, whether steps of ``--local_ckpt_dir`` may be resumed."""
+    counts = False
+    with exchange.failing_together():
+        counts = choose.resumes_newest(checkpoints)
+    return exchange.from_first(counts)
+
+
+_BEFORE_ALL = -1
 
 
 def _first_undamaged(
@@ -178,16 +186,17 @@ def _first_undamaged(
     local: LocalTier | None,
     checkpoints: CheckpointConfig,
 ) -> Start:
-    """Return the start from the first candidate that is undamaged, or from a newer step of
-    ``local``; a new one if there is nothing to resume.
+    """Return the start from the newest undamaged candidate or, if that is newer, from the newest
+    step of ``local``; a new one if there is nothing to resume.
 
     ``check`` raises UsageError for what does not fit the run. Raises UsageError in all processes if
-    all candidates are damaged and nothing is newer.
+    all candidates are damaged and ``local`` has no step.
     """
     verify, damaged = checkpoints.verify_checkpoint, list(candidates.passed_over)
     notes: dict[str, None] = {}  # each once: the hosts' disks are asked again after a damaged one
     for path in [*candidates.paths, None]:
-        step = choose.step_of(path) if path and not candidates.explicit else -1
+        # After a restart any local step is newer than what a flag names.
+        step = choose.step_of(path) if path and not candidates.explicit else _BEFORE_ALL
         saved = None
         if local:  # case 1
             saved, more = local.resume(step, verify=verify)
@@ -199,7 +208,7 @@ def _first_undamaged(
                     break
                 continue
             with exchange.failing_together():
-                saved = checkpoint.read_saved_run(path)
+                saved = read_saved_run(path)
         if saved:
             with exchange.failing_together():
                 check(saved)
@@ -207,7 +216,7 @@ def _first_undamaged(
             return _resumed(saved, checkpoints, path, (*notes, *warnings))
     if candidates.paths:
         raise UsageError(
-            f"{damaged[-1]}: name another one, or use it as it is with --no_verify_checkpoint",
+            f"{damaged[0]}: name another one, or use it as it is with --no_verify_checkpoint",
             agreed=True,
         )
     if damaged:
@@ -215,17 +224,21 @@ def _first_undamaged(
     return Start("new", notes=(*notes,))
 
 
-def set_later_aside(start: Start, ckpt_dir: Path, *, is_main: bool) -> list[str]:
-    """Move the checkpoints of ``ckpt_dir`` that this run does not continue; return a line for the
-    log if there are any. Raises UsageError in all processes if that is not possible."""
+def leave_behind(start: Start, local: LocalTier | None, run: Run, *, is_main: bool) -> list[str]:
+    """Move the checkpoints of ``--ckpt_dir`` that this run does not continue, and remove local
+    steps; return a line for the log if any are moved. Raises UsageError in all processes if that is
+    not possible."""
+    if local:
+        kept = start.saved.position.step if start.saved and start.kind == "local" else None
+        local.forget(kept, goes_back=not _counts_local_steps(run.config.checkpoints))
     note = ""
     with exchange.failing_together():
-        if is_main and (later := choose.later_ones(ckpt_dir, start.newest)):
-            folder = choose.set_aside(ckpt_dir, later)
+        if is_main and (later := choose.later_ones(run.ckpt_dir, start.continues_from)):
+            folder = choose.set_aside(run.ckpt_dir, later)
             names = ", ".join(path.name for path in later)
             note = (
                 f"note: this run goes back: {names} set aside in {folder}, where --resume {folder} "
                 "finds them"
             )
-    note = exchange.gather(note)[0]
+    note = exchange.from_first(note)
     return [note] if note else []

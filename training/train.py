@@ -53,7 +53,7 @@ from training.processes import exchange
 from training.processes.stopping import StopRequest, Watchdog
 from training.resolve import Run
 from training.schedule import Position, make_schedule
-from training.start import Start, confirm_start, enter_folder, set_later_aside
+from training.start import Start, confirm_start, enter_folder, leave_behind
 from training.step import TrainBatches, shard_and_optimize
 from training.weights import check_weights
 
@@ -67,8 +67,8 @@ def prepare_training(start: Start, run: Run) -> tuple[Run, Callable[[Run, Backen
     expected_s = read_expectation(run)
     with data_errors_as_usage_errors():
         data = open_data(dataset_request(run, labels=config.objective.uses_labels))
-    if start.checkpoint:
-        check_continues(start.checkpoint, run, data)
+    if start.saved:
+        check_continues(start.saved, run, data)
     epoch_steps = len(data.train_loader(config.data.batch_size, Share(loads=False)))
     make_schedule(run, epoch_steps, start.position(run, data, epoch_steps))
     initial = None
@@ -108,21 +108,21 @@ def train(
     """
     config, is_main = run.config, backend.is_main
     parts.done("devices")
-    with FolderLock(
-        run.ckpt_dir, inside=run.log_dir, shared=config.checkpoints.shared_ckpt_dir
-    ) as lock:
+    shared = config.checkpoints.shared_ckpt_dir
+    # ``enter_folder`` locks it.
+    with FolderLock(run.ckpt_dir, inside=run.log_dir, shared=shared) as lock:
         # -- agree: what all processes start from, and where in the data
         exchange.check_alike(run, data)
         enter_folder(run.ckpt_dir, lock, is_main=is_main)
         start, local = confirm_start(planned, run, data, backend)
         notes = [*start.notes, *fetch_history(run, is_main=is_main)]
         bad_images = open_bad_images(run, data, is_main=is_main)
-        notes += set_later_aside(start, run.ckpt_dir, is_main=is_main)  # last: it moves files
         loader = train_loader(data, backend, config.data.batch_size)
         at = start.position(run, data, len(loader))
         schedule, last_step = make_schedule(run, len(loader), at)
         with exchange.failing_together():
-            history = read_history(start.checkpoint, run.ckpt_dir, at.step)
+            history = read_history(start.saved, run.ckpt_dir, at.step)
+        notes += leave_behind(start, local, run, is_main=is_main)  # last: nothing refuses any more
         parts.done("agreed")
 
         # -- what the loop and its hooks share
@@ -147,7 +147,7 @@ def train(
             data.classes,
             config.checkpoints.keep_checkpoints,
             config.checkpoints.max_failed_saves,
-            newest=start.newest,
+            newest=start.continues_from,
             asynchronous=config.checkpoints.async_checkpoint,
             spared=history.best if config.checkpoints.ckpt_best else None,
             order=data.order(),
@@ -233,7 +233,7 @@ def _place_model(
     parts: StartParts,
 ) -> nn.Module:
     """Return the sharded model on the devices, with the values of what is resumed or loaded."""
-    say, backend, saved = session.reports.say, session.backend, start.checkpoint
+    say, backend, saved = session.reports.say, session.backend, start.saved
     initialize = leave_room if saved else None
     say(f"model: {run.model.name}, {run.model.parameter_count:,} parameters")
     if initial and not saved:
@@ -243,7 +243,7 @@ def _place_model(
     model = shard_and_optimize(run, backend, initialize)
     parts.done("model")
     if saved:
-        has_ema = load_state(backend, saved.path, is_part=saved.is_part)
+        has_ema = load_state(backend, saved.path, is_part=start.kind == "local")
         parts.done("loaded")
         if run.config.averages and not has_ema:
             say("note: the checkpoint has no EMA of the weights: it starts with these weights")
@@ -262,7 +262,7 @@ def _describe(run: Run, session: loop.Session, start: Start, at: Position) -> No
     say(devices)
     sizes = [f"{n / 2**20:,.2f} MiB of {_STATE.get(kind, kind)}" for kind, n in state_bytes.items()]
     say(f"state a device: {', '.join(sizes)}")
-    if saved := start.checkpoint:
+    if saved := start.saved:
         say(f"resuming {saved.path} at step {at.step}, epoch {at.epoch + 1}")
         before = saved.arguments.get("batch_size")
         if before != batch_size:
@@ -310,7 +310,7 @@ def _not_finite(run: Run, session: loop.Session, saver: CheckpointSaver, step: i
             if last.exists():
                 aside = choose.set_aside(run.ckpt_dir, [last])
                 what += f", so {last.name} was set aside in {aside}"
-    what = exchange.gather(what)[0]  # all wait for what was moved
+    what = exchange.from_first(what)  # all wait for what was moved
     newest = next(reversed(choose.complete_checkpoints(run.ckpt_dir)), None)
     return not_finite_error(what, newest)
 
@@ -350,6 +350,7 @@ def _end(run: Run, session: loop.Session, saver: CheckpointSaver) -> None:
             f"when they are mended; {again} then resumes {newest}",
             BAD_IMAGES,
         )
+    assert not exit_code  # NOT_FINITE and NOT_SAVED have raised where they were found
     if is_main:
         evaluation, plot = session.reports.last_evaluation, session.reports.plot
         figure = "" if evaluation is None else f"{evaluation}, "

@@ -13,8 +13,8 @@ import sys
 
 import run_vit_training
 from data import image_folder
-from training import evaluate
 from training import step as step_module
+from training.evaluation import evaluate
 from training.processes import stopping
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import run_vit_training
 from tests.stand_ins.megatron_on_cpu import without_cuda
-from training.objectives.objective import dino, mae
+from training.objectives import dino, mae
 
 
 def after(owner, name, also):

@@ -31,7 +31,7 @@ def home(tmp_path, monkeypatch):
 
 def values(*words):
     flags = read_flags(words)
-    return flat(flags.run, *flags.backend_configs)
+    return flat(flags.run, *flags.backend_configs, flags.plan)
 
 
 def test_these_are_flags_of_paths():

@@ -86,13 +86,13 @@ def checkpoint_around(folder: Path) -> Path | None:
 
     It is recognized by DCP's metadata, or by its name in a run's folder: it may be incomplete.
     """
-    each = folder.resolve()
-    while each.name:
-        if (each / checkpoint.METADATA).is_file():
-            return each
-        if _NAME.fullmatch(each.name) and (each.parent / METRICS_FILE).is_file():
-            return each
-        each = each.parent
+    outer = folder.resolve()
+    while outer.name:
+        if (outer / checkpoint.METADATA).is_file():
+            return outer
+        if _NAME.fullmatch(outer.name) and (outer.parent / METRICS_FILE).is_file():
+            return outer
+        outer = outer.parent
     return None
 
 
@@ -136,13 +136,12 @@ def check_folders(checkpoints: CheckpointConfig) -> None:
         check_own(Path(local), "--local_ckpt_dir")
 
 
-def find_checkpoint(
-    checkpoints: CheckpointConfig,
-) -> tuple[SavedRun | None, Candidates]:
+def find_checkpoint(checkpoints: CheckpointConfig) -> tuple[SavedRun | None, Candidates]:
     """Return the checkpoint that the flags name (cases 2 and 3 of ``training/start.py``), and all
     that may replace it.
 
-    If all are damaged, there is none yet where a step of ``--local_ckpt_dir`` may replace them.
+    If all are damaged, but steps of ``--local_ckpt_dir`` count, return no checkpoint and no
+    candidates but the reasons: a local step may still be found.
     """
     folder = folder_at(checkpoints.ckpt_dir)
     try:
@@ -155,7 +154,7 @@ def find_checkpoint(
 
 
 def resumes_newest(checkpoints: CheckpointConfig) -> bool:
-    """Return True if the newest step of ``--ckpt_dir`` is asked for."""
+    """Return True if the newest step of the run is asked for, wherever it is saved."""
     is_auto = checkpoints.resume == "auto" and not checkpoints.resume_epoch
     return is_auto or is_restart(folder_at(checkpoints.ckpt_dir))
 

@@ -70,6 +70,11 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     return [json.loads(text) for text in texts]
 
 
+def from_first(value: Any) -> Any:
+    """Return the JSON value of the first process; all must call it."""
+    return gather(value)[0]
+
+
 def name(number: int | None = None, host: str | None = None) -> str:
     """Return how a message names a process: "process 3 on node1". Without arguments: this one."""
     number = rank() if number is None else number
