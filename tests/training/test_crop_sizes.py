@@ -172,7 +172,7 @@ def test_one_compilation_a_pair(tmp_path):
         ("--crop_sizes 16x8 --objective mae", "requires --objective dino, this is mae"),
         ("--crop_sizes 16x8 --fake_data", "--crop_sizes does nothing with --data_source fake"),
         (
-            "--crop_sizes 16x8 --compile_only --tpu_topology v5e:2x2",
+            "--crop_sizes 16x8 --backend xla --compile_only --tpu_topology v5e:2x2",
             "incompatible with --compile_only",
         ),
     ],
