@@ -590,12 +590,14 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 # -- images listed by a CSV table ------------------------------------------------------
 
 
-def read_labels(file: str, root: str, num_classes: int, splits: Sequence[str]) -> list[FolderIndex]:
-    """Return the files of each of ``splits``, in the table's order; paths are relative to ``root``.
+def read_labels(request: DatasetRequest) -> dict[str, FolderIndex]:
+    """Return the files of each requested split of the table ``--labels``, in its order.
 
     Labels are numbered in the order of their sorted names, those of all splits together. Raises
     DataFolderError for a table that cannot be read or used.
     """
+    file, root = request.config.labels, request.config.data_dir
+    assert file is not None
     rows: dict[str, tuple[str, str]] = {}  # label and split by path
     try:
         with open(file, newline="", encoding="utf-8-sig", opener=files.regular) as stream:
@@ -621,17 +623,16 @@ def read_labels(file: str, root: str, num_classes: int, splits: Sequence[str]) -
         raise DataFolderError(f"--labels {file} cannot be read: {reason_of(error)}") from None
 
     classes = sorted({label for label, _ in rows.values()})
-    if len(classes) > num_classes:
-        raise DataFolderError(f"{file} has {len(classes)} labels, --num_classes is {num_classes}")
+    request.check_classes(len(classes), file)
     number_of = {name: label for label, name in enumerate(classes)}
-    indices = []
-    for wanted in splits:
-        images = {path: label for path, (label, split) in rows.items() if split == wanted}
+    indices = {}
+    for name in request.splits:
+        images = {path: label for path, (label, split) in rows.items() if split == name}
         if not images:
-            raise DataFolderError(f"{file} has no file whose split is {wanted}")
+            raise DataFolderError(f"{file} has no file whose split is {name}")
         paths = Strings.of(images, root)
         labels = np.array([number_of[label] for label in images.values()], np.int32)
-        indices.append(FolderIndex(classes, paths, labels))
+        indices[name] = FolderIndex(classes, paths, labels)
         if not os.path.exists(paths[0]):
             raise DataFolderError(
                 f"{file} names {paths[0]}, which is not there: its paths start at --data_dir"

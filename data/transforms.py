@@ -74,7 +74,7 @@ class ImageSplit(Split):
         """Return the image ``number``, perhaps not decoded yet. Raises BrokenImageError."""
         return open_image(self.read(number))
 
-    def requested(self, request: DatasetRequest) -> Self:
+    def with_request(self, request: DatasetRequest) -> Self:
         part = copy.copy(self)
         Split.__init__(part, request, self.name, self.labels, self.classes, self.left_out)
         part.transform = transforms_of(request)[self.name]

@@ -201,7 +201,7 @@ GOOD = "path,label,split\ntrain/a/00.npy,x,train\nval/a/12.npy,x,val\n"
         (GOOD + "train/a/00.npy,y,val\n", "line 4 of .* names train/a/00.npy again"),
         (GOOD.partition("val/")[0], "has no file whose split is val"),
         (GOOD.replace("00.npy", "99.npy"), "names .*/train/a/99.npy, which is not there"),
-        (GOOD + "".join(f"{n},{n},train\n" for n in range(10)), "has 11 labels, --num_classes is"),
+        (GOOD + "".join(f"{n},{n},train\n" for n in range(10)), "has 11 classes, --num_classes is"),
         (b"path,label,split\n\xff\xfe", "cannot be read: 'utf-8' codec can't decode"),
     ],
 )

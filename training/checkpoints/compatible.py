@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data.config import DataConfig
-from data.files import printable, told_apart
+from data.files import printable
 from data.index import in_order
 from data.source import FILES, DataSource
 from models.config import ModelConfig
@@ -93,12 +93,11 @@ def check_same_classes(
         return
     for label, (there, here) in enumerate(zip_longest(classes, data.classes)):
         if there != here:
-            there, here = told_apart(there or "none", here or "none")
             order = "; give --class_order or --class_map as in training"
             raise UsageError(
                 printable(
                     f"{path} was trained on other classes than those of {data.name}/val: "
-                    f"number {label} is {there} there, {here} here"
+                    f"number {label} is {there or 'none'} there, {here or 'none'} here"
                     f"{order if sorted(classes) == sorted(data.classes) else ''}"
                 )
             )
