@@ -60,7 +60,7 @@ class BucketSplit(Split):
             low, high = (each * width / height for each in request.config.ratio)
             config = replace(request.config, ratio=(low, high))
             of_bucket = replace(request, size=(height, width), config=config)
-            self.in_sizes.append(split.requested(of_bucket))
+            self.in_sizes.append(split.with_request(of_bucket))
 
     def digest(self) -> str:
         return self._split.digest()

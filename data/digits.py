@@ -41,7 +41,7 @@ def open_digits(request: DatasetRequest) -> DataSource:
 
     Raises DataFolderError for a model of fewer classes than ten, and for a missing package.
     """
-    check_classes(request)
+    request.check_classes(len(CLASSES), f"--data_source {request.config.data_source}")
     transforms = transforms_of(request)
     if request.config.data_source == "mnist":
         name, digits = "5,000 digits of MNIST", read_mnist()
@@ -52,14 +52,6 @@ def open_digits(request: DatasetRequest) -> DataSource:
         for split, transform in transforms.items()
     }
     return DataSource(name, splits)
-
-
-def check_classes(request: DatasetRequest) -> None:
-    """Raise DataFolderError if the model has fewer classes than there are digits."""
-    if request.most_classes < len(CLASSES):
-        raise DataFolderError(
-            f"the digits have 10 classes, more than --num_classes {request.num_classes}"
-        )
 
 
 class DigitsSplit(ImageSplit):

@@ -56,8 +56,8 @@ _ENCODING = "utf-8", "surrogateescape"  # file names may hold any byte
 class Strings:
     """Strings in one array of bytes, with a newline between each and the next.
 
-    Loader processes share it. A list of strings would be copied into each of them, page by page:
-    counting the references to a string writes to it.
+    Loader processes share it. A list of strings would be copied into each of them: counting the
+    references to a string writes to it.
     """
 
     content: np.ndarray
@@ -65,7 +65,7 @@ class Strings:
     ends: np.ndarray
     """Where in them each string ends, int64."""
     folder: str = ""
-    """A folder, or a URL, in which the strings are names of files; they are read as whole paths."""
+    """A folder, or a URL, that is put before each string."""
 
     @classmethod
     def of(cls, strings: Iterable[str], folder: str = "") -> Strings:
@@ -123,19 +123,16 @@ def load_or_build(
 ) -> Table:
     """Return the table in the index file ``name``; if it is unusable, build it and save it.
 
-    The file is in ``--index_dir``, or else beside the images, or else, as for URLs and without
-    ``beside``, in the cache folder: in the first of them that can be written to. It is saved for
-    many images (the array ``counted`` has a number for each), for those at a URL, and with
-    ``--index_dir``; but not if the table's info has "settled": False. One process of this host
-    builds it, and the others wait.
+    The file is in ``--index_dir``, or else beside the images (with ``beside``, on disk), or else in
+    the cache folder. It is saved for many images (the array ``counted`` has an entry for each), for
+    those at a URL, and with ``--index_dir``; but not if the table's info has "settled": False. One
+    process of this host builds it, and the others wait.
 
     ``folder``: the folder or URL that is indexed. ``change`` returns what has changed there since a
-    table was built, None if nothing has.
-
-    Raises DataFolderError if ``--index_dir`` cannot be written to.
+    table was built, None if nothing has. Raises DataFolderError if ``--index_dir`` cannot be
+    written to.
     """
     started, root = time.time(), config.data_dir
-    # Where the file may be, the best place first.
     name = f"{name}-of-{config.data_source}"
     where = root if is_url(root) else os.path.abspath(root)
     marked = f"{name}-{xxhash.xxh3_64(where.encode(errors='surrogateescape')).hexdigest()}"
@@ -173,16 +170,14 @@ def load_or_build(
     if table:
         return table
     with contextlib.ExitStack() as stack:
-        # One process after the other, where the system can: NFS cannot lock a folder. That of the
-        # images is locked, so that no file is left behind.
+        # One process after the other. The folder of the images is locked, so that no file is left
+        # behind, or where that is impossible, as at a URL or on NFS, the temporary folder.
         for lockable in (folder, tempfile.gettempdir()):
-            try:
+            with contextlib.suppress(OSError):
                 opened = os.open(lockable, os.O_RDONLY)
                 stack.callback(os.close, opened)
                 fcntl.flock(opened, fcntl.LOCK_EX)
                 break
-            except OSError:
-                continue
         table, _ = load()  # another process may just have built it
         if table:
             return table
@@ -220,8 +215,7 @@ def load_or_build(
 
 
 def _read(path: Path) -> Table:
-    """Return the table in a file, with its arrays mapped. Raises OSError, and ValueError if it is
-    damaged."""
+    """Return the table in a file, its arrays mapped. Raises OSError or, if damaged, ValueError."""
     try:
         with safe_open(path, "pt") as file:  # "numpy" would copy the arrays
             info = files.parse_object((file.metadata() or {})["info"])
@@ -251,9 +245,8 @@ class FolderIndex:
     """The images of one split, in the order of torchvision's ``ImageFolder``."""
 
     classes: list[str] | None
-    """The names of the classes, by label; None for images without labels."""
+    """By label; None for images without labels."""
     paths: Strings
-    """The paths or URLs of the images, in their folder."""
     labels: np.ndarray
     """The label of each path, int32."""
     left_out: Counter[str] = field(default_factory=Counter)
@@ -273,11 +266,8 @@ def check_folder(
     suffixes: tuple[str, ...] = IMG_EXTENSIONS,
     class_map: str | None = None,
 ) -> None:
-    """Refuse an unusable folder, in one line, before its images are listed.
-
-    Raises DataFolderError for a missing or empty split, class folders that differ between the
-    splits or are not in the file ``class_map``, or more classes than ``num_classes``.
-    """
+    """Raise DataFolderError, before images are listed, for a missing or empty split, class folders
+    that differ between the splits or are not in the file ``class_map``, or too many classes."""
     if not root:
         raise DataFolderError("--data_dir is empty: give the folder that holds train/ and val/")
     classes: dict[str, list[str]] = {}
@@ -305,10 +295,7 @@ def in_order(
     folders: list[str], class_order: str | None = None, class_map: str | None = None
 ) -> list[str]:
     """Return the names of class folders, which are sorted, in the order of their labels: that of
-    the file ``class_map``, or else ``class_order``.
-
-    Raises DataFolderError for a file that cannot be read, or lacks one of them.
-    """
+    the file ``class_map``, or else ``class_order``. Raises DataFolderError for an unusable file."""
     if class_map is None:
         if class_order != "natural":
             return folders
@@ -336,11 +323,8 @@ def in_order(
 
 
 def folder_of_images(root: str, split: str) -> str:
-    """Return the folder of a split's images that have no labels: they are anywhere below it.
-
-    It is the one with the split's name or, without folders of train and val, the root itself, whose
-    images are all for training. Raises MissingSplitError if there is none.
-    """
+    """Return the folder below which the images of a split without labels are: the one of its name
+    or, without train/ and val/, for training the root. Raises MissingSplitError without one."""
     if not root:
         raise DataFolderError("--data_dir is empty: give the folder that holds the images")
     existing = {name for name in SPLITS if class_folders(root, name) is not None}
@@ -357,10 +341,7 @@ def folder_of_images(root: str, split: str) -> str:
 
 
 def class_folders(root: str, split: str) -> list[str] | None:
-    """Return the names of a split's class folders, sorted; None if there is no such folder.
-
-    Raises DataFolderError for a folder or URL that cannot be listed.
-    """
+    """Return the names of a split's class folders, sorted; None if there is no such folder."""
     path = os.path.join(root, split)
     if is_url(root):
         return files.subfolders(path)
@@ -373,9 +354,7 @@ def index_folders(
     request: DatasetRequest, suffixes: tuple[str, ...] = IMG_EXTENSIONS
 ) -> dict[str, FolderIndex]:
     """Return the images of each requested split of ``--data_dir``, whose names end in ``suffixes``.
-
-    Raises DataFolderError, see ``check_folder`` and ``cached_split``.
-    """
+    Raises DataFolderError."""
     config = request.config
     if request.labels:
         check_folder(
@@ -395,10 +374,8 @@ def cached_split(
 ) -> FolderIndex:
     """Return what ``index_split`` returns, read from an index file if the split has not changed.
 
-    A split on disk has changed if a folder has another modification time than when it was listed,
-    as it has when a file is added, removed or renamed in it; one at a URL, if it has other class
-    folders. Raises DataFolderError, see ``index_split``, ``folder_of_images`` and
-    ``load_or_build``.
+    A split on disk has changed if a folder has another modification time than when it was listed;
+    one at a URL, if it has other class folders. Raises DataFolderError.
     """
     root = config.data_dir
     top = os.path.join(root, split) if labels else folder_of_images(root, split)
@@ -456,22 +433,16 @@ def index_split(
 ) -> FolderIndex:
     """Find the images of the split in ``top``, a folder or URL, in one walk.
 
-    They are in class folders and any folder below them; without ``labels`` in ``top`` and any
-    folder below it, and have label 0. The names of images end in one of ``suffixes``, in small or
-    capital letters. Links to folders are followed. Raises DataFolderError for a folder that cannot
-    be read, for a class, or a folder, without images, and where a link makes the same images count
-    twice.
+    They are anywhere below class folders; without ``labels`` anywhere below ``top``, with label 0.
+    Their names end in one of ``suffixes``, in small or capital letters. Links to folders are
+    followed. Raises DataFolderError for a folder that cannot be read, for a class without images,
+    and where a link makes the same images count twice.
     """
     left_out, walked = Counter[str](), dict[str, str]()
     classes, image_labels, empty = [], array("i"), []
 
     def images() -> Iterator[str]:
-        listed: Iterable[tuple[str, _Files]] = (
-            _list_url(top, left_out, labels)
-            if is_url(top)
-            else _list_folder(top, left_out, walked, labels)
-        )
-        for label, (name, class_files) in enumerate(listed):
+        for label, (name, class_files) in enumerate(_list_classes(top, left_out, walked, labels)):
             classes.append(name)
             before = len(image_labels)
             for folder, file in sorted(class_files):
@@ -501,26 +472,24 @@ _Files = list[tuple[str, str]]
 """Files below a split's folder: the folder of each in there, "" for that itself, and its name."""
 
 
-def _list_url(top: str, left_out: Counter[str], labels: bool) -> list[tuple[str, _Files]]:
-    """Return the files of each class at a URL, as ``_list_folder`` does for a folder."""
-    classes: dict[str, _Files] = {}
-    for path in files.find_files(top, left_out):
-        folder, _, name = path.rpartition("/")
-        if labels and not folder:
-            left_out["in no class folder"] += 1
-            continue
-        label = folder.partition("/")[0] if labels else ""
-        classes.setdefault(label, []).append((folder, name))
-    return sorted(classes.items())
-
-
-def _list_folder(
+def _list_classes(
     top: str, left_out: Counter[str], walked: dict[str, str], labels: bool
 ) -> Iterator[tuple[str, _Files]]:
-    """Yield the name of each class in a folder and its files; without ``labels`` one class of all.
-
-    Adds each folder listed to ``walked``, by its real path.
+    """Yield the name of each class in a folder or at a URL, and its files; without ``labels`` one
+    class of all. Each folder of this machine that is listed is put in ``walked``, by its real path.
     """
+    if is_url(top):
+        by_class: dict[str, _Files] = {}
+        for path in files.find_files(top, left_out):
+            folder, _, name = path.rpartition("/")
+            if labels and not folder:
+                left_out["in no class folder"] += 1
+                continue
+            by_class.setdefault(folder.partition("/")[0] if labels else "", []).append(
+                (folder, name)
+            )
+        yield from sorted(by_class.items())
+        return
     if not labels:
         yield "", _walk(top, "", left_out, walked)
         return
@@ -556,27 +525,27 @@ def _walk(path: str, below: str, left_out: Counter[str], walked: dict[str, str])
             "remove one"
         )
     walked[real] = path
-    found = []
+    names = []
     for entry in _scan(path, left_out):
         if _is_folder(entry):
             inside = f"{below}/{entry.name}" if below else entry.name
-            found += _walk(entry.path, inside, left_out, walked)
+            names += _walk(entry.path, inside, left_out, walked)
         elif entry.is_symlink() or entry.is_file():  # a link is checked when it is read
-            found.append((below, entry.name))
+            names.append((below, entry.name))
         else:  # reading a pipe would wait for ever
             left_out["no file"] += 1
-    return found
+    return names
 
 
 def _scan(path: str, left_out: Counter[str]) -> list[os.DirEntry[str]]:
     """Return a folder's entries, sorted by name; hidden ones are counted in ``left_out``."""
     try:
-        with os.scandir(path) as entries:
-            found = sorted(entries, key=lambda entry: entry.name)
+        with os.scandir(path) as scanned:
+            entries = sorted(scanned, key=lambda entry: entry.name)
     except OSError as error:
         raise DataFolderError(f"{path} cannot be read: {error.strerror}") from None
-    visible = [entry for entry in found if not files.is_hidden(entry.name)]
-    left_out.update(["hidden"] * (len(found) - len(visible)))
+    visible = [entry for entry in entries if not files.is_hidden(entry.name)]
+    left_out.update(["hidden"] * (len(entries) - len(visible)))
     return visible
 
 
@@ -590,12 +559,14 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 # -- images listed by a CSV table ------------------------------------------------------
 
 
-def read_labels(file: str, root: str, num_classes: int, splits: Sequence[str]) -> list[FolderIndex]:
-    """Return the files of each of ``splits``, in the table's order; paths are relative to ``root``.
+def read_labels(request: DatasetRequest) -> dict[str, FolderIndex]:
+    """Return the files of each requested split of the table ``--labels``, in its order.
 
     Labels are numbered in the order of their sorted names, those of all splits together. Raises
     DataFolderError for a table that cannot be read or used.
     """
+    file, root = request.config.labels, request.config.data_dir
+    assert file is not None
     rows: dict[str, tuple[str, str]] = {}  # label and split by path
     try:
         with open(file, newline="", encoding="utf-8-sig", opener=files.regular) as stream:
@@ -621,17 +592,16 @@ def read_labels(file: str, root: str, num_classes: int, splits: Sequence[str]) -
         raise DataFolderError(f"--labels {file} cannot be read: {reason_of(error)}") from None
 
     classes = sorted({label for label, _ in rows.values()})
-    if len(classes) > num_classes:
-        raise DataFolderError(f"{file} has {len(classes)} labels, --num_classes is {num_classes}")
+    request.check_classes(len(classes), file)
     number_of = {name: label for label, name in enumerate(classes)}
-    indices = []
-    for wanted in splits:
-        images = {path: label for path, (label, split) in rows.items() if split == wanted}
+    indices = {}
+    for name in request.splits:
+        images = {path: label for path, (label, split) in rows.items() if split == name}
         if not images:
-            raise DataFolderError(f"{file} has no file whose split is {wanted}")
+            raise DataFolderError(f"{file} has no file whose split is {name}")
         paths = Strings.of(images, root)
         labels = np.array([number_of[label] for label in images.values()], np.int32)
-        indices.append(FolderIndex(classes, paths, labels))
+        indices[name] = FolderIndex(classes, paths, labels)
         if not os.path.exists(paths[0]):
             raise DataFolderError(
                 f"{file} names {paths[0]}, which is not there: its paths start at --data_dir"

@@ -9,7 +9,6 @@
 
 import contextlib
 import errno
-import functools
 import gc
 import itertools
 import mmap
@@ -20,7 +19,6 @@ import random
 import signal
 import socket
 import sys
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -228,16 +226,14 @@ class BatchLoader(Protocol):
 
     prefetch_depth: int
     """How many batches to load ahead of the step; 0 for a source that must not run beside it."""
+    workers: int
+    """How many loader processes read for this process."""
 
     def __len__(self) -> int:
         """Return how many global batches an epoch has."""
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
         """Yield the batches of the epoch numbered ``epoch`` from ``first_batch`` on."""
-
-    @property
-    def workers(self) -> int:
-        """Return how many loader processes read for this process."""
 
     def bad_images(self) -> list[BadImage]:
         """Return the unreadable images found in this process's share since the last call."""
@@ -272,7 +268,7 @@ _MAX_RESTARTS = 3
 """How often lost processes are replaced without a batch in between."""
 
 
-def workers_of_host(processes: int) -> int:
+def default_workers(processes: int) -> int:
     """Return how many loader processes each of the training ``processes`` of a host should have.
 
     One for each core that this process may use, less one for each training process.
@@ -312,12 +308,11 @@ class DatasetLoader:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             forkserver.ensure_running()
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        send: Callable[[Any], Any] = _Sent if self.workers else lambda part: part
         return DataLoader(
-            _Loaded(self._dataset),
+            _PartDataset(self._dataset),
             sampler=self._parts,
             batch_size=None,  # the sampler yields parts of batches
-            collate_fn=send,
+            collate_fn=_Sent if self.workers else lambda part: part,
             num_workers=self.workers,
             persistent_workers=self.workers > 0,
             worker_init_fn=_start_worker,
@@ -366,7 +361,8 @@ class DatasetLoader:
 
 
 _Part = tuple[Batch, list[BadImage]] | DataFolderError
-"""A part of a batch, with the unreadable images among it, or why it cannot be loaded."""
+"""A part of a batch, with the unreadable images among it, or why it cannot be loaded: raised in a
+loader process, the message would be wrapped in a traceback."""
 
 
 @dataclass
@@ -383,12 +379,8 @@ class _Parts(Sampler[list[Key]]):
 
 
 @dataclass
-class _Loaded(Dataset):
-    """Reads parts of batches of a dataset of ``Sample``, with the unreadable images among them.
-
-    A DataFolderError is returned in place of a part: raised in a loader process, its message would
-    be wrapped in a traceback.
-    """
+class _PartDataset(Dataset):
+    """Reads parts of batches of a dataset of ``Sample``."""
 
     samples: Dataset
 
@@ -402,10 +394,8 @@ class _Loaded(Dataset):
 
 @dataclass
 class _Sent:
-    """What a loader process sends to its parent, which receives ``part`` itself.
-
-    If it cannot be sent, the parent receives the reason: a queue's thread would print it and drop
-    the part, and the parent would wait for it forever.
+    """What a loader process sends to its parent, which receives ``part`` itself, or the reason if
+    it cannot be sent: a queue's thread would print that, and the parent would wait forever.
 
     The images are in anonymous memory, and the parent receives its open file. PyTorch would put
     them in /dev/shm, which is small in containers (64 MB in Docker's), and a process that writes to
@@ -425,10 +415,10 @@ class _Sent:
                 file = DupFd(memory.fileno())
         except Exception as error:  # noqa: BLE001 - sent to the parent, whatever it is
             return DataFolderError, _cannot_hand_over(error).args
-        return _received, (file, images.shape, images.dtype, labels.numpy(), bad)
+        return _receive, (file, images.shape, images.dtype, labels.numpy(), bad)
 
 
-def _received(
+def _receive(
     file: Any, shape: tuple[int, ...], dtype: torch.dtype, labels: np.ndarray, bad: list[BadImage]
 ) -> _Part:
     with open(file.detach(), "rb+") as opened:
@@ -449,42 +439,22 @@ def _cannot_hand_over(error: Exception) -> DataFolderError:
     )
 
 
-_SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
-"""Where sockets may be if the temporary folder has a long path: at most 107 bytes on Linux."""
-
-
-@functools.cache
 def prepare_sockets() -> None:
-    """Choose the folder for the sockets by which the loader processes of this process, and of those
-    that it starts, hand over images.
+    """Create the folder for the sockets by which the loader processes of this process, and of those
+    that it starts, hand over images; multiprocessing removes it when this process ends.
 
-    multiprocessing creates it, for this user alone, and removes it at the end of this process.
-    Raises DataFolderError if no folder can be used.
+    Raises DataFolderError if there can be no sockets: their paths have at most 107 bytes on Linux.
     """
-    folders = [*_SHORT_FOLDERS]
-    with contextlib.suppress(OSError):  # there may be no temporary folder at all
-        folders.insert(0, tempfile.gettempdir())
-    reasons = []
-    for folder in folders:
-        try:
-            with (
-                tempfile.TemporaryDirectory(prefix="pymp-", dir=folder) as trial,
-                socket.socket(socket.AF_UNIX) as listener,
-            ):
-                listener.bind(f"{trial}/listener-12345678")  # as long as multiprocessing's names
-        except OSError as error:
-            reasons.append(f"{folder}: {reason_of(error)}")
-            continue
-        before, tempfile.tempdir = tempfile.tempdir, folder
-        try:
-            get_temp_dir()
-        finally:
-            tempfile.tempdir = before
-        return
-    raise DataFolderError(
-        f"loader processes need a folder for sockets, and there is none ({'; '.join(reasons)}): "
-        "set TMPDIR to a folder of yours with a short path, or use --num_workers 0"
-    )
+    try:
+        path = f"{get_temp_dir()}/listener-12345678"  # as long as multiprocessing's names
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path)
+        os.unlink(path)
+    except OSError as error:
+        raise DataFolderError(
+            f"loader processes need a folder for sockets ({reason_of(error)}): set TMPDIR to a "
+            "folder of yours with a short path, or use --num_workers 0"
+        ) from None
 
 
 def _start_worker(_worker_id: int) -> None:
@@ -550,23 +520,20 @@ def prefetch(
     ready: queue.Queue = queue.Queue(maxsize=depth)
     stop = threading.Event()
 
-    def offer(item: Any) -> None:
+    def work() -> None:
+        source = itertools.chain(put_batches(), [_END])
         while not stop.is_set():
             try:
-                return ready.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-
-    def work() -> None:
-        try:
-            for item in put_batches():
-                offer(item)
-                if stop.is_set():
-                    return
-            offer(_END)
-        except BaseException as error:  # noqa: BLE001 - handed to the consumer, whatever it is
-            failed(error)
-            offer(error)
+                item = next(source)
+            except BaseException as error:  # noqa: BLE001 - handed to the consumer, whatever it is
+                failed(error)
+                item = error
+            while not stop.is_set():
+                with contextlib.suppress(queue.Full):
+                    ready.put(item, timeout=0.1)
+                    break
+            if item is _END or isinstance(item, BaseException):
+                return
 
     thread = threading.Thread(target=work, name="prefetch", daemon=True)
     thread.start()

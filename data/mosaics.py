@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import xxhash
 
-from data.digits import CLASSES, SIZE, check_classes, read_digits
+from data.digits import CLASSES, SIZE, read_digits
 from data.files import DataFolderError
 from data.source import DatasetRequest, DataSource, Split
 
@@ -30,7 +30,7 @@ def open_mosaics(request: DatasetRequest) -> DataSource:
 
     Raises DataFolderError for a model of fewer classes, or whose size is not made of cells.
     """
-    check_classes(request)
+    request.check_classes(len(CLASSES), f"--data_source {request.config.data_source}")
     if any(side % SIZE for side in request.size):
         raise DataFolderError(
             f"mosaics are made of digits of {SIZE} x {SIZE} pixels, and the model takes "

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from config_fields import local_path, path_or_url
+from config_fields import local_path, path_or_url, positive
 from data.files import DataFolderError, MissingSplitError, is_url, printable, reason_of, regular
 from data.index import SPLITS, check_folder, folder_of_images, index_split
 
@@ -111,16 +111,10 @@ def _write(job: _Job) -> int:
 def _size(text: str) -> int:
     """Read a number of bytes such as 256MB, as an argparse type."""
     units = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
-    found = re.fullmatch(r"(\d+)(KB|MB|GB)", text, re.IGNORECASE | re.ASCII)
-    if not found or not int(found[1]):
+    match = re.fullmatch(r"(\d+)(KB|MB|GB)", text, re.IGNORECASE | re.ASCII)
+    if not match or not int(match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 256MB or 1GB")
-    return int(found[1]) * units[found[2].upper()]
-
-
-def _workers(text: str) -> int:
-    if not re.fullmatch(r"\d{1,4}", text, re.ASCII) or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes")
-    return int(text)
+    return int(match[1]) * units[match[2].upper()]
 
 
 def main() -> None:
@@ -135,7 +129,7 @@ def main() -> None:
         "--shard_size", type=_size, default="256MB", help="largest size of a shard (default: 256MB)"
     )
     parser.add_argument(
-        "--workers", type=_workers, default="4", help="number of processes that write (default: 4)"
+        "--workers", type=positive, default=4, help="number of processes that write (default: 4)"
     )
     parser.add_argument(
         "--without_labels",

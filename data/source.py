@@ -72,11 +72,6 @@ class CropLayout:
     request: CropRequest
 
     @property
-    def gram_size(self) -> tuple[int, int]:
-        """Return the height and width of a crop of the Gram teacher."""
-        return self.request.of_gram(self.shape[1:])
-
-    @property
     def gram_number(self) -> int:
         """Return how many crops of its own the Gram teacher has of an image."""
         return GLOBALS if self.request.gram_factor > 1 else 0
@@ -88,7 +83,7 @@ class CropLayout:
         how, channels = self.request, self.shape[0]
         return [
             (GLOBALS, *self.shape),
-            (self.gram_number, channels, *self.gram_size),
+            (self.gram_number, channels, *how.of_gram(self.shape[1:])),
             (how.local_number, channels, *how.local_size),
             (math.prod(how.grid),),
         ]
@@ -98,28 +93,17 @@ class CropLayout:
         """Return how many bytes a packed image has."""
         return sum(map(math.prod, self._parts))
 
-    def pack(
-        self,
-        globals_: torch.Tensor,
-        grams: torch.Tensor,
-        locals_: torch.Tensor,
-        mask: torch.Tensor,
-    ) -> torch.Tensor:
+    def pack(self, *parts: torch.Tensor) -> torch.Tensor:
         """Return (length,) uint8 of one image: its global crops (2, channels, height, width), the
-        Gram teacher's (2 or 0) and the local crops (L), each as high and wide as its kind, all
-        uint8, and the mask (patches,), bool."""
-        parts = globals_, grams, locals_, mask.to(torch.uint8)
-        return torch.cat([part.flatten() for part in parts])
+        Gram teacher's (2 or 0) and the local crops (L), uint8, and the mask (patches,), bool."""
+        return torch.cat([part.to(torch.uint8).flatten() for part in parts])
 
     def unpack(
         self, packed: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the global crops (2, images, channels, height, width), the Gram teacher's (2 or 0)
         and the local crops (L), all uint8, and the mask (images, patches), bool, of packed images
-        (images, length).
-
-        Slices and reshapes alone: so this can be a part of a step on any device, sharded along the
-        images.
+        (images, length). Slices and reshapes alone: it can be a part of a step on any device.
         """
         pieces = packed.split([math.prod(part) for part in self._parts], 1)
         *crops, mask = (
@@ -183,16 +167,10 @@ class DatasetRequest:
         """Return the names of the splits that are needed."""
         return ("train", "val") if self.with_train else ("val",)
 
-    @property
-    def most_classes(self) -> int:
-        """Return how many classes the images may have: any number without labels."""
-        return self.num_classes if self.labels else ANY_CLASSES
-
     def find_splits(self, find: Callable[[str], Result]) -> dict[str, Result]:
-        """Return what ``find`` returns for the name of each split that is needed, by these names.
+        """Return what ``find`` returns for each split that is needed, by its name.
 
-        ``find`` raises MissingSplitError if there is nothing of a split: it is left out if it may
-        be missing.
+        Where ``find`` raises MissingSplitError the split is left out, if it may be missing.
         """
         results = {}
         for name in self.splits:
@@ -205,7 +183,7 @@ class DatasetRequest:
 
     def check_classes(self, count: int, where: str) -> None:
         """Raise DataFolderError if ``where`` has more classes than the model."""
-        if count > self.most_classes:
+        if self.labels and count > self.num_classes:
             raise DataFolderError(
                 f"{where} has {count} classes, --num_classes is {self.num_classes}"
             )
@@ -265,9 +243,8 @@ class Split(Dataset):
         classes: list[str] | None = None,
         left_out: Counter[str] | None = None,
     ) -> None:
-        """``labels``: of the images, in order; an array where there may be millions. ``classes``:
-        their names by label, if there are any. ``left_out``: how many files are not images, by
-        extension."""
+        """``labels``: of the images, in order. ``classes``: their names by label, if there are any.
+        ``left_out``: how many files are not images, by extension."""
         if not request.labels:
             labels, classes = np.broadcast_to(np.int32(0), len(labels)), None
         self.request, self.name, self.labels, self.classes = request, name, labels, classes
@@ -292,8 +269,7 @@ class Split(Dataset):
     def make(self, number: int, epoch: int, index: int) -> torch.Tensor:
         """Return the image ``number``, as the model sees it, in place of ``index``.
 
-        Random draws depend on the seed, the epoch and ``index`` alone: not on the process that
-        loads it, nor on where a run was resumed. Raises BrokenImageError.
+        Random draws depend on the seed, the epoch and ``index`` alone. Raises BrokenImageError.
         """
         raise NotImplementedError
 
@@ -337,7 +313,7 @@ class Split(Dataset):
         part.gives_numbers = True
         return part
 
-    def requested(self, request: DatasetRequest) -> Self:
+    def with_request(self, request: DatasetRequest) -> Self:
         """Return the same images as another request has them; of photographs alone."""
         raise NotImplementedError
 
@@ -357,7 +333,7 @@ class Split(Dataset):
             dataset.shape = share.shape_of(batch_size, self.shape)[1:]
         pairs = self.request.of_pairs if self.is_train else []
         if pairs:
-            dataset.in_sizes = [self.requested(pair) for pair in pairs]
+            dataset.in_sizes = [self.with_request(pair) for pair in pairs]
         sampler = self.sampler(
             batch_size,
             shuffle=self.is_train,
@@ -372,7 +348,7 @@ class Split(Dataset):
             return loader.ConstantLoader(len(sampler), (images, torch.zeros(0, dtype=torch.int64)))
         workers = config.num_workers
         if workers is None:
-            workers = loader.workers_of_host(share.of_host)
+            workers = loader.default_workers(share.of_host)
         if not self.is_train:
             workers = min(workers, len(sampler))
         return loader.DatasetLoader(dataset, sampler, workers)
@@ -395,8 +371,7 @@ class Split(Dataset):
         return loader.DatasetLoader(self, sampler, 0)
 
     def facts(self) -> dict[str, Any]:
-        """Return what the images are and, beside flags, their order, under names for a person to
-        read."""
+        """Return what the images are and, beside flags, their order, by names for a reader."""
         is_train = self.name == "train"
         kind = "training" if is_train else "validation"
         labels = np.ascontiguousarray(self.labels, np.int64).data
@@ -425,10 +400,7 @@ def substitute(seed: int, epoch: int, index: int, attempt: int, length: int) -> 
 
 
 class DataSource:
-    """Images for training and validation, found but not loaded: one or two splits.
-
-    It is opened before any device starts. Loader processes read it.
-    """
+    """Images for training and validation, found but not loaded: one or two splits."""
 
     def __init__(self, name: str, splits: Mapping[str, Split], remark: str = "") -> None:
         """``splits``: those of the request, by name; without labels "val" may be missing.

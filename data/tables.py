@@ -103,13 +103,16 @@ def choose_columns(
             several = f"several columns of images ({', '.join(images)})"
             what = several if images else "no column of images"
             raise DataFolderError(f"{where} has {what}: {how} (it has {names})")
-        by_name, strings = _for_labels(numbers), _for_labels(of_type["string"])
-        found = by_name if len(by_name) == 1 else of_type["ClassLabel"] or strings
-        if labels and len(found) != 1:
+        by_name, strings = (
+            [name for name in columns if name in ("label", "labels")]
+            for columns in (numbers, of_type["string"])
+        )
+        candidates = by_name if len(by_name) == 1 else of_type["ClassLabel"] or strings
+        if labels and len(candidates) != 1:
             raise DataFolderError(
                 f"{where}: which column holds the labels is unclear; {how} (it has {names})"
             )
-        image, label = images[0], found[0] if labels else None
+        image, label = images[0], candidates[0] if labels else None
     if not labels:
         label = None
     chosen = [(image, images, "images")]
@@ -122,10 +125,6 @@ def choose_columns(
             raise DataFolderError(f"{where}: the column {name} does not hold {kind}; {how}")
     classes = features[label].get("names") if label is not None else None
     return Columns(image, label, [str(name) for name in classes] if classes else None)
-
-
-def _for_labels(columns: Sequence[str]) -> list[str]:
-    return [name for name in columns if name in ("label", "labels")]
 
 
 _Labels = tuple[np.ndarray, list[str] | None]
@@ -190,11 +189,8 @@ class TableSplit(ImageSplit):
         if names is not None:
             columns = replace(columns, classes=names)
         super().__init__(request, name, transform, labels, columns.classes)
-        self.columns, count = columns, request.most_classes
-        if columns.classes is not None and len(columns.classes) > count:
-            raise DataFolderError(
-                f"{where} has {len(columns.classes)} classes, --num_classes is {count}"
-            )
+        self.columns, count = columns, request.num_classes
+        request.check_classes(len(columns.classes or ()), where)
         if not len(labels):
             raise DataFolderError(f"{where} has no rows")
         for label in (labels.min(), labels.max()):
@@ -210,12 +206,12 @@ class TableSplit(ImageSplit):
 
     def read(self, number: int) -> bytes:
         try:
-            found = self.stored(number)
+            encoded = self.stored(number)
         except Exception as error:  # what pyarrow and file systems raise
             raise BrokenImageError(reason_of(error)) from error
-        if found is None:
+        if encoded is None:
             raise BrokenImageError(f"the column {self.columns.image} has no bytes in this row")
-        return found
+        return encoded
 
 
 def _source(root: str, splits: Mapping[str, TableSplit]) -> DataSource:
@@ -250,17 +246,14 @@ class ParquetSplit(TableSplit):
         self._paths = split_files(config.data_dir, _SPLITS[name])
         with ThreadPoolExecutor(16) as pool:  # each waits, a tenth of a second if it is far away
             index = functools.partial(_index, given=config.columns, labels=request.labels)
-            found = list(pool.map(index, self._paths))
-        self._metadata = [metadata for metadata, *_ in found]
-        columns = found[0][1]
-        for path, (_, others, _) in zip(self._paths, found, strict=True):
-            if others != columns:
+            self._metadata, columns, labels = zip(*pool.map(index, self._paths), strict=True)
+        for path, others in zip(self._paths, columns, strict=True):
+            if others != columns[0]:
                 raise DataFolderError(
                     f"the columns or the names of the classes of {self._paths[0]} and {path} differ"
                 )
-        labels = [labels for *_, labels in found]
         where = f"{config.data_dir} ({_SPLITS[name][0]})"
-        super().__init__(request, name, transform, columns, labels, where)
+        super().__init__(request, name, transform, columns[0], labels, where)
 
         self._groups = [
             (file, group)
@@ -280,13 +273,13 @@ class ParquetSplit(TableSplit):
         return RunSampler(self.groups, self._run_length, batch_size, **how)
 
     def facts(self) -> dict[str, Any]:
-        own = {"--images_per_read": self._run_length} if self.name == "train" else {}
-        return super().facts() | own
+        order = {"--images_per_read": self._run_length} if self.name == "train" else {}
+        return super().facts() | order
 
     def name_of(self, number: int) -> str:
         """Return the file of a row, and the row's number in it, from 0 on."""
         file, _ = self._groups[np.searchsorted(self._ends, number, side="right")]
-        before = sum(each.num_rows for each in self._metadata[:file])
+        before = sum(metadata.num_rows for metadata in self._metadata[:file])
         return f"{self._paths[file]} row {number - before}"
 
     def stored(self, number: int) -> bytes | None:
@@ -306,8 +299,10 @@ class ParquetSplit(TableSplit):
             with _open(path, self._metadata[file]) as opened:
                 is_struct = pa.types.is_struct(opened.schema_arrow.field(name).type)
                 leaf = f"{name}.bytes" if is_struct else name
-                found = opened.read_row_group(group, [leaf], use_threads=False).column(0)
-            chunks = [each.field("bytes") for each in found.chunks] if is_struct else found.chunks
+                column = opened.read_row_group(group, [leaf], use_threads=False).column(0)
+            chunks = column.chunks
+            if is_struct:
+                chunks = [chunk.field("bytes") for chunk in chunks]
             return pa.chunked_array(chunks, chunks[0].type)
 
         return files.with_retries(path, read)
@@ -316,9 +311,9 @@ class ParquetSplit(TableSplit):
         """Return a checksum of the rows' labels and of the sizes of the row groups' columns."""
         digest = xxhash.xxh3_64(np.asarray(self.labels).tobytes())
         for file, group in self._groups:
-            found = self._metadata[file].row_group(group)
-            sizes = [found.column(i).total_uncompressed_size for i in range(found.num_columns)]
-            digest.update(np.array([found.num_rows, *sizes]).tobytes())
+            rows = self._metadata[file].row_group(group)
+            sizes = [rows.column(i).total_uncompressed_size for i in range(rows.num_columns)]
+            digest.update(np.array([rows.num_rows, *sizes]).tobytes())
         return digest.hexdigest()
 
 
@@ -328,13 +323,12 @@ def split_files(root: str, names: Sequence[str]) -> list[str]:
 
     Raises DataFolderError if there is none.
     """
-    found = sorted(path for path in files.find_files(root) if path.endswith(".parquet"))
+    paths = sorted(path for path in files.find_files(root) if path.endswith(".parquet"))
     for name in names:
         is_of_split = re.compile(rf"(^|[/._-]){name}([/._-]|$)")
-        chosen = [path for path in found if is_of_split.search(path)]
-        if chosen:
+        if chosen := [path for path in paths if is_of_split.search(path)]:
             return [f"{root.rstrip('/')}/{path}" for path in chosen]
-    what = f"no {' or '.join(f'{name}-*.parquet' for name in names)}" if found else "no .parquet"
+    what = f"no {' or '.join(f'{name}-*.parquet' for name in names)}" if paths else "no .parquet"
     raise MissingSplitError(
         f"{root} holds {what} files: --data_dir requires train-*.parquet and validation-*.parquet, "
         "or folders of these names"
@@ -354,8 +348,8 @@ def _index(
             columns = choose_columns(_features(file.schema_arrow), given, path, labels=labels)
             if columns.label is None:
                 return file.metadata, columns, (np.zeros(file.metadata.num_rows, np.int64), None)
-            found = file.read([columns.label], use_threads=False).column(0)
-            return file.metadata, columns, _labels(found, columns.label, path)
+            column = file.read([columns.label], use_threads=False).column(0)
+            return file.metadata, columns, _labels(column, columns.label, path)
 
     try:
         return files.with_retries(path, read)
@@ -381,17 +375,17 @@ def _features(schema: pa.Schema) -> dict[str, Any]:
     """
     written = (schema.metadata or {}).get(b"huggingface")
     features = json.loads(written).get("info", {}).get("features", {}) if written else {}
-    found: dict[str, Any] = {}
+    by_column: dict[str, Any] = {}
     for field in schema:
         kind = field.type
         is_struct = pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0
         if features.get(field.name, {}).get("_type") == "ClassLabel":
-            found[field.name] = features[field.name]
+            by_column[field.name] = features[field.name]
         elif is_struct or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-            found[field.name] = {"_type": "Image"}
+            by_column[field.name] = {"_type": "Image"}
         else:
-            found[field.name] = {"_type": "Value", "dtype": str(kind)}
-    return found
+            by_column[field.name] = {"_type": "Value", "dtype": str(kind)}
+    return by_column
 
 
 # -- Hugging Face's datasets -----------------------------------------------------------
@@ -413,30 +407,27 @@ def open_huggingface(request: DatasetRequest) -> DataSource:
             "datasets"
         )
     try:
-        for folder, _, names in os.walk(root):
-            for name in names:
-                os.close(files.regular(os.path.join(folder, name), os.O_RDONLY))
         datasets.disable_progress_bars()
-        found = datasets.load_from_disk(root)
+        saved = datasets.load_from_disk(root)
     except Exception as error:  # it raises what it likes
         raise DataFolderError(
             f"{root} is not a folder that datasets.DatasetDict.save_to_disk wrote "
             f"({reason_of(error)})"
         ) from error
-    if not isinstance(found, datasets.DatasetDict):
+    if not isinstance(saved, datasets.DatasetDict):
         raise DataFolderError(
             f"{root} holds a single data set: --data_dir requires a DatasetDict with train and "
             "validation"
         )
 
     def find(split: str) -> HuggingFaceSplit:
-        there = next((name for name in _SPLITS[split] if name in found), None)
-        if there is None:
+        saved_name = next((name for name in _SPLITS[split] if name in saved), None)
+        if saved_name is None:
             raise MissingSplitError(
-                f"{root} has no split {' or '.join(_SPLITS[split])}: it has {', '.join(found)}"
+                f"{root} has no split {' or '.join(_SPLITS[split])}: it has {', '.join(saved)}"
             )
-        where = os.path.join(root, there)
-        return HuggingFaceSplit(request, split, transforms[split], found[there], where)
+        where = os.path.join(root, saved_name)
+        return HuggingFaceSplit(request, split, transforms[split], saved[saved_name], where)
 
     return _source(root, request.find_splits(find))
 

@@ -15,11 +15,9 @@ import itertools
 import logging
 import math
 import os
-import struct
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,11 +46,7 @@ def open_volumes(request: DatasetRequest) -> DataSource:
             f"--data_dir {root}: --data_source volumes reads parts of files, which have "
             "to be on a disk of this host"
         )
-    if config.labels is None:
-        indices = index_folders(request, SUFFIXES)
-    else:
-        listed = read_labels(config.labels, root, request.most_classes, request.splits)
-        indices = dict(zip(request.splits, listed, strict=True))
+    indices = index_folders(request, SUFFIXES) if config.labels is None else read_labels(request)
     for index in indices.values():
         check_packages(index.paths)
     splits = {name: VolumesSplit(request, name, index) for name, index in indices.items()}
@@ -105,8 +99,13 @@ class VolumesSplit(Split):
                 )
             # Draw the crop, and choose this process's rows of it.
             starts, flip = [margin // 2 for margin in margins], False
+
+            def draw(margins: list[int]) -> tuple[list[int], bool]:
+                starts = [int(torch.randint(margin + 1, ())) for margin in margins]
+                return starts, bool(torch.rand(()) < self.request.config.hflip)
+
             if self.is_train:
-                starts, flip = seeded(self._crop, margins, self.seed, epoch, index)
+                starts, flip = seeded(draw, margins, self.seed, epoch, index)
             window = [slice(start, start + n) for start, n in zip(starts, self._size, strict=True)]
             window[0] = slice(starts[0] + self.rows.start, starts[0] + self.rows.stop)
             if channel_axis is not None:
@@ -129,11 +128,6 @@ class VolumesSplit(Split):
         if flip:
             image = image.flip(-1)
         return (image - self._mean) / self._std
-
-    def _crop(self, margins: list[int]) -> tuple[list[int], bool]:
-        """Draw where the crop of an array starts, and whether it is flipped."""
-        starts = [int(torch.randint(margin + 1, ())) for margin in margins]
-        return starts, bool(torch.rand(()) < self.request.config.hflip)
 
 
 def _times(sizes: Sequence[int]) -> str:
@@ -204,62 +198,17 @@ def _open_npy(path: str, _stack: contextlib.ExitStack) -> ArrayFile:
     return ArrayFile(array.shape, array.dtype, lambda window: array[window])
 
 
-def _open_npz(path: str, stack: contextlib.ExitStack) -> ArrayFile:
-    """Map the array if it is uncompressed in the file, else read it as a stream."""
-    archive = stack.enter_context(zipfile.ZipFile(path))
-    members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
-    names = [*members] if len(members) == 1 else ["volume", "image"]
-    member = next((members[name] for name in names if name in members), None)
-    if member is None:
-        raise BrokenImageError(f"it has {len(members)} arrays, and none is named volume or image")
-    stream = stack.enter_context(archive.open(member))
-
-    version = np.lib.format.read_magic(stream)
-    if version == (1, 0):
-        shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
-    elif version == (2, 0):
-        shape, fortran, dtype = np.lib.format.read_array_header_2_0(stream)
-    else:
-        raise BrokenImageError(
-            f"version {version[0]}.{version[1]} of NumPy's format is not known here"
-        )
-    first = stream.tell()
-
-    if member.compress_type == zipfile.ZIP_STORED and not dtype.hasobject:
-        # The member's header in the file may differ from the one in the archive's table.
-        with open(path, "rb") as file:
-            file.seek(member.header_offset)
-            name_length, extra_length = struct.unpack("<26xHH", file.read(30))
-        start = member.header_offset + 30 + name_length + extra_length
-        order: Any = "F" if fortran else "C"
-        array = np.memmap(path, dtype, "r", start + first, shape, order)
-        return ArrayFile(shape, dtype, lambda window: array[window])
-
-    def read(window: Window) -> np.ndarray:
-        if fortran:  # as the transposed array in C's order
-            return _streamed(stream, first, shape[::-1], dtype, window[::-1]).T
-        return _streamed(stream, first, shape, dtype, window)
-
-    return ArrayFile(shape, dtype, read)
-
-
-def _streamed(
-    stream: IO[bytes], first: int, shape: tuple[int, ...], dtype: np.dtype, window: Window
-) -> np.ndarray:
-    """Return a part of an array in C's order that starts at ``first``, reading forwards only.
-
-    Beside the part, one row or plane of the array is in memory at a time.
-    """
-    inner = 1 if len(shape) < 3 else 2
-    rows, rest = window[:-inner], window[-inner:]
-    bytes_a_row = math.prod(shape[-inner:]) * dtype.itemsize
-    part = np.empty([axis.stop - axis.start for axis in window], dtype)
-    for place in itertools.product(*(range(axis.start, axis.stop) for axis in rows)):
-        stream.seek(first + int(np.ravel_multi_index(place, shape[:-inner])) * bytes_a_row)
-        values = np.frombuffer(stream.read(bytes_a_row), dtype).reshape(shape[-inner:])
-        target = tuple(at - axis.start for at, axis in zip(place, rows, strict=True))
-        part[target] = values[rest]
-    return part
+def _open_npz(path: str, _stack: contextlib.ExitStack) -> ArrayFile:
+    with np.load(path) as archive:
+        name = next((name for name in ("volume", "image") if name in archive.files), None)
+        if len(archive.files) == 1:
+            name = archive.files[0]
+        if name is None:
+            raise BrokenImageError(
+                f"it has {len(archive.files)} arrays, and none is named volume or image"
+            )
+        array = archive[name]
+    return ArrayFile(array.shape, array.dtype, lambda window: array[window])
 
 
 # NIfTI

@@ -9,6 +9,7 @@ https://github.com/webdataset/webdataset has it: KEY.jpg and KEY.cls, say.
 
 import fnmatch
 import functools
+import itertools
 import json
 import os
 import re
@@ -111,10 +112,7 @@ class ShardSplit(ImageSplit):
                 raise DataFolderError(f"a label in {root} is {missing[0]}, which classes.* lacks")
             labels = np.array([number_of[name] for name in names], np.int32)[labels]
         count = len(classes) if classes else int(labels.max()) + 1
-        if count > request.most_classes:
-            raise DataFolderError(
-                f"{root} has {count} classes, --num_classes is {request.num_classes}"
-            )
+        request.check_classes(count, root)
         if labels.max() >= count:
             raise DataFolderError(
                 f"a label in {root} is {labels.max()}, of {count} classes by name"
@@ -159,8 +157,8 @@ def choose_shards(config: DataConfig, split: str, listing: Listing) -> list[str]
         if chosen:
             return chosen
     patterns = [pattern] if pattern else [f"{split}/*.tar", f"*{split}*.tar"]
-    for each in patterns:
-        if chosen := sorted(fnmatch.filter(listing, each)):
+    for wildcards in patterns:
+        if chosen := sorted(fnmatch.filter(listing, wildcards)):
             return chosen
     kind = DataFolderError if pattern else MissingSplitError
     raise kind(f"{config.data_dir} has no shards {' or '.join(patterns)}: name them with {flag}")
@@ -201,26 +199,25 @@ def _index(
             bar = tqdm(
                 scanned, f"reading {root}", len(paths), unit=" shards", delay=5, disable=None
             )
-            found, left_out = zip(*bar, strict=True)
-        found_labels = [label for _, _, of_shard in found for label in of_shard]
-        names = sorted({label for label in found_labels if isinstance(label, str)})
+            keys, places, labels_of_shards, left_out = zip(*bar, strict=True)
+        all_labels = [*itertools.chain(*labels_of_shards)]
+        names = sorted({label for label in all_labels if isinstance(label, str)})
         number_of = {name: number for number, name in enumerate(names)}
-        if names and any(isinstance(label, int) for label in found_labels):
+        if names and any(isinstance(label, int) for label in all_labels):
             raise DataFolderError(
                 f"the labels in the shards of {root} are numbers, but also names, such as "
                 f"{names[0]}: give them all as numbers"
             )
-        numbers = [number_of[label] if isinstance(label, str) else label for label in found_labels]
-        places = np.concatenate([places for _, places, _ in found])
-        keys = Strings.of(key for keys, *_ in found for key in keys)
-        counts = [len(keys) for keys, *_ in found]
+        numbers = [number_of[label] if isinstance(label, str) else label for label in all_labels]
+        starts_and_sizes = np.concatenate(places)
+        strings = Strings.of(itertools.chain(*keys))
         arrays = {
-            "shard": np.repeat(np.arange(len(found), dtype=np.int32), counts),
-            "start": np.ascontiguousarray(places[:, 0]),
-            "size": np.ascontiguousarray(places[:, 1]),
+            "shard": np.repeat(np.arange(len(keys), dtype=np.int32), [*map(len, keys)]),
+            "start": np.ascontiguousarray(starts_and_sizes[:, 0]),
+            "size": np.ascontiguousarray(starts_and_sizes[:, 1]),
             "label": np.array(numbers, np.int32),
-            "keys": keys.content,
-            "ends of keys": keys.ends,
+            "keys": strings.content,
+            "ends of keys": strings.ends,
         }
         total = sum(left_out, Counter[str]())
         return Table(arrays, {"names": names or None, "left_out": total, "shards": stamps})
@@ -235,12 +232,9 @@ def _index(
     )
 
 
-_Found = tuple[list[str], np.ndarray, list[Label]]
-"""The key of each image of a shard; its offset and its size in bytes, (n, 2), int64; its label."""
-
-
-def _scan(path: str, *, labels: bool) -> tuple[_Found, Counter[str]]:
-    """Return what is in a shard, in its order, and how many files are no images, by extension.
+def _scan(path: str, *, labels: bool) -> tuple[list[str], np.ndarray, list[Label], Counter[str]]:
+    """Return, of the images of a shard, in its order: the keys, the offsets and sizes in bytes,
+    (n, 2), int64, and the labels; and how many files are no images, by extension.
 
     Without ``labels`` none is read, and each is 0. Raises DataFolderError for a damaged shard, a
     key with two images, a sample whose images all have further dots in their names, and an image
@@ -249,7 +243,7 @@ def _scan(path: str, *, labels: bool) -> tuple[_Found, Counter[str]]:
     places: dict[str, tuple[int, int] | None] = {}
     label_of: dict[str, Label] = {}
     left_out = Counter[str]()
-    dotted, labelled = list[tuple[str, str]](), set[str]()
+    dotted: dict[str, str] = {}  # a file with a further dot in its name, by key
     try:
         with _open(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
             for member in tar:
@@ -278,9 +272,7 @@ def _scan(path: str, *, labels: bool) -> tuple[_Found, Counter[str]]:
                 else:
                     left_out[suffix] += 1
                     if suffix.endswith(IMG_EXTENSIONS):
-                        dotted.append((key, member.name))
-                    elif suffix.endswith(".cls"):
-                        labelled.add(member.name[: -len(".cls")])
+                        dotted.setdefault(key, member.name)
             file.seek(tar.offset)  # the end is zeros, or else tarfile took damage for the end
             if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
                 raise tarfile.ReadError("it is cut off or damaged")
@@ -290,37 +282,32 @@ def _scan(path: str, *, labels: bool) -> tuple[_Found, Counter[str]]:
         raise DataFolderError(f"{path} cannot be read: {reason_of(error)}") from error
 
     # Further files of a sample, such as KEY.seg.png, are left out; a whole sample is not.
-    lost = [
-        (key, name)
-        for key, name in dotted
-        if not places.get(key) or os.path.splitext(name)[0] in labelled
-    ]
-    if lost:
-        (key, name), others = lost[0], len(lost) - 1
-        stem, suffix = os.path.splitext(os.path.basename(name))
-        raise DataFolderError(
-            f"{path}: {name} is not the image of a sample: a key ends at the first dot, which is "
-            f"{key} here, and its image is {key}{suffix}: rename the file to that, or to "
-            f"{stem.replace('.', '_')}{suffix}" + (f", and {others:,} others" if others else "")
-        )
-    found = {key: place for key, place in places.items() if place}
-    if len(found) < len(places):
-        left_out["labels without an image"] = len(places) - len(found)
-    for key in found:
+    for key, name in dotted.items():
+        if not places.get(key):
+            suffix = os.path.splitext(name)[1]
+            raise DataFolderError(
+                f"{path}: {name} is not the image of a sample: a key ends at the first dot, which "
+                f"is {key} here, and its image is {key}{suffix}: rename the files without further "
+                "dots"
+            )
+    images = {key: place for key, place in places.items() if place}
+    if len(images) < len(places):
+        left_out["labels without an image"] = len(places) - len(images)
+    for key in images:
         if labels and key not in label_of:
             raise DataFolderError(
                 f"{path}: the image {key} has no label: {key}.cls, or {key}.json with the field "
                 f"{' or '.join(_LABEL_FIELDS)}, is needed beside it"
             )
-    of_images = np.array(list(found.values()), np.int64).reshape(-1, 2)
-    return ([*found], of_images, [label_of.get(key, 0) for key in found]), left_out
+    offsets_and_sizes = np.array(list(images.values()), np.int64).reshape(-1, 2)
+    return [*images], offsets_and_sizes, [label_of.get(key, 0) for key in images], left_out
 
 
 def _open(path: str) -> IO[bytes]:
     if not is_url(path):
         return open(path, "rb", opener=files.regular)
-    system, there = files.open_system(path)
-    return system.open(there, "rb")
+    system, name = files.open_system(path)
+    return system.open(name, "rb")
 
 
 def _label(name: str, suffix: str, content: bytes) -> Label | None:
@@ -329,10 +316,10 @@ def _label(name: str, suffix: str, content: bytes) -> Label | None:
         text = content.decode().strip()
         if suffix == ".json":
             fields = json.loads(text)
-            found = [fields[each] for each in _LABEL_FIELDS if each in fields]
-            if not found:
+            field = next((name for name in _LABEL_FIELDS if name in fields), None)
+            if field is None:
                 return None
-            label = found[0]
+            label = fields[field]
         else:
             label = int(text) if re.fullmatch(r"-?\d+", text, re.ASCII) else text
         if isinstance(label, str) and label:

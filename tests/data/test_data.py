@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from data.digits import main, read_mnist, write_digits
 from data.files import DataFolderError
 from data.index import check_folder, index_split
-from data.loader import DatasetLoader, GlobalBatchSampler, Share, workers_of_host
+from data.loader import DatasetLoader, GlobalBatchSampler, Share, default_workers
 from data.source import DatasetRequest, open_data
 from models.config import VitConfig
 from tests.support.loading import EVERYTHING, arguments, loaders, wanted
@@ -142,7 +142,7 @@ def test_digits_in_memory_are_those_in_the_folder(digits):
             assert expected[0].equal(found[0])
             assert expected[1].equal(found[1])
     few = VitConfig(img_size=16, patch_size=4, num_classes=9)
-    with pytest.raises(DataFolderError, match="10 classes, more than --num_classes 9"):
+    with pytest.raises(DataFolderError, match="10 classes, --num_classes is 9"):
         open_data(wanted(arguments("unused", data_source="digits"), few))
 
 
@@ -282,7 +282,7 @@ def test_loader_processes_that_are_always_lost_end_the_run(tmp_path):
 def test_workers_of_a_host(monkeypatch):
     for cores, processes, expected in ((2, 1, 1), (1, 1, 1), (2, 4, 1), (224, 1, 32), (96, 8, 11)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
-        assert workers_of_host(processes) == expected
+        assert default_workers(processes) == expected
 
 
 def test_digits_of_mnist():

@@ -6,7 +6,6 @@ import secrets
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +14,9 @@ import torch
 
 from data.config import OPENED_BY
 from data.files import DataFolderError
-from data.loader import prepare_sockets
 from data.pack import pack
 from data.source import DatasetRequest, open_data
-from tests.cli import ROOT, Result, environment, tiny, train_tiny, train_tiny_gpu
+from tests.cli import ROOT, Result, environment, tiny
 from tests.marks import long
 from tests.running import running_with
 from tests.stand_ins.pod_stand_in import wait_until
@@ -119,7 +117,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-LONG_PATH = """
+FOLDER_OF_SOCKETS = """
 import multiprocessing, os
 from multiprocessing.util import get_temp_dir
 from tests.data.test_loader_processes import EVERYTHING, first_of, open_source
@@ -151,37 +149,19 @@ def program(source, **variables):
     )
 
 
-@pytest.fixture
-def long_path(tmp_path):
-    """A temporary folder whose path is too long for a socket in it."""
-    folder = tmp_path / ("long" * 25)
-    folder.mkdir()
-    return folder
-
-
-def test_sockets_are_in_a_folder_of_this_user_that_is_removed(long_path):
+def test_sockets_are_in_a_folder_of_this_user_that_is_removed(tmp_path):
     """Those of the server that loader processes are forked from, too."""
-    ended = program(LONG_PATH, TMPDIR=str(long_path))
+    ended = program(FOLDER_OF_SOCKETS, TMPDIR=str(tmp_path))
     assert ended.returncode == 0, ended.stderr
     folder, mode = ended.stdout.split()
     assert mode == "0o700"
     assert not Path(folder).exists()
-    assert not [*long_path.glob("pymp-*")]
+    assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("train", [train_tiny_gpu, train_tiny])
-def test_training_with_a_temporary_folder_of_a_long_path(train, long_path, tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(long_path))
-    run = train(tmp_path / "run", "--num_workers", "1", "--max_steps", "2", warm=False)
-    assert [*run.steps] == [1, 2]
-
-
-def test_no_folder_for_sockets(long_path, monkeypatch):
-    monkeypatch.setattr("data.loader._SHORT_FOLDERS", ("/proc",))
-    monkeypatch.setattr(tempfile, "tempdir", str(long_path))
-    prepare_sockets.cache_clear()
-    with pytest.raises(DataFolderError, match=r"long: AF_UNIX path too long; /proc: .*set TMPDIR"):
+def test_no_sockets_in_a_folder_of_a_long_path(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.loader.get_temp_dir", lambda: str(tmp_path / ("long" * 25)))
+    with pytest.raises(DataFolderError, match=r"sockets \(AF_UNIX path too long\): set TMPDIR"):
         open_source({"digits": {"data_dir": ""}}, "digits", 1)
 
 

@@ -145,7 +145,7 @@ def test_the_last_batch_is_filled_with_padding():
     ("size", "classes", "told"),
     [
         ((64, 60), 10, "the model takes 64 x 60: use an --image_size that is a multiple of 8"),
-        ((64, 64), 9, "the digits have 10 classes, more than --num_classes 9"),
+        ((64, 64), 9, "10 classes, --num_classes is 9"),
     ],
 )
 def test_refused(size, classes, told):

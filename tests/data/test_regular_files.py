@@ -91,11 +91,3 @@ def test_arrays(suffix, endless, tmp_path):
 def test_labels(endless, tmp_path):
     with pytest.raises(DataFolderError, match="cannot be read: it is not a regular file"):
         read_labels(str(endless), str(tmp_path), 10, ["train"])
-
-
-def test_a_data_set_of_hugging_face(endless, tmp_path):
-    pytest.importorskip("datasets")
-    (tmp_path / "saved").mkdir()
-    (tmp_path / "saved" / "dataset_dict.json").symlink_to(endless)
-    with pytest.raises(DataFolderError, match="it is not a regular file"):
-        opened(tmp_path / "saved", "huggingface")

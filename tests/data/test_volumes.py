@@ -201,7 +201,7 @@ GOOD = "path,label,split\ntrain/a/00.npy,x,train\nval/a/12.npy,x,val\n"
         (GOOD + "train/a/00.npy,y,val\n", "line 4 of .* names train/a/00.npy again"),
         (GOOD.partition("val/")[0], "has no file whose split is val"),
         (GOOD.replace("00.npy", "99.npy"), "names .*/train/a/99.npy, which is not there"),
-        (GOOD + "".join(f"{n},{n},train\n" for n in range(10)), "has 11 labels, --num_classes is"),
+        (GOOD + "".join(f"{n},{n},train\n" for n in range(10)), "has 11 classes, --num_classes is"),
         (b"path,label,split\n\xff\xfe", "cannot be read: 'utf-8' codec can't decode"),
     ],
 )
@@ -263,18 +263,16 @@ def test_unreadable_files(tree, tmp_path):
 def test_damage_that_other_rows_do_not_show(tmp_path):
     """Who reads the whole replaces the file; who reads a part of the rows stops."""
     for split, number in itertools.product(("train", "val"), range(4)):
-        write(tmp_path / split / "a" / f"{number}.npz", volume(number, (64, 64, 64)))
-    broken = tmp_path / "train" / "a" / "0.npz"
-    content = bytearray(broken.read_bytes())
-    middle = len(content) // 2
-    content[middle : middle + 2000] = bytes(2000)
-    broken.write_bytes(content)
+        write(tmp_path / split / "a" / f"{number}.nii.gz", volume(number, (64, 64, 64)))
+    broken = tmp_path / "train" / "a" / "0.nii.gz"
+    content = broken.read_bytes()
+    broken.write_bytes(content[: len(content) // 2])
     source = opened(tmp_path, (64, 64, 64))
     loader = source.train_loader(4, Share())
     all_of(loader)
     assert [path for path, *_ in loader.bad_images()] == [str(broken)]
     all_of(source.train_loader(4, Share(rows=range(8))))
-    with pytest.raises(DataFolderError, match=r"0\.npz is damaged .*mend or remove it"):
+    with pytest.raises(DataFolderError, match=r"0\.nii\.gz is damaged .*mend or remove it"):
         all_of(source.train_loader(4, Share(rows=range(56, 64))))
 
 
