@@ -10,6 +10,7 @@ import contextlib
 import functools
 import io
 import os
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -40,6 +41,14 @@ _TIFF_BITS, _TIFF_PHOTOMETRIC, _WHITE_IS_ZERO = 258, 262, 0
 _JPEG = b"\xff\xd8\xff"
 _JPEG_COLOURS = ("YCbCr", "Gray")
 """The colour spaces that libjpeg-turbo converts to RGB as Pillow does."""
+_SEQUENTIAL, _RESTARTS, _SCAN = (0xC0, 0xC1), 0xDD, 0xDA
+"""Markers of a JPEG's segments: frames whose rows are stored from top to bottom (SOF0, SOF1), the
+restart interval (DRI), the start of the pixels (SOS)."""
+_ROWS_OF_BLOCKS = 16
+"""Rows are decoded by so many, or by half as many; those of other JPEGs are rare."""
+_REST_IS_LEFT = re.compile(r"Corrupt JPEG data: \d+ extraneous bytes before marker 0xd9")
+"""The first complaint of libjpeg-turbo about a JPEG that is undamaged as far as it was decoded, and
+that has more rows than its header says, up to the mark of its end."""
 
 # -- one image -------------------------------------------------------------------------
 
@@ -65,7 +74,7 @@ class Pixels:
         """``pixels``: (height, width, 3), uint8, RGB."""
         self._pixels, self.size = pixels, (pixels.shape[0], pixels.shape[1])
 
-    def pixels(self, shrink: int = 1) -> np.ndarray:
+    def pixels(self, shrink: int = 1, rows: int | None = None) -> np.ndarray:
         assert shrink == 1
         return self._pixels
 
@@ -81,19 +90,62 @@ class Jpeg:
     size: tuple[int, int]
     shrinks: tuple[int, ...] = (8, 4, 2)
 
-    def pixels(self, shrink: int = 1) -> np.ndarray:
+    def pixels(self, shrink: int = 1, rows: int | None = None) -> np.ndarray:
         """Return (height, width, 3), uint8, RGB; each side divided by ``shrink``, rounded up.
 
-        Raises BrokenImageError.
+        With ``rows`` only the first so many of these are needed: there may be fewer than all, and
+        damage below them may go unnoticed. Raises BrokenImageError.
         """
-        height, width = (-(-side // shrink) for side in self.size)
+        if rows is not None and (found := self._first_rows(shrink, rows)) is not None:
+            return found
         try:
-            return simplejpeg.decode_jpeg(
-                self.encoded, "RGB", min_height=height, min_width=width, min_factor=shrink
-            )
+            return self._decode(self.encoded, self.size[0], shrink)
         except ValueError:  # Pillow reads some of them, or says what is wrong
             image = read_image(self.encoded)
             return np.array(image.reduce(shrink) if shrink > 1 else image)
+
+    def _first_rows(self, shrink: int, rows: int) -> np.ndarray | None:
+        """Return at least the first ``rows`` rows, with the same values as of all; None if they
+        cannot be decoded alone, or if that saves nothing.
+
+        The decoder reads a copy whose header says that the image ends there.
+        """
+        # Where colours are stored for every other row, a row's depend on those of the next one.
+        height = -(-(rows + 1) * shrink // _ROWS_OF_BLOCKS) * _ROWS_OF_BLOCKS
+        if height >= self.size[0] or (at := _place_of_height(self.encoded)) is None:
+            return None
+        shortened = bytearray(self.encoded)
+        shortened[at : at + 2] = height.to_bytes(2, "big")
+        pixels = np.empty((height // shrink, -(-self.size[1] // shrink), 3), np.uint8)
+        try:
+            self._decode(shortened, height, shrink, pixels)
+        except ValueError as error:
+            if not _REST_IS_LEFT.fullmatch(str(error)):
+                return None
+        return pixels
+
+    def _decode(
+        self, encoded: bytes | bytearray, height: int, shrink: int, into: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Decode a JPEG as wide as this one. Raises ValueError, also for what it can decode: the
+        pixels are then in ``into``."""
+        height, width = (-(-side // shrink) for side in (height, self.size[1]))
+        return simplejpeg.decode_jpeg(
+            encoded, "RGB", min_height=height, min_width=width, min_factor=shrink, buffer=into
+        )
+
+
+def _place_of_height(encoded: bytes) -> int | None:
+    """Return where a JPEG's header has the height, two bytes; None if rows are not stored from top
+    to bottom, without restarts between them."""
+    at, found = len(_JPEG) - 1, None
+    while at + 4 <= len(encoded) and encoded[at] == 0xFF and encoded[at + 1] != _RESTARTS:
+        if encoded[at + 1] == _SCAN:
+            return found
+        if encoded[at + 1] in _SEQUENTIAL:
+            found = at + 5
+        at += 2 + int.from_bytes(encoded[at + 2 : at + 4], "big")
+    return None
 
 
 OpenImage = Pixels | Jpeg

@@ -249,14 +249,15 @@ def resized_parts(
     """Return parts of an image, each resized to a size of its own, (3, height, width) uint8, all
     with the same one of ``modes``, drawn at random.
 
-    If all parts are several times as large as their sizes, the image is decoded at a fraction of
-    its size, and the parts start and end at a pixel of that. Raises BrokenImageError.
+    No pixels are decoded that are not needed: if all parts are several times as large as their
+    sizes, the image is decoded at a fraction of its size, and the parts start and end at a pixel of
+    that. Raises BrokenImageError.
     """
     mode = modes[int(torch.randint(len(modes), ()))] if len(modes) > 1 else modes[0]
     most = min(min(box[2] / size[0], box[3] / size[1]) for box, size in parts) / _MIN_RATIO
     shrink = max((each for each in image.shrinks if each <= most), default=1)
     shrunk = [([each // shrink for each in box], size) for box, size in parts]
-    pixels = image.pixels(shrink)
+    pixels = image.pixels(shrink, max(top + height for (top, _, height, _), _ in shrunk))
     made = []
     for (top, left, height, width), size in shrunk:
         part = pixels[top : top + height, left : left + width]

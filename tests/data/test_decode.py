@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import simplejpeg
 import torch
 from PIL import Image
 from scipy.stats import ks_2samp
@@ -44,6 +45,38 @@ def test_pixels_are_pillows(options, sides):
         assert image.pixels(shrink).shape == (height, width, 3)
 
 
+@pytest.mark.parametrize("colors", ["444", "422", "420", "440", "411", "Gray"])
+def test_the_first_rows_alone_are_those_of_the_whole_image(colors):
+    """With every way to store colors for several pixels together, and at each fraction."""
+    pixels = PHOTOGRAPHS[0][:100] if colors != "Gray" else PHOTOGRAPHS[0][:100, :, :1]
+    pixels, space = np.ascontiguousarray(pixels), "GRAY" if colors == "Gray" else "RGB"
+    image = open_image(simplejpeg.encode_jpeg(pixels, 90, space, colorsubsampling=colors))
+    for shrink in (1, *image.shrinks):
+        whole = image.pixels(shrink)
+        for rows in range(1, len(whole) + 1):
+            first = image.pixels(shrink, rows)
+            assert rows <= len(first) <= rows + 32
+            assert np.array_equal(first[:rows], whole[:rows])
+
+
+@pytest.mark.parametrize("options", [{"progressive": True}, {"restart_marker_rows": 1}], ids=str)
+def test_first_rows_of_jpegs_that_are_decoded_whole(options):
+    image = open_image(jpeg(PHOTOGRAPHS[0], **options))
+    assert np.array_equal(image.pixels(1, 100), image.pixels())
+
+
+def test_a_jpeg_that_is_damaged_in_its_first_rows_is_read_as_a_whole():
+    """So what is wrong with it is noticed, or repaired, as without the number of rows."""
+    encoded = jpeg(PHOTOGRAPHS[0])
+    place = len(encoded) // 4
+    for damaged in (
+        encoded[:place] + b"\xff\xd9",  # the mark of the end
+        encoded[:place] + b"\xff\xd0" * 8 + encoded[place:],
+    ):
+        image = open_image(damaged)
+        assert np.array_equal(image.pixels(1, 300), image.pixels())
+
+
 def test_a_jpeg_that_is_cut_off_is_broken():
     encoded = jpeg(PHOTOGRAPHS[0])
     for length in (3, 30, 700, len(encoded) // 2, len(encoded) - 30):
@@ -51,6 +84,8 @@ def test_a_jpeg_that_is_cut_off_is_broken():
             open_image(encoded[:length]).pixels()
         with pytest.raises(BrokenImageError):
             open_image(encoded[:length]).pixels(2)
+        with pytest.raises(BrokenImageError):
+            open_image(encoded[:length]).pixels(1, 100)
     with pytest.raises(BrokenImageError, match="no image of a known format"):
         open_image(b"")
     with pytest.raises(BrokenImageError, match="1 x 1001 pixels are a line"):
