@@ -12,6 +12,7 @@ import re
 import stat
 import tempfile
 import time
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -65,11 +66,32 @@ def first_of(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
+def _letters(name: str) -> str:
+    return unicodedata.normalize("NFC", name)
+
+
+def told_apart(one: str, other: str) -> tuple[str, str]:
+    """Return two names as they are or, if they look alike, with escapes: the same letters in other
+    Unicode normal forms, as macOS and Linux may write them."""
+    if one != other and _letters(one) == _letters(other):
+        return ascii(one), ascii(other)
+    return one, other
+
+
 def other_classes(train: Sequence[str], val: Sequence[str]) -> str | None:
     """Return which classes only one of two splits has; None if both have the same names."""
-    for split, names, others in (("train", train, val), ("val", val, train)):
-        if missing := sorted({*names}.difference(others)):
-            return f"only {split} has {first_of(missing)}"
+    only_train, only_val = sorted({*train}.difference(val)), sorted({*val}.difference(train))
+    val_names = {_letters(name): name for name in only_val}
+    for name in only_train:
+        if other := val_names.get(_letters(name)):
+            there, here = told_apart(name, other)
+            return (
+                f"{name} is {there} in train and {here} in val, the same letters in two Unicode "
+                "normal forms: rename one"
+            )
+    for split, names in (("train", only_train), ("val", only_val)):
+        if names:
+            return f"only {split} has {first_of(names)}"
     return None
 
 

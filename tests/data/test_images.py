@@ -115,6 +115,15 @@ def test_packing_and_prediction_leave_hidden_files_out(tmp_path):
     assert found.passed_over == {"hidden": 3}
 
 
+def test_classes_that_look_alike(tmp_path):
+    """As where one half of a data set was copied by a Mac."""
+    for split, name in (("train", "caf\u00e9"), ("val", "cafe\u0301")):
+        image(tmp_path / split / name / "1.png")
+    with pytest.raises(DataFolderError, match="the same letters in two Unicode normal forms") as e:
+        check_folder(str(tmp_path), 10)
+    assert r"is 'caf\xe9' in train and 'cafe\u0301' in val" in str(e.value)
+
+
 @pytest.mark.parametrize(
     ("link", "target", "told"),
     [
