@@ -17,7 +17,7 @@ import torch
 import torch_xla.core.xla_model as xm
 from torch import nn
 
-from xla_fsdp.layout import Int8Marks, Marked, mark_numbers
+from xla_fsdp.layout import Marked, NumberMarks, mark_numbers
 from xla_fsdp.remat import SaveInput
 from xla_fsdp.torch_xla_private import dot_general
 
@@ -31,7 +31,7 @@ def multiply_unfolded(
     save: SaveInput | None = None,
     *,
     parts: int,
-    int8: Callable[[str], Int8Marks] | None = None,
+    int8: Callable[[str, torch.Size], NumberMarks] | None = None,
 ) -> None:
     """Let the linear layers of ``block`` compute by ``product`` and ``add_bias``.
 
@@ -41,8 +41,9 @@ def multiply_unfolded(
     more outputs than inputs.
     """
 
-    def forward(marks: Int8Marks | None, linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    def forward(name: str, linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         weight = gather(linear.weight) if gather else linear.weight
+        marks = int8(name, weight.shape) if int8 else None
         widens = linear.out_features > linear.in_features
         rows = "abcdefgh"[: x.dim() - 1]
         y = product(f"{rows}y,zy->{rows}z", x, weight, save, marks, widens=widens)
@@ -50,8 +51,7 @@ def multiply_unfolded(
 
     for name, part in block.named_modules():
         if type(part) is nn.Linear:
-            marks = int8(f"{name}.weight") if int8 else None
-            compute = functools.partial(forward, marks)
+            compute = functools.partial(forward, f"{name}.weight")
             part.forward = types.MethodType(compute, part)  # type: ignore[method-assign]
 
 
@@ -102,7 +102,7 @@ def product(
     x: torch.Tensor,
     weight: torch.Tensor,
     save: SaveInput | None = None,
-    int8: Int8Marks | None = None,
+    int8: NumberMarks | None = None,
     *,
     widens: bool = True,
 ) -> torch.Tensor:
@@ -207,16 +207,15 @@ class _Int8Product(torch.autograd.Function):
     """The product of ``products.product``, computed in int8, with a sharded weight."""
 
     @staticmethod
-    def forward(ctx, equation: str, x, weight, marks: Int8Marks, saved_result):
+    def forward(ctx, equation: str, x, weight, marks: NumberMarks, saved_result):
         x_axes, weight_axes = equation.partition("->")[0].split(",")
         summed = [axis for axis in weight_axes if axis in x_axes]
         x = apart(x)
         along_x = tuple(x_axes.index(axis) for axis in summed)
         along_weight = tuple(weight_axes.index(axis) for axis in summed)
-        specs = marks.at_rest(weight.shape), marks.in_product(weight.shape)
+        *specs, mark = marks
         numbers, factors = (
-            mark_numbers(tensor, marks.mark, *specs)
-            for tensor in round_to_int8(weight, along_weight)
+            mark_numbers(tensor, mark, *specs) for tensor in round_to_int8(weight, along_weight)
         )
         ctx.save_for_backward(x, numbers, factors)
         ctx.equation, ctx.marks, ctx.dtype = equation, marks, weight.dtype
@@ -236,6 +235,6 @@ class _Int8Product(torch.autograd.Function):
         grad = apart(grad.to(x.dtype))
         weight = apart((numbers * factors).to(x.dtype))
         grad_x, grad_weight = _gradients(ctx.equation, grad, x, weight)
-        at_rest = ctx.marks.at_rest(weight.shape)
-        grad_weight = mark_numbers(grad_weight, ctx.marks.mark, at_rest).to(ctx.dtype)
+        at_rest, _, mark = ctx.marks
+        grad_weight = mark_numbers(grad_weight, mark, at_rest).to(ctx.dtype)
         return None, grad_x, grad_weight, None, None

@@ -27,7 +27,7 @@ from training.resolve import (
     with_passes,
 )
 from xla_fsdp import torch_xla_private, tpu
-from xla_fsdp.attention.sizes import WholeSizes
+from xla_fsdp.attention.sizes import DEFAULT_VECTOR_MEMORY, LARGEST_VECTOR_MEMORY, WholeSizes
 from xla_fsdp.config import XlaConfig
 from xla_fsdp.environment import check_device, check_variables, device_type
 from xla_fsdp.estimates import resolve_policy
@@ -49,12 +49,10 @@ class ParallelPlan:
     fsdp: bool
     """Parameters are sharded (False: --run_without_fsdp, each device has all)."""
     attention: str
-    """"sdpa", "flash" or "whole"."""
     domain_attention: str | None
     """"ring" or "gather" among the devices that share an image; None where none do, or where the
     partitioner finds a way by itself: with --mesh_tensor, with dropout in attention."""
     remat: str
-    """"full", "offload", "selective" or "none"."""
     scan: bool
     """All blocks are one loop of the graph."""
     bf16: bool
@@ -62,12 +60,11 @@ class ParallelPlan:
     int8: bool
     gather_fp8: bool
     break_graph_every: int
-    """Blocks; 0: never."""
     gradients_outlive_graph: bool
     """A step is several graphs that leave gradients to each other."""
     pass_size: int
+    # Of nested FSDP alone:
     reshard_after_forward: bool
-    """This and the next two: options of nested FSDP."""
     flatten_parameters: bool
     shard_on_cpu: bool
 
@@ -130,8 +127,8 @@ def resolve(config: RunConfig, xla: XlaConfig) -> XlaRun:
         except UsageError as error:
             raise UsageError(f"on {slices} slices, of --elastic {least}:{most}: {error}") from None
     # From the flags, not from ``run``: another model may be scanned or not, its attention another.
-    of_teacher = replace(xla, xla_fsdp=run.backend_config.xla_fsdp, mark_step_every_n_blocks=0)
-    return with_teacher(run, lambda config: resolve_for_slice(config, of_teacher, None))
+    teacher_xla = replace(xla, xla_fsdp=run.backend_config.xla_fsdp, mark_step_every_n_blocks=0)
+    return with_teacher(run, lambda config: resolve_for_slice(config, teacher_xla, None))
 
 
 def resolve_for_slice(
@@ -151,7 +148,7 @@ def resolve_for_slice(
     config = resolve_common(replace(config, backend="xla"))
     if config.sharding.precision == "fp16":
         raise UsageError("--precision fp16 requires --backend cuda: on XLA use bf16")
-    xla, why_form = _resolve_form(config, xla, device)
+    xla = _resolve_form(config, xla, device)
     if topology:
         mesh = make_mesh(config.sharding, topology.devices)
     else:
@@ -204,35 +201,23 @@ def resolve_for_slice(
     generation, chip = None, None
     if device == "TPU":
         generation = topology.generation if topology else host_tpu().version()
-    xla, why_attention = _resolve_attention(config, xla, model, generation)
+    xla = _resolve_attention(config, xla, model, generation)
     if device == "TPU" and config.sharding.grad_ckpt == "auto":
         chip = topology.chip if topology else tpu.CHIPS_BY_KIND.get(tpu.kind_here())
     config, why_policy = resolve_policy(config, xla, model, mesh, device, chip)
-    why = {"xla_fsdp": why_form, "attention": why_attention, "grad_ckpt": why_policy}
-    run = XlaRun(config, xla, model, mesh, why)
+    run = XlaRun(config, xla, model, mesh, {"grad_ckpt": why_policy})
     check_batch(run)
     return run
 
 
-# -- the form of FSDP, and the loop over blocks ---------------------------------------
-
-
-def _resolve_form(config: RunConfig, xla: XlaConfig, device: str) -> tuple[XlaConfig, str]:
-    """Decide ``--xla_fsdp``; also returns what has decided it, for the log.
-
-    Raises UsageError for flags that are incompatible with it, or with each other.
-    """
-    sharding, why = config.sharding, ""
+def _resolve_form(config: RunConfig, xla: XlaConfig, device: str) -> XlaConfig:
+    """Decide ``--xla_fsdp``. Raises UsageError for flags that are incompatible with it, or with
+    each other."""
+    sharding = config.sharding
     if xla.xla_fsdp == "auto":
-        asks_for_nested = {
-            "--no_reshard_after_forward": not sharding.reshard_after_forward,
-            "--flatten_parameters": xla.flatten_parameters,
-            "--shard_on_cpu": xla.shard_on_cpu,
-        }
-        flag = next((name for name, is_given in asks_for_nested.items() if is_given), None)
-        xla = replace(xla, xla_fsdp="nested" if flag else "spmd")
-        reason = f"{flag} requires it" if flag else "less memory than nested"
-        why = f" (chosen by --xla_fsdp auto: {reason})"
+        keeps_whole = not sharding.reshard_after_forward
+        is_nested = keeps_whole or xla.flatten_parameters or xla.shard_on_cpu
+        xla = replace(xla, xla_fsdp="nested" if is_nested else "spmd")
     check_rules(config, xla)
     if xla.xla_fsdp == "nested":
         known = by_field(RunConfig)
@@ -253,7 +238,7 @@ def _resolve_form(config: RunConfig, xla: XlaConfig, device: str) -> tuple[XlaCo
         raise UsageError(
             "--optimizer muon is incompatible with --flatten_parameters: drop one of the two"
         )
-    return xla, why
+    return xla
 
 
 def _resolve_scan(config: RunConfig, xla: XlaConfig, model: ModelSpec) -> XlaConfig:
@@ -283,59 +268,52 @@ def _resolve_scan(config: RunConfig, xla: XlaConfig, model: ModelSpec) -> XlaCon
     return replace(xla, scan_blocks=scan)
 
 
-# -- attention ------------------------------------------------------------------------
-
-
 FLASH_FROM = 1025
 """Tokens from which auto takes flash attention."""
 GATHER_UP_TO = 16_384
 """Tokens up to which auto gathers keys over "domain": there the TPU compiler expects a step that is
 shorter than a ring's, and memory is the same (docs/domain_parallelism.md)."""
-_NAMES = {"flash": "flash", "sdpa": "PyTorch's", "whole": "whole sequences'"}
 WIDEST_HEAD = 256
 """The kernels hold rows this wide in a TPU core's vector memory."""
 
 
 def _resolve_attention(
     config: RunConfig, xla: XlaConfig, model: ModelSpec, generation: int | None
-) -> tuple[XlaConfig, str]:
-    """Decide ``--attention``; also returns what the log says of it.
+) -> XlaConfig:
+    """Decide ``--attention``. ``generation`` is the TPU's, None without a TPU.
 
-    ``generation`` is the TPU's, None without a TPU. Raises UsageError for kernels that it lacks.
+    Raises UsageError for kernels that are asked for and cannot be used.
     """
-    form, of_whole = xla.attention, None
     stacks = [*model.stacks.values()]
     if len(stacks) == 1:
         stacks = [sizes_of_largest(config, model)]
-    sizes = max(stacks, key=lambda each: each.num_tokens)
-    reasons = (_hinders_kernels(config, each, generation) for each in stacks)
-    of_kernels = next(filter(None, reasons), None)
+    largest = max(stacks, key=lambda sizes: sizes.num_tokens)
+    reasons = (_hinders_kernels(config, sizes, generation) for sizes in stacks)
+    no_kernels = next(filter(None, reasons), None)
     dtype = torch.bfloat16 if config.sharding.precision == "bf16" else torch.float32
+    tensor, domain = config.sharding.mesh_tensor, config.sharding.mesh_domain
+    needed = max(
+        WholeSizes(1, s.num_tokens, s.num_heads // tensor, s.head_dim, dtype).vector_memory()
+        for s in stacks
+    )
+    no_whole = no_kernels
+    if no_kernels:
+        pass
+    elif largest.num_tokens >= FLASH_FROM:
+        no_whole = f"takes up to {FLASH_FROM - 1:,} tokens, this model has {largest.num_tokens:,}"
+    elif domain > 1:
+        no_whole = f"is incompatible with --mesh_domain {domain}"
+    elif needed > (LARGEST_VECTOR_MEMORY if (generation or 0) > 4 else DEFAULT_VECTOR_MEMORY):
+        heads = largest.num_heads // tensor
+        no_whole = f"has no room in vector memory for {heads} heads of {largest.head_dim}"
 
-    tensor = config.sharding.mesh_tensor
-    of_device = [
-        WholeSizes(1, each.num_tokens, each.num_heads // tensor, each.head_dim, dtype)
-        for each in stacks
-    ]
-    if of_kernels:
-        of_whole = of_kernels
-    elif sizes.num_tokens >= FLASH_FROM:
-        of_whole = f"takes up to {FLASH_FROM - 1:,} tokens, this model has {sizes.num_tokens:,}"
-    elif config.sharding.mesh_domain > 1:
-        of_whole = f"is incompatible with --mesh_domain {config.sharding.mesh_domain}"
-    elif not all(each.fits(generation or 0) for each in of_device):
-        heads = sizes.num_heads // tensor
-        of_whole = f"has no room in vector memory for {heads} heads of {sizes.head_dim}"
-    if form != "auto":
-        reason = {"flash": of_kernels, "whole": of_whole}.get(form)
-        if reason:
-            raise UsageError(f"--attention {form} {reason}: use --attention sdpa")
-        return xla, "" if form == "sdpa" else f", {_NAMES[form]} attention"
-    if of_kernels:
-        return replace(xla, attention="sdpa"), ""
-    form = "flash" if sizes.num_tokens >= FLASH_FROM else "sdpa" if of_whole else "whole"
-    text = f", {_NAMES[form]} attention ({sizes.num_tokens:,} tokens; flash from {FLASH_FROM:,})"
-    return replace(xla, attention=form), text
+    if xla.attention != "auto":
+        if reason := {"flash": no_kernels, "whole": no_whole}.get(xla.attention):
+            raise UsageError(f"--attention {xla.attention} {reason}: use --attention sdpa")
+        return xla
+    if not no_kernels and largest.num_tokens >= FLASH_FROM:
+        return replace(xla, attention="flash")
+    return replace(xla, attention="sdpa" if no_whole else "whole")
 
 
 def _hinders_kernels(config: RunConfig, sizes: ModelSizes, generation: int | None) -> str | None:
@@ -353,9 +331,6 @@ def _hinders_kernels(config: RunConfig, sizes: ModelSizes, generation: int | Non
     return None
 
 
-# -- devices --------------------------------------------------------------------------
-
-
 def slice_count() -> int:
     """Return the number of TPU slices, from the environment or the TPU VM's metadata, as libtpu."""
     name = "MEGASCALE_NUM_SLICES"
@@ -363,13 +338,9 @@ def slice_count() -> int:
 
 
 def check_installed() -> None:
-    """Raises UsageError if there is no torch_xla, or, on a TPU, if libtpu would end the run because
-    of LIBTPU_INIT_ARGS."""
+    """Raise UsageError if there is no torch_xla."""
     if importlib.util.find_spec("torch_xla") is None:
         raise UsageError(
             "--backend xla requires the package torch_xla: "
             "python3 -m pip install -r requirements-tpu.txt"
         )
-    if device_type() == "TPU":
-        tpu.set_for_this_tpu()
-        tpu.check()

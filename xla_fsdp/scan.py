@@ -234,7 +234,9 @@ class ScannedBlocks(nn.Module):
         place = torch.tensor([index]).to(torch_xla.device())
         for name, stacked in self.block.named_parameters():
             parameter = block.get_parameter(name).detach()
-            values = self._layout.send(parameter, self._layout.block_spec(name, parameter.shape))
+            values = self._layout.send(
+                parameter, self._layout.parameter_spec(name, parameter.shape)
+            )
             # In place: the other blocks' values are not copied.
             stacked.index_copy_(0, place, values.unsqueeze(0))
 

@@ -6,14 +6,14 @@ exchange between them. Each half of a block gathers its input, whose tokens are 
 """
 
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from timm.layers import GluMlp, SwiGLU
 from torch import nn
 
 from xla_fsdp.attention import flash, whole
-from xla_fsdp.layout import Int8Marks, MeshLayout, gather, mark_both, scatter
+from xla_fsdp.layout import MeshLayout, NumberMarks, gather, mark_both, scatter
 from xla_fsdp.products import add_bias, product
 from xla_fsdp.remat import SaveInput
 from xla_fsdp.resolve_xla import ParallelPlan
@@ -34,35 +34,31 @@ def pack(block: nn.Module, packed: Mapping[str, int]) -> None:
 
 
 def shard_heads_and_columns(
-    block: nn.Module,
-    plan: ParallelPlan,
-    layout: MeshLayout,
-    save: SaveInput,
-    int8: Callable[[str], Int8Marks] | None,
-    batch_parts: int,
+    block: nn.Module, plan: ParallelPlan, layout: MeshLayout, save: SaveInput
 ) -> None:
     """Make a timm block, packed by ``pack``, compute with some of its heads and MLP columns.
 
-    ``save`` may save results of products by columns; ``int8`` returns the marks of a weight by its
-    name, if products are in int8. The batch is sharded into ``batch_parts``.
+    ``save`` may save results of products by columns.
     """
+    batch_shards = plan.mesh.batch_parts
     shards = layout.shards(*plan.mesh.logical_spec("batch", "heads"))
+
+    def int8(name: str, linear: nn.Linear) -> NumberMarks | None:
+        return layout.number_marks(f"{name}.weight", linear.weight.shape) if plan.int8 else None
 
     def by_columns(
         x: torch.Tensor, linear: nn.Linear, name: str, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         equation = "bnd,ed->bne" if linear.weight.dim() == 2 else "bnd,ced->bnce"
         widens = linear.out_features > linear.in_features
-        marks = int8(f"{name}.weight") if int8 else None
-        y = product(equation, x, linear.weight, save, marks, widens=widens)
-        y = add_bias(y, linear.bias if bias is None else bias, batch_parts)
+        y = product(equation, x, linear.weight, save, int8(name, linear), widens=widens)
+        y = add_bias(y, linear.bias if bias is None else bias, batch_shards)
         return mark_both(y, layout.mark_columns)
 
     def by_rows(x: torch.Tensor, linear: nn.Linear, name: str) -> torch.Tensor:
-        marks = int8(f"{name}.weight") if int8 else None
-        y = product("bne,de->bnd", x, linear.weight, int8=marks)
+        y = product("bne,de->bnd", x, linear.weight, int8=int8(name, linear))
         y = scatter(y, layout.mark_tokens, layout.mark_rows)
-        return add_bias(y, linear.bias, batch_parts)
+        return add_bias(y, linear.bias, batch_shards)
 
     def attention(
         attn,

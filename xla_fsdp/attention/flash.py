@@ -87,11 +87,6 @@ class Flash:
         """Do the inverse of ``merge_heads``."""
         return x.unflatten(2, (self._heads, -1))[..., : self._width].transpose(1, 2)
 
-    def inner(self, output: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the output times its gradient for each query, as statistics are."""
-        products = output.float() * grad.float()
-        return products.unflatten(2, (self._heads, -1)).sum(-1).transpose(1, 2)
-
     def forward(self, q, k, v, valid) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output and statistics."""
         sizes, arguments = self._local(q, k, v, valid)
@@ -99,7 +94,10 @@ class Flash:
         return self._shards.whole(output, -1), self._shards.whole(statistics.flatten(1, 2), 1)
 
     def backward(self, q, k, v, valid, statistics, inner, grad) -> list[torch.Tensor]:
-        """Return the gradients of q, k and v; ``inner`` is shaped as statistics."""
+        """Return the gradients of q, k and v.
+
+        ``inner`` is the sum of the output times its gradient for each query, as statistics are.
+        """
         sizes, arguments = self._local(q, k, v, valid)
         for x in (statistics, inner):
             arguments.append(self._shards.part(x, 1).reshape(sizes.statistic_shape))
@@ -169,6 +167,7 @@ class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         q, k, v, output, statistics = ctx.saved_tensors
-        grad = grad.to(q.dtype)
-        inner = ctx.flash.inner(output, grad)
+        grad, heads = grad.to(q.dtype), statistics.shape[1]
+        products = output.float() * grad.float()
+        inner = products.unflatten(2, (heads, -1)).sum(-1).transpose(1, 2)
         return None, *ctx.flash.backward(q, k, v, None, statistics, inner, grad)

@@ -20,7 +20,7 @@ from torch import nn
 
 from models.blocks import attentions, use_product
 from xla_fsdp.attention.kernels import ONE_DEVICE, Array, Kernel, Shards, autocast_dtype, lower
-from xla_fsdp.attention.sizes import WholeSizes
+from xla_fsdp.attention.sizes import DEFAULT_VECTOR_MEMORY, WholeSizes
 from xla_fsdp.remat import SaveInput
 
 
@@ -84,7 +84,18 @@ def use_whole(
         if attn_mask is not None or is_causal:
             raise NotImplementedError("attention has no mask here")
         gate = attn.gate(x).sigmoid() if attn.gate is not None else None
-        y = attend(attn, _compute_qkv(attn, x), rope, shards=shards, save=save)
+        qkv: Qkv
+        if attn.qkv is None:
+            qkv = [layer(x) for layer in (attn.q_proj, attn.k_proj, attn.v_proj)]
+        elif getattr(attn, "q_bias", None) is None:
+            qkv = attn.qkv(x)
+        else:
+            bias = torch.cat([attn.q_bias, attn.k_bias, attn.v_bias])  # Eva has it beside the layer
+            if attn.qkv_bias_separate:
+                qkv = attn.qkv(x) + bias
+            else:
+                qkv = F.linear(x, attn.qkv.weight, bias)
+        y = attend(attn, qkv, rope, shards=shards, save=save)
         y = attn.norm(y)
         return attn.proj_drop(attn.proj(y if gate is None else y * gate))
 
@@ -94,18 +105,6 @@ def use_whole(
             part.forward = types.MethodType(forward, part)
         else:
             use_product(part, functools.partial(attention, shards=shards, save=save))
-
-
-def _compute_qkv(attn: Any, x: torch.Tensor) -> Qkv:
-    """Compute the layers of queries, keys and values."""
-    if attn.qkv is None:
-        return [layer(x) for layer in (attn.q_proj, attn.k_proj, attn.v_proj)]
-    if getattr(attn, "q_bias", None) is None:
-        return attn.qkv(x)
-    bias = torch.cat([attn.q_bias, attn.k_bias, attn.v_bias])  # Eva has it beside the layer
-    if attn.qkv_bias_separate:
-        return attn.qkv(x) + bias
-    return F.linear(x, attn.qkv.weight, bias)
 
 
 def attention(
@@ -138,7 +137,8 @@ def attend(
     sizes, angles = _sizes(attn.num_heads, shards, tensors), None
     if rope is not None and rope.dim() == 2:  # the same for all images and heads, and not learned
         rotating = replace(sizes, apart=sizes.width // 2 if attn.rotate_half else 1)
-        if rotating.can_be_rotated:
+        # Kernels can rotate whole registers, in any TPU's memory.
+        if rotating.fills_registers and rotating.vector_memory() <= DEFAULT_VECTOR_MEMORY:
             angles = _angles(rotating, rope, attn.num_prefix_tokens)
             sizes, rope = rotating, None
     if rope is not None or not isinstance(attn.q_norm, nn.Identity):
@@ -200,7 +200,7 @@ def _sizes(heads: int, shards: Shards, tensors: Sequence[torch.Tensor]) -> Whole
     batch //= shards.count(shards.images)
     heads //= shards.count(shards.heads)
     sizes = WholeSizes(batch, tokens, heads, width, autocast_dtype(tensors[-1]))
-    return replace(sizes, packed=is_one and sizes.can_be_packed)
+    return replace(sizes, packed=is_one and sizes.fills_registers)
 
 
 def _attend(
