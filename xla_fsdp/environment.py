@@ -45,8 +45,6 @@ def check_variables() -> None:
 
 # -- the device ---------------------------------------------------------------------------
 
-_ANSWERS_WITHIN_S = 10
-
 
 def device_type() -> str:
     """Return PJRT_DEVICE, or else "TPU" if this host has TPU chips, or "CPU"."""
@@ -88,9 +86,9 @@ def check_device() -> None:
                 "v5litepod-8, for example; or unset TPU_SKIP_MDS_QUERY"
             )
         return
-    asked = urllib.request.Request(METADATA_URL, headers={"Metadata-Flavor": "Google"})
+    request = urllib.request.Request(METADATA_URL, headers={"Metadata-Flavor": "Google"})
     try:
-        urllib.request.urlopen(asked, timeout=_ANSWERS_WITHIN_S).close()
+        urllib.request.urlopen(request, timeout=10).close()
     except OSError as error:
         raise UsageError(
             f"the TPU VM's metadata server does not answer ({getattr(error, 'reason', error)}): "

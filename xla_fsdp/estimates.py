@@ -282,35 +282,34 @@ def resolve_policy(
 
     ``device`` is "TPU" or "CPU"; ``chip`` is None where the kind of TPU is unknown.
     """
-
-    def with_policy(name: str) -> RunConfig:
-        sharding = replace(config.sharding, grad_ckpt=name)  # type: ignore[arg-type]
-        return replace(config, sharding=sharding)
-
-    asked = config.sharding.grad_ckpt
-    if asked == "offload" and device == "CPU":
-        return with_policy("full"), " (--grad_ckpt offload: the CPU is the host, nothing moves)"
-    if asked != "auto":
-        return config, ""
-    if not xla.scan_blocks:
-        return with_policy("full"), " (--grad_ckpt auto: blocks are not scanned)"
-    if chip is None:
-        return with_policy("full"), " (--grad_ckpt auto: what fits is known for TPUs alone)"
-    found: dict[str, Estimate] = {}
-    for name in POLICIES:
-        of_stack = functools.partial(
-            estimate, chip=chip, mesh=mesh, config=with_policy(name), attention=xla.attention
+    policy, why = config.sharding.grad_ckpt, ""
+    configs = {
+        name: replace(config, sharding=replace(config.sharding, grad_ckpt=name))  # type: ignore[arg-type]
+        for name in POLICIES
+    }
+    if policy == "offload" and device == "CPU":
+        policy, why = "full", "--grad_ckpt offload: the CPU is the host, nothing moves"
+    elif policy == "auto" and not xla.scan_blocks:
+        policy, why = "full", "--grad_ckpt auto: blocks are not scanned"
+    elif policy == "auto" and chip is None:
+        policy, why = "full", "--grad_ckpt auto: what fits is known for TPUs alone"
+    elif policy == "auto":
+        assert chip is not None
+        usable, estimates = _USABLE * chip.hbm_bytes, dict[str, Estimate]()
+        for name, candidate in configs.items():
+            of_stack = functools.partial(
+                estimate, chip=chip, mesh=mesh, config=candidate, attention=xla.attention
+            )
+            estimates[name] = summed(of_stack, step_sizes(model))
+        figures = ", ".join(
+            f"{name} {need.step_s * 1e3:,.0f} ms and {need.peak_bytes / 2**30:.1f} GiB"
+            for name, need in estimates.items()
         )
-        found[name] = summed(of_stack, step_sizes(model))
-    usable = _USABLE * chip.hbm_bytes
-    if fitting := [name for name, each in found.items() if each.peak_bytes <= usable]:
-        chosen = min(fitting, key=lambda name: found[name].step_s)
-        why = "by arithmetic the fastest that fits"
-    else:
-        chosen = min(found, key=lambda name: found[name].peak_bytes)
-        why = "by arithmetic nothing fits, this needs least"
-    figures = ", ".join(
-        f"{name} {each.step_s * 1e3:,.0f} ms and {each.peak_bytes / 2**30:.1f} GiB"
-        for name, each in found.items()
-    )
-    return with_policy(chosen), f" (--grad_ckpt auto: {why}, {figures})"
+        fitting = [name for name, need in estimates.items() if need.peak_bytes <= usable]
+        if fitting:
+            policy = min(fitting, key=lambda name: estimates[name].step_s)
+            why = f"--grad_ckpt auto: by arithmetic the fastest that fits, {figures}"
+        else:
+            policy = min(estimates, key=lambda name: estimates[name].peak_bytes)
+            why = f"--grad_ckpt auto: by arithmetic nothing fits, this needs least, {figures}"
+    return (configs[policy], f" ({why})") if why else (config, "")

@@ -24,9 +24,8 @@ Tensors = list[torch.Tensor]
 class SaveInput:
     """Saves a block's input and rematerializes all else (``full``).
 
-    ``on_host``: the input is saved in the memory of the host that drives the device (``offload``).
-    ``with_results``: results that cost much to compute are saved, too, known by their order
-    (``selective``).
+    ``on_host``: in the memory of the host that drives the device (``offload``). ``with_results``:
+    results that cost much to compute are saved, too, known by their order (``selective``).
     """
 
     def __init__(self, *, on_host: bool = False, with_results: bool = False) -> None:
@@ -119,7 +118,7 @@ class SaveAll(SaveInput):
             self._places.append(place)
             return tensor.detach()  # an output saved with what computes it would never be freed
 
-        with torch.enable_grad(), self._packed_by(pack):
+        with self._packed_by(pack):
             yield saved_tensors
 
     @contextmanager
@@ -130,7 +129,7 @@ class SaveAll(SaveInput):
             place = next(places)
             return tensor.detach() if place is None else saved[place].reshape(tensor.shape)
 
-        with torch.enable_grad(), self._packed_by(pack):
+        with self._packed_by(pack):
             yield
         assert not [*places], "more was saved than is computed"
 
@@ -141,7 +140,7 @@ class SaveAll(SaveInput):
     @contextmanager
     def _packed_by(self, pack: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
         self._pack = pack
-        with saved_tensors_hooks(pack, _unchanged):
+        with torch.enable_grad(), saved_tensors_hooks(pack, _unchanged):
             yield
         self._pack = _unchanged
 

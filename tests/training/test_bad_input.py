@@ -145,7 +145,6 @@ def complaint(capsys, ckpt_dir, *flags):
         ("--xla_fsdp spmd --flatten_parameters", "--flatten_parameters requires --xla_fsdp nested"),
         ("--xla_fsdp nested --cpu_devices 2", "nested FSDP runs on 1 CPU device"),
         ("--shard_on_cpu --run_without_fsdp", "is incompatible with --run_without_fsdp: drop"),
-        ("--compile_cache_dir x", "torch_xla 2.9 writes compiled programs but cannot read them"),
         (
             "--mesh_dcn 2 --cpu_devices 3",
             "--mesh_dcn 2 x --mesh_fsdp 1 x --mesh_tensor 1 is not the 3 device(s)",

@@ -81,13 +81,10 @@ class Shards:
 
     def part(self, x: torch.Tensor, heads: int | None = None) -> torch.Tensor:
         """Return a device's part of the whole tensor."""
-        return self._manual(x, self._spec(x, heads))
+        return self.manual(x, self._spec(x, heads))
 
-    def everywhere(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that each device has all of, for its call."""
-        return self._manual(x, (None,) * x.dim())
-
-    def _manual(self, x: torch.Tensor, spec: tuple[MeshAxes, ...]) -> torch.Tensor:
+    def manual(self, x: torch.Tensor, spec: tuple[MeshAxes, ...]) -> torch.Tensor:
+        """Return what a device has of a tensor of this spec, for its call."""
         if self.mesh is None:
             return x
         import torch_xla.distributed.spmd as xs

@@ -66,10 +66,6 @@ def _iota(rows: int, columns: int) -> Any:
     return jax.lax.broadcasted_iota("int32", (rows, columns), int(rows == 1))
 
 
-def _array(shape: tuple[int, ...], dtype: torch.dtype) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, _jax_name(dtype))
-
-
 def _jax_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -107,7 +103,10 @@ def flash_forward(s: FlashSizes, scale: float) -> Callable:
         grid=(s.batch, s.groups, s.blocks, s.key_blocks),
         in_specs=[query, key, key, *valid],
         out_specs=[query, statistic],
-        out_shape=[_array(s.shape, s.dtype), _array(s.statistic_shape, torch.float32)],
+        out_shape=[
+            jax.ShapeDtypeStruct(s.shape, _jax_name(s.dtype)),
+            jax.ShapeDtypeStruct(s.statistic_shape, "float32"),
+        ],
         scratch_shapes=[
             *[pltpu.VMEM((s.heads_together, s.block, LANES), "float32")] * 2,
             pltpu.VMEM((s.block, s.lanes), "float32"),
@@ -145,8 +144,8 @@ def flash_backward(s: FlashSizes, scale: float) -> Callable:
         in_specs=[query, key, key, *valid, statistic, statistic, query],
         out_specs=[pl.BlockSpec((1, s.block, s.lanes), written), key_gradient, key_gradient],
         out_shape=[
-            _array(s.shape, s.dtype),
-            *[_array(s.key_gradient_shape, s.dtype)] * 2,
+            jax.ShapeDtypeStruct(s.shape, _jax_name(s.dtype)),
+            *[jax.ShapeDtypeStruct(s.key_gradient_shape, _jax_name(s.dtype))] * 2,
         ],
         scratch_shapes=[
             pltpu.VMEM((s.span_blocks, s.block, s.lanes), "float32"),
@@ -166,27 +165,19 @@ def _flash_blocks(
     list is empty if all keys are valid.
     """
 
-    def queries(*grid: Any) -> tuple:
-        image, group, block, _ = place(*grid)
-        return image, block, group
-
-    def keys(*grid: Any) -> tuple:
-        image, group, _, key_block = place(*grid)
-        return image, key_block, group
-
-    def valid(*grid: Any) -> tuple:
-        image, _, _, key_block = place(*grid)
-        return image, 0, key_block
-
-    def statistics(*grid: Any) -> tuple:
-        image, group, block, _ = place(*grid)
-        return image, group, 0, block
+    def spec(shape: tuple[int, ...], index: Callable) -> pl.BlockSpec:
+        return pl.BlockSpec(shape, lambda *grid: index(*place(*grid)))
 
     return (
-        pl.BlockSpec((1, s.block, s.lanes), queries),
-        pl.BlockSpec((1, s.key_block, s.lanes), keys),
-        [pl.BlockSpec((1, 1, s.key_block), valid)] if s.masked else [],
-        pl.BlockSpec((1, 1, s.heads_together, s.block), statistics),
+        spec((1, s.block, s.lanes), lambda image, group, block, _: (image, block, group)),
+        spec((1, s.key_block, s.lanes), lambda image, group, _, block: (image, block, group)),
+        [spec((1, 1, s.key_block), lambda image, _, __, block: (image, 0, block))]
+        if s.masked
+        else [],
+        spec(
+            (1, 1, s.heads_together, s.block),
+            lambda image, group, block, _: (image, group, 0, block),
+        ),
     )
 
 
@@ -321,10 +312,9 @@ def whole_forward(s: WholeSizes) -> Callable:
         grid=(s.batch // images, s.groups, s.query_blocks),
         in_specs=_whole_blocks(s, images, "qkk"),
         out_specs=pl.BlockSpec((images, s.queries, s.lanes), lambda i, j, block: (i, block, j)),
-        out_shape=_array(s.shape, s.dtype),
-        scratch_shapes=_rotated_scratch(s, images),
-        compiler_params=_compiler_params(2, 1, **_memory_limit(s, backward=False)),
+        out_shape=jax.ShapeDtypeStruct(s.shape, _jax_name(s.dtype)),
         name="attention_forward",
+        **_whole_options(s, images, []),
     )
 
 
@@ -349,10 +339,9 @@ def whole_backward(s: WholeSizes) -> Callable:
         grid=(s.batch // images, groups, 3, s.query_blocks),
         in_specs=_whole_blocks(s, images, "qkkq"),
         out_specs=written,
-        out_shape=_array(s.gradients, s.dtype),
-        scratch_shapes=[sums, sums, *_rotated_scratch(s, images)],
-        compiler_params=_compiler_params(2, 2, **_memory_limit(s, backward=True)),
+        out_shape=jax.ShapeDtypeStruct(s.gradients, _jax_name(s.dtype)),
         name="attention_backward",
+        **_whole_options(s, images, [sums, sums]),
     )
 
 
@@ -383,15 +372,15 @@ def _whole_blocks(s: WholeSizes, images: int, arguments: str) -> list[pl.BlockSp
     return blocks
 
 
-def _rotated_scratch(s: WholeSizes, images: int) -> list[Any]:
-    """Return where a program keeps its rotated queries and keys, if it rotates."""
+def _whole_options(s: WholeSizes, images: int, sums: list[Any]) -> dict[str, Any]:
+    """Return a kernel's memory: ``sums`` of a backward pass, and rotated queries and keys, if any;
+    and in which order programs run."""
+    needed = s.vector_memory(backward=bool(sums))
+    limit = needed if needed > DEFAULT_VECTOR_MEMORY else None
     rows = (s.queries, s.tokens) if s.apart else ()
-    return [pltpu.VMEM((images, count, s.lanes), _jax_name(s.dtype)) for count in rows]
-
-
-def _memory_limit(s: WholeSizes, *, backward: bool) -> dict[str, int | None]:
-    needed = s.vector_memory(backward=backward)
-    return {"vmem_limit_bytes": needed if needed > DEFAULT_VECTOR_MEMORY else None}
+    rotated = [pltpu.VMEM((images, count, s.lanes), _jax_name(s.dtype)) for count in rows]
+    ordered = _compiler_params(2, 2 if sums else 1, vmem_limit_bytes=limit)
+    return {"scratch_shapes": [*sums, *rotated], "compiler_params": ordered}
 
 
 class _Sums:

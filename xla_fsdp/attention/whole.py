@@ -129,9 +129,9 @@ def attend(
     shards: Shards,
     save: SaveInput | None,
 ) -> torch.Tensor:
-    """Compute timm's attention from the results of its layers, with rotary embedding or without.
+    """Compute timm's attention, (batch, tokens, heads x width), from the results of its layers.
 
-    See ``queries_keys_values``. Returns (batch, tokens, heads x width).
+    See ``queries_keys_values``.
     """
     tensors = [qkv] if isinstance(qkv, torch.Tensor) else [*qkv]
     sizes, angles = _sizes(attn.num_heads, shards, tensors), None
@@ -210,10 +210,7 @@ def _attend(
     angles: torch.Tensor | None,
     tensors: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Compute attention of queries, keys and values, as ``_sizes`` takes them.
-
-    Returns (batch, tokens, heads x width).
-    """
+    """Compute attention, (batch, tokens, heads x width), of tensors as ``_sizes`` takes them."""
     cast = (x.to(sizes.dtype) for x in tensors)
     return (save or SaveInput()).result(_Attention.apply, sizes, shards, angles, *cast)
 
@@ -242,11 +239,8 @@ def _call_kernel(
     tensors: Sequence[torch.Tensor],
     *grad: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """Compute attention on each device's part of images and heads.
-
-    ``tensors`` are queries, keys and values, or all in one. With ``grad``, the gradient of the
-    result, it returns their gradients.
-    """
+    """Compute attention on each device's part of images and heads; with ``grad``, the gradient of
+    the result, return the gradients of ``tensors``: queries, keys and values, or all in one."""
     is_one = len(tensors) == 1
     parts = [shards.part(x, -1) for x in (*tensors, *grad)]
     shapes = [part.shape for part in parts]
@@ -254,7 +248,7 @@ def _call_kernel(
         qkv = parts.pop(0).flatten(2)
         parts[:0] = [qkv] * 3 if sizes.packed else qkv.chunk(3, -1)
     if angles is not None:
-        parts.append(shards.everywhere(angles))
+        parts.append(shards.manual(angles, (None,) * angles.dim()))
     (result,) = kernel(sizes, backward=bool(grad))(parts)
     results = [result] if result.dim() == 3 else [*result.unbind(0)]
     if is_one and len(results) > 1:
