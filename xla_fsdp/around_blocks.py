@@ -56,10 +56,8 @@ def after_forward(module: nn.Module, apply: Callable[[Any], Any]) -> None:
 
 
 def break_graph_every(n: int, blocks: list[nn.Module], break_graph: Callable[[], None]) -> None:
-    """End the graph after every ``n`` blocks, for graphs too large for the compiler.
-
-    The backward pass breaks at the same places.
-    """
+    """End the graph after every ``n`` blocks, forward and backward, where it is too large to
+    compile."""
 
     def break_both_ways(x: torch.Tensor) -> torch.Tensor:
         if x.requires_grad:  # no autograd.Function: its result is one tensor more
@@ -108,10 +106,8 @@ def convolve_by_product(model: nn.Module, mark: Mark) -> None:
 
 
 def drop_patches_of_whole_images(model: nn.Module, mark_images: Mark) -> None:
-    """Let patches be dropped from whole images, though blocks shard their tokens.
-
-    Where devices have unequal parts of them, XLA ends the process.
-    """
+    """Let patches be dropped from whole images, though blocks shard their tokens: where devices
+    have unequal parts of them, XLA ends the process."""
     drop = getattr(model, "patch_drop", None)
     if not isinstance(drop, PatchDropout | PatchDropoutWithIndices):
         return
@@ -156,14 +152,11 @@ def gather_small_parameters(
     gather: Callable[[str, torch.Tensor], torch.Tensor],
     excluded: tuple[str, ...] = (),
 ) -> None:
-    """Let a block, or the model around its blocks, ``gather`` small parameters before use.
+    """Let a block, or the model around its blocks, ``gather`` small parameters before use: all but
+    the weights of layers, and those whose names begin with ``excluded``.
 
-    ``excluded``: prefixes of the names of parameters that are left out: blocks gather theirs.
-
-    All are small but the weights of layers: vectors, embeddings. At rest they are sharded along
-    some axes of the mesh. Left to itself, the partitioner may shard the features of activations
-    likewise, whose batch is sharded along other axes too, by way of the whole tensor ("Involuntary
-    full rematerialization").
+    At rest they are sharded. Left to itself, the partitioner may shard the features of activations
+    likewise, by way of the whole tensor ("Involuntary full rematerialization").
     """
     inside = nn.Module()  # computes without the hooks of ``module``
     inside.module, inside.forward = module, module.forward

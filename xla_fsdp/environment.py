@@ -1,8 +1,5 @@
-"""What the environment asks of XLA: its device, and what this program refuses.
-
-All of it is found without torch_xla, whose import on a TPU VM asks the metadata server, and waits
-for it for minutes.
-"""
+"""The device, and the variables of the environment that this program refuses: found without
+torch_xla, whose import on a TPU VM may wait for the metadata server for minutes."""
 
 import glob
 import importlib.util

@@ -30,42 +30,31 @@ _USABLE = 0.8
 """Share of HBM that the arithmetic may fill: it is off by up to a quarter (test_plan.py)."""
 
 # Products.
-_PRODUCTS = 0.75
-"""Share of peak FLOP/s that a product of padded sizes reaches, with PyTorch's attention."""
-_PRODUCTS_WITH_KERNELS = 0.88
-"""The same with kernels of attention, around which nothing is transposed."""
+_PRODUCTS, _PRODUCTS_WITH_KERNELS = 0.75, 0.88
+"""Share of peak FLOP/s that a product of padded sizes reaches, with PyTorch's attention; and with
+kernels of attention, around which nothing is transposed."""
 _FLASH_SPEED = 0.73
-"""Of flash attention's kernels relative to other products: by their instructions
-(docs/tpu_speed.md)."""
+"""Of flash attention's kernels relative to other products (docs/tpu_speed.md)."""
 
 # Traffic between HBM and the chip. "Passes": how often values go to or from HBM in one forward
 # pass of a block.
-_WIDTH_PASSES = 50
-"""Of values of a token's width."""
-_HIDDEN_PASSES = 14
-"""Of values of the MLP's width."""
-_SCORE_PASSES = 5
-_EXPOSED = 0.45
-"""Share of the traffic's seconds that no product hides, with whole tiles of tokens."""
-_EXPOSED_IN_VMEM = 0.7
-"""The same where an image's tokens leave tiles partly empty, and layers of a block are small enough
-to stay in vector memory."""
-_EXPOSED_BEYOND = 1.2
-"""The same for larger layers."""
+_WIDTH_PASSES, _HIDDEN_PASSES, _SCORE_PASSES = 50, 14, 5
+"""Of values of a token's width; of the MLP's width; of scores."""
+_EXPOSED, _EXPOSED_IN_VMEM, _EXPOSED_BEYOND = 0.45, 0.7, 1.2
+"""Share of the traffic's seconds that no product hides: with whole tiles of tokens; where an
+image's tokens leave tiles partly empty, for layers of a block that stay in vector memory, and for
+larger ones."""
 _BESIDE_PRODUCTS = 0.55
 """With kernels: share of the traffic's seconds that adds to those of products, as the sides of a
 right angle do: little where products take much longer, nearly all where they do not."""
 
 # Collectives, and saved activations.
-_WAITED_FOR = 0.25
-"""Share of the seconds of gathering weights that nothing hides, beside what is longer than all
-else."""
-_SAVED_PASSES = 20
+_WAITED_FOR, _HOST_WAITED_FOR = 0.25, 0.25
+"""Share of the seconds that nothing hides: of gathering weights, beside what is longer than all
+else; to and from the host's memory."""
+_SAVED_PASSES, _SAVED_PASSES_WITH_KERNELS = 20, 12
 """How often what is saved beside a block's input goes to or from HBM, at full bandwidth: the
 compiler copies it between layouts."""
-_SAVED_PASSES_WITH_KERNELS = 12
-_HOST_WAITED_FOR = 0.25
-"""Share of the seconds to and from the host's memory that nothing hides."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +62,7 @@ class RematCost:
     """What one value of ``--grad_ckpt`` saves of a block for the backward pass, and recomputes."""
 
     widths: float
-    """Values saved for each token, in multiples of the model's width, beside the block's input."""
+    """Values saved for each token beside the block's input, in multiples of the model's width."""
     hiddens: float
     """The same in multiples of the width inside the MLP."""
     saves_scores: bool
@@ -124,8 +113,8 @@ class Estimate:
 
     @property
     def step_s(self) -> float:
-        moving = self.traffic_s + self.waiting_s + self.dcn_s + self.saving_s
-        return self.products_s + moving
+        moving_s = self.traffic_s + self.waiting_s + self.dcn_s + self.saving_s
+        return self.products_s + moving_s
 
     def __add__(self, other: Estimate) -> Estimate:
         """Return the estimate of two runs of blocks: one computes after the other, and what both

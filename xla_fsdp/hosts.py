@@ -51,11 +51,9 @@ class HostPart:
         return self.batch_parts // len(self.groups)
 
     def in_global_batch(self, share: torch.Tensor, height: int | None = None) -> torch.Tensor:
-        """Return a global batch with the host's images in their places, the rest uninitialized.
-
-        ``share`` has ``rows`` of images of ``height`` rows; None: it has labels, or whole images.
-        Only what the devices need is sent, and memory that is not written to is not allocated.
-        """
+        """Return a global batch with the host's images in their places, the rest uninitialized:
+        it is not sent, nor allocated. ``share`` has ``rows`` of images of ``height`` rows; None:
+        it has labels, or whole images."""
         size, (_, *shape) = len(share) // len(self.groups), share.shape
         whole_images = height is None or height == len(self.rows)
         if height is not None and not whole_images:
@@ -70,11 +68,9 @@ class HostPart:
 
 
 def part_of_host(mesh: Mesh, order: Sequence[int], local: Collection[int], height: int) -> HostPart:
-    """Return what the devices ``local`` need of a batch of images with ``height`` rows.
-
-    ``order`` are the numbers of all devices in the mesh's order. Raises UsageError unless ``local``
-    are all devices of these rows of these parts.
-    """
+    """Return what the devices ``local`` need of a batch of images with ``height`` rows;
+    ``order`` are the numbers of all devices in the mesh's order. Raises UsageError if they share
+    these rows of these parts with other hosts."""
     places = [place for place, number in enumerate(order) if number in local]
     groups = sorted({mesh.batch_part(place) for place in places})
     along = sorted({place // mesh.tensor % mesh.domain for place in places})

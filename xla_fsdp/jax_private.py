@@ -39,12 +39,9 @@ def mark_main(
     results: Sequence[str | None],
     donated: dict[int, int],
 ) -> None:
-    """Write the shardings of arguments and results into the module's main function.
-
-    ``arguments`` returns an argument's sharding by its number and ``results`` has one for each
-    result, both in XLA's notation, None where the compiler chooses. ``donated`` maps an argument to
-    the result that takes its memory.
-    """
+    """Write the shardings of arguments, by their numbers, and of results into the module's main
+    function, in XLA's notation; None where the compiler chooses. ``donated`` maps an argument to
+    the result that takes its memory."""
     from jax._src.lib.mlir import ir
 
     with module.context:
@@ -111,9 +108,9 @@ def compile_for(
     """Compile a module for devices of a compile-only client; returns the executable.
 
     ``numbers`` is the array (replicas, partitions) of the devices' ids, in the mesh's order;
-    ``chosen_by_compiler``: for each result, whether the compiler chooses its sharding; ``dump_to``:
-    the folder that the compiler writes the modules of its passes to, as text. Raises jaxlib's own
-    error if the compiler refuses.
+    ``chosen_by_compiler``: whether it chooses the sharding, for each result; ``dump_to``: the
+    folder for the modules of its passes, as text. Raises jaxlib's own error if the compiler
+    refuses.
     """
     from jax._src.lib import xla_client
     from jax._src.lib.mlir.dialects import hlo

@@ -121,11 +121,8 @@ while not select.select([0], [], [], pause)[0]:  # until stdin ends
 
 @contextlib.contextmanager
 def _told_what_it_waits_for() -> Iterator[None]:
-    """Print what the TPU runtime waits for while it starts inside: for all hosts of the slice.
-
-    It waits in compiled code that holds Python's lock. So another process prints, and signals have
-    their default action meanwhile: no handler would run.
-    """
+    """Print what the TPU runtime waits for while it starts inside: in compiled code that holds
+    Python's lock. So another process prints, and signals have their default action meanwhile."""
     waited_for = "it starts when this program runs on all hosts of the slice"
     try:
         hosts = torch_xla_private.host_tpu().get_worker_ips()
@@ -156,8 +153,7 @@ def _told_what_it_waits_for() -> Iterator[None]:
 
 
 def _join() -> None:
-    """Make the group of all processes, in which they plan checkpoints together, and warn once of
-    other versions.
+    """Make the group of all processes, for plans of checkpoints; warn once of other versions.
 
     torch_xla lets process 0 hold its store, and looks for it at MASTER_ADDR; but the runtime may
     have given that number to any host. So where a launcher says which host MASTER_ADDR is, that one
@@ -189,9 +185,7 @@ def _run_nested(
     parent: int | None,
 ) -> None:
     """Call the body in one of the processes; ``parent`` starts them, None if it is the only one.
-
-    Unpickling ``_installed`` has installed its signal handlers.
-    """
+    Unpickling ``_installed`` has installed its signal handlers."""
     if parent is not None:
         end_with(parent)
     _join()

@@ -55,11 +55,8 @@ def mark_both(x: torch.Tensor, mark: Mark) -> torch.Tensor:
 
 
 def gather(x: torch.Tensor, shard: Mark, whole: Mark) -> torch.Tensor:
-    """Gather a sharded tensor, and scatter its gradient.
-
-    Left to itself, the partitioner may compute with the shards and exchange activations, or reduce
-    whole gradients.
-    """
+    """Gather a sharded tensor, and scatter its gradient. Left to itself, the partitioner may
+    compute with the shards and exchange activations, or reduce whole gradients."""
     return Marked.apply(x, [shard, whole], [shard])
 
 
@@ -87,11 +84,8 @@ _LEAST = 1e-30
 
 
 class GatherInFp8(torch.autograd.Function):
-    """As ``gather``, by specs, with numbers rounded to fp8; the gradient is not rounded.
-
-    There is a factor for each index along a sharded dimension. Where that is the only one, each
-    device finds the factors of its part by itself.
-    """
+    """As ``gather``, by specs, with numbers rounded to fp8, and a factor for each index along a
+    sharded dimension: each device finds those of its part. The gradient is not rounded."""
 
     @staticmethod
     def forward(

@@ -26,14 +26,11 @@ bytes in use and the bytes that there are."""
 
 
 class DeviceMemory:
-    """Reads figures of torch_xla, or of libtpu where torch_xla has none.
-
-    torch_xla 2.9 has no answer under SPMD: ``xm.get_memory_info`` (torch_xla/core/xla_model.py,
-    line 1508) raises "MemoryInfo not supported for SPMD virtual device" (pytorch/xla issue #9022).
+    """Reads figures of torch_xla, or of libtpu where torch_xla has none: 2.9 under SPMD
+    (pytorch/xla issue #9022).
 
     libtpu's metrics are read in a process of their own, because libtpu ends the process that has
-    loaded it if one of its checks fails. An answer comes after the log step that asked for it, and
-    is logged at the next one.
+    loaded it if one of its checks fails. An answer is logged a log step later.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,9 +1,6 @@
-"""Nested FSDP: torch_xla's XlaFullyShardedDataParallel around each block and the model.
-
-A process drives one device. Optimization barriers between the units keep the
-compiler from gathering weights early or holding on to them. bf16 is autocast, as in
-the SPMD form, not FSDP's compute_dtype: with that, convolutions fail (torch_xla 2.9).
-"""
+"""Nested FSDP: torch_xla's XlaFullyShardedDataParallel around each block and the model, a
+process a device. bf16 is autocast, not FSDP's compute_dtype: with that, convolutions fail
+(torch_xla 2.9)."""
 
 import functools
 
@@ -123,10 +120,7 @@ class NestedBackend(XlaBackend):
     @functools.cached_property
     def _shards(self) -> dict[str, tuple[nn.Parameter, list[tuple[str, torch.Size]]]]:
         """Each sharded parameter by its name, and the plain parameters that it holds, in order.
-
-        FSDP's own get_original_names_and_sharded_parameters gives the root's parameters
-        once for each unit (torch_xla 2.9).
-        """
+        (FSDP's get_original_names_and_sharded_parameters repeats the root's for each unit.)"""
         shards = {}
         for unit_name, unit in self._model.named_modules():
             if isinstance(unit, XlaFullyShardedDataParallel):

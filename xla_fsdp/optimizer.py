@@ -36,13 +36,11 @@ def build_optimizer(
 
     A parameter comes with the updates of the plain model's parameters that it holds: none if it
     does not train, several if it holds stacked blocks. Those that are updated alike are a group,
-    Muon's first, as a step goes; its "lr_scale" is None where nothing is scaled, and a tensor with
-    an entry for each of stacked blocks.
+    Muon's first; its "lr_scale" may have an entry for each of stacked blocks.
 
-    Counters and learning rates (``set_lr``) are on the device, by ``constant``: host numbers in the
-    update would be uploaded one by one, or compiled in. ``zeros_like`` returns zeros laid out like
-    a parameter, for the moments. Muon's parameters are in groups of AdamW, too, but ``step_unless``
-    takes their step. ``decays`` off: ``step_unless`` decays the weights, by a factor that changes.
+    Counters and learning rates (``set_lr``) are on the device, by ``constant``: host numbers would
+    be uploaded one by one, or compiled in. ``zeros_like`` returns zeros laid out like a parameter.
+    ``decays`` off: ``step_unless`` decays the weights, by a factor that changes.
     """
     by_kind: dict[tuple, dict[str, Any]] = {}
     for parameter, updates in parameters.items():
@@ -81,9 +79,8 @@ def set_lr(
     last_layer: torch.Tensor | None = None,
 ) -> None:
     """Set each group's learning rate, a tensor on the device: one for each of stacked blocks.
-
-    ``last_layer``: the factor of the last layers' (``StepRates``), a device scalar, if it changes.
-    """
+    ``last_layer``: the factor of the last layers' (``StepRates``), a device scalar, if it
+    changes."""
     value = constant(torch.tensor(max(lr, _SMALLEST_LR)))
     for group in optimizer.param_groups:
         group["lr"] = value
@@ -105,10 +102,9 @@ def step_unless(
 ) -> None:
     """Update the parameters, or change nothing if ``skip``, a boolean device scalar, is true.
 
-    Both are one graph, which chooses between the old value and the new one as it writes it.
-    ``keys`` are for moments in bf16: an int32 number on the device for each parameter. From it and
-    the step's number follow the random bits that the moments are rounded with. ``directions`` are
-    for Muon. ``decay``: the factor of weight decay, a device scalar; None if it never changes.
+    Both are one graph. ``keys`` are for moments in bf16: an int32 number for each parameter, from
+    which the random bits follow that they are rounded with. ``directions`` are for Muon. ``decay``:
+    the factor of weight decay, a device scalar; None if it never changes.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state = [t for p in parameters for t in optimizer.state[p].values()]

@@ -1,10 +1,8 @@
-"""How a plain Vision Transformer becomes a parallel one on XLA.
+"""How a plain Vision Transformer becomes a parallel one on XLA: one function for each form of FSDP.
 
-``parallelize_spmd`` and ``parallelize_nested``, one for each form of FSDP, apply all of it from top
-to bottom, by the choices that ``resolve_xla`` has made. ``units`` are those of
-``ModelSpec.units``: the blocks, and last the model around them. They are filled, changed and sent
-to the devices one after the other, so that the host never holds more than one. Modules keep timm's
-names; what they compute is changed from outside.
+``units`` are those of ``ModelSpec.units``: the blocks, and last the model around them. They are
+filled, changed and sent to the devices one after the other, so that the host never holds more than
+one. Modules keep timm's names; what they compute is changed from outside.
 """
 
 import functools
@@ -141,9 +139,7 @@ def scan_blocks(
     end_graph: Callable[..., None],
 ) -> ScannedBlocks:
     """Put in the place of a stack of blocks a loop with one that has all parameters, stacked.
-
-    The loop rematerializes, gathers weights and marks tokens itself, in each round.
-    """
+    The loop rematerializes, gathers weights and marks tokens itself, in each round."""
     save = SAVED_BY[plan.remat]()
     layers = blocks[0][1].named_modules() if plan.int8 else ()
     int8_weights = {f"{name}.weight" for name, layer in layers if type(layer) is nn.Linear}

@@ -36,9 +36,8 @@ def multiply_unfolded(
     """Let the linear layers of ``block`` compute by ``product`` and ``add_bias``.
 
     The batch is sharded into ``parts``. ``int8`` returns how a weight of this name is sharded.
-    ``gather`` makes a sharded weight whole, where nothing else does: else the partitioner may
-    compute with the shards, and exchange tokens. ``save`` may save the results of layers that have
-    more outputs than inputs.
+    ``gather`` makes a sharded weight whole, where nothing else does. ``save`` may save the results
+    of layers that have more outputs than inputs.
     """
 
     def forward(name: str, linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
@@ -85,11 +84,9 @@ class _Normalize(torch.autograd.Function):
 
 
 def normalize_unfolded(module: nn.Module) -> None:
-    """Let the norms of ``module`` keep images and tokens apart.
-
-    torch_xla's folds them into one dimension. Where a device has one image and an uneven part of
-    its tokens, the partitioner then takes padding for tokens (docs/findings.md).
-    """
+    """Let the norms of ``module`` keep images and tokens apart. torch_xla's fold them: where a
+    device has one image and an uneven part of its tokens, the partitioner then takes padding for
+    tokens (docs/findings.md)."""
     for part in module.modules():
         if type(part).forward in (nn.LayerNorm.forward, timm.layers.LayerNorm.forward):
             assert isinstance(part, nn.LayerNorm)
@@ -106,11 +103,9 @@ def product(
     *,
     widens: bool = True,
 ) -> torch.Tensor:
-    """Multiply in autocast's dtype, as ``torch.einsum`` does by the equation.
-
-    With ``int8`` in that, and the weight is a sharded one. ``widens``: the result has more features
-    than ``x``, and is saved if ``save`` saves such.
-    """
+    """Multiply in autocast's dtype, as ``torch.einsum`` does; with ``int8`` in that, by a
+    sharded weight. ``widens``: the result has more features than ``x``, and is saved if ``save``
+    saves such."""
     save = save or SaveInput()
     results = save if widens else SaveInput()
     operand = x
@@ -125,10 +120,8 @@ def product(
 
 
 def add_bias(y: torch.Tensor, bias: torch.Tensor | None, parts: int) -> torch.Tensor:
-    """Add a bias of a product's last dimensions to it, in the product's dtype.
-
-    Dimension 0 of the product is sharded into ``parts``.
-    """
+    """Add a bias of a product's last dimensions to it, in its dtype; dimension 0 is in
+    ``parts``."""
     return y if bias is None else _AddBias.apply(y, bias, parts)
 
 

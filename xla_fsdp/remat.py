@@ -37,10 +37,8 @@ class SaveInput:
         """Change how a block computes, if what is saved needs it."""
 
     def result(self, function: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
-        """Return the result of ``function``, which may be saved.
-
-        Its last argument is the saved result, or None if it has to compute it.
-        """
+        """Return the result of ``function``, which may be saved: its last argument, or None if
+        it has to compute it."""
         y = function(*arguments, self._saved.pop(0) if self._saved else None)
         if self._saving is not None:
             self._saving.append(y)
@@ -51,10 +49,8 @@ class SaveInput:
 
     @contextmanager
     def save(self, x: torch.Tensor) -> Iterator[Tensors]:
-        """Let a block with the input ``x`` be computed; yields what is saved, complete at the end.
-
-        The input comes first. All that needs a gradient, ``x`` among it, requires one.
-        """
+        """Let a block with the input ``x`` be computed; yields what is saved, the input first,
+        complete at the end. All that needs a gradient, ``x`` among it, requires one."""
         saved = [x * 1]
         self._saving = saved if self._with_results else None
         try:
@@ -73,11 +69,8 @@ class SaveInput:
 
 
 class SaveAll(SaveInput):
-    """Saves what autograd saves, so that no product is computed again (``none``).
-
-    Norms and activations are rematerialized from their inputs; weights are gathered again, and
-    random masks are drawn again.
-    """
+    """Saves what autograd saves (``none``), but norms and activations, rematerialized from their
+    inputs; weights are gathered again, and random masks are drawn again."""
 
     def __init__(self) -> None:
         super().__init__()

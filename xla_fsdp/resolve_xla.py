@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +15,7 @@ from training.config import RunConfig
 from training.errors import UsageError
 from training.flags import by_field, check_rules
 from training.initial_weights import with_teacher
-from training.mesh import LOGICAL_AXIS_RULES, Mesh, make_mesh
+from training.mesh import LOGICAL_AXIS_RULES, make_mesh
 from training.resolve import (
     Run,
     check_batch,
@@ -40,40 +40,35 @@ if TYPE_CHECKING:
 XlaRun = Run[XlaConfig]
 
 
-@dataclass(frozen=True)
 class ParallelPlan:
     """How a plain model becomes a parallel one, every choice made: ``parallelize`` follows it."""
 
-    model: ModelSpec
-    mesh: Mesh
-    fsdp: bool
-    """Parameters are sharded (False: --run_without_fsdp, each device has all)."""
-    attention: str
-    domain_attention: str | None
-    """"ring" or "gather" among the devices that share an image; None where none do, or where the
-    partitioner finds a way by itself: with --mesh_tensor, with dropout in attention."""
-    remat: str
-    scan: bool
-    """All blocks are one loop of the graph."""
-    bf16: bool
-    residual_bf16: bool
-    int8: bool
-    gather_fp8: bool
-    break_graph_every: int
-    gradients_outlive_graph: bool
-    """A step is several graphs that leave gradients to each other."""
-    pass_size: int
-    # Of nested FSDP alone:
-    reshard_after_forward: bool
-    flatten_parameters: bool
-    shard_on_cpu: bool
+    def __init__(self, run: XlaRun) -> None:
+        config, xla, self.model, self.mesh = run.config, run.backend_config, run.model, run.mesh
+        sharding, mesh = config.sharding, run.mesh
+        self.fsdp = not sharding.run_without_fsdp  # else each device has all parameters
+        self.attention = xla.attention
+        # "ring" or "gather" among the devices that share an image; None where none do, or where the
+        # partitioner finds a way by itself: with --mesh_tensor, with dropout in attention.
+        by_us = mesh.domain > 1 and mesh.tensor == 1 and not run.model.sizes.attn_drop_rate
+        self.domain_attention = sharding.domain_attention if by_us else None
+        self.remat = sharding.grad_ckpt
+        self.scan = bool(xla.scan_blocks)  # all blocks are one loop of the graph
+        self.bf16, self.residual_bf16 = sharding.precision == "bf16", xla.residual_dtype == "bf16"
+        self.int8, self.gather_fp8 = xla.matmul == "int8", xla.gather_dtype == "fp8"
+        self.break_graph_every = xla.mark_step_every_n_blocks  # blocks; 0: never
+        self.pass_size = config.data.pass_size
+        # A step is several graphs that leave gradients to each other.
+        passes = config.data.grad_accum_steps
+        self.gradients_outlive_graph = passes > 1 or self.break_graph_every > 0
+        # Of nested FSDP alone:
+        self.reshard_after_forward = sharding.reshard_after_forward
+        self.flatten_parameters, self.shard_on_cpu = xla.flatten_parameters, xla.shard_on_cpu
 
 
 def tensor_dims(dimensions: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
-    """Return by a block parameter's name the dimension that "tensor" shards; others are not named.
-
-    ``dimensions`` are ``models.blocks.logical_axes``; parameters are as ``pack`` makes them.
-    """
+    """Return the dimension that "tensor" shards of a block's parameters, as ``pack`` makes them,
+    by name. ``dimensions`` are ``models.blocks.logical_axes``."""
     return {
         name: index
         for name, kinds in dimensions.items()
@@ -85,33 +80,6 @@ def tensor_dims(dimensions: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
 def packed_parts(dimensions: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
     """Return the parameters that ``pack`` makes (parts, rows, ...), and how many parts each has."""
     return {name: FOLDED[kinds[0]] for name, kinds in dimensions.items() if kinds[0] in FOLDED}
-
-
-def parallel_plan(run: XlaRun) -> ParallelPlan:
-    """Return the choices of a resolved run that ``parallelize`` needs."""
-    config, xla, mesh = run.config, run.backend_config, run.mesh
-    drops = run.model.sizes.attn_drop_rate > 0
-    over_domain = mesh.domain > 1 and mesh.tensor == 1 and not drops
-    return ParallelPlan(
-        model=run.model,
-        mesh=mesh,
-        fsdp=not config.sharding.run_without_fsdp,
-        attention=xla.attention,
-        domain_attention=config.sharding.domain_attention if over_domain else None,
-        remat=config.sharding.grad_ckpt,
-        scan=bool(xla.scan_blocks),
-        bf16=config.sharding.precision == "bf16",
-        residual_bf16=xla.residual_dtype == "bf16",
-        int8=xla.matmul == "int8",
-        gather_fp8=xla.gather_dtype == "fp8",
-        break_graph_every=xla.mark_step_every_n_blocks,
-        gradients_outlive_graph=config.data.grad_accum_steps > 1
-        or xla.mark_step_every_n_blocks > 0,
-        pass_size=config.data.pass_size,
-        reshard_after_forward=config.sharding.reshard_after_forward,
-        flatten_parameters=xla.flatten_parameters,
-        shard_on_cpu=xla.shard_on_cpu,
-    )
 
 
 def resolve(config: RunConfig, xla: XlaConfig) -> XlaRun:
@@ -138,11 +106,9 @@ def resolve_for_slice(
     model: ModelSpec | None = None,
     slices: int | None = None,
 ) -> XlaRun:
-    """Return the run as it would be on slices that are not here. Raises UsageError.
-
-    ``topology``: None for this machine, with so many ``slices``, or as many as there are.
-    ``model``: the configuration's, if it is open already.
-    """
+    """Return the run on a slice that is not here, or (``topology`` None) on this machine, with
+    so many ``slices`` or as many as there are. ``model``: if it is open already. Raises
+    UsageError."""
     torch_xla_private.prepare_import()
     device = "TPU" if topology else device_type()
     config = resolve_common(replace(config, backend="xla"))
@@ -280,10 +246,8 @@ WIDEST_HEAD = 256
 def _resolve_attention(
     config: RunConfig, xla: XlaConfig, model: ModelSpec, generation: int | None
 ) -> XlaConfig:
-    """Decide ``--attention``. ``generation`` is the TPU's, None without a TPU.
-
-    Raises UsageError for kernels that are asked for and cannot be used.
-    """
+    """Decide ``--attention``; ``generation`` is the TPU's, None without one. Raises UsageError
+    for kernels that cannot be used."""
     stacks = [*model.stacks.values()]
     if len(stacks) == 1:
         stacks = [sizes_of_largest(config, model)]

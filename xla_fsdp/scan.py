@@ -44,9 +44,8 @@ Body = Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]
 class Scan:
     """The loop, traced for tensors of these shapes; ``reverse`` runs it from last to first.
 
-    Random numbers in the body are drawn again in each round, from the seeds given to the call:
-    two loops that draw in the same order draw the same from the same seeds. A loop inside of
-    another one's body must be ``inner``: then it draws none, and leaves those of the body alone.
+    The body draws random numbers anew in each round, from the seeds given to the call: the same
+    from the same seeds. A loop inside of another one's body must be ``inner``: then it draws none.
     """
 
     def __init__(
@@ -110,10 +109,8 @@ class Scan:
         inputs: Sequence[torch.Tensor],
         seeds: torch.Tensor | None = None,
     ) -> tuple[Tensors, Tensors]:
-        """Return the last state and the stacked outputs.
-
-        ``seeds`` are int64 (rounds,), needed if it ``draws``.
-        """
+        """Return the last state and the stacked outputs; ``seeds``: int64 (rounds,), if it
+        ``draws``."""
         device = torch_xla.device()
         # What XLA's loop carries.
         number = torch.zeros((), dtype=torch.int32, device=device)  # of the round, from 0
@@ -188,13 +185,11 @@ _Names = tuple[list[str], list[str]]
 
 
 class ScannedBlocks(nn.Module):
-    """All blocks in one module, called once for all (``ModelSpec.put_blocks``).
+    """All blocks in one module, ``block``, with the parameters (depth, *shape), called once for
+    all.
 
-    ``block`` holds the parameters, (depth, *shape).
-
-    ``adapt`` changes how a block computes; ``save`` says what is saved of it for the backward loop.
-    ``layout`` places parameters and marks activations; ``gather(name, weight)`` marks where a
-    weight is gathered, by its name in a block.
+    ``adapt`` changes how a block computes; ``save`` says what is saved of it for the backward loop;
+    ``gather(name, weight)`` marks where a weight is gathered, by its name in a block.
     """
 
     def __init__(
@@ -247,11 +242,9 @@ class ScannedBlocks(nn.Module):
         shared: Mapping[str, torch.Tensor] | None = None,
         stacked: Mapping[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Compute what all blocks make of ``x``, (batch, tokens, width), one after the other.
-
-        Keyword arguments of each block are ``shared``, the same for all and without a gradient,
-        and the parts of ``stacked`` along dimension 0, one for each block.
-        """
+        """Compute what all blocks make of ``x``, (batch, tokens, width). Keyword arguments of
+        each block are ``shared``, without a gradient, and its part of ``stacked`` along
+        dimension 0."""
         shared, stacked = shared or {}, stacked or {}
         assert not any(tensor.requires_grad for tensor in shared.values())
         names = list(shared), list(stacked)

@@ -1,8 +1,8 @@
 """Tensor parallelism in a timm block, as in Megatron: heads and MLP columns over devices.
 
-The first product of attention and of the MLP is sharded by columns, the second by rows, with no
-exchange between them. Each half of a block gathers its input, whose tokens are sharded along
-"tensor" too, and scatters the sum of its output.
+The first product of attention and of the MLP is sharded by columns, the second by rows. Each half
+of a block gathers its input, whose tokens are sharded along "tensor" too, and scatters the sum of
+its output.
 """
 
 import types
@@ -20,11 +20,8 @@ from xla_fsdp.resolve_xla import ParallelPlan
 
 
 def pack(block: nn.Module, packed: Mapping[str, int]) -> None:
-    """Unfold what timm packs in one layer, (parts * rows, ...), to (parts, rows, ...).
-
-    Some rows then hold queries, keys and values of the same heads, or both halves of a gated MLP.
-    ``packed`` has by name the number of parts.
-    """
+    """Unfold what timm packs in one layer, (parts * rows, ...), to (parts, rows, ...): some rows
+    then hold queries, keys and values of the same heads, or both halves of a gated MLP."""
     for name, parts in packed.items():
         layer, _, key = name.rpartition(".")
         parameter = block.get_parameter(name)
@@ -36,10 +33,8 @@ def pack(block: nn.Module, packed: Mapping[str, int]) -> None:
 def shard_heads_and_columns(
     block: nn.Module, plan: ParallelPlan, layout: MeshLayout, save: SaveInput
 ) -> None:
-    """Make a timm block, packed by ``pack``, compute with some of its heads and MLP columns.
-
-    ``save`` may save results of products by columns.
-    """
+    """Make a timm block, packed by ``pack``, compute with some of its heads and MLP columns;
+    ``save`` may save results of products by columns."""
     batch_shards = plan.mesh.batch_parts
     shards = layout.shards(*plan.mesh.logical_spec("batch", "heads"))
 

@@ -188,11 +188,8 @@ NEWER_LIBRARY = Path(__file__).parents[1] / ".libtpu" / NEWER_LIBTPU / "libtpu" 
 
 
 def takes_newer_libtpu(asked: str, topology: Topology) -> bool:
-    """Return True if the newer libtpu compiles for a slice, False if the installed one does.
-
-    ``asked`` is the value of --tpu_compiler. Raises UsageError if the one that does is not here, or
-    does not know the chip.
-    """
+    """Return True if the newer libtpu compiles for a slice; ``asked`` is --tpu_compiler. Raises
+    UsageError if the one that does is not here, or does not know the chip."""
     is_new_chip = topology.chip is CHIPS["tpu7x"]
     what = f"--tpu_topology {topology.name}" if is_new_chip else f"--tpu_compiler {asked}"
     if asked == "installed" and is_new_chip:
@@ -238,11 +235,8 @@ _OF_CHIP = {
 
 
 def set_for_this_tpu(kind: str | None = None) -> None:
-    """Add our own flags where neither the user nor torch_xla has set them.
-
-    To be called after torch_xla was imported, which adds its own, and before libtpu starts.
-    ``kind`` is the chip's name in accelerator types; default: this host's.
-    """
+    """Add our own flags, for a chip of this kind (default: this host's), where neither the user
+    nor torch_xla has set them; call it after torch_xla's import and before libtpu starts."""
     os.environ[VARIABLE] = add_flags(os.environ.get(VARIABLE, ""), _ours(kind or kind_here()))
 
 
@@ -260,9 +254,8 @@ def add_flags(given: str, ours: dict[str, str]) -> str:
 def libtpu_environment(topology: Topology, given: str, *, newer: bool) -> dict[str, str]:
     """Return the variables of the environment that a run on such a slice sets for libtpu.
 
-    First torch_xla's own, then ours. ``given`` is the value that the user has set. With ``newer``
-    for a process that compiles with the newer libtpu: torch_xla does not run with it, and sets
-    none.
+    First torch_xla's own, then ours. ``given`` is the value that the user has set. ``newer``: for a
+    process that compiles with the newer libtpu, with which torch_xla does not run.
     """
     if newer:
         joined = {"TPU_MEGACORE": "megacore_dense"} if topology.generation == 4 else {}

@@ -19,7 +19,7 @@ from torch import nn
 
 from data.loader import BatchLoader, Share
 from training import optimizers
-from training.backend import InitializeModule, State, pass_seed
+from training.backend import Backend, InitializeModule, State, pass_seed
 from training.optimizers import COUNTS, UPDATES, Updates, WeightAverage
 from training.processes.stopping import largest_of_all
 from training.schedule import StepRates
@@ -33,7 +33,7 @@ from xla_fsdp.optimizer import (
     set_lr,
     step_unless,
 )
-from xla_fsdp.resolve_xla import XlaRun, parallel_plan
+from xla_fsdp.resolve_xla import ParallelPlan, XlaRun
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,9 @@ class HostState(State):
     host, one for each plain tensor in it."""
 
 
-class XlaBackend:
-    """The parts of ``training.backend.Backend`` that do not depend on the form of FSDP.
+class XlaBackend(Backend):
+    """What does not depend on the form of FSDP, and, where it does, tensors of a device's own."""
 
-    What is defined twice is here for tensors of a device's own, as nested FSDP has them.
-    """
-
-    batch_shard: int
-    batch_shards: int
-    image_rows: range
-    shards: tuple[int, ...]
     compiles = True
     _model: nn.Module
     _rng_stream = 0
@@ -67,10 +60,10 @@ class XlaBackend:
 
     def __init__(self, run: XlaRun) -> None:
         self._run, self._xla, self._sharding = run, run.backend_config, run.config.sharding
-        self._plan = parallel_plan(run)
+        self._plan = ParallelPlan(run)
         self._rounds_moments = run.config.optimizer.optimizer_dtype == "bf16"
         self._device, self._device_type = torch_xla.device(), xr.device_type()
-        self.memory = DeviceMemory(self._device).read
+        self._memory = DeviceMemory(self._device)
         self._ema: WeightAverage | None = None
         self._gradients: list[tuple[nn.Parameter, torch.Tensor]] = []
         """Of gradients that outlive a graph: the tensors, laid out like their parameters, that each
@@ -89,15 +82,6 @@ class XlaBackend:
         self.device_count = xr.global_runtime_device_count()
 
     # -- the form of FSDP -------------------------------------------------------------
-
-    def shard(
-        self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
-    ) -> nn.Module:
-        """Set ``_model`` to the model, filled, sharded and on the devices; return it."""
-        raise NotImplementedError
-
-    def constant(self, values: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
 
     def _describe_form(self) -> str:
         """Return the form of FSDP, for the log."""
@@ -330,6 +314,9 @@ class XlaBackend:
         seconds = list(self._own_seconds)
         self._own_seconds.clear()
         return seconds
+
+    def memory(self) -> dict[str, int]:
+        return self._memory.read()
 
     def state_bytes(self) -> dict[str, int]:
         state = [t for entry in self._optimizer.state.values() for t in entry.values()]

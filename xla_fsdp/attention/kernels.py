@@ -39,10 +39,8 @@ def lower(
     bytes_accessed: int,
     branches: int = 1,
 ) -> Kernel:
-    """Lower a JAX function of one Pallas kernel, for arrays of these shapes and dtypes.
-
-    ``branches``: how many branches a program of it has; each is taken equally often.
-    """
+    """Lower a JAX function of one Pallas kernel for arrays of these shapes and dtypes;
+    ``branches``: how many branches a program of it has, each taken equally often."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # it only lowers: a TPU, if any, is torch_xla's
@@ -68,11 +66,10 @@ MeshAxes = str | tuple[str, ...] | None
 
 @dataclass(frozen=True)
 class Shards:
-    """How images and heads are sharded in an SPMD program: each device calls a kernel on its part.
+    """How images and heads are sharded in an SPMD program: along these mesh axes. Each device calls
+    a kernel on its part; without a mesh there is one device, and tensors stay as they are.
 
-    ``images``, ``heads``: the mesh axis, or axes, that they are sharded along. Images are dimension
-    0 of a tensor; each call names the dimension of heads, if there is one. Without a mesh the
-    program runs on one device, and tensors stay as they are.
+    Images are dimension 0 of a tensor; each call names the dimension of heads, if there is one.
     """
 
     mesh: xs.Mesh | None = None

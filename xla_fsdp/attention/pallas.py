@@ -93,10 +93,8 @@ _ROWS = 256
 
 
 def flash_forward(s: FlashSizes, scale: float) -> Callable:
-    """Return a function (q, k, v[, valid]) -> output, statistics; it calls the kernel.
-
-    Statistics are log(sum(exp(scores))). ``valid``: 1 for keys that are no padding, 0 for others.
-    """
+    """Return a function (q, k, v[, valid]) -> output, statistics, log(sum(exp(scores))), that
+    calls the kernel; ``valid``: 1 for keys that are no padding, 0 for others."""
     query, key, valid, statistic = _flash_blocks(s, lambda *grid: grid)
     return pl.pallas_call(
         functools.partial(_flash_forward, s, scale),
@@ -119,9 +117,8 @@ def flash_forward(s: FlashSizes, scale: float) -> Callable:
 def flash_backward(s: FlashSizes, scale: float) -> Callable:
     """Return a function (q, k, v[, valid], statistics, inner, gradient) -> those of q, k and v.
 
-    It calls the kernel. ``inner`` is the sum of the output times its gradient, shaped as
-    statistics. Gradients of keys and values are sums over the queries of each span, (batch, spans,
-    keys, heads x width).
+    ``inner`` is the sum of the output times its gradient, shaped as statistics. Gradients of keys
+    and values are sums over the queries of each span, (batch, spans, keys, heads x width).
     """
 
     def place(image: Any, group: Any, span: Any, key_block: Any, block: Any) -> tuple:
@@ -159,11 +156,9 @@ def flash_backward(s: FlashSizes, scale: float) -> Callable:
 def _flash_blocks(
     s: FlashSizes, place: Callable
 ) -> tuple[pl.BlockSpec, pl.BlockSpec, list[pl.BlockSpec], pl.BlockSpec]:
-    """Return the blocks of queries, of keys or values, of which keys are valid, of statistics.
-
-    ``place`` returns image, group of heads, block of queries and block of keys of a program. The
-    list is empty if all keys are valid.
-    """
+    """Return the blocks of queries, of keys or values, of which keys are valid (none if all
+    are), of statistics. ``place``: image, group of heads, block of queries and block of keys of
+    a program."""
 
     def spec(shape: tuple[int, ...], index: Callable) -> pl.BlockSpec:
         return pl.BlockSpec(shape, lambda *grid: index(*place(*grid)))
@@ -346,10 +341,8 @@ def whole_backward(s: WholeSizes) -> Callable:
 
 
 def _whole_blocks(s: WholeSizes, images: int, arguments: str) -> list[pl.BlockSpec]:
-    """Return the block that a program reads of each argument, and of the angles, if it rotates.
-
-    ``arguments`` has a letter for each: "q" is a block of queries, "k" all tokens.
-    """
+    """Return the block that a program reads of each argument: of queries, "q", or all tokens,
+    "k"; and of the angles, if it rotates."""
     last = s.query_blocks - 1
 
     def block_of(kind: str, place: int) -> pl.BlockSpec:

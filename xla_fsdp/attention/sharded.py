@@ -49,11 +49,8 @@ class PlainProducts:
         return output, (largest + sums.log())[..., 0]
 
     def backward(self, q, k, v, statistics, grad, inner, valid, scale: float):
-        """Return these keys' share of the gradients of q, k and v.
-
-        ``statistics`` are over all keys; ``inner``, of the same shape, is the sum over each row of
-        the whole output times its gradient ``grad``.
-        """
+        """Return these keys' share of the gradients of q, k and v. ``statistics`` are over all
+        keys; ``inner`` is the sum over each row of the whole output times its gradient ``grad``."""
         weights = (self._scores(q, k, valid, scale) - statistics[..., None]).exp()
         grad_weights = torch.einsum("bhqd,bhkd->bhqk", grad, v).float()
         grad_scores = (weights * (grad_weights - inner[..., None]) * scale).to(q.dtype)
@@ -195,11 +192,8 @@ class Ring(TokensOverDevices):
         return output, statistics
 
     def backward(self, q, k, v, statistics, grad, inner, valid, scale: float):
-        """Here queries are rotated, and keys stay: then one gradient is rotated, not two.
-
-        And where the forward pass is recomputed for this one, its rotations are of no use here: the
-        compiler would keep all of them until now.
-        """
+        """Rotate queries, not keys: so one gradient is rotated, not two; and the rotations of a
+        recomputed forward pass, which the compiler would keep until now, are not needed."""
 
         def one_round(q, statistics, grad, inner, grad_q, grad_k, grad_v, *keys):
             k, v, valid = (*keys, None)[:3]

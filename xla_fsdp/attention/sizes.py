@@ -67,10 +67,8 @@ class FlashSizes:
 
 
 def padded_width(heads: int, width: int) -> int:
-    """Return a head's width for the kernels: such that heads fill whole registers.
-
-    A head has some registers to itself, or shares one with others.
-    """
+    """Return a head's width for the kernels: it fills whole registers, alone or with other
+    heads."""
     shared = LANES % width == 0 and heads % (LANES // width) == 0
     return width if shared else _round_up(width, LANES)
 
@@ -143,11 +141,8 @@ class WholeSizes:
         return max(n for n in range(1, max(1, int(most)) + 1) if self.batch % n == 0)
 
     def vector_memory(self, *, backward: bool = True) -> int:
-        """Return bytes that are enough for a program.
-
-        Each block is there twice, as the next one arrives meanwhile; scores are in a few forms, and
-        rotated queries and keys once.
-        """
+        """Return bytes that are enough for a program: each block twice, as the next one arrives
+        meanwhile, scores in a few forms, rotated queries and keys once."""
         blocks = _BACKWARD_BLOCKS if backward else _FORWARD_BLOCKS
         images, rows = self.images(backward=backward), {"q": self.queries, "k": self.tokens}
         row_bytes = self.lanes * self.dtype.itemsize

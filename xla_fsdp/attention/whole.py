@@ -1,8 +1,6 @@
 """Attention of short sequences on TPUs (``--attention whole``): no score in HBM.
 
-Our own Pallas kernels (``pallas.py``) hold whole sequences in vector memory. They take
-(batch, tokens, heads x width), as the products beside attention write and read. What a model
-transposes for PyTorch's product is transposed back, and XLA drops both.
+As ``flash.py``, with Pallas kernels that hold whole sequences in vector memory.
 """
 
 import functools
@@ -68,10 +66,7 @@ Qkv = torch.Tensor | Sequence[torch.Tensor]
 def use_whole(
     module: nn.Module, shards: Shards = ONE_DEVICE, save: SaveInput | None = None
 ) -> None:
-    """Let all of timm's attention in ``module``, a block, compute its product by the kernels.
-
-    See ``use_product``.
-    """
+    """Let timm's attention in a block compute its product by the kernels (``use_product``)."""
 
     def forward(
         attn: Any,
@@ -148,10 +143,8 @@ def attend(
 
 
 def _angles(s: WholeSizes, rope: torch.Tensor, prefix: int) -> torch.Tensor:
-    """Return what kernels rotate by, as ``WholeSizes.angles`` says.
-
-    ``rope`` is (patches, 2 x width); the ``prefix`` tokens before patches are not rotated.
-    """
+    """Return what kernels rotate by, of the shape ``WholeSizes.angles``. ``rope`` is (patches, 2
+    x width); the ``prefix`` tokens before patches are not rotated."""
     sines, cosines = rope.float().chunk(2, -1)
     # A pair (x, y) becomes (x cosine - y sine, y cosine + x sine).
     first, second = sines.unflatten(1, (-1, 2, s.apart)).unbind(2)
@@ -189,11 +182,8 @@ def queries_keys_values(
 
 
 def _sizes(heads: int, shards: Shards, tensors: Sequence[torch.Tensor]) -> WholeSizes:
-    """Return the sizes of what a device computes.
-
-    ``tensors`` are queries, keys and values, (batch, tokens, heads x width), or all in one, side by
-    side or as (batch, tokens, 3, heads x width).
-    """
+    """Return the sizes of what a device computes of queries, keys and values, (batch, tokens,
+    heads x width), or all in one, side by side or as (batch, tokens, 3, heads x width)."""
     batch, tokens, *columns = tensors[0].shape
     is_one = len(tensors) == 1
     width = math.prod(columns) // heads // (3 if is_one else 1)
