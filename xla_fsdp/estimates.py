@@ -19,7 +19,7 @@ from models.spec import ModelSpec
 from training.config import RunConfig
 from training.mesh import Mesh
 from training.step_sizes import StepSizes, state_bytes, step_sizes, summed
-from xla_fsdp.attention.sizes import LANES, SUBLANES, FlashSizes, padded_width
+from xla_fsdp.attention.sizes import LANES, SUBLANES, FlashSizes, padded_width, round_up
 from xla_fsdp.config import XlaConfig
 from xla_fsdp.tpu import Chip
 
@@ -144,16 +144,18 @@ def estimate(
     unit = 256 if chip.kind in ("v6e", "tpu7x") else 128  # the side of the matrix unit
     images = config.data.batch_size / mesh.batch_parts / passes
     sequences, tokens = images * shape.sequences, shape.tokens / mesh.domain
-    rows = sequences * _up(tokens, SUBLANES)  # of products: each sequence padded to whole tiles
+    rows = sequences * round_up(
+        tokens, SUBLANES
+    )  # of products: each sequence padded to whole tiles
     heads, hidden = shape.heads / tensor, shape.hidden / tensor
     weights = shape.block_parameters / tensor
     input_bytes = rows * shape.width / tensor * _FP32
 
     # Attention: the sizes of its two products, bytes of the scores, bytes of the kernels' operands.
-    queries, keys = _up(tokens, SUBLANES), _up(shape.tokens, unit)
+    queries, keys = round_up(tokens, SUBLANES), round_up(shape.tokens, unit)
     speed, score_bytes, kernel_bytes = 1.0, 0.0, 0.0
     if not has_kernels:
-        score_bytes = sequences * heads * queries * _up(shape.tokens, LANES) * value_bytes
+        score_bytes = sequences * heads * queries * round_up(shape.tokens, LANES) * value_bytes
     elif attention == "flash":
         dtype = torch.bfloat16 if value_bytes == 2 else torch.float32
         width = padded_width(int(heads), shape.head_dim)
@@ -166,10 +168,14 @@ def estimate(
         kernel_bytes = 4 * sequences * heads * operand_rows * shape.head_dim * value_bytes
 
     # FLOPs: forward once, backward twice, and what is recomputed.
-    last_flops = 2 * rows * _up(hidden, unit) * _up(shape.width, unit)  # the MLP's second product
-    score_flops = 2 * 2 * sequences * heads * queries * keys * _up(shape.head_dim, unit) / speed
-    all_heads = _up(shape.heads * shape.head_dim / tensor, unit)
-    projection_flops = 2 * rows * _up(shape.width, unit) * (3 + 1) * all_heads
+    last_flops = (
+        2 * rows * round_up(hidden, unit) * round_up(shape.width, unit)
+    )  # the MLP's second product
+    score_flops = (
+        2 * 2 * sequences * heads * queries * keys * round_up(shape.head_dim, unit) / speed
+    )
+    all_heads = round_up(shape.heads * shape.head_dim / tensor, unit)
+    projection_flops = 2 * rows * round_up(shape.width, unit) * (3 + 1) * all_heads
     forward_flops = projection_flops + score_flops + 2 * last_flops
     recomputed_flops = policy.products * (forward_flops - last_flops)
     if attention == "flash" and not policy.saves_flash:
@@ -252,11 +258,6 @@ def estimate(
         dcn_s=max(0.0, between_slices / chip.dcn_bandwidth - products_s - traffic_s),
         saving_s=block_runs * saving_s,
     )
-
-
-def _up(size: float, multiple: int) -> float:
-    """Return a size rounded up to a multiple."""
-    return -(-size // multiple) * multiple
 
 
 def resolve_policy(

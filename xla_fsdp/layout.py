@@ -148,6 +148,10 @@ class MeshLayout:
         whole = self.mesh.unsharded_spec(shape, self._tensor_dims.get(name))
         return self.parameter_spec(name, shape), whole, self.mark
 
+    def int8_marks(self, name: str, shape: torch.Size) -> NumberMarks | None:
+        """Return the marks of a block's weight, if its products are in int8."""
+        return self.number_marks(name, shape) if self._plan.int8 else None
+
     def _is_sharded_as_tokens(self, name: str, shape: torch.Size) -> bool:
         if self.mesh.domain == 1 or not self._plan.fsdp:
             return False

@@ -76,7 +76,7 @@ def parallelize_spmd(
     # Pooling by attention: its linear layers, too, keep images and tokens apart.
     pool = getattr(model, "attn_pool", None)
     if pool is not None and mesh.domain * mesh.tensor > 1:
-        multiply_unfolded(pool.kv, lambda w: layout.gather("", w), parts=mesh.batch_parts)
+        multiply_unfolded(pool.kv, layout)
         for layer in [part for part in pool.modules() if isinstance(part, nn.Linear)]:
             mark = mark_rows if layer is pool.kv else mark_images
             around_blocks.before_forward(layer, mark)
@@ -102,8 +102,7 @@ def parallelize_spmd(
 
 def change_block(block: nn.Module, plan: ParallelPlan, layout: MeshLayout, save: SaveInput) -> None:
     """Change how a block computes: attention, linear layers, norms."""
-    mesh, batch_shards = plan.mesh, plan.mesh.batch_parts
-    image_shards = layout.shards(*mesh.logical_spec("batch"))
+    mesh, image_shards = plan.mesh, layout.shards(*plan.mesh.logical_spec("batch"))
     pack(block, layout.packed)  # for "tensor"
 
     # Domain: attention among the devices that share an image. (With "tensor", or with dropout in
@@ -121,10 +120,9 @@ def change_block(block: nn.Module, plan: ParallelPlan, layout: MeshLayout, save:
 
     # Linear layers keep images and tokens apart, so that each can be sharded.
     if plan.scan and mesh.tensor == 1:
-        int8 = layout.number_marks if plan.int8 else None
-        multiply_unfolded(block, save=save, parts=batch_shards, int8=int8)
+        multiply_unfolded(block, layout, save)
     elif mesh.domain > 1 and mesh.tensor == 1:
-        multiply_unfolded(block, lambda w: layout.gather("", w), parts=batch_shards)
+        multiply_unfolded(block, layout)
     if _must_unfold_norms(plan):
         normalize_unfolded(block)
 

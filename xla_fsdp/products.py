@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
 
 import timm.layers
 import torch
 import torch_xla.core.xla_model as xm
 from torch import nn
 
-from xla_fsdp.layout import Marked, NumberMarks, mark_numbers
+from xla_fsdp.layout import Marked, MeshLayout, NumberMarks, mark_numbers
 from xla_fsdp.remat import SaveInput
 from xla_fsdp.torch_xla_private import dot_general
 
@@ -25,28 +24,20 @@ _SUM_ROWS = 8
 """Rows of ones that a sum is multiplied from: of one row XLA would make a sum again."""
 
 
-def multiply_unfolded(
-    block: nn.Module,
-    gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    save: SaveInput | None = None,
-    *,
-    parts: int,
-    int8: Callable[[str, torch.Size], NumberMarks] | None = None,
-) -> None:
+def multiply_unfolded(block: nn.Module, layout: MeshLayout, save: SaveInput | None = None) -> None:
     """Let the linear layers of ``block`` compute by ``product`` and ``add_bias``.
 
-    The batch is sharded into ``parts``. ``int8`` returns how a weight of this name is sharded.
-    ``gather`` makes a sharded weight whole, where nothing else does. ``save`` may save the results
-    of layers that have more outputs than inputs.
+    ``save`` may save the results of layers that have more outputs than inputs. Without it, nothing
+    else gathers weights: done here, or the partitioner may compute with shards and exchange tokens.
     """
 
     def forward(name: str, linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        weight = gather(linear.weight) if gather else linear.weight
-        marks = int8(name, weight.shape) if int8 else None
+        weight = linear.weight if save else layout.gather("", linear.weight)
+        int8 = layout.int8_marks(name, weight.shape) if save else None
         widens = linear.out_features > linear.in_features
         rows = "abcdefgh"[: x.dim() - 1]
-        y = product(f"{rows}y,zy->{rows}z", x, weight, save, marks, widens=widens)
-        return add_bias(y, linear.bias, parts)
+        y = product(f"{rows}y,zy->{rows}z", x, weight, save, int8, widens=widens)
+        return add_bias(y, linear.bias, layout.mesh.batch_parts)
 
     for name, part in block.named_modules():
         if type(part) is nn.Linear:

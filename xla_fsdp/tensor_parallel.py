@@ -13,7 +13,7 @@ from timm.layers import GluMlp, SwiGLU
 from torch import nn
 
 from xla_fsdp.attention import flash, whole
-from xla_fsdp.layout import MeshLayout, NumberMarks, gather, mark_both, scatter
+from xla_fsdp.layout import MeshLayout, gather, mark_both, scatter
 from xla_fsdp.products import add_bias, product
 from xla_fsdp.remat import SaveInput
 from xla_fsdp.resolve_xla import ParallelPlan
@@ -38,20 +38,19 @@ def shard_heads_and_columns(
     batch_shards = plan.mesh.batch_parts
     shards = layout.shards(*plan.mesh.logical_spec("batch", "heads"))
 
-    def int8(name: str, linear: nn.Linear) -> NumberMarks | None:
-        return layout.number_marks(f"{name}.weight", linear.weight.shape) if plan.int8 else None
-
     def by_columns(
         x: torch.Tensor, linear: nn.Linear, name: str, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         equation = "bnd,ed->bne" if linear.weight.dim() == 2 else "bnd,ced->bnce"
         widens = linear.out_features > linear.in_features
-        y = product(equation, x, linear.weight, save, int8(name, linear), widens=widens)
+        int8 = layout.int8_marks(f"{name}.weight", linear.weight.shape)
+        y = product(equation, x, linear.weight, save, int8, widens=widens)
         y = add_bias(y, linear.bias if bias is None else bias, batch_shards)
         return mark_both(y, layout.mark_columns)
 
     def by_rows(x: torch.Tensor, linear: nn.Linear, name: str) -> torch.Tensor:
-        y = product("bne,de->bnd", x, linear.weight, int8=int8(name, linear))
+        int8 = layout.int8_marks(f"{name}.weight", linear.weight.shape)
+        y = product("bne,de->bnd", x, linear.weight, int8=int8)
         y = scatter(y, layout.mark_tokens, layout.mark_rows)
         return add_bias(y, linear.bias, batch_shards)
 

@@ -163,19 +163,16 @@ def parse_topology(name: str, slices: int = 1) -> Topology:
     if len(sides) != chip.dimensions:
         axes = "AxBxC"[: 2 * chip.dimensions - 1]
         raise UsageError(f"--tpu_topology {name} is not {kind}:{axes}, chips a side: {examples}")
-    if any(side > most for side, most in zip(sorted(sides), _LARGEST[kind], strict=True)):
-        largest = "x".join(map(str, _LARGEST[kind]))
-        raise UsageError(
-            f"--tpu_topology {name} is larger than the largest slice, {kind}:{largest}: give "
-            "that or a smaller one; --mesh_dcn N stands for several slices"
-        )
     if sides[0] % 2 or sides[1] % 2:  # a host has 2 x 2 chips
         exists = shape in _OF_A_HOST
     else:  # whichever way round
         whole_cubes = len(sides) == 3 and not any(side % 4 for side in sides)
         exists = whole_cubes or tuple(sorted(sides)) in _SMALL
-    if not exists:
-        raise UsageError(f"--tpu_topology {name}: there is no such slice: {examples}")
+    pairs = zip(sorted(sides), _LARGEST[kind], strict=True)
+    if not exists or any(side > most for side, most in pairs):
+        raise UsageError(
+            f"--tpu_topology {name}: there is no such slice (several are --mesh_dcn N): {examples}"
+        )
     return Topology(name, chip, sides, slices)
 
 

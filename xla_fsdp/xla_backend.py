@@ -389,16 +389,14 @@ class XlaBackend(Backend):
                     copies = copy(name, tensor)
                 for plain, value in copies.items():
                     optimizer.setdefault(plain, {})[entry] = value
-        if not with_optimizer:
-            return HostState(model, None, {}, None, origins)
-        if self._ema is None:
-            return HostState(model, optimizer, {}, None, origins)
-        ema: dict[str, torch.Tensor] = {}
-        for name, average in self._ema.values.items():
-            ema |= copy(name, average)
-        updates = self._ema.updates.cpu()
-        origins.append((UPDATES, self._ema.updates, [updates]))
-        return HostState(model, optimizer, {UPDATES: updates}, ema, origins)
+        step, ema = dict[str, torch.Tensor](), None
+        if with_optimizer and self._ema is not None:
+            ema = {}
+            for name, average in self._ema.values.items():
+                ema |= copy(name, average)
+            step = {UPDATES: self._ema.updates.cpu()}
+            origins.append((UPDATES, self._ema.updates, [step[UPDATES]]))
+        return HostState(model, optimizer if with_optimizer else None, step, ema, origins)
 
     def load_state(self, state: State) -> None:
         assert isinstance(state, HostState)

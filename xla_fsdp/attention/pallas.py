@@ -421,8 +421,12 @@ class _Sums:
                 ref[here] += x
 
 
-def _rotate(s: WholeSizes, inputs: list[Any], rotated: list[Any], angles: list[Any]) -> None:
-    """Rotate queries and keys, by the angles of each."""
+def _rotate(s: WholeSizes, inputs: list[Any], rotated: list[Any], ref: Any, rows: Any) -> list[Any]:
+    """Rotate a block of queries, at ``rows``, and all keys; return the angles of each."""
+    angles = [
+        [ref[table, tokens, :] for table in range(s.angles[0])]
+        for tokens in (rows, slice(0, s.tokens))
+    ]
     for x_ref, rotated_ref, (cosines, *sines) in zip(inputs, rotated, angles, strict=True):
         for image in range(x_ref.shape[0]):
             x = x_ref[image].astype("float32")
@@ -430,14 +434,7 @@ def _rotate(s: WholeSizes, inputs: list[Any], rotated: list[Any], angles: list[A
             for shift, sine in zip(s.shifts, sines, strict=True):
                 result += pltpu.roll(x, shift, 1) * sine
             rotated_ref[image] = result.astype(rotated_ref.dtype)
-
-
-def _read_angles(s: WholeSizes, ref: Any, rows: Any) -> list[Any]:
-    """Return the angles of a block of queries, at ``rows``, and those of keys."""
-    return [
-        [ref[table, tokens, :] for table in range(s.angles[0])]
-        for tokens in (rows, slice(0, s.tokens))
-    ]
+    return angles
 
 
 def _query_rows(s: WholeSizes, block: Any) -> Any:
@@ -451,8 +448,7 @@ def _whole_forward(s: WholeSizes, *refs: Any) -> None:
     q_ref, k_ref, v_ref, *rest = refs
     if s.apart:
         angles_ref, output_ref, *rotated = rest
-        angles = _read_angles(s, angles_ref, _query_rows(s, pl.program_id(2)))
-        _rotate(s, [q_ref, k_ref], rotated, angles)
+        _rotate(s, [q_ref, k_ref], rotated, angles_ref, _query_rows(s, pl.program_id(2)))
         q_ref, k_ref = rotated
     else:
         (output_ref,) = rest
@@ -480,8 +476,7 @@ def _whole_backward(s: WholeSizes, *refs: Any) -> None:
     @pl.when(kind == 0)
     def _() -> None:
         if s.apart:
-            angles = _read_angles(s, angles_ref, rows)
-            _rotate(s, inputs[:2], rotated, angles)
+            angles = _rotate(s, inputs[:2], rotated, angles_ref, rows)
             inputs[:2] = rotated
         for image in range(inputs[0].shape[0]):
             totals = _Sums(), _Sums(), _Sums()

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -9,6 +10,7 @@ LANES = 128
 """Columns of a vector register."""
 SUBLANES = 8
 """Rows of a vector register."""
+Number = TypeVar("Number", int, float)
 
 # ------------------------------------------------------------------------------------------------
 # Flash attention.
@@ -48,12 +50,12 @@ class FlashSizes:
         small = self.dtype.itemsize == 2 and self.lanes == LANES
         most_rows = _MOST_ROWS if small else _MOST_WIDE_ROWS
         self.key_blocks = -(-self.keys // most_rows)
-        self.key_block = _round_up(-(-self.keys // self.key_blocks), LANES)
+        self.key_block = round_up(-(-self.keys // self.key_blocks), LANES)
         # The gradient of a span's queries is in vector memory until all keys have added to it. The
         # last span may have fewer blocks.
         self.spans = -(-self.tokens // (_QUERY_GRADIENT_BYTES // (4 * self.lanes)))
         self.span_blocks = -(-self.tokens // (self.spans * most_rows))
-        self.block = _round_up(-(-self.tokens // (self.spans * self.span_blocks)), LANES)
+        self.block = round_up(-(-self.tokens // (self.spans * self.span_blocks)), LANES)
         self.blocks = -(-self.tokens // self.block)
         # Shapes: of the output and the gradient of queries; of keys and values; of what each span
         # of queries adds to their gradients; of one number of each query; of which keys are valid,
@@ -70,10 +72,10 @@ def padded_width(heads: int, width: int) -> int:
     """Return a head's width for the kernels: it fills whole registers, alone or with other
     heads."""
     shared = LANES % width == 0 and heads % (LANES // width) == 0
-    return width if shared else _round_up(width, LANES)
+    return width if shared else round_up(width, LANES)
 
 
-def _round_up(size: int, multiple: int) -> int:
+def round_up(size: Number, multiple: int) -> Number:
     return -(-size // multiple) * multiple
 
 

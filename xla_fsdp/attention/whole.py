@@ -112,7 +112,9 @@ def attention(
     """Compute softmax(q k' / sqrt(width)) v in autocast's dtype: (batch, heads, tokens, width)."""
     heads = q.shape[1]
     tensors = [x.transpose(1, 2).flatten(2) for x in (q, k, v)]
-    output = _attend(_sizes(heads, shards, tensors), shards, save, None, tensors)
+    sizes = _sizes(heads, shards, tensors)
+    cast = (x.to(sizes.dtype) for x in tensors)
+    output = (save or SaveInput()).result(_Attention.apply, sizes, shards, None, *cast)
     return output.unflatten(2, (heads, -1)).transpose(1, 2)
 
 
@@ -139,7 +141,8 @@ def attend(
     if rope is not None or not isinstance(attn.q_norm, nn.Identity):
         tensors = [x.flatten(2) for x in queries_keys_values(attn, qkv, rope)]
         sizes = replace(sizes, packed=False)
-    return _attend(sizes, shards, save, angles, tensors)
+    cast = (x.to(sizes.dtype) for x in tensors)
+    return (save or SaveInput()).result(_Attention.apply, sizes, shards, angles, *cast)
 
 
 def _angles(s: WholeSizes, rope: torch.Tensor, prefix: int) -> torch.Tensor:
@@ -191,18 +194,6 @@ def _sizes(heads: int, shards: Shards, tensors: Sequence[torch.Tensor]) -> Whole
     heads //= shards.count(shards.heads)
     sizes = WholeSizes(batch, tokens, heads, width, autocast_dtype(tensors[-1]))
     return replace(sizes, packed=is_one and sizes.fills_registers)
-
-
-def _attend(
-    sizes: WholeSizes,
-    shards: Shards,
-    save: SaveInput | None,
-    angles: torch.Tensor | None,
-    tensors: Sequence[torch.Tensor],
-) -> torch.Tensor:
-    """Compute attention, (batch, tokens, heads x width), of tensors as ``_sizes`` takes them."""
-    cast = (x.to(sizes.dtype) for x in tensors)
-    return (save or SaveInput()).result(_Attention.apply, sizes, shards, angles, *cast)
 
 
 class _Attention(torch.autograd.Function):
