@@ -272,7 +272,8 @@ def resolve_policy(
 
     ``device`` is "TPU" or "CPU"; ``chip`` is None where the kind of TPU is unknown.
     """
-    policy, why = config.sharding.grad_ckpt, ""
+    policy: str = config.sharding.grad_ckpt
+    why = ""
     configs = {
         name: replace(config, sharding=replace(config.sharding, grad_ckpt=name))  # type: ignore[arg-type]
         for name in POLICIES
@@ -287,10 +288,10 @@ def resolve_policy(
         assert chip is not None
         usable, estimates = _USABLE * chip.hbm_bytes, dict[str, Estimate]()
         for name, candidate in configs.items():
-            of_stack = functools.partial(
+            of_blocks = functools.partial(
                 estimate, chip=chip, mesh=mesh, config=candidate, attention=xla.attention
             )
-            estimates[name] = summed(of_stack, step_sizes(model))
+            estimates[name] = summed(of_blocks, step_sizes(model))
         figures = ", ".join(
             f"{name} {need.step_s * 1e3:,.0f} ms and {need.peak_bytes / 2**30:.1f} GiB"
             for name, need in estimates.items()

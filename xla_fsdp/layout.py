@@ -4,7 +4,6 @@ Marks are set directly rather than by torch_xla's SpmdFullyShardedDataParallel: 
 5 % (docs/evidence/benchmarks.md), and parameters keep the names of the plain model.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -198,10 +197,10 @@ class MeshLayout:
         """Gather a block's parameter before use, in the dtype that its products take."""
         is_matrix = weight.dim() > 1
         dtype = torch.bfloat16 if self._plan.bf16 and is_matrix else weight.dtype
-        *specs, mark = self.number_marks(name, weight.shape)
+        at_rest, whole, mark = self.number_marks(name, weight.shape)
         if self._plan.gather_fp8 and is_matrix:
-            return GatherInFp8.apply(weight, dtype, *specs, mark)
-        return gather(weight.to(dtype), *(functools.partial(mark, spec=spec) for spec in specs))
+            return GatherInFp8.apply(weight, dtype, at_rest, whole, mark)
+        return gather(weight.to(dtype), lambda x: mark(x, at_rest), lambda x: mark(x, whole))
 
     def gather_small(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
         """Gather a small parameter before use; one with an entry a token stays sharded as these."""

@@ -83,22 +83,14 @@ class Scan:
         # Find what each of its parameters is: state, slices of inputs, constants, seed.
         position = {context.tensor_parameter_id(x): i for i, x in enumerate(placeholders)}
         position.pop(-1, None)  # not used by the body
-        constants = {
-            id_: tensor
-            for id_, tensor in context.device_parameter_id_tensor_mapping().items()
-            if id_ not in position
-        }
+        data = context.device_parameter_id_tensor_mapping()
         seed = seed_parameter([*next_state, *outputs], context)
         self.draws = seed is not None
         """Whether the body draws random numbers, so that the call needs seeds."""
-        if seed is not None:
-            del constants[seed]
-        self._constants: Tensors = []
-        for id_, tensor in constants.items():
-            position[id_] = len(placeholders) + len(self._constants)
-            self._constants.append(tensor.to("xla"))
-        if seed is not None:
-            position[seed] = len(placeholders) + len(self._constants)
+        constants = [id_ for id_ in data if id_ not in position and id_ != seed]
+        self._constants: Tensors = [data[id_].to("xla") for id_ in constants]
+        last = constants if seed is None else [*constants, seed]
+        position |= {id_: len(placeholders) + i for i, id_ in enumerate(last)}
         self._order = [position[id_] for id_ in range(len(position))]
         if not inner:
             xm.set_rng_state(rng_state)

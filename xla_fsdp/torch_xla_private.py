@@ -109,8 +109,8 @@ def moved_to(memory: str, x: torch.Tensor) -> torch.Tensor:
     """Return ``x`` in the memory "pinned_host" or "device"."""
     has_side_effect, target = True, "annotate_device_placement"
     attributes = {"_xla_buffer_placement": memory}
-    given = ([x], target, [x.shape], [x.dtype], has_side_effect, "", 0, attributes)
-    (moved,) = _xlac("_xla_custom_call", *given)
+    arguments = ([x], target, [x.shape], [x.dtype], has_side_effect, "", 0, attributes)
+    (moved,) = _xlac("_xla_custom_call", *arguments)
     return moved
 
 

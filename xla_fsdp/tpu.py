@@ -241,28 +241,28 @@ def _ours(kind: str) -> dict[str, str]:
     return _OURS | ({} if kind == "v4" else _NOT_ON_V4) | _OF_CHIP.get(kind, {})
 
 
-def add_flags(given: str, ours: dict[str, str]) -> str:
-    """Return the flags that are given, and our own that are not among them."""
-    named = {flag.lstrip("-").partition("=")[0] for flag in given.split()}
-    added = [f"--{name}={value}" for name, value in ours.items() if name not in named]
-    return " ".join([*given.split(), *added])
+def add_flags(set_flags: str, ours: dict[str, str]) -> str:
+    """Return the flags that are set, and our own that are not among them."""
+    names = {flag.lstrip("-").partition("=")[0] for flag in set_flags.split()}
+    added = [f"--{name}={value}" for name, value in ours.items() if name not in names]
+    return " ".join([*set_flags.split(), *added])
 
 
-def libtpu_environment(topology: Topology, given: str, *, newer: bool) -> dict[str, str]:
+def libtpu_environment(topology: Topology, user_flags: str, *, newer: bool) -> dict[str, str]:
     """Return the variables of the environment that a run on such a slice sets for libtpu.
 
-    First torch_xla's own, then ours. ``given`` is the value that the user has set. ``newer``: for a
+    First torch_xla's own, then ours. ``user_flags``: those that the user has set. ``newer``: for a
     process that compiles with the newer libtpu, with which torch_xla does not run.
     """
     if newer:
         joined = {"TPU_MEGACORE": "megacore_dense"} if topology.generation == 4 else {}
-        flags = add_flags(given, _ours(topology.chip.kind))
+        flags = add_flags(user_flags, _ours(topology.chip.kind))
         return {VARIABLE: flags, "TPU_LIBRARY_PATH": str(NEWER_LIBRARY), **joined}
     import torch_xla  # noqa: F401 - sets its own when it is imported, too
 
     before = dict(os.environ)
     try:
-        os.environ[VARIABLE] = given
+        os.environ[VARIABLE] = user_flags
         torch_xla_private.set_libtpu_defaults(topology.generation)
         set_for_this_tpu(topology.chip.kind)
         return {key: value for key, value in os.environ.items() if before.get(key) != value}
