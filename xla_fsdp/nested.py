@@ -13,7 +13,6 @@ from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
 from data.loader import Batch
 from training.backend import InitializeModule
 from training.checkpoints.state import Chunk, ShardedTensor, flat_range_boxes
-from xla_fsdp.optimizer import Momentum, Orthogonalize, by_shape
 from xla_fsdp.parallelize import parallelize_nested
 from xla_fsdp.resolve_xla import XlaRun
 from xla_fsdp.torch_xla_private import (
@@ -86,29 +85,6 @@ class NestedBackend(XlaBackend):
         for unit in self._model.modules():
             if isinstance(unit, XlaFullyShardedDataParallel):
                 free_gathered(unit)
-
-    def _orthogonal(self, momenta: list[Momentum], how: Orthogonalize) -> list[torch.Tensor]:
-        # Each process has one of equal ranges of a flattened matrix, padded at its end. An exchange
-        # makes whole matrices of parts, another one parts of whole matrices.
-        devices = self.batch_shards if self._fsdp else 1
-
-        def exchange(x: torch.Tensor, along: int, into: int) -> torch.Tensor:
-            if devices == 1:
-                return x
-            return xm.all_to_all(x, along, into, devices, pin_layout=False)
-
-        orthogonal: dict[nn.Parameter, torch.Tensor] = {}
-        for alike in by_shape(momenta, lambda momentum: momentum.values.shape):
-            rows, columns = alike[0].matrix
-            parts = torch.stack([momentum.values.flatten() for momentum in alike])
-            padded = nn.functional.pad(parts, (0, 0, 0, -len(alike) % devices))
-            whole = exchange(padded, 0, 1)
-            matrices = whole[:, : rows * columns].reshape(-1, rows, columns)
-            results = how(matrices).flatten(1)
-            results = nn.functional.pad(results, (0, whole.shape[1] - rows * columns))
-            for momentum, part in zip(alike, exchange(results, 1, 0), strict=False):
-                orthogonal[momentum.parameter] = part.reshape(momentum.values.shape)
-        return [orthogonal[momentum.parameter] for momentum in momenta]
 
     # -- state ------------------------------------------------------------------------
 

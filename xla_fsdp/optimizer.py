@@ -4,7 +4,7 @@ So learning rate, counters and the random bits that round moments are tensors on
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -114,12 +114,12 @@ def step_unless(
         for group in optimizer.param_groups:
             for parameter in group["params"] if group["decay"] else []:
                 parameter.mul_(1 - group["lr"] * (group["decay"] * decay))
-    if directions is not None:
-        groups = {
-            parameter: group
-            for group in optimizer.param_groups
-            for parameter in (group["params"] if group["rule"] == "muon" else [])
-        }
+    groups = {
+        parameter: group
+        for group in optimizer.param_groups
+        for parameter in (group["params"] if group["rule"] == "muon" else [])
+    }
+    if groups and directions is not None:
         momenta = [optimizer.state[parameter]["momentum_buffer"] for parameter in groups]
         for parameter, momentum in zip(groups, momenta, strict=True):
             momentum.lerp_(parameter.grad, 1 - MOMENTUM)
@@ -143,41 +143,6 @@ def step_unless(
         tensor.copy_(torch.where(skip, old, tensor))
     for group in optimizer.param_groups:
         group["lr"] = 0.0  # a tensor of a parameter's shape would be a result, whole on each device
-
-
-# ------------------------------------------------------------------------------------------------
-# Muon's matrices, each gathered on one device while it is orthogonalized.
-#
-# Parameters are sharded; a Newton-Schulz iteration multiplies a whole matrix by itself. So all
-# matrices of one shape (of stacked blocks a stack already) are one batch, which is sharded along
-# its first dimension: each device orthogonalizes some of them (``XlaBackend._orthogonal``).
-
-
-Orthogonalize = Callable[[torch.Tensor], torch.Tensor]
-"""A function of whole matrices, (matrices, rows, columns)."""
-
-
-@dataclass(frozen=True)
-class Momentum:
-    """One of Muon's parameters, which may hold the matrices of several blocks."""
-
-    parameter: nn.Parameter
-    values: torch.Tensor
-    """In the dtype that matrices are orthogonalized in, laid out like the parameter."""
-    matrix: tuple[int, int]
-    """Rows and columns of each matrix, all devices together."""
-
-    @property
-    def is_stacked(self) -> bool:
-        return self.values.numel() > self.matrix[0] * self.matrix[1]
-
-
-def by_shape(momenta: list[Momentum], shape: Callable[[Momentum], object]) -> list[list[Momentum]]:
-    """Return the momenta in batches, of matrices and of shards of one shape each."""
-    batches: dict[tuple, list[Momentum]] = {}
-    for momentum in momenta:
-        batches.setdefault((momentum.matrix, shape(momentum)), []).append(momentum)
-    return list(batches.values())
 
 
 # ------------------------------------------------------------------------------------------------

@@ -200,10 +200,8 @@ def _resolve_form(config: RunConfig, xla: XlaConfig, device: str) -> XlaConfig:
             f"nested FSDP runs on 1 CPU device, not {xla.cpu_devices} (XLA's CPU collectives "
             "hang between processes): use --cpu_devices 1 or --xla_fsdp spmd"
         )
-    if config.optimizer.optimizer == "muon" and xla.flatten_parameters:
-        raise UsageError(
-            "--optimizer muon is incompatible with --flatten_parameters: drop one of the two"
-        )
+    if config.optimizer.optimizer == "muon" and xla.xla_fsdp == "nested":
+        raise UsageError("--optimizer muon requires --xla_fsdp spmd: it updates whole matrices")
     return xla
 
 

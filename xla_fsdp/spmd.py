@@ -1,7 +1,7 @@
 """SPMD FSDP: one program for all devices, weights sharded by marks on a plain model."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -10,12 +10,12 @@ import torch_xla.runtime as xr
 from torch import nn
 
 from data.loader import Batch
+from training import optimizers
 from training.backend import InitializeModule
 from training.checkpoints.state import Chunk, ShardedTensor
 from training.mesh import Spec
 from xla_fsdp.hosts import HostPart, part_of_host
 from xla_fsdp.layout import MeshLayout
-from xla_fsdp.optimizer import Momentum, Orthogonalize, by_shape
 from xla_fsdp.parallelize import parallelize_spmd
 from xla_fsdp.resolve_xla import XlaRun
 from xla_fsdp.torch_xla_private import REPLICATED, local_shard_indices
@@ -117,47 +117,51 @@ class SpmdBackend(XlaBackend):
 
         return self._reader.submit(images_here)
 
-    def _orthogonal(self, momenta: list[Momentum], how: Orthogonalize) -> list[torch.Tensor]:
+    def _muon_directions(
+        self, parameters: Sequence[nn.Parameter], momenta: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        # Parameters are sharded; a Newton-Schulz iteration multiplies a whole matrix by itself. So
+        # all matrices of one shape are a batch, sharded along its first dimension: each device
+        # orthogonalizes some. A matrix may have three dimensions: queries, keys and values.
         specs, mark = self._layout.specs, self._layout.mark  # specs of parameters and momenta
-
-        def of_one_block(momentum: Momentum) -> tuple[torch.Size, Spec]:
-            first = int(momentum.is_stacked)
-            return momentum.values.shape[first:], specs[momentum.parameter][first:]
-
-        orthogonal: dict[nn.Parameter, torch.Tensor] = {}
-        for alike in by_shape(momenta, of_one_block):
-            # A matrix may have three dimensions here: queries, keys and values.
-            shards = [mark(m.values * 1, specs[m.parameter]) for m in alike]
-            batches = [
-                shard if momentum.is_stacked else shard.unsqueeze(0)
-                for momentum, shard in zip(alike, shards, strict=True)
-            ]
-            batch = torch.cat(batches) if len(batches) > 1 else batches[0]
+        dtype = optimizers.ns_dtype(self._sharding.precision)
+        alike: dict[tuple, list[tuple[nn.Parameter, torch.Tensor]]] = {}
+        for parameter, momentum in zip(parameters, momenta, strict=True):
+            matrix = self._updates[parameter][0].matrix
+            assert matrix is not None
+            stacked = int(momentum.numel() > math.prod(matrix))  # of several blocks
+            kind = (matrix, momentum.shape[stacked:], specs[parameter][stacked:])
+            alike.setdefault(kind, []).append((parameter, momentum.to(dtype)))
+        directions: dict[nn.Parameter, torch.Tensor] = {}
+        for (matrix, shape, matrix_spec), group in alike.items():
+            shards = [mark(momentum * 1, specs[parameter]) for parameter, momentum in group]
+            stacks = [x if x.dim() > len(shape) else x.unsqueeze(0) for x in shards]
+            batch = torch.cat(stacks) if len(stacks) > 1 else stacks[0]
             count, first = len(batch), tuple(self._mesh.axis_sizes) if len(batch) > 1 else ()
             if first:  # unequal parts would come back by way of the whole, too
                 missing = batch.new_zeros(-count % self._mesh.devices, *batch.shape[1:])
                 batch = torch.cat([batch, missing])
             # To dimension 0 along one axis after the other: all at once, the partitioner would
             # gather the batch on each device.
-            _, matrix_spec = of_one_block(alike[0])
             way: list[Spec] = []
             for n in range(len(first)):
-                rest = (
-                    tuple(axis for axis in axes if axis not in first[:n]) for axes in matrix_spec
+                there = first[:n]
+                way.append(
+                    (there, *(tuple(a for a in axes if a not in there) for axes in matrix_spec))
                 )
-                way.append((first[:n], *rest))
             way.append((first, *((),) * (batch.dim() - 1)))
             for spec in way:
                 batch = mark(batch * 1, spec)
-            matrices = mark(batch.reshape(len(batch), *alike[0].matrix) * 1, (first, (), ()))
-            results = mark(how(matrices) * 1, (first, (), ())).reshape(batch.shape)
+            matrices = mark(batch.reshape(len(batch), *matrix) * 1, (first, (), ()))
+            results = optimizers.orthogonalized(matrices, self._eps)
+            results = mark(results * 1, (first, (), ())).reshape(batch.shape)
             for spec in reversed(way):
                 results = mark(results * 1, spec)
-            parts = results[:count].split([len(b) for b in batches])
-            for momentum, part in zip(alike, parts, strict=True):
-                shard = part.reshape(momentum.values.shape) * 1
-                orthogonal[momentum.parameter] = mark(shard, specs[momentum.parameter])
-        return [orthogonal[momentum.parameter] for momentum in momenta]
+            parts = results[:count].split([len(stack) for stack in stacks])
+            for (parameter, momentum), part in zip(group, parts, strict=True):
+                shard = mark(part.reshape(momentum.shape) * 1, specs[parameter])
+                directions[parameter] = shard.float() * optimizers.lr_factor(matrix)
+        return [directions[parameter] for parameter in parameters]
 
     # -- state ------------------------------------------------------------------------
     #

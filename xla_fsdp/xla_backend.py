@@ -25,14 +25,7 @@ from training.processes.stopping import largest_of_all
 from training.schedule import StepRates
 from xla_fsdp import tpu
 from xla_fsdp.memory import DeviceMemory
-from xla_fsdp.optimizer import (
-    Momentum,
-    Orthogonalize,
-    XlaWeightAverage,
-    build_optimizer,
-    set_lr,
-    step_unless,
-)
+from xla_fsdp.optimizer import XlaWeightAverage, build_optimizer, set_lr, step_unless
 from xla_fsdp.resolve_xla import ParallelPlan, XlaRun
 
 
@@ -87,8 +80,10 @@ class XlaBackend(Backend):
         """Return the form of FSDP, for the log."""
         raise NotImplementedError
 
-    def _orthogonal(self, momenta: list[Momentum], how: Orthogonalize) -> list[torch.Tensor]:
-        """Return momenta, laid out like their parameters, after ``how`` had each matrix whole."""
+    def _muon_directions(
+        self, parameters: Sequence[nn.Parameter], momenta: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Return Muon's updates before the learning rate: its momenta, orthogonalized (SPMD)."""
         raise NotImplementedError
 
     def _plain_names(self, name: str) -> list[str]:
@@ -137,35 +132,19 @@ class XlaBackend(Backend):
 
     def build_optimizer(self, updates: Updates, *, betas: tuple[float, float], eps: float) -> None:
         dtype = torch.bfloat16 if self._rounds_moments else torch.float32
-        updates_of = {
+        self._eps = eps
+        self._updates = {
             parameter: [updates[plain] for plain in self._plain_names(name) if plain in updates]
             for name, parameter in self._named_parameters().items()
         }
         self._optimizer = build_optimizer(
-            updates_of,
+            self._updates,
             functools.partial(self._zeros_like, dtype=dtype),
             self.constant,
             betas=betas,
             eps=eps,
             decays=not self._decay_changes,
         )
-
-        def muon_directions(
-            parameters: Sequence[nn.Parameter], momenta: Sequence[torch.Tensor]
-        ) -> list[torch.Tensor]:
-            matrix_dtype = optimizers.ns_dtype(self._sharding.precision)
-            whole = list[Momentum]()
-            for parameter, momentum in zip(parameters, momenta, strict=True):
-                matrix = updates_of[parameter][0].matrix
-                assert matrix is not None
-                whole.append(Momentum(parameter, momentum.to(matrix_dtype), matrix))
-            directions = self._orthogonal(
-                whole, functools.partial(optimizers.orthogonalized, eps=eps)
-            )
-            factors = (optimizers.lr_factor(momentum.matrix) for momentum in whole)
-            return [x.float() * factor for x, factor in zip(directions, factors, strict=True)]
-
-        self._muon_directions = muon_directions
         trained = [p for group in self._optimizer.param_groups for p in group["params"]]
         self._rounding_keys: torch.Tensor | None = None
         if self._rounds_moments:  # random bits follow from an int32 number for each parameter
