@@ -18,12 +18,12 @@ from xla_fsdp.layout import Mark, mark_both
 # which is an error.
 
 
-@functools.cache
-def install_attention_autocast() -> torch.library.Library:
-    """Let autocast on XLA lower attention's arguments, in this process and from now on.
+_libraries: list[torch.library.Library] = []
+"""The override of attention, which lasts as long as its library."""
 
-    The override lasts as long as the library, which the cache keeps.
-    """
+
+def compute_in_bf16(model: nn.Module) -> None:
+    """Compute matrix products of the forward pass, and so of the backward pass, in bf16."""
     attention = torch.ops.aten.scaled_dot_product_attention.default
 
     def lowered(keys: torch._C.DispatchKeySet, *args, **kwargs) -> torch.Tensor:
@@ -35,14 +35,10 @@ def install_attention_autocast() -> torch.library.Library:
         ]
         return attention.redispatch(keys.remove("AutocastXLA"), *lower, **kwargs)
 
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("scaled_dot_product_attention", lowered, "AutocastXLA", with_keyset=True)
-    return library
-
-
-def compute_in_bf16(model: nn.Module) -> None:
-    """Compute matrix products of the forward pass, and so of the backward pass, in bf16."""
-    install_attention_autocast()
+    if not _libraries:
+        library = torch.library.Library("aten", "IMPL")
+        library.impl("scaled_dot_product_attention", lowered, "AutocastXLA", with_keyset=True)
+        _libraries.append(library)
     model.forward = torch.autocast("xla", dtype=torch.bfloat16)(model.forward)
 
 
@@ -60,10 +56,8 @@ def after_forward(module: nn.Module, apply: Callable[[Any], Any]) -> None:
 
 
 def break_graph_every(n: int, blocks: list[nn.Module], break_graph: Callable[[], None]) -> None:
-    """End the graph after every ``n`` blocks, for graphs too large for the compiler.
-
-    The backward pass breaks at the same places.
-    """
+    """End the graph after every ``n`` blocks, forward and backward, where it is too large to
+    compile."""
 
     def break_both_ways(x: torch.Tensor) -> torch.Tensor:
         if x.requires_grad:  # no autograd.Function: its result is one tensor more
@@ -85,38 +79,35 @@ def convolve_by_product(model: nn.Module, mark: Mark) -> None:
     minutes (docs/findings.md). And where rows are sharded, the partitioner gathers whole images for
     it. ``mark`` marks (images, rows, ...).
     """
+
+    def convolve(part: nn.Conv2d | nn.Conv3d, images: torch.Tensor) -> torch.Tensor:
+        """Return (batch, width, *grid) for (batch, channels, *size), as the convolution does."""
+        sizes, grid, x = part.kernel_size, list[int](), images
+        for dimension, size in reversed(list(enumerate(sizes, 2))):
+            grid.insert(0, images.shape[dimension] // size)
+            x = x.narrow(dimension, 0, grid[0] * size).unflatten(dimension, (grid[0], size))
+        # (batch, channels, rows, in a patch, columns, in a patch) to (batch, *grid, in a patch)
+        count = len(sizes)
+        places = range(2, 2 + 2 * count, 2)
+        x = x.permute(0, *places, 1, *(place + 1 for place in places)).flatten(1 + count)
+        x = mark_both(x, mark)
+        tokens = torch.einsum("bnp,ep->bne", x.flatten(1, count), part.weight.flatten(1))
+        if part.bias is not None:
+            tokens = tokens + part.bias.to(tokens.dtype)
+        return tokens.transpose(1, 2).unflatten(2, grid)
+
     for part in model.modules():
         if type(part) not in (nn.Conv2d, nn.Conv3d):  # timm's kinds change the weight before
             continue
         assert isinstance(part, nn.Conv2d | nn.Conv3d)
         plain = part.groups == 1 and not any(map(int, part.padding)) and set(part.dilation) == {1}
         if plain and part.stride == part.kernel_size and max(part.kernel_size) > 1:
-            part.forward = functools.partial(_convolve, part, mark)  # type: ignore[method-assign]
-
-
-def _convolve(part: nn.Conv2d | nn.Conv3d, mark: Mark, images: torch.Tensor) -> torch.Tensor:
-    """Return (batch, width, *grid) for (batch, channels, *size), as the convolution does."""
-    sizes, grid = part.kernel_size, list[int]()
-    x = images
-    for dimension, size in reversed(list(enumerate(sizes, 2))):
-        grid.insert(0, images.shape[dimension] // size)
-        x = x.narrow(dimension, 0, grid[0] * size).unflatten(dimension, (grid[0], size))
-    # (batch, channels, rows, in a patch, columns, in a patch) to (batch, *grid, in a patch)
-    count = len(sizes)
-    places = range(2, 2 + 2 * count, 2)
-    x = x.permute(0, *places, 1, *(place + 1 for place in places)).flatten(1 + count)
-    x = mark_both(x, mark)
-    tokens = torch.einsum("bnp,ep->bne", x.flatten(1, count), part.weight.flatten(1))
-    if part.bias is not None:
-        tokens = tokens + part.bias.to(tokens.dtype)
-    return tokens.transpose(1, 2).unflatten(2, grid)
+            part.forward = functools.partial(convolve, part)  # type: ignore[method-assign]
 
 
 def drop_patches_of_whole_images(model: nn.Module, mark_images: Mark) -> None:
-    """Let patches be dropped from whole images, though blocks shard their tokens.
-
-    Where devices have unequal parts of them, XLA ends the process.
-    """
+    """Let patches be dropped from whole images, though blocks shard their tokens: where devices
+    have unequal parts of them, XLA ends the process."""
     drop = getattr(model, "patch_drop", None)
     if not isinstance(drop, PatchDropout | PatchDropoutWithIndices):
         return
@@ -129,6 +120,15 @@ def drop_patches_of_whole_images(model: nn.Module, mark_images: Mark) -> None:
 
     drop.register_forward_pre_hook(lambda _, args: mark(args[0]))
     after_forward(drop, mark)
+
+
+class _LargestByPlace(TorchFunctionMode):
+    """Replaces ``amax`` as far as timm's pooling uses it."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.amax:
+            return torch.Tensor.max(*args, **(kwargs or {})).values
+        return func(*args, **(kwargs or {}))
 
 
 def find_largest_by_place(model: Any) -> None:
@@ -147,28 +147,16 @@ def find_largest_by_place(model: Any) -> None:
         model.pool = pool_by_place
 
 
-class _LargestByPlace(TorchFunctionMode):
-    """Replaces ``amax`` as far as timm's pooling uses it."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.amax:
-            return torch.Tensor.max(*args, **(kwargs or {})).values
-        return func(*args, **(kwargs or {}))
-
-
 def gather_small_parameters(
     module: nn.Module,
     gather: Callable[[str, torch.Tensor], torch.Tensor],
     excluded: tuple[str, ...] = (),
 ) -> None:
-    """Let a block, or the model around its blocks, ``gather`` small parameters before use.
+    """Let a block, or the model around its blocks, ``gather`` small parameters before use: all but
+    the weights of layers, and those whose names begin with ``excluded``.
 
-    ``excluded``: prefixes of the names of parameters that are left out: blocks gather theirs.
-
-    All are small but the weights of layers: vectors, embeddings. At rest they are sharded along
-    some axes of the mesh. Left to itself, the partitioner may shard the features of activations
-    likewise, whose batch is sharded along other axes too, by way of the whole tensor ("Involuntary
-    full rematerialization").
+    At rest they are sharded. Left to itself, the partitioner may shard the features of activations
+    likewise, by way of the whole tensor ("Involuntary full rematerialization").
     """
     inside = nn.Module()  # computes without the hooks of ``module``
     inside.module, inside.forward = module, module.forward

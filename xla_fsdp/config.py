@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from config_fields import bounded, count, flag, path_or_url
-
-
-def _refuse_cache(folder: str) -> None:
-    raise argparse.ArgumentTypeError(
-        "torch_xla 2.9 writes compiled programs but cannot read them (pytorch/xla issue #9094): "
-        "drop the flag"
-    )
 
 
 @dataclass(frozen=True)
@@ -92,12 +84,6 @@ class XlaConfig:
         0,
         "break the graph after every N blocks, in forward and backward; 0: never",
         kind=count,
-    )
-    compile_cache_dir: str | None = flag(
-        None,
-        "refused: torch_xla 2.9 writes compiled programs but cannot read them (default: none)",
-        kind=_refuse_cache,
-        metavar="FOLDER",
     )
     compile_only: bool = flag(
         False,

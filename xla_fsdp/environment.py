@@ -1,8 +1,5 @@
-"""What the environment asks of XLA: its device, and what this program refuses.
-
-All of it is found without torch_xla, whose import on a TPU VM asks the metadata server, and waits
-for it for minutes.
-"""
+"""The device, and the variables of the environment that this program refuses: found without
+torch_xla, whose import on a TPU VM may wait for the metadata server for minutes."""
 
 import glob
 import importlib.util
@@ -45,8 +42,6 @@ def check_variables() -> None:
 
 # -- the device ---------------------------------------------------------------------------
 
-_ANSWERS_WITHIN_S = 10
-
 
 def device_type() -> str:
     """Return PJRT_DEVICE, or else "TPU" if this host has TPU chips, or "CPU"."""
@@ -88,9 +83,9 @@ def check_device() -> None:
                 "v5litepod-8, for example; or unset TPU_SKIP_MDS_QUERY"
             )
         return
-    asked = urllib.request.Request(METADATA_URL, headers={"Metadata-Flavor": "Google"})
+    request = urllib.request.Request(METADATA_URL, headers={"Metadata-Flavor": "Google"})
     try:
-        urllib.request.urlopen(asked, timeout=_ANSWERS_WITHIN_S).close()
+        urllib.request.urlopen(request, timeout=10).close()
     except OSError as error:
         raise UsageError(
             f"the TPU VM's metadata server does not answer ({getattr(error, 'reason', error)}): "

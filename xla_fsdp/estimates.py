@@ -19,7 +19,7 @@ from models.spec import ModelSpec
 from training.config import RunConfig
 from training.mesh import Mesh
 from training.step_sizes import StepSizes, state_bytes, step_sizes, summed
-from xla_fsdp.attention.sizes import LANES, SUBLANES, FlashSizes, padded_width
+from xla_fsdp.attention.sizes import LANES, SUBLANES, FlashSizes, padded_width, round_up
 from xla_fsdp.config import XlaConfig
 from xla_fsdp.tpu import Chip
 
@@ -30,42 +30,31 @@ _USABLE = 0.8
 """Share of HBM that the arithmetic may fill: it is off by up to a quarter (test_plan.py)."""
 
 # Products.
-_PRODUCTS = 0.75
-"""Share of peak FLOP/s that a product of padded sizes reaches, with PyTorch's attention."""
-_PRODUCTS_WITH_KERNELS = 0.88
-"""The same with kernels of attention, around which nothing is transposed."""
+_PRODUCTS, _PRODUCTS_WITH_KERNELS = 0.75, 0.88
+"""Share of peak FLOP/s that a product of padded sizes reaches, with PyTorch's attention; and with
+kernels of attention, around which nothing is transposed."""
 _FLASH_SPEED = 0.73
-"""Of flash attention's kernels relative to other products: by their instructions
-(docs/tpu_speed.md)."""
+"""Of flash attention's kernels relative to other products (docs/tpu_speed.md)."""
 
 # Traffic between HBM and the chip. "Passes": how often values go to or from HBM in one forward
 # pass of a block.
-_WIDTH_PASSES = 50
-"""Of values of a token's width."""
-_HIDDEN_PASSES = 14
-"""Of values of the MLP's width."""
-_SCORE_PASSES = 5
-_EXPOSED = 0.45
-"""Share of the traffic's seconds that no product hides, with whole tiles of tokens."""
-_EXPOSED_IN_VMEM = 0.7
-"""The same where an image's tokens leave tiles partly empty, and layers of a block are small enough
-to stay in vector memory."""
-_EXPOSED_BEYOND = 1.2
-"""The same for larger layers."""
+_WIDTH_PASSES, _HIDDEN_PASSES, _SCORE_PASSES = 50, 14, 5
+"""Of values of a token's width; of the MLP's width; of scores."""
+_EXPOSED, _EXPOSED_IN_VMEM, _EXPOSED_BEYOND = 0.45, 0.7, 1.2
+"""Share of the traffic's seconds that no product hides: with whole tiles of tokens; where an
+image's tokens leave tiles partly empty, for layers of a block that stay in vector memory, and for
+larger ones."""
 _BESIDE_PRODUCTS = 0.55
 """With kernels: share of the traffic's seconds that adds to those of products, as the sides of a
 right angle do: little where products take much longer, nearly all where they do not."""
 
 # Collectives, and saved activations.
-_WAITED_FOR = 0.25
-"""Share of the seconds of gathering weights that nothing hides, beside what is longer than all
-else."""
-_SAVED_PASSES = 20
+_WAITED_FOR, _HOST_WAITED_FOR = 0.25, 0.25
+"""Share of the seconds that nothing hides: of gathering weights, beside what is longer than all
+else; to and from the host's memory."""
+_SAVED_PASSES, _SAVED_PASSES_WITH_KERNELS = 20, 12
 """How often what is saved beside a block's input goes to or from HBM, at full bandwidth: the
 compiler copies it between layouts."""
-_SAVED_PASSES_WITH_KERNELS = 12
-_HOST_WAITED_FOR = 0.25
-"""Share of the seconds to and from the host's memory that nothing hides."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +62,7 @@ class RematCost:
     """What one value of ``--grad_ckpt`` saves of a block for the backward pass, and recomputes."""
 
     widths: float
-    """Values saved for each token, in multiples of the model's width, beside the block's input."""
+    """Values saved for each token beside the block's input, in multiples of the model's width."""
     hiddens: float
     """The same in multiples of the width inside the MLP."""
     saves_scores: bool
@@ -124,8 +113,8 @@ class Estimate:
 
     @property
     def step_s(self) -> float:
-        moving = self.traffic_s + self.waiting_s + self.dcn_s + self.saving_s
-        return self.products_s + moving
+        moving_s = self.traffic_s + self.waiting_s + self.dcn_s + self.saving_s
+        return self.products_s + moving_s
 
     def __add__(self, other: Estimate) -> Estimate:
         """Return the estimate of two runs of blocks: one computes after the other, and what both
@@ -155,16 +144,18 @@ def estimate(
     unit = 256 if chip.kind in ("v6e", "tpu7x") else 128  # the side of the matrix unit
     images = config.data.batch_size / mesh.batch_parts / passes
     sequences, tokens = images * shape.sequences, shape.tokens / mesh.domain
-    rows = sequences * _up(tokens, SUBLANES)  # of products: each sequence padded to whole tiles
+    rows = sequences * round_up(
+        tokens, SUBLANES
+    )  # of products: each sequence padded to whole tiles
     heads, hidden = shape.heads / tensor, shape.hidden / tensor
     weights = shape.block_parameters / tensor
     input_bytes = rows * shape.width / tensor * _FP32
 
     # Attention: the sizes of its two products, bytes of the scores, bytes of the kernels' operands.
-    queries, keys = _up(tokens, SUBLANES), _up(shape.tokens, unit)
+    queries, keys = round_up(tokens, SUBLANES), round_up(shape.tokens, unit)
     speed, score_bytes, kernel_bytes = 1.0, 0.0, 0.0
     if not has_kernels:
-        score_bytes = sequences * heads * queries * _up(shape.tokens, LANES) * value_bytes
+        score_bytes = sequences * heads * queries * round_up(shape.tokens, LANES) * value_bytes
     elif attention == "flash":
         dtype = torch.bfloat16 if value_bytes == 2 else torch.float32
         width = padded_width(int(heads), shape.head_dim)
@@ -177,10 +168,14 @@ def estimate(
         kernel_bytes = 4 * sequences * heads * operand_rows * shape.head_dim * value_bytes
 
     # FLOPs: forward once, backward twice, and what is recomputed.
-    last_flops = 2 * rows * _up(hidden, unit) * _up(shape.width, unit)  # the MLP's second product
-    score_flops = 2 * 2 * sequences * heads * queries * keys * _up(shape.head_dim, unit) / speed
-    all_heads = _up(shape.heads * shape.head_dim / tensor, unit)
-    projection_flops = 2 * rows * _up(shape.width, unit) * (3 + 1) * all_heads
+    last_flops = (
+        2 * rows * round_up(hidden, unit) * round_up(shape.width, unit)
+    )  # the MLP's second product
+    score_flops = (
+        2 * 2 * sequences * heads * queries * keys * round_up(shape.head_dim, unit) / speed
+    )
+    all_heads = round_up(shape.heads * shape.head_dim / tensor, unit)
+    projection_flops = 2 * rows * round_up(shape.width, unit) * (3 + 1) * all_heads
     forward_flops = projection_flops + score_flops + 2 * last_flops
     recomputed_flops = policy.products * (forward_flops - last_flops)
     if attention == "flash" and not policy.saves_flash:
@@ -265,11 +260,6 @@ def estimate(
     )
 
 
-def _up(size: float, multiple: int) -> float:
-    """Return a size rounded up to a multiple."""
-    return -(-size // multiple) * multiple
-
-
 def resolve_policy(
     config: RunConfig,
     xla: XlaConfig,
@@ -282,35 +272,35 @@ def resolve_policy(
 
     ``device`` is "TPU" or "CPU"; ``chip`` is None where the kind of TPU is unknown.
     """
-
-    def with_policy(name: str) -> RunConfig:
-        sharding = replace(config.sharding, grad_ckpt=name)  # type: ignore[arg-type]
-        return replace(config, sharding=sharding)
-
-    asked = config.sharding.grad_ckpt
-    if asked == "offload" and device == "CPU":
-        return with_policy("full"), " (--grad_ckpt offload: the CPU is the host, nothing moves)"
-    if asked != "auto":
-        return config, ""
-    if not xla.scan_blocks:
-        return with_policy("full"), " (--grad_ckpt auto: blocks are not scanned)"
-    if chip is None:
-        return with_policy("full"), " (--grad_ckpt auto: what fits is known for TPUs alone)"
-    found: dict[str, Estimate] = {}
-    for name in POLICIES:
-        of_stack = functools.partial(
-            estimate, chip=chip, mesh=mesh, config=with_policy(name), attention=xla.attention
+    policy: str = config.sharding.grad_ckpt
+    why = ""
+    configs = {
+        name: replace(config, sharding=replace(config.sharding, grad_ckpt=name))  # type: ignore[arg-type]
+        for name in POLICIES
+    }
+    if policy == "offload" and device == "CPU":
+        policy, why = "full", "--grad_ckpt offload: the CPU is the host, nothing moves"
+    elif policy == "auto" and not xla.scan_blocks:
+        policy, why = "full", "--grad_ckpt auto: blocks are not scanned"
+    elif policy == "auto" and chip is None:
+        policy, why = "full", "--grad_ckpt auto: what fits is known for TPUs alone"
+    elif policy == "auto":
+        assert chip is not None
+        usable, estimates = _USABLE * chip.hbm_bytes, dict[str, Estimate]()
+        for name, candidate in configs.items():
+            of_blocks = functools.partial(
+                estimate, chip=chip, mesh=mesh, config=candidate, attention=xla.attention
+            )
+            estimates[name] = summed(of_blocks, step_sizes(model))
+        figures = ", ".join(
+            f"{name} {need.step_s * 1e3:,.0f} ms and {need.peak_bytes / 2**30:.1f} GiB"
+            for name, need in estimates.items()
         )
-        found[name] = summed(of_stack, step_sizes(model))
-    usable = _USABLE * chip.hbm_bytes
-    if fitting := [name for name, each in found.items() if each.peak_bytes <= usable]:
-        chosen = min(fitting, key=lambda name: found[name].step_s)
-        why = "by arithmetic the fastest that fits"
-    else:
-        chosen = min(found, key=lambda name: found[name].peak_bytes)
-        why = "by arithmetic nothing fits, this needs least"
-    figures = ", ".join(
-        f"{name} {each.step_s * 1e3:,.0f} ms and {each.peak_bytes / 2**30:.1f} GiB"
-        for name, each in found.items()
-    )
-    return with_policy(chosen), f" (--grad_ckpt auto: {why}, {figures})"
+        fitting = [name for name, need in estimates.items() if need.peak_bytes <= usable]
+        if fitting:
+            policy = min(fitting, key=lambda name: estimates[name].step_s)
+            why = f"--grad_ckpt auto: by arithmetic the fastest that fits, {figures}"
+        else:
+            policy = min(estimates, key=lambda name: estimates[name].peak_bytes)
+            why = f"--grad_ckpt auto: by arithmetic nothing fits, this needs least, {figures}"
+    return (configs[policy], f" ({why})") if why else (config, "")

@@ -10,31 +10,21 @@ from training.errors import UsageError
 from training.mesh import Mesh
 
 
-def number_of(device: str) -> int:
-    """Return a device's number: 5 for torch_xla's "TPU:5"."""
-    return int(device.rpartition(":")[2])
+def device_order(attributes: Sequence[dict[str, Any]], local: Collection[int] = ()) -> list[int]:
+    """Return the numbers of all devices: slice by slice, and in each as one slice alone has them.
 
-
-def by_slice(attributes: Sequence[dict[str, Any]]) -> list[int]:
-    """Return all devices, slice by slice, and in each as one slice alone has them: by number."""
-    slices = {number_of(each["name"]): each.get("slice_index", 0) for each in attributes}
-    return sorted(slices, key=lambda number: (slices[number], number))
-
-
-def by_slice_and_host(attributes: Sequence[dict[str, Any]], local: Collection[int]) -> list[int]:
-    """Return all devices, slice by slice and host by host, so that "tensor" stays inside a host.
-
+    With ``local``, this host's devices, also host by host, so that "tensor" stays inside a host.
     (torch_xla's HybridMesh puts neighbours of different hosts together; those would need the same
     images.) ``attributes`` are torch_xla's: "name" (TPU:5), "coords" (x, y, z), on several slices
-    "slice_index". All hosts have as many chips each way as this one, with the devices ``local``.
+    "slice_index". All hosts have as many chips each way as this one.
     """
-    places = {number_of(each["name"]): each for each in attributes}
+    places = {int(device["name"].rpartition(":")[2]): device for device in attributes}
     corners = list(zip(*(places[number]["coords"] for number in local), strict=True))
     sides = [max(along) - min(along) + 1 for along in corners]
 
     def key(number: int) -> tuple:
         place = places[number]
-        host = [at // side for at, side in zip(place["coords"], sides, strict=True)]
+        host = [at // side for at, side in zip(place.get("coords", ()), sides, strict=False)]
         return place.get("slice_index", 0), host[::-1], number
 
     return sorted(places, key=key)
@@ -61,11 +51,9 @@ class HostPart:
         return self.batch_parts // len(self.groups)
 
     def in_global_batch(self, share: torch.Tensor, height: int | None = None) -> torch.Tensor:
-        """Return a global batch with the host's images in their places, the rest uninitialized.
-
-        ``share`` has ``rows`` of images of ``height`` rows; None: it has labels, or whole images.
-        Only what the devices need is sent, and memory that is not written to is not allocated.
-        """
+        """Return a global batch with the host's images in their places, the rest uninitialized:
+        it is not sent, nor allocated. ``share`` has ``rows`` of images of ``height`` rows; None:
+        it has labels, or whole images."""
         size, (_, *shape) = len(share) // len(self.groups), share.shape
         whole_images = height is None or height == len(self.rows)
         if height is not None and not whole_images:
@@ -79,19 +67,11 @@ class HostPart:
         return whole
 
 
-def places_of(order: Sequence[int], local: Collection[int]) -> list[int]:
-    """Return the places of the devices ``local`` in ``order``, the numbers of all devices in the
-    mesh's order."""
-    return [place for place, number in enumerate(order) if number in local]
-
-
 def part_of_host(mesh: Mesh, order: Sequence[int], local: Collection[int], height: int) -> HostPart:
-    """Return what the devices ``local`` need of a batch of images with ``height`` rows.
-
-    ``order`` as for ``places_of``. Raises UsageError unless they are all devices of these rows of
-    these parts.
-    """
-    places = places_of(order, local)
+    """Return what the devices ``local`` need of a batch of images with ``height`` rows;
+    ``order`` are the numbers of all devices in the mesh's order. Raises UsageError if they share
+    these rows of these parts with other hosts."""
+    places = [place for place, number in enumerate(order) if number in local]
     groups = sorted({mesh.batch_part(place) for place in places})
     along = sorted({place // mesh.tensor % mesh.domain for place in places})
     if len(groups) * len(along) * mesh.tensor != len(places):
@@ -100,6 +80,6 @@ def part_of_host(mesh: Mesh, order: Sequence[int], local: Collection[int], heigh
             f"{domain}--mesh_tensor {mesh.tensor} must divide the {len(places)} devices of a host"
             + (", or be a multiple of them" if domain else "")
         )
-    each = -(-height // mesh.domain)
-    rows = range(min(along[0] * each, height), min((along[-1] + 1) * each, height))
+    share = -(-height // mesh.domain)
+    rows = range(min(along[0] * share, height), min((along[-1] + 1) * share, height))
     return HostPart(tuple(groups), mesh.batch_parts, rows)

@@ -39,28 +39,25 @@ def mark_main(
     results: Sequence[str | None],
     donated: dict[int, int],
 ) -> None:
-    """Write the shardings of arguments and results into the module's main function.
-
-    ``arguments`` returns an argument's sharding by its number and ``results`` has one for each
-    result, both in XLA's notation, None where the compiler chooses. ``donated`` maps an argument to
-    the result that takes its memory.
-    """
+    """Write the shardings of arguments, by their numbers, and of results into the module's main
+    function, in XLA's notation; None where the compiler chooses. ``donated`` maps an argument to
+    the result that takes its memory."""
     from jax._src.lib.mlir import ir
 
     with module.context:
         (main,) = (f for f in module.body.operations if f.name.value == "main")
-        of_arguments = []
-        for number in range(len(main.arguments)):
-            marks = {"mhlo.sharding": ir.StringAttr.get(arguments(number))}
-            if number in donated:
-                integer = ir.IntegerType.get_signless(32)
-                marks["tf.aliasing_output"] = ir.IntegerAttr.get(integer, donated[number])
-            of_arguments.append(ir.DictAttr.get(marks))
-        main.attributes["arg_attrs"] = ir.ArrayAttr.get(of_arguments)
-        of_results = [
+        integer = ir.IntegerType.get_signless(32)
+        argument_marks = [
+            {"mhlo.sharding": ir.StringAttr.get(arguments(number))}
+            for number in range(len(main.arguments))
+        ]
+        for number, result in donated.items():
+            argument_marks[number]["tf.aliasing_output"] = ir.IntegerAttr.get(integer, result)
+        result_marks = [
             {"mhlo.sharding": ir.StringAttr.get(mark)} if mark else {} for mark in results
         ]
-        main.attributes["res_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(m) for m in of_results])
+        for name, marks in (("arg_attrs", argument_marks), ("res_attrs", result_marks)):
+            main.attributes[name] = ir.ArrayAttr.get([ir.DictAttr.get(mark) for mark in marks])
 
 
 Types = Sequence[tuple[str, list[int]]]
@@ -72,23 +69,23 @@ def module_of_kernel(config: str, arguments: Types, results: Types) -> Any:
     from jax._src.interpreters import mlir
     from jax._src.lib.mlir import ir
 
-    def type_of(kind: str, sizes: list[int]) -> str:
-        return f"tensor<{''.join(f'{size}x' for size in sizes)}{kind}>"
-
-    taken, given = (", ".join(type_of(*each) for each in types) for types in (arguments, results))
-    taken_layouts, given_layouts = (
+    taken, made = (
+        [f"tensor<{''.join(f'{size}x' for size in sizes)}{kind}>" for kind, sizes in types]
+        for types in (arguments, results)
+    )
+    taken_layouts, made_layouts = (
         ", ".join(f"dense<{[*range(len(s))][::-1]}> : tensor<{len(s)}xindex>" for _, s in types)
         for types in (arguments, results)
     )
-    names = ", ".join(f"%a{i}" for i in range(len(arguments)))
-    heads = ", ".join(f"%a{i}: {type_of(*each)}" for i, each in enumerate(arguments))
-    made = ", ".join(f"%r#{i}" for i in range(len(results)))
-    text = f"""module {{ func.func public @main({heads}) -> ({given}) {{
-        %r:{len(results)} = "stablehlo.custom_call"({names}) {{
+    names = [f"%a{number}" for number in range(len(taken))]
+    heads = ", ".join(f"{name}: {type_}" for name, type_ in zip(names, taken, strict=True))
+    returned = ", ".join(f"%r#{number}" for number in range(len(made)))
+    text = f"""module {{ func.func public @main({heads}) -> ({", ".join(made)}) {{
+        %r:{len(made)} = "stablehlo.custom_call"({", ".join(names)}) {{
             call_target_name = "tpu_custom_call", api_version = 1 : i32, backend_config = "",
-            operand_layouts = [{taken_layouts}], result_layouts = [{given_layouts}]
-        }} : ({taken}) -> ({given})
-        func.return {made} : {given} }} }}"""
+            operand_layouts = [{taken_layouts}], result_layouts = [{made_layouts}]
+        }} : ({", ".join(taken)}) -> ({", ".join(made)})
+        func.return {returned} : {", ".join(made)} }} }}"""
     context = mlir.make_ir_context()
     with context, ir.Location.unknown(context):
         module = ir.Module.parse(text)
@@ -111,9 +108,9 @@ def compile_for(
     """Compile a module for devices of a compile-only client; returns the executable.
 
     ``numbers`` is the array (replicas, partitions) of the devices' ids, in the mesh's order;
-    ``chosen_by_compiler``: for each result, whether the compiler chooses its sharding; ``dump_to``:
-    the folder that the compiler writes the modules of its passes to, as text. Raises jaxlib's own
-    error if the compiler refuses.
+    ``chosen_by_compiler``: whether it chooses the sharding, for each result; ``dump_to``: the
+    folder for the modules of its passes, as text. Raises jaxlib's own error if the compiler
+    refuses.
     """
     from jax._src.lib import xla_client
     from jax._src.lib.mlir.dialects import hlo
@@ -141,16 +138,13 @@ def result_shardings(executable: Any) -> list[str]:
     """Return the sharding of each result of an executable, in XLA's notation."""
     from jax._src.lib import xla_client
 
-    found = executable.get_output_shardings() or []
-    return [str(xla_client.HloSharding.from_proto(each)) for each in found]
+    shardings = executable.get_output_shardings() or []
+    return [str(xla_client.HloSharding.from_proto(sharding)) for sharding in shardings]
 
 
 def lower_for_tpu(function: Callable, arrays: Sequence[Any]) -> Any:
-    """Lower a function of arrays of these shapes for TPUs, on any machine; returns the module.
-
-    It is written as for export, in the second newest format:
-    libtpu 0.0.21 does not read the newest.
-    """
+    """Lower a function of arrays of these shapes for TPUs, on any machine; returns the module, as
+    for export: in the second newest format, as libtpu 0.0.21 does not read the newest."""
     import jax
     from jax._src import cloud_tpu_init
     from jax._src.interpreters import mlir

@@ -1,9 +1,12 @@
 """Starts XLA, and calls a function with a backend in every process."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from importlib.metadata import version
 from types import FrameType
@@ -22,7 +25,6 @@ from training.processes.stopping import ProcessSignals, process_signals
 from xla_fsdp import jax_private, torch_xla_private, tpu
 from xla_fsdp.environment import device_type
 from xla_fsdp.resolve_xla import XlaRun
-from xla_fsdp.starting import StartWatch, watch
 
 Body = Callable[[XlaRun, Backend], None]
 
@@ -68,22 +70,17 @@ def launch(body: Body, run: XlaRun) -> None:
         flags = {"xla_cpu_use_fusion_emitters": "false"}
         os.environ["XLA_FLAGS"] = tpu.add_flags(os.environ.get("XLA_FLAGS", ""), flags)
 
-    if run.backend_config.xla_fsdp == "nested":
-        _launch_nested(body, run, device)
+    if run.backend_config.xla_fsdp == "spmd":
+        with _told_what_it_waits_for() if device == "TPU" else contextlib.nullcontext():
+            xr.use_spmd()
+            _join()
+        from xla_fsdp.spmd import SpmdBackend
+
+        run = run.on(xr.global_runtime_device_count())
+        body(run, SpmdBackend(run))
         return
-    if device == "TPU":
-        watch.begin(os.getpid())
-    xr.use_spmd()
-    _join()
-    watch.end()
-    from xla_fsdp.spmd import SpmdBackend
 
-    run = run.on(xr.global_runtime_device_count())
-    body(run, SpmdBackend(run))
-
-
-def _launch_nested(body: Body, run: XlaRun, device: str) -> None:
-    """Start a process a device; a single device runs in this one."""
+    # Nested FSDP: a process a device; a single device runs in this one.
     import torch_xla
 
     received: list[int] = []
@@ -96,11 +93,10 @@ def _launch_nested(body: Body, run: XlaRun, device: str) -> None:
                 os.kill(child.pid, number)
 
     single = device == "CPU"
-    if not single:
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, pass_to_children)
-    arguments = (process_signals, watch, body, run, None if single else os.getpid())
+    for number in () if single else (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, pass_to_children)
+    arguments = (process_signals, body, run, None if single else os.getpid())
     try:
         torch_xla.launch(_run_nested, args=arguments, debug_single_process=single)
     except BrokenProcessPool:
@@ -109,9 +105,55 @@ def _launch_nested(body: Body, run: XlaRun, device: str) -> None:
         raise StoppedBySignal(received[0]) from None  # before there was anything to write
 
 
+FIRST_SECONDS, EVERY_SECONDS = 30.0, 60.0
+_PRINT = """
+import select, signal, sys, time
+waited_for, pause, every = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+start = time.monotonic()
+while not select.select([0], [], [], pause)[0]:  # until stdin ends
+    seconds = time.monotonic() - start
+    text = f"waiting for the TPU runtime, {seconds:.0f} s so far: {waited_for}"
+    print(text, file=sys.stderr, flush=True)
+    pause = every
+"""
+
+
+@contextlib.contextmanager
+def _told_what_it_waits_for() -> Iterator[None]:
+    """Print what the TPU runtime waits for while it starts inside: in compiled code that holds
+    Python's lock. So another process prints, and signals have their default action meanwhile."""
+    waited_for = "it starts when this program runs on all hosts of the slice"
+    try:
+        hosts = torch_xla_private.host_tpu().get_worker_ips()
+        this = torch_xla_private.host_tpu().worker_id()
+    except Exception:  # noqa: BLE001 - whatever the metadata server answers: only a message
+        hosts, this = [], 0
+    if len(hosts) == 1:
+        waited_for = "another program may hold the chips"
+    elif hosts:
+        waited_for = (
+            f"it starts when this program runs on all {len(hosts)} hosts of the slice, of which "
+            f"this is {this} (0: {hosts[0]}, ... {len(hosts) - 1}: {hosts[-1]}); the log of one "
+            "that is missing says why"
+        )
+    command = [sys.executable, "-I", "-S", "-c", _PRINT]
+    command += [waited_for, str(FIRST_SECONDS), str(EVERY_SECONDS)]
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    with subprocess.Popen(command, stdin=subprocess.PIPE):  # at the end stdin is closed
+        for number, handler in handlers.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
+        try:
+            yield
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
 def _join() -> None:
-    """Make the group of all processes, in which they plan checkpoints together, and warn once of
-    other versions.
+    """Make the group of all processes, for plans of checkpoints; warn once of other versions.
 
     torch_xla lets process 0 hold its store, and looks for it at MASTER_ADDR; but the runtime may
     have given that number to any host. So where a launcher says which host MASTER_ADDR is, that one
@@ -138,19 +180,15 @@ def _join() -> None:
 def _run_nested(
     index: int,
     _installed: ProcessSignals,
-    started_watch: StartWatch,
     body: Body,
     run: XlaRun,
     parent: int | None,
 ) -> None:
     """Call the body in one of the processes; ``parent`` starts them, None if it is the only one.
-
-    Unpickling ``_installed`` and ``started_watch`` has installed signal handlers and the watch.
-    """
+    Unpickling ``_installed`` has installed its signal handlers."""
     if parent is not None:
         end_with(parent)
     _join()
-    started_watch.end()
     import torch_xla.runtime as xr
 
     from xla_fsdp.nested import NestedBackend

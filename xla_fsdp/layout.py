@@ -4,9 +4,7 @@ Marks are set directly rather than by torch_xla's SpmdFullyShardedDataParallel: 
 5 % (docs/evidence/benchmarks.md), and parameters keep the names of the plain model.
 """
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 import torch_xla.core.xla_model as xm
@@ -17,7 +15,7 @@ from torch import nn
 from models.blocks import logical_axes
 from training.mesh import Axes, Spec
 from xla_fsdp.attention.kernels import Shards
-from xla_fsdp.hosts import by_slice, by_slice_and_host, number_of
+from xla_fsdp.hosts import device_order
 from xla_fsdp.resolve_xla import ParallelPlan, packed_parts, tensor_dims
 from xla_fsdp.torch_xla_private import local_device_names, mark_sharding, op_sharding_arguments
 
@@ -29,6 +27,8 @@ Mark = Callable[[torch.Tensor], torch.Tensor]
 """A function that marks for the partitioner how a tensor is sharded, and returns it."""
 MarkAs = Callable[[torch.Tensor, Spec], torch.Tensor]
 """The same by a spec."""
+NumberMarks = tuple[Spec, Spec, MarkAs]
+"""The specs of a weight at rest and in a product, and what marks it."""
 
 
 class Marked(torch.autograd.Function):
@@ -54,11 +54,8 @@ def mark_both(x: torch.Tensor, mark: Mark) -> torch.Tensor:
 
 
 def gather(x: torch.Tensor, shard: Mark, whole: Mark) -> torch.Tensor:
-    """Gather a sharded tensor, and scatter its gradient.
-
-    Left to itself, the partitioner may compute with the shards and exchange activations, or reduce
-    whole gradients.
-    """
+    """Gather a sharded tensor, and scatter its gradient. Left to itself, the partitioner may
+    compute with the shards and exchange activations, or reduce whole gradients."""
     return Marked.apply(x, [shard, whole], [shard])
 
 
@@ -79,15 +76,6 @@ def mark_numbers(x: torch.Tensor, mark: MarkAs, *specs: Spec) -> torch.Tensor:
     return x
 
 
-@dataclass(frozen=True)
-class Int8Marks:
-    """How a weight with products in int8 is sharded: its specs by its size."""
-
-    at_rest: Callable[[torch.Size], Spec]
-    in_product: Callable[[torch.Size], Spec]
-    mark: MarkAs
-
-
 _FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_FP8).max
 _LEAST = 1e-30
@@ -95,11 +83,8 @@ _LEAST = 1e-30
 
 
 class GatherInFp8(torch.autograd.Function):
-    """As ``gather``, by specs, with numbers rounded to fp8; the gradient is not rounded.
-
-    There is a factor for each index along a sharded dimension. Where that is the only one, each
-    device finds the factors of its part by itself.
-    """
+    """As ``gather``, by specs, with numbers rounded to fp8, and a factor for each index along a
+    sharded dimension: each device finds those of its part. The gradient is not rounded."""
 
     @staticmethod
     def forward(
@@ -128,6 +113,8 @@ class MeshLayout:
     def __init__(self, plan: ParallelPlan, device: torch.device) -> None:
         self._plan, self._device = plan, device
         self.mesh, live = plan.mesh, plan.mesh.axis_sizes
+        self.local_devices = {int(name.rpartition(":")[2]) for name in local_device_names()}
+        """The numbers of this host's devices."""
         self.device_order = self._device_order()
         """The numbers of all devices, in the mesh's order."""
         self.xla_mesh = xs.Mesh(self.device_order, tuple(live.values()), tuple(live))
@@ -136,34 +123,53 @@ class MeshLayout:
         self.replicated_bytes = 0
         """Of parameters that no dimension of allows to shard."""
         dimensions = logical_axes(plan.model.block) if self.mesh.tensor > 1 else {}
-        self.tensor_dims, self.packed = tensor_dims(dimensions), packed_parts(dimensions)
+        self._tensor_dims, self.packed = tensor_dims(dimensions), packed_parts(dimensions)
 
     def _device_order(self) -> list[int]:
         mesh = self.mesh
         if not mesh.counts_by_host or mesh.devices == xr.addressable_runtime_device_count():
             return list(range(mesh.devices))
-        if mesh.devices_a_part == 1:
-            return by_slice(xr.global_runtime_device_attributes())
-        return by_slice_and_host(xr.global_runtime_device_attributes(), local_devices())
+        local = self.local_devices if mesh.devices_a_part > 1 else ()
+        return device_order(xr.global_runtime_device_attributes(), local)
 
-    # -- parameters and other state -----------------------------------------------------
+    # -- parameters and other state: a block's by their names in the block ------------------
 
-    def place(self, module: nn.Module, tensor_dims: Mapping[str, int]) -> None:
+    def parameter_spec(self, name: str, shape: torch.Size) -> Spec:
+        """Return the spec of a parameter at rest."""
+        if not self._plan.fsdp:
+            return ((),) * len(shape)
+        if self._is_sharded_as_tokens(name, shape):
+            return self.mesh.position_embedding_spec(shape)
+        return self.mesh.parameter_spec(shape, self._tensor_dims.get(name))
+
+    def number_marks(self, name: str, shape: torch.Size) -> NumberMarks:
+        """Return how a block's parameter is sharded at rest, and while the block computes."""
+        whole = self.mesh.unsharded_spec(shape, self._tensor_dims.get(name))
+        return self.parameter_spec(name, shape), whole, self.mark
+
+    def int8_marks(self, name: str, shape: torch.Size) -> NumberMarks | None:
+        """Return the marks of a block's weight, if its products are in int8."""
+        return self.number_marks(name, shape) if self._plan.int8 else None
+
+    def _is_sharded_as_tokens(self, name: str, shape: torch.Size) -> bool:
+        if self.mesh.domain == 1 or not self._plan.fsdp:
+            return False
+        return name in self._plan.model.token_parameters and shape[1] % self.mesh.domain == 0
+
+    def place(self, module: nn.Module) -> None:
         """Send the parameters that are still on the host to the devices, sharded or replicated."""
         for name, parameter in list(module.named_parameters()):
             if parameter.device.type == "xla":
                 continue
             owner, _, key = name.rpartition(".")
-            spec = self._parameter_spec(parameter.shape, tensor_dims.get(name))
-            if self._is_sharded_as_tokens(name, parameter):
-                spec = self.mesh.position_embedding_spec(parameter.shape)
+            spec = self.parameter_spec(name, parameter.shape)
             values = self.send(parameter.detach(), spec)
             placed = self._parameter(values, spec, trains=parameter.requires_grad)
             module.get_submodule(owner)._parameters[key] = placed
 
     def stacked_zeros(self, name: str, parameter: torch.Tensor, depth: int) -> nn.Parameter:
         """Return a parameter with room for one of all ``depth`` blocks: (depth, *shape)."""
-        spec = ((), *self.block_spec(name, parameter.shape))
+        spec = ((), *self.parameter_spec(name, parameter.shape))
         values = self.zeros(torch.Size((depth, *parameter.shape)), spec, torch.float32)
         return self._parameter(values, spec, trains=parameter.requires_grad)
 
@@ -187,46 +193,21 @@ class MeshLayout:
         sharding = Sharding(self.xla_mesh, partition_spec(spec), minibatch=minibatch)
         return xm.send_cpu_data_to_device(values, self._device, sharding)[0]
 
-    def block_spec(self, name: str, shape: torch.Size) -> Spec:
-        """Return the spec at rest of a block's parameter, by its name in the block."""
-        return self._parameter_spec(shape, self.tensor_dims.get(name))
-
-    def gathered_spec(self, name: str, shape: torch.Size) -> Spec:
-        """Return the spec of a block's parameter while the block computes with it."""
-        return self.mesh.unsharded_spec(shape, self.tensor_dims.get(name))
-
-    def _parameter_spec(self, shape: torch.Size, tensor_dim: int | None) -> Spec:
-        if not self._plan.fsdp:
-            return ((),) * len(shape)
-        return self.mesh.parameter_spec(shape, tensor_dim)
-
     def gather(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """Gather a block's parameter before use, in the dtype that its products take."""
         is_matrix = weight.dim() > 1
         dtype = torch.bfloat16 if self._plan.bf16 and is_matrix else weight.dtype
-        at_rest, whole = self.block_spec(name, weight.shape), self.gathered_spec(name, weight.shape)
+        at_rest, whole, mark = self.number_marks(name, weight.shape)
         if self._plan.gather_fp8 and is_matrix:
-            return GatherInFp8.apply(weight, dtype, at_rest, whole, self.mark)
-        marks = (functools.partial(self.mark, spec=spec) for spec in (at_rest, whole))
-        return gather(weight.to(dtype), *marks)
-
-    def int8_marks(self, name: str) -> Int8Marks:
-        """Return the marks of a block's weight, by its name, whose products are in int8."""
-        at_rest = functools.partial(self.block_spec, name)
-        return Int8Marks(at_rest, functools.partial(self.gathered_spec, name), self.mark)
+            return GatherInFp8.apply(weight, dtype, at_rest, whole, mark)
+        return gather(weight.to(dtype), lambda x: mark(x, at_rest), lambda x: mark(x, whole))
 
     def gather_small(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
         """Gather a small parameter before use; one with an entry a token stays sharded as these."""
-        if not self._is_sharded_as_tokens(name, parameter):
+        if not self._is_sharded_as_tokens(name, parameter.shape):
             return mark_both(parameter, self.mark_replicated)
         spec = self.mesh.logical_spec("width", "tokens", "width")
         return mark_both(parameter, lambda x: self.mark(x, spec))
-
-    def _is_sharded_as_tokens(self, name: str, parameter: torch.Tensor) -> bool:
-        if self.mesh.domain == 1 or not self._plan.fsdp:
-            return False
-        named = name in self._plan.model.token_parameters
-        return named and parameter.shape[1] % self.mesh.domain == 0
 
     # -- marks on activations -----------------------------------------------------------
 
@@ -235,24 +216,29 @@ class MeshLayout:
         mark_sharding(x, self.xla_mesh.get_op_sharding(partition_spec(spec)))
         return x
 
+    def activation_spec(self, dimensions: int, *logical_axes: str) -> Spec:
+        """Return the spec of (images, ...), with these logical axes after the images'."""
+        spec = self.mesh.logical_spec("batch", *logical_axes)
+        return (*spec, *((),) * (dimensions - len(spec)))
+
     def mark_replicated(self, x: torch.Tensor) -> torch.Tensor:
         return self.mark(x, ((),) * x.dim())
 
     def mark_images(self, x: torch.Tensor) -> torch.Tensor:
         """Mark (images, ...) of which each device has whole images: features, logits."""
-        return self.mark(x, self._activations(x.dim()))
+        return self.mark(x, self.activation_spec(x.dim()))
 
     def mark_rows(self, x: torch.Tensor) -> torch.Tensor:
         """Mark (images, rows, ...), the rows of pixels or tokens sharded along "domain"."""
-        return self.mark(x, self._activations(x.dim(), "tokens"))
+        return self.mark(x, self.activation_spec(x.dim(), "tokens"))
 
     def mark_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """Mark (images, tokens, width) between blocks and between their halves."""
-        return self.mark(x, self._activations(x.dim(), "tokens between the halves of a block"))
+        return self.mark(x, self.activation_spec(x.dim(), "tokens between the halves of a block"))
 
     def mark_columns(self, x: torch.Tensor) -> torch.Tensor:
         """Mark (images, tokens, ..., features): features of heads or of an MLP's columns."""
-        spec = self._activations(x.dim(), "tokens")
+        spec = self.activation_spec(x.dim(), "tokens")
         return self.mark(x, (*spec[:-1], *self.mesh.logical_spec("heads")))
 
     def mark_saved(self, x: torch.Tensor) -> torch.Tensor:
@@ -264,26 +250,13 @@ class MeshLayout:
         spec = self.mesh.saved_activation_spec(x.shape, images, tokens)
         return x if spec is None else self.mark(x, spec)
 
-    def batch_spec(self, dimensions: int) -> Spec:
-        """Return the spec of images, whose rows are sharded as tokens are, or of what has no rows:
-        of labels, and of packed crops (images, bytes)."""
-        spec = self._activations(dimensions)
-        if dimensions <= 2:
-            return spec
-        return (*spec[:2], *self.mesh.logical_spec("tokens"), *spec[3:])
-
-    def _activations(self, dimensions: int, *second: str) -> Spec:
-        """Return the spec of (images, ...), perhaps with the logical axis of dimension 1."""
-        spec = self.mesh.logical_spec("batch", *second)
-        return (*spec, *((),) * (dimensions - len(spec)))
-
     def shards(self, images: Axes, heads: Axes = ()) -> Shards:
         """Return the layout of a kernel's arguments: the mesh axes of images and of heads."""
         return Shards(self.xla_mesh, *partition_spec((images, heads)))
 
 
 # ------------------------------------------------------------------------------------------------
-# The mesh in torch_xla's terms: shardings, and the numbers of devices.
+# The mesh in torch_xla's terms.
 
 
 def partition_spec(spec: Spec) -> tuple:
@@ -301,8 +274,3 @@ class Sharding(xs.ShardingSpec):
             self._replication_groups,
             self._sharding_type,
         ) = op_sharding_arguments(self.mesh, self.partition_spec)
-
-
-def local_devices() -> set[int]:
-    """Return the numbers of this host's devices."""
-    return {number_of(name) for name in local_device_names()}

@@ -11,7 +11,6 @@ import torch
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 
-_PROJECT = Path(__file__).resolve().parent.parent
 _READ_LIBTPU = """
 import json, sys
 sys.path.append(sys.argv[1])
@@ -27,73 +26,55 @@ bytes in use and the bytes that there are."""
 
 
 class DeviceMemory:
-    """Reads figures of torch_xla, or of libtpu where torch_xla has none.
-
-    torch_xla 2.9 has no answer under SPMD: ``xm.get_memory_info`` (torch_xla/core/xla_model.py,
-    line 1508) raises "MemoryInfo not supported for SPMD virtual device" (pytorch/xla issue #9022).
+    """Reads figures of torch_xla, or of libtpu where torch_xla has none: 2.9 under SPMD
+    (pytorch/xla issue #9022).
 
     libtpu's metrics are read in a process of their own, because libtpu ends the process that has
-    loaded it if one of its checks fails. An answer comes after the log step that asked for it, and
-    is logged at the next one.
+    loaded it if one of its checks fails. An answer is logged a log step later.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._is_known = xr.device_type() != "CPU"
-        self._asks_libtpu, self._waits = False, False
         self._libtpu: subprocess.Popen[str] | None = None
         self._newest: dict[str, int] = {}
+        self._waits = False
 
     def read(self) -> dict[str, int]:
         """Return the bytes in use as ``training.backend.Backend.memory`` does."""
         if not self._is_known:
             return {}
-        if not self._asks_libtpu:
+        if self._libtpu is None:
             try:
                 info = xm.get_memory_info(self._device)
                 names = {"used": "bytes_used", "peak": "peak_bytes_used", "limit": "bytes_limit"}
                 return {name: info[key] for name, key in names.items() if key in info}
             except Exception:  # noqa: BLE001 - torch_xla does not say what it raises
-                self._asks_libtpu = True
-                self._start_libtpu()
+                arguments = [str(Path(__file__).resolve().parents[1]), str(os.getpid())]
+                self._libtpu = subprocess.Popen(
+                    [sys.executable, "-P", "-c", _READ_LIBTPU, *arguments],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    text=True,
+                    start_new_session=True,  # signals to the run's group are not for it
+                )
         if self._waits:  # the last answer is overdue
             return {}
-        newest = self._newest
-        if self._libtpu is not None:  # ask for the next one
-            assert self._libtpu.stdin is not None
-            self._waits = True  # for ever, if the process has ended
-            try:
-                self._libtpu.stdin.write("\n")
-                self._libtpu.stdin.flush()
-            except (OSError, ValueError):
-                self._libtpu = None
+        self._waits, newest = True, self._newest
+        threading.Thread(target=self._ask, args=[self._libtpu], daemon=True).start()
         return newest
 
-    def _start_libtpu(self) -> None:
-        command = [sys.executable, "-P", "-c", _READ_LIBTPU, str(_PROJECT), str(os.getpid())]
-        try:
-            self._libtpu = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                start_new_session=True,  # signals to the run's group are not for it
-            )
-        except OSError:
-            return
-        threading.Thread(
-            target=self._listen, args=[self._libtpu], name="libtpu metrics", daemon=True
-        ).start()
-
-    def _listen(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            try:  # the fullest device: libtpu has a text for each
-                used, total = ([int(float(text)) for text in texts] for texts in json.loads(line))
-                most, limit = max(zip(used, total, strict=True), default=(0, 0))
-                self._newest = {"used": most, "limit": limit} if limit else {}
-            except (TypeError, ValueError):
-                self._newest = {}
-            self._waits = False
-        process.wait()
+    def _ask(self, libtpu: subprocess.Popen[str]) -> None:
+        assert libtpu.stdin
+        assert libtpu.stdout
+        try:  # the fullest device: libtpu has a text for each
+            libtpu.stdin.write("\n")
+            libtpu.stdin.flush()
+            answer = json.loads(libtpu.stdout.readline())
+            used, total = ([int(float(text)) for text in texts] for texts in answer)
+            most, limit = max(zip(used, total, strict=True), default=(0, 0))
+            self._newest = {"used": most, "limit": limit} if limit else {}
+        except (OSError, TypeError, ValueError):  # also where the process has ended
+            self._newest = {}
+        self._waits = False

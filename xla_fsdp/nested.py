@@ -1,9 +1,6 @@
-"""Nested FSDP: torch_xla's XlaFullyShardedDataParallel around each block and the model.
-
-A process drives one device. Optimization barriers between the units keep the
-compiler from gathering weights early or holding on to them. bf16 is autocast, as in
-the SPMD form, not FSDP's compute_dtype: with that, convolutions fail (torch_xla 2.9).
-"""
+"""Nested FSDP: torch_xla's XlaFullyShardedDataParallel around each block and the model, a
+process a device. bf16 is autocast, not FSDP's compute_dtype: with that, convolutions fail
+(torch_xla 2.9)."""
 
 import functools
 
@@ -16,7 +13,6 @@ from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
 from data.loader import Batch
 from training.backend import InitializeModule
 from training.checkpoints.state import Chunk, ShardedTensor, flat_range_boxes
-from xla_fsdp.optimizer import Momenta, Orthogonalize, by_shape
 from xla_fsdp.parallelize import parallelize_nested
 from xla_fsdp.resolve_xla import XlaRun
 from xla_fsdp.torch_xla_private import (
@@ -36,15 +32,13 @@ class NestedBackend(XlaBackend):
         self._part = self.batch_shard if self._fsdp else 0
         self.shards = (self._part,)
 
-    def describe(self) -> str:
+    def _describe_form(self) -> str:
         if not self._fsdp:
-            form = "data parallel, a process a device (--run_without_fsdp)"
-        else:
-            zero = "ZeRO-3" if self._sharding.reshard_after_forward else "ZeRO-2"
-            form = f"nested FSDP ({zero}), each block a unit"
-            form += ", flat parameters" if self._config.flatten_parameters else ""
-            form += ", sharded on the host" if self._config.shard_on_cpu else ""
-        return f"XLA: {self._describe_common()}, {form}{self._run.why.get('xla_fsdp', '')}"
+            return "data parallel, a process a device (--run_without_fsdp)"
+        zero = "ZeRO-3" if self._plan.reshard_after_forward else "ZeRO-2"
+        form = f"nested FSDP ({zero}), each block a unit"
+        form += ", flat parameters" if self._plan.flatten_parameters else ""
+        return form + (", sharded on the host" if self._plan.shard_on_cpu else "")
 
     def shard(
         self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
@@ -92,29 +86,6 @@ class NestedBackend(XlaBackend):
             if isinstance(unit, XlaFullyShardedDataParallel):
                 free_gathered(unit)
 
-    def _orthogonal(self, momenta: Momenta, how: Orthogonalize) -> list[torch.Tensor]:
-        # Each process has one of equal ranges of a flattened matrix, padded at its end. An exchange
-        # makes whole matrices of parts, another one parts of whole matrices.
-        devices = self.batch_shards if self._fsdp else 1
-
-        def exchange(x: torch.Tensor, along: int, into: int) -> torch.Tensor:
-            if devices == 1:
-                return x
-            return xm.all_to_all(x, along, into, devices, pin_layout=False)
-
-        found: dict[nn.Parameter, torch.Tensor] = {}
-        for alike in by_shape(momenta, lambda each: each.values.shape):
-            rows, columns = alike[0].matrix
-            parts = torch.stack([each.values.flatten() for each in alike])
-            padded = nn.functional.pad(parts, (0, 0, 0, -len(alike) % devices))
-            whole = exchange(padded, 0, 1)
-            matrices = whole[:, : rows * columns].reshape(-1, rows, columns)
-            results = how(matrices).flatten(1)
-            results = nn.functional.pad(results, (0, whole.shape[1] - rows * columns))
-            for each, own in zip(alike, exchange(results, 1, 0), strict=False):
-                found[each.parameter] = own.reshape(each.values.shape)
-        return [found[each.parameter] for each in momenta]
-
     # -- state ------------------------------------------------------------------------
 
     def _named_parameters(self) -> dict[str, nn.Parameter]:
@@ -125,18 +96,15 @@ class NestedBackend(XlaBackend):
     @functools.cached_property
     def _shards(self) -> dict[str, tuple[nn.Parameter, list[tuple[str, torch.Size]]]]:
         """Each sharded parameter by its name, and the plain parameters that it holds, in order.
-
-        FSDP's own get_original_names_and_sharded_parameters gives the root's parameters
-        once for each unit (torch_xla 2.9).
-        """
-        found = {}
+        (FSDP's get_original_names_and_sharded_parameters repeats the root's for each unit.)"""
+        shards = {}
         for unit_name, unit in self._model.named_modules():
             if isinstance(unit, XlaFullyShardedDataParallel):
                 for shard in unit.sharded_params:
-                    own_name, parts = original_parameters(unit, shard)
+                    name, parts = original_parameters(unit, shard)
                     plain = [(without_wrappers(f"{unit_name}.{n}"), shape) for n, shape in parts]
-                    found[without_wrappers(f"{unit_name}.{own_name}")] = shard, plain
-        return found
+                    shards[without_wrappers(f"{unit_name}.{name}")] = shard, plain
+        return shards
 
     def _plain_names(self, name: str) -> list[str]:
         return [plain for plain, _ in self._shards[name][1]] if self._fsdp else [name]
@@ -162,7 +130,7 @@ class NestedBackend(XlaBackend):
 
     def _to_device(self, name: str, tensor: torch.Tensor, saved: list[torch.Tensor]) -> None:
         values = saved[0]  # unsharded: a plain parameter, or Adam's step
-        sharded = [each for each in saved if isinstance(each, ShardedTensor)]
+        sharded = [part for part in saved if isinstance(part, ShardedTensor)]
         if sharded:
             values = tensor.detach().cpu()
             flat, at = values.view(-1), 0  # chunks fill it from its front; padding comes last

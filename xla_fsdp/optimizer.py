@@ -3,9 +3,8 @@
 So learning rate, counters and the random bits that round moments are tensors on the device.
 """
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,79 +23,65 @@ Directions = Callable[[Sequence[nn.Parameter], Sequence[torch.Tensor]], list[tor
 """A function of Muon's parameters and their momenta: the updates before the learning rate."""
 
 
-def parameter_groups(
-    parameters: Iterable[tuple[nn.Parameter, Sequence[Update]]],
+def build_optimizer(
+    parameters: Mapping[nn.Parameter, Sequence[Update]],
+    zeros_like: Callable[[torch.Tensor], torch.Tensor],
     constant: Callable[[torch.Tensor], torch.Tensor],
-) -> list[dict[str, Any]]:
-    """Return PyTorch's groups of parameters that are updated alike, Muon's first, as a step goes.
+    *,
+    betas: tuple[float, float],
+    eps: float,
+    decays: bool = True,
+) -> torch.optim.Optimizer:
+    """Return the optimizer of these parameters, with its state allocated.
 
     A parameter comes with the updates of the plain model's parameters that it holds: none if it
-    does not train, several if it holds stacked blocks. Then its "lr_scale" is a tensor with an
-    entry for each, put on the device by ``constant``. "lr_scale" is None where nothing is scaled.
+    does not train, several if it holds stacked blocks. Those that are updated alike are a group,
+    Muon's first; its "lr_scale" may have an entry for each of stacked blocks.
+
+    Counters and learning rates (``set_lr``) are on the device, by ``constant``: host numbers would
+    be uploaded one by one, or compiled in. ``zeros_like`` returns zeros laid out like a parameter.
+    ``decays`` off: ``step_unless`` decays the weights, by a factor that changes.
     """
-    groups: dict[tuple, dict[str, Any]] = {}
-    for parameter, updates in parameters:
+    by_kind: dict[tuple, dict[str, Any]] = {}
+    for parameter, updates in parameters.items():
         if not updates:
             continue
         first, scales = updates[0], tuple(update.lr_scale for update in updates)
         is_one = len(set(scales)) == 1
         shape = () if is_one else tuple(parameter.shape)
         kind = (replace(first, matrix=None), scales[:1] if is_one else scales, shape)
-        if kind not in groups:
+        if kind not in by_kind:
             scale = torch.tensor(scales[0] if is_one else scales)
             scale = scale.view((*scale.shape, *(1 for _ in shape[1:])))
-            groups[kind] = {
+            by_kind[kind] = {
                 "params": [],
                 "rule": first.rule,
-                "weight_decay": first.weight_decay,
+                "decay": first.weight_decay,
+                "weight_decay": first.weight_decay if decays else 0.0,
                 "lr_scale": None if is_one and scales[0] == 1 else constant(scale),
                 "last_layer": first.last_layer,
             }
-        groups[kind]["params"].append(parameter)
-    return sorted(groups.values(), key=lambda group: group["rule"] != "muon")
-
-
-def build_optimizer(
-    groups: list[dict[str, Any]],
-    zeros_like: Callable[[torch.Tensor], torch.Tensor],
-    scalar: Callable[[float], torch.Tensor],
-    *,
-    betas: tuple[float, float],
-    eps: float,
-    decays: bool = True,
-) -> torch.optim.Optimizer:
-    """Return the optimizer of these groups, with its state allocated.
-
-    Counters and learning rates (``set_lr``) are on the device: host numbers in the update would be
-    uploaded one by one, or compiled in. ``zeros_like`` returns zeros laid out like a parameter, for
-    the moments, ``scalar`` a device scalar. Muon's parameters are in groups of AdamW, too, but
-    ``step_unless`` takes their step. ``decays`` off: ``step_unless`` decays the weights, by a
-    factor that changes.
-    """
-    for group in groups:
-        group["decay"] = group["weight_decay"]
-        if not decays:
-            group["weight_decay"] = 0.0
+        by_kind[kind]["params"].append(parameter)
+    groups = sorted(by_kind.values(), key=lambda group: group["rule"] != "muon")
     optimizer: torch.optim.Optimizer
     if any(group["rule"] == "lion" for group in groups):
         optimizer = Lion(groups, betas=betas, foreach=False)
     else:
         optimizer = torch.optim.AdamW(groups, betas=betas, eps=eps, capturable=True, foreach=False)
-    allocate_state(optimizer, zeros_like, lambda _: scalar(0.0))
+    allocate_state(optimizer, zeros_like, lambda _: constant(torch.tensor(0.0)))
     return optimizer
 
 
 def set_lr(
     optimizer: torch.optim.Optimizer,
     lr: float,
-    scalar: Callable[[float], torch.Tensor],
+    constant: Callable[[torch.Tensor], torch.Tensor],
     last_layer: torch.Tensor | None = None,
 ) -> None:
     """Set each group's learning rate, a tensor on the device: one for each of stacked blocks.
-
-    ``last_layer``: the factor of the last layers' (``StepRates``), a device scalar, if it changes.
-    """
-    value = scalar(max(lr, _SMALLEST_LR))
+    ``last_layer``: the factor of the last layers' (``StepRates``), a device scalar, if it
+    changes."""
+    value = constant(torch.tensor(max(lr, _SMALLEST_LR)))
     for group in optimizer.param_groups:
         group["lr"] = value
         if group["last_layer"] and last_layer is not None:
@@ -117,10 +102,9 @@ def step_unless(
 ) -> None:
     """Update the parameters, or change nothing if ``skip``, a boolean device scalar, is true.
 
-    Both are one graph, which chooses between the old value and the new one as it writes it.
-    ``keys`` are for moments in bf16: an int32 number on the device for each parameter. From it and
-    the step's number follow the random bits that the moments are rounded with. ``directions`` are
-    for Muon. ``decay``: the factor of weight decay, a device scalar; None if it never changes.
+    Both are one graph. ``keys`` are for moments in bf16: an int32 number for each parameter, from
+    which the random bits follow that they are rounded with. ``directions`` are for Muon. ``decay``:
+    the factor of weight decay, a device scalar; None if it never changes.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state = [t for p in parameters for t in optimizer.state[p].values()]
@@ -130,20 +114,20 @@ def step_unless(
         for group in optimizer.param_groups:
             for parameter in group["params"] if group["decay"] else []:
                 parameter.mul_(1 - group["lr"] * (group["decay"] * decay))
-    if directions is not None:
-        chosen = [
-            (parameter, group, optimizer.state[parameter]["momentum_buffer"])
-            for group in optimizer.param_groups
-            for parameter in (group["params"] if group["rule"] == "muon" else [])
-        ]
-        for parameter, _, momentum in chosen:
-            assert parameter.grad is not None
+    groups = {
+        parameter: group
+        for group in optimizer.param_groups
+        for parameter in (group["params"] if group["rule"] == "muon" else [])
+    }
+    if groups and directions is not None:
+        momenta = [optimizer.state[parameter]["momentum_buffer"] for parameter in groups]
+        for parameter, momentum in zip(groups, momenta, strict=True):
             momentum.lerp_(parameter.grad, 1 - MOMENTUM)
             parameter.grad = None  # so that AdamW skips it
-        found = directions([each for each, *_ in chosen], [momentum for *_, momentum in chosen])
-        for (parameter, group, _), direction in zip(chosen, found, strict=True):
+        updates = directions([*groups], momenta)
+        for (parameter, group), update in zip(groups.items(), updates, strict=True):
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            parameter.sub_(direction * group["lr"])
+            parameter.sub_(update * group["lr"])
     if keys is None:
         optimizer.step()
     else:  # in fp32
@@ -159,44 +143,6 @@ def step_unless(
         tensor.copy_(torch.where(skip, old, tensor))
     for group in optimizer.param_groups:
         group["lr"] = 0.0  # a tensor of a parameter's shape would be a result, whole on each device
-
-
-# ------------------------------------------------------------------------------------------------
-# Muon's matrices, each gathered on one device while it is orthogonalized.
-#
-# Parameters are sharded; a Newton-Schulz iteration multiplies a whole matrix by itself. So all
-# matrices of one shape (of stacked blocks a stack already) are one batch, which is sharded along
-# its first dimension: each device orthogonalizes some of them (``XlaBackend._orthogonal``).
-
-
-Orthogonalize = Callable[[torch.Tensor], torch.Tensor]
-"""A function of whole matrices, (matrices, rows, columns)."""
-
-
-@dataclass(frozen=True)
-class Momentum:
-    """One of Muon's parameters, which may hold the matrices of several blocks."""
-
-    parameter: nn.Parameter
-    values: torch.Tensor
-    """In the dtype that matrices are orthogonalized in, laid out like the parameter."""
-    matrix: tuple[int, int]
-    """Rows and columns of each matrix, all devices together."""
-
-    @property
-    def is_stacked(self) -> bool:
-        return self.values.numel() > self.matrix[0] * self.matrix[1]
-
-
-Momenta = Sequence[Momentum]
-
-
-def by_shape(momenta: Momenta, shape: Callable[[Momentum], object]) -> list[list[Momentum]]:
-    """Return the momenta in batches, of matrices and of shards of one shape each."""
-    alike: dict[tuple, list[Momentum]] = {}
-    for each in momenta:
-        alike.setdefault((each.matrix, shape(each)), []).append(each)
-    return list(alike.values())
 
 
 # ------------------------------------------------------------------------------------------------
@@ -224,16 +170,15 @@ class XlaWeightAverage(WeightAverage):
 
 
 _TYPES = {torch.float32: xb.Type.F32, torch.int32: xb.Type.S32}
+_bitcasts: dict[tuple, object] = {}
 
 
 def same_bits(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the bits of ``x`` as numbers of another dtype of the same size."""
-    (result,) = call_computation("xla::bitcast", [x], _computation(tuple(x.shape), x.dtype, dtype))
+    kind = (tuple(x.shape), x.dtype, dtype)
+    if kind not in _bitcasts:
+        builder = xb.create_builder("bitcast")
+        parameter = xb.mkparam(builder, 0, xb.Shape.create(_TYPES[x.dtype], kind[0]))
+        _bitcasts[kind] = parameter.bitcast(_TYPES[dtype]).build("bitcast")
+    (result,) = call_computation("xla::bitcast", [x], _bitcasts[kind])
     return result
-
-
-@functools.cache
-def _computation(shape: tuple[int, ...], given: torch.dtype, wanted: torch.dtype) -> object:
-    builder = xb.create_builder("bitcast")
-    x = xb.mkparam(builder, 0, xb.Shape.create(_TYPES[given], shape))
-    return x.bitcast(_TYPES[wanted]).build("bitcast")

@@ -1,10 +1,8 @@
-"""How a plain Vision Transformer becomes a parallel one on XLA.
+"""How a plain Vision Transformer becomes a parallel one on XLA: one function for each form of FSDP.
 
-``parallelize_spmd`` and ``parallelize_nested``, one for each form of FSDP, apply all of it from top
-to bottom, by the choices that ``resolve_xla`` has made. ``units`` are those of
-``ModelSpec.units``: the blocks, and last the model around them. They are filled, changed and sent
-to the devices one after the other, so that the host never holds more than one. Modules keep timm's
-names; what they compute is changed from outside.
+``units`` are those of ``ModelSpec.units``: the blocks, and last the model around them. They are
+filled, changed and sent to the devices one after the other, so that the host never holds more than
+one. Modules keep timm's names; what they compute is changed from outside.
 """
 
 import functools
@@ -56,8 +54,7 @@ def parallelize_spmd(
                 # Rematerialize after attention is changed, and before what wraps the whole block.
                 if plan.remat == "full" and _trains(block):
                     checkpoint_module(block)
-                # Shard and place.
-                layout.place(block, layout.tensor_dims)
+                layout.place(block)
                 # Domain: tokens stay sharded between blocks, and vectors are gathered before use.
                 if mesh.domain > 1 and mesh.tensor == 1:
                     around_blocks.gather_small_parameters(block, layout.gather_small)
@@ -69,7 +66,7 @@ def parallelize_spmd(
     # Around the blocks: embedding, norm, head.
     initialize(model, units[-1][0])
     fill_buffers(model, layout.constant)
-    layout.place(model, {})
+    layout.place(model)
     around_blocks.convolve_by_product(model, layout.mark_rows)
     around_blocks.find_largest_by_place(model)
     if _must_unfold_norms(plan):
@@ -78,9 +75,8 @@ def parallelize_spmd(
     mark_rows = functools.partial(mark_both, mark=layout.mark_rows)
     # Pooling by attention: its linear layers, too, keep images and tokens apart.
     pool = getattr(model, "attn_pool", None)
-    if pool is not None and _token_shards(plan) > 1:
-        batch_shards = mesh.shard_count(mesh.logical_spec("batch"))
-        multiply_unfolded(pool.kv, lambda w: layout.gather("", w), parts=batch_shards)
+    if pool is not None and mesh.domain * mesh.tensor > 1:
+        multiply_unfolded(pool.kv, layout)
         for layer in [part for part in pool.modules() if isinstance(part, nn.Linear)]:
             mark = mark_rows if layer is pool.kv else mark_images
             around_blocks.before_forward(layer, mark)
@@ -106,10 +102,7 @@ def parallelize_spmd(
 
 def change_block(block: nn.Module, plan: ParallelPlan, layout: MeshLayout, save: SaveInput) -> None:
     """Change how a block computes: attention, linear layers, norms."""
-    mesh = plan.mesh
-    batch = mesh.logical_spec("batch")
-    batch_shards = mesh.shard_count(batch)
-    int8 = layout.int8_marks if plan.int8 else None
+    mesh, image_shards = plan.mesh, layout.shards(*plan.mesh.logical_spec("batch"))
     pack(block, layout.packed)  # for "tensor"
 
     # Domain: attention among the devices that share an image. (With "tensor", or with dropout in
@@ -118,18 +111,18 @@ def change_block(block: nn.Module, plan: ParallelPlan, layout: MeshLayout, save:
         sharded.use_over_domain(block, plan, layout)
     # Tensor: each device computes some heads and some columns of the MLP.
     elif mesh.tensor > 1:
-        shard_heads_and_columns(block, plan, layout, save, int8, batch_shards)
+        shard_heads_and_columns(block, plan, layout, save)
     # Attention: by kernels on each device's own images; "sdpa" leaves it to PyTorch.
     elif plan.attention == "flash":
-        use_flash(block, layout.shards(*batch))
+        use_flash(block, image_shards)
     elif plan.attention == "whole":
-        use_whole(block, layout.shards(*batch), save)
+        use_whole(block, image_shards, save)
 
     # Linear layers keep images and tokens apart, so that each can be sharded.
     if plan.scan and mesh.tensor == 1:
-        multiply_unfolded(block, save=save, parts=batch_shards, int8=int8)
+        multiply_unfolded(block, layout, save)
     elif mesh.domain > 1 and mesh.tensor == 1:
-        multiply_unfolded(block, lambda w: layout.gather("", w), parts=batch_shards)
+        multiply_unfolded(block, layout)
     if _must_unfold_norms(plan):
         normalize_unfolded(block)
 
@@ -144,9 +137,7 @@ def scan_blocks(
     end_graph: Callable[..., None],
 ) -> ScannedBlocks:
     """Put in the place of a stack of blocks a loop with one that has all parameters, stacked.
-
-    The loop rematerializes, gathers weights and marks tokens itself, in each round.
-    """
+    The loop rematerializes, gathers weights and marks tokens itself, in each round."""
     save = SAVED_BY[plan.remat]()
     layers = blocks[0][1].named_modules() if plan.int8 else ()
     int8_weights = {f"{name}.weight" for name, layer in layers if type(layer) is nn.Linear}
@@ -164,19 +155,13 @@ def scan_blocks(
         bf16=plan.bf16,
     )
     for index, (name, block) in enumerate(blocks):
-        # Shard and place: into the stack, whose shards are on the devices already.
         initialize(block, name)
         pack(block, layout.packed)
-        scanned.fill(index, block)
+        scanned.fill(index, block)  # shards of the stack are on the devices already
         block.to("meta")  # the host needs no second copy
         end_graph()  # the device has this unit before the host makes the next one
     plan.model.put_blocks(model, stack, scanned)
     return scanned
-
-
-def _token_shards(plan: ParallelPlan) -> int:
-    mesh = plan.mesh
-    return mesh.shard_count(mesh.logical_spec("tokens between the halves of a block"))
 
 
 def _must_unfold_norms(plan: ParallelPlan) -> bool:
@@ -187,9 +172,8 @@ def _must_unfold_norms(plan: ParallelPlan) -> bool:
     """
     mesh = plan.mesh
     drops_patches = bool(plan.model.settings.get("patch_drop_rate"))
-    is_uneven = drops_patches or plan.model.sizes.num_tokens % _token_shards(plan) > 0
-    has_one_image = plan.pass_size == mesh.shard_count(mesh.logical_spec("batch"))
-    return is_uneven and (mesh.domain > 1 or has_one_image)
+    is_uneven = drops_patches or plan.model.sizes.num_tokens % (mesh.domain * mesh.tensor) > 0
+    return is_uneven and (mesh.domain > 1 or plan.pass_size == mesh.batch_parts)
 
 
 def parallelize_nested(
@@ -214,7 +198,6 @@ def parallelize_nested(
         # Rematerialize inside of the unit, so that weights are gathered once more for it.
         if plan.remat == "full" and _trains(block):
             checkpoint_module(block)
-        # Shard and place.
         unit = _nested_unit(block, plan, device)
         model.set_submodule(name, unit)
         blocks.append(unit)

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
 
 import timm.layers
 import torch
 import torch_xla.core.xla_model as xm
 from torch import nn
 
-from xla_fsdp.layout import Int8Marks, Marked, mark_numbers
+from xla_fsdp.layout import Marked, MeshLayout, NumberMarks, mark_numbers
 from xla_fsdp.remat import SaveInput
 from xla_fsdp.torch_xla_private import dot_general
 
@@ -25,33 +24,24 @@ _SUM_ROWS = 8
 """Rows of ones that a sum is multiplied from: of one row XLA would make a sum again."""
 
 
-def multiply_unfolded(
-    block: nn.Module,
-    gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    save: SaveInput | None = None,
-    *,
-    parts: int,
-    int8: Callable[[str], Int8Marks] | None = None,
-) -> None:
+def multiply_unfolded(block: nn.Module, layout: MeshLayout, save: SaveInput | None = None) -> None:
     """Let the linear layers of ``block`` compute by ``product`` and ``add_bias``.
 
-    The batch is sharded into ``parts``. ``int8`` returns how a weight of this name is sharded.
-    ``gather`` makes a sharded weight whole, where nothing else does: else the partitioner may
-    compute with the shards, and exchange tokens. ``save`` may save the results of layers that have
-    more outputs than inputs.
+    ``save`` may save the results of layers that have more outputs than inputs. Without it, nothing
+    else gathers weights: done here, or the partitioner may compute with shards and exchange tokens.
     """
 
-    def forward(marks: Int8Marks | None, linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        weight = gather(linear.weight) if gather else linear.weight
+    def forward(name: str, linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        weight = linear.weight if save else layout.gather("", linear.weight)
+        int8 = layout.int8_marks(name, weight.shape) if save else None
         widens = linear.out_features > linear.in_features
         rows = "abcdefgh"[: x.dim() - 1]
-        y = product(f"{rows}y,zy->{rows}z", x, weight, save, marks, widens=widens)
-        return add_bias(y, linear.bias, parts)
+        y = product(f"{rows}y,zy->{rows}z", x, weight, save, int8, widens=widens)
+        return add_bias(y, linear.bias, layout.mesh.batch_parts)
 
     for name, part in block.named_modules():
         if type(part) is nn.Linear:
-            marks = int8(f"{name}.weight") if int8 else None
-            compute = functools.partial(forward, marks)
+            compute = functools.partial(forward, f"{name}.weight")
             part.forward = types.MethodType(compute, part)  # type: ignore[method-assign]
 
 
@@ -85,11 +75,9 @@ class _Normalize(torch.autograd.Function):
 
 
 def normalize_unfolded(module: nn.Module) -> None:
-    """Let the norms of ``module`` keep images and tokens apart.
-
-    torch_xla's folds them into one dimension. Where a device has one image and an uneven part of
-    its tokens, the partitioner then takes padding for tokens (docs/findings.md).
-    """
+    """Let the norms of ``module`` keep images and tokens apart. torch_xla's fold them: where a
+    device has one image and an uneven part of its tokens, the partitioner then takes padding for
+    tokens (docs/findings.md)."""
     for part in module.modules():
         if type(part).forward in (nn.LayerNorm.forward, timm.layers.LayerNorm.forward):
             assert isinstance(part, nn.LayerNorm)
@@ -102,15 +90,13 @@ def product(
     x: torch.Tensor,
     weight: torch.Tensor,
     save: SaveInput | None = None,
-    int8: Int8Marks | None = None,
+    int8: NumberMarks | None = None,
     *,
     widens: bool = True,
 ) -> torch.Tensor:
-    """Multiply in autocast's dtype, as ``torch.einsum`` does by the equation.
-
-    With ``int8`` in that, and the weight is a sharded one. ``widens``: the result has more features
-    than ``x``, and is saved if ``save`` saves such.
-    """
+    """Multiply in autocast's dtype, as ``torch.einsum`` does; with ``int8`` in that, by a
+    sharded weight. ``widens``: the result has more features than ``x``, and is saved if ``save``
+    saves such."""
     save = save or SaveInput()
     results = save if widens else SaveInput()
     operand = x
@@ -125,10 +111,8 @@ def product(
 
 
 def add_bias(y: torch.Tensor, bias: torch.Tensor | None, parts: int) -> torch.Tensor:
-    """Add a bias of a product's last dimensions to it, in the product's dtype.
-
-    Dimension 0 of the product is sharded into ``parts``.
-    """
+    """Add a bias of a product's last dimensions to it, in its dtype; dimension 0 is in
+    ``parts``."""
     return y if bias is None else _AddBias.apply(y, bias, parts)
 
 
@@ -207,16 +191,15 @@ class _Int8Product(torch.autograd.Function):
     """The product of ``products.product``, computed in int8, with a sharded weight."""
 
     @staticmethod
-    def forward(ctx, equation: str, x, weight, marks: Int8Marks, saved_result):
+    def forward(ctx, equation: str, x, weight, marks: NumberMarks, saved_result):
         x_axes, weight_axes = equation.partition("->")[0].split(",")
         summed = [axis for axis in weight_axes if axis in x_axes]
         x = apart(x)
         along_x = tuple(x_axes.index(axis) for axis in summed)
         along_weight = tuple(weight_axes.index(axis) for axis in summed)
-        specs = marks.at_rest(weight.shape), marks.in_product(weight.shape)
+        *specs, mark = marks
         numbers, factors = (
-            mark_numbers(tensor, marks.mark, *specs)
-            for tensor in round_to_int8(weight, along_weight)
+            mark_numbers(tensor, mark, *specs) for tensor in round_to_int8(weight, along_weight)
         )
         ctx.save_for_backward(x, numbers, factors)
         ctx.equation, ctx.marks, ctx.dtype = equation, marks, weight.dtype
@@ -236,6 +219,6 @@ class _Int8Product(torch.autograd.Function):
         grad = apart(grad.to(x.dtype))
         weight = apart((numbers * factors).to(x.dtype))
         grad_x, grad_weight = _gradients(ctx.equation, grad, x, weight)
-        at_rest = ctx.marks.at_rest(weight.shape)
-        grad_weight = mark_numbers(grad_weight, ctx.marks.mark, at_rest).to(ctx.dtype)
+        at_rest, _, mark = ctx.marks
+        grad_weight = mark_numbers(grad_weight, mark, at_rest).to(ctx.dtype)
         return None, grad_x, grad_weight, None, None

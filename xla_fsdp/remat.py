@@ -24,9 +24,8 @@ Tensors = list[torch.Tensor]
 class SaveInput:
     """Saves a block's input and rematerializes all else (``full``).
 
-    ``on_host``: the input is saved in the memory of the host that drives the device (``offload``).
-    ``with_results``: results that cost much to compute are saved, too, known by their order
-    (``selective``).
+    ``on_host``: in the memory of the host that drives the device (``offload``). ``with_results``:
+    results that cost much to compute are saved, too, known by their order (``selective``).
     """
 
     def __init__(self, *, on_host: bool = False, with_results: bool = False) -> None:
@@ -38,10 +37,8 @@ class SaveInput:
         """Change how a block computes, if what is saved needs it."""
 
     def result(self, function: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
-        """Return the result of ``function``, which may be saved.
-
-        Its last argument is the saved result, or None if it has to compute it.
-        """
+        """Return the result of ``function``, which may be saved: its last argument, or None if
+        it has to compute it."""
         y = function(*arguments, self._saved.pop(0) if self._saved else None)
         if self._saving is not None:
             self._saving.append(y)
@@ -52,10 +49,8 @@ class SaveInput:
 
     @contextmanager
     def save(self, x: torch.Tensor) -> Iterator[Tensors]:
-        """Let a block with the input ``x`` be computed; yields what is saved, complete at the end.
-
-        The input comes first. All that needs a gradient, ``x`` among it, requires one.
-        """
+        """Let a block with the input ``x`` be computed; yields what is saved, the input first,
+        complete at the end. All that needs a gradient, ``x`` among it, requires one."""
         saved = [x * 1]
         self._saving = saved if self._with_results else None
         try:
@@ -74,11 +69,8 @@ class SaveInput:
 
 
 class SaveAll(SaveInput):
-    """Saves what autograd saves, so that no product is computed again (``none``).
-
-    Norms and activations are rematerialized from their inputs; weights are gathered again, and
-    random masks are drawn again.
-    """
+    """Saves what autograd saves (``none``), but norms and activations, rematerialized from their
+    inputs; weights are gathered again, and random masks are drawn again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +111,7 @@ class SaveAll(SaveInput):
             self._places.append(place)
             return tensor.detach()  # an output saved with what computes it would never be freed
 
-        with torch.enable_grad(), self._packed_by(pack):
+        with self._packed_by(pack):
             yield saved_tensors
 
     @contextmanager
@@ -130,7 +122,7 @@ class SaveAll(SaveInput):
             place = next(places)
             return tensor.detach() if place is None else saved[place].reshape(tensor.shape)
 
-        with torch.enable_grad(), self._packed_by(pack):
+        with self._packed_by(pack):
             yield
         assert not [*places], "more was saved than is computed"
 
@@ -141,7 +133,7 @@ class SaveAll(SaveInput):
     @contextmanager
     def _packed_by(self, pack: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
         self._pack = pack
-        with saved_tensors_hooks(pack, _unchanged):
+        with torch.enable_grad(), saved_tensors_hooks(pack, _unchanged):
             yield
         self._pack = _unchanged
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +15,7 @@ from training.config import RunConfig
 from training.errors import UsageError
 from training.flags import by_field, check_rules
 from training.initial_weights import with_teacher
-from training.mesh import LOGICAL_AXIS_RULES, Mesh, make_mesh
+from training.mesh import LOGICAL_AXIS_RULES, make_mesh
 from training.resolve import (
     Run,
     check_batch,
@@ -27,7 +27,7 @@ from training.resolve import (
     with_passes,
 )
 from xla_fsdp import torch_xla_private, tpu
-from xla_fsdp.attention.sizes import WholeSizes
+from xla_fsdp.attention.sizes import DEFAULT_VECTOR_MEMORY, LARGEST_VECTOR_MEMORY, WholeSizes
 from xla_fsdp.config import XlaConfig
 from xla_fsdp.environment import check_device, check_variables, device_type
 from xla_fsdp.estimates import resolve_policy
@@ -40,43 +40,35 @@ if TYPE_CHECKING:
 XlaRun = Run[XlaConfig]
 
 
-@dataclass(frozen=True)
 class ParallelPlan:
     """How a plain model becomes a parallel one, every choice made: ``parallelize`` follows it."""
 
-    model: ModelSpec
-    mesh: Mesh
-    fsdp: bool
-    """Parameters are sharded (False: --run_without_fsdp, each device has all)."""
-    attention: str
-    """"sdpa", "flash" or "whole"."""
-    domain_attention: str | None
-    """"ring" or "gather" among the devices that share an image; None where none do, or where the
-    partitioner finds a way by itself: with --mesh_tensor, with dropout in attention."""
-    remat: str
-    """"full", "offload", "selective" or "none"."""
-    scan: bool
-    """All blocks are one loop of the graph."""
-    bf16: bool
-    residual_bf16: bool
-    int8: bool
-    gather_fp8: bool
-    break_graph_every: int
-    """Blocks; 0: never."""
-    gradients_outlive_graph: bool
-    """A step is several graphs that leave gradients to each other."""
-    pass_size: int
-    reshard_after_forward: bool
-    """This and the next two: options of nested FSDP."""
-    flatten_parameters: bool
-    shard_on_cpu: bool
+    def __init__(self, run: XlaRun) -> None:
+        config, xla, self.model, self.mesh = run.config, run.backend_config, run.model, run.mesh
+        sharding, mesh = config.sharding, run.mesh
+        self.fsdp = not sharding.run_without_fsdp  # else each device has all parameters
+        self.attention = xla.attention
+        # "ring" or "gather" among the devices that share an image; None where none do, or where the
+        # partitioner finds a way by itself: with --mesh_tensor, with dropout in attention.
+        by_us = mesh.domain > 1 and mesh.tensor == 1 and not run.model.sizes.attn_drop_rate
+        self.domain_attention = sharding.domain_attention if by_us else None
+        self.remat = sharding.grad_ckpt
+        self.scan = bool(xla.scan_blocks)  # all blocks are one loop of the graph
+        self.bf16, self.residual_bf16 = sharding.precision == "bf16", xla.residual_dtype == "bf16"
+        self.int8, self.gather_fp8 = xla.matmul == "int8", xla.gather_dtype == "fp8"
+        self.break_graph_every = xla.mark_step_every_n_blocks  # blocks; 0: never
+        self.pass_size = config.data.pass_size
+        # A step is several graphs that leave gradients to each other.
+        passes = config.data.grad_accum_steps
+        self.gradients_outlive_graph = passes > 1 or self.break_graph_every > 0
+        # Of nested FSDP alone:
+        self.reshard_after_forward = sharding.reshard_after_forward
+        self.flatten_parameters, self.shard_on_cpu = xla.flatten_parameters, xla.shard_on_cpu
 
 
 def tensor_dims(dimensions: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
-    """Return by a block parameter's name the dimension that "tensor" shards; others are not named.
-
-    ``dimensions`` are ``models.blocks.logical_axes``; parameters are as ``pack`` makes them.
-    """
+    """Return the dimension that "tensor" shards of a block's parameters, as ``pack`` makes them,
+    by name. ``dimensions`` are ``models.blocks.logical_axes``."""
     return {
         name: index
         for name, kinds in dimensions.items()
@@ -88,33 +80,6 @@ def tensor_dims(dimensions: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
 def packed_parts(dimensions: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
     """Return the parameters that ``pack`` makes (parts, rows, ...), and how many parts each has."""
     return {name: FOLDED[kinds[0]] for name, kinds in dimensions.items() if kinds[0] in FOLDED}
-
-
-def parallel_plan(run: XlaRun) -> ParallelPlan:
-    """Return the choices of a resolved run that ``parallelize`` needs."""
-    config, xla, mesh = run.config, run.backend_config, run.mesh
-    drops = run.model.sizes.attn_drop_rate > 0
-    over_domain = mesh.domain > 1 and mesh.tensor == 1 and not drops
-    return ParallelPlan(
-        model=run.model,
-        mesh=mesh,
-        fsdp=not config.sharding.run_without_fsdp,
-        attention=xla.attention,
-        domain_attention=config.sharding.domain_attention if over_domain else None,
-        remat=config.sharding.grad_ckpt,
-        scan=bool(xla.scan_blocks),
-        bf16=config.sharding.precision == "bf16",
-        residual_bf16=xla.residual_dtype == "bf16",
-        int8=xla.matmul == "int8",
-        gather_fp8=xla.gather_dtype == "fp8",
-        break_graph_every=xla.mark_step_every_n_blocks,
-        gradients_outlive_graph=config.data.grad_accum_steps > 1
-        or xla.mark_step_every_n_blocks > 0,
-        pass_size=config.data.pass_size,
-        reshard_after_forward=config.sharding.reshard_after_forward,
-        flatten_parameters=xla.flatten_parameters,
-        shard_on_cpu=xla.shard_on_cpu,
-    )
 
 
 def resolve(config: RunConfig, xla: XlaConfig) -> XlaRun:
@@ -130,8 +95,8 @@ def resolve(config: RunConfig, xla: XlaConfig) -> XlaRun:
         except UsageError as error:
             raise UsageError(f"on {slices} slices, of --elastic {least}:{most}: {error}") from None
     # From the flags, not from ``run``: another model may be scanned or not, its attention another.
-    of_teacher = replace(xla, xla_fsdp=run.backend_config.xla_fsdp, mark_step_every_n_blocks=0)
-    return with_teacher(run, lambda config: resolve_for_slice(config, of_teacher, None))
+    teacher_xla = replace(xla, xla_fsdp=run.backend_config.xla_fsdp, mark_step_every_n_blocks=0)
+    return with_teacher(run, lambda config: resolve_for_slice(config, teacher_xla, None))
 
 
 def resolve_for_slice(
@@ -141,17 +106,15 @@ def resolve_for_slice(
     model: ModelSpec | None = None,
     slices: int | None = None,
 ) -> XlaRun:
-    """Return the run as it would be on slices that are not here. Raises UsageError.
-
-    ``topology``: None for this machine, with so many ``slices``, or as many as there are.
-    ``model``: the configuration's, if it is open already.
-    """
+    """Return the run on a slice that is not here, or (``topology`` None) on this machine, with
+    so many ``slices`` or as many as there are. ``model``: if it is open already. Raises
+    UsageError."""
     torch_xla_private.prepare_import()
     device = "TPU" if topology else device_type()
     config = resolve_common(replace(config, backend="xla"))
     if config.sharding.precision == "fp16":
         raise UsageError("--precision fp16 requires --backend cuda: on XLA use bf16")
-    xla, why_form = _resolve_form(config, xla, device)
+    xla = _resolve_form(config, xla, device)
     if topology:
         mesh = make_mesh(config.sharding, topology.devices)
     else:
@@ -204,35 +167,23 @@ def resolve_for_slice(
     generation, chip = None, None
     if device == "TPU":
         generation = topology.generation if topology else host_tpu().version()
-    xla, why_attention = _resolve_attention(config, xla, model, generation)
+    xla = _resolve_attention(config, xla, model, generation)
     if device == "TPU" and config.sharding.grad_ckpt == "auto":
         chip = topology.chip if topology else tpu.CHIPS_BY_KIND.get(tpu.kind_here())
     config, why_policy = resolve_policy(config, xla, model, mesh, device, chip)
-    why = {"xla_fsdp": why_form, "attention": why_attention, "grad_ckpt": why_policy}
-    run = XlaRun(config, xla, model, mesh, why)
+    run = XlaRun(config, xla, model, mesh, {"grad_ckpt": why_policy})
     check_batch(run)
     return run
 
 
-# -- the form of FSDP, and the loop over blocks ---------------------------------------
-
-
-def _resolve_form(config: RunConfig, xla: XlaConfig, device: str) -> tuple[XlaConfig, str]:
-    """Decide ``--xla_fsdp``; also returns what has decided it, for the log.
-
-    Raises UsageError for flags that are incompatible with it, or with each other.
-    """
-    sharding, why = config.sharding, ""
+def _resolve_form(config: RunConfig, xla: XlaConfig, device: str) -> XlaConfig:
+    """Decide ``--xla_fsdp``. Raises UsageError for flags that are incompatible with it, or with
+    each other."""
+    sharding = config.sharding
     if xla.xla_fsdp == "auto":
-        asks_for_nested = {
-            "--no_reshard_after_forward": not sharding.reshard_after_forward,
-            "--flatten_parameters": xla.flatten_parameters,
-            "--shard_on_cpu": xla.shard_on_cpu,
-        }
-        flag = next((name for name, is_given in asks_for_nested.items() if is_given), None)
-        xla = replace(xla, xla_fsdp="nested" if flag else "spmd")
-        reason = f"{flag} requires it" if flag else "less memory than nested"
-        why = f" (chosen by --xla_fsdp auto: {reason})"
+        keeps_whole = not sharding.reshard_after_forward
+        is_nested = keeps_whole or xla.flatten_parameters or xla.shard_on_cpu
+        xla = replace(xla, xla_fsdp="nested" if is_nested else "spmd")
     check_rules(config, xla)
     if xla.xla_fsdp == "nested":
         known = by_field(RunConfig)
@@ -249,11 +200,9 @@ def _resolve_form(config: RunConfig, xla: XlaConfig, device: str) -> tuple[XlaCo
             f"nested FSDP runs on 1 CPU device, not {xla.cpu_devices} (XLA's CPU collectives "
             "hang between processes): use --cpu_devices 1 or --xla_fsdp spmd"
         )
-    if config.optimizer.optimizer == "muon" and xla.flatten_parameters:
-        raise UsageError(
-            "--optimizer muon is incompatible with --flatten_parameters: drop one of the two"
-        )
-    return xla, why
+    if config.optimizer.optimizer == "muon" and xla.xla_fsdp == "nested":
+        raise UsageError("--optimizer muon requires --xla_fsdp spmd: it updates whole matrices")
+    return xla
 
 
 def _resolve_scan(config: RunConfig, xla: XlaConfig, model: ModelSpec) -> XlaConfig:
@@ -283,59 +232,50 @@ def _resolve_scan(config: RunConfig, xla: XlaConfig, model: ModelSpec) -> XlaCon
     return replace(xla, scan_blocks=scan)
 
 
-# -- attention ------------------------------------------------------------------------
-
-
 FLASH_FROM = 1025
 """Tokens from which auto takes flash attention."""
 GATHER_UP_TO = 16_384
 """Tokens up to which auto gathers keys over "domain": there the TPU compiler expects a step that is
 shorter than a ring's, and memory is the same (docs/domain_parallelism.md)."""
-_NAMES = {"flash": "flash", "sdpa": "PyTorch's", "whole": "whole sequences'"}
 WIDEST_HEAD = 256
 """The kernels hold rows this wide in a TPU core's vector memory."""
 
 
 def _resolve_attention(
     config: RunConfig, xla: XlaConfig, model: ModelSpec, generation: int | None
-) -> tuple[XlaConfig, str]:
-    """Decide ``--attention``; also returns what the log says of it.
-
-    ``generation`` is the TPU's, None without a TPU. Raises UsageError for kernels that it lacks.
-    """
-    form, of_whole = xla.attention, None
+) -> XlaConfig:
+    """Decide ``--attention``; ``generation`` is the TPU's, None without one. Raises UsageError
+    for kernels that cannot be used."""
     stacks = [*model.stacks.values()]
     if len(stacks) == 1:
         stacks = [sizes_of_largest(config, model)]
-    sizes = max(stacks, key=lambda each: each.num_tokens)
-    reasons = (_hinders_kernels(config, each, generation) for each in stacks)
-    of_kernels = next(filter(None, reasons), None)
+    largest = max(stacks, key=lambda sizes: sizes.num_tokens)
+    reasons = (_hinders_kernels(config, sizes, generation) for sizes in stacks)
+    no_kernels = next(filter(None, reasons), None)
     dtype = torch.bfloat16 if config.sharding.precision == "bf16" else torch.float32
+    tensor, domain = config.sharding.mesh_tensor, config.sharding.mesh_domain
+    needed = max(
+        WholeSizes(1, s.num_tokens, s.num_heads // tensor, s.head_dim, dtype).vector_memory()
+        for s in stacks
+    )
+    no_whole = no_kernels
+    if no_kernels:
+        pass
+    elif largest.num_tokens >= FLASH_FROM:
+        no_whole = f"takes up to {FLASH_FROM - 1:,} tokens, this model has {largest.num_tokens:,}"
+    elif domain > 1:
+        no_whole = f"is incompatible with --mesh_domain {domain}"
+    elif needed > (LARGEST_VECTOR_MEMORY if (generation or 0) > 4 else DEFAULT_VECTOR_MEMORY):
+        heads = largest.num_heads // tensor
+        no_whole = f"has no room in vector memory for {heads} heads of {largest.head_dim}"
 
-    tensor = config.sharding.mesh_tensor
-    of_device = [
-        WholeSizes(1, each.num_tokens, each.num_heads // tensor, each.head_dim, dtype)
-        for each in stacks
-    ]
-    if of_kernels:
-        of_whole = of_kernels
-    elif sizes.num_tokens >= FLASH_FROM:
-        of_whole = f"takes up to {FLASH_FROM - 1:,} tokens, this model has {sizes.num_tokens:,}"
-    elif config.sharding.mesh_domain > 1:
-        of_whole = f"is incompatible with --mesh_domain {config.sharding.mesh_domain}"
-    elif not all(each.fits(generation or 0) for each in of_device):
-        heads = sizes.num_heads // tensor
-        of_whole = f"has no room in vector memory for {heads} heads of {sizes.head_dim}"
-    if form != "auto":
-        reason = {"flash": of_kernels, "whole": of_whole}.get(form)
-        if reason:
-            raise UsageError(f"--attention {form} {reason}: use --attention sdpa")
-        return xla, "" if form == "sdpa" else f", {_NAMES[form]} attention"
-    if of_kernels:
-        return replace(xla, attention="sdpa"), ""
-    form = "flash" if sizes.num_tokens >= FLASH_FROM else "sdpa" if of_whole else "whole"
-    text = f", {_NAMES[form]} attention ({sizes.num_tokens:,} tokens; flash from {FLASH_FROM:,})"
-    return replace(xla, attention=form), text
+    if xla.attention != "auto":
+        if reason := {"flash": no_kernels, "whole": no_whole}.get(xla.attention):
+            raise UsageError(f"--attention {xla.attention} {reason}: use --attention sdpa")
+        return xla
+    if not no_kernels and largest.num_tokens >= FLASH_FROM:
+        return replace(xla, attention="flash")
+    return replace(xla, attention="sdpa" if no_whole else "whole")
 
 
 def _hinders_kernels(config: RunConfig, sizes: ModelSizes, generation: int | None) -> str | None:
@@ -353,9 +293,6 @@ def _hinders_kernels(config: RunConfig, sizes: ModelSizes, generation: int | Non
     return None
 
 
-# -- devices --------------------------------------------------------------------------
-
-
 def slice_count() -> int:
     """Return the number of TPU slices, from the environment or the TPU VM's metadata, as libtpu."""
     name = "MEGASCALE_NUM_SLICES"
@@ -363,13 +300,9 @@ def slice_count() -> int:
 
 
 def check_installed() -> None:
-    """Raises UsageError if there is no torch_xla, or, on a TPU, if libtpu would end the run because
-    of LIBTPU_INIT_ARGS."""
+    """Raise UsageError if there is no torch_xla."""
     if importlib.util.find_spec("torch_xla") is None:
         raise UsageError(
             "--backend xla requires the package torch_xla: "
             "python3 -m pip install -r requirements-tpu.txt"
         )
-    if device_type() == "TPU":
-        tpu.set_for_this_tpu()
-        tpu.check()

@@ -44,9 +44,8 @@ Body = Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]
 class Scan:
     """The loop, traced for tensors of these shapes; ``reverse`` runs it from last to first.
 
-    Random numbers in the body are drawn again in each round, from the seeds given to the call:
-    two loops that draw in the same order draw the same from the same seeds. A loop inside of
-    another one's body must be ``inner``: then it draws none, and leaves those of the body alone.
+    The body draws random numbers anew in each round, from the seeds given to the call: the same
+    from the same seeds. A loop inside of another one's body must be ``inner``: then it draws none.
     """
 
     def __init__(
@@ -84,22 +83,14 @@ class Scan:
         # Find what each of its parameters is: state, slices of inputs, constants, seed.
         position = {context.tensor_parameter_id(x): i for i, x in enumerate(placeholders)}
         position.pop(-1, None)  # not used by the body
-        constants = {
-            id_: tensor
-            for id_, tensor in context.device_parameter_id_tensor_mapping().items()
-            if id_ not in position
-        }
+        data = context.device_parameter_id_tensor_mapping()
         seed = seed_parameter([*next_state, *outputs], context)
         self.draws = seed is not None
         """Whether the body draws random numbers, so that the call needs seeds."""
-        if seed is not None:
-            del constants[seed]
-        self._constants: Tensors = []
-        for id_, tensor in constants.items():
-            position[id_] = len(placeholders) + len(self._constants)
-            self._constants.append(tensor.to("xla"))
-        if seed is not None:
-            position[seed] = len(placeholders) + len(self._constants)
+        constants = [id_ for id_ in data if id_ not in position and id_ != seed]
+        self._constants: Tensors = [data[id_].to("xla") for id_ in constants]
+        last = constants if seed is None else [*constants, seed]
+        position |= {id_: len(placeholders) + i for i, id_ in enumerate(last)}
         self._order = [position[id_] for id_ in range(len(position))]
         if not inner:
             xm.set_rng_state(rng_state)
@@ -110,10 +101,8 @@ class Scan:
         inputs: Sequence[torch.Tensor],
         seeds: torch.Tensor | None = None,
     ) -> tuple[Tensors, Tensors]:
-        """Return the last state and the stacked outputs.
-
-        ``seeds`` are int64 (rounds,), needed if it ``draws``.
-        """
+        """Return the last state and the stacked outputs; ``seeds``: int64 (rounds,), if it
+        ``draws``."""
         device = torch_xla.device()
         # What XLA's loop carries.
         number = torch.zeros((), dtype=torch.int32, device=device)  # of the round, from 0
@@ -188,13 +177,11 @@ _Names = tuple[list[str], list[str]]
 
 
 class ScannedBlocks(nn.Module):
-    """All blocks in one module, called once for all (``ModelSpec.put_blocks``).
+    """All blocks in one module, ``block``, with the parameters (depth, *shape), called once for
+    all.
 
-    ``block`` holds the parameters, (depth, *shape).
-
-    ``adapt`` changes how a block computes; ``save`` says what is saved of it for the backward loop.
-    ``layout`` places parameters and marks activations; ``gather(name, weight)`` marks where a
-    weight is gathered, by its name in a block.
+    ``adapt`` changes how a block computes; ``save`` says what is saved of it for the backward loop;
+    ``gather(name, weight)`` marks where a weight is gathered, by its name in a block.
     """
 
     def __init__(
@@ -234,7 +221,9 @@ class ScannedBlocks(nn.Module):
         place = torch.tensor([index]).to(torch_xla.device())
         for name, stacked in self.block.named_parameters():
             parameter = block.get_parameter(name).detach()
-            values = self._layout.send(parameter, self._layout.block_spec(name, parameter.shape))
+            values = self._layout.send(
+                parameter, self._layout.parameter_spec(name, parameter.shape)
+            )
             # In place: the other blocks' values are not copied.
             stacked.index_copy_(0, place, values.unsqueeze(0))
 
@@ -245,11 +234,9 @@ class ScannedBlocks(nn.Module):
         shared: Mapping[str, torch.Tensor] | None = None,
         stacked: Mapping[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Compute what all blocks make of ``x``, (batch, tokens, width), one after the other.
-
-        Keyword arguments of each block are ``shared``, the same for all and without a gradient,
-        and the parts of ``stacked`` along dimension 0, one for each block.
-        """
+        """Compute what all blocks make of ``x``, (batch, tokens, width). Keyword arguments of
+        each block are ``shared``, without a gradient, and its part of ``stacked`` along
+        dimension 0."""
         shared, stacked = shared or {}, stacked or {}
         assert not any(tensor.requires_grad for tensor in shared.values())
         names = list(shared), list(stacked)

@@ -1,6 +1,8 @@
 """SPMD FSDP: one program for all devices, weights sharded by marks on a plain model."""
 
 import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 
 import torch
 import torch_xla.distributed.spmd as xs
@@ -8,12 +10,12 @@ import torch_xla.runtime as xr
 from torch import nn
 
 from data.loader import Batch
+from training import optimizers
 from training.backend import InitializeModule
 from training.checkpoints.state import Chunk, ShardedTensor
 from training.mesh import Spec
-from xla_fsdp.hosts import HostPart, part_of_host, places_of
-from xla_fsdp.layout import MeshLayout, local_devices
-from xla_fsdp.optimizer import Momenta, Momentum, Orthogonalize, by_shape
+from xla_fsdp.hosts import HostPart, part_of_host
+from xla_fsdp.layout import MeshLayout
 from xla_fsdp.parallelize import parallelize_spmd
 from xla_fsdp.resolve_xla import XlaRun
 from xla_fsdp.torch_xla_private import REPLICATED, local_shard_indices
@@ -32,8 +34,9 @@ class SpmdBackend(XlaBackend):
         self._layout = self.layout_class(self._plan, self._device)
         self.batch_shard, self.batch_shards = xr.process_index(), xr.process_count()
         replica = self._mesh.devices // self._mesh.dcn if self._plan.fsdp else 1
-        local, order = local_devices(), self._layout.device_order
-        self.shards = tuple(sorted({place % replica for place in places_of(order, local)}))
+        local, order = self._layout.local_devices, self._layout.device_order
+        places = (place for place, number in enumerate(order) if number in local)
+        self.shards = tuple(sorted({place % replica for place in places}))
         self._host: HostPart | None = None
         height = run.model.sizes.input_shape[1]
         # Where no devices share images, torch_xla divides a host's among them by itself.
@@ -42,22 +45,21 @@ class SpmdBackend(XlaBackend):
             self.batch_shard, self.batch_shards = self._host.shard, self._host.shards
         self.image_rows = self._host.rows if self._host else range(height)
 
-    def describe(self) -> str:
-        mesh, replicated = self._mesh, self._layout.replicated_bytes
-        if not self._plan.fsdp:
-            form = "SPMD data parallel, parameters replicated (--run_without_fsdp)"
-        else:
-            form = "SPMD FSDP (ZeRO-3), each block a unit"
-            form += f"{', scanned' if self._plan.scan else ''}, {mesh}"
+    def _describe_form(self) -> str:
+        mesh, plan, replicated = self._mesh, self._plan, self._layout.replicated_bytes
+        form = "SPMD data parallel, parameters replicated (--run_without_fsdp)"
+        if plan.fsdp:
+            form = (
+                f"SPMD FSDP (ZeRO-3), each block a unit{', scanned' if plan.scan else ''}, {mesh}"
+            )
             if mesh.domain > 1:
                 form += f", {self._sharding.domain_attention} attention over domain"
             if replicated:
                 form += f", {replicated:,} bytes of parameters replicated "
                 form += f"(no dimension is a multiple of {mesh.min_shards})"
-        form += ", residuals in bf16" if self._plan.residual_bf16 else ""
-        form += ", weights gathered in fp8" if self._plan.gather_fp8 else ""
-        form += ", linear layers in int8" if self._plan.int8 else ""
-        return f"XLA: {self._describe_common()}, {form}{self._run.why.get('xla_fsdp', '')}"
+        form += ", residuals in bf16" if plan.residual_bf16 else ""
+        form += ", weights gathered in fp8" if plan.gather_fp8 else ""
+        return form + (", linear layers in int8" if plan.int8 else "")
 
     def shard(
         self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
@@ -76,31 +78,22 @@ class SpmdBackend(XlaBackend):
     def _mark_replicated(self, x: torch.Tensor) -> torch.Tensor:
         return self._layout.mark_replicated(x)
 
-    def _mark_images(self, x: torch.Tensor) -> torch.Tensor:
-        return self._layout.mark_images(x * 1)  # x itself may have another mark
-
-    def _images_here(self, x: torch.Tensor) -> torch.Tensor:
-        if xr.process_count() == 1:
-            return x.cpu()
-        shards: dict[int, torch.Tensor] = {}
-        for shard in xs.XLAShardedTensor(x).local_shards:
-            shards[shard.indices[0].start] = shard.data
-        return torch.cat([shards[start] for start in sorted(shards)])
-
     # -- a step -----------------------------------------------------------------------
 
     def put(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        images, labels = (self._put(part) for part in batch)
+        placed = []
+        for share in batch:
+            is_images = share.dim() > 2  # (images, channels, rows, ...); no labels, no packed crops
+            spec = self._layout.activation_spec(
+                share.dim(), *(("width", "tokens") if is_images else ())
+            )
+            if self._host is not None:
+                height = self._run.model.sizes.input_shape[1] if share.dim() > 1 else None
+                share = self._host.in_global_batch(share, height)
+            minibatch = self._host is None and xr.process_count() > 1
+            placed.append(self._layout.send(share, spec, minibatch))
+        images, labels = placed
         return images, labels
-
-    def _put(self, share: torch.Tensor) -> torch.Tensor:
-        spec = self._layout.batch_spec(share.dim())
-        if xr.process_count() == 1:
-            return self._layout.send(share, spec)
-        if self._host is None:
-            return self._layout.send(share, spec, minibatch=True)
-        height = self._run.model.sizes.input_shape[1] if share.dim() > 1 else None
-        return self._layout.send(self._host.in_global_batch(share, height), spec)
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         return value  # the program's tensors are global
@@ -108,44 +101,67 @@ class SpmdBackend(XlaBackend):
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         return self._mark_replicated(value)  # global, too; and every host can read it
 
-    def _orthogonal(self, momenta: Momenta, how: Orthogonalize) -> list[torch.Tensor]:
+    def read_images(self, values: Mapping[str, torch.Tensor]) -> Future[dict[str, torch.Tensor]]:
+        mark = self._layout.mark_images  # so each device has whole images
+        marked = {name: mark(x * 1) for name, x in values.items()}  # x may have another mark
+        if xr.process_count() == 1:
+            return super().read_images(marked)
+        self.end_step()
+
+        def images_here() -> dict[str, torch.Tensor]:
+            here = {}
+            for name, x in marked.items():
+                shards = {s.indices[0].start: s.data for s in xs.XLAShardedTensor(x).local_shards}
+                here[name] = torch.cat([shards[start] for start in sorted(shards)])
+            return here
+
+        return self._reader.submit(images_here)
+
+    def _muon_directions(
+        self, parameters: Sequence[nn.Parameter], momenta: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        # Parameters are sharded; a Newton-Schulz iteration multiplies a whole matrix by itself. So
+        # all matrices of one shape are a batch, sharded along its first dimension: each device
+        # orthogonalizes some. A matrix may have three dimensions: queries, keys and values.
         specs, mark = self._layout.specs, self._layout.mark  # specs of parameters and momenta
-
-        def of_one_block(each: Momentum) -> tuple[torch.Size, Spec]:
-            return each.values.shape[each.is_stacked :], specs[each.parameter][each.is_stacked :]
-
-        found: dict[nn.Parameter, torch.Tensor] = {}
-        for alike in by_shape(momenta, of_one_block):
-            # A matrix may have three dimensions here: queries, keys and values.
-            shards = [mark(each.values * 1, specs[each.parameter]) for each in alike]
-            batches = [
-                shard if each.is_stacked else shard.unsqueeze(0)
-                for each, shard in zip(alike, shards, strict=True)
-            ]
-            batch = torch.cat(batches) if len(batches) > 1 else batches[0]
+        dtype = optimizers.ns_dtype(self._sharding.precision)
+        alike: dict[tuple, list[tuple[nn.Parameter, torch.Tensor]]] = {}
+        for parameter, momentum in zip(parameters, momenta, strict=True):
+            matrix = self._updates[parameter][0].matrix
+            assert matrix is not None
+            stacked = int(momentum.numel() > math.prod(matrix))  # of several blocks
+            kind = (matrix, momentum.shape[stacked:], specs[parameter][stacked:])
+            alike.setdefault(kind, []).append((parameter, momentum.to(dtype)))
+        directions: dict[nn.Parameter, torch.Tensor] = {}
+        for (matrix, shape, matrix_spec), group in alike.items():
+            shards = [mark(momentum * 1, specs[parameter]) for parameter, momentum in group]
+            stacks = [x if x.dim() > len(shape) else x.unsqueeze(0) for x in shards]
+            batch = torch.cat(stacks) if len(stacks) > 1 else stacks[0]
             count, first = len(batch), tuple(self._mesh.axis_sizes) if len(batch) > 1 else ()
             if first:  # unequal parts would come back by way of the whole, too
                 missing = batch.new_zeros(-count % self._mesh.devices, *batch.shape[1:])
                 batch = torch.cat([batch, missing])
             # To dimension 0 along one axis after the other: all at once, the partitioner would
             # gather the batch on each device.
-            _, own = of_one_block(alike[0])
             way: list[Spec] = []
             for n in range(len(first)):
-                rest = (tuple(axis for axis in axes if axis not in first[:n]) for axes in own)
-                way.append((first[:n], *rest))
+                there = first[:n]
+                way.append(
+                    (there, *(tuple(a for a in axes if a not in there) for axes in matrix_spec))
+                )
             way.append((first, *((),) * (batch.dim() - 1)))
             for spec in way:
                 batch = mark(batch * 1, spec)
-            matrices = mark(batch.reshape(len(batch), *alike[0].matrix) * 1, (first, (), ()))
-            results = mark(how(matrices) * 1, (first, (), ())).reshape(batch.shape)
+            matrices = mark(batch.reshape(len(batch), *matrix) * 1, (first, (), ()))
+            results = optimizers.orthogonalized(matrices, self._eps)
+            results = mark(results * 1, (first, (), ())).reshape(batch.shape)
             for spec in reversed(way):
                 results = mark(results * 1, spec)
-            parts = results[:count].split([len(b) for b in batches])
-            for each, part in zip(alike, parts, strict=True):
-                shard = part.reshape(each.values.shape) * 1
-                found[each.parameter] = mark(shard, specs[each.parameter])
-        return [found[each.parameter] for each in momenta]
+            parts = results[:count].split([len(stack) for stack in stacks])
+            for (parameter, momentum), part in zip(group, parts, strict=True):
+                shard = mark(part.reshape(momentum.shape) * 1, specs[parameter])
+                directions[parameter] = shard.float() * optimizers.lr_factor(matrix)
+        return [directions[parameter] for parameter in parameters]
 
     # -- state ------------------------------------------------------------------------
     #
@@ -202,7 +218,7 @@ class SpmdBackend(XlaBackend):
 
     def _to_device(self, name: str, tensor: torch.Tensor, saved: list[torch.Tensor]) -> None:
         stacked = _STACKED in name and tensor.dim() > 0  # AdamW's step is one for all
-        sharded = [each for each in saved if isinstance(each, ShardedTensor)]
+        sharded = [tensor for tensor in saved if isinstance(tensor, ShardedTensor)]
         if not sharded:  # on one device, or replicated
             replicated = self.constant(torch.stack(saved) if stacked else saved[0])
             with torch.no_grad():  # (torch_xla's _replace_xla_tensor is undone by the next sync)

@@ -1,30 +1,27 @@
 """Tensor parallelism in a timm block, as in Megatron: heads and MLP columns over devices.
 
-The first product of attention and of the MLP is sharded by columns, the second by rows, with no
-exchange between them. Each half of a block gathers its input, whose tokens are sharded along
-"tensor" too, and scatters the sum of its output.
+The first product of attention and of the MLP is sharded by columns, the second by rows. Each half
+of a block gathers its input, whose tokens are sharded along "tensor" too, and scatters the sum of
+its output.
 """
 
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from timm.layers import GluMlp, SwiGLU
 from torch import nn
 
 from xla_fsdp.attention import flash, whole
-from xla_fsdp.layout import Int8Marks, MeshLayout, gather, mark_both, scatter
+from xla_fsdp.layout import MeshLayout, gather, mark_both, scatter
 from xla_fsdp.products import add_bias, product
 from xla_fsdp.remat import SaveInput
 from xla_fsdp.resolve_xla import ParallelPlan
 
 
 def pack(block: nn.Module, packed: Mapping[str, int]) -> None:
-    """Unfold what timm packs in one layer, (parts * rows, ...), to (parts, rows, ...).
-
-    Some rows then hold queries, keys and values of the same heads, or both halves of a gated MLP.
-    ``packed`` has by name the number of parts.
-    """
+    """Unfold what timm packs in one layer, (parts * rows, ...), to (parts, rows, ...): some rows
+    then hold queries, keys and values of the same heads, or both halves of a gated MLP."""
     for name, parts in packed.items():
         layer, _, key = name.rpartition(".")
         parameter = block.get_parameter(name)
@@ -34,18 +31,11 @@ def pack(block: nn.Module, packed: Mapping[str, int]) -> None:
 
 
 def shard_heads_and_columns(
-    block: nn.Module,
-    plan: ParallelPlan,
-    layout: MeshLayout,
-    save: SaveInput,
-    int8: Callable[[str], Int8Marks] | None,
-    batch_parts: int,
+    block: nn.Module, plan: ParallelPlan, layout: MeshLayout, save: SaveInput
 ) -> None:
-    """Make a timm block, packed by ``pack``, compute with some of its heads and MLP columns.
-
-    ``save`` may save results of products by columns; ``int8`` returns the marks of a weight by its
-    name, if products are in int8. The batch is sharded into ``batch_parts``.
-    """
+    """Make a timm block, packed by ``pack``, compute with some of its heads and MLP columns;
+    ``save`` may save results of products by columns."""
+    batch_shards = plan.mesh.batch_parts
     shards = layout.shards(*plan.mesh.logical_spec("batch", "heads"))
 
     def by_columns(
@@ -53,16 +43,16 @@ def shard_heads_and_columns(
     ) -> torch.Tensor:
         equation = "bnd,ed->bne" if linear.weight.dim() == 2 else "bnd,ced->bnce"
         widens = linear.out_features > linear.in_features
-        marks = int8(f"{name}.weight") if int8 else None
-        y = product(equation, x, linear.weight, save, marks, widens=widens)
-        y = add_bias(y, linear.bias if bias is None else bias, batch_parts)
+        int8 = layout.int8_marks(f"{name}.weight", linear.weight.shape)
+        y = product(equation, x, linear.weight, save, int8, widens=widens)
+        y = add_bias(y, linear.bias if bias is None else bias, batch_shards)
         return mark_both(y, layout.mark_columns)
 
     def by_rows(x: torch.Tensor, linear: nn.Linear, name: str) -> torch.Tensor:
-        marks = int8(f"{name}.weight") if int8 else None
-        y = product("bne,de->bnd", x, linear.weight, int8=marks)
+        int8 = layout.int8_marks(f"{name}.weight", linear.weight.shape)
+        y = product("bne,de->bnd", x, linear.weight, int8=int8)
         y = scatter(y, layout.mark_tokens, layout.mark_rows)
-        return add_bias(y, linear.bias, batch_parts)
+        return add_bias(y, linear.bias, batch_shards)
 
     def attention(
         attn,

@@ -25,12 +25,8 @@ REPLICATED = Ellipsis
 
 
 def prepare_import() -> None:
-    """Make the first import of torch_xla faster and its compiler quieter; call it before that.
-
-    torch_xla imports its export to StableHLO, and with that PyTorch's Inductor, for a second of
-    each start: no run uses them. XLA's partitioner warns of its own deprecation at every
-    compilation.
-    """
+    """Make torch_xla's first import faster (no run uses its export to StableHLO, which imports
+    Inductor) and its compiler quieter; call it before that."""
     sys.modules.setdefault("torch_xla.stablehlo", UnusedModule("torch_xla.stablehlo"))
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -53,11 +49,10 @@ METADATA_URL = "http://metadata.google.internal/computeMetadata/v1/instance/attr
 def host_tpu() -> Any:
     """Return torch_xla's functions about this host's TPU chips and slice.
 
-    ``num_available_chips`` and ``num_available_devices`` of this host,
-    ``num_expected_global_devices`` of its slice, ``version`` (5 for v5p and v5e), ``get_tpu_type``
-    ("v5p"; OSError or KeyError if it is unknown), ``get_tpu_env`` (the TPU VM's metadata),
-    ``get_worker_ips`` and ``worker_id`` (the slice's hosts, and which of them this one is). All but
-    the first may ask the metadata server.
+    Here are used ``num_available_chips``, ``num_available_devices``,
+    ``num_expected_global_devices`` (of the slice), ``version`` (5 for v5p and v5e),
+    ``get_tpu_type`` ("v5p"; OSError or KeyError if it is unknown), ``get_tpu_env``,
+    ``get_worker_ips`` and ``worker_id``. All but the first may ask the metadata server.
     """
     from torch_xla._internal import tpu
 
@@ -114,8 +109,8 @@ def moved_to(memory: str, x: torch.Tensor) -> torch.Tensor:
     """Return ``x`` in the memory "pinned_host" or "device"."""
     has_side_effect, target = True, "annotate_device_placement"
     attributes = {"_xla_buffer_placement": memory}
-    given = ([x], target, [x.shape], [x.dtype], has_side_effect, "", 0, attributes)
-    (moved,) = _xlac("_xla_custom_call", *given)
+    arguments = ([x], target, [x.shape], [x.dtype], has_side_effect, "", 0, attributes)
+    (moved,) = _xlac("_xla_custom_call", *arguments)
     return moved
 
 
@@ -131,10 +126,8 @@ lowering_context = partial(_xlac, "lowering.LoweringContext")
 
 
 def seed_parameter(tensors: list[torch.Tensor], context: Any) -> int | None:
-    """Return the number of the random seed among a lowered computation's parameters, if it has one.
-
-    ``context`` is the lowering context of ``tensors``.
-    """
+    """Return the number of the random seed among a lowered computation's parameters, if it has
+    one; ``context`` is the lowering context of ``tensors``."""
     ids, nodes = _xlac("_get_tensors_xla_device_data_node", tensors)
     seed_id = _xlac("_get_seed_info_id")
     return context.tensor_parameter_id(nodes[ids.index(seed_id)]) if seed_id in ids else None
@@ -204,11 +197,8 @@ def free_gathered(unit: Any) -> None:
 
 
 def scatter_gradients_as_rows(unit: Any, devices: int) -> None:
-    """Let a unit scatter its flat gradients as rows of 128.
-
-    With one dimension the TPU compiler makes it an all-reduce. FSDP pads flat gradients to whole
-    rows for each device.
-    """
+    """Let a unit scatter its flat gradients, padded by FSDP, as rows of 128: with one dimension
+    the TPU compiler makes it an all-reduce."""
     from torch_xla.distributed.fsdp.utils import BucketizedReduceScatter
 
     class AsRows(BucketizedReduceScatter):

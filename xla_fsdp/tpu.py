@@ -5,8 +5,6 @@ that ``--tpu_topology`` takes, and ``LIBTPU_INIT_ARGS``, which libtpu reads when
 import math
 import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -46,13 +44,11 @@ devices, as a program sees them."""
 
 def peak_of(kind: str) -> float | None:
     """Return the bf16 FLOP/s of one device of a kind of TPU; None if it is not in the table."""
-    if kind not in _PEAKS:
-        return None
-    flops, devices = _PEAKS[kind]
-    return flops / devices
+    flops, devices = _PEAKS.get(kind, (None, 1))
+    return flops and flops / devices
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class Chip:
     """One generation of chips: the figures of a device, which is a chip but on tpu7x.
 
@@ -76,29 +72,13 @@ class Chip:
     between_devices: float = 0.0
     """From one device of a chip to the other."""
 
-    @property
-    def devices(self) -> int:
-        """Return the devices of a chip."""
-        return _PEAKS[self.kind][1]
-
-    @property
-    def peak_flops(self) -> float:
-        return _PEAKS[self.kind][0] / self.devices
-
-    @property
-    def links(self) -> int:
-        """Return to how many neighbours a chip has links: two along each side of the torus."""
-        return 2 * self.dimensions
-
-    @property
-    def link_bandwidth(self) -> float:
-        """Return the bytes/s to one neighbour."""
-        return self.ici_bandwidth / self.links
-
-    @property
-    def clock_hz(self) -> float:
-        """Return the cycles a second at which the matrix units, all at work, reach the peak."""
-        return self.peak_flops / (2 * self.products_a_cycle)
+    def __post_init__(self) -> None:
+        chip_flops, self.devices = _PEAKS[self.kind]
+        self.peak_flops = chip_flops / self.devices
+        self.links = 2 * self.dimensions  # a neighbour in both directions along each side
+        self.link_bandwidth = self.ici_bandwidth / self.links
+        # Cycles a second at which the matrix units, all at work, reach the peak.
+        self.clock_hz = self.peak_flops / (2 * self.products_a_cycle)
 
 
 _GIB = 2**30
@@ -153,7 +133,7 @@ _OF_A_HOST = {"1x1", "1x2", "1x1x1", "1x2x1"}
 """Parts of a host's 2 x 2 chips that libtpu compiles for."""
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class Topology:
     name: str
     """The name that libtpu gives one slice."""
@@ -162,30 +142,14 @@ class Topology:
     """Chips along each side of one slice."""
     slices: int
 
-    @property
-    def slice_chips(self) -> int:
-        return math.prod(self.sides)
-
-    @property
-    def chips(self) -> int:
-        return self.slices * self.slice_chips
-
-    @property
-    def slice_devices(self) -> int:
-        """Devices of one slice: on v4, torch_xla has libtpu join the two cores of a chip."""
-        return self.slice_chips * self.chip.devices
-
-    @property
-    def devices(self) -> int:
-        """Devices of all slices."""
-        return self.slices * self.slice_devices
-
-    @property
-    def generation(self) -> int:
-        """The generation as torch_xla counts it: 5 for v5e and v5p."""
-        digits = re.search(r"\d", self.name)
-        assert digits, self.name
-        return int(digits[0])
+    def __post_init__(self) -> None:
+        self.slice_chips = math.prod(self.sides)
+        self.chips = self.slices * self.slice_chips
+        # On v4, torch_xla has libtpu join the two cores of a chip.
+        self.slice_devices = self.slice_chips * self.chip.devices
+        self.devices = self.slices * self.slice_devices
+        # As torch_xla counts it: 5 for v5e and v5p.
+        self.generation = next(int(letter) for letter in self.name if letter.isdigit())
 
 
 def parse_topology(name: str, slices: int = 1) -> Topology:
@@ -199,19 +163,16 @@ def parse_topology(name: str, slices: int = 1) -> Topology:
     if len(sides) != chip.dimensions:
         axes = "AxBxC"[: 2 * chip.dimensions - 1]
         raise UsageError(f"--tpu_topology {name} is not {kind}:{axes}, chips a side: {examples}")
-    if any(side > most for side, most in zip(sorted(sides), _LARGEST[kind], strict=True)):
-        largest = "x".join(map(str, _LARGEST[kind]))
-        raise UsageError(
-            f"--tpu_topology {name} is larger than the largest slice, {kind}:{largest}: give "
-            "that or a smaller one; --mesh_dcn N stands for several slices"
-        )
     if sides[0] % 2 or sides[1] % 2:  # a host has 2 x 2 chips
         exists = shape in _OF_A_HOST
     else:  # whichever way round
         whole_cubes = len(sides) == 3 and not any(side % 4 for side in sides)
         exists = whole_cubes or tuple(sorted(sides)) in _SMALL
-    if not exists:
-        raise UsageError(f"--tpu_topology {name}: there is no such slice: {examples}")
+    pairs = zip(sorted(sides), _LARGEST[kind], strict=True)
+    if not exists or any(side > most for side, most in pairs):
+        raise UsageError(
+            f"--tpu_topology {name}: there is no such slice (several are --mesh_dcn N): {examples}"
+        )
     return Topology(name, chip, sides, slices)
 
 
@@ -224,11 +185,8 @@ NEWER_LIBRARY = Path(__file__).parents[1] / ".libtpu" / NEWER_LIBTPU / "libtpu" 
 
 
 def takes_newer_libtpu(asked: str, topology: Topology) -> bool:
-    """Return True if the newer libtpu compiles for a slice, False if the installed one does.
-
-    ``asked`` is the value of --tpu_compiler. Raises UsageError if the one that does is not here, or
-    does not know the chip.
-    """
+    """Return True if the newer libtpu compiles for a slice; ``asked`` is --tpu_compiler. Raises
+    UsageError if the one that does is not here, or does not know the chip."""
     is_new_chip = topology.chip is CHIPS["tpu7x"]
     what = f"--tpu_topology {topology.name}" if is_new_chip else f"--tpu_compiler {asked}"
     if asked == "installed" and is_new_chip:
@@ -271,22 +229,11 @@ _OF_CHIP = {
     # As in Google's own recipes (AI-Hypercomputer/tpu-recipes, training/ironwood).
     "tpu7x": {"xla_tpu_scoped_vmem_limit_kib": "65536"},
 }
-_START = """
-import os, libtpu
-from jaxlib import xla_client
-path = os.environ.get("TPU_LIBRARY_PATH") or libtpu.get_library_path()
-xla_client.load_pjrt_plugin_dynamically("tpu", path)
-xla_client.initialize_pjrt_plugin("tpu")
-"""
-_START_SECONDS = 60
 
 
 def set_for_this_tpu(kind: str | None = None) -> None:
-    """Add our own flags where neither the user nor torch_xla has set them.
-
-    To be called after torch_xla was imported, which adds its own, and before libtpu starts.
-    ``kind`` is the chip's name in accelerator types; default: this host's.
-    """
+    """Add our own flags, for a chip of this kind (default: this host's), where neither the user
+    nor torch_xla has set them; call it after torch_xla's import and before libtpu starts."""
     os.environ[VARIABLE] = add_flags(os.environ.get(VARIABLE, ""), _ours(kind or kind_here()))
 
 
@@ -294,64 +241,34 @@ def _ours(kind: str) -> dict[str, str]:
     return _OURS | ({} if kind == "v4" else _NOT_ON_V4) | _OF_CHIP.get(kind, {})
 
 
-def add_flags(given: str, ours: dict[str, str]) -> str:
-    """Return the flags that are given, and our own that are not among them."""
-    named = {flag.lstrip("-").partition("=")[0] for flag in given.split()}
-    added = [f"--{name}={value}" for name, value in ours.items() if name not in named]
-    return " ".join([*given.split(), *added])
+def add_flags(set_flags: str, ours: dict[str, str]) -> str:
+    """Return the flags that are set, and our own that are not among them."""
+    names = {flag.lstrip("-").partition("=")[0] for flag in set_flags.split()}
+    added = [f"--{name}={value}" for name, value in ours.items() if name not in names]
+    return " ".join([*set_flags.split(), *added])
 
 
-def for_newer_libtpu(topology: Topology, given: str) -> dict[str, str]:
-    """Return the variables of the environment for a process that compiles with the newer libtpu.
-
-    torch_xla does not run with it, so it sets none. ``given`` is the value that the user has set.
-    """
-    joined = {"TPU_MEGACORE": "megacore_dense"} if topology.generation == 4 else {}
-    return {
-        VARIABLE: add_flags(given, _ours(topology.chip.kind)),
-        "TPU_LIBRARY_PATH": str(NEWER_LIBRARY),
-        **joined,
-    }
-
-
-def as_on_a_tpu(topology: Topology, given: str) -> dict[str, str]:
+def libtpu_environment(topology: Topology, user_flags: str, *, newer: bool) -> dict[str, str]:
     """Return the variables of the environment that a run on such a slice sets for libtpu.
 
-    First torch_xla's own, then ours. ``given`` is the value that the user has set.
+    First torch_xla's own, then ours. ``user_flags``: those that the user has set. ``newer``: for a
+    process that compiles with the newer libtpu, with which torch_xla does not run.
     """
+    if newer:
+        joined = {"TPU_MEGACORE": "megacore_dense"} if topology.generation == 4 else {}
+        flags = add_flags(user_flags, _ours(topology.chip.kind))
+        return {VARIABLE: flags, "TPU_LIBRARY_PATH": str(NEWER_LIBRARY), **joined}
     import torch_xla  # noqa: F401 - sets its own when it is imported, too
 
     before = dict(os.environ)
     try:
-        os.environ[VARIABLE] = given
+        os.environ[VARIABLE] = user_flags
         torch_xla_private.set_libtpu_defaults(topology.generation)
         set_for_this_tpu(topology.chip.kind)
         return {key: value for key, value in os.environ.items() if before.get(key) != value}
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-def check() -> None:
-    """Raise UsageError for flags for which libtpu would end the process that it starts in.
-
-    So it is started in another process first, as a run does it, but without opening a chip.
-    """
-    skip = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", _START],
-            env={**os.environ, **skip},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_START_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return  # the run itself will show what is wrong
-    if done.returncode:
-        raise_if_refused(done.stderr)
 
 
 def raise_if_refused(stderr: str) -> None:

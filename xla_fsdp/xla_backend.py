@@ -1,6 +1,5 @@
 """What both forms of FSDP on XLA share: steps, transfers, counters, checkpoints."""
 
-import abc
 import functools
 import itertools
 import time
@@ -20,26 +19,14 @@ from torch import nn
 
 from data.loader import BatchLoader, Share
 from training import optimizers
-from training.backend import InitializeModule, State, pass_seed
-from training.optimizers import COUNTS, UPDATES, Update, Updates, WeightAverage
+from training.backend import Backend, InitializeModule, State, pass_seed
+from training.optimizers import COUNTS, UPDATES, Updates, WeightAverage
 from training.processes.stopping import largest_of_all
 from training.schedule import StepRates
 from xla_fsdp import tpu
 from xla_fsdp.memory import DeviceMemory
-from xla_fsdp.optimizer import (
-    Momenta,
-    Momentum,
-    Orthogonalize,
-    XlaWeightAverage,
-    build_optimizer,
-    parameter_groups,
-    set_lr,
-    step_unless,
-)
-from xla_fsdp.resolve_xla import XlaRun, parallel_plan
-
-_MOST_OWN = 64
-"""The most steps whose own seconds wait for a caller who asks late, or never."""
+from xla_fsdp.optimizer import XlaWeightAverage, build_optimizer, set_lr, step_unless
+from xla_fsdp.resolve_xla import ParallelPlan, XlaRun
 
 
 @dataclass(frozen=True)
@@ -52,21 +39,23 @@ class HostState(State):
     host, one for each plain tensor in it."""
 
 
-class XlaBackend(abc.ABC):
-    """The parts of ``training.backend.Backend`` that do not depend on the form of FSDP."""
+class XlaBackend(Backend):
+    """What does not depend on the form of FSDP, and, where it does, tensors of a device's own."""
 
-    batch_shard: int
-    batch_shards: int
-    image_rows: range
-    shards: tuple[int, ...]
     compiles = True
     _model: nn.Module
+    _rng_stream = 0
+    """The stream of random numbers that this process draws dropout from. Under SPMD every host
+    traces the same program."""
+    _part = 0
+    """This process's number among those that hold different parts of a parameter, which is a
+    tensor of its own to each of them."""
 
     def __init__(self, run: XlaRun) -> None:
-        self._run, self._config, self._sharding = run, run.backend_config, run.config.sharding
-        self._plan = parallel_plan(run)
+        self._run, self._xla, self._sharding = run, run.backend_config, run.config.sharding
+        self._plan = ParallelPlan(run)
         self._rounds_moments = run.config.optimizer.optimizer_dtype == "bf16"
-        self._device = torch_xla.device()
+        self._device, self._device_type = torch_xla.device(), xr.device_type()
         self._memory = DeviceMemory(self._device)
         self._ema: WeightAverage | None = None
         self._gradients: list[tuple[nn.Parameter, torch.Tensor]] = []
@@ -81,47 +70,34 @@ class XlaBackend(abc.ABC):
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read")
         self._synced_s = self._passes_s = 0.0
         """Seconds in ``torch_xla.sync``; of the step that is traced now, in its passes."""
-        self._own_seconds: deque[float] = deque(maxlen=_MOST_OWN)
+        self._own_seconds: deque[float] = deque(maxlen=64)  # if nobody asks for them
         self.is_main = xr.process_index() == 0
         self.device_count = xr.global_runtime_device_count()
 
     # -- the form of FSDP -------------------------------------------------------------
 
-    _rng_stream = 0
-    """The stream of random numbers that this process draws dropout from. Under SPMD every host
-    traces the same program."""
-    _part = 0
-    """This process's number among those that hold different parts of a parameter, which is a
-    tensor of its own to each of them."""
+    def _describe_form(self) -> str:
+        """Return the form of FSDP, for the log."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
-    def shard(
-        self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
-    ) -> nn.Module:
-        """Set ``_model`` to the model, filled, sharded and on the devices; return it."""
+    def _muon_directions(
+        self, parameters: Sequence[nn.Parameter], momenta: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Return Muon's updates before the learning rate: its momenta, orthogonalized (SPMD)."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
-    def constant(self, values: torch.Tensor) -> torch.Tensor:
-        """Put a small tensor whole on every device."""
-
-    @abc.abstractmethod
-    def _orthogonal(self, momenta: Momenta, how: Orthogonalize) -> list[torch.Tensor]:
-        """Return momenta, laid out like their parameters, after ``how`` had each matrix whole."""
-
-    @abc.abstractmethod
     def _plain_names(self, name: str) -> list[str]:
         """Return the names in the plain model of what a parameter on the devices holds."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def _to_host(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """Copy a parameter, or a tensor laid out like it, to the CPU: by the names in the plain
         model plain tensors, or ShardedTensors of what is here."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def _to_device(self, name: str, tensor: torch.Tensor, saved: list[torch.Tensor]) -> None:
         """Copy back what ``_to_host`` returned, after new values were read into it."""
-
-    # What follows is as for tensors of a device's own. SPMD, or FSDP's modules, do it otherwise.
+        raise NotImplementedError
 
     def _zeros_like(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
@@ -129,14 +105,6 @@ class XlaBackend(abc.ABC):
     def _mark_replicated(self, x: torch.Tensor) -> torch.Tensor:
         """Mark a small result as replicated."""
         return x
-
-    def _mark_images(self, x: torch.Tensor) -> torch.Tensor:
-        """Mark a result, (images, ...), of which each device is to have whole images."""
-        return x
-
-    def _images_here(self, x: torch.Tensor) -> torch.Tensor:
-        """Copy what is here of a result of ``_mark_images`` to the CPU, in the images' order."""
-        return x.cpu()
 
     def _clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm, foreach=False)
@@ -147,11 +115,8 @@ class XlaBackend(abc.ABC):
     def _local_bytes(self, tensor: torch.Tensor) -> int:
         return tensor.nbytes
 
-    def _reshard(self) -> None:  # noqa: B027
+    def _reshard(self) -> None:
         """Free stale unsharded parameters."""
-
-    def _scalar(self, value: float) -> torch.Tensor:
-        return self.constant(torch.tensor(value))
 
     # -- model and optimizer ----------------------------------------------------------
 
@@ -167,19 +132,19 @@ class XlaBackend(abc.ABC):
 
     def build_optimizer(self, updates: Updates, *, betas: tuple[float, float], eps: float) -> None:
         dtype = torch.bfloat16 if self._rounds_moments else torch.float32
-        held = {
+        self._eps = eps
+        self._updates = {
             parameter: [updates[plain] for plain in self._plain_names(name) if plain in updates]
             for name, parameter in self._named_parameters().items()
         }
         self._optimizer = build_optimizer(
-            parameter_groups(held.items(), self.constant),
+            self._updates,
             functools.partial(self._zeros_like, dtype=dtype),
-            self._scalar,
+            self.constant,
             betas=betas,
             eps=eps,
             decays=not self._decay_changes,
         )
-        self._directions = functools.partial(self._muon_directions, held, eps)
         trained = [p for group in self._optimizer.param_groups for p in group["params"]]
         self._rounding_keys: torch.Tensor | None = None
         if self._rounds_moments:  # random bits follow from an int32 number for each parameter
@@ -206,25 +171,10 @@ class XlaBackend(abc.ABC):
             else:
                 zeros_like = functools.partial(self._zeros_like, dtype=torch.float32)
                 values = {name: zeros_like(parameter) for name, parameter in parameters.items()}
-            self._ema = XlaWeightAverage(parameters, values, config, self._scalar(0.0))
+            self._ema = XlaWeightAverage(
+                parameters, values, config, self.constant(torch.tensor(0.0))
+            )
         self._break_graph(wait=True)
-
-    def _muon_directions(
-        self,
-        held: Mapping[nn.Parameter, Sequence[Update]],
-        eps: float,
-        parameters: Sequence[nn.Parameter],
-        momenta: Sequence[torch.Tensor],
-    ) -> list[torch.Tensor]:
-        """Return the directions of Muon's parameters, to be multiplied by the learning rate."""
-        dtype, whole = optimizers.ns_dtype(self._sharding.precision), list[Momentum]()
-        for parameter, momentum in zip(parameters, momenta, strict=True):
-            matrix = held[parameter][0].matrix
-            assert matrix is not None
-            whole.append(Momentum(parameter, momentum.to(dtype), matrix))
-        found = self._orthogonal(whole, functools.partial(optimizers.orthogonalized, eps=eps))
-        factors = (optimizers.lr_factor(momentum.matrix) for momentum in whole)
-        return [x.float() * factor for x, factor in zip(found, factors, strict=True)]
 
     # -- a step -----------------------------------------------------------------------
 
@@ -232,8 +182,8 @@ class XlaBackend(abc.ABC):
         self, open_share: Callable[[Share], BatchLoader], images: int, *, reads_rows: bool
     ) -> BatchLoader:
         is_whole = len(self.image_rows) == self._run.model.sizes.input_shape[1]
-        rows, of_host = None if is_whole else self.image_rows, xr.local_process_count()
-        return open_share(Share(self.batch_shard, self.batch_shards, rows, of_host=of_host))
+        rows, host_processes = None if is_whole else self.image_rows, xr.local_process_count()
+        return open_share(Share(self.batch_shard, self.batch_shards, rows, of_host=host_processes))
 
     def begin_pass(self, pass_index: int) -> None:
         # torch_xla changes its random state at each execution, and changes it otherwise with
@@ -242,7 +192,7 @@ class XlaBackend(abc.ABC):
         self._passes_s -= time.perf_counter() - self._synced_s
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
-        if self._config.mark_step_after_forward:
+        if self._xla.mark_step_after_forward:
             self._break_graph()
         loss.backward()
         self._passes_s += time.perf_counter() - self._synced_s
@@ -258,7 +208,7 @@ class XlaBackend(abc.ABC):
         if self._has_teacher or self._decay_changes:  # one small tensor, one transfer
             numbers = [rates.last_layer, rates.weight_decay, rates.newest or 0.0]
             last_layer, decay, newest = self.constant(torch.tensor(numbers)).unbind()
-        set_lr(self._optimizer, rates.lr, self._scalar, last_layer)
+        set_lr(self._optimizer, rates.lr, self.constant, last_layer)
         for (parameter, gradient), version in zip(self._gradients, self._cleared, strict=True):
             if gradient._version == version:  # the loss does not depend on it: nothing decays
                 parameter.grad = None
@@ -268,7 +218,7 @@ class XlaBackend(abc.ABC):
             self._optimizer,
             skipped > 0,
             self._rounding_keys,
-            self._directions,
+            self._muon_directions,
             decay if self._decay_changes else None,
         )
         if self._ema is not None:
@@ -295,7 +245,7 @@ class XlaBackend(abc.ABC):
     def end_step(self) -> None:
         # XLA's virtual CPU devices share a few threads: those of one program, waiting in a
         # collective, can starve those of the next, and both wait for ever.
-        self._break_graph(wait=xr.device_type() == "CPU" and self.device_count > 1)
+        self._break_graph(wait=self._device_type == "CPU" and self.device_count > 1)
 
     def _break_graph(self, wait: bool = False) -> None:
         """End the graph here: compile and start what was recorded so far."""
@@ -303,28 +253,23 @@ class XlaBackend(abc.ABC):
         torch_xla.sync(wait=wait)
         self._synced_s += time.perf_counter() - started
 
-    def wait(self) -> None:
-        xm.wait_device_ops()
+    wait = staticmethod(xm.wait_device_ops)
+    largest_of_all = staticmethod(largest_of_all)
 
     def read(self, values: Mapping[str, torch.Tensor]) -> Future[dict[str, list[float]]]:
-        tensors = dict(values)
         # In a thread: .cpu() waits for the step that makes the value, and only for it.
         return self._reader.submit(
-            lambda: {name: t.cpu().flatten().tolist() for name, t in tensors.items()}
+            lambda tensors: {name: t.cpu().flatten().tolist() for name, t in tensors.items()},
+            dict(values),
         )
 
     def read_images(self, values: Mapping[str, torch.Tensor]) -> Future[dict[str, torch.Tensor]]:
-        tensors = {name: self._mark_images(value) for name, value in values.items()}
         self.end_step()
-        return self._reader.submit(
-            lambda: {name: self._images_here(t) for name, t in tensors.items()}
-        )
+        return self._reader.submit(lambda: {name: value.cpu() for name, value in values.items()})
 
     def barrier(self) -> None:
         if dist.is_initialized():  # by launch, where there are several processes
             dist.barrier()
-
-    largest_of_all = staticmethod(largest_of_all)
 
     # -- reports ----------------------------------------------------------------------
 
@@ -345,9 +290,9 @@ class XlaBackend(abc.ABC):
     def own_seconds(self) -> list[float]:
         # What devices do inside of a program is not visible on the host: this is the host's time
         # for the passes until they are handed over.
-        found = list(self._own_seconds)
+        seconds = list(self._own_seconds)
         self._own_seconds.clear()
-        return found
+        return seconds
 
     def memory(self) -> dict[str, int]:
         return self._memory.read()
@@ -363,39 +308,38 @@ class XlaBackend(abc.ABC):
         if self._frozen:
             parameters = [frozen._named_parameters().values() for frozen in self._frozen]
             tensors["teacher"] = itertools.chain(*parameters)
-        return {name: sum(map(self._local_bytes, each)) for name, each in tensors.items()}
+        return {name: sum(map(self._local_bytes, held)) for name, held in tensors.items()}
 
     def unit_roundoff(self) -> float:
         # A TPU takes fp32 products as bf16, too.
-        lower = self._sharding.precision == "bf16" or xr.device_type() == "TPU"
+        lower = self._sharding.precision == "bf16" or self._device_type == "TPU"
         used = [torch.finfo(torch.bfloat16 if lower else torch.float32).eps]
-        used += [torch.finfo(torch.float8_e4m3fn).eps] if self._config.gather_dtype == "fp8" else []
+        used += [torch.finfo(torch.float8_e4m3fn).eps] if self._xla.gather_dtype == "fp8" else []
         # Rounded up or down at random: by up to a whole distance.
         used += [2 * torch.finfo(torch.bfloat16).eps] if self._rounds_moments else []
         return max(used) / 2
 
     def peak_flops(self) -> float | None:
         # fp32 products run as bf16 passes on the same unit: the peak is one at either precision.
-        return tpu.peak_of(tpu.kind_here()) if xr.device_type() == "TPU" else None
+        return tpu.peak_of(tpu.kind_here()) if self._device_type == "TPU" else None
 
-    def _describe_common(self) -> str:
-        breaks = []
-        if self._config.mark_step_after_forward:
-            breaks.append("after the forward pass")
-        if self._config.mark_step_every_n_blocks:
-            breaks.append(f"every {self._config.mark_step_every_n_blocks} blocks")
+    def describe(self) -> str:
         policy = self._sharding.grad_ckpt
         checkpointing = {"full": "on", "none": "off"}.get(policy, policy)
-        text = (
-            f"{self._devices()}, {self._sharding.precision}, gradient checkpointing {checkpointing}"
-        )
-        text += ", moments in bf16" if self._rounds_moments else ""
-        text += self._run.why.get("grad_ckpt", "") + self._run.why.get("attention", "")
-        text += f", graph broken {' and '.join(breaks)}" if breaks else ""
-        return text
-
-    def _devices(self) -> str:
-        return f"{self.device_count} {xr.device_type()} device(s)"
+        parts = [
+            f"XLA: {self.device_count} {self._device_type} device(s)",
+            self._sharding.precision,
+            f"gradient checkpointing {checkpointing}{self._run.why.get('grad_ckpt', '')}",
+        ]
+        if self._rounds_moments:
+            parts.append("moments in bf16")
+        if self._plan.attention != "sdpa":
+            parts.append(f"{self._plan.attention} attention")
+        if self._xla.mark_step_after_forward:
+            parts.append("graph broken after the forward pass")
+        if blocks := self._xla.mark_step_every_n_blocks:
+            parts.append(f"graph broken every {blocks} blocks")
+        return ", ".join([*parts, self._describe_form()]) + self._run.why.get("xla_fsdp", "")
 
     # -- checkpoints ------------------------------------------------------------------
 
@@ -424,16 +368,14 @@ class XlaBackend(abc.ABC):
                     copies = copy(name, tensor)
                 for plain, value in copies.items():
                     optimizer.setdefault(plain, {})[entry] = value
-        if not with_optimizer:
-            return HostState(model, None, {}, None, origins)
-        if self._ema is None:
-            return HostState(model, optimizer, {}, None, origins)
-        ema: dict[str, torch.Tensor] = {}
-        for name, average in self._ema.values.items():
-            ema |= copy(name, average)
-        updates = self._ema.updates.cpu()
-        origins.append((UPDATES, self._ema.updates, [updates]))
-        return HostState(model, optimizer, {UPDATES: updates}, ema, origins)
+        step, ema = dict[str, torch.Tensor](), None
+        if with_optimizer and self._ema is not None:
+            ema = {}
+            for name, average in self._ema.values.items():
+                ema |= copy(name, average)
+            step = {UPDATES: self._ema.updates.cpu()}
+            origins.append((UPDATES, self._ema.updates, [step[UPDATES]]))
+        return HostState(model, optimizer if with_optimizer else None, step, ema, origins)
 
     def load_state(self, state: State) -> None:
         assert isinstance(state, HostState)

@@ -386,7 +386,7 @@ def test_a_host_that_never_starts_the_tpu_runtime(tmp_path):
     }
     program = (
         "import sys; from torch_xla._internal import tpu; import run_vit_training as program\n"
-        "from xla_fsdp import starting; starting.FIRST_SECONDS = starting.EVERY_SECONDS = 1.0\n"
+        "from xla_fsdp import launch_xla as xla; xla.FIRST_SECONDS = xla.EVERY_SECONDS = 1.0\n"
         "from xla_fsdp import environment; environment._has_tpu_chips = lambda: True\n"
         "tpu.num_available_chips = lambda: 4; sys.exit(program.main(sys.argv[1:]))"
     )

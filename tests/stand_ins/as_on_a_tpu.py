@@ -1,8 +1,7 @@
-"""``as_on_a_tpu.py TYPE [FLAGS]``: what happens on a TPU VM before a chip is taken.
+"""``as_on_a_tpu.py TYPE``: what happens on a TPU VM before a chip is taken.
 
-torch_xla is imported on a host that has chips of this accelerator type (v5p-8, say). Without FLAGS
-it prints as JSON what is in the environment when libtpu starts, in a run and for --compile_only;
-with FLAGS it runs run_vit_training.py.
+torch_xla is imported on a host that has chips of this accelerator type (v5p-8, say). Prints as JSON
+what is in the environment when libtpu starts, in a run and for --compile_only.
 """
 
 import glob
@@ -24,15 +23,10 @@ real_glob = glob.glob
 glob.glob = lambda pattern, *args, **kwargs: (
     [str(chip / "vendor")] if "/pci/" in pattern else real_glob(pattern, *args, **kwargs)
 )
-kind, *flags = sys.argv[1:]
+kind = sys.argv[1]
 given = os.environ.get("LIBTPU_INIT_ARGS", "")
 os.environ.update(PJRT_DEVICE="TPU", TPU_SKIP_MDS_QUERY="1", TPU_ACCELERATOR_TYPE=kind)
 assert "torch_xla" not in sys.modules
-
-if flags:
-    import run_vit_training
-
-    sys.exit(run_vit_training.main(flags))
 
 import torch_xla  # noqa: E402, F401 - as a run does, for what it sets
 
@@ -40,8 +34,7 @@ from xla_fsdp import tpu  # noqa: E402
 
 tpu.set_for_this_tpu()
 run = dict(os.environ)
-compile_only = run | tpu.as_on_a_tpu(tpu.parse_topology(SLICES[kind]), given)
-tpu.check()
+compile_only = run | tpu.libtpu_environment(tpu.parse_topology(SLICES[kind]), given, newer=False)
 names = (tpu.VARIABLE, "TPU_MEGACORE")
 told = [{name: each.get(name) for name in names} for each in (run, compile_only)]
 print(json.dumps(told))

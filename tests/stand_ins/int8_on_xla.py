@@ -6,7 +6,6 @@ import numpy as np
 import torch
 import torch_xla
 
-from xla_fsdp.layout import Int8Marks
 from xla_fsdp.products import product
 
 
@@ -36,10 +35,8 @@ def compare(equation, x_shape, weight_shape):
         np.einsum(f"{result},{of_x}->{of_weight}", up, x),
     ]
 
-    def unsharded(size):
-        return ((),) * len(size)
-
-    unmarked = Int8Marks(unsharded, unsharded, lambda x, _: x)
+    unsharded = ((),) * len(weight_shape)
+    unmarked = (unsharded, unsharded, lambda x, _: x)
     tensors = [torch.tensor(each).float().to("xla").requires_grad_() for each in (x, weight)]
     with torch.autocast("xla", torch.bfloat16):
         found = product(equation, *tensors, None, unmarked)

@@ -34,8 +34,8 @@ def share_taken_for_the_batch():
     """A host's share is sharded over all devices of the slice."""
     from xla_fsdp.spmd import SpmdBackend
 
-    SpmdBackend._put = lambda self, share: self._layout.send(
-        share, self._layout._activations(share.dim())
+    SpmdBackend.put = lambda self, batch: tuple(
+        self._layout.send(share, self._layout.activation_spec(share.dim())) for share in batch
     )
 
 

@@ -14,7 +14,7 @@ import torch
 import torch_xla
 
 from training.optimizers import Update, key_of, random_bits, to_bf16, upper
-from xla_fsdp.optimizer import build_optimizer, parameter_groups, same_bits, set_lr, step_unless
+from xla_fsdp.optimizer import build_optimizer, same_bits, set_lr, step_unless
 
 DRAWS = 1 << 18
 VALUES = [1.001, -3.3333e-5, 1e-3, 3.14159, 1e-30, 3.38e38]
@@ -69,9 +69,9 @@ def optimizers(values, device, dtype):
     on_device = [torch.nn.Parameter(each.to(device)) for each in values]
     update = Update("adamw", HOW["weight_decay"])
     ours = build_optimizer(
-        parameter_groups([(each, [update]) for each in on_device], torch.Tensor.contiguous),
+        {each: [update] for each in on_device},
         lambda p: torch.zeros(p.shape, dtype=dtype, device=device),
-        lambda value: torch.tensor(value).to(device),
+        lambda value: value.to(device),
         betas=HOW["betas"],
         eps=HOW["eps"],
     )
@@ -102,7 +102,7 @@ def adamw(device):
         for group in theirs.param_groups:
             group["lr"] = lr
         theirs.step()
-        set_lr(ours, lr, lambda value: torch.tensor(value).to(device))
+        set_lr(ours, lr, lambda value: value.to(device))
         update(mine, ours, gradients, keys)
     off = [(a.detach().cpu() - b).norm() for a, b in zip(mine, plain, strict=True)]
     moved = [(a - b).norm() for a, b in zip(plain, values, strict=True)]

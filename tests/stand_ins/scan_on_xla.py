@@ -51,7 +51,7 @@ class OneDevice:
     def constant(self, values):
         return values.to("xla")
 
-    def block_spec(self, name, shape): ...
+    def parameter_spec(self, name, shape): ...
 
     def send(self, values, spec):
         return values.to("xla")

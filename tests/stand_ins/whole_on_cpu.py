@@ -93,7 +93,7 @@ def compare(tokens: int, heads: int, width: int, dtype: str, options: dict) -> d
         # Of the bias of keys' norm the gradient is 0.
         "errors": [((a.float() - b).norm() / (b.norm() + 1)).item() for a, b in pairs],
         "dtype": dtype,
-        "packed": sizes.can_be_packed,
+        "packed": sizes.fills_registers,
         "blocks": sizes.query_blocks,
     }
 

@@ -15,7 +15,7 @@ from training.flags import by_field, flat
 PATHS = {
     name: option
     for name, option in by_field(*CONFIGS.values()).items()
-    if re.search(r"FILE|FOLDER|PATH", str(option.flag.metavar)) and name != "compile_cache_dir"
+    if re.search(r"FILE|FOLDER|PATH", str(option.flag.metavar))
 }
 
 

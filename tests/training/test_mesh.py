@@ -13,7 +13,7 @@ from tests.support.curves import assert_same_curves, assert_same_training
 from training.errors import UsageError
 from training.mesh import Mesh
 from xla_fsdp import resolve_xla
-from xla_fsdp.hosts import HostPart, by_slice, by_slice_and_host, part_of_host
+from xla_fsdp.hosts import HostPart, device_order, part_of_host
 
 # What each block may have more, so that every kind of parameter is sharded.
 FULL_BLOCK = "--qk_norm --scale_attn_norm --scale_mlp_norm --init_values 0.5 --class_token".split()
@@ -202,7 +202,7 @@ def test_devices_along_tensor_share_a_host():
         for x in range(4)
     ]
     here = {18, 19, 22, 23}  # the second host of the second slice
-    order = by_slice_and_host(attributes, here)
+    order = device_order(attributes, here)
     assert order[:8] == [0, 1, 4, 5, 2, 3, 6, 7]
     assert order[16:24] == [16, 17, 20, 21, 18, 19, 22, 23]
     part = part_of_host(Mesh(dcn=2, fsdp=4, tensor=4), order, here, 32)
@@ -250,4 +250,4 @@ def test_slices_alike():
     attributes = [
         {"name": f"TPU:{n}", "coords": [0, 0, 0], "slice_index": n < 8} for n in range(16)
     ]
-    assert by_slice(attributes) == [*range(8, 16), *range(8)]
+    assert device_order(attributes) == [*range(8, 16), *range(8)]

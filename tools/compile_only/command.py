@@ -95,7 +95,7 @@ def compile_step(config: RunConfig, xla: XlaConfig) -> int:
 
     # Compile each different graph once, in the order in which they first run.
     links = Links(topology, run.mesh.counts_by_host)
-    variables = (tpu.for_newer_libtpu if newer else tpu.as_on_a_tpu)(topology, libtpu_args)
+    variables = tpu.libtpu_environment(topology, libtpu_args, newer=newer)
     distinct = step.distinct()
     compiled: dict[bytes, compiler.Compiled] = {}
     chosen: dict[Result, str] = {}  # the compiler's shardings of results

@@ -149,6 +149,7 @@ class TracingBackend(XlaBackend):
         self.before_backward: Callable[[torch.Tensor], None] | None = None
         """Called with each loss, before its backward pass is recorded."""
         super().__init__(run)
+        self._device_type = "TPU"  # for the description
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         if self.before_backward:
@@ -158,9 +159,6 @@ class TracingBackend(XlaBackend):
     def _break_graph(self, wait: bool = False) -> None:
         if self.records:
             self.recorder.break_graph()
-
-    def _devices(self) -> str:
-        return f"{self.device_count} TPU device(s)"
 
     def local_state_bytes(self) -> int:
         """Return the bytes of parameters, of AdamW's state and of the EMA on one device."""

@@ -76,7 +76,7 @@ def compile_words(config: RunConfig, xla: XlaConfig, candidate: TpuCandidate) ->
     )
     topology = candidate.topology.name
     xla = replace(xla, compile_only=True, tpu_topology=topology, tpu_compiler=compiler)
-    without = ("cpu_devices", "compile_cache_dir")
+    without = ("cpu_devices",)
     return plans.words_of(step, xla, without=without, always=plans.ALWAYS)
 
 

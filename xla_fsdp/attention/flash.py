@@ -1,9 +1,8 @@
 """Flash attention on TPUs (``--attention flash``): no matrix of scores in HBM.
 
-Our own Pallas kernels (``pallas.py``) hold a block of queries and a block of keys in vector
-memory. They take (batch, tokens, heads x width), as the products beside attention write and read.
-What a model transposes for PyTorch's product is transposed back, and XLA drops both. The model
-stays timm's: the kernels compute its calls of ``scaled_dot_product_attention``.
+Pallas kernels (``pallas.py``) hold a block of queries and a block of keys in vector memory. They
+take (batch, tokens, heads x width), as the products beside attention write and read. What a model
+transposes for PyTorch's product is transposed back, and XLA drops both.
 """
 
 import functools
@@ -59,12 +58,9 @@ def kernel(s: FlashSizes, scale: float, *, backward: bool) -> Kernel:
 class Flash:
     """Attention softmax(scale q k') v of each device's part of images and heads, by the kernels.
 
-    Queries, keys, values, output and their gradients are (batch, tokens, heads x width), as
-    ``merge_heads`` makes them, and whole: each device computes its part of them, by ``shards``.
-    Statistics are log(sum(exp(scores))) of each query, fp32 (batch, heads, tokens).
-
-    ``valid`` is 1 for keys that are no padding, int32 (batch, keys), or None if there is no
-    padding.
+    Queries, keys, values, output and their gradients are whole, (batch, tokens, heads x width), as
+    ``merge_heads`` makes them. Statistics are log(sum(exp(scores))) of each query, fp32 (batch,
+    heads, tokens). ``valid`` is 1 for keys that are no padding, int32 (batch, keys), or None.
     """
 
     def __init__(self, heads: int, width: int, scale: float, shards: Shards) -> None:
@@ -74,10 +70,8 @@ class Flash:
         self._padded_width = padded_width(self._local_heads, width)
 
     def merge_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """Make (batch, tokens, heads x width) of (batch, heads, tokens, width).
-
-        Heads are padded with zeros to the width that the kernels take.
-        """
+        """Make (batch, tokens, heads x width), of the width that kernels take, of (batch, heads,
+        tokens, width)."""
         x = x.transpose(1, 2)
         if self._padded_width > self._width:
             x = F.pad(x, (0, self._padded_width - self._width))
@@ -87,11 +81,6 @@ class Flash:
         """Do the inverse of ``merge_heads``."""
         return x.unflatten(2, (self._heads, -1))[..., : self._width].transpose(1, 2)
 
-    def inner(self, output: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the output times its gradient for each query, as statistics are."""
-        products = output.float() * grad.float()
-        return products.unflatten(2, (self._heads, -1)).sum(-1).transpose(1, 2)
-
     def forward(self, q, k, v, valid) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output and statistics."""
         sizes, arguments = self._local(q, k, v, valid)
@@ -99,7 +88,8 @@ class Flash:
         return self._shards.whole(output, -1), self._shards.whole(statistics.flatten(1, 2), 1)
 
     def backward(self, q, k, v, valid, statistics, inner, grad) -> list[torch.Tensor]:
-        """Return the gradients of q, k and v; ``inner`` is shaped as statistics."""
+        """Return the gradients of q, k and v; ``inner`` is the sum of the output times its
+        gradient for each query, shaped as statistics."""
         sizes, arguments = self._local(q, k, v, valid)
         for x in (statistics, inner):
             arguments.append(self._shards.part(x, 1).reshape(sizes.statistic_shape))
@@ -140,10 +130,7 @@ class Flash:
 
 
 def use_flash(module: nn.Module, shards: Shards = ONE_DEVICE) -> None:
-    """Let all of timm's attention in ``module``, a block, compute its product by the kernels.
-
-    See ``use_product``.
-    """
+    """Let timm's attention in a block compute its product by the kernels (``use_product``)."""
     for part in attentions(module):
         use_product(part, functools.partial(attention, shards=shards))
 
@@ -169,6 +156,7 @@ class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         q, k, v, output, statistics = ctx.saved_tensors
-        grad = grad.to(q.dtype)
-        inner = ctx.flash.inner(output, grad)
+        grad, heads = grad.to(q.dtype), statistics.shape[1]
+        products = output.float() * grad.float()
+        inner = products.unflatten(2, (heads, -1)).sum(-1).transpose(1, 2)
         return None, *ctx.flash.backward(q, k, v, None, statistics, inner, grad)

@@ -39,10 +39,8 @@ def lower(
     bytes_accessed: int,
     branches: int = 1,
 ) -> Kernel:
-    """Lower a JAX function of one Pallas kernel, for arrays of these shapes and dtypes.
-
-    ``branches``: how many branches a program of it has; each is taken equally often.
-    """
+    """Lower a JAX function of one Pallas kernel for arrays of these shapes and dtypes;
+    ``branches``: how many branches a program of it has, each taken equally often."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # it only lowers: a TPU, if any, is torch_xla's
@@ -68,11 +66,10 @@ MeshAxes = str | tuple[str, ...] | None
 
 @dataclass(frozen=True)
 class Shards:
-    """How images and heads are sharded in an SPMD program: each device calls a kernel on its part.
+    """How images and heads are sharded in an SPMD program: along these mesh axes. Each device calls
+    a kernel on its part; without a mesh there is one device, and tensors stay as they are.
 
-    ``images``, ``heads``: the mesh axis, or axes, that they are sharded along. Images are dimension
-    0 of a tensor; each call names the dimension of heads, if there is one. Without a mesh the
-    program runs on one device, and tensors stay as they are.
+    Images are dimension 0 of a tensor; each call names the dimension of heads, if there is one.
     """
 
     mesh: xs.Mesh | None = None
@@ -81,13 +78,10 @@ class Shards:
 
     def part(self, x: torch.Tensor, heads: int | None = None) -> torch.Tensor:
         """Return a device's part of the whole tensor."""
-        return self._manual(x, self._spec(x, heads))
+        return self.manual(x, self._spec(x, heads))
 
-    def everywhere(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that each device has all of, for its call."""
-        return self._manual(x, (None,) * x.dim())
-
-    def _manual(self, x: torch.Tensor, spec: tuple[MeshAxes, ...]) -> torch.Tensor:
+    def manual(self, x: torch.Tensor, spec: tuple[MeshAxes, ...]) -> torch.Tensor:
+        """Return what a device has of a tensor of this spec, for its call."""
         if self.mesh is None:
             return x
         import torch_xla.distributed.spmd as xs

@@ -66,10 +66,6 @@ def _iota(rows: int, columns: int) -> Any:
     return jax.lax.broadcasted_iota("int32", (rows, columns), int(rows == 1))
 
 
-def _array(shape: tuple[int, ...], dtype: torch.dtype) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, _jax_name(dtype))
-
-
 def _jax_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -97,17 +93,18 @@ _ROWS = 256
 
 
 def flash_forward(s: FlashSizes, scale: float) -> Callable:
-    """Return a function (q, k, v[, valid]) -> output, statistics; it calls the kernel.
-
-    Statistics are log(sum(exp(scores))). ``valid``: 1 for keys that are no padding, 0 for others.
-    """
+    """Return a function (q, k, v[, valid]) -> output, statistics, log(sum(exp(scores))), that
+    calls the kernel; ``valid``: 1 for keys that are no padding, 0 for others."""
     query, key, valid, statistic = _flash_blocks(s, lambda *grid: grid)
     return pl.pallas_call(
         functools.partial(_flash_forward, s, scale),
         grid=(s.batch, s.groups, s.blocks, s.key_blocks),
         in_specs=[query, key, key, *valid],
         out_specs=[query, statistic],
-        out_shape=[_array(s.shape, s.dtype), _array(s.statistic_shape, torch.float32)],
+        out_shape=[
+            jax.ShapeDtypeStruct(s.shape, _jax_name(s.dtype)),
+            jax.ShapeDtypeStruct(s.statistic_shape, "float32"),
+        ],
         scratch_shapes=[
             *[pltpu.VMEM((s.heads_together, s.block, LANES), "float32")] * 2,
             pltpu.VMEM((s.block, s.lanes), "float32"),
@@ -120,9 +117,8 @@ def flash_forward(s: FlashSizes, scale: float) -> Callable:
 def flash_backward(s: FlashSizes, scale: float) -> Callable:
     """Return a function (q, k, v[, valid], statistics, inner, gradient) -> those of q, k and v.
 
-    It calls the kernel. ``inner`` is the sum of the output times its gradient, shaped as
-    statistics. Gradients of keys and values are sums over the queries of each span, (batch, spans,
-    keys, heads x width).
+    ``inner`` is the sum of the output times its gradient, shaped as statistics. Gradients of keys
+    and values are sums over the queries of each span, (batch, spans, keys, heads x width).
     """
 
     def place(image: Any, group: Any, span: Any, key_block: Any, block: Any) -> tuple:
@@ -145,8 +141,8 @@ def flash_backward(s: FlashSizes, scale: float) -> Callable:
         in_specs=[query, key, key, *valid, statistic, statistic, query],
         out_specs=[pl.BlockSpec((1, s.block, s.lanes), written), key_gradient, key_gradient],
         out_shape=[
-            _array(s.shape, s.dtype),
-            *[_array(s.key_gradient_shape, s.dtype)] * 2,
+            jax.ShapeDtypeStruct(s.shape, _jax_name(s.dtype)),
+            *[jax.ShapeDtypeStruct(s.key_gradient_shape, _jax_name(s.dtype))] * 2,
         ],
         scratch_shapes=[
             pltpu.VMEM((s.span_blocks, s.block, s.lanes), "float32"),
@@ -160,33 +156,23 @@ def flash_backward(s: FlashSizes, scale: float) -> Callable:
 def _flash_blocks(
     s: FlashSizes, place: Callable
 ) -> tuple[pl.BlockSpec, pl.BlockSpec, list[pl.BlockSpec], pl.BlockSpec]:
-    """Return the blocks of queries, of keys or values, of which keys are valid, of statistics.
+    """Return the blocks of queries, of keys or values, of which keys are valid (none if all
+    are), of statistics. ``place``: image, group of heads, block of queries and block of keys of
+    a program."""
 
-    ``place`` returns image, group of heads, block of queries and block of keys of a program. The
-    list is empty if all keys are valid.
-    """
-
-    def queries(*grid: Any) -> tuple:
-        image, group, block, _ = place(*grid)
-        return image, block, group
-
-    def keys(*grid: Any) -> tuple:
-        image, group, _, key_block = place(*grid)
-        return image, key_block, group
-
-    def valid(*grid: Any) -> tuple:
-        image, _, _, key_block = place(*grid)
-        return image, 0, key_block
-
-    def statistics(*grid: Any) -> tuple:
-        image, group, block, _ = place(*grid)
-        return image, group, 0, block
+    def spec(shape: tuple[int, ...], index: Callable) -> pl.BlockSpec:
+        return pl.BlockSpec(shape, lambda *grid: index(*place(*grid)))
 
     return (
-        pl.BlockSpec((1, s.block, s.lanes), queries),
-        pl.BlockSpec((1, s.key_block, s.lanes), keys),
-        [pl.BlockSpec((1, 1, s.key_block), valid)] if s.masked else [],
-        pl.BlockSpec((1, 1, s.heads_together, s.block), statistics),
+        spec((1, s.block, s.lanes), lambda image, group, block, _: (image, block, group)),
+        spec((1, s.key_block, s.lanes), lambda image, group, _, block: (image, block, group)),
+        [spec((1, 1, s.key_block), lambda image, _, __, block: (image, 0, block))]
+        if s.masked
+        else [],
+        spec(
+            (1, 1, s.heads_together, s.block),
+            lambda image, group, block, _: (image, group, 0, block),
+        ),
     )
 
 
@@ -321,10 +307,9 @@ def whole_forward(s: WholeSizes) -> Callable:
         grid=(s.batch // images, s.groups, s.query_blocks),
         in_specs=_whole_blocks(s, images, "qkk"),
         out_specs=pl.BlockSpec((images, s.queries, s.lanes), lambda i, j, block: (i, block, j)),
-        out_shape=_array(s.shape, s.dtype),
-        scratch_shapes=_rotated_scratch(s, images),
-        compiler_params=_compiler_params(2, 1, **_memory_limit(s, backward=False)),
+        out_shape=jax.ShapeDtypeStruct(s.shape, _jax_name(s.dtype)),
         name="attention_forward",
+        **_whole_options(s, images, []),
     )
 
 
@@ -349,18 +334,15 @@ def whole_backward(s: WholeSizes) -> Callable:
         grid=(s.batch // images, groups, 3, s.query_blocks),
         in_specs=_whole_blocks(s, images, "qkkq"),
         out_specs=written,
-        out_shape=_array(s.gradients, s.dtype),
-        scratch_shapes=[sums, sums, *_rotated_scratch(s, images)],
-        compiler_params=_compiler_params(2, 2, **_memory_limit(s, backward=True)),
+        out_shape=jax.ShapeDtypeStruct(s.gradients, _jax_name(s.dtype)),
         name="attention_backward",
+        **_whole_options(s, images, [sums, sums]),
     )
 
 
 def _whole_blocks(s: WholeSizes, images: int, arguments: str) -> list[pl.BlockSpec]:
-    """Return the block that a program reads of each argument, and of the angles, if it rotates.
-
-    ``arguments`` has a letter for each: "q" is a block of queries, "k" all tokens.
-    """
+    """Return the block that a program reads of each argument: of queries, "q", or all tokens,
+    "k"; and of the angles, if it rotates."""
     last = s.query_blocks - 1
 
     def block_of(kind: str, place: int) -> pl.BlockSpec:
@@ -383,15 +365,15 @@ def _whole_blocks(s: WholeSizes, images: int, arguments: str) -> list[pl.BlockSp
     return blocks
 
 
-def _rotated_scratch(s: WholeSizes, images: int) -> list[Any]:
-    """Return where a program keeps its rotated queries and keys, if it rotates."""
+def _whole_options(s: WholeSizes, images: int, sums: list[Any]) -> dict[str, Any]:
+    """Return a kernel's memory: ``sums`` of a backward pass, and rotated queries and keys, if any;
+    and in which order programs run."""
+    needed = s.vector_memory(backward=bool(sums))
+    limit = needed if needed > DEFAULT_VECTOR_MEMORY else None
     rows = (s.queries, s.tokens) if s.apart else ()
-    return [pltpu.VMEM((images, count, s.lanes), _jax_name(s.dtype)) for count in rows]
-
-
-def _memory_limit(s: WholeSizes, *, backward: bool) -> dict[str, int | None]:
-    needed = s.vector_memory(backward=backward)
-    return {"vmem_limit_bytes": needed if needed > DEFAULT_VECTOR_MEMORY else None}
+    rotated = [pltpu.VMEM((images, count, s.lanes), _jax_name(s.dtype)) for count in rows]
+    ordered = _compiler_params(2, 2 if sums else 1, vmem_limit_bytes=limit)
+    return {"scratch_shapes": [*sums, *rotated], "compiler_params": ordered}
 
 
 class _Sums:
@@ -439,8 +421,12 @@ class _Sums:
                 ref[here] += x
 
 
-def _rotate(s: WholeSizes, inputs: list[Any], rotated: list[Any], angles: list[Any]) -> None:
-    """Rotate queries and keys, by the angles of each."""
+def _rotate(s: WholeSizes, inputs: list[Any], rotated: list[Any], ref: Any, rows: Any) -> list[Any]:
+    """Rotate a block of queries, at ``rows``, and all keys; return the angles of each."""
+    angles = [
+        [ref[table, tokens, :] for table in range(s.angles[0])]
+        for tokens in (rows, slice(0, s.tokens))
+    ]
     for x_ref, rotated_ref, (cosines, *sines) in zip(inputs, rotated, angles, strict=True):
         for image in range(x_ref.shape[0]):
             x = x_ref[image].astype("float32")
@@ -448,14 +434,7 @@ def _rotate(s: WholeSizes, inputs: list[Any], rotated: list[Any], angles: list[A
             for shift, sine in zip(s.shifts, sines, strict=True):
                 result += pltpu.roll(x, shift, 1) * sine
             rotated_ref[image] = result.astype(rotated_ref.dtype)
-
-
-def _read_angles(s: WholeSizes, ref: Any, rows: Any) -> list[Any]:
-    """Return the angles of a block of queries, at ``rows``, and those of keys."""
-    return [
-        [ref[table, tokens, :] for table in range(s.angles[0])]
-        for tokens in (rows, slice(0, s.tokens))
-    ]
+    return angles
 
 
 def _query_rows(s: WholeSizes, block: Any) -> Any:
@@ -469,8 +448,7 @@ def _whole_forward(s: WholeSizes, *refs: Any) -> None:
     q_ref, k_ref, v_ref, *rest = refs
     if s.apart:
         angles_ref, output_ref, *rotated = rest
-        angles = _read_angles(s, angles_ref, _query_rows(s, pl.program_id(2)))
-        _rotate(s, [q_ref, k_ref], rotated, angles)
+        _rotate(s, [q_ref, k_ref], rotated, angles_ref, _query_rows(s, pl.program_id(2)))
         q_ref, k_ref = rotated
     else:
         (output_ref,) = rest
@@ -498,8 +476,7 @@ def _whole_backward(s: WholeSizes, *refs: Any) -> None:
     @pl.when(kind == 0)
     def _() -> None:
         if s.apart:
-            angles = _read_angles(s, angles_ref, rows)
-            _rotate(s, inputs[:2], rotated, angles)
+            angles = _rotate(s, inputs[:2], rotated, angles_ref, rows)
             inputs[:2] = rotated
         for image in range(inputs[0].shape[0]):
             totals = _Sums(), _Sums(), _Sums()

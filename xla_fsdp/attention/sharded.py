@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -37,11 +36,8 @@ It is finite, so that a row of nothing else is no NaN.
 
 
 class PlainProducts:
-    """Plain products, with the scores of all tokens of a part for each other in memory.
-
-    By einsum: PyTorch's product folds rows and heads into one dimension, by which the partitioner
-    may lose how they are sharded.
-    """
+    """Products with all scores of a part in memory, by einsum: PyTorch's product folds rows and
+    heads into one dimension, by which the partitioner may lose how they are sharded."""
 
     def forward(self, q, k, v, valid, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return softmax(scale q k') v over these keys alone, and statistics."""
@@ -53,11 +49,8 @@ class PlainProducts:
         return output, (largest + sums.log())[..., 0]
 
     def backward(self, q, k, v, statistics, grad, inner, valid, scale: float):
-        """Return these keys' share of the gradients of q, k and v.
-
-        ``statistics`` are over all keys; ``inner``, of the same shape, is the sum over each row of
-        the whole output times its gradient ``grad``.
-        """
+        """Return these keys' share of the gradients of q, k and v. ``statistics`` are over all
+        keys; ``inner`` is the sum over each row of the whole output times its gradient ``grad``."""
         weights = (self._scores(q, k, valid, scale) - statistics[..., None]).exp()
         grad_weights = torch.einsum("bhqd,bhkd->bhqk", grad, v).float()
         grad_scores = (weights * (grad_weights - inner[..., None]) * scale).to(q.dtype)
@@ -98,11 +91,14 @@ class FlashProducts:
 #
 # Tokens are sharded along "domain". For the partitioner, that is made one more dimension of the
 # batch: (domain x batch, heads, tokens of a device, width), "parts", so that attention to the keys
-# that are here needs no other device.
+# that are here needs no other device. ``Ring`` and ``Gathered`` compute, of all parts,
+#
+# forward(q, k, v, valid, scale) -> the output, and statistics over all keys;
+# backward(q, k, v, statistics, grad, inner, valid, scale) -> the gradients of q, k and v.
 
 
 @dataclass(frozen=True)
-class TokensOverDevices(abc.ABC):
+class TokensOverDevices:
     """How an image's tokens are sharded, and what computes attention to the keys of one device."""
 
     devices: int
@@ -118,14 +114,6 @@ class TokensOverDevices(abc.ABC):
         width)."""
         dtype = autocast_dtype(v)
         return _AttentionToAll.apply(*(x.to(dtype) for x in (q, k, v)), self)
-
-    @abc.abstractmethod
-    def forward(self, q, k, v, valid, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output of all parts, and statistics over all keys."""
-
-    @abc.abstractmethod
-    def backward(self, q, k, v, statistics, grad, inner, valid, scale: float):
-        """Return the gradients of all parts of q, k and v."""
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
         """Make parts of (batch, heads, tokens, width): (domain x batch, heads, part, width)."""
@@ -144,23 +132,19 @@ class TokensOverDevices(abc.ABC):
         return self.mark_tokens(x.flatten(2, 3)[:, :, :tokens] * 1)
 
     def valid(self, tokens: int, x: torch.Tensor) -> torch.Tensor | None:
-        """Return which tokens of ``x``, which ``split`` made of so many, are no padding.
-
-        Of int32, (domain x batch, part); None if there is no padding.
-        """
-        part = x.shape[2]
+        """Return which tokens of ``x``, which ``split`` made of so many, are no padding."""
+        part, batch = x.shape[2], x.shape[0] // self.devices
         if part * self.devices == tokens:
             return None
         first = torch.arange(self.devices, device=x.device)[:, None] * part
         here = first + torch.arange(part, device=x.device) < tokens
-        batch = x.shape[0] // self.devices
         rows = here.to(torch.int32)[:, None].expand(-1, batch, -1)
         return self.mark_parts(rows.flatten(0, 1) * 1)
 
 
 class _AttentionToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sharded: TokensOverDevices):
+    def forward(ctx, q, k, v, sharded: Ring | Gathered):
         ctx.shape, ctx.value_shape, ctx.sharded = q.shape, v.shape, sharded
         ctx.scale = q.shape[-1] ** -0.5
         q, k, v = (sharded.split(x) for x in (q, k, v))
@@ -184,12 +168,12 @@ class _AttentionToAll(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Ring(TokensOverDevices):
-    """Ring attention inside the graph: no device ever has the keys of a whole image.
+    """Ring attention inside the graph (Liu, Zaharia, Abbeel, arXiv 2310.01889): no device ever has
+    the keys of a whole image.
 
-    Keys and values are rotated by one place of "domain", which becomes a collective permute beside
-    the products, and the outputs are combined by their statistics (Liu, Zaharia, Abbeel, arXiv
-    2310.01889). The rounds are a loop of the graph: compilation does not grow with the devices, and
-    a part is sent on one round ahead, never further, which would let all of an image come at once.
+    Keys and values are rotated by one place of "domain", a collective permute beside the products;
+    outputs are combined by their statistics. The rounds are a loop of the graph: compilation does
+    not grow with the devices, and a part is sent one round ahead, never further.
     """
 
     _loops: dict[tuple, Scan] = field(default_factory=dict, init=False, compare=False)
@@ -208,11 +192,8 @@ class Ring(TokensOverDevices):
         return output, statistics
 
     def backward(self, q, k, v, statistics, grad, inner, valid, scale: float):
-        """Here queries are rotated, and keys stay: then one gradient is rotated, not two.
-
-        And where the forward pass is recomputed for this one, its rotations are of no use here: the
-        compiler would keep all of them until now.
-        """
+        """Rotate queries, not keys: so one gradient is rotated, not two; and the rotations of a
+        recomputed forward pass, which the compiler would keep until now, are not needed."""
 
         def one_round(q, statistics, grad, inner, grad_q, grad_k, grad_v, *keys):
             k, v, valid = (*keys, None)[:3]
@@ -230,10 +211,7 @@ class Ring(TokensOverDevices):
         return self._rotate(grad_q), grad_k, grad_v
 
     def _all_rounds(self, one_round, scale: float, *state: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Compute as many rounds as there are devices, each from the state that the last returns.
-
-        The last one comes after the loop, as nothing needs what it would send on.
-        """
+        """Compute a round for each device; the last comes after the loop and sends nothing on."""
         from xla_fsdp.scan import Scan  # imports torch_xla
 
         def body(state, _):
@@ -255,23 +233,17 @@ class Ring(TokensOverDevices):
 
 @dataclass(frozen=True)
 class Gathered(TokensOverDevices):
-    """Each device gathers the keys and values of whole images, and keeps its queries.
-
-    One gathering instead of a ring's many permutes, for the memory of all keys; gradients of
-    keys are scattered.
-    """
+    """Each device gathers the keys and values of whole images; their gradients are scattered."""
 
     mark_images: Mark
     """Mark (batch, ...), sharded along dimension 0: whole on every device of "domain"."""
 
     def forward(self, q, k, v, valid, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        k, v, valid = self._gather(k, v, valid)
-        return self.products.forward(q, k, v, valid, scale)
+        return self.products.forward(q, *self._gather(k, v, valid), scale)
 
     def backward(self, q, k, v, statistics, grad, inner, valid, scale: float):
         k, v, valid = self._gather(k, v, valid)
-        grads = self.products.backward(q, k, v, statistics, grad, inner, valid, scale)
-        grad_q, *grads_kv = grads
+        grad_q, *grads_kv = self.products.backward(q, k, v, statistics, grad, inner, valid, scale)
         # Sum the gradients of all tokens over the devices; each keeps those of its own tokens.
         scattered = []
         for x in grads_kv:
@@ -282,15 +254,14 @@ class Gathered(TokensOverDevices):
 
     def _gather(self, k, v, valid) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Make keys and values, and which of them are valid, whole on each device."""
-
-        def gather(x: torch.Tensor) -> torch.Tensor:
+        gathered = []
+        for x in (k, v) if valid is None else (k, v, valid[..., None]):
             # From (domain x batch, ..., part, width) to the same with all parts.
             x = x.unflatten(0, (self.devices, -1)).movedim(0, -3).flatten(-3, -2)
             x = self.mark_images(x * 1)
-            return self.mark_parts(x[None].expand(self.devices, *x.shape).flatten(0, 1) * 1)
-
-        k, v = gather(k), gather(v)
-        return k, v, None if valid is None else gather(valid[..., None])[..., 0]
+            x = x[None].expand(self.devices, *x.shape).flatten(0, 1)
+            gathered.append(self.mark_parts(x * 1))
+        return gathered[0], gathered[1], None if valid is None else gathered[2][..., 0]
 
 
 def use_over_domain(block: nn.Module, plan: ParallelPlan, layout: MeshLayout) -> None:
@@ -306,7 +277,7 @@ def use_over_domain(block: nn.Module, plan: ParallelPlan, layout: MeshLayout) ->
     products: PlainProducts | FlashProducts = PlainProducts()
     if plan.attention == "flash":
         products = FlashProducts(layout.shards(mesh.domain_batch_axes))
-    sharded: TokensOverDevices
+    sharded: Ring | Gathered
     if plan.domain_attention == "gather":
         sharded = Gathered(mesh.domain, products, mark_tokens, mark_parts, layout.mark_images)
     else:

@@ -1,8 +1,6 @@
 """Attention of short sequences on TPUs (``--attention whole``): no score in HBM.
 
-Our own Pallas kernels (``pallas.py``) hold whole sequences in vector memory. They take
-(batch, tokens, heads x width), as the products beside attention write and read. What a model
-transposes for PyTorch's product is transposed back, and XLA drops both.
+As ``flash.py``, with Pallas kernels that hold whole sequences in vector memory.
 """
 
 import functools
@@ -20,7 +18,7 @@ from torch import nn
 
 from models.blocks import attentions, use_product
 from xla_fsdp.attention.kernels import ONE_DEVICE, Array, Kernel, Shards, autocast_dtype, lower
-from xla_fsdp.attention.sizes import WholeSizes
+from xla_fsdp.attention.sizes import DEFAULT_VECTOR_MEMORY, WholeSizes
 from xla_fsdp.remat import SaveInput
 
 
@@ -68,10 +66,7 @@ Qkv = torch.Tensor | Sequence[torch.Tensor]
 def use_whole(
     module: nn.Module, shards: Shards = ONE_DEVICE, save: SaveInput | None = None
 ) -> None:
-    """Let all of timm's attention in ``module``, a block, compute its product by the kernels.
-
-    See ``use_product``.
-    """
+    """Let timm's attention in a block compute its product by the kernels (``use_product``)."""
 
     def forward(
         attn: Any,
@@ -84,7 +79,18 @@ def use_whole(
         if attn_mask is not None or is_causal:
             raise NotImplementedError("attention has no mask here")
         gate = attn.gate(x).sigmoid() if attn.gate is not None else None
-        y = attend(attn, _compute_qkv(attn, x), rope, shards=shards, save=save)
+        qkv: Qkv
+        if attn.qkv is None:
+            qkv = [layer(x) for layer in (attn.q_proj, attn.k_proj, attn.v_proj)]
+        elif getattr(attn, "q_bias", None) is None:
+            qkv = attn.qkv(x)
+        else:
+            bias = torch.cat([attn.q_bias, attn.k_bias, attn.v_bias])  # Eva has it beside the layer
+            if attn.qkv_bias_separate:
+                qkv = attn.qkv(x) + bias
+            else:
+                qkv = F.linear(x, attn.qkv.weight, bias)
+        y = attend(attn, qkv, rope, shards=shards, save=save)
         y = attn.norm(y)
         return attn.proj_drop(attn.proj(y if gate is None else y * gate))
 
@@ -94,18 +100,6 @@ def use_whole(
             part.forward = types.MethodType(forward, part)
         else:
             use_product(part, functools.partial(attention, shards=shards, save=save))
-
-
-def _compute_qkv(attn: Any, x: torch.Tensor) -> Qkv:
-    """Compute the layers of queries, keys and values."""
-    if attn.qkv is None:
-        return [layer(x) for layer in (attn.q_proj, attn.k_proj, attn.v_proj)]
-    if getattr(attn, "q_bias", None) is None:
-        return attn.qkv(x)
-    bias = torch.cat([attn.q_bias, attn.k_bias, attn.v_bias])  # Eva has it beside the layer
-    if attn.qkv_bias_separate:
-        return attn.qkv(x) + bias
-    return F.linear(x, attn.qkv.weight, bias)
 
 
 def attention(
@@ -118,7 +112,9 @@ def attention(
     """Compute softmax(q k' / sqrt(width)) v in autocast's dtype: (batch, heads, tokens, width)."""
     heads = q.shape[1]
     tensors = [x.transpose(1, 2).flatten(2) for x in (q, k, v)]
-    output = _attend(_sizes(heads, shards, tensors), shards, save, None, tensors)
+    sizes = _sizes(heads, shards, tensors)
+    cast = (x.to(sizes.dtype) for x in tensors)
+    output = (save or SaveInput()).result(_Attention.apply, sizes, shards, None, *cast)
     return output.unflatten(2, (heads, -1)).transpose(1, 2)
 
 
@@ -130,28 +126,28 @@ def attend(
     shards: Shards,
     save: SaveInput | None,
 ) -> torch.Tensor:
-    """Compute timm's attention from the results of its layers, with rotary embedding or without.
+    """Compute timm's attention, (batch, tokens, heads x width), from the results of its layers.
 
-    See ``queries_keys_values``. Returns (batch, tokens, heads x width).
+    See ``queries_keys_values``.
     """
     tensors = [qkv] if isinstance(qkv, torch.Tensor) else [*qkv]
     sizes, angles = _sizes(attn.num_heads, shards, tensors), None
     if rope is not None and rope.dim() == 2:  # the same for all images and heads, and not learned
         rotating = replace(sizes, apart=sizes.width // 2 if attn.rotate_half else 1)
-        if rotating.can_be_rotated:
+        # Kernels can rotate whole registers, in any TPU's memory.
+        if rotating.fills_registers and rotating.vector_memory() <= DEFAULT_VECTOR_MEMORY:
             angles = _angles(rotating, rope, attn.num_prefix_tokens)
             sizes, rope = rotating, None
     if rope is not None or not isinstance(attn.q_norm, nn.Identity):
         tensors = [x.flatten(2) for x in queries_keys_values(attn, qkv, rope)]
         sizes = replace(sizes, packed=False)
-    return _attend(sizes, shards, save, angles, tensors)
+    cast = (x.to(sizes.dtype) for x in tensors)
+    return (save or SaveInput()).result(_Attention.apply, sizes, shards, angles, *cast)
 
 
 def _angles(s: WholeSizes, rope: torch.Tensor, prefix: int) -> torch.Tensor:
-    """Return what kernels rotate by, as ``WholeSizes.angles`` says.
-
-    ``rope`` is (patches, 2 x width); the ``prefix`` tokens before patches are not rotated.
-    """
+    """Return what kernels rotate by, of the shape ``WholeSizes.angles``. ``rope`` is (patches, 2
+    x width); the ``prefix`` tokens before patches are not rotated."""
     sines, cosines = rope.float().chunk(2, -1)
     # A pair (x, y) becomes (x cosine - y sine, y cosine + x sine).
     first, second = sines.unflatten(1, (-1, 2, s.apart)).unbind(2)
@@ -189,33 +185,15 @@ def queries_keys_values(
 
 
 def _sizes(heads: int, shards: Shards, tensors: Sequence[torch.Tensor]) -> WholeSizes:
-    """Return the sizes of what a device computes.
-
-    ``tensors`` are queries, keys and values, (batch, tokens, heads x width), or all in one, side by
-    side or as (batch, tokens, 3, heads x width).
-    """
+    """Return the sizes of what a device computes of queries, keys and values, (batch, tokens,
+    heads x width), or all in one, side by side or as (batch, tokens, 3, heads x width)."""
     batch, tokens, *columns = tensors[0].shape
     is_one = len(tensors) == 1
     width = math.prod(columns) // heads // (3 if is_one else 1)
     batch //= shards.count(shards.images)
     heads //= shards.count(shards.heads)
     sizes = WholeSizes(batch, tokens, heads, width, autocast_dtype(tensors[-1]))
-    return replace(sizes, packed=is_one and sizes.can_be_packed)
-
-
-def _attend(
-    sizes: WholeSizes,
-    shards: Shards,
-    save: SaveInput | None,
-    angles: torch.Tensor | None,
-    tensors: Sequence[torch.Tensor],
-) -> torch.Tensor:
-    """Compute attention of queries, keys and values, as ``_sizes`` takes them.
-
-    Returns (batch, tokens, heads x width).
-    """
-    cast = (x.to(sizes.dtype) for x in tensors)
-    return (save or SaveInput()).result(_Attention.apply, sizes, shards, angles, *cast)
+    return replace(sizes, packed=is_one and sizes.fills_registers)
 
 
 class _Attention(torch.autograd.Function):
@@ -242,11 +220,8 @@ def _call_kernel(
     tensors: Sequence[torch.Tensor],
     *grad: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """Compute attention on each device's part of images and heads.
-
-    ``tensors`` are queries, keys and values, or all in one. With ``grad``, the gradient of the
-    result, it returns their gradients.
-    """
+    """Compute attention on each device's part of images and heads; with ``grad``, the gradient of
+    the result, return the gradients of ``tensors``: queries, keys and values, or all in one."""
     is_one = len(tensors) == 1
     parts = [shards.part(x, -1) for x in (*tensors, *grad)]
     shapes = [part.shape for part in parts]
@@ -254,7 +229,7 @@ def _call_kernel(
         qkv = parts.pop(0).flatten(2)
         parts[:0] = [qkv] * 3 if sizes.packed else qkv.chunk(3, -1)
     if angles is not None:
-        parts.append(shards.everywhere(angles))
+        parts.append(shards.manual(angles, (None,) * angles.dim()))
     (result,) = kernel(sizes, backward=bool(grad))(parts)
     results = [result] if result.dim() == 3 else [*result.unbind(0)]
     if is_one and len(results) > 1:
