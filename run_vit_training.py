@@ -189,10 +189,10 @@ def choose_backend(choice: BackendChoice) -> BackendChoice:
     has_xla = importlib.util.find_spec("torch_xla") is not None
     if has_xla and device_type() == "TPU":
         backend, package = "xla", "torch_xla"
-    elif Tpu.is_available():
+    elif Tpu().count():
         backend, package = "torchtpu", "torch_tpu"
     else:
-        return "xla" if has_xla and not Cuda.is_available() else "cuda"
+        return "xla" if has_xla and not Cuda().count() else "cuda"
     if errors.is_first_of_torchrun():
         version = errors.installed_version(package)
         print(f"{PROGRAM}: --backend auto: {backend}, by {package} {version}", file=sys.stderr)

@@ -41,7 +41,7 @@ def resolve(config: RunConfig, backend_config: TorchConfig) -> TorchRun:
             or config.loss.teacher is not None
             or config.objective.has_teacher
         )
-        megatron = devices.choose("cuda").runs_megatron and not prefers_fsdp2
+        megatron = isinstance(devices.choose("cuda"), devices.Cuda) and not prefers_fsdp2
         backend_config = replace(backend_config, fsdp="megatron" if megatron else "fsdp2")
     form = MEGATRON if backend_config.fsdp == "megatron" else FSDP2
     blocks: TimmBlocks | None = None
@@ -84,7 +84,7 @@ def _check_megatron(
 
 def check_megatron_runs_here() -> None:
     """Raise UsageError where Megatron-FSDP cannot run."""
-    if not devices.choose("cuda").runs_megatron:
+    if not isinstance(devices.choose("cuda"), devices.Cuda):
         raise UsageError("--fsdp megatron requires CUDA: on the CPU use --fsdp fsdp2")
     try:
         if importlib.util.find_spec("transformer_engine"):  # which it imports

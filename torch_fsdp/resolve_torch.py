@@ -83,8 +83,6 @@ def _resolve(
             f"torchrun started {started} processes on this node, which has {available} x "
             f"{device.noun}: a process each, --nproc-per-node {available} or fewer"
         )
-    if reason := device.unready():
-        raise UsageError(reason)
 
     # What is sharded, by --zero_dp_strategy or an older flag for 0 or 2 (not both: check_rules).
     zero = backend_config.zero_dp_strategy
@@ -119,7 +117,7 @@ def _resolve(
     for used in (precision, "bf16" if reduce_dtype == "bf16" else "fp32"):
         if reason := device.lacks(used):
             raise UsageError(reason)
-    if backend_config.tf32 and not device.has_tf32:
+    if backend_config.tf32 and not isinstance(device, devices.Cuda):
         raise UsageError("--tf32 requires CUDA")
     if reduce_dtype == "fp16" and precision != "fp16":
         raise UsageError("--reduce_dtype fp16 requires --precision fp16, whose loss is scaled")

@@ -130,7 +130,8 @@ def in_slices(indices: list[int]) -> None:
         for rank, index in enumerate(indices)
     ]
     tpu_distributed.global_device_attributes = lambda: found
-    torch_tpu_private.has_place = lambda: True
+    attributes = torch_tpu_private.device_attributes
+    torch_tpu_private.device_attributes = lambda: attributes() | {"coords": [0, 0, 0]}
     arrange = devices.Tpu.arrange
 
     def arrange_and_tell(self, shape):

@@ -58,6 +58,7 @@ def test_what_it_refuses(flags, processes, words, tmp_path):
 
 def test_the_first_one_that_a_host_has(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     assert isinstance(devices.choose("cuda"), Cuda)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert isinstance(devices.choose("cuda"), Cpu)
