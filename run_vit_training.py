@@ -213,11 +213,9 @@ def run_on_backend(flags: Flags, config: RunConfig, prepare: Prepare) -> None:
         resolve_xla.check_installed()
     else:
         from gpu_fsdp import resolve_gpu
-        from torch_fsdp import resolve_torch
         from torch_fsdp.launch_torch import launch
 
-        resolve = resolve_gpu.resolve if backend == "cuda" else resolve_torch.resolve
-        run, body = prepare(resolve(replace(config, backend=backend), flags.torch))
+        run, body = prepare(resolve_gpu.resolve(replace(config, backend=backend), flags.torch))
     from training.processes.exchange import tag_errors_with_rank
 
     gc.freeze()  # what is there stays: it is never searched for garbage

@@ -13,7 +13,6 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 
 from torch.distributed import DistError, TCPStore
@@ -140,14 +139,11 @@ def missing_nodes(store: TCPStore, args: argparse.Namespace) -> str:
     if store.add("here", 0) >= nodes:
         return ""
     here = [node for node in range(nodes) if store.check([f"node/{node}"])]
+    names = [str(node) for node in range(nodes) if node not in here]
     if args.rdzv_id:
-        names = [store.get(f"node/{node}").decode().partition(" ")[0] for node in here]
-        return f"{nodes - len(here)} of {nodes} nodes (here: {few(sorted(names))})"
-    missing = [str(node) for node in range(nodes) if node not in here]
-    return f"node{'s' * (len(missing) > 1)} {few(missing)} of {nodes}"
-
-
-def few(names: Sequence[str]) -> str:
-    more = len(names) - NAMES_SHOWN
-    shown = ", ".join(names[:NAMES_SHOWN])
-    return f"{shown} and {more} more" if more > 0 else shown
+        names = sorted(store.get(f"node/{node}").decode().partition(" ")[0] for node in here)
+    shown, more = ", ".join(names[:NAMES_SHOWN]), len(names) - NAMES_SHOWN
+    shown += f" and {more} more" if more > 0 else ""
+    if args.rdzv_id:
+        return f"{nodes - len(here)} of {nodes} nodes (here: {shown})"
+    return f"node{'s' * (len(names) > 1)} {shown} of {nodes}"

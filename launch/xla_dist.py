@@ -23,14 +23,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from config_fields import local_path, not_empty
+from config_fields import count, local_path, not_empty
 from launch import CRASH_SECONDS, IN_VAIN, pod_worker
-from launch.pod import AS_ASKED, GRACE_SECONDS, Client, Ending, Pod
-from launch.slices import Mistake, Slice, describe, describe_command, describe_usable, ssh_command
+from launch.pod import AS_ASKED, GRACE_SECONDS, Ending, Pod, Worker
+from launch.slices import Mistake, Slice, describe, describe_usable, gcloud_command, ssh_command
 
 STEP_TIMEOUT_SECONDS = 1800
-LARGEST_COUNT = 10_000_000
-"""The largest number of seconds, some months: Python cannot wait for larger ones."""
 LONGEST_WORD = 120_000
 """The most bytes of one word of a command line; Linux allows 128 KiB."""
 ELASTIC_WAIT_SECONDS, ELASTIC_POLL_SECONDS = 300, 30
@@ -51,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         remote = remote_command(args, job, 0, 0, {})  # a mistake in it shows before anything starts
         if args.dry_run:
             for name in args.tpu:
-                print(shlex.join(describe_command(args, name)))
+                print(shlex.join(gcloud_command(args, "describe", name, "--format=json")))
             variables = "NNODES, NODE_RANK" if len(args.tpu) == 1 else "MEGASCALE_SLICE_ID"
             print(f"# for every worker that it lists, with {variables}, ...: --worker=0, without")
             print(shlex.join(ssh_command(args, args.tpu[0], 0, remote)))
@@ -89,8 +87,8 @@ def keep_running(args: argparse.Namespace, job: str, pod: Pod, slices: list[Slic
 
     With ``--elastic`` on those that can be used then, and on more as soon as they can.
     """
-    kind, left = slices[0].kind, args.max_restarts
-    more: dict[str, str] = {}
+    kind, restarts_left = slices[0].kind, args.max_restarts
+    variables: dict[str, str] = {}
     awaited: Sequence[str] = args.tpu
     must_ask = len(slices) < len(args.tpu)
     for attempt in itertools.count():
@@ -103,26 +101,25 @@ def keep_running(args: argparse.Namespace, job: str, pod: Pod, slices: list[Slic
                 return 1
         names = [slice_.name for slice_ in slices]
         if args.elastic:
-            more["ELASTIC_SLICES"] = f"{args.elastic}:{len(args.tpu)}"
+            variables["ELASTIC_SLICES"] = f"{args.elastic}:{len(args.tpu)}"
             pod.say(f"starting on {len(names)} of {len(args.tpu)} slices: {', '.join(names)}")
         has_ended = threading.Event()
-        missing = [name for name in args.tpu if name not in names]
-        if missing:
-            given = (args, pod, attempt, kind, missing, has_ended)
-            threading.Thread(target=ask_for_growth, args=given, daemon=True).start()
-        code = pod.run(clients(args, job, attempt, slices, more), attempt)
+        if missing := [name for name in args.tpu if name not in names]:
+            growth = (args, pod, attempt, kind, missing, has_ended)
+            threading.Thread(target=ask_for_growth, args=growth, daemon=True).start()
+        code = pod.run(workers_of(args, job, attempt, slices, variables), attempt)
         has_ended.set()
         if code in (0, *IN_VAIN) or pod.stopped_by:
             break
-        more["RUN_FAILED_AT"] = str(pod.failed_at)  # for the program's account of the restart
+        variables["RUN_FAILED_AT"] = str(pod.failed_at)  # for the program's account of the restart
         must_ask, awaited = bool(args.elastic), names
         if pod.asked and code == AS_ASKED:
             awaited = ()
             continue
-        if not left:
+        if not restarts_left:
             break
-        left -= 1
-        pod.say(f"starting all workers again; {left} restart(s) left after this one")
+        restarts_left -= 1
+        pod.say(f"starting all workers again; {restarts_left} restart(s) left after this one")
     return code
 
 
@@ -343,14 +340,6 @@ def variable(text: str) -> tuple[str, str]:
     return name, value
 
 
-def count(text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) > LARGEST_COUNT:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of 0 or more, up to {LARGEST_COUNT:,}"
-        )
-    return int(text)
-
-
 def tpu_names(text: str) -> list[str]:
     names = text.split(",")
     for name in names:
@@ -364,46 +353,45 @@ def tpu_names(text: str) -> list[str]:
 # -- the workers ----------------------------------------------------------------------
 
 
-def clients(
+def workers_of(
     args: argparse.Namespace,
     job: str,
     attempt: int,
     slices: Sequence[Slice],
-    more: dict[str, str],
-) -> list[Client]:
-    """Return the clients that run the program on the workers of these slices.
+    shared: dict[str, str],
+) -> list[Worker]:
+    """Return the workers of these slices, which run the program with the environment variables
+    ``shared`` and those by which it finds the others.
 
-    ``more``: environment variables for all of them.
-
-    Workers are numbered over all slices of ``--tpu`` in their order, the same in each start.
+    They are numbered over all slices of ``--tpu`` in their order, the same in each start.
     """
-    result = []
+    workers = []
     for slice_id, slice_ in enumerate(slices):
-        count = len(slice_.addresses)
-        for worker in range(count):
-            index, place = args.tpu.index(slice_.name) * count + worker, ""
-            variables = more | {"MASTER_ADDR": slices[0].addresses[0]}
+        in_slice = len(slice_.addresses)
+        for number in range(in_slice):
+            index, place = args.tpu.index(slice_.name) * in_slice + number, ""
+            variables = shared | {"MASTER_ADDR": slices[0].addresses[0]}
             if len(args.tpu) == 1:  # what launch/torchrun.sh reads
                 variables |= {
-                    "NNODES": str(count),
+                    "NNODES": str(in_slice),
                     "NODE_ADDRESSES": ",".join(slice_.addresses),
-                    "NODE_RANK": str(worker),
+                    "NODE_RANK": str(number),
                 }
                 if slice_.topology:  # 4x4 or 4x4x4
                     sides = [*slice_.topology.split("x"), "1"][:3]
                     variables["TORCH_TPU_TOPOLOGY"] = ",".join(sides)
             else:  # by which libtpu and the program find the other slices
-                place = f" (worker {worker} of {slice_.name})"
+                place = f" (worker {number} of {slice_.name})"
                 variables |= {
-                    "NODE_RANK": str(slice_id * len(slices[0].addresses) + worker),
+                    "NODE_RANK": str(slice_id * len(slices[0].addresses) + number),
                     "MEGASCALE_COORDINATOR_ADDRESS": slices[0].addresses[0],
                     "MEGASCALE_PORT": str(MEGASCALE_PORT),
                     "MEGASCALE_NUM_SLICES": str(len(slices)),
                     "MEGASCALE_SLICE_ID": str(slice_id),
                 }
             remote = remote_command(args, job, attempt, index, variables)
-            result.append(Client(index, place, ssh_command(args, slice_.name, worker, remote)))
-    return result
+            workers.append(Worker(index, place, ssh_command(args, slice_.name, number, remote)))
+    return workers
 
 
 def remote_command(

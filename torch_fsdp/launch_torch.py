@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pkgutil
 import socket
 import sys
 import time
@@ -56,7 +57,7 @@ def launch(body: Callable[[TorchRun, Backend], None], run: TorchRun) -> None:
             world_size=int(world_size),
             device_id=device.where if device.where.index is not None else None,
         )
-        backend = run.form.open_backend(run, device)
+        backend = pkgutil.resolve_name(run.form.backend)(run, device)
     try:
         body(run, backend)
         dist.barrier()  # no process leaves while another still talks to it

@@ -80,16 +80,14 @@ class PartsOptimizer:
             self._optimizer, zeros_like, lambda part: torch.zeros((), device=part.device)
         )
         self.state: Mapping[Tensor, dict[str, Tensor]] = self._optimizer.state
-        self._keys: dict[Tensor, Tensor] | None = None
+        self._keys: dict[Tensor, Tensor] = {}
         if rounds:
             # The same for the same part in all replicas, which would diverge otherwise.
-            self._keys = {}
             for name, part in parts.items():
                 offsets = [chunk.offsets for chunk in getattr(views(name), "chunks", ())]
                 key = torch.tensor(key_of(config.seed, name, *offsets), dtype=torch.int32)
                 self._keys[part] = key.to(part.device)
-        self._compiler = compiler
-        self._adamw = adamw
+        self._compiles, self._adamw = compiler is not None, adamw
         if compiler:
             self._adamw = torch.compile(adamw, backend=compiler, fullgraph=True, dynamic=False)
         self._units: dict[Tensor, str] = {
@@ -101,34 +99,48 @@ class PartsOptimizer:
             dtype = ns_dtype(config.sharding.precision)
             self._muon = Muon(self._optimizer, parts, views, updates, group, dtype, eps)
 
+    @torch.no_grad()
     def step_unless(self, rates: StepRates, skipped: Tensor) -> None:
         """Update the parts by their gradients, unless ``skipped``."""
-        for group, decay in zip(self._optimizer.param_groups, self._decays, strict=True):
+        groups, state = self._optimizer.param_groups, self._optimizer.state
+        for group, weight_decay in zip(groups, self._decays, strict=True):
             group["lr"] = rates.lr * group["lr_scale"]
             group["lr"] *= rates.last_layer if group["last_layer"] else 1
-            group["weight_decay"] = decay * rates.weight_decay
+            group["weight_decay"] = weight_decay * rates.weight_decay
         if self._is_lion:
-            lion_unless(self._optimizer, skipped)
+            for group in groups:
+                for part in group["params"]:
+                    lion_unless(part, state[part]["exp_avg"], group, skipped)
             return
         if self._muon is not None:
             self._muon.step_unless(skipped)
-        if not self._fused:
-            if self._compiler:  # a number would be a constant of what is compiled
-                numbers = [
-                    group[name]
-                    for group in self._optimizer.param_groups
-                    for name in ("lr", "weight_decay")
-                ]
-                on_device = torch.tensor(numbers).to(skipped.device, non_blocking=True).unbind()
-                for index, group in enumerate(self._optimizer.param_groups):
-                    group["lr"], group["weight_decay"] = on_device[2 * index : 2 * index + 2]
-            adamw_unless(self._optimizer, skipped, self._keys, self._units, self._adamw)
+        if self._fused:
+            # Fused AdamW looks at it where its parameters are. With --cpu_offload that is the host:
+            # it must be there now, AdamW's own copying would not wait.
+            self._optimizer.found_inf = skipped.to(groups[0]["params"][0].device)
+            self._optimizer.step()
             return
-        # Fused AdamW looks at it where its parameters are. With --cpu_offload that is the host:
-        # it must be there now, AdamW's own copying would not wait.
-        part = self._optimizer.param_groups[0]["params"][0]
-        self._optimizer.found_inf = skipped.to(part.device)
-        self._optimizer.step()
+        if self._compiles:  # a number would be a constant of what is compiled
+            numbers = [group[name] for group in groups for name in ("lr", "weight_decay")]
+            on_device = torch.tensor(numbers).to(skipped.device, non_blocking=True).unbind()
+            for index, group in enumerate(groups):
+                group["lr"], group["weight_decay"] = on_device[2 * index : 2 * index + 2]
+        # The parameters of one unit at a time: compiled for one block, the update serves all.
+        for group in groups:
+            updated = [part for part in group["params"] if part.grad is not None]
+            for _, unit in itertools.groupby(updated, self._units.get):
+                parts = list(unit)
+                self._adamw(
+                    [part.detach() for part in parts],
+                    [part.grad for part in parts],
+                    [state[part] for part in parts],
+                    [self._keys.get(part) for part in parts],
+                    skipped,
+                    lr=group["lr"],
+                    weight_decay=group["weight_decay"],
+                    betas=group["betas"],
+                    eps=group["eps"],
+                )
 
 
 # -- AdamW in plain operations: where PyTorch has no fused one, or moments are bf16 ----------------
@@ -146,7 +158,11 @@ def adamw(
     betas: tuple[float, float],
     eps: float,
 ) -> None:
-    """Update parameters and their states in place by AdamW, as ``adamw_unless`` says."""
+    """Take AdamW's step in place, unless ``skipped``: as PyTorch's fused one with ``found_inf``.
+
+    ``keys``: where moments are bf16, they are rounded stochastically by bits that follow from the
+    parameter's key and the step's number; None where they are not.
+    """
     takes, (first, second) = 1 - skipped, betas
     for parameter, gradient, state, key in zip(parameters, gradients, states, keys, strict=True):
         # One parameter at a time: there is no room for the fp32 moments of all.
@@ -165,62 +181,29 @@ def adamw(
             round_moments(state, exact, key)
 
 
-@torch.no_grad()
-def adamw_unless(
-    optimizer: torch.optim.Optimizer,
-    skipped: Tensor,
-    keys: Mapping[Tensor, Tensor] | None = None,
-    units: Mapping[Tensor, str] | None = None,
-    update: Callable[..., None] = adamw,
-) -> None:
-    """Take AdamW's step, unless ``skipped``: as PyTorch's fused AdamW with its ``found_inf``.
-
-    The state of each parameter must have been allocated. Where moments are bf16, they are rounded
-    stochastically by bits that follow from ``keys`` and the step's number. ``update`` is called
-    for the parameters of one of ``units`` at a time: compiled for one block it serves all.
-    """
-    for group in optimizer.param_groups:
-        present = [part for part in group["params"] if part.grad is not None]
-        for _, found in itertools.groupby(present, lambda part: units and units[part]):
-            parts = [*found]
-            update(
-                [part.detach() for part in parts],
-                [part.grad for part in parts],
-                [optimizer.state[part] for part in parts],
-                [keys and keys[part] for part in parts],
-                skipped,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                betas=group["betas"],
-                eps=group["eps"],
-            )
-
-
 # -- Lion ------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def lion_unless(optimizer: torch.optim.Optimizer, skipped: Tensor) -> None:
-    """Take Lion's step, unless ``skipped``."""
-    for group in optimizer.param_groups:
-        first, second = group["betas"]
-        for part in group["params"]:
-            weights, moment = part.detach(), optimizer.state[part]["exp_avg"]
-            new_weights, new_moment = weights.clone(), moment.clone()
-            lion(
-                [new_weights],
-                [part.grad],
-                [new_moment],
-                beta1=first,
-                beta2=second,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                caution=False,
-                foreach=False,
-            )
-            skips = skipped.to(part.device) > 0
-            _copy_unless(skips, weights, new_weights)
-            _copy_unless(skips, moment, new_moment)
+def lion_unless(
+    part: nn.Parameter, moment: Tensor, settings: Mapping[str, Any], skipped: Tensor
+) -> None:
+    """Take timm's Lion step of one parameter, unless ``skipped``."""
+    weights, (beta1, beta2) = part.detach(), settings["betas"]
+    new_weights, new_moment = weights.clone(), moment.clone()
+    lion(
+        [new_weights],
+        [part.grad],
+        [new_moment],
+        beta1=beta1,
+        beta2=beta2,
+        lr=settings["lr"],
+        weight_decay=settings["weight_decay"],
+        caution=False,
+        foreach=False,
+    )
+    skips = skipped.to(part.device) > 0
+    _copy_unless(skips, weights, new_weights)
+    _copy_unless(skips, moment, new_moment)
 
 
 def _copy_unless(skips: Tensor, old: Tensor, new: Tensor) -> None:

@@ -34,25 +34,20 @@ from training.resolve import (
 
 if TYPE_CHECKING:
     from models.spec import ModelSpec
-    from torch_fsdp.torch_backend import TorchBackend
 
 
 def resolve(
-    config: RunConfig,
-    backend_config: Fsdp2Config,
-    form: Form | None = None,
-    blocks: TimmBlocks | None = None,
+    config: RunConfig, backend_config: Fsdp2Config, form: Form, blocks: TimmBlocks
 ) -> TorchRun:
     """Return the run that the flags ask for on the processes that torchrun has started.
 
-    ``config`` names the backend. Without ``form`` and ``blocks`` it is FSDP2 with timm's blocks.
     Raises UsageError.
     """
-    run = _resolve(config, backend_config, form or FSDP2, blocks or TimmBlocks())
+    run = _resolve(config, backend_config, form, blocks)
     # The teacher computes forward passes alone: ZeRO-2 would never reshard its weights.
     teacher_config = replace(run.backend_config, zero_dp_strategy=0 if run.plan.zero == 0 else 3)
     with_its_teacher = with_teacher(
-        run, lambda config: _resolve(config, teacher_config, FSDP2, TimmBlocks())
+        run, lambda config: _resolve(config, teacher_config, form, TimmBlocks())
     )
     assert isinstance(with_its_teacher, TorchRun)
     return with_its_teacher
@@ -98,7 +93,6 @@ def _resolve(
     backend_config = replace(
         backend_config,
         zero_dp_strategy=zero,
-        fsdp="fsdp2" if backend_config.fsdp == "auto" else backend_config.fsdp,
         compile=device.compiles_all if backend_config.compile is None else backend_config.compile,
     )
     check_rules(config, backend_config)
@@ -107,8 +101,8 @@ def _resolve(
         int(os.environ.get("WORLD_SIZE", "1")),
         "process(es) of this run: change them, or torchrun's --nproc-per-node and --nnodes",
     )
-    if zero == 0 and backend_config.fsdp == "fsdp2":
-        mesh = Mesh(dcn=mesh.fsdp, domain=mesh.domain)  # FSDP2 without sharding: replicas alone
+    if zero == 0 and form is FSDP2:  # without sharding: replicas alone
+        mesh = Mesh(dcn=mesh.fsdp, domain=mesh.domain)
     config = with_passes(config, mesh)
     form.check(config, backend_config, mesh, device)
 
@@ -181,22 +175,12 @@ def _resolve_domain(
 def _check_fsdp2(
     config: RunConfig, backend_config: Fsdp2Config, mesh: Mesh, device: Device
 ) -> None:
-    if backend_config.fsdp == "megatron" and config.backend != "cuda":
-        raise UsageError(f"--fsdp megatron requires --backend cuda, this is {config.backend}")
     if backend_config.zero_dp_strategy == 1:
         raise UsageError("--fsdp fsdp2 has no --zero_dp_strategy 1: use 2 or 3, or --fsdp megatron")
     if backend_config.cpu_offload and config.optimizer.optimizer == "muon":
         raise UsageError("--optimizer muon is incompatible with --cpu_offload: drop one of the two")
-    if backend_config.meta_init is False:
-        raise UsageError("--no-meta_init requires --fsdp megatron, this is fsdp2")
     if backend_config.cpu_offload and device.is_host:
         raise UsageError("--cpu_offload requires CUDA: here all is in host memory anyway")
 
 
-def _open_fsdp2(run: TorchRun, device: Device) -> TorchBackend:
-    from torch_fsdp.fsdp2 import Fsdp2Backend
-
-    return Fsdp2Backend(run, device)
-
-
-FSDP2 = Form(_check_fsdp2, _open_fsdp2)
+FSDP2 = Form("torch_fsdp.fsdp2:Fsdp2Backend", _check_fsdp2)

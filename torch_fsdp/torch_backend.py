@@ -49,7 +49,6 @@ class TorchBackend(abc.ABC):
         self.image_rows = image_rows(run, rank)
         self.device_count, self.is_main = mesh.devices, rank == 0
         self.compiles = bool(run.backend_config.compile) or device.compiles_all
-        self._compiles_updates = bool(run.backend_config.compile) and device.compiles_all
         self._zero = run.plan.zero
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read")
         self._rounds_moments = run.config.optimizer.optimizer_dtype == "bf16"
@@ -123,6 +122,7 @@ class TorchBackend(abc.ABC):
         return sharded
 
     def build_optimizer(self, updates: Updates, *, betas: tuple[float, float], eps: float) -> None:
+        compiles = self._backend_config.compile and self._device.compiles_all
         self._optimizer = PartsOptimizer(
             self._locals,
             lambda name: self._global_view(name, self._locals[name].detach()),
@@ -133,7 +133,7 @@ class TorchBackend(abc.ABC):
             fused=self._device.fused_adamw,
             group=next(iter(self._sharded_alike[0][1]), None),
             units=self._blocks,
-            compiler=self._plan.compiler if self._compiles_updates else None,
+            compiler=self._plan.compiler if compiles else None,
         )
         if self._run.config.averages:
             updates_seen = torch.zeros((), device=next(iter(self._locals.values())).device)
