@@ -24,7 +24,7 @@ from typing import Any
 from config_fields import count, not_empty, path_or_url
 from launch import STOPS, write_line
 from launch.slices import Mistake
-from launch.xla_dist import ELASTIC_POLL_SECONDS, ELASTIC_WAIT_SECONDS, PodParser
+from launch.xla_dist import PodParser, add_elastic_times
 
 JOB_SET_LABEL = "jobset.sigs.k8s.io/jobset-name"
 POOL_LABEL = "cloud.google.com/gke-nodepool"
@@ -84,27 +84,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "missing one is there again. A slice is a node pool whose machines are all ready and have "
         "no pods with TPUs of others. Give the program --mesh_dcn slices and --micro_batch_size",
     )
-    add(
-        "--elastic_wait",
-        metavar="SECONDS",
-        type=count,
-        default=ELASTIC_WAIT_SECONDS,
-        help="seconds to wait for missing slices before training starts or continues without them "
-        "(default: %(default)s)",
-    )
-    add(
-        "--elastic_poll",
-        metavar="SECONDS",
-        type=count,
-        default=ELASTIC_POLL_SECONDS,
-        help="seconds between two questions to the cluster, at least 1 (default: %(default)s)",
-    )
+    add_elastic_times(parser)
     add("--namespace", type=not_empty, help="default: kubectl's")
     add("--context", type=not_empty, help="the cluster, as kubectl names it; default: kubectl's")
-    args = parser.parse_args(argv)
-    if not args.elastic_poll:
-        raise Mistake("--elastic_poll 0: ask once a second or less often")
-    return args
+    return parser.parse_args(argv)
 
 
 # -- the cluster -----------------------------------------------------------------------

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from config_fields import count, local_path, not_empty
+from config_fields import count, local_path, not_empty, positive
 from launch import CRASH_SECONDS, IN_VAIN, pod_worker
 from launch.pod import AS_ASKED, GRACE_SECONDS, Ending, Pod, Worker
 from launch.slices import Mistake, Slice, describe, describe_usable, gcloud_command, ssh_command
@@ -31,7 +31,6 @@ from launch.slices import Mistake, Slice, describe, describe_usable, gcloud_comm
 STEP_TIMEOUT_SECONDS = 1800
 LONGEST_WORD = 120_000
 """The most bytes of one word of a command line; Linux allows 128 KiB."""
-ELASTIC_WAIT_SECONDS, ELASTIC_POLL_SECONDS = 300, 30
 MEGASCALE_PORT = 8081
 """The port of libtpu on each worker for other slices: the one that Ray's launcher for TPUs chooses
 (docs.ray.io, get_tpu_coordinator_env_vars)."""
@@ -40,6 +39,26 @@ MEGASCALE_PORT = 8081
 class PodParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise Mistake(message)
+
+
+def add_elastic_times(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of how long to wait for missing slices, and how often to ask for them."""
+    parser.add_argument(
+        "--elastic_wait",
+        metavar="SECONDS",
+        type=count,
+        default=300,
+        help="seconds to wait for missing slices before training starts or continues without "
+        "them, with --elastic (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--elastic_poll",
+        metavar="SECONDS",
+        type=positive,
+        default=30,
+        help="seconds between two questions for missing slices, with --elastic (default: "
+        "%(default)s)",
+    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -255,20 +274,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "one is there again. Give the program --mesh_dcn slices and --micro_batch_size (default: "
         "all slices or none)",
     )
-    add(
-        "--elastic_wait",
-        metavar="SECONDS",
-        type=count,
-        help=f"seconds to wait for slices that have failed, with --elastic (default: "
-        f"{ELASTIC_WAIT_SECONDS})",
-    )
-    add(
-        "--elastic_poll",
-        metavar="SECONDS",
-        type=count,
-        help="seconds between two questions to gcloud for missing slices, with --elastic (default: "
-        f"{ELASTIC_POLL_SECONDS})",
-    )
+    add_elastic_times(parser)
     add(
         "--grace",
         metavar="SECONDS",
@@ -310,12 +316,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             raise Mistake("--backend torchtpu works on one slice: give one name to --tpu")
 
     # What comes with --elastic.
-    for name, default in (("wait", ELASTIC_WAIT_SECONDS), ("poll", ELASTIC_POLL_SECONDS)):
-        flag = f"elastic_{name}"
-        if getattr(args, flag) is None:
-            setattr(args, flag, default)
-        elif args.elastic is None:
-            raise Mistake(f"--{flag} requires --elastic")
+    for flag in ("--elastic_wait", "--elastic_poll"):
+        if args.elastic is None and any(word.partition("=")[0] == flag for word in options):
+            raise Mistake(f"{flag} requires --elastic")
     if args.elastic is None:
         return args
     slices = len(args.tpu)
@@ -325,8 +328,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         raise Mistake(f"--elastic {args.elastic} is not 1 to {slices}, the number of slices")
     if not args.max_restarts:
         raise Mistake("--elastic requires --max_restarts: a lost slice takes one of them")
-    if not args.elastic_poll:
-        raise Mistake("--elastic_poll 0: ask once a second or less often")
     for name, _ in args.env:
         if name == "ELASTIC_SLICES" or (name.startswith("MEGASCALE_") and name[-4:] != "PORT"):
             raise Mistake(f"--elastic numbers the slices that are there: drop --env {name}")

@@ -55,11 +55,6 @@ class Device:
         """The product's name."""
         return self.noun
 
-    @property
-    def fused_attention(self) -> bool:
-        """True if it computes PyTorch's ``scaled_dot_product_attention``; known after ``start``."""
-        return True
-
     def start(self, *, tf32: bool) -> None:
         """Start the device number LOCAL_RANK of this host.
 
@@ -118,7 +113,7 @@ class Device:
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of its memory: "used" now, "peak" so far, and "limit"; {} if unknown."""
-        if self.is_host or self.name == "cpu":  # a plugin that computes on the host
+        if self.is_host:
             return {}
         properties = torch.get_device_module(self.where).get_device_properties()
         return {
@@ -271,11 +266,6 @@ class Tpu(Device):
     @functools.cached_property
     def name(self) -> str:
         return torch_tpu_private.device_attributes()["device_kind"]
-
-    @property
-    def fused_attention(self) -> bool:
-        """Its kernel is the TPU's: a plugin for the host's processor cannot run it."""
-        return self.name != "cpu"
 
     def count(self) -> int | None:
         return torch_tpu_private.tpus_of_host() if torch_tpu_private.is_installed() else 0

@@ -314,13 +314,11 @@ def ulysses_attention(
     prefix: tuple[int, int],
     scale: float,
     group: DomainGroup,
-    *,
-    fused: bool,
 ) -> Tensor:
     """Compute attention of this process's queries to the keys of all processes of ``group``.
 
     Each tensor is (batch, heads, tokens, width). ``prefix``: how many of the queries, and of the
-    keys, come first that are the same in all processes. ``fused``: by the device's kernel.
+    keys, come first that are the same in all processes.
     """
     first, before = prefix
     exchange = functools.partial(all_to_all, group=group.group)
@@ -340,10 +338,7 @@ def ulysses_attention(
     keys = torch.cat([k[:, own_heads, :before], keys], dim=2)
     values = torch.cat([v[:, own_heads, :before], values], dim=2)
     queries = torch.cat([q[:, own_heads, :first], *patch_queries], dim=2)
-    if fused:
-        attended = F.scaled_dot_product_attention(queries, keys, values, scale=scale)
-    else:
-        attended = (scale * queries @ keys.mT).softmax(dim=-1) @ values
+    attended = F.scaled_dot_product_attention(queries, keys, values, scale=scale)
 
     output = []
     if first:
@@ -357,10 +352,10 @@ def ulysses_attention(
     return torch.cat(output, dim=2)
 
 
-def attend_over_processes(model: nn.Module, form: str, group: DomainGroup, *, fused: bool) -> None:
+def attend_over_processes(model: nn.Module, form: str, group: DomainGroup) -> None:
     """Let every attention in ``model``, which is given a part of the tokens, see all of them.
 
-    ``form`` is "ring" or "ulysses". ``fused``: the device has PyTorch's fused attention.
+    ``form`` is "ring" or "ulysses".
     """
 
     def product(own_queries: bool, q, k, v) -> Tensor:
@@ -369,7 +364,7 @@ def attend_over_processes(model: nn.Module, form: str, group: DomainGroup, *, fu
         q, k = q.to(v.dtype), k.to(v.dtype)
         if form == "ring":
             return ring_attention(q, k, v, before, scale, group)
-        return ulysses_attention(q, k, v, (first, before), scale, group, fused=fused)
+        return ulysses_attention(q, k, v, (first, before), scale, group)
 
     for attention in attentions(model):
         own_queries = isinstance(attention, AttentionPoolLatent)  # instead of the tokens'

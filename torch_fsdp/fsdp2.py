@@ -19,7 +19,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from models.blocks import attentions
 from models.initialize import cast_buffers
 from models.positions import PartOfPositions, TokenPart
 from torch_fsdp.devices import Device
@@ -75,11 +74,7 @@ class Fsdp2Backend(TorchBackend):
 
         # Domain parallelism: attention sees the tokens of all processes that share an image.
         if self._domain and plan.domain_attention:
-            fused = device.fused_attention
-            attend_over_processes(model, plan.domain_attention, self._domain, fused=fused)
-        elif not device.fused_attention:
-            for attention in attentions(model):
-                attention.fused_attn = False  # type: ignore[assignment]
+            attend_over_processes(model, plan.domain_attention, self._domain)
 
         # Each block: its weights; TransformerEngine's or timm's block, recomputation,
         # torch.compile; and then its shards.

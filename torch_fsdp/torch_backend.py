@@ -296,7 +296,6 @@ class TorchBackend(abc.ABC):
         flags = {
             "moments in bf16": self._rounds_moments,
             "torch.compile": config.compile,
-            "attention by plain products": not self._device.fused_attention,
             "channels last": config.channels_last,
             "CPU offload": config.cpu_offload,
         }
