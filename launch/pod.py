@@ -106,7 +106,7 @@ class Pod:
         say: any may put one here."""
         self.stopped_by = 0
         """The signal to this process that has stopped the workers: they must not be restarted."""
-        self.asked = False
+        self.asked_to_end = False
         """Whether the programs of the newest ``run`` were asked to end by an ``Ending``."""
         self.failed_at = 0.0
         """When a worker of the newest ``run`` failed, or all were asked to end, in seconds since
@@ -154,7 +154,7 @@ class Pod:
 
         ``AS_ASKED`` if none has, and an ``Ending`` has ended them.
         """
-        self._deadline, self.asked, self._running = None, False, set(workers)
+        self._deadline, self.asked_to_end, self._running = None, False, set(workers)
         for worker in workers:
             worker.start(self)
         failed = ended_as_asked = 0
@@ -172,7 +172,7 @@ class Pod:
             if isinstance(event, Ending):
                 if event.attempt == attempt and not (failed or self.stopped_by):
                     self.say(event.why)
-                    self.asked, self.failed_at = True, time.time()
+                    self.asked_to_end, self.failed_at = True, time.time()
                     self._send(signal.SIGTERM)
                 continue
             if isinstance(event, int):  # a signal
@@ -191,7 +191,7 @@ class Pod:
                 continue
             worker, code = event
             self._running.remove(worker)
-            if code == AS_ASKED and self.asked:
+            if code == AS_ASKED and self.asked_to_end:
                 ended_as_asked = code
             elif code and not failed:
                 failed, self.failed_at = code, time.time()

@@ -75,7 +75,7 @@ def ssh_command(args: argparse.Namespace, name: str, worker: int, remote: str) -
 def describe(args: argparse.Namespace, name: str) -> Slice:
     """Ask gcloud for a slice. Raises Mistake if gcloud is missing or does not know the slice."""
     try:
-        asked = subprocess.run(
+        answer = subprocess.run(
             gcloud_command(args, "describe", name, "--format=json"),
             capture_output=True,
             text=True,
@@ -88,12 +88,12 @@ def describe(args: argparse.Namespace, name: str) -> Slice:
         raise Mistake(
             f"gcloud did not describe --tpu {name} within {_ASK_SECONDS:.0f} s: check the network"
         ) from None
-    if asked.returncode:
-        lines = [line for line in asked.stderr.splitlines() if line.strip()] or ["no reason given"]
+    if answer.returncode:
+        lines = [line for line in answer.stderr.splitlines() if line.strip()] or ["no reason given"]
         reason = " ".join(re.sub(r"^ERROR: (\([\w.-]+\) )?", "", lines[0]).split())
         raise Mistake(f"gcloud cannot describe --tpu {name}, check it and --zone: {reason}")
     try:
-        node = dict(json.loads(asked.stdout))
+        node = dict(json.loads(answer.stdout))
     except (TypeError, ValueError):
         raise Mistake(f"gcloud described --tpu {name} by something else than JSON") from None
     config = node.get("acceleratorConfig", {})

@@ -132,7 +132,7 @@ def keep_running(args: argparse.Namespace, job: str, pod: Pod, slices: list[Slic
             break
         variables["RUN_FAILED_AT"] = str(pod.failed_at)  # for the program's account of the restart
         must_ask, awaited = bool(args.elastic), names
-        if pod.asked and code == AS_ASKED:
+        if pod.asked_to_end and code == AS_ASKED:
             awaited = ()
             continue
         if not restarts_left:
@@ -154,7 +154,7 @@ def find_slices(
     If they are fewer than ``--elastic`` even then, a line has been printed that says so. A signal
     ends the waiting, too.
     """
-    deadline, said, pause = time.monotonic() + args.elastic_wait, "", args.elastic_poll
+    deadline, last_reasons = time.monotonic() + args.elastic_wait, ""
     usable: list[Slice] = []
     while not pod.stopped_by:
         answers = pod.meanwhile(lambda: [describe_usable(args, name, kind) for name in args.tpu])
@@ -163,12 +163,12 @@ def find_slices(
         left = deadline - time.monotonic()
         names = {slice_.name for slice_ in usable}
         waits = left > 0 and (len(usable) < args.elastic or not names.issuperset(awaited))
-        if reasons and said != reasons:
-            said = reasons
+        if reasons and reasons != last_reasons:
+            last_reasons = reasons
             pod.say(reasons + (f"; waiting up to {left:.0f} s" if waits else ""))
         if not waits:
             break
-        pod.meanwhile(functools.partial(time.sleep, min(left, pause)))
+        pod.meanwhile(functools.partial(time.sleep, min(left, args.elastic_poll)))
     if len(usable) < args.elastic and not pod.stopped_by:
         pod.say(
             f"error: {len(usable)} of {len(args.tpu)} slices can be used, --elastic requires "
@@ -233,14 +233,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         default=[],
         type=variable,
         help="set in the program's environment; may be repeated. By default PJRT_DEVICE=TPU; "
-        f"STEP_TIMEOUT_S={STEP_TIMEOUT_SECONDS}, the default of --step_timeout_s in "
-        "run_vit_training.py, so that a hang is a failure (0: off); RUN_JOB_ID and RUN_ATTEMPT (0, "
-        "1, ...), by which the program knows that it was started again; and for "
-        "launch/torchrun.sh, which --backend torchtpu needs, NNODES, NODE_RANK, MASTER_ADDR, "
-        "NODE_ADDRESSES and TORCH_TPU_TOPOLOGY, as gcloud describes the TPU; with several slices "
-        "MASTER_ADDR and NODE_RANK, and MEGASCALE_COORDINATOR_ADDRESS (of the first worker of the "
-        "first slice), MEGASCALE_PORT, MEGASCALE_NUM_SLICES and MEGASCALE_SLICE_ID, which libtpu "
-        "reads",
+        f"STEP_TIMEOUT_S={STEP_TIMEOUT_SECONDS}, so that a hang is a failure (0: off); RUN_JOB_ID "
+        "and RUN_ATTEMPT (0, 1, ...); NODE_RANK, MASTER_ADDR and, with one slice, NNODES, "
+        "NODE_ADDRESSES and TORCH_TPU_TOPOLOGY, for launch/torchrun.sh; with several slices "
+        "MEGASCALE_COORDINATOR_ADDRESS, MEGASCALE_PORT, MEGASCALE_NUM_SLICES and "
+        "MEGASCALE_SLICE_ID, for libtpu",
     )
     add(
         "--workdir",

@@ -41,14 +41,6 @@ class DomainGroup:
     def size(self) -> int:
         return len(self.patches)
 
-    def sum(self, x: Tensor) -> Tensor:
-        """Return the sum over all of them."""
-        return _Sum.apply(x, self.group)
-
-    def largest(self, x: Tensor) -> Tensor:
-        """Return the element-wise maximum over all of them."""
-        return _Largest.apply(x, self.group)
-
     def rotate(self, x: Tensor, step: int) -> Callable[[], Tensor]:
         """Start to send ``x``, (batch, heads, patches, width), to the next process.
 
@@ -82,7 +74,9 @@ def _reduced(x: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -
     return result
 
 
-class _Sum(torch.autograd.Function):
+class SumOver(torch.autograd.Function):
+    """The sum of a tensor over the processes of a group."""
+
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
@@ -93,7 +87,9 @@ class _Sum(torch.autograd.Function):
         return _reduced(grad, ctx.group), None
 
 
-class _Largest(torch.autograd.Function):
+class LargestOver(torch.autograd.Function):
+    """The element-wise maximum of a tensor over the processes of a group."""
+
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         largest = _reduced(x, group, dist.ReduceOp.MAX)
@@ -103,10 +99,9 @@ class _Largest(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        (here,) = ctx.saved_tensors
-        here = here.to(grad.dtype)
-        equal = _reduced(here, ctx.group)  # divided among equals, as amax does
-        return _reduced(grad, ctx.group) * here / equal, None
+        is_largest = ctx.saved_tensors[0].to(grad.dtype)
+        equal = _reduced(is_largest, ctx.group)  # divided among equals, as amax does
+        return _reduced(grad, ctx.group) * is_largest / equal, None
 
 
 class _AllToAll(torch.autograd.Function):

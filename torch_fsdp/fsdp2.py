@@ -22,7 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from models.initialize import cast_buffers
 from models.positions import PartOfPositions, TokenPart
 from torch_fsdp.devices import Device
-from torch_fsdp.domain import DomainGroup, attend_over_processes
+from torch_fsdp.domain import DomainGroup, LargestOver, SumOver, attend_over_processes
 from torch_fsdp.parallel_plan import OUTER, SHARD, TorchRun, parallelize_block
 from torch_fsdp.torch_backend import TorchBackend
 from training.backend import InitializeModule
@@ -94,12 +94,13 @@ class Fsdp2Backend(TorchBackend):
         # have other ones: those along "dcn" and "fsdp" alone hold, and reduce, the same. A mean is
         # taken over those; all others' gradients are of a mean over "domain", too.
         if self._domain:
+            group, index, patches = self._domain.group, self._domain.index, self._domain.patches
             part = TokenPart(
-                first=sum(self._domain.patches[: self._domain.index]),
-                patches=self._domain.patches[self._domain.index],
-                of=sum(self._domain.patches),
-                sum=self._domain.sum,
-                largest=self._domain.largest,
+                first=sum(patches[:index]),
+                patches=patches[index],
+                of=sum(patches),
+                sum=lambda x: SumOver.apply(x, group),
+                largest=lambda x: LargestOver.apply(x, group),
             )
             self._positions = run.model.compute_on_part(model, part)
             divide_gradient = functools.partial(_divide_gradient, run.mesh.domain)

@@ -38,9 +38,9 @@ def launch(body: Callable[[TorchRun, Backend], None], run: TorchRun) -> None:
         and address
         and int(rank) < int(world_size)
     ):
-        found = ", ".join(f"{name}={value}" for name, value in variables.items())
+        values = ", ".join(f"{name}={value}" for name, value in variables.items())
         raise UsageError(
-            f"{found}: torchrun sets all four; for one process unset RANK and WORLD_SIZE"
+            f"{values}: torchrun sets all four; for one process unset RANK and WORLD_SIZE"
         )
     device = devices.choose(run.config.backend)
     device.start(tf32=run.backend_config.tf32)
@@ -95,7 +95,7 @@ def join(rank: int, world_size: int, device: Device) -> Store:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     limit = int(os.environ.get("JOIN_TIMEOUT") or _LIMIT_SECONDS)
-    started = said = time.monotonic()
+    started = last_said = time.monotonic()
     pause = 0.01
     store: Store | None = None
 
@@ -127,11 +127,10 @@ def join(rank: int, world_size: int, device: Device) -> Store:
                 later = PrefixStore(f"start_{start + 1}", store)
                 store = PrefixStore(f"start_{start}", store)
                 if device.is_host:
-                    store.set("without", socket.gethostname())
+                    store.set("host without", socket.gethostname())
                 else:
                     store.add("with", 1)
-                    store.set("accelerator", device.noun)
-                    store.set("status_command", device.status_command)
+                    store.set("accelerator", f"{device.noun}/{device.status_command}")
                 store.set(f"rank_{rank}", "")
                 store.add("count", 1)
         except OSError as error:
@@ -144,8 +143,8 @@ def join(rank: int, world_size: int, device: Device) -> Store:
 
         seconds = time.monotonic() - started
         is_late = 0 < limit <= seconds
-        if is_late or time.monotonic() - said >= SAY_SECONDS:
-            said = time.monotonic()
+        if is_late or time.monotonic() - last_said >= SAY_SECONDS:
+            last_said = time.monotonic()
             missing = f"rank 0 at {address}:{port} ({reason})"
             if store:
                 ranks = [str(n) for n in range(world_size) if not store.check([f"rank_{n}"])]
@@ -163,10 +162,10 @@ def join(rank: int, world_size: int, device: Device) -> Store:
         pause = min(2 * pause, 0.5)
 
     if 0 < store.add("with", 0) < world_size:
-        keys = ("without", "accelerator", "status_command")
-        host, wanted, command = (store.get(key).decode() for key in keys)
+        noun, command = store.get("accelerator").decode().split("/")
+        host = store.get("host without").decode()
         raise UsageError(
-            f"PyTorch finds no {wanted} on {host}, but on other nodes: see what {command} says "
+            f"PyTorch finds no {noun} on {host}, but on other nodes: see what {command} says "
             "there, or start without that node",
             agreed=True,
         )

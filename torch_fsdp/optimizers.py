@@ -236,96 +236,92 @@ class Muon:
     ) -> None:
         names = {part: name for name, part in parts.items()}
         self._state, self._group, self._dtype, self._eps = optimizer.state, group, dtype, eps
-        self._chosen: list[tuple[nn.Parameter, Mapping[str, Any]]] = [
+        self._parameters: list[tuple[nn.Parameter, Mapping[str, Any]]] = [
             (part, settings)
             for settings in optimizer.param_groups
             if settings["rule"] == "muon"
             for part in settings["params"]
         ]
         self._matrices: list[tuple[int, int]] = []
-        for part, _ in self._chosen:
-            matrix = updates[names[part]].matrix
+        ranges = []
+        for part, _ in self._parameters:
+            matrix, view = updates[names[part]].matrix, views(names[part])
             assert matrix is not None
             self._matrices.append(matrix)
-        count, self._rank = (1, 0) if group is None else (group.size(), group.rank())
-        ranges = [_flat_range(views(names[part])) for part, _ in self._chosen]
-        self._ranges = [ranges] * count
+            # Of the flattened matrix; they are adjacent.
+            first, count = 0, view.numel()
+            if isinstance(view, ShardedTensor):
+                count = sum(chunk.data.numel() for chunk in view.chunks)
+                offsets = view.chunks[0].offsets if view.chunks else (0,) * view.dim()
+                for offset, size in zip(offsets, view.shape, strict=True):
+                    first = first * size + offset
+            ranges.append(range(first, first + count))
+        processes, self._rank = (1, 0) if group is None else (group.size(), group.rank())
+        self._ranges = [ranges] * processes
         """The part of each matrix that each process has."""
-        if count > 1:
+        if processes > 1:
             dist.all_gather_object(self._ranges, ranges, group=group)
-        self._owned: list[list[int]] = [[] for _ in range(count)]
+        self._owned: list[list[int]] = [[] for _ in range(processes)]
         """The matrices that each process computes: the next largest goes to the one with least
         work, which grows with the elements times the shorter side."""
         work = [math.prod(matrix) * min(matrix) for matrix in self._matrices]
-        load = [0] * count
+        load = [0] * processes
         for i in sorted(range(len(work)), key=lambda i: -work[i]):
             least = load.index(min(load))
             self._owned[least].append(i)
             load[least] += work[i]
 
-    @torch.no_grad()
     def step_unless(self, skipped: Tensor) -> None:
         """Update all of Muon's parameters, unless ``skipped``.
 
         Their gradients are None afterwards, so that AdamW skips them.
         """
         skips, momenta = skipped > 0, []
-        for part, _ in self._chosen:
+        for part, _ in self._parameters:
             momentum = self._state[part]["momentum_buffer"]
             assert part.grad is not None
             _copy_unless(skips, momentum, momentum.lerp(part.grad, 1 - MOMENTUM))
             part.grad = None
             momenta.append(momentum.flatten().to(self._dtype))
-        found = self._orthogonalized(momenta)
-        for i, (part, group) in enumerate(self._chosen):
-            lr, old = group["lr"], part.detach()
-            step = found[i].view(old.shape).float() * (lr * lr_factor(self._matrices[i]))
-            _copy_unless(skips, old, old * (1 - lr * group["weight_decay"]) - step)
+        directions = self._orthogonalized(momenta)
+        for i, (part, settings) in enumerate(self._parameters):
+            lr, old = settings["lr"], part.detach()
+            step = directions[i].view(old.shape).float() * (lr * lr_factor(self._matrices[i]))
+            _copy_unless(skips, old, old * (1 - lr * settings["weight_decay"]) - step)
 
     def _orthogonalized(self, parts: Sequence[Tensor]) -> Mapping[int, Tensor]:
         """Return this process's part of each matrix, orthogonalized; all are flat, as ``parts``."""
 
-        def whole(i: int, elements: Tensor) -> Tensor:
+        def orthogonalize(i: int, elements: Tensor) -> Tensor:
             return orthogonalized(elements.view(self._matrices[i]), self._eps).flatten()
 
         if self._group is None or len(self._owned) == 1:
-            return {i: whole(i, part) for i, part in enumerate(parts)}
-        mine, empty = self._owned[self._rank], parts[0].new_empty(0)
+            return {i: orthogonalize(i, part) for i, part in enumerate(parts)}
+        owned_here, empty = self._owned[self._rank], parts[0].new_empty(0)
 
         # Parts of each process's matrices to it.
         sent = [torch.cat([empty, *(parts[i] for i in owned)]) for owned in self._owned]
-        sizes = [(sum(len(ranges[i]) for i in mine),) for ranges in self._ranges]
-        received = all_to_all(sent, sizes, self._group)
-        matrices = {i: empty.new_empty(math.prod(self._matrices[i])) for i in mine}
-        for ranges, part in zip(self._ranges, received, strict=True):
-            for i, piece in zip(mine, part.split([len(ranges[i]) for i in mine]), strict=True):
+        lengths = [[len(ranges[i]) for i in owned_here] for ranges in self._ranges]
+        received = all_to_all(sent, [(sum(sizes),) for sizes in lengths], self._group)
+        matrices = {i: empty.new_empty(math.prod(self._matrices[i])) for i in owned_here}
+        for ranges, sizes, part in zip(self._ranges, lengths, received, strict=True):
+            for i, piece in zip(owned_here, part.split(sizes), strict=True):
                 matrices[i][ranges[i].start : ranges[i].stop] = piece
 
-        results = {i: whole(i, elements) for i, elements in matrices.items()}
+        results = {i: orthogonalize(i, elements) for i, elements in matrices.items()}
 
         # And back.
         sent = [
-            torch.cat([empty, *(results[i][ranges[i].start : ranges[i].stop] for i in mine)])
+            torch.cat([empty, *(results[i][ranges[i].start : ranges[i].stop] for i in owned_here)])
             for ranges in self._ranges
         ]
-        sizes = [(sum(parts[i].numel() for i in owned),) for owned in self._owned]
-        found: dict[int, Tensor] = {}
-        for owned, part in zip(self._owned, all_to_all(sent, sizes, self._group), strict=True):
-            pieces = part.split([parts[i].numel() for i in owned])
-            found |= dict(zip(owned, pieces, strict=True))
-        return found
-
-
-def _flat_range(view: Tensor) -> range:
-    """Return which elements of the flattened global tensor a part is; they are adjacent."""
-    if not isinstance(view, ShardedTensor):
-        return range(view.numel())
-    if not view.chunks:
-        return range(0)
-    first = 0
-    for place, size in zip(view.chunks[0].offsets, view.shape, strict=True):
-        first = first * size + place
-    return range(first, first + sum(chunk.data.numel() for chunk in view.chunks))
+        lengths = [[parts[i].numel() for i in owned] for owned in self._owned]
+        received = all_to_all(sent, [(sum(sizes),) for sizes in lengths], self._group)
+        return {
+            i: piece
+            for owned, sizes, part in zip(self._owned, lengths, received, strict=True)
+            for i, piece in zip(owned, part.split(sizes), strict=True)
+        }
 
 
 # -- The factor of the loss in fp16, by which small gradients do not become zero -------------------

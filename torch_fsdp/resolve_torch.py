@@ -150,12 +150,12 @@ def _resolve_domain(
     config: RunConfig, backend_config: Fsdp2Config, mesh: Mesh, model: ModelSpec
 ) -> RunConfig:
     """Decide ``--domain_attention`` of processes that share images. Raises UsageError."""
-    given = f"--mesh_domain {mesh.domain}"
+    flag = f"--mesh_domain {mesh.domain}"
     check_rows(mesh, model)
     if backend_config.compile and config.sharding.grad_ckpt == "selective":
         # Seen with PyTorch 2.9: what is compiled is not run where a policy looks at operations.
         raise UsageError(
-            f"--compile with {given} requires --grad_ckpt full or none: selective would leave "
+            f"--compile with {flag} requires --grad_ckpt full or none: selective would leave "
             "nothing compiled"
         )
     reason = model.why_no_token_part()
@@ -164,11 +164,11 @@ def _resolve_domain(
             reason = f"processes would drop the same places of their tokens (<{name}>)"
     if reason:
         reason = ModelError(reason).told(MODEL_FLAG)
-        raise UsageError(f"{given} on GPUs is incompatible with --model {model.name}: {reason}")
+        raise UsageError(f"{flag} on GPUs is incompatible with --model {model.name}: {reason}")
     heads = model.sizes.num_heads
     refused = {"gather": "requires --backend xla: use ring or ulysses"}
     if heads % mesh.domain:
-        refused["ulysses"] = f"requires heads that {given} divides, not {heads}: use ring"
+        refused["ulysses"] = f"requires heads that {flag} divides, not {heads}: use ring"
     return resolve_domain(config, mesh, refused, auto="ring" if "ulysses" in refused else "ulysses")
 
 
