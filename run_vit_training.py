@@ -191,10 +191,10 @@ def choose_backend(choice: BackendChoice) -> BackendChoice:
     has_xla = importlib.util.find_spec("torch_xla") is not None
     if has_xla and device_type() == "TPU":
         backend, package = "xla", "torch_xla"
-    elif Tpu.is_available():
+    elif Tpu().count():
         backend, package = "torchtpu", "torch_tpu"
     else:
-        return "xla" if has_xla and not Cuda.is_available() else "cuda"
+        return "xla" if has_xla and not Cuda().count() else "cuda"
     if errors.is_first_of_torchrun():
         version = errors.installed_version(package)
         print(f"{PROGRAM}: --backend auto: {backend}, by {package} {version}", file=sys.stderr)
@@ -215,11 +215,9 @@ def run_on_backend(flags: Flags, config: RunConfig, prepare: Prepare) -> None:
         resolve_xla.check_installed()
     else:
         from gpu_fsdp import resolve_gpu
-        from torch_fsdp import resolve_torch
         from torch_fsdp.launch_torch import launch
 
-        resolve = resolve_gpu.resolve if backend == "cuda" else resolve_torch.resolve
-        run, body = prepare(resolve(replace(config, backend=backend), flags.torch))
+        run, body = prepare(resolve_gpu.resolve(replace(config, backend=backend), flags.torch))
     from training.processes.exchange import tag_errors_with_rank
 
     gc.freeze()  # what is there stays: it is never searched for garbage

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 from config_fields import flag
 from torch_fsdp.config import Fsdp2Config, zero_strategy
@@ -25,6 +25,16 @@ def outer_strategy(text: str) -> int:
 class TorchConfig(Fsdp2Config):
     """All flags of PyTorch's own devices: FSDP2's, and those of NVIDIA's libraries."""
 
+    fsdp: Literal["auto", "megatron", "fsdp2"] = flag(
+        "auto",
+        "form of FSDP; megatron: NVIDIA's; fsdp2: PyTorch's; auto: megatron on CUDA without "
+        "--objective dino or --teacher, else fsdp2",
+    )
+    meta_init: bool | None = flag(
+        None,
+        "initialize the weights unit by unit, so that no device ever holds the whole model; fsdp2 "
+        "always does (default: on if the model is larger than a quarter of the device's memory)",
+    )
     outer_dp_sharding_strategy: int = flag(
         0,
         "what is sharded over the groups of --mesh_dcn too (megatron); 0 no_shard: nothing; 1 "
@@ -70,8 +80,14 @@ class TorchConfig(Fsdp2Config):
 
     @property
     def keeps_fp32_weights(self) -> bool:
+        """Whether weights are stored in fp32 at any precision."""
         return self.preserve_fp32_weights
 
     @property
     def product_multiple(self) -> int:
+        """Sizes of matrix products must be multiples of this."""
         return FP8_MULTIPLE[self.fp8]
+
+    def shrunk(self) -> Self:
+        """Return the same for a model of a few blocks."""
+        return self

@@ -77,10 +77,11 @@ class MegatronBackend(TorchBackend):
         model.to(plan.dtype)
         _fill(model, initial, plan.dtype, device, meta_init=meta_init)
 
-        def cast(x: torch.Tensor) -> torch.Tensor:
-            return x.to(plan.dtype) if x.is_floating_point() else x
-
-        model.register_forward_pre_hook(lambda _, inputs: tree_map_only(torch.Tensor, cast, inputs))
+        model.register_forward_pre_hook(
+            lambda _, inputs: tree_map_only(
+                torch.Tensor, lambda x: x.to(plan.dtype) if x.is_floating_point() else x, inputs
+            )
+        )
 
         # What is sharded and gathered as one. With the patch embedding a unit by itself, no part
         # starts inside a row of another parameter, on which the package fails for some widths.
@@ -159,20 +160,16 @@ class MegatronBackend(TorchBackend):
         if self._run.config.objective.has_teacher:
             teacher = self._frozen[0]
             assert isinstance(teacher, MegatronBackend)
-            teacher._become_average_of(self)
+            # The average is taken of one part after the other: the teacher's must be the student's.
+            local_range = megatron_private.local_range
+            for name, parameter in self._parameters.items():
+                assert local_range(parameter) == local_range(teacher._parameters[name]), name
+            if self._plan.dtype != torch.float32:  # in bf16 an average would stay where it is
+                teacher._rounded = {name: part.detach() for name, part in teacher._locals.items()}
+                teacher._locals = {
+                    name: nn.Parameter(part.float()) for name, part in teacher._rounded.items()
+                }
         super().build_optimizer(updates, betas=betas, eps=eps)
-
-    def _become_average_of(self, student: "MegatronBackend") -> None:
-        """Keep this frozen model's parameters in fp32: in bf16 an average would stay where it is.
-
-        Its parts must be the student's, since the average is taken of one part after the other.
-        """
-        local_range = megatron_private.local_range
-        for name, parameter in self._parameters.items():
-            assert local_range(parameter) == local_range(student._parameters[name]), name
-        if self._plan.dtype != torch.float32:
-            self._rounded = {name: part.detach() for name, part in self._locals.items()}
-            self._locals = {n: nn.Parameter(part.float()) for n, part in self._rounded.items()}
 
     # -- a step -----------------------------------------------------------------------
 

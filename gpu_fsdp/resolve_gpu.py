@@ -1,4 +1,4 @@
-"""``--backend cuda``: the one place where NVIDIA's parts take the place of PyTorch's.
+"""Where NVIDIA's parts take the place of PyTorch's, and what these require.
 
 ``--fsdp megatron`` replaces FSDP2, ``--block te`` timm's blocks, ``--fp8`` their products. All else
 is ``torch_fsdp``'s.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Literal
 
 from gpu_fsdp import megatron_private
 from gpu_fsdp.config import TorchConfig
@@ -23,9 +23,6 @@ from torch_fsdp.resolve_torch import FSDP2
 from training.config import RunConfig
 from training.errors import UsageError
 from training.mesh import Mesh
-
-if TYPE_CHECKING:
-    from torch_fsdp.torch_backend import TorchBackend
 
 
 def resolve(config: RunConfig, backend_config: TorchConfig) -> TorchRun:
@@ -41,15 +38,20 @@ def resolve(config: RunConfig, backend_config: TorchConfig) -> TorchRun:
             or config.loss.teacher is not None
             or config.objective.has_teacher
         )
-        megatron = devices.choose("cuda").runs_megatron and not prefers_fsdp2
-        backend_config = replace(backend_config, fsdp="megatron" if megatron else "fsdp2")
+        has_gpu = isinstance(devices.choose(config.backend), devices.Cuda)
+        fsdp: Literal["megatron", "fsdp2"] = "fsdp2" if prefers_fsdp2 or not has_gpu else "megatron"
+        backend_config = replace(backend_config, fsdp=fsdp)
+    if backend_config.fsdp == "megatron" and config.backend == "torchtpu":
+        raise UsageError("--fsdp megatron requires --backend cuda, this is torchtpu")
+    if backend_config.fsdp == "fsdp2" and backend_config.meta_init is False:
+        raise UsageError("--no-meta_init requires --fsdp megatron, this is fsdp2")
     form = MEGATRON if backend_config.fsdp == "megatron" else FSDP2
-    blocks: TimmBlocks | None = None
+    blocks = TimmBlocks()
     if backend_config.block == "te":
         blocks = TeBlocks(backend_config.fp8)
     elif backend_config.fp8 != "none":
         blocks = Float8Blocks(backend_config.fp8)
-    return resolve_torch.resolve(replace(config, backend="cuda"), backend_config, form, blocks)
+    return resolve_torch.resolve(config, backend_config, form, blocks)
 
 
 def _check_megatron(
@@ -84,7 +86,7 @@ def _check_megatron(
 
 def check_megatron_runs_here() -> None:
     """Raise UsageError where Megatron-FSDP cannot run."""
-    if not devices.choose("cuda").runs_megatron:
+    if not isinstance(devices.choose("cuda"), devices.Cuda):
         raise UsageError("--fsdp megatron requires CUDA: on the CPU use --fsdp fsdp2")
     try:
         if importlib.util.find_spec("transformer_engine"):  # which it imports
@@ -105,10 +107,4 @@ def check_megatron_runs_here() -> None:
         ) from None
 
 
-def _open_megatron(run: TorchRun, device: Device) -> TorchBackend:
-    from gpu_fsdp.megatron import MegatronBackend
-
-    return MegatronBackend(run, device)
-
-
-MEGATRON = Form(_check_megatron, _open_megatron, megatron_private.WRITTEN_FOR)
+MEGATRON = Form("gpu_fsdp.megatron:MegatronBackend", _check_megatron, megatron_private.WRITTEN_FOR)

@@ -64,8 +64,8 @@ class TeBlocks(TimmBlocks):
             "--compile": run.backend_config.compile,
             "--grad_ckpt selective": run.config.sharding.grad_ckpt == "selective",
         }
-        for flag, given in unsupported.items():
-            if given:
+        for flag, is_set in unsupported.items():
+            if is_set:
                 raise UsageError(f"--block te has no {flag}: drop it, or use --block timm")
         if reason := why_no_transformer_engine(run.model.block):
             reason = ModelError(reason).told(MODEL_FLAG)

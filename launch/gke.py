@@ -17,19 +17,14 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from config_fields import not_empty, path_or_url
+from config_fields import count, not_empty, path_or_url
 from launch import STOPS, write_line
 from launch.slices import Mistake
-from launch.xla_dist import (
-    ELASTIC_POLL_SECONDS,
-    ELASTIC_WAIT_SECONDS,
-    PodParser,
-    count,
-)
+from launch.xla_dist import PodParser, add_elastic_times
 
 JOB_SET_LABEL = "jobset.sigs.k8s.io/jobset-name"
 POOL_LABEL = "cloud.google.com/gke-nodepool"
@@ -48,11 +43,12 @@ class Unanswered(Exception):
 def main(argv: Sequence[str]) -> int:
     try:
         args = parse(argv)
-        with _stopping() as stop:
-            return Run(args, read_job_set(args), stop).follow()
+        return ElasticJobSet(args, read_job_set(args)).follow()
     except Mistake as mistake:
         print(f"gke: error: {mistake}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # nothing has been started yet
+        return 130
 
 
 def say(text: str) -> None:
@@ -88,27 +84,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "missing one is there again. A slice is a node pool whose machines are all ready and have "
         "no pods with TPUs of others. Give the program --mesh_dcn slices and --micro_batch_size",
     )
-    add(
-        "--elastic_wait",
-        metavar="SECONDS",
-        type=count,
-        default=ELASTIC_WAIT_SECONDS,
-        help="seconds to wait for missing slices before training starts or continues without them "
-        "(default: %(default)s)",
-    )
-    add(
-        "--elastic_poll",
-        metavar="SECONDS",
-        type=count,
-        default=ELASTIC_POLL_SECONDS,
-        help="seconds between two questions to the cluster, at least 1 (default: %(default)s)",
-    )
+    add_elastic_times(parser)
     add("--namespace", type=not_empty, help="default: kubectl's")
     add("--context", type=not_empty, help="the cluster, as kubectl names it; default: kubectl's")
-    args = parser.parse_args(argv)
-    if not args.elastic_poll:
-        raise Mistake("--elastic_poll 0: ask once a second or less often")
-    return args
+    return parser.parse_args(argv)
 
 
 # -- the cluster -----------------------------------------------------------------------
@@ -158,24 +137,11 @@ class JobSet:
     slices: int
     """Its replicas: the most slices that it trains on."""
     machines: int
-    """Of a slice."""
+    """The machines of a slice."""
     selector: str
-    """Which machines they are, as kubectl selects them by labels."""
+    """The labels by which kubectl selects the machines."""
     grace_s: float
     """The seconds that its pods have between SIGTERM and SIGKILL."""
-
-    def on(self, slices: int, least: int) -> str:
-        """Return the JobSet on so many slices, in JSON.
-
-        With ELASTIC_SLICES the program checks its flags for each number of slices.
-        """
-        content = copy.deepcopy(self.content)
-        (job,) = content["spec"]["replicatedJobs"]
-        job["replicas"] = slices
-        for container in job["template"]["spec"]["template"]["spec"]["containers"]:
-            variables = container.setdefault("env", [])
-            variables.append({"name": "ELASTIC_SLICES", "value": f"{least}:{self.slices}"})
-        return json.dumps(content)
 
 
 def read_job_set(args: argparse.Namespace) -> JobSet:
@@ -242,45 +208,29 @@ def is_ready(node: dict[str, Any]) -> bool:
 # -- the run ---------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _stopping() -> Iterator["Stop"]:
-    """Have signals that are not ignored ask for the end; a second one ends at once."""
-    stop = Stop()
-    numbers = [number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, stop.by) for number in numbers}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+class ElasticJobSet:
+    """A JobSet that is applied to the slices that can be used, until it ends."""
 
-
-class Stop:
-    """Whether a signal has asked for the end."""
-
-    def __init__(self) -> None:
-        self.number, self.event = 0, threading.Event()
-
-    def by(self, number: int, frame: object) -> None:
-        if self.number:
-            raise SystemExit(128 + number)
-        self.number = number
-        self.event.set()
-
-
-class Run:
-    """A JobSet that is followed until it ends."""
-
-    def __init__(self, args: argparse.Namespace, job: JobSet, stop: Stop) -> None:
-        self._args, self._job, self._stop = args, job, stop
+    def __init__(self, args: argparse.Namespace, job: JobSet) -> None:
+        self._args, self._job = args, job
         self._slices = 0
-        """Those that the JobSet is on; 0: it does not run."""
+        """The slices that the JobSet is on; 0: it does not run."""
         self._fewer_since: float | None = None
         self._said = ""
+        self._stopped_by, self._stop = 0, threading.Event()
+        for number in STOPS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        if self._stopped_by:
+            raise SystemExit(128 + number)
+        self._stopped_by = number
+        self._stop.set()
 
     def follow(self) -> int:
         """Run the JobSet on the slices that can be used; return the exit code."""
-        while not self._stop.number:
+        while not self._stopped_by:
             try:
                 code = self._look()
             except Unanswered as reason:
@@ -288,11 +238,11 @@ class Run:
                 self._say_once(f"the cluster does not answer, asking on: {reason}")
             if code is not None:
                 return code
-            self._stop.event.wait(self._args.elastic_poll)
+            self._stop.wait(self._args.elastic_poll)
         if self._slices:
             say("deleting the JobSet: its programs write a checkpoint")
             self._end()
-        return 128 + (self._stop.number if self._stop.number == signal.SIGINT else signal.SIGTERM)
+        return 128 + (signal.SIGINT if self._stopped_by == signal.SIGINT else signal.SIGTERM)
 
     def _say_once(self, text: str) -> None:
         if text != self._said:
@@ -306,8 +256,7 @@ class Run:
 
     def _look(self) -> int | None:
         """Look at the cluster once and do what follows; return the exit code if it has ended."""
-        job, now = self._job, time.monotonic()
-        job_set = self._job_set()
+        job, args, job_set = self._job, self._args, self._job_set()
         if not job_set and self._slices:
             say(f"error: the JobSet {job.name} was deleted")
             return 1
@@ -325,27 +274,22 @@ class Run:
             if not self._slices:
                 say(f"the JobSet {job.name} runs already: following it")
             self._slices = job_set["spec"]["replicatedJobs"][0]["replicas"]
-        usable = min(
-            job.slices,
-            usable_slices(
-                job,
-                items(self._args, "nodes", f"--selector={job.selector}"),
-                items(self._args, "pods", "--all-namespaces"),
-            ),
-        )
+
+        nodes = items(args, "nodes", f"--selector={job.selector}")
+        usable = usable_slices(job, nodes, items(args, "pods", "--all-namespaces"))
+        usable = min(job.slices, usable)
         if usable >= (self._slices or job.slices):
             self._fewer_since = None
             if usable > self._slices:
                 self._start(usable)
             return None
+        now = time.monotonic()
         self._fewer_since = self._fewer_since or now
-        if now - self._fewer_since < self._args.elastic_wait:
-            self._say_once(f"{usable} of {job.slices} slices can be used: waiting for more")
-        elif usable < self._args.elastic:
-            self._say_once(
-                f"{usable} of {job.slices} slices can be used, --elastic requires "
-                f"{self._args.elastic}: waiting for more"
-            )
+        says = f"{usable} of {job.slices} slices can be used"
+        if now - self._fewer_since < args.elastic_wait:
+            self._say_once(f"{says}: waiting for more")
+        elif usable < args.elastic:
+            self._say_once(f"{says}, --elastic requires {args.elastic}: waiting for more")
         else:
             self._start(usable)
         return None
@@ -356,9 +300,17 @@ class Run:
         if self._slices:
             say(f"from {self._slices} to {names}: ending the JobSet, with a checkpoint if it can")
             self._end()
-        if self._stop.number:
+        if self._stopped_by:
             return
-        kubectl(self._args, "apply", "--filename=-", content=job.on(slices, self._args.elastic))
+        # With ELASTIC_SLICES the program checks its flags for each number of slices.
+        content = copy.deepcopy(job.content)
+        (replicated_job,) = content["spec"]["replicatedJobs"]
+        replicated_job["replicas"] = slices
+        elastic_slices = f"{self._args.elastic}:{job.slices}"
+        for container in replicated_job["template"]["spec"]["template"]["spec"]["containers"]:
+            variables = container.setdefault("env", [])
+            variables.append({"name": "ELASTIC_SLICES", "value": elastic_slices})
+        kubectl(self._args, "apply", "--filename=-", content=json.dumps(content))
         self._slices, self._fewer_since, self._said = slices, None, ""
         say(
             f"started {job.name} on {names}; its output: kubectl logs -f --prefix "
@@ -371,32 +323,33 @@ class Run:
         Pods on machines that are gone never end: these are forgotten after their grace period.
         Such a machine cannot train on, as the others of its slice have ended.
         """
-        asked = False
-        forget_at = time.monotonic() + self._job.grace_s + _AFTER_GRACE_SECONDS
+        args, job, is_deleted = self._args, self._job, False
+        forget_at = time.monotonic() + job.grace_s + _AFTER_GRACE_SECONDS
         while True:
             with contextlib.suppress(Unanswered):
-                if not asked:
+                if not is_deleted:
                     kubectl(
-                        self._args,
-                        *("delete", "jobsets.jobset.x-k8s.io", self._job.name),
+                        args,
+                        *("delete", "jobsets.jobset.x-k8s.io", job.name),
                         *("--ignore-not-found", "--wait=false", "--cascade=foreground"),
                     )
-                    asked = True
-                pods = items(self._args, "pods", f"--selector={JOB_SET_LABEL}={self._job.name}")
+                    is_deleted = True
+                pods = items(args, "pods", f"--selector={JOB_SET_LABEL}={job.name}")
                 if not pods and not self._job_set():
                     self._slices = 0
                     return
                 if time.monotonic() > forget_at:
-                    self._forget(pods)
+                    nodes = items(args, "nodes", f"--selector={job.selector}")
+                    ready = {node["metadata"]["name"] for node in nodes if is_ready(node)}
+                    lost = [
+                        pod["metadata"]["name"]
+                        for pod in pods
+                        if pod["spec"].get("nodeName") not in ready
+                    ]
+                    if lost:
+                        say(f"forgetting pods on machines that are gone: {', '.join(lost)}")
+                        kubectl(args, "delete", "pods", *lost, "--force", "--grace-period=0")
             time.sleep(1)
-
-    def _forget(self, pods: Sequence[dict[str, Any]]) -> None:
-        nodes = items(self._args, "nodes", f"--selector={self._job.selector}")
-        ready = {node["metadata"]["name"] for node in nodes if is_ready(node)}
-        lost = [pod["metadata"]["name"] for pod in pods if pod["spec"].get("nodeName") not in ready]
-        if lost:
-            say(f"forgetting pods on machines that are gone: {', '.join(lost)}")
-            kubectl(self._args, "delete", "pods", *lost, "--force", "--grace-period=0")
 
 
 if __name__ == "__main__":

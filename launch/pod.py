@@ -5,24 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from launch import CRASH_SECONDS, STOPS, is_crash, write_line
 
 _LONGEST_LINE = 65536
 """The bytes after which output without a line end is divided."""
-_LINE_END = re.compile(rb"\r\n|\n|\r(?!$)")  # a last \r may be half of \r\n
-_BAR_SECONDS = 10.0
-"""The seconds between shown lines of a progress bar, which ends its lines with \\r."""
 GRACE_SECONDS = 120.0
 """The seconds that programs have to end by themselves, with a checkpoint perhaps."""
 AS_ASKED = 128 + signal.SIGTERM
@@ -31,77 +27,48 @@ _CLIENT_SECONDS = 15.0
 """The seconds that a client has to report that its program was killed; then it is disconnected."""
 
 
-def lines(source: IO[bytes]) -> Iterator[bytes]:
-    """Yield complete lines as they come, without ends; few of those that overwrite another."""
-    rest, shown = b"", float("-inf")
-    while data := os.read(source.fileno(), 65536):
-        start, searched = 0, max(0, len(rest) - 1)
-        rest += data
-        for end in _LINE_END.finditer(rest, searched):
-            line, is_bar = rest[start : end.start()], end.group() == b"\r"
-            start = end.end()
-            if is_bar:
-                if not line.strip() or time.monotonic() - shown < _BAR_SECONDS:
-                    continue
-                shown = time.monotonic()
-            yield line
-        while len(rest) - start > _LONGEST_LINE:
-            cut = start + _LONGEST_LINE
-            while cut > start + _LONGEST_LINE - 3 and rest[cut] & 0xC0 == 0x80:
-                cut -= 1  # not within a character of UTF-8
-            yield rest[start:cut]
-            start = cut
-        rest = rest[start:]
-    if rest.strip():
-        yield rest.rstrip(b"\r")
-
-
-class Client(NamedTuple):
-    """The ssh client of a worker, to be run."""
-
-    worker: int
-    """Its number, over all slices: of its log, and of the lines that it prints."""
-    place: str
-    """Which worker of which slice it is, as " (worker 0 of vit-1)"; "" if there is one slice."""
-    command: Sequence[str]
-
-
 class Worker:
-    """Runs one ssh client. Its stdin is held open: the far end stops the program when it closes."""
+    """An ssh client to be run. Its stdin is held open: the far end stops the program when it
+    closes."""
 
-    def __init__(self, client: Client, pod: Pod) -> None:
-        self.index, self.name = client.worker, f"worker {client.worker}{client.place}"
-        self._pod = pod
-        self._log = pod.open_log(client.worker)
+    client: subprocess.Popen[bytes]
+
+    def __init__(self, index: int, place: str, command: Sequence[str]) -> None:
+        """``index``: the worker's number over all slices. ``place``: which worker of which slice
+        it is, as " (worker 0 of vit-1)"; "" if there is one slice."""
+        self.index, self.name, self._command = index, f"worker {index}{place}", command
+
+    def start(self, pod: Pod) -> None:
         # In a session of its own: Ctrl-C would end the client, and tell the program nothing.
         self.client = subprocess.Popen(
-            client.command,
+            self._command,
             start_new_session=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
-        threading.Thread(target=self._follow, daemon=True).start()
+        log = pod.open_log(self.index)
+        threading.Thread(target=self._follow, args=(pod, log), daemon=True).start()
 
-    def _follow(self) -> None:
+    def _follow(self, pod: Pod, log: IO[bytes]) -> None:
         def copy(source: IO[bytes], target: IO[str]) -> None:
-            for line in lines(source):
+            while line := source.readline(_LONGEST_LINE):
+                line = line.rstrip(b"\r\n").rpartition(b"\r")[2]  # of a progress bar the last state
                 with contextlib.suppress(OSError):  # a full disk here stops no training there
-                    self._log.write(line + b"\n")
-                self._pod.write(f"[worker {self.index}] {line.decode(errors='replace')}", target)
+                    log.write(line + b"\n")
+                pod.write(f"[worker {self.index}] {line.decode(errors='replace')}", target)
 
-        client = self.client
-        assert client.stdout is not None
-        assert client.stderr is not None
-        with self._log:
-            pairs = ((client.stdout, sys.stdout), (client.stderr, sys.stderr))
+        assert self.client.stdout is not None
+        assert self.client.stderr is not None
+        with log:
+            pairs = ((self.client.stdout, sys.stdout), (self.client.stderr, sys.stderr))
             readers = [threading.Thread(target=copy, args=streams) for streams in pairs]
             for reader in readers:
                 reader.start()
             for reader in readers:
                 reader.join()
-        code = client.wait()
-        self._pod.events.put((self, code if code >= 0 else 128 - code))
+        code = self.client.wait()
+        pod.events.put((self, code if code >= 0 else 128 - code))
 
     def send(self, number: int) -> None:
         """Send the program a signal, over the connection or as soon as there is one."""
@@ -139,7 +106,7 @@ class Pod:
         say: any may put one here."""
         self.stopped_by = 0
         """The signal to this process that has stopped the workers: they must not be restarted."""
-        self.asked = False
+        self.asked_to_end = False
         """Whether the programs of the newest ``run`` were asked to end by an ``Ending``."""
         self.failed_at = 0.0
         """When a worker of the newest ``run`` failed, or all were asked to end, in seconds since
@@ -155,15 +122,11 @@ class Pod:
 
     def open_log(self, index: int) -> IO[bytes]:
         """Open a worker's log or, if that cannot be written any more, /dev/null."""
+        path = self.log_dir / f"worker_{index}.log"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW  # a link may lead anywhere
         try:
             self.log_dir.mkdir(parents=True, exist_ok=True)
-            return open(
-                self.log_dir / f"worker_{index}.log",
-                "ab",
-                buffering=0,
-                # No link, which may lead anywhere.
-                opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666),
-            )
+            return open(os.open(path, flags, 0o666), "ab", buffering=0)
         except OSError as error:
             if not self._lacks_logs:
                 self.say(f"continuing without logs: {self.log_dir}: {error.strerror}")
@@ -186,13 +149,14 @@ class Pod:
                 return None
         return event.value
 
-    def run(self, clients: Sequence[Client], attempt: int) -> int:
-        """Run the clients; return 0, or the exit code of the first worker that failed.
+    def run(self, workers: Sequence[Worker], attempt: int) -> int:
+        """Run the workers; return 0, or the exit code of the first one that failed.
 
         ``AS_ASKED`` if none has, and an ``Ending`` has ended them.
         """
-        self._deadline, self.asked = None, False
-        self._running = {Worker(client, self) for client in clients}
+        self._deadline, self.asked_to_end, self._running = None, False, set(workers)
+        for worker in workers:
+            worker.start(self)
         failed = ended_as_asked = 0
         while self._running:
             left: float | None = None
@@ -208,7 +172,7 @@ class Pod:
             if isinstance(event, Ending):
                 if event.attempt == attempt and not (failed or self.stopped_by):
                     self.say(event.why)
-                    self.asked, self.failed_at = True, time.time()
+                    self.asked_to_end, self.failed_at = True, time.time()
                     self._send(signal.SIGTERM)
                 continue
             if isinstance(event, int):  # a signal
@@ -227,7 +191,7 @@ class Pod:
                 continue
             worker, code = event
             self._running.remove(worker)
-            if code == AS_ASKED and self.asked:
+            if code == AS_ASKED and self.asked_to_end:
                 ended_as_asked = code
             elif code and not failed:
                 failed, self.failed_at = code, time.time()
@@ -242,7 +206,12 @@ class Pod:
                     self._deadline = time.monotonic() + grace, signal.SIGKILL
         return failed or ended_as_asked
 
+    def _send(self, number: int) -> None:
+        for worker in self._running:
+            worker.send(number)
+
     def _kill(self) -> None:
+        """Kill the programs; disconnect the workers that do not report the end of theirs."""
         if self._deadline and self._deadline[1] == 0:
             for worker in self._running:
                 self.say(f"{worker.name} does not answer, disconnecting")
@@ -252,7 +221,3 @@ class Pod:
             return
         self._send(signal.SIGKILL)
         self._deadline = time.monotonic() + _CLIENT_SECONDS, 0
-
-    def _send(self, number: int) -> None:
-        for worker in self._running:
-            worker.send(number)

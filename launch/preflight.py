@@ -13,7 +13,6 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 
 from torch.distributed import DistError, TCPStore
@@ -48,7 +47,7 @@ def wait_for_nodes(args: argparse.Namespace) -> tuple[TCPStore, bool]:
     server = "the node that has" if args.rdzv_id else "node 0 at"
     who = f"{socket.gethostname()} (process {os.getpid()})"
     store = None
-    begin = said = time.monotonic()
+    begin = last_said = time.monotonic()
     while True:
         try:
             if store is None:
@@ -80,8 +79,8 @@ def wait_for_nodes(args: argparse.Namespace) -> tuple[TCPStore, bool]:
                 f"{missing} did not come within {args.limit} s (JOIN_TIMEOUT): see why, and start "
                 "all nodes again"
             )
-        if time.monotonic() - said >= SAY_SECONDS:
-            said = time.monotonic()
+        if time.monotonic() - last_said >= SAY_SECONDS:
+            last_said = time.monotonic()
             say(f"waiting for {missing}, {seconds:.0f} s so far")
         time.sleep(0.5)
 
@@ -118,11 +117,11 @@ def register(store: TCPStore, args: argparse.Namespace, who: str) -> int:
     Raises Refused if the nodes there belong to another run.
     """
     run = {"NNODES": args.nodes, "MIN of NNODES=MIN:MAX": args.least, "RDZV_ID": args.rdzv_id}
-    there = json.loads(store.compare_set("run", "", json.dumps(run)))
+    first = json.loads(store.compare_set("run", "", json.dumps(run)))
     for variable, value in run.items():
-        if there[variable] != value:
+        if first[variable] != value:
             raise Refused(
-                f"{variable} is '{value}' here, but '{there[variable]}' on the other nodes at "
+                f"{variable} is '{value}' here, but '{first[variable]}' on the other nodes at "
                 f"{args.address}:{args.port}"
             )
     job = f"{socket.gethostname()}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
@@ -139,15 +138,12 @@ def missing_nodes(store: TCPStore, args: argparse.Namespace) -> str:
     nodes = args.least or args.nodes
     if store.add("here", 0) >= nodes:
         return ""
-    here = [node for node in range(nodes) if store.check([f"node/{node}"])]
+    present = [node for node in range(nodes) if store.check([f"node/{node}"])]
+    names = [str(node) for node in range(nodes) if node not in present]
     if args.rdzv_id:
-        names = [store.get(f"node/{node}").decode().partition(" ")[0] for node in here]
-        return f"{nodes - len(here)} of {nodes} nodes (here: {few(sorted(names))})"
-    missing = [str(node) for node in range(nodes) if node not in here]
-    return f"node{'s' * (len(missing) > 1)} {few(missing)} of {nodes}"
-
-
-def few(names: Sequence[str]) -> str:
-    more = len(names) - NAMES_SHOWN
-    shown = ", ".join(names[:NAMES_SHOWN])
-    return f"{shown} and {more} more" if more > 0 else shown
+        names = sorted(store.get(f"node/{node}").decode().partition(" ")[0] for node in present)
+    shown, more = ", ".join(names[:NAMES_SHOWN]), len(names) - NAMES_SHOWN
+    shown += f" and {more} more" if more > 0 else ""
+    if args.rdzv_id:
+        return f"{nodes - len(present)} of {nodes} nodes (here: {shown})"
+    return f"node{'s' * (len(names) > 1)} {shown} of {nodes}"

@@ -52,7 +52,8 @@ class Slice:
 # -- gcloud's command lines ------------------------------------------------------------
 
 
-def _gcloud(args: argparse.Namespace, *words: str) -> list[str]:
+def gcloud_command(args: argparse.Namespace, *words: str) -> list[str]:
+    """Return a command of ``gcloud compute tpus tpu-vm``."""
     command = ["gcloud", "compute", "tpus", "tpu-vm", *words, "--quiet"]  # asks nothing
     for flag in ("zone", "project"):
         if value := getattr(args, flag):
@@ -60,14 +61,9 @@ def _gcloud(args: argparse.Namespace, *words: str) -> list[str]:
     return command
 
 
-def describe_command(args: argparse.Namespace, name: str) -> list[str]:
-    """Return the command that prints what a slice is, in JSON."""
-    return _gcloud(args, "describe", name, "--format=json")
-
-
 def ssh_command(args: argparse.Namespace, name: str, worker: int, remote: str) -> list[str]:
     """Return the command that runs ``remote`` in a shell of one of this slice's workers."""
-    command = _gcloud(args, "ssh", name, f"--worker={worker}", f"--command={remote}")
+    command = gcloud_command(args, "ssh", name, f"--worker={worker}", f"--command={remote}")
     if args.internal_ip:
         command.append("--internal-ip")
     return command + [f"--ssh-flag={option}" for option in SSH_OPTIONS]
@@ -79,8 +75,8 @@ def ssh_command(args: argparse.Namespace, name: str, worker: int, remote: str) -
 def describe(args: argparse.Namespace, name: str) -> Slice:
     """Ask gcloud for a slice. Raises Mistake if gcloud is missing or does not know the slice."""
     try:
-        asked = subprocess.run(
-            describe_command(args, name),
+        answer = subprocess.run(
+            gcloud_command(args, "describe", name, "--format=json"),
             capture_output=True,
             text=True,
             check=False,
@@ -92,12 +88,12 @@ def describe(args: argparse.Namespace, name: str) -> Slice:
         raise Mistake(
             f"gcloud did not describe --tpu {name} within {_ASK_SECONDS:.0f} s: check the network"
         ) from None
-    if asked.returncode:
-        lines = [line for line in asked.stderr.splitlines() if line.strip()] or ["no reason given"]
+    if answer.returncode:
+        lines = [line for line in answer.stderr.splitlines() if line.strip()] or ["no reason given"]
         reason = " ".join(re.sub(r"^ERROR: (\([\w.-]+\) )?", "", lines[0]).split())
         raise Mistake(f"gcloud cannot describe --tpu {name}, check it and --zone: {reason}")
     try:
-        node = dict(json.loads(asked.stdout))
+        node = dict(json.loads(answer.stdout))
     except (TypeError, ValueError):
         raise Mistake(f"gcloud described --tpu {name} by something else than JSON") from None
     config = node.get("acceleratorConfig", {})
@@ -113,7 +109,10 @@ def describe(args: argparse.Namespace, name: str) -> Slice:
 
 def describe_usable(args: argparse.Namespace, name: str, kind: str) -> Slice | str:
     """Return the slice if it is of this kind and all its workers can start the program now; else
-    why not."""
+    why not.
+
+    ssh must reach a worker, and it must have the command: a slice that was created again is empty.
+    """
     try:
         slice_ = describe(args, name)
         if problem := slice_.problem():
@@ -126,24 +125,20 @@ def describe_usable(args: argparse.Namespace, name: str, kind: str) -> Slice | s
 
 
 def _start_problem(args: argparse.Namespace, slice_: Slice) -> str:
-    """Return why one of its workers cannot start the program; "" if all can.
-
-    ssh must reach it, and it must have the command: a slice that was created again is empty.
-    """
+    """Return why one of its workers cannot start the program; "" if all can."""
     remote = shlex.join(["exec", "python3", "-c", _FIND_COMMAND, args.workdir, args.command[0]])
-    devnull, clients = subprocess.DEVNULL, []
+    clients: list[subprocess.Popen[bytes]] = []
     deadline = time.monotonic() + _ASK_SECONDS
     try:
         for worker in range(len(slice_.addresses)):
-            clients.append(
-                subprocess.Popen(
-                    ssh_command(args, slice_.name, worker, remote),
-                    start_new_session=True,  # Ctrl-C is for xla_dist alone
-                    stdin=devnull,
-                    stdout=devnull,
-                    stderr=devnull,
-                )
+            client = subprocess.Popen(
+                ssh_command(args, slice_.name, worker, remote),
+                start_new_session=True,  # Ctrl-C is for xla_dist alone
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
             )
+            clients.append(client)
         for worker, client in enumerate(clients):
             code = client.wait(timeout=max(0.0, deadline - time.monotonic()))
             if code == _NO_COMMAND:

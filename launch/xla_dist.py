@@ -23,17 +23,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from config_fields import local_path, not_empty
+from config_fields import count, local_path, not_empty, positive
 from launch import CRASH_SECONDS, IN_VAIN, pod_worker
-from launch.pod import AS_ASKED, GRACE_SECONDS, Client, Ending, Pod
-from launch.slices import Mistake, Slice, describe, describe_command, describe_usable, ssh_command
+from launch.pod import AS_ASKED, GRACE_SECONDS, Ending, Pod, Worker
+from launch.slices import Mistake, Slice, describe, describe_usable, gcloud_command, ssh_command
 
 STEP_TIMEOUT_SECONDS = 1800
-LARGEST_COUNT = 10_000_000
-"""The largest number of seconds, some months: Python cannot wait for larger ones."""
 LONGEST_WORD = 120_000
 """The most bytes of one word of a command line; Linux allows 128 KiB."""
-ELASTIC_WAIT_SECONDS, ELASTIC_POLL_SECONDS = 300, 30
 MEGASCALE_PORT = 8081
 """The port of libtpu on each worker for other slices: the one that Ray's launcher for TPUs chooses
 (docs.ray.io, get_tpu_coordinator_env_vars)."""
@@ -44,6 +41,26 @@ class PodParser(argparse.ArgumentParser):
         raise Mistake(message)
 
 
+def add_elastic_times(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of how long to wait for missing slices, and how often to ask for them."""
+    parser.add_argument(
+        "--elastic_wait",
+        metavar="SECONDS",
+        type=count,
+        default=300,
+        help="seconds to wait for missing slices before training starts or continues without "
+        "them, with --elastic (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--elastic_poll",
+        metavar="SECONDS",
+        type=positive,
+        default=30,
+        help="seconds between two questions for missing slices, with --elastic (default: "
+        "%(default)s)",
+    )
+
+
 def main(argv: Sequence[str]) -> int:
     try:
         args = parse(argv)
@@ -51,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
         remote = remote_command(args, job, 0, 0, {})  # a mistake in it shows before anything starts
         if args.dry_run:
             for name in args.tpu:
-                print(shlex.join(describe_command(args, name)))
+                print(shlex.join(gcloud_command(args, "describe", name, "--format=json")))
             variables = "NNODES, NODE_RANK" if len(args.tpu) == 1 else "MEGASCALE_SLICE_ID"
             print(f"# for every worker that it lists, with {variables}, ...: --worker=0, without")
             print(shlex.join(ssh_command(args, args.tpu[0], 0, remote)))
@@ -89,8 +106,8 @@ def keep_running(args: argparse.Namespace, job: str, pod: Pod, slices: list[Slic
 
     With ``--elastic`` on those that can be used then, and on more as soon as they can.
     """
-    kind, left = slices[0].kind, args.max_restarts
-    more: dict[str, str] = {}
+    kind, restarts_left = slices[0].kind, args.max_restarts
+    variables: dict[str, str] = {}
     awaited: Sequence[str] = args.tpu
     must_ask = len(slices) < len(args.tpu)
     for attempt in itertools.count():
@@ -103,26 +120,25 @@ def keep_running(args: argparse.Namespace, job: str, pod: Pod, slices: list[Slic
                 return 1
         names = [slice_.name for slice_ in slices]
         if args.elastic:
-            more["ELASTIC_SLICES"] = f"{args.elastic}:{len(args.tpu)}"
+            variables["ELASTIC_SLICES"] = f"{args.elastic}:{len(args.tpu)}"
             pod.say(f"starting on {len(names)} of {len(args.tpu)} slices: {', '.join(names)}")
         has_ended = threading.Event()
-        missing = [name for name in args.tpu if name not in names]
-        if missing:
-            given = (args, pod, attempt, kind, missing, has_ended)
-            threading.Thread(target=ask_for_growth, args=given, daemon=True).start()
-        code = pod.run(clients(args, job, attempt, slices, more), attempt)
+        if missing := [name for name in args.tpu if name not in names]:
+            growth = (args, pod, attempt, kind, missing, has_ended)
+            threading.Thread(target=ask_for_growth, args=growth, daemon=True).start()
+        code = pod.run(workers_of(args, job, attempt, slices, variables), attempt)
         has_ended.set()
         if code in (0, *IN_VAIN) or pod.stopped_by:
             break
-        more["RUN_FAILED_AT"] = str(pod.failed_at)  # for the program's account of the restart
+        variables["RUN_FAILED_AT"] = str(pod.failed_at)  # for the program's account of the restart
         must_ask, awaited = bool(args.elastic), names
-        if pod.asked and code == AS_ASKED:
+        if pod.asked_to_end and code == AS_ASKED:
             awaited = ()
             continue
-        if not left:
+        if not restarts_left:
             break
-        left -= 1
-        pod.say(f"starting all workers again; {left} restart(s) left after this one")
+        restarts_left -= 1
+        pod.say(f"starting all workers again; {restarts_left} restart(s) left after this one")
     return code
 
 
@@ -138,7 +154,7 @@ def find_slices(
     If they are fewer than ``--elastic`` even then, a line has been printed that says so. A signal
     ends the waiting, too.
     """
-    deadline, said, pause = time.monotonic() + args.elastic_wait, "", args.elastic_poll
+    deadline, last_reasons = time.monotonic() + args.elastic_wait, ""
     usable: list[Slice] = []
     while not pod.stopped_by:
         answers = pod.meanwhile(lambda: [describe_usable(args, name, kind) for name in args.tpu])
@@ -147,12 +163,12 @@ def find_slices(
         left = deadline - time.monotonic()
         names = {slice_.name for slice_ in usable}
         waits = left > 0 and (len(usable) < args.elastic or not names.issuperset(awaited))
-        if reasons and said != reasons:
-            said = reasons
+        if reasons and reasons != last_reasons:
+            last_reasons = reasons
             pod.say(reasons + (f"; waiting up to {left:.0f} s" if waits else ""))
         if not waits:
             break
-        pod.meanwhile(functools.partial(time.sleep, min(left, pause)))
+        pod.meanwhile(functools.partial(time.sleep, min(left, args.elastic_poll)))
     if len(usable) < args.elastic and not pod.stopped_by:
         pod.say(
             f"error: {len(usable)} of {len(args.tpu)} slices can be used, --elastic requires "
@@ -217,14 +233,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         default=[],
         type=variable,
         help="set in the program's environment; may be repeated. By default PJRT_DEVICE=TPU; "
-        f"STEP_TIMEOUT_S={STEP_TIMEOUT_SECONDS}, the default of --step_timeout_s in "
-        "run_vit_training.py, so that a hang is a failure (0: off); RUN_JOB_ID and RUN_ATTEMPT (0, "
-        "1, ...), by which the program knows that it was started again; and for "
-        "launch/torchrun.sh, which --backend torchtpu needs, NNODES, NODE_RANK, MASTER_ADDR, "
-        "NODE_ADDRESSES and TORCH_TPU_TOPOLOGY, as gcloud describes the TPU; with several slices "
-        "MASTER_ADDR and NODE_RANK, and MEGASCALE_COORDINATOR_ADDRESS (of the first worker of the "
-        "first slice), MEGASCALE_PORT, MEGASCALE_NUM_SLICES and MEGASCALE_SLICE_ID, which libtpu "
-        "reads",
+        f"STEP_TIMEOUT_S={STEP_TIMEOUT_SECONDS}, so that a hang is a failure (0: off); RUN_JOB_ID "
+        "and RUN_ATTEMPT (0, 1, ...); NODE_RANK, MASTER_ADDR and, with one slice, NNODES, "
+        "NODE_ADDRESSES and TORCH_TPU_TOPOLOGY, for launch/torchrun.sh; with several slices "
+        "MEGASCALE_COORDINATOR_ADDRESS, MEGASCALE_PORT, MEGASCALE_NUM_SLICES and "
+        "MEGASCALE_SLICE_ID, for libtpu",
     )
     add(
         "--workdir",
@@ -258,20 +271,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "one is there again. Give the program --mesh_dcn slices and --micro_batch_size (default: "
         "all slices or none)",
     )
-    add(
-        "--elastic_wait",
-        metavar="SECONDS",
-        type=count,
-        help=f"seconds to wait for slices that have failed, with --elastic (default: "
-        f"{ELASTIC_WAIT_SECONDS})",
-    )
-    add(
-        "--elastic_poll",
-        metavar="SECONDS",
-        type=count,
-        help="seconds between two questions to gcloud for missing slices, with --elastic (default: "
-        f"{ELASTIC_POLL_SECONDS})",
-    )
+    add_elastic_times(parser)
     add(
         "--grace",
         metavar="SECONDS",
@@ -313,12 +313,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             raise Mistake("--backend torchtpu works on one slice: give one name to --tpu")
 
     # What comes with --elastic.
-    for name, default in (("wait", ELASTIC_WAIT_SECONDS), ("poll", ELASTIC_POLL_SECONDS)):
-        flag = f"elastic_{name}"
-        if getattr(args, flag) is None:
-            setattr(args, flag, default)
-        elif args.elastic is None:
-            raise Mistake(f"--{flag} requires --elastic")
+    for flag in ("--elastic_wait", "--elastic_poll"):
+        if args.elastic is None and any(word.partition("=")[0] == flag for word in options):
+            raise Mistake(f"{flag} requires --elastic")
     if args.elastic is None:
         return args
     slices = len(args.tpu)
@@ -328,8 +325,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         raise Mistake(f"--elastic {args.elastic} is not 1 to {slices}, the number of slices")
     if not args.max_restarts:
         raise Mistake("--elastic requires --max_restarts: a lost slice takes one of them")
-    if not args.elastic_poll:
-        raise Mistake("--elastic_poll 0: ask once a second or less often")
     for name, _ in args.env:
         if name == "ELASTIC_SLICES" or (name.startswith("MEGASCALE_") and name[-4:] != "PORT"):
             raise Mistake(f"--elastic numbers the slices that are there: drop --env {name}")
@@ -341,14 +336,6 @@ def variable(text: str) -> tuple[str, str]:
     if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
     return name, value
-
-
-def count(text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) > LARGEST_COUNT:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of 0 or more, up to {LARGEST_COUNT:,}"
-        )
-    return int(text)
 
 
 def tpu_names(text: str) -> list[str]:
@@ -364,46 +351,45 @@ def tpu_names(text: str) -> list[str]:
 # -- the workers ----------------------------------------------------------------------
 
 
-def clients(
+def workers_of(
     args: argparse.Namespace,
     job: str,
     attempt: int,
     slices: Sequence[Slice],
-    more: dict[str, str],
-) -> list[Client]:
-    """Return the clients that run the program on the workers of these slices.
+    shared: dict[str, str],
+) -> list[Worker]:
+    """Return the workers of these slices, which run the program with the environment variables
+    ``shared`` and those by which it finds the others.
 
-    ``more``: environment variables for all of them.
-
-    Workers are numbered over all slices of ``--tpu`` in their order, the same in each start.
+    They are numbered over all slices of ``--tpu`` in their order, the same in each start.
     """
-    result = []
+    workers = []
     for slice_id, slice_ in enumerate(slices):
-        count = len(slice_.addresses)
-        for worker in range(count):
-            index, place = args.tpu.index(slice_.name) * count + worker, ""
-            variables = more | {"MASTER_ADDR": slices[0].addresses[0]}
+        in_slice = len(slice_.addresses)
+        for number in range(in_slice):
+            index, place = args.tpu.index(slice_.name) * in_slice + number, ""
+            variables = shared | {"MASTER_ADDR": slices[0].addresses[0]}
             if len(args.tpu) == 1:  # what launch/torchrun.sh reads
                 variables |= {
-                    "NNODES": str(count),
+                    "NNODES": str(in_slice),
                     "NODE_ADDRESSES": ",".join(slice_.addresses),
-                    "NODE_RANK": str(worker),
+                    "NODE_RANK": str(number),
                 }
                 if slice_.topology:  # 4x4 or 4x4x4
                     sides = [*slice_.topology.split("x"), "1"][:3]
                     variables["TORCH_TPU_TOPOLOGY"] = ",".join(sides)
             else:  # by which libtpu and the program find the other slices
-                place = f" (worker {worker} of {slice_.name})"
+                place = f" (worker {number} of {slice_.name})"
                 variables |= {
-                    "NODE_RANK": str(slice_id * len(slices[0].addresses) + worker),
+                    "NODE_RANK": str(slice_id * len(slices[0].addresses) + number),
                     "MEGASCALE_COORDINATOR_ADDRESS": slices[0].addresses[0],
                     "MEGASCALE_PORT": str(MEGASCALE_PORT),
                     "MEGASCALE_NUM_SLICES": str(len(slices)),
                     "MEGASCALE_SLICE_ID": str(slice_id),
                 }
             remote = remote_command(args, job, attempt, index, variables)
-            result.append(Client(index, place, ssh_command(args, slice_.name, worker, remote)))
-    return result
+            workers.append(Worker(index, place, ssh_command(args, slice_.name, number, remote)))
+    return workers
 
 
 def remote_command(

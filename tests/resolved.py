@@ -1,6 +1,7 @@
 """Runs as the command line resolves them, for tests of what is below it."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from run_vit_training import read_flags
 from training.resolve import Run
@@ -19,4 +20,4 @@ def on_gpus(flags: str | Sequence[str] = ()) -> Run:
     from gpu_fsdp.resolve_gpu import resolve
 
     asked = read_flags(flags.split() if isinstance(flags, str) else list(flags))
-    return resolve(asked.run, asked.torch)
+    return resolve(replace(asked.run, backend="cuda"), asked.torch)

@@ -1,13 +1,13 @@
-"""The flags of FSDP2 and of PyTorch's own devices: NVIDIA GPUs, the CPU, and TPUs by TorchTPU.
+"""The flags of FSDP2, on NVIDIA GPUs, on the CPU with gloo, and on TPUs by TorchTPU.
 
-(The flags of NVIDIA's libraries are in ``gpu_fsdp/config.py``.)
+(The flags of NVIDIA's libraries, which may replace it, are in ``gpu_fsdp/config.py``.)
 """
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
 from config_fields import count, flag
 
@@ -30,16 +30,11 @@ def zero_strategy(text: str) -> int:
 
 @dataclass(frozen=True)
 class Fsdp2Config:
-    """How PyTorch runs a training on GPUs, with gloo on the CPU, or on TPUs by TorchTPU."""
+    """How FSDP2 runs a training; ``TorchConfig``, which adds NVIDIA's flags, is what runs have."""
 
     group: ClassVar[str] = "GPU (--backend cuda), and TorchTPU (--backend torchtpu)"
     backends: ClassVar[tuple[str, ...]] = ("cuda", "torchtpu")
 
-    fsdp: Literal["auto", "megatron", "fsdp2"] = flag(
-        "auto",
-        "form of FSDP; megatron: NVIDIA's; fsdp2: PyTorch's; auto: megatron on CUDA without "
-        "--objective dino or --teacher, else fsdp2",
-    )
     zero_dp_strategy: int | None = flag(
         None,
         "what is sharded, by number or name; 0 no_shard: nothing; 1 optim: optimizer state "
@@ -47,11 +42,6 @@ class Fsdp2Config:
         "3)",
         kind=zero_strategy,
         metavar="{0,1,2,3}",
-    )
-    meta_init: bool | None = flag(
-        None,
-        "initialize the weights unit by unit, so that no device ever holds the whole model; fsdp2 "
-        "always does (default: on if the model is larger than a quarter of the device's memory)",
     )
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = flag(
         "fp32",
@@ -92,17 +82,3 @@ class Fsdp2Config:
         "allow TF32 in fp32 matrix products and convolutions",
         requires=("backend=cuda",),
     )
-
-    @property
-    def keeps_fp32_weights(self) -> bool:
-        """Whether weights are stored in fp32 at any precision."""
-        return True
-
-    @property
-    def product_multiple(self) -> int:
-        """Sizes of matrix products must be multiples of this."""
-        return 1
-
-    def shrunk(self) -> Self:
-        """Return the same for a model of a few blocks."""
-        return self

@@ -24,22 +24,20 @@ Mark = Any
 class Device:
     """One kind of device: a subclass in this file, and an entry of ``KINDS``.
 
-    What stands here is right for a device that shares the host's memory and runs each operation as
-    it is called. Constructing one starts nothing. Before ``start`` only the attributes,
-    ``is_available``, ``count`` and ``lacks`` may be used; afterwards it is the one device of this
-    process.
+    The defaults fit a device that runs each operation as it is called. Constructing one starts
+    nothing. Before ``start`` only the attributes, ``count`` and ``lacks`` may be used.
     """
 
     where: torch.device
-    """Where the tensors of this process are, after ``start``."""
+    """The device of this process's tensors, after ``start``."""
     is_host: bool
-    """True if its memory is the host's, so that nothing needs to be copied there."""
+    """True if its memory is the host's."""
     noun: str
     """Its name in messages: "CUDA GPU"."""
     status_command: str
     """The command that shows which of them a host has."""
     collectives: str
-    """The backend for ``init_process_group``: gloo for tensors on the CPU, by which checkpoints are
+    """The backend for ``init_process_group``. gloo for tensors on the CPU, by which checkpoints are
     planned and offloaded gradients reduced, and the device's own for its tensors."""
     collectives_name: str
     """The device's own collectives in the line that describes a run."""
@@ -49,72 +47,55 @@ class Device:
     """The backend of torch.compile for it."""
     compiles_all = False
     """True if it compiles each new operation and shape, also without torch.compile."""
-    has_tf32 = False
-    """True if its fp32 matrix products can be computed in TF32."""
-    runs_megatron = False
-    """True if Megatron-FSDP, which calls CUDA by name, can run on it."""
-    bound_to: torch.device | None = None
-    """The device to which ``init_process_group`` binds the collectives, if to any."""
     written_for: Mapping[str, str] = {}
     """The versions of packages whose private names it uses."""
-
-    @staticmethod
-    def is_available() -> bool:
-        """Return True if this host has one that PyTorch can use; starts nothing."""
-        return True
 
     @property
     def name(self) -> str:
         """The product's name."""
         return self.noun
 
-    @property
-    def fused_attention(self) -> bool:
-        """True if it computes PyTorch's ``scaled_dot_product_attention``; known after ``start``."""
-        return True
-
     def start(self, *, tf32: bool) -> None:
-        """Start the device of this process: the one with the number LOCAL_RANK on this host.
+        """Start the device number LOCAL_RANK of this host.
 
         ``tf32``: fp32 matrix products and convolutions may be computed in TF32.
         """
 
     def count(self) -> int | None:
-        """Return how many this host has; None if any number of processes can share it."""
+        """Return the number on this host; None if any number of processes can share it."""
         return None
 
     def arrange(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return the ranks of all processes as a mesh whose last axes communicate most; in all of
-        them, once they are connected."""
+        """Return the ranks of all processes as a mesh whose last axes communicate most. A
+        collective call."""
         return torch.arange(math.prod(shape)).view(shape)
 
-    def unready(self) -> str | None:
-        """Return the message if processes cannot use it as they were started, else None."""
-        return None
-
     def lacks(self, precision: str) -> str | None:
-        """Return the message if it cannot compute in "fp32", "bf16", "fp16" or "fp8", else None."""
+        """Return the error message if this process cannot compute in "fp32", "bf16", "fp16" or
+        "fp8" on it, else None."""
         return None
 
     def put(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy tensors from the host, from any thread, while a step runs.
-
-        When it returns, the next step can use the copies.
-        """
-        return list(tensors)
+        """Copy tensors from the host, from any thread, while a step runs; return copies that are
+        ready to be used."""
+        return [tensor.to(self.where) for tensor in tensors]
 
     def read(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
         """Start to copy small tensors to the host, without waiting for what computes them.
 
         The returned function waits and returns the copies; another thread may call it.
         """
-        return lambda: list(tensors)
+        return lambda: [tensor.cpu() for tensor in tensors]
 
     def seed(self, seed: int) -> None:
         """Seed the device's own random numbers; the caller seeds the CPU's."""
+        if not self.is_host:
+            torch.get_device_module(self.where).manual_seed(seed)
 
     def synchronize(self) -> None:
         """Wait until the device has finished all that was issued."""
+        if not self.is_host:
+            torch.accelerator.synchronize()
 
     def mark(self) -> Mark:
         """Return the moment at which the device has done what was issued until now, without
@@ -132,7 +113,14 @@ class Device:
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of its memory: "used" now, "peak" so far, and "limit"; {} if unknown."""
-        return {}
+        if self.is_host:
+            return {}
+        properties = torch.get_device_module(self.where).get_device_properties()
+        return {
+            "used": torch.accelerator.memory_allocated(),
+            "peak": torch.accelerator.max_memory_allocated(),
+            "limit": properties.total_memory,
+        }
 
     def peak_flops(self, kind: str) -> float | None:
         """Return its dense matrix FLOP/s in "bf16", "fp16", "tf32", "fp32" or "fp8", or None."""
@@ -164,19 +152,13 @@ class Cuda(Device):
     collectives = "cpu:gloo,cuda:nccl"
     collectives_name = "NCCL"
     fused_adamw = True
-    has_tf32 = True
-    runs_megatron = True
+    _copies: torch.cuda.Stream
 
     def __init__(self) -> None:
         self.where = torch.device("cuda")
-        self._copies: torch.cuda.Stream
-
-    @staticmethod
-    def is_available() -> bool:
-        return torch.cuda.is_available()
 
     def start(self, *, tf32: bool) -> None:
-        self.where = self.bound_to = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        self.where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(self.where)
         self._copies = torch.cuda.Stream()
         # PyTorch's default is TF32 in convolutions but not in matrix products. PyTorch 2.9
@@ -187,7 +169,7 @@ class Cuda(Device):
             torch.backends.cudnn.allow_tf32 = tf32
 
     def count(self) -> int | None:
-        return torch.cuda.device_count()
+        return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
     def lacks(self, precision: str) -> str | None:
         if precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -204,28 +186,22 @@ class Cuda(Device):
         # On a stream of their own, so that copies run while the step does; the device is set again
         # because this may run in a thread.
         with torch.cuda.device(self.where), torch.cuda.stream(self._copies):
-            moved = [each.pin_memory().to(self.where, non_blocking=True) for each in tensors]
+            copies = [tensor.pin_memory().to(self.where, non_blocking=True) for tensor in tensors]
             self._copies.synchronize()
-            for tensor in moved:
-                tensor.record_stream(torch.cuda.default_stream())
-        return moved
+            for copy in copies:
+                copy.record_stream(torch.cuda.default_stream())
+        return copies
 
     def read(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-        host = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+        copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
         copied = torch.cuda.Event(blocking=True)
         copied.record()
 
-        def arrived() -> list[torch.Tensor]:
+        def wait() -> list[torch.Tensor]:
             copied.synchronize()
-            return host
+            return copies
 
-        return arrived
-
-    def seed(self, seed: int) -> None:
-        torch.cuda.manual_seed(seed)
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize()
+        return wait
 
     def mark(self) -> Mark:
         event = torch.cuda.Event(enable_timing=True)
@@ -237,43 +213,27 @@ class Cuda(Device):
             return None
         return sum(start.elapsed_time(end) for start, end in spans) / 1e3
 
-    def memory(self) -> dict[str, int]:
-        return {
-            "used": torch.cuda.memory_allocated(),
-            "peak": torch.cuda.max_memory_allocated(),
-            "limit": torch.cuda.get_device_properties(self.where).total_memory,
-        }
-
     def peak_flops(self, kind: str) -> float | None:
-        return peak_of(self.name, kind)
+        name = self.name
+        flops = next((flops for part, flops in _CUDA_FLOPS.items() if part in name), {})
+        return flops.get("bf16" if kind == "fp16" else kind)
 
 
-_CHIPS: tuple[tuple[str, dict[str, float]], ...] = (
-    ("B200", {"bf16": 2250e12, "tf32": 1125e12, "fp32": 75e12, "fp8": 4500e12}),
-    ("GH200", {"bf16": 989e12, "tf32": 494e12, "fp32": 67e12, "fp8": 1979e12}),
-    ("H200 NVL", {"bf16": 835e12, "tf32": 417e12, "fp32": 60e12, "fp8": 1671e12}),
-    ("H200", {"bf16": 989e12, "tf32": 494e12, "fp32": 67e12, "fp8": 1979e12}),
-    ("H100 PCIe", {"bf16": 756e12, "tf32": 378e12, "fp32": 51e12, "fp8": 1513e12}),
-    ("H100 NVL", {"bf16": 835e12, "tf32": 417e12, "fp32": 60e12, "fp8": 1671e12}),
-    ("H100", {"bf16": 989e12, "tf32": 494e12, "fp32": 67e12, "fp8": 1979e12}),
-    ("L40S", {"bf16": 362e12, "tf32": 183e12, "fp32": 91.6e12, "fp8": 733e12}),
-    ("L4", {"bf16": 121e12, "tf32": 60e12, "fp32": 30.3e12, "fp8": 242e12}),
-    ("A100", {"bf16": 312e12, "tf32": 156e12, "fp32": 19.5e12}),
-    ("A10", {"bf16": 125e12, "tf32": 62.5e12, "fp32": 31.2e12}),
-)
-"""By a part of the name that CUDA gives a GPU: dense FLOP/s of matrix products, from NVIDIA's data
-sheets; fp16's are bf16's."""
-
-
-def peak_of(name: str, kind: str) -> float | None:
-    """Return the dense FLOP/s of the GPU that CUDA calls ``name``; None if unknown.
-
-    ``kind`` is "bf16", "fp16", "tf32", "fp32" or "fp8".
-    """
-    for part, flops in _CHIPS:
-        if part in name:
-            return flops.get("bf16" if kind == "fp16" else kind)
-    return None
+_CUDA_FLOPS: dict[str, dict[str, float]] = {
+    "B200": {"bf16": 2250e12, "tf32": 1125e12, "fp32": 75e12, "fp8": 4500e12},
+    "GH200": {"bf16": 989e12, "tf32": 494e12, "fp32": 67e12, "fp8": 1979e12},
+    "H200 NVL": {"bf16": 835e12, "tf32": 417e12, "fp32": 60e12, "fp8": 1671e12},
+    "H200": {"bf16": 989e12, "tf32": 494e12, "fp32": 67e12, "fp8": 1979e12},
+    "H100 PCIe": {"bf16": 756e12, "tf32": 378e12, "fp32": 51e12, "fp8": 1513e12},
+    "H100 NVL": {"bf16": 835e12, "tf32": 417e12, "fp32": 60e12, "fp8": 1671e12},
+    "H100": {"bf16": 989e12, "tf32": 494e12, "fp32": 67e12, "fp8": 1979e12},
+    "L40S": {"bf16": 362e12, "tf32": 183e12, "fp32": 91.6e12, "fp8": 733e12},
+    "L4": {"bf16": 121e12, "tf32": 60e12, "fp32": 30.3e12, "fp8": 242e12},
+    "A100": {"bf16": 312e12, "tf32": 156e12, "fp32": 19.5e12},
+    "A10": {"bf16": 125e12, "tf32": 62.5e12, "fp32": 31.2e12},
+}
+"""Dense FLOP/s of matrix products, from NVIDIA's data sheets, by a part of the name that CUDA gives
+a GPU; the first one that fits. fp16's are bf16's."""
 
 
 class Tpu(Device):
@@ -292,10 +252,6 @@ class Tpu(Device):
     compiles_all = True
     written_for = torch_tpu_private.WRITTEN_FOR
 
-    @staticmethod
-    def is_available() -> bool:
-        return torch_tpu_private.is_installed() and torch_tpu_private.tpus_of_host() > 0
-
     def start(self, *, tf32: bool) -> None:
         torch_tpu_private.register()
         self.where = torch.device("tpu")
@@ -309,63 +265,37 @@ class Tpu(Device):
 
     @functools.cached_property
     def name(self) -> str:
-        return torch_tpu_private.device_kind()
-
-    @property
-    def fused_attention(self) -> bool:
-        """Its kernel is the TPU's: a plugin for the host's processor cannot run it."""
-        return self.name != "cpu"
+        return torch_tpu_private.device_attributes()["device_kind"]
 
     def count(self) -> int | None:
-        return torch_tpu_private.tpus_of_host()
-
-    def unready(self) -> str | None:
-        needed = ("TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY")
-        missing = [name for name in needed if name not in os.environ]
-        if not missing or os.environ.get("WORLD_SIZE", "1") == "1":
-            return None
-        return (
-            f"--backend torchtpu in several processes requires {' and '.join(missing)} of the "
-            "environment, which launch.xla_dist sets; for torchrun, before it: "
-            'set -a; eval "$(python3 -m torch.tpu.distributed)"; set +a'
-        )
+        return torch_tpu_private.tpus_of_host() if torch_tpu_private.is_installed() else 0
 
     def arrange(self, shape: tuple[int, ...]) -> torch.Tensor:
         """By the places of the devices in their slice, and slices along the first axis."""
-        if math.prod(shape) == 1 or not torch_tpu_private.has_place():
+        if math.prod(shape) == 1 or "coords" not in torch_tpu_private.device_attributes():
             return super().arrange(shape)
         distributed = torch.get_device_module("tpu").distributed
         return distributed.topology_aware_mesh(shape, allow_split_physical_axes=True)
 
     def lacks(self, precision: str) -> str | None:
+        needed = ("TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY")
+        missing = [name for name in needed if name not in os.environ]
+        if missing and os.environ.get("WORLD_SIZE", "1") != "1":
+            return (
+                f"--backend torchtpu in several processes requires {' and '.join(missing)} of the "
+                "environment, which launch.xla_dist sets; for torchrun, before it: "
+                'set -a; eval "$(python3 -m torch.tpu.distributed)"; set +a'
+            )
         if precision == "fp16":
             return "--precision fp16 requires --backend cuda: on a TPU use bf16"
         return None
 
-    def put(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [tensor.to(self.where) for tensor in tensors]
-
     def read(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
         torch_tpu_private.issue(tensors)
-        return lambda: [tensor.cpu() for tensor in tensors]
-
-    def seed(self, seed: int) -> None:
-        torch.get_device_module("tpu").manual_seed(seed)
-
-    def synchronize(self) -> None:
-        torch.accelerator.synchronize()
+        return super().read(tensors)
 
     def counters(self) -> dict[str, int]:
         return torch_tpu_private.counts()
-
-    def memory(self) -> dict[str, int]:
-        if self.name == "cpu":
-            return {}
-        return {
-            "used": torch.accelerator.memory_allocated(),
-            "peak": torch.accelerator.max_memory_allocated(),
-            "limit": torch.get_device_module("tpu").get_device_properties().total_memory,
-        }
 
     def peak_flops(self, kind: str) -> float | None:
         return torch_tpu_private.peak_bf16_flops() if kind == "bf16" else None
@@ -381,8 +311,9 @@ def choose(backend: str) -> Device:
     Raises UsageError if this host has none for the backend.
     """
     for kind in KINDS[backend]:
-        if kind.is_available():
-            return kind()
+        device = kind()
+        if device.count() != 0:
+            return device
     if not torch_tpu_private.is_installed():
         raise UsageError(
             "--backend torchtpu requires the package torch_tpu, in an environment of its own: "

@@ -41,14 +41,6 @@ class DomainGroup:
     def size(self) -> int:
         return len(self.patches)
 
-    def sum(self, x: Tensor) -> Tensor:
-        """Return the sum over all of them."""
-        return _Sum.apply(x, self.group)
-
-    def largest(self, x: Tensor) -> Tensor:
-        """Return the element-wise maximum over all of them."""
-        return _Largest.apply(x, self.group)
-
     def rotate(self, x: Tensor, step: int) -> Callable[[], Tensor]:
         """Start to send ``x``, (batch, heads, patches, width), to the next process.
 
@@ -60,19 +52,16 @@ class DomainGroup:
         sent, received = x.contiguous(), x.new_empty(batch, heads, patches, width)
         after = dist.get_global_rank(self.group, (self.index + 1) % self.size)
         before = dist.get_global_rank(self.group, (self.index - 1) % self.size)
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, sent, after, self.group),
-                dist.P2POp(dist.irecv, received, before, self.group),
-            ]
-        )
+        send = dist.P2POp(dist.isend, sent, after, self.group)
+        receive = dist.P2POp(dist.irecv, received, before, self.group)
+        works = dist.batch_isend_irecv([send, receive])
 
-        def arrived(_sent: Tensor = sent) -> Tensor:  # which must live until then
+        def wait(_sent: Tensor = sent) -> Tensor:  # which must live until then
             for work in works:
                 work.wait()
             return received
 
-        return arrived
+        return wait
 
 
 # PyTorch's own collectives with gradients, torch.distributed.nn.functional, are deprecated in 2.14,
@@ -85,7 +74,9 @@ def _reduced(x: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -
     return result
 
 
-class _Sum(torch.autograd.Function):
+class SumOver(torch.autograd.Function):
+    """The sum of a tensor over the processes of a group."""
+
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
@@ -96,7 +87,9 @@ class _Sum(torch.autograd.Function):
         return _reduced(grad, ctx.group), None
 
 
-class _Largest(torch.autograd.Function):
+class LargestOver(torch.autograd.Function):
+    """The element-wise maximum of a tensor over the processes of a group."""
+
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         largest = _reduced(x, group, dist.ReduceOp.MAX)
@@ -106,10 +99,9 @@ class _Largest(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        (here,) = ctx.saved_tensors
-        here = here.to(grad.dtype)
-        equal = _reduced(here, ctx.group)  # divided among equals, as amax does
-        return _reduced(grad, ctx.group) * here / equal, None
+        is_largest = ctx.saved_tensors[0].to(grad.dtype)
+        equal = _reduced(is_largest, ctx.group)  # divided among equals, as amax does
+        return _reduced(grad, ctx.group) * is_largest / equal, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -142,8 +134,8 @@ def all_to_all(
 # ------------------------------------------------------------------------------------------------
 # Attention to a part of the keys, and the statistics by which such parts are combined.
 #
-# ``forward`` returns each query's output over these keys alone, and the logarithm of its sum of
-# exponentials. ``backward`` is given that of all keys, and returns these keys' share of the
+# ``attend`` returns each query's output over these keys alone, and the logarithm of its sum of
+# exponentials. ``attend_backward`` is given that of all keys, and returns these keys' share of the
 # gradients (Dao, FlashAttention-2, arXiv 2307.08691, section 3.1). Both use PyTorch's own flash
 # kernels where the device has them, else plain products of some queries at a time.
 
@@ -155,7 +147,7 @@ _QUERIES = 1024
 """How many queries' scores the plain products hold at a time."""
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return softmax(scale q k') v and, in fp32, log(sum(exp(scale q k'))).
 
     Queries, keys and values are (batch, heads, tokens, width), statistics (batch, heads, tokens).
@@ -175,16 +167,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tens
     return torch.cat(outputs, dim=2), torch.cat(statistics, dim=2)
 
 
-def backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    output: Tensor,
-    statistics: Tensor,
-    scale: float,
+def attend_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, statistics: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of k and v, and what these keys contribute to that of q.
+    """Return these keys' share of the gradient of q, and the gradients of k and v.
 
     ``output`` and ``statistics`` are over all keys, ``grad`` is the gradient of ``output``.
     """
@@ -201,15 +187,15 @@ def backward(
             scale=scale,
         )
     grad_k, grad_v, grads_q = torch.zeros_like(k), torch.zeros_like(v), []
-    whole = (each.split(_QUERIES, dim=2) for each in (grad, q, output, statistics))
-    for grad_part, part, output_part, total in zip(*whole, strict=True):
-        weights = ((part @ k.mT).float() * scale - total[..., None]).exp_()
+    parts = (tensor.split(_QUERIES, dim=2) for tensor in (grad, q, output, statistics))
+    for grad_part, q_part, output_part, total in zip(*parts, strict=True):
+        weights = ((q_part @ k.mT).float() * scale - total[..., None]).exp_()
         grad_v += weights.to(v.dtype).mT @ grad_part
         inner = (grad_part.float() * output_part.float()).sum(-1, keepdim=True)
         grad_scores = weights * ((grad_part @ v.mT).float() - inner) * scale
         grad_scores = grad_scores.to(q.dtype)
         grads_q.append(grad_scores @ k)
-        grad_k += grad_scores.mT @ part
+        grad_k += grad_scores.mT @ q_part
     return torch.cat(grads_q, dim=2), grad_k, grad_v
 
 
@@ -250,20 +236,20 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, prefix: int, scale: float, group: DomainGroup):
         # Keys and values of the patches are sent in one tensor.
-        here = torch.cat([k[:, :, prefix:], v[:, :, prefix:]], dim=-1)
+        sent = torch.cat([k[:, :, prefix:], v[:, :, prefix:]], dim=-1)
         keys, values = k, v  # in the first step with the prefix
         output: Any = None
         statistics: Any = None
         for step in range(1, group.size + 1):
-            coming = group.rotate(here, step) if step < group.size else None
-            found, total = forward(q, keys, values, scale)
+            receive = group.rotate(sent, step) if step < group.size else None
+            part, total = attend(q, keys, values, scale)
             if output is None:
-                output, statistics = found.float(), total
+                output, statistics = part.float(), total
             else:
-                output, statistics = combine_parts(output, statistics, found.float(), total)
-            if coming is not None:
-                here = coming()
-                keys, values = _split(here, k.shape[-1])
+                output, statistics = combine_parts(output, statistics, part.float(), total)
+            if receive is not None:
+                sent = receive()
+                keys, values = _split(sent, k.shape[-1])
         output = output.to(v.dtype)
         ctx.save_for_backward(q, k, v, output, statistics)
         ctx.prefix, ctx.scale, ctx.group = prefix, scale, group
@@ -274,29 +260,32 @@ class _Ring(torch.autograd.Function):
         q, k, v, output, statistics = ctx.saved_tensors
         group, prefix, width = ctx.group, ctx.prefix, k.shape[-1]
         grad = grad.contiguous()
-        here = torch.cat([k[:, :, prefix:], v[:, :, prefix:]], dim=-1)
+        sent = torch.cat([k[:, :, prefix:], v[:, :, prefix:]], dim=-1)
         keys, values, before = k, v, prefix  # in the first step with the prefix
-        grad_q, so_far = torch.zeros_like(q, dtype=torch.float32), None
+        grad_q, receive_grads = torch.zeros_like(q, dtype=torch.float32), None
         prefix_grads: list[Tensor] = []
         for step in range(1, group.size + 1):
-            coming = group.rotate(here, step) if step < group.size else None
-            own_q, own_k, own_v = backward(grad, q, keys, values, output, statistics, ctx.scale)
-            grad_q += own_q
+            receive = group.rotate(sent, step) if step < group.size else None
+            part_q, part_k, part_v = attend_backward(
+                grad, q, keys, values, output, statistics, ctx.scale
+            )
+            grad_q += part_q
             if step == 1:
-                prefix_grads = [own_k[:, :, :prefix], own_v[:, :, :prefix]]
-            own = torch.cat([own_k[:, :, before:], own_v[:, :, before:]], dim=-1).float()
-            if so_far is not None:  # what the processes before have computed for these keys
-                own += so_far()
+                prefix_grads = [part_k[:, :, :prefix], part_v[:, :, :prefix]]
+            grads = torch.cat([part_k[:, :, before:], part_v[:, :, before:]], dim=-1).float()
+            if receive_grads is not None:  # what the processes before have computed for these keys
+                grads += receive_grads()
             # One step behind the keys that it is for: with the last, it comes home.
-            so_far = group.rotate(own, step)
-            if coming is not None:
-                here = coming()
-                (keys, values), before = _split(here, width), 0
-        assert so_far is not None
-        own_grads = _split(so_far(), width)
+            receive_grads = group.rotate(grads, step)
+            if receive is not None:
+                sent = receive()
+                (keys, values), before = _split(sent, width), 0
+        assert receive_grads is not None
         grad_k, grad_v = (
-            torch.cat([first, rest.to(k.dtype)], dim=2)
-            for first, rest in zip(prefix_grads, own_grads, strict=True)
+            torch.cat([of_prefix, of_patches.to(k.dtype)], dim=2)
+            for of_prefix, of_patches in zip(
+                prefix_grads, _split(receive_grads(), width), strict=True
+            )
         )
         return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
 
@@ -320,53 +309,48 @@ def ulysses_attention(
     prefix: tuple[int, int],
     scale: float,
     group: DomainGroup,
-    *,
-    fused: bool,
 ) -> Tensor:
     """Compute attention of this process's queries to the keys of all processes of ``group``.
 
     Each tensor is (batch, heads, tokens, width). ``prefix``: how many of the queries, and of the
-    keys, come first that are the same in all processes. ``fused``: by the device's kernel.
+    keys, come first that are the same in all processes.
     """
     first, before = prefix
     exchange = functools.partial(all_to_all, group=group.group)
     heads = k.shape[1] // group.size
-    mine = slice(group.index * heads, (group.index + 1) * heads)
+    own_heads = slice(group.index * heads, (group.index + 1) * heads)
     # Of all heads of the patches here to some heads of all patches.
     patches, widths = [k[:, :, before:], v[:, :, before:]], [k.shape[-1], v.shape[-1]]
     if first < q.shape[2]:  # else there are learned queries only
         patches.insert(0, q[:, :, first:])
         widths.insert(0, q.shape[-1])
-    here = torch.cat(patches, dim=-1)
-    batch, width = len(here), here.shape[-1]
+    joined = torch.cat(patches, dim=-1)
+    batch, width = len(joined), joined.shape[-1]
     shapes = [(batch, heads, count, width) for count in group.patches]
-    whole = torch.cat(exchange(here.split(heads, dim=1), shapes), dim=2)
-    *queries, keys, values = whole.split(widths, dim=-1)
+    received = torch.cat(exchange(joined.split(heads, dim=1), shapes), dim=2)
+    *patch_queries, keys, values = received.split(widths, dim=-1)
 
-    keys = torch.cat([k[:, mine, :before], keys], dim=2)
-    values = torch.cat([v[:, mine, :before], values], dim=2)
-    asked = torch.cat([q[:, mine, :first], *queries], dim=2)
-    if fused:
-        found = F.scaled_dot_product_attention(asked, keys, values, scale=scale)
-    else:
-        found = (scale * asked @ keys.mT).softmax(dim=-1) @ values
+    keys = torch.cat([k[:, own_heads, :before], keys], dim=2)
+    values = torch.cat([v[:, own_heads, :before], values], dim=2)
+    queries = torch.cat([q[:, own_heads, :first], *patch_queries], dim=2)
+    attended = F.scaled_dot_product_attention(queries, keys, values, scale=scale)
 
     output = []
     if first:
-        part = found[:, :, :first]
+        part = attended[:, :, :first]
         parts = exchange([part] * group.size, [part.shape] * group.size)
         output.append(torch.cat(parts, dim=1))
-    if queries:  # and back
-        own = (batch, heads, group.patches[group.index], found.shape[-1])
-        given = found[:, :, first:].split(group.patches, dim=2)
-        output.append(torch.cat(exchange(given, [own] * group.size), dim=1))
+    if patch_queries:  # and back
+        shape = (batch, heads, group.patches[group.index], attended.shape[-1])
+        parts = exchange(attended[:, :, first:].split(group.patches, dim=2), [shape] * group.size)
+        output.append(torch.cat(parts, dim=1))
     return torch.cat(output, dim=2)
 
 
-def attend_over_processes(model: nn.Module, form: str, group: DomainGroup, *, fused: bool) -> None:
+def attend_over_processes(model: nn.Module, form: str, group: DomainGroup) -> None:
     """Let every attention in ``model``, which is given a part of the tokens, see all of them.
 
-    ``form`` is "ring" or "ulysses". ``fused``: the device has PyTorch's fused attention.
+    ``form`` is "ring" or "ulysses".
     """
 
     def product(own_queries: bool, q, k, v) -> Tensor:
@@ -375,13 +359,13 @@ def attend_over_processes(model: nn.Module, form: str, group: DomainGroup, *, fu
         q, k = q.to(v.dtype), k.to(v.dtype)
         if form == "ring":
             return ring_attention(q, k, v, before, scale, group)
-        return ulysses_attention(q, k, v, (first, before), scale, group, fused=fused)
+        return ulysses_attention(q, k, v, (first, before), scale, group)
 
-    for part in attentions(model):
-        own_queries = isinstance(part, AttentionPoolLatent)  # instead of the tokens'
-        use_product(part, functools.partial(product, own_queries))
+    for attention in attentions(model):
+        own_queries = isinstance(attention, AttentionPoolLatent)  # instead of the tokens'
+        use_product(attention, functools.partial(product, own_queries))
         # torch.compile supports neither the exchange between processes nor the mode around it.
-        part.forward = torch.compiler.disable(part.forward)
+        attention.forward = torch.compiler.disable(attention.forward)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -400,8 +384,8 @@ def image_rows(run: Run[Any], place: int) -> range:
 class SharedImages:
     """Loads whole images together with the other processes of a group, and yields rows of them.
 
-    The first ``sources`` processes load ``each`` images of a batch, the others none: each image is
-    decoded once.
+    The first ``sources`` processes load ``images`` images of a batch, the others none: each image
+    is decoded once.
     """
 
     loader: BatchLoader
@@ -409,7 +393,7 @@ class SharedImages:
     rows: Sequence[range]
     """The rows of each process."""
     sources: int
-    each: int
+    images: int
     prefetch_depth: int = 0
     """None: threads ahead of the step would end at different batches, and wait for each other for
     ever. Workers decode ahead all the same."""
@@ -425,14 +409,14 @@ class SharedImages:
         return self.loader.bad_images()
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
-        mine = len(self.rows[dist.get_rank(self.group)])
+        own_rows = len(self.rows[dist.get_rank(self.group)])
         for images, labels in self.loader.epoch(epoch, first_batch):
             parts = [images[:, :, rows.start : rows.stop] for rows in self.rows]
-            shape = (images.shape[1], mine, *images.shape[3:])
+            shape = (images.shape[1], own_rows, *images.shape[3:])
             yield self._exchange(parts, shape), self._exchange([labels] * len(self.rows), ())
 
     def _exchange(self, parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         """Send each process its part; return those of all sources, of ``shape`` each image."""
         others = len(self.rows) - self.sources
-        shapes = [(self.each, *shape)] * self.sources + [(0, *shape)] * others
+        shapes = [(self.images, *shape)] * self.sources + [(0, *shape)] * others
         return torch.cat(all_to_all(parts, shapes, self.group)[: self.sources])

@@ -19,11 +19,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from models.blocks import attentions
 from models.initialize import cast_buffers
 from models.positions import PartOfPositions, TokenPart
 from torch_fsdp.devices import Device
-from torch_fsdp.domain import DomainGroup, attend_over_processes
+from torch_fsdp.domain import DomainGroup, LargestOver, SumOver, attend_over_processes
 from torch_fsdp.parallel_plan import OUTER, SHARD, TorchRun, parallelize_block
 from torch_fsdp.torch_backend import TorchBackend
 from training.backend import InitializeModule
@@ -37,19 +36,27 @@ class Fsdp2Backend(TorchBackend):
     def __init__(self, run: TorchRun, device: Device) -> None:
         super().__init__(run, device)
         mesh, kind = run.mesh, device.where.type
+        # Parameters are sharded over (dcn, fsdp), also by processes that share an image. Any one
+        # may have any part of the batch, but those that share an image have consecutive ranks.
         shape = (mesh.dcn, mesh.fsdp * mesh.domain) if self._zero else (mesh.devices, 1)
-        # Which process has which part of the batch is of no account, but those that share an image
-        # have consecutive ranks.
         ranks = torch.arange(mesh.devices).view(shape)
         if mesh.domain == 1:
             ranks = device.arrange(shape)
-        # Parameters are sharded over (dcn, fsdp): processes that share an image shard them like all
-        # others. With (dcn, fsdp, domain) it is known which ones share one.
         self._mesh = self._image_mesh = DeviceMesh(kind, ranks, mesh_dim_names=(OUTER, SHARD))
         self.shards = (self._mesh.get_local_rank(SHARD),)
+        self._domain: DomainGroup | None = None
         if mesh.domain > 1:
             ranks = ranks.view(mesh.dcn, mesh.fsdp, mesh.domain)
             self._image_mesh = DeviceMesh(kind, ranks, mesh_dim_names=(OUTER, SHARD, DOMAIN))
+            rows, *other_sides = run.model.sizes.grid
+            self._domain = DomainGroup(
+                self._image_mesh.get_group(DOMAIN),
+                index=self._image_mesh.get_local_rank(DOMAIN),
+                patches=tuple(
+                    len(mesh.rows_of(rows, place)) * math.prod(other_sides)
+                    for place in range(mesh.domain)
+                ),
+            )
         self._positions: dict[str, PartOfPositions] = {}
         """Position embeddings that are divided over the processes that share an image."""
         self._form = "FSDP2 as data parallel (no sharding)"
@@ -65,18 +72,9 @@ class Fsdp2Backend(TorchBackend):
         on the device only this process's part stays."""
         run, plan, device = self._run, self._plan, self._device
 
-        # Domain: attention sees the tokens of all processes that share an image.
-        if plan.domain_attention:
-            rows, row_patches = run.model.sizes.grid[0], math.prod(run.model.sizes.grid[1:])
-            places = range(run.mesh.domain)
-            patches = [len(run.mesh.rows_of(rows, place)) * row_patches for place in places]
-            index = self._image_mesh.get_local_rank(DOMAIN)
-            group = DomainGroup(self._image_mesh.get_group(DOMAIN), index, tuple(patches))
-            fused = device.fused_attention
-            attend_over_processes(model, plan.domain_attention, group, fused=fused)
-        elif not device.fused_attention:
-            for attention in attentions(model):
-                attention.fused_attn = False  # type: ignore[assignment]
+        # Domain parallelism: attention sees the tokens of all processes that share an image.
+        if self._domain and plan.domain_attention:
+            attend_over_processes(model, plan.domain_attention, self._domain)
 
         # Each block: its weights; TransformerEngine's or timm's block, recomputation,
         # torch.compile; and then its shards.
@@ -92,33 +90,35 @@ class Fsdp2Backend(TorchBackend):
         initialize(model, "")
         _move(model, device)
 
-        # Domain: each process has the positions of its tokens. Processes along "domain" have other
-        # ones: those along "dcn" and "fsdp" alone hold, and reduce, the same. A mean is taken over
-        # those; all others' gradients are of a mean over "domain", too.
-        if plan.domain_attention:
+        # Domain parallelism: each process has the positions of its tokens. Processes along "domain"
+        # have other ones: those along "dcn" and "fsdp" alone hold, and reduce, the same. A mean is
+        # taken over those; all others' gradients are of a mean over "domain", too.
+        if self._domain:
+            group, index, patches = self._domain.group, self._domain.index, self._domain.patches
             part = TokenPart(
                 first=sum(patches[:index]),
                 patches=patches[index],
                 of=sum(patches),
-                sum=group.sum,
-                largest=group.largest,
+                sum=lambda x: SumOver.apply(x, group),
+                largest=lambda x: LargestOver.apply(x, group),
             )
             self._positions = run.model.compute_on_part(model, part)
-        for module in self._positions.values():
-            _shard(module, run, self._image_mesh)
-            module.register_forward_hook(functools.partial(_divide_gradient, run.mesh.domain))
+            divide_gradient = functools.partial(_divide_gradient, run.mesh.domain)
+            for module in self._positions.values():
+                _shard(module, run, self._image_mesh)
+                module.register_forward_hook(divide_gradient)
 
         # The root: what has no shards yet.
         _shard(model, run, self._mesh, is_root=True)
 
         # Prefetching: how many blocks are unsharded ahead of the one that computes.
+        ahead, behind = run.backend_config.forward_prefetch, run.backend_config.backward_prefetch
         for i, sharded in enumerate(blocks):
-            if run.backend_config.forward_prefetch:
-                after = blocks[i + 1 : i + 1 + run.backend_config.forward_prefetch]
-                sharded.set_modules_to_forward_prefetch(after)
-            before = blocks[max(0, i - run.backend_config.backward_prefetch) : i][::-1]
+            if ahead:
+                sharded.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + ahead])
             # An empty list means PyTorch's own order, one ahead. The block itself, which is
             # unsharded already, means none.
+            before = blocks[max(0, i - behind) : i][::-1]
             sharded.set_modules_to_backward_prefetch(before or [sharded])
 
         # FP8 by TransformerEngine.
@@ -133,12 +133,11 @@ class Fsdp2Backend(TorchBackend):
             self._parameters[name] = parameter
         names, shard_group = self._parameters.keys(), self._mesh.get_group(SHARD)
         self._sharded_alike = [(names, [shard_group])]
-        if self._zero == 0 and self._positions:
+        if self._zero == 0 and self._domain and self._positions:
             # Without sharding all parameters are replicated, but positions differ along "domain".
-            positions_group = self._image_mesh.get_group(DOMAIN)
             self._sharded_alike = [
                 (names - self._positions.keys(), [shard_group]),
-                (self._positions.keys(), [positions_group]),
+                (self._positions.keys(), [self._domain.group]),
             ]
         return model
 

@@ -80,16 +80,14 @@ class PartsOptimizer:
             self._optimizer, zeros_like, lambda part: torch.zeros((), device=part.device)
         )
         self.state: Mapping[Tensor, dict[str, Tensor]] = self._optimizer.state
-        self._keys: dict[Tensor, Tensor] | None = None
+        self._keys: dict[Tensor, Tensor] = {}
         if rounds:
             # The same for the same part in all replicas, which would diverge otherwise.
-            self._keys = {}
             for name, part in parts.items():
                 offsets = [chunk.offsets for chunk in getattr(views(name), "chunks", ())]
                 key = torch.tensor(key_of(config.seed, name, *offsets), dtype=torch.int32)
                 self._keys[part] = key.to(part.device)
-        self._compiler = compiler
-        self._adamw = adamw
+        self._compiles, self._adamw = compiler is not None, adamw
         if compiler:
             self._adamw = torch.compile(adamw, backend=compiler, fullgraph=True, dynamic=False)
         self._units: dict[Tensor, str] = {
@@ -101,34 +99,48 @@ class PartsOptimizer:
             dtype = ns_dtype(config.sharding.precision)
             self._muon = Muon(self._optimizer, parts, views, updates, group, dtype, eps)
 
+    @torch.no_grad()
     def step_unless(self, rates: StepRates, skipped: Tensor) -> None:
         """Update the parts by their gradients, unless ``skipped``."""
-        for group, decay in zip(self._optimizer.param_groups, self._decays, strict=True):
+        groups, state = self._optimizer.param_groups, self._optimizer.state
+        for group, weight_decay in zip(groups, self._decays, strict=True):
             group["lr"] = rates.lr * group["lr_scale"]
             group["lr"] *= rates.last_layer if group["last_layer"] else 1
-            group["weight_decay"] = decay * rates.weight_decay
+            group["weight_decay"] = weight_decay * rates.weight_decay
         if self._is_lion:
-            lion_unless(self._optimizer, skipped)
+            for group in groups:
+                for part in group["params"]:
+                    lion_unless(part, state[part]["exp_avg"], group, skipped)
             return
         if self._muon is not None:
             self._muon.step_unless(skipped)
-        if not self._fused:
-            if self._compiler:  # a number would be a constant of what is compiled
-                numbers = [
-                    group[name]
-                    for group in self._optimizer.param_groups
-                    for name in ("lr", "weight_decay")
-                ]
-                on_device = torch.tensor(numbers).to(skipped.device, non_blocking=True).unbind()
-                for index, group in enumerate(self._optimizer.param_groups):
-                    group["lr"], group["weight_decay"] = on_device[2 * index : 2 * index + 2]
-            adamw_unless(self._optimizer, skipped, self._keys, self._units, self._adamw)
+        if self._fused:
+            # Fused AdamW looks at it where its parameters are. With --cpu_offload that is the host:
+            # it must be there now, AdamW's own copying would not wait.
+            self._optimizer.found_inf = skipped.to(groups[0]["params"][0].device)
+            self._optimizer.step()
             return
-        # Fused AdamW looks at it where its parameters are. With --cpu_offload that is the host:
-        # it must be there now, AdamW's own copying would not wait.
-        part = self._optimizer.param_groups[0]["params"][0]
-        self._optimizer.found_inf = skipped.to(part.device)
-        self._optimizer.step()
+        if self._compiles:  # a number would be a constant of what is compiled
+            numbers = [group[name] for group in groups for name in ("lr", "weight_decay")]
+            on_device = torch.tensor(numbers).to(skipped.device, non_blocking=True).unbind()
+            for index, group in enumerate(groups):
+                group["lr"], group["weight_decay"] = on_device[2 * index : 2 * index + 2]
+        # The parameters of one unit at a time: compiled for one block, the update serves all.
+        for group in groups:
+            updated = [part for part in group["params"] if part.grad is not None]
+            for _, unit in itertools.groupby(updated, self._units.get):
+                parts = list(unit)
+                self._adamw(
+                    [part.detach() for part in parts],
+                    [part.grad for part in parts],
+                    [state[part] for part in parts],
+                    [self._keys.get(part) for part in parts],
+                    skipped,
+                    lr=group["lr"],
+                    weight_decay=group["weight_decay"],
+                    betas=group["betas"],
+                    eps=group["eps"],
+                )
 
 
 # -- AdamW in plain operations: where PyTorch has no fused one, or moments are bf16 ----------------
@@ -146,7 +158,11 @@ def adamw(
     betas: tuple[float, float],
     eps: float,
 ) -> None:
-    """Update parameters and their states in place by AdamW, as ``adamw_unless`` says."""
+    """Take AdamW's step in place, unless ``skipped``: as PyTorch's fused one with ``found_inf``.
+
+    ``keys``: where moments are bf16, they are rounded stochastically by bits that follow from the
+    parameter's key and the step's number; None where they are not.
+    """
     takes, (first, second) = 1 - skipped, betas
     for parameter, gradient, state, key in zip(parameters, gradients, states, keys, strict=True):
         # One parameter at a time: there is no room for the fp32 moments of all.
@@ -165,62 +181,29 @@ def adamw(
             round_moments(state, exact, key)
 
 
-@torch.no_grad()
-def adamw_unless(
-    optimizer: torch.optim.Optimizer,
-    skipped: Tensor,
-    keys: Mapping[Tensor, Tensor] | None = None,
-    units: Mapping[Tensor, str] | None = None,
-    update: Callable[..., None] = adamw,
-) -> None:
-    """Take AdamW's step, unless ``skipped``: as PyTorch's fused AdamW with its ``found_inf``.
-
-    The state of each parameter must have been allocated. Where moments are bf16, they are rounded
-    stochastically by bits that follow from ``keys`` and the step's number. ``update`` is called
-    for the parameters of one of ``units`` at a time: compiled for one block it serves all.
-    """
-    for group in optimizer.param_groups:
-        present = [part for part in group["params"] if part.grad is not None]
-        for _, found in itertools.groupby(present, lambda part: units and units[part]):
-            parts = [*found]
-            update(
-                [part.detach() for part in parts],
-                [part.grad for part in parts],
-                [optimizer.state[part] for part in parts],
-                [keys and keys[part] for part in parts],
-                skipped,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                betas=group["betas"],
-                eps=group["eps"],
-            )
-
-
 # -- Lion ------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def lion_unless(optimizer: torch.optim.Optimizer, skipped: Tensor) -> None:
-    """Take Lion's step, unless ``skipped``."""
-    for group in optimizer.param_groups:
-        first, second = group["betas"]
-        for part in group["params"]:
-            weights, moment = part.detach(), optimizer.state[part]["exp_avg"]
-            new_weights, new_moment = weights.clone(), moment.clone()
-            lion(
-                [new_weights],
-                [part.grad],
-                [new_moment],
-                beta1=first,
-                beta2=second,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                caution=False,
-                foreach=False,
-            )
-            skips = skipped.to(part.device) > 0
-            _copy_unless(skips, weights, new_weights)
-            _copy_unless(skips, moment, new_moment)
+def lion_unless(
+    part: nn.Parameter, moment: Tensor, settings: Mapping[str, Any], skipped: Tensor
+) -> None:
+    """Take timm's Lion step of one parameter, unless ``skipped``."""
+    weights, (beta1, beta2) = part.detach(), settings["betas"]
+    new_weights, new_moment = weights.clone(), moment.clone()
+    lion(
+        [new_weights],
+        [part.grad],
+        [new_moment],
+        beta1=beta1,
+        beta2=beta2,
+        lr=settings["lr"],
+        weight_decay=settings["weight_decay"],
+        caution=False,
+        foreach=False,
+    )
+    skips = skipped.to(part.device) > 0
+    _copy_unless(skips, weights, new_weights)
+    _copy_unless(skips, moment, new_moment)
 
 
 def _copy_unless(skips: Tensor, old: Tensor, new: Tensor) -> None:
@@ -253,96 +236,92 @@ class Muon:
     ) -> None:
         names = {part: name for name, part in parts.items()}
         self._state, self._group, self._dtype, self._eps = optimizer.state, group, dtype, eps
-        self._chosen: list[tuple[nn.Parameter, Mapping[str, Any]]] = [
+        self._parameters: list[tuple[nn.Parameter, Mapping[str, Any]]] = [
             (part, settings)
             for settings in optimizer.param_groups
             if settings["rule"] == "muon"
             for part in settings["params"]
         ]
         self._matrices: list[tuple[int, int]] = []
-        for part, _ in self._chosen:
-            matrix = updates[names[part]].matrix
+        ranges = []
+        for part, _ in self._parameters:
+            matrix, view = updates[names[part]].matrix, views(names[part])
             assert matrix is not None
             self._matrices.append(matrix)
-        count, self._rank = (1, 0) if group is None else (group.size(), group.rank())
-        ranges = [_flat_range(views(names[part])) for part, _ in self._chosen]
-        self._ranges = [ranges] * count
+            # Of the flattened matrix; they are adjacent.
+            first, count = 0, view.numel()
+            if isinstance(view, ShardedTensor):
+                count = sum(chunk.data.numel() for chunk in view.chunks)
+                offsets = view.chunks[0].offsets if view.chunks else (0,) * view.dim()
+                for offset, size in zip(offsets, view.shape, strict=True):
+                    first = first * size + offset
+            ranges.append(range(first, first + count))
+        processes, self._rank = (1, 0) if group is None else (group.size(), group.rank())
+        self._ranges = [ranges] * processes
         """The part of each matrix that each process has."""
-        if count > 1:
+        if processes > 1:
             dist.all_gather_object(self._ranges, ranges, group=group)
-        self._owned: list[list[int]] = [[] for _ in range(count)]
+        self._owned: list[list[int]] = [[] for _ in range(processes)]
         """The matrices that each process computes: the next largest goes to the one with least
         work, which grows with the elements times the shorter side."""
         work = [math.prod(matrix) * min(matrix) for matrix in self._matrices]
-        load = [0] * count
+        load = [0] * processes
         for i in sorted(range(len(work)), key=lambda i: -work[i]):
             least = load.index(min(load))
             self._owned[least].append(i)
             load[least] += work[i]
 
-    @torch.no_grad()
     def step_unless(self, skipped: Tensor) -> None:
         """Update all of Muon's parameters, unless ``skipped``.
 
         Their gradients are None afterwards, so that AdamW skips them.
         """
         skips, momenta = skipped > 0, []
-        for part, _ in self._chosen:
+        for part, _ in self._parameters:
             momentum = self._state[part]["momentum_buffer"]
             assert part.grad is not None
             _copy_unless(skips, momentum, momentum.lerp(part.grad, 1 - MOMENTUM))
             part.grad = None
             momenta.append(momentum.flatten().to(self._dtype))
-        found = self._orthogonalized(momenta)
-        for i, (part, group) in enumerate(self._chosen):
-            lr, old = group["lr"], part.detach()
-            step = found[i].view(old.shape).float() * (lr * lr_factor(self._matrices[i]))
-            _copy_unless(skips, old, old * (1 - lr * group["weight_decay"]) - step)
+        directions = self._orthogonalized(momenta)
+        for i, (part, settings) in enumerate(self._parameters):
+            lr, old = settings["lr"], part.detach()
+            step = directions[i].view(old.shape).float() * (lr * lr_factor(self._matrices[i]))
+            _copy_unless(skips, old, old * (1 - lr * settings["weight_decay"]) - step)
 
     def _orthogonalized(self, parts: Sequence[Tensor]) -> Mapping[int, Tensor]:
         """Return this process's part of each matrix, orthogonalized; all are flat, as ``parts``."""
 
-        def whole(i: int, elements: Tensor) -> Tensor:
+        def orthogonalize(i: int, elements: Tensor) -> Tensor:
             return orthogonalized(elements.view(self._matrices[i]), self._eps).flatten()
 
         if self._group is None or len(self._owned) == 1:
-            return {i: whole(i, part) for i, part in enumerate(parts)}
-        mine, empty = self._owned[self._rank], parts[0].new_empty(0)
+            return {i: orthogonalize(i, part) for i, part in enumerate(parts)}
+        owned_here, empty = self._owned[self._rank], parts[0].new_empty(0)
 
         # Parts of each process's matrices to it.
         sent = [torch.cat([empty, *(parts[i] for i in owned)]) for owned in self._owned]
-        sizes = [(sum(len(ranges[i]) for i in mine),) for ranges in self._ranges]
-        received = all_to_all(sent, sizes, self._group)
-        matrices = {i: empty.new_empty(math.prod(self._matrices[i])) for i in mine}
-        for ranges, part in zip(self._ranges, received, strict=True):
-            for i, piece in zip(mine, part.split([len(ranges[i]) for i in mine]), strict=True):
+        lengths = [[len(ranges[i]) for i in owned_here] for ranges in self._ranges]
+        received = all_to_all(sent, [(sum(sizes),) for sizes in lengths], self._group)
+        matrices = {i: empty.new_empty(math.prod(self._matrices[i])) for i in owned_here}
+        for ranges, sizes, part in zip(self._ranges, lengths, received, strict=True):
+            for i, piece in zip(owned_here, part.split(sizes), strict=True):
                 matrices[i][ranges[i].start : ranges[i].stop] = piece
 
-        results = {i: whole(i, elements) for i, elements in matrices.items()}
+        results = {i: orthogonalize(i, elements) for i, elements in matrices.items()}
 
         # And back.
         sent = [
-            torch.cat([empty, *(results[i][ranges[i].start : ranges[i].stop] for i in mine)])
+            torch.cat([empty, *(results[i][ranges[i].start : ranges[i].stop] for i in owned_here)])
             for ranges in self._ranges
         ]
-        sizes = [(sum(parts[i].numel() for i in owned),) for owned in self._owned]
-        found: dict[int, Tensor] = {}
-        for owned, part in zip(self._owned, all_to_all(sent, sizes, self._group), strict=True):
-            pieces = part.split([parts[i].numel() for i in owned])
-            found |= dict(zip(owned, pieces, strict=True))
-        return found
-
-
-def _flat_range(view: Tensor) -> range:
-    """Return which elements of the flattened global tensor a part is; they are adjacent."""
-    if not isinstance(view, ShardedTensor):
-        return range(view.numel())
-    if not view.chunks:
-        return range(0)
-    first = 0
-    for place, size in zip(view.chunks[0].offsets, view.shape, strict=True):
-        first = first * size + place
-    return range(first, first + sum(chunk.data.numel() for chunk in view.chunks))
+        lengths = [[parts[i].numel() for i in owned] for owned in self._owned]
+        received = all_to_all(sent, [(sum(sizes),) for sizes in lengths], self._group)
+        return {
+            i: piece
+            for owned, sizes, part in zip(self._owned, lengths, received, strict=True)
+            for i, piece in zip(owned, part.split(sizes), strict=True)
+        }
 
 
 # -- The factor of the loss in fp16, by which small gradients do not become zero -------------------

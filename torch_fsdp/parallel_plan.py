@@ -109,10 +109,10 @@ class ParallelPlan:
 class Form:
     """One form of FSDP."""
 
+    backend: str
+    """Its subclass of ``TorchBackend``, as "module:class": imported when devices start."""
     check: Callable[[RunConfig, Fsdp2Config, Mesh, Device], None]
     """Raise UsageError for flags that this form cannot follow."""
-    open_backend: Callable[[TorchRun, Device], Any]
-    """Return a ``TorchBackend``, whose modules are imported only then."""
     written_for: Mapping[str, str] = field(default_factory=dict)
     """The versions of packages whose private names it uses."""
 

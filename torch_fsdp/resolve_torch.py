@@ -34,25 +34,20 @@ from training.resolve import (
 
 if TYPE_CHECKING:
     from models.spec import ModelSpec
-    from torch_fsdp.torch_backend import TorchBackend
 
 
 def resolve(
-    config: RunConfig,
-    backend_config: Fsdp2Config,
-    form: Form | None = None,
-    blocks: TimmBlocks | None = None,
+    config: RunConfig, backend_config: Fsdp2Config, form: Form, blocks: TimmBlocks
 ) -> TorchRun:
     """Return the run that the flags ask for on the processes that torchrun has started.
 
-    ``config`` names the backend. Without ``form`` and ``blocks`` it is FSDP2 with timm's blocks.
     Raises UsageError.
     """
-    run = _resolve(config, backend_config, form or FSDP2, blocks or TimmBlocks())
+    run = _resolve(config, backend_config, form, blocks)
     # The teacher computes forward passes alone: ZeRO-2 would never reshard its weights.
     teacher_config = replace(run.backend_config, zero_dp_strategy=0 if run.plan.zero == 0 else 3)
     with_its_teacher = with_teacher(
-        run, lambda config: _resolve(config, teacher_config, FSDP2, TimmBlocks())
+        run, lambda config: _resolve(config, teacher_config, form, TimmBlocks())
     )
     assert isinstance(with_its_teacher, TorchRun)
     return with_its_teacher
@@ -83,8 +78,6 @@ def _resolve(
             f"torchrun started {started} processes on this node, which has {available} x "
             f"{device.noun}: a process each, --nproc-per-node {available} or fewer"
         )
-    if reason := device.unready():
-        raise UsageError(reason)
 
     # What is sharded, by --zero_dp_strategy or an older flag for 0 or 2 (not both: check_rules).
     zero = backend_config.zero_dp_strategy
@@ -100,7 +93,6 @@ def _resolve(
     backend_config = replace(
         backend_config,
         zero_dp_strategy=zero,
-        fsdp="fsdp2" if backend_config.fsdp == "auto" else backend_config.fsdp,
         compile=device.compiles_all if backend_config.compile is None else backend_config.compile,
     )
     check_rules(config, backend_config)
@@ -109,8 +101,8 @@ def _resolve(
         int(os.environ.get("WORLD_SIZE", "1")),
         "process(es) of this run: change them, or torchrun's --nproc-per-node and --nnodes",
     )
-    if zero == 0 and backend_config.fsdp == "fsdp2":
-        mesh = Mesh(dcn=mesh.fsdp, domain=mesh.domain)  # FSDP2 without sharding: replicas alone
+    if zero == 0 and form is FSDP2:  # without sharding: replicas alone
+        mesh = Mesh(dcn=mesh.fsdp, domain=mesh.domain)
     config = with_passes(config, mesh)
     form.check(config, backend_config, mesh, device)
 
@@ -119,7 +111,7 @@ def _resolve(
     for used in (precision, "bf16" if reduce_dtype == "bf16" else "fp32"):
         if reason := device.lacks(used):
             raise UsageError(reason)
-    if backend_config.tf32 and not device.has_tf32:
+    if backend_config.tf32 and not isinstance(device, devices.Cuda):
         raise UsageError("--tf32 requires CUDA")
     if reduce_dtype == "fp16" and precision != "fp16":
         raise UsageError("--reduce_dtype fp16 requires --precision fp16, whose loss is scaled")
@@ -158,12 +150,12 @@ def _resolve_domain(
     config: RunConfig, backend_config: Fsdp2Config, mesh: Mesh, model: ModelSpec
 ) -> RunConfig:
     """Decide ``--domain_attention`` of processes that share images. Raises UsageError."""
-    given = f"--mesh_domain {mesh.domain}"
+    flag = f"--mesh_domain {mesh.domain}"
     check_rows(mesh, model)
     if backend_config.compile and config.sharding.grad_ckpt == "selective":
         # Seen with PyTorch 2.9: what is compiled is not run where a policy looks at operations.
         raise UsageError(
-            f"--compile with {given} requires --grad_ckpt full or none: selective would leave "
+            f"--compile with {flag} requires --grad_ckpt full or none: selective would leave "
             "nothing compiled"
         )
     reason = model.why_no_token_part()
@@ -172,33 +164,23 @@ def _resolve_domain(
             reason = f"processes would drop the same places of their tokens (<{name}>)"
     if reason:
         reason = ModelError(reason).told(MODEL_FLAG)
-        raise UsageError(f"{given} on GPUs is incompatible with --model {model.name}: {reason}")
+        raise UsageError(f"{flag} on GPUs is incompatible with --model {model.name}: {reason}")
     heads = model.sizes.num_heads
     refused = {"gather": "requires --backend xla: use ring or ulysses"}
     if heads % mesh.domain:
-        refused["ulysses"] = f"requires heads that {given} divides, not {heads}: use ring"
+        refused["ulysses"] = f"requires heads that {flag} divides, not {heads}: use ring"
     return resolve_domain(config, mesh, refused, auto="ring" if "ulysses" in refused else "ulysses")
 
 
 def _check_fsdp2(
     config: RunConfig, backend_config: Fsdp2Config, mesh: Mesh, device: Device
 ) -> None:
-    if backend_config.fsdp == "megatron" and config.backend != "cuda":
-        raise UsageError(f"--fsdp megatron requires --backend cuda, this is {config.backend}")
     if backend_config.zero_dp_strategy == 1:
         raise UsageError("--fsdp fsdp2 has no --zero_dp_strategy 1: use 2 or 3, or --fsdp megatron")
     if backend_config.cpu_offload and config.optimizer.optimizer == "muon":
         raise UsageError("--optimizer muon is incompatible with --cpu_offload: drop one of the two")
-    if backend_config.meta_init is False:
-        raise UsageError("--no-meta_init requires --fsdp megatron, this is fsdp2")
     if backend_config.cpu_offload and device.is_host:
         raise UsageError("--cpu_offload requires CUDA: here all is in host memory anyway")
 
 
-def _open_fsdp2(run: TorchRun, device: Device) -> TorchBackend:
-    from torch_fsdp.fsdp2 import Fsdp2Backend
-
-    return Fsdp2Backend(run, device)
-
-
-FSDP2 = Form(_check_fsdp2, _open_fsdp2)
+FSDP2 = Form("torch_fsdp.fsdp2:Fsdp2Backend", _check_fsdp2)

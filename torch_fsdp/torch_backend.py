@@ -49,7 +49,7 @@ class TorchBackend(abc.ABC):
         self.image_rows = image_rows(run, rank)
         self.device_count, self.is_main = mesh.devices, rank == 0
         self.compiles = bool(run.backend_config.compile) or device.compiles_all
-        self._compiles_updates = bool(run.backend_config.compile) and device.compiles_all
+        self.wait, self.memory = device.synchronize, device.memory
         self._zero = run.plan.zero
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read")
         self._rounds_moments = run.config.optimizer.optimizer_dtype == "bf16"
@@ -60,10 +60,10 @@ class TorchBackend(abc.ABC):
         self._clock: BlockClock | None = None
         self._ema: WeightAverage | None = None
         self._frozen: list[TorchBackend] = []
-        """What ``beside`` has made, the frozen ones too."""
+        """Those of the models that ``shard_frozen`` was given."""
         self.teacher: nn.Module | None = None
         self._skipped = torch.zeros(len(COUNTS)).to(device.where)
-        is_fp16 = run.config.sharding.precision == "fp16"
+        is_fp16 = self._sharding.precision == "fp16"
         self._loss_scale = LossScale(device.where) if is_fp16 else None
 
     # -- the form of FSDP -------------------------------------------------------------
@@ -123,6 +123,7 @@ class TorchBackend(abc.ABC):
         return sharded
 
     def build_optimizer(self, updates: Updates, *, betas: tuple[float, float], eps: float) -> None:
+        compiles = self._backend_config.compile and self._device.compiles_all
         self._optimizer = PartsOptimizer(
             self._locals,
             lambda name: self._global_view(name, self._locals[name].detach()),
@@ -133,7 +134,7 @@ class TorchBackend(abc.ABC):
             fused=self._device.fused_adamw,
             group=next(iter(self._sharded_alike[0][1]), None),
             units=self._blocks,
-            compiler=self._plan.compiler if self._compiles_updates else None,
+            compiler=self._plan.compiler if compiles else None,
         )
         if self._run.config.averages:
             updates_seen = torch.zeros((), device=next(iter(self._locals.values())).device)
@@ -256,9 +257,6 @@ class TorchBackend(abc.ABC):
     def end_step(self) -> None:  # noqa: B027
         """Do nothing: an eager device runs each operation as it is called."""
 
-    def wait(self) -> None:
-        self._device.synchronize()
-
     def read(self, values: Mapping[str, torch.Tensor]) -> Future[dict[str, list[float]]]:
         names, host = list(values), self._device.read([v.detach() for v in values.values()])
         return self._reader.submit(
@@ -272,12 +270,10 @@ class TorchBackend(abc.ABC):
     def close(self) -> None:
         """Free what Python's garbage collector cannot find; nothing works afterwards."""
         self._reader.shutdown()
-        for other in self._frozen:
-            other.close()
+        for backend in self._frozen:
+            backend.close()
 
-    def barrier(self) -> None:
-        dist.barrier()
-
+    barrier = staticmethod(dist.barrier)
     largest_of_all = staticmethod(largest_of_all)
 
     # -- reports ----------------------------------------------------------------------
@@ -296,7 +292,6 @@ class TorchBackend(abc.ABC):
         flags = {
             "moments in bf16": self._rounds_moments,
             "torch.compile": config.compile,
-            "attention by plain products": not self._device.fused_attention,
             "channels last": config.channels_last,
             "CPU offload": config.cpu_offload,
         }
@@ -311,9 +306,6 @@ class TorchBackend(abc.ABC):
 
     def own_seconds(self) -> list[float]:
         return [] if self._clock is None else self._clock.take()
-
-    def memory(self) -> dict[str, int]:
-        return self._device.memory()
 
     def state_bytes(self) -> dict[str, int]:
         state = [t for entry in self._optimizer.state.values() for t in entry.values()]

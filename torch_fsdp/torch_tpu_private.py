@@ -43,20 +43,12 @@ def register() -> None:
     _loader.load()
 
 
-def device_kind() -> str:
-    """Return what the runtime calls this process's device, as "TPU v5 lite"; starts it.
+def device_attributes() -> dict[str, Any]:
+    """Return what the runtime knows of this process's device; starts it.
 
-    What a plugin for the host's processor calls its devices is "cpu".
+    "device_kind" is a name as "TPU v5 lite", or "cpu" with a plugin for the host's processor;
+    "coords", its place in the slice, is there if the runtime knows it.
     """
-    return _attributes()["device_kind"]
-
-
-def has_place() -> bool:
-    """Return True if the runtime knows where this process's device is in its slice."""
-    return "coords" in _attributes()
-
-
-def _attributes() -> dict[str, Any]:
     from torch_tpu._internal.device import _device_ops_backend
 
     return _device_ops_backend._get_local_device_attributes()

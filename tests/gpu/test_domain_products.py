@@ -24,10 +24,10 @@ def test_parts_are_the_whole(dtype, width):
 
     halves = zip(k.split((130, 170), 2), v.split((130, 170), 2), strict=True)
     parts = [[x.contiguous() for x in half] for half in halves]
-    found = [domain.forward(q, *part, SCALE) for part in parts]
+    found = [domain.attend(q, *part, SCALE) for part in parts]
     total = torch.logsumexp(torch.stack([statistics for _, statistics in found]), 0)
     output = sum(each.float() * (s - total).exp()[..., None] for each, s in found).to(dtype)
-    grads = [domain.backward(grad, q, *part, output, total, SCALE) for part in parts]
+    grads = [domain.attend_backward(grad, q, *part, output, total, SCALE) for part in parts]
     together = [
         output,
         sum(each[0].float() for each in grads),

@@ -123,7 +123,7 @@ def test_memory_and_pace_are_logged(form, tmp_path):
     assert result.column("memory_limit") == [limit] * 6
     for used, peak in zip(result.column("memory_used"), result.column("memory_peak"), strict=True):
         assert 0 < used < peak < limit
-    if devices.peak_of(torch.cuda.get_device_name(), "bf16"):
+    if devices.Cuda().peak_flops("bf16"):
         shares = [record["mfu"] for step, record in result.steps.items() if step > 1]
         assert all(0 < share < 1 for share in shares)
 

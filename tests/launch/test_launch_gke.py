@@ -230,7 +230,7 @@ def test_usable_slices(nodes, pods, usable):
         ("--elastic 0", {}, "--elastic 0 is not 1 to 2"),
         ("--elastic -1", {}, "argument --elastic: "),
         ("--elastic 1", {"replicas": 1}, "--elastic requires several slices: replicas 2 or more"),
-        ("--elastic 1 --elastic_poll 0", {}, "ask once a second or less often"),
+        ("--elastic 1 --elastic_poll 0", {}, "argument --elastic_poll: 0 must be at least 1"),
         ("--elastic 1 --namespace ", {}, "argument --namespace: it must not be empty"),
         ("", {}, "the following arguments are required: --elastic"),
     ],

@@ -67,8 +67,7 @@ def compare(form: str, patches: tuple[int, ...], prefix: int, own: int, value_wi
     if form == "ring":
         found = ring_attention(*parts, prefix, scale, group)
     else:
-        fused = form == "ulysses by the kernel"
-        found = ulysses_attention(*parts, (first, prefix), scale, group, fused=fused)
+        found = ulysses_attention(*parts, (first, prefix), scale, group)
     grads = gradients(found, here(weights, first), parts)
     errors = [off(found, here(expected, first))]
     for grad, wanted, before in zip(grads, expected_grads, befores, strict=True):
@@ -86,7 +85,7 @@ def off(found: torch.Tensor, expected: torch.Tensor) -> float:
 def main() -> None:
     dist.init_process_group("gloo")
     size = dist.get_world_size()
-    ulysses = ("ulysses by the kernel", "ulysses by products") if HEADS % size == 0 else ()
+    ulysses = ("ulysses",) if HEADS % size == 0 else ()
     divisions = ((EVEN,) * size, UNEVEN[:size])
     forms, widths = ("ring", *ulysses), (WIDTH, VALUE_WIDTH)
     cases = itertools.product(forms, divisions, PREFIXES, OWN_QUERIES, widths)

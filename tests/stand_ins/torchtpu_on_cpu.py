@@ -2,6 +2,7 @@
 
 - A plugin lets XLA compute there (tests/torchtpu/conftest.py).
 - torch_tpu looks for TPUs on the PCI bus: it finds as many as this host has processes.
+- TorchTPU's kernel for attention is the TPU's, and so is its account of memory.
 - Several processes have no ICI: their tensors go over the host, by gloo. One process has
   torch_tpu's own collectives.
 """
@@ -14,11 +15,13 @@ import types
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from timm.layers import set_fused_attn
 from torch._C._distributed_c10d import _create_work_from_future
 from torch_tpu._internal.distributed import tpu_distributed
 from torch_tpu._internal.utils import hardware
 
-from torch_fsdp import devices, torch_tpu_private
+from torch_fsdp import devices, domain, torch_tpu_private
 
 
 class OverTheHost(dist.ProcessGroup):
@@ -110,10 +113,17 @@ def _done(result):
     return _create_work_from_future(future)
 
 
+def by_plain_products(q, k, v, *, scale):
+    return (scale * q @ k.mT).softmax(dim=-1) @ v
+
+
 def on_the_host() -> None:
     """Let torch_tpu find what it lacks here; before it registers its device."""
     hardware.get_tpu_device_count = lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch_tpu_private.tpus_of_host = hardware.get_tpu_device_count
+    set_fused_attn(False)
+    domain.F = types.SimpleNamespace(pad=F.pad, scaled_dot_product_attention=by_plain_products)
+    devices.Tpu.memory = lambda self: {}
     if os.environ.get("WORLD_SIZE", "1") != "1":
         tpu_distributed.create_process_group = OverTheHost
         # The runtime would look for the devices of all processes: it reads C's environment, where
@@ -130,7 +140,8 @@ def in_slices(indices: list[int]) -> None:
         for rank, index in enumerate(indices)
     ]
     tpu_distributed.global_device_attributes = lambda: found
-    torch_tpu_private.has_place = lambda: True
+    attributes = torch_tpu_private.device_attributes
+    torch_tpu_private.device_attributes = lambda: attributes() | {"coords": [0, 0, 0]}
     arrange = devices.Tpu.arrange
 
     def arrange_and_tell(self, shape):

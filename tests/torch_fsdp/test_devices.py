@@ -10,7 +10,7 @@ from tests.cli import ROOT, VAL_IMAGES, Result, run_program, tiny, train_tiny_gp
 from tests.support.curves import assert_same_training
 from torch_fsdp import devices
 from torch_fsdp.devices import Cpu, Cuda
-from torch_fsdp.optimizers import adamw_unless
+from torch_fsdp.optimizers import adamw
 
 PROGRAM = "tests.stand_ins.made_up_device"
 
@@ -58,6 +58,7 @@ def test_what_it_refuses(flags, processes, words, tmp_path):
 
 def test_the_first_one_that_a_host_has(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     assert isinstance(devices.choose("cuda"), Cuda)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert isinstance(devices.choose("cuda"), Cpu)
@@ -98,7 +99,10 @@ def test_adamw_is_the_fused_one(first_is_skipped):
             optimizer.param_groups[0]["lr"] = 0.01 * number
         plain.grad, fused.grad = grad.clone(), grad.clone()
         before = [plain.detach().clone(), *(t.clone() for t in ours.state[plain].values())]
-        adamw_unless(ours, skipped)
+        names = ("lr", "weight_decay", "betas", "eps")
+        settings = {name: ours.param_groups[0][name] for name in names}
+        weights, state = plain.detach(), ours.state[plain]
+        adamw([weights], [plain.grad], [state], [None], skipped, **settings)
         theirs.found_inf = skipped
         theirs.step()
         after = [plain.detach(), *ours.state[plain].values()]

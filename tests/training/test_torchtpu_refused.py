@@ -105,7 +105,7 @@ def test_auto(packages, devices_here, chosen, capsys, monkeypatch):
     )
     monkeypatch.setattr("xla_fsdp.environment.device_type", lambda: "TPU" if on_tpu else "CPU")
     monkeypatch.setattr(torch_tpu_private, "tpus_of_host", lambda: 4 * on_tpu)
-    monkeypatch.setattr(Cuda, "is_available", lambda: devices_here == "GPU")
+    monkeypatch.setattr(Cuda, "count", lambda self: int(devices_here == "GPU"))
     assert run_vit_training.choose_backend("auto") == chosen
     told = capsys.readouterr().err
     assert told.startswith(f"run_vit_training.py: --backend auto: {chosen}, by ") == on_tpu

@@ -58,12 +58,12 @@ def test_parts_of_keys_by_process(by_kernel, value_width, monkeypatch):
     with torch.no_grad():
         statistics = (SCALE * q @ k.mT).logsumexp(-1)
         parts = list(zip(k.split((5, 7), 2), v.split((5, 7), 2), strict=True))
-        found = [domain.forward(q, *(x.contiguous() for x in part), SCALE) for part in parts]
+        found = [domain.attend(q, *(x.contiguous() for x in part), SCALE) for part in parts]
         shares = [(total - statistics).exp()[..., None] for _, total in found]
         together = sum(share * out for share, (out, _) in zip(shares, found, strict=True))
         assert_near([together], [output])
         grads = [
-            domain.backward(
+            domain.attend_backward(
                 grad, q, *(x.contiguous() for x in part), output.contiguous(), statistics, SCALE
             )
             for part in parts
@@ -77,7 +77,7 @@ def test_lower_precision_by_process(monkeypatch):
     monkeypatch.setattr(domain, "_kernels", lambda q, v: None)
     inputs = drawn(*[(2, 3, 40, 16)] * 3)
     lower = [x.detach().bfloat16() for x in inputs]
-    found, statistics = domain.forward(*lower, SCALE)
+    found, statistics = domain.attend(*lower, SCALE)
     expected = whole_attention(*(x.float() for x in lower))
     assert found.dtype == torch.bfloat16
     assert statistics.dtype == torch.float32
