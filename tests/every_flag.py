@@ -245,7 +245,7 @@ def typed_values(option: FlagField, values: Mapping[str, tuple[str, ...]]) -> li
         return [*(f"{name} {value}" for value in values[option.field.name]), *shorthands]
     if option.choices:
         return [*(f"{name} {word}" for word in option.choices if word), *shorthands]
-    raise AssertionError(f"give {name} values in VALUES of tests/every_flag.py, or say why not")
+    raise AssertionError(f"give {name} values in VALUES of every_flag.py, or say why not")
 
 
 def items(own: type, folder: Path, fields: Iterable[str] | None = None) -> list[Item]:

@@ -149,7 +149,8 @@ def test_resumed_run_is_the_whole_run(form, fp32, tmp_path):
 )
 def test_host_never_waits_in_a_step(flags):
     need_form(flags.split()[1])
-    done = run_program("-m", "tests.gpu.steps_without_sync", "--precision", "bf16", *flags.split())
+    program = ("-m", "tests.gpu.steps_without_sync")
+    done = run_program(*program, "--precision", "bf16", *flags.split())
     assert done.returncode == 0, done.stderr
     losses = json.loads(done.stdout.splitlines()[-1])
     assert len(losses) == 5
