@@ -11,9 +11,7 @@ from tests.marks import NEEDS_NEWER_LIBTPU, long, with_newer_libtpu
 from tools.compile_only.compiler import (
     REPLICATED,
     Compiled,
-    Graph,
     Result,
-    Step,
     Value,
     hbm_needed,
     local_bytes,
@@ -134,15 +132,6 @@ def test_figures(name, peak, devices, libtpu, request):
     # Of 2 x 2 chips each has two neighbours, with links for four, or for six.
     unused = 2 if name.startswith(("v5e", "v6e")) else 3
     assert 0 < found["expected_waiting_s"] <= 1.0001 * unused * found["collective_s"]
-
-
-@pytest.mark.long
-def test_learning_rates_of_stacked_blocks_are_no_results():
-    """They were tensors of the parameters' shapes, alive after the step: whole on each device."""
-    found = compile_for(
-        "v5e:2x2", "--layer_decay", "0.9", "--num_blocks", "2", "--image_size", "32"
-    )
-    assert found["output_bytes"] < found["argument_bytes"]
 
 
 def test_the_kept_module_is_the_one_that_was_told_of(v5e, kept):
@@ -309,14 +298,6 @@ def test_flops_of_a_traced_step():
     assert found == 3 * 2 * 8 * 4 * 4 + 4 * 1000 + 2 * 2 * 2 * 2 / 2
 
 
-def test_equal_graphs_are_compiled_once():
-    first, again, last = (
-        Graph(hlo, {}, (), {}, (Value(size, REPLICATED),))
-        for hlo, size in ((b"add", 4), (b"add", 8), (b"step", 0))
-    )
-    assert Step([first, last, again], 1, 0, "").distinct() == [[first, again], [last]]
-
-
 def test_bytes_of_a_device():
     """As XLA writes it: 8 devices, 4 parts of which each is on two; a compact list; the whole."""
     twice = "{devices=[2,2,2]0,1,2,3,4,5,6,7 last_tile_dim_replicate}"
@@ -374,15 +355,6 @@ def test_one_chip_and_the_users_limit(monkeypatch):
     assert found["chips"] == found["devices"] == 1
     assert found["peak_hbm_bytes"] > 4 * 2**20
     assert "replicated" not in found["sharding"]  # there is nothing to shard for
-
-
-@pytest.mark.long
-def test_a_chip_of_v4_is_one_device():
-    """Its two cores are joined, as in a run (TPU_MEGACORE); half of the HBM was told before."""
-    found = compile_for("v4:2x2x1", "--precision", "bf16", "--num_blocks", "1")
-    assert found["chips"] == found["devices"] == 4
-    assert found["compute_s"] == pytest.approx(found["flops_per_chip"] / 275e12)
-    assert found["fits"]
 
 
 @pytest.mark.long

@@ -22,7 +22,6 @@ sys.exit(tool.main())
     "variables",
     [
         pytest.param({"MPLBACKEND": "module://matplotlib_inline.backend_inline"}, id="module"),
-        pytest.param({"MPLBACKEND": "nonsense"}, id="nonsense", marks=pytest.mark.long),
         pytest.param(HOMELESS, id="homeless", marks=pytest.mark.long),
     ],
 )

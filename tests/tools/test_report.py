@@ -9,7 +9,6 @@ import subprocess
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from tests.tools.test_goodput import goodput, two_starts, write_events
 from tools.goodput import PARTS, account_of
@@ -124,25 +123,6 @@ def test_in_a_browser(tmp_path, capsys, browse):
     assert [caption.strip() for caption in found["captions"]] == titles
 
 
-@pytest.mark.parametrize(("scheme", "is_dark"), [(0, True), (1, False)])
-def test_dark_and_light(scheme, is_dark, tmp_path, capsys, browse):
-    """What stands out from the background does so in both."""
-    runs = [write_run(tmp_path / f"run{n}", steps=30 + n) for n in range(8)]
-    report(capsys, *runs)
-    picture = tmp_path / "page.png"
-    browse(
-        f"--blink-settings=preferredColorScheme={scheme}",
-        *("--window-size=1200,1600", f"--screenshot={picture}"),
-        f"file://{runs[0] / 'report.html'}",
-    )
-    with Image.open(picture) as image:
-        gray = np.asarray(image.convert("L")).astype(int)
-    background = int(np.median(gray))
-    assert (background < 64) == is_dark
-    assert background < 64 or background > 192
-    assert 0.02 < (abs(gray - background) > 100).mean() < 0.5
-
-
 # -- what is on it ---------------------------------------------------------------------------------
 
 
@@ -174,40 +154,6 @@ def test_differences_are_marked(tmp_path, capsys):
     assert "arguments.model" not in differing
     assert "<td>arguments.model</td><td>vit</td><td>vit</td><td>vit</td>" in same
     assert "differs" not in same
-
-
-def test_resizes(tmp_path, capsys):
-    """A start on other devices than the one before has a sign of its own; a damaged number none."""
-    folder = write_run(tmp_path / "run", steps=30)
-    events = [
-        ("start", 10.0 * at, 0, {"process_started": 10.0 * at, "devices": devices})
-        for at, devices in enumerate([8, 8, 4, "many", 4, 2048, None, 8])
-    ]
-    write_events(folder, *events)
-    text, _ = report(capsys, folder)
-    found = re.findall(r'class="(start|resize)"[^>]*><title>start after step 0(.*?), 1970', text)
-    assert found == [
-        ("start", " on 8 devices"),
-        ("start", " on 8 devices"),
-        ("start", ""),
-        ("start", " on 4 devices"),
-        ("start", ""),
-        ("resize", " on 4 devices, before on 8"),
-        ("resize", " on 2,048 devices, before on 4"),
-        ("resize", " on 8 devices, before on 2,048"),
-    ]
-
-
-def test_an_event_of_another_kind_is_shown(tmp_path, capsys):
-    folder = write_run(tmp_path / "run", steps=30)
-    lines = (folder / "events.jsonl").read_text().splitlines()
-    other = {"event": "resize <b>", "time": 1300.0, "step": 100, "devices": 4}
-    (folder / "events.jsonl").write_text("\n".join([*lines[:3], json.dumps(other), *lines[3:-1]]))
-    text, left_out = report(capsys, folder)
-    assert "resize &lt;b&gt; {&quot;step&quot;: 100, &quot;devices&quot;: 4}" in text
-    assert left_out == []
-    (values,) = goodput(capsys, folder)
-    assert values["seconds"]["useful steps"] == 180 + 180 + 198
 
 
 def test_long_runs_are_thinned(tmp_path, capsys):
