@@ -363,7 +363,7 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
     ),
     # docs/reliability.md
     "make faults": Elsewhere("hours, and it writes docs/reliability.md", make_knows),
-    'make faults ARGS="--tries 2 --backends fsdp2 --faults sigkill hang --seed 1"': Elsewhere(
+    'make faults ARGS="--tries 2 --backends fsdp2 --faults sigkill sigterm --seed 1"': Elsewhere(
         "it writes docs/reliability.md", make_knows
     ),
     "python3 -m tools.goodput --chips": Run(

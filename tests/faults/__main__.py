@@ -23,7 +23,7 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.common import ROOT, commit
-from tests.faults import damage, kills, others, table
+from tests.faults import damage, kills, table
 from tests.faults.damage import damaged
 from tests.faults.program import ON_ANY_NUMBER, SETUPS
 from tests.faults.tries import Fault, NotSurvived, Reference, Skipped, Try, reference_run
@@ -36,33 +36,7 @@ FAULTS = {
     "lost_file": Fault("a file of the newest checkpoint lost", damaged(damage.lose_file)),
     "lost_manifest": Fault("its manifest lost", damaged(damage.lose_manifest)),
     "disk_full": Fault("disk full while saving", damage.disk_full),
-    "second_job": Fault("a second job in the same folder", others.second_job, starts=3),
-    "early_restart": Fault(
-        "started again while the first start still ends", others.restart_while_ending
-    ),
-    "nan": Fault("a step whose loss is NaN", others.not_finite, starts=1),
-    "broken_images": Fault("images that cannot be read", damage.broken_images, starts=3),
-    "hang": Fault("a step that hangs", others.hang, starts=3),
     "torchrun": Fault("torchrun killed with SIGKILL", kills.torchrun_killed, several=True),
-    "flags": Fault(
-        "processes with different flags",
-        others.differing_flags,
-        tries=1,
-        starts=1,
-        several=True,
-        refused=True,
-    ),
-    "folders": Fault(
-        "a folder that the nodes do not share",
-        others.folder_not_shared,
-        tries=1,
-        starts=1,
-        several=True,
-        refused=True,
-    ),
-    "owed_evaluation": Fault(
-        "SIGKILL between saving and evaluating", kills.killed_between_saving_and_evaluating
-    ),
     "part_complete": Fault(
         "SIGKILL as a host's part is complete", kills.killed_as_a_part_is_complete, groups=1
     ),
@@ -103,7 +77,7 @@ FAULTS = {
 CODE = (
     "run_vit_training.py config_fields.py training models data xla_fsdp torch_fsdp gpu_fsdp launch "
     "tests/faults "
-    "tests/cli.py tests/stand_ins/fault_at_step.py tests/stand_ins/megatron_on_cpu.py "
+    "tests/cli.py tests/stand_ins/megatron_on_cpu.py "
     "tests/stand_ins/hosts_with_disks.py tests/stand_ins/pod_of_hosts.py"
 ).split()
 """What the results depend on."""

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.faults.program import (
-    EVALUATED,
     SAVE_INTERVAL,
     STEPS,
     Running,
@@ -28,9 +27,8 @@ from tests.faults.tries import (
     reference_run,
     unfinished_save,
 )
-from training.checkpoints.choose import folder_of, step_folders, step_of
+from training.checkpoints.choose import step_folders, step_of
 from training.checkpoints.format import is_complete
-from training.logs.records import evaluations, read_metrics
 
 _ATTEMPTS = 8
 """How often a moment that comes when the run has ended is drawn again."""
@@ -276,24 +274,6 @@ def _without(attempt: Try, hosts: list[int], number: int, flags: tuple[str, ...]
         attempt.moment += f", and again on one group after step {last_step(attempt.run)}"
         _let_end(attempt, program, signal.SIGKILL, "rank")
     return newest_step(attempt.run) != STEPS
-
-
-def killed_between_saving_and_evaluating(attempt: Try) -> Survived:
-    """Kill when the checkpoint is complete and its evaluation is not: it is owed."""
-    evaluated = EVALUATED[attempt.number % len(EVALUATED)]
-    checkpoint = folder_of(attempt.run, evaluated)
-    for _ in range(_ATTEMPTS):
-        attempt.start_anew()
-        with running(attempt.command(), attempt.log("first")) as program:
-            if not program.wait_until(lambda: last_step(attempt.run) > 0):
-                continue
-            program.members()
-            reached = program.wait_until(lambda: is_complete(checkpoint), _WATCH_S)
-            program.signal(signal.SIGKILL)
-        if reached and evaluated not in evaluations(read_metrics(attempt.run)):
-            attempt.moment = f"SIGKILL to all after checkpoint and before evaluation {evaluated}"
-            return attempt.resume_after(evaluated)
-    raise NotSurvived(f"no moment found in {_ATTEMPTS} starts")
 
 
 def killed_as_a_part_is_complete(attempt: Try) -> Survived:

@@ -25,7 +25,7 @@ from training.checkpoints.choose import complete_checkpoints, step_of
 from training.checkpoints.format import damage
 from training.logs.records import TENSORBOARD_DIR, read_events, read_metrics
 
-STEPS, EVALUATED = 40, (22, 40)
+STEPS = 40
 SAVE_INTERVAL, KEEP = 3, 3
 # Four tokens an image, and dropout of every kind, so that random state counts. Eleven steps make an
 # epoch; a checkpoint is written before each evaluation.
@@ -70,20 +70,17 @@ class Setup:
     by_torchrun: bool = True
     """Whether torchrun starts the processes, if there are several."""
 
-    def command(
-        self, ckpt_dir: Path | str, *flags: str, module: str = "", restarts: int = 0
-    ) -> list[str]:
-        """Return the command line of a whole run, of the program or of ``module``."""
-        alone = self.of_one_process(ckpt_dir, *flags, module=module)
+    def command(self, ckpt_dir: Path | str, *flags: str) -> list[str]:
+        """Return the command line of a whole run."""
+        program = ["-m", self.module] if self.module else [str(ROOT / "run_vit_training.py")]
+        where = ["--data_dir", str(ALL_DIGITS), "--ckpt_dir", str(ckpt_dir)]
+        alone = [*program, *self.flags, *where, *FLAGS, *flags]
         if self.processes == 1 or not self.by_torchrun:
-            return alone
-        if not module and not self.module and not restarts:
-            return [str(ROOT / "launch" / "torchrun.sh"), *alone[2:]]
-        torchrun = (
-            f"-m torch.distributed.run --standalone --nproc-per-node {self.processes} "
-            f"--max-restarts {restarts}"
-        )
-        return [*self.python, *torchrun.split(), *alone[1:]]
+            return [sys.executable, *alone]
+        if not self.module:
+            return [str(ROOT / "launch" / "torchrun.sh"), *alone[1:]]
+        torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {self.processes}"
+        return [*self.python, *torchrun.split(), *alone]
 
     @property
     def group_size(self) -> int:
@@ -103,18 +100,10 @@ class Setup:
             return None
         return f"there is no {Path(self.python[0]).relative_to(ROOT)}: make test-torchtpu makes it"
 
-    def of_one_process(self, ckpt_dir: Path | str, *flags: str, module: str = "") -> list[str]:
-        """Return the command line of one of several processes, to be started without torchrun."""
-        module = module or self.module
-        program = ["-m", module] if module else [str(ROOT / "run_vit_training.py")]
-        where = ["--data_dir", str(ALL_DIGITS), "--ckpt_dir", str(ckpt_dir)]
-        return [sys.executable, *program, *self.flags, *where, *FLAGS, *flags]
-
 
 _NEWER = str(ROOT / ".venv-newer" / "bin" / "python")
 _HOSTS = "tests.stand_ins.hosts_with_disks"
 _EACH_STEP = ("--local_ckpt_step_interval", "1")
-FAULTY = "tests.stand_ins.fault_in_first_start"
 SETUPS = {
     "xla": Setup("XLA, 2 devices", ("--backend", "xla", "--cpu_devices", "2")),
     "fsdp2": Setup("FSDP2, 2 processes", ("--backend", "cuda", "--fsdp", "fsdp2"), processes=2),

@@ -81,7 +81,7 @@ def tables(
             if not (results := rows.get((name, backend))):
                 continue
             head, marks = ["fault", "where", "tries", "survived", "steps lost"], (BEGIN, END)
-            cells = [_title(fault, results), setup.title, *_cells(results, refused=fault.refused)]
+            cells = [_title(fault, results), setup.title, *_cells(results)]
             if fault.groups:
                 head, marks = [*head, "seconds to the next step"], (BEGIN_HOSTS, END_HOSTS)
                 seconds = [each.restart_s for each in results if each.restart_s is not None]
@@ -100,7 +100,7 @@ def _title(fault: Fault, found: list[Result]) -> str:
     return f"{fault.title} ({saving} while saving)" if saving else fault.title
 
 
-def _cells(found: list[Result], *, refused: bool) -> list[str]:
+def _cells(found: list[Result]) -> list[str]:
     tried = [result for result in found if result.survived is not None]
     if not tried:
         return ["0", f"skipped: {found[0].moment}", ""]
@@ -108,7 +108,7 @@ def _cells(found: list[Result], *, refused: bool) -> list[str]:
     most = max(lost, default=0)
     text = f"{sum(lost) / len(lost):.1f}, at most {most}" if most else "0"
     survived = sum(bool(result.survived) for result in tried)
-    return [str(len(tried)), str(survived), "-" if refused or not lost else text]
+    return [str(len(tried)), str(survived), text if lost else "-"]
 
 
 def write(

@@ -39,8 +39,8 @@ class NotSurvived(Exception):
 class Survived:
     """How a try went that was survived."""
 
-    steps_lost: int | None
-    """How many steps were computed twice; None where the question does not arise."""
+    steps_lost: int
+    """How many steps were computed twice."""
     moment: str
     """When the fault came, and to whom."""
     step: int | None = None
@@ -98,8 +98,8 @@ class Try:
         """Return the run's --ckpt_dir."""
         return self.folder / "run"
 
-    def command(self, *flags: str, **how: Any) -> list[str]:
-        return self.setup.command(self.run, *flags, **how)
+    def command(self, *flags: str) -> list[str]:
+        return self.setup.command(self.run, *flags)
 
     def running(self, name: str, *flags: str, setup: Setup | None = None) -> Any:
         """Start the program, on ``setup`` instead, with a log of this name."""
@@ -141,12 +141,10 @@ class Try:
         if problem := difference(self.run, expected or self.reference.ckpt_dir, rel):
             raise NotSurvived(problem)
 
-    def resume_after(
-        self, step: int, *flags: str, expected: Path | None = None, **about: Any
-    ) -> Survived:
+    def resume_after(self, step: int, **about: Any) -> Survived:
         """Complete the run after a fault that came when ``step`` was the last one in the log."""
-        resumed, starts = self.complete(*flags)
-        self.compare(expected)
+        resumed, starts = self.complete()
+        self.compare()
         lost = max(0, step - resumed)
         return Survived(lost, self.moment, step, starts=starts, **about)
 
@@ -205,8 +203,6 @@ class Fault:
     """How many times a try starts the program, about."""
     several: bool = False
     """Whether it needs several processes."""
-    refused: bool = False
-    """Whether nothing is trained: there is no curve to compare, and no step to lose."""
     groups: int = 0
     """How many groups of hosts with disks of their own it needs, and is tried on these alone."""
     resized: bool = False
