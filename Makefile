@@ -144,7 +144,8 @@ rehearse: $(INSTALLED) datasets/digits
 coverage: $(INSTALLED) datasets/digits
 	rm -rf runs/coverage
 	-for suite in $(SUITES); do $(MAKE) $$suite COVERAGE=1; done
-	$(BIN)/python -m tests.unexecuted docs/hardware.md
+	$(BIN)/python -m coverage combine
+	$(BIN)/python -m coverage report --show-missing --skip-covered
 
 test-slurm: $(INSTALLED) datasets/digits
 	$(BIN)/python -m tests.slurm $(ARGS)

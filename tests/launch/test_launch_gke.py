@@ -227,11 +227,8 @@ def test_usable_slices(nodes, pods, usable):
     ("flags", "how", "words"),
     [
         ("--elastic 3", {}, "--elastic 3 is not 1 to 2, the replicas of"),
-        ("--elastic 0", {}, "--elastic 0 is not 1 to 2"),
-        ("--elastic -1", {}, "argument --elastic: "),
         ("--elastic 1", {"replicas": 1}, "--elastic requires several slices: replicas 2 or more"),
         ("--elastic 1 --elastic_poll 0", {}, "ask once a second or less often"),
-        ("--elastic 1 --namespace ", {}, "argument --namespace: it must not be empty"),
         ("", {}, "the following arguments are required: --elastic"),
     ],
 )
@@ -249,7 +246,6 @@ def test_mistakes(flags, how, words, cluster, capsys):
     [
         ("kind: Pod", "has not one JobSet alone, but a Pod"),
         ("kind: JobSet", "is not as launch/gke.yaml: one replicated job"),
-        ("[1, 2]", "is not as launch/gke.yaml"),
         (None, "does not exist"),
     ],
 )

@@ -130,18 +130,6 @@ def test_a_node_that_was_started_again_counts_once(executor):
     assert len({store.get("job") for store in stores}) == 1
 
 
-def test_the_first_node_leaves_and_comes_again(executor):
-    port = free_port()
-    with pytest.raises(TimedOut, match="nodes 1, 2 of 3 did not"):
-        wait_for_nodes(arguments(port, 0, limit=1))
-    node = wait_in_thread(executor, port, 1)
-    time.sleep(1)
-    with pytest.raises(TimedOut, match="node 2 of 3 did not"):
-        wait_for_nodes(arguments(port, 0, limit=2))
-    nodes = [node, *(wait_in_thread(executor, port, rank) for rank in (0, 2))]
-    assert [node.result()[1] for node in nodes] == [False, True, False]
-
-
 # -- a process that never comes -------------------------------------------------------
 
 
@@ -347,11 +335,8 @@ def test_elastic_nodes(tmp_path):
     ("variables", "told"),
     [
         ({"NNODES": "3:2"}, "NNODES=3:2 is not MIN:MAX, whole numbers"),
-        ({"NNODES": "0:2"}, "NNODES=0:2 is not MIN:MAX"),
-        ({"NNODES": ":"}, "NNODES=: is not MIN:MAX"),
         ({"NODE_RANK": "0", "RDZV_ID": ""}, "NNODES=2:3 needs RDZV_ID in place of NODE_RANK"),
         ({"ELASTIC_WAIT": "600"}, "ELASTIC_WAIT=600 must be less than JOIN_TIMEOUT=600"),
-        ({"ELASTIC_WAIT": "x"}, "ELASTIC_WAIT=x is not a whole number"),
     ],
 )
 def test_elastic_nodes_refused(variables, told):

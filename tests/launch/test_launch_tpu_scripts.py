@@ -167,16 +167,10 @@ def test_queued_resource_that_cannot_be_had(fresh_pod):
     ("path", "words", "told"),
     [
         (SETUP, "", "setup_pod.sh: error: --tpu=NAME is missing"),
-        (SETUP, "--tpu", "setup_pod.sh: error: --tpu needs a value"),
         (SETUP, "--tpu=pod --bogus", "setup_pod.sh: error: unknown argument --bogus"),
         (SETUP, "--tpu=pod --dir=..", "setup_pod.sh: error: --dir=.. is not the plain name"),
-        (SETUP, "--tpu=pod --zone=", "setup_pod.sh: error: --zone= needs a value"),
-        (SETUP, "--tpu=pod --dir=a/b", "setup_pod.sh: error: --dir=a/b is not the plain name"),
         (QUEUED, "--tpu=pod", "queued_resource.sh: error: no command: give it after --"),
-        (QUEUED, "--tpu=pod --type= -- true", "queued_resource.sh: error: --type= needs a value"),
         (QUEUED, "--tpu=pod --dry_run -- true", "queued_resource.sh: error: --dry_run is not for"),
-        (QUEUED, "--tpu=pod --help -- true", "queued_resource.sh: error: --help is not for this"),
-        (QUEUED, "-- true", "queued_resource.sh: error: --tpu=NAME is missing"),
         (QUEUED, "--tpu=a,b -- true", "queued_resource.sh: error: --tpu=a,b: this script requests"),
         (QUEUED, "--tpu=pod --bogus -- true", "xla_dist: error: unrecognized arguments: --bogus"),
         (QUEUED, "--tpu=pod -- true", "queued_resource.sh: error: no queued resource pod yet"),
@@ -189,7 +183,7 @@ def test_mistakes_in_the_scripts(pod, path, words, told):
     assert stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("poll", [".", "0", "1.", "-1", "1e3"])
+@pytest.mark.parametrize("poll", ["0", "1e3"])
 def test_how_often_to_ask(pod, poll):
     pod.variables["POLL_SECONDS"] = poll
     code, _, stderr = run_script(pod, QUEUED, "--tpu=pod", "--", "true")
