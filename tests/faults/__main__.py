@@ -1,4 +1,4 @@
-"""Put faults into real runs, and write the table of docs/reliability.md.
+"""Put faults into real runs, and print the tables of docs/reliability.md.
 
     python -m tests.faults        # or make faults, some hours on 2 cores
 
@@ -25,7 +25,7 @@ from tqdm import tqdm
 from benchmarks.common import ROOT, commit
 from tests.faults import damage, kills, table
 from tests.faults.damage import damaged
-from tests.faults.program import ON_ANY_NUMBER, SETUPS
+from tests.faults.program import SETUPS
 from tests.faults.tries import Fault, NotSurvived, Reference, Skipped, Try, reference_run
 
 FAULTS = {
@@ -63,15 +63,6 @@ FAULTS = {
         tries=10,
         in_one_run=3,
         groups=1,
-    ),
-    "slice_away": Fault(
-        "a slice lost; the other one continues, then both (1e-5)",
-        kills.lost(kills.group, *ON_ANY_NUMBER, rel=1e-5),
-        tries=10,
-        in_one_run=5,
-        starts=3,
-        groups=2,
-        resized=True,
     ),
 }
 CODE = (
@@ -166,12 +157,6 @@ def parse() -> argparse.Namespace:
         default=ROOT / "runs" / "faults",
         help="for results and logs; default: runs/faults",
     )
-    parser.add_argument(
-        "--document",
-        type=Path,
-        default=ROOT / "docs" / "reliability.md",
-        help="file with the markers; default: docs/reliability.md",
-    )
     return parser.parse_args()
 
 
@@ -221,16 +206,11 @@ def attempt(job: Job, seed: int, folder: Path, reference: Reference) -> list[tab
 
 
 def report(args: argparse.Namespace, results: table.Results) -> int:
-    """Write the table and the picture; return exit code 1 if a try was not survived."""
+    """Print the tables; return exit code 1 if a try was not survived."""
     rows = results.rows(args.seed)
-    tables = table.tables(rows, FAULTS)
-    words = " ".join(sys.argv[1:])
-    command = f'make faults ARGS="{words}"' if words else "make faults"
-    table.write(args.document, tables, commit(*CODE), command)
-    if any(fault in ("sigkill", "sigterm") for fault, _ in rows):
-        table.plot(rows, args.document.with_suffix(".png"))
-    for lines in tables.values():
+    for lines in table.tables(rows, FAULTS):
         print("\n".join([*lines, ""]))
+    print(table.made_by(commit(*CODE)))
     lost = [result for found in rows.values() for result in found if result.survived is False]
     for result in lost:
         print(

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import math
 import os
 import re
 import secrets
@@ -12,9 +11,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 
@@ -35,11 +33,6 @@ FLAGS = (
     "--batch_size 128 --num_epochs 4 --warmup_steps 4 --lr 1e-2 --num_workers 1 "
     f"--max_steps {STEPS} --log_step_interval 1 --test_epoch_interval 2 --ckpt_epoch_interval 2 "
     f"--ckpt_step_interval {SAVE_INTERVAL} --keep_checkpoints {KEEP}"
-).split()
-# With these the number of processes changes the curve by rounding alone. (Dropout's masks depend on
-# it.)
-ON_ANY_NUMBER = (
-    "--mlp_dropout 0 --att_dropout 0 --pos_dropout 0 --drop_path_rate 0 --lr 1e-4 --eps 1e-4"
 ).split()
 COMPARED = ("loss", "grad_norm", "lr", "val_loss", "val_top1", "val_images")
 LIMIT_S = 300.0
@@ -63,8 +56,6 @@ class Setup:
     groups: int = 0
     """Each process is a host with a disk of its own, for a second tier of checkpoints, in one of
     this many groups, as slices; 0: there are no such hosts."""
-    resizes: bool = False
-    """Whether each group can continue alone by what is on its disks."""
     python: tuple[str, ...] = (sys.executable,)
     variables: Mapping[str, str] = field(default_factory=dict)
     by_torchrun: bool = True
@@ -85,14 +76,6 @@ class Setup:
     @property
     def group_size(self) -> int:
         return self.processes // self.groups
-
-    def of_one_group(self, number: int) -> Self:
-        """Return the same on the hosts of one group."""
-        first, flags = number * self.group_size, list(self.flags)
-        flags[flags.index("--mesh_dcn") + 1] = "1"
-        hosts = " ".join(map(str, range(first, first + self.group_size)))
-        variables = {**self.variables, "HOSTS": hosts, "SLICES": "1"}
-        return replace(self, flags=tuple(flags), processes=self.group_size, variables=variables)
 
     def why_not(self) -> str | None:
         """Return the reason why this machine cannot start it, or None."""
@@ -119,7 +102,6 @@ SETUPS = {
         module="tests.stand_ins.pod_of_hosts",
         processes=4,
         groups=2,
-        resizes=True,
         variables={"SLICES": "2"},
         by_torchrun=False,
     ),
@@ -130,7 +112,6 @@ SETUPS = {
         module=_HOSTS,
         processes=4,
         groups=2,
-        resizes=True,
     ),
     "megatron_hosts": Setup(
         "Megatron-FSDP, 2 groups of 2 hosts, AdamW's state over all",
@@ -362,20 +343,11 @@ def other_records_differ(ckpt_dir: Path) -> str | None:
     return None
 
 
-def difference(ckpt_dir: Path, expected: Path, rel: float = 0.0) -> str | None:
-    """Return what of a completed run is damaged, or not as in another; else None.
-
-    ``rel``: by how much values may differ; by default they are equal, bit by bit. By how many
-    images an accuracy may differ, nobody knows: it is then left out.
-    """
+def difference(ckpt_dir: Path, expected: Path) -> str | None:
+    """Return what of a completed run is damaged, or not bit by bit as in another; else None."""
     found, wanted = _curves(ckpt_dir), _curves(expected)
     for ours, theirs in zip(found, wanted, strict=False):
-        *where, value = ours
-        *there, other = theirs
-        is_near = value == other
-        if rel and None not in (value, other):
-            is_near = where[-1] == "val_top1" or math.isclose(value, other, rel_tol=rel)
-        if where != there or not is_near:
+        if ours != theirs:
             return f"metrics.jsonl differs: {ours}, expected {theirs}"
     if len(found) != len(wanted):
         return f"metrics.jsonl has {len(found)} values, expected {len(wanted)}"

@@ -101,10 +101,9 @@ class Try:
     def command(self, *flags: str) -> list[str]:
         return self.setup.command(self.run, *flags)
 
-    def running(self, name: str, *flags: str, setup: Setup | None = None) -> Any:
-        """Start the program, on ``setup`` instead, with a log of this name."""
-        setup = setup or self.setup
-        return running(setup.command(self.run, *flags), self.log(name), **setup.variables)
+    def running(self, name: str, *flags: str) -> Any:
+        """Start the program, with a log of this name."""
+        return running(self.command(*flags), self.log(name), **self.setup.variables)
 
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
@@ -133,12 +132,12 @@ class Try:
             time.sleep(1)
         raise NotSurvived(f"not completed by {MOST_STARTS} starts: {last_words(output)}")
 
-    def compare(self, expected: Path | None = None, rel: float = 0.0) -> None:
-        """Raise NotSurvived if the run differs from the uninterrupted one, by more than ``rel``."""
+    def compare(self) -> None:
+        """Raise NotSurvived if the run differs from the uninterrupted one."""
         aside = {path.name for path in self.run.glob("set_aside_*/step_*")} - {self.damaged}
         if aside:
             raise NotSurvived(f"set aside, though nobody went back: {', '.join(sorted(aside))}")
-        if problem := difference(self.run, expected or self.reference.ckpt_dir, rel):
+        if problem := difference(self.run, self.reference.ckpt_dir):
             raise NotSurvived(problem)
 
     def resume_after(self, step: int, **about: Any) -> Survived:
@@ -170,13 +169,13 @@ def unfinished_save(ckpt_dir: Path) -> bool:
     return bool(folders) and not is_complete(folders[-1])
 
 
-def reference_run(setup: Setup, folder: Path, *flags: str) -> Reference:
+def reference_run(setup: Setup, folder: Path) -> Reference:
     """Return the uninterrupted run, which is made once."""
     ckpt_dir, times = folder / "run", folder / "seconds.json"
     if not times.exists():
         shutil.rmtree(folder, ignore_errors=True)  # of one that was interrupted
         start = time.monotonic()
-        command = setup.command(ckpt_dir, *flags)
+        command = setup.command(ckpt_dir)
         with running(command, folder / "output.log", **setup.variables) as program:
             program.wait_until(lambda: last_step(ckpt_dir) > 0)
             first = time.monotonic() - start
@@ -205,13 +204,11 @@ class Fault:
     """Whether it needs several processes."""
     groups: int = 0
     """How many groups of hosts with disks of their own it needs, and is tried on these alone."""
-    resized: bool = False
-    """Whether one group continues without the other."""
 
     def fits(self, setup: Setup) -> bool:
         """Return True if the fault can be tried there."""
         if self.groups or setup.groups:
-            return 0 < self.groups <= setup.groups and (setup.resizes or not self.resized)
+            return 0 < self.groups <= setup.groups
         return setup.processes > 1 or not self.several
 
 
