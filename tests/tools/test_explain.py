@@ -169,7 +169,7 @@ def test_every_product_is_named_and_the_graph_is_the_same(flags, distinct):
     traces = []
     for more in ([], ["--explain"]):
         command = [
-            "tests/stand_ins/named_graphs.py",
+            "tests/stand_ins/traced_graphs.py",
             "4",
             *where,
             *TINY_MODEL,

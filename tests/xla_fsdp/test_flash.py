@@ -84,29 +84,3 @@ def test_nested():
     done = run_program("-m", "tests.stand_ins.flash_in_nested")
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["6"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("--fake_data", "--attention flash requires a TPU: its kernels run nowhere else"),
-        ("--backend cuda", "--attention requires --backend xla, this is cuda"),
-        (
-            "--compile_only --tpu_topology v5e:2x2 --mesh_tensor 2 --mesh_domain 2",
-            "--attention flash is incompatible with --mesh_domain 2 and --mesh_tensor 2 at once",
-        ),
-        (
-            "--compile_only --tpu_topology v5e:2x2 --att_dropout 0.1",
-            "--attention flash has no dropout, here --att_dropout 0.1",
-        ),
-        (
-            "--compile_only --tpu_topology v5e:2x2 --num_heads 16",
-            "--attention flash takes heads up to 256 wide, this model's are 320",
-        ),
-    ],
-)
-def test_refused(flags, said):
-    done = run_program("run_vit_training.py", "--attention", "flash", *flags.split())
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert len(done.stderr.splitlines()) == 1

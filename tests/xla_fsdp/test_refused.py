@@ -1,4 +1,4 @@
-"""What --mesh_domain is incompatible with is told in one line, before anything is written."""
+"""What --mesh_domain, --attention and --matmul refuse: in one line, and nothing is written."""
 
 import pytest
 
@@ -47,7 +47,49 @@ EVERYWHERE = [
     (f"{HYBRID} --dimension 3 --image_size 16 --data_source folder", "--data_source"),
     ("--model hybrid", "there is no model hybrid"),
 ]
+COMPILE = "--compile_only --tpu_topology v5e:2x2"
+KERNELS = [
+    ("xla", "--attention flash", "--attention flash requires a TPU: its kernels run nowhere else"),
+    ("cuda", "--attention flash", "--attention requires --backend xla, this is cuda"),
+    (
+        "xla",
+        f"{COMPILE} --attention flash --mesh_tensor 2 --mesh_domain 2 --num_heads 2",
+        "--attention flash is incompatible with --mesh_domain 2 and --mesh_tensor 2 at once",
+    ),
+    (
+        "xla",
+        f"{COMPILE} --attention flash --att_dropout 0.1",
+        "--attention flash has no dropout, here --att_dropout 0.1",
+    ),
+    (
+        "xla",
+        f"{COMPILE} --attention flash --embed_dim 320 --num_heads 1",
+        "--attention flash takes heads up to 256 wide, this model's are 320",
+    ),
+    (
+        "xla",
+        f"{COMPILE} --attention whole --image_size 560 --patch_size 14",
+        "--attention whole takes up to 1,024 tokens, this model has 1,600",
+    ),
+    (
+        "xla",
+        f"{COMPILE} --attention whole --mesh_domain 2",
+        "--attention whole is incompatible with --mesh_domain 2: use --attention sdpa",
+    ),
+    ("xla", "--matmul int8", "--matmul int8 requires --precision bf16, this is fp32"),
+    (
+        "xla",
+        "--matmul int8 --precision bf16 --xla_fsdp nested --cpu_devices 1",
+        "--matmul int8 requires --xla_fsdp spmd",
+    ),
+    (
+        "xla",
+        "--matmul int8 --precision bf16 --no-scan_blocks",
+        "--matmul int8 requires scanned blocks, here is",
+    ),
+]
 CASES = [
+    *KERNELS,
     *(("cuda", *case) for case in ON_GPUS),
     *(("xla", *case) for case in ON_XLA),
     *((backend, *case) for backend in ("cuda", "xla") for case in EVERYWHERE),
@@ -56,7 +98,7 @@ CASES = [
 
 @pytest.mark.parametrize(("backend", "flags", "words"), CASES)
 def test_refused(backend, flags, words, tmp_path, monkeypatch, capsys):
-    devices = ["--cpu_devices", "8"] if backend == "xla" else []
+    devices = ["--cpu_devices", "8"] if backend == "xla" and COMPILE not in flags else []
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     if backend == "cuda":
         monkeypatch.setenv("WORLD_SIZE", "8")
