@@ -77,12 +77,6 @@ def test_same_as_plain_pytorch_on_the_cpu(form, flags, told, plain, tmp_path):
     assert_near(result, plain, rel=1e-3)
 
 
-def test_megatron_is_what_auto_means(tmp_path):
-    need_form("megatron")
-    result = train_tiny_gpu(tmp_path, "--max_steps", "1")
-    assert "Megatron-FSDP ZeRO-3" in result.run_file["backend"]
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_bf16_near_fp32(form, fp32, tmp_path):
     result = train(tmp_path, form, "--precision", "bf16")

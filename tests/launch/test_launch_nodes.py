@@ -234,42 +234,6 @@ def test_torchrun_starts_a_killed_process_again(nodes, tmp_path):
     assert sorted(rank for rank, _ in starts) == ["0", "0", "1", "1"]
 
 
-@pytest.mark.long
-def test_a_lost_node_is_started_again(tmp_path):
-    """By RDZV_ID, alone: the other one's processes start again with it, from a checkpoint."""
-    run, (first, second) = tmp_path / "run", [tmp_path / "first.pids", tmp_path / "second.pids"]
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os\nif 'RANK' in os.environ:\n"
-        "    note = f'{os.getpid()} {os.environ[\"RUN_JOB_ID\"]}\\n'\n"
-        "    open(os.environ['PIDS'], 'a').write(note)"
-    )
-    flags = ["--data_dir", DIGITS, *TINY_MODEL, *TINY_RUN, "--num_epochs", "9", "--ckpt_dir", run]
-    flags += ["--max_steps", "200", "--ckpt_step_interval", "20"]
-    variables = TWO_NODES | {
-        "RDZV_ID": "job-1",
-        "MAX_RESTARTS": "2",
-        "PYTHONPATH": str(tmp_path),
-        "MASTER_PORT": free_port(),
-    }
-    stays = start(TORCHRUN, *flags, PIDS=str(first), **variables)
-    read_until(stays, "waiting for 1 of 2 nodes")
-    lost = start(TORCHRUN, *flags, PIDS=str(second), **variables)
-    while not (run / "step_40").exists():
-        assert stays.poll() is lost.poll() is None
-        time.sleep(0.1)
-    lost.kill()
-    os.kill(int(second.read_text().split()[0]), signal.SIGKILL)
-    finish(lost)
-    again = start(TORCHRUN, *flags, PIDS=str(second), **variables)
-    (code, stdout, stderr), (other, more, _) = finish(stays), finish(again)
-    assert (code, other) == (0, 0), stderr
-    assert f"resuming {run}/step_" in stdout + more  # whichever has rank 0
-    assert "training completed: step 200" in stdout + more
-    starts = [path.read_text().split() for path in (first, second)]
-    assert [len(words) for words in starts] == [4, 4]  # two processes on each node
-    assert len({job for words in starts for job in words[1::2]}) == 1
-
-
 # -- fewer nodes, and more ------------------------------------------------------------
 
 

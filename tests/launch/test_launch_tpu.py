@@ -3,7 +3,6 @@
 import ast
 import json
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -27,7 +26,7 @@ from tests.cli import (
 )
 from tests.launch.test_launch_gpu import finish, free_port, losses, script
 from tests.launch.test_launch_nodes import KILL_ONE
-from tests.stand_ins.pod_stand_in import REMOTE, gcloud_accepts, read_until, wait_until
+from tests.stand_ins.pod_stand_in import REMOTE, read_until, wait_until
 from training.errors import BAD_IMAGES
 
 # -- what arrives ---------------------------------------------------------------------
@@ -643,13 +642,3 @@ def test_a_command_that_is_not_there(pod):
     code, _, stderr = pod.run("no-such-program")
     assert code == 127
     assert "xla_dist: error: cannot start no-such-program" in stderr
-
-
-# -- the real gcloud ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("line", [0, 2])
-def test_gcloud_accepts_what_xla_dist_passes(line, tmp_path, pod):
-    flags = "--zone us-central2-b --project p --internal-ip --dry_run".split()
-    _, stdout, _ = pod.run("printf", "a\nb", "it's", flags=(*flags,))
-    gcloud_accepts(shlex.split(stdout.splitlines()[line]), tmp_path / "config")

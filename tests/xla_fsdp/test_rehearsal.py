@@ -92,15 +92,11 @@ def test_sigterm_to_one_host(slice_of, tmp_path, eight_devices):
 FLAGS = [
     (TWO_HOSTS, "--mesh_dcn 2 --mesh_fsdp 4"),
     (TWO_HOSTS, "--mesh_tensor 4 --num_heads 4 --no-scan_blocks"),
-    (TWO_HOSTS, "--mesh_domain 2 --image_size 32"),
     (TWO_HOSTS, "--mesh_domain 8 --image_size 32 --data_source mosaics"),
     (TWO_HOSTS, "--run_without_fsdp --precision bf16 --qk_norm"),
     (TWO_HOSTS, "--grad_accum_steps 2 --no_grad_ckpt --eval_batches 3"),
-    (TWO_HOSTS, "--mark_step_every_n_blocks 1 --mark_step_after_forward"),
     (TWO_HOSTS, "--num_workers 2 --clip_grad_norm 0.1"),
-    (Slice("v5p-16", (2, 2, 2), slices=2), "--mesh_dcn 2"),
     (Slice("v5p-8", (2, 2, 1), slices=4), "--mesh_dcn 4 --mesh_tensor 2"),
-    (Slice("v4-16", (2, 2, 2)), "--fake_data --eval_batches 1"),
     (Slice("v6e-16", (4, 4, 1)), "--mesh_tensor 2 --mesh_fsdp 8 --precision bf16"),
 ]
 
