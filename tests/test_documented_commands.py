@@ -14,7 +14,7 @@ import pytest
 
 from tests.cli import train_tiny_gpu
 from tests.documented_commands import Command, documented_commands, known_flags
-from tests.stand_ins.new_machine import Machine, own_mounts
+from tests.stand_ins.new_machine import Machine
 from tests.support.stopping import ALONE, stop
 from tests.trained_models import put_trained
 from tests.typed_with_stand_ins import (
@@ -42,8 +42,6 @@ class Run:
     removes: tuple[str, ...] = ()
     trained: bool = False
     """Needs trained models at ~/vit_10b/step_1000 and ~/vit_large/step_1250, and images."""
-    private: bool = False
-    """Names absolute paths."""
     long: bool = False
     shorter: str = ""
     """What is typed after it, where many repeats and blocks make its figures accurate."""
@@ -112,7 +110,6 @@ RUN: dict[str, Run] = {
     "python3 run_vit_training.py --eval_only": Run(
         (r"^val loss: [\d.]+, accuracy on val: [\d.]+ % of 359 images, top-5: [\d.]+ %$",),
         trained=True,
-        private=True,
         long=True,
     ),
     ".venv/bin/python -m pytest": Run((r"^\d+ passed(, \d+ deselected)? in ",), long=True),
@@ -120,7 +117,6 @@ RUN: dict[str, Run] = {
         (r"^report on 10 classes: report$",),
         leaves=("report/per_class.csv", "report/confusion.csv", "report/confusion.png"),
         trained=True,
-        private=True,
         long=True,
     ),
     "python3 run_vit_training.py --eval_only --knn": Run(
@@ -129,7 +125,6 @@ RUN: dict[str, Run] = {
             r"^linear probe on val: [\d.]+ % of 359 images, trained on 1,438 of train, best with ",
         ),
         trained=True,
-        private=True,
         long=True,
     ),
     "python3 run_vit_training.py --features features": Run(
@@ -140,7 +135,6 @@ RUN: dict[str, Run] = {
             "features/val-00000-00000.safetensors",
         ),
         trained=True,
-        private=True,
         long=True,
     ),
     "make train-mae": Run(
@@ -210,12 +204,10 @@ RUN: dict[str, Run] = {
     "python3 run_vit_training.py --use_ema": Run(
         (r"top-5: [\d.]+ %$",),
         trained=True,
-        private=True,
         long=True,
     ),
     "python3 run_vit_training.py --self_check --fake_data": Run(
         (r"^pass  checkpoint read ", r"^self check passed: 13 checks, "),
-        private=True,
         long=True,
     ),
     "python3.11 -m venv .venv-torchtpu": Run(leaves=(".venv-torchtpu/bin/activate",)),
@@ -239,7 +231,7 @@ RUN: dict[str, Run] = {
         ),
         long=True,
     ),
-    "python3 -m data.pack": Run((r"^2 shards: /datasets/\S+$",), trained=True, private=True),
+    "python3 -m data.pack": Run((r"^2 shards: /\S+/datasets/imagenet-1k-shards$",), trained=True),
     "python3 -m tools.show_augmentations": Run(leaves=("augmented.png",), long=True),
     "python3 -m tools.goodput --chips": Run(
         (r"^  save every 37 min 52 s of training \(Daly\): expected goodput 91\.51%, ",),
@@ -357,13 +349,12 @@ def trained(tmp_path_factory):
 
 @pytest.mark.parametrize(("command", "how"), TO_RUN)
 def test_command(command, how, machine, request):
-    if how.private and (problem := own_mounts()[1]):
-        pytest.skip(problem)
     if how.trained:
         put_trained(machine, request.getfixturevalue("trained"))
     if how.shorter:
         command = dataclasses.replace(command, typed=f"{command.text} {how.shorter}")
-    done = machine.run(command, private=how.private, timeout=3 * 3600 if how.long else 900)
+    command = dataclasses.replace(command, typed=machine.with_its_folders(command.typed))
+    done = machine.run(command, timeout=3 * 3600 if how.long else 900)
     assert done.returncode == 0, done.stdout + done.stderr
     for pattern in how.shows:
         assert re.search(pattern, done.stdout, re.MULTILINE), done.stdout

@@ -3,7 +3,6 @@
 import html
 import json
 import os
-import re
 
 import numpy as np
 import pytest
