@@ -18,6 +18,7 @@ import numpy as np
 
 from benchmarks.common import ROOT
 from tests.cli import ALL_DIGITS, environment
+from tests.running import running_with
 from tests.tensorboard_files import scalars_of
 from training.checkpoints.choose import complete_checkpoints, step_of
 from training.checkpoints.format import damage
@@ -148,7 +149,7 @@ class Member:
     parent: int
     rank: int | None
     """The number that its launcher gave it; its children, as loader processes, have it too."""
-    command: str
+    command: list[str]
 
 
 class Running:
@@ -157,7 +158,7 @@ class Running:
     All carry a mark in their environment, by which they are found whoever their parent is by now.
     """
 
-    def __init__(self, command: list[str], log: Path, cwd: Path = ROOT, **variables: str) -> None:
+    def __init__(self, command: list[str], log: Path, **variables: str) -> None:
         self._mark = f"FAULT_TRY={secrets.token_hex(8)}"
         name, _, value = self._mark.partition("=")
         inherited = {k: v for k, v in environment().items() if not _NOT_PASSED_ON.match(k)}
@@ -172,7 +173,7 @@ class Running:
         with log.open("w") as file:
             self.root = subprocess.Popen(
                 command,
-                cwd=cwd,
+                cwd=ROOT,
                 env=inherited | ours | variables,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -183,26 +184,17 @@ class Running:
 
     def members(self) -> list[Member]:
         """Return all processes that live."""
-        found = [
-            m for m in map(self._member, map(int, filter(str.isdigit, os.listdir("/proc")))) if m
-        ]
+        found = []
+        for process in running_with(self._mark):
+            with contextlib.suppress(OSError):  # it has ended
+                stat = Path(f"/proc/{process.pid}/stat").read_text()
+                parent = int(stat.rpartition(")")[2].split()[1])
+                names = ("RANK=", "REHEARSAL_WORKER=")
+                ranks = [int(v.partition("=")[2]) for v in process.variables if v.startswith(names)]
+                rank = ranks[0] if ranks else None
+                found.append(Member(process.pid, parent, rank, process.words))
         self._known = [member.pid for member in found]
         return found
-
-    def _member(self, pid: int) -> Member | None:
-        try:
-            variables = (
-                Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
-            )
-            if self._mark not in variables:
-                return None
-            stat = Path(f"/proc/{pid}/stat").read_text()
-            command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
-        except OSError:  # it has ended, or is somebody else's
-            return None
-        names = ("RANK=", "REHEARSAL_WORKER=")
-        rank = next((int(v.partition("=")[2]) for v in variables if v.startswith(names)), None)
-        return Member(pid, int(stat.rpartition(")")[2].split()[1]), rank, command)
 
     def ranks(self) -> dict[int, Member]:
         """Return the training processes that live, by rank."""
@@ -228,14 +220,9 @@ class Running:
 
     def signal(self, number: int, pids: list[int] | None = None) -> None:
         """Send a signal to all processes, or to some that were members."""
-        for pid in pids or self._known:
-            if self._member(pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
-        if pids is None:
-            for member in self.members():  # what has come in between
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(member.pid, number)
+        for pid in pids or [*self._known, *(m.pid for m in self.members())]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def ended(self) -> bool:
         """Return True if what was started has ended; others of its processes may live."""
@@ -272,9 +259,9 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(command: list[str], log: Path, **how: str | Path) -> Iterator[Running]:
+def running(command: list[str], log: Path, **variables: str) -> Iterator[Running]:
     """Start a program; on leaving, none of its processes is left."""
-    program = Running(command, log, **how)  # type: ignore[arg-type]
+    program = Running(command, log, **variables)
     try:
         yield program
     finally:

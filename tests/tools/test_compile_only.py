@@ -243,23 +243,6 @@ def test_accumulation(v5p):
     assert found["peak_hbm_bytes"] < v5p["peak_hbm_bytes"] + 4 * parameters / 4
 
 
-@pytest.mark.long
-def test_broken_graph():
-    """After a block of two: forward, forward and back, back. What crosses lies as batches do."""
-    size = "--num_blocks 2 --batch_size 32 --mark_step_every_n_blocks 1".split()
-    found = compile_for("v5p:2x2x1", *size)
-    assert "graph broken every 1 blocks" in found["sharding"]
-    assert (found["graphs"], found["distinct_graphs"]) == (3, 3)
-    assert found["fits"]
-    assert found["flops_per_chip"] == pytest.approx(step_flops(depth=2, batch=32) / 4, rel=0.05)
-    # In the last graph the state and the gradients, both factors of the patches' product, which its
-    # gradient needs, and tokens: what the first block was given, and the gradient of what it gave.
-    expected = 16 * sum(parameter_sizes(depth=2))
-    expected += 4 * (32 * SIDE**2 * 3 + 3 * PATCH**2 * WIDTH)
-    expected += 2 * 4 * 32 * TOKENS * WIDTH
-    assert found["argument_bytes"] == pytest.approx(expected / 4, rel=0.02)
-
-
 TRACED = """HloModule step
 
 %body (state: (s32[], bf16[8,4])) -> (s32[], bf16[8,4]) {
@@ -343,18 +326,6 @@ def test_too_large_is_told(tmp_path):
     state = 12 * found["parameters"] / 4
     assert found["peak_hbm_bytes"] > state > found["hbm_capacity_bytes"]
     assert found["hbm_capacity_bytes"] == math.floor(15.75 * 2**30)
-
-
-@pytest.mark.long
-def test_one_chip_and_the_users_limit(monkeypatch):
-    """The compiler refuses what does not fit in 4 MiB; the exit code says so."""
-    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_max_hbm_size_mib=4")
-    size = "--image_size 64 --patch_size 8 --embed_dim 128 --num_heads 2 --num_blocks 2".split()
-    found = compile_for("v6e:1x1", "--precision", "bf16", *size, code=3)
-    assert not found["fits"]
-    assert found["chips"] == found["devices"] == 1
-    assert found["peak_hbm_bytes"] > 4 * 2**20
-    assert "replicated" not in found["sharding"]  # there is nothing to shard for
 
 
 @pytest.mark.long

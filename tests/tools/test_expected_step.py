@@ -231,16 +231,6 @@ def test_sparse_cores_start_with_what_they_read(between):
     assert traffic.collective_bytes["all-gather"] == pytest.approx(2 * of * 7 / 8)
 
 
-def test_sparse_cores_copy_at_the_bandwidth_of_hbm():
-    """What they read and write, not their scratch: two milliseconds."""
-    values = int(3690e9 * 1e-3 / 2)
-    hlo = on_sparse_cores("copy(%q.2)", values, values)
-    found = expect(hlo, Links(parse_topology("tpu7x:2x2x1")))
-    assert (found.dma_s * 1e3, found.waiting_s) == exactly(2, 0)
-    inner = measure(hlo, 8).hbm_bytes - 6 * 4 * 8  # of ``fusion`` and the parameter
-    assert inner == pytest.approx(2 * 2 * values, rel=1e-6)
-
-
 COPIED = f"f32[{int(819e9 * 1e-3 / 4)}]{{0}}"
 """What takes a millisecond to come from HBM."""
 
