@@ -213,10 +213,7 @@ def with_it(typed: str, folder: Path) -> dict[str, str]:
             "dino_prototypes": "--dino_prototypes 32",
             "ibot_prototypes": "--ibot_prototypes 16",
         },
-        "--lr_schedule wsd": {
-            "warmup_steps": "--warmup_steps 0",
-            "decay_steps": "--decay_steps 1",
-        },
+        "--lr_schedule wsd": {"warmup_steps": "--warmup_steps 0", "decay_steps": "--decay_steps 1"},
         # Broken graphs are compiled so alone: PyTorch does not show all that autograd saves.
         "--mark_step_after_forward": {"grad_ckpt": "--grad_ckpt full"},
         "--mark_step_every_n_blocks 1": {"grad_ckpt": "--grad_ckpt full"},

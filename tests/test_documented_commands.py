@@ -100,10 +100,7 @@ RUN: dict[str, Run] = {
         leaves=("vit_10b.pt",), trained=True
     ),
     "python3 run_vit_training.py --predict": Run(
-        (
-            r"^cat\.jpg\n( +\d+\.\d+%  \d\n){5}",
-            r"^holiday/beach/1\.png\n( +\d+\.\d+%  \d\n){5}",
-        ),
+        (r"^cat\.jpg\n( +\d+\.\d+%  \d\n){5}", r"^holiday/beach/1\.png\n( +\d+\.\d+%  \d\n){5}"),
         trained=True,
         long=True,
     ),
@@ -156,14 +153,10 @@ RUN: dict[str, Run] = {
         long=True,
     ),
     "python benchmarks/xla_step.py --devices 1 2 4": Run(
-        (ROW % ("spmd", 4), ROW % ("wrapper", 4), ROW % ("nested", 1)),
-        long=True,
-        shorter=ONE_STEP,
+        (ROW % ("spmd", 4), ROW % ("wrapper", 4), ROW % ("nested", 1)), long=True, shorter=ONE_STEP
     ),
     "python benchmarks/xla_step.py --devices 1 2 --forms spmd": Run(
-        (ROW % ("spmd", 2), ROW % ("unrolled", 2)),
-        long=True,
-        shorter=ONE_STEP,
+        (ROW % ("spmd", 2), ROW % ("unrolled", 2)), long=True, shorter=ONE_STEP
     ),
     "python benchmarks/xla_step.py --devices 1 2 --forms plain": Run(
         (
@@ -201,14 +194,9 @@ RUN: dict[str, Run] = {
         leaves=("cpu.csv", "cpu.png"),
         long=True,
     ),
-    "python3 run_vit_training.py --use_ema": Run(
-        (r"top-5: [\d.]+ %$",),
-        trained=True,
-        long=True,
-    ),
+    "python3 run_vit_training.py --use_ema": Run((r"top-5: [\d.]+ %$",), trained=True, long=True),
     "python3 run_vit_training.py --self_check --fake_data": Run(
-        (r"^pass  checkpoint read ", r"^self check passed: 13 checks, "),
-        long=True,
+        (r"^pass  checkpoint read ", r"^self check passed: 13 checks, "), long=True
     ),
     "python3.11 -m venv .venv-torchtpu": Run(leaves=(".venv-torchtpu/bin/activate",)),
     "python3 -m launch.xla_dist --help": Run((r"^  --restart-tpuvm-pod-server",)),
@@ -234,7 +222,7 @@ RUN: dict[str, Run] = {
     "python3 -m data.pack": Run((r"^2 shards: /\S+/datasets/imagenet-1k-shards$",), trained=True),
     "python3 -m tools.show_augmentations": Run(leaves=("augmented.png",), long=True),
     "python3 -m tools.goodput --chips": Run(
-        (r"^  save every 37 min 52 s of training \(Daly\): expected goodput 91\.51%, ",),
+        (r"^  save every 37 min 52 s of training \(Daly\): expected goodput 91\.51%, ",)
     ),
     "python3 -m tools.goodput ~/vit_10b --chips": Run(
         (r"^forecast: 4,096 chips, 0\.173 failures per chip and year: ",), trained=True
@@ -265,9 +253,7 @@ RUN: dict[str, Run] = {
     ),
     "make format": Run((r"^All checks passed!$", r"^\d+ files left unchanged$")),
     "make bench": Run(
-        (ROW % ("spmd", 1), ROW % ("nested", 1)),
-        long=True,
-        shorter=f"ARGS='{ONE_STEP}'",
+        (ROW % ("spmd", 1), ROW % ("nested", 1)), long=True, shorter=f"ARGS='{ONE_STEP}'"
     ),
     "make bench-start": Run(
         (START_ROW,), leaves=("runs/start.png",), long=True, shorter="ARGS='--repeats 1'"

@@ -10,15 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.faults.program import (
-    LIMIT_S,
-    STEPS,
-    Setup,
-    difference,
-    last_step,
-    resumed_step,
-    running,
-)
+from tests.faults.program import LIMIT_S, STEPS, Setup, difference, last_step, resumed_step, running
 from training.checkpoints.choose import step_folders, step_of
 from training.checkpoints.format import is_complete
 from training.logs.records import read_events

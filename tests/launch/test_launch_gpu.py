@@ -327,10 +327,7 @@ def test_slurm_requeues_what_was_preempted(step_code, variables, requeued, slurm
 
 @pytest.mark.parametrize(
     ("failures", "variables", "starts", "expected"),
-    [
-        (1, {}, 2, 0),
-        (1, {"STATE": "CANCELLED"}, 1, 233),
-    ],
+    [(1, {}, 2, 0), (1, {"STATE": "CANCELLED"}, 1, 233)],
 )
 def test_slurm_starts_a_step_again_that_reached_no_node(
     failures, variables, starts, expected, slurm, tmp_path

@@ -8,14 +8,7 @@ import pytest
 
 from tests.cli import run_program
 from tests.marks import NEEDS_NEWER_LIBTPU, long, with_newer_libtpu
-from tools.compile_only.compiler import (
-    REPLICATED,
-    Compiled,
-    Result,
-    Value,
-    hbm_needed,
-    local_bytes,
-)
+from tools.compile_only.compiler import REPLICATED, Compiled, Result, Value, hbm_needed, local_bytes
 from tools.compile_only.expected import Links, expect
 from tools.compile_only.explain import explain
 from tools.compile_only.hlo import count_flops, measure

@@ -106,8 +106,7 @@ def test_of_unknown_cycles_the_bytes_count():
 
 
 @pytest.mark.parametrize(
-    ("flops", "size", "ms"),
-    [(197e9, 819e4, 1.0), (197e8, 819e6, 1.0), (197e9, 2 * 819e6, 2.0)],
+    ("flops", "size", "ms"), [(197e9, 819e4, 1.0), (197e8, 819e6, 1.0), (197e9, 2 * 819e6, 2.0)]
 )
 def test_a_kernel_takes_the_longer_of_products_and_bytes(flops, size, ms):
     cost = {"flops": int(flops), "transcendentals": 7, "bytes_accessed": int(size)}

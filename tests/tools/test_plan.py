@@ -244,10 +244,7 @@ PRICES = {"v4": 3.0, "v5e": 1.2, "v5p": 4.2, "v6e": 2.7, "tpu7x": 9.0}
 
 @pytest.mark.parametrize(
     ("model", "flags"),
-    [
-        (VIT_10B, "--tpu_topology v5e:8x8,v6e:8x8,v5p:4x4x4"),
-        (VIT_L, "--tpu_topology v5e:2x4"),
-    ],
+    [(VIT_10B, "--tpu_topology v5e:8x8,v6e:8x8,v5p:4x4x4"), (VIT_L, "--tpu_topology v5e:2x4")],
 )
 def test_few_questions_find_the_best(model, flags, shapes):
     config, xla, _ = asked("--model", model, "--precision", "bf16", *flags.split())
@@ -336,10 +333,7 @@ def no_newer_libtpu(monkeypatch, tmp_path):
 @pytest.mark.usefixtures("no_newer_libtpu")
 @pytest.mark.parametrize(
     "flags",
-    [
-        "--plan --tpu_topology v5e:2x2,tpu7x:2x2x1",
-        "--compile_only --tpu_topology tpu7x:2x2x1",
-    ],
+    ["--plan --tpu_topology v5e:2x2,tpu7x:2x2x1", "--compile_only --tpu_topology tpu7x:2x2x1"],
 )
 def test_what_needs_the_newer_compiler_says_how_to_get_it(flags, capsys):
     line = told_in_one_line(capsys, *flags.split(), *"--model vit_small_patch16_224".split())
@@ -407,10 +401,7 @@ def test_a_wrong_file_of_prices(name, text, words, tmp_path, capsys):
         ("--plan --backend cuda", "--plan compiles the step of --backend xla, this is cuda"),
         ("--plan --tpu_topology v9:2x2", "--tpu_topology v9:2x2 is unknown. Known, for"),
         ("--plan --tpu_topology v5e:4x4 --chips_at_most 8", "the smallest slice has 16 chips"),
-        (
-            "--plan --batch_size 7 --mesh_fsdp 4 --tpu_topology v5e:2x2",
-            "--batch_size 7 cannot be",
-        ),
+        ("--plan --batch_size 7 --mesh_fsdp 4 --tpu_topology v5e:2x2", "--batch_size 7 cannot be"),
         ("--plan --train_images 5", "5 training images (--train_images) are fewer than --batch_si"),
         ("--compile_only --tpu_topology v5e:2x2,v5e:4x4", "takes one slice, not v5e:2x2,v5e:4x4"),
     ],

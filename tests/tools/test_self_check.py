@@ -77,7 +77,7 @@ SOUND = {
         ),
     ],
     "tests.stand_ins.fp16_on_cpu": [
-        (2, "--backend cuda --precision fp16 --reduce_dtype fp16 --grad_accum_steps 2"),
+        (2, "--backend cuda --precision fp16 --reduce_dtype fp16 --grad_accum_steps 2")
     ],
     "tests.stand_ins.megatron_on_cpu": [
         (2, "--backend cuda --precision bf16 --zero_dp_strategy 1 --grad_accum_steps 2"),

@@ -36,11 +36,7 @@ def in_full(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("where", "policy"),
-    [
-        long("one device", "none"),
-        long("four devices", "none"),
-        ("four devices", "selective"),
-    ],
+    [long("one device", "none"), long("four devices", "none"), ("four devices", "selective")],
 )
 def test_what_is_kept_changes_nothing(where, policy, in_full, tmp_path):
     devices, flags = ON[where]

@@ -119,11 +119,7 @@ def test_flags_on_hosts(what, flags, slice_of, tmp_path):
 
 @pytest.mark.rehearse
 @pytest.mark.parametrize(
-    ("own", "told"),
-    [
-        (["--lr", "1"], "--lr"),
-        (["--ckpt_dir", "{tmp_path}/own"], "--ckpt_dir"),
-    ],
+    ("own", "told"), [(["--lr", "1"], "--lr"), (["--ckpt_dir", "{tmp_path}/own"], "--ckpt_dir")]
 )
 def test_hosts_that_differ(own, told, slice_of, tmp_path):
     """All end with one line and exit code 2; nothing is written."""
