@@ -396,8 +396,6 @@ def test_a_wrong_file_of_prices(name, text, words, tmp_path, capsys):
         ("--chips_at_most 3", "--chips_at_most 3 requires --plan"),
         ("--tpu_topology v5e:2x2", "--tpu_topology v5e:2x2 requires --compile_only or --plan"),
         ("--plan --compile_only", "--plan is incompatible with --compile_only: drop one"),
-        ("--plan --objective dino --crop_sizes 224x96",),
-        ("--plan --objective dino --gram_weights x",),
         ("--plan --backend cuda", "--plan compiles the step of --backend xla, this is cuda"),
         ("--plan --tpu_topology v9:2x2", "--tpu_topology v9:2x2 is unknown. Known, for"),
         ("--plan --tpu_topology v5e:4x4 --chips_at_most 8", "the smallest slice has 16 chips"),
