@@ -34,7 +34,7 @@ help:
 	@echo "make bench-gpu  the same on NVIDIA GPUs, beside timm's own loop"
 	@echo "make bench-domain  large images over 1 to 8 GPUs (--mesh_domain): latency and memory"
 	@echo "make tpu-compiler  fetch the newer TPU compiler, for tpu7x: 480 MB into .libtpu/"
-	@echo "make faults  spoil real runs in every way, for docs/reliability.md (hours)"
+	@echo "make faults  spoil real runs at random moments (hours)"
 	@echo "make clean   remove .venv, .venv-newer, datasets/ and runs/"
 
 install: $(INSTALLED)
@@ -144,7 +144,8 @@ rehearse: $(INSTALLED) datasets/digits
 coverage: $(INSTALLED) datasets/digits
 	rm -rf runs/coverage
 	-for suite in $(SUITES); do $(MAKE) $$suite COVERAGE=1; done
-	$(BIN)/python -m tests.unexecuted docs/hardware.md
+	$(BIN)/python -m coverage combine
+	$(BIN)/python -m coverage report --show-missing --skip-covered
 
 test-slurm: $(INSTALLED) datasets/digits
 	$(BIN)/python -m tests.slurm $(ARGS)

@@ -212,10 +212,7 @@ def with_it(typed: str, folder: Path) -> dict[str, str]:
             "dino_prototypes": "--dino_prototypes 32",
             "ibot_prototypes": "--ibot_prototypes 16",
         },
-        "--lr_schedule wsd": {
-            "warmup_steps": "--warmup_steps 0",
-            "decay_steps": "--decay_steps 1",
-        },
+        "--lr_schedule wsd": {"warmup_steps": "--warmup_steps 0", "decay_steps": "--decay_steps 1"},
         # Broken graphs are compiled so alone: PyTorch does not show all that autograd saves.
         "--mark_step_after_forward": {"grad_ckpt": "--grad_ckpt full"},
         "--mark_step_every_n_blocks 1": {"grad_ckpt": "--grad_ckpt full"},
@@ -244,7 +241,7 @@ def typed_values(option: FlagField, values: Mapping[str, tuple[str, ...]]) -> li
         return [*(f"{name} {value}" for value in values[option.field.name]), *shorthands]
     if option.choices:
         return [*(f"{name} {word}" for word in option.choices if word), *shorthands]
-    raise AssertionError(f"give {name} values in VALUES of tests/every_flag.py, or say why not")
+    raise AssertionError(f"give {name} values in VALUES of every_flag.py, or say why not")
 
 
 def items(own: type, folder: Path, fields: Iterable[str] | None = None) -> list[Item]:

@@ -6,7 +6,7 @@ import pytest
 
 from gpu_fsdp import megatron_private
 from models import timm_private
-from tests.cli import ROOT, train_tiny
+from tests.cli import ROOT
 from tests.launch.test_launch_gpu import pins
 from torch_fsdp import torch_tpu_private
 from training import errors
@@ -74,11 +74,3 @@ def test_what_is_told(installed, told, capsys, monkeypatch):
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == (told is not None)
     assert all(told in line for line in lines)
-
-
-def test_a_run_tells_it_once(tmp_path):
-    result = train_tiny(
-        tmp_path, "--max_steps", "1", devices=2, program="tests.stand_ins.other_versions"
-    )
-    (line,) = [line for line in result.stderr.splitlines() if "warning: " in line]
-    assert line.startswith("run_vit_training.py: warning: torch_xla is 99.0.0, not 2.9.0, jax is ")

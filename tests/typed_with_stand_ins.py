@@ -205,8 +205,3 @@ def gcloud_sets_it(machine: Machine, command: Command, tmp_path: Path) -> None:
     done = machine.run(command)
     assert done.returncode == 0, done.stderr
     assert "Updated property" in done.stderr
-
-
-def only_gclouds_words(machine: Machine, command: Command, tmp_path: Path) -> None:
-    """Nothing of the user's or of this project's is in it, to be wrong."""
-    assert command.text.split() == "gcloud auth login".split()

@@ -4,8 +4,8 @@ Importing PyTorch, torchvision and timm takes 5 s of a core, torch_xla 2 s more,
 modules a quarter of one, and the tests start hundreds of processes. Each is a process of its own
 here too, with its own environment, that runs the program as ``__main__`` and ends as Python ends.
 
-``python tests/warm_python.py run_vit_training.py FLAGS`` and ``... -m MODULE FLAGS`` run the same
-as without it, where WARM_PYTHON names the socket of a server.
+``python tests/warm_python.py run_vit_training.py FLAGS`` and ``... -m MODULE FLAGS`` run as
+without it, where WARM_PYTHON names the socket of a server.
 """
 
 import faulthandler

@@ -1,4 +1,4 @@
-"""Put faults into real runs, and write the table of docs/reliability.md.
+"""Put faults into real runs, and print the tables of docs/reliability.md.
 
     python -m tests.faults        # or make faults, some hours on 2 cores
 
@@ -23,9 +23,9 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.common import ROOT, commit
-from tests.faults import damage, kills, others, table
+from tests.faults import damage, kills, table
 from tests.faults.damage import damaged
-from tests.faults.program import ON_ANY_NUMBER, SETUPS
+from tests.faults.program import SETUPS
 from tests.faults.tries import Fault, NotSurvived, Reference, Skipped, Try, reference_run
 
 FAULTS = {
@@ -36,33 +36,7 @@ FAULTS = {
     "lost_file": Fault("a file of the newest checkpoint lost", damaged(damage.lose_file)),
     "lost_manifest": Fault("its manifest lost", damaged(damage.lose_manifest)),
     "disk_full": Fault("disk full while saving", damage.disk_full),
-    "second_job": Fault("a second job in the same folder", others.second_job, starts=3),
-    "early_restart": Fault(
-        "started again while the first start still ends", others.restart_while_ending
-    ),
-    "nan": Fault("a step whose loss is NaN", others.not_finite, starts=1),
-    "broken_images": Fault("images that cannot be read", damage.broken_images, starts=3),
-    "hang": Fault("a step that hangs", others.hang, starts=3),
     "torchrun": Fault("torchrun killed with SIGKILL", kills.torchrun_killed, several=True),
-    "flags": Fault(
-        "processes with different flags",
-        others.differing_flags,
-        tries=1,
-        starts=1,
-        several=True,
-        refused=True,
-    ),
-    "folders": Fault(
-        "a folder that the nodes do not share",
-        others.folder_not_shared,
-        tries=1,
-        starts=1,
-        several=True,
-        refused=True,
-    ),
-    "owed_evaluation": Fault(
-        "SIGKILL between saving and evaluating", kills.killed_between_saving_and_evaluating
-    ),
     "part_complete": Fault(
         "SIGKILL as a host's part is complete", kills.killed_as_a_part_is_complete, groups=1
     ),
@@ -90,20 +64,11 @@ FAULTS = {
         in_one_run=3,
         groups=1,
     ),
-    "slice_away": Fault(
-        "a slice lost; the other one continues, then both (1e-5)",
-        kills.lost(kills.group, *ON_ANY_NUMBER, rel=1e-5),
-        tries=10,
-        in_one_run=5,
-        starts=3,
-        groups=2,
-        resized=True,
-    ),
 }
 CODE = (
     "run_vit_training.py config_fields.py training models data xla_fsdp torch_fsdp gpu_fsdp launch "
     "tests/faults "
-    "tests/cli.py tests/stand_ins/fault_at_step.py tests/stand_ins/megatron_on_cpu.py "
+    "tests/cli.py tests/stand_ins/megatron_on_cpu.py "
     "tests/stand_ins/hosts_with_disks.py tests/stand_ins/pod_of_hosts.py"
 ).split()
 """What the results depend on."""
@@ -192,12 +157,6 @@ def parse() -> argparse.Namespace:
         default=ROOT / "runs" / "faults",
         help="for results and logs; default: runs/faults",
     )
-    parser.add_argument(
-        "--document",
-        type=Path,
-        default=ROOT / "docs" / "reliability.md",
-        help="file with the markers; default: docs/reliability.md",
-    )
     return parser.parse_args()
 
 
@@ -247,16 +206,11 @@ def attempt(job: Job, seed: int, folder: Path, reference: Reference) -> list[tab
 
 
 def report(args: argparse.Namespace, results: table.Results) -> int:
-    """Write the table and the picture; return exit code 1 if a try was not survived."""
+    """Print the tables; return exit code 1 if a try was not survived."""
     rows = results.rows(args.seed)
-    tables = table.tables(rows, FAULTS)
-    words = " ".join(sys.argv[1:])
-    command = f'make faults ARGS="{words}"' if words else "make faults"
-    table.write(args.document, tables, commit(*CODE), command)
-    if any(fault in ("sigkill", "sigterm") for fault, _ in rows):
-        table.plot(rows, args.document.with_suffix(".png"))
-    for lines in tables.values():
+    for lines in table.tables(rows, FAULTS):
         print("\n".join([*lines, ""]))
+    print(table.made_by(commit(*CODE)))
     lost = [result for found in rows.values() for result in found if result.survived is False]
     for result in lost:
         print(

@@ -1,4 +1,4 @@
-"""Faults of files: damaged checkpoints, a full disk, images that cannot be read."""
+"""Faults of files: damaged checkpoints, a full disk."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.faults.kills import IN_TRAINING, host, kill_hosts, losses, stop_after, wait_in_training
-from tests.faults.program import ALL_DIGITS, SAVE_INTERVAL, STEPS, last_step, newest_step, running
+from tests.faults.program import SAVE_INTERVAL, STEPS, last_step, newest_step, running
 from tests.faults.tries import Loss, NotSurvived, Skipped, Survived, Try, last_words
 from training.checkpoints.choose import complete_checkpoints
 from training.checkpoints.format import MANIFEST
@@ -157,31 +157,3 @@ def storage_away(attempt: Try) -> list[Survived]:
         if (end.step or 0) - (end.steps_lost or 0) <= newest:
             raise NotSurvived(f"step {newest} was resumed, of storage")
     return ends
-
-
-# -- images ---------------------------------------------------------------------------
-
-
-def broken_images(attempt: Try) -> Survived:
-    """Break images of train/ and val/: a run without a kill and one with a kill must be alike."""
-    data = attempt.folder / "digits"
-    shutil.copytree(ALL_DIGITS, data)
-    broken = [
-        attempt.rng.choice(sorted((data / split).rglob("*.png"))) for split in ("train", "val")
-    ]
-    for path in broken:
-        path.write_bytes(path.read_bytes()[: attempt.rng.randrange(60)])
-    flags = ["--data_dir", str(data)]
-    whole = attempt.folder / "whole"
-    attempt.moment = f"{broken[0].relative_to(data)} and {broken[1].relative_to(data)} truncated"
-    with running(attempt.setup.command(whole, *flags), attempt.log("whole")) as program:
-        program.wait()
-        if program.root.returncode:
-            raise NotSurvived(last_words(program.output()))
-    listed = (whole / "bad_images.txt").read_text()
-    for path in broken:
-        if str(path.relative_to(data)) not in listed:
-            raise NotSurvived(f"{path} is not in bad_images.txt")
-    with running(attempt.command(*flags), attempt.log("first")) as program:
-        step = stop_after(attempt, program, attempt.rng.randrange(8, STEPS - 4))
-    return attempt.resume_after(step, *flags, expected=whole)

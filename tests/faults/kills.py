@@ -5,10 +5,8 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from tests.faults.program import (
-    EVALUATED,
     SAVE_INTERVAL,
     STEPS,
     Running,
@@ -25,12 +23,10 @@ from tests.faults.tries import (
     Try,
     last_words,
     newest_folder_step,
-    reference_run,
     unfinished_save,
 )
-from training.checkpoints.choose import folder_of, step_folders, step_of
+from training.checkpoints.choose import step_folders, step_of
 from training.checkpoints.format import is_complete
-from training.logs.records import evaluations, read_metrics
 
 _ATTEMPTS = 8
 """How often a moment that comes when the run has ended is drawn again."""
@@ -180,43 +176,22 @@ def group(setup: Setup, number: int) -> list[int]:
     return [*range(first, first + setup.group_size)]
 
 
-def lost(
-    choose: Callable[[Setup, int], list[int]], *flags: str, rel: float = 0.0
-) -> Callable[[Try], list[Survived]]:
-    """Return what kills some hosts at random moments of a run, and deletes their disks.
-
-    With ``rel`` the others continue without them, until one is killed again, and then all. The
-    curve may differ by that from the one of an uninterrupted run; all have the ``flags``.
-    """
+def lost(choose: Callable[[Setup, int], list[int]]) -> Callable[[Try], list[Survived]]:
+    """Return what kills some hosts at random moments of a run, and deletes their disks."""
 
     def attempts_of(attempt: Try) -> list[Survived]:
         def lose(number: int) -> Loss | None:
-            hosts = choose(attempt.setup, number)
-            with attempt.running(f"start_{number}", *flags) as program:
-                if not wait_in_training(attempt, program, IN_TRAINING / 2 if rel else IN_TRAINING):
+            with attempt.running(f"start_{number}") as program:
+                if not wait_in_training(attempt, program):
                     return None
-                loss = kill_hosts(attempt, program, hosts)
-            if loss and rel and not _without(attempt, hosts, number, flags):
-                return None
-            return loss
+                return kill_hosts(attempt, program, choose(attempt.setup, number))
 
-        expected = None
-        if flags:
-            folder = attempt.reference.ckpt_dir.parent
-            folder = folder.with_name(f"{folder.name}-resized")
-            expected = reference_run(attempt.setup, folder, *flags).ckpt_dir
-        return losses(attempt, lose, *flags, expected=expected, rel=rel)
+        return losses(attempt, lose)
 
     return attempts_of
 
 
-def losses(
-    attempt: Try,
-    lose: Callable[[int], Loss | None],
-    *flags: str,
-    expected: Path | None = None,
-    rel: float = 0.0,
-) -> list[Survived]:
+def losses(attempt: Try, lose: Callable[[int], Loss | None], *flags: str) -> list[Survived]:
     """Lose hosts in one run, once for each number of the try, then complete and compare the run.
 
     ``lose`` starts it and returns the loss, or None if the run had come to its end.
@@ -233,7 +208,7 @@ def losses(
     else:
         raise NotSurvived(f"{_ATTEMPTS} runs ended before a host could be lost")
     attempt.complete(*flags)
-    attempt.compare(expected, rel)
+    attempt.compare()
     return [attempt.survived(loss) for loss in found]
 
 
@@ -261,39 +236,6 @@ def kill_hosts(attempt: Try, program: Running, hosts: list[int]) -> Loss | None:
     for each in hosts:
         shutil.rmtree(attempt.disk(each), ignore_errors=True)
     return None if newest_step(attempt.run) == STEPS else loss
-
-
-def _without(attempt: Try, hosts: list[int], number: int, flags: tuple[str, ...]) -> bool:
-    """Continue on the group that is left until one of it is killed; False if the run ended."""
-    fewer = attempt.setup.of_one_group(1 - hosts[0] // attempt.setup.group_size)
-    with attempt.running(f"fewer_{number}", *flags, setup=fewer) as program:
-        if not wait_in_training(attempt, program, IN_TRAINING / 2):
-            return False
-        found = program.ranks()
-        if len(found) < fewer.processes:
-            return False
-        program.signal(signal.SIGKILL, [found[number % fewer.processes].pid])
-        attempt.moment += f", and again on one group after step {last_step(attempt.run)}"
-        _let_end(attempt, program, signal.SIGKILL, "rank")
-    return newest_step(attempt.run) != STEPS
-
-
-def killed_between_saving_and_evaluating(attempt: Try) -> Survived:
-    """Kill when the checkpoint is complete and its evaluation is not: it is owed."""
-    evaluated = EVALUATED[attempt.number % len(EVALUATED)]
-    checkpoint = folder_of(attempt.run, evaluated)
-    for _ in range(_ATTEMPTS):
-        attempt.start_anew()
-        with running(attempt.command(), attempt.log("first")) as program:
-            if not program.wait_until(lambda: last_step(attempt.run) > 0):
-                continue
-            program.members()
-            reached = program.wait_until(lambda: is_complete(checkpoint), _WATCH_S)
-            program.signal(signal.SIGKILL)
-        if reached and evaluated not in evaluations(read_metrics(attempt.run)):
-            attempt.moment = f"SIGKILL to all after checkpoint and before evaluation {evaluated}"
-            return attempt.resume_after(evaluated)
-    raise NotSurvived(f"no moment found in {_ATTEMPTS} starts")
 
 
 def killed_as_a_part_is_complete(attempt: Try) -> Survived:

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import math
 import os
 import re
 import secrets
@@ -12,20 +11,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 
 from benchmarks.common import ROOT
 from tests.cli import ALL_DIGITS, environment
+from tests.running import running_with
 from tests.tensorboard_files import scalars_of
 from training.checkpoints.choose import complete_checkpoints, step_of
 from training.checkpoints.format import damage
 from training.logs.records import TENSORBOARD_DIR, read_events, read_metrics
 
-STEPS, EVALUATED = 40, (22, 40)
+STEPS = 40
 SAVE_INTERVAL, KEEP = 3, 3
 # Four tokens an image, and dropout of every kind, so that random state counts. Eleven steps make an
 # epoch; a checkpoint is written before each evaluation.
@@ -35,11 +34,6 @@ FLAGS = (
     "--batch_size 128 --num_epochs 4 --warmup_steps 4 --lr 1e-2 --num_workers 1 "
     f"--max_steps {STEPS} --log_step_interval 1 --test_epoch_interval 2 --ckpt_epoch_interval 2 "
     f"--ckpt_step_interval {SAVE_INTERVAL} --keep_checkpoints {KEEP}"
-).split()
-# With these the number of processes changes the curve by rounding alone. (Dropout's masks depend on
-# it.)
-ON_ANY_NUMBER = (
-    "--mlp_dropout 0 --att_dropout 0 --pos_dropout 0 --drop_path_rate 0 --lr 1e-4 --eps 1e-4"
 ).split()
 COMPARED = ("loss", "grad_norm", "lr", "val_loss", "val_top1", "val_images")
 LIMIT_S = 300.0
@@ -63,39 +57,26 @@ class Setup:
     groups: int = 0
     """Each process is a host with a disk of its own, for a second tier of checkpoints, in one of
     this many groups, as slices; 0: there are no such hosts."""
-    resizes: bool = False
-    """Whether each group can continue alone by what is on its disks."""
     python: tuple[str, ...] = (sys.executable,)
     variables: Mapping[str, str] = field(default_factory=dict)
     by_torchrun: bool = True
     """Whether torchrun starts the processes, if there are several."""
 
-    def command(
-        self, ckpt_dir: Path | str, *flags: str, module: str = "", restarts: int = 0
-    ) -> list[str]:
-        """Return the command line of a whole run, of the program or of ``module``."""
-        alone = self.of_one_process(ckpt_dir, *flags, module=module)
+    def command(self, ckpt_dir: Path | str, *flags: str) -> list[str]:
+        """Return the command line of a whole run."""
+        program = ["-m", self.module] if self.module else [str(ROOT / "run_vit_training.py")]
+        where = ["--data_dir", str(ALL_DIGITS), "--ckpt_dir", str(ckpt_dir)]
+        alone = [*program, *self.flags, *where, *FLAGS, *flags]
         if self.processes == 1 or not self.by_torchrun:
-            return alone
-        if not module and not self.module and not restarts:
-            return [str(ROOT / "launch" / "torchrun.sh"), *alone[2:]]
-        torchrun = (
-            f"-m torch.distributed.run --standalone --nproc-per-node {self.processes} "
-            f"--max-restarts {restarts}"
-        )
-        return [*self.python, *torchrun.split(), *alone[1:]]
+            return [sys.executable, *alone]
+        if not self.module:
+            return [str(ROOT / "launch" / "torchrun.sh"), *alone[1:]]
+        torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {self.processes}"
+        return [*self.python, *torchrun.split(), *alone]
 
     @property
     def group_size(self) -> int:
         return self.processes // self.groups
-
-    def of_one_group(self, number: int) -> Self:
-        """Return the same on the hosts of one group."""
-        first, flags = number * self.group_size, list(self.flags)
-        flags[flags.index("--mesh_dcn") + 1] = "1"
-        hosts = " ".join(map(str, range(first, first + self.group_size)))
-        variables = {**self.variables, "HOSTS": hosts, "SLICES": "1"}
-        return replace(self, flags=tuple(flags), processes=self.group_size, variables=variables)
 
     def why_not(self) -> str | None:
         """Return the reason why this machine cannot start it, or None."""
@@ -103,18 +84,10 @@ class Setup:
             return None
         return f"there is no {Path(self.python[0]).relative_to(ROOT)}: make test-torchtpu makes it"
 
-    def of_one_process(self, ckpt_dir: Path | str, *flags: str, module: str = "") -> list[str]:
-        """Return the command line of one of several processes, to be started without torchrun."""
-        module = module or self.module
-        program = ["-m", module] if module else [str(ROOT / "run_vit_training.py")]
-        where = ["--data_dir", str(ALL_DIGITS), "--ckpt_dir", str(ckpt_dir)]
-        return [sys.executable, *program, *self.flags, *where, *FLAGS, *flags]
-
 
 _NEWER = str(ROOT / ".venv-newer" / "bin" / "python")
 _HOSTS = "tests.stand_ins.hosts_with_disks"
 _EACH_STEP = ("--local_ckpt_step_interval", "1")
-FAULTY = "tests.stand_ins.fault_in_first_start"
 SETUPS = {
     "xla": Setup("XLA, 2 devices", ("--backend", "xla", "--cpu_devices", "2")),
     "fsdp2": Setup("FSDP2, 2 processes", ("--backend", "cuda", "--fsdp", "fsdp2"), processes=2),
@@ -130,7 +103,6 @@ SETUPS = {
         module="tests.stand_ins.pod_of_hosts",
         processes=4,
         groups=2,
-        resizes=True,
         variables={"SLICES": "2"},
         by_torchrun=False,
     ),
@@ -141,7 +113,6 @@ SETUPS = {
         module=_HOSTS,
         processes=4,
         groups=2,
-        resizes=True,
     ),
     "megatron_hosts": Setup(
         "Megatron-FSDP, 2 groups of 2 hosts, AdamW's state over all",
@@ -178,7 +149,7 @@ class Member:
     parent: int
     rank: int | None
     """The number that its launcher gave it; its children, as loader processes, have it too."""
-    command: str
+    command: list[str]
 
 
 class Running:
@@ -187,7 +158,7 @@ class Running:
     All carry a mark in their environment, by which they are found whoever their parent is by now.
     """
 
-    def __init__(self, command: list[str], log: Path, cwd: Path = ROOT, **variables: str) -> None:
+    def __init__(self, command: list[str], log: Path, **variables: str) -> None:
         self._mark = f"FAULT_TRY={secrets.token_hex(8)}"
         name, _, value = self._mark.partition("=")
         inherited = {k: v for k, v in environment().items() if not _NOT_PASSED_ON.match(k)}
@@ -202,7 +173,7 @@ class Running:
         with log.open("w") as file:
             self.root = subprocess.Popen(
                 command,
-                cwd=cwd,
+                cwd=ROOT,
                 env=inherited | ours | variables,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -213,26 +184,17 @@ class Running:
 
     def members(self) -> list[Member]:
         """Return all processes that live."""
-        found = [
-            m for m in map(self._member, map(int, filter(str.isdigit, os.listdir("/proc")))) if m
-        ]
+        found = []
+        for process in running_with(self._mark):
+            with contextlib.suppress(OSError):  # it has ended
+                stat = Path(f"/proc/{process.pid}/stat").read_text()
+                parent = int(stat.rpartition(")")[2].split()[1])
+                names = ("RANK=", "REHEARSAL_WORKER=")
+                ranks = [int(v.partition("=")[2]) for v in process.variables if v.startswith(names)]
+                rank = ranks[0] if ranks else None
+                found.append(Member(process.pid, parent, rank, process.words))
         self._known = [member.pid for member in found]
         return found
-
-    def _member(self, pid: int) -> Member | None:
-        try:
-            variables = (
-                Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
-            )
-            if self._mark not in variables:
-                return None
-            stat = Path(f"/proc/{pid}/stat").read_text()
-            command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
-        except OSError:  # it has ended, or is somebody else's
-            return None
-        names = ("RANK=", "REHEARSAL_WORKER=")
-        rank = next((int(v.partition("=")[2]) for v in variables if v.startswith(names)), None)
-        return Member(pid, int(stat.rpartition(")")[2].split()[1]), rank, command)
 
     def ranks(self) -> dict[int, Member]:
         """Return the training processes that live, by rank."""
@@ -258,14 +220,9 @@ class Running:
 
     def signal(self, number: int, pids: list[int] | None = None) -> None:
         """Send a signal to all processes, or to some that were members."""
-        for pid in pids or self._known:
-            if self._member(pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
-        if pids is None:
-            for member in self.members():  # what has come in between
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(member.pid, number)
+        for pid in pids or [*self._known, *(m.pid for m in self.members())]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def ended(self) -> bool:
         """Return True if what was started has ended; others of its processes may live."""
@@ -302,9 +259,9 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(command: list[str], log: Path, **how: str | Path) -> Iterator[Running]:
+def running(command: list[str], log: Path, **variables: str) -> Iterator[Running]:
     """Start a program; on leaving, none of its processes is left."""
-    program = Running(command, log, **how)  # type: ignore[arg-type]
+    program = Running(command, log, **variables)
     try:
         yield program
     finally:
@@ -373,20 +330,11 @@ def other_records_differ(ckpt_dir: Path) -> str | None:
     return None
 
 
-def difference(ckpt_dir: Path, expected: Path, rel: float = 0.0) -> str | None:
-    """Return what of a completed run is damaged, or not as in another; else None.
-
-    ``rel``: by how much values may differ; by default they are equal, bit by bit. By how many
-    images an accuracy may differ, nobody knows: it is then left out.
-    """
+def difference(ckpt_dir: Path, expected: Path) -> str | None:
+    """Return what of a completed run is damaged, or not bit by bit as in another; else None."""
     found, wanted = _curves(ckpt_dir), _curves(expected)
     for ours, theirs in zip(found, wanted, strict=False):
-        *where, value = ours
-        *there, other = theirs
-        is_near = value == other
-        if rel and None not in (value, other):
-            is_near = where[-1] == "val_top1" or math.isclose(value, other, rel_tol=rel)
-        if where != there or not is_near:
+        if ours != theirs:
             return f"metrics.jsonl differs: {ours}, expected {theirs}"
     if len(found) != len(wanted):
         return f"metrics.jsonl has {len(found)} values, expected {len(wanted)}"

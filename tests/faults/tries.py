@@ -10,15 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.faults.program import (
-    LIMIT_S,
-    STEPS,
-    Setup,
-    difference,
-    last_step,
-    resumed_step,
-    running,
-)
+from tests.faults.program import LIMIT_S, STEPS, Setup, difference, last_step, resumed_step, running
 from training.checkpoints.choose import step_folders, step_of
 from training.checkpoints.format import is_complete
 from training.logs.records import read_events
@@ -39,8 +31,8 @@ class NotSurvived(Exception):
 class Survived:
     """How a try went that was survived."""
 
-    steps_lost: int | None
-    """How many steps were computed twice; None where the question does not arise."""
+    steps_lost: int
+    """How many steps were computed twice."""
     moment: str
     """When the fault came, and to whom."""
     step: int | None = None
@@ -98,13 +90,12 @@ class Try:
         """Return the run's --ckpt_dir."""
         return self.folder / "run"
 
-    def command(self, *flags: str, **how: Any) -> list[str]:
-        return self.setup.command(self.run, *flags, **how)
+    def command(self, *flags: str) -> list[str]:
+        return self.setup.command(self.run, *flags)
 
-    def running(self, name: str, *flags: str, setup: Setup | None = None) -> Any:
-        """Start the program, on ``setup`` instead, with a log of this name."""
-        setup = setup or self.setup
-        return running(setup.command(self.run, *flags), self.log(name), **setup.variables)
+    def running(self, name: str, *flags: str) -> Any:
+        """Start the program, with a log of this name."""
+        return running(self.command(*flags), self.log(name), **self.setup.variables)
 
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
@@ -133,20 +124,18 @@ class Try:
             time.sleep(1)
         raise NotSurvived(f"not completed by {MOST_STARTS} starts: {last_words(output)}")
 
-    def compare(self, expected: Path | None = None, rel: float = 0.0) -> None:
-        """Raise NotSurvived if the run differs from the uninterrupted one, by more than ``rel``."""
+    def compare(self) -> None:
+        """Raise NotSurvived if the run differs from the uninterrupted one."""
         aside = {path.name for path in self.run.glob("set_aside_*/step_*")} - {self.damaged}
         if aside:
             raise NotSurvived(f"set aside, though nobody went back: {', '.join(sorted(aside))}")
-        if problem := difference(self.run, expected or self.reference.ckpt_dir, rel):
+        if problem := difference(self.run, self.reference.ckpt_dir):
             raise NotSurvived(problem)
 
-    def resume_after(
-        self, step: int, *flags: str, expected: Path | None = None, **about: Any
-    ) -> Survived:
+    def resume_after(self, step: int, **about: Any) -> Survived:
         """Complete the run after a fault that came when ``step`` was the last one in the log."""
-        resumed, starts = self.complete(*flags)
-        self.compare(expected)
+        resumed, starts = self.complete()
+        self.compare()
         lost = max(0, step - resumed)
         return Survived(lost, self.moment, step, starts=starts, **about)
 
@@ -172,13 +161,13 @@ def unfinished_save(ckpt_dir: Path) -> bool:
     return bool(folders) and not is_complete(folders[-1])
 
 
-def reference_run(setup: Setup, folder: Path, *flags: str) -> Reference:
+def reference_run(setup: Setup, folder: Path) -> Reference:
     """Return the uninterrupted run, which is made once."""
     ckpt_dir, times = folder / "run", folder / "seconds.json"
     if not times.exists():
         shutil.rmtree(folder, ignore_errors=True)  # of one that was interrupted
         start = time.monotonic()
-        command = setup.command(ckpt_dir, *flags)
+        command = setup.command(ckpt_dir)
         with running(command, folder / "output.log", **setup.variables) as program:
             program.wait_until(lambda: last_step(ckpt_dir) > 0)
             first = time.monotonic() - start
@@ -205,17 +194,13 @@ class Fault:
     """How many times a try starts the program, about."""
     several: bool = False
     """Whether it needs several processes."""
-    refused: bool = False
-    """Whether nothing is trained: there is no curve to compare, and no step to lose."""
     groups: int = 0
     """How many groups of hosts with disks of their own it needs, and is tried on these alone."""
-    resized: bool = False
-    """Whether one group continues without the other."""
 
     def fits(self, setup: Setup) -> bool:
         """Return True if the fault can be tried there."""
         if self.groups or setup.groups:
-            return 0 < self.groups <= setup.groups and (setup.resizes or not self.resized)
+            return 0 < self.groups <= setup.groups
         return setup.processes > 1 or not self.several
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from gpu_fsdp.te_block import TeBlocks
-from tests.cli import TINY_MODEL, run_program, train_tiny_gpu
+from tests.cli import train_tiny_gpu
 from tests.gpu.helpers import LEARN, LEARNED_STEPS, need_form, need_fp8, need_te, need_torchao
 from tests.support.te import shaken
 
@@ -42,17 +42,6 @@ def test_same_logits_as_timm(options):
         timm_error = (timm(images.bfloat16()).float() - expected).abs().mean()
         te_error = (te(images.bfloat16()).float() - expected).abs().mean()
     assert 0 < te_error < 2 * timm_error
-
-
-@pytest.mark.parametrize("options", [{}, {"qk_norm": True}])
-def test_weights_keep_timms_names_and_values(options):
-    need_te()
-    timm = shaken(**options).cuda()
-    te = with_te_blocks(timm)
-    renamed = {TeBlocks("none").timm_name(name): value for name, value in te.named_parameters()}
-    assert renamed.keys() == dict(timm.named_parameters()).keys()
-    for name, parameter in timm.named_parameters():
-        assert torch.equal(renamed[name], parameter), name
 
 
 @pytest.mark.parametrize("form", ["fsdp2", "megatron"])
@@ -111,35 +100,6 @@ def test_fp8_of_timms_blocks_near_bf16(form, recipe, learned, tmp_path):
     assert f"timm blocks in FP8 ({recipe})" in result.run_file["backend"]
     assert fp8 != bf16
     assert fp8 == pytest.approx(bf16, rel=0.1, abs=0.02)
-
-
-def refusal(folder, *flags):
-    """The one line that ends such a run, which leaves nothing in ``folder``."""
-    run = f"--backend cuda --fake_data --batch_size 32 --max_steps 1 --ckpt_dir {folder}".split()
-    done = run_program("run_vit_training.py", *run, *TINY_MODEL, *TE, *flags)
-    assert done.returncode == 2, done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if "error:" in line]
-    assert not list(folder.iterdir())
-    return line
-
-
-def test_mxfp8_is_refused_before_blackwell(tmp_path):
-    need_te()
-    if torch.cuda.get_device_capability() >= (10, 0):
-        pytest.skip("this GPU has MXFP8")
-    line = refusal(tmp_path, "--fp8", "mxfp8")
-    assert "--fp8 mxfp8: " in line
-    assert line.endswith("use --fp8 delayed")
-
-
-@pytest.mark.parametrize("form", ["fsdp2", "megatron"])
-def test_slow_attention_is_refused(form, tmp_path, monkeypatch):
-    need_te()
-    need_form(form)
-    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
-    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
-    line = refusal(tmp_path, "--fsdp", form)
-    assert "TransformerEngine finds no fused attention for heads of 16 in bf16 here" in line
 
 
 def test_checkpoint_moves_between_timm_and_te(learned, tmp_path):

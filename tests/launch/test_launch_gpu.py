@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from tests.cli import DIGITS, ROOT, TINY_MODEL, TINY_RUN, environment, run_program
-from tests.slurm.__main__ import main as run_slurm_tests
 
 TORCHRUN = ROOT / "launch" / "torchrun.sh"
 TWO_STEPS = ["--data_dir", str(DIGITS), *TINY_MODEL, *TINY_RUN, "--max_steps", "2"]
@@ -86,12 +85,6 @@ def one_node(tmp_path_factory):
 
 
 @pytest.mark.long
-def test_one_node(one_node):
-    assert devices(one_node) == 2
-    assert len(losses(one_node)) == 2
-
-
-@pytest.mark.long
 def test_two_nodes_train_together(tmp_path):
     port = free_port()
     nodes = [
@@ -112,18 +105,11 @@ def test_two_nodes_train_together(tmp_path):
     ("variables", "told"),
     [
         ({}, "set NPROC_PER_NODE"),
-        ({"NPROC_PER_NODE": "two"}, "NPROC_PER_NODE=two is not a whole number of 1 to 256"),
-        ({"NPROC_PER_NODE": "9" * 20}, "is not a whole number of 1 to 256"),
-        ({"NPROC_PER_NODE": "1", "NNODES": "0"}, "NNODES=0 is not a whole number of 1 to"),
         ({"NPROC_PER_NODE": "1", "MASTER_PORT": "99999"}, "MASTER_PORT=99999 is not a whole"),
-        ({"NPROC_PER_NODE": "1", "MASTER_PORT": "0"}, "MASTER_PORT=0 is not a whole number of 1"),
-        ({"NPROC_PER_NODE": "1", "MAX_RESTARTS": "x"}, "MAX_RESTARTS=x is not a whole number of 0"),
         ({"NPROC_PER_NODE": "1", "JOIN_TIMEOUT": "1.5"}, "JOIN_TIMEOUT=1.5 is not a whole number"),
-        ({"NPROC_PER_NODE": "1", "STEP_TIMEOUT_S": "-1"}, "STEP_TIMEOUT_S=-1 is not a whole"),
         ({"NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "0"}, "OMP_NUM_THREADS=0 is not a number of"),
         ({"NPROC_PER_NODE": "1", "NNODES": "2", "MASTER_ADDR": "a b"}, "MASTER_ADDR=a b is no"),
         ({"NPROC_PER_NODE": "1", "NNODES": "2"}, "NNODES=2 needs MASTER_ADDR"),
-        ({"NPROC_PER_NODE": "1", "NNODES": "2", "MASTER_ADDR": "a"}, "needs NODE_RANK of 0 to 1"),
         ({"NPROC_PER_NODE": "1", "NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "2"},
          "needs NODE_RANK of 0 to 1 (this is '2')"),
         ({"PYTHON": "/no/python"}, "/no/python not found: set PYTHON"),
@@ -148,7 +134,6 @@ def test_wrong_environment(variables, told):
             {"NPROC_PER_NODE": "2", "TORCH_TPU_TOPOLOGY": "2x2"},
             "TORCH_TPU_TOPOLOGY=2x2 is 4 chips, but 1 host(s) start 2 process(es) each: set it, or",
         ),
-        ({"NPROC_PER_NODE": "2", "TORCH_TPU_TOPOLOGY": "a,1"}, "a,1 is not chips a side, as 4,4,1"),
         (
             {"NPROC_PER_NODE": "2", "NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "a"},
             "several hosts require TORCH_TPU_TOPOLOGY, the slice's chips, as 4,4,1",
@@ -229,7 +214,6 @@ def test_hosts_of_a_tpu_slice(given, nodes, rank, first, hosts, echo):
           "STEP_TIMEOUT_S": "1800"}),
         ({"OMP_NUM_THREADS": "7", "NCCL_DEBUG": "INFO", "PYTORCH_ALLOC_CONF": "backend:native"},
          {"OMP_NUM_THREADS": "7", "NCCL_DEBUG": "INFO", "PYTORCH_ALLOC_CONF": "backend:native"}),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_ALLOC_CONF": None}),
         ({"STEP_TIMEOUT_S": "0", "RUN_JOB_ID": "mine", "RUN_ATTEMPT": "3"},
          {"STEP_TIMEOUT_S": "0", "RUN_JOB_ID": "mine", "RUN_ATTEMPT": "3"}),
     ],
@@ -328,7 +312,6 @@ def test_slurm_requeues_at_the_time_limit(seconds, awaited, slurm, tmp_path):
         (143, {"PREEMPTED": "2026-11-22T04:09:55"}, True),
         (0, {"PREEMPTED": "2026-11-22T04:09:55"}, False),  # it was done before that
         (143, {"PREEMPTED": "2026-11-22T04:09:55", "STATE": "PENDING"}, False),  # Slurm has done it
-        (143, {"PREEMPTED": "2026-11-22T04:09:55", "STATE": "CANCELLED"}, False),
         (143, {}, False),  # `scancel --signal=TERM`
         (1, {}, False),
     ],
@@ -344,11 +327,7 @@ def test_slurm_requeues_what_was_preempted(step_code, variables, requeued, slurm
 
 @pytest.mark.parametrize(
     ("failures", "variables", "starts", "expected"),
-    [
-        (1, {}, 2, 0),
-        (1, {"STATE": "CANCELLED"}, 1, 233),
-        pytest.param(9, {}, 3, 233, marks=pytest.mark.long),
-    ],
+    [(1, {}, 2, 0), (1, {"STATE": "CANCELLED"}, 1, 233)],
 )
 def test_slurm_starts_a_step_again_that_reached_no_node(
     failures, variables, starts, expected, slurm, tmp_path
@@ -389,9 +368,7 @@ def test_slurm_tells_the_program_which_start_this_is(slurm, echo):
     ("flags", "more", "told"),
     [
         ("--fake_data", {}, "--ckpt_dir is missing"),
-        ("--ckpt_dir=x --ckpt_dir=", {}, "--ckpt_dir is missing"),
         ("--ckpt_dir --fake_data", {}, "--ckpt_dir is missing"),
-        ("--ckpt_dir", {}, "--ckpt_dir is missing"),
         ("--fake_data --log_dir x--ckpt_dir=y", {}, "--ckpt_dir is missing"),
         ("--ckpt_dir x", {"SLURM_JOB_ID": ""}, "this is for sbatch"),
         ("--ckpt_dir x", {"SLURM_SUBMIT_DIR": "/"}, "call sbatch in the project's folder"),
@@ -402,14 +379,6 @@ def test_slurm_refuses(flags, more, told, slurm):
     assert code == 2
     assert told in stderr
     assert stderr.count("\n") == 1
-
-
-def test_slurm_tests_say_what_to_install(monkeypatch, capsys):
-    monkeypatch.setenv("PATH", os.environ["PATH"])  # it adds to it
-    monkeypatch.setattr("shutil.which", lambda program: None if program == "slurmctld" else "/x")
-    assert run_slurm_tests() == 2
-    told = "test-slurm: slurmctld not found: apt install slurmctld\n"
-    assert capsys.readouterr().err == told
 
 
 def pins(name: str) -> dict[str, str]:

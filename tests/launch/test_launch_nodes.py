@@ -130,18 +130,6 @@ def test_a_node_that_was_started_again_counts_once(executor):
     assert len({store.get("job") for store in stores}) == 1
 
 
-def test_the_first_node_leaves_and_comes_again(executor):
-    port = free_port()
-    with pytest.raises(TimedOut, match="nodes 1, 2 of 3 did not"):
-        wait_for_nodes(arguments(port, 0, limit=1))
-    node = wait_in_thread(executor, port, 1)
-    time.sleep(1)
-    with pytest.raises(TimedOut, match="node 2 of 3 did not"):
-        wait_for_nodes(arguments(port, 0, limit=2))
-    nodes = [node, *(wait_in_thread(executor, port, rank) for rank in (0, 2))]
-    assert [node.result()[1] for node in nodes] == [False, True, False]
-
-
 # -- a process that never comes -------------------------------------------------------
 
 
@@ -246,42 +234,6 @@ def test_torchrun_starts_a_killed_process_again(nodes, tmp_path):
     assert sorted(rank for rank, _ in starts) == ["0", "0", "1", "1"]
 
 
-@pytest.mark.long
-def test_a_lost_node_is_started_again(tmp_path):
-    """By RDZV_ID, alone: the other one's processes start again with it, from a checkpoint."""
-    run, (first, second) = tmp_path / "run", [tmp_path / "first.pids", tmp_path / "second.pids"]
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os\nif 'RANK' in os.environ:\n"
-        "    note = f'{os.getpid()} {os.environ[\"RUN_JOB_ID\"]}\\n'\n"
-        "    open(os.environ['PIDS'], 'a').write(note)"
-    )
-    flags = ["--data_dir", DIGITS, *TINY_MODEL, *TINY_RUN, "--num_epochs", "9", "--ckpt_dir", run]
-    flags += ["--max_steps", "200", "--ckpt_step_interval", "20"]
-    variables = TWO_NODES | {
-        "RDZV_ID": "job-1",
-        "MAX_RESTARTS": "2",
-        "PYTHONPATH": str(tmp_path),
-        "MASTER_PORT": free_port(),
-    }
-    stays = start(TORCHRUN, *flags, PIDS=str(first), **variables)
-    read_until(stays, "waiting for 1 of 2 nodes")
-    lost = start(TORCHRUN, *flags, PIDS=str(second), **variables)
-    while not (run / "step_40").exists():
-        assert stays.poll() is lost.poll() is None
-        time.sleep(0.1)
-    lost.kill()
-    os.kill(int(second.read_text().split()[0]), signal.SIGKILL)
-    finish(lost)
-    again = start(TORCHRUN, *flags, PIDS=str(second), **variables)
-    (code, stdout, stderr), (other, more, _) = finish(stays), finish(again)
-    assert (code, other) == (0, 0), stderr
-    assert f"resuming {run}/step_" in stdout + more  # whichever has rank 0
-    assert "training completed: step 200" in stdout + more
-    starts = [path.read_text().split() for path in (first, second)]
-    assert [len(words) for words in starts] == [4, 4]  # two processes on each node
-    assert len({job for words in starts for job in words[1::2]}) == 1
-
-
 # -- fewer nodes, and more ------------------------------------------------------------
 
 
@@ -347,11 +299,8 @@ def test_elastic_nodes(tmp_path):
     ("variables", "told"),
     [
         ({"NNODES": "3:2"}, "NNODES=3:2 is not MIN:MAX, whole numbers"),
-        ({"NNODES": "0:2"}, "NNODES=0:2 is not MIN:MAX"),
-        ({"NNODES": ":"}, "NNODES=: is not MIN:MAX"),
         ({"NODE_RANK": "0", "RDZV_ID": ""}, "NNODES=2:3 needs RDZV_ID in place of NODE_RANK"),
         ({"ELASTIC_WAIT": "600"}, "ELASTIC_WAIT=600 must be less than JOIN_TIMEOUT=600"),
-        ({"ELASTIC_WAIT": "x"}, "ELASTIC_WAIT=x is not a whole number"),
     ],
 )
 def test_elastic_nodes_refused(variables, told):

@@ -3,7 +3,6 @@
 import ast
 import json
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -27,7 +26,7 @@ from tests.cli import (
 )
 from tests.launch.test_launch_gpu import finish, free_port, losses, script
 from tests.launch.test_launch_nodes import KILL_ONE
-from tests.stand_ins.pod_stand_in import REMOTE, gcloud_accepts, read_until, wait_until
+from tests.stand_ins.pod_stand_in import REMOTE, read_until, wait_until
 from training.errors import BAD_IMAGES
 
 # -- what arrives ---------------------------------------------------------------------
@@ -66,15 +65,6 @@ def test_arguments_and_environment_arrive_as_given(pod):
         assert arrived["argv"] == NASTY
         assert {name: arrived["env"][name] for name in values} == values
         assert arrived["cwd"] == str(pod.folder / f"worker_{index}")
-
-
-def test_defaults_of_the_environment_and_the_folder(pod):
-    flags = ("--workdir", ROOT / "tests")
-    code, stdout, _ = pod.run("sh", "-c", 'echo "$PJRT_DEVICE in $PWD"', flags=flags)
-    assert code == 0
-    assert sorted(stdout.splitlines()) == [
-        f"[worker {i}] TPU in {ROOT / 'tests'}" for i in range(4)
-    ]
 
 
 def test_each_worker_knows_the_slice(pod):
@@ -443,27 +433,10 @@ def test_a_worker_of_several_slices_fails(slices):
     assert len(slices.calls()) == 8
 
 
-def test_a_signal_reaches_several_slices(slices):
-    run = slices.launch(sys.executable, REMOTE, "wait", tpu=TWO_SLICES)
-    read_until(run, "ready", 4)
-    run.send_signal(signal.SIGTERM)
-    code, _, stderr = finish(run)
-    assert (code, slices.received()) == (143, dict.fromkeys(range(4), "SIGTERM\n")), stderr
-
-
-def test_a_dry_run_of_several_slices(slices):
-    code, stdout, _ = slices.run("true", flags=("--dry_run",), tpu=TWO_SLICES)
-    first, second, comment, ssh = stdout.splitlines()
-    assert code == 0
-    assert [shlex.split(line)[5] for line in (first, second, ssh)] == ["pod-0", "pod-1", "pod-0"]
-    assert "with MEGASCALE_SLICE_ID, ..." in comment
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         ("--tpu=pod-0,pod-0 -- true", "argument --tpu: pod-0 is there twice"),
-        ("--tpu=pod-0, -- true", "argument --tpu: '' is not the name of a TPU VM"),
         ("--tpu=pod-0,other -- true", "gcloud cannot describe --tpu other, check it and --zone"),
         ("--tpu=pod-0,pod-2 -- true", "--tpu pod-2 is V5P 2x2, pod-0 is V5LITE_POD 2x2: several"),
         ("--tpu=pod-0,pod-3 -- true", "--tpu pod-3 is PREEMPTED, not READY: start or create it"),
@@ -595,9 +568,7 @@ def test_a_signal_ends_the_waiting_for_slices(slices):
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ("--elastic 0 --max_restarts 1", "--elastic 0 is not 1 to 2, the number of slices"),
         ("--elastic 3 --max_restarts 1", "--elastic 3 is not 1 to 2, the number of slices"),
-        ("--elastic x --max_restarts 1", "argument --elastic: 'x' is not a whole"),
         ("--elastic 1", "--elastic requires --max_restarts: a lost slice takes one of them"),
         ("--elastic 1 --max_restarts 1 --tpu=pod", "--elastic requires several slices: --tpu NAME"),
         (
@@ -605,7 +576,6 @@ def test_a_signal_ends_the_waiting_for_slices(slices):
             "argument --elastic_poll: 0 must be at least",
         ),
         ("--elastic_wait 5", "--elastic_wait requires --elastic"),
-        ("--elastic_poll 5", "--elastic_poll requires --elastic"),
         (
             "--elastic 1 --max_restarts 1 --env MEGASCALE_NUM_SLICES=2",
             "--elastic numbers the slices that are there: drop --env MEGASCALE_NUM_SLICES",
@@ -626,22 +596,13 @@ def test_mistakes_of_elastic_slices(slices, flags, told):
     ("words", "told"),
     [
         ("--tpu=pod", "no command: give it after --"),
-        ("--tpu=pod --", "no command: give it after --"),
-        ("--tpu=pod python3 train.py", "no command: give it after --"),
         ("-- true", "arguments are required: --tpu"),
         ("--tpu=pod --env X -- true", "argument --env: 'X' is not NAME=VALUE"),
-        ("--tpu=pod --env 1X=y -- true", "argument --env: '1X=y' is not NAME=VALUE"),
         ("--tpu=pod --max_restarts -1 -- true", "argument --max_restarts: -1 must be at least"),
-        ("--tpu=pod --grace x -- true", "argument --grace: 'x' is not a whole number"),
         ("--tpu=pod --grace 99999999999 -- true", "99999999999 must be at least 0 and at most 1"),
-        (f"--tpu=pod --max_restarts {'9' * 5000} -- true", "is not a whole number"),
         ("--tpu= -- true", "argument --tpu: '' is not the name of a TPU VM"),
-        ("--tpu=../pod -- true", "argument --tpu: '../pod' is not the name of a TPU VM"),
         ("--tpu=pod --workdir= -- true", "argument --workdir: it must not be empty"),
-        ("--tpu=pod --zone= -- true", "argument --zone: it must not be empty"),
-        ("--tpu=pod --log_dir= -- true", "argument --log_dir: it must not be empty"),
         (f"--tpu=pod -- {'x' * 125_000}", "too long for a command line"),
-        ("--tpu=pod --conda-env x -- true", "unrecognized arguments: --conda-env x"),
         (
             "--tpu=pod -- .venv/bin/python -u run_vit_training.py --backend=torchtpu --fake_data",
             "--backend torchtpu requires a process a device: give launch/torchrun.sh in place of",
@@ -684,13 +645,3 @@ def test_a_command_that_is_not_there(pod):
     code, _, stderr = pod.run("no-such-program")
     assert code == 127
     assert "xla_dist: error: cannot start no-such-program" in stderr
-
-
-# -- the real gcloud ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("line", [0, 2])
-def test_gcloud_accepts_what_xla_dist_passes(line, tmp_path, pod):
-    flags = "--zone us-central2-b --project p --internal-ip --dry_run".split()
-    _, stdout, _ = pod.run("printf", "a\nb", "it's", flags=(*flags,))
-    gcloud_accepts(shlex.split(stdout.splitlines()[line]), tmp_path / "config")

@@ -106,16 +106,6 @@ def test_preempted(partition, cluster, submit, uninterrupted):
     assert trained(folder) == uninterrupted
 
 
-def test_requeued(cluster, submit, uninterrupted):
-    job, folder = submit()
-    reach_step(job, folder, 20)
-    cluster.run("scontrol", "requeue", job.number)
-    job.wait("COMPLETED")
-    assert job.field("Restarts") == "1"
-    assert len(stopped_at(job)) == 1
-    assert trained(folder) == uninterrupted
-
-
 def test_time_limit(cluster, submit, tmp_path):
     """The script's own --signal. Slurm looks for limits every half a minute."""
     job, folder = submit("", *LONGER)

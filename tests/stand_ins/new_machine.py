@@ -1,11 +1,10 @@
 """A new user's machine: a home with a fresh copy of this checkout, and nothing else of this one.
 
-Where a command names absolute paths, it runs in a mount namespace of its own, in which /tmp and
-/datasets are folders of that machine.
+/tmp and /datasets are folders of that machine: where a command names them, these are put in.
 """
 
-import functools
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -20,43 +19,6 @@ from tests.launch.test_launch_gpu import script
 LEFT_OUT = shutil.ignore_patterns(
     *(".git", ".venv*", ".libtpu", "datasets", "runs", "__pycache__", ".*_cache", "*.pyc")
 )
-# In the new root everything is what it was, but for /tmp and /datasets; of the old /tmp the
-# folders are there that a run needs: $@ up to --.
-PRIVATE_ROOT = """
-set -e
-root=$1 tmp=$2 datasets=$3
-shift 3
-mount -t tmpfs none "$root"
-for path in /*; do
-    if [[ $path == /tmp || $path == /datasets ]]; then continue
-    elif [[ -L $path ]]; then cp -P "$path" "$root$path"
-    elif [[ -d $path ]]; then mkdir "$root$path" && mount --rbind "$path" "$root$path"
-    fi
-done
-mkdir "$root/tmp" "$root/datasets"
-mount --bind "$tmp" "$root/tmp"
-mount --bind "$datasets" "$root/datasets"
-while [[ $1 != -- ]]; do
-    mkdir -p "$root$1" && mount --rbind "$1" "$root$1"
-    shift
-done
-shift
-exec chroot "$root" env -C "$PWD" "$@"
-"""
-
-
-@functools.cache
-def own_mounts() -> tuple[list[str], str]:
-    """The command that begins a mount namespace, and why there is none (empty: there is one)."""
-    unshare = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]
-    try:
-        tried = subprocess.run(
-            [*unshare, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, text=True
-        )
-    except FileNotFoundError:
-        return [], "no unshare (util-linux) is installed here"
-    reason = (tried.stderr.strip() or "unshare failed") if tried.returncode else ""
-    return unshare, reason and f"no mount namespace can be had here: {reason}"
 
 
 class Machine:
@@ -64,7 +26,7 @@ class Machine:
         self.folder = folder
         self.home, self.project = folder / "home", folder / "home" / "vit-fsdp"
         self.tmp, self.datasets, self.bin = folder / "tmp", folder / "datasets", folder / "bin"
-        for path in (self.home, self.tmp, self.datasets, self.bin, folder / "root"):
+        for path in (self.home, self.tmp, self.datasets, self.bin):
             path.mkdir()
         shutil.copytree(ROOT, self.project, ignore=LEFT_OUT)
         self._link_installed_packages()
@@ -92,17 +54,9 @@ class Machine:
         """A program of this name, found before the real one."""
         script(self.bin / name, *lines)
 
-    def run(
-        self, command: Command, *, private: bool = False, timeout: float = 900
-    ) -> subprocess.CompletedProcess[str]:
-        """Type it, in the project's folder; ``private``: where /tmp and /datasets are its own."""
+    def run(self, command: Command, *, timeout: float = 900) -> subprocess.CompletedProcess[str]:
+        """Type it, in the project's folder."""
         words = ["bash", "-c", command.script]
-        if private:
-            unshare, problem = own_mounts()
-            assert not problem
-            needed = [self.folder, *(Path(p).resolve() for p in (sys.prefix, sys.base_prefix))]
-            folders = map(str, (self.folder / "root", self.tmp, self.datasets, *needed))
-            words = [*unshare, "bash", "-c", PRIVATE_ROOT, "bash", *folders, "--", *words]
         process = subprocess.Popen(
             words,
             cwd=self.project,
@@ -120,6 +74,9 @@ class Machine:
             process.communicate()
             raise
         return subprocess.CompletedProcess(command.typed, process.returncode, stdout, stderr)
+
+    def with_its_folders(self, typed: str) -> str:
+        return re.sub(r"(?<=\s)/(datasets|tmp)\b", rf"{self.folder}/\1", typed)
 
     def noted(self, command: Command, *programs: str) -> list[str]:
         """What the first of these programs is called with; none of them does anything.

@@ -1,7 +1,7 @@
 """run_vit_training.py with a fault in the backend or below it, as FAULT says.
 
-One of ``GPU`` or ``XLA``. Nothing in ``tools/self_check`` is touched. Virtual devices of one XLA
-process cannot fail one by one: there a fault does to the values what it would have done.
+Nothing in ``tools/self_check`` is touched. Virtual devices of one XLA process cannot fail one by
+one: on XLA there are the faults of any backend alone.
 """
 
 import os
@@ -9,11 +9,9 @@ import sys
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 import run_vit_training
 from tests.stand_ins.megatron_on_cpu import without_cuda
-from training.objectives import dino, mae
 
 
 def after(owner, name, also):
@@ -94,7 +92,7 @@ def teacher_stands_still(backend_class):
 # -- on GPUs, in several processes ----------------------------------------------------
 
 
-def gpu_scaled_gradient(backend_class):
+def scaled_gradient(backend_class):
     def scale(self):
         for part in self._locals.values():
             if part.grad is not None:
@@ -103,7 +101,7 @@ def gpu_scaled_gradient(backend_class):
     after(backend_class, "_collect_gradients", scale)
 
 
-def gpu_dropped_all_reduce(backend_class):
+def dropped_all_reduce(backend_class):
     """What the others have for the last process does not arrive there."""
     reduce_scatter = dist.reduce_scatter_tensor
 
@@ -115,7 +113,7 @@ def gpu_dropped_all_reduce(backend_class):
     dist.reduce_scatter_tensor = without_others
 
 
-def gpu_stale_weight(backend_class):
+def stale_weight(backend_class):
     """FSDP2: the first block stays gathered. Megatron-FSDP: its new weights are not installed."""
     if backend_class.__name__ == "Fsdp2Backend":
         after(
@@ -133,122 +131,24 @@ def gpu_stale_weight(backend_class):
     backend_class._after_update = without_installing
 
 
-def gpu_clipping_per_shard(backend_class):
+def clipping_per_shard(backend_class):
     def clip_apart(self):
         self._sharded_alike = [(names, []) for names, _ in self._sharded_alike]
 
     after(backend_class, "shard", clip_apart)
 
 
-GPU = {
-    "scaled gradient": gpu_scaled_gradient,
-    "dropped all-reduce": gpu_dropped_all_reduce,
+ON_ANY = {
     "other data": other_data,
-    "stale weight": gpu_stale_weight,
-    "clipping per shard": gpu_clipping_per_shard,
     "wrong row": wrong_row,
     "lost optimizer shard": lost_optimizer_shard,
     "teacher stands still": teacher_stands_still,
 }
-
-
-# -- on XLA, in one process -----------------------------------------------------------
-
-
-def trained(backend) -> list:
-    """The parameters that have gradients: not the fixed positions of a masked autoencoder."""
-    return [p for p in backend._named_parameters().values() if p.grad is not None]
-
-
-def xla_scaled_gradient(backend_class):
-    clip = backend_class._clip_grad_norm
-
-    def scaled(self, max_norm):
-        for parameter in trained(self):
-            parameter.grad = parameter.grad * max(2, self.device_count)
-        return clip(self, max_norm)
-
-    backend_class._clip_grad_norm = scaled
-
-
-class OwnRows(torch.autograd.Function):
-    """Leaves values (images, ...) as they are; gradients are those of the first device alone."""
-
-    @staticmethod
-    def forward(ctx, logits):
-        return logits * 1.0
-
-    @staticmethod
-    def backward(ctx, grad):
-        first = torch.arange(len(grad), device=grad.device) < len(grad) // 2
-        return grad * first.view(-1, *[1] * (grad.dim() - 1)) * 2
-
-
-def xla_dropped_all_reduce(backend_class):
-    """Of each objective, where it compares what the model returned: (images, ...)."""
-    on_xla = {True: OwnRows.apply, False: lambda found: found}
-
-    def spoil(owner, name):
-        compare = getattr(owner, name)
-
-        def own(found, *args, **kwargs):
-            return compare(on_xla[found.device.type == "xla"](found), *args, **kwargs)
-
-        setattr(owner, name, own)
-
-    spoil(F, "cross_entropy")
-    spoil(dino, "class_loss")
-    spoil(mae, "Prediction")
-
-
-def xla_stale_weight(backend_class):
-    """In each forward and backward pass a weight of the blocks is what it was in the first one."""
-    begin, clip = backend_class.begin_pass, backend_class._clip_grad_norm
-    first: dict = {}
-
-    def chosen(self):
-        named = self._named_parameters().items()
-        return next(parameter for name, parameter in named if name.endswith("mlp.fc1.weight"))
-
-    def stale(self, pass_index):
-        begin(self, pass_index)
-        weight = chosen(self)
-        with torch.no_grad():
-            first.setdefault("value", weight.detach().cpu())
-            first["new"] = weight.detach().cpu()
-            weight.copy_(first["value"].to(weight.device))
-
-    def restored(self, max_norm):
-        weight = chosen(self)
-        with torch.no_grad():
-            weight.copy_(first["new"].to(weight.device))
-        return clip(self, max_norm)
-
-    backend_class.begin_pass, backend_class._clip_grad_norm = stale, restored
-
-
-def xla_clipping_per_shard(backend_class):
-    """Halves of each gradient are clipped apart; the norm that is told is right."""
-    clip = backend_class._clip_grad_norm
-
-    def apart(self, max_norm):
-        gradients = [p.grad for p in trained(self)]
-        halves = [gradient.flatten().chunk(2) for gradient in gradients]
-        whole = clip(self, float("inf"))
-        norms = [sum(h[i].square().sum() for h in halves).sqrt() for i in (0, 1)]
-        for parameter, cut in zip(trained(self), halves, strict=True):
-            parts = [p * (max_norm / n).clamp(max=1) for p, n in zip(cut, norms, strict=True)]
-            parameter.grad = torch.cat(parts).view_as(parameter)
-        return whole
-
-    backend_class._clip_grad_norm = apart
-
-
-XLA = GPU | {
-    "scaled gradient": xla_scaled_gradient,
-    "dropped all-reduce": xla_dropped_all_reduce,
-    "stale weight": xla_stale_weight,
-    "clipping per shard": xla_clipping_per_shard,
+ON_GPUS = ON_ANY | {
+    "scaled gradient": scaled_gradient,
+    "dropped all-reduce": dropped_all_reduce,
+    "stale weight": stale_weight,
+    "clipping per shard": clipping_per_shard,
 }
 
 
@@ -258,16 +158,16 @@ def main(argv: list[str]) -> int:
         from xla_fsdp.nested import NestedBackend
         from xla_fsdp.spmd import SpmdBackend
 
-        XLA[fault](NestedBackend if "nested" in argv else SpmdBackend)
+        ON_ANY[fault](NestedBackend if "nested" in argv else SpmdBackend)
     elif "megatron" in argv:
         without_cuda()
         from gpu_fsdp.megatron import MegatronBackend
 
-        GPU[fault](MegatronBackend)
+        ON_GPUS[fault](MegatronBackend)
     else:
         from torch_fsdp.fsdp2 import Fsdp2Backend
 
-        GPU[fault](Fsdp2Backend)
+        ON_GPUS[fault](Fsdp2Backend)
     return run_vit_training.main(argv)
 
 

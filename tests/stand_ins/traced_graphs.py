@@ -1,6 +1,11 @@
-"""``traced_graphs.py DEVICES FLAGS``: print the traced step's graphs, a JSON list of HLO texts."""
+"""``traced_graphs.py DEVICES FLAGS``: trace a step, with names if --explain is among the flags.
+
+Prints JSON: ``hlo``, the graphs' texts, and ``texts`` without names; the names of their
+``products``, and how many graphs are ``distinct``.
+"""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -8,6 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from run_vit_training import read_flags
 from tools.compile_only.command import start_xla
+from tools.compile_only.compiler import merge_same_graphs
+from xla_fsdp import jax_private
 from xla_fsdp.resolve_xla import resolve_for_slice
 from xla_fsdp.tpu import parse_topology
 
@@ -17,9 +24,19 @@ start_xla(devices, run.backend_config.xla_fsdp)
 
 from tools.compile_only.trace import trace_step  # noqa: E402 - after ``start_xla``
 
-step = trace_step(run)
+step = trace_step(run, named=asked.xla.explain)
+alike = merge_same_graphs(step)
 
 from jax._src.lib import xla_client  # noqa: E402 - after torch_xla's start
 
-texts = [xla_client.XlaComputation(graph.hlo).as_hlo_text() for graph in step.graphs]
-print(json.dumps(texts))
+modules = [xla_client.XlaComputation(graph.hlo).get_hlo_module() for graph in step.graphs]
+products = [
+    line for module in modules for line in module.to_string().splitlines() if " dot(" in line
+]
+found = {
+    "hlo": [xla_client.XlaComputation(graph.hlo).as_hlo_text() for graph in step.graphs],
+    "texts": [jax_private.text_without_names(graph.hlo) for graph in step.graphs],
+    "products": [re.findall(r'op_name="([^"]*)"', line) for line in products],
+    "distinct": len(alike.distinct()),
+}
+print(json.dumps(found))

@@ -5,7 +5,7 @@ import csv
 import pytest
 
 from benchmarks import domain_parallel
-from benchmarks.domain_parallel_rows import COLUMNS, FORWARD, OOM, TRAIN, Row, plot, write_csv
+from benchmarks.domain_parallel_rows import COLUMNS, OOM
 from tests.cli import TINY_MODEL, run_program
 from training.errors import UsageError
 
@@ -75,16 +75,6 @@ def test_domain_parallel_on_two_processes(tmp_path):
 
 
 @pytest.mark.long
-def test_domain_parallel_on_two_virtual_devices(tmp_path):
-    """Two images, a device each: XLA, in a forward pass alone."""
-    flags = "--backend xla --processes 2 --batch_size 2 --inference_only".split()
-    (row,) = domain_parallel_rows(tmp_path, *flags)
-    assert (row["on"], row["ddp"], row["domain"]) == ("xla", "2", "1")
-    assert row["train s"] == row["train GB"] == ""
-    check_measured(row, batch=2, devices=2)
-
-
-@pytest.mark.long
 def test_domain_parallel_out_of_memory(tmp_path):
     """A real limit: a layer of 64 MB does not fit into 10 MB. The row says so, and the run ends."""
     large = "--processes 1 --inference_only --memory_limit_gb 0.01 --set embed_dim=2048".split()
@@ -120,20 +110,3 @@ def test_domain_parallel_combinations(monkeypatch):
     for wrong in ("--processes 3 --domain_size 2", "--processes 2", f"{sizes} --image_size_stop 1"):
         with pytest.raises(UsageError):
             ways(wrong)
-
-
-def test_domain_parallel_picture_of_what_did_not_fit(tmp_path):
-    rows = [
-        Row("v5e:1x1", 1, 1, 3, 256, 1, 10, out_of_memory={TRAIN}, memory_gb={TRAIN: 40.0}),
-        Row("v5e:1x2", 1, 2, 3, 256, 1, 10, {FORWARD: 0.5, TRAIN: 2.0}, {TRAIN: 20.0}),
-        Row("v5e:2x2", 1, 4, 3, 256, 1, note="error: libtpu crashed"),
-    ]
-    write_csv(str(tmp_path / "rows.csv"), rows)
-    plot(tmp_path / "rows.png", rows, "made up")
-    with (tmp_path / "rows.csv").open(newline="") as file:
-        small, fits, crashed = csv.DictReader(file)
-    assert (small["size"], small["train s"], small["train GB"]) == ("256x256x256", OOM, "40.0")
-    assert small["samples/s"] == ""
-    assert (fits["samples/s"], fits["samples/s/device"]) == ("0.5", "0.25")
-    assert crashed["note"] == "error: libtpu crashed"
-    assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")

@@ -16,10 +16,7 @@ STEP = "--tpu_topology v5e:2x2 --model vit_large_patch16_224 --batch_size 256"
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("command", "number", "code"),
-    [
-        ("--compile_only", signal.SIGKILL, -9),
-        ("--plan --plan_dir {folder}", signal.SIGTERM, 143),
-    ],
+    [("--compile_only", signal.SIGKILL, -9), ("--plan --plan_dir {folder}", signal.SIGTERM, 143)],
 )
 def test_nothing_compiles_on_when_the_program_is_stopped(command, number, code, tmp_path):
     mark = f"COMPILES_FOR={tmp_path}"

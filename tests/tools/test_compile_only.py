@@ -8,16 +8,7 @@ import pytest
 
 from tests.cli import run_program
 from tests.marks import NEEDS_NEWER_LIBTPU, long, with_newer_libtpu
-from tools.compile_only.compiler import (
-    REPLICATED,
-    Compiled,
-    Graph,
-    Result,
-    Step,
-    Value,
-    hbm_needed,
-    local_bytes,
-)
+from tools.compile_only.compiler import REPLICATED, Compiled, Result, Value, hbm_needed, local_bytes
 from tools.compile_only.expected import Links, expect
 from tools.compile_only.explain import explain
 from tools.compile_only.hlo import count_flops, measure
@@ -136,15 +127,6 @@ def test_figures(name, peak, devices, libtpu, request):
     assert 0 < found["expected_waiting_s"] <= 1.0001 * unused * found["collective_s"]
 
 
-@pytest.mark.long
-def test_learning_rates_of_stacked_blocks_are_no_results():
-    """They were tensors of the parameters' shapes, alive after the step: whole on each device."""
-    found = compile_for(
-        "v5e:2x2", "--layer_decay", "0.9", "--num_blocks", "2", "--image_size", "32"
-    )
-    assert found["output_bytes"] < found["argument_bytes"]
-
-
 def test_the_kept_module_is_the_one_that_was_told_of(v5e, kept):
     module = kept / "graph_1.hlo"
     assert {path.name for path in kept.iterdir()} == {"graph_1.hlo", "explain.png"}
@@ -254,23 +236,6 @@ def test_accumulation(v5p):
     assert found["peak_hbm_bytes"] < v5p["peak_hbm_bytes"] + 4 * parameters / 4
 
 
-@pytest.mark.long
-def test_broken_graph():
-    """After a block of two: forward, forward and back, back. What crosses lies as batches do."""
-    size = "--num_blocks 2 --batch_size 32 --mark_step_every_n_blocks 1".split()
-    found = compile_for("v5p:2x2x1", *size)
-    assert "graph broken every 1 blocks" in found["sharding"]
-    assert (found["graphs"], found["distinct_graphs"]) == (3, 3)
-    assert found["fits"]
-    assert found["flops_per_chip"] == pytest.approx(step_flops(depth=2, batch=32) / 4, rel=0.05)
-    # In the last graph the state and the gradients, both factors of the patches' product, which its
-    # gradient needs, and tokens: what the first block was given, and the gradient of what it gave.
-    expected = 16 * sum(parameter_sizes(depth=2))
-    expected += 4 * (32 * SIDE**2 * 3 + 3 * PATCH**2 * WIDTH)
-    expected += 2 * 4 * 32 * TOKENS * WIDTH
-    assert found["argument_bytes"] == pytest.approx(expected / 4, rel=0.02)
-
-
 TRACED = """HloModule step
 
 %body (state: (s32[], bf16[8,4])) -> (s32[], bf16[8,4]) {
@@ -307,14 +272,6 @@ def test_flops_of_a_traced_step():
     config = '{"custom_call_config": {"body": "x", "cost_estimate": {"flops": 1000, "b": 1}}}'
     found = count_flops(TRACED.replace("CONFIG", config), int8_speedup=2)
     assert found == 3 * 2 * 8 * 4 * 4 + 4 * 1000 + 2 * 2 * 2 * 2 / 2
-
-
-def test_equal_graphs_are_compiled_once():
-    first, again, last = (
-        Graph(hlo, {}, (), {}, (Value(size, REPLICATED),))
-        for hlo, size in ((b"add", 4), (b"add", 8), (b"step", 0))
-    )
-    assert Step([first, last, again], 1, 0, "").distinct() == [[first, again], [last]]
 
 
 def test_bytes_of_a_device():
@@ -362,27 +319,6 @@ def test_too_large_is_told(tmp_path):
     state = 12 * found["parameters"] / 4
     assert found["peak_hbm_bytes"] > state > found["hbm_capacity_bytes"]
     assert found["hbm_capacity_bytes"] == math.floor(15.75 * 2**30)
-
-
-@pytest.mark.long
-def test_one_chip_and_the_users_limit(monkeypatch):
-    """The compiler refuses what does not fit in 4 MiB; the exit code says so."""
-    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_max_hbm_size_mib=4")
-    size = "--image_size 64 --patch_size 8 --embed_dim 128 --num_heads 2 --num_blocks 2".split()
-    found = compile_for("v6e:1x1", "--precision", "bf16", *size, code=3)
-    assert not found["fits"]
-    assert found["chips"] == found["devices"] == 1
-    assert found["peak_hbm_bytes"] > 4 * 2**20
-    assert "replicated" not in found["sharding"]  # there is nothing to shard for
-
-
-@pytest.mark.long
-def test_a_chip_of_v4_is_one_device():
-    """Its two cores are joined, as in a run (TPU_MEGACORE); half of the HBM was told before."""
-    found = compile_for("v4:2x2x1", "--precision", "bf16", "--num_blocks", "1")
-    assert found["chips"] == found["devices"] == 4
-    assert found["compute_s"] == pytest.approx(found["flops_per_chip"] / 275e12)
-    assert found["fits"]
 
 
 @pytest.mark.long

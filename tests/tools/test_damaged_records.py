@@ -11,7 +11,6 @@ import pytest
 
 from tests.hostile import VALUES, damaged
 from tests.marks import long
-from tests.tools.test_goodput import two_starts
 from tests.tools.test_report import write_run
 from tools import goodput, report
 from training.logs.records import (
@@ -119,25 +118,6 @@ def test_left_out_lines_are_counted_and_said(tmp_path, capsys):
     assert found[1] == expected[1]
     assert found[2] == f"left out: {path}: {len(lies) + 1} damaged lines\n"
     assert run("forecast", folder, capsys)[2] == found[2]
-
-
-def test_no_time_has_passed(tmp_path, capsys):
-    """All at the same moment: no share and no interval."""
-    folder = write_run(tmp_path / "run", steps=30)
-    events = [
-        {"event": kind, "time": 1000.0, "step": step, **values}
-        for kind, _, step, values in two_starts()
-    ]
-    for event in events:
-        event |= {name: 1000.0 for name in event if name == "process_started"}
-    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    code, out, _ = run("goodput", folder, capsys)
-    (found,) = json.loads(out)
-    assert (code, found["wall_s"], found["goodput"]) == (0, 0.0, None)
-    assert "suggestion" not in found
-    assert run("goodput, a table", folder, capsys)[0] == 0
-    assert run("forecast", folder, capsys)[0] == 0
-    assert run("report", folder, capsys)[0] == 0
 
 
 def test_metrics_of_a_run_that_is_resumed(tmp_path):

@@ -12,7 +12,7 @@ from PIL import Image
 
 from tests.cli import ROOT, command_of, tiny
 from tools.goodput import daly, expected_goodput, main, young
-from training.logs.records import EVENTS_FILE, Events, StartParts, read_events
+from training.logs.records import EVENTS_FILE
 
 BATCH_S, SAVE_S = 0.05, 0.4
 DOWN_S = 1.5
@@ -132,34 +132,6 @@ def test_a_time_that_cannot_be_is_not_used(noticed, tmp_path, capsys):
     assert restart["parts"] == pytest.approx({"ended": 122.0, "step": 2.0, "other": 48.0})
 
 
-def test_restarts_of_earlier_versions_and_other_shapes(tmp_path, capsys):
-    """The first step of another shape is no restart; without parts there is no table."""
-    events = two_starts()
-    events.insert(11, ("first_step", 2160.0, 301, {"seconds": 5.0}))
-    write_events(tmp_path, *events)
-    (found,) = goodput(capsys, tmp_path)
-    assert found["restarts"] == [{"step": 201, "seconds": pytest.approx(172), "parts": {}}]
-    assert main([str(tmp_path)]) == 0
-    assert "restarts, seconds" not in capsys.readouterr().out
-
-
-def test_bytes_and_seconds_of_each_tier(tmp_path, capsys):
-    """Means over checkpoints; what is damaged is left out."""
-    events = two_starts()
-    completed = [{"step": 100, "bytes": 3 * 2**20, "write_s": 4.0}, {"bytes": -1, "write_s": 1.0}]
-    events[4][3]["completed"] = [*completed, "step_100", None]
-    events[11][3]["completed"] = [{"step": 200, "bytes": 5 * 2**20, "write_s": 8.0}]
-    events[12][3]["completed"] = {"bytes": 1}
-    write_events(tmp_path, *events)
-    (found,) = goodput(capsys, tmp_path)
-    mean = {"number": 2, "bytes": 4 * 2**20, "write_s": 6.0}
-    assert found["storage_checkpoints"] == mean
-    assert main([str(tmp_path)]) == 0
-    assert "2 checkpoints, the mean: 4.00 MiB of all hosts, written in 6 s" in (
-        capsys.readouterr().out
-    )
-
-
 @pytest.fixture(scope="module")
 def killed_and_resumed(tmp_path_factory):
     """The folder of a run of 14 steps, killed after the 10th, and what a stopwatch says."""
@@ -228,20 +200,6 @@ def test_table_and_picture(killed_and_resumed, tmp_path, capsys):
     assert "save every 4 min 11 s, --ckpt_step_interval 126" in out
     with Image.open(tmp_path / "other" / "goodput.png") as picture:
         assert picture.width > 800
-
-
-def test_a_broken_line_breaks_no_other(tmp_path):
-    write_events(tmp_path, *two_starts())
-    for _ in range(2):
-        events = Events(tmp_path, print, active=True)
-        events.start(StartParts(), 300, 2)
-        events.close()
-    kinds = [event["event"] for event in read_events(tmp_path)]
-    assert kinds == [event[0] for event in two_starts()] + ["start", "end"] * 2
-    assert (tmp_path / EVENTS_FILE).read_text().count("\n") == len(kinds) + 1
-    idle = Events(tmp_path / "none", print, active=False)
-    idle.start(StartParts(5.0), 300, 2)
-    idle.close()
 
 
 def test_mistakes(tmp_path, capsys):

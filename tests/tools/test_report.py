@@ -1,15 +1,11 @@
-"""``python -m tools.report``: its page in a real browser, beside what the runs have written."""
+"""``python -m tools.report``: its page, beside what the runs have written."""
 
 import html
 import json
 import os
-import re
-import shutil
-import subprocess
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from tests.tools.test_goodput import goodput, two_starts, write_events
 from tools.goodput import PARTS, account_of
@@ -18,7 +14,6 @@ from training.logs.records import read_events
 
 pytestmark = pytest.mark.fast
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 STEPS = 300
 MALICIOUS = '<script>document.title = "harmed"<'
 """A name of a folder, and of other things: what would run if it were not escaped."""
@@ -57,90 +52,15 @@ def refused(capsys, *words):
     return line.removeprefix("tools.report: error: ")
 
 
-# -- in a browser ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def browse(tmp_path):
-    """Runs a browser without a window, with these words; returns its output."""
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        pytest.skip("no browser: apt-get install chromium")
-
-    def run(*words):
-        variables = os.environ | {"HOME": str(tmp_path)}
-        flags = f"--headless=new --no-sandbox --disable-gpu --user-data-dir={tmp_path}/profile"
-        return subprocess.run(
-            [browser, *flags.split(), *map(str, words)],
-            env=variables,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=True,
-        ).stdout
-
-    return run
-
-
-IN_THE_PAGE = """<pre id=found></pre><script>
-const panel = document.querySelector("svg.panel"), frame = panel.getBoundingClientRect();
-const move = new PointerEvent("pointermove",
-  {clientX: frame.left + frame.width * 0.6, clientY: frame.top + 20});
-panel.dispatchEvent(move);
-const all = document.querySelector(".hover").textContent;
-document.querySelector("#show0").click();
-panel.dispatchEvent(move);
-document.querySelector("#found").textContent = JSON.stringify({
-  all, one: document.querySelector(".hover").textContent,
-  title: document.title, scripts: document.scripts.length, images: document.images.length,
-  loaded: performance.getEntriesByType("resource").map((entry) => entry.name),
-  wide: document.documentElement.scrollWidth - innerWidth,
-  captions: [...document.querySelectorAll("figcaption")].map((caption) => caption.textContent),
-});
-</script>"""
-
-
-def test_in_a_browser(tmp_path, capsys, browse):
-    """Values below the pointer are those of metrics.jsonl; nothing is loaded, nothing runs."""
+def test_names_are_escaped(tmp_path, capsys):
+    """Of folders and of settings: nothing of them runs."""
     first = write_run(tmp_path / "first", steps=30)
     second = write_run(tmp_path / MALICIOUS, steps=30, lr=2e-3, note="</script><img src=x>")
     text, _ = report(capsys, first, second, "--output", tmp_path / "page.html")
-    page = tmp_path / "with_script.html"
-    page.write_text(text.replace("</body>", IN_THE_PAGE + "</body>"))
-    shown = browse("--dump-dom", f"file://{page}")
-    (inside,) = re.findall('<pre id="found">(.*?)</pre>', shown)
-    found = json.loads(html.unescape(inside))
-    for name, box in (("first", "all"), (MALICIOUS, "all"), (MALICIOUS, "one")):
-        line = re.escape(name) + r"  (\S+)  at step (\S+)\n"
-        ((value, step),) = re.findall(line, found[box])
-        assert float(value) == pytest.approx(loss_at(int(step)), abs=1e-3)
-        assert 10 < int(step) < 25
-    assert "first" not in found["one"]
-    assert found["title"] == f"first, {MALICIOUS}"
-    assert (found["scripts"], found["images"], found["loaded"]) == (2, 0, [])
-    assert found["wide"] <= 0
-    titles = ["Training loss", "Validation top-1 %", "k-NN, k 10 %", "Linear probe %"]
-    titles += ["Throughput images/s", "Learning rate"]
-    assert [caption.strip() for caption in found["captions"]] == titles
-
-
-@pytest.mark.parametrize(("scheme", "is_dark"), [(0, True), (1, False)])
-def test_dark_and_light(scheme, is_dark, tmp_path, capsys, browse):
-    """What stands out from the background does so in both."""
-    runs = [write_run(tmp_path / f"run{n}", steps=30 + n) for n in range(8)]
-    report(capsys, *runs)
-    picture = tmp_path / "page.png"
-    browse(
-        f"--blink-settings=preferredColorScheme={scheme}",
-        *("--window-size=1200,1600", f"--screenshot={picture}"),
-        f"file://{runs[0] / 'report.html'}",
-    )
-    with Image.open(picture) as image:
-        gray = np.asarray(image.convert("L")).astype(int)
-    background = int(np.median(gray))
-    assert (background < 64) == is_dark
-    assert background < 64 or background > 192
-    assert 0.02 < (abs(gray - background) > 100).mean() < 0.5
+    assert MALICIOUS not in text
+    assert html.escape(MALICIOUS) in text
+    assert "<img" not in text
+    assert text.count("<script") == text.count("</script>") == 1
 
 
 # -- what is on it ---------------------------------------------------------------------------------
@@ -174,40 +94,6 @@ def test_differences_are_marked(tmp_path, capsys):
     assert "arguments.model" not in differing
     assert "<td>arguments.model</td><td>vit</td><td>vit</td><td>vit</td>" in same
     assert "differs" not in same
-
-
-def test_resizes(tmp_path, capsys):
-    """A start on other devices than the one before has a sign of its own; a damaged number none."""
-    folder = write_run(tmp_path / "run", steps=30)
-    events = [
-        ("start", 10.0 * at, 0, {"process_started": 10.0 * at, "devices": devices})
-        for at, devices in enumerate([8, 8, 4, "many", 4, 2048, None, 8])
-    ]
-    write_events(folder, *events)
-    text, _ = report(capsys, folder)
-    found = re.findall(r'class="(start|resize)"[^>]*><title>start after step 0(.*?), 1970', text)
-    assert found == [
-        ("start", " on 8 devices"),
-        ("start", " on 8 devices"),
-        ("start", ""),
-        ("start", " on 4 devices"),
-        ("start", ""),
-        ("resize", " on 4 devices, before on 8"),
-        ("resize", " on 2,048 devices, before on 4"),
-        ("resize", " on 8 devices, before on 2,048"),
-    ]
-
-
-def test_an_event_of_another_kind_is_shown(tmp_path, capsys):
-    folder = write_run(tmp_path / "run", steps=30)
-    lines = (folder / "events.jsonl").read_text().splitlines()
-    other = {"event": "resize <b>", "time": 1300.0, "step": 100, "devices": 4}
-    (folder / "events.jsonl").write_text("\n".join([*lines[:3], json.dumps(other), *lines[3:-1]]))
-    text, left_out = report(capsys, folder)
-    assert "resize &lt;b&gt; {&quot;step&quot;: 100, &quot;devices&quot;: 4}" in text
-    assert left_out == []
-    (values,) = goodput(capsys, folder)
-    assert values["seconds"]["useful steps"] == 180 + 180 + 198
 
 
 def test_long_runs_are_thinned(tmp_path, capsys):

@@ -23,7 +23,7 @@ def traced(*flags):
     program = "tests/stand_ins/traced_graphs.py"
     done = run_program(program, str(DEVICES), "--model", "vit_10b", *flags, warm=False)
     assert done.returncode == 0, done.stderr
-    return [interface(hlo) for hlo in json.loads(done.stdout)]
+    return [interface(hlo) for hlo in json.loads(done.stdout)["hlo"]]
 
 
 def ran(folder, monkeypatch, *flags):

@@ -8,8 +8,6 @@ import torch
 
 from tests.cli import ROOT, VAL_IMAGES, Result, run_program, tiny, train_tiny_gpu
 from tests.support.curves import assert_same_training
-from torch_fsdp import devices
-from torch_fsdp.devices import Cpu, Cuda
 from torch_fsdp.optimizers import adamw
 
 PROGRAM = "tests.stand_ins.made_up_device"
@@ -54,14 +52,6 @@ def test_what_it_refuses(flags, processes, words, tmp_path):
     done = run_program(*start, processes=processes)
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("run_vit_training")]
     assert words in line
-
-
-def test_the_first_one_that_a_host_has(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    assert isinstance(devices.choose("cuda"), Cuda)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert isinstance(devices.choose("cuda"), Cpu)
 
 
 def test_cuda_stands_in_one_file():

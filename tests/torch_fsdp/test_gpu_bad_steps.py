@@ -19,10 +19,7 @@ from torch_fsdp.optimizers import LossScale
         ("--dp_outer 2 --optimizer lion --layer_decay 0.5", 4),
         ("--fsdp megatron --optimizer muon --precision bf16", 2),
         ("--linear_probe", 2),
-        (
-            "--fsdp megatron --precision bf16 --reduce_dtype bf16 --no_preserve_fp32_weights",
-            2,
-        ),
+        ("--fsdp megatron --precision bf16 --reduce_dtype bf16 --no_preserve_fp32_weights", 2),
         ("--fsdp megatron --zero_dp_strategy 0", 2),
         ("--fsdp megatron --dp_outer 2 --outer_dp_sharding_strategy 1", 4),
     ],

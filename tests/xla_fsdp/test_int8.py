@@ -65,19 +65,3 @@ def test_the_compiled_step_multiplies_and_gathers_int8(tmp_path):
     products = [line for line in lines if " convolution(" in line and "= s32[" in line]
     assert len(products) >= 7
     assert any("all-gather" in line and "= s8[" in line.replace("(s8[", "s8[") for line in lines)
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("", "--matmul int8 requires --precision bf16, this is fp32"),
-        ("--precision bf16 --xla_fsdp nested", "--matmul int8 requires --xla_fsdp spmd"),
-        ("--precision bf16 --no-scan_blocks", "--matmul int8 requires scanned blocks, here is"),
-        ("--backend cuda", "--matmul requires --backend xla, this is cuda"),
-    ],
-)
-def test_refused(flags, said):
-    done = run_program("run_vit_training.py", "--fake_data", "--matmul", "int8", *flags.split())
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert len(done.stderr.splitlines()) == 1

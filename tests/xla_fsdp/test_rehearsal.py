@@ -3,13 +3,11 @@
 The reference is the program on as many virtual CPU devices of one process.
 """
 
-import subprocess
-
 import pytest
 
-from tests.cli import VAL_IMAGES, Result, tiny, train_tiny
+from tests.cli import VAL_IMAGES, tiny, train_tiny
 from tests.rehearsal.slice_ import Slice
-from tests.rehearsed import LIMIT, all_ended
+from tests.rehearsed import all_ended
 from tests.support.curves import assert_same_curves, assert_same_training
 
 HOST = Slice("v5p-8", (2, 2, 1))
@@ -68,20 +66,6 @@ def test_hosts_train_as_one_and_hand_over(slice_of, tmp_path, eight_devices):
     assert last.evaluations[-1]["val_images"] == VAL_IMAGES
 
 
-@pytest.mark.rehearse
-def test_each_host_reads_the_features_of_its_images(slice_of, tmp_path):
-    """k-NN over two hosts finds what one process with all images does, and so do probes."""
-    flags = "--max_steps 3 --knn_every 3 --probe_every 3 --test_epoch_interval 99".split()
-    two = slice_of(TWO_HOSTS).train(tmp_path / "two", *flags)
-    one = train_tiny(tmp_path / "one", *flags, devices=8)
-    for name, most in (("val_knn_10", 0.6), ("val_knn_200", 0.6), ("val_probe", 2.0)):
-        found, expected = (
-            [record[name] for record in run.records if name in record] for run in (two, one)
-        )
-        assert found == pytest.approx(expected, abs=most)
-        assert len(found) == 1
-
-
 def assert_parts_of_all_hosts(checkpoint, hosts):
     """Each has written what its devices have, and no more."""
     sizes = [sum(f.stat().st_size for f in checkpoint.glob(f"__{n}_*")) for n in range(hosts)]
@@ -108,15 +92,11 @@ def test_sigterm_to_one_host(slice_of, tmp_path, eight_devices):
 FLAGS = [
     (TWO_HOSTS, "--mesh_dcn 2 --mesh_fsdp 4"),
     (TWO_HOSTS, "--mesh_tensor 4 --num_heads 4 --no-scan_blocks"),
-    (TWO_HOSTS, "--mesh_domain 2 --image_size 32"),
     (TWO_HOSTS, "--mesh_domain 8 --image_size 32 --data_source mosaics"),
     (TWO_HOSTS, "--run_without_fsdp --precision bf16 --qk_norm"),
     (TWO_HOSTS, "--grad_accum_steps 2 --no_grad_ckpt --eval_batches 3"),
-    (TWO_HOSTS, "--mark_step_every_n_blocks 1 --mark_step_after_forward"),
     (TWO_HOSTS, "--num_workers 2 --clip_grad_norm 0.1"),
-    (Slice("v5p-16", (2, 2, 2), slices=2), "--mesh_dcn 2"),
     (Slice("v5p-8", (2, 2, 1), slices=4), "--mesh_dcn 4 --mesh_tensor 2"),
-    (Slice("v4-16", (2, 2, 2)), "--fake_data --eval_batches 1"),
     (Slice("v6e-16", (4, 4, 1)), "--mesh_tensor 2 --mesh_fsdp 8 --precision bf16"),
 ]
 
@@ -139,11 +119,7 @@ def test_flags_on_hosts(what, flags, slice_of, tmp_path):
 
 @pytest.mark.rehearse
 @pytest.mark.parametrize(
-    ("own", "told"),
-    [
-        (["--lr", "1"], "--lr"),
-        (["--ckpt_dir", "{tmp_path}/own"], "--ckpt_dir"),
-    ],
+    ("own", "told"), [(["--lr", "1"], "--lr"), (["--ckpt_dir", "{tmp_path}/own"], "--ckpt_dir")]
 )
 def test_hosts_that_differ(own, told, slice_of, tmp_path):
     """All end with one line and exit code 2; nothing is written."""
@@ -180,44 +156,3 @@ def test_self_check_on_hosts(fault, line, slice_of, tmp_path):
     (stdout, stderr), *_ = all_ended(started, 1 if fault else 0)
     assert line in stdout, stderr
     assert ("FAIL" in stdout) == bool(fault)
-
-
-PUT_BACK = {
-    "memory_asked_of_torch_xla": (HOST, "", "MemoryInfo not supported for SPMD virtual device"),
-    "share_taken_for_the_batch": (TWO_HOSTS, "", "losses"),
-    "devices_in_the_order_of_their_numbers": (
-        FOUR_HOSTS,
-        "--mesh_dcn 4 --mesh_tensor 4 --num_heads 4",
-        "--mesh_tensor 4",
-    ),
-    "one_host_computes_more": (TWO_HOSTS, "", "programs"),
-}
-
-
-@pytest.mark.rehearse
-@pytest.mark.parametrize("fault", PUT_BACK)
-def test_fault_put_back(fault, slice_of, tmp_path):
-    """Each is found: by what ends the run, by its losses, or the programs that hosts have run."""
-    what, flags, told = PUT_BACK[fault]
-    words = [*flags.split(), "--max_steps", "3"]
-    hosts, run = slice_of(what), tmp_path / "run"
-    started = hosts.start(*tiny(run), *words, program=("-m", "tests.stand_ins.put_back", fault))
-    said = "".join(map(ended, started))
-    if told not in ("losses", "programs"):
-        assert any(host.returncode for host in started)
-        assert told in said
-        return
-    assert not any(host.returncode for host in started), said
-    reference = train_tiny(tmp_path / "cpu", *words, devices=what.devices)
-    alike = Result(run).column("loss") == pytest.approx(reference.column("loss"), rel=1e-6)
-    programs = hosts.programs()
-    assert not alike if told == "losses" else programs[0] != programs[1]
-
-
-def ended(host):
-    """What it said; one that waits for another for long is ended."""
-    try:
-        return host.communicate(timeout=LIMIT)[1]
-    except subprocess.TimeoutExpired:
-        host.kill()
-        return host.communicate()[1]

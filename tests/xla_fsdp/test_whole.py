@@ -101,25 +101,3 @@ def test_scores_are_not_in_hbm():
     assert plain["hbm_bytes"] - whole["hbm_bytes"] > 2 * 2 * scores
     assert plain["peak_hbm_bytes"] - whole["peak_hbm_bytes"] > scores
     assert whole["expected_step_s"] < plain["expected_step_s"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("--fake_data", "--attention whole requires a TPU: its kernels run nowhere else"),
-        ("--backend cuda", "--attention requires --backend xla, this is cuda"),
-        (
-            "--compile_only --tpu_topology v5e:2x2 --image_size 560",
-            "--attention whole takes up to 1,024 tokens, this model has 1,600",
-        ),
-        (
-            "--compile_only --tpu_topology v5e:2x2 --mesh_domain 2",
-            "--attention whole is incompatible with --mesh_domain 2: use --attention sdpa",
-        ),
-    ],
-)
-def test_refused(flags, said):
-    done = run_program("run_vit_training.py", "--attention", "whole", *flags.split())
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert len(done.stderr.splitlines()) == 1
