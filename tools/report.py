@@ -262,6 +262,17 @@ def _text(x: float, y: float, text: str, anchor: str) -> str:
 
 # -- Wall time: one lane a run ---------------------------------------------------------------------
 
+_COLOURS = {
+    goodput.USEFUL: "#2e8b57",
+    goodput.DATA: "#e6b422",
+    goodput.FIRST: "#6baed6",
+    goodput.OTHER: "#c6dbef",
+    goodput.EVAL: "#9e9ac8",
+    goodput.SAVE: "#f08c3a",
+    goodput.LOCAL: "#fdd0a2",
+    goodput.LOST: "#c0392b",
+    goodput.DOWN: "#7f7f7f",
+}
 _LANE, _LANES_LEFT, _LANES_RIGHT = 62, 10, 1190
 _PIXELS = _LANES_RIGHT - _LANES_LEFT
 
@@ -317,13 +328,13 @@ def lanes(runs: Mapping[int, RecordedRun]) -> str:
                     part = goodput.PARTS[largest[start]]
                     parts.append(
                         f'<rect x="{_LANES_LEFT + start}" y="{top + 24}" width="{end - start}" '
-                        f'height="18" fill="{goodput.COLOURS[part]}"><title>{part}</title></rect>'
+                        f'height="18" fill="{_COLOURS[part]}"><title>{part}</title></rect>'
                     )
             parts += _marks(runs[number], first[number], pixel_s, top + 14)
         parts.append("</g>")
     swatches = "".join(
         f'<span><span class="swatch" style="background:{colour}"></span> {part}</span>'
-        for part, colour in goodput.COLOURS.items()
+        for part, colour in _COLOURS.items()
         if part != goodput.DATA and any(account.seconds[part] for account in accounts.values())
     )
     signs = "".join(
@@ -445,7 +456,7 @@ def summary(runs: Mapping[int, RecordedRun]) -> str:
             cells["wall time"] = goodput.duration(account.wall_s)
             cells["goodput"] = f"{account.goodput:.2%}"
             cells["starts"] = str(account.starts)
-            cells["failures"] = str(account.failures)
+            cells["failures"] = str(len(account.failed_at))
             cells["steps lost"] = f"{account.lost_steps:,}"
             cells["checkpoints"] = f"{len(account.saves):,}"
         if curve := run.curves.get("images_per_s"):

@@ -13,12 +13,11 @@ from models import timm_private
 from tools.compile_only import compiler
 from tools.compile_only.compiler import Result, local_bytes
 from tools.compile_only.expected import Links, expect
-from tools.compile_only.explain import draw, explain, explained_json, explained_table
+from tools.compile_only.explain import explain, explained_json, explained_table
 from tools.compile_only.hlo import count_flops, measure
 from tools.compile_only.report import CompiledGraph, as_table, make_report
 from training.config import RunConfig
 from training.errors import UsageError, warn_of_others
-from training.logs.figures import drawing
 from training.mesh import replicas
 from xla_fsdp import jax_private, torch_xla_private, tpu
 from xla_fsdp.config import XlaConfig
@@ -145,27 +144,28 @@ def compile_step(config: RunConfig, xla: XlaConfig) -> int:
         },
     )
 
-    # Print, draw, save.
-    modules = [(each.compiled.hlo if each.compiled else "", each.runs) for each in graphs]
+    # Save, print.
     if hlo_dir:
-        for number, (hlo, _) in enumerate(modules, 1):
-            if hlo:  # one that does not fit has no schedule
+        for number, graph in enumerate(graphs, 1):
+            if graph.compiled and graph.compiled.hlo:  # one that does not fit has no schedule
                 path = hlo_dir / f"graph_{number}.hlo"
                 with open(path, "w", opener=no_link) as file:
-                    file.write(hlo)
+                    file.write(graph.compiled.hlo)
                 _log(f"wrote {path}")
-    costs = []
-    if xla.explain and all(hlo for hlo, _ in modules):
-        costs = [cost for hlo, runs in modules for cost in explain(hlo, links, runs)]
+    if xla.explain and all(graph.compiled and graph.compiled.hlo for graph in graphs):
+        costs = [
+            cost
+            for graph in graphs
+            if graph.compiled
+            for cost in explain(graph.compiled.hlo, links, graph.runs)
+        ]
+        report["explained"] = explained_json(costs)
     if config.use.json:
-        print(json.dumps(report | ({"explained": explained_json(costs)} if costs else {})))
+        print(json.dumps(report))
     else:
-        print("\n\n".join([as_table(report), *([explained_table(costs)] if costs else [])]))
-    if costs and hlo_dir:
-        picture = hlo_dir / "explain.png"
-        with drawing(picture, _log):
-            draw(costs, report, picture)
-            _log(f"drew {picture}")
+        print(as_table(report))
+        if "explained" in report:
+            print(f"\n{explained_table(report['explained'])}")
     return 0 if report["fits"] else DOES_NOT_FIT
 
 
