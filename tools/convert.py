@@ -58,7 +58,7 @@ def mapped_like(layouts: Mapping[str, torch.Tensor], folder: Path) -> dict[str, 
         memory = torch.UntypedStorage.from_file(scratch.name, shared=True, nbytes=max(end, 1))
     return {
         name: torch.empty(0, dtype=layout.dtype).set_(
-            memory[begins[name] : begins[name] + layout.nbytes], 0, layout.shape
+            memory[begins[name] : begins[name] + layout.nbytes], 0, layout.shape, layout.stride()
         )
         for name, layout in layouts.items()
     }
@@ -89,7 +89,9 @@ def read_checkpoint(
             shape = torch.Size((sum(rows[name]), *shape[1:]))
         layouts[name] = torch.empty(shape, dtype=number_format, device="meta")
     tensors = mapped_like(layouts, scratch)
-    content = {}  # of the checkpoint's entries, which DCP reads and casts, one part at a time
+    content: dict[
+        str, Any
+    ] = {}  # of the checkpoint's entries, which DCP reads and casts, one part at a time
     for name, parts in names.items():
         pieces = tensors[name].split(rows[name]) if name in rows else [tensors[name]]
         content |= {stored[part]: piece for part, piece in zip(parts, pieces, strict=True)}

@@ -11,9 +11,7 @@ from tests.marks import NEEDS_NEWER_LIBTPU, long, with_newer_libtpu
 from tools.compile_only.compiler import (
     REPLICATED,
     Compiled,
-    Graph,
     Result,
-    Step,
     Value,
     hbm_needed,
     local_bytes,
@@ -306,14 +304,6 @@ def test_flops_of_a_traced_step():
     config = '{"custom_call_config": {"body": "x", "cost_estimate": {"flops": 1000, "b": 1}}}'
     found = count_flops(TRACED.replace("CONFIG", config), int8_speedup=2)
     assert found == 3 * 2 * 8 * 4 * 4 + 4 * 1000 + 2 * 2 * 2 * 2 / 2
-
-
-def test_equal_graphs_are_compiled_once():
-    first, again, last = (
-        Graph(hlo, {}, (), {}, (Value(size, REPLICATED),))
-        for hlo, size in ((b"add", 4), (b"add", 8), (b"step", 0))
-    )
-    assert Step([first, last, again], 1, 0, "").distinct() == [[first, again], [last]]
 
 
 def test_bytes_of_a_device():

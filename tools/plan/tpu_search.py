@@ -121,15 +121,15 @@ def candidates(
         fewest = min(parse_topology(name, dcn).chips for name in asked)
         raise UsageError(f"--chips_at_most {chips_at_most}: the smallest slice has {fewest} chips")
     # A field whose flag was given stays as it is, unless it is "auto".
-    asked = flat(config, xla)
+    flags = flat(config, xla)
     tried = {
-        name: (asked[name],) if name in config.given and asked[name] != "auto" else values
+        name: (flags[name],) if name in config.given and flags[name] != "auto" else values
         for name, values in choices.items()
     }
     policies = choices["grad_ckpt"]
     if tried["grad_ckpt"][0] not in policies:
         raise UsageError(
-            f"--plan knows --grad_ckpt {', '.join(policies)}, not {asked['grad_ckpt']}"
+            f"--plan knows --grad_ckpt {', '.join(policies)}, not {flags['grad_ckpt']}"
         )
     for topology, *values in product(topologies, *tried.values()):
         chosen = dict(zip(tried, values, strict=True))
