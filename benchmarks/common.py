@@ -41,7 +41,7 @@ def failure_of(done: subprocess.CompletedProcess[str]) -> str:
     output = done.stdout + done.stderr
     if done.returncode == -signal.SIGKILL or _OUT_OF_MEMORY.search(output):
         return "OOM"
-    errors = [each for each in _ERROR.findall(output) if "ChildFailedError" not in each]
+    errors = [error for error in _ERROR.findall(output) if "ChildFailedError" not in error]
     return errors[-1] if errors else f"exit code {done.returncode}"
 
 
@@ -71,13 +71,6 @@ def markdown(rows: list[list[str]]) -> list[str]:
     """Return the lines of a table, the first of ``rows`` its head."""
     rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
     return ["| " + " | ".join(row) + " |" for row in rows]
-
-
-def rows_between(document: Path, begin: str, end: str) -> list[list[str]]:
-    """Return the rows of the table between two markers of a document, its head left out."""
-    within = document.read_text().partition(begin)[2].partition(end)[0]
-    lines = [line.strip("|").split("|") for line in within.splitlines() if line.startswith("| ")]
-    return [[cell.strip() for cell in line] for line in lines[2:]]
 
 
 def write_between(document: Path, begin: str, end: str, lines: list[str]) -> None:

@@ -1,7 +1,6 @@
 """Time the input: images a second and core, beside torchvision's ImageFolder in the same run.
 
     python benchmarks/data.py --repeats 5
-    python benchmarks/data.py --decoders       # which library decodes fastest
     python benchmarks/data.py --crops          # DINO's crops: 2 of 224 and 8 of 96 pixels
 
 The images are JPEGs of 500 x 375 pixels, made of scikit-learn's two photographs: other parts of
@@ -16,7 +15,6 @@ in the order and with the probabilities that DINOv2 gives (dinov2/data/augmentat
 """
 
 import argparse
-import io
 import json
 import os
 import platform
@@ -54,7 +52,6 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1, help="loader processes (default: 1)")
     parser.add_argument("--repeats", type=int, default=5, help="(default: 5)")
     parser.add_argument("--seconds", type=float, default=6, help="of each measurement (default: 6)")
-    parser.add_argument("--decoders", action="store_true", help="time decoding alone, by library")
     parser.add_argument("--crops", action="store_true", help="make DINO's crops of the images")
     parser.add_argument("--json", type=local_path, help="file to write the figures to")
     args = parser.parse_args()
@@ -65,11 +62,10 @@ def main() -> None:
             f"{args.images} JPEGs of {size / 1e3:.0f} KB, batches of {args.batch_size}, "
             f"{args.workers} loader process(es)"
         )
-        found: dict[str, Any] = {"decoders": time_decoders(Path(folder))} if args.decoders else {}
         kind = "crops" if args.crops else "loaders"
-        found[kind] = time_loaders(Path(folder), args, CROPS if args.crops else WHOLE)
+        figures = {kind: time_loaders(Path(folder), args, CROPS if args.crops else WHOLE)}
     if args.json:
-        args.json.write_text(json.dumps(found, indent=2) + "\n")
+        args.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 def make_images(root: Path, count: int) -> float:
@@ -98,82 +94,6 @@ def make_images(root: Path, count: int) -> float:
             part.save(path, quality=95)
         sizes.append(path.stat().st_size)
     return statistics.mean(sizes)
-
-
-# -- decoders --------------------------------------------------------------------------
-
-
-def time_decoders(root: Path) -> dict[str, float]:
-    """Print and return the images a CPU second that each library decodes, whole, to RGB."""
-    blobs = [path.read_bytes() for path in sorted(root.glob("train/0/*.jpg"))]
-    paces: dict[str, list[float]] = {}
-    found_decoders = decoders()
-    for _ in range(5):
-        for name, decode in found_decoders.items():
-            began = time.process_time()
-            for blob in blobs:
-                decode(blob)
-            paces.setdefault(name, []).append(len(blobs) / (time.process_time() - began))
-    found = {name: statistics.median(each) for name, each in paces.items()}
-    for name, pace in sorted(found.items(), key=lambda each: -each[1]):
-        print(f"  {name:<24} {pace:7.0f} images/s decoded, one thread")
-    return found
-
-
-def decoders() -> dict[str, Callable[[bytes], Any]]:
-    """Return functions that decode a JPEG, of the libraries that are installed."""
-    import torch
-
-    torch.set_num_threads(1)
-    makers = (_simplejpeg, _opencv, _torchvision, _kornia, _turbojpeg, _pillow)
-    found: dict[str, Callable[[bytes], Any]] = {}
-    for maker in makers:
-        try:
-            found |= maker()
-        except Exception as error:  # noqa: BLE001 - not installed, or without what it needs
-            print(f"  {maker.__name__[1:]} left out: {str(error).splitlines()[0]}")
-    return found
-
-
-def _simplejpeg() -> dict[str, Callable[[bytes], Any]]:
-    import simplejpeg
-
-    return {"simplejpeg": lambda blob: simplejpeg.decode_jpeg(blob, "RGB")}
-
-
-def _opencv() -> dict[str, Callable[[bytes], Any]]:
-    import cv2
-
-    cv2.setNumThreads(1)
-    flag = cv2.IMREAD_COLOR_RGB
-    return {"OpenCV": lambda blob: cv2.imdecode(np.frombuffer(blob, np.uint8), flag)}
-
-
-def _torchvision() -> dict[str, Callable[[bytes], Any]]:
-    import torch
-    from torchvision.io import ImageReadMode, decode_jpeg
-
-    def decode(blob: bytes) -> Any:
-        return decode_jpeg(torch.frombuffer(bytearray(blob), dtype=torch.uint8), ImageReadMode.RGB)
-
-    return {"torchvision": decode}
-
-
-def _kornia() -> dict[str, Callable[[bytes], Any]]:
-    from kornia_rs.io import decode_image_jpeg
-
-    return {"kornia-rs": decode_image_jpeg}
-
-
-def _turbojpeg() -> dict[str, Callable[[bytes], Any]]:
-    from turbojpeg import TJPF_RGB, TurboJPEG
-
-    jpeg = TurboJPEG()
-    return {"PyTurboJPEG": lambda blob: jpeg.decode(blob, pixel_format=TJPF_RGB)}
-
-
-def _pillow() -> dict[str, Callable[[bytes], Any]]:
-    return {"Pillow": lambda blob: np.asarray(Image.open(io.BytesIO(blob)).convert("RGB"))}
 
 
 # -- loaders ---------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Goodput: the share of a run's wall time in useful steps; docs/files.md defines the parts.
 
-``python3 -m tools.goodput RUN_DIR`` adds up events.jsonl, prints a table, draws a picture, and
-suggests how often to save. ``--chips`` forecasts what failures will cost a run of that size.
+``python3 -m tools.goodput RUN_DIR`` adds up events.jsonl, prints a table, and suggests how often to
+save. ``--chips`` forecasts what failures will cost a run of that size.
 """
 
 import functools
@@ -11,13 +11,11 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from config_fields import bounded, local_path, seconds
 from training.errors import UsageError
 from training.flags import OneLineParser
-from training.logs.figures import pyplot, save_figure
 from training.logs.records import EVENTS_FILE, damaged_lines, is_number, read_events
 from training.processes.output import exit_quietly_on_broken_pipe
 
@@ -100,10 +98,6 @@ class Account:
     process: ``write_s`` on its disk, ``copy_s`` to its peer."""
     restarts: list[Restart] = field(default_factory=list)
 
-    @property
-    def failures(self) -> int:
-        return len(self.failed_at)
-
     @functools.cached_property
     def seconds(self) -> dict[str, float]:
         """The sum of each part."""
@@ -132,10 +126,6 @@ class Account:
         return self.seconds[USEFUL] / self.wall_s if self.wall_s else math.nan
 
     @property
-    def running_s(self) -> float:
-        return self.wall_s - self.seconds[DOWN]
-
-    @property
     def step_s(self) -> float:
         """Seconds a useful step, waiting for data included; NaN without any step."""
         both = self.seconds[USEFUL] + self.seconds[DATA]
@@ -146,9 +136,8 @@ def account_of(events: Iterable[Mapping[str, Any]]) -> Account:
     """Return where the time of a run went, from its first start on.
 
     ``events``: those of ``training/logs/records.py``, in order. The time up to each counts for what
-    it describes, so the parts add up to the whole. The time between a start that reached its last
-    step and the next one is not counted. An event of an unknown kind takes no time. Raises
-    ValueError if there is no start.
+    it describes, so the parts add up to the whole; that between a start that reached its last step
+    and the next one is not counted. Raises ValueError if there is no start.
     """
     account = Account()
     taken: list[Span] = []
@@ -206,8 +195,8 @@ def account_of(events: Iterable[Mapping[str, Any]]) -> Account:
             # Of the local save before this one; of checkpoints completed since the event before.
             account.local += _figures_of(event, "bytes", "write_s", "copy_s")
             completed = event.get("completed")
-            for each in completed if isinstance(completed, list) else ():
-                account.storage += _figures_of(each, "bytes", "write_s")
+            for checkpoint in completed if isinstance(completed, list) else ():
+                account.storage += _figures_of(checkpoint, "bytes", "write_s")
             if event.get("written"):
                 account.saves.append(inside)
         elif kind in ("start", "stop", "end"):
@@ -223,16 +212,6 @@ def account_of(events: Iterable[Mapping[str, Any]]) -> Account:
     return account
 
 
-def read_account(folder: Path) -> tuple[Account, str]:
-    """Return the account of a run's folder, and a line about what was left out, "" if nothing was.
-
-    Raises OSError, and ValueError if no start is left.
-    """
-    events = read_events(folder)
-    left_out = damaged_lines(events.left_out)
-    return account_of(events), left_out and f"left out: {folder / EVENTS_FILE}: {left_out}"
-
-
 def _figures_of(values: Any, *names: str) -> list[Mapping[str, float]]:
     """Return these numbers of a JSON object; [] if it has not all of them."""
     if isinstance(values, dict) and all(is_number(values.get(n), _MOST_BYTES) for n in names):
@@ -243,7 +222,7 @@ def _figures_of(values: Any, *names: str) -> list[Mapping[str, float]]:
 def _restart_of(
     start: Mapping[str, Any], first_step: Mapping[str, Any], last_sign: float
 ) -> Restart:
-    """``last_sign``: of the start before, in seconds since 1970."""
+    """Return the restart of these events; ``last_sign``: of the start before."""
     seconds = max(0.0, float(first_step["time"]) - last_sign)
     began, noticed = float(start["process_started"]), start.get("failed_at")
     parts, recorded = {}, first_step.get("parts")
@@ -300,14 +279,25 @@ def expected_goodput(interval_s: float, save_s: float, restart_s: float, mtbf_s:
         return 0.0
 
 
-def forecast(
-    chips: int, failures_per_chip_year: float, save_s: float, restart_s: float
-) -> dict[str, float]:
+def forecast(options: Namespace, account: Account | None) -> dict[str, float]:
     """Return the interval by Daly's estimate, the goodput that it leads to, and its inputs.
 
-    Raises UsageError if failures leave no progress.
+    Times that the flags leave out are those that the run has measured. Raises UsageError if there
+    are none, or if failures leave no progress.
     """
-    mtbf_s = _YEAR_S / (chips * failures_per_chip_year)
+    save_s, restart_s = options.save_s, options.restart_s
+    if account and save_s is None and account.saves:
+        save_s = max(1e-3, sum(account.saves) / len(account.saves))
+    if account and restart_s is None and account.restarts:
+        restart_s = sum(restart.seconds for restart in account.restarts) / len(account.restarts)
+    elif account and restart_s is None and account.steps:  # that of the first start
+        first_step = min(span.began for span in account.spans if span.steps)
+        before = [span for span in account.spans if span.began < first_step]
+        restart_s = sum(span.seconds for span in before if span.part in (OTHER, FIRST))
+    times = {"--save_s": save_s, "--restart_s": restart_s}
+    if missing := [name for name, value in times.items() if value is None]:
+        raise UsageError(f"give {' and '.join(missing)}, or a RUN_DIR that has measured it")
+    mtbf_s = _YEAR_S / (options.chips * options.failures_per_chip_year)
     interval_s = daly(save_s, mtbf_s)
     goodput = expected_goodput(interval_s, save_s, restart_s, mtbf_s)
     if goodput < 1e-4:
@@ -316,25 +306,14 @@ def forecast(
             "run makes no progress: lower --restart_s or --chips"
         )
     return {
-        "chips": chips,
-        "failures_per_chip_year": failures_per_chip_year,
+        "chips": options.chips,
+        "failures_per_chip_year": options.failures_per_chip_year,
         "mtbf_s": mtbf_s,
         "save_s": save_s,
         "restart_s": restart_s,
         "interval_s": interval_s,
         "goodput": goodput,
     }
-
-
-def measured_restart_s(account: Account) -> float | None:
-    """Return the mean time of a restart; without one that of the first start, if it has steps."""
-    if account.restarts:
-        return sum(restart.seconds for restart in account.restarts) / len(account.restarts)
-    if not account.steps:
-        return None
-    first_step = min(span.began for span in account.spans if span.steps)
-    before = [span for span in account.spans if span.began < first_step]
-    return sum(span.seconds for span in before if span.part in (OTHER, FIRST))
 
 
 def suggest(account: Account) -> dict[str, float]:
@@ -347,18 +326,19 @@ def suggest(account: Account) -> dict[str, float]:
     if not account.saves or not account.steps or not account.step_s:
         return {}
     save_s = sum(account.saves) / len(account.saves)
-    mtbf_s = account.running_s / max(1, account.failures)
+    failures = len(account.failed_at)
+    mtbf_s = (account.wall_s - account.seconds[DOWN]) / max(1, failures)
     interval_s = young(save_s, mtbf_s)
     return {
         "save_s": save_s,
         "mtbf_s": mtbf_s,
-        "failures_seen": account.failures,
+        "failures_seen": failures,
         "interval_s": interval_s,
         "ckpt_step_interval": max(1, round(interval_s / account.step_s)),
     }
 
 
-# -- The report: a table, JSON values, a picture ---------------------------------------------------
+# -- The report: a table, JSON values --------------------------------------------------------------
 
 _RESTARTS_SHOWN = 10
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
@@ -378,7 +358,8 @@ def table(name: str, account: Account) -> str:
     """Return the lines about one run."""
     wall_s = account.wall_s
     starts = f"{account.starts} start" + ("s" if account.starts > 1 else "")
-    lines = [f"{name}: {duration(wall_s)}, {starts}, {account.failures} ended by a failure"]
+    failures = len(account.failed_at)
+    lines = [f"{name}: {duration(wall_s)}, {starts}, {failures} ended by a failure"]
     for part, part_s in account.seconds.items():
         share = part_s / wall_s if wall_s else 0.0
         lines.append(f"  {part:<22} {duration(part_s):>14} {share:>8.2%}")
@@ -398,16 +379,17 @@ def table(name: str, account: Account) -> str:
         )
 
     # The newest restarts whose parts are known, and the means of all of these.
-    if known := [each for each in account.restarts if each.parts]:
-        columns = [part for part in RESTART_PARTS if any(part in each.parts for each in known)]
+    if known := [restart for restart in account.restarts if restart.parts]:
+        columns = [name for name in RESTART_PARTS if any(name in r.parts for r in known)]
         rows = [
-            (str(each.step), [*(each.parts.get(part) for part in columns), each.seconds])
-            for each in known[-_RESTARTS_SHOWN:]
+            (str(restart.step), [*map(restart.parts.get, columns), restart.seconds])
+            for restart in known[-_RESTARTS_SHOWN:]
         ]
         if len(known) > 1:
-            found = [[each.parts[c] for each in known if c in each.parts] for c in columns]
-            found.append([each.seconds for each in known])
-            rows.append((f"mean of {len(known)}", [sum(each) / len(each) for each in found]))
+            times = [[r.parts[name] for r in known if name in r.parts] for name in columns]
+            times.append([restart.seconds for restart in known])
+            means: list[float | None] = [sum(column) / len(column) for column in times]
+            rows.append((f"mean of {len(known)}", means))
         head = "".join(f" {part:>8}" for part in (*columns, "in all"))
         lines.append("  restarts, seconds from the last sign of life on:")
         lines.append(f"    {'first step':<12}{head}")
@@ -421,7 +403,7 @@ def table(name: str, account: Account) -> str:
             "  no save interval can be suggested: no checkpoint was written, or no step taken"
         )
         return "\n".join(lines)
-    save_s, mtbf_s, failures, interval_s, every = suggestion.values()
+    save_s, mtbf_s, _, interval_s, every = suggestion.values()
     waste = save_s / interval_s + interval_s / (2 * mtbf_s) if interval_s else 0.0  # to first order
     mtbf = f"{duration(mtbf_s)} of running"
     if failures:
@@ -454,7 +436,7 @@ def mean_of(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the mean of each figure over several checkpoints; {} if there are none."""
     if not figures:
         return {}
-    return {name: sum(each[name] for each in figures) / len(figures) for name in figures[0]}
+    return {name: sum(f[name] for f in figures) / len(figures) for name in figures[0]}
 
 
 def as_values(name: str, account: Account) -> dict[str, Any]:
@@ -465,13 +447,13 @@ def as_values(name: str, account: Account) -> dict[str, Any]:
         "goodput": account.goodput if account.wall_s else None,
         "seconds": account.seconds,
         "starts": account.starts,
-        "failures": account.failures,
+        "failures": len(account.failed_at),
         "steps": account.steps,
         "lost_steps": account.lost_steps,
         "checkpoints": len(account.saves),
     }
     if account.restarts:
-        values["restarts"] = [asdict(each) for each in account.restarts]
+        values["restarts"] = [asdict(restart) for restart in account.restarts]
     for tier, figures in (("storage", account.storage), ("local", account.local)):
         if mean := mean_of(figures):
             values[f"{tier}_checkpoints"] = {"number": len(figures), **mean}
@@ -480,59 +462,13 @@ def as_values(name: str, account: Account) -> dict[str, Any]:
     return values
 
 
-COLOURS = {
-    USEFUL: "#2e8b57",
-    DATA: "#e6b422",
-    FIRST: "#6baed6",
-    OTHER: "#c6dbef",
-    EVAL: "#9e9ac8",
-    SAVE: "#f08c3a",
-    LOCAL: "#fdd0a2",
-    LOST: "#c0392b",
-    DOWN: "#7f7f7f",
-}
-_LEAST_LABELLED = 5.0  # percent
-
-
-def short_names(folders: Iterable[str]) -> dict[str, str]:
-    """Return the last part of each path, or the whole paths if those parts are not different."""
-    short = {name: Path(name).name for name in folders}
-    if "" in short.values() or len(set(short.values())) < len(short):
-        return {name: name for name in short}
-    return short
-
-
-def draw(accounts: Mapping[str, Account], path: Path) -> None:
-    """Write a picture of the runs' shares of wall time, a bar a run. Raises OSError."""
-    figure, axis = pyplot().subplots(figsize=(10, 1.7 + 0.55 * len(accounts)), layout="constrained")
-    short = short_names(accounts)
-    names = [f"{short[name]}\n{duration(account.wall_s)}" for name, account in accounts.items()]
-    left = [0.0] * len(accounts)
-    for part in PARTS:
-        shares = [100 * a.seconds[part] / a.wall_s if a.wall_s else 0.0 for a in accounts.values()]
-        if not any(shares):
-            continue
-        bars = axis.barh(names, shares, left=left, color=COLOURS[part], label=part, height=0.62)
-        texts = [f"{share:.1f} %" if share >= _LEAST_LABELLED else "" for share in shares]
-        colour = "white" if part in (USEFUL, LOST, DOWN) else "black"
-        axis.bar_label(bars, texts, label_type="center", fontsize=8, color=colour)
-        left = [before + share for before, share in zip(left, shares, strict=True)]
-    axis.invert_yaxis()
-    axis.set(xlim=(0, 100), xlabel="% of wall time")
-    axis.spines[["top", "right"]].set_visible(False)
-    if axis.containers:
-        figure.legend(loc="outside upper center", ncols=4, fontsize=8, frameon=False)
-    save_figure(figure, path)
-
-
 # -- The command line ------------------------------------------------------------------------------
 
 _PROGRAM = "tools.goodput"
-_PICTURE = "goodput.png"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the tables and write the picture; return the exit code."""
+    """Print the tables; return the exit code."""
     parser = OneLineParser(
         _PROGRAM,
         "Print which share of a run's wall time went to useful steps, and where the rest went; "
@@ -541,12 +477,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("runs", nargs="*", type=local_path, metavar="RUN_DIR", help="a run's --ckpt_dir")
     add("--json", action="store_true", help="print only JSON (default: off)")
-    add(
-        "--picture",
-        type=local_path,
-        metavar="FILE",
-        help=f"write the picture here (default: {_PICTURE} in the first RUN_DIR)",
-    )
     add(
         "--chips",
         type=bounded(int, 1, 10**6),
@@ -575,70 +505,47 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{FAILURES_PER_CHIP_YEAR:.3f}, those of Llama 3 405B's training, arXiv 2407.21783: 419 in "
         "54 days on 16,384 GPUs)",
     )
-    given = parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    forecasts = options.chips is not None
+    values: list[dict[str, Any]] = []
+    texts: list[str] = []
+    left_out = []
     try:
-        values, texts, notes = _report(given)
+        if not forecasts and (options.save_s is not None or options.restart_s is not None):
+            raise UsageError("--save_s and --restart_s are for a forecast: give --chips")
+        if not options.runs and not forecasts:
+            raise UsageError("give a RUN_DIR, or --chips, --save_s and --restart_s for a forecast")
+        for run in options.runs:
+            if not run.is_dir():
+                raise UsageError(f"{run} is not a folder: give a run's --ckpt_dir")
+            try:
+                events = read_events(run)
+                account = account_of(events)
+            except FileNotFoundError:
+                raise UsageError(
+                    f"{run} has no {EVENTS_FILE}, which runs of earlier versions did not write: "
+                    "resumed by this one, it has one from then on"
+                ) from None
+            except (OSError, ValueError) as error:
+                raise UsageError(f"{run / EVENTS_FILE} cannot be read: {error}") from None
+            if events.left_out:
+                damaged = damaged_lines(events.left_out)
+                left_out.append(f"left out: {run / EVENTS_FILE}: {damaged}")
+            values.append(as_values(str(run), account))
+            texts.append(table(str(run), account))
+            if forecasts:
+                values[-1]["forecast"] = forecast(options, account)
+                texts[-1] += "\n" + forecast_lines(values[-1]["forecast"])
+        if not options.runs:
+            values.append({"forecast": forecast(options, None)})
+            texts.append(forecast_lines(values[-1]["forecast"]))
     except UsageError as error:
         print(f"{_PROGRAM}: error: {error}", file=sys.stderr)
         return 2
-    for note in notes:
-        print(note, file=sys.stderr)
-    print(json.dumps(values, indent=2) if given.json else "\n\n".join(texts))
+    for line in left_out:
+        print(line, file=sys.stderr)
+    print(json.dumps(values, indent=2) if options.json else "\n\n".join(texts))
     return 0
-
-
-def _report(given: Namespace) -> tuple[list[dict[str, Any]], list[str], list[str]]:
-    """Return the JSON values and the text of each run, and notes; write the picture.
-
-    Raises UsageError.
-    """
-    if given.chips is None and (given.save_s is not None or given.restart_s is not None):
-        raise UsageError("--save_s and --restart_s are for a forecast: give --chips")
-    if not given.runs:
-        if given.chips is None:
-            raise UsageError("give a RUN_DIR, or --chips, --save_s and --restart_s for a forecast")
-        found = _forecast_of(given, None)
-        return [{"forecast": found}], [forecast_lines(found)], []
-    accounts, notes = {}, list[str]()
-    for run in given.runs:
-        if not run.is_dir():
-            raise UsageError(f"{run} is not a folder: give a run's --ckpt_dir")
-        try:
-            accounts[str(run)], note = read_account(run)
-            notes += [note] if note else []
-        except FileNotFoundError:
-            raise UsageError(
-                f"{run} has no {EVENTS_FILE}, which runs of earlier versions did not write: "
-                "resumed by this one, it has one from then on"
-            ) from None
-        except (OSError, ValueError) as error:
-            raise UsageError(f"{run / EVENTS_FILE} cannot be read: {error}") from None
-    values, texts = [], []
-    for name, account in accounts.items():
-        values.append(as_values(name, account))
-        texts.append(table(name, account))
-        if given.chips is not None:
-            values[-1]["forecast"] = _forecast_of(given, account)
-            texts[-1] += "\n" + forecast_lines(values[-1]["forecast"])
-    picture = given.picture or given.runs[0] / _PICTURE
-    try:
-        draw(accounts, picture)
-    except (OSError, ValueError) as error:  # ValueError: an unknown suffix
-        raise UsageError(f"cannot write {picture}: {error}") from None
-    return values, [*texts, f"picture: {picture}"], notes
-
-
-def _forecast_of(given: Namespace, account: Account | None) -> dict[str, float]:
-    """Return the forecast that the flags ask for; what they leave out the run has measured."""
-    save_s, restart_s = given.save_s, given.restart_s
-    if account and save_s is None and account.saves:
-        save_s = max(1e-3, sum(account.saves) / len(account.saves))
-    if account and restart_s is None:
-        restart_s = measured_restart_s(account)
-    times = {"--save_s": save_s, "--restart_s": restart_s}
-    if missing := [name for name, value in times.items() if value is None]:
-        raise UsageError(f"give {' and '.join(missing)}, or a RUN_DIR that has measured it")
-    return forecast(given.chips, given.failures_per_chip_year, save_s, restart_s)
 
 
 if __name__ == "__main__":

@@ -73,15 +73,16 @@ def read_run(folder: Path, name: str) -> RecordedRun:
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder: give a run's --ckpt_dir")
     readers = {METRICS_FILE: _read_curves, EVENTS_FILE: _read_account, RUN_FILE: _read_settings}
-    found = [file for file in readers if (folder / file).exists()]
-    if not found:
+    if not any((folder / file).exists() for file in readers):
         raise UsageError(f"{folder} is not a run's folder: it has none of {', '.join(readers)}")
     run = RecordedRun(name)
     for file, read in readers.items():
-        try:
-            problem = read(run, folder / file) if file in found else "there is none"
-        except (OSError, ValueError) as error:
-            problem = f"it cannot be read: {reason_of(error)}"
+        problem = "there is none"
+        if (folder / file).exists():
+            try:
+                problem = read(run, folder / file)
+            except (OSError, ValueError) as error:
+                problem = f"it cannot be read: {reason_of(error)}"
         if problem:
             run.left_out.append(f"{name}: {file}: {problem}")
     return run
@@ -98,8 +99,8 @@ def _read_curves(run: RecordedRun, path: Path) -> str:
         for name, value in record.items():
             if value is not None and name not in ("step", "epoch"):
                 points.setdefault(name, array("d")).extend((record["step"], value))
-    for name, found in points.items():
-        pairs = np.array(found).reshape(-1, 2)
+    for name, numbers in points.items():
+        pairs = np.array(numbers).reshape(-1, 2)
         pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
         run.curves[name] = Curve(pairs[:, 0], pairs[:, 1])
     return damaged_lines(damaged) or ("" if points else "it is empty")
@@ -109,20 +110,19 @@ def _read_account(run: RecordedRun, path: Path) -> str:
     """Read events.jsonl; return what was left out."""
     events = read_events(path.parent)
     run.events = [event for event in events if event["event"] != "steps"]
-    problems = [damaged_lines(events.left_out)]
+    damaged = damaged_lines(events.left_out)
     try:
         run.account = goodput.account_of(events)
     except ValueError as error:
-        problems.insert(0, str(error))
-    return "; ".join(filter(None, problems))
+        return "; ".join(filter(None, [str(error), damaged]))
+    return damaged
 
 
 def _read_settings(run: RecordedRun, path: Path) -> str:
-    """Read run.json; return what was left out."""
+    """Read run.json, in which nothing can be left out."""
     for name, value in read_object(path).items():
-        inner = value if isinstance(value, dict) else {"": value}
-        for key, each in inner.items():
-            text = each if isinstance(each, str) else json.dumps(each)
+        for key, setting in (value if isinstance(value, dict) else {"": value}).items():
+            text = setting if isinstance(setting, str) else json.dumps(setting)
             run.settings[f"{name}.{key}".rstrip(".")] = text[:_LONGEST_SETTING]
     return ""
 
@@ -194,12 +194,12 @@ def panel(name: str, curves: Mapping[int, Curve], names: Sequence[str], last_ste
     title, unit = _TITLES.get(name, (name, ""))
     # All values fit into the frame, but outliers of long curves.
     arrays = [curve.values for curve in curves.values()]
-    outliers = [_OUTLIERS if len(each) > SMOOTHED else 0.0 for each in arrays]
+    outliers = [_OUTLIERS if len(values) > SMOOTHED else 0.0 for values in arrays]
     low = min(np.percentile(a, q) for a, q in zip(arrays, outliers, strict=True))
     high = max(np.percentile(a, 100 - q) for a, q in zip(arrays, outliers, strict=True))
     margin = 0.04 * (high - low) or 0.05 * abs(high) or 1.0
     bottom, top = float(low - margin), float(high + margin)
-    largest = max(each.max() for each in arrays)
+    largest = max(values.max() for values in arrays)
     above = f"up to {largest:.4g} above the frame" if largest > top else ""
 
     def across(step: Any) -> Any:
@@ -229,8 +229,8 @@ def panel(name: str, curves: Mapping[int, Curve], names: Sequence[str], last_ste
             means = (sums[window:] - sums[:-window]) / window
             middles = curve.steps[window // 2 :][: len(means)]
             drawn = {"raw": curve, "main": Curve(middles, means)}
-        for kind, each in drawn.items():
-            few = thinned(each)
+        for kind, line in drawn.items():
+            few = thinned(line)
             places = list(zip(across(few.steps), down(few.values), strict=True))
             points = " ".join(f"{x:.2f},{y:.2f}" for x, y in places)
             parts.append(
@@ -262,6 +262,17 @@ def _text(x: float, y: float, text: str, anchor: str) -> str:
 
 # -- Wall time: one lane a run ---------------------------------------------------------------------
 
+_COLOURS = {
+    goodput.USEFUL: "#2e8b57",
+    goodput.DATA: "#e6b422",
+    goodput.FIRST: "#6baed6",
+    goodput.OTHER: "#c6dbef",
+    goodput.EVAL: "#9e9ac8",
+    goodput.SAVE: "#f08c3a",
+    goodput.LOCAL: "#fdd0a2",
+    goodput.LOST: "#c0392b",
+    goodput.DOWN: "#7f7f7f",
+}
 _LANE, _LANES_LEFT, _LANES_RIGHT = 62, 10, 1190
 _PIXELS = _LANES_RIGHT - _LANES_LEFT
 
@@ -271,7 +282,7 @@ def shares_by_pixel(
 ) -> np.ndarray:
     """Return the seconds of each part, in the order of ``PARTS``, in each pixel of a time axis."""
     edges = began + pixel_s * np.arange(pixels + 1)
-    found = np.zeros((len(goodput.PARTS), pixels))
+    shares = np.zeros((len(goodput.PARTS), pixels))
     for number, part in enumerate(goodput.PARTS):
         spans = sorted((s.began, s.ended) for s in account.spans if s.part == part)
         if spans:
@@ -279,8 +290,8 @@ def shares_by_pixel(
             seconds = np.array([end - start for start, end in spans])
             total = np.concatenate([[0.0], np.cumsum(seconds)])
             so_far = np.stack([total[:-1], total[1:]], axis=1).ravel()
-            found[number] = np.diff(np.interp(edges, times, so_far))
-    return found
+            shares[number] = np.diff(np.interp(edges, times, so_far))
+    return shares
 
 
 def lanes(runs: Mapping[int, RecordedRun]) -> str:
@@ -317,13 +328,13 @@ def lanes(runs: Mapping[int, RecordedRun]) -> str:
                     part = goodput.PARTS[largest[start]]
                     parts.append(
                         f'<rect x="{_LANES_LEFT + start}" y="{top + 24}" width="{end - start}" '
-                        f'height="18" fill="{goodput.COLOURS[part]}"><title>{part}</title></rect>'
+                        f'height="18" fill="{_COLOURS[part]}"><title>{part}</title></rect>'
                     )
             parts += _marks(runs[number], first[number], pixel_s, top + 14)
         parts.append("</g>")
     swatches = "".join(
         f'<span><span class="swatch" style="background:{colour}"></span> {part}</span>'
-        for part, colour in goodput.COLOURS.items()
+        for part, colour in _COLOURS.items()
         if part != goodput.DATA and any(account.seconds[part] for account in accounts.values())
     )
     signs = "".join(
@@ -336,7 +347,7 @@ def lanes(runs: Mapping[int, RecordedRun]) -> str:
     for number, account in accounts.items():
         wall_s, seconds = account.wall_s, [account.seconds[part] for part in goodput.PARTS[1:]]
         known = [_name(number, runs[number]), goodput.duration(wall_s), f"{account.goodput:.2%}"]
-        rows.append([*known, *(f"{each / wall_s:.2%}" if wall_s else "" for each in seconds)])
+        rows.append([*known, *(f"{s / wall_s:.2%}" if wall_s else "" for s in seconds)])
     table = _table(["run", "wall time", "goodput", *goodput.PARTS[1:]], rows)
     return (
         f'<div class="legend" style="position:static">{swatches}{signs}</div>'
@@ -400,9 +411,10 @@ def _marks(run: RecordedRun, began: float, pixel_s: float, top: float) -> list[s
     for time in run.account.failed_at if run.account else ():
         mark("failure", time, "failure: the last sign of life")
     parts = []
-    for (kind, x), each in sorted(texts.items(), key=lambda item: list(_SIGNS).index(item[0][0])):
-        more = f"\n... {len(each):,} in all" if len(each) > _MARKS_NAMED else ""
-        title = html.escape("\n".join(each[:_MARKS_NAMED]) + more)
+    order = list(_SIGNS)
+    for (kind, x), lines in sorted(texts.items(), key=lambda item: order.index(item[0][0])):
+        more = f"\n... {len(lines):,} in all" if len(lines) > _MARKS_NAMED else ""
+        title = html.escape("\n".join(lines[:_MARKS_NAMED]) + more)
         parts.append(
             f'<g transform="translate({_LANES_LEFT + x},{top})">{_SIGNS[kind].drawn}'
             f"<title>{title}</title></g>"
@@ -437,15 +449,13 @@ def summary(runs: Mapping[int, RecordedRun]) -> str:
         steps = [curve.steps[-1] for curve in run.curves.values()]
         cells["step"] = f"{max(steps):,.0f}" if steps else ""
         if account := run.account:
-            ended = [e["how"] for e in run.events if e["event"] == "stop" and "how" in e]
-            closed = [e["event"] for e in run.events if e["event"] in ("start", "stop")]
-            cells["ended"] = (
-                html.escape(str(ended[-1])) if ended and closed[-1] == "stop" else "no end recorded"
-            )
+            ends = [event for event in run.events if event["event"] in ("start", "stop")]
+            last = ends[-1] if ends else {}
+            cells["ended"] = html.escape(str(last.get("how", "no end recorded")))
             cells["wall time"] = goodput.duration(account.wall_s)
             cells["goodput"] = f"{account.goodput:.2%}"
             cells["starts"] = str(account.starts)
-            cells["failures"] = str(account.failures)
+            cells["failures"] = str(len(account.failed_at))
             cells["steps lost"] = f"{account.lost_steps:,}"
             cells["checkpoints"] = f"{len(account.saves):,}"
         if curve := run.curves.get("images_per_s"):
@@ -579,15 +589,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="FILE",
         help=f"write the page here (default: {_REPORT} in the first RUN_DIR)",
     )
-    given = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     try:
-        if len(given.runs) > MOST_RUNS:
-            raise UsageError(f"{len(given.runs)} runs are given: a page is for {MOST_RUNS} at most")
-        if len({run.resolve() for run in given.runs}) < len(given.runs):
+        if len(options.runs) > MOST_RUNS:
+            raise UsageError(
+                f"{len(options.runs)} runs are given: a page is for {MOST_RUNS} at most"
+            )
+        if len({folder.resolve() for folder in options.runs}) < len(options.runs):
             raise UsageError("a folder is given twice: drop one of the two")
-        names = goodput.short_names(map(str, given.runs))
-        runs = [read_run(run, printable(names[str(run)])) for run in given.runs]
-        path = given.output or given.runs[0] / _REPORT
+        # The last part of each path, or the whole paths if those parts are not different.
+        names = [folder.name for folder in options.runs]
+        if "" in names or len(set(names)) < len(names):
+            names = list(map(str, options.runs))
+        runs = [
+            read_run(folder, printable(name))
+            for folder, name in zip(options.runs, names, strict=True)
+        ]
+        path = options.output or options.runs[0] / _REPORT
         text = page(runs, datetime.now(UTC))
         try:
             if path.is_symlink() or path.exists():  # links and files that are no report stay

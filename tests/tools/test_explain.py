@@ -7,15 +7,7 @@ import pytest
 from tests.cli import TINY_MODEL, run_program
 from tests.tools.test_expected_step import GATHERED, GROUP, LINKS, MILLISECOND, exactly
 from tools.compile_only.expected import Links, expect
-from tools.compile_only.explain import (
-    BY_KIND,
-    UNKNOWN,
-    Scope,
-    explain,
-    explained_table,
-    scope_in,
-    shares,
-)
+from tools.compile_only.explain import UNKNOWN, explain, explained_json, explained_table, scope_in
 from tools.compile_only.hlo import Instruction, products_of
 from xla_fsdp.tpu import parse_topology
 
@@ -104,30 +96,36 @@ ENTRY %main (p: {MATRIX}, q: {MATRIX}) -> {MATRIX} {{
 """
 
 
+def scope_of(cost):
+    return cost.module, cost.phase
+
+
 def test_what_is_told_of_a_module():
     module = MODULE.replace("%lost = ", "%apart = s8[] iota(), iota_dimension=0\n  %lost = ")
     module = module.replace("negate(%s)", "negate(%apart)")
-    costs = {cost.name: cost for cost in explain(module, LINKS, times=3)}
+    found = explain(module, LINKS, times=3)
+    costs = {cost.instruction: cost for cost in found}
     assert sum(cost.seconds for cost in costs.values()) == pytest.approx(
         3 * expect(module, LINKS).seconds
     )
     product = costs["x"]
-    assert product.scope == Scope("blocks.mlp.fc2", "forward")  # the product's, not the root's
+    assert scope_of(product) == ("blocks.mlp.fc2", "forward")  # the product's, not the root's
     assert (product.kind, product.bound, product.runs) == ("product", "products", 3)
     assert product.seconds * 1e3 == exactly(3)
-    assert product.ideal == pytest.approx(2 * SIDE**3 / 197e12 / 1e-3, rel=1e-3)
+    assert product.share_of_ideal == pytest.approx(2 * SIDE**3 / 197e12 / 1e-3, rel=1e-3)
     copy = costs["y"]
-    assert (copy.kind, copy.bound, copy.ideal) == ("layout copy", "layout", None)
-    assert copy.scope == Scope("blocks.mlp.fc2", "forward")  # of what it is given
+    assert (copy.kind, copy.bound, copy.share_of_ideal) == ("layout copy", "layout", None)
+    assert scope_of(copy) == ("blocks.mlp.fc2", "forward")  # of what it is given
     scores = costs["z"]
-    assert (scores.kind, scores.scope) == ("softmax", Scope("blocks.attn", "recompute"))
+    assert (scores.kind, *scope_of(scores)) == ("softmax", "blocks.attn", "recompute")
     assert scores.bound == "vector units"  # its 64 MiB take HBM less than a tenth of its time
     wait = costs["s"]
     assert (wait.kind, wait.bound) == ("collective waited for", "waiting")
-    assert (wait.scope, wait.seconds * 1e3) == (Scope("head", "backward"), exactly(3))
-    assert costs["lost"].scope == UNKNOWN
-    assert shares(costs.values(), BY_KIND)["softmax"] * 1e3 == exactly(6)
-    assert "blocks.mlp.fc2" in explained_table(list(costs.values()))
+    assert (scope_of(wait), wait.seconds * 1e3) == (("head", "backward"), exactly(3))
+    assert scope_of(costs["lost"]) == UNKNOWN
+    explained = explained_json(found)
+    assert explained["seconds_by_kind"]["softmax"] * 1e3 == exactly(6)
+    assert "blocks.mlp.fc2" in explained_table(explained)
 
 
 TINY = (
@@ -150,7 +148,9 @@ def test_products_of_the_compiled_step_are_those_of_the_program(explained):
     """What the compiler's convolutions count, against what was traced."""
     report, folder = explained
     costs = explain((folder / "graph_1.hlo").read_text(), Links(parse_topology("v5e:1x1")))
-    counted = sum(cost.seconds * cost.ideal for cost in costs if cost.ideal) * 197e12
+    counted = (
+        sum(cost.seconds * cost.share_of_ideal for cost in costs if cost.share_of_ideal) * 197e12
+    )
     assert counted == pytest.approx(report["flops_per_chip"], rel=1e-6)
 
 

@@ -255,7 +255,7 @@ def test_few_questions_find_the_best(model, flags, shapes):
     search = Search(options)
     questions = 0
     while (option := search.next()) and questions < 15:
-        search.learn(option.candidate, truth(option))
+        search.found[option.candidate] = truth(option)
         questions += 1
     true = [(option, truth(option).step_s) for option in options]
 
@@ -469,7 +469,6 @@ def test_by_arithmetic_alone(plan, tmp_path):
         assert train.run.num_epochs == 90
         assert train.run.sharding == run.config.sharding
         assert not train.run.plan
-    assert (tmp_path / "tpu.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_hours_keep_what_is_fast_enough(plan):

@@ -13,12 +13,11 @@ from models import timm_private
 from tools.compile_only import compiler
 from tools.compile_only.compiler import Result, local_bytes
 from tools.compile_only.expected import Links, expect
-from tools.compile_only.explain import draw, explain, explained_json, explained_table
+from tools.compile_only.explain import explain, explained_json, explained_table
 from tools.compile_only.hlo import count_flops, measure
 from tools.compile_only.report import CompiledGraph, as_table, make_report
 from training.config import RunConfig
 from training.errors import UsageError, warn_of_others
-from training.logs.figures import drawing
 from training.mesh import replicas
 from xla_fsdp import jax_private, torch_xla_private, tpu
 from xla_fsdp.config import XlaConfig
@@ -57,8 +56,8 @@ def compile_step(config: RunConfig, xla: XlaConfig) -> int:
             f"--compile_only takes one slice, not {xla.tpu_topology}: --plan takes several"
         )
     compiler.check_installed("--compile_only")
-    used = (torch_xla_private, jax_private, timm_private)
-    warn_of_others(*(each.WRITTEN_FOR for each in used))
+    private_modules = (torch_xla_private, jax_private, timm_private)
+    warn_of_others(*(module.WRITTEN_FOR for module in private_modules))
     topology = parse_topology(xla.tpu_topology, replicas(config.sharding))
     with forbid_autograd():
         run = resolve_for_slice(config, xla, topology)
@@ -89,43 +88,43 @@ def compile_step(config: RunConfig, xla: XlaConfig) -> int:
     from tools.compile_only.trace import trace_step  # not before: it imports torch_xla
 
     step = trace_step(run, named=xla.explain)
-    if xla.explain:
-        step = compiler.merge_same_graphs(step)
     trace_s = time.perf_counter() - start
 
-    # Compile each different graph once, in the order in which they first run.
+    # Compile each different graph once, in the order in which they first run. What is resident
+    # beside a graph may differ from run to run: losses of earlier micro-batches.
+    os.environ.update(compiler.JAX_WITHOUT_TPU)
+    runs_of: dict[str, list[int]] = {}
+    for number, graph in enumerate(step.graphs):
+        runs_of.setdefault(jax_private.text_without_names(graph.hlo), []).append(number)
     links = Links(topology, run.mesh.counts_by_host)
     variables = tpu.libtpu_environment(topology, libtpu_args, newer=newer)
-    distinct = step.distinct()
-    compiled: dict[bytes, compiler.Compiled] = {}
+    compiled: dict[str, compiler.Compiled] = {}
     chosen: dict[Result, str] = {}  # the compiler's shardings of results
-    for number, (graph, *_) in enumerate(distinct, 1):
-        which = f" graph {number} of {len(distinct)}" if len(distinct) > 1 else ""
-        _log(f"compiling{which} for {topology.name} with libtpu {libtpu}, a minute or two ...")
+    for text, numbers in runs_of.items():
+        count = f" graph {len(compiled) + 1} of {len(runs_of)}" if len(runs_of) > 1 else ""
+        _log(f"compiling{count} for {topology.name} with libtpu {libtpu}, a minute or two ...")
+        graph = step.graphs[numbers[0]]
         arguments = {
-            argument: value.sharding if isinstance(value.sharding, str) else chosen[value.sharding]
-            for argument, value in graph.arguments.items()
+            argument: sharding if isinstance(sharding, str) else chosen[sharding]
+            for argument, (_, sharding) in graph.arguments.items()
         }
-        done = compiler.compile_graph(
+        compiled[text] = compiler.compile_graph(
             graph, arguments, step.replicas, topology, links.by_host, variables
         )
-        compiled[graph.hlo] = done
-        if not done.fits:
+        if not compiled[text].fits:
             break  # the shardings of the next one's arguments are not known
-        for place, same in enumerate(step.graphs):
-            if same.hlo == graph.hlo:
-                chosen |= {Result(place, n): each for n, each in enumerate(done.result_shardings)}
+        for n, sharding in enumerate(compiled[text].result_shardings):
+            chosen |= {Result(number, n): sharding for number in numbers}
 
     graphs = []
-    for runs in distinct:
-        found, traffic, expected = compiled.get(runs[0].hlo), None, None
-        if found and found.fits:
-            traffic = measure(found.hlo, topology.devices, topology.slices)
-            expected = expect(found.hlo, links)
-        flops = count_flops(compiler.text_of(runs[0]), topology.chip.int8_speedup)
-        flops *= step.replicas
-        resident = max(local_bytes(graph.resident, chosen) for graph in runs)
-        graphs.append(CompiledGraph(len(runs), found, traffic, expected, flops, resident))
+    for text, numbers in runs_of.items():
+        result, traffic, expected = compiled.get(text), None, None
+        if result and result.fits:
+            traffic = measure(result.hlo, topology.devices, topology.slices)
+            expected = expect(result.hlo, links)
+        flops = step.replicas * count_flops(text, topology.chip.int8_speedup)
+        resident = max(local_bytes(step.graphs[number].resident, chosen) for number in numbers)
+        graphs.append(CompiledGraph(len(numbers), result, traffic, expected, flops, resident))
     report = make_report(
         topology=topology,
         graphs=graphs,
@@ -145,27 +144,28 @@ def compile_step(config: RunConfig, xla: XlaConfig) -> int:
         },
     )
 
-    # Print, draw, save.
-    modules = [(each.compiled.hlo if each.compiled else "", each.runs) for each in graphs]
+    # Save, print.
     if hlo_dir:
-        for number, (hlo, _) in enumerate(modules, 1):
-            if hlo:  # one that does not fit has no schedule
+        for number, module in enumerate(graphs, 1):
+            if module.compiled and module.compiled.hlo:  # one that does not fit has no schedule
                 path = hlo_dir / f"graph_{number}.hlo"
                 with open(path, "w", opener=no_link) as file:
-                    file.write(hlo)
+                    file.write(module.compiled.hlo)
                 _log(f"wrote {path}")
-    costs = []
-    if xla.explain and all(hlo for hlo, _ in modules):
-        costs = [cost for hlo, runs in modules for cost in explain(hlo, links, runs)]
+    if xla.explain and all(module.compiled and module.compiled.hlo for module in graphs):
+        costs = [
+            cost
+            for module in graphs
+            if module.compiled
+            for cost in explain(module.compiled.hlo, links, module.runs)
+        ]
+        report["explained"] = explained_json(costs)
     if config.use.json:
-        print(json.dumps(report | ({"explained": explained_json(costs)} if costs else {})))
+        print(json.dumps(report))
     else:
-        print("\n\n".join([as_table(report), *([explained_table(costs)] if costs else [])]))
-    if costs and hlo_dir:
-        picture = hlo_dir / "explain.png"
-        with drawing(picture, _log):
-            draw(costs, report, picture)
-            _log(f"drew {picture}")
+        print(as_table(report))
+        if "explained" in report:
+            print(f"\n{explained_table(report['explained'])}")
     return 0 if report["fits"] else DOES_NOT_FIT
 
 

@@ -19,7 +19,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -55,16 +55,14 @@ REPLICATED = "{replicated}"
 """Every device has the whole."""
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """One of a graph's results."""
 
     graph: int
     number: int
 
 
-@dataclass(frozen=True)
-class Value:
+class Value(NamedTuple):
     """Data on the devices: bytes in all, and its sharding."""
 
     size: int
@@ -98,49 +96,23 @@ class Step:
     """Parameters and optimizer state on one device."""
     description: str
 
-    def distinct(self) -> list[list[Graph]]:
-        """Return the graphs, those of the same HLO together.
-
-        What is resident beside them may differ from run to run: losses of earlier micro-batches.
-        """
-        found: dict[bytes, list[Graph]] = {}
-        for graph in self.graphs:
-            found.setdefault(graph.hlo, []).append(graph)
-        return list(found.values())
-
 
 def local_bytes(values: Iterable[Value], chosen: Mapping[Result, str]) -> int:
     """Return the bytes on one device, without values of which no sharding is marked or chosen."""
     total = 0
-    for value in values:
-        given = value.sharding
-        sharding = given if isinstance(given, str) else chosen.get(given)
-        total += value.size // tiles(sharding) if sharding else 0
+    for size, mark in values:
+        sharding = chosen.get(mark) if isinstance(mark, Result) else mark
+        total += size // tiles(sharding) if sharding else 0
     return total
 
 
 def tiles(sharding: str) -> int:
     """Return over how many different parts a value is spread: 4 for {devices=[4,1]0,1,2,3}."""
-    found = re.match(r"\{devices=\[([\d,]+)\]", sharding)
-    if not found:
+    devices = re.match(r"\{devices=\[([\d,]+)\]", sharding)
+    if not devices:
         return 1
-    sizes = [int(size) for size in found[1].split(",")]
+    sizes = [int(size) for size in devices[1].split(",")]
     return math.prod(sizes[:-1] if "last_tile_dim_replicate" in sharding else sizes)
-
-
-def text_of(graph: Graph) -> str:
-    """Return the program of all devices together as text, without the names of operations."""
-    os.environ.update(JAX_WITHOUT_TPU)
-    return jax_private.text_without_names(graph.hlo)
-
-
-def merge_same_graphs(step: Step) -> Step:
-    """Return the step with graphs that differ only in the names of operations made equal."""
-    first: dict[str, bytes] = {}
-    graphs = [
-        replace(graph, hlo=first.setdefault(text_of(graph), graph.hlo)) for graph in step.graphs
-    ]
-    return replace(step, graphs=graphs)
 
 
 # -- the devices of a TPU slice that is not there --------------------------------------------
@@ -150,15 +122,15 @@ def devices_of(topology: Topology) -> list[Any]:
     """Return the devices of libtpu's compile-only client. Raises UsageError."""
     from jax.experimental import topologies
 
-    how: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if topology.slices > 1:
-        how["num_slices"] = topology.slices
+        options["num_slices"] = topology.slices
     if topology.slice_chips < 4:  # else it has hosts of 2 x 2 chips; two chips are half of one
-        how["chips_per_host_bounds"] = (1, topology.slice_chips, 1)
+        options["chips_per_host_bounds"] = (1, topology.slice_chips, 1)
     if topology.generation == 4:  # a run's libtpu reads the variable itself when it opens the chips
-        how["chip_config_name"] = os.environ["TPU_MEGACORE"]
+        options["chip_config_name"] = os.environ["TPU_MEGACORE"]
     try:
-        devices = topologies.get_topology_desc(topology.name, "tpu", **how).devices
+        devices = topologies.get_topology_desc(topology.name, "tpu", **options).devices
     except Exception as error:  # noqa: BLE001 - jaxlib's own type, of no public name
         raise UsageError(
             f"--tpu_topology {topology.name}: libtpu knows no such slice ({_first_line(error)})"
@@ -171,7 +143,7 @@ def device_ids(devices: list[Any], by_host: bool) -> list[int]:
     """Return the ids in the mesh's order, as ``xla_fsdp.layout.MeshLayout``."""
     if not by_host:
         return sorted(device.id for device in devices)
-    places = [(getattr(each, "slice_index", 0), each.process_index, each.id) for each in devices]
+    places = [(getattr(d, "slice_index", 0), d.process_index, d.id) for d in devices]
     return [number for *_, number in sorted(places)]
 
 
@@ -240,8 +212,8 @@ def compile_graph(
         _libtpu_process(variables, stderr.name) as process,
     ):
         try:
-            asked = process.submit(_compile, graph, arguments, replicas, topology, by_host)
-            compiled = asked.result()
+            job = process.submit(_compile, graph, arguments, replicas, topology, by_host)
+            compiled = job.result()
         except BrokenProcessPool:
             text = stderr.read()
             raise_if_refused(text)
@@ -279,9 +251,9 @@ def _compile(
             if needed is None:
                 text = f"the TPU compiler refuses the step: {_first_line(error)}"
                 if "memory space vmem" in text:
-                    own = 32768 if topology.chip is CHIPS["tpu7x"] else 16384
-                    limit = f"{VARIABLE}=--xla_tpu_scoped_vmem_limit_kib={own}"
-                    text += f"; try {limit}, libtpu's own limit"
+                    limit = 32768 if topology.chip is CHIPS["tpu7x"] else 16384
+                    flag = f"{VARIABLE}=--xla_tpu_scoped_vmem_limit_kib={limit}"
+                    text += f"; try {flag}, libtpu's own limit"
                 raise UsageError(text) from None
             seconds = time.perf_counter() - start
             capacity = topology.chip.hbm_bytes
@@ -368,21 +340,22 @@ def write_kernel_cycles(hlo: str, topology: Topology, variables: dict[str, str])
                     process.submit(_compile_kernel, call, config, topology).result()
                 except BrokenProcessPool:
                     break
-                bundles, rounds = [], []
+                bundles: list[int] = []
+                rounds: list[int] = []
                 for file in sorted(Path(folder).iterdir()):  # what this compilation has dumped
                     if file.name.endswith("final_bundles.txt"):
                         text = file.read_text(errors="replace")
                         count = _BUNDLES.search(text)
                         bundles += [int(count[1])] if count else []
-                        rounds += [int(each) for each in _ROUNDS.findall(text)]
+                        rounds += map(int, _ROUNDS.findall(text))
                     file.unlink()
                 looped = max(1, max(rounds, default=1 + _FILL) - _FILL)
                 cycles[body] = round(max(bundles, default=0) * looped / BRANCHES.get(body, 1))
     timed = {}
     for call, config in calls:
-        if found := cycles.get(config["body"]):
-            written = f'"estimated_cycles":"{found}","custom_call_config":'
-            timed[call] = call.replace('"custom_call_config":', written, 1)
+        if cycles.get(config["body"]):
+            estimate = f'"estimated_cycles":"{cycles[config["body"]]}","custom_call_config":'
+            timed[call] = call.replace('"custom_call_config":', estimate, 1)
     return _CALL.sub(lambda call: timed.get(call[0], call[0]), hlo)
 
 

@@ -67,16 +67,16 @@ class Links:
         places = [self.places[number % len(self.places)] for number in group]
         total = 0.0
         for side, along in zip(sides, zip(*places, strict=True), strict=True):
-            found = sorted(set(along))
-            if len(found) > 1:
-                between = found[1] - found[0]
+            taken = sorted(set(along))
+            count = len(taken)
+            if count > 1:
+                between = taken[1] - taken[0]
                 if len(sides) == 2:
                     is_torus = side % _CLOSED_IN_A_PLANE == 0
                 else:
-                    is_torus = all(each % _CLOSED_IN_A_CUBE == 0 for each in sides)
-                closed = is_torus and len(found) * between == side
-                neighbours = 2 if closed else 2 * (len(found) - 1) / len(found)
-                total += neighbours / between
+                    is_torus = all(length % _CLOSED_IN_A_CUBE == 0 for length in sides)
+                closed = is_torus and count * between == side
+                total += (2 if closed else 2 * (count - 1) / count) / between
         of_each_chip = len(places) / len(set(places))
         return total * of_each_chip / self.topology.chip.devices
 
@@ -88,7 +88,8 @@ class Links:
     def permute_bandwidth(self, pairs: list[tuple[int, int]]) -> float:
         """Return the bytes/s that may reach a device where each sends to one other."""
         chip = self.topology.chip
-        moved = [tuple(self.places[n % len(self.places)] for n in pair) for pair in pairs]
+        count = len(self.places)
+        moved = [(self.places[source % count], self.places[to % count]) for source, to in pairs]
         sharing = Counter((source, target) for source, target in moved if source != target)
         if pairs and not sharing:
             return chip.between_devices
@@ -192,22 +193,22 @@ def walk(instructions: list[Instruction], links: Links) -> list[TimedInstruction
     They are in the order of the text but for loops, whose body comes before them; a loop of n
     rounds has one entry for each of its instructions. No move outlives the computation.
     """
-    moves = [_moves_of(each, links) for each in instructions]
-    last_use = {key: place for place, found in enumerate(moves) for key in found}
+    moves = [_moves_of(instruction, links) for instruction in instructions]
+    last_use = {key: place for place, moves_here in enumerate(moves) for key in moves_here}
     timed: list[TimedInstruction] = []
     now, free_at, arrives_at = 0.0, defaultdict[str, float](float), dict[str, float]()
-    for place, each in enumerate(instructions):
+    for place, instruction in enumerate(instructions):
         started = set()
         for key, move in moves[place].items():
             if key not in arrives_at and move.seconds is not None:
                 free_at[move.queue] = max(now, free_at[move.queue]) + move.seconds
                 arrives_at[key] = free_at[move.queue]
                 started |= {key} if move.is_async else set()
-        own = _own_time(each, links.topology.chip)
-        for called in each.scheduled:
-            inner = walk(called, links)
-            now += each.rounds * sum(part.runs * part.each.seconds for part in inner)
-            timed += [replace(part, runs=each.rounds * part.runs) for part in inner]
+        time = _own_time(instruction, links.topology.chip)
+        for called in instruction.scheduled:
+            inner, rounds = walk(called, links), instruction.rounds
+            now += rounds * sum(part.runs * part.each.seconds for part in inner)
+            timed += [replace(part, runs=rounds * part.runs) for part in inner]
         needed = [
             (move.queue, arrives_at.get(key, 0.0))
             for key, move in moves[place].items()
@@ -216,50 +217,51 @@ def walk(instructions: list[Instruction], links: Links) -> list[TimedInstruction
         if place == len(instructions) - 1:
             needed += free_at.items()
         for queue, moment in needed:
-            waited = max(moment - now - own.seconds, 0.0)
-            own = replace(own, **{queue: getattr(own, queue) + waited})
-        now += own.seconds
-        timed.append(TimedInstruction(each, 1, own))
+            waited = max(moment - now - time.seconds, 0.0)
+            time = replace(time, **{queue: getattr(time, queue) + waited})
+        now += time.seconds
+        timed.append(TimedInstruction(instruction, 1, time))
     return timed
 
 
-def _moves_of(each: Instruction, links: Links) -> dict[str, _Move]:
+def _moves_of(instruction: Instruction, links: Links) -> dict[str, _Move]:
     """Return what an instruction starts, carries on, or waits for, by a key.
 
     All instructions of one move give it the same key.
     """
     topology, chip = links.topology, links.topology.chip
     seconds: float | None = None
-    start = each.start
+    opcode, start = instruction.opcode, instruction.start
     if start.is_on_sparse_cores:  # it starts once they have what they read
         collectives = hlo.collectives_of(start)
-        of_start = 1 if each.opcode == "async-update" else 0
-        if each.opcode != "async-done" and len(each.operands) > of_start:
+        of_start = 1 if opcode == "async-update" else 0
+        if opcode != "async-done" and len(instruction.operands) > of_start:
             if collectives:
                 seconds = sum(_on_links(collective, links) for collective, *_ in collectives)
             else:
                 seconds = hlo.instruction_bytes(start) / chip.hbm_bandwidth
         return {start.name: _Move("waiting_s" if collectives else "dma_s", seconds)}
-    if each.opcode.removesuffix("-done") in ("send", "recv"):  # a transfer between slices
-        rendezvous = _RENDEZVOUS.search(start.text)
-        if rendezvous:
-            if each.opcode == "send":
-                seconds = hlo.received_from_slices(each, topology.slices) / chip.dcn_bandwidth
-            return {rendezvous[0]: _Move("dcn_s", seconds)}
-    if _COPY.match(each.opcode):
+    rendezvous = _RENDEZVOUS.search(start.text)
+    if rendezvous and opcode.removesuffix("-done") in ("send", "recv"):  # between slices
+        if opcode == "send":
+            received = hlo.received_from_slices(instruction, topology.slices)
+            seconds = received / chip.dcn_bandwidth
+        return {rendezvous[0]: _Move("dcn_s", seconds)}
+    if _COPY.match(opcode):
         on_host = _ON_HOST in start.shape
-        if start is each:
+        if start is instruction:
             bandwidth = chip.host_bandwidth if on_host else chip.hbm_bandwidth
             seconds = hlo.dma_bytes(start) / bandwidth
         return {start.name: _Move("host_s" if on_host else "dma_s", seconds)}
-    if _COLLECTIVE_DONE.match(each.opcode):
+    if _COLLECTIVE_DONE.match(opcode):
         return {start.name: _Move("waiting_s", None)}
-    found = {}
-    for collective, is_async, _ in hlo.collectives_of(each):
-        starts = each.opcode.endswith("-start")
-        key = each.name if starts else hlo.channel_of(collective) or each.name
-        found[key] = _Move("waiting_s", _on_links(collective, links), is_async)
-    return found
+    moves = {}
+    for collective, is_async, _ in hlo.collectives_of(instruction):
+        key = instruction.name
+        if not opcode.endswith("-start"):
+            key = hlo.channel_of(collective) or key
+        moves[key] = _Move("waiting_s", _on_links(collective, links), is_async)
+    return moves
 
 
 def _on_links(collective: Instruction, links: Links) -> float:
@@ -273,21 +275,22 @@ def _on_links(collective: Instruction, links: Links) -> float:
     return received / links.bandwidth(hlo.group_of(collective, devices))
 
 
-def _own_time(each: Instruction, chip: Chip) -> Expected:
+def _own_time(instruction: Instruction, chip: Chip) -> Expected:
     """Return the time of an instruction itself, without what it waits for."""
-    is_kernel = each.opcode == "custom-call" and _KERNEL in each.text
-    written = _CYCLES.search(each.text)
+    text = instruction.text
+    is_kernel = instruction.opcode == "custom-call" and _KERNEL in text
+    written = _CYCLES.search(text)
     cycles = int(written[1]) if written else 0
     if not is_kernel and cycles < _UNKNOWN:
         return Expected(cycles_s=cycles / chip.clock_hz)
-    moved = hlo.instruction_bytes(each)
+    moved = hlo.instruction_bytes(instruction)
     if not is_kernel:
         return Expected(moved / chip.hbm_bandwidth, unknown=1)
     # A kernel takes the longest of its cycles, its FLOPs and its bytes; without an estimate of
     # bytes, those of operands and results once.
-    cost = _COST.search(each.text)
+    estimate = _COST.search(text)
     flops, size = (
-        re.search(rf'"{name}":"?(\d+)', cost[0]) if cost else None
+        re.search(rf'"{name}":"?(\d+)', estimate[0]) if estimate else None
         for name in ("flops", "bytes_accessed")
     )
     return Expected(

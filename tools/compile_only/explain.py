@@ -1,19 +1,16 @@
 """``--explain``: what a step's time is spent on, by instruction, module of the model, kind of work.
 
 Names of modules are written into the graph while it is traced. Of the compiled module, the
-costliest instructions are given as a table or JSON, and the time by module as a picture.
+costliest instructions are given as a table or JSON, and the time by module and by kind.
 """
 
-import heapq
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from operator import attrgetter
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -26,8 +23,6 @@ from tools.compile_only.hlo import (
     parse_module,
     products_of,
 )
-from tools.compile_only.report import Report
-from training.logs.figures import pyplot, save_figure
 from xla_fsdp import torch_xla_private as private
 
 # -- names of modules, written into the graph of a step ------------------------------------------
@@ -44,8 +39,7 @@ MODEL, LOSS, OPTIMIZER = "model", "loss", "optimizer"
 """What is in no smaller module, and what is around the model."""
 
 
-@dataclass(frozen=True)
-class Scope:
+class Scope(NamedTuple):
     """Where in the step an operation comes from."""
 
     module: str
@@ -81,25 +75,24 @@ class Names:
             self._watch(module, ".".join(parts) or MODEL)
 
     def _watch(self, module: nn.Module, name: str) -> None:
-        given = []
+        inputs = []
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-            given.append((args, kwargs))
+            inputs.append((args, kwargs))
             phases = [phase for phase, _ in self._open[threading.get_ident()]]
             self._push(name, "recompute" if "backward" in phases else "forward")
 
         def after(_: nn.Module, __: Any, result: Any) -> None:
             self._pop()
-            self.name_backward(result, name, given.pop())
+            self.name_backward(result, name, inputs.pop())
 
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after)
 
-    def name_backward(self, results: Any, module: str, arguments: Any = ()) -> None:
-        """Name the backward pass of what computed these from ``arguments``, where it has no name
-        yet."""
-        seen = {getattr(each, "grad_fn", None) for each in tree_leaves(arguments)} | {None}
-        waiting: list[Any] = [getattr(each, "grad_fn", None) for each in tree_leaves(results)]
+    def name_backward(self, results: Any, module: str, inputs: Any = ()) -> None:
+        """Name the backward pass from ``results`` to ``inputs``, where it has no name yet."""
+        seen = {getattr(tensor, "grad_fn", None) for tensor in tree_leaves(inputs)} | {None}
+        waiting: list[Any] = [getattr(tensor, "grad_fn", None) for tensor in tree_leaves(results)]
         while waiting:
             node = waiting.pop()
             if node in seen:
@@ -132,20 +125,6 @@ class Names:
 
 # -- what each instruction costs -----------------------------------------------------------------
 
-KINDS = (
-    "product",
-    "kernel",
-    "softmax",
-    "elementwise, norm",
-    "layout copy",
-    "optimizer",
-    "collective waited for",
-    "DMA waited for",
-    "host's memory waited for",
-    "other slices waited for",
-)
-BY_KIND, BY_MODULE = "kind", "scope.module"
-"""What costs are added up by, for ``shares``."""
 _WAITS = {
     "waiting_s": "collective waited for",
     "dma_s": "DMA waited for",
@@ -160,25 +139,23 @@ _MOVING = {
 _NEARLY = 0.5
 """Share of its time that the products or the bytes of an instruction must need to bound it."""
 _ROWS = 20
-"""Of the table."""
-_SMALL = 0.005
-"""Share of the step: modules with less are drawn together."""
-_COLOURS = {kind: f"C{number}" for number, kind in enumerate(KINDS)}
 
 
 @dataclass(frozen=True)
 class Cost:
     """What an instruction of the schedule costs in a step, or the wait that it ends with."""
 
-    name: str
-    scope: Scope
+    instruction: str
+    module: str
+    """Of the model: "blocks.mlp.fc1" in whatever block, "loss", "optimizer", or "unknown"."""
+    phase: str
     kind: str
     bound: str
     """What it could not be faster than: "products", "HBM", "vector units", "layout", "waiting"."""
     runs: int
     seconds: float
     """Of all runs together."""
-    ideal: float | None
+    share_of_ideal: float | None
     """Seconds of its products at the chip's peak, over its own; None without products."""
 
 
@@ -187,33 +164,34 @@ def explain(hlo: str, links: Links, times: int = 1) -> list[Cost]:
     computations, entry = parse_module(hlo)
     chip = links.topology.chip
     costs: list[Cost] = []
-    for part in walk(computations[entry], links):
-        each, runs = part.instruction, part.runs * times
+    for timed in walk(computations[entry], links):
+        instruction, runs = timed.instruction, timed.runs * times
         # Without a scope of its own: that of an operand, or of what uses the result.
-        scopes = map(_own_scope, (each, *each.operands, *each.users))
-        scope = next(filter(None, scopes), UNKNOWN)
+        near = (instruction, *instruction.operands, *instruction.users)
+        module, phase = next(filter(None, map(_scope_of, near)), UNKNOWN)
+        where = instruction.name, module, phase
         for field, kind in _WAITS.items():
-            seconds = runs * getattr(part.each, field)
-            if seconds:
-                costs.append(Cost(each.name, scope, kind, "waiting", runs, seconds, None))
-        own = part.each.cycles_s + part.each.kernels_s
-        if not own:
+            if seconds := runs * getattr(timed.each, field):
+                costs.append(Cost(*where, kind, "waiting", runs, seconds, None))
+        own_s = timed.each.cycles_s + timed.each.kernels_s
+        if not own_s:
             continue
-        flops = sum(flops for flops, _ in products_of(each, chip.int8_speedup))
-        of_products = flops / chip.peak_flops / own
-        of_bytes = instruction_bytes(each) / chip.hbm_bandwidth / own
-        opcodes = {inner.opcode for inner in each.inside or [each]}
-        if part.each.kernels_s:
+        flops = sum(flops for flops, _ in products_of(instruction, chip.int8_speedup))
+        of_products = flops / chip.peak_flops / own_s
+        of_bytes = instruction_bytes(instruction) / chip.hbm_bandwidth / own_s
+        opcodes = {inner.opcode for inner in instruction.inside or [instruction]}
+        if timed.each.kernels_s:
             kind = "kernel"
         elif flops:
             kind = "product"
-        elif scope.module == OPTIMIZER:
+        elif module == OPTIMIZER:
             kind = "optimizer"
         elif opcodes <= _MOVING and opcodes & {"copy", "transpose"}:
             kind = "layout copy"
+        elif module.rpartition(".")[2] == "attn":
+            kind = "softmax"
         else:
-            is_attention = scope.module.rpartition(".")[2] == "attn"
-            kind = "softmax" if is_attention else "elementwise, norm"
+            kind = "elementwise, norm"
         if kind == "layout copy":
             bound = "layout"
         elif max(of_products, of_bytes) < _NEARLY:
@@ -221,76 +199,62 @@ def explain(hlo: str, links: Links, times: int = 1) -> list[Cost]:
         else:
             bound = "products" if of_products > of_bytes else "HBM"
         ideal = of_products if flops else None
-        costs.append(Cost(each.name, scope, kind, bound, runs, runs * own, ideal))
+        costs.append(Cost(*where, kind, bound, runs, runs * own_s, ideal))
     return costs
 
 
-def _own_scope(each: Instruction) -> Scope | None:
+def _scope_of(instruction: Instruction) -> Scope | None:
     """Return the scope of its costliest product, or else of most of what it computes."""
-    if each.opcode != "fusion":
-        return scope_in(each.text)
-    for _, product in sorted(products_of(each), key=lambda pair: -pair[0]):
-        if found := scope_in(product.text):
-            return found
+    if instruction.opcode != "fusion":
+        return scope_in(instruction.text)
+    for _, product in sorted(products_of(instruction), key=lambda pair: -pair[0]):
+        if scope := scope_in(product.text):
+            return scope
     sizes = defaultdict[Scope, float](float)
-    for inner in each.inside:
-        found = scope_in(inner.text)
-        if found and inner.opcode not in ("parameter", "constant", "broadcast"):
-            sizes[found] += array_bytes(inner.shape)
+    for inner in instruction.inside:
+        scope = scope_in(inner.text)
+        if scope and inner.opcode not in ("parameter", "constant", "broadcast"):
+            sizes[scope] += array_bytes(inner.shape)
     # A module that another one is inside of is less exact than that one.
     innermost = {
         scope: size
         for scope, size in sizes.items()
         if not any(other.module.startswith(scope.module + ".") for other in sizes)
     }
-    return max(innermost, key=innermost.__getitem__) if innermost else scope_in(each.text)
+    return max(innermost, key=innermost.__getitem__) if innermost else scope_in(instruction.text)
 
 
-def shares(costs: Iterable[Cost], by: str) -> dict[str, float]:
-    """Return the seconds of each group of costs, the longest first."""
-    found = defaultdict[str, float](float)
-    for cost in costs:
-        found[attrgetter(by)(cost)] += cost.seconds
-    return dict(sorted(found.items(), key=lambda each: -each[1]))
-
-
-# -- table, JSON, picture ------------------------------------------------------------------------
-
-
-def _costliest(costs: list[Cost]) -> list[Cost]:
-    return heapq.nlargest(_ROWS, costs, key=attrgetter("seconds"))
+# -- JSON and table ------------------------------------------------------------------------------
 
 
 def explained_json(costs: list[Cost]) -> dict[str, Any]:
     """Return the part of ``--json``: the costliest instructions, seconds by module and kind."""
+    by_module, by_kind = defaultdict[str, float](float), defaultdict[str, float](float)
+    for cost in costs:
+        by_module[cost.module] += cost.seconds
+        by_kind[cost.kind] += cost.seconds
+
+    def longest_first(seconds: dict[str, float]) -> dict[str, float]:
+        return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+
+    costliest = sorted(costs, key=lambda cost: -cost.seconds)[:_ROWS]
     return {
-        "costliest": [
-            {
-                "instruction": cost.name,
-                "module": cost.scope.module,
-                "phase": cost.scope.phase,
-                "kind": cost.kind,
-                "bound": cost.bound,
-                "runs": cost.runs,
-                "seconds": cost.seconds,
-                "share_of_ideal": cost.ideal,
-            }
-            for cost in _costliest(costs)
-        ],
-        "seconds_by_module": shares(costs, BY_MODULE),
-        "seconds_by_kind": shares(costs, BY_KIND),
+        "costliest": [asdict(cost) for cost in costliest],
+        "seconds_by_module": longest_first(by_module),
+        "seconds_by_kind": longest_first(by_kind),
     }
 
 
-def explained_table(costs: list[Cost]) -> str:
+def explained_table(explained: dict[str, Any]) -> str:
     """Return the costliest instructions as a table, then the shares by kind and by module."""
-    total = sum(cost.seconds for cost in costs)
+    total = sum(explained["seconds_by_kind"].values())
     rows = [("ms", "share", "runs", "module", "", "kind", "of ideal", "bound by", "instruction")]
-    for cost in _costliest(costs):
-        ideal = "" if cost.ideal is None else f"{100 * cost.ideal:.0f} %"
-        times = f"{cost.seconds * 1e3:.2f}", f"{100 * cost.seconds / total:.1f} %", str(cost.runs)
-        where = cost.scope.module, cost.scope.phase
-        rows.append((*times, *where, cost.kind, ideal, cost.bound, cost.name))
+    for cost in explained["costliest"]:
+        seconds, ideal = cost["seconds"], cost["share_of_ideal"]
+        times = f"{seconds * 1e3:.2f}", f"{100 * seconds / total:.1f} %", str(cost["runs"])
+        where = cost["module"], cost["phase"], cost["kind"]
+        share = "" if ideal is None else f"{100 * ideal:.0f} %"
+        rows.append((*times, *where, share, cost["bound"], cost["instruction"]))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines: list[str] = []
     for row in rows:
@@ -299,42 +263,7 @@ def explained_table(costs: list[Cost]) -> str:
             for text, width in zip(row, widths, strict=True)
         )
         lines.append("  ".join(cells).rstrip())
-    for by in (BY_KIND, BY_MODULE):
-        parts = (f"{name} {100 * s / total:.1f} %" for name, s in shares(costs, by).items())
-        lines += ["", ", ".join(parts)]
+    for by in ("seconds_by_kind", "seconds_by_module"):
+        shares = (f"{name} {100 * s / total:.1f} %" for name, s in explained[by].items())
+        lines += ["", ", ".join(shares)]
     return "\n".join(lines)
-
-
-def draw(costs: list[Cost], report: Report, path: Path) -> None:
-    """Draw a bar for each module, the costliest first, its parts coloured by kind."""
-    total = sum(cost.seconds for cost in costs)
-    of_module = shares(costs, BY_MODULE)
-    shown = [name for name, seconds in of_module.items() if seconds >= _SMALL * total]
-    groups = {name: [cost for cost in costs if cost.scope.module == name] for name in shown}
-    rest = [cost for cost in costs if cost.scope.module not in groups]
-    if rest:
-        groups[f"{len(of_module) - len(shown)} others"] = rest
-    figure, axis = pyplot().subplots(figsize=(9, 0.34 * len(groups) + 1.9), layout="constrained")
-    drawn = set()
-    for row, group in enumerate(groups.values()):
-        left = 0.0
-        of_kind = shares(group, BY_KIND)
-        for kind in KINDS:
-            if kind not in of_kind:
-                continue
-            label = None if kind in drawn else kind
-            width = of_kind[kind] * 1e3
-            axis.barh(row, width, left=left, color=_COLOURS[kind], label=label)
-            drawn.add(kind)
-            left += width
-        axis.text(left, row, f" {left / total / 10:.1f} %", va="center", fontsize=8)
-    axis.set_yticks(range(len(groups)), list(groups))
-    axis.invert_yaxis()
-    axis.margins(x=0.1)
-    axis.set_xlabel("ms a step on each device, by the compiler's cycles")
-    axis.set_title(
-        f"{report['parameters']:,} parameters, batch {report['batch_size']}, {report['topology']}: "
-        f"{total * 1e3:.4g} ms a step"
-    )
-    axis.legend(loc="lower right", fontsize=8)
-    save_figure(figure, path)

@@ -77,7 +77,7 @@ class Instruction:
     @property
     def inside(self) -> list[Instruction]:
         """The instructions that a fusion is made of; none of any other instruction."""
-        return [each for part in self.called for each in part] if self.opcode == "fusion" else []
+        return [*itertools.chain(*self.called)] if self.opcode == "fusion" else []
 
 
 def parse_module(hlo: str) -> tuple[dict[str, list[Instruction]], str]:
@@ -91,29 +91,29 @@ def parse_module(hlo: str) -> tuple[dict[str, list[Instruction]], str]:
             computations[current] = []
             entry = current if head[1] else entry
             continue
-        found = _LINE.match(line)
-        opcode = _OPCODE.search(found[3]) if found and current else None
-        if found and opcode:
-            _, name, text = found.groups()
-            shape, is_root = text[: opcode.start(1)], found[1] is not None
-            computations[current].append(Instruction(name, opcode[1], shape, text, is_root))
+        parts = _LINE.match(line)
+        opcode = _OPCODE.search(parts[3]) if parts and current else None
+        if parts and opcode:
+            root, name, text = parts.groups()
+            shape = text[: opcode.start(1)]
+            computations[current].append(Instruction(name, opcode[1], shape, text, bool(root)))
 
     for instructions in computations.values():
-        named = {each.name: each for each in instructions}
-        for each in instructions:
-            operands = each.text[len(each.shape) :].partition("), ")[0]
+        by_name = {instruction.name: instruction for instruction in instructions}
+        for instruction in instructions:
+            operands = instruction.text[len(instruction.shape) :].partition("), ")[0]
             names = re.findall(r"%([\w.\-]+)", operands)
-            each.operands = [named[name] for name in names if name in named]
-            for operand in each.operands:
-                operand.users.append(each)
-            names = _CALLED.findall(each.text)
-            each.called = [computations[name] for name in names if name in computations]
-            condition = re.search(r"condition=%([\w.\-]+)", each.text)
-            if condition and each.opcode == "while":
+            instruction.operands = [by_name[name] for name in names if name in by_name]
+            for operand in instruction.operands:
+                operand.users.append(instruction)
+            names = _CALLED.findall(instruction.text)
+            instruction.called = [computations[name] for name in names if name in computations]
+            condition = re.search(r"condition=%([\w.\-]+)", instruction.text)
+            if condition and instruction.opcode == "while":
                 # The counter is compared with a constant; loops here start at 0 and add 1.
                 texts = (inner.text for inner in computations[condition[1]])
                 bounds = re.findall(r"constant\((\d+)\)", "\n".join(texts))
-                each.rounds = max(map(int, bounds), default=1)
+                instruction.rounds = max(map(int, bounds), default=1)
     return computations, entry
 
 
@@ -176,81 +176,85 @@ def measure(hlo: str, devices: int, slices: int = 1) -> Traffic:
     """
     computations, entry = parse_module(hlo)
     traffic, seen = Traffic(), set[str]()
-    for each, runs in _schedule(computations[entry]):
-        collectives = collectives_of(each)
-        if each.opcode not in _FREE and not each.opcode.endswith("-done"):
+    for instruction, runs in _schedule(computations[entry]):
+        collectives = collectives_of(instruction)
+        if instruction.opcode not in _FREE and not instruction.opcode.endswith("-done"):
             in_pieces = {buffer for *_, buffers in collectives for buffer in buffers}
-            traffic.hbm_bytes += runs * instruction_bytes(each, in_pieces)
-        if "_xla_megascale_transfer_type" in each.text and each.opcode == "send":
-            traffic.dcn_bytes += runs * received_from_slices(each, slices)
-        for found, is_async, buffers in collectives:
-            key = channel_of(found) or found.name
+            traffic.hbm_bytes += runs * instruction_bytes(instruction, in_pieces)
+        if instruction.opcode == "send" and "_xla_megascale_transfer_type" in instruction.text:
+            traffic.dcn_bytes += runs * received_from_slices(instruction, slices)
+        for collective, is_async, buffers in collectives:
+            key = channel_of(collective) or collective.name
             if key in seen:  # one collective in pieces, among several fusions
                 continue
             seen.add(key)
             traffic.hbm_bytes += runs * sum(map(array_bytes, buffers))
-            kind = found.opcode.removesuffix("-start")
+            kind = collective.opcode.removesuffix("-start")
+            received = received_bytes(collective, devices // slices)
             traffic.collectives[kind] += runs
             traffic.asynchronous[kind] += runs if is_async else 0
-            traffic.collective_bytes[kind] += runs * received_bytes(found, devices // slices)
+            traffic.collective_bytes[kind] += runs * received
     return traffic
 
 
 def _schedule(computation: list[Instruction], times: int = 1) -> Iterator[tuple[Instruction, int]]:
     """Yield every instruction of the schedule, and how often it runs."""
-    yield from ((each, times) for each in computation)
-    for each in computation:
-        for called in each.scheduled:
-            yield from _schedule(called, times * each.rounds)
+    for instruction in computation:
+        yield instruction, times
+        for called in instruction.scheduled:
+            yield from _schedule(called, times * instruction.rounds)
 
 
-def instruction_bytes(each: Instruction, but: Set[str] = frozenset()) -> float:
+def instruction_bytes(instruction: Instruction, but: Set[str] = frozenset()) -> float:
     """Return the bytes that an instruction reads and writes in HBM, without the types ``but``."""
-    if each.is_on_sparse_cores:  # its own shape has buffers for their work, too
-        ends = (part for part in each.called[0] if part.opcode == "parameter" or part.is_root)
+    name, operands = instruction.name, [operand.shape for operand in instruction.operands]
+    if instruction.is_on_sparse_cores:  # its own shape has buffers for their work, too
+        ends = (
+            part for part in instruction.called[0] if part.opcode == "parameter" or part.is_root
+        )
         return sum(array_bytes(part.shape, only_hbm=True) for part in ends)
-    if "dynamic-update-slice" in each.name:  # in place: the slice, not the whole
-        sizes = sorted(array_bytes(operand.shape, only_hbm=True) for operand in each.operands)
+    if "dynamic-update-slice" in name:  # in place: the slice, not the whole
+        sizes = sorted(array_bytes(shape, only_hbm=True) for shape in operands)
         return 2 * sum(sizes[:-1])
-    if "dynamic-slice" in each.name or each.opcode == "dynamic-slice":
-        return 2 * array_bytes(each.shape, only_hbm=True)
-    moved = [each.shape, *(operand.shape for operand in each.operands)]
+    if "dynamic-slice" in name or instruction.opcode == "dynamic-slice":
+        return 2 * array_bytes(instruction.shape, only_hbm=True)
+    moved = [instruction.shape, *operands]
     in_hbm = sum(array_bytes(shape, only_hbm=True, but=but) for shape in moved)
-    of_kernel = _BYTES_OF_KERNEL.search(each.text)
+    of_kernel = _BYTES_OF_KERNEL.search(instruction.text)
     if of_kernel and in_hbm:  # a Pallas kernel reads some of its operands more than once
         return int(of_kernel[1]) * in_hbm / sum(map(array_bytes, moved))
     return in_hbm
 
 
-def collectives_of(each: Instruction) -> list[tuple[Instruction, bool, list[str]]]:
+def collectives_of(instruction: Instruction) -> list[tuple[Instruction, bool, list[str]]]:
     """Return the collectives in an instruction, and whether each runs beside something else.
 
     For one that a fusion carries a piece of, the third value holds the types of what the whole of
     it reads and writes: all its pieces name these, none moves them whole.
     """
-    if each.opcode.removesuffix("-start") in _COLLECTIVES:
-        return [(each, each.opcode.endswith("-start"), [])]
-    if each.is_on_sparse_cores:
-        return [(inner, True, []) for inner in _within(each) if inner.opcode in _COLLECTIVES]
-    found: list[tuple[Instruction, bool, list[str]]] = []
-    for inner in each.inside:
+    if instruction.opcode.removesuffix("-start") in _COLLECTIVES:
+        return [(instruction, instruction.opcode.endswith("-start"), [])]
+    if instruction.is_on_sparse_cores:
+        return [(inner, True, []) for inner in _within(instruction) if inner.opcode in _COLLECTIVES]
+    collectives: list[tuple[Instruction, bool, list[str]]] = []
+    for inner in instruction.inside:
         if inner.opcode.removesuffix("-start") not in _COLLECTIVES:
             continue
-        if "calls=%all-reduce-scatter" in each.text:  # its input is the shape
-            inner = replace(inner, opcode="reduce-scatter", shape=each.shape)
+        if "calls=%all-reduce-scatter" in instruction.text:  # its input is the shape
+            inner = replace(inner, opcode="reduce-scatter", shape=instruction.shape)
         in_pieces = "chain_id" in inner.text
         # Without the layout: where a buffer is may differ from piece to piece.
         buffers = [
             "".join(f"{dtype}[{sizes}]" for dtype, sizes, _ in _ARRAY.findall(shape))
             for shape in ([inner.operands[0].shape, inner.shape] if in_pieces else [])
         ]
-        found.append((inner, in_pieces or "async" in each.name, buffers))
-    return found
+        collectives.append((inner, in_pieces or "async" in instruction.name, buffers))
+    return collectives
 
 
-def _within(each: Instruction) -> Iterator[Instruction]:
+def _within(instruction: Instruction) -> Iterator[Instruction]:
     """Yield the instructions of all that one calls, at whatever depth."""
-    for inner in itertools.chain(*each.called):
+    for inner in itertools.chain(*instruction.called):
         yield inner
         yield from _within(inner)
 
@@ -285,17 +289,15 @@ def pairs_of(permute: Instruction) -> list[tuple[int, int]]:
     return [(int(source), int(target)) for source, target in pairs]
 
 
-def received_bytes(each: Instruction, devices: int) -> float:
+def received_bytes(collective: Instruction, devices: int) -> float:
     """Return the bytes that a collective must bring to a device from its group's other members."""
-    kind, whole = each.opcode.removesuffix("-start"), array_bytes(each.shape)
-    size = len(group_of(each, devices))
-    if kind == "collective-permute":  # its whole operand
-        return whole / 2 if each.opcode.endswith("-start") else whole  # (source, destination)
-    if kind == "all-reduce":
-        return 2 * whole * (size - 1) / size
+    kind, whole = collective.opcode.removesuffix("-start"), array_bytes(collective.shape)
+    size = len(group_of(collective, devices))
+    if kind == "collective-permute":  # its whole operand; a start is (source, destination)
+        return whole / 2 if collective.opcode.endswith("-start") else whole
     if kind == "reduce-scatter":
         return whole * (size - 1)
-    return whole * (size - 1) / size
+    return whole * (size - 1) / size * (2 if kind == "all-reduce" else 1)
 
 
 def dma_bytes(start: Instruction) -> float:
@@ -323,62 +325,62 @@ _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _FLOPS_OF_KERNEL = re.compile(r'"tpu_custom_call".*"cost_estimate": *\{[^}]*"flops": *"?(\d+)')
 
 
-def products_of(each: Instruction, int8_speedup: int = 1) -> list[tuple[float, Instruction]]:
+def products_of(instruction: Instruction, int8_speedup: int = 1) -> list[tuple[float, Instruction]]:
     """Return the products that an instruction is or, as a fusion, holds at whatever depth.
 
     With each its operations, two a multiply-add; of int8 numbers, ``int8_speedup`` count as one.
     """
-    if each.opcode not in ("dot", "convolution"):
-        return [found for inner in each.inside for found in products_of(inner, int8_speedup)]
-    (dtype, left), (_, right) = (types_of(operand.shape)[0] for operand in each.operands[:2])
-    result = types_of(each.shape)[0][1]
-    if each.opcode == "dot":
-        contracted = _CONTRACTED.search(each.text)
-        places = contracted[1].split(",") if contracted and contracted[1] else []
-        flops = 2.0 * math.prod(result) * math.prod(left[int(place)] for place in places)
+    if instruction.opcode not in ("dot", "convolution"):
+        return [product for i in instruction.inside for product in products_of(i, int8_speedup)]
+    operands, text = instruction.operands[:2], instruction.text
+    (dtype, left), (_, right) = (types_of(operand.shape)[0] for operand in operands)
+    result = types_of(instruction.shape)[0][1]
+    if instruction.opcode == "dot":
+        contracted = _CONTRACTED.search(text)
+        dimensions = contracted[1].split(",") if contracted and contracted[1] else []
+        flops = 2.0 * math.prod(result) * math.prod(left[int(number)] for number in dimensions)
     else:
-        labels = _LABELS.search(each.text)
-        assert labels, each.text
+        labels = _LABELS.search(text)
+        assert labels, text
         of_left, of_right, of_result = labels.groups()
         flops = 2.0 * result[of_result.index("b")] * result[of_result.index("f")]
         flops *= right[of_right.index("i")]
-        written = re.search(r"window=\{([^}]*)\}", each.text)
+        written = re.search(r"window=\{([^}]*)\}", text)
         window = dict(word.split("=") for word in written[1].split()) if written else {}
         for dimension in sorted(filter(str.isdigit, of_result)):
             # The pairs of an output's place and a place of the window that meet an input.
-            own = {name: values.split("x")[int(dimension)] for name, values in window.items()}
-            size, stride = int(own.get("size", 1)), int(own.get("stride", 1))
-            before = int(own.get("pad", "0_0").split("_")[0])
-            apart, gaps = int(own.get("lhs_dilate", 1)), int(own.get("rhs_dilate", 1))
+            here = {name: values.split("x")[int(dimension)] for name, values in window.items()}
+            size, stride = int(here.get("size", 1)), int(here.get("stride", 1))
+            before = int(here.get("pad", "0_0").split("_")[0])
+            apart, gaps = int(here.get("lhs_dilate", 1)), int(here.get("rhs_dilate", 1))
             outputs = np.arange(result[of_result.index(dimension)])[:, None]
             places = outputs * stride - before + np.arange(size)[None, :] * gaps
             last = (left[of_left.index(dimension)] - 1) * apart
             flops *= int(((places >= 0) & (places <= last) & (places % apart == 0)).sum())
-    return [(flops / (int8_speedup if dtype == "s8" else 1), each)]
+    return [(flops / (int8_speedup if dtype == "s8" else 1), instruction)]
 
 
 def count_flops(traced: str, int8_speedup: int = 1) -> float:
     """Count the operations of the whole program, before it is divided over devices, recomputation
     under gradient checkpointing included. They count as in ``products_of``."""
+
+    def flops_of(computation: list[Instruction]) -> float:
+        total, dead = 0.0, set[Instruction]()
+        for instruction in reversed(computation):
+            if not instruction.is_root and dead.issuperset(instruction.users):
+                dead.add(instruction)  # the compiler drops it, too: e.g. the images' gradient
+                continue
+            total += sum(flops for flops, _ in products_of(instruction, int8_speedup))
+            total += sum(instruction.rounds * flops_of(part) for part in instruction.scheduled)
+            # A Pallas kernel declares those of a device (xla_fsdp.attention.kernels).
+            if declared := _FLOPS_OF_KERNEL.search(instruction.text):
+                part, devices = instruction, 1.0
+                while part.operands and "SPMDFullToShardShape" not in part.text:
+                    part = part.operands[0]
+                if part.operands:  # a shard of a sharded tensor
+                    devices = array_bytes(part.operands[0].shape) / array_bytes(part.shape)
+                total += devices * int(declared[1])
+        return total
+
     computations, entry = parse_module(traced)
-    return _flops_of(computations[entry], int8_speedup)
-
-
-def _flops_of(computation: list[Instruction], int8_speedup: int) -> float:
-    total, dead = 0.0, set[Instruction]()
-    for each in reversed(computation):
-        if not each.is_root and dead.issuperset(each.users):
-            dead.add(each)  # the compiler drops it, too: for example the gradient of the images
-            continue
-        total += sum(flops for flops, _ in products_of(each, int8_speedup))
-        total += sum(each.rounds * _flops_of(called, int8_speedup) for called in each.scheduled)
-        # A Pallas kernel declares those of a device (xla_fsdp.attention.kernels).
-        declared = _FLOPS_OF_KERNEL.search(each.text)
-        if declared:
-            part, devices = each, 1.0
-            while part.operands and "SPMDFullToShardShape" not in part.text:
-                part = part.operands[0]
-            if part.operands:  # a shard of a sharded tensor
-                devices = array_bytes(part.operands[0].shape) / array_bytes(part.shape)
-            total += devices * int(declared[1])
-    return total
+    return flops_of(computations[entry])

@@ -8,7 +8,7 @@ import functools
 import gc
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch_xla
@@ -34,8 +34,7 @@ from xla_fsdp.xla_backend import XlaBackend
 # -- graphs of the program as torch_xla would hand them to the devices ---------------------
 
 
-@dataclass(frozen=True)
-class _Data:
+class _Data(NamedTuple):
     """A placeholder for data on the devices, and its sharding."""
 
     placeholder: torch.Tensor
@@ -48,7 +47,8 @@ class Recorder:
     def __init__(self) -> None:
         self.graphs: list[Graph] = []
         self._data: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._given: list[_Data] = []  # to the next graph, by those living and those dead by then
+        self._inputs: list[_Data] = []
+        """What the next graph may be given, by tensors living and dead by then."""
 
     def settle(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
         """Treat these tensors (all, if not given) as data from here on, however they came about."""
@@ -71,7 +71,7 @@ class Recorder:
         def argument(data: _Data) -> int:  # its number; -1: not an argument
             return context.tensor_parameter_id(data.placeholder)
 
-        arguments = {argument(data): data.value for data in self._given}
+        arguments = {argument(data): data.value for data in self._inputs}
         arguments.pop(-1, None)
         donated = {
             argument(self._data[tensor]): number
@@ -83,7 +83,7 @@ class Recorder:
         for number, (same, mark) in enumerate(zip(results, marks, strict=True)):
             self._replace(same, mark or Result(len(self.graphs), number))
         self.graphs.append(Graph(hlo, arguments, marks, donated, tuple(resident)))
-        self._given = self._data_behind(living)
+        self._inputs = self._data_behind(living)
 
     def mark(self, tensor: torch.Tensor) -> str | None:
         """Return the sharding that the program gave a tensor, now or before a change in place."""
@@ -106,22 +106,23 @@ class Recorder:
                 with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
                     tensor.data = shown
             self._data[tensor] = data
-        self._given.append(data)
+        self._inputs.append(data)
 
     def _data_behind(self, living: list[torch.Tensor]) -> list[_Data]:
         """Return the data behind these tensors, once each however many of them show it."""
-        found = (self._data[each] for each in living if each in self._data)
+        found = (self._data[tensor] for tensor in living if tensor in self._data)
         return list({id(data): data for data in found}.values())
 
 
 def _living() -> list[torch.Tensor]:
     """Return every tensor on XLA, in the order in which they were made."""
-    found = []
-    for each in gc.get_objects():
-        if issubclass(type(each), torch.Tensor) and each.device.type == "xla":
-            beside = (each._base, each.grad if each.is_leaf else None)  # may be known to C++ alone
-            found += [each, *(other for other in beside if other is not None)]
-    unique = {id(each): each for each in found}
+    living = []
+    for tensor in gc.get_objects():
+        if issubclass(type(tensor), torch.Tensor) and tensor.device.type == "xla":
+            # Two more that may be known to C++ alone.
+            related = (tensor, tensor._base, tensor.grad if tensor.is_leaf else None)
+            living += [found for found in related if found is not None]
+    unique = {id(tensor): tensor for tensor in living}
     return sorted(unique.values(), key=private.recorded_number)
 
 
@@ -129,11 +130,11 @@ def _recorded(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Return the tensors that are a graph so far and not data; those of one value together."""
     tensors = list(tensors)
     needed = private.need_computing(tensors)
-    found: dict[int, list[torch.Tensor]] = {}
+    by_number: dict[int, list[torch.Tensor]] = {}
     for tensor, is_needed in zip(tensors, needed, strict=True):
         if is_needed:
-            found.setdefault(private.recorded_number(tensor), []).append(tensor)
-    return list(found.values())
+            by_number.setdefault(private.recorded_number(tensor), []).append(tensor)
+    return list(by_number.values())
 
 
 # -- backends -----------------------------------------------------------------------------
@@ -165,7 +166,7 @@ class TracingBackend(XlaBackend):
         state = [t for entry in self._optimizer.state.values() for t in entry.values()]
         state += self._ema.values.values() if self._ema is not None else []
         state += self._named_parameters().values()
-        return sum(each.nbytes // tiles(self.recorder.mark(each) or REPLICATED) for each in state)
+        return sum(t.nbytes // tiles(self.recorder.mark(t) or REPLICATED) for t in state)
 
 
 class TracedLayout(MeshLayout):
@@ -201,7 +202,7 @@ class TracingNestedBackend(TracingBackend, NestedBackend):
     ) -> nn.Module:
         def zeros(module: nn.Module, name: str) -> None:
             for part in module.modules():
-                if any(each.is_meta for each in part.parameters(recurse=False)):
+                if any(parameter.is_meta for parameter in part.parameters(recurse=False)):
                     part.to_empty(device=self._device, recurse=False)
 
         return super().shard(model, units, zeros)

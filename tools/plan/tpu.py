@@ -5,11 +5,12 @@ import hashlib
 import json
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,6 @@ _PACKAGES = ("torch", "torch_xla", "libtpu", "jax", "jaxlib", "timm")
 _VARIABLES = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")
 _USAGE = 2
 """The exit code of what the program, or the compiler, refuses."""
-_ALL = 10**9
 
 
 def compile_words(config: RunConfig, xla: XlaConfig, candidate: TpuCandidate) -> list[str]:
@@ -80,32 +80,30 @@ def compile_words(config: RunConfig, xla: XlaConfig, candidate: TpuCandidate) ->
     return plans.words_of(step, xla, without=without, always=plans.ALWAYS)
 
 
-@dataclass
 class Compilations:
-    """The answers of the compiler, those of earlier runs among them."""
+    """The answers of the compiler, those of earlier runs among them: the reports of
+    ``--compile_only`` as dictionaries, or {"refused": why}."""
 
-    folder: Path
-    asked: int = 0
-    """How many steps were compiled, and not found in the folder."""
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.compiled = 0
+        """How many steps were compiled, and not found in the folder."""
 
-    def known(self, words: list[str]) -> dict[str, Any] | None:
+    def saved(self, words: list[str]) -> dict[str, Any] | None:
         """Return the answer to these flags if it is saved."""
         try:
             return json.loads(self._path(words).read_text())["answer"]
         except (OSError, ValueError, KeyError, TypeError):  # none, or an incomplete one
             return None
 
-    def ask(self, words: list[str]) -> dict[str, Any]:
-        """Return the report of ``--compile_only`` as a dictionary, or {"refused": why}.
+    def compile(self, words: list[str]) -> dict[str, Any]:
+        """Return the compiler's answer to these flags, and save it.
 
         Raises UsageError if the program ends otherwise. Compiling continues in a child of the
         child, which takes gigabytes: whatever ends the waiting, such as Ctrl-C or SIGTERM, ends
         both.
         """
-        found = self.known(words)
-        if found is not None:
-            return found
-        self.asked += 1
+        self.compiled += 1
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, lambda number, _: sys.exit(128 + number))
@@ -115,21 +113,22 @@ class Compilations:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-        ) as started:
+        ) as child:
             try:
-                stdout, stderr = started.communicate()
+                stdout, stderr = child.communicate()
             except BaseException:
-                os.killpg(started.pid, signal.SIGKILL)
+                os.killpg(child.pid, signal.SIGKILL)
                 raise
-        code = started.returncode
+        code = child.returncode
+        last_line = (stderr.strip().splitlines() or ["no word"])[-1]
         if code in (0, DOES_NOT_FIT):
             answer = json.loads(stdout.splitlines()[-1])
         elif code == _USAGE:
-            answer = {"refused": stderr.strip().splitlines()[-1].partition("error: ")[2]}
+            answer = {"refused": last_line.partition("error: ")[2]}
         else:
-            last = (stderr.strip().splitlines() or ["no word"])[-1]
             raise UsageError(
-                f"--plan: a compilation ended with code {code} ({last[:200]}): {' '.join(words)}"
+                f"--plan: a compilation ended with code {code} ({last_line[:200]}): "
+                f"{' '.join(words)}"
             )
         path = self._path(words)
         make_folder(path.parent)
@@ -139,7 +138,7 @@ class Compilations:
 
     def _path(self, words: list[str]) -> Path:
         question = json.dumps([words, _circumstances()])
-        return self.folder / f"{hashlib.sha256(question.encode()).hexdigest()[:24]}.json"
+        return self._folder / f"{hashlib.sha256(question.encode()).hexdigest()[:24]}.json"
 
 
 @functools.cache
@@ -179,11 +178,13 @@ def computed_candidates(
     shapes, prices = step_sizes(request.model), request.prices
     return [
         ComputedCandidate(
-            each,
-            summed(functools.partial(each.estimate, config=request.config), shapes),
-            prices[each.kind].per_hour if each.kind in prices else 0.0,
+            candidate,
+            summed(functools.partial(candidate.estimate, config=request.config), shapes),
+            prices[candidate.kind].per_hour if candidate.kind in prices else 0.0,
         )
-        for each in candidates(request.config, request.xla, request.plan.chips_at_most, choices)
+        for candidate in candidates(
+            request.config, request.xla, request.plan.chips_at_most, choices
+        )
     ]
 
 
@@ -197,39 +198,27 @@ def refusal(request: Request, candidate: TpuCandidate) -> str | None:
     return None
 
 
-def ask_compiler(
-    request: Request,
-    search: Search,
-    compilations: Compilations,
-    *,
-    compiled: int = _ALL,
-    asked: int = _ALL,
-) -> None:
-    """Give the compiler's answers to the search, with so many new compilations at most.
-
-    ``asked``: how many answers are used at most, those that are saved among them.
-    """
-    with tqdm(total=min(compiled, asked), desc="compile", unit="step", file=sys.stderr) as bar:
-        while len(search.found) < asked:
-            option = search.next(lambda candidate: refusal(request, candidate) is None)
-            if option is None:
-                break
+def ask_compiler(request: Request, search: Search, compilations: Compilations) -> None:
+    """Give the compiler's answers to the search, with ``--plan_compilations`` new ones at most."""
+    most = request.plan.plan_compilations
+    with tqdm(total=most, desc="compile", unit="step", file=sys.stderr) as bar:
+        while option := search.next(lambda candidate: refusal(request, candidate) is None):
             candidate = option.candidate
             words = compile_words(request.config, request.xla, candidate)
-            if compilations.known(words) is None and compilations.asked >= compiled:
-                break
-            bar.set_postfix_str(f"{candidate.topology.name}, {candidate.settings}")
-            before = compilations.asked
-            search.learn(candidate, found_in(compilations.ask(words)))
-            bar.update(compilations.asked - before)
-
-
-def found_in(answer: dict[str, Any]) -> Found | None:
-    """Return the figures of a step in an answer of the compiler; None if it refuses the step."""
-    if "refused" in answer:
-        return None
-    step_s = answer["expected_step_s"]
-    return Found(answer["fits"], answer["peak_hbm_bytes"], math.inf if step_s is None else step_s)
+            answer = compilations.saved(words)
+            if answer is None:
+                if bar.n >= most:
+                    break
+                bar.set_postfix_str(f"{candidate.topology.name}, {candidate.settings}")
+                answer = compilations.compile(words)
+                bar.update()
+            if "refused" in answer:
+                search.dropped.add(candidate)
+                continue
+            step_s = answer["expected_step_s"]
+            search.found[candidate] = Found(
+                answer["fits"], answer["peak_hbm_bytes"], math.inf if step_s is None else step_s
+            )
 
 
 # -- plans -----------------------------------------------------------------------------------------
@@ -256,10 +245,10 @@ def plan_slices(config: RunConfig, xla: XlaConfig, plan: PlanConfig) -> int:
             f"--batch_size {config.data.batch_size} cannot be divided over the devices of "
             "any slice by these flags: change it, or --tpu_topology"
         )
-    search = Search(options, step_at_most_s=request.most_hours * 3600 / request.work.steps)
-    folder = Path(plan.plan_dir)
-    compilations = Compilations(folder / "compiled")
-    ask_compiler(request, search, compilations, compiled=plan.plan_compilations)
+    longest_s = (plan.hours or math.inf) * 3600 / request.work.steps
+    search = Search(options, step_at_most_s=longest_s)
+    compilations = Compilations(Path(plan.plan_dir) / "compiled")
+    ask_compiler(request, search, compilations)
 
     # What was compiled and fits; of slices of which nothing was, the best by arithmetic.
     found_plans = []
@@ -268,46 +257,49 @@ def plan_slices(config: RunConfig, xla: XlaConfig, plan: PlanConfig) -> int:
         found_plans.append(_plan(request, option.candidate, found.step_s, found.peak_bytes, True))
     seen = {candidate.topology for candidate in search.found}
     for guess in sorted(search.guesses(), key=lambda guess: guess.step_s()):
-        candidate = guess.option.candidate
-        too_late = request.work.steps * guess.step_s() / 3600 > request.most_hours
-        too_large = guess.peak_bytes() > candidate.topology.chip.hbm_bytes
-        if candidate.topology in seen or too_late or too_large:
+        candidate, step_s, peak_bytes = guess.option.candidate, guess.step_s(), guess.peak_bytes()
+        fits = peak_bytes <= candidate.topology.chip.hbm_bytes
+        if candidate.topology in seen or step_s > longest_s or not fits:
             continue
         if refusal(request, candidate) is None:
             seen.add(candidate.topology)
-            found_plans.append(_plan(request, candidate, guess.step_s(), guess.peak_bytes(), False))
+            found_plans.append(_plan(request, candidate, step_s, peak_bytes, False))
 
     fit = sum(found.fits for found in search.found.values())
     notes = [
         f"{len(search.options):,} candidates fit by arithmetic or nearly, {len(search.found)} were "
-        f"compiled ({compilations.asked} now, the others before), {fit} of them fit",
+        f"compiled ({compilations.compiled} now, the others before), {fit} of them fit",
         "seconds are the TPU compiler's expectation, no measurement (docs/tpu.md)",
         *left_out.values(),
     ]
-    what = f"{request.model.name}, {request.model.parameter_count:,} parameters"
-    return plans.print_plans(request, what, found_plans, notes, folder / "tpu.png")
+    return plans.print_plans(request, found_plans, notes)
 
 
 def _plan(
     request: Request, candidate: TpuCandidate, step_s: float, peak_bytes: float, compiled: bool
 ) -> HardwarePlan:
-    topology = candidate.topology
+    topology, work = candidate.topology, request.work
     train = plans.words_of(*candidate.configs(request.config, request.xla), always=plans.ALWAYS)
     check = compile_words(request.config, request.xla, candidate)
     several = f"{topology.slices} x " if topology.slices > 1 else ""
+    images_per_s, hours = work.batch_size / step_s, work.steps * step_s / 3600
+    price = request.prices.get(candidate.kind)
+    peak_flops = topology.devices * topology.chip.peak_flops
     return HardwarePlan(
-        request=request,
         hardware=several + topology.name,
         kind=candidate.kind,
         chips=topology.chips,
-        capacity_bytes=topology.chip.hbm_bytes,
-        chip_flops=topology.chip.devices * topology.chip.peak_flops,
         settings=candidate.settings,
         peak_bytes=peak_bytes,
-        step_s=step_s,
+        capacity_bytes=topology.chip.hbm_bytes,
+        expected_step_s=step_s,
+        expected_images_per_s=images_per_s,
+        expected_mfu=request.model.train_flops_per_image * images_per_s / peak_flops,
         compiled=compiled,
+        hours=hours,
+        cost_usd=hours * topology.chips * price.per_hour if price else None,
         commands={
-            "train": ["python3", _PROGRAM, *train],
-            "check": ["python3", _PROGRAM, *check],
+            "train": shlex.join(["python3", _PROGRAM, *train]),
+            "check": shlex.join(["python3", _PROGRAM, *check]),
         },
     )

@@ -67,30 +67,30 @@ class TpuCandidate:
         passes = f"{self.grad_accum_steps} passes" if self.grad_accum_steps > 1 else None
         return ", ".join(filter(None, (axes, self.grad_ckpt, self.attention, passes)))
 
-    def run_config(self, config: RunConfig) -> RunConfig:
-        """Return the configuration of a training with this choice in it."""
-        sharding = replace(
-            config.sharding,
-            mesh_dcn=self.mesh.dcn,
-            mesh_domain=self.mesh.domain,
-            mesh_tensor=self.mesh.tensor,
-            grad_ckpt=self.grad_ckpt,  # type: ignore[arg-type]
-        )
-        data = replace(config.data, grad_accum_steps=self.grad_accum_steps)
-        given = config.given - by_field(PlanConfig).keys()
-        config = replace(config, use=UseConfig(), plan=False, given=given)
-        return replace(config, sharding=sharding, data=data)
-
     def configs(self, config: RunConfig, xla: XlaConfig) -> tuple[RunConfig, XlaConfig]:
         """Return the configurations of a training with this choice in them."""
-        xla = replace(xla, tpu_topology=None, tpu_compiler="auto")
-        xla = replace(xla, attention=self.attention)  # type: ignore[arg-type]
-        return self.run_config(config), xla
+        config = replace(
+            config,
+            use=UseConfig(),
+            plan=False,
+            given=config.given - by_field(PlanConfig).keys(),
+            data=replace(config.data, grad_accum_steps=self.grad_accum_steps),
+            sharding=replace(
+                config.sharding,
+                mesh_dcn=self.mesh.dcn,
+                mesh_domain=self.mesh.domain,
+                mesh_tensor=self.mesh.tensor,
+                grad_ckpt=self.grad_ckpt,  # type: ignore[arg-type]
+            ),
+        )
+        attention: Any = self.attention
+        xla = replace(xla, tpu_topology=None, tpu_compiler="auto", attention=attention)
+        return config, xla
 
     def estimate(self, shape: StepSizes, config: RunConfig) -> Estimate:
         """Return what the arithmetic expects of it."""
-        chip = self.topology.chip
-        return estimate(shape, chip, self.mesh, self.run_config(config), self.attention)
+        config, _ = self.configs(config, XlaConfig())
+        return estimate(shape, self.topology.chip, self.mesh, config, self.attention)
 
 
 def candidates(
@@ -105,7 +105,8 @@ def candidates(
     neither that nor slices are given, of the largest several: where one slice has as many chips,
     several smaller are no better. What cannot divide the batch is left out.
 
-    Raises UsageError for a slice that is unknown, and if all are too large.
+    Raises UsageError for a slice that is unknown, if all are too large, and for a ``--grad_ckpt``
+    of which no arithmetic is known.
     """
     dcn = replicas(config.sharding)
     asked = xla.tpu_topology.split(",") if xla.tpu_topology else USUAL
@@ -119,37 +120,26 @@ def candidates(
     if not topologies:
         fewest = min(parse_topology(name, dcn).chips for name in asked)
         raise UsageError(f"--chips_at_most {chips_at_most}: the smallest slice has {fewest} chips")
-    for topology in topologies:
-        for chosen in _combinations(choices, config, xla):
-            domain, tensor = chosen.pop("mesh_domain"), chosen.pop("mesh_tensor")
-            fsdp, rest = divmod(topology.slice_devices, domain * tensor)
-            if rest or config.sharding.mesh_fsdp not in (None, fsdp):
-                continue
-            mesh = Mesh(topology.slices, fsdp, domain, tensor)
-            if config.data.batch_size % (mesh.batch_parts * chosen["grad_accum_steps"]) == 0:
-                yield TpuCandidate(mesh=mesh, topology=topology, **chosen)
-
-
-def _combinations(
-    choices: Mapping[str, tuple[Any, ...]], config: RunConfig, xla: Any
-) -> Iterator[dict[str, Any]]:
-    """Yield every combination of the values of these fields.
-
-    A field whose flag was given stays as it is, unless it is "auto". Raises UsageError for a
-    ``--grad_ckpt`` that the table does not have, of which no arithmetic is known.
-    """
-    asked = flat(config, xla)
-    values = {
-        name: (asked[name],) if name in config.given and asked[name] != "auto" else tried
-        for name, tried in choices.items()
+    # A field whose flag was given stays as it is, unless it is "auto".
+    flags = flat(config, xla)
+    tried = {
+        name: (flags[name],) if name in config.given and flags[name] != "auto" else values
+        for name, values in choices.items()
     }
     policies = choices["grad_ckpt"]
-    if values["grad_ckpt"][0] not in policies:
+    if tried["grad_ckpt"][0] not in policies:
         raise UsageError(
-            f"--plan knows --grad_ckpt {', '.join(policies)}, not {asked['grad_ckpt']}"
+            f"--plan knows --grad_ckpt {', '.join(policies)}, not {flags['grad_ckpt']}"
         )
-    for combination in product(*values.values()):
-        yield dict(zip(values, combination, strict=True))
+    for topology, *values in product(topologies, *tried.values()):
+        chosen = dict(zip(tried, values, strict=True))
+        domain, tensor = chosen.pop("mesh_domain"), chosen.pop("mesh_tensor")
+        fsdp, rest = divmod(topology.slice_devices, domain * tensor)
+        if rest or config.sharding.mesh_fsdp not in (None, fsdp):
+            continue
+        mesh = Mesh(topology.slices, fsdp, domain, tensor)
+        if config.data.batch_size % (mesh.batch_parts * chosen["grad_accum_steps"]) == 0:
+            yield TpuCandidate(mesh=mesh, topology=topology, **chosen)
 
 
 # -- corrections: how far the arithmetic is off for what is not compiled, and how surely -------
@@ -187,28 +177,27 @@ def corrections(
     compiled: Sequence[tuple[TpuCandidate, float]], asked: Sequence[TpuCandidate]
 ) -> list[Correction]:
     """Return the correction of each candidate asked, from compiled over computed of others."""
-    alone = sum(deviation**2 for deviation, _ in EFFECTS) + _OWN**2
+
+    def covariance(some: Sequence[TpuCandidate], others: Sequence[TpuCandidate]) -> np.ndarray:
+        total = np.zeros((len(some), len(others)))
+        for deviation, effect in EFFECTS:
+            numbers: dict[Any, int] = {}
+            rows = np.array([numbers.setdefault(effect(c), len(numbers)) for c in some])
+            columns = np.array([numbers.setdefault(effect(c), len(numbers)) for c in others])
+            total += deviation**2 * (rows[:, None] == columns[None, :])
+        return total
+
     known = [candidate for candidate, _ in compiled]
-    among = _covariance(known, known) + _OWN**2 * np.eye(len(known))
-    across = _covariance(asked, known)
+    among = covariance(known, known) + _OWN**2 * np.eye(len(known))
+    across = covariance(asked, known)
     weights = np.linalg.solve(among, across.T)
     means = weights.T @ np.log([ratio for _, ratio in compiled])
+    alone = sum(deviation**2 for deviation, _ in EFFECTS) + _OWN**2
     variances = alone - np.einsum("ij,ji->i", across, weights)
     return [
         Correction(math.exp(mean), math.sqrt(max(variance, _OWN**2)))
         for mean, variance in zip(means, variances, strict=True)
     ]
-
-
-def _covariance(some: Sequence[TpuCandidate], others: Sequence[TpuCandidate]) -> Any:
-    """Return the covariance of each of some with each of the others."""
-    total = np.zeros((len(some), len(others)))
-    for deviation, effect in EFFECTS:
-        numbers: dict[Any, int] = {}
-        left = np.array([numbers.setdefault(effect(c), len(numbers)) for c in some])
-        right = np.array([numbers.setdefault(effect(c), len(numbers)) for c in others])
-        total += deviation**2 * (left[:, None] == right[None, :])
-    return total
 
 
 # -- the search ----------------------------------------------------------------------------------
@@ -283,16 +272,11 @@ class Search:
             if option.computed.peak_bytes <= _MARGIN * option.candidate.topology.chip.hbm_bytes
         ]
         self.found: dict[TpuCandidate, Found] = {}
+        """The compiler's figures."""
         self.dropped: set[TpuCandidate] = set()
+        """What the program or the compiler refuses."""
         self._at_most_s = step_at_most_s
         self._goals = cycle(GOALS.values())
-
-    def learn(self, candidate: TpuCandidate, found: Found | None) -> None:
-        """Add the compiler's figures of a candidate; None: it is refused."""
-        if found is None:
-            self.dropped.add(candidate)
-        else:
-            self.found[candidate] = found
 
     def useful(self) -> list[ComputedCandidate]:
         """Return the options that are known to fit, in the time that there is."""
@@ -340,10 +324,13 @@ class Search:
         asked = [option for option in self.options if option.candidate not in known]
         candidates = [option.candidate for option in asked]
         times = [
-            (each, found.step_s / computed[each].step_s)
-            for each, found in self.found.items()
+            (candidate, found.step_s / computed[candidate].step_s)
+            for candidate, found in self.found.items()
             if found.fits
         ]
-        peaks = [(each, f.peak_bytes / computed[each].peak_bytes) for each, f in self.found.items()]
+        peaks = [
+            (candidate, found.peak_bytes / computed[candidate].peak_bytes)
+            for candidate, found in self.found.items()
+        ]
         of_time, of_peak = corrections(times, candidates), corrections(peaks, candidates)
         return [*map(Guess, asked, of_time, of_peak)]

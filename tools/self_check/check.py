@@ -79,11 +79,6 @@ class CheckTable:
         self.line(good, name, f"{found:.1e} ({relation} {allowed:.1e}) {text}")
 
 
-def size_of(count: float) -> str:
-    """Return bytes in GB or MB."""
-    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
-
-
 def prepare_self_check(run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
     """Return the small run instead of ``run``, and the body of every process.
 
@@ -248,7 +243,7 @@ def check_rows(devices: Devices, table: CheckTable) -> None:
         here, times = range(shape[1]), 1
     else:  # parts of images: ``Backend.sum`` expects the same sum of all that share one
         here, times = backend.image_rows, devices.run.mesh.domain
-    sums = [_weights_of_rows(each, shape, here).sum() * times for each in micro_batches]
+    sums = [_weights_of_rows(batch, shape, here).sum() * times for batch in micro_batches]
     total = sum(sums[1:], start=sums[0])
     count = sum(len(labels) for _, labels in micro_batches)
     values = {"sum": backend.sum(total), "mean": backend.mean(total / count)}
@@ -287,9 +282,9 @@ def check_numbers(
         table.within("loss", off, allowed.loss(), f"{UPDATES} updates")
         off = reference.apart(devices.norms, allowed.plain.norms)
         table.within("gradient norm", off, allowed.norm(), f"{UPDATES} updates, before clipping")
-    everyone = exchange.gather([repr(each) for each in devices.losses + devices.norms])
-    numbers = [[float(each) for each in of_one] for of_one in everyone]
-    off = max(reference.apart(of_one, numbers[0]) for of_one in numbers)
+    everyone = exchange.gather([repr(number) for number in devices.losses + devices.norms])
+    numbers = [[float(text) for text in of_process] for of_process in everyone]
+    off = max(reference.apart(of_process, numbers[0]) for of_process in numbers)
     what = f"apart, losses and norms of {len(numbers)} process(es)"
     table.within("processes agree", off, EQUAL, what)
     if checkpoints.folder is None:
@@ -315,7 +310,7 @@ def check_numbers(
             figures.append((far.worst, limit.worst, f"the worst: {far.name}"))
         # Print the one nearest to its limit; what is not finite is above any limit.
         off, most, which = max(
-            figures, key=lambda each: each[0] / each[1] if math.isfinite(each[0]) else math.inf
+            figures, key=lambda f: f[0] / f[1] if math.isfinite(f[0]) else math.inf
         )
         table.within(name, off, most, f"{what}; {which}")
 
@@ -327,7 +322,7 @@ def check_resuming(
     backend, path = devices.backend, folder_of(folder, UPDATES)
     if backend.is_main:
         sizes = [file.stat().st_size for file in path.iterdir() if file.is_file()]
-        text = f"{len(sizes)} files, {size_of(sum(sizes))}, checksums as in the manifest"
+        text = f"{len(sizes)} files, {sum(sizes) / 1e6:,.1f} MB, checksums as in the manifest"
         table.line(True, "checkpoint written", text)
 
     first = devices.update(UPDATES + 1)

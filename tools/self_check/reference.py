@@ -85,11 +85,25 @@ class _Training:
     """A training whose weights are stored in one dtype and computed with in another."""
 
     def __init__(self, run: Run, parts: int, computed: torch.dtype, stored: torch.dtype) -> None:
-        self._run, self._parts, self._computed = run, parts, computed
-        self._model = self._build()
+        self._run, self._parts = run, parts
+
+        def build() -> nn.Module:
+            """Return the model on the CPU, with the first weights, which casts its inputs."""
+            model = run.build_model(lambda values: values)
+            first_weights(run.config.seed, model, "")
+
+            def cast(_: nn.Module, inputs: Any) -> Any:
+                return tree_map_only(
+                    torch.Tensor, lambda x: x.to(computed) if x.is_floating_point() else x, inputs
+                )
+
+            model.register_forward_pre_hook(cast)
+            return model
+
+        self._model = build()
         self.weights = {
-            name: nn.Parameter(each.detach().to(stored, copy=True))
-            for name, each in self._model.named_parameters()
+            name: nn.Parameter(parameter.detach().to(stored, copy=True))
+            for name, parameter in self._model.named_parameters()
             if name not in run.model.frozen
         }
         self._model.to(computed)
@@ -98,9 +112,9 @@ class _Training:
         """What the models compute with, before it is rounded to what they compute in."""
         teacher = None
         if run.config.objective.has_teacher:
-            self._stored[TEACHER] = {n: each.detach().clone() for n, each in self.weights.items()}
-            self._models[TEACHER] = self._build().to(computed).requires_grad_(False).eval()
-            teacher = _Cast(self._models[TEACHER], computed)
+            self._stored[TEACHER] = {n: w.detach().clone() for n, w in self.weights.items()}
+            teacher = build().to(computed).requires_grad_(False).eval()
+            self._models[TEACHER] = teacher
         # Labels are compared by PyTorch itself. Other objectives compute here as on one device.
         self._objective = None
         if not run.config.objective.uses_labels:
@@ -108,12 +122,6 @@ class _Training:
             alone = SimpleNamespace(constant=same, sum=same, mean=same, teacher=teacher)
             self._objective = open_objective(run, cast(Backend, alone))
         self.numbered = bool(self._objective and self._objective.numbered)
-
-    def _build(self) -> nn.Module:
-        """Return the model on the CPU, with the first weights."""
-        model = self._run.build_model(lambda values: values)
-        first_weights(self._run.config.seed, model, "")
-        return model
 
     def run(self, data: Sequence[Batch], settings: Settings) -> Outcome:
         config, outcome = self._run.config.optimizer, Outcome()
@@ -168,40 +176,25 @@ class _Training:
                 if images.dtype == torch.uint8:
                     colours = self._run.config.data.preprocessing.of_channels(images.shape[1])
                     images = normalize(images / 255, *colours)
-                logits = self._model(images.to(self._computed))
+                logits = self._model(images)
                 yield F.cross_entropy(logits.float(), labels, reduction="sum") / len(batch[1])
             return
         # The passes of a step: each has some images of each part of the batch.
         self._objective.begin_step(Settings(0.0, 0.0, 0.0).rates(self._run))
         passes = self._run.config.data.grad_accum_steps
-        model = _Cast(self._model, self._computed)
         by_pass = [
             x.unflatten(0, (self._parts, passes, -1)).transpose(0, 1).flatten(1, 2) for x in batch
         ]
         for number, (images, places) in enumerate(zip(*by_pass, strict=True)):
-            yield self._objective.loss(model, images, places, update * passes + number) / passes
+            pass_index = update * passes + number
+            yield self._objective.loss(self._model, images, places, pass_index) / passes
 
 
 def _copies(state: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Tensors]:
     return {
-        kind: {name: each.detach().float().clone() for name, each in tensors.items()}
+        kind: {name: tensor.detach().float().clone() for name, tensor in tensors.items()}
         for kind, tensors in state.items()
     }
-
-
-class _Cast(nn.Module):
-    """A model whose inputs are cast to the dtype that it computes in."""
-
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._model, self._dtype = model, dtype
-
-    def forward(self, *inputs: Any) -> Any:
-        return self._model(
-            *tree_map_only(
-                torch.Tensor, lambda x: x.to(self._dtype) if x.is_floating_point() else x, inputs
-            )
-        )
 
 
 # -- What is allowed -------------------------------------------------------------------------------
@@ -232,27 +225,27 @@ class Distance:
 
 def distance(found: Tensors, expected: Tensors, start: Tensors | None = None) -> Distance:
     """Compare two sets of tensors; with ``start``, how far they have moved from there."""
+
+    def square(tensor: torch.Tensor) -> float:
+        return tensor.double().square().sum().item()
+
     moved = {n: e - start[n] if start else e for n, e in expected.items()}
-    off = {name: _square(found[name] - value) for name, value in expected.items()}
-    size = {name: _square(value) for name, value in moved.items()}
+    off = {name: square(found[name] - value) for name, value in expected.items()}
+    size = {name: square(value) for name, value in moved.items()}
     typical = sum(size.values()) / sum(value.numel() for value in moved.values())
-    worst, name = 0.0, ""
-    for each, value in moved.items():
-        against = max(size[each], _SMALL**2 * typical * value.numel())
-        relative = math.sqrt(off[each] / against)
+    worst, worst_name = 0.0, ""
+    for name, value in moved.items():
+        against = max(size[name], _SMALL**2 * typical * value.numel())
+        relative = math.sqrt(off[name] / against)
         if not relative <= worst:  # also for NaN
-            worst, name = relative, each
-    return Distance(math.sqrt(sum(off.values()) / sum(size.values())), worst, name)
-
-
-def _square(tensor: torch.Tensor) -> float:
-    return tensor.double().square().sum().item()
+            worst, worst_name = relative, name
+    return Distance(math.sqrt(sum(off.values()) / sum(size.values())), worst, worst_name)
 
 
 def apart(found: list[float], expected: list[float]) -> float:
     """Return the largest relative distance of numbers."""
-    each = [abs(f - e) / max(abs(e), 1e-9) for f, e in zip(found, expected, strict=True)]
-    return max(x if math.isfinite(x) else math.inf for x in each)
+    distances = [abs(f - e) / max(abs(e), 1e-9) for f, e in zip(found, expected, strict=True)]
+    return max(x if math.isfinite(x) else math.inf for x in distances)
 
 
 @dataclass(frozen=True)
@@ -269,22 +262,26 @@ class Tolerances:
 
     def loss(self) -> float:
         # A loss after updates is as far off as what these updates were made of.
-        moments = (each.states[UPDATES]["exp_avg"] for each in (self.rounded, self.plain))
-        of_bf16 = distance(*moments).whole
-        return min(_MOST, max(_EXACT_LOSS, 8 * self.rounding, self._of_rounding(of_bf16)))
+        far = self._apart(UPDATES, "exp_avg", None).whole
+        return min(_MOST, max(_EXACT_LOSS, 8 * self.rounding, self._times * far))
 
     def norm(self) -> float:
         """Return what is allowed of the norm, which is not as far off as the gradient itself."""
         return max(self.state(update, "exp_avg", None).whole for update in (1, UPDATES))
 
     def state(self, update: int, kind: str, start: Tensors | None) -> Distance:
-        far = distance(self.rounded.states[update][kind], self.plain.states[update][kind], start)
-        whole, worst = (
-            min(most, max(_EXACT_STATE, self._of_rounding(of_bf16)))
-            for of_bf16, most in ((far.whole, _MOST), (far.worst, _MOST_OF_ONE))
+        far = self._apart(update, kind, start)
+        return Distance(
+            min(_MOST, max(_EXACT_STATE, self._times * far.whole)),
+            min(_MOST_OF_ONE, max(_EXACT_STATE, self._times * far.worst)),
         )
-        return Distance(whole, worst)
 
-    def _of_rounding(self, of_bf16: float) -> float:
-        """Return what is allowed where rounding to bf16 makes a difference of ``of_bf16``."""
-        return _TIMES * of_bf16 * self.rounding / _BF16
+    def _apart(self, update: int, kind: str, start: Tensors | None) -> Distance:
+        """Return the difference that rounding to bf16 makes."""
+        rounded, plain = self.rounded.states[update], self.plain.states[update]
+        return distance(rounded[kind], plain[kind], start)
+
+    @property
+    def _times(self) -> float:
+        """What is allowed, in multiples of the difference that rounding to bf16 makes."""
+        return _TIMES * self.rounding / _BF16
