@@ -101,7 +101,6 @@ FLAGS_OF_40B0636 = [
     ("--compile_only", "compile_only", False, ""),
     ("--explain", "explain", False, ""),
     ("--hlo_dir", "hlo_dir", None, "x"),
-    ("--expect", "expect", None, "x"),
     ("--tpu_topology", "tpu_topology", None, "x"),
     ("--tpu_compiler", "tpu_compiler", "auto", "0.0.52"),
     ("--fsdp", "fsdp", "auto", "megatron"),

@@ -1,71 +1,27 @@
 """Shows a run to a person: progress bar, log lines, TensorBoard, metrics.jsonl, curves."""
 
 import contextlib
-import json
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from training.backend import Backend
-from training.checkpoints.choose import RUN_FILE
-from training.errors import UsageError
-from training.files import LogUploads, read_object, replace_file
+from training.files import LogUploads
 from training.logs import records
 from training.optimizers import COUNTS
 from training.resolve import Run
 
-# -- the step time that --compile_only --json expects, compared with the measured one --------------
-
-
-def read_expectation(run: Run) -> float | None:
-    """Return the seconds that ``--expect``'s file expects of a step; None without the flag.
-
-    Raises UsageError if it is no such file, or of another run.
-    """
-    name = run.config.log.expect
-    if name is None:
-        return None
-    try:
-        expected = read_object(Path(name))
-        seconds = expected["expected_step_s"]
-        if seconds is not None and not records.is_number(seconds, least=1e-9):
-            raise ValueError
-    except OSError as error:
-        raise UsageError(f"--expect {name} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError):
-        raise UsageError(f"--expect {name} is not what --compile_only --json prints") from None
-    if seconds is None:
-        raise UsageError(f"--expect {name} is of a step that does not fit")
-    here = {
-        "batch_size": run.config.data.batch_size,
-        "precision": run.config.sharding.precision,
-        "mesh": asdict(run.mesh),
-        "parameters": run.model.parameter_count,
-        "input_shape": list(run.model.sizes.input_shape),
-    }
-    for what, value in here.items():
-        if value != expected.get(what):
-            raise UsageError(
-                f"--expect {name} is of another run: {what} {expected.get(what)}, here {value}"
-            )
-    return float(seconds)
-
-
-# -- reports ---------------------------------------------------------------------------------------
-
 CURVES_FILE = "curves.png"
 PICTURES = "reconstructions"
 """The name of pictures in TensorBoard and, with .png, of the newest in the run's folder."""
-_COMPARED = 3
-"""How many log lines show the expected seconds a step beside the measured ones."""
 SMOOTHING_WINDOW = 5
 """Over how many log steps the means of loss and time per step are, which log lines show beside the
 newest values, as PyTorch/XLA's ViT-10B example does."""
@@ -102,13 +58,11 @@ class Reports:
         first_step: int,
         last_step: int,
         keep_records: bool = True,
-        expected_s: float | None = None,
         last_evaluation: str | None = None,
     ) -> None:
         """Open the reports of a run.
 
         ``keep_records``: those of its folder up to ``first_step`` are of the same run.
-        ``expected_s``: the expected seconds of a step, shown in the first log lines.
         ``last_evaluation``: the figure of an earlier evaluation of the last step.
         """
         active, folder = backend.is_main, run.log_dir
@@ -123,7 +77,6 @@ class Reports:
         self._times: deque[float] = deque(maxlen=SMOOTHING_WINDOW)
         self._compilations = -1
         self._skipped = 0.0
-        self._expected_s, self._compared = expected_s, 0
         self.plot: Path | None = None
         """The picture of the curves, once it is written."""
         self.longest_row_skipped = 0
@@ -235,9 +188,6 @@ class Reports:
             if self._peak_flops:
                 flops = record["images_per_s"] * self._flops_per_image
                 record["mfu"] = flops / self._peak_flops
-            if self._expected_s and self._compared < _COMPARED:
-                record["expected_sec_per_iter"] = self._expected_s
-                self._compared += 1
         record |= slowest | self._backend.counters()
         record |= {f"memory_{name}": size for name, size in self._backend.memory().items()}
         self._pending.append((record, values))
@@ -264,12 +214,8 @@ class Reports:
                 f"loss: {record['loss']:.4f}{_mean_of(self._losses)}",
                 f"grad norm: {record['grad_norm']:.4f}",
             ]
-            expected = record.get("expected_sec_per_iter")
             if "images_per_s" in record:
                 parts.append(f"sec/iter: {record['sec_per_iter']:.4f}{_mean_of(self._times)}")
-                if expected is not None:
-                    ratio = record["sec_per_iter"] / expected
-                    parts.append(f"expected: {expected:.4f} ({ratio:.2f}x)")
                 parts.append(f"images/s: {record['images_per_s']:.1f}")
                 parts.append(f"data wait: {record['data_wait']:.1%}")
             if "mfu" in record:
@@ -279,14 +225,6 @@ class Reports:
             if record["skipped_steps"]:
                 parts.append(f"steps skipped: {record['skipped_steps']}")
             self.say(", ".join(parts))
-
-            if expected is not None:  # both step times belong in run.json, which is there already
-                try:
-                    content = read_object(self._dir / RUN_FILE)
-                    content["step_s"] = {"expected": expected, "measured": record["sec_per_iter"]}
-                    replace_file(self._dir / RUN_FILE, json.dumps(content, indent=2) + "\n")
-                except (OSError, ValueError) as error:
-                    self.say(f"warning: {RUN_FILE} cannot be written ({error})")
             if skipped["total"] > self._skipped:
                 self.say(
                     f"warning: {skipped['total'] - self._skipped:.0f} step(s) since the last log "
