@@ -189,14 +189,13 @@ COMMANDS: dict[str, Run | Elsewhere | Printed] = {
         (r"^features \((class, )?mean\) of 1,797 images: features$",),
         leaves=(
             "features/features.json",
-            "features/pca.png",
             "features/val-00000-00000.safetensors",
         ),
         trained=True,
         private=True,
         long=True,
     ),
-    "python3 run_vit_training.py --features photos.parquet": Elsewhere(
+    "python3 run_vit_training.py --features photos": Elsewhere(
         "needs a download of weights", trains
     ),
     "python3 run_vit_training.py --init_from ~/vit_large": Elsewhere("hours of training", trains),

@@ -77,6 +77,11 @@ class BadImages:
                 )
         return None
 
+    def check(self, advice: str = "") -> None:
+        """Raise UsageError, in all processes, if more images cannot be read than the limit."""
+        if excess := self.excess:
+            raise UsageError(f"{excess}{advice}", agreed=True)
+
     def collect(self, split: str, loader: BatchLoader, say: Callable[[str], None]) -> None:
         """List and log the images that the loader of ``split`` has found since the last call.
 
@@ -129,10 +134,5 @@ def open_bad_images(run: Run, data: DataSource, *, is_main: bool) -> BadImages:
     """
     listed = run.log_dir / FILE
     bad_images = BadImages(run.config.data.max_bad_images, data, listed, is_main=is_main)
-    if bad_images.excess:
-        raise UsageError(
-            f"{bad_images.excess}; {run.ckpt_dir / FILE} lists them: remove it when they are "
-            "mended",
-            agreed=True,
-        )
+    bad_images.check(f"; {run.ckpt_dir / FILE} lists them: remove it when they are mended")
     return bad_images

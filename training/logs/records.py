@@ -84,58 +84,6 @@ KNN, PROBE = "knn", "probe"
 """The evaluations by frozen features, by which the names of their figures start."""
 
 
-@dataclass(frozen=True)
-class KnnAccuracy:
-    """How many validation images their nearest training images name right."""
-
-    top1: dict[int, float]
-    """The percentage by the number k of neighbors that vote; empty without images."""
-    images: int
-    """How many validation images were asked about."""
-    bank: int
-    """How many training images they were compared with."""
-
-    @property
-    def values(self) -> dict[str, float]:
-        """The figures by their names in records."""
-        return {f"val_{KNN}_{k}": top1 for k, top1 in self.top1.items()}
-
-    def __str__(self) -> str:
-        by_k = ", ".join(f"{top1:.2f} % (k {k})" for k, top1 in self.top1.items())
-        return f"k-NN on val: {by_k} of {self.images:,} images, by {self.bank:,} of train"
-
-
-@dataclass(frozen=True)
-class ProbeAccuracy:
-    """How many validation images linear probes name right, which training images have trained."""
-
-    top1: dict[float, float]
-    """The percentage by learning rate; empty without images."""
-    images: int
-    """How many validation images were asked about."""
-    trained_on: int
-    """How many training images there were."""
-
-    @property
-    def best(self) -> float:
-        """The learning rate of the best probe, the smallest one of those."""
-        return max(self.top1, key=self.top1.__getitem__)
-
-    @property
-    def values(self) -> dict[str, float]:
-        """The figures by their names in records."""
-        if not self.top1:
-            return {}
-        return {f"val_{PROBE}": self.top1[self.best], f"val_{PROBE}_lr": self.best}
-
-    def __str__(self) -> str:
-        return (
-            f"linear probe on val: {self.top1[self.best]:.2f} % of {self.images:,} images, trained "
-            f"on {self.trained_on:,} of train, best with learning rate {self.best:g} of "
-            f"{', '.join(f'{rate:g}' for rate in self.top1)}"
-        )
-
-
 # -- Reading ------------------------------------------------------------------------------------
 #
 # A crash cuts off lines, and disks and editors damage them. Here it is decided what a line can be:

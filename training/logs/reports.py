@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -272,19 +272,13 @@ class Reports:
         self._write(record)
         self.say(line)
 
-    def frozen(
-        self,
-        step: int,
-        epoch: int,
-        results: Iterable[records.KnnAccuracy | records.ProbeAccuracy],
-    ) -> None:
-        """Record evaluations by frozen features."""
+    def frozen(self, step: int, epoch: int, values: dict[str, float], text: str) -> None:
+        """Record an evaluation by frozen features, and say ``text`` of it."""
         self.flush()
-        self._compilations = -1  # they compiled their own step
-        for result in results:
-            self._write({"step": step, "epoch": epoch, **result.values})
-            if result.top1:
-                self.say(f"epoch {epoch} step {step}, {result}")
+        self._compilations = -1  # it compiled its own step
+        self._write({"step": step, "epoch": epoch, **values})
+        if text:
+            self.say(f"epoch {epoch} step {step}, {text}")
 
     def _write(self, record: dict[str, Any]) -> None:
         for sink in self._sinks:
