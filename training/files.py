@@ -50,11 +50,8 @@ class UrlPath:
     """A file or folder at a URL, with the methods of pathlib that runs use, by fsspec.
 
     They raise OSError, whatever the storage raises: a storage that does not answer never looks like
-    one without files, which would start a new run over an existing one. Listings are not cached,
-    copies stay within the storage, and no bucket is created.
-
-    A bucket has no folders of its own: one exists as long as it has a file. A file exists, and is
-    complete, once it is closed.
+    one without files, which would start a new run over an existing one. In a bucket a folder exists
+    as long as it has a file, and a file exists, and is complete, once it is closed.
     """
 
     url: str
@@ -315,7 +312,7 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
                     break
             if time.monotonic() > deadline:
                 holder = "another job"
-                with contextlib.suppress(ValueError, KeyError, TypeError):
+                with contextlib.suppress(ValueError, KeyError):
                     job = files.parse_object(os.pread(self._file, 4096, 0))
                     holder = f"process {job['pid']} on {job['host']}, since {job['since']}"
                 self.release()
@@ -325,10 +322,9 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
                 )
                 raise RunFailed(problem, FOLDER_IN_USE) if is_restart else UsageError(problem)
             time.sleep(0.2)
-        token, since = secrets.token_hex(8), time.strftime("%Y-%m-%d %H:%M:%S")
-        content = json.dumps(
-            {"host": socket.gethostname(), "pid": os.getpid(), "token": token, "since": since}
-        )
+        token = secrets.token_hex(8)
+        job = {"host": socket.gethostname(), "pid": os.getpid(), "token": token}
+        content = json.dumps(job | {"since": time.strftime("%Y-%m-%d %H:%M:%S")})
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, content.encode(), 0)
         os.fsync(self._file)
@@ -355,22 +351,22 @@ def check_own(folder: Path, flag: str = "--ckpt_dir", *, shared: bool = False) -
     """
     if shared:
         return
-    root = 0
     with tempfile.TemporaryFile(dir=folder) as probe:
-        trusted = {root, os.geteuid(), os.fstat(probe.fileno()).st_uid}
-    owners = [(folder, folder.lstat().st_uid), (folder, folder.stat().st_uid)]
-    owners += [(path, path.lstat().st_uid) for path in sorted(folder.iterdir())]
+        trusted = {0, os.geteuid(), os.fstat(probe.fileno()).st_uid}
+    owners = [(folder, folder.stat().st_uid)]
+    owners += [(path, path.lstat().st_uid) for path in (folder, *sorted(folder.iterdir()))]
     for path, owner in owners:
-        if owner not in trusted:
-            try:
-                user = pwd.getpwuid(owner).pw_name
-            except KeyError:
-                user = f"user {owner}"
-            allow = ", or use what is there as it is with --shared_ckpt_dir"
-            raise UsageError(
-                f"{flag} {folder}: {path} is {user}'s: give a folder of your own"
-                f"{allow if flag == '--ckpt_dir' else ''}"
-            )
+        if owner in trusted:
+            continue
+        try:
+            user = pwd.getpwuid(owner).pw_name
+        except KeyError:
+            user = f"user {owner}"
+        allow = ", or use what is there as it is with --shared_ckpt_dir"
+        raise UsageError(
+            f"{flag} {folder}: {path} is {user}'s: give a folder of your own"
+            f"{allow if flag == '--ckpt_dir' else ''}"
+        )
 
 
 def check_folder_writable(folder: Path, flag: str = "--ckpt_dir") -> None:
@@ -496,7 +492,7 @@ class LogUploads:
         self._copied: dict[Path, tuple[int, int]] = {}
         self._lock = threading.Lock()
         self._started = float("-inf")
-        self._running: Future[str | None] | None = None
+        self._running: Future[None] | None = None
         self._failing = False
 
     def begin(self, *, soon: bool = True) -> None:
@@ -505,44 +501,29 @@ class LogUploads:
         Without ``soon``, start none within ``_EVERY_S`` seconds of the last one.
         """
         is_recent = not soon and time.monotonic() - self._started < _EVERY_S
-        if is_recent or (self._running and not self._running.done()):
-            return
-        self._finish()
-        self._started = time.monotonic()
-        self._running = in_background(self.copy)
+        if not is_recent and (self._running is None or self._running.done()):
+            self._started = time.monotonic()
+            self._running = in_background(self.copy)
 
-    def close(self) -> None:
-        """Copy what is left, and wait for that."""
-        self._finish()
-        self._running = in_background(self.copy)
-        self._finish()
-
-    def copy(self) -> str | None:
-        """Copy all files that have changed; return what went wrong: the next copy tries it again,
-        and logs its failure. Any thread may call this."""
-        try:
-            with self._lock:
+    def copy(self) -> None:
+        """Copy all files that have changed, once a running copy has ended. Any thread may call
+        this."""
+        problem = None
+        with self._lock:
+            try:
                 for path, copy in _copies(self._folder, self._url):
                     state = path.stat().st_mtime_ns, path.stat().st_size
                     if self._copied.get(path) != state:
                         copy.parent.mkdir()
                         copy.write_bytes(path.read_bytes())
                         self._copied[path] = state
-        except OSError as error:
-            return error.strerror or str(error)
-        return None
-
-    def _finish(self) -> None:
-        """Wait for a running copy, and log if copies fail from now on, or work again."""
-        if self._running is None:
-            return
-        problem = self._running.result()
-        self._running = None
-        if problem and not self._failing:
-            self._say(
-                f"warning: logs cannot be copied to {self._url} ({problem}); they are in "
-                f"{self._folder}, training continues"
-            )
-        elif self._failing and not problem:
-            self._say(f"note: logs are copied to {self._url} again")
-        self._failing = problem is not None
+            except OSError as error:
+                problem = error.strerror or str(error)
+            if problem and not self._failing:
+                self._say(
+                    f"warning: logs cannot be copied to {self._url} ({problem}); they are in "
+                    f"{self._folder}, training continues"
+                )
+            elif self._failing and not problem:
+                self._say(f"note: logs are copied to {self._url} again")
+            self._failing = problem is not None

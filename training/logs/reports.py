@@ -320,7 +320,7 @@ class Reports:
             self.say(f"warning: {CURVES_FILE} cannot be written ({error})")
         self.events.close()
         if self._uploads:
-            self._uploads.close()
+            self._uploads.copy()
 
 
 def _mean_of(values: deque[float]) -> str:
