@@ -348,8 +348,6 @@ class Evaluations(Hook):
     model: nn.Module
     objective: Objective
     loader: BatchLoader
-    images: int
-    """How many validation images there are."""
     saves: Saves
     done: set[int]
     """The steps after which the run's folder has an evaluation."""
@@ -414,8 +412,7 @@ class Evaluations(Hook):
                     session.watchdog.alive()
                 return session.stop.due()
 
-            images = min(self.images, batches * session.config.data.pass_size)
-            measure = self.objective.measure(images)
+            measure = self.objective.measure()
             result = evaluate(
                 self.model, measure, self.loader, session.backend, batches, batch_done
             )

@@ -45,8 +45,9 @@ from training.files import FolderLock, replace_file
 from training.initial_weights import InitialWeights, fit, gram_teacher, weights_of_teacher
 from training.logs.bad_images import FILE as BAD_IMAGES_FILE
 from training.logs.bad_images import open_bad_images
+from training.logs.events import StartParts
 from training.logs.history import fetch_history, read_history
-from training.logs.records import METRICS_FILE, StartParts
+from training.logs.records import METRICS_FILE
 from training.logs.reports import Reports
 from training.objectives.objective import open_objective
 from training.processes import exchange
@@ -191,7 +192,6 @@ def train(
                         model,
                         objective,
                         val_loader(data, backend, config.data.pass_size),
-                        data.val_length,
                         saves,
                         set(history.evaluated),
                         history.best_score,

@@ -12,7 +12,8 @@ from PIL import Image
 
 from tests.cli import ROOT, command_of, tiny
 from tools.goodput import daly, expected_goodput, main, young
-from training.logs.records import EVENTS_FILE, Events, StartParts, read_events
+from training.logs.events import Events, StartParts
+from training.logs.records import EVENTS_FILE, read_events
 
 BATCH_S, SAVE_S = 0.05, 0.4
 DOWN_S = 1.5

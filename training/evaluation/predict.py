@@ -31,7 +31,7 @@ from training.evaluation.evaluate import (
 )
 from training.files import check_folder_writable, folder_at, is_url
 from training.logs.bad_images import VAL
-from training.logs.records import as_json
+from training.logs.sinks import as_json
 from training.mesh import Mesh
 from training.objectives.classify import Classification
 from training.objectives.objective import normalizer, open_objective
@@ -163,11 +163,11 @@ def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Bac
 
     say("evaluating ...")
     objective, predictions = open_objective(run, backend), None
-    measure = objective.measure(data.val_length)
+    measure = objective.measure()
     if use.eval_report:
         assert isinstance(objective, Classification)
         predictions = Predictions(backend, pass_size)
-        measure = objective.measure(data.val_length, predictions)
+        measure = objective.measure(predictions)
     result = evaluate(model, measure, loader, backend)
     assert result is not None  # nothing stops it
     bad_images.collect(VAL, loader, say)

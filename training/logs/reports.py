@@ -15,13 +15,20 @@ from tqdm import tqdm
 
 from training.backend import Backend
 from training.files import LogUploads
-from training.logs import records
+from training.logs.events import Events
+from training.logs.figures import plot_curves
+from training.logs.records import (
+    METRICS_FILE,
+    TENSORBOARD_DIR,
+    Evaluation,
+    read_metrics,
+    summary,
+)
+from training.logs.sinks import Guarded, JsonLines, TensorBoard, WeightsAndBiases
 from training.optimizers import COUNTS
 from training.resolve import Run
 
 CURVES_FILE = "curves.png"
-PICTURES = "reconstructions"
-"""The name of pictures in TensorBoard and, with .png, of the newest in the run's folder."""
 SMOOTHING_WINDOW = 5
 """Over how many log steps the means of loss and time per step are, which log lines show beside the
 newest values, as PyTorch/XLA's ViT-10B example does."""
@@ -85,29 +92,23 @@ class Reports:
         """What is not finite of the newest step that was read, or of the last evaluation."""
         self.last_evaluation = last_evaluation
         self._objective = run.config.objective.objective
-        self.events = records.Events(folder, self.say, active=active)
-        self._sinks: list[records.Guarded] = []
+        self.events = Events(folder, self.say, active=active)
+        self._sinks: list[Guarded] = []
         has_copies = active and folder != run.ckpt_dir
         self._uploads = LogUploads(folder, run.ckpt_dir, self.say) if has_copies else None
         if not active:
             return
         kept_up_to = first_step if keep_records and first_step else -1
         sinks: dict[str, Callable[[], Any]] = {
-            "TensorBoard's file": lambda: records.TensorBoard(
-                folder / records.TENSORBOARD_DIR, first_step=first_step
+            "TensorBoard's file": lambda: TensorBoard(
+                folder / TENSORBOARD_DIR, first_step=first_step
             ),
         }
         if (project := run.config.log.wandb) is not None:
-            sinks["Weights & Biases"] = lambda: records.WeightsAndBiases(
-                project, folder, run.values
-            )
+            sinks["Weights & Biases"] = lambda: WeightsAndBiases(project, folder, run.values)
         # Last: an evaluation that it has is not done again, so the others must have it.
-        sinks[records.METRICS_FILE] = lambda: records.JsonLines(
-            folder / records.METRICS_FILE, kept_up_to
-        )
-        self._sinks = [
-            records.Guarded(name, open_sink, self.say) for name, open_sink in sinks.items()
-        ]
+        sinks[METRICS_FILE] = lambda: JsonLines(folder / METRICS_FILE, kept_up_to)
+        self._sinks = [Guarded(name, open_sink, self.say) for name, open_sink in sinks.items()]
         self._bar = tqdm(  # None: shown on a terminal
             total=last_step, initial=first_step, unit="step", dynamic_ncols=True, disable=None
         )
@@ -245,14 +246,14 @@ class Reports:
         self,
         step: int,
         epoch: int,
-        result: records.Evaluation,
-        of_ema: records.Evaluation | None = None,
+        result: Evaluation,
+        of_ema: Evaluation | None = None,
     ) -> None:
         """Record an evaluation of the weights and, if there is one, of their EMA."""
         self.flush()
         self._compilations = -1  # the evaluation compiled its own step
         record = {"step": step, "epoch": epoch, **result.values}
-        self.last_evaluation = records.summary(record)
+        self.last_evaluation = summary(record)
         line = f"epoch {epoch} step {step}, {result}"
         if of_ema:
             values = of_ema.values
@@ -261,14 +262,6 @@ class Reports:
             line += f"; of the EMA: val loss {of_ema.loss:.4f}"
             if of_ema.top1 is not None:
                 line += f", accuracy {of_ema.top1:.2f} %, top-5 {of_ema.top5:.2f} %"
-        pictures = (of_ema or result).pictures
-        if pictures is not None and self._active:
-            for sink in self._sinks:
-                sink.write_picture(PICTURES, pictures, step)
-            try:
-                records.save_picture(pictures, self._dir / f"{PICTURES}.png")
-            except OSError as error:
-                self.say(f"warning: {PICTURES}.png cannot be written ({error.strerror})")
         self._write(record)
         self.say(line)
 
@@ -314,8 +307,8 @@ class Reports:
         for sink in self._sinks:
             sink.close()
         try:
-            if found := records.read_metrics(self._dir):
-                self.plot = records.plot_curves(found, self._dir / CURVES_FILE, self._objective)
+            if found := read_metrics(self._dir):
+                self.plot = plot_curves(found, self._dir / CURVES_FILE, self._objective)
         except Exception as error:  # noqa: BLE001 - a picture may not end a run
             self.say(f"warning: {CURVES_FILE} cannot be written ({error})")
         self.events.close()

@@ -100,7 +100,7 @@ class Classification(Objective):
             distilled = F.kl_div(ours, theirs, reduction="batchmean", log_target=True) * tau**2
         return (1 - alpha) * loss + alpha * distilled
 
-    def measure(self, images: int, predictions: Predictions | None = None) -> Measure:
+    def measure(self, predictions: Predictions | None = None) -> Measure:
         """Return what measures loss and accuracy.
 
         ``predictions`` collects what each image was taken for.

@@ -67,9 +67,8 @@ class Objective(abc.ABC):
         passes. Scalars, each the mean over the global batch."""
         return {}
 
-    def measure(self, images: int) -> Measure:
-        """Return what measures the model in one evaluation, of so many ``images``, if it is
-        ``measured``."""
+    def measure(self) -> Measure:
+        """Return what measures the model in one evaluation, if it is ``measured``."""
         raise NotImplementedError
 
 
