@@ -307,7 +307,7 @@ class Saves(Hook):
         session.watchdog.alive()
         with session.reports.events.span("save") as event:
             event["written"] = self.saver.save(at, must=must)
-            event["completed"] = self.saver.take_figures()
+            event["completed"], self.saver.figures = self.saver.figures, []
         self._minutes.restart()
         session.timer.restart()
 

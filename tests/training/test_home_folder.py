@@ -31,12 +31,12 @@ def home(tmp_path, monkeypatch):
 
 def values(*words):
     flags = read_flags(words)
-    return flat(flags.run, *flags.backend_configs)
+    return flat(flags.run, *flags.backend_configs, flags.plan)
 
 
 def test_these_are_flags_of_paths():
     wanted = "data_dir index_dir labels ckpt_dir resume init_from local_ckpt_dir teacher_weights"
-    wanted += " class_map gram_weights expect predict features eval_report price plan_dir hlo_dir"
+    wanted += " class_map gram_weights predict features eval_report price plan_dir hlo_dir"
     assert PATHS.keys() == set(wanted.split())
 
 

@@ -126,12 +126,12 @@ def training_tensors(
 def saved_run(path: Path, training: Mapping[str, torch.Tensor]) -> SavedRun:
     """Return what ``training_tensors`` were made of; raises anything if they are none."""
     position = Position(*(int(training[field.name]) for field in dataclasses.fields(Position)))
-    found = {
+    texts = {
         name: json.loads(bytes(training[name].tolist()))
         for name in ("arguments", *_OPTIONAL)
         if name in training
     }
-    return SavedRun(path, position, **found)
+    return SavedRun(path, position, **texts)
 
 
 # -- files, in local folders and on URLs alike ----------------------------------------------------
@@ -230,7 +230,9 @@ class FolderWriter(dcp.FileSystemWriter):
             dataclasses.replace(
                 metadata,
                 version=CURRENT_DCP_VERSION,
-                storage_data={each.index: each.storage_data for part in results for each in part},
+                storage_data={
+                    entry.index: entry.storage_data for part in results for entry in part
+                },
                 storage_meta=self.storage_meta(),
             )
         )
@@ -441,14 +443,12 @@ def manifest_entries(files: Any) -> dict[str, Entry]:
     """Return the entries of a manifest, as JSON has them. Raises ValueError for what is none."""
     if not isinstance(files, dict):
         raise ValueError("a manifest's files are no JSON object")
-    found: dict[str, Entry] = {}
     for name, entry in files.items():
         match entry:
-            case [int(size), str(sum_)] if _FILE_NAME.fullmatch(name) and _SUM.fullmatch(sum_):
-                found[name] = size, sum_
-            case _:
-                raise ValueError(f"{name[:100]!r} is no entry of a manifest")
-    return found
+            case [int(), str(checksum)] if _FILE_NAME.fullmatch(name) and _SUM.fullmatch(checksum):
+                continue
+        raise ValueError(f"{name[:100]!r} is no entry of a manifest")
+    return {name: (size, checksum) for name, (size, checksum) in files.items()}
 
 
 def is_complete(folder: Path) -> bool:
@@ -482,13 +482,13 @@ def quick_problem(folder: Path) -> str | None:
         return str(error).splitlines()[0] if str(error) else type(error).__name__
     for name, (size, _) in files.items():
         try:
-            found = (folder / name).stat().st_size
+            size_there = (folder / name).stat().st_size
         except OSError as error:
             if is_unreachable(error):
                 raise
             return f"{name} is missing"
-        if size not in (found, -1):
-            return f"{name} has {found:,} bytes, not {size:,}"
+        if size not in (size_there, -1):
+            return f"{name} has {size_there:,} bytes, not {size:,}"
     return None
 
 
@@ -500,11 +500,11 @@ def damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
     """
     for name, (_, expected) in sorted((read_manifest(folder) or {}).items())[part::parts]:
         try:
-            found = checksum(folder / name)
+            is_undamaged = checksum(folder / name) == expected
         except OSError as error:
             if is_unreachable(error):
                 raise
             return f"{name} cannot be read ({error.strerror})"
-        if found != expected:
+        if not is_undamaged:
             return f"{name} has changed since it was written (its checksum differs)"
     return None

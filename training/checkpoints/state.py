@@ -129,9 +129,9 @@ def state_content(
 def _copied(value: Any) -> Any:
     """Return a nested dictionary of tensors with each tensor copied to the CPU."""
     if isinstance(value, Mapping):
-        return {name: _copied(each) for name, each in value.items()}
+        return {name: _copied(inner) for name, inner in value.items()}
     if isinstance(value, ShardedTensor):
-        chunks = [Chunk(each.offsets, _copied(each.data)) for each in value.chunks]
+        chunks = [Chunk(chunk.offsets, _copied(chunk.data)) for chunk in value.chunks]
         return ShardedTensor(value.size(), value.dtype, chunks)
     return value.detach().to("cpu", copy=True)
 
@@ -143,8 +143,8 @@ def bytes_of(value: Any) -> int:
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, Mapping):
-        for each in value.values():
-            yield from _tensors(each)
+        for inner in value.values():
+            yield from _tensors(inner)
     elif isinstance(value, ShardedTensor):
         yield from (chunk.data for chunk in value.chunks)
     else:
@@ -182,7 +182,7 @@ def write_state(
     while writing. The caller writes the manifest, which completes a checkpoint. Raises OSError,
     RuntimeError or DCP's CheckpointException if it cannot be written.
     """
-    storage = FolderWriter(folder, from_cuda=any(each.is_cuda for each in _tensors(content)))
+    storage = FolderWriter(folder, from_cuda=any(tensor.is_cuda for tensor in _tensors(content)))
     # torch.save's own sums, CRC-32, take as long as all else it does, and no reader looks at them.
     with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
         no_dist = alone or not dist.is_initialized()
@@ -211,9 +211,9 @@ def load_state(
     state = backend.state(with_optimizer=with_optimizer)
     training: dict[str, torch.Tensor] = {}
     if with_optimizer:
-        there = {name: each for name, each in state.step.items() if f"{TRAINING}.{name}" in saved}
-        state = replace(state, step=there, ema=state.ema if has_ema else None)
-        training = {**there, RNG: torch.get_rng_state()}
+        step = {name: x for name, x in state.step.items() if f"{TRAINING}.{name}" in saved}
+        state = replace(state, step=step, ema=state.ema if has_ema else None)
+        training = {**step, RNG: torch.get_rng_state()}
     wanted = tree(state, training)
     if use_ema:
         wanted[EMA] = wanted.pop(WEIGHTS)
@@ -242,7 +242,7 @@ def _held(content: Mapping[str, Any], saved: Mapping[str, Any], prefix: str = ""
         if isinstance(value, ShardedTensor):
             if not value.chunks:
                 continue
-            here = [(tuple(each.offsets), tuple(each.data.shape)) for each in value.chunks]
+            here = [(tuple(chunk.offsets), tuple(chunk.data.shape)) for chunk in value.chunks]
         entry = saved.get(prefix + name)
         there = {(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks} if entry else set()
         if not there.issuperset(here) and not there.issuperset(whole):
