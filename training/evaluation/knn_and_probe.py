@@ -394,5 +394,5 @@ class FrozenEvaluations(Hook):
             return
         for result in results:
             text = str(result) if result.top1 else ""
-            session.reports.frozen(at.step, last_epoch(at), result.values, text)
+            session.reports.record_evaluation(at.step, last_epoch(at), result.values, text)
         session.timer.restart()

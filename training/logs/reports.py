@@ -1,8 +1,8 @@
 """Shows a run to a person: progress bar, log lines, TensorBoard, metrics.jsonl, curves."""
 
 import contextlib
+import functools
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -99,16 +99,16 @@ class Reports:
         if not active:
             return
         kept_up_to = first_step if keep_records and first_step else -1
-        sinks: dict[str, Callable[[], Any]] = {
-            "TensorBoard's file": lambda: TensorBoard(
-                folder / TENSORBOARD_DIR, first_step=first_step
-            ),
-        }
+        tensorboard = functools.partial(
+            TensorBoard, folder / TENSORBOARD_DIR, first_step=first_step
+        )
+        self._sinks.append(Guarded("TensorBoard's file", tensorboard, self.say))
         if (project := run.config.log.wandb) is not None:
-            sinks["Weights & Biases"] = lambda: WeightsAndBiases(project, folder, run.values)
+            wandb = functools.partial(WeightsAndBiases, project, folder, run.values)
+            self._sinks.append(Guarded("Weights & Biases", wandb, self.say))
         # Last: an evaluation that it has is not done again, so the others must have it.
-        sinks[METRICS_FILE] = lambda: JsonLines(folder / METRICS_FILE, kept_up_to)
-        self._sinks = [Guarded(name, open_sink, self.say) for name, open_sink in sinks.items()]
+        metrics = functools.partial(JsonLines, folder / METRICS_FILE, kept_up_to)
+        self._sinks.append(Guarded(METRICS_FILE, metrics, self.say))
         self._bar = tqdm(  # None: shown on a terminal
             total=last_step, initial=first_step, unit="step", dynamic_ncols=True, disable=None
         )
@@ -121,24 +121,13 @@ class Reports:
 
     @contextlib.contextmanager
     def compiling(self, what: str) -> Iterator[None]:
-        """Say that ``what`` compiles now, show the seconds, say how long it took."""
+        """Say that ``what`` compiles inside, and how long it took."""
         devices = self._backend.device_count
         self.say(f"compiling the {what} for {devices} device(s); the first one takes a while ...")
-        start, done = time.perf_counter(), threading.Event()
-
-        def show_seconds() -> None:
-            while not done.wait(1.0):
-                self._bar.set_description(f"compiling, {time.perf_counter() - start:.0f} s")
-
+        start = time.perf_counter()
+        yield
         if self._active:
-            threading.Thread(target=show_seconds, daemon=True).start()
-        try:
-            yield
-        finally:
-            done.set()
-            if self._active:
-                self._bar.set_description()
-                self._bar.unpause()  # the estimate of the time left is without the compiler's
+            self._bar.unpause()  # the estimate of the time left is without the compiler's
         self.say(f"compiled and ran the first {what} in {time.perf_counter() - start:.1f} s")
 
     @contextlib.contextmanager
@@ -147,14 +136,7 @@ class Reports:
         hide = None if self._active else True  # None: shown on a terminal
         with (
             self.events.span("eval"),
-            tqdm(
-                total=batches,
-                unit="batch",
-                desc="evaluating",
-                leave=False,
-                dynamic_ncols=True,
-                disable=hide,
-            ) as bar,
+            tqdm(total=batches, unit="batch", desc="evaluating", leave=False, disable=hide) as bar,
         ):
             yield bar.update
         if self._active:
@@ -209,14 +191,20 @@ class Reports:
             if not self._active:
                 continue
             self._write(record)
+            mean_loss, mean_time = (
+                f" (mean of {len(newest)}: {sum(newest) / len(newest):.4f})"
+                if len(newest) > 1
+                else ""
+                for newest in (self._losses, self._times)
+            )
             parts = [
                 f"epoch {record['epoch']} step {record['step']}",
                 f"lr: {record['lr']:.6g}",
-                f"loss: {record['loss']:.4f}{_mean_of(self._losses)}",
+                f"loss: {record['loss']:.4f}{mean_loss}",
                 f"grad norm: {record['grad_norm']:.4f}",
             ]
             if "images_per_s" in record:
-                parts.append(f"sec/iter: {record['sec_per_iter']:.4f}{_mean_of(self._times)}")
+                parts.append(f"sec/iter: {record['sec_per_iter']:.4f}{mean_time}")
                 parts.append(f"images/s: {record['images_per_s']:.1f}")
                 parts.append(f"data wait: {record['data_wait']:.1%}")
             if "mfu" in record:
@@ -243,30 +231,22 @@ class Reports:
             self._compilations = compilations
 
     def evaluation(
-        self,
-        step: int,
-        epoch: int,
-        result: Evaluation,
-        of_ema: Evaluation | None = None,
+        self, step: int, epoch: int, result: Evaluation, ema: Evaluation | None = None
     ) -> None:
         """Record an evaluation of the weights and, if there is one, of their EMA."""
-        self.flush()
-        self._compilations = -1  # the evaluation compiled its own step
-        record = {"step": step, "epoch": epoch, **result.values}
-        self.last_evaluation = summary(record)
-        line = f"epoch {epoch} step {step}, {result}"
-        if of_ema:
-            values = of_ema.values
-            del values["val_images"]
-            record |= {f"ema_{name}": value for name, value in values.items()}
-            line += f"; of the EMA: val loss {of_ema.loss:.4f}"
-            if of_ema.top1 is not None:
-                line += f", accuracy {of_ema.top1:.2f} %, top-5 {of_ema.top5:.2f} %"
-        self._write(record)
-        self.say(line)
+        values, text = result.values, str(result)
+        self.last_evaluation = summary(values)
+        if ema:
+            ema_values = {f"ema_{name}": value for name, value in ema.values.items()}
+            del ema_values["ema_val_images"]
+            values |= ema_values
+            text += f"; of the EMA: val loss {ema.loss:.4f}"
+            if ema.top1 is not None:
+                text += f", accuracy {ema.top1:.2f} %, top-5 {ema.top5:.2f} %"
+        self.record_evaluation(step, epoch, values, text)
 
-    def frozen(self, step: int, epoch: int, values: dict[str, float], text: str) -> None:
-        """Record an evaluation by frozen features, and say ``text`` of it."""
+    def record_evaluation(self, step: int, epoch: int, values: dict[str, float], text: str) -> None:
+        """Record the figures of an evaluation, and say ``text`` of them."""
         self.flush()
         self._compilations = -1  # it compiled its own step
         self._write({"step": step, "epoch": epoch, **values})
@@ -307,14 +287,10 @@ class Reports:
         for sink in self._sinks:
             sink.close()
         try:
-            if found := read_metrics(self._dir):
-                self.plot = plot_curves(found, self._dir / CURVES_FILE, self._objective)
+            if metrics := read_metrics(self._dir):
+                self.plot = plot_curves(metrics, self._dir / CURVES_FILE, self._objective)
         except Exception as error:  # noqa: BLE001 - a picture may not end a run
             self.say(f"warning: {CURVES_FILE} cannot be written ({error})")
         self.events.close()
         if self._uploads:
             self._uploads.copy()
-
-
-def _mean_of(values: deque[float]) -> str:
-    return f" (mean of {len(values)}: {sum(values) / len(values):.4f})" if len(values) > 1 else ""
