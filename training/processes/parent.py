@@ -48,7 +48,7 @@ def end_at_once(exit_code: int) -> NoReturn:
     one that reads from a device that no longer answers.
     """
     atexit._run_exitfuncs()
-    for each in (sys.stdout, sys.stderr):
+    for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # who read it has left
-            each.flush()
+            stream.flush()
     os._exit(exit_code)

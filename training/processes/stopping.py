@@ -85,7 +85,7 @@ def _install_here() -> ProcessSignals:
 
 def largest_of_all(value: int) -> Callable[[], int]:
     """Start to find the largest value of all processes, on the hosts; return what waits for it."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if exchange.count() == 1:
         return lambda: value
     tensor = torch.tensor([value])  # on the CPU: gloo's, whatever else the devices do
     work = dist.all_reduce(tensor, dist.ReduceOp.MAX, async_op=True)
@@ -113,7 +113,7 @@ class StopRequest:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._found: Callable[[], int] = lambda: 0
+        self._answer: Callable[[], int] = lambda: 0
         self._asked = 0
         self.exit_code = 0
         """Why training stops, as an exit code (``training/errors.py``): that of a failure, or
@@ -142,15 +142,15 @@ class StopRequest:
 
     def due(self) -> bool:
         """Return True if training stops now; all call it after each step and evaluated batch."""
-        mine, found = max(process_signals.noted, self._asked), 0
+        mine, reason = max(process_signals.noted, self._asked), 0
         if exchange.count() == 1:
-            found = mine
+            reason = mine
         elif not self.exit_code:
-            found = self._found()
-            if not found:
-                self._found = self._backend.largest_of_all(mine)
-        if found:
-            self.exit_code = found - _FAILURE if found > _FAILURE else SIGNAL + found
+            reason = self._answer()
+            if not reason:
+                self._answer = self._backend.largest_of_all(mine)
+        if reason:
+            self.exit_code = reason - _FAILURE if reason > _FAILURE else SIGNAL + reason
         return self.exit_code > 0
 
 
