@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -378,19 +378,19 @@ class Evaluations(Hook):
         if result is None or (with_ema and ema is None):
             return
         session.bad_images.collect(VAL, self.loader, session.reports.say)
-        result = session.bad_images.excluding_unreadable(result)
+        result = replace(result, left_out=len(session.bad_images.found[VAL]))
         if session.bad_images.excess:
             session.stop.exit_code = BAD_IMAGES
             return
         session.reports.evaluation(at.step, last_epoch(at), result, ema)
         self.done.add(at.step)
-        found = score((ema or result).values)
-        if not all(each.is_finite for each in (result, ema or result)):
+        new_score = score((ema or result).values)
+        if not (result.is_finite and (ema or result).is_finite):
             if at.step >= session.last_step:
                 session.reports.not_finite = "val loss"
                 session.stop.exit_code = NOT_FINITE
-        elif found > self.best:
-            self.best = found
+        elif new_score > self.best:
+            self.best = new_score
             if session.config.checkpoints.ckpt_best:
                 saver = self.saves.saver
                 saver.spared = folder_of(saver.ckpt_dir, at.step)

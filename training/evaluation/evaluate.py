@@ -15,7 +15,6 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -76,13 +75,10 @@ def evaluate(
 
     Returns None if ``batch_done``, called after each batch, returns True: to stop.
     """
-    seen: set[int] = set()
 
     def source() -> Iterator[Batch]:
         for index, batch in enumerate(itertools.islice(loader.epoch(0), batches or None)):
-            labels = batch[1]
-            seen.update(labels.tolist())  # on the host, as the batches pass
-            first = (index * backend.batch_shards + backend.batch_shard) * len(labels)
+            first = (index * backend.batch_shards + backend.batch_shard) * len(batch[1])
             yield numbered(batch, first) if measure.numbered else batch
 
     model.eval()
@@ -97,10 +93,10 @@ def evaluate(
             if batch_done():
                 stopped = True
                 break
-    for left in pending:
-        measure.add(left.result())
+    for future in pending:
+        measure.add(future.result())
     model.train()
-    return None if stopped else replace(measure.result(), labels=frozenset(seen))
+    return None if stopped else measure.result()
 
 
 def open_trained(

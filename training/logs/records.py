@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, TypeGuard
 
-from data.files import parse_object, printable, regular
+from data.files import parse_object, regular
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 TENSORBOARD_DIR = "tensorboard"
-_CLASSES_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -29,12 +28,8 @@ class Evaluation:
     top5: float | None = None
     """The percentage of images whose label is among the five highest logits; as ``top1``."""
     images: int = 0
-    labels: frozenset[int] = frozenset()
-    """The labels of the images that this process has loaded."""
     left_out: int = 0
     """How many images could not be read."""
-    lost_classes: tuple[str, ...] = ()
-    """The classes of which no image could be read."""
 
     @property
     def is_finite(self) -> bool:
@@ -54,15 +49,9 @@ class Evaluation:
             images += f" of {self.images + self.left_out:,}"
         if self.top1 is None:
             return f"val loss: {self.loss:.4f} of {images} images"
-        lost = printable(", ".join(self.lost_classes[:_CLASSES_SHOWN]))
-        if len(self.lost_classes) > 1:
-            more = ", ..." if len(self.lost_classes) > _CLASSES_SHOWN else ""
-            lost = f", {len(self.lost_classes):,} classes have none left ({lost}{more})"
-        elif lost:
-            lost = f", class {lost} has none left"
         return (
-            f"val loss: {self.loss:.4f}, accuracy on val: {self.top1:.2f} % of {images} images"
-            f"{lost}, top-5: {self.top5:.2f} %"
+            f"val loss: {self.loss:.4f}, accuracy on val: {self.top1:.2f} % of {images} images, "
+            f"top-5: {self.top5:.2f} %"
         )
 
 
