@@ -31,9 +31,7 @@ from training.errors import FOLDER_IN_USE, RunFailed, UsageError
 
 def folder_at(text: str) -> Path:
     """Return the folder that a flag names: a local one, or a ``UrlPath``, which is used like one.
-
-    Raises UsageError for a kind of URL that is not known, or whose package is not installed.
-    """
+    Raises UsageError for a kind of URL that is not known, or whose package is not installed."""
     text = text.removeprefix("file://")
     protocol, separator, rest = text.partition("://")
     if not separator:
@@ -149,10 +147,8 @@ class UrlPath:
             storage.cp_file(path, to)
 
     def check_writable(self, *, removable: bool = False) -> None:
-        """Write an empty file into the folder and remove it, if that is allowed.
-
-        Raises OSError if writing or, with ``removable``, removing fails.
-        """
+        """Write an empty file into the folder and remove it, if that is allowed. Raises OSError if
+        writing or, with ``removable``, removing fails."""
         probe = self / ".write_test"
         probe.write_bytes(b"")
         try:
@@ -179,10 +175,8 @@ class _Stream:
 
 @contextlib.contextmanager
 def _os_errors(url: str) -> Iterator[None]:
-    """Turn what the body raises into an OSError with number, text and file name, as pathlib's.
-
-    It is never EIO, which is a disk's error for a damaged file.
-    """
+    """Turn what the body raises into an OSError with number, text and file name, as pathlib's;
+    never EIO, which is a disk's error for a damaged file."""
     try:
         yield
     except Exception as error:
@@ -215,10 +209,8 @@ def is_url(path: Path) -> bool:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder and its content, at a URL or not.
-
-    Raises OSError if anything is left, after removing what can be removed.
-    """
+    """Remove a folder and its content, at a URL or not. Raises OSError if anything is left, after
+    removing what can be removed."""
     if url := as_url(folder):
         with contextlib.suppress(FileNotFoundError), url.storage() as (storage, path):
             storage.rm(path, recursive=True)
@@ -277,9 +269,8 @@ _VISIBLE_WITHIN_S = 30.0
 class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
     """Locks a folder for one job, in its first process, until that process ends, however it ends.
 
-    It is a POSIX record lock: children do not inherit it, and NFS passes it on to its server. It
-    is released when the process closes any descriptor of the file, so nothing else in the process
-    may open it. The file itself stays; it says who held the lock last.
+    It is a POSIX record lock, which NFS passes on to its server. It is released when the process
+    closes any descriptor of the file, so nothing else in the process may open it.
     """
 
     def __init__(self, ckpt_dir: Path, *, inside: Path | None = None, shared: bool = False) -> None:
@@ -289,11 +280,8 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
         self._file: int | None = None
 
     def acquire(self, *, is_restart: bool) -> str:
-        """Lock the folder; return a token that is written into the file.
-
-        Raises UsageError if the folder is another user's, or if another job holds the lock, but
-        RunFailed in a restart.
-        """
+        """Lock the folder; return a token that is written into the file. Raises UsageError if the
+        folder is another user's, or if another job holds the lock, but RunFailed in a restart."""
         try:
             self._place.mkdir(parents=True, exist_ok=True)
             check_own(self._place, shared=self._shared)
@@ -343,12 +331,8 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
 
 
 def check_own(folder: Path, flag: str = "--ckpt_dir", *, shared: bool = False) -> None:
-    """Raise UsageError if a folder, or what is directly in it, is another user's, and not
-    ``shared``: a checkpoint in it would be resumed, whoever has forged it.
-
-    What root owns is accepted. The file system decides which user this process is: NFS may map
-    root to nobody, and buckets and containers may know only one user. Raises OSError.
-    """
+    """Raise UsageError if a folder, or what is directly in it, is another user's (not root's), and
+    not ``shared``: a checkpoint in it would be resumed, whoever has forged it. Raises OSError."""
     if shared:
         return
     with tempfile.TemporaryFile(dir=folder) as probe:
@@ -417,10 +401,7 @@ Result = TypeVar("Result")
 
 
 def in_background(work: Callable[[], Result]) -> Future[Result]:
-    """Run a function in its own thread.
-
-    The thread is a daemon: a process that fails, or has to exit at once, does not wait for it.
-    """
+    """Run a function in its own thread, a daemon: a process that fails does not wait for it."""
     future: Future[Result] = Future()
 
     def run() -> None:
@@ -442,11 +423,8 @@ _NOT_COPIED = {LOCK_FILE, "profile"}
 
 
 def log_folder(ckpt_dir: Path) -> Path:
-    """Return where a run's logs are written: ``ckpt_dir``, or a local folder if that is a URL.
-
-    It is the same for each start on a machine, so that a second one there finds it locked. Raises
-    UsageError if there is no place for it.
-    """
+    """Return where a run's logs are written: ``ckpt_dir``, or a local folder if that is a URL, the
+    same for each start on a machine. Raises UsageError if there is no place for it."""
     if not is_url(ckpt_dir):
         return ckpt_dir
     number = hashlib.sha256(str(ckpt_dir).encode()).hexdigest()[:16]
@@ -458,9 +436,7 @@ def log_folder(ckpt_dir: Path) -> Path:
 
 def fetch_logs(folder: Path, url: Path, names: tuple[str, ...]) -> None:
     """Replace the local folder's logs by the files of these names at the URL, where they exist.
-
-    Raises OSError.
-    """
+    Raises OSError."""
     for path, copy in _copies(folder, url):
         # An earlier start that was killed here may not have copied the end of a file.
         content = path.read_bytes()
@@ -496,10 +472,8 @@ class LogUploads:
         self._failing = False
 
     def begin(self, *, soon: bool = True) -> None:
-        """Start to copy, unless a copy is running; return at once.
-
-        Without ``soon``, start none within ``_EVERY_S`` seconds of the last one.
-        """
+        """Start to copy, unless a copy is running; return at once. Without ``soon``, start none
+        within ``_EVERY_S`` seconds of the last one."""
         is_recent = not soon and time.monotonic() - self._started < _EVERY_S
         if not is_recent and (self._running is None or self._running.done()):
             self._started = time.monotonic()

@@ -71,10 +71,8 @@ class FlagField:
 
 @functools.cache
 def flag_fields(config: type) -> tuple[FlagField, ...]:
-    """Return the flags of a configuration class and of those nested in it, in their order.
-
-    Its class attribute ``group`` is the title of their group in ``--help``.
-    """
+    """Return the flags of a configuration class and of those nested in it, in their order. Its
+    class attribute ``group`` is the title of their group in ``--help``."""
     hints = typing.get_type_hints(config)
     flags: list[FlagField] = []
     nested: list[FlagField] = []
@@ -124,10 +122,8 @@ def flat(*configs: Any) -> dict[str, Any]:
 
 
 def from_values(config: type, values: Mapping[str, Any]) -> Any:
-    """Make a configuration from values by field name, as ``flat`` or JSON has them.
-
-    Fields without a value get their defaults; unknown names are ignored.
-    """
+    """Make a configuration from values by field name, as ``flat`` or JSON has them. Fields without
+    a value get their defaults; unknown names are ignored."""
     known, hints = {o.field.name: o for o in flag_fields(config)}, typing.get_type_hints(config)
     chosen: dict[str, Any] = {}
     for field in dataclasses.fields(config):
@@ -145,12 +141,9 @@ def from_values(config: type, values: Mapping[str, Any]) -> Any:
 
 
 def check_rules(config: RunConfig, *others: Any, only: Collection[str] | None = None) -> None:
-    """Raise UsageError for a flag, not at its default, whose rules do not hold; for some flags
-    also at its default (``Flag.requires_at_default``).
-
-    ``others``: the configurations of backends and tools. All must be resolved, as rules are about
-    final values, but for the fields ``only``, which resolving does not change.
-    """
+    """Raise UsageError for a flag whose rules do not hold. ``others``: the configurations of
+    backends and tools. All must be resolved, as rules are about final values, but for the fields
+    ``only``."""
     values, known = flat(config, *others), by_field(type(config), *map(type, others))
     for name, option in known.items():
         counts_at_default = option.flag.requires_at_default and name in config.given
@@ -183,10 +176,7 @@ def check_rules(config: RunConfig, *others: Any, only: Collection[str] | None = 
 
 def check_foreign(others: Iterable[Any], backend: str, given: Collection[str]) -> None:
     """Raise UsageError for a flag of another backend than ``backend``: it would have no effect.
-
-    ``others``: the configurations of all backends; ``given``: the fields whose flags are on the
-    command line. The environment may be made for several programs, and a default does no harm.
-    """
+    ``others``: the configurations of all backends; ``given``: the fields on the command line."""
     for config in others:
         if backend in config.backends:
             continue
@@ -212,10 +202,8 @@ class _Mistake(UsageError):
 
 
 def _expanded(words: Iterable[str], including: tuple[Path, ...] = ()) -> Iterator[str]:
-    """Yield words, with each ``@FILE`` replaced by those in the file.
-
-    ``including``: the files that include these words.
-    """
+    """Yield words, with each ``@FILE`` replaced by those in the file. ``including``: the files that
+    include these words."""
     for word in words:
         if not word.startswith("@"):
             yield word
@@ -320,11 +308,9 @@ def help_text(option: FlagField) -> str:
 
 
 def parse(argv: Sequence[str] | None, configs: Mapping[str, type]) -> dict[str, Any]:
-    """Read the command line into an instance of each configuration class, by the same names.
-
-    A field ``given`` gets the names of all fields that the command line sets. Exits with code 2 on
-    a wrong argument, and with 0 after ``--help``.
-    """
+    """Read the command line into an instance of each configuration class, by the same names; a
+    field ``given`` gets the names of all fields that are set. Exits with code 2 on a wrong
+    argument, and with 0 after ``--help``."""
     known = [option for config in configs.values() for option in flag_fields(config)]
     parser = build_parser(known)
     try:
@@ -356,10 +342,8 @@ def parse(argv: Sequence[str] | None, configs: Mapping[str, type]) -> dict[str, 
 
 
 def tell(error: UsageError, hint: str = "") -> None:
-    """Print a user's mistake in one line, in the process that is to print it.
-
-    The others wait: torchrun ends all with the first that ends, and might end the one that prints.
-    """
+    """Print a user's mistake in one line, in the process that is to print it. The others wait:
+    torchrun ends all with the first that ends, and might end the one that prints."""
     if prints_here(error):
         where = f"{error.process}: " if error.process else ""
         print(f"{PROGRAM}: error: {where}{error}{hint}", file=sys.stderr)

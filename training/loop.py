@@ -82,8 +82,8 @@ class StepDone(NamedTuple):
 class Hook:
     """Something that is done around the steps of a training.
 
-    All processes call their hooks in the same order, since much of what they do is collective. A
-    hook stops training by setting ``Session.stop.exit_code``, in all processes alike.
+    All processes call their hooks in the same order. A hook stops training by setting
+    ``Session.stop.exit_code``, in all processes alike.
     """
 
     def reached(self, at: Position) -> None:
@@ -107,9 +107,7 @@ def train_loop(
     at: Position,
 ) -> Position:
     """Train from ``at`` to the last step, or until a hook stops it; return where training stands.
-
-    Hooks are called one after the other; when one of them stops training, no other one is.
-    """
+    When a hook stops training, those after it are not called."""
     backend, stop, watchdog = session.backend, session.stop, session.watchdog
     config = session.config
     shapes: set[torch.Size] = set()
@@ -356,13 +354,9 @@ class Evaluations(Hook):
     _count: int = field(default=0, init=False)
 
     def reached(self, at: Position) -> None:
-        """Evaluate the model, and its EMA if there is one, if that is due, and report it: before
-        training, what an earlier start saved, but did not evaluate any more.
-
-        A checkpoint of the best one is saved; the EMA counts, if there is one. Training stops where
-        a signal stops the evaluation, if too many images cannot be read, or if the last evaluation
-        is not finite.
-        """
+        """Evaluate the model, and its EMA if there is one, if that is due, and report it; save the
+        best. Stop training if the evaluation was stopped by a signal, if too many images cannot be
+        read, or if the last one is not finite."""
         session, config = self.session, self.session.config.log
         interval = config.test_step_interval
         is_due = bool(at.step and interval) and at.step % interval == 0

@@ -354,10 +354,8 @@ class Unreachable(UsageError):
 
 @contextlib.contextmanager
 def readable(path: Path, what: str = "the checkpoint") -> Iterator[None]:
-    """Raise UsageError for whatever goes wrong inside, where a checkpoint is read.
-
-    It is Unreachable if the error says nothing about the checkpoint itself.
-    """
+    """Raise UsageError for whatever goes wrong inside, where a checkpoint is read; Unreachable if
+    the error says nothing about the checkpoint itself."""
     try:
         yield
     except UsageError:
@@ -406,11 +404,8 @@ def entries(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
 
 
 def write_manifest(folder: Path, files: dict[str, Entry]) -> None:
-    """Complete a written checkpoint, synced to the disk.
-
-    Raises OSError if the manifest cannot be written, or if no process has written a file that the
-    metadata names: then it was written to another disk.
-    """
+    """Complete a written checkpoint, synced to the disk. Raises OSError if the manifest cannot be
+    written, or if a file that the metadata names is missing: it was written to another disk."""
     missing = named_files(folder) - files.keys()
     missing |= {name for name in files if not (folder / name).is_file()}
     if missing:
@@ -452,11 +447,8 @@ def manifest_entries(files: Any) -> dict[str, Entry]:
 
 
 def is_complete(folder: Path) -> bool:
-    """Return True if a checkpoint is complete; it may have been damaged since.
-
-    Versions of this program before manifests wrote DCP's metadata last. Raises OSError if it
-    cannot be reached.
-    """
+    """Return True if a checkpoint is complete; it may have been damaged since. Raises OSError if it
+    cannot be reached."""
     if (folder / MANIFEST).exists():
         return True
     if not (folder / METADATA).is_file():
@@ -493,11 +485,9 @@ def quick_problem(folder: Path) -> str | None:
 
 
 def damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
-    """Return what is wrong with the content of every ``parts``-th file, from number ``part`` on.
-
-    None if nothing is, or if an earlier version wrote the checkpoint, without checksums. Raises
-    OSError if it cannot be reached, ValueError for a damaged manifest.
-    """
+    """Return what is wrong with the content of every ``parts``-th file, from number ``part`` on;
+    None if nothing is, or without checksums. Raises OSError if it cannot be reached, ValueError for
+    a damaged manifest."""
     for name, (_, expected) in sorted((read_manifest(folder) or {}).items())[part::parts]:
         try:
             is_undamaged = checksum(folder / name) == expected

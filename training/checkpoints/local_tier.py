@@ -91,12 +91,9 @@ class LocalTier:
     """
 
     def __init__(self, run: Run, shards: tuple[int, ...]) -> None:
-        """Open the folder of this process, and agree with the others on peers and on a key.
-
-        ``shards``: those that the process holds, as ``Backend`` has them. All processes must call
-        this, with ``--ckpt_dir`` locked. Raises UsageError in all of them if a folder cannot be
-        used.
-        """
+        """Open the folder of this process, and agree with the others on peers and on a key. All
+        processes must call this, with ``--ckpt_dir`` locked. ``shards``: those that the process
+        holds. Raises UsageError in all of them if a folder cannot be used."""
         assert run.config.checkpoints.local_ckpt_dir is not None
         self.folder = Path(run.config.checkpoints.local_ckpt_dir)
         self._rank, self._count = exchange.rank(), exchange.count()
@@ -306,10 +303,8 @@ class LocalTier:
         verify: bool,
     ) -> list[str]:
         """Give each folder the parts of a whole save that its processes hold; return the problems
-        of all processes. ``holders``: by part, the processes that keep it.
-
-        A part of this process's folder that is damaged, or cannot be sent, goes into ``rejected``.
-        """
+        of all processes. Parts of this process that cannot be used go into ``rejected``.
+        ``holders``: by part, the processes that keep it."""
         step = save[0]
         receivers: dict[int, list[int]] = {}
         """By part that is used of this process's folder: the processes to which it is sent."""
@@ -334,11 +329,9 @@ class LocalTier:
         return [problem for of_process in exchange.gather(problems) for problem in of_process]
 
     def forget(self, step: int | None, *, goes_back: bool) -> None:
-        """Remove all parts but those of ``step``, which this start continues; None: all.
-
-        ``goes_back``: nor are those of hosts that are away to be resumed when they come back. All
-        processes must call this before the first save.
-        """
+        """Remove all parts but those of ``step``, which this start continues; None: all. With
+        ``goes_back`` parts of hosts that are away do not count any more either. All processes must
+        call this before the first save."""
         if goes_back:
             self._history = exchange.gather(secrets.token_hex(4))[0]
         with exchange.failing_together():
@@ -452,10 +445,8 @@ class LocalTier:
         return _result(step, size, written - began, time.perf_counter() - written)
 
     def complete(self) -> None:
-        """Remove all parts: the run has its last checkpoint in --ckpt_dir.
-
-        All processes must call this. If one still writes, they stay.
-        """
+        """Remove all parts, unless one is still being written: the run has its last checkpoint in
+        --ckpt_dir. All processes must call this."""
         if self._writing is not None:
             wait([self._writing], timeout=_ENDS_WITHIN_S)
         if all(exchange.gather(self._writing is None or self._writing.done())):
@@ -475,10 +466,7 @@ class LocalTier:
 
     def _send(self, path: Path, part: int, save: Save, to: int) -> None:
         """Send the files of a part to a process; return when it has compared and written them.
-
-        Raises OSError or EOFError if it has not, ValueError if the part is damaged, and
-        AuthenticationError if who answers there does not know the key.
-        """
+        Raises OSError, EOFError, ValueError (damaged) or AuthenticationError if it has not."""
         files = checkpoint.read_manifest(path) or {}
         header = {"to": to, "part": part, "step": save[0], "start": save[1], "files": files}
         with Client(self._addresses[to], authkey=self._key) as connection:
@@ -523,11 +511,8 @@ class LocalTier:
 def _receive_files(
     connection: Connection, path: Path, files: dict[str, checkpoint.Entry]
 ) -> str | None:
-    """Write files that arrive one after the other; return what went wrong with them, if anything.
-
-    All that was sent is read, so that the sender reads the answer. Raises EOFError or OSError if
-    the connection ends before.
-    """
+    """Write files that arrive one after the other; return what went wrong with them, if anything,
+    after reading all of them. Raises EOFError or OSError if the connection ends before."""
     problem = None
     try:
         clear(path)

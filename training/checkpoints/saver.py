@@ -158,13 +158,10 @@ class CheckpointSaver:
             self._group = None
 
     def save(self, position: Position, *, must: bool = False) -> bool:
-        """Write a checkpoint, unless there is a complete one of this step.
-
-        If it cannot be written, the older ones stay and training can continue. With ``must`` it is
-        complete when this returns. Returns True if it was written, or is being written now. Raises
+        """Write a checkpoint, unless there is a complete one of this step; return True if it was
+        written, or is being written now. With ``must`` it is complete when this returns. Raises
         RunFailed if a value is not finite, and after ``max_failed`` failures in a row or, with
-        ``must``, after one.
-        """
+        ``must``, after one."""
         self.finish()
         folder = folder_of(self.ckpt_dir, position.step)
         if folder == self.newest:
@@ -204,10 +201,8 @@ class CheckpointSaver:
             raise self._ends_with
 
     def failed_too_often(self) -> bool:
-        """Return True if the run cannot continue, as far as this process knows; never waits.
-
-        All processes get to know the same, but not after the same step.
-        """
+        """Return True if the run cannot continue, as far as this process knows, which never waits:
+        others get to know the same after another step."""
         if self._being_written and self._being_written[1].done():
             self._settle()
         return self._ends_with is not None

@@ -106,11 +106,9 @@ def open_trained(
     run: Run,
     backend: Backend,
 ) -> tuple[nn.Module, BadImages, Callable[[str], None]]:
-    """Put trained weights on the devices, for what uses a model instead of training it.
-
-    Returns the model, the unreadable images, and what prints a line. Raises UsageError in all
-    processes if these differ. ``initial``: how weights of another model become this one's.
-    """
+    """Put trained weights on the devices; return the model, the unreadable images, and what prints
+    a line. ``initial``: how weights of another model become this one's. Raises UsageError in all
+    processes if these differ."""
     say = printer(backend, json=run.config.use.json)
     check_alike(run, data)
     say(f"data: {data}")
@@ -124,10 +122,8 @@ def open_trained(
 def classes_before(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return for each image how many classes its logits, (images, classes), rank above its label.
 
-    0: the label is the ``argmax``, up to 4: it is among the top five. Of equal logits the first
-    class ranks highest; NaN ranks above all, so that a model that has diverged is right about
-    nothing. No sorting, no gathering: each device compares its own images' logits, whatever these
-    are sharded over.
+    Of equal logits the first class ranks highest; NaN ranks above all: a model that has diverged is
+    right about nothing. Without sorting or gathering, each device compares its own images' logits.
     """
     classes = torch.arange(logits.shape[-1], device=logits.device)
     label = labels.clamp(min=0)[:, None]  # padding gets some rank, too, which does not count
@@ -187,8 +183,6 @@ def write_report(
     taken for. Raises OSError, but for the picture, which ``say`` says.
 
     ``predictions``: what ``Predictions.all`` returns; ``names``: of the classes, by label.
-    Accuracies are in percent, empty for a class without images. The picture, of up to 50 classes,
-    is the confusion matrix.
     """
     labels, predicted, before = predictions
     count = len(names)

@@ -50,10 +50,8 @@ class Features:
     """Computes features of the images of a source, in each process those of its own share."""
 
     def __init__(self, model: nn.Module, run: Run, backend: Backend, data: DataSource) -> None:
-        """``data``: training images are not augmented.
-
-        Must be made before the first step is recorded.
-        """
+        """Must be made before the first step is recorded. ``data``: training images are not
+        augmented."""
         self.run, self.data = run, data
         self._model, self._backend = model, backend
         self._normalize = normalizer(run, backend.constant)
@@ -66,10 +64,8 @@ class Features:
 
     @contextlib.contextmanager
     def _tokens_before_head(self) -> Iterator[list[torch.Tensor]]:
-        """Collect the tokens, (images, tokens, width), that each forward pass gives its head.
-
-        The model runs as it always does, so that every form of sharding gathers its weights.
-        """
+        """Collect the tokens, (images, tokens, width), that each forward pass gives its head. The
+        model runs as it always does, so that every form of sharding gathers its weights."""
         spec = self.run.model
         inner = next(part for part in self._model.modules() if isinstance(part, type(spec.meta)))
         name, collected = spec.head_method, list[torch.Tensor]()
@@ -93,11 +89,8 @@ class Features:
         kinds: Sequence[str],
         batch_done: Callable[[], bool | None] = lambda: None,
     ) -> Iterator[FeatureBatch]:
-        """Yield the features of this process's images, batch by batch.
-
-        It ends early if ``batch_done``, called after each batch, returns True. All processes must
-        call it, and consume all of it.
-        """
+        """Yield the features of this process's images, batch by batch; all processes must consume
+        all of it. It ends early if ``batch_done``, called after each batch, returns True."""
         backend, prefix = self._backend, self.run.model.prefix_tokens
         numbers: deque[np.ndarray] = deque()  # on the host, of the batches that are on their way
         pending: deque[Future[dict[str, torch.Tensor]]] = deque()
@@ -144,10 +137,8 @@ class Features:
 
 @data_errors_as_usage_errors()
 def open_plainly(run: Run, *, labels: bool = True) -> DataSource:
-    """Open the images of ``run`` without augmentation, of any number of classes.
-
-    Raises UsageError if there are none.
-    """
+    """Open the images of ``run`` without augmentation, of any number of classes. Raises UsageError
+    if there are none."""
     return open_data(dataset_request(run, labels=labels, augment=False))
 
 
@@ -199,10 +190,8 @@ def prepare_features(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Ba
 
 @contextlib.contextmanager
 def _writing(out: Path) -> Iterator[None]:
-    """Raise in all processes a UsageError if one of them cannot write inside.
-
-    It must not contain a collective call.
-    """
+    """Raise in all processes a UsageError if one of them cannot write inside. It must not contain a
+    collective call."""
     with exchange.failing_together():
         try:
             yield

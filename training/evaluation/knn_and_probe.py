@@ -106,12 +106,8 @@ def measure(
     say: Callable[[str], None],
     part_done: Callable[[], bool | None] = lambda: None,
 ) -> list[KnnAccuracy | ProbeAccuracy] | None:
-    """Return the accuracy ``by`` KNN and PROBE; None if ``part_done``, called after each batch and
-    each part of what the hosts compute, returned True.
-
-    By the class token, or else the mean of the patches. ``bad_images`` counts the unreadable ones.
-    All processes must call this.
-    """
+    """Return the accuracy ``by`` KNN and PROBE, of class tokens, or else means of patches; None if
+    ``part_done``, called after each batch and part, returned True. All processes must call this."""
     stopped = False
     kind = CLASS if features.run.model.has_class_token else MEAN
 
@@ -167,10 +163,7 @@ def knn(
     bank: Labelled, queries: Labelled, part_done: Callable[[], bool | None] = lambda: None
 ) -> KnnAccuracy | None:
     """Return how many of the ``queries`` of all processes their neighbors among the ``bank`` of all
-    processes name right; None if ``part_done``, called after each part, returns True.
-
-    All processes must call it.
-    """
+    name right; None if ``part_done``, called after each part, returns True. All must call it."""
     sizes, classes = _counts(bank, queries)
     in_bank, asked = map(sum, zip(*sizes, strict=True))
     if not in_bank or not asked:
@@ -255,11 +248,8 @@ def probe(
     part_done: Callable[[], bool | None] = lambda: None,
 ) -> ProbeAccuracy | None:
     """Train probes on the ``train`` images of all processes, and measure them on those of ``val``;
-    return None if ``part_done``, called after each step, returns True.
-
-    The seed and the images alone decide the batches: sums over processes are all that differs. All
-    processes must call it.
-    """
+    None if ``part_done``, called after each step, returns True. All processes must call it. The
+    seed and the images alone decide the batches."""
     sizes, classes = _counts(train, val)
     seen, asked = map(sum, zip(*sizes, strict=True))
     if not seen or not asked:

@@ -31,11 +31,9 @@ class BadImages:
         *,
         is_main: bool,
     ) -> None:
-        """Count unreadable images of ``data`` against ``limit``, as --max_bad_images has it.
-
-        ``file`` lists them, those of earlier starts too, which count; None: nothing is written.
-        All processes must call this.
-        """
+        """Count unreadable images of ``data`` against ``limit``, as --max_bad_images has it, with
+        those of earlier starts, which ``file`` lists; None: nothing is written. All processes must
+        call this."""
         self._limit, self._file, self._is_main = limit, file, is_main
         self._sizes = {TRAIN: data.train_length, VAL: data.val_length}
         self._paths: dict[str, set[str]] = {TRAIN: set(), VAL: set()}
@@ -81,10 +79,8 @@ class BadImages:
             raise UsageError(f"{excess}{advice}", agreed=True)
 
     def collect(self, split: str, loader: BatchLoader, say: Callable[[str], None]) -> None:
-        """List and log the images that the loader of ``split`` has found since the last call.
-
-        All processes must call this.
-        """
+        """List and log the images that the loader of ``split`` has found since the last call. All
+        processes must call this."""
         new: dict[str, str] = {}
         for part in exchange.gather(loader.bad_images()):
             for path, reason, _ in part:
@@ -110,10 +106,8 @@ class BadImages:
 
 
 def open_bad_images(run: Run, data: DataSource, *, is_main: bool) -> BadImages:
-    """Return the unreadable images that earlier starts have listed, to which this one adds.
-
-    Raises UsageError in all processes if they are too many already.
-    """
+    """Return the unreadable images that earlier starts have listed, to which this one adds. Raises
+    UsageError in all processes if they are too many already."""
     listed = run.log_dir / FILE
     bad_images = BadImages(run.config.data.max_bad_images, data, listed, is_main=is_main)
     bad_images.check(f"; {run.ckpt_dir / FILE} lists them: remove it when they are mended")

@@ -26,18 +26,15 @@ def process_start() -> float:
 
 @dataclass
 class StartParts:
-    """How long the parts of a start have taken, one after the other, from its process's start on.
-
-    It moves to other processes of the host with what else they start with.
-    """
+    """How long the parts of a start have taken, one after the other, from its process's start
+    on."""
 
     began: float = field(default_factory=process_start)
     """In seconds since 1970."""
     seconds: dict[str, float] = field(default_factory=dict)
 
     def done(self, part: str) -> None:
-        """Note that a part has ended now, which followed the part before it; of several students
-        each has some."""
+        """Note that a part has ended now, which followed the part before it."""
         self.seconds[part] = self.seconds.get(part, 0.0) + self.since_last()
 
     def since_last(self) -> float:

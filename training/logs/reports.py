@@ -51,11 +51,8 @@ class StepTimer:
 
 
 class Reports:
-    """Writes the reports in the first process of a run, and nothing in all others.
-
-    Log steps hand over device values as futures and return at once: they are
-    written, in order, when they have arrived.
-    """
+    """Writes the reports in the first process of a run, and nothing in all others. Values of log
+    steps are futures: they are written, in order, when they have arrived."""
 
     def __init__(
         self,
@@ -67,11 +64,9 @@ class Reports:
         keep_records: bool = True,
         last_evaluation: str | None = None,
     ) -> None:
-        """Open the reports of a run.
-
-        ``keep_records``: those of its folder up to ``first_step`` are of the same run.
-        ``last_evaluation``: the figure of an earlier evaluation of the last step.
-        """
+        """Open the reports of a run. ``keep_records``: those of its folder up to ``first_step`` are
+        of the same run. ``last_evaluation``: the figure of an earlier evaluation of the last
+        step."""
         active, folder = backend.is_main, run.log_dir
         self._dir, self._backend, self._active = folder, backend, active
         self._batch_size = run.config.data.batch_size
@@ -157,11 +152,9 @@ class Reports:
         values: Future[dict[str, list[float]]],
         slowest: dict[str, float],
     ) -> None:
-        """Record a log step, without throughput if there is no ``timer``.
-
-        ``values`` brings ``loss``, ``grad_norm``, ``skipped`` and the parts of the loss;
-        ``slowest`` is what is recorded of the slowest process.
-        """
+        """Record a log step, without throughput if there is no ``timer``. ``values`` brings
+        ``loss``, ``grad_norm``, ``skipped`` and the parts of the loss; ``slowest``: of the slowest
+        process."""
         record: dict[str, Any] = {"step": step, "epoch": epoch, "lr": lr}
         if timer:
             seconds = timer.seconds()

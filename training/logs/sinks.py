@@ -22,11 +22,8 @@ from training.logs.records import read_metrics
 
 
 class Guarded:
-    """Wraps a sink so that it cannot fail: an error is logged once, and the next record tried.
-
-    A sink takes the records of a run by ``write``; ``close`` writes what is left. Both may raise
-    anything.
-    """
+    """Wraps a sink, which has ``write`` and ``close``, so that it cannot fail: an error is logged
+    once, and the next record tried."""
 
     def __init__(self, name: str, open_sink: Callable[[], Any], say: Callable[[str], None]) -> None:
         self._name, self._say = name, say
@@ -91,10 +88,8 @@ class JsonLines:
         self._cut_off = self._size > 0 and os.pread(self._file, 1, self._size - 1) != b"\n"
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append a record, on a line of its own if a crash cut off the last one.
-
-        Raises OSError, and then has not left a part of it.
-        """
+        """Append a record, on a line of its own if a crash cut off the last one. Raises OSError,
+        and then has not left a part of it."""
         line = b"\n" * self._cut_off + as_json(record).encode() + b"\n"
         try:
             written = os.write(self._file, line)

@@ -82,12 +82,8 @@ class Classification(Objective):
         return images, Targets(labels, teacher_logits)
 
     def loss_of(self, logits: torch.Tensor, targets: Targets) -> torch.Tensor:
-        """Return the mean loss of (images, classes) logits, a scalar in fp32.
-
-        The teacher's part is the mean over the images of equation (2) of arXiv 2012.12877, the
-        Kullback-Leibler divergence times tau squared, or of (3), the cross-entropy with the
-        teacher's most likely class.
-        """
+        """Return the mean loss of (images, classes) logits, a scalar in fp32; the teacher's part is
+        equation (2) or (3) of arXiv 2012.12877."""
         logits, teacher_logits = logits.float(), targets.teacher_logits
         loss = self._label_loss(logits, targets.labels)
         if teacher_logits is None:
@@ -101,18 +97,14 @@ class Classification(Objective):
         return (1 - alpha) * loss + alpha * distilled
 
     def measure(self, predictions: Predictions | None = None) -> Measure:
-        """Return what measures loss and accuracy.
-
-        ``predictions`` collects what each image was taken for.
-        """
+        """Return what measures loss and accuracy. ``predictions`` collects what each image was
+        taken for."""
         return Accuracy(self._normalize, self._backend, predictions)
 
 
 def smoothed(labels: torch.Tensor, classes: int, smoothing: float) -> torch.Tensor:
-    """Return each class's share of each label, (images, classes), fp32, as timm's ``mixup_target``.
-
-    By comparing, which needs no scatter on the devices.
-    """
+    """Return each class's share of each label, (images, classes), fp32, as timm's ``mixup_target``,
+    by comparing, which needs no scatter on the devices."""
     other = smoothing / classes
     is_label = labels[:, None] == torch.arange(classes, device=labels.device)
     return is_label * (1.0 - smoothing) + other
@@ -175,20 +167,16 @@ class Mixing:
         self._images_a_device = run.config.data.pass_size // run.mesh.batch_parts
 
     def draw(self, pass_index: int) -> torch.Tensor:
-        """Return the numbers of a ``Mix``, (6,), on the devices.
-
-        They follow from the seed and the number of the pass since the start of training.
-        """
+        """Return the numbers of a ``Mix``, (6,), on the devices. They follow from the seed and the
+        number of the pass since the start of training."""
         with drawn_from(pass_seed(self._seed, pass_index, _SEED_STREAM) % 2**32):
             mix = _draw_mix(self._config, *self._spatial[-2:])
         # One tensor: one transfer, and no Python number that a graph would be compiled for.
         return self._constant(torch.tensor(mix, dtype=torch.float32))
 
     def images(self, images: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
-        """Return mixed images, (images, channels, rows, columns), fp32.
-
-        Volumes: (images, channels, slices, rows, columns).
-        """
+        """Return mixed images, (images, channels, rows, columns), or with slices before the rows,
+        fp32."""
         share, _, top, bottom, left, right = mix.unbind()
         if self._config.cuts:
             height, width = images.shape[-2:]
@@ -207,11 +195,8 @@ class Mixing:
         return labels * mix[1] + self._partners(labels) * (1 - mix[1])
 
     def _partners(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what each entry is mixed with.
-
-        In SPMD's one tensor, a device's images are next to each other: seen as (devices, images of
-        each), nothing moves between devices.
-        """
+        """Return what each entry is mixed with: in SPMD's one tensor, seen as (devices, images of
+        each), nothing moves between devices."""
         return x.unflatten(0, (-1, self._images_a_device)).flip(1).flatten(0, 1)
 
 

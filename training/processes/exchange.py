@@ -81,10 +81,7 @@ def name(number: int | None = None, host: str | None = None) -> str:
 @contextlib.contextmanager
 def failing_together() -> Iterator[None]:
     """Raise in all processes a UsageError or RunFailed that one of them raises inside, or an
-    OSError as the former.
-
-    It must not contain a collective call, which the others would wait in.
-    """
+    OSError as the former. It must not contain a collective call."""
     problem: str | None = None
     exit_code: int | None = None
     try:
@@ -169,11 +166,8 @@ def check_alike(run: Run, data: DataSource) -> None:
 
 
 class MinutesInterval:
-    """Measures minutes by the first process's clock, and lets no process wait for the answer.
-
-    As with a request to stop, what the first process finds after a step is read after the next
-    one, when it has long been sent.
-    """
+    """Measures minutes by the first process's clock, and lets no process wait for the answer, which
+    is read one step later."""
 
     def __init__(self, backend: Backend, minutes: float) -> None:
         """Start the first interval; ``minutes`` 0: it is never over."""
@@ -218,9 +212,7 @@ _LEAST_SHARE = 0.5
 
 class SlowHosts:
     """Names the process that the others wait for, and says whether it reads or computes slowly.
-
-    With one process it does nothing.
-    """
+    With one process it does nothing."""
 
     def __init__(self) -> None:
         """All processes must call this."""
@@ -244,11 +236,9 @@ class SlowHosts:
             self._count += 1
 
     def compare(self, step_s: float, say: Callable[[str], None]) -> dict[str, float]:
-        """Return what a log step records of the slowest process; name those that are slow.
-
-        ``step_s``: the seconds of a step, as this process has measured them since the last log
-        step. {} with one process, or before times are known. All processes must call this.
-        """
+        """Return what a log step records of the slowest process, {} before times are known; name
+        those that are slow. ``step_s``: the seconds of a step, as this process has measured them.
+        All processes must call this."""
         if len(self._hosts) == 1:
             return {}
         by_process = gather([self._count, list(self._newest), step_s])

@@ -23,11 +23,9 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class ProcessSignals:
-    """Decides what SIGTERM, SIGINT and SIGHUP do to this process.
-
-    Until ``listen`` they end it, as they would without this. After it, the first one is noted;
-    a SIGINT after that (Ctrl-C pressed twice) ends the process at once.
-    """
+    """Decides what SIGTERM, SIGINT and SIGHUP do to this process. Until ``listen`` they end it;
+    after it, the first one is noted, and a SIGINT after that (Ctrl-C pressed twice) ends the
+    process at once."""
 
     def __init__(self) -> None:
         self.noted = 0
@@ -36,11 +34,8 @@ class ProcessSignals:
         self._before: dict[int, Any] = {}
 
     def __reduce__(self) -> tuple[Callable, tuple]:
-        """Unpickle as the other process's own ``process_signals``, with its handlers installed.
-
-        torch_xla runs nested FSDP in a thread of each process, and Python lets only the main
-        thread install handlers. The main thread unpickles the arguments of that thread.
-        """
+        """Unpickle as the other process's own ``process_signals``, with its handlers installed by
+        its main thread: torch_xla runs nested FSDP in another one, where Python installs none."""
         return _install_here, ()
 
     def install(self) -> None:
@@ -104,12 +99,8 @@ counts for more than a signal (its checkpoint may not be written)."""
 
 
 class StopRequest:
-    """Answers every process alike, after each step, whether to stop.
-
-    A signal may reach only some processes, or each at another step, but a checkpoint is written
-    by all together. What is found out after a step is therefore looked at after the next one: by
-    then all hosts have long sent it, and none waits.
-    """
+    """Answers every process alike, after each step, whether to stop: a checkpoint is written by all
+    together. What is found out after a step is looked at after the next one, so that none waits."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -159,23 +150,16 @@ _BEFORE_FIRST_STEP_S = 600.0
 
 
 class Watchdog:
-    """Ends a silent process after a time, with code 1 and every thread's stack on stderr.
-
-    A process hangs when another one has died in a collective, say. It is a thread of Python's
-    faulthandler, outside of the interpreter: it works too where compiled code waits and lets no
-    Python run. Launchers restart on code 1.
-    """
+    """Ends a silent process after a time, with code 1 and every thread's stack on stderr. It is a
+    thread of Python's faulthandler, which works too where compiled code lets no Python run."""
 
     def __init__(self, seconds: float) -> None:
         """Allow so many seconds of silence; 0: do nothing."""
         self._seconds = seconds
 
     def alive(self, *, before_first_step: bool = False) -> None:
-        """Restart the countdown, since something was done.
-
-        ``before_first_step``: with time for the first batch, for which loader processes and file
-        systems wake up.
-        """
+        """Restart the countdown, since something was done; ``before_first_step``: with time for the
+        first batch."""
         if self._seconds:
             limit = max(self._seconds, _BEFORE_FIRST_STEP_S if before_first_step else 0)
             faulthandler.dump_traceback_later(limit, exit=True, file=2)
