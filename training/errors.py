@@ -91,10 +91,11 @@ def warn_of_others(*written_for: Mapping[str, str]) -> None:
     """Warn on stderr, in one line, of installed packages of another version than ``written_for``,
     which maps packages to versions; "2.9.0+cu128" counts as "2.9.0"."""
     others = [
-        f"{package} is {found}, not {expected}"
+        f"{package} is {installed}, not {expected}"
         for versions in written_for
         for package, expected in versions.items()
-        if (found := installed_version(package)) is not None and found.partition("+")[0] != expected
+        if (installed := installed_version(package)) is not None
+        and installed.partition("+")[0] != expected
     ]
     if others:
         print(

@@ -89,9 +89,9 @@ class Mesh:
         """Return which of an image's ``rows`` adjacent rows the device at this place works on: of
         14 rows, 4 devices have 4, 4, 3 and 3."""
         index = place // self.tensor % self.domain
-        each, more = divmod(rows, self.domain)
-        first = index * each + min(index, more)
-        return range(first, first + each + (index < more))
+        least, more = divmod(rows, self.domain)
+        first = index * least + min(index, more)
+        return range(first, first + least + (index < more))
 
     # Specs of activations.
 

@@ -109,7 +109,7 @@ def undecayed(
     norms and of layers; "embeddings": whose names match one of the patterns ``embeddings``. All
     three together are what timm does not decay.
     """
-    found = set()
+    names = set()
     for name, shape in shapes.items():
         if any(fnmatch.fnmatch(name, pattern) for pattern in embeddings):
             kind = "embeddings"
@@ -118,8 +118,8 @@ def undecayed(
         else:
             kind = "norms" if len(shape) <= 1 else ""
         if kind in kinds:
-            found.add(name)
-    return found
+            names.add(name)
+    return names
 
 
 # -- Muon's arithmetic for unsharded matrices, by timm's functions ---------------------------------
@@ -273,9 +273,9 @@ def to_bf16(x: Tensor, bits: Tensor, same_bits: Bitcast = Tensor.view) -> Tensor
     ``bits`` are random, int32: the lower 16 are used. Numbers that bf16 has are unchanged, and what
     is not finite; what is larger than bf16's largest number becomes that.
     """
-    own = same_bits(x, torch.int32)
+    x_bits = same_bits(x, torch.int32)
     noise = torch.where(x.abs() < _LARGEST, bits & _DISCARDED, 0)
-    rounded = same_bits((own + noise) & ~_DISCARDED, torch.float32)
+    rounded = same_bits((x_bits + noise) & ~_DISCARDED, torch.float32)
     # NaN with its lower bits cut off could become infinite.
     return torch.where(x.isnan(), x, rounded).to(torch.bfloat16)
 

@@ -326,7 +326,7 @@ class LocalTier:
                     f"is not used: {checkpoint.reason_of(error)}"
                 )
                 rejected.add((part, save))
-        return [problem for of_process in exchange.gather(problems) for problem in of_process]
+        return [problem for reported in exchange.gather(problems) for problem in reported]
 
     def forget(self, step: int | None, *, goes_back: bool) -> None:
         """Remove all parts but those of ``step``, which this start continues; None: all. With

@@ -170,7 +170,7 @@ def knn(
         return KnnAccuracy({}, asked, in_bank)
     ks = [*dict.fromkeys(min(k, in_bank) for k in NEIGHBORS)]
     most, here = ks[-1], min(ks[-1], len(bank.features))
-    part = max(1, _SIMILARITIES // max(of_process for of_process, _ in sizes))
+    part = max(1, _SIMILARITIES // max(trained for trained, _ in sizes))
     lengths = bank.features.norm(dim=1).clamp(min=1e-12)
     right = torch.zeros(len(ks), dtype=torch.int64)
     for owner, (_, count) in enumerate(sizes):
@@ -190,8 +190,8 @@ def knn(
             labels[:, :here] = bank.labels[places]
             if len(sizes) > 1:
                 lists = [[torch.empty_like(x) for _ in sizes if is_mine] for x in (near, labels)]
-                for own, of_all in zip((near, labels), lists, strict=True):
-                    dist.gather(own, of_all or None, owner)
+                for x, gathered in zip((near, labels), lists, strict=True):
+                    dist.gather(x, gathered or None, owner)
                 if is_mine:
                     near, places = torch.cat(lists[0], dim=1).topk(most)
                     labels = torch.cat(lists[1], dim=1).gather(1, places)

@@ -28,15 +28,6 @@ if TYPE_CHECKING:
     from training.resolve import Run
 
 
-class Targets(NamedTuple):
-    """What a model is to answer."""
-
-    labels: torch.Tensor
-    """Class indices (images,), or each class's share of each label (images, classes)."""
-    teacher_logits: torch.Tensor | None = None
-    """What the teacher answers, (images, classes); None without one."""
-
-
 class Classification(Objective):
     """Learns the labels of images."""
 
@@ -62,13 +53,14 @@ class Classification(Objective):
     def loss(
         self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor, pass_index: int
     ) -> torch.Tensor:
-        images, targets = self.example(images, labels, pass_index)
-        return self.loss_of(model(images), targets)
+        images, targets, teacher_logits = self.example(images, labels, pass_index)
+        return self.loss_of(model(images), targets, teacher_logits)
 
     def example(
         self, images: torch.Tensor, labels: torch.Tensor, pass_index: int
-    ) -> tuple[torch.Tensor, Targets]:
-        """Return what the model is shown of a micro-batch, and what it is to answer."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return what the model is shown of a micro-batch; its targets, class indices (images,) or
+        shares (images, classes); and the teacher's logits, if there is one."""
         images = self._normalize(images)
         if self._soft_labels:
             labels = smoothed(labels, self._classes, self._smoothing)
@@ -79,20 +71,22 @@ class Classification(Objective):
         if self.teacher is not None:
             with torch.no_grad():
                 teacher_logits = self.teacher.model(self.teacher.normalized(images)).float()
-        return images, Targets(labels, teacher_logits)
+        return images, labels, teacher_logits
 
-    def loss_of(self, logits: torch.Tensor, targets: Targets) -> torch.Tensor:
+    def loss_of(
+        self, logits: torch.Tensor, targets: torch.Tensor, teacher_logits: torch.Tensor | None
+    ) -> torch.Tensor:
         """Return the mean loss of (images, classes) logits, a scalar in fp32; the teacher's part is
         equation (2) or (3) of arXiv 2012.12877."""
-        logits, teacher_logits = logits.float(), targets.teacher_logits
-        loss = self._label_loss(logits, targets.labels)
+        logits = logits.float()
+        loss = self._label_loss(logits, targets)
         if teacher_logits is None:
             return loss
         alpha, tau = self._config.distillation_alpha, self._config.distillation_tau
         if self._config.distillation_type == "hard":
             distilled = F.cross_entropy(logits, teacher_logits.argmax(dim=-1))
         else:
-            ours, theirs = (F.log_softmax(each / tau, dim=-1) for each in (logits, teacher_logits))
+            ours, theirs = (F.log_softmax(x / tau, dim=-1) for x in (logits, teacher_logits))
             distilled = F.kl_div(ours, theirs, reduction="batchmean", log_target=True) * tau**2
         return (1 - alpha) * loss + alpha * distilled
 

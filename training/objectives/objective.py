@@ -96,7 +96,7 @@ class Teacher:
         theirs = preprocessing.of_channels(channels)
         self._affine = None
         if ours != theirs:
-            (mean, std), (new_mean, new_std) = (map(torch.tensor, each) for each in (ours, theirs))
+            (mean, std), (new_mean, new_std) = (map(torch.tensor, pair) for pair in (ours, theirs))
             self._affine = tuple(
                 backend.constant(x.view(-1, *[1] * len(spatial)))
                 for x in (std / new_std, (mean - new_mean) / new_std)
