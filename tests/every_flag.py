@@ -141,7 +141,7 @@ ELSEWHERE: dict[str, str] = {
         "self_check plan list_models predict eval_only use_ema eval_report json".split(),
         NOT_TRAINING,
     ),
-    **dict.fromkeys("features features_of without_labels pca knn probe".split(), NOT_TRAINING),
+    **dict.fromkeys("features features_of without_labels knn probe".split(), NOT_TRAINING),
     **dict.fromkeys(
         "chips_at_most hours price train_images plan_compilations plan_dir".split(), NOT_TRAINING
     ),
@@ -155,7 +155,6 @@ ELSEWHERE: dict[str, str] = {
     "gram_weight": "as --gram_weights",
     "gram_crop_factor": "needs a Gram teacher: tests/training/test_gram_crops.py",
     "student": "makes folders of its own: tests/training/test_students.py",
-    "expect": "needs what --compile_only printed: tests/training/test_expectation.py",
 }
 """Flags, by field, that no sweep tries, and why."""
 

@@ -135,7 +135,7 @@ class Account:
 def account_of(events: Iterable[Mapping[str, Any]]) -> Account:
     """Return where the time of a run went, from its first start on.
 
-    ``events``: those of ``training/logs/records.py``, in order. The time up to each counts for what
+    ``events``: those of ``training/logs/events.py``, in order. The time up to each counts for what
     it describes, so the parts add up to the whole; that between a start that reached its last step
     and the next one is not counted. Raises ValueError if there is no start.
     """

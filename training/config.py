@@ -222,13 +222,6 @@ class LogConfig:
         metavar="SECONDS",
         env="STEP_TIMEOUT_S",
     )
-    expect: str | None = flag(
-        None,
-        "file that --compile_only --json printed for the same flags: the first log lines show the "
-        "expected beside the measured seconds a step, run.json has both (default: none)",
-        kind=path_or_url,
-        metavar="FILE",
-    )
     wandb: str | None = flag(
         None,
         "Weights & Biases project to log to; requires the package wandb (default: none)",
@@ -270,8 +263,8 @@ class UseConfig:
     features: str | None = flag(
         None,
         "write features of images in train/ and val/, computed on the backend by the weights of "
-        "--resume or --init_from without their head; a new folder of .safetensors files, or of "
-        ".parquet files if its name ends in .parquet (default: none)",
+        "--resume or --init_from without their head; a new folder of .safetensors files (default: "
+        "none)",
         kind=local_name,
         metavar="FOLDER",
         incompatible_with=(
@@ -290,12 +283,6 @@ class UseConfig:
         False,
         "let --features read images without labels, which need no class folders and no val/ "
         "(docs/data.md)",
-        requires=("features",),
-    )
-    pca: bool = flag(
-        False,
-        "let --features also draw pca.png: eight images of val/, or without one of train/, beside "
-        "the first three principal components of their patch features as red, green and blue",
         requires=("features",),
     )
     knn: bool = flag(

@@ -17,10 +17,8 @@ SIGNAL = 128
 
 
 class UsageError(Exception):
-    """Raised for a wrong argument, file or folder: ends the program with one line and exit code 2.
-
-    The message says what is wrong and what to change.
-    """
+    """Raised for a wrong argument, file or folder: ends the program with exit code 2 and one line,
+    which says what is wrong and what to change."""
 
     def __init__(self, message: str, *, agreed: bool = False) -> None:
         """Make the error. ``agreed``: all processes raise this one, so only one prints it."""
@@ -31,10 +29,8 @@ class UsageError(Exception):
 
 
 class RunFailed(Exception):
-    """Raised when training cannot continue, through no mistake in the arguments.
-
-    It ends with one line and an exit code of its own. All processes raise it together.
-    """
+    """Raised by all processes together when training cannot continue, through no mistake in the
+    arguments: ends with one line and an exit code of its own."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message, exit_code)  # by which it is made again in another process
@@ -46,9 +42,7 @@ class RunFailed(Exception):
 
 def not_finite_error(what: str, newest: Path | None) -> RunFailed:
     """Return the error of a run whose numbers are NaN or infinite, as another start's would be.
-
-    ``what``: the first half of the message; ``newest``: the last good checkpoint.
-    """
+    ``what``: the first half of the message; ``newest``: the last good checkpoint."""
     return RunFailed(
         f"{what}: the last good checkpoint is {newest or 'none'}; try a lower --lr, more "
         "--warmup_steps or another --precision",
@@ -76,11 +70,8 @@ def is_first_of_torchrun() -> bool:
 
 
 def prints_here(error: UsageError) -> bool:
-    """Return True if this process is to print the error: once for all, if all have it.
-
-    Before the processes have connected, the first one of each node (torchrun's LOCAL_RANK) prints
-    it: what goes wrong then depends on the node.
-    """
+    """Return True if this process is to print the error: once for all, if all have it. Before the
+    processes have connected that is the first one of each node, by torchrun's LOCAL_RANK."""
     if error.agreed:
         return is_first_of_torchrun()
     # LOCAL_RANK alone is another launcher's.
@@ -97,16 +88,14 @@ def installed_version(package: str) -> str | None:
 
 
 def warn_of_others(*written_for: Mapping[str, str]) -> None:
-    """Warn on stderr, in one line, of installed packages of another version than ``written_for``.
-
-    It maps packages to versions as the requirements files pin them. What a wheel was built for
-    ("2.9.0+cu128") is no difference, and neither is a package that is not installed.
-    """
+    """Warn on stderr, in one line, of installed packages of another version than ``written_for``,
+    which maps packages to versions; "2.9.0+cu128" counts as "2.9.0"."""
     others = [
-        f"{package} is {found}, not {expected}"
+        f"{package} is {installed}, not {expected}"
         for versions in written_for
         for package, expected in versions.items()
-        if (found := installed_version(package)) is not None and found.partition("+")[0] != expected
+        if (installed := installed_version(package)) is not None
+        and installed.partition("+")[0] != expected
     ]
     if others:
         print(

@@ -31,9 +31,7 @@ from training.errors import FOLDER_IN_USE, RunFailed, UsageError
 
 def folder_at(text: str) -> Path:
     """Return the folder that a flag names: a local one, or a ``UrlPath``, which is used like one.
-
-    Raises UsageError for a kind of URL that is not known, or whose package is not installed.
-    """
+    Raises UsageError for a kind of URL that is not known, or whose package is not installed."""
     text = text.removeprefix("file://")
     protocol, separator, rest = text.partition("://")
     if not separator:
@@ -50,11 +48,8 @@ class UrlPath:
     """A file or folder at a URL, with the methods of pathlib that runs use, by fsspec.
 
     They raise OSError, whatever the storage raises: a storage that does not answer never looks like
-    one without files, which would start a new run over an existing one. Listings are not cached,
-    copies stay within the storage, and no bucket is created.
-
-    A bucket has no folders of its own: one exists as long as it has a file. A file exists, and is
-    complete, once it is closed.
+    one without files, which would start a new run over an existing one. In a bucket a folder exists
+    as long as it has a file, and a file exists, and is complete, once it is closed.
     """
 
     url: str
@@ -152,10 +147,8 @@ class UrlPath:
             storage.cp_file(path, to)
 
     def check_writable(self, *, removable: bool = False) -> None:
-        """Write an empty file into the folder and remove it, if that is allowed.
-
-        Raises OSError if writing or, with ``removable``, removing fails.
-        """
+        """Write an empty file into the folder and remove it, if that is allowed. Raises OSError if
+        writing or, with ``removable``, removing fails."""
         probe = self / ".write_test"
         probe.write_bytes(b"")
         try:
@@ -182,10 +175,8 @@ class _Stream:
 
 @contextlib.contextmanager
 def _os_errors(url: str) -> Iterator[None]:
-    """Turn what the body raises into an OSError with number, text and file name, as pathlib's.
-
-    It is never EIO, which is a disk's error for a damaged file.
-    """
+    """Turn what the body raises into an OSError with number, text and file name, as pathlib's;
+    never EIO, which is a disk's error for a damaged file."""
     try:
         yield
     except Exception as error:
@@ -218,10 +209,8 @@ def is_url(path: Path) -> bool:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder and its content, at a URL or not.
-
-    Raises OSError if anything is left, after removing what can be removed.
-    """
+    """Remove a folder and its content, at a URL or not. Raises OSError if anything is left, after
+    removing what can be removed."""
     if url := as_url(folder):
         with contextlib.suppress(FileNotFoundError), url.storage() as (storage, path):
             storage.rm(path, recursive=True)
@@ -280,9 +269,8 @@ _VISIBLE_WITHIN_S = 30.0
 class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
     """Locks a folder for one job, in its first process, until that process ends, however it ends.
 
-    It is a POSIX record lock: children do not inherit it, and NFS passes it on to its server. It
-    is released when the process closes any descriptor of the file, so nothing else in the process
-    may open it. The file itself stays; it says who held the lock last.
+    It is a POSIX record lock, which NFS passes on to its server. It is released when the process
+    closes any descriptor of the file, so nothing else in the process may open it.
     """
 
     def __init__(self, ckpt_dir: Path, *, inside: Path | None = None, shared: bool = False) -> None:
@@ -292,11 +280,8 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
         self._file: int | None = None
 
     def acquire(self, *, is_restart: bool) -> str:
-        """Lock the folder; return a token that is written into the file.
-
-        Raises UsageError if the folder is another user's, or if another job holds the lock, but
-        RunFailed in a restart.
-        """
+        """Lock the folder; return a token that is written into the file. Raises UsageError if the
+        folder is another user's, or if another job holds the lock, but RunFailed in a restart."""
         try:
             self._place.mkdir(parents=True, exist_ok=True)
             check_own(self._place, shared=self._shared)
@@ -315,7 +300,7 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
                     break
             if time.monotonic() > deadline:
                 holder = "another job"
-                with contextlib.suppress(ValueError, KeyError, TypeError):
+                with contextlib.suppress(ValueError, KeyError):
                     job = files.parse_object(os.pread(self._file, 4096, 0))
                     holder = f"process {job['pid']} on {job['host']}, since {job['since']}"
                 self.release()
@@ -325,10 +310,9 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
                 )
                 raise RunFailed(problem, FOLDER_IN_USE) if is_restart else UsageError(problem)
             time.sleep(0.2)
-        token, since = secrets.token_hex(8), time.strftime("%Y-%m-%d %H:%M:%S")
-        content = json.dumps(
-            {"host": socket.gethostname(), "pid": os.getpid(), "token": token, "since": since}
-        )
+        token = secrets.token_hex(8)
+        job = {"host": socket.gethostname(), "pid": os.getpid(), "token": token}
+        content = json.dumps(job | {"since": time.strftime("%Y-%m-%d %H:%M:%S")})
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, content.encode(), 0)
         os.fsync(self._file)
@@ -347,30 +331,26 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
 
 
 def check_own(folder: Path, flag: str = "--ckpt_dir", *, shared: bool = False) -> None:
-    """Raise UsageError if a folder, or what is directly in it, is another user's, and not
-    ``shared``: a checkpoint in it would be resumed, whoever has forged it.
-
-    What root owns is accepted. The file system decides which user this process is: NFS may map
-    root to nobody, and buckets and containers may know only one user. Raises OSError.
-    """
+    """Raise UsageError if a folder, or what is directly in it, is another user's (not root's), and
+    not ``shared``: a checkpoint in it would be resumed, whoever has forged it. Raises OSError."""
     if shared:
         return
-    root = 0
     with tempfile.TemporaryFile(dir=folder) as probe:
-        trusted = {root, os.geteuid(), os.fstat(probe.fileno()).st_uid}
-    owners = [(folder, folder.lstat().st_uid), (folder, folder.stat().st_uid)]
-    owners += [(path, path.lstat().st_uid) for path in sorted(folder.iterdir())]
+        trusted = {0, os.geteuid(), os.fstat(probe.fileno()).st_uid}
+    owners = [(folder, folder.stat().st_uid)]
+    owners += [(path, path.lstat().st_uid) for path in (folder, *sorted(folder.iterdir()))]
     for path, owner in owners:
-        if owner not in trusted:
-            try:
-                user = pwd.getpwuid(owner).pw_name
-            except KeyError:
-                user = f"user {owner}"
-            allow = ", or use what is there as it is with --shared_ckpt_dir"
-            raise UsageError(
-                f"{flag} {folder}: {path} is {user}'s: give a folder of your own"
-                f"{allow if flag == '--ckpt_dir' else ''}"
-            )
+        if owner in trusted:
+            continue
+        try:
+            user = pwd.getpwuid(owner).pw_name
+        except KeyError:
+            user = f"user {owner}"
+        allow = ", or use what is there as it is with --shared_ckpt_dir"
+        raise UsageError(
+            f"{flag} {folder}: {path} is {user}'s: give a folder of your own"
+            f"{allow if flag == '--ckpt_dir' else ''}"
+        )
 
 
 def check_folder_writable(folder: Path, flag: str = "--ckpt_dir") -> None:
@@ -421,10 +401,7 @@ Result = TypeVar("Result")
 
 
 def in_background(work: Callable[[], Result]) -> Future[Result]:
-    """Run a function in its own thread.
-
-    The thread is a daemon: a process that fails, or has to exit at once, does not wait for it.
-    """
+    """Run a function in its own thread, a daemon: a process that fails does not wait for it."""
     future: Future[Result] = Future()
 
     def run() -> None:
@@ -446,11 +423,8 @@ _NOT_COPIED = {LOCK_FILE, "profile"}
 
 
 def log_folder(ckpt_dir: Path) -> Path:
-    """Return where a run's logs are written: ``ckpt_dir``, or a local folder if that is a URL.
-
-    It is the same for each start on a machine, so that a second one there finds it locked. Raises
-    UsageError if there is no place for it.
-    """
+    """Return where a run's logs are written: ``ckpt_dir``, or a local folder if that is a URL, the
+    same for each start on a machine. Raises UsageError if there is no place for it."""
     if not is_url(ckpt_dir):
         return ckpt_dir
     number = hashlib.sha256(str(ckpt_dir).encode()).hexdigest()[:16]
@@ -462,9 +436,7 @@ def log_folder(ckpt_dir: Path) -> Path:
 
 def fetch_logs(folder: Path, url: Path, names: tuple[str, ...]) -> None:
     """Replace the local folder's logs by the files of these names at the URL, where they exist.
-
-    Raises OSError.
-    """
+    Raises OSError."""
     for path, copy in _copies(folder, url):
         # An earlier start that was killed here may not have copied the end of a file.
         content = path.read_bytes()
@@ -496,53 +468,36 @@ class LogUploads:
         self._copied: dict[Path, tuple[int, int]] = {}
         self._lock = threading.Lock()
         self._started = float("-inf")
-        self._running: Future[str | None] | None = None
+        self._running: Future[None] | None = None
         self._failing = False
 
     def begin(self, *, soon: bool = True) -> None:
-        """Start to copy, unless a copy is running; return at once.
-
-        Without ``soon``, start none within ``_EVERY_S`` seconds of the last one.
-        """
+        """Start to copy, unless a copy is running; return at once. Without ``soon``, start none
+        within ``_EVERY_S`` seconds of the last one."""
         is_recent = not soon and time.monotonic() - self._started < _EVERY_S
-        if is_recent or (self._running and not self._running.done()):
-            return
-        self._finish()
-        self._started = time.monotonic()
-        self._running = in_background(self.copy)
+        if not is_recent and (self._running is None or self._running.done()):
+            self._started = time.monotonic()
+            self._running = in_background(self.copy)
 
-    def close(self) -> None:
-        """Copy what is left, and wait for that."""
-        self._finish()
-        self._running = in_background(self.copy)
-        self._finish()
-
-    def copy(self) -> str | None:
-        """Copy all files that have changed; return what went wrong: the next copy tries it again,
-        and logs its failure. Any thread may call this."""
-        try:
-            with self._lock:
+    def copy(self) -> None:
+        """Copy all files that have changed, once a running copy has ended. Any thread may call
+        this."""
+        problem = None
+        with self._lock:
+            try:
                 for path, copy in _copies(self._folder, self._url):
                     state = path.stat().st_mtime_ns, path.stat().st_size
                     if self._copied.get(path) != state:
                         copy.parent.mkdir()
                         copy.write_bytes(path.read_bytes())
                         self._copied[path] = state
-        except OSError as error:
-            return error.strerror or str(error)
-        return None
-
-    def _finish(self) -> None:
-        """Wait for a running copy, and log if copies fail from now on, or work again."""
-        if self._running is None:
-            return
-        problem = self._running.result()
-        self._running = None
-        if problem and not self._failing:
-            self._say(
-                f"warning: logs cannot be copied to {self._url} ({problem}); they are in "
-                f"{self._folder}, training continues"
-            )
-        elif self._failing and not problem:
-            self._say(f"note: logs are copied to {self._url} again")
-        self._failing = problem is not None
+            except OSError as error:
+                problem = error.strerror or str(error)
+            if problem and not self._failing:
+                self._say(
+                    f"warning: logs cannot be copied to {self._url} ({problem}); they are in "
+                    f"{self._folder}, training continues"
+                )
+            elif self._failing and not problem:
+                self._say(f"note: logs are copied to {self._url} again")
+            self._failing = problem is not None

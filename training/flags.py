@@ -13,7 +13,6 @@ import functools
 import os
 import re
 import shlex
-import stat
 import sys
 import time
 import types
@@ -21,7 +20,7 @@ import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from config_fields import Flag, flag_of, not_empty
 from training.errors import UsageError, prints_here
@@ -72,12 +71,10 @@ class FlagField:
 
 @functools.cache
 def flag_fields(config: type) -> tuple[FlagField, ...]:
-    """Return the flags of a configuration class and of those nested in it, in their order.
-
-    Its class attribute ``group`` is the title of their group in ``--help``.
-    """
+    """Return the flags of a configuration class and of those nested in it, in their order. Its
+    class attribute ``group`` is the title of their group in ``--help``."""
     hints = typing.get_type_hints(config)
-    own: list[FlagField] = []
+    flags: list[FlagField] = []
     nested: list[FlagField] = []
     for field in dataclasses.fields(config):
         kind, flag = hints[field.name], flag_of(field)
@@ -98,12 +95,12 @@ def flag_fields(config: type) -> tuple[FlagField, ...]:
         is_literal = typing.get_origin(plain) is typing.Literal
         choices = flag.choices or (typing.get_args(plain) if is_literal else ())
         group, bare_names = config.group, bare_names | dict(flag.shorthands)  # type: ignore[attr-defined]
-        own.append(
+        flags.append(
             FlagField(
                 field, flag, plain, group, names, is_switch, has_negation, bare_names, choices
             )
         )
-    return (*own, *nested)
+    return (*flags, *nested)
 
 
 def by_field(*configs: type) -> dict[str, FlagField]:
@@ -125,10 +122,8 @@ def flat(*configs: Any) -> dict[str, Any]:
 
 
 def from_values(config: type, values: Mapping[str, Any]) -> Any:
-    """Make a configuration from values by field name, as ``flat`` or JSON has them.
-
-    Fields without a value get their defaults; unknown names are ignored.
-    """
+    """Make a configuration from values by field name, as ``flat`` or JSON has them. Fields without
+    a value get their defaults; unknown names are ignored."""
     known, hints = {o.field.name: o for o in flag_fields(config)}, typing.get_type_hints(config)
     chosen: dict[str, Any] = {}
     for field in dataclasses.fields(config):
@@ -146,21 +141,18 @@ def from_values(config: type, values: Mapping[str, Any]) -> Any:
 
 
 def check_rules(config: RunConfig, *others: Any, only: Collection[str] | None = None) -> None:
-    """Raise UsageError for a flag, not at its default, whose rules do not hold; for some flags
-    also at its default (``Flag.requires_at_default``).
-
-    ``others``: the configurations of backends and tools. All must be resolved, as rules are about
-    final values, but for the fields ``only``, which resolving does not change.
-    """
+    """Raise UsageError for a flag whose rules do not hold. ``others``: the configurations of
+    backends and tools. All must be resolved, as rules are about final values, but for the fields
+    ``only``."""
     values, known = flat(config, *others), by_field(type(config), *map(type, others))
     for name, option in known.items():
         counts_at_default = option.flag.requires_at_default and name in config.given
         passed_over = values[name] == option.field.default and not counts_at_default
         if passed_over or (only is not None and name not in only):
             continue
-        given = option.typed(values[name])
+        typed = option.typed(values[name])
         for requirement in option.flag.requires:
-            alternatives = [each.partition("=")[::2] for each in requirement.split("|")]
+            alternatives = [text.partition("=")[::2] for text in requirement.split("|")]
             # A field that is not known is of a backend that this run is not on.
             if not any(
                 (str(values[n]) == wanted if wanted else values[n] != known[n].field.default)
@@ -171,31 +163,31 @@ def check_rules(config: RunConfig, *others: Any, only: Collection[str] | None = 
                 field, wanted = alternatives[-1]
                 is_now = f", this is {values[field]}" if wanted and len(texts) == 1 else ""
                 required = " or ".join([", ".join(texts[:-1]), texts[-1]] if texts[1:] else texts)
-                raise UsageError(f"{given} requires {required}{is_now}")
+                raise UsageError(f"{typed} requires {required}{is_now}")
         for other in option.flag.incompatible_with:
             if other in known and values[other] != known[other].field.default:
                 excluded = known[other].typed(values[other])
-                raise UsageError(f"{given} is incompatible with {excluded}: drop one of the two")
+                raise UsageError(f"{typed} is incompatible with {excluded}: drop one of the two")
         for other in option.flag.replaces:
             if other in config.given:
                 excluded = known[other].typed(values[other])
-                raise UsageError(f"{given} replaces {excluded}: drop one of the two")
+                raise UsageError(f"{typed} replaces {excluded}: drop one of the two")
 
 
 def check_foreign(others: Iterable[Any], backend: str, given: Collection[str]) -> None:
     """Raise UsageError for a flag of another backend than ``backend``: it would have no effect.
-
-    ``others``: the configurations of all backends; ``given``: the fields whose flags are on the
-    command line. The environment may be made for several programs, and a default does no harm.
-    """
+    ``others``: the configurations of all backends; ``given``: the fields on the command line."""
     for config in others:
         if backend in config.backends:
             continue
         for option in by_field(type(config)).values():
             name = option.field.name
             if name in given and getattr(config, name) != option.field.default:
-                narrower = [each for each in option.flag.requires if each.startswith("backend=")]
-                owners = [each.removeprefix("backend=") for each in narrower] or config.backends
+                owners = [
+                    condition.removeprefix("backend=")
+                    for condition in option.flag.requires
+                    if condition.startswith("backend=")
+                ] or config.backends
                 raise UsageError(
                     f"{option.names[0]} requires --backend {' or '.join(owners)}, this is {backend}"
                 )
@@ -204,99 +196,52 @@ def check_foreign(others: Iterable[Any], backend: str, given: Collection[str]) -
 # ------------------------------------------------------------------------------------------------
 # Files of flags: @FILE stands for the words in the file.
 
-_LARGEST_FILE = 2**20  # bytes
-
 
 class _Mistake(UsageError):
     """Raised for a command line that cannot be read; the message is one line."""
 
 
-class _Word(NamedTuple):
-    """A word of the command line; of one from a file, the file and its line."""
-
-    text: str
-    file: str = ""
-    line: int = 0
-
-    @property
-    def place(self) -> str:
-        return f"@{self.file}, line {self.line}: " if self.file else ""
-
-
-def _expanded(words: Iterable[_Word], inside: tuple[Path, ...] = ()) -> Iterator[_Word]:
-    """Yield words, with each ``@FILE`` replaced by those in the file.
-
-    ``inside``: the files that include these words.
-    """
+def _expanded(words: Iterable[str], including: tuple[Path, ...] = ()) -> Iterator[str]:
+    """Yield words, with each ``@FILE`` replaced by those in the file. ``including``: the files that
+    include these words."""
     for word in words:
-        if not word.text.startswith("@"):
+        if not word.startswith("@"):
             yield word
             continue
-        name = word.text[1:]
-        path = Path(os.path.realpath(os.path.expanduser(name)))
-        if path in inside:
-            raise _Mistake(f"@{name} includes itself: remove the @ line that closes the circle")
+        path = Path(os.path.realpath(os.path.expanduser(word[1:])))
+        if path in including:
+            raise _Mistake(f"{word} includes itself: remove the @ line that closes the circle")
+        try:
+            lines = path.read_text("utf-8-sig").splitlines()
+        except UnicodeDecodeError:
+            raise _Mistake(f"{word}: not UTF-8 text: save the file as UTF-8") from None
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise _Mistake(f"{word}: {reason} (@FILE stands for the flags in FILE)") from None
         # Words are quoted as in a shell, # starts a comment, a backslash at a line's end continues.
         continued = ""
-        for number, text in enumerate([*_text(name).splitlines(), ""], 1):
+        for number, text in enumerate([*lines, ""], 1):
             # Blanks after a backslash do not count; after a blank it only says: more words follow.
             line = continued + re.sub(r"\s\\$", "", text.rstrip())
-            try:
-                found = [_Word(each, name, number) for each in shlex.split(line, comments=True)]
-            except ValueError as error:
-                if str(error) == "No escaped character":
-                    continued = line[:-1]
-                    continue
-                raise _Mistake(f"@{name}, line {number}: {error}: {line}") from None
             continued = ""
-            yield from _expanded(found, (*inside, path))
-
-
-def _text(name: str) -> str:
-    """Return the text of a file of flags, which may be a pipe (of a shell's ``@<(...)``)."""
-    try:
-        path = os.path.expanduser(name)
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe that nobody writes to has an end
-        with open(file, "rb") as opened:
-            os.set_blocking(file, True)
-            content = opened.read(_LARGEST_FILE + 1)
-            is_pipe = stat.S_ISFIFO(os.fstat(file).st_mode)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise _Mistake(f"@{name}: {reason} (@FILE stands for the flags in FILE)") from None
-    if is_pipe and not content:
-        raise _Mistake(f"@{name} is a pipe that holds nothing: give a file of flags")
-    if len(content) > _LARGEST_FILE:
-        raise _Mistake(f"@{name} has more than {_LARGEST_FILE:,} bytes: it is not a file of flags")
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise _Mistake(f"@{name}, line {line}: not UTF-8 text: save the file as UTF-8") from None
+            try:
+                yield from _expanded(shlex.split(line, comments=True), (*including, path))
+            except ValueError as error:
+                if str(error) != "No escaped character":
+                    raise _Mistake(f"{word}, line {number}: {error}: {line}") from None
+                continued = line[:-1]
 
 
 # ------------------------------------------------------------------------------------------------
 # The parser.
 
-_HELP = ("-h", "--help")
 _METAVARS: dict[Any, str] = {int: "N", float: "X"}
-
-
-class _Setting(NamedTuple):
-    """What one flag on the command line sets."""
-
-    field: str
-    name: str
-    """The one of the flag's names that was typed."""
-    value: Any
 
 
 class FlagParser(argparse.ArgumentParser):
     """Reads words; raises ``_Mistake`` on a wrong one."""
 
     options: dict[str, FlagField]
-    settings: list[_Setting]
-    """One for each flag that was read, in their order."""
 
     def error(self, message: str) -> NoReturn:
         raise _Mistake(message)
@@ -306,27 +251,20 @@ class _Set(argparse.Action):
     """Sets a field to the value read, or to the one that a name without a value stands for."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        option = parser.options.get(self.dest)  # None: --help
-        if option and option_string in option.bare_names:
+        option = parser.options[self.dest]
+        if option_string in option.bare_names:
             values = option.bare_names[option_string]
-        elif option and option.flag.several:
+        elif option.flag.several:
             values = values[0] if len(values) == 1 else tuple(values)
         setattr(namespace, self.dest, values)
-        parser.settings.append(_Setting(self.dest, option_string, values))
 
 
 def build_parser(shown: Sequence[FlagField]) -> FlagParser:
     """Return the parser of these flags; its Namespace holds only what was given."""
     parser = FlagParser(prog=PROGRAM, description=_DESCRIPTION, allow_abbrev=False, add_help=False)
-    parser.options, parser.settings = {option.field.name: option for option in shown}, []
-    parser.add_argument(
-        *_HELP,
-        action=_Set,
-        nargs="?",
-        const="",
-        default=argparse.SUPPRESS,
-        help=argparse.SUPPRESS,  # what it prints says what it does
-    )
+    parser.options = {option.field.name: option for option in shown}
+    hidden = argparse.SUPPRESS  # what it prints says what it does
+    parser.add_argument("-h", "--help", nargs="?", const="", default=hidden, help=hidden)
     groups: dict[str, Any] = {}
     for option in shown:
         if option.group not in groups:
@@ -370,50 +308,25 @@ def help_text(option: FlagField) -> str:
 
 
 def parse(argv: Sequence[str] | None, configs: Mapping[str, type]) -> dict[str, Any]:
-    """Read the command line into an instance of each configuration class, by the same names.
-
-    A field ``given`` gets the names of all fields that the command line sets. Exits with code 2 on
-    a wrong argument, and with 0 after ``--help``.
-    """
+    """Read the command line into an instance of each configuration class, by the same names; a
+    field ``given`` gets the names of all fields that are set. Exits with code 2 on a wrong
+    argument, and with 0 after ``--help``."""
     known = [option for config in configs.values() for option in flag_fields(config)]
-    names = {*_HELP, *(name for o in known for name in (*o.names, *o.bare_names))}
     parser = build_parser(known)
     try:
-        words = [*_expanded(_Word(word) for word in (sys.argv[1:] if argv is None else argv))]
-        flags = [word for word in words if word.text.partition("=")[0] in names]
-        try:
-            namespace, unknown = parser.parse_known_args([word.text for word in words])
-        except _Mistake as mistake:  # of the first flag that set nothing
-            place = next((word.place for word in flags[len(parser.settings) :]), "")
-            raise _Mistake(f"{place}{mistake}") from None
+        words = [*_expanded(sys.argv[1:] if argv is None else argv)]
+        namespace, unknown = parser.parse_known_args(words)
         values = vars(namespace)
         if "help" in values:
             _print_help(values["help"], known)
         if unknown:
             wrong = next((word for word in unknown if word.startswith("-")), unknown[0])
-            place = next(word.place for word in words if word.text == wrong)
             if not wrong.startswith("-"):
-                raise _Mistake(f"{place}unrecognized argument: {wrong}")
+                raise _Mistake(f"unrecognized argument: {wrong}")
+            names = {name for option in known for name in (*option.names, *option.bare_names)}
             near = difflib.get_close_matches(wrong.partition("=")[0], sorted(names), n=1)
             meant = f": did you mean {near[0]}?" if near else ""
-            raise _Mistake(f"{place}unknown flag {wrong}{meant}")
-
-        # Two different flags may not set one field to different values. The same flag given again
-        # replaces the first, and so does one after the file with the first.
-        last: dict[tuple[str, str], dict[str, tuple[_Setting, _Word]]] = {}
-        for setting, word in zip(parser.settings, flags, strict=True):
-            last.setdefault((setting.field, word.file), {})[setting.name] = setting, word
-        for (field, _), given in last.items():
-            (first, _), *others = given.values()
-            for other, word in others:
-                if other.value != first.value:
-                    option, typed = parser.options[field], []
-                    for _, name, value in (first, other):
-                        rest = [] if name in option.bare_names else option.words(value)[1:]
-                        typed.append(" ".join([name, *rest]))
-                    contradiction = " contradicts ".join(typed)
-                    raise _Mistake(f"{word.place}{contradiction}: drop one of the two")
-
+            raise _Mistake(f"unknown flag {wrong}{meant}")
         values["given"] = frozenset(values)
         for option in known:
             env = option.flag.env
@@ -429,10 +342,8 @@ def parse(argv: Sequence[str] | None, configs: Mapping[str, type]) -> dict[str, 
 
 
 def tell(error: UsageError, hint: str = "") -> None:
-    """Print a user's mistake in one line, in the process that is to print it.
-
-    The others wait: torchrun ends all with the first that ends, and might end the one that prints.
-    """
+    """Print a user's mistake in one line, in the process that is to print it. The others wait:
+    torchrun ends all with the first that ends, and might end the one that prints."""
     if prints_here(error):
         where = f"{error.process}: " if error.process else ""
         print(f"{PROGRAM}: error: {where}{error}{hint}", file=sys.stderr)

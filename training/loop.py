@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,8 +82,8 @@ class StepDone(NamedTuple):
 class Hook:
     """Something that is done around the steps of a training.
 
-    All processes call their hooks in the same order, since much of what they do is collective. A
-    hook stops training by setting ``Session.stop.exit_code``, in all processes alike.
+    All processes call their hooks in the same order. A hook stops training by setting
+    ``Session.stop.exit_code``, in all processes alike.
     """
 
     def reached(self, at: Position) -> None:
@@ -107,9 +107,7 @@ def train_loop(
     at: Position,
 ) -> Position:
     """Train from ``at`` to the last step, or until a hook stops it; return where training stands.
-
-    Hooks are called one after the other; when one of them stops training, no other one is.
-    """
+    When a hook stops training, those after it are not called."""
     backend, stop, watchdog = session.backend, session.stop, session.watchdog
     config = session.config
     shapes: set[torch.Size] = set()
@@ -307,7 +305,7 @@ class Saves(Hook):
         session.watchdog.alive()
         with session.reports.events.span("save") as event:
             event["written"] = self.saver.save(at, must=must)
-            event["completed"] = self.saver.take_figures()
+            event["completed"], self.saver.figures = self.saver.figures, []
         self._minutes.restart()
         session.timer.restart()
 
@@ -348,8 +346,6 @@ class Evaluations(Hook):
     model: nn.Module
     objective: Objective
     loader: BatchLoader
-    images: int
-    """How many validation images there are."""
     saves: Saves
     done: set[int]
     """The steps after which the run's folder has an evaluation."""
@@ -358,13 +354,9 @@ class Evaluations(Hook):
     _count: int = field(default=0, init=False)
 
     def reached(self, at: Position) -> None:
-        """Evaluate the model, and its EMA if there is one, if that is due, and report it: before
-        training, what an earlier start saved, but did not evaluate any more.
-
-        A checkpoint of the best one is saved; the EMA counts, if there is one. Training stops where
-        a signal stops the evaluation, if too many images cannot be read, or if the last evaluation
-        is not finite.
-        """
+        """Evaluate the model, and its EMA if there is one, if that is due, and report it; save the
+        best. Stop training if the evaluation was stopped by a signal, if too many images cannot be
+        read, or if the last one is not finite."""
         session, config = self.session, self.session.config.log
         interval = config.test_step_interval
         is_due = bool(at.step and interval) and at.step % interval == 0
@@ -380,19 +372,19 @@ class Evaluations(Hook):
         if result is None or (with_ema and ema is None):
             return
         session.bad_images.collect(VAL, self.loader, session.reports.say)
-        result = session.bad_images.excluding_unreadable(result)
+        result = replace(result, left_out=len(session.bad_images.found[VAL]))
         if session.bad_images.excess:
             session.stop.exit_code = BAD_IMAGES
             return
         session.reports.evaluation(at.step, last_epoch(at), result, ema)
         self.done.add(at.step)
-        found = score((ema or result).values)
-        if not all(each.is_finite for each in (result, ema or result)):
+        new_score = score((ema or result).values)
+        if not (result.is_finite and (ema or result).is_finite):
             if at.step >= session.last_step:
                 session.reports.not_finite = "val loss"
                 session.stop.exit_code = NOT_FINITE
-        elif found > self.best:
-            self.best = found
+        elif new_score > self.best:
+            self.best = new_score
             if session.config.checkpoints.ckpt_best:
                 saver = self.saves.saver
                 saver.spared = folder_of(saver.ckpt_dir, at.step)
@@ -414,8 +406,7 @@ class Evaluations(Hook):
                     session.watchdog.alive()
                 return session.stop.due()
 
-            images = min(self.images, batches * session.config.data.pass_size)
-            measure = self.objective.measure(images)
+            measure = self.objective.measure()
             result = evaluate(
                 self.model, measure, self.loader, session.backend, batches, batch_done
             )

@@ -86,14 +86,12 @@ class Mesh:
         return place // self.devices_a_part
 
     def rows_of(self, rows: int, place: int) -> range:
-        """Return which of an image's ``rows`` adjacent rows the device at this place works on.
-
-        Of 14 rows, 4 devices have 4, 4, 3 and 3.
-        """
+        """Return which of an image's ``rows`` adjacent rows the device at this place works on: of
+        14 rows, 4 devices have 4, 4, 3 and 3."""
         index = place // self.tensor % self.domain
-        each, more = divmod(rows, self.domain)
-        first = index * each + min(index, more)
-        return range(first, first + each + (index < more))
+        least, more = divmod(rows, self.domain)
+        first = index * least + min(index, more)
+        return range(first, first + least + (index < more))
 
     # Specs of activations.
 
@@ -116,11 +114,9 @@ class Mesh:
         return tuple(a for axes in self.logical_spec("tokens", "batch") for a in axes)
 
     def saved_activation_spec(self, shape: Sequence[int], images: int, tokens: int) -> Spec | None:
-        """Return the spec of a block's tensor saved for the backward pass; "tensor" shards none.
-
-        None if the shape does not show which dimension is the batch. ``images``, ``tokens``: of one
-        forward pass over all devices.
-        """
+        """Return the spec of a block's tensor saved for the backward pass; None if the shape does
+        not show which dimension is the batch. ``images``, ``tokens``: of one forward pass over all
+        devices."""
         rest: Spec = ((),) * (len(shape) - 1)
         if not shape or shape[0] % images:
             return None
@@ -155,10 +151,8 @@ class Mesh:
         return self._sharded_along(along, len(shape))
 
     def position_embedding_spec(self, shape: Sequence[int]) -> Spec:
-        """Return the spec of a parameter (1, tokens, width); tokens are a multiple of "domain".
-
-        It is sharded as the tokens are, so no device ever holds all entries, and along "fsdp".
-        """
+        """Return the spec of a parameter (1, tokens, width), sharded as the tokens are, and along
+        "fsdp". Tokens are a multiple of "domain"."""
         width_axes = ("fsdp",) if shape[2] % self.fsdp == 0 else ()
         return self._sharded_along({1: ("domain",), 2: width_axes}, len(shape))
 
@@ -194,9 +188,8 @@ def replicas(sharding: ShardingConfig) -> int:
 
 def make_mesh(sharding: ShardingConfig, devices: int, what: str = "device(s) of this run") -> Mesh:
     """Return the mesh of the ``--mesh_*`` flags; ``--mesh_fsdp`` defaults to the devices left.
-
-    Raises UsageError if the sizes do not multiply to ``devices``, which the message calls ``what``.
-    """
+    Raises UsageError if the sizes do not multiply to ``devices``, which the message calls
+    ``what``."""
     dcn, domain, tensor = replicas(sharding), sharding.mesh_domain, sharding.mesh_tensor
     fsdp = sharding.mesh_fsdp or max(1, devices // (dcn * domain * tensor))
     mesh = Mesh(dcn=dcn, fsdp=fsdp, domain=domain, tensor=tensor)

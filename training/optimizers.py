@@ -54,11 +54,9 @@ Updates = Mapping[str, Update]
 
 
 def updates_of(config: OptimizerConfig, model: ModelSpec) -> Updates:
-    """Return how ``config`` updates each parameter of ``model``.
-
-    The learning rate's factor is ``layer_decay`` to the power of the number of layers between the
-    parameter's and the last one.
-    """
+    """Return how ``config`` updates each parameter of ``model``; its learning rate is scaled by
+    ``layer_decay`` to the power of the number of layers between the parameter's and the last
+    one."""
     shapes = {name: parameter.shape for name, parameter in model.meta.named_parameters()}
     without_decay = undecayed(shapes, config.no_decay or (), model.no_weight_decay)
     last = max(model.layers.values())
@@ -94,9 +92,7 @@ def allocate_state(
     scalar: Callable[[Tensor], Tensor],
 ) -> None:
     """Give each parameter of an optimizer its state: zeros, by the "rule" of its group.
-
-    ``zeros_like`` and ``scalar`` return moments and a counter for a parameter.
-    """
+    ``zeros_like`` and ``scalar`` return moments and a counter for a parameter."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             counter = {"step": scalar(parameter)} if group["rule"] == "adamw" else {}
@@ -113,7 +109,7 @@ def undecayed(
     norms and of layers; "embeddings": whose names match one of the patterns ``embeddings``. All
     three together are what timm does not decay.
     """
-    found = set()
+    names = set()
     for name, shape in shapes.items():
         if any(fnmatch.fnmatch(name, pattern) for pattern in embeddings):
             kind = "embeddings"
@@ -122,8 +118,8 @@ def undecayed(
         else:
             kind = "norms" if len(shape) <= 1 else ""
         if kind in kinds:
-            found.add(name)
-    return found
+            names.add(name)
+    return names
 
 
 # -- Muon's arithmetic for unsharded matrices, by timm's functions ---------------------------------
@@ -201,10 +197,8 @@ class WeightAverage:
 
     @contextlib.contextmanager
     def in_place_of_weights(self, exchanged: Callable[[], None]) -> Iterator[None]:
-        """Let the model compute with the average inside.
-
-        ``exchanged`` is called after weights and average were swapped, at the start and at the end.
-        """
+        """Let the model compute with the average inside. ``exchanged`` is called after weights and
+        average were swapped, at the start and at the end."""
 
         def exchange() -> None:
             with torch.no_grad():
@@ -257,11 +251,8 @@ def key_of(seed: int, *names: object) -> int:
 
 
 def random_bits(shape: Sequence[int], device: torch.device, key: Tensor, step: Tensor) -> Tensor:
-    """Return 32 random bits for each entry of a tensor, int32, on the device.
-
-    They follow from the entry's index, from ``key`` and from the number of the ``step``: scalars on
-    the device, the first int32, the second an integer.
-    """
+    """Return 32 random bits for each entry of a tensor, int32, on the device. They follow from the
+    entry's index, ``key`` (int32) and the number of the ``step``, scalars on the device."""
     # Flat indices, modulo 2**32. Computed from the indices along each dimension: a single count
     # would be a constant of the compiled program as large as the tensor, the same on all devices.
     index = torch.zeros((), dtype=torch.int32, device=device)
@@ -282,9 +273,9 @@ def to_bf16(x: Tensor, bits: Tensor, same_bits: Bitcast = Tensor.view) -> Tensor
     ``bits`` are random, int32: the lower 16 are used. Numbers that bf16 has are unchanged, and what
     is not finite; what is larger than bf16's largest number becomes that.
     """
-    own = same_bits(x, torch.int32)
+    x_bits = same_bits(x, torch.int32)
     noise = torch.where(x.abs() < _LARGEST, bits & _DISCARDED, 0)
-    rounded = same_bits((own + noise) & ~_DISCARDED, torch.float32)
+    rounded = same_bits((x_bits + noise) & ~_DISCARDED, torch.float32)
     # NaN with its lower bits cut off could become infinite.
     return torch.where(x.isnan(), x, rounded).to(torch.bfloat16)
 
@@ -300,11 +291,8 @@ def round_moments(
     key: Tensor,
     same_bits: Bitcast = Tensor.view,
 ) -> None:
-    """Write AdamW's new moments in fp32, ``exact``, into those in bf16.
-
-    The random bits follow from ``key`` and the step's number. A step that was skipped changes
-    nothing: its moments are bf16 numbers.
-    """
+    """Write AdamW's new moments in fp32, ``exact``, into those in bf16, at random by ``key`` and
+    the step's number. A skipped step changes nothing: its moments are bf16 numbers."""
     mean = exact["exp_avg"]
     bits = random_bits(mean.shape, mean.device, key, exact["step"])
     moments["exp_avg"].copy_(to_bf16(mean, bits, same_bits))

@@ -17,7 +17,7 @@ from data.config import ALWAYS_ALIKE, NOT_AUGMENTED, DataConfig, Preprocessing
 from models.config import DEFAULT_MODEL, ModelConfig, ModelError
 from models.registry import open_model, with_additions
 from training.config import RunConfig
-from training.errors import UsageError, is_first_of_torchrun
+from training.errors import UsageError
 from training.files import folder_at, log_folder
 from training.flags import by_field, flat
 from training.mesh import Mesh, make_mesh
@@ -207,8 +207,8 @@ def resolve_common(config: RunConfig) -> RunConfig:
         if is_given and source == "fake":
             raise UsageError(f"{name} requires images: --fake_data has none")
 
-    if log.wandb:
-        _check_wandb()
+    if log.wandb and importlib.util.find_spec("wandb") is None:
+        raise UsageError("--wandb requires the package wandb: python3 -m pip install wandb")
     if config.optimizer.betas is None:
         betas = _BETAS[config.optimizer.optimizer]
         config = replace(config, optimizer=replace(config.optimizer, betas=betas))
@@ -223,34 +223,6 @@ def with_preprocessing(config: RunConfig, defaults: Preprocessing) -> RunConfig:
     data = config.data
     missing = {n: value for n, value in asdict(defaults).items() if getattr(data, n) is None}
     return replace(config, data=replace(data, **missing))
-
-
-def _check_wandb() -> None:
-    """Raise UsageError without the package wandb or a login for it; contacts no server."""
-    if importlib.util.find_spec("wandb") is None:
-        raise UsageError("--wandb requires the package wandb: python3 -m pip install wandb")
-    if not is_first_of_torchrun():  # the others do not log
-        return
-    from wandb.sdk import wandb_setup
-
-    try:
-        from wandb.sdk.lib.wbauth import authenticate_session
-    except ImportError:  # another version: wandb itself will report it later
-        return
-    try:
-        settings = wandb_setup.singleton().settings
-        logged_in = settings.mode in ("offline", "disabled", "dryrun") or authenticate_session(
-            host=settings.base_url, source="--wandb", prompt=False, update_session=False
-        )
-    except TypeError:  # another version's function
-        return
-    except Exception as error:  # noqa: BLE001 - of an invalid key or variable
-        raise UsageError("--wandb: " + ", ".join(str(error).splitlines()[:3])) from None
-    if not logged_in:
-        raise UsageError(
-            "--wandb requires a login on this host: wandb login, or WANDB_API_KEY; "
-            "WANDB_MODE=offline goes without"
-        )
 
 
 # ------------------------------------------------------------------------------------------------

@@ -24,9 +24,7 @@ def shard_and_optimize(
     run: Run, backend: Backend, initialize: InitializeModule | None = None
 ) -> nn.Module:
     """Build the model, fill it, shard it on the backend, and make its optimizer there.
-
-    ``initialize`` fills it; without one it gets the run's random first weights.
-    """
+    ``initialize`` fills it; without one it gets the run's random first weights."""
     if initialize is None:
         initialize = functools.partial(run.model.initialize, seed=run.config.seed)
     optimizer = run.config.optimizer
@@ -39,9 +37,7 @@ def shard_and_optimize(
 
 def shard(run: Run, backend: Backend, initialize: InitializeModule, updates: Updates) -> nn.Module:
     """Build the model, let ``initialize`` fill it, and shard it on the backend; its teacher, too.
-
-    Parameters that are not in ``updates`` are frozen.
-    """
+    Parameters that are not in ``updates`` are frozen."""
     model = run.build_model(backend.constant)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in updates)
@@ -62,12 +58,8 @@ def train_step(
     rates: StepRates,
     max_norm: float,
 ) -> dict[str, torch.Tensor]:
-    """Update the weights once; ``step`` is the number of updates before.
-
-    Returns what that leaves on the device: "loss", the mean over the global batch; "grad_norm",
-    before clipping; "skipped", the counts of skipped steps so far (``training.optimizers``); and
-    the parts of the loss, by the names of their metrics (``Objective.parts``).
-    """
+    """Update the weights once; ``step`` is the number of updates before. Returns, on the device,
+    the mean "loss", "grad_norm" before clipping, the counts "skipped" and ``Objective.parts``."""
     begin_step(model, objective, backend, rates)
     loss = forward_backward(model, objective, backend, step, micro_batches)
     parts = objective.parts()
@@ -102,10 +94,8 @@ def put_micro_batches(backend: Backend, batch: Batch, count: int) -> list[Batch]
 
 
 class TrainBatches:
-    """Iterates over the training images from any position, each batch as micro-batches.
-
-    ``numbered``: with each image's place in the global batch instead of its label.
-    """
+    """Iterates over the training images from any position, each batch as micro-batches;
+    ``numbered``: with each image's place in the global batch instead of its label."""
 
     def __init__(
         self,

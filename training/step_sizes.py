@@ -54,8 +54,8 @@ def state_bytes(config: RunConfig) -> int:
     """Return the bytes of state per parameter: fp32 weight, moments (AdamW two, Lion and Muon one;
     the few parameters that AdamW updates under Muon are counted as Muon's) and EMA."""
     moments = 2 if config.optimizer.optimizer == "adamw" else 1
-    each = {"fp32": 4, "bf16": 2}[config.optimizer.optimizer_dtype]
-    return 4 + moments * each + (4 if config.averages else 0)
+    moment_bytes = {"fp32": 4, "bf16": 2}[config.optimizer.optimizer_dtype]
+    return 4 + moments * moment_bytes + (4 if config.averages else 0)
 
 
 @functools.cache
@@ -69,16 +69,16 @@ def step_sizes(model: ModelSpec) -> tuple[StepSizes, ...]:
         for stack in model.stacks
     }
     around = model.parameter_count - sum(parameters.values())
-    found: list[StepSizes] = []
+    all_sizes: list[StepSizes] = []
     for number, run in enumerate(model.runs):
         sizes, block = model.stacks[run.stack], getattr(model.meta, run.stack)[0]
         matrices = sum(p.numel() for p in block.parameters() if p.dim() == 2)
-        of_attention = 2 * sizes.embed_dim * sizes.num_heads * (sizes.head_dim + sizes.value_dim)
-        found.append(
+        in_attention = 2 * sizes.embed_dim * sizes.num_heads * (sizes.head_dim + sizes.value_dim)
+        all_sizes.append(
             StepSizes(
                 depth=sizes.depth,
                 width=sizes.embed_dim,
-                hidden=(matrices - of_attention) // (2 * sizes.embed_dim),
+                hidden=(matrices - in_attention) // (2 * sizes.embed_dim),
                 heads=sizes.num_heads,
                 head_dim=sizes.head_dim,
                 tokens=run.tokens,
@@ -92,7 +92,7 @@ def step_sizes(model: ModelSpec) -> tuple[StepSizes, ...]:
                 train_flops=run.train_flops,
             )
         )
-    return tuple(found)
+    return tuple(all_sizes)
 
 
 Estimated = TypeVar("Estimated")

@@ -301,7 +301,6 @@ def test_a_resume_in_mid_epoch_on_another_backend(folder, tmp_path):
         ("--buckets 16x16 --grad_ckpt auto", "is incompatible with --grad_ckpt auto"),
         ("--buckets 16x16 --self_check", "is incompatible with --buckets 16x16"),
         ("--buckets 16x16 --plan", "is incompatible with --buckets 16x16"),
-        ("--buckets 16x16 --expect x.json", "is incompatible with --expect x.json"),
         ("--buckets 16x16 --aug_repeats 2", "is incompatible with --aug_repeats 2"),
         (
             "--buckets 16x16 --teacher vit_tiny_patch16_224 --teacher_weights x",

@@ -3,7 +3,6 @@
 import json
 
 import numpy as np
-import pyarrow.parquet as pq
 import torch
 import torchvision.transforms as T
 from PIL import Image
@@ -61,18 +60,9 @@ def read(folder, split):
     """All columns of a split, the images in order: arrays by name, "path" a list."""
     found = {}
     for file in sorted(folder.glob(f"{split}-*")):
-        if file.suffix == ".parquet":
-            table = pq.read_table(file)
-            columns = {
-                name: table[name].to_pylist()
-                if name == "path"
-                else np.array(table[name].to_pylist(), np.float32 if name in FEATURES else None)
-                for name in table.column_names
-            }
-        else:
-            with safe_open(file, "np") as opened:
-                columns = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-                columns["path"] = json.loads(opened.metadata()["paths"])
+        with safe_open(file, "np") as opened:
+            columns = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            columns["path"] = json.loads(opened.metadata()["paths"])
         for name, values in columns.items():
             found.setdefault(name, []).extend(values)
     order = np.argsort(found["number"])

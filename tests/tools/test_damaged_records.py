@@ -13,14 +13,9 @@ from tests.hostile import VALUES, damaged
 from tests.marks import long
 from tests.tools.test_report import write_run
 from tools import goodput, report
-from training.logs.records import (
-    METRICS_FILE,
-    JsonLines,
-    plot_curves,
-    read_events,
-    read_lines,
-    read_metrics,
-)
+from training.logs.figures import plot_curves
+from training.logs.records import METRICS_FILE, read_events, read_lines, read_metrics
+from training.logs.sinks import JsonLines
 
 TOOLS = {
     "goodput": (goodput.main, ["--json"]),

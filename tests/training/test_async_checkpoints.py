@@ -44,8 +44,6 @@ def test_training_changes_nothing_of_what_is_being_written(
     lines = beside.stdout.splitlines()
     said = next(n for n, line in enumerate(lines) if "/step_3 (" in line)
     assert any(re.match(r"epoch \d step 4,", line) for line in lines[:said])  # it was overtaken
-    assert sum("GiB of host memory" in line for line in lines) == 1
-    assert "GiB of host memory" not in waiting.stdout
     assert left(beside.ckpt_dir) == left(waiting.ckpt_dir)
     for step in left(beside.ckpt_dir):
         assert_same_bits(beside.ckpt_dir / f"step_{step}", waiting.ckpt_dir / f"step_{step}")

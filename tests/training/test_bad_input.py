@@ -12,7 +12,6 @@ from PIL import Image
 import run_vit_training
 from gpu_fsdp import resolve_gpu
 from tests.cli import DIGITS, ROOT, TINY_MODEL, environment, need_xla, train_tiny_gpu
-from tests.resolved import on_gpus
 from tests.usage_error import told_in_one_line
 from torch_fsdp.devices import Cpu
 
@@ -330,43 +329,6 @@ def test_wandb_is_not_installed(capsys, tmp_path, monkeypatch):
     )
     line = complaint(capsys, tmp_path / "ckpt", "--wandb", "p")
     assert "--wandb requires the package wandb: python3 -m pip install wandb" in line
-
-
-@pytest.mark.parametrize(
-    ("variable", "words"),
-    [
-        (None, "--wandb requires a login on this host: wandb login, or WANDB_API_KEY; WANDB_MO"),
-        (("WANDB_API_KEY", "short"), "--wandb: WANDB_API_KEY invalid: API key must have 40+ char"),
-        (("WANDB_MODE", "none"), "--wandb: 1 validation error for Settings, mode"),
-    ],
-)
-def test_wandb_without_a_login(variable, words, capsys, tmp_path, monkeypatch):
-    pytest.importorskip("wandb").teardown()  # what it knows of the environment
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    if variable:
-        monkeypatch.setenv(*variable)
-    assert words in complaint(capsys, tmp_path / "ckpt", "--wandb", "p")
-
-
-@pytest.mark.parametrize("login", ["key", "netrc", "offline", "second process"])
-def test_wandb_with_a_login(login, tmp_path, monkeypatch):
-    pytest.importorskip("wandb").teardown()
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):
-        monkeypatch.delenv(name, raising=False)
-    netrc = tmp_path / "netrc"
-    monkeypatch.setenv("NETRC", str(netrc))
-    monkeypatch.setenv("WANDB_BASE_URL", "https://api.wandb.ai")
-    if login == "key":
-        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    elif login == "netrc":
-        netrc.write_text(f"machine api.wandb.ai\n login user\n password {'0' * 40}\n")
-    elif login == "offline":
-        monkeypatch.setenv("WANDB_MODE", "offline")
-    else:
-        monkeypatch.setenv("RANK", "1")
-    on_gpus("--backend cuda --wandb p")
 
 
 @pytest.mark.parametrize("mistake", ["--image_size 15", "--batch_size none"])

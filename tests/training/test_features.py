@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import timm
 import torch
-from PIL import Image
 from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer
 
@@ -22,20 +21,16 @@ from tests.support.features import (
     FLAGS,
     FORMS,
     LOADER,
-    MEAN,
     SIZES,
-    STD,
     TRAIN,
     VAL,
     backbone,
     changed,
-    pixels_of,
     read,
     run_form,
     tokens_of,
 )
 from tests.usage_error import told_in_one_line
-from training.evaluation.features import components
 
 PREFIX = 3
 
@@ -68,7 +63,7 @@ def write_here(capsys, out, *flags):
 )
 def test_features_are_timms(form, images, weights, tmp_path):
     """Of all images that can be read, with their paths and labels; the broken one is named."""
-    asked = ("--features", tmp_path / "out", "--pca", "--features_of", *FEATURES)
+    asked = ("--features", tmp_path / "out", "--features_of", *FEATURES)
     said = run_form(form, *asked, *FLAGS, "--init_from", weights, "--data_dir", images).stdout
     assert said.count(f"{images}/train/3/broken.png cannot be read") == 1
     description = json.loads((tmp_path / "out" / "features.json").read_text())
@@ -81,47 +76,13 @@ def test_features_are_timms(form, images, weights, tmp_path):
         assert found["path"] == [str(path) for path in paths]
         assert found["label"] == [int(path.parent.name) for path in paths]
         assert_are(found, tokens_of(backbone(), paths), rel=3e-2 if "bf16" in form else 1e-5)
-    assert_pca(tmp_path / "out" / "pca.png", images, most=40 if "bf16" in form else 2)
 
 
-def assert_pca(file, images, most):
-    """Each of eight images beside its patches' principal components, of 255 at ``most`` off."""
-    paths = sorted((images / "val").glob("*/*"))
-    paths = [paths[place * VAL // 8] for place in range(8)]
-    rows = tokens_of(backbone(), paths)[:, PREFIX:].reshape(8 * 16, 32).double().numpy()
-    rows -= rows.mean(axis=0)
-    _, _, directions = np.linalg.svd(rows)
-    directions = [each if abs(max(each)) == max(abs(each)) else -each for each in directions[:3]]
-    expected = np.stack([rows @ each for each in directions], axis=-1)
-    expected = (expected - expected.min(axis=0)) / np.ptp(expected, axis=0)
-    picture, side, gap = np.asarray(Image.open(file)).astype(int), 96, 2
-    assert picture.shape == (8 * side + 7 * gap, 2 * side + gap, 3)
-    mean, std = (torch.tensor(each)[:, None, None] for each in (MEAN, STD))
-    for number, colors in enumerate(expected.reshape(8, 4, 4, 3)):
-        row = picture[number * (side + gap) :][:side]
-        pixels = (pixels_of([paths[number]])[0] * std + mean).permute(1, 2, 0) * 255
-        assert abs(row[::6, :side:6] - pixels.numpy()).max() <= 1
-        in_patches = row[:, side + gap :].reshape(4, 24, 4, 24, 3)
-        assert (in_patches == in_patches[:, :1, :, :1]).all()
-        assert abs(in_patches[:, 0, :, 0] - 255 * colors).max() <= most
-
-
-def test_components_of_few_values():
-    """Less than three components, or patches that are all the same."""
-    (first, second), same = torch.randn(2, 5), torch.ones(2, 5, 7)
-    assert not components(same).any()
-    found = components(torch.stack([first, first], dim=-1)[None])
-    scaled = (first - first.min()) / (first.max() - first.min())
-    assert torch.allclose(found[0, :, 0], scaled, atol=1e-6)
-    assert found.shape == (1, 5, 3)
-    assert components(torch.stack([first, second])[..., None]).shape == (2, 5, 3)
-
-
-def test_parquet_of_images_without_labels(images, weights, tmp_path, capsys):
+def test_images_without_labels(images, weights, tmp_path, capsys):
     """A folder as a photographer has it, without classes and val/."""
     photos = tmp_path / "photos"
     shutil.copytree(images / "val", photos)
-    out = tmp_path / "new" / "out.parquet"
+    out = tmp_path / "new" / "out"
     write_here(
         capsys, out, *FLAGS, "--init_from", weights, "--data_dir", photos, "--without_labels"
     )
@@ -131,7 +92,7 @@ def test_parquet_of_images_without_labels(images, weights, tmp_path, capsys):
     assert_are(found, tokens_of(backbone(), paths), of=("class", "mean"))
     assert sorted(path.name for path in out.iterdir()) == [
         "features.json",
-        "train-00000-00000.parquet",
+        "train-00000-00000.safetensors",
     ]
     assert json.loads((out / "features.json").read_text())["images"] == {"train": VAL}
 
@@ -205,7 +166,6 @@ def test_other_models(name, flags, prefix, images, tmp_path, capsys):
         (["--fake_data"], "--features requires images: --fake_data has none"),
         (["--resume", "x"], "--init_from and --resume name weights both: drop one of the two"),
         (["--use_ema"], "--use_ema requires --resume, and --init_from is given: use --resume PATH"),
-        (["--pca", "--data_source", "volumes"], "--pca draws images, --data_source volumes has"),
         (["--image_size", "24"], None),
     ],
 )
@@ -222,7 +182,7 @@ def test_mistakes_are_told_in_one_line(flags, message, images, weights, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("flag", ["--features_of mean", "--without_labels", "--pca"])
+@pytest.mark.parametrize("flag", ["--features_of mean", "--without_labels"])
 def test_flags_that_require_features(flag, capsys):
     assert told_in_one_line(capsys, *flag.split()).endswith("requires --features")
 

@@ -36,7 +36,7 @@ def values(*words):
 
 def test_these_are_flags_of_paths():
     wanted = "data_dir index_dir labels ckpt_dir resume init_from local_ckpt_dir teacher_weights"
-    wanted += " class_map gram_weights expect predict features eval_report price plan_dir hlo_dir"
+    wanted += " class_map gram_weights predict features eval_report price plan_dir hlo_dir"
     assert PATHS.keys() == set(wanted.split())
 
 

@@ -51,9 +51,9 @@ def test_images_labels_and_losses_are_timms(flags, devices, monkeypatch):
         expected = plain, labels
         if config.mixes:
             expected = by_timm(config, devices, plain, labels, seed, pass_index)
-        shown, targets = objective.example(images, labels, pass_index)
+        shown, *targets = objective.example(images, labels, pass_index)
         torch.testing.assert_close(shown, expected[0], rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(objective.loss_of(logits, targets), loss(logits, expected[1]))
+        torch.testing.assert_close(objective.loss_of(logits, *targets), loss(logits, expected[1]))
         same = shown == plain
         kinds.add(
             "as it is" if same.all() else "cut" if same.flatten(0, 1).all(0).any() else "mixed"

@@ -23,7 +23,8 @@ from training.checkpoints.format import SafeReader, quiet_dcp
 from training.checkpoints.state import Chunk, ShardedTensor, flat_range_boxes
 from training.config import RunConfig
 from training.flags import flat
-from training.logs.records import Evaluation, plot_curves, read_metrics
+from training.logs.figures import plot_curves
+from training.logs.records import Evaluation, read_metrics
 from training.logs.reports import Reports, StepTimer
 from xla_fsdp.tpu import peak_of
 

@@ -157,17 +157,17 @@ def test_logs_are_copied_as_they_grow_and_no_failure_ends_a_run(storage, tmp_pat
     (folder / ".lock").write_text("")
     uploads = LogUploads(folder, url, said.append)
     uploads.begin()
-    uploads.close()
+    uploads.copy()
     assert names(url) == ["metrics.jsonl", "tensorboard"]
     assert (url / "tensorboard" / "events").read_bytes() == b"\x00\xff"
     (storage.parent / "down").touch()
     (folder / "metrics.jsonl").write_text("1\n2\n")
-    uploads.close()
-    uploads.close()
+    uploads.copy()
+    uploads.copy()
     assert len(said) == 1
     assert "cannot be copied to bucket://shelf/run (503 try again later)" in said[0]
     (storage.parent / "down").unlink()
-    uploads.close()
+    uploads.copy()
     assert "again" in said[1]
     assert (url / "metrics.jsonl").read_text() == "1\n2\n"
     (folder / "metrics.jsonl").write_text("1\n2\n3\n")

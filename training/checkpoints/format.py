@@ -126,12 +126,12 @@ def training_tensors(
 def saved_run(path: Path, training: Mapping[str, torch.Tensor]) -> SavedRun:
     """Return what ``training_tensors`` were made of; raises anything if they are none."""
     position = Position(*(int(training[field.name]) for field in dataclasses.fields(Position)))
-    found = {
+    texts = {
         name: json.loads(bytes(training[name].tolist()))
         for name in ("arguments", *_OPTIONAL)
         if name in training
     }
-    return SavedRun(path, position, **found)
+    return SavedRun(path, position, **texts)
 
 
 # -- files, in local folders and on URLs alike ----------------------------------------------------
@@ -230,7 +230,9 @@ class FolderWriter(dcp.FileSystemWriter):
             dataclasses.replace(
                 metadata,
                 version=CURRENT_DCP_VERSION,
-                storage_data={each.index: each.storage_data for part in results for each in part},
+                storage_data={
+                    entry.index: entry.storage_data for part in results for entry in part
+                },
                 storage_meta=self.storage_meta(),
             )
         )
@@ -352,10 +354,8 @@ class Unreachable(UsageError):
 
 @contextlib.contextmanager
 def readable(path: Path, what: str = "the checkpoint") -> Iterator[None]:
-    """Raise UsageError for whatever goes wrong inside, where a checkpoint is read.
-
-    It is Unreachable if the error says nothing about the checkpoint itself.
-    """
+    """Raise UsageError for whatever goes wrong inside, where a checkpoint is read; Unreachable if
+    the error says nothing about the checkpoint itself."""
     try:
         yield
     except UsageError:
@@ -404,11 +404,8 @@ def entries(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
 
 
 def write_manifest(folder: Path, files: dict[str, Entry]) -> None:
-    """Complete a written checkpoint, synced to the disk.
-
-    Raises OSError if the manifest cannot be written, or if no process has written a file that the
-    metadata names: then it was written to another disk.
-    """
+    """Complete a written checkpoint, synced to the disk. Raises OSError if the manifest cannot be
+    written, or if a file that the metadata names is missing: it was written to another disk."""
     missing = named_files(folder) - files.keys()
     missing |= {name for name in files if not (folder / name).is_file()}
     if missing:
@@ -441,22 +438,17 @@ def manifest_entries(files: Any) -> dict[str, Entry]:
     """Return the entries of a manifest, as JSON has them. Raises ValueError for what is none."""
     if not isinstance(files, dict):
         raise ValueError("a manifest's files are no JSON object")
-    found: dict[str, Entry] = {}
     for name, entry in files.items():
         match entry:
-            case [int(size), str(sum_)] if _FILE_NAME.fullmatch(name) and _SUM.fullmatch(sum_):
-                found[name] = size, sum_
-            case _:
-                raise ValueError(f"{name[:100]!r} is no entry of a manifest")
-    return found
+            case [int(), str(checksum)] if _FILE_NAME.fullmatch(name) and _SUM.fullmatch(checksum):
+                continue
+        raise ValueError(f"{name[:100]!r} is no entry of a manifest")
+    return {name: (size, checksum) for name, (size, checksum) in files.items()}
 
 
 def is_complete(folder: Path) -> bool:
-    """Return True if a checkpoint is complete; it may have been damaged since.
-
-    Versions of this program before manifests wrote DCP's metadata last. Raises OSError if it
-    cannot be reached.
-    """
+    """Return True if a checkpoint is complete; it may have been damaged since. Raises OSError if it
+    cannot be reached."""
     if (folder / MANIFEST).exists():
         return True
     if not (folder / METADATA).is_file():
@@ -482,29 +474,27 @@ def quick_problem(folder: Path) -> str | None:
         return str(error).splitlines()[0] if str(error) else type(error).__name__
     for name, (size, _) in files.items():
         try:
-            found = (folder / name).stat().st_size
+            size_there = (folder / name).stat().st_size
         except OSError as error:
             if is_unreachable(error):
                 raise
             return f"{name} is missing"
-        if size not in (found, -1):
-            return f"{name} has {found:,} bytes, not {size:,}"
+        if size not in (size_there, -1):
+            return f"{name} has {size_there:,} bytes, not {size:,}"
     return None
 
 
 def damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
-    """Return what is wrong with the content of every ``parts``-th file, from number ``part`` on.
-
-    None if nothing is, or if an earlier version wrote the checkpoint, without checksums. Raises
-    OSError if it cannot be reached, ValueError for a damaged manifest.
-    """
+    """Return what is wrong with the content of every ``parts``-th file, from number ``part`` on;
+    None if nothing is, or without checksums. Raises OSError if it cannot be reached, ValueError for
+    a damaged manifest."""
     for name, (_, expected) in sorted((read_manifest(folder) or {}).items())[part::parts]:
         try:
-            found = checksum(folder / name)
+            is_undamaged = checksum(folder / name) == expected
         except OSError as error:
             if is_unreachable(error):
                 raise
             return f"{name} cannot be read ({error.strerror})"
-        if found != expected:
+        if not is_undamaged:
             return f"{name} has changed since it was written (its checksum differs)"
     return None

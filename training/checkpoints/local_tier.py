@@ -12,9 +12,8 @@ several folders. If it is in one alone, its process sends a copy to its peer, a 
 folder, which keeps it in the same place. A step is whole if each part of it is in some folder. Only
 parts of one start belong together.
 
-Copies go over TCP connections between the hosts. Both ends prove by a challenge that they know a
-key, which the first process has made up and sent through the run's process group. What arrives is
-written to files whose checksums are compared; nothing in it is run.
+Copies go over TCP connections between the hosts, whose ends prove to each other that they know a
+key, which the first process has sent through the run's process group. Nothing that arrives is run.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import AuthenticationError
@@ -73,7 +72,7 @@ Save = tuple[int, str]
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a save, in this process's folder."""
+    """A complete part of a save, in this process's folder."""
 
     part: int
     save: Save
@@ -85,18 +84,6 @@ class Part:
     """The second word in RUN_ID_FILE."""
 
 
-@dataclass(frozen=True)
-class Done:
-    """What a process has done for its newest save."""
-
-    step: int
-    bytes: int = 0
-    """Of its part."""
-    write_s: float = 0.0
-    copy_s: float = 0.0
-    problem: str | None = None
-
-
 class LocalTier:
     """Saves and finds parts of checkpoints on the hosts' own disks, in all processes of a run.
 
@@ -104,20 +91,18 @@ class LocalTier:
     """
 
     def __init__(self, run: Run, shards: tuple[int, ...]) -> None:
-        """Open the folder of this process, and agree with the others on peers and on a key.
-
-        ``shards``: those that the process holds, as ``Backend`` has them. All processes must call
-        this, with ``--ckpt_dir`` locked. Raises UsageError in all of them if a folder cannot be
-        used.
-        """
-        config = run.config.checkpoints
-        assert config.local_ckpt_dir is not None
-        self.folder = Path(config.local_ckpt_dir)
+        """Open the folder of this process, and agree with the others on peers and on a key. All
+        processes must call this, with ``--ckpt_dir`` locked. ``shards``: those that the process
+        holds. Raises UsageError in all of them if a folder cannot be used."""
+        assert run.config.checkpoints.local_ckpt_dir is not None
+        self.folder = Path(run.config.checkpoints.local_ckpt_dir)
         self._rank, self._count = exchange.rank(), exchange.count()
         # Processes that hold the same shards have the same part.
-        held = [tuple(each) for each in exchange.gather(shards)]
-        parts = sorted(set(held))
-        self._part, self._parts = parts.index(shards), len(parts)
+        shards_held = [tuple(held) for held in exchange.gather(shards)]
+        parts = sorted(set(shards_held))
+        self._held = [parts.index(held) for held in shards_held]
+        """The part of each process."""
+        self._part, self._parts = self._held[self._rank], len(parts)
         # All that decides what a part holds. The number of replicas does not.
         layout = [
             parts,
@@ -132,79 +117,74 @@ class LocalTier:
         self._lock = threading.Lock()
         self._have: set[tuple[int, Save]] = set()
         """The parts, each with its save, that this process knows to be complete in its folder."""
-        self._writing: Future[Done] | None = None
+        self._writing: Future[dict[str, Any]] | None = None
 
+        # The random words of the run and of the folder, which the first start makes.
+        self._id_file = run.ckpt_dir / RUN_ID_FILE
+        folder_file, run_words = self.folder / _FOLDER_FILE, ""
         with exchange.failing_together():
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_own(self.folder, flag="--local_ckpt_dir")
-        with exchange.failing_together():
-            # The run's random word: the first start makes it.
-            self._id_file = run.ckpt_dir / RUN_ID_FILE
-            if self._rank == 0 and not self._id_file.exists():
-                replace_file(self._id_file, secrets.token_hex(8))
-            # The folder's. Under its own name at once: another process of this host may read it.
-            folder_file = self.folder / _FOLDER_FILE
+            if self._rank == 0:
+                if not self._id_file.exists():
+                    replace_file(self._id_file, secrets.token_hex(8))
+                run_words = self._id_file.read_text(errors="replace")
+            # Under its own name at once: another process of this host may read it.
             with contextlib.suppress(FileExistsError):
-                own = self.folder / f"{_FOLDER_FILE}_{secrets.token_hex(8)}"
-                own.write_text(secrets.token_hex(8))
+                new_file = self.folder / f"{_FOLDER_FILE}_{secrets.token_hex(8)}"
+                new_file.write_text(secrets.token_hex(8))
                 try:
-                    os.link(own, folder_file)
+                    os.link(new_file, folder_file)
                 finally:
-                    own.unlink()
-            run_id = self._id_file.read_text(errors="replace") if self._rank == 0 else ""
+                    new_file.unlink()
             self._folder = folder_file.read_text(errors="replace")
-        run_id, _, history = run_id.partition(" ")
+        run_id, _, history = run_words.partition(" ")
         words = [run_id, history, secrets.token_hex(8), secrets.token_hex(32)]
-        # As the first process has them.
-        self._run, self._history, self._start, key = exchange.gather(words)[0]
+        self._run, self._history, self._start, key = exchange.gather(words)[0]  # the first one's
         self._key = bytes.fromhex(key)
         with exchange.failing_together():
-            for each in self._found():
-                if each.run != self._run:
+            for part in self._complete_parts():
+                if part.run != self._run:
                     raise UsageError(
                         f"--local_ckpt_dir {self.folder} holds a checkpoint of another run, of "
-                        f"--ckpt_dir {each.ckpt_dir}: remove it, or give another folder"
+                        f"--ckpt_dir {part.ckpt_dir}: remove it, or give another folder"
                     )
 
         # Who writes which part, and where a copy of it goes.
-        found = exchange.gather([self._folder, socket.gethostname()])
-        folders, self._hosts = [each for each, _ in found], [host for _, host in found]
-        self._held = [parts.index(each) for each in held]
+        places = exchange.gather([self._folder, socket.gethostname()])
+        folders, self._hosts = [folder for folder, _ in places], [host for _, host in places]
         self._keepers: dict[tuple[str, int], int] = {}
         """By folder and part that its processes hold: the first of these, who writes and reads it.
         Of other parts there that is the folder's first process."""
-        for process, (folder, part) in enumerate(zip(folders, self._held, strict=True)):
-            self._keepers.setdefault((folder, part), process)
+        for process, (folder, number) in enumerate(zip(folders, self._held, strict=True)):
+            self._keepers.setdefault((folder, number), process)
         self._first = folders.index(self._folder)  # of the processes that see this folder
-        self._copies = sum(part == self._part for _, part in self._keepers)
-        """In how many folders the part is by itself."""
-        is_sent = self._copies == 1
-        self._peer = _peer_of(self._rank, folders, run.mesh.dcn) if is_sent else None
+        in_folders = sum(number == self._part for _, number in self._keepers)
+        self._peer = _peer_of(self._rank, folders, run.mesh.dcn) if in_folders == 1 else None
+        self.description = f"local checkpoints: in {self.folder}"
+        """A line for the log."""
+        if in_folders > 1:
+            self.description += f", each part on {in_folders} hosts, which hold the same"
+        elif self._peer is None:
+            alone = "all processes see the same folder" if self._count > 1 else "one process"
+            self.description += f", without copies ({alone})"
+        else:
+            peer = self._name(self._peer)
+            self.description += f", a copy of each part at a peer (of process 0: {peer})"
 
         # Accept copies in a thread, at addresses that all processes know.
         if self._count == 1:
             return
-        hosts = exchange.gather(_own_address(os.environ.get("MASTER_ADDR", _SOMEWHERE)))
-        mine = hosts[self._rank]
-        elsewhere = [each for each in hosts if not each.startswith("127.")]
-        if mine.startswith("127.") and elsewhere:  # the host that MASTER_ADDR names
-            mine = _own_address(elsewhere[0])
+        hosts = exchange.gather(_address_towards(os.environ.get("MASTER_ADDR", _SOMEWHERE)))
+        address = hosts[self._rank]
+        elsewhere = [host for host in hosts if not host.startswith("127.")]
+        if address.startswith("127.") and elsewhere:  # the host that MASTER_ADDR names
+            address = _address_towards(elsewhere[0])
         with exchange.failing_together():
-            self._listener = Listener((mine, 0), backlog=64)
+            self._listener = Listener((address, 0), backlog=64)
         threading.Thread(target=self._accept, name="local checkpoints", daemon=True).start()
-        found = exchange.gather([mine, self._listener.address[1]])
-        self._addresses = [(host, port) for host, port in found]
-
-    @property
-    def description(self) -> str:
-        """A line for the log."""
-        text = f"local checkpoints: in {self.folder}"
-        if self._copies > 1:
-            return f"{text}, each part on {self._copies} hosts, which hold the same"
-        if self._peer is None:
-            alone = "all processes see the same folder" if self._count > 1 else "one process"
-            return f"{text}, without copies ({alone})"
-        return f"{text}, a copy of each part at a peer (of process 0: {self._name(self._peer)})"
+        ports = exchange.gather([address, self._listener.address[1]])
+        self._addresses = [(host, port) for host, port in ports]
 
     def _name(self, process: int) -> str:
         return exchange.name(process, self._hosts[process])
@@ -214,38 +194,41 @@ class LocalTier:
     def _path(self, part: int, step: int) -> Path:
         return folder_of(self.folder / f"part_{part}", step)
 
-    def _keeps(self, part: int) -> bool:
-        """Return True if this process writes and reads the part in its folder."""
-        return self._keepers.get((self._folder, part), self._first) == self._rank
+    def _steps(self) -> Iterator[tuple[int, Path]]:
+        """Yield the number of a part and the folder of a step, complete or not."""
+        for folder in sorted(self.folder.iterdir()):
+            if name := _PART_NAME.fullmatch(folder.name):
+                for path in step_folders(folder):
+                    yield int(name[1]), path
 
-    def _found(self) -> list[Part]:
+    def _complete_parts(self) -> list[Part]:
         """Return the complete parts in the folder, by names and sizes of their files alone."""
-        found = []
-        for each in sorted(self.folder.iterdir()):
-            if not (name := _PART_NAME.fullmatch(each.name)):
-                continue
-            for path in step_folders(each):
-                with contextlib.suppress(OSError, ValueError, KeyError):
-                    if checkpoint.read_manifest(path) is None or checkpoint.quick_problem(path):
-                        continue
-                    content = read_object(path / PART_FILE)
-                    start, *others = (
-                        str(content[key])
-                        for key in ("start", "layout", "run", "ckpt_dir", "history")
-                    )
-                    found.append(Part(int(name[1]), (step_of(path), start), *others))
-        return found
+        parts = []
+        for number, path in self._steps():
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                if checkpoint.read_manifest(path) is None or checkpoint.quick_problem(path):
+                    continue
+                content = read_object(path / PART_FILE)
+                start, *others = (
+                    str(content[key]) for key in ("start", "layout", "run", "ckpt_dir", "history")
+                )
+                parts.append(Part(number, (step_of(path), start), *others))
+        return parts
+
+    def _usable(self) -> list[Part]:
+        """Return the complete parts in the folder that may be resumed; [] if it cannot be read."""
+        try:
+            return [part for part in self._complete_parts() if part.history == self._history]
+        except OSError:
+            return []
 
     def _remove(self, stays: Callable[[int], bool]) -> None:
-        """Remove what is in the folder of the steps that are not to stay, complete or not; of
-        the processes of a folder one does it. Raises OSError."""
-        if self._first != self._rank:
-            return
-        for each in sorted(self.folder.iterdir()):
-            if _PART_NAME.fullmatch(each.name):
-                for path in step_folders(each):
-                    if not stays(step_of(path)):
-                        remove(path)
+        """Remove what is in the folder of the steps that are not to stay; of the processes of a
+        folder one does it. Raises OSError."""
+        if self._first == self._rank:
+            for _, path in self._steps():
+                if not stays(step_of(path)):
+                    remove(path)
 
     # -- at the start ------------------------------------------------------------------------------
 
@@ -259,22 +242,23 @@ class LocalTier:
         notes: list[str] = []
         rejected: set[tuple[int, Save]] = set()
         while True:
-            found = exchange.gather(
+            by_process = exchange.gather(
                 [
-                    [each.part, *each.save, each.layout]
-                    for each in self._usable()
-                    if self._keeps(each.part) and (each.part, each.save) not in rejected
+                    [part.part, *part.save, part.layout]
+                    for part in self._usable()
+                    if self._keepers.get((self._folder, part.part), self._first) == self._rank
+                    and (part.part, part.save) not in rejected
                 ]
             )
             holders: dict[Save, dict[int, list[int]]] = {}
-            others = False
-            for process, parts in enumerate(found):
-                for part, step, start, layout in parts:
+            has_other_layouts = False
+            for process, parts in enumerate(by_process):
+                for number, step, start, layout in parts:
                     if layout == self._layout:
-                        of_save = holders.setdefault((step, start), {})
-                        of_save.setdefault(part, []).append(process)
+                        save_holders = holders.setdefault((step, start), {})
+                        save_holders.setdefault(number, []).append(process)
                     else:
-                        others = True
+                        has_other_layouts = True
             newer = sorted(save for save in holders if save[0] > newer_than)
             whole = [save for save in newer if len(holders[save]) == self._parts]
             if not whole:
@@ -285,12 +269,12 @@ class LocalTier:
                         f"warning: step {newer[-1][0]} of --local_ckpt_dir is not whole: the parts "
                         f"of {names} are lost, with their copies"
                     )
-                elif others:
+                elif has_other_layouts:
                     notes.append(
                         "note: --local_ckpt_dir has parts of another number of processes a "
                         "replica, mesh or form of sharding, which are not used"
                     )
-                elif not any(found) and newer_than >= 0:
+                elif not any(by_process) and newer_than >= 0:
                     notes.append("note: no host has a part of a step in --local_ckpt_dir")
                 return None, notes
             save = whole[-1]
@@ -300,18 +284,15 @@ class LocalTier:
             notes += [f"warning: {problem}" for problem in problems]
         with exchange.failing_together():
             saved = checkpoint.read_saved_run(self._path(self._part, save[0]))
-        at = holders[save]
-        if brought := [to for (_, part), to in self._keepers.items() if to not in at[part]]:
-            names = ", ".join(map(self._name, sorted(brought)))
+        receivers = [
+            keeper
+            for (_, part), keeper in self._keepers.items()
+            if keeper not in holders[save][part]
+        ]
+        if receivers:
+            names = ", ".join(map(self._name, sorted(receivers)))
             notes.append(f"note: step {save[0]} was copied from peers to {names}")
         return replace(saved, is_part=True), notes
-
-    def _usable(self) -> list[Part]:
-        """Return the complete parts in the folder that may be resumed; [] if it cannot be read."""
-        try:
-            return [each for each in self._found() if each.history == self._history]
-        except OSError:
-            return []
 
     def _bring(
         self,
@@ -322,47 +303,43 @@ class LocalTier:
         verify: bool,
     ) -> list[str]:
         """Give each folder the parts of a whole save that its processes hold; return the problems
-        of all processes. ``holders``: by part, the processes that keep it.
-
-        A part of this process's folder that is damaged, or cannot be sent, goes into ``rejected``.
-        """
+        of all processes. Parts of this process that cannot be used go into ``rejected``.
+        ``holders``: by part, the processes that keep it."""
         step = save[0]
-        mine: dict[int, list[int]] = {}
+        receivers: dict[int, list[int]] = {}
         """By part that is used of this process's folder: the processes to which it is sent."""
         for (_, part), keeper in self._keepers.items():
             is_there = keeper in holders[part]
             if (keeper if is_there else holders[part][0]) == self._rank:
-                mine.setdefault(part, []).extend([] if is_there else [keeper])
+                receivers.setdefault(part, []).extend([] if is_there else [keeper])
         problems: list[str] = []
-        for part, others in mine.items():
+        for part, processes in receivers.items():
             path = self._path(part, step)
             try:
                 if verify and (problem := checkpoint.damage(path)):
                     raise ValueError(problem)
-                for other in others:
-                    self._send(path, part, save, other)
+                for process in processes:
+                    self._send(path, part, save, process)
             except (OSError, EOFError, ValueError, AuthenticationError) as error:
                 problems.append(
                     f"part {part} of step {step} in --local_ckpt_dir of {self._name(self._rank)} "
                     f"is not used: {checkpoint.reason_of(error)}"
                 )
                 rejected.add((part, save))
-        return [each for found in exchange.gather(problems) for each in found]
+        return [problem for reported in exchange.gather(problems) for problem in reported]
 
     def forget(self, step: int | None, *, goes_back: bool) -> None:
-        """Remove all parts but those of ``step``, which this start continues; None: all.
-
-        ``goes_back``: nor are those of hosts that are away to be resumed when they come back. All
-        processes must call this before the first save.
-        """
+        """Remove all parts but those of ``step``, which this start continues; None: all. With
+        ``goes_back`` parts of hosts that are away do not count any more either. All processes must
+        call this before the first save."""
         if goes_back:
             self._history = exchange.gather(secrets.token_hex(4))[0]
         with exchange.failing_together():
             if goes_back and self._rank == 0:
                 replace_file(self._id_file, f"{self._run} {self._history}")
-            self._remove(lambda each: each == step)
+            self._remove(lambda number: number == step)
         with self._lock:
-            self._have = {(each.part, each.save) for each in self._usable()}
+            self._have = {(part.part, part.save) for part in self._usable()}
 
     # -- while training ----------------------------------------------------------------------------
 
@@ -375,72 +352,67 @@ class LocalTier:
         Returns of the save before ``bytes`` of all parts, and the seconds of the slowest process:
         ``write_s`` on its disk, ``copy_s`` to its peer; {} if there is none.
         """
-        done = None
+        result = None
         is_busy = self._writing is not None and not self._writing.done()
         if self._writing is not None and not is_busy:
-            done, self._writing = asdict(self._writing.result()), None
+            result, self._writing = self._writing.result(), None
         with self._lock:
-            here = sorted(self._have)
-        found = exchange.gather([is_busy, done, here])
-        finished = []
-        for process, (_, each, _) in enumerate(found):
-            if not each:
-                continue
-            finished.append(report := Done(**each))
-            if report.problem:
-                say(
-                    f"warning: local checkpoint of step {report.step}, {self._name(process)}: "
-                    f"{report.problem}; training continues"
-                )
-        figures = {}
-        if finished:
-            figures = {
-                "bytes": sum(each.bytes for each in finished),
-                "write_s": max(each.write_s for each in finished),
-                "copy_s": max(each.copy_s for each in finished),
-            }
+            have = sorted(self._have)
+        by_process = exchange.gather([is_busy, result, have])
+
+        # What became of the save before.
+        figures: dict[str, float] = {}
+        results = [(process, done) for process, (_, done, _) in enumerate(by_process) if done]
+        problems = [(process, done) for process, done in results if done["problem"]]
+        for process, done in problems:
+            say(
+                f"warning: local checkpoint of step {done['step']}, {self._name(process)}: "
+                f"{done['problem']}; training continues"
+            )
+        if results:
+            figures["bytes"] = sum(done["bytes"] for _, done in results)
+            for name in ("write_s", "copy_s"):
+                figures[name] = max(done[name] for _, done in results)
+        if results and not problems:
             copied = f", copied to peers in {figures['copy_s']:.2f} s" if figures["copy_s"] else ""
-            if not any(each.problem for each in finished):
-                say(
-                    f"local checkpoint of step {finished[0].step}: "
-                    f"{figures['bytes'] / 2**20:,.2f} MiB, written in {figures['write_s']:.2f} s"
-                    f"{copied}"
-                )
+            say(
+                f"local checkpoint of step {results[0][1]['step']}: "
+                f"{figures['bytes'] / 2**20:,.2f} MiB, written in {figures['write_s']:.2f} s"
+                f"{copied}"
+            )
+
         # Nothing before the oldest whole step that stays.
         parts: dict[Save, set[int]] = {}
-        for *_, has in found:
-            for part, (saved, start) in has:
-                parts.setdefault((saved, start), set()).add(part)
-        whole = sorted(saved for (saved, _), of in parts.items() if len(of) == self._parts)
+        for *_, process_has in by_process:
+            for part, (saved_step, start) in process_has:
+                parts.setdefault((saved_step, start), set()).add(part)
+        whole = sorted(save[0] for save, numbers in parts.items() if len(numbers) == self._parts)
         oldest = whole[-_STAY] if len(whole) >= _STAY else 0
         with self._lock:
-            self._have = {each for each in self._have if each[1][0] >= oldest}
-        if busy := [process for process, (each, *_) in enumerate(found) if each]:
+            self._have = {(part, save) for part, save in self._have if save[0] >= oldest}
+
+        if busy := [process for process, (is_busy, *_) in enumerate(by_process) if is_busy]:
             say(
                 f"warning: no local checkpoint of step {step}: {self._name(busy[0])} still writes "
                 "the one before"
             )
-            return figures
-        if not self._keeps(self._part):  # another process of this host has the same part
-            return figures
-        try:
-            copy = content()
-        except Exception as error:  # noqa: BLE001 - out of memory, say: the next one is tried
-            failed: Future[Done] = Future()
-            failed.set_result(
-                Done(step, problem=f"it could not be copied ({checkpoint.reason_of(error)})")
-            )
-            self._writing = failed
-        else:
-            self._writing = in_background(lambda: self._write(step, copy, oldest))
+        elif self._keepers[self._folder, self._part] == self._rank:
+            try:
+                copy = content()
+            except Exception as error:  # noqa: BLE001 - out of memory, say: the next one is tried
+                self._writing = Future()
+                problem = f"it could not be copied ({checkpoint.reason_of(error)})"
+                self._writing.set_result(_result(step, problem=problem))
+            else:
+                self._writing = in_background(lambda: self._write(step, copy, oldest))
         return figures
 
-    def _write(self, step: int, content: dict[str, Any], oldest: int) -> Done:
-        """Write this process's part and send it; in a thread."""
+    def _write(self, step: int, content: dict[str, Any], oldest: int) -> dict[str, Any]:
+        """Write this process's part and send it; in a thread. Returns a ``_result``."""
         path, save = self._path(self._part, step), (step, self._start)
         size, began, written = bytes_of(content), time.perf_counter(), None
         try:
-            self._remove(lambda each: each >= oldest)
+            self._remove(lambda number: number >= oldest)
             with self._lock:
                 self._have.discard((self._part, save))
             if name := not_finite(content):
@@ -460,30 +432,26 @@ class LocalTier:
                 self._have.add((self._part, save))
             written = time.perf_counter()
             if self._peer is None:
-                return Done(step, size, written - began)
+                return _result(step, size, written - began)
             self._send(path, self._part, save, self._peer)
         except BaseException as error:  # noqa: BLE001 - as in saver.py: it may be DCP's own
+            reason = checkpoint.reason_of(error)
             if written is None:
                 with contextlib.suppress(OSError):
                     remove(path)  # the next one may need its room
-                problem = (
-                    f"it could not be written to {self.folder} ({checkpoint.reason_of(error)})"
-                )
-                return Done(step, problem=problem)
-            problem = f"no copy at {self._name(self._peer or 0)} ({checkpoint.reason_of(error)})"
-            return Done(step, size, written - began, problem=problem)
-        return Done(step, size, written - began, time.perf_counter() - written)
+                return _result(step, problem=f"it could not be written to {self.folder} ({reason})")
+            problem = f"no copy at {self._name(self._peer or 0)} ({reason})"
+            return _result(step, size, written - began, problem=problem)
+        return _result(step, size, written - began, time.perf_counter() - written)
 
     def complete(self) -> None:
-        """Remove all parts: the run has its last checkpoint in --ckpt_dir.
-
-        All processes must call this. If one still writes, they stay.
-        """
+        """Remove all parts, unless one is still being written: the run has its last checkpoint in
+        --ckpt_dir. All processes must call this."""
         if self._writing is not None:
             wait([self._writing], timeout=_ENDS_WITHIN_S)
         if all(exchange.gather(self._writing is None or self._writing.done())):
             with contextlib.suppress(OSError):
-                self._remove(lambda each: False)
+                self._remove(lambda number: False)
 
     # -- copies ------------------------------------------------------------------------------------
 
@@ -498,10 +466,7 @@ class LocalTier:
 
     def _send(self, path: Path, part: int, save: Save, to: int) -> None:
         """Send the files of a part to a process; return when it has compared and written them.
-
-        Raises OSError or EOFError if it has not, ValueError if the part is damaged, and
-        AuthenticationError if who answers there does not know the key.
-        """
+        Raises OSError, EOFError, ValueError (damaged) or AuthenticationError if it has not."""
         files = checkpoint.read_manifest(path) or {}
         header = {"to": to, "part": part, "step": save[0], "start": save[1], "files": files}
         with Client(self._addresses[to], authkey=self._key) as connection:
@@ -546,42 +511,36 @@ class LocalTier:
 def _receive_files(
     connection: Connection, path: Path, files: dict[str, checkpoint.Entry]
 ) -> str | None:
-    """Write files that arrive one after the other; return what went wrong with them, if anything.
-
-    All that was sent is read, so that the sender reads the answer. Raises EOFError or OSError if
-    the connection ends before.
-    """
+    """Write files that arrive one after the other; return what went wrong with them, if anything,
+    after reading all of them. Raises EOFError or OSError if the connection ends before."""
     problem = None
     try:
         clear(path)
     except OSError as error:
         problem = checkpoint.reason_of(error)
-    for name, (size, sum_) in files.items():
+    for name, (size, checksum) in files.items():
         digest, arrived = xxhash.xxh3_128(), 0
-        with contextlib.ExitStack() as opened:
-            file = None
+        while True:
+            chunk = connection.recv_bytes(_CHUNK) if size else b""
+            arrived += len(chunk)
+            digest.update(chunk)
             try:
-                file = opened.enter_context(open(path / name, "xb")) if problem is None else None
-            except OSError as error:
-                problem = checkpoint.reason_of(error)
-            while arrived < size:
-                chunk = connection.recv_bytes(_CHUNK)
-                arrived += len(chunk)
-                digest.update(chunk)
-                try:
-                    if file and problem is None:
+                if problem is None:
+                    with open(path / name, "ab") as file:
                         file.write(chunk)
                         if arrived >= size:
                             file.flush()
                             os.fsync(file.fileno())
-                except OSError as error:
-                    problem = checkpoint.reason_of(error)
-        if problem is None and (arrived, digest.hexdigest()) != (size, sum_):
+            except OSError as error:
+                problem = checkpoint.reason_of(error)
+            if arrived >= size:
+                break
+        if problem is None and (arrived, digest.hexdigest()) != (size, checksum):
             problem = f"the checksum of {name} differs"
     return problem
 
 
-def _own_address(other: str) -> str:
+def _address_towards(other: str) -> str:
     """Return the address of this host under which ``other`` sees it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -589,6 +548,19 @@ def _own_address(other: str) -> str:
             return probe.getsockname()[0]
         except OSError:
             return "127.0.0.1"
+
+
+def _result(
+    step: int, size: int = 0, write_s: float = 0.0, copy_s: float = 0.0, problem: str | None = None
+) -> dict[str, Any]:
+    """Return what a process has done for a save, as JSON; ``size``: the bytes of its part."""
+    return {
+        "step": step,
+        "bytes": size,
+        "write_s": write_s,
+        "copy_s": copy_s,
+        "problem": problem,
+    }
 
 
 def _peer_of(rank: int, folders: Sequence[str], replicas: int) -> int | None:
@@ -601,9 +573,8 @@ def _peer_of(rank: int, folders: Sequence[str], replicas: int) -> int | None:
     for process, word in enumerate(folders):
         hosts.setdefault(word, []).append(process)
     words = list(hosts)
-    mine = hosts[folders[rank]]
     if len(words) == 1:
         return None
-    away = max(1, len(words) // replicas) if replicas > 1 else 1
-    there = hosts[words[(words.index(folders[rank]) + away) % len(words)]]
-    return there[min(mine.index(rank), len(there) - 1)]
+    distance = max(1, len(words) // replicas) if replicas > 1 else 1
+    peers = hosts[words[(words.index(folders[rank]) + distance) % len(words)]]
+    return peers[min(hosts[folders[rank]].index(rank), len(peers) - 1)]

@@ -22,7 +22,7 @@ from training.checkpoints.format import (
     training_tensors,
     write_manifest,
 )
-from training.checkpoints.state import bytes_of, not_finite, state_content, write_state
+from training.checkpoints.state import not_finite, state_content, write_state
 from training.errors import NOT_SAVED, RunFailed, UsageError, not_finite_error
 from training.files import in_background
 from training.processes import exchange
@@ -52,12 +52,11 @@ def write_checkpoint(
     store_logs: Callable[[], None],
     group: dist.ProcessGroup | None = None,
 ) -> Written:
-    """Write what ``state_content`` returned.
+    """Write what ``state_content`` returned, in stages after which all processes know of all.
 
-    All processes call it, with their process ``group`` (None: PyTorch's default one), in stages
-    after which all know of all. The first one calls ``store_logs`` before the checkpoint is
-    complete, and ``written`` after; if it cannot be, it removes what there is of it, as far as it
-    can.
+    All call it, with their process ``group`` (None: PyTorch's default one). The first one calls
+    ``store_logs`` before the checkpoint is complete, and ``written`` after; it removes what there
+    is of one that cannot be completed.
     """
 
     def complete() -> None:
@@ -99,8 +98,8 @@ def _attempt(
     # error is no Exception.
     except (Exception, dcp.CheckpointException) as error:  # noqa: BLE001
         problem = reason_of(error)
-    found = exchange.gather([done, problem], group)
-    return [each for each, _ in found], [problem for _, problem in found]
+    outcomes = exchange.gather([done, problem], group)
+    return [done for done, _ in outcomes], [problem for _, problem in outcomes]
 
 
 @dataclass
@@ -132,10 +131,11 @@ class CheckpointSaver:
     _ends_with: RunFailed | None = field(default=None, init=False)
     """Why the run cannot continue."""
     _being_written: tuple[Path, Future[Written]] | None = field(default=None, init=False)
-    _figures: list[dict[str, float]] = field(default_factory=list, init=False)
+    figures: list[dict[str, float]] = field(default_factory=list, init=False)
+    """Of each completed checkpoint its ``step``, its ``bytes`` and the seconds of writing it,
+    ``write_s``."""
     _group: dist.ProcessGroup | None = field(default=None, init=False)
     """The thread's own: collectives of a group meet in the order in which they are called."""
-    _told_memory: bool = field(default=False, init=False)
     _not_removed: str | None = field(default=None, init=False)
     """A warning, if old checkpoints could not be removed at the last try."""
 
@@ -158,13 +158,10 @@ class CheckpointSaver:
             self._group = None
 
     def save(self, position: Position, *, must: bool = False) -> bool:
-        """Write a checkpoint, unless there is a complete one of this step.
-
-        If it cannot be written, the older ones stay and training can continue. With ``must`` it is
-        complete when this returns. Returns True if it was written, or is being written now. Raises
+        """Write a checkpoint, unless there is a complete one of this step; return True if it was
+        written, or is being written now. With ``must`` it is complete when this returns. Raises
         RunFailed if a value is not finite, and after ``max_failed`` failures in a row or, with
-        ``must``, after one.
-        """
+        ``must``, after one."""
         self.finish()
         folder = folder_of(self.ckpt_dir, position.step)
         if folder == self.newest:
@@ -185,24 +182,12 @@ class CheckpointSaver:
                 group=self._group if in_thread else None,
             )
             if in_thread:
-                if not self._told_memory:
-                    self._told_memory = True
-                    self.say(
-                        "checkpoints are written asynchronously, each from a copy that takes "
-                        f"{bytes_of(content) / 2**30:,.2f} GiB of host memory (this process)"
-                    )
                 self._being_written = folder, in_background(write)
             else:
                 self._count(folder, write(), must=must)
         if self._ends_with:
             raise self._ends_with
         return self._being_written is not None or folder == self.newest
-
-    def take_figures(self) -> list[dict[str, float]]:
-        """Return of each checkpoint that was completed since the last call its ``step``, its
-        ``bytes`` and the seconds of writing it, ``write_s``."""
-        figures, self._figures = self._figures, []
-        return figures
 
     def content(self, position: Position, *, copy: bool) -> dict[str, Any]:
         """Return what ``state_content`` makes of the run's state and of ``position``."""
@@ -216,10 +201,8 @@ class CheckpointSaver:
             raise self._ends_with
 
     def failed_too_often(self) -> bool:
-        """Return True if the run cannot continue, as far as this process knows; never waits.
-
-        All processes get to know the same, but not after the same step.
-        """
+        """Return True if the run cannot continue, as far as this process knows, which never waits:
+        others get to know the same after another step."""
         if self._being_written and self._being_written[1].done():
             self._settle()
         return self._ends_with is not None
@@ -233,15 +216,13 @@ class CheckpointSaver:
     def _count(self, folder: Path, done: Written, *, must: bool = False) -> None:
         """Report what became of a checkpoint, and note if the run cannot continue."""
         if done.not_finite:  # nor will a later one be finite
-            what = (
-                f"{done.not_finite} is not finite after step {step_of(folder)}, which is not saved"
-            )
-            self._ends_with = not_finite_error(what, self.newest)
+            what = f"{done.not_finite} is not finite after step {step_of(folder)}"
+            self._ends_with = not_finite_error(f"{what}, which is not saved", self.newest)
             return
-        wrong = [problem for problem in done.problems if problem is not None]
-        if not wrong:
+        problem = next(filter(None, done.problems), None)
+        if problem is None:
             self.newest, self._failed = folder, 0
-            self._figures.append(
+            self.figures.append(
                 {"step": step_of(folder), "bytes": done.bytes, "write_s": done.seconds}
             )
             size = f"{done.bytes / 2**20:,.2f} MiB"
@@ -253,7 +234,7 @@ class CheckpointSaver:
         room = ""  # PyTorch's zip writer does not say that the disk is full
         with contextlib.suppress(OSError, TypeError):  # TypeError: of a URL
             room = f"; {shutil.disk_usage(self.ckpt_dir).free / 1e6:,.1f} MB are free there"
-        text = f"{folder.name} could not be written to {self.ckpt_dir} ({wrong[0]}{room})"
+        text = f"{folder.name} could not be written to {self.ckpt_dir} ({problem}{room})"
         if must or self._failed >= self.max_failed:
             times = "" if self._failed == 1 else f", {self._failed} have failed in a row"
             last = f"the newest checkpoint is {self.newest}" if self.newest else "there is none"

@@ -47,10 +47,8 @@ class Chunk:
 class ShardedTensor(torch.Tensor):
     """Holds the chunks of one global tensor that this process has.
 
-    Implements the three methods by which DCP's default planners save and load any sharded tensor. A
-    checkpoint therefore has global names and shapes only, and any other sharding of the same
-    tensor can read it. It has the global tensor's size but no storage of its own: nothing can be
-    computed with it.
+    Implements the methods by which DCP's default planners save and load any sharded tensor: any
+    other sharding of the same tensor can read the checkpoint. Nothing can be computed with it.
     """
 
     chunks: list[Chunk]
@@ -89,11 +87,9 @@ class ShardedTensor(torch.Tensor):
 def flat_range_boxes(
     shape: Sequence[int], start: int, end: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Divide the row-major range [start, end) of a tensor into rectangles.
-
-    FSDP's flat shards are such ranges. Yields (offsets, sizes, flat start) of at
-    most 2 * len(shape) - 1 boxes whose elements are, in order, those of the range.
-    """
+    """Divide the row-major range [start, end) of a tensor, such as one of FSDP's flat shards, into
+    rectangles. Yields (offsets, sizes, flat start) of at most 2 * len(shape) - 1 boxes, in
+    order."""
     if not shape and start < end:
         yield (), (), start
         return
@@ -129,9 +125,9 @@ def state_content(
 def _copied(value: Any) -> Any:
     """Return a nested dictionary of tensors with each tensor copied to the CPU."""
     if isinstance(value, Mapping):
-        return {name: _copied(each) for name, each in value.items()}
+        return {name: _copied(inner) for name, inner in value.items()}
     if isinstance(value, ShardedTensor):
-        chunks = [Chunk(each.offsets, _copied(each.data)) for each in value.chunks]
+        chunks = [Chunk(chunk.offsets, _copied(chunk.data)) for chunk in value.chunks]
         return ShardedTensor(value.size(), value.dtype, chunks)
     return value.detach().to("cpu", copy=True)
 
@@ -143,8 +139,8 @@ def bytes_of(value: Any) -> int:
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, Mapping):
-        for each in value.values():
-            yield from _tensors(each)
+        for inner in value.values():
+            yield from _tensors(inner)
     elif isinstance(value, ShardedTensor):
         yield from (chunk.data for chunk in value.chunks)
     else:
@@ -175,14 +171,11 @@ def write_state(
     *,
     alone: bool = False,
 ) -> dict[str, Entry]:
-    """Write what ``state_content`` returned; all processes call it, with their process group.
-    With ``alone`` one does, and writes what it holds, replicated tensors too.
-
-    Returns the manifest's entries for the files that this process wrote, with checksums computed
-    while writing. The caller writes the manifest, which completes a checkpoint. Raises OSError,
-    RuntimeError or DCP's CheckpointException if it cannot be written.
-    """
-    storage = FolderWriter(folder, from_cuda=any(each.is_cuda for each in _tensors(content)))
+    """Write what ``state_content`` returned, without the manifest; return the manifest's entries
+    for the files of this process. All call it, with their process group; with ``alone`` one does,
+    and writes what it holds, replicated tensors too. Raises OSError, RuntimeError or DCP's
+    CheckpointException."""
+    storage = FolderWriter(folder, from_cuda=any(tensor.is_cuda for tensor in _tensors(content)))
     # torch.save's own sums, CRC-32, take as long as all else it does, and no reader looks at them.
     with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
         no_dist = alone or not dist.is_initialized()
@@ -198,22 +191,20 @@ def load_state(
     use_ema: bool = False,
     is_part: bool = False,
 ) -> bool:
-    """Load a checkpoint's values into the backend; all processes call it. ``is_part``: each has a
-    ``folder`` of its own, which holds what was written ``alone``.
+    """Load a checkpoint's values into the backend; all processes call it. Returns True if the
+    checkpoint has an EMA. Raises anything if it is damaged.
 
-    Restores the weights and, ``with_optimizer``, also AdamW's state, the EMA and what else the next
-    step depends on, as far as the checkpoint has it, and the CPU's random state. With ``use_ema``
-    the weights become the checkpoint's EMA. Returns True if the checkpoint has an EMA. Raises
-    anything if it is damaged.
+    ``with_optimizer``: also all that the next step depends on. ``use_ema``: the weights become the
+    checkpoint's EMA. ``is_part``: each process has a ``folder`` of its own, written ``alone``.
     """
     saved = entries_of(folder)
     has_ema = any(name.startswith(f"{EMA}.") for name in saved)
     state = backend.state(with_optimizer=with_optimizer)
     training: dict[str, torch.Tensor] = {}
     if with_optimizer:
-        there = {name: each for name, each in state.step.items() if f"{TRAINING}.{name}" in saved}
-        state = replace(state, step=there, ema=state.ema if has_ema else None)
-        training = {**there, RNG: torch.get_rng_state()}
+        step = {name: x for name, x in state.step.items() if f"{TRAINING}.{name}" in saved}
+        state = replace(state, step=step, ema=state.ema if has_ema else None)
+        training = {**step, RNG: torch.get_rng_state()}
     wanted = tree(state, training)
     if use_ema:
         wanted[EMA] = wanted.pop(WEIGHTS)
@@ -227,8 +218,7 @@ def load_state(
 
 
 def _held(content: Mapping[str, Any], saved: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a nested dictionary of tensors without those that this process holds nothing of: a
-    part has no entry for them.
+    """Return a nested dictionary of tensors without those that this process holds nothing of.
 
     Raises UsageError unless the entries ``saved`` have each chunk of the others: DCP would read
     what is there of it, and leave the rest as it is.
@@ -242,7 +232,7 @@ def _held(content: Mapping[str, Any], saved: Mapping[str, Any], prefix: str = ""
         if isinstance(value, ShardedTensor):
             if not value.chunks:
                 continue
-            here = [(tuple(each.offsets), tuple(each.data.shape)) for each in value.chunks]
+            here = [(tuple(chunk.offsets), tuple(chunk.data.shape)) for chunk in value.chunks]
         entry = saved.get(prefix + name)
         there = {(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks} if entry else set()
         if not there.issuperset(here) and not there.issuperset(whole):

@@ -15,9 +15,8 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -26,9 +25,15 @@ from torch import nn
 
 from data.files import printable, replace_file
 from data.loader import PADDING, Batch, BatchLoader, numbered, prefetch
+from data.source import DataSource
 from training.backend import Backend
+from training.initial_weights import InitialWeights, place_trained, printer
+from training.logs.bad_images import BadImages
 from training.logs.figures import drawing, pyplot, save_figure
 from training.logs.records import Evaluation
+from training.processes.exchange import check_alike
+from training.resolve import Run
+from training.weights import Weights
 
 TOP = 5
 """The k of top-k accuracy, beside 1."""
@@ -70,13 +75,10 @@ def evaluate(
 
     Returns None if ``batch_done``, called after each batch, returns True: to stop.
     """
-    seen: set[int] = set()
 
     def source() -> Iterator[Batch]:
         for index, batch in enumerate(itertools.islice(loader.epoch(0), batches or None)):
-            labels = batch[1]
-            seen.update(labels.tolist())  # on the host, as the batches pass
-            first = (index * backend.batch_shards + backend.batch_shard) * len(labels)
+            first = (index * backend.batch_shards + backend.batch_shard) * len(batch[1])
             yield numbered(batch, first) if measure.numbered else batch
 
     model.eval()
@@ -91,25 +93,43 @@ def evaluate(
             if batch_done():
                 stopped = True
                 break
-    for left in pending:
-        measure.add(left.result())
+    for future in pending:
+        measure.add(future.result())
     model.train()
-    return None if stopped else replace(measure.result(), labels=frozenset(seen))
+    return None if stopped else measure.result()
+
+
+def open_trained(
+    weights: Weights,
+    initial: InitialWeights | None,
+    data: DataSource,
+    run: Run,
+    backend: Backend,
+) -> tuple[nn.Module, BadImages, Callable[[str], None]]:
+    """Put trained weights on the devices; return the model, the unreadable images, and what prints
+    a line. ``initial``: how weights of another model become this one's. Raises UsageError in all
+    processes if these differ."""
+    say = printer(backend, json=run.config.use.json)
+    check_alike(run, data)
+    say(f"data: {data}")
+    model = place_trained(weights, run, backend, say, initial)
+    say(backend.describe())
+    if backend.compiles:
+        say("compiling takes a while ...")
+    return model, BadImages(run.config.data.max_bad_images, data, is_main=backend.is_main), say
 
 
 def classes_before(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return for each image how many classes its logits, (images, classes), rank above its label.
 
-    0: the label is the ``argmax``, up to 4: it is among the top five. Of equal logits the first
-    class ranks highest; NaN ranks above all, so that a model that has diverged is right about
-    nothing. No sorting, no gathering: each device compares its own images' logits, whatever these
-    are sharded over.
+    Of equal logits the first class ranks highest; NaN ranks above all: a model that has diverged is
+    right about nothing. Without sorting or gathering, each device compares its own images' logits.
     """
     classes = torch.arange(logits.shape[-1], device=logits.device)
     label = labels.clamp(min=0)[:, None]  # padding gets some rank, too, which does not count
-    own = torch.where(classes == label, logits, 0.0).sum(dim=-1, keepdim=True)
-    first_of_equals = (logits == own) & (classes < label)
-    return (~(logits <= own) | first_of_equals).sum(dim=-1)
+    label_logit = torch.where(classes == label, logits, 0.0).sum(dim=-1, keepdim=True)
+    first_of_equals = (logits == label_logit) & (classes < label)
+    return (~(logits <= label_logit) | first_of_equals).sum(dim=-1)
 
 
 # -- The report by class --------------------------------------------------------------------------
@@ -124,51 +144,47 @@ class Predictions:
     def __init__(self, backend: Backend, batch_size: int) -> None:
         """``batch_size``: images of a global batch, padding included."""
         self._backend, self._batch_size, self._parts = backend, batch_size, 1
-        mine = F.one_hot(torch.tensor(backend.batch_shard), backend.batch_shards).float()
+        is_mine = F.one_hot(torch.tensor(backend.batch_shard), backend.batch_shards).float()
         # On the device, so that all processes run one program, of which only this differs.
-        self._mine = backend.constant(mine)
-        self._found: list[np.ndarray] = []
+        self._is_mine = backend.constant(is_mine)
+        self._batches: list[np.ndarray] = []
 
     def of_batch(
         self, logits: torch.Tensor, labels: torch.Tensor, before: torch.Tensor
     ) -> torch.Tensor:
         """Return what ``add`` takes, whole on every device; fp32 is exact for class numbers."""
-        here = torch.stack([labels, logits.argmax(dim=-1), before]).float()
+        rows = torch.stack([labels, logits.argmax(dim=-1), before]).float()
         self._parts = self._batch_size // labels.shape[0]  # 1 where a program's tensors are global
         if self._parts > 1:
-            here = self._mine[:, None, None] * here
-        return self._backend.sum(here)
+            rows = self._is_mine[:, None, None] * rows
+        return self._backend.sum(rows)
 
     def add(self, values: list[float]) -> None:
         """Add a batch, as it was read from the devices."""
         parts = np.array(values, dtype=np.int64).reshape(self._parts, 3, -1)
-        found = parts.transpose(1, 0, 2).reshape(3, -1)
-        self._found.append(found[:, found[0] != PADDING])
+        columns = parts.transpose(1, 0, 2).reshape(3, -1)
+        self._batches.append(columns[:, columns[0] != PADDING])
 
     def all(self) -> np.ndarray:
         """Return labels, predicted classes and ``classes_before``: (3, images), int64."""
-        return np.concatenate(self._found, axis=1) if self._found else np.zeros((3, 0), np.int64)
+        return np.concatenate(self._batches, axis=1)
 
 
 PER_CLASS, CONFUSION, PICTURE = "per_class.csv", "confusion.csv", "confusion.png"
 _LARGEST_MATRIX = 50
 """The most classes whose names can be read along a confusion matrix."""
-_LARGEST_WITH_NUMBERS = 25
-_MOST_MISTAKES = 25
 _NAME_LENGTH = 24
 
 
 def write_report(
-    found: np.ndarray, names: Sequence[str], folder: Path, say: Callable[[str], None]
+    predictions: np.ndarray, names: Sequence[str], folder: Path, say: Callable[[str], None]
 ) -> None:
     """Write per_class.csv, confusion.csv and confusion.png: what the images of each class were
     taken for. Raises OSError, but for the picture, which ``say`` says.
 
-    ``found``: what ``Predictions.all`` returns; ``names``: of the classes, by label. Accuracies are
-    in percent, empty for a class without images. The picture is the confusion matrix; of more than
-    50 classes the most frequent mistakes and the histogram of accuracies.
+    ``predictions``: what ``Predictions.all`` returns; ``names``: of the classes, by label.
     """
-    labels, predicted, before = found
+    labels, predicted, before = predictions
     count = len(names)
     # By class: how many images it has, and how many of them have their label first, or among five.
     images, in_top1, in_top5 = (
@@ -202,77 +218,24 @@ def write_report(
         # Names of folders may hold bytes that are not text.
         replace_file(folder / file, content.getvalue().encode(errors="surrogateescape"))
 
-    total = int(images.sum())
-    title = f"{total:,} images, top-1 {100 * in_top1.sum() / max(total, 1):.2f} %"
+    if count > _LARGEST_MATRIX:
+        return
     with drawing(folder / PICTURE, say):
-        if count <= _LARGEST_MATRIX:
-            figure = _confusion_matrix(pairs, names, title)
-        else:
-            figure = _mistakes_and_accuracies(mistakes, images, in_top1, names, title)
+        plt = pyplot()
+        from matplotlib.colors import PowerNorm
+
+        matrix = np.zeros((count, count), dtype=np.int64)
+        matrix[pairs[:, 0], pairs[:, 1]] = pairs[:, 2]
+        share = 100 * matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
+        side = 3.0 + 0.3 * count
+        figure, axis = plt.subplots(figsize=(side + 1.5, side), layout="constrained")
+        # By the square root: of a good model the few mistakes are what matters.
+        image = axis.imshow(share, cmap="Blues", norm=PowerNorm(0.5, 0, 100))
+        figure.colorbar(image, label="% of the class's images", shrink=0.8)
+        shown = [printable(name)[:_NAME_LENGTH].replace("$", r"\$") for name in names]
+        axis.set_xticks(range(count), shown, rotation=90)
+        axis.set_yticks(range(count), shown)
+        axis.set_xlabel("predicted")
+        axis.set_ylabel("class")
+        axis.set_title(f"{len(labels):,} images, top-1 {100 * in_top1.sum() / len(labels):.2f} %")
         save_figure(figure, folder / PICTURE)
-
-
-def _confusion_matrix(pairs: np.ndarray, names: Sequence[str], title: str) -> Any:
-    """Return the figure of how often each label was predicted as each class."""
-    plt = pyplot()
-    from matplotlib.colors import PowerNorm
-
-    count = len(names)
-    matrix = np.zeros((count, count), dtype=np.int64)
-    matrix[pairs[:, 0], pairs[:, 1]] = pairs[:, 2]
-    share = 100 * matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
-    side = 3.0 + 0.3 * count
-    figure, axis = plt.subplots(figsize=(side + 1.5, side), layout="constrained")
-    # By the square root: of a good model the few mistakes are what matters.
-    image = axis.imshow(share, cmap="Blues", norm=PowerNorm(0.5, 0, 100))
-    figure.colorbar(image, label="% of the class's images", shrink=0.8)
-    shown = [_short(name) for name in names]
-    axis.set_xticks(range(count), shown, rotation=90)
-    axis.set_yticks(range(count), shown)
-    axis.set_xlabel("predicted")
-    axis.set_ylabel("class")
-    axis.set_title(title)
-    if count <= _LARGEST_WITH_NUMBERS:
-        for label, other, times in pairs.tolist():
-            colour = "white" if share[label, other] > 35 else "black"
-            axis.text(other, label, times, ha="center", va="center", color=colour, fontsize=8)
-    return figure
-
-
-def _mistakes_and_accuracies(
-    mistakes: np.ndarray,
-    images: np.ndarray,
-    in_top1: np.ndarray,
-    names: Sequence[str],
-    title: str,
-) -> Any:
-    """Return the figure of the most frequent mistakes, and of the histogram of accuracies."""
-    figure, (left, right) = pyplot().subplots(
-        1, 2, figsize=(13, 7.5), layout="constrained", width_ratios=(3, 2)
-    )
-    mistakes = mistakes[:_MOST_MISTAKES]
-    texts = [f"{_short(names[a])} → {_short(names[b])}" for a, b, _ in mistakes]
-    shares = 100 * mistakes[:, 2] / np.maximum(images[mistakes[:, 0]], 1)
-    bars = left.barh(range(len(mistakes)), mistakes[:, 2])
-    left.bar_label(bars, [f" {share:.0f} %" for share in shares], fontsize=8)
-    left.set_yticks(range(len(mistakes)), texts, fontsize=8)
-    left.invert_yaxis()
-    left.margins(x=0.1)
-    left.set_xlabel("images (% of the class's)")
-    left.set_title("Most frequent mistakes: class → predicted")
-
-    there = images > 0
-    accuracy = 100 * in_top1[there] / images[there]
-    right.hist(accuracy, bins=np.linspace(0, 100, 21))
-    if accuracy.size:
-        right.axvline(accuracy.mean(), color="black", linestyle="--")
-        right.set_xlabel(f"top-1 of a class, % (mean {accuracy.mean():.1f})")
-    right.set_ylabel("classes")
-    right.set_title(title)
-    return figure
-
-
-def _short(name: str) -> str:
-    """Return a class's name as it can be drawn, "$" being mathematics to matplotlib."""
-    text = printable(name).replace("$", r"\$")
-    return text if len(text) <= _NAME_LENGTH else f"{text[: _NAME_LENGTH - 1]}…"

@@ -1,8 +1,7 @@
 """Features of images, computed on the backend by a trained model without its head: ``--features``.
 
 A model's features are what it computes before its head, timm's ``forward_features``. The devices
-compute those of a batch of images, and each process reads those of its own share. ``--pca`` draws
-those of patches.
+compute those of a batch of images, and each process reads those of its own share.
 """
 
 from __future__ import annotations
@@ -20,28 +19,29 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from safetensors.torch import save
 from torch import nn
-from torch.nn import functional as F
 
 from data.loader import PADDING, Batch, BatchLoader, prefetch
 from data.source import DataSource, Split, open_data
 from training.backend import Backend, data_errors_as_usage_errors, dataset_request
 from training.errors import UsageError
+from training.evaluation.evaluate import open_trained
 from training.files import check_folder_writable, replace_file
-from training.initial_weights import InitialWeights, fit_backbone, place_trained, printer
-from training.logs.bad_images import TRAIN, VAL, BadImages
-from training.logs.records import save_picture, side_by_side, spread
+from training.initial_weights import InitialWeights, fit_backbone
+from training.logs.bad_images import TRAIN, VAL
 from training.objectives.objective import normalizer
 from training.processes import exchange
-from training.processes.exchange import check_alike
 from training.resolve import Run
 from training.weights import Weights
 
 CLASS, MEAN, PATCHES = "class", "mean", "patches"
 _AHEAD = 2
 """How many batches of features may be on their way to the host."""
+
+FeatureBatch = tuple[np.ndarray, dict[str, torch.Tensor]]
+"""The numbers of images, (images,), and their features by kind (CLASS, MEAN, PATCHES), fp32 on the
+host: (images, width), or (images, patches, width)."""
 
 # -- computing them --------------------------------------------------------------------------------
 
@@ -50,102 +50,81 @@ class Features:
     """Computes features of the images of a source, in each process those of its own share."""
 
     def __init__(self, model: nn.Module, run: Run, backend: Backend, data: DataSource) -> None:
-        """``data``: training images are not augmented.
-
-        Must be made before the first step is recorded.
-        """
+        """Must be made before the first step is recorded. ``data``: training images are not
+        augmented."""
         self.run, self.data = run, data
         self._model, self._backend = model, backend
         self._normalize = normalizer(run, backend.constant)
 
-    def loader(self, split: str, only: Sequence[int] | None = None) -> BatchLoader:
-        """Open a loader of a split's images, each with its number in place of its label.
-
-        ``only``: the numbers of a few; None: all.
-        """
+    def loader(self, split: str) -> BatchLoader:
+        """Open a loader of a split's images, each with its number in place of its label."""
         size, images = self.run.config.data.pass_size, self.data.splits[split].numbered()
         open_share = functools.partial(images.batches, size)
-        if only is not None:
-            open_share = functools.partial(images.batches_of, only, size)
         return self._backend.loader(open_share, size, reads_rows=self.data.reads_rows)
 
     @contextlib.contextmanager
-    def _computing(
-        self, kinds: Sequence[str]
-    ) -> Iterator[Callable[[torch.Tensor], dict[str, torch.Tensor]]]:
-        """Yield a function from images to their features by kind, on the devices.
-
-        The model runs as it always does, so that every form of sharding gathers its weights; the
-        tokens, (images, tokens, width), are taken on the way, where ``spec.head_method`` gets them.
-        """
+    def _tokens_before_head(self) -> Iterator[list[torch.Tensor]]:
+        """Collect the tokens, (images, tokens, width), that each forward pass gives its head. The
+        model runs as it always does, so that every form of sharding gathers its weights."""
         spec = self.run.model
         inner = next(part for part in self._model.modules() if isinstance(part, type(spec.meta)))
-        name, seen = spec.head_method, list[torch.Tensor]()
-        own, head = vars(inner).get(name), getattr(inner, name)
+        name, collected = spec.head_method, list[torch.Tensor]()
+        instance_head, head = vars(inner).get(name), getattr(inner, name)
 
-        def see(tokens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            seen.append(tokens)
+        def collect(tokens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            collected.append(tokens)
             return head(tokens, *args, **kwargs)
 
-        def compute(images: torch.Tensor) -> dict[str, torch.Tensor]:
-            self._model(self._normalize(images))
-            tokens = seen.pop()
-            patches = tokens[:, spec.prefix_tokens :].float()
-            found = {MEAN: patches.mean(dim=1), PATCHES: patches}
-            if CLASS in kinds:
-                found[CLASS] = tokens[:, 0].float()
-            return {kind: found[kind] for kind in kinds}
-
-        setattr(inner, name, see)
+        setattr(inner, name, collect)
         try:
-            yield compute
+            yield collected
         finally:
             delattr(inner, name)
-            if own is not None:
-                setattr(inner, name, own)
+            if instance_head is not None:
+                setattr(inner, name, instance_head)
 
-    def of(
+    def compute(
         self,
         loader: BatchLoader,
         kinds: Sequence[str],
         batch_done: Callable[[], bool | None] = lambda: None,
-    ) -> Iterator[tuple[np.ndarray, dict[str, torch.Tensor]]]:
-        """Yield, batch by batch, the numbers of the images of this process, (images,), and their
-        features by kind (CLASS, MEAN, PATCHES), fp32 on the host: (images, width), or (images,
-        patches, width).
-
-        It ends early if ``batch_done``, called after each batch, returns True. All processes must
-        call it, and consume all of it.
-        """
-        backend = self._backend
+    ) -> Iterator[FeatureBatch]:
+        """Yield the features of this process's images, batch by batch; all processes must consume
+        all of it. It ends early if ``batch_done``, called after each batch, returns True."""
+        backend, prefix = self._backend, self.run.model.prefix_tokens
         numbers: deque[np.ndarray] = deque()  # on the host, of the batches that are on their way
+        pending: deque[Future[dict[str, torch.Tensor]]] = deque()
 
         def source() -> Iterator[Batch]:
-            for images, which in loader.epoch(0):
-                numbers.append(which.numpy())
-                yield images, which
+            for batch in loader.epoch(0):
+                numbers.append(batch[1].numpy())
+                yield batch
 
-        def arrived() -> tuple[np.ndarray, dict[str, torch.Tensor]]:
-            values, which = pending.popleft().result(), numbers.popleft()
-            there = which != PADDING
-            if there.all():
-                return which, values
-            kept = torch.from_numpy(there)
-            return which[there], {kind: value[kept] for kind, value in values.items()}
+        def arrived() -> FeatureBatch:
+            values, batch_numbers = pending.popleft().result(), numbers.popleft()
+            present = batch_numbers != PADDING
+            if present.all():
+                return batch_numbers, values
+            rows = torch.from_numpy(present)
+            return batch_numbers[present], {kind: value[rows] for kind, value in values.items()}
 
-        pending: deque[Future[dict[str, torch.Tensor]]] = deque()
         was_training = self._model.training
         self._model.eval()
         try:
             with (
-                self._computing(kinds) as compute,
+                self._tokens_before_head() as collected,
                 contextlib.closing(prefetch(source(), backend.put, loader.prefetch_depth)) as ready,
             ):
                 for images, _ in ready:
                     with torch.no_grad():
-                        values = compute(images)
-                    pending.append(backend.read_images(values))
-                    del values
+                        self._model(self._normalize(images))
+                        tokens = collected.pop()
+                        patches = tokens[:, prefix:].float()
+                        values = {MEAN: patches.mean(dim=1), PATCHES: patches}
+                        if CLASS in kinds:
+                            values[CLASS] = tokens[:, 0].float()
+                    pending.append(backend.read_images({kind: values[kind] for kind in kinds}))
+                    del values, tokens, patches
                     if len(pending) > _AHEAD:
                         yield arrived()
                     if batch_done():
@@ -158,26 +137,24 @@ class Features:
 
 @data_errors_as_usage_errors()
 def open_plainly(run: Run, *, labels: bool = True) -> DataSource:
-    """Open the images of ``run`` without augmentation, of any number of classes.
-
-    Raises UsageError if there are none.
-    """
+    """Open the images of ``run`` without augmentation, of any number of classes. Raises UsageError
+    if there are none."""
     return open_data(dataset_request(run, labels=labels, augment=False))
 
 
 # -- --features ------------------------------------------------------------------------------------
 
-_PARQUET = ".parquet"
 _FILE_BYTES = 2**28
 """The most bytes of features in a file, unless one batch has more; a process holds three such."""
-_DESCRIPTION, _PICTURE = "features.json", "pca.png"
-_DRAWN = 8
-"""Images of ``--pca``."""
+_DESCRIPTION = "features.json"
 
 
 def prepare_features(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
     """Return the run with its data, and the body of every process. Raises UsageError."""
-    use, (out, partial) = run.config.use, _folders(run)
+    use = run.config.use
+    assert use.features is not None
+    out = Path(use.features)
+    partial = out.with_name(f"{out.name}.partial")
     if os.path.lexists(out):
         raise UsageError(f"--features {out} is there already: give another name")
     check_folder_writable(out, "--features")
@@ -186,51 +163,35 @@ def prepare_features(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Ba
             f"--features {out} is inside of --data_dir {run.config.data.data_dir}, where images "
             "are looked for: give another place"
         )
-    if os.path.lexists(partial):  # a start of this kind has left it, or it is something else
-        try:
-            is_left = not partial.is_symlink() and all(
-                each.name.startswith((f"{TRAIN}-", f"{VAL}-", _DESCRIPTION, _PICTURE))
-                for each in partial.iterdir()
-            )
-        except OSError:
-            is_left = False
-        if not is_left:
-            raise UsageError(
-                f"{partial}, the folder for what is incomplete, is there already and has something "
-                "else: remove it, or give --features another name"
-            )
-    if out.suffix == _PARQUET:
-        try:
-            import pyarrow  # noqa: F401
-        except ImportError:
-            raise UsageError(
-                f"--features {out} requires the package pyarrow: python3 -m pip install pyarrow"
-            ) from None
+    if os.path.lexists(partial) and (
+        partial.is_symlink()
+        or not partial.is_dir()
+        or any(
+            not path.name.startswith((f"{TRAIN}-", f"{VAL}-", _DESCRIPTION))
+            for path in partial.iterdir()
+        )
+    ):
+        raise UsageError(
+            f"{partial}, the folder for what is incomplete, is there already and has something "
+            "else: remove it, or give --features another name"
+        )
     kinds = use.features_of
     if kinds is None:
         kinds = [CLASS, MEAN] if run.model.has_class_token else [MEAN]
     if CLASS in kinds and not run.model.has_class_token:
         raise UsageError(f"--features_of class: {run.model.name} has no class token here")
-    if use.pca and run.config.data.data_source == "volumes":
-        raise UsageError("--pca draws images, --data_source volumes has none: drop one of the two")
     data = open_plainly(run, labels=not use.without_labels)
     initial = fit_backbone(weights, run, data.classes)
-    return run, functools.partial(_write_features, weights, initial, data, [*dict.fromkeys(kinds)])
-
-
-def _folders(run: Run) -> tuple[Path, Path]:
-    """Return ``--features``, and the folder that is written, and renamed when it is complete."""
-    assert run.config.use.features is not None
-    out = Path(run.config.use.features)
-    return out, out.with_name(f"{out.name}.partial")
+    body = functools.partial(
+        _write_features, weights, initial, data, [*dict.fromkeys(kinds)], out, partial
+    )
+    return run, body
 
 
 @contextlib.contextmanager
 def _writing(out: Path) -> Iterator[None]:
-    """Raise in all processes a UsageError if one of them cannot write inside.
-
-    It must not contain a collective call.
-    """
+    """Raise in all processes a UsageError if one of them cannot write inside. It must not contain a
+    collective call."""
     with exchange.failing_together():
         try:
             yield
@@ -246,11 +207,12 @@ def _write_features(
     initial: InitialWeights | None,
     data: DataSource,
     kinds: list[str],
+    out: Path,
+    partial: Path,
     run: Run,
     backend: Backend,
 ) -> None:
-    use, (out, partial), say = run.config.use, _folders(run), printer(backend)
-    check_alike(run, data)
+    """Write the features into ``partial``, which is renamed when it is complete."""
     with _writing(out):
         if backend.is_main:
             if partial.exists():
@@ -259,22 +221,19 @@ def _write_features(
     with exchange.failing_together():
         if not partial.is_dir():
             raise UsageError(f"--features {out}: give a folder that all hosts share")
-    say(f"data: {data}")
-    model = place_trained(weights, run, backend, say, initial)
+    model, bad_images, say = open_trained(weights, initial, data, run, backend)
     features = Features(model, run, backend, data)
-    say(backend.describe())
-    bad_images = BadImages(run.config.data.max_bad_images, data, is_main=backend.is_main)
-    counts, suffix = {}, _PARQUET if out.suffix == _PARQUET else ".safetensors"
+    counts, with_labels = {}, not run.config.use.without_labels
     for split, images in data.splits.items():
         say(f"computing features of {len(images):,} images of {split} ...")
         loader, written = features.loader(split), 0
         failed: OSError | None = None
-        for index, rows in enumerate(_of_files(features.of(loader, kinds))):
+        for index, batches in enumerate(_batches_of_files(features.compute(loader, kinds))):
             if failed is not None:
                 continue  # until the end: the other processes wait for this one's features
+            path = partial / f"{split}-{exchange.rank():05}-{index:05}.safetensors"
             try:
-                path = partial / f"{split}-{exchange.rank():05}-{index:05}{suffix}"
-                written += _write_file(path, rows, images, with_labels=not use.without_labels)
+                written += _write_file(path, batches, images, with_labels=with_labels)
             except OSError as error:
                 failed = error
         with _writing(out):
@@ -282,127 +241,50 @@ def _write_features(
                 raise failed
         bad_images.collect(split, loader, say)
         counts[split] = sum(exchange.gather(written))
-    if bad_images.excess:
-        raise UsageError(bad_images.excess, agreed=True)
-
-    # The patches of a few images, on every host: zeros for one that cannot be read.
-    split, sizes = VAL if VAL in data.splits else TRAIN, run.model.sizes
-    drawn = spread(_DRAWN, len(data.splits[split])) if use.pca else []
-    patches = torch.zeros(len(drawn), sizes.num_patches, sizes.embed_dim)
-    if drawn:
-        for numbers, values in features.of(features.loader(split, only=drawn), [PATCHES]):
-            patches[[drawn.index(number) for number in numbers]] = values[PATCHES]
-        if exchange.count() > 1:
-            dist.all_reduce(patches)
+    bad_images.check()
     with _writing(out):
         if backend.is_main:
-            picture = _draw(data.splits[split], drawn, patches, sizes.grid)
-            if picture is not None:
-                save_picture(picture, partial / _PICTURE)
-            content = {
+            description = {
                 "model": run.config.model.model,
                 "weights": str(weights.path),
                 "preprocessing": str(run.config.data.preprocessing),
                 "features": kinds,
-                "width": sizes.embed_dim,
-                "grid": sizes.grid,
+                "width": run.model.sizes.embed_dim,
+                "grid": run.model.sizes.grid,
                 "images": counts,
                 "classes": data.classes,
             }
-            replace_file(partial / _DESCRIPTION, json.dumps(content, indent=2) + "\n")
+            replace_file(partial / _DESCRIPTION, json.dumps(description, indent=2) + "\n")
             partial.rename(out)
     say(f"features ({', '.join(kinds)}) of {sum(counts.values()):,} images: {out}")
 
 
-_Rows = list[tuple[np.ndarray, dict[str, torch.Tensor]]]
-"""Numbers of images and their features by kind, batch by batch."""
-
-
-def _of_files(batches: Iterable[tuple[np.ndarray, dict[str, torch.Tensor]]]) -> Iterator[_Rows]:
+def _batches_of_files(batches: Iterable[FeatureBatch]) -> Iterator[list[FeatureBatch]]:
     """Yield the batches of one file after the other."""
-    rows: _Rows = []
+    in_file: list[FeatureBatch] = []
     size = 0
     for numbers, values in batches:
         more = sum(value.nbytes for value in values.values())
-        if rows and size + more > _FILE_BYTES:
-            yield rows
-            rows, size = [], 0
+        if in_file and size + more > _FILE_BYTES:
+            yield in_file
+            in_file, size = [], 0
         if len(numbers):
-            rows.append((numbers, values))
+            in_file.append((numbers, values))
             size += more
-    if rows:
-        yield rows
+    if in_file:
+        yield in_file
 
 
-def _write_file(path: Path, rows: _Rows, images: Split, *, with_labels: bool) -> int:
-    """Write the rows, which are emptied, in the form that the path's suffix names; return how many
-    images they are of. Raises OSError."""
-    numbers = np.concatenate([each for each, _ in rows])
-    values = {kind: torch.cat([each[kind] for _, each in rows]) for kind in rows[0][1]}
-    rows.clear()  # the memory is needed
+def _write_file(
+    path: Path, batches: list[FeatureBatch], images: Split, *, with_labels: bool
+) -> int:
+    """Write batches, which are emptied; return how many images they are of. Raises OSError."""
+    numbers = np.concatenate([batch_numbers for batch_numbers, _ in batches])
+    tensors = {kind: torch.cat([values[kind] for _, values in batches]) for kind in batches[0][1]}
+    batches.clear()  # the memory is needed
+    tensors["number"] = torch.from_numpy(numbers)
+    if with_labels:
+        tensors["label"] = torch.from_numpy(np.asarray(images.labels)[numbers].astype(np.int64))
     paths = [images.name_of(int(number)) for number in numbers]
-    labels = np.asarray(images.labels)[numbers].astype(np.int64) if with_labels else None
-    if path.suffix != _PARQUET:
-        tensors = values | {"number": torch.from_numpy(numbers)}
-        if labels is not None:
-            tensors["label"] = torch.from_numpy(labels)
-        content = save(tensors, {"paths": json.dumps(paths)})
-        path.write_bytes(content)
-        return len(numbers)
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    # Names of files may hold bytes that are not text.
-    names = [each.encode(errors="surrogateescape").decode(errors="replace") for each in paths]
-    columns: dict[str, Any] = {"path": names, "number": numbers}
-    if labels is not None:
-        columns["label"] = labels
-    for kind, value in values.items():
-        flat = value.reshape(len(value), -1)
-        columns[kind] = pa.FixedSizeListArray.from_arrays(
-            pa.array(flat.reshape(-1).numpy()), flat.shape[1]
-        )
-    pq.write_table(pa.table(columns), path)
+    path.write_bytes(save(tensors, {"paths": json.dumps(paths)}))
     return len(numbers)
-
-
-# -- --pca: the first three principal components of patches as red, green and blue -----------------
-#
-# As figure 1 of DINOv2 (arXiv 2304.07193), but without removing the background: patches that a
-# model takes for similar have similar colors, in all images of the picture.
-
-
-def _draw(
-    images: Split, numbers: list[int], patches: torch.Tensor, grid: tuple[int, ...]
-) -> np.ndarray | None:
-    """Return the picture of the images of these numbers: a row for each that can be read, with the
-    image and the colors of its patches; (height, width, 3), uint8. None if none can be read.
-
-    ``patches``: their features, (images, patches, width); ``grid``: rows and columns of patches.
-    """
-    loaded = [images[0, number] for number in numbers]
-    there = [place for place, (_, label, _) in enumerate(loaded) if label != PADDING]
-    if not there:
-        return None
-    pixels = torch.stack([loaded[place][0].expand(3, -1, -1) for place in there]) / 255
-    colors = components(patches[there]).unflatten(1, grid).permute(0, 3, 1, 2)
-    return side_by_side([pixels.numpy(), F.interpolate(colors, pixels.shape[2:]).numpy()])
-
-
-def components(features: torch.Tensor) -> torch.Tensor:
-    """Return the first three principal components of features, (images, patches, width), over all
-    patches of all images, each from 0 to 1: (images, patches, 3), fp32.
-
-    The largest weight of each component is positive. One that is the same everywhere is 0.
-    """
-    rows = features.flatten(0, 1).double()
-    rows = rows - rows.mean(dim=0)
-    _, directions = torch.linalg.eigh(rows.T @ rows)  # in ascending order
-    directions = directions[:, -3:].flip(1)
-    largest = directions.gather(0, directions.abs().argmax(dim=0, keepdim=True))
-    values = rows @ (directions * largest.sign())
-    low, high = values.amin(dim=0), values.amax(dim=0)
-    extent = high - low
-    extent = extent.clamp(min=max(1e-6 * extent.max().item(), 1e-30))  # less is rounding
-    values = (values - low) / extent
-    return F.pad(values, (0, 3 - values.shape[1])).float().view(*features.shape[:2], 3)

@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -22,18 +22,68 @@ import torch.nn.functional as F
 from data.source import DataSource
 from training.backend import Backend, data_errors_as_usage_errors
 from training.errors import BAD_IMAGES, UsageError
+from training.evaluation.evaluate import open_trained
 from training.evaluation.features import CLASS, MEAN, Features, open_plainly
-from training.initial_weights import InitialWeights, fit_backbone, place_trained, printer
+from training.initial_weights import InitialWeights, fit_backbone
 from training.logs.bad_images import TRAIN, VAL, BadImages
-from training.logs.records import KNN, PROBE, KnnAccuracy, ProbeAccuracy
+from training.logs.records import KNN, PROBE
 from training.loop import Hook, Session, last_epoch
 from training.processes import exchange
-from training.processes.exchange import check_alike
 from training.resolve import Run
 from training.schedule import Position
 from training.weights import Weights
 
-Accuracy = KnnAccuracy | ProbeAccuracy
+
+@dataclass(frozen=True)
+class KnnAccuracy:
+    """How many validation images their nearest training images name right."""
+
+    top1: dict[int, float]
+    """The percentage by the number k of neighbors that vote; empty without images."""
+    images: int
+    """How many validation images were asked about."""
+    bank: int
+    """How many training images they were compared with."""
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The figures by their names in records."""
+        return {f"val_{KNN}_{k}": top1 for k, top1 in self.top1.items()}
+
+    def __str__(self) -> str:
+        by_k = ", ".join(f"{top1:.2f} % (k {k})" for k, top1 in self.top1.items())
+        return f"k-NN on val: {by_k} of {self.images:,} images, by {self.bank:,} of train"
+
+
+@dataclass(frozen=True)
+class ProbeAccuracy:
+    """How many validation images linear probes name right, which training images have trained."""
+
+    top1: dict[float, float]
+    """The percentage by learning rate; empty without images."""
+    images: int
+    """How many validation images were asked about."""
+    trained_on: int
+    """How many training images there were."""
+
+    @property
+    def best(self) -> float:
+        """The learning rate of the best probe, the smallest one of those."""
+        return max(self.top1, key=self.top1.__getitem__)
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The figures by their names in records."""
+        if not self.top1:
+            return {}
+        return {f"val_{PROBE}": self.top1[self.best], f"val_{PROBE}_lr": self.best}
+
+    def __str__(self) -> str:
+        return (
+            f"linear probe on val: {self.top1[self.best]:.2f} % of {self.images:,} images, trained "
+            f"on {self.trained_on:,} of train, best with learning rate {self.best:g} of "
+            f"{', '.join(f'{rate:g}' for rate in self.top1)}"
+        )
 
 
 class Labelled(NamedTuple):
@@ -55,59 +105,46 @@ def measure(
     bad_images: BadImages,
     say: Callable[[str], None],
     part_done: Callable[[], bool | None] = lambda: None,
-) -> list[Accuracy] | None:
-    """Return the accuracy ``by`` KNN and PROBE; None if ``part_done``, called after each batch and
-    each part of what the hosts compute, returned True.
-
-    By the class token, or else the mean of the patches. ``bad_images`` counts the unreadable ones.
-    All processes must call this.
-    """
-    sizes, stopped = features.run.model.sizes, False
+) -> list[KnnAccuracy | ProbeAccuracy] | None:
+    """Return the accuracy ``by`` KNN and PROBE, of class tokens, or else means of patches; None if
+    ``part_done``, called after each batch and part, returned True. All processes must call this."""
+    stopped = False
     kind = CLASS if features.run.model.has_class_token else MEAN
 
-    def done() -> bool:
+    def batch_done() -> bool:
         nonlocal stopped
         stopped = bool(part_done())
         return stopped
 
-    found = []
+    by_split = []
     for split in (TRAIN, VAL):
-        loader, of_split = features.loader(split), features.data.splits[split]
+        loader, images = features.loader(split), features.data.splits[split]
         numbers = [torch.zeros(0, dtype=torch.int64)]
-        values = [torch.zeros(0, sizes.embed_dim)]
-        for which, of_batch in features.of(loader, [kind], done):
-            numbers.append(torch.from_numpy(which))
-            values.append(of_batch[kind])
+        values = [torch.zeros(0, features.run.model.sizes.embed_dim)]
+        for batch_numbers, batch in features.compute(loader, [kind], batch_done):
+            numbers.append(torch.from_numpy(batch_numbers))
+            values.append(batch[kind])
         if stopped:
             return None
-        all_numbers = torch.cat(numbers)
-        labels = np.asarray(of_split.labels)[all_numbers.numpy()].astype(np.int64)
-        found.append(
-            Labelled(all_numbers, torch.cat(values), torch.from_numpy(labels), len(of_split))
-        )
+        place = torch.cat(numbers)
+        labels = torch.from_numpy(np.asarray(images.labels)[place.numpy()].astype(np.int64))
+        by_split.append(Labelled(place, torch.cat(values), labels, len(images)))
         bad_images.collect(split, loader, say)
-    train, val = found
-    results: list[Accuracy] = []
-    for name in (KNN, PROBE):
-        if name not in by:
-            continue
-        result: Accuracy | None
-        if name == KNN:
-            result = knn(train, val, part_done)
-        else:
-            result = probe(train, val, features.run.config.seed, part_done)
-        if result is None:
-            return None
-        results.append(result)
-    return results
+    train, val = by_split
+    results: list[KnnAccuracy | ProbeAccuracy | None] = []
+    if KNN in by:
+        results.append(knn(train, val, part_done))
+    if PROBE in by and None not in results:
+        results.append(probe(train, val, features.run.config.seed, part_done))
+    return None if None in results else cast(list[KnnAccuracy | ProbeAccuracy], results)
 
 
-def _counts_of(bank: Labelled, queries: Labelled) -> tuple[list[tuple[int, int]], int]:
-    """Return how many images of both each process has, and how many classes those of ``bank`` are
+def _counts(train: Labelled, val: Labelled) -> tuple[list[tuple[int, int]], int]:
+    """Return how many images of both each process has, and how many classes those of ``train`` are
     of: one more than their largest label. All processes must call it."""
-    most = int(bank.labels.max()) if len(bank.labels) else -1
-    found = exchange.gather([len(bank.labels), len(queries.labels), most])
-    return [(here, asked) for here, asked, _ in found], 1 + max(most for *_, most in found)
+    largest = int(train.labels.max()) if len(train.labels) else -1
+    counts = exchange.gather([len(train.labels), len(val.labels), largest])
+    return [(trained, asked) for trained, asked, _ in counts], 1 + max(n for *_, n in counts)
 
 
 # -- k-NN: how well the nearest training images name a validation image's class --------------------
@@ -126,17 +163,14 @@ def knn(
     bank: Labelled, queries: Labelled, part_done: Callable[[], bool | None] = lambda: None
 ) -> KnnAccuracy | None:
     """Return how many of the ``queries`` of all processes their neighbors among the ``bank`` of all
-    processes name right; None if ``part_done``, called after each part, returns True.
-
-    All processes must call it.
-    """
-    sizes, classes = _counts_of(bank, queries)
+    name right; None if ``part_done``, called after each part, returns True. All must call it."""
+    sizes, classes = _counts(bank, queries)
     in_bank, asked = map(sum, zip(*sizes, strict=True))
     if not in_bank or not asked:
         return KnnAccuracy({}, asked, in_bank)
     ks = [*dict.fromkeys(min(k, in_bank) for k in NEIGHBORS)]
     most, here = ks[-1], min(ks[-1], len(bank.features))
-    part = max(1, _SIMILARITIES // max(of_process for of_process, _ in sizes))
+    part = max(1, _SIMILARITIES // max(trained for trained, _ in sizes))
     lengths = bank.features.norm(dim=1).clamp(min=1e-12)
     right = torch.zeros(len(ks), dtype=torch.int64)
     for owner, (_, count) in enumerate(sizes):
@@ -156,8 +190,8 @@ def knn(
             labels[:, :here] = bank.labels[places]
             if len(sizes) > 1:
                 lists = [[torch.empty_like(x) for _ in sizes if is_mine] for x in (near, labels)]
-                for own, of_all in zip((near, labels), lists, strict=True):
-                    dist.gather(own, of_all or None, owner)
+                for x, gathered in zip((near, labels), lists, strict=True):
+                    dist.gather(x, gathered or None, owner)
                 if is_mine:
                     near, places = torch.cat(lists[0], dim=1).topk(most)
                     labels = torch.cat(lists[1], dim=1).gather(1, places)
@@ -214,19 +248,19 @@ def probe(
     part_done: Callable[[], bool | None] = lambda: None,
 ) -> ProbeAccuracy | None:
     """Train probes on the ``train`` images of all processes, and measure them on those of ``val``;
-    return None if ``part_done``, called after each step, returns True.
-
-    The seed and the images alone decide the batches: sums over processes are all that differs. All
-    processes must call it.
-    """
-    sizes, classes = _counts_of(train, val)
+    None if ``part_done``, called after each step, returns True. All processes must call it. The
+    seed and the images alone decide the batches."""
+    sizes, classes = _counts(train, val)
     seen, asked = map(sum, zip(*sizes, strict=True))
     if not seen or not asked:
         return ProbeAccuracy({}, asked, seen)
 
     # Standardize: a feature that is the same for all images stays 0.
-    mean = _sum_of_rows(train.features, lambda x: x) / seen
-    variance = _sum_of_rows(train.features, lambda x: (x - mean).square()) / seen
+    parts = train.features.split(2**14)  # in fp64, part by part
+    zeros = torch.zeros(train.features.shape[1], dtype=torch.float64)
+    mean = _sum(sum((x.double().sum(dim=0) for x in parts), start=zeros)) / seen
+    squares = ((x.double() - mean).square().sum(dim=0) for x in parts)
+    variance = _sum(sum(squares, start=zeros)) / seen
     scale = torch.where(variance > 0, variance, 1.0).rsqrt().float()
     mean = mean.float()
 
@@ -265,14 +299,6 @@ def probe(
     return ProbeAccuracy(dict(zip(RATES, top1, strict=True)), asked, seen)
 
 
-def _sum_of_rows(x: torch.Tensor, of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Return the sum over all processes of ``of`` the rows of ``x``, in fp64, part by part."""
-    total = torch.zeros(x.shape[1], dtype=torch.float64)
-    for part in x.split(2**14):
-        total += of(part.double()).sum(dim=0)
-    return _sum(total)
-
-
 def _sum(values: torch.Tensor) -> torch.Tensor:
     """Return the sum over all processes."""
     if exchange.count() > 1:
@@ -295,19 +321,13 @@ def _evaluate(
     weights: Weights, initial: InitialWeights | None, data: DataSource, run: Run, backend: Backend
 ) -> None:
     use = run.config.use
-    say = printer(backend, json=use.json)
-    check_alike(run, data)
-    say(f"data: {data}")
-    bad_images = BadImages(run.config.data.max_bad_images, data, is_main=backend.is_main)
-    model = place_trained(weights, run, backend, say, initial)
+    model, bad_images, say = open_trained(weights, initial, data, run, backend)
     features = Features(model, run, backend, data)
-    say(backend.describe())
-    say("computing features" + (" (compiling takes a while) ..." if backend.compiles else " ..."))
+    say("computing features ...")
     by = [name for name, asked in ((KNN, use.knn), (PROBE, use.probe)) if asked]
     results = measure(features, by, bad_images, say)
     assert results is not None  # nothing stops it
-    if bad_images.excess:
-        raise UsageError(bad_images.excess, agreed=True)
+    bad_images.check()
     if not all(result.top1 for result in results):
         raise UsageError(f"no image of {data.name} can be read", agreed=True)
     for result in results:
@@ -331,11 +351,11 @@ class FrozenEvaluations(Hook):
 
     def reached(self, at: Position) -> None:
         session, config = self.session, self.session.config
-        every = {KNN: config.log.knn_every, PROBE: config.log.probe_every}
+        intervals = {KNN: config.log.knn_every, PROBE: config.log.probe_every}
         is_last = at.step >= session.last_step
         due = [
             name
-            for name, interval in every.items()
+            for name, interval in intervals.items()
             if interval and at.step and (at.step % interval == 0 or is_last)
             if at.step not in self.done[name]
         ]
@@ -362,5 +382,7 @@ class FrozenEvaluations(Hook):
         if bad_images.excess:
             session.stop.exit_code = BAD_IMAGES
             return
-        session.reports.frozen(at.step, last_epoch(at), results)
+        for result in results:
+            text = str(result) if result.top1 else ""
+            session.reports.record_evaluation(at.step, last_epoch(at), result.values, text)
         session.timer.restart()

@@ -7,6 +7,7 @@ import functools
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +23,23 @@ from training.backend import Backend, data_errors_as_usage_errors, dataset_reque
 from training.checkpoints.compatible import check_same_classes, check_unnamed_classes
 from training.config import RunConfig
 from training.errors import NOT_FINITE, RunFailed, UsageError
-from training.evaluation.evaluate import TOP, Predictions, evaluate, write_report
+from training.evaluation.evaluate import (
+    TOP,
+    Predictions,
+    evaluate,
+    open_trained,
+    write_report,
+)
 from training.files import check_folder_writable, folder_at, is_url
-from training.initial_weights import place_trained, printer
-from training.logs.bad_images import VAL, BadImages
-from training.logs.records import as_json
+from training.logs.bad_images import VAL
+from training.logs.sinks import as_json
 from training.mesh import Mesh
 from training.objectives.classify import Classification
 from training.objectives.objective import normalizer, open_objective
-from training.processes.exchange import check_alike
 from training.resolve import Run, resolve_model
 from training.weights import Weights, check_weights
 
 _BATCH_SIZE = 32
-_BAR_FROM = 10
-"""The number of images from which on --predict shows a progress bar."""
-_KINDS_SHOWN = 5  # of files skipped
 
 
 def _log(line: str) -> None:
@@ -45,9 +47,9 @@ def _log(line: str) -> None:
     tqdm.write(line, file=sys.stderr)
 
 
-def _class_names(weights: Weights, of_data: list[str], num_classes: int) -> list[str]:
+def _class_names(weights: Weights, data_classes: list[str], num_classes: int) -> list[str]:
     """Return names by label: the checkpoint's, else the data's, else "class <label>"."""
-    names = of_data if weights.classes is None else weights.classes
+    names = data_classes if weights.classes is None else weights.classes
     if len(names) > num_classes:  # the folder is another model's
         names = []
     return names + [f"class {label}" for label in range(len(names), num_classes)]
@@ -67,21 +69,18 @@ def predict_images(config: RunConfig, weights: Weights) -> None:
     config, spec = resolve_model(config)
     run = Run[Any](config, None, spec, Mesh())
     assert config.use.predict is not None
-    of_data = class_folders(config.data.data_dir, "train") or []
+    folders = class_folders(config.data.data_dir, "train") or []
     if not weights.classes:
-        check_unnamed_classes(of_data, weights.path, config.data, spec)
-    of_data = in_order(of_data, config.data.class_order, config.data.class_map)
-    names = _class_names(weights, of_data, spec.sizes.num_classes)
-    found = find_images(config.use.predict)
-    for folder in found.unreadable:
+        check_unnamed_classes(folders, weights.path, config.data, spec)
+    folders = in_order(folders, config.data.class_order, config.data.class_map)
+    names = _class_names(weights, folders, spec.sizes.num_classes)
+    images = find_images(config.use.predict)
+    for folder in images.unreadable:
         _log(f"skipped {printable(folder)}")
-    if found.passed_over:
-        kinds = ", ".join(
-            f"{kind} {n:,}" for kind, n in found.passed_over.most_common(_KINDS_SHOWN)
-        )
-        more = ", ..." if len(found.passed_over) > _KINDS_SHOWN else ""
-        count = found.passed_over.total()
-        _log(f"skipped in the folders, {count:,} in all: {printable(kinds)}{more}")
+    if images.passed_over:
+        kinds = ", ".join(f"{kind} {n:,}" for kind, n in images.passed_over.most_common())
+        count = images.passed_over.total()
+        _log(f"skipped in the folders, {count:,} in all: {printable(kinds)}")
     if weights.note:
         _log(weights.note)
 
@@ -100,29 +99,29 @@ def predict_images(config: RunConfig, weights: Weights) -> None:
 
     results: list[dict] = []
     broken: dict[Path, str] = {}
-    hide = None if len(found.paths) >= _BAR_FROM else True  # None: shown on a terminal
-    with tqdm(total=len(found.paths), unit="image", dynamic_ncols=True, disable=hide) as bar:
+    with tqdm(total=len(images.paths), unit="image", dynamic_ncols=True, disable=None) as bar:
 
         def leave_out(path: Path, reason: str) -> None:
             broken[path] = f"{printable(str(path))} is not a readable image: {reason}"
-            if path not in found.named:
+            if path not in images.named:
                 _log(broken[path])
             bar.update()
 
-        for paths, batch in read_batches(found.paths, transform, _BATCH_SIZE, leave_out):
-            images = normalize(batch.to(device))
+        for paths, batch in read_batches(images.paths, transform, _BATCH_SIZE, leave_out):
             with (
                 torch.inference_mode(),
                 torch.autocast(device.type, dtype=lower, enabled=lower is not None),
             ):
-                logits = model(images)
+                logits = model(normalize(batch.to(device)))
             probabilities = logits.float().softmax(dim=-1)
             values, indices = probabilities.topk(min(TOP, probabilities.shape[-1]))
-            for path, *of_image in zip(paths, indices.tolist(), values.tolist(), strict=True):
-                top = list(zip(*of_image, strict=True))  # (class, probability), the highest first
+            for path, labels, likelihoods in zip(
+                paths, indices.tolist(), values.tolist(), strict=True
+            ):
+                top = list(zip(labels, likelihoods, strict=True))  # the most probable first
                 if config.use.json:
-                    likely = [{"class": names[i], "index": i, "probability": p} for i, p in top]
-                    results.append({"image": str(path), "top5": likely})
+                    top5 = [{"class": names[i], "index": i, "probability": p} for i, p in top]
+                    results.append({"image": str(path), "top5": top5})
                 else:
                     rows = (f"{p:10.2%}  {printable(names[i])}" for i, p in top)
                     tqdm.write("\n".join([printable(str(path)), *rows]))
@@ -130,12 +129,13 @@ def predict_images(config: RunConfig, weights: Weights) -> None:
     if config.use.json:
         print(json.dumps(results, indent=2))
 
-    mistakes = [line for path, line in broken.items() if path in found.named]
+    # Of images that were named themselves, the last one ends the program, after all results.
+    mistakes = [line for path, line in broken.items() if path in images.named]
     for line in mistakes[:-1]:
         _log(line)
-    if mistakes:  # the last one ends the program, after the others' results
+    if mistakes:
         raise UsageError(mistakes[-1])
-    if len(broken) == len(found.paths):
+    if len(broken) == len(images.paths):
         raise UsageError("none of the images can be read")
 
 
@@ -159,36 +159,26 @@ def prepare_evaluation(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, 
 @data_errors_as_usage_errors()
 def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Backend) -> None:
     use, pass_size = run.config.use, run.config.data.pass_size
-    say = printer(backend, json=use.json)
-
-    check_alike(run, data)
     loader = val_loader(data, backend, pass_size)
-    say(f"data: {data}")
-    sharded = place_trained(weights, run, backend, say)
-    say(backend.describe())
+    model, bad_images, say = open_trained(weights, None, data, run, backend)
 
-    # Evaluate.
-    say("evaluating" + (" (compiling takes a while) ..." if backend.compiles else " ..."))
+    say("evaluating ...")
     objective, predictions = open_objective(run, backend), None
-    measure = objective.measure(data.val_length)
+    measure = objective.measure()
     if use.eval_report:
         assert isinstance(objective, Classification)
         predictions = Predictions(backend, pass_size)
-        measure = objective.measure(data.val_length, predictions)
-    result = evaluate(sharded, measure, loader, backend)
+        measure = objective.measure(predictions)
+    result = evaluate(model, measure, loader, backend)
     assert result is not None  # nothing stops it
-    bad_images = BadImages(run.config.data.max_bad_images, data, is_main=backend.is_main)
-    bad_images.collect(VAL, loader, _log if backend.is_main else lambda line: None)
-    if bad_images.excess:
-        raise UsageError(bad_images.excess, agreed=True)
+    bad_images.collect(VAL, loader, say)
+    bad_images.check()
     if not result.images:
         raise UsageError(f"no image of {data.name}/val can be read", agreed=True)
-    names = _class_names(weights, data.classes or [], run.model.sizes.num_classes)
-    result = bad_images.excluding_unreadable(result, names)
-
-    # Print and write what was found.
+    result = replace(result, left_out=len(bad_images.found[VAL]))
     say(str(result))
     if use.eval_report and predictions and backend.is_main:
+        names = _class_names(weights, data.classes or [], run.model.sizes.num_classes)
         try:
             write_report(predictions.all(), names, folder_at(use.eval_report), say)
         except OSError as error:
@@ -197,7 +187,6 @@ def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Bac
             ) from None
         say(f"report on {len(names):,} classes: {use.eval_report}")
     if use.json and backend.is_main:
-        left_out = {"bad_images": result.left_out, "lost_classes": result.lost_classes}
-        print(as_json(result.values | left_out))
+        print(as_json(result.values | {"bad_images": result.left_out}))
     if not result.is_finite:
         raise RunFailed(f"the val loss of {weights.path} is not finite", NOT_FINITE)

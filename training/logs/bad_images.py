@@ -2,8 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from data.files import no_link, regular
 from data.loader import BatchLoader
 from data.source import DataSource
 from training.errors import UsageError
-from training.logs.records import Evaluation
 from training.processes import exchange
 from training.resolve import Run
 
@@ -33,16 +31,14 @@ class BadImages:
         *,
         is_main: bool,
     ) -> None:
-        """Count unreadable images of ``data`` against ``limit``, as --max_bad_images has it.
-
-        ``file`` lists them, those of earlier starts too, which count; None: nothing is written.
-        All processes must call this.
-        """
+        """Count unreadable images of ``data`` against ``limit``, as --max_bad_images has it, with
+        those of earlier starts, which ``file`` lists; None: nothing is written. All processes must
+        call this."""
         self._limit, self._file, self._is_main = limit, file, is_main
         self._sizes = {TRAIN: data.train_length, VAL: data.val_length}
-        self._classes = data.classes or []
-        self._labels: dict[str, dict[str, int | None]] = {TRAIN: {}, VAL: {}}
-        """The label of each by its path, by split; None where an earlier start has found it."""
+        self._paths: dict[str, set[str]] = {TRAIN: set(), VAL: set()}
+        self.found: dict[str, set[str]] = {TRAIN: set(), VAL: set()}
+        """By split, the paths of those that this start has found itself."""
         listed: list[list[str]] = []
         if file and is_main:  # it reads the file for all, so that all count alike
             with (
@@ -53,13 +49,13 @@ class BadImages:
         listed = exchange.gather(listed)[0]
         self._listed = {path for path, *_ in listed}
         for path, *others in listed:
-            if others and others[-1] in self._labels:  # earlier versions wrote no split
-                self._labels[others[-1]][path] = None
+            if others and others[-1] in self._paths:  # earlier versions wrote no split
+                self._paths[others[-1]].add(path)
 
     @property
     def excess(self) -> str | None:
         """The error if more images cannot be read than the limit; the same in all processes."""
-        total = sum(map(len, self._labels.values()))
+        total = sum(map(len, self._paths.values()))
         advice = f": mend or remove them, or allow more with --max_bad_images {total}"
         if isinstance(self._limit, int):
             if total <= self._limit:
@@ -67,25 +63,29 @@ class BadImages:
             return (
                 f"{total:,} images cannot be read, more than --max_bad_images {self._limit}{advice}"
             )
-        for split, found in self._labels.items():
+        for split, paths in self._paths.items():
             size = self._sizes[split]
             most = math.ceil(size * Fraction(self._limit.rstrip("%")) / 100)
-            if len(found) > most:
+            if len(paths) > most:
                 return (
-                    f"{len(found):,} {_SPLIT_NAMES[split]} images cannot be read, more than "
+                    f"{len(paths):,} {_SPLIT_NAMES[split]} images cannot be read, more than "
                     f"--max_bad_images {self._limit} ({most:,} of {size:,}){advice}"
                 )
         return None
 
-    def collect(self, split: str, loader: BatchLoader, say: Callable[[str], None]) -> None:
-        """List and log the images that the loader of ``split`` has found since the last call.
+    def check(self, advice: str = "") -> None:
+        """Raise UsageError, in all processes, if more images cannot be read than the limit."""
+        if excess := self.excess:
+            raise UsageError(f"{excess}{advice}", agreed=True)
 
-        All processes must call this.
-        """
+    def collect(self, split: str, loader: BatchLoader, say: Callable[[str], None]) -> None:
+        """List and log the images that the loader of ``split`` has found since the last call. All
+        processes must call this."""
         new: dict[str, str] = {}
         for part in exchange.gather(loader.bad_images()):
-            for path, reason, label in part:
-                self._labels[split][path] = label
+            for path, reason, _ in part:
+                self._paths[split].add(path)
+                self.found[split].add(path)
                 if path not in self._listed:
                     new[path] = reason
         self._listed |= new.keys()
@@ -104,35 +104,11 @@ class BadImages:
             except OSError as error:
                 say(f"warning: {FILE} cannot be written ({error.strerror})")
 
-    def excluding_unreadable(
-        self, result: Evaluation, names: Sequence[str] | None = None
-    ) -> Evaluation:
-        """Return an evaluation with the number of unreadable images, and the classes without any.
-
-        ``names``: of the classes, by label (default: those of the data). All processes must call
-        this.
-        """
-        names = self._classes if names is None else names
-        labels = [label for label in self._labels[VAL].values() if label is not None]
-        seen = exchange.gather(sorted(result.labels.intersection(labels)))
-        lost = sorted(set(labels).difference(*seen))
-        lost_names = tuple(
-            names[label] if label < len(names) else f"class {label}" for label in lost
-        )
-        return replace(result, left_out=len(labels), lost_classes=lost_names)
-
 
 def open_bad_images(run: Run, data: DataSource, *, is_main: bool) -> BadImages:
-    """Return the unreadable images that earlier starts have listed, to which this one adds.
-
-    Raises UsageError in all processes if they are too many already.
-    """
+    """Return the unreadable images that earlier starts have listed, to which this one adds. Raises
+    UsageError in all processes if they are too many already."""
     listed = run.log_dir / FILE
     bad_images = BadImages(run.config.data.max_bad_images, data, listed, is_main=is_main)
-    if bad_images.excess:
-        raise UsageError(
-            f"{bad_images.excess}; {run.ckpt_dir / FILE} lists them: remove it when they are "
-            "mended",
-            agreed=True,
-        )
+    bad_images.check(f"; {run.ckpt_dir / FILE} lists them: remove it when they are mended")
     return bad_images

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from data.files import reason_of, replace_file
 
@@ -43,3 +43,57 @@ def save_figure(figure: "Figure", path: Path) -> None:
     figure.savefig(content, format=path.suffix[1:] or "png", dpi=110)
     pyplot().close(figure)
     replace_file(path, content.getvalue())
+
+
+_PANELS = {
+    "Loss": {"loss": "train", "val_loss": "val", "ema_val_loss": "EMA"},
+    "Learning rate": {"lr": "lr"},
+    "Validation accuracy": {
+        "val_top1": "top-1",
+        "val_top5": "top-5",
+        "ema_val_top1": "EMA, top-1",
+        "val_knn_10": "k-NN, k 10",
+        "val_knn_200": "k-NN, k 200",
+        "val_probe": "linear probe",
+    },
+    "Gradients": {"grad_norm": "norm before clipping"},
+    "Throughput": {"images_per_s": "images/s"},
+}
+"""By panel, the names of its curves in records, and in the legend."""
+_UNITS = {
+    "Learning rate": "lr",
+    "Validation accuracy": "%",
+    "Gradients": "norm",
+    "Throughput": "images/s",
+}
+_LOSSES = {"classify": "cross-entropy", "mae": "squared error", "dino": "dino, ibot and koleo"}
+"""What the loss is, by objective."""
+
+
+def plot_curves(records: list[dict[str, Any]], path: Path, objective: str = "classify") -> Path:
+    """Draw loss, learning rate, accuracy (where there is none, gradients) and throughput of a run's
+    records over steps."""
+    measured = {name for record in records for name in record}
+    has_accuracy = objective == "classify" or measured & {"val_knn_10", "val_probe"}
+    without = "Gradients" if has_accuracy else "Validation accuracy"
+    titles = [title for title in _PANELS if title != without]
+    figure, axes = pyplot().subplots(2, 2, figsize=(11, 7), sharex=True, layout="constrained")
+    for axis, title in zip(axes.flat, titles, strict=True):
+        for name, label in _PANELS[title].items():
+            points = [(r["step"], r[name]) for r in records if r.get(name) is not None]
+            if points:
+                marker = "o" if name.startswith(("val_", "ema_val_")) or len(points) < 3 else None
+                axis.plot(*zip(*points, strict=True), label=label, marker=marker, markersize=4)
+        axis.set_title(title)
+        axis.set_xlabel("step")
+        axis.set_ylabel(_UNITS.get(title) or _LOSSES[objective])
+        axis.tick_params(labelbottom=True)
+        axis.grid(alpha=0.3)
+        if len(axis.lines) > 1:
+            axis.legend()
+        if title in ("Loss", "Throughput") and axis.lines:
+            axis.set_ylim(bottom=0)
+        elif title == "Validation accuracy" and axis.lines:
+            axis.set_ylim(0, 102)
+    save_figure(figure, path)
+    return path

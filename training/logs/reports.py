@@ -1,71 +1,34 @@
 """Shows a run to a person: progress bar, log lines, TensorBoard, metrics.jsonl, curves."""
 
 import contextlib
-import json
+import functools
 import sys
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from training.backend import Backend
-from training.checkpoints.choose import RUN_FILE
-from training.errors import UsageError
-from training.files import LogUploads, read_object, replace_file
-from training.logs import records
+from training.files import LogUploads
+from training.logs.events import Events
+from training.logs.figures import plot_curves
+from training.logs.records import (
+    METRICS_FILE,
+    TENSORBOARD_DIR,
+    Evaluation,
+    read_metrics,
+    summary,
+)
+from training.logs.sinks import Guarded, JsonLines, TensorBoard, WeightsAndBiases
 from training.optimizers import COUNTS
 from training.resolve import Run
 
-# -- the step time that --compile_only --json expects, compared with the measured one --------------
-
-
-def read_expectation(run: Run) -> float | None:
-    """Return the seconds that ``--expect``'s file expects of a step; None without the flag.
-
-    Raises UsageError if it is no such file, or of another run.
-    """
-    name = run.config.log.expect
-    if name is None:
-        return None
-    try:
-        expected = read_object(Path(name))
-        seconds = expected["expected_step_s"]
-        if seconds is not None and not records.is_number(seconds, least=1e-9):
-            raise ValueError
-    except OSError as error:
-        raise UsageError(f"--expect {name} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError):
-        raise UsageError(f"--expect {name} is not what --compile_only --json prints") from None
-    if seconds is None:
-        raise UsageError(f"--expect {name} is of a step that does not fit")
-    here = {
-        "batch_size": run.config.data.batch_size,
-        "precision": run.config.sharding.precision,
-        "mesh": asdict(run.mesh),
-        "parameters": run.model.parameter_count,
-        "input_shape": list(run.model.sizes.input_shape),
-    }
-    for what, value in here.items():
-        if value != expected.get(what):
-            raise UsageError(
-                f"--expect {name} is of another run: {what} {expected.get(what)}, here {value}"
-            )
-    return float(seconds)
-
-
-# -- reports ---------------------------------------------------------------------------------------
-
 CURVES_FILE = "curves.png"
-PICTURES = "reconstructions"
-"""The name of pictures in TensorBoard and, with .png, of the newest in the run's folder."""
-_COMPARED = 3
-"""How many log lines show the expected seconds a step beside the measured ones."""
 SMOOTHING_WINDOW = 5
 """Over how many log steps the means of loss and time per step are, which log lines show beside the
 newest values, as PyTorch/XLA's ViT-10B example does."""
@@ -88,11 +51,8 @@ class StepTimer:
 
 
 class Reports:
-    """Writes the reports in the first process of a run, and nothing in all others.
-
-    Log steps hand over device values as futures and return at once: they are
-    written, in order, when they have arrived.
-    """
+    """Writes the reports in the first process of a run, and nothing in all others. Values of log
+    steps are futures: they are written, in order, when they have arrived."""
 
     def __init__(
         self,
@@ -102,15 +62,11 @@ class Reports:
         first_step: int,
         last_step: int,
         keep_records: bool = True,
-        expected_s: float | None = None,
         last_evaluation: str | None = None,
     ) -> None:
-        """Open the reports of a run.
-
-        ``keep_records``: those of its folder up to ``first_step`` are of the same run.
-        ``expected_s``: the expected seconds of a step, shown in the first log lines.
-        ``last_evaluation``: the figure of an earlier evaluation of the last step.
-        """
+        """Open the reports of a run. ``keep_records``: those of its folder up to ``first_step`` are
+        of the same run. ``last_evaluation``: the figure of an earlier evaluation of the last
+        step."""
         active, folder = backend.is_main, run.log_dir
         self._dir, self._backend, self._active = folder, backend, active
         self._batch_size = run.config.data.batch_size
@@ -123,7 +79,6 @@ class Reports:
         self._times: deque[float] = deque(maxlen=SMOOTHING_WINDOW)
         self._compilations = -1
         self._skipped = 0.0
-        self._expected_s, self._compared = expected_s, 0
         self.plot: Path | None = None
         """The picture of the curves, once it is written."""
         self.longest_row_skipped = 0
@@ -132,29 +87,23 @@ class Reports:
         """What is not finite of the newest step that was read, or of the last evaluation."""
         self.last_evaluation = last_evaluation
         self._objective = run.config.objective.objective
-        self.events = records.Events(folder, self.say, active=active)
-        self._sinks: list[records.Guarded] = []
+        self.events = Events(folder, self.say, active=active)
+        self._sinks: list[Guarded] = []
         has_copies = active and folder != run.ckpt_dir
         self._uploads = LogUploads(folder, run.ckpt_dir, self.say) if has_copies else None
         if not active:
             return
         kept_up_to = first_step if keep_records and first_step else -1
-        sinks: dict[str, Callable[[], Any]] = {
-            "TensorBoard's file": lambda: records.TensorBoard(
-                folder / records.TENSORBOARD_DIR, first_step=first_step
-            ),
-        }
-        if (project := run.config.log.wandb) is not None:
-            sinks["Weights & Biases"] = lambda: records.WeightsAndBiases(
-                project, folder, run.values
-            )
-        # Last: an evaluation that it has is not done again, so the others must have it.
-        sinks[records.METRICS_FILE] = lambda: records.JsonLines(
-            folder / records.METRICS_FILE, kept_up_to
+        tensorboard = functools.partial(
+            TensorBoard, folder / TENSORBOARD_DIR, first_step=first_step
         )
-        self._sinks = [
-            records.Guarded(name, open_sink, self.say) for name, open_sink in sinks.items()
-        ]
+        self._sinks.append(Guarded("TensorBoard's file", tensorboard, self.say))
+        if (project := run.config.log.wandb) is not None:
+            wandb = functools.partial(WeightsAndBiases, project, folder, run.values)
+            self._sinks.append(Guarded("Weights & Biases", wandb, self.say))
+        # Last: an evaluation that it has is not done again, so the others must have it.
+        metrics = functools.partial(JsonLines, folder / METRICS_FILE, kept_up_to)
+        self._sinks.append(Guarded(METRICS_FILE, metrics, self.say))
         self._bar = tqdm(  # None: shown on a terminal
             total=last_step, initial=first_step, unit="step", dynamic_ncols=True, disable=None
         )
@@ -167,24 +116,13 @@ class Reports:
 
     @contextlib.contextmanager
     def compiling(self, what: str) -> Iterator[None]:
-        """Say that ``what`` compiles now, show the seconds, say how long it took."""
+        """Say that ``what`` compiles inside, and how long it took."""
         devices = self._backend.device_count
         self.say(f"compiling the {what} for {devices} device(s); the first one takes a while ...")
-        start, done = time.perf_counter(), threading.Event()
-
-        def show_seconds() -> None:
-            while not done.wait(1.0):
-                self._bar.set_description(f"compiling, {time.perf_counter() - start:.0f} s")
-
+        start = time.perf_counter()
+        yield
         if self._active:
-            threading.Thread(target=show_seconds, daemon=True).start()
-        try:
-            yield
-        finally:
-            done.set()
-            if self._active:
-                self._bar.set_description()
-                self._bar.unpause()  # the estimate of the time left is without the compiler's
+            self._bar.unpause()  # the estimate of the time left is without the compiler's
         self.say(f"compiled and ran the first {what} in {time.perf_counter() - start:.1f} s")
 
     @contextlib.contextmanager
@@ -193,14 +131,7 @@ class Reports:
         hide = None if self._active else True  # None: shown on a terminal
         with (
             self.events.span("eval"),
-            tqdm(
-                total=batches,
-                unit="batch",
-                desc="evaluating",
-                leave=False,
-                dynamic_ncols=True,
-                disable=hide,
-            ) as bar,
+            tqdm(total=batches, unit="batch", desc="evaluating", leave=False, disable=hide) as bar,
         ):
             yield bar.update
         if self._active:
@@ -221,11 +152,9 @@ class Reports:
         values: Future[dict[str, list[float]]],
         slowest: dict[str, float],
     ) -> None:
-        """Record a log step, without throughput if there is no ``timer``.
-
-        ``values`` brings ``loss``, ``grad_norm``, ``skipped`` and the parts of the loss;
-        ``slowest`` is what is recorded of the slowest process.
-        """
+        """Record a log step, without throughput if there is no ``timer``. ``values`` brings
+        ``loss``, ``grad_norm``, ``skipped`` and the parts of the loss; ``slowest``: of the slowest
+        process."""
         record: dict[str, Any] = {"step": step, "epoch": epoch, "lr": lr}
         if timer:
             seconds = timer.seconds()
@@ -235,9 +164,6 @@ class Reports:
             if self._peak_flops:
                 flops = record["images_per_s"] * self._flops_per_image
                 record["mfu"] = flops / self._peak_flops
-            if self._expected_s and self._compared < _COMPARED:
-                record["expected_sec_per_iter"] = self._expected_s
-                self._compared += 1
         record |= slowest | self._backend.counters()
         record |= {f"memory_{name}": size for name, size in self._backend.memory().items()}
         self._pending.append((record, values))
@@ -258,18 +184,20 @@ class Reports:
             if not self._active:
                 continue
             self._write(record)
+            mean_loss, mean_time = (
+                f" (mean of {len(newest)}: {sum(newest) / len(newest):.4f})"
+                if len(newest) > 1
+                else ""
+                for newest in (self._losses, self._times)
+            )
             parts = [
                 f"epoch {record['epoch']} step {record['step']}",
                 f"lr: {record['lr']:.6g}",
-                f"loss: {record['loss']:.4f}{_mean_of(self._losses)}",
+                f"loss: {record['loss']:.4f}{mean_loss}",
                 f"grad norm: {record['grad_norm']:.4f}",
             ]
-            expected = record.get("expected_sec_per_iter")
             if "images_per_s" in record:
-                parts.append(f"sec/iter: {record['sec_per_iter']:.4f}{_mean_of(self._times)}")
-                if expected is not None:
-                    ratio = record["sec_per_iter"] / expected
-                    parts.append(f"expected: {expected:.4f} ({ratio:.2f}x)")
+                parts.append(f"sec/iter: {record['sec_per_iter']:.4f}{mean_time}")
                 parts.append(f"images/s: {record['images_per_s']:.1f}")
                 parts.append(f"data wait: {record['data_wait']:.1%}")
             if "mfu" in record:
@@ -279,14 +207,6 @@ class Reports:
             if record["skipped_steps"]:
                 parts.append(f"steps skipped: {record['skipped_steps']}")
             self.say(", ".join(parts))
-
-            if expected is not None:  # both step times belong in run.json, which is there already
-                try:
-                    content = read_object(self._dir / RUN_FILE)
-                    content["step_s"] = {"expected": expected, "measured": record["sec_per_iter"]}
-                    replace_file(self._dir / RUN_FILE, json.dumps(content, indent=2) + "\n")
-                except (OSError, ValueError) as error:
-                    self.say(f"warning: {RUN_FILE} cannot be written ({error})")
             if skipped["total"] > self._skipped:
                 self.say(
                     f"warning: {skipped['total'] - self._skipped:.0f} step(s) since the last log "
@@ -304,49 +224,27 @@ class Reports:
             self._compilations = compilations
 
     def evaluation(
-        self,
-        step: int,
-        epoch: int,
-        result: records.Evaluation,
-        of_ema: records.Evaluation | None = None,
+        self, step: int, epoch: int, result: Evaluation, ema: Evaluation | None = None
     ) -> None:
         """Record an evaluation of the weights and, if there is one, of their EMA."""
-        self.flush()
-        self._compilations = -1  # the evaluation compiled its own step
-        record = {"step": step, "epoch": epoch, **result.values}
-        self.last_evaluation = records.summary(record)
-        line = f"epoch {epoch} step {step}, {result}"
-        if of_ema:
-            values = of_ema.values
-            del values["val_images"]
-            record |= {f"ema_{name}": value for name, value in values.items()}
-            line += f"; of the EMA: val loss {of_ema.loss:.4f}"
-            if of_ema.top1 is not None:
-                line += f", accuracy {of_ema.top1:.2f} %, top-5 {of_ema.top5:.2f} %"
-        pictures = (of_ema or result).pictures
-        if pictures is not None and self._active:
-            for sink in self._sinks:
-                sink.write_picture(PICTURES, pictures, step)
-            try:
-                records.save_picture(pictures, self._dir / f"{PICTURES}.png")
-            except OSError as error:
-                self.say(f"warning: {PICTURES}.png cannot be written ({error.strerror})")
-        self._write(record)
-        self.say(line)
+        values, text = result.values, str(result)
+        self.last_evaluation = summary(values)
+        if ema:
+            ema_values = {f"ema_{name}": value for name, value in ema.values.items()}
+            del ema_values["ema_val_images"]
+            values |= ema_values
+            text += f"; of the EMA: val loss {ema.loss:.4f}"
+            if ema.top1 is not None:
+                text += f", accuracy {ema.top1:.2f} %, top-5 {ema.top5:.2f} %"
+        self.record_evaluation(step, epoch, values, text)
 
-    def frozen(
-        self,
-        step: int,
-        epoch: int,
-        results: Iterable[records.KnnAccuracy | records.ProbeAccuracy],
-    ) -> None:
-        """Record evaluations by frozen features."""
+    def record_evaluation(self, step: int, epoch: int, values: dict[str, float], text: str) -> None:
+        """Record the figures of an evaluation, and say ``text`` of them."""
         self.flush()
-        self._compilations = -1  # they compiled their own step
-        for result in results:
-            self._write({"step": step, "epoch": epoch, **result.values})
-            if result.top1:
-                self.say(f"epoch {epoch} step {step}, {result}")
+        self._compilations = -1  # it compiled its own step
+        self._write({"step": step, "epoch": epoch, **values})
+        if text:
+            self.say(f"epoch {epoch} step {step}, {text}")
 
     def _write(self, record: dict[str, Any]) -> None:
         for sink in self._sinks:
@@ -382,14 +280,10 @@ class Reports:
         for sink in self._sinks:
             sink.close()
         try:
-            if found := records.read_metrics(self._dir):
-                self.plot = records.plot_curves(found, self._dir / CURVES_FILE, self._objective)
+            if metrics := read_metrics(self._dir):
+                self.plot = plot_curves(metrics, self._dir / CURVES_FILE, self._objective)
         except Exception as error:  # noqa: BLE001 - a picture may not end a run
             self.say(f"warning: {CURVES_FILE} cannot be written ({error})")
         self.events.close()
         if self._uploads:
-            self._uploads.close()
-
-
-def _mean_of(values: deque[float]) -> str:
-    return f" (mean of {len(values)}: {sum(values) / len(values):.4f})" if len(values) > 1 else ""
+            self._uploads.copy()

@@ -28,15 +28,6 @@ if TYPE_CHECKING:
     from training.resolve import Run
 
 
-class Targets(NamedTuple):
-    """What a model is to answer."""
-
-    labels: torch.Tensor
-    """Class indices (images,), or each class's share of each label (images, classes)."""
-    teacher_logits: torch.Tensor | None = None
-    """What the teacher answers, (images, classes); None without one."""
-
-
 class Classification(Objective):
     """Learns the labels of images."""
 
@@ -62,13 +53,14 @@ class Classification(Objective):
     def loss(
         self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor, pass_index: int
     ) -> torch.Tensor:
-        images, targets = self.example(images, labels, pass_index)
-        return self.loss_of(model(images), targets)
+        images, targets, teacher_logits = self.example(images, labels, pass_index)
+        return self.loss_of(model(images), targets, teacher_logits)
 
     def example(
         self, images: torch.Tensor, labels: torch.Tensor, pass_index: int
-    ) -> tuple[torch.Tensor, Targets]:
-        """Return what the model is shown of a micro-batch, and what it is to answer."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return what the model is shown of a micro-batch; its targets, class indices (images,) or
+        shares (images, classes); and the teacher's logits, if there is one."""
         images = self._normalize(images)
         if self._soft_labels:
             labels = smoothed(labels, self._classes, self._smoothing)
@@ -79,40 +71,34 @@ class Classification(Objective):
         if self.teacher is not None:
             with torch.no_grad():
                 teacher_logits = self.teacher.model(self.teacher.normalized(images)).float()
-        return images, Targets(labels, teacher_logits)
+        return images, labels, teacher_logits
 
-    def loss_of(self, logits: torch.Tensor, targets: Targets) -> torch.Tensor:
-        """Return the mean loss of (images, classes) logits, a scalar in fp32.
-
-        The teacher's part is the mean over the images of equation (2) of arXiv 2012.12877, the
-        Kullback-Leibler divergence times tau squared, or of (3), the cross-entropy with the
-        teacher's most likely class.
-        """
-        logits, teacher_logits = logits.float(), targets.teacher_logits
-        loss = self._label_loss(logits, targets.labels)
+    def loss_of(
+        self, logits: torch.Tensor, targets: torch.Tensor, teacher_logits: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the mean loss of (images, classes) logits, a scalar in fp32; the teacher's part is
+        equation (2) or (3) of arXiv 2012.12877."""
+        logits = logits.float()
+        loss = self._label_loss(logits, targets)
         if teacher_logits is None:
             return loss
         alpha, tau = self._config.distillation_alpha, self._config.distillation_tau
         if self._config.distillation_type == "hard":
             distilled = F.cross_entropy(logits, teacher_logits.argmax(dim=-1))
         else:
-            ours, theirs = (F.log_softmax(each / tau, dim=-1) for each in (logits, teacher_logits))
+            ours, theirs = (F.log_softmax(x / tau, dim=-1) for x in (logits, teacher_logits))
             distilled = F.kl_div(ours, theirs, reduction="batchmean", log_target=True) * tau**2
         return (1 - alpha) * loss + alpha * distilled
 
-    def measure(self, images: int, predictions: Predictions | None = None) -> Measure:
-        """Return what measures loss and accuracy.
-
-        ``predictions`` collects what each image was taken for.
-        """
+    def measure(self, predictions: Predictions | None = None) -> Measure:
+        """Return what measures loss and accuracy. ``predictions`` collects what each image was
+        taken for."""
         return Accuracy(self._normalize, self._backend, predictions)
 
 
 def smoothed(labels: torch.Tensor, classes: int, smoothing: float) -> torch.Tensor:
-    """Return each class's share of each label, (images, classes), fp32, as timm's ``mixup_target``.
-
-    By comparing, which needs no scatter on the devices.
-    """
+    """Return each class's share of each label, (images, classes), fp32, as timm's ``mixup_target``,
+    by comparing, which needs no scatter on the devices."""
     other = smoothing / classes
     is_label = labels[:, None] == torch.arange(classes, device=labels.device)
     return is_label * (1.0 - smoothing) + other
@@ -175,20 +161,16 @@ class Mixing:
         self._images_a_device = run.config.data.pass_size // run.mesh.batch_parts
 
     def draw(self, pass_index: int) -> torch.Tensor:
-        """Return the numbers of a ``Mix``, (6,), on the devices.
-
-        They follow from the seed and the number of the pass since the start of training.
-        """
+        """Return the numbers of a ``Mix``, (6,), on the devices. They follow from the seed and the
+        number of the pass since the start of training."""
         with drawn_from(pass_seed(self._seed, pass_index, _SEED_STREAM) % 2**32):
             mix = _draw_mix(self._config, *self._spatial[-2:])
         # One tensor: one transfer, and no Python number that a graph would be compiled for.
         return self._constant(torch.tensor(mix, dtype=torch.float32))
 
     def images(self, images: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
-        """Return mixed images, (images, channels, rows, columns), fp32.
-
-        Volumes: (images, channels, slices, rows, columns).
-        """
+        """Return mixed images, (images, channels, rows, columns), or with slices before the rows,
+        fp32."""
         share, _, top, bottom, left, right = mix.unbind()
         if self._config.cuts:
             height, width = images.shape[-2:]
@@ -207,11 +189,8 @@ class Mixing:
         return labels * mix[1] + self._partners(labels) * (1 - mix[1])
 
     def _partners(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what each entry is mixed with.
-
-        In SPMD's one tensor, a device's images are next to each other: seen as (devices, images of
-        each), nothing moves between devices.
-        """
+        """Return what each entry is mixed with: in SPMD's one tensor, seen as (devices, images of
+        each), nothing moves between devices."""
         return x.unflatten(0, (-1, self._images_a_device)).flip(1).flatten(0, 1)
 
 

@@ -49,8 +49,8 @@ class SelfDistillation(Objective):
         assert request.crops is not None
         self._config, self._backend = run.config.objective, backend
         self._average = backend.teacher
-        layouts = [each.layout for each in request.of_pairs or [request] if each.layout]
-        self._layouts = {each.length: each for each in layouts}
+        layouts = [pair.layout for pair in request.of_pairs or [request] if pair.layout]
+        self._layouts = {layout.length: layout for layout in layouts}
         """By the bytes of a packed image, the pairs of crop sizes that a step may have."""
         slots = max_masked(request.crops.grid, request.crops.mask_ratio)
         self._normalize = normalizer(run, backend.constant)
@@ -74,14 +74,14 @@ class SelfDistillation(Objective):
             + adapted
         )
         self._to_own_grid = {
-            each.length: Resampling(
-                each.request.of_gram(each.request.grid),
-                each.request.grid,
+            layout.length: Resampling(
+                layout.request.of_gram(layout.request.grid),
+                layout.request.grid,
                 backend.constant,
                 antialias=False,
             )
-            for each in layouts
-            if each.gram_number
+            for layout in layouts
+            if layout.gram_number
         }
         """By the bytes of a packed image: from a larger crop's grid to the student's."""
         self._gram: nn.Module | None = None
@@ -118,18 +118,20 @@ class SelfDistillation(Objective):
             assert self._average is not None
             classes, patches = self._targets(self._average, seen)
         anchor = self._anchor(layout, seen, gram_crops) if self._gram else None
-        found = Compared(*model(crops))  # nested FSDP makes a plain tuple of it
+        student = Compared(*model(crops))  # nested FSDP makes a plain tuple of it
 
-        parts = {"loss_dino": class_loss(found.classes.float() / config.student_temp, classes)}
+        parts = {"loss_dino": class_loss(student.classes.float() / config.student_temp, classes)}
         if config.ibot_weight:
-            logits = found.patches.float() / config.student_temp
+            logits = student.patches.float() / config.student_temp
             parts["loss_ibot"] = patch_loss(logits, patches, mask)
         if config.koleo_weight:
-            groups = [each.float() for each in found.tokens.unbind(1)]
-            losses = [koleo_loss(tokens, config.koleo_group) for tokens in groups]
-            parts["loss_koleo"] = losses[0] + losses[1]
+            first, second = (
+                koleo_loss(tokens.float(), config.koleo_group)
+                for tokens in student.tokens.unbind(1)
+            )
+            parts["loss_koleo"] = first + second
         if anchor is not None:
-            parts["loss_gram"] = gram_loss(found.patch_tokens.float(), anchor.float())
+            parts["loss_gram"] = gram_loss(student.patch_tokens.float(), anchor.float())
         self._parts.append({name: part.detach() for name, part in parts.items()})
         weighted = [self._weights[name] * part for name, part in parts.items()]
         return sum(weighted[1:], start=weighted[0])
@@ -197,12 +199,12 @@ def sinkhorn(
     sum_of_largest, count = total(torch.stack([(largest * here).sum(), here.sum()]))
     exponents = (largest - sum_of_largest / _or_one(count)).clamp(-_EXPONENT, _EXPONENT)
     weights = exponents.exp()
-    found = (logits - largest[:, None]).exp() * here[:, None]
+    shares = (logits - largest[:, None]).exp() * here[:, None]
     for _ in range(_ROUNDS):
-        found = found / _or_one(total((found * weights[:, None]).sum(0)))
-        found = found / _or_one(found.sum(1, keepdim=True))
+        shares = shares / _or_one(total((shares * weights[:, None]).sum(0)))
+        shares = shares / _or_one(shares.sum(1, keepdim=True))
         weights = here
-    return found
+    return shares
 
 
 def _or_one(sums: torch.Tensor) -> torch.Tensor:
@@ -222,9 +224,9 @@ def class_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     count, crops = targets.shape[1], logits.shape[1]
     # Of each crop, the targets of all global crops but itself: one sum over prototypes.
     every = targets.sum(1, keepdim=True)
-    of_global = ((every - targets) * logs[:, :count]).sum((1, 2))
-    of_local = (every * logs[:, count:]).sum((1, 2))
-    return -(of_global + of_local).mean() / (count * (crops - 1))
+    global_part = ((every - targets) * logs[:, :count]).sum((1, 2))
+    local_part = (every * logs[:, count:]).sum((1, 2))
+    return -(global_part + local_part).mean() / (count * (crops - 1))
 
 
 def patch_loss(logits: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -234,8 +236,8 @@ def patch_loss(logits: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) 
     ``logits``: the student's, divided by its temperature, (images, slots, prototypes). ``targets``:
     the same shape, zeros in slots without a patch. ``mask``: (images, patches).
     """
-    of_slots = -(targets * F.log_softmax(logits, dim=-1)).sum(-1)
-    return (of_slots.sum(1) / mask.sum(1).clamp(min=1)).mean() / 2
+    losses = -(targets * F.log_softmax(logits, dim=-1)).sum(-1)
+    return (losses.sum(1) / mask.sum(1).clamp(min=1)).mean() / 2
 
 
 def koleo_loss(tokens: torch.Tensor, group: int) -> torch.Tensor:
@@ -244,8 +246,8 @@ def koleo_loss(tokens: torch.Tensor, group: int) -> torch.Tensor:
     tokens = F.normalize(tokens, dim=-1).unflatten(0, (-1, group))
     with torch.no_grad():
         cosines = tokens @ tokens.transpose(1, 2)
-        own = torch.eye(group, dtype=torch.bool, device=tokens.device)
-        nearest = cosines.masked_fill(own, -2.0).argmax(-1)
+        itself = torch.eye(group, dtype=torch.bool, device=tokens.device)
+        nearest = cosines.masked_fill(itself, -2.0).argmax(-1)
         places = torch.arange(group, device=tokens.device)
         chosen = (nearest[..., None] == places).to(tokens.dtype)
     # A product with ones and zeros, as in models/mae.py: no gather, whose gradient is a scatter.
@@ -259,6 +261,6 @@ def gram_loss(tokens: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
 
     ``tokens`` of the student, ``anchor`` of the Gram teacher: (..., patches, width), fp32.
     """
-    student, teacher = (F.normalize(each, dim=-1) for each in (tokens, anchor))
+    student, teacher = (F.normalize(x, dim=-1) for x in (tokens, anchor))
     difference = student @ student.transpose(-1, -2) - teacher @ teacher.transpose(-1, -2)
     return difference.square().mean()

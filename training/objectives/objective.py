@@ -57,19 +57,16 @@ class Objective(abc.ABC):
         self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor, pass_index: int
     ) -> torch.Tensor:
         """Return the mean loss of the images of a micro-batch on a replica, a scalar in fp32.
-
-        ``labels`` are the images' places in the global batch where they are ``numbered``.
-        ``pass_index``: the number of the pass since the start of training.
-        """
+        ``labels`` are places in the global batch where images are ``numbered``; ``pass_index``
+        counts from the start of training."""
 
     def parts(self) -> dict[str, torch.Tensor]:
         """Return the parts of the step's loss, by the names of their metrics; called after its
         passes. Scalars, each the mean over the global batch."""
         return {}
 
-    def measure(self, images: int) -> Measure:
-        """Return what measures the model in one evaluation, of so many ``images``, if it is
-        ``measured``."""
+    def measure(self) -> Measure:
+        """Return what measures the model in one evaluation, if it is ``measured``."""
         raise NotImplementedError
 
 
@@ -99,7 +96,7 @@ class Teacher:
         theirs = preprocessing.of_channels(channels)
         self._affine = None
         if ours != theirs:
-            (mean, std), (new_mean, new_std) = (map(torch.tensor, each) for each in (ours, theirs))
+            (mean, std), (new_mean, new_std) = (map(torch.tensor, pair) for pair in (ours, theirs))
             self._affine = tuple(
                 backend.constant(x.view(-1, *[1] * len(spatial)))
                 for x in (std / new_std, (mean - new_mean) / new_std)
@@ -125,11 +122,8 @@ def open_objective(
 
 
 def normalizer(run: Run, constant: Constant) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the function (x / 255 - mean) / std, by channel, of uint8 images, in fp32.
-
-    Images are loaded as bytes, a quarter of fp32's. Those in fp32 were normalized as they were
-    read, and are returned as they are.
-    """
+    """Return the function (x / 255 - mean) / std, by channel, of uint8 images, in fp32. Images in
+    fp32 were normalized as they were read, and are returned as they are."""
     channels, *spatial = run.model.sizes.input_shape
     mean, std = map(torch.tensor, run.config.data.preprocessing.of_channels(channels))
     by_channel = (-1, *[1] * len(spatial))

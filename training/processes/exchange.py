@@ -64,10 +64,12 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     longest = max(int(size) for size in sizes)
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: len(mine)] = mine
-    found = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
-    dist.all_gather(found, padded, group)
-    texts = (bytes(each[: int(size)].tolist()) for each, size in zip(found, sizes, strict=True))
-    return [json.loads(text) for text in texts]
+    texts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(texts, padded, group)
+    return [
+        json.loads(bytes(text[: int(size)].tolist()))
+        for text, size in zip(texts, sizes, strict=True)
+    ]
 
 
 def from_first(value: Any) -> Any:
@@ -84,10 +86,7 @@ def name(number: int | None = None, host: str | None = None) -> str:
 @contextlib.contextmanager
 def failing_together() -> Iterator[None]:
     """Raise in all processes a UsageError or RunFailed that one of them raises inside, or an
-    OSError as the former.
-
-    It must not contain a collective call, which the others would wait in.
-    """
+    OSError as the former. It must not contain a collective call."""
     problem: str | None = None
     exit_code: int | None = None
     try:
@@ -99,11 +98,11 @@ def failing_together() -> Iterator[None]:
     except OSError as error:  # of a disk or a storage: the others are not to wait for this process
         what = f"cannot use {error.filename}: " if error.filename else ""
         problem = f"{what}{error.strerror or error}"
-    found = gather([problem, exit_code, socket.gethostname()])
-    failed = [number for number, (text, _, _) in enumerate(found) if text is not None]
+    outcomes = gather([problem, exit_code, socket.gethostname()])
+    failed = [number for number, (text, _, _) in enumerate(outcomes) if text is not None]
     if failed:
-        text, exit_code, host = found[failed[0]]
-        if len(failed) < len(found):
+        text, exit_code, host = outcomes[failed[0]]
+        if len(failed) < len(outcomes):
             text = f"{name(failed[0], host)}: {text}"
         raise UsageError(text, agreed=True) if exit_code is None else RunFailed(text, exit_code)
 
@@ -134,8 +133,11 @@ def versions() -> dict[str, str | None]:
 def check_alike(run: Run, data: DataSource) -> None:
     """Raise UsageError in all processes if two are about to train differently."""
     names = by_field(type(run.config), type(run.backend_config))
-    given = (each for each in run.values.items() if each[0] not in _FREE_FLAGS)
-    mine: dict[str, Any] = {names[field].names[0]: value for field, value in given}
+    mine: dict[str, Any] = {
+        names[field].names[0]: value
+        for field, value in run.values.items()
+        if field not in _FREE_FLAGS
+    }
     mine |= {f"the version of {name}": value for name, value in versions().items()}
     mine["the version of Python"] = platform.python_version()
     root, code = Path(__file__).resolve().parents[2], xxhash.xxh3_64()
@@ -146,22 +148,20 @@ def check_alike(run: Run, data: DataSource) -> None:
             code.update(file.read_bytes())
     mine["the program's code, by checksum"] = code.hexdigest()
     mine |= data.fingerprint()
-    found = gather([socket.gethostname(), mine])
-    (first_host, first), *others = found
+    (first_host, first), *others = gather([socket.gethostname(), mine])
     for number, (host, other) in enumerate(others, 1):
         for what in [*first, *(other.keys() - first.keys())]:
-            there, here = first.get(what), other.get(what)
-            if there == here:
+            values = [first.get(what), other.get(what)]
+            if values[0] == values[1]:
                 continue
             prefix = ""
-            are_lists = isinstance(there, list) and isinstance(here, list)
-            if are_lists and max(len(there), len(here)) > 4:  # the first elements that differ
-                pairs = enumerate(zip_longest(there, here))
-                at, (there, here) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
-                prefix = f"number {at} is "
+            if all(isinstance(value, list) for value in values):  # the first elements that differ
+                pairs = enumerate(zip_longest(*values))
+                place, values = next((n, [*pair]) for n, pair in pairs if pair[0] != pair[1])
+                prefix = f"number {place} is "
             raise UsageError(
-                f"the processes of this run differ in {what}: {prefix}{there!r} for "
-                f"{name(0, first_host)}, {prefix}{here!r} for {name(number, host)}: "
+                f"the processes of this run differ in {what}: {prefix}{values[0]!r} for "
+                f"{name(0, first_host)}, {prefix}{values[1]!r} for {name(number, host)}: "
                 "start all with the same command, code, packages and data",
                 agreed=True,
             )
@@ -171,22 +171,19 @@ def check_alike(run: Run, data: DataSource) -> None:
 
 
 class MinutesInterval:
-    """Measures minutes by the first process's clock, and lets no process wait for the answer.
-
-    As with a request to stop, what the first process finds after a step is read after the next
-    one, when it has long been sent.
-    """
+    """Measures minutes by the first process's clock, and lets no process wait for the answer, which
+    is read one step later."""
 
     def __init__(self, backend: Backend, minutes: float) -> None:
         """Start the first interval; ``minutes`` 0: it is never over."""
         self._backend, self._seconds = backend, 60 * minutes
-        self._found: Callable[[], int] = lambda: 0
+        self._answer: Callable[[], int] = lambda: 0
         self.restart()
 
     def restart(self) -> None:
         """Start the next interval; all processes call it after the same step."""
-        self._found()  # so that nothing is under way
-        self._found = lambda: 0
+        self._answer()  # so that nothing is under way
+        self._answer = lambda: 0
         self._since = time.monotonic()
 
     def over(self) -> bool:
@@ -196,8 +193,8 @@ class MinutesInterval:
         here = self._backend.is_main and time.monotonic() - self._since >= self._seconds
         if count() == 1:
             return here
-        found, self._found = self._found(), self._backend.largest_of_all(int(here))
-        return bool(found)
+        is_over, self._answer = bool(self._answer()), self._backend.largest_of_all(int(here))
+        return is_over
 
 
 # -- who is slow ---------------------------------------------------------------------------------
@@ -220,9 +217,7 @@ _LEAST_SHARE = 0.5
 
 class SlowHosts:
     """Names the process that the others wait for, and says whether it reads or computes slowly.
-
-    With one process it does nothing.
-    """
+    With one process it does nothing."""
 
     def __init__(self) -> None:
         """All processes must call this."""
@@ -246,35 +241,33 @@ class SlowHosts:
             self._count += 1
 
     def compare(self, step_s: float, say: Callable[[str], None]) -> dict[str, float]:
-        """Return what a log step records of the slowest process; name those that are slow.
-
-        ``step_s``: the seconds of a step, as this process has measured them since the last log
-        step. {} with one process, or before times are known. All processes must call this.
-        """
+        """Return what a log step records of the slowest process, {} before times are known; name
+        those that are slow. ``step_s``: the seconds of a step, as this process has measured them.
+        All processes must call this."""
         if len(self._hosts) == 1:
             return {}
-        found = gather([self._count, list(self._newest), step_s])
-        last = min(count for count, _, _ in found)
-        first = max([last - _STEPS, *(count - len(newest) for count, newest, _ in found)])
+        by_process = gather([self._count, list(self._newest), step_s])
+        last = min(count for count, _, _ in by_process)
+        first = max([last - _STEPS, *(count - len(newest) for count, newest, _ in by_process)])
         if last <= first:
             return {}
-        steps = [newest[first - count : last - count or None] for count, newest, _ in found]
-        longest = max(seconds for _, _, seconds in found)
+        steps = [newest[first - count : last - count or None] for count, newest, _ in by_process]
+        longest = max(seconds for _, _, seconds in by_process)
         # Reading and computing may overlap on a device of its own: a step is never longer.
-        own = [[min(sum(seconds), longest) for seconds in each] for each in steps]
-        medians = [median_low(of_step) for of_step in zip(*own, strict=True)]
+        totals = [[min(sum(parts), longest) for parts in newest] for newest in steps]
+        medians = [median_low(seconds) for seconds in zip(*totals, strict=True)]
         slow = {
             process
-            for process, seconds in enumerate(own)
+            for process, seconds in enumerate(totals)
             if len(seconds) == _STEPS
             and all(
                 mine > _RATIO * median and mine > _LEAST_SHARE * longest
                 for mine, median in zip(seconds, medians, strict=True)
             )
         }
-        reading = [fmean(read for read, _ in each) for each in steps]
-        computing = [fmean(computed for _, computed in each) for each in steps]
-        means, median = [fmean(seconds) for seconds in own], fmean(medians)
+        reading = [fmean(read for read, _ in newest) for newest in steps]
+        computing = [fmean(computed for _, computed in newest) for newest in steps]
+        means, median = [fmean(seconds) for seconds in totals], fmean(medians)
         for process in sorted(slow):
             more_reading = reading[process] - median_low(reading)
             more_computing = computing[process] - median_low(computing)

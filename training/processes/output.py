@@ -15,11 +15,8 @@ from training.errors import SIGNAL
 
 
 def open_closed_streams() -> None:
-    """Open /dev/null in place of standard streams that are closed, as by ``>&-``.
-
-    Otherwise the files that are opened next get their numbers, and what compiled code prints, as
-    gloo does, would be written into them.
-    """
+    """Open /dev/null in place of standard streams that are closed, as by ``>&-``: the files that
+    are opened next would get their numbers, and what compiled code prints."""
     while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(opened, True)
     os.close(opened)

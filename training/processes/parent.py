@@ -13,21 +13,16 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with(parent: int) -> None:
-    """Have the system kill this process when ``parent``, which started it, has ended.
-
-    Without it the ranks of a torchrun that was killed train on, in the folder that a restart uses.
-    SIGKILL: a process whose peers are gone may be waiting for them in compiled code.
-    """
+    """Have the system kill this process when ``parent``, which started it, has ended: the ranks of
+    a torchrun that was killed would train on, in the folder that a restart uses."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it has ended before the system was told
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def forward_torchrun_signals() -> None:
-    """Have this process end with torchrun, if torchrun has started it, as its environment says.
-
-    By TORCHRUN_PID, which launch/torchrun.sh sets, it knows if torchrun has ended already.
-    """
+    """Have this process end with torchrun, if torchrun has started it, as its environment says:
+    TORCHRUN_PID, which launch/torchrun.sh sets, shows if torchrun has ended already."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     parent = os.getppid()
@@ -42,13 +37,10 @@ def forward_torchrun_signals() -> None:
 
 
 def end_at_once(exit_code: int) -> NoReturn:
-    """End this process without what Python does after its exit handlers.
-
-    Freeing PyTorch's modules takes a second of a core, and Python waits for every thread, also for
-    one that reads from a device that no longer answers.
-    """
+    """End this process without what Python does after its exit handlers: it waits for every thread,
+    also for one that reads from a device that no longer answers."""
     atexit._run_exitfuncs()
-    for each in (sys.stdout, sys.stderr):
+    for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # who read it has left
-            each.flush()
+            stream.flush()
     os._exit(exit_code)

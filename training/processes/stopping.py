@@ -23,11 +23,9 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class ProcessSignals:
-    """Decides what SIGTERM, SIGINT and SIGHUP do to this process.
-
-    Until ``listen`` they end it, as they would without this. After it, the first one is noted;
-    a SIGINT after that (Ctrl-C pressed twice) ends the process at once.
-    """
+    """Decides what SIGTERM, SIGINT and SIGHUP do to this process. Until ``listen`` they end it;
+    after it, the first one is noted, and a SIGINT after that (Ctrl-C pressed twice) ends the
+    process at once."""
 
     def __init__(self) -> None:
         self.noted = 0
@@ -36,11 +34,8 @@ class ProcessSignals:
         self._before: dict[int, Any] = {}
 
     def __reduce__(self) -> tuple[Callable, tuple]:
-        """Unpickle as the other process's own ``process_signals``, with its handlers installed.
-
-        torch_xla runs nested FSDP in a thread of each process, and Python lets only the main
-        thread install handlers. The main thread unpickles the arguments of that thread.
-        """
+        """Unpickle as the other process's own ``process_signals``, with its handlers installed by
+        its main thread: torch_xla runs nested FSDP in another one, where Python installs none."""
         return _install_here, ()
 
     def install(self) -> None:
@@ -85,7 +80,7 @@ def _install_here() -> ProcessSignals:
 
 def largest_of_all(value: int) -> Callable[[], int]:
     """Start to find the largest value of all processes, on the hosts; return what waits for it."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if exchange.count() == 1:
         return lambda: value
     tensor = torch.tensor([value])  # on the CPU: gloo's, whatever else the devices do
     work = dist.all_reduce(tensor, dist.ReduceOp.MAX, async_op=True)
@@ -104,16 +99,12 @@ counts for more than a signal (its checkpoint may not be written)."""
 
 
 class StopRequest:
-    """Answers every process alike, after each step, whether to stop.
-
-    A signal may reach only some processes, or each at another step, but a checkpoint is written
-    by all together. What is found out after a step is therefore looked at after the next one: by
-    then all hosts have long sent it, and none waits.
-    """
+    """Answers every process alike, after each step, whether to stop: a checkpoint is written by all
+    together. What is found out after a step is looked at after the next one, so that none waits."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._found: Callable[[], int] = lambda: 0
+        self._answer: Callable[[], int] = lambda: 0
         self._asked = 0
         self.exit_code = 0
         """Why training stops, as an exit code (``training/errors.py``): that of a failure, or
@@ -142,15 +133,15 @@ class StopRequest:
 
     def due(self) -> bool:
         """Return True if training stops now; all call it after each step and evaluated batch."""
-        mine, found = max(process_signals.noted, self._asked), 0
+        mine, reason = max(process_signals.noted, self._asked), 0
         if exchange.count() == 1:
-            found = mine
+            reason = mine
         elif not self.exit_code:
-            found = self._found()
-            if not found:
-                self._found = self._backend.largest_of_all(mine)
-        if found:
-            self.exit_code = found - _FAILURE if found > _FAILURE else SIGNAL + found
+            reason = self._answer()
+            if not reason:
+                self._answer = self._backend.largest_of_all(mine)
+        if reason:
+            self.exit_code = reason - _FAILURE if reason > _FAILURE else SIGNAL + reason
         return self.exit_code > 0
 
 
@@ -159,23 +150,16 @@ _BEFORE_FIRST_STEP_S = 600.0
 
 
 class Watchdog:
-    """Ends a silent process after a time, with code 1 and every thread's stack on stderr.
-
-    A process hangs when another one has died in a collective, say. It is a thread of Python's
-    faulthandler, outside of the interpreter: it works too where compiled code waits and lets no
-    Python run. Launchers restart on code 1.
-    """
+    """Ends a silent process after a time, with code 1 and every thread's stack on stderr. It is a
+    thread of Python's faulthandler, which works too where compiled code lets no Python run."""
 
     def __init__(self, seconds: float) -> None:
         """Allow so many seconds of silence; 0: do nothing."""
         self._seconds = seconds
 
     def alive(self, *, before_first_step: bool = False) -> None:
-        """Restart the countdown, since something was done.
-
-        ``before_first_step``: with time for the first batch, for which loader processes and file
-        systems wake up.
-        """
+        """Restart the countdown, since something was done; ``before_first_step``: with time for the
+        first batch."""
         if self._seconds:
             limit = max(self._seconds, _BEFORE_FIRST_STEP_S if before_first_step else 0)
             faulthandler.dump_traceback_later(limit, exit=True, file=2)
