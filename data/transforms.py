@@ -404,7 +404,7 @@ class MultiCrop:
         kinds += [LOCAL] * how.local_number
         parts = [(random_box(image.size, scale, self._ratio), size) for scale, size in self._wanted]
         count, of_gram = len(parts), self._layout.gram_number
-        parts += [(box, self._layout.gram_size) for box, _ in parts[:of_gram]]
+        parts += [(box, how.of_gram(self._layout.shape[1:])) for box, _ in parts[:of_gram]]
         made = resized_parts(image, parts, self._modes)
         drawn = [(torch.rand(()).item() < self._hflip, draw_distortion(kind)) for kind in kinds]
         drawn += [(flips, replace(each, scale=how.gram_factor)) for flips, each in drawn[:of_gram]]
