@@ -90,7 +90,7 @@ class Features:
         def compute(images: torch.Tensor) -> dict[str, torch.Tensor]:
             self._model(self._normalize(images))
             tokens = seen.pop()
-            patches = tokens[:, spec.prefix_tokens :].float()
+            patches = tokens[:, getattr(spec.meta, "num_prefix_tokens", 0) :].float()
             found = {MEAN: patches.mean(dim=1), PATCHES: patches}
             if CLASS in kinds:
                 found[CLASS] = tokens[:, 0].float()
