@@ -18,8 +18,8 @@ from models.timm_private import (
     SELF_INITIALIZED,
     RotaryEmbeddingMixed,
     computed_buffers,
-    draw_mixed_frequencies,
     get_init_weights_vit,
+    init_random_2d_freqs,
 )
 
 # ------------------------------------------------------------------------------------------------
@@ -202,7 +202,11 @@ def eva_scheme(*, head_init_scale: float) -> Scheme:
             if name == "head" and head_init_scale:  # 0 means unchanged
                 part.weight.mul_(head_init_scale)
         elif isinstance(part, RotaryEmbeddingMixed):
-            part.freqs.copy_(draw_mixed_frequencies(part))
+            heads, depth = part.num_heads, part.depth  # timm draws them in the constructor alone
+            width = part.dim // heads
+            part.freqs.copy_(
+                init_random_2d_freqs(width, depth, heads, temperature=part.temperature)
+            )
         elif hasattr(part, "reset_parameters"):
             part.reset_parameters()  # type: ignore[operator]
 
