@@ -16,7 +16,7 @@ import xxhash
 from tqdm import tqdm
 
 from data.decode import image_size
-from data.files import BrokenImageError, DataFolderError
+from data.files import HEAD, BrokenImageError, DataFolderError
 from data.index import Table, load_or_build
 from data.loader import PADDING, GlobalBatchSampler, Key
 from data.source import DatasetRequest, DataSource, Split
@@ -31,18 +31,18 @@ def source_of(request: DatasetRequest, name: str, splits: Mapping[str, ImageSpli
     config = request.config
     if not config.buckets:
         return DataSource(name, splits)
-    found = {split: BucketSplit(request, each) for split, each in splits.items()}
-    most = max(found["train"].counts) if "train" in found else config.batch_size
+    in_buckets = {name: BucketSplit(request, split) for name, split in splits.items()}
+    most = max(in_buckets["train"].counts) if "train" in in_buckets else config.batch_size
     if most < config.batch_size:
         raise DataFolderError(
             f"no bucket of --buckets has as many training images of {name} as one batch: use "
             f"--batch_size {most} or less, or fewer buckets"
         )
     counts = [
-        f"{bucket}: {' + '.join(f'{split.counts[number]:,}' for split in found.values())}"
+        f"{bucket}: {' + '.join(f'{split.counts[number]:,}' for split in in_buckets.values())}"
         for number, bucket in enumerate(config.buckets)
     ]
-    return DataSource(name, found, f"; in buckets {', '.join(counts)}")
+    return DataSource(name, in_buckets, f"; in buckets {', '.join(counts)}")
 
 
 class BucketSplit(Split):
@@ -57,7 +57,7 @@ class BucketSplit(Split):
         self.counts = np.bincount(self.bucket_of, minlength=len(sizes)).tolist()
         """How many images each bucket has."""
         for height, width in sizes:
-            low, high = (each * width / height for each in request.config.ratio)
+            low, high = (ratio * width / height for ratio in request.config.ratio)
             config = replace(request.config, ratio=(low, high))
             of_bucket = replace(request, size=(height, width), config=config)
             self.in_sizes.append(split.with_request(of_bucket))
@@ -74,13 +74,10 @@ class BucketSplit(Split):
 
 
 class BucketSampler(GlobalBatchSampler):
-    """Divides global batches over processes; each batch has images of one bucket.
-
-    Yields lists of (epoch, image index, bucket). Training drops the short rest of each bucket,
-    which holds other images in each epoch; its batches are in random order. Evaluation fills the
-    rest up with padding; its batches are in the order of their first images, so that the first few
-    batches already have images of all buckets.
-    """
+    """Divides global batches over processes; each batch has images of one bucket. Yields lists of
+    (epoch, image index, bucket). Training drops the short rest of each bucket; its batches are in
+    random order. Evaluation fills the rest up with padding; its batches are in the order of their
+    first images, so that the first few already have images of all buckets."""
 
     def __init__(self, bucket_of: np.ndarray, batch_size: int, **how: Any) -> None:
         """``bucket_of``: the bucket of each image. The others: see ``GlobalBatchSampler``."""
@@ -107,67 +104,62 @@ class BucketSampler(GlobalBatchSampler):
             elif rest:
                 inside = torch.cat([inside, torch.full((self.batch_size - rest,), PADDING)])
             batches.append(inside.view(-1, self.batch_size))
-        found = torch.cat(batches)
+        images = torch.cat(batches)
         if self.shuffle:
-            found = found[torch.randperm(len(found), generator=generator)]
+            images = images[torch.randperm(len(images), generator=generator)]
         else:
-            found = found[found[:, 0].argsort()]
+            images = images[images[:, 0].argsort()]
         start = self.shard * self.share
-        for batch in found[self.first_batch :]:
+        for batch in images[self.first_batch :]:
             bucket = int(self._bucket_of[batch[0]])  # the first image is never padding
             share = batch[start : start + self.share].tolist()
             yield [(self.epoch, index, bucket) for index in share]
 
 
 def nearest_bucket(images: np.ndarray, buckets: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Return the number of the bucket with the nearest aspect ratio for each image, int16.
-
-    Images are (n, 2), buckets pairs, of height and width. Ratios are compared by their logarithms;
-    of two at the same distance the first is chosen. An image that cannot be read, with size 0 x 0,
-    is in the first.
-    """
+    """Return the number of the bucket with the nearest aspect ratio, compared by logarithms, for
+    each image, int16. Images are (n, 2), buckets pairs, of height and width. An image that cannot
+    be read, with size 0 x 0, is in the first."""
     known = np.maximum(images, 1).astype(np.float64)
-    of_images, of_buckets = (np.log(each[:, 1] / each[:, 0]) for each in (known, np.array(buckets)))
+    image_ratios, bucket_ratios = (
+        np.log(sizes[:, 1] / sizes[:, 0]) for sizes in (known, np.array(buckets))
+    )
     # Rounded: processors differ in the last digits of a logarithm.
-    distances = np.abs(of_images[:, None] - of_buckets).round(9)
+    distances = np.abs(image_ratios[:, None] - bucket_ratios).round(9)
     nearest = distances.argmin(axis=1).astype(np.int16)
     return np.where(images.min(axis=1) > 0, nearest, np.int16(0))
 
 
 def _image_sizes(split: ImageSplit) -> np.ndarray:
     """Return the height and width of each image of a split in pixels, (n, 2), int32; 0 x 0 for an
-    image that cannot be read.
-
-    They are saved in an index file (``data/index.py``), and read from it as long as the images
-    have the same names.
-    """
+    image that cannot be read. An index file has them as long as the images have the same names."""
     config, digest = split.request.config, split.digest()
     part = 256  # images that a thread reads at a time
 
     def sizes_of(first: int) -> list[tuple[int, int]]:
-        found = []
+        sizes = []
         for number in range(first, min(first + part, len(split))):
             size = 0, 0
-            for read in (split.head, split.read):  # mostly the head is enough
+            for most in (HEAD, None):  # mostly the first bytes are enough
                 try:
-                    size = image_size(read(number))
+                    size = image_size(split.read(number, most))
                     break
                 except BrokenImageError:  # training and evaluation report it when they read it
                     continue
-            found.append(size)
-        return found
+            sizes.append(size)
+        return sizes
 
     def build() -> Table:
-        found: list[tuple[int, int]] = []
+        sizes: list[tuple[int, int]] = []
         title = f"reading the sizes of {os.path.join(config.data_dir, split.name)}"
         with (
             ThreadPoolExecutor(16) as pool,  # most of the time they wait, if images are far away
             tqdm(total=len(split), desc=title, unit=" images", delay=5, disable=None) as bar,
         ):
-            for sizes in pool.map(sizes_of, range(0, len(split), part)):
-                found += sizes
-                bar.update(len(sizes))
-        return Table({"sizes": np.array(found, np.int32).reshape(-1, 2)}, {"digest": digest})
+            for some_sizes in pool.map(sizes_of, range(0, len(split), part)):
+                sizes += some_sizes
+                bar.update(len(some_sizes))
+        return Table({"sizes": np.array(sizes, np.int32).reshape(-1, 2)}, {"digest": digest})
 
     table = load_or_build(
         config,

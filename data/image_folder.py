@@ -1,23 +1,15 @@
-"""The source of images in ``<root>/train/<class>/*`` and ``<root>/val/<class>/*``.
-
-Without labels they are anywhere below ``<root>/train`` and, if it exists, ``<root>/val``, or below
-a ``<root>`` that has neither.
-
-The root is a folder, or a URL such as gs://bucket/folder (``data/files.py``).
-"""
+"""The source of images in ``<root>/train/<class>/*`` and ``<root>/val/<class>/*``; without labels
+anywhere below ``<root>/train`` and ``<root>/val``, or below a ``<root>`` that has neither."""
 
 from data.buckets import source_of
-from data.files import HEAD, read_bytes
+from data.files import read_bytes
 from data.index import FolderIndex, index_folders
 from data.source import DatasetRequest, DataSource
 from data.transforms import ImageSplit, Transform, transforms_of
 
 
 def open_folder(request: DatasetRequest) -> DataSource:
-    """Index the splits that are requested; otherwise what is in train/ does not matter.
-
-    Raises DataFolderError, see ``index_folders``.
-    """
+    """Index the splits that are requested. Raises DataFolderError."""
     transforms = transforms_of(request)
     splits = {
         name: FolderSplit(request, name, transforms[name], index)
@@ -38,11 +30,8 @@ class FolderSplit(ImageSplit):
     def name_of(self, number: int) -> str:
         return self.index.paths[number]
 
-    def read(self, number: int) -> bytes:
-        return read_bytes(self.index.paths[number])
-
-    def head(self, number: int) -> bytes:
-        return read_bytes(self.index.paths[number], 0, HEAD, or_less=True)
+    def read(self, number: int, most: int | None = None) -> bytes:
+        return read_bytes(self.index.paths[number], 0, most, or_less=True)
 
     def digest(self) -> str:
         return self.index.digest()

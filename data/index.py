@@ -53,7 +53,7 @@ _ENCODING = "utf-8", "surrogateescape"  # file names may hold any byte
 
 
 @dataclass(frozen=True)
-class Strings:
+class Strings(Sequence[str]):
     """Strings in one array of bytes, with a newline between each and the next.
 
     Loader processes share it. A list of strings would be copied into each of them: counting the
@@ -81,15 +81,12 @@ class Strings:
     def __len__(self) -> int:
         return len(self.ends)
 
-    def __getitem__(self, number: int) -> str:
+    def __getitem__(self, number: Any) -> str:
         if not 0 <= number < len(self):
             raise IndexError(number)
         start = self.ends[number - 1] + 1 if number else 0
         string = self.content[start : self.ends[number]].tobytes().decode(*_ENCODING)
         return os.path.join(self.folder, string)
-
-    def __iter__(self) -> Iterator[str]:
-        return (self[number] for number in range(len(self)))
 
 
 # -- index files -----------------------------------------------------------------------

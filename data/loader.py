@@ -43,16 +43,14 @@ Key = tuple[int, ...]
 of crop sizes, if there are any."""
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-"""A batch on the CPU: images (share, channels, rows, width), labels (share,) int64; of volumes
-(share, channels, slices, height, width); of packed crops (share, bytes). Images are uint8, or
+"""A batch on the CPU: images (share, channels, rows, width), of volumes (share, channels, slices,
+height, width), of packed crops (share, bytes); labels (share,) int64. Images are uint8, or
 normalised fp32."""
 
 
 def numbered(batch: Batch, first: int) -> Batch:
-    """Return a batch with the images' numbers, from ``first`` on, in place of their labels.
-
-    Padding stays padding.
-    """
+    """Return a batch with the images' numbers, from ``first`` on, in place of labels but
+    padding."""
     images, labels = batch
     numbers = torch.arange(first, first + len(labels), dtype=labels.dtype)
     return images, torch.where(labels == PADDING, PADDING, numbers)
@@ -67,10 +65,8 @@ Sample = tuple[torch.Tensor, int, list[BadImage]]
 
 @dataclass(frozen=True)
 class Share:
-    """Which images of each global batch one process loads, and which rows of them.
-
-    A row is a position along the first spatial axis: of an image's height, of a volume's slices.
-    """
+    """Which images of each global batch one process loads, and which of their rows: positions along
+    the first spatial axis, an image's height, a volume's slices."""
 
     shard: int = 0
     shards: int = 1
@@ -78,8 +74,7 @@ class Share:
     rows: range | None = None
     """The contiguous rows of each image; None: all of them."""
     loads: bool = True
-    """False: other processes hand over the images. The batches then hold no images and no labels,
-    and there are as many batches."""
+    """False: other processes hand over the images. The batches, as many, then hold no images."""
     of_host: int = 1
     """How many training processes share the cores of this host."""
 
@@ -99,26 +94,23 @@ class GlobalBatchSampler(Sampler[list[Key]]):
     """Divides the same sequence of global batches over any number of loading processes.
 
     The order depends on the seed and the epoch alone; a process loads its contiguous share of each
-    global batch. So neither the number of processes nor a resume changes what a step trains on.
-    Yields lists of (draw, image index). Augmentations are drawn by the number of the draw, which
-    is the epoch.
+    global batch. Yields lists of (draw, image index): augmentations are drawn by the number of the
+    draw, which is the epoch.
 
-    With ``repeats`` each image stands that many times in a row, each time with another draw. The
-    epoch is no longer than before, so it ends before it has used all images: timm's
-    ``RepeatAugSampler`` with a selection of all that fit. Within a batch all first repeats come
-    first, then all second ones: so the repeats of an image are far from each other, on different
-    devices if there are enough.
+    With ``repeats`` each image stands that many times in a row, each time with another draw, and
+    the epoch is no longer than before: timm's ``RepeatAugSampler`` with a selection of all that
+    fit. Within a batch all first repeats come first, then all second ones: so the repeats of an
+    image are on different devices if there are enough.
 
-    With ``pairs`` of crop sizes each batch has one of so many, which follows from the seed, the
-    epoch and the batch's number; its number ends each key.
+    With ``pairs`` of crop sizes each batch has one of so many, drawn by the seed, the epoch and the
+    batch's number; its number ends each key.
 
     Training (``shuffle=True``) drops the last short batch, as PyTorch/XLA's ViT-10B example does.
-    Evaluation keeps it and fills it up with ``PADDING``, so shapes stay static and each image
-    still counts once.
+    Evaluation fills it up with ``PADDING``.
     """
 
     read_together = 1
-    """How many consecutive images one loader process should read at least."""
+    """Consecutive images that one loader process should read at least."""
 
     def __init__(
         self,
@@ -142,7 +134,7 @@ class GlobalBatchSampler(Sampler[list[Key]]):
         self.pairs, self.numbers = pairs, range(length) if numbers is None else numbers
 
     def set_position(self, epoch: int, first_batch: int = 0) -> None:
-        """Let the next iteration run through ``epoch`` from its batch ``first_batch`` on."""
+        """Start the next iteration at batch ``first_batch`` of ``epoch``."""
         self.epoch, self.first_batch = epoch, first_batch
 
     def __len__(self) -> int:
@@ -185,12 +177,10 @@ WINDOW = 64
 class RunSampler(GlobalBatchSampler):
     """Trains on images in a random order in which one reading of a group serves several of them.
 
-    A group (a row group of a parquet file) can only be read whole. In a random order of all images
-    each image would cost the reading of a group of a hundred images or more.
-
-    The groups are in random order, and so are the images of each. Each is cut into runs of
-    ``run_length`` images (its last one may be shorter). The runs of each ``WINDOW`` consecutive
-    groups are shuffled. The order does not depend on batches or processes.
+    A group (a row group of a parquet file) can only be read whole. The groups are in random order,
+    and so are the images of each, which are cut into runs of ``run_length`` images. The runs of
+    each ``WINDOW`` consecutive groups are shuffled. The order does not depend on batches or
+    processes.
     """
 
     def __init__(self, groups: Sequence[int], run_length: int, batch_size: int, **how: Any) -> None:
@@ -218,11 +208,8 @@ class RunSampler(GlobalBatchSampler):
 
 
 class BatchLoader(Protocol):
-    """Gives batches of one process's share, epoch by epoch, from any position.
-
-    A loader that yields the same tensor objects again shows the device side that nothing has to be
-    copied.
-    """
+    """Gives batches of one process's share, epoch by epoch, from any position. One that yields the
+    same tensors again shows the device side that nothing has to be copied."""
 
     prefetch_depth: int
     """How many batches to load ahead of the step; 0 for a source that must not run beside it."""
@@ -263,25 +250,21 @@ class ConstantLoader:
 
 _MAX_PART = 64  # images that a loader process reads at a time
 _MAX_WORKERS = 32
-"""The most that are chosen: at 1,000 images/s each, more than the chips of any host need so far."""
+"""The most chosen: at 1,000 images/s each, more than the chips of any host need so far."""
 _MAX_RESTARTS = 3
 """How often lost processes are replaced without a batch in between."""
 
 
 def default_workers(processes: int) -> int:
-    """Return how many loader processes each of the training ``processes`` of a host should have.
-
-    One for each core that this process may use, less one for each training process.
-    """
+    """Return how many loader processes each of the training ``processes`` of a host should have:
+    one for each core that they may use, less one for each training process."""
     cores = len(os.sched_getaffinity(0))
     return min(max(1, cores // processes - 1), _MAX_WORKERS)
 
 
 class DatasetLoader:
-    """Loads a map-style dataset with loader processes that live for the whole run.
-
-    The dataset returns a ``Sample`` for each ``Key`` of the sampler.
-    """
+    """Loads a map-style dataset, of a ``Sample`` for each ``Key``, with loader processes that live
+    for the whole run."""
 
     def __init__(self, dataset: Dataset, sampler: GlobalBatchSampler, workers: int) -> None:
         self._dataset, self._sampler, self.workers = dataset, sampler, workers
@@ -458,11 +441,8 @@ def prepare_sockets() -> None:
 
 
 def _start_worker(_worker_id: int) -> None:
-    """Make a loader process ignore the signals that stop training, and share its parent's memory.
-
-    Ctrl-C, a closed terminal and torchrun signal all processes of the group. Only the training
-    process decides to stop, and it needs its loader processes until its checkpoint is written.
-    """
+    """Make a loader process ignore the signals that stop training, and share its parent's memory:
+    only the training process decides to stop, and needs it until its checkpoint is written."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -499,12 +479,11 @@ def prefetch(
     """Yield ``put(batch)`` for each batch; a thread puts up to ``depth`` of them ahead.
 
     If the source yields the same tensors again, they are put once. An error of the source or of
-    ``put`` is raised here, in place of its batch (torch_xla's ParallelLoader ends the epoch
-    silently). ``failed`` is called with it at once, in the thread, while earlier batches are still
-    to be used.
+    ``put`` is raised here, in place of its batch. ``failed`` is called with it at once, in the
+    thread, while earlier batches are still to be used.
 
-    Depth 0 uses no thread. It is for sources that compute in this process: their random
-    transforms and the model share PyTorch's global generator.
+    Depth 0 uses no thread: for sources that compute in this process, whose random transforms and
+    the model share PyTorch's global generator.
     """
 
     def put_batches() -> Iterator[Any]:

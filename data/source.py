@@ -1,7 +1,7 @@
 """What a run asks of a source of images, and the base that all sources are made of.
 
-``open_data`` opens the ``DataSource`` that ``--data_source`` names: a ``Split`` for training and
-one for validation. A source defines how a split finds its images, and how it reads one of them.
+``open_data`` opens the ``DataSource`` that ``--data_source`` names. A source defines how a
+``Split`` finds its images, and how it reads one of them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ GLOBALS = 2
 
 @dataclass(frozen=True)
 class CropRequest:
-    """Which of DINO's crops a run requires of each training image, two global ones of the request's
-    size and smaller local ones, and a mask for the patches of the first global one (DINOv2,
+    """Which of DINO's crops a run requires of each training image: two global ones of the request's
+    size, smaller local ones, and a mask for the patches of the first global one (DINOv2,
     https://arxiv.org/abs/2304.07193, section 4)."""
 
     local_size: tuple[int, int]
@@ -49,23 +49,22 @@ class CropRequest:
     mask_ratio: tuple[float, float]
     """Smallest and largest share of masked patches in the masked crop, drawn evenly per image."""
     pairs: tuple[tuple[int, int], ...] = ()
-    """The sides of square global and local crops, of which each batch has one pair; none: all have
-    the sizes above."""
+    """The sides of square global and local crops, of which each batch has one pair; none: as
+    above."""
     gram_factor: float = 1.0
-    """The Gram teacher's crops are this many times as high and wide as global crops, of which they
-    show the same; 1: it sees those themselves."""
+    """The Gram teacher's crops are this many times as high and wide as global crops; 1: it sees
+    those."""
 
     def of_gram(self, sides: tuple[int, ...]) -> tuple[int, int]:
-        """Return the height and width of the Gram teacher's crops, of those of global crops: in
-        pixels, or in patches."""
+        """Return the height and width of the Gram teacher's crops, in pixels or in patches."""
         height, width = sides
         return round(height * self.gram_factor), round(width * self.gram_factor)
 
 
 @dataclass(frozen=True)
 class CropLayout:
-    """Where the crops and the mask of an image are in its row of bytes: so a batch of them is still
-    one tensor with an image a row. ``MultiCrop`` in ``data/transforms.py`` makes them."""
+    """Where the crops and the mask of an image are in its row of bytes, so that a batch is one
+    tensor. ``MultiCrop`` in ``data/transforms.py`` makes them."""
 
     shape: tuple[int, ...]
     """Channels, height and width of a global crop."""
@@ -73,13 +72,13 @@ class CropLayout:
 
     @property
     def gram_number(self) -> int:
-        """Return how many crops of its own the Gram teacher has of an image."""
+        """Return how many crops of its own the Gram teacher has."""
         return GLOBALS if self.request.gram_factor > 1 else 0
 
     @property
     def _parts(self) -> list[tuple[int, ...]]:
-        """Return the shapes of the global crops, of the Gram teacher's, of the local crops, and of
-        the mask."""
+        """Return the shapes of the global, the Gram teacher's and the local crops, and of the
+        mask."""
         how, channels = self.request, self.shape[0]
         return [
             (GLOBALS, *self.shape),
@@ -125,28 +124,27 @@ class DatasetRequest:
     config: DataConfig
     channels: int
     size: tuple[int, ...]
-    """The spatial sizes: height and width of an image in pixels, slices of a volume before them."""
+    """Height and width of an image in pixels, slices of a volume before them."""
     num_classes: int
     seed: int
     with_train: bool = True
-    """Whether training images are needed beside those for validation."""
+    """Whether training images are needed, too."""
     labels: bool = True
-    """Whether images need labels. Without, every image has label 0, whatever is stored with it, and
-    where there are training images, there may be none for validation."""
+    """Whether images need labels. Without, every image has label 0, and val/ may be missing."""
     augment: bool = True
     """Whether training images are shuffled and augmented; else they are read as validation images
-    are: each once, in order, unreadable ones left out."""
+    are: once, in order, unreadable ones left out."""
     crops: CropRequest | None = None
-    """Of each augmented training image these crops, packed (``CropLayout``), instead of one."""
+    """Crops of each augmented training image, packed (``CropLayout``), instead of one image."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of one image: the channels, then the spatial sizes."""
+        """Return the shape of one image: channels, then the spatial sizes."""
         return (self.channels, *self.size)
 
     @property
     def layout(self) -> CropLayout | None:
-        """Return how the crops of training images are packed; None: they have no crops."""
+        """Return how the crops of training images are packed; None without crops."""
         return CropLayout(self.shape, self.crops) if self.crops and self.augment else None
 
     @property
@@ -221,17 +219,14 @@ def open_data(request: DatasetRequest) -> DataSource:
 
 
 class Split(Dataset):
-    """One split (train or val): a map-style dataset of ``Sample``, indexed by a ``Key``.
-
-    A source defines ``make``, ``digest`` and, for images that may be broken, ``name_of``. A broken
-    image is replaced: in training by another one of the split, in validation by padding, which
-    counts for nothing.
-    """
+    """One split (train or val): a map-style dataset of ``Sample``, indexed by a ``Key``. A broken
+    image is replaced: in training by another one, in validation by padding, which counts for
+    nothing."""
 
     dtype = torch.uint8
     """The dtype of the images: uint8, or fp32 that is normalised already."""
     reads_rows = False
-    """Whether some rows of an image can be read without reading the others."""
+    """Whether some rows of an image can be read alone."""
     gives_numbers = False
     """Whether an image comes with its number in place of its label."""
 
@@ -256,11 +251,10 @@ class Split(Dataset):
         if self.is_train and request.layout:
             self.shape = (request.layout.length,)
         self.rows, self.of_some_rows = range(request.size[0]), False
-        """The rows that are given of an image; ``make`` returns these or, without ``reads_rows``,
-        all."""
+        """The rows that are given of an image; without ``reads_rows``, ``make`` returns all."""
         self.in_sizes: list[Split] = []
-        """The same images in several sizes: buckets, or pairs of crop sizes. Then a key ends with
-        the number of one, and a broken image is replaced in that size."""
+        """The same images in several sizes, buckets or pairs of crop sizes; a key then ends with
+        the number of one."""
 
     def name_of(self, number: int) -> str:
         """Return where a user finds the image ``number``: its path, as a rule."""
@@ -318,15 +312,12 @@ class Split(Dataset):
         raise NotImplementedError
 
     def sampler(self, batch_size: int, **how: Any) -> loader.GlobalBatchSampler:
-        """Return what decides the order of the images; a source may have another order."""
+        """Return what decides the order of the images."""
         return loader.GlobalBatchSampler(len(self), batch_size, **how)
 
     def batches(self, batch_size: int, share: loader.Share) -> loader.BatchLoader:
-        """Return the loader of this ``share`` of each global batch of ``batch_size`` images.
-
-        Training images are shuffled. Validation images come once, in order; padding fills up the
-        last batch.
-        """
+        """Return the loader of this ``share`` of each global batch. Training images are shuffled.
+        Validation images come once, in order; padding fills up the last batch."""
         config, dataset = self.request.config, copy.copy(self)
         if share.rows is not None:
             dataset.rows, dataset.of_some_rows = share.rows, True
@@ -356,10 +347,8 @@ class Split(Dataset):
     def batches_of(
         self, numbers: Sequence[int], batch_size: int, share: loader.Share
     ) -> loader.BatchLoader:
-        """Return the loader of a few images, in this order, which each process loads by itself.
-
-        Not for shares of a part of each image.
-        """
+        """Return the loader of a few images, in this order, without loader processes. Not for
+        shares of a part of each image."""
         sampler = loader.GlobalBatchSampler(
             len(numbers),
             batch_size,
@@ -387,11 +376,8 @@ ATTEMPTS = 10
 
 
 def substitute(seed: int, epoch: int, index: int, attempt: int, length: int) -> int:
-    """Return another image than ``index``, the ``attempt``-th (from 1 on) to take its place.
-
-    It depends on the arguments alone: so a run trains on the same images, whatever number of
-    processes its batches are divided over and wherever it is resumed.
-    """
+    """Return another image than ``index``, the ``attempt``-th (from 1 on) to take its place. It
+    depends on the arguments alone, and so not on the number of processes or on resumes."""
     state = np.random.SeedSequence((seed, epoch, index, attempt)).generate_state(1, np.uint64)
     return (index + 1 + int(state[0]) % max(length - 1, 1)) % length
 
@@ -403,8 +389,8 @@ class DataSource:
     """Images for training and validation, found but not loaded: one or two splits."""
 
     def __init__(self, name: str, splits: Mapping[str, Split], remark: str = "") -> None:
-        """``splits``: those of the request, by name; without labels "val" may be missing.
-        ``remark``: the end of its line in the log."""
+        """``splits``: by name; without labels "val" may be missing. ``remark``: the end of its line
+        in the log."""
         self.name, self.splits, self._remark = name, splits, remark
         one = next(iter(splits.values()))
         self.classes, self.reads_rows = one.classes, one.reads_rows
@@ -413,14 +399,12 @@ class DataSource:
         )
 
     def train_loader(self, batch_size: int, share: loader.Share) -> loader.BatchLoader:
-        """Return the loader of training images, see ``Split.batches``; it starts at any batch."""
+        """Return the loader of training images, see ``Split.batches``."""
         return self.splits["train"].batches(batch_size, share)
 
     def val_loader(self, batch_size: int, share: loader.Share) -> loader.BatchLoader:
-        """Return the loader of validation images, see ``Split.batches``.
-
-        Raises KeyError if there are none: ``val_length`` is 0.
-        """
+        """Return the loader of validation images. Raises KeyError if there are none (``val_length``
+        0)."""
         return self.splits["val"].batches(batch_size, share)
 
     def order(self) -> dict[str, Any]:

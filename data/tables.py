@@ -204,7 +204,7 @@ class TableSplit(ImageSplit):
         """Return what a row holds as its image; may raise anything."""
         raise NotImplementedError
 
-    def read(self, number: int) -> bytes:
+    def read(self, number: int, most: int | None = None) -> bytes:
         try:
             encoded = self.stored(number)
         except Exception as error:  # what pyarrow and file systems raise

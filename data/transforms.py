@@ -62,13 +62,10 @@ class ImageSplit(Split):
         super().__init__(request, name, labels, *others)
         self.transform = transform
 
-    def read(self, number: int) -> bytes:
-        """Return the image ``number`` as it is stored, encoded. Raises BrokenImageError."""
+    def read(self, number: int, most: int | None = None) -> bytes:
+        """Return the image ``number`` as it is stored, encoded; ``most``: how many of its first
+        bytes are enough. Raises BrokenImageError."""
         raise NotImplementedError
-
-    def head(self, number: int) -> bytes:
-        """Return the first bytes of the image ``number``, encoded. Raises BrokenImageError."""
-        return self.read(number)
 
     def open(self, number: int) -> OpenImage:
         """Return the image ``number``, perhaps not decoded yet. Raises BrokenImageError."""

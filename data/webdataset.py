@@ -131,9 +131,6 @@ class ShardSplit(ImageSplit):
         size = min(size, most or size)
         return files.read_bytes(self._shards[self._places["shard"][number]], start, size)
 
-    def head(self, number: int) -> bytes:
-        return self.read(number, files.HEAD)
-
     def digest(self) -> str:
         digest = xxhash.xxh3_64(self._keys.content.data)
         digest.update(np.ascontiguousarray(self.labels).data)

@@ -18,8 +18,8 @@ from models.timm_private import (
     SELF_INITIALIZED,
     RotaryEmbeddingMixed,
     computed_buffers,
-    draw_mixed_frequencies,
     get_init_weights_vit,
+    init_random_2d_freqs,
 )
 
 # ------------------------------------------------------------------------------------------------
@@ -27,21 +27,17 @@ from models.timm_private import (
 
 
 def allocate(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Allocate what is on meta below ``module`` on the CPU, module by module.
-
-    ``name`` is the module's name in the model. Yields each module that was on meta, with its name.
-    The caller fills its own parameters; buffers have their values.
-    """
+    """Allocate on the CPU what is on meta below ``module``, named ``name`` in the model; yield each
+    module that was on meta with its name. The caller fills its own parameters; buffers have their
+    values."""
     for full_name, part in on_meta(module, name):
         allocate_own(part)
         yield full_name, part
 
 
 def leave_room(module: nn.Module, name: str) -> None:
-    """Allocate, as ``allocate``, parameters whose values come later, from a checkpoint.
-
-    They are zeros until then: all hosts must give the devices the same.
-    """
+    """Allocate, as ``allocate``, parameters whose values come later, from a checkpoint: zeros until
+    then, because all hosts must give the devices the same."""
     for _, part in allocate(module, name):
         for parameter in part.parameters(recurse=False):
             nn.init.zeros_(parameter)
@@ -68,9 +64,7 @@ def fill_buffers(
     recurse: bool = True,
 ) -> None:
     """Compute the buffers of ``module``, and of those below it, on the CPU, whatever they hold.
-
-    ``send`` moves one to where it is used. Parameters are not touched.
-    """
+    ``send`` moves one to where it is used."""
     for part in module.modules() if recurse else [module]:
         if next(part.buffers(recurse=False), None) is not None:
             for key, values in computed_buffers(part).items():
@@ -78,11 +72,8 @@ def fill_buffers(
 
 
 def cast_buffers(block: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the floating-point buffers of a block to the dtype that it computes in.
-
-    A block adds its buffers (the key bias of Eva) to parameters in that dtype. Not for the model
-    around the blocks: its tables of angles must stay in fp32.
-    """
+    """Cast the floating-point buffers of a block (Eva's key bias) to the dtype that it computes
+    in. Not for the model around the blocks: its tables of angles must stay in fp32."""
     for part in block.modules():
         for key, buffer in part.named_buffers(recurse=False):
             if buffer.is_floating_point():
@@ -102,11 +93,8 @@ _ENDS_OF_BRANCHES = re.compile(r"blocks\.(\d+)\.(attn\.proj|mlp\.fc2)")
 
 
 def initialize(module: nn.Module, name: str, *, seed: int, scheme: Scheme) -> None:
-    """Allocate on the CPU, and fill by ``scheme``, every parameter below ``module`` on meta.
-
-    ``name`` is the module's name in the model. Each module draws from a generator of its own,
-    seeded by ``seed`` and its name; the caller's random numbers are not affected.
-    """
+    """Allocate on the CPU, and fill by ``scheme``, every parameter on meta below ``module``, named
+    ``name`` in the model. Each module draws from a generator seeded by ``seed`` and its name."""
     fresh = {full_name for full_name, _ in allocate(module, name)}
     # PyTorch draws on one core: modules with nothing to fill below them are filled side by side.
     lowest: list[tuple[nn.Module, str]] = []
@@ -214,7 +202,11 @@ def eva_scheme(*, head_init_scale: float) -> Scheme:
             if name == "head" and head_init_scale:  # 0 means unchanged
                 part.weight.mul_(head_init_scale)
         elif isinstance(part, RotaryEmbeddingMixed):
-            part.freqs.copy_(draw_mixed_frequencies(part))
+            heads, depth = part.num_heads, part.depth  # timm draws them in the constructor alone
+            width = part.dim // heads
+            part.freqs.copy_(
+                init_random_2d_freqs(width, depth, heads, temperature=part.temperature)
+            )
         elif hasattr(part, "reset_parameters"):
             part.reset_parameters()  # type: ignore[operator]
 

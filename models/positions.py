@@ -15,12 +15,9 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class TokenPart:
-    """Which patches of each image are here, and how the parts of an image are reduced.
-
-    Patches are numbered row by row; a part has consecutive ones. Class and register tokens are in
-    every part, with the same values. ``sum`` and ``largest`` return the sum and the maximum over
-    all parts of a tensor that each of them has, and pass gradients back to all of them.
-    """
+    """Which patches of each image are here, numbered row by row, consecutive ones; class and
+    register tokens are in every part. ``sum`` and ``largest`` return the sum and the maximum over
+    all parts of a tensor that each of them has, and pass gradients back to all of them."""
 
     first: int
     """The number of the first patch that is here."""
@@ -33,11 +30,9 @@ class TokenPart:
 
 
 class PartOfPositions(nn.Module):
-    """The entries of a learned position embedding for a part of the tokens.
-
-    Entries for class and register tokens, if there are any, come before those of the patches; the
-    part with the first patch has them, and sends them to the others in each forward pass.
-    """
+    """The entries of a learned position embedding for a part of the tokens. The part with the first
+    patch has those of class and register tokens, which come first, and sends them to the others in
+    each forward pass."""
 
     def __init__(self, whole: torch.Tensor, prefix: int, part: TokenPart) -> None:
         """Copy the entries for ``part`` from ``whole``, (1, prefix + patches, width)."""
@@ -49,10 +44,8 @@ class PartOfPositions(nn.Module):
         self.values = nn.Parameter(values, requires_grad=whole.requires_grad)
 
     def forward(self) -> torch.Tensor:
-        """Return the entries of all tokens that are here: (1, prefix + patches, width).
-
-        They are a copy: FSDP frees a module's parameters when its forward pass is over.
-        """
+        """Return the entries of all tokens that are here, (1, prefix + patches, width): a copy, as
+        FSDP frees a module's parameters when its forward pass is over."""
         if not self._prefix:
             return self.values.clone()
         held = self._prefix if self.first == 0 else 0
@@ -94,12 +87,9 @@ def pool_over_parts(
 
 
 def set_rope_factors(model: nn.Module, factors: torch.Tensor) -> None:
-    """Multiply the coordinates of rotary positions in the training passes that follow.
-
-    ``factors``, (2,), on the devices: of images or global crops, and of local crops. Only a model
-    with ``ModelSpec.rope_rescale`` above 1 uses them. They are set as one tensor: a part of it,
-    left alive, would be a result of each step on XLA.
-    """
+    """Multiply the coordinates of rotary positions in the training passes that follow, where
+    ``ModelSpec.rope_rescale`` is above 1. ``factors``, (2,), on the devices: of images or global
+    crops, and of local crops; one tensor, as a part of it would be a result of each step on XLA."""
     for module in model.modules():
         if "coord_factors" in vars(module):
             module.coord_factors = factors

@@ -75,22 +75,13 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
             if spec is not None:
                 return spec
 
-    def simplified(name: str) -> str:
-        return name.strip().lower().replace("-", "_")
-
-    # Suggest the names that are most alike: first those that differ only in capital letters, signs
-    # between words and the family's prefix; for a tag of timm's weights the preset, too.
-    known = {simplified(model): model for model in reversed(_names())}  # presets before timm's own
-    plain, dot, tag = simplified(name).partition(".")
-    plain = plain.removeprefix("timm/")
-    alike = [known[key] for key in (plain, f"timm/{plain}") if key in known]
-    if dot and alike:
-        import timm  # its family has loaded it
-
-        alike[-1] += f".{tag}" if timm.is_model_pretrained(f"{plain}.{tag}") else ""
-    alike = alike or difflib.get_close_matches(name.lower(), known.values(), _SUGGESTED, 0.5)
-    suggested = f": is it {' or '.join(alike)}?" if alike else ""
-    raise ModelError(f"there is no model {name}{suggested} (--list_models lists them)")
+    # Suggest the names that are most alike; presets come first.
+    plain = name.strip().lower().replace("-", "_").partition(".")[0].removeprefix("timm/")
+    known = _names()
+    suggestions = [model for model in (plain, f"timm/{plain}") if model in known]
+    suggestions = suggestions or difflib.get_close_matches(plain, known, _SUGGESTED, 0.5)
+    hint = f": is it {' or '.join(suggestions)}?" if suggestions else ""
+    raise ModelError(f"there is no model {name}{hint} (--list_models lists them)")
 
 
 def with_additions(spec: ModelSpec, objective: str, settings: Mapping[str, Any]) -> ModelSpec:
@@ -98,10 +89,9 @@ def with_additions(spec: ModelSpec, objective: str, settings: Mapping[str, Any])
 
     ``settings`` are the objective's flags, by their fields. Raises ModelError if it cannot.
     """
-    if objective not in ADDITIONS:
-        return spec
-    added: ModelSpec = importlib.import_module(ADDITIONS[objective]).add_to(spec, settings)
-    return added
+    if objective in ADDITIONS:
+        spec = importlib.import_module(ADDITIONS[objective]).add_to(spec, settings)
+    return spec
 
 
 def list_models(pattern: str | None = None) -> list[ListedModel]:

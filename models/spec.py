@@ -70,11 +70,11 @@ class StackRun:
 
 
 class ModelSpec(abc.ABC):
-    """One model: builds it, initializes it unit by unit, and has the facts about it.
+    """One model: builds it, initializes it unit by unit, and has the facts about it, read off the
+    model on the meta device.
 
-    The facts are read off the model itself, which is built once on the meta device, without
-    memory. The blocks are ``model.blocks``, and in some models those of other ``stacks``;
-    everything around them is one more unit, the root.
+    The blocks are ``model.blocks``, and in some models those of other ``stacks``; everything around
+    them is one more unit, the root.
     """
 
     head_method = "forward_head"
@@ -104,18 +104,13 @@ class ModelSpec(abc.ABC):
 
     @abc.abstractmethod
     def build(self) -> nn.Module:
-        """Return a new model on the meta device, where it holds no weights yet.
-
-        It maps images (batch, *sizes.input_shape) to logits (batch, classes).
-        """
+        """Return a new model on the meta device, which maps images (batch, *sizes.input_shape) to
+        logits (batch, classes)."""
 
     @abc.abstractmethod
     def initialize(self, module: nn.Module, name: str, *, seed: int) -> None:
-        """Allocate on the CPU, and fill, all that is on meta below ``module``.
-
-        ``name`` is the module's name in the model. The values depend on the seed and on modules'
-        names alone, not on the order of the calls or on what else is there.
-        """
+        """Allocate on the CPU, and fill, all that is on meta below ``module``, named ``name`` in
+        the model. The values depend on the seed and on modules' names alone."""
 
     @property
     @abc.abstractmethod
@@ -128,24 +123,22 @@ class ModelSpec(abc.ABC):
 
     @abc.abstractmethod
     def compute_on_part(self, model: nn.Module, part: TokenPart) -> dict[str, PartOfPositions]:
-        """Let ``model``, given the rows of each image that hold ``part``, compute whole logits.
+        """Let ``model``, given the rows of each image that hold ``part``, compute whole logits, if
+        the caller makes attention see the tokens of all parts.
 
         Its learned positions, which must have their values, become those of the part; they are
-        returned by their plain names. The caller must make attention see the tokens of all parts.
+        returned by their plain names.
         """
 
     @property
     @abc.abstractmethod
     def token_parameters(self) -> dict[str, int]:
-        """The parameters that have an entry for each token, of shape (1, tokens, width), by name.
-
-        The values: how many entries come before those of the patches.
-        """
+        """The names of the parameters that have an entry for each token, (1, tokens, width), each
+        with the number of entries before those of the patches."""
 
     @property
     def stacks(self) -> Mapping[str, ModelSizes]:
-        """The model's stacks of blocks, by the names of their modules in the order in which they
-        compute, with the sizes of each: the tokens that it sees, its depth and widths."""
+        """The sizes of the model's stacks of blocks, by name, in the order in which they run."""
         return {"blocks": self.sizes}
 
     @property
@@ -162,10 +155,9 @@ class ModelSpec(abc.ABC):
         return (torch.empty(1, *self.sizes.input_shape, device="meta"),)
 
     def put_blocks(self, model: nn.Module, stack: str, blocks: nn.Module) -> None:
-        """Let ``model`` compute with ``blocks``, one module, instead of all blocks of a stack.
-
-        It is called as ``blocks(x, shared=..., stacked=...)``, x being (batch, tokens, width):
-        keyword arguments of each block, the same for all or one for each along dimension 0.
+        """Let ``model`` compute with one module, ``blocks(x, shared=..., stacked=...)``, instead of
+        all blocks of a stack. x: (batch, tokens, width); the others: keyword arguments of each
+        block, the same for all or one for each along dimension 0.
         """
         setattr(model, stack, blocks)
 
@@ -179,10 +171,8 @@ class ModelSpec(abc.ABC):
         grids: Sequence[Grid],
         constant: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        """Let ``model`` also compute with images of these grids of patches.
-
-        ``constant`` puts small tensors on the devices.
-        """
+        """Let ``model`` also compute with images of these grids of patches. ``constant`` puts small
+        tensors on the devices."""
         raise NotImplementedError
 
     # The same for all families.
@@ -217,23 +207,14 @@ class ModelSpec(abc.ABC):
         """Return True if the first token is a class token."""
         return getattr(self.meta, "cls_token", None) is not None
 
-    @property
-    def prefix_tokens(self) -> int:
-        """Return how many tokens come before those of the patches."""
-        return getattr(self.meta, "num_prefix_tokens", 0)
-
     @functools.cached_property
     def parameter_count(self) -> int:
         return sum(parameter.numel() for parameter in self.meta.parameters())
 
     @functools.cached_property
     def train_flops_per_image(self) -> float:
-        """Floating-point operations of forward and backward for one image.
-
-        Matrix products only, two operations a multiply-add. Recomputation under gradient
-        checkpointing is not counted: the convention of MFU in PaLM (Chowdhery et al. 2022, appendix
-        B).
-        """
+        """FLOPs of the matrix products of forward and backward of one image, none recomputed:
+        the convention of MFU in PaLM (Chowdhery et al. 2022, appendix B)."""
         return train_flops_of(self.build(), self.example())
 
     @functools.cached_property
@@ -241,11 +222,6 @@ class ModelSpec(abc.ABC):
         """The number of each parameter's layer, by the parameter's name: 0 before the blocks, the
         last one for the head, as timm counts them for layer-wise learning rates."""
         return group_parameters(self.meta, self.meta.group_matcher(), reverse=True)  # type: ignore[operator]
-
-    @functools.cached_property
-    def head_parameters(self) -> set[str]:
-        """The names of the classifier's parameters, timm's ``get_classifier()``."""
-        return {name for name, _ in self.meta.named_parameters() if name.startswith("head.")}
 
     @property
     def no_weight_decay(self) -> set[str]:
@@ -260,11 +236,8 @@ class ModelSpec(abc.ABC):
         return None
 
     def differences(self, before: Mapping[str, Any]) -> list[str]:
-        """Return the settings that differ from ``before``, the settings of another spec.
-
-        Dropout rates and settings of initial weights may differ, and ``before`` may lack some:
-        weights trained with it mean the same here.
-        """
+        """Return the settings that differ from ``before``, the settings of another spec, but for
+        those that do not change what trained weights mean."""
         return [
             name
             for name, value in self.settings.items()
@@ -303,10 +276,9 @@ def train_flops_of(model: Any, arguments: Sequence[Any]) -> float:
 class _TrainStepFlops(TorchDispatchMode):
     """Counts the operations of a training step while only its forward pass runs.
 
-    The gradient of each factor of a product is a product of the same size; a factor that needs no
-    gradient, such as the images, has none. A backward pass must not run here: on a TPU these counts
-    are needed before XLA starts, and autograd's engine knows only the devices that are there when
-    it first runs.
+    The gradient of each factor of a product is a product of the same size. A backward pass must not
+    run before XLA starts: autograd's engine knows only the devices that it finds when it first
+    runs.
     """
 
     def __init__(self) -> None:

@@ -235,22 +235,6 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec | None:
             raise ModelError(
                 f"{full_name} does not take <{argument}> (it is timm's {kind.__name__})"
             )
-    # timm gives some models a number of key heads for each block.
-    key_heads = arguments.get("num_kv_heads")
-    if isinstance(key_heads, tuple):
-        remedy = "leave <{}> out, or choose another model"
-        if given.get("depth", len(key_heads)) != len(key_heads):
-            raise ModelError(
-                f"<depth> {given['depth']} is incompatible with {full_name}: timm gives each of "
-                f"its {len(key_heads)} blocks a number of key heads (num_kv_heads); "
-                f"{remedy.format('depth')}"
-            )
-        if given.get("num_heads", key_heads[0]) % key_heads[0]:
-            raise ModelError(
-                f"<num_heads> {given['num_heads']} is incompatible with {full_name}: timm gives it "
-                f"{key_heads[0]} key heads (num_kv_heads), which must divide it; "
-                f"{remedy.format('num_heads')}"
-            )
     if model.num_classes == 0:
         given.setdefault("num_classes", _CLASSES)
     arguments |= _FIXED | given

@@ -17,9 +17,9 @@ from timm.layers.pos_embed_sincos import (
     RotaryEmbeddingDinoV3,
     RotaryEmbeddingMixed,
     get_mixed_freqs,
-    init_random_2d_freqs,
     make_coords_dinov3,
 )
+from timm.layers.pos_embed_sincos import init_random_2d_freqs as init_random_2d_freqs
 from timm.models.eva import Eva
 from timm.models.vision_transformer import ResPostBlock, VisionTransformer
 from timm.models.vision_transformer import get_init_weights_vit as get_init_weights_vit
@@ -53,10 +53,8 @@ def is_suitable_for_muon(shape: torch.Size) -> bool:
 
 
 def taken_arguments(kind: type[nn.Module]) -> dict[str, Any]:
-    """Return the arguments that the constructor of ``kind`` takes, with their defaults.
-
-    Without the device and the dtype, which the caller may not choose.
-    """
+    """Return the arguments that the constructor of ``kind`` takes, with their defaults, but for the
+    device and the dtype, which the caller may not choose."""
     parameters = inspect.signature(kind.__init__).parameters
     return {
         name: parameter.default
@@ -67,11 +65,8 @@ def taken_arguments(kind: type[nn.Module]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def arguments_given_to(*kinds: type[nn.Module]) -> Iterator[dict[str, Any]]:
-    """Yields a dict that will hold the keyword arguments that one of ``kinds`` is made with inside.
-
-    timm's functions merge a name's own arguments with the caller's and store neither, so they are
-    read where they arrive.
-    """
+    """Yield a dict that will hold the keyword arguments that one of ``kinds`` is made with inside:
+    timm's functions merge a name's own arguments with the caller's and store neither."""
     seen: dict[str, Any] = {}
     constructors = {kind: kind.__init__ for kind in kinds}
 
@@ -112,11 +107,8 @@ def why_buffers_unknown(model: nn.Module) -> str | None:
 
 
 def computed_buffers(part: nn.Module) -> dict[str, torch.Tensor]:
-    """Compute the module's own buffers that no state dict holds, on the CPU, by name, in fp32.
-
-    The module itself is not changed: a copy with tensors of its own computes them. Not in a lower
-    precision, in which angles are far off.
-    """
+    """Return the module's own buffers that no state dict holds, by name, computed on the CPU in
+    fp32 (in a lower precision angles are far off) by a copy with tensors of its own."""
     twin = copy.copy(part)  # shares everything, but for what is replaced here
 
     def empty(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
@@ -132,17 +124,6 @@ def computed_buffers(part: nn.Module) -> dict[str, torch.Tensor]:
     twin.init_non_persistent_buffers()  # type: ignore[operator]
     names = part._non_persistent_buffers_set & twin._buffers.keys()
     return {name: twin._buffers[name] for name in names}  # type: ignore[misc]
-
-
-def draw_mixed_frequencies(rope: RotaryEmbeddingMixed) -> torch.Tensor:
-    """Draw initial values of the frequencies that a model with mixed RoPE learns.
-
-    timm draws them in the constructor alone: ``reset_parameters`` does not change them.
-    Shape (2, depth, heads, head width / 2).
-    """
-    return init_random_2d_freqs(
-        rope.dim // rope.num_heads, rope.depth, rope.num_heads, temperature=rope.temperature
-    )
 
 
 # -- forward pass ---------------------------------------------------------------------
@@ -172,10 +153,8 @@ def put_blocks(model: nn.Module, stack: str, blocks: nn.Module) -> None:
 def compute_on_grids(
     model: nn.Module, positions: Mapping[Grid, Callable[[torch.Tensor], torch.Tensor]]
 ) -> None:
-    """Let a VisionTransformer also compute with images of these grids of patches.
-
-    ``positions`` are functions from its position embedding to that of each grid.
-    """
+    """Let a VisionTransformer also compute with images of these grids of patches; ``positions``:
+    functions from its position embedding to that of each grid."""
     assert isinstance(model, VisionTransformer)
     patches, embed, add_positions = model.patch_embed, model.patch_embed.forward, model._pos_embed
     patches.strict_img_size = False
@@ -208,10 +187,8 @@ def compute_on_grids(
 
 def rescale_coords(rope: Any, index: int) -> None:
     """Let ``rope`` multiply its coordinates by the entry ``index`` of its ``coord_factors`` in
-    training, once it has some (``models.positions.set_rope_factors``).
-
-    In place of timm's own factor, which each process would draw for itself, and on the host.
-    """
+    training, once it has some (``models.positions.set_rope_factors``), in place of timm's own
+    factor, which each process would draw for itself, and on the host."""
     without_factors = rope.get_embed
     rope.coord_factors = None
 

@@ -62,7 +62,7 @@ def updates_of(config: OptimizerConfig, model: ModelSpec) -> Updates:
     last = max(model.layers.values())
     updates: dict[str, Update] = {}
     for name, shape in shapes.items():
-        if name in model.frozen or (config.linear_probe and name not in model.head_parameters):
+        if name in model.frozen or (config.linear_probe and not name.startswith("head.")):
             continue
         rule: Rule = config.optimizer
         matrix = None

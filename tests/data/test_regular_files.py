@@ -89,5 +89,6 @@ def test_arrays(suffix, endless, tmp_path):
 
 
 def test_labels(endless, tmp_path):
+    config = DataConfig(data_dir=str(tmp_path), labels=str(endless))
     with pytest.raises(DataFolderError, match="cannot be read: it is not a regular file"):
-        read_labels(str(endless), str(tmp_path), 10, ["train"])
+        read_labels(DatasetRequest(config, 1, (8, 8), 10, 0))
