@@ -368,7 +368,8 @@ class XlaBackend(Backend):
                     copies = copy(name, tensor)
                 for plain, value in copies.items():
                     optimizer.setdefault(plain, {})[entry] = value
-        step, ema = dict[str, torch.Tensor](), None
+        step: dict[str, torch.Tensor] = {}
+        ema: dict[str, torch.Tensor] | None = None
         if with_optimizer and self._ema is not None:
             ema = {}
             for name, average in self._ema.values.items():
