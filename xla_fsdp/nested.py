@@ -15,11 +15,7 @@ from training.backend import InitializeModule
 from training.checkpoints.state import Chunk, ShardedTensor, flat_range_boxes
 from xla_fsdp.parallelize import parallelize_nested
 from xla_fsdp.resolve_xla import XlaRun
-from xla_fsdp.torch_xla_private import (
-    free_gathered,
-    original_parameters,
-    without_wrappers,
-)
+from xla_fsdp.torch_xla_private import free_gathered, original_parameters, without_wrappers
 from xla_fsdp.xla_backend import XlaBackend
 
 

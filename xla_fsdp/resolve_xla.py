@@ -50,8 +50,8 @@ class ParallelPlan:
         self.attention = xla.attention
         # "ring" or "gather" among the devices that share an image; None where none do, or where the
         # partitioner finds a way by itself: with --mesh_tensor, with dropout in attention.
-        by_us = mesh.domain > 1 and mesh.tensor == 1 and not run.model.sizes.attn_drop_rate
-        self.domain_attention = sharding.domain_attention if by_us else None
+        exchanges = mesh.domain > 1 and mesh.tensor == 1 and not run.model.sizes.attn_drop_rate
+        self.domain_attention = sharding.domain_attention if exchanges else None
         self.remat = sharding.grad_ckpt
         self.scan = bool(xla.scan_blocks)  # all blocks are one loop of the graph
         self.bf16, self.residual_bf16 = sharding.precision == "bf16", xla.residual_dtype == "bf16"

@@ -368,14 +368,15 @@ class XlaBackend(Backend):
                     copies = copy(name, tensor)
                 for plain, value in copies.items():
                     optimizer.setdefault(plain, {})[entry] = value
-        step, ema = dict[str, torch.Tensor](), None
+        updates: dict[str, torch.Tensor] = {}
+        ema: dict[str, torch.Tensor] | None = None
         if with_optimizer and self._ema is not None:
             ema = {}
             for name, average in self._ema.values.items():
                 ema |= copy(name, average)
-            step = {UPDATES: self._ema.updates.cpu()}
-            origins.append((UPDATES, self._ema.updates, [step[UPDATES]]))
-        return HostState(model, optimizer if with_optimizer else None, step, ema, origins)
+            updates = {UPDATES: self._ema.updates.cpu()}
+            origins.append((UPDATES, self._ema.updates, [updates[UPDATES]]))
+        return HostState(model, optimizer if with_optimizer else None, updates, ema, origins)
 
     def load_state(self, state: State) -> None:
         assert isinstance(state, HostState)

@@ -163,16 +163,13 @@ def _flash_blocks(
     def spec(shape: tuple[int, ...], index: Callable) -> pl.BlockSpec:
         return pl.BlockSpec(shape, lambda *grid: index(*place(*grid)))
 
+    statistic_shape = (1, 1, s.heads_together, s.block)
+    valid = spec((1, 1, s.key_block), lambda image, _, __, block: (image, 0, block))
     return (
         spec((1, s.block, s.lanes), lambda image, group, block, _: (image, block, group)),
         spec((1, s.key_block, s.lanes), lambda image, group, _, block: (image, block, group)),
-        [spec((1, 1, s.key_block), lambda image, _, __, block: (image, 0, block))]
-        if s.masked
-        else [],
-        spec(
-            (1, 1, s.heads_together, s.block),
-            lambda image, group, block, _: (image, group, 0, block),
-        ),
+        [valid] if s.masked else [],
+        spec(statistic_shape, lambda image, group, block, _: (image, group, 0, block)),
     )
 
 
