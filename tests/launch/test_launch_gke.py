@@ -264,7 +264,7 @@ def test_other_files(content, words, cluster, capsys):
 def test_without_kubectl(cluster, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(cluster))
     assert gke.main(["--elastic", "1", str(cluster / "job.yaml")]) == 2
-    assert "kubectl was not found" in capsys.readouterr().err
+    assert "no kubectl on PATH: install it" in capsys.readouterr().err
 
 
 def test_kubectl_has_these_flags():
