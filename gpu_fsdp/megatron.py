@@ -281,25 +281,22 @@ def _fill(
 ) -> None:
     """Give parameters and buffers their values: at once, or with ``meta_init`` parameters later."""
 
-    def fill_buffers_below(name: str, module: nn.Module) -> None:
-        fill_buffers(module, lambda values: values.to(device))
-        for inner, part in module.named_modules(prefix=name):
-            if inner.startswith("blocks."):
-                cast_buffers(part, dtype)
-
     @torch.no_grad()
-    def fill(name: str, part: nn.Module) -> None:
-        for key, parameter in part.named_parameters(prefix=name, recurse=False):
+    def fill(name: str, module: nn.Module) -> None:
+        """Fill the module's own parameters, and all buffers below it."""
+        for key, parameter in module.named_parameters(prefix=name, recurse=False):
             parameter.copy_(initial[key])
-        fill_buffers_below(name, part)
+        fill_buffers(module, lambda values: values.to(device))
+        for inner_name, inner in module.named_modules(prefix=name):
+            if inner_name.startswith("blocks."):
+                cast_buffers(inner, dtype)
 
-    modules = list(model.named_modules())
-    for name, part in modules:
-        if next(part.parameters(recurse=False), None) is None:
+    for name, module in list(model.named_modules()):
+        if next(module.parameters(recurse=False), None) is None:
             continue
-        if meta_init:  # the package calls it once it has given the part memory
-            part.reset_parameters = functools.partial(fill, name, part)
+        if meta_init:  # the package calls it once it has given the module memory
+            module.reset_parameters = functools.partial(fill, name, module)
         else:
-            part.to_empty(device=device, recurse=False)
-            fill(name, part)
-    fill_buffers_below("", model)
+            module.to_empty(device=device, recurse=False)
+            fill(name, module)
+    fill("", model)  # the buffers that are still empty
