@@ -48,7 +48,7 @@ class MegatronBackend(TorchBackend):
         self._mesh = dist.init_device_mesh(
             device.where.type, shape, mesh_dim_names=(OUTER, SHARD, _TENSOR)
         )
-        self._all = self._mesh[OUTER, SHARD]._flatten("dp").get_group()
+        self._dp_group = self._mesh[OUTER, SHARD]._flatten("dp").get_group()
         self.shards = (0,)
         if self._zero:
             over_all = self._backend_config.outer_dp_sharding_strategy != 0
@@ -102,7 +102,7 @@ class MegatronBackend(TorchBackend):
             policy = MixedPrecisionPolicy(torch.float32, torch.float32, plan.reduce_dtype)
         outer: dict[str, Any] = {}
         if self._run.mesh.dcn > 1:
-            outer = {"dp_outer_dim": OUTER, "hybrid_fsdp_group": self._all}
+            outer = {"dp_outer_dim": OUTER, "hybrid_fsdp_group": self._dp_group}
         self._model = fully_shard_model(
             model,
             fsdp_unit_modules=list(unit_kinds),
@@ -131,7 +131,7 @@ class MegatronBackend(TorchBackend):
             self._parameters[plan.blocks.timm_name(name)] = distributed[name]
         groups = [] if self._zero == 0 else [self._mesh.get_group(SHARD)]
         if config.outer_dp_sharding_strategy:
-            groups = [self._all]
+            groups = [self._dp_group]
         self._sharded_alike = [(self._parameters.keys(), groups)]
 
         # The exact values of fp32 weights: the package took them from ones rounded to bf16. Frozen
