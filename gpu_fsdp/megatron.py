@@ -48,7 +48,7 @@ class MegatronBackend(TorchBackend):
         self._mesh = dist.init_device_mesh(
             device.where.type, shape, mesh_dim_names=(OUTER, SHARD, _TENSOR)
         )
-        self._all = self._mesh[OUTER, SHARD]._flatten("dp").get_group()
+        self._dp_group = self._mesh[OUTER, SHARD]._flatten("dp").get_group()
         self.shards = (0,)
         if self._zero:
             over_all = self._backend_config.outer_dp_sharding_strategy != 0
@@ -102,7 +102,7 @@ class MegatronBackend(TorchBackend):
             policy = MixedPrecisionPolicy(torch.float32, torch.float32, plan.reduce_dtype)
         outer: dict[str, Any] = {}
         if self._run.mesh.dcn > 1:
-            outer = {"dp_outer_dim": OUTER, "hybrid_fsdp_group": self._all}
+            outer = {"dp_outer_dim": OUTER, "hybrid_fsdp_group": self._dp_group}
         self._model = fully_shard_model(
             model,
             fsdp_unit_modules=list(unit_kinds),
@@ -131,7 +131,7 @@ class MegatronBackend(TorchBackend):
             self._parameters[plan.blocks.timm_name(name)] = distributed[name]
         groups = [] if self._zero == 0 else [self._mesh.get_group(SHARD)]
         if config.outer_dp_sharding_strategy:
-            groups = [self._all]
+            groups = [self._dp_group]
         self._sharded_alike = [(self._parameters.keys(), groups)]
 
         # The exact values of fp32 weights: the package took them from ones rounded to bf16. Frozen
@@ -281,25 +281,22 @@ def _fill(
 ) -> None:
     """Give parameters and buffers their values: at once, or with ``meta_init`` parameters later."""
 
-    def fill_buffers_below(name: str, module: nn.Module) -> None:
-        fill_buffers(module, lambda values: values.to(device))
-        for inner, part in module.named_modules(prefix=name):
-            if inner.startswith("blocks."):
-                cast_buffers(part, dtype)
-
     @torch.no_grad()
-    def fill(name: str, part: nn.Module) -> None:
-        for key, parameter in part.named_parameters(prefix=name, recurse=False):
+    def fill(name: str, module: nn.Module) -> None:
+        """Fill the module's own parameters, and all buffers below it."""
+        for key, parameter in module.named_parameters(prefix=name, recurse=False):
             parameter.copy_(initial[key])
-        fill_buffers_below(name, part)
+        fill_buffers(module, lambda values: values.to(device))
+        for inner_name, inner in module.named_modules(prefix=name):
+            if inner_name.startswith("blocks."):
+                cast_buffers(inner, dtype)
 
-    modules = list(model.named_modules())
-    for name, part in modules:
-        if next(part.parameters(recurse=False), None) is None:
+    for name, module in list(model.named_modules()):
+        if next(module.parameters(recurse=False), None) is None:
             continue
-        if meta_init:  # the package calls it once it has given the part memory
-            part.reset_parameters = functools.partial(fill, name, part)
+        if meta_init:  # the package calls it once it has given the module memory
+            module.reset_parameters = functools.partial(fill, name, module)
         else:
-            part.to_empty(device=device, recurse=False)
-            fill(name, part)
-    fill_buffers_below("", model)
+            module.to_empty(device=device, recurse=False)
+            fill(name, module)
+    fill("", model)  # the buffers that are still empty

@@ -14,6 +14,10 @@ _SIGNAL, _DISCONNECTED = 128, (254, 255)
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
+class Mistake(Exception):
+    """Raised for a mistake of the user: one line on stderr, exit code 2."""
+
+
 def is_crash(code: int) -> bool:
     """Return True if a program that ended with this code did so alone.
 

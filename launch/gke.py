@@ -12,7 +12,6 @@ import contextlib
 import copy
 import json
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,22 +21,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from config_fields import count, not_empty, path_or_url
-from launch import STOPS, write_line
-from launch.slices import Mistake
+from launch import STOPS, Mistake, write_line
+from launch.slices import Unanswered, ask
 from launch.xla_dist import PodParser, add_elastic_times
 
 JOB_SET_LABEL = "jobset.sigs.k8s.io/jobset-name"
 POOL_LABEL = "cloud.google.com/gke-nodepool"
 TOPOLOGY_LABEL = "cloud.google.com/gke-tpu-topology"
 TPU = "google.com/tpu"
-_ASK_SECONDS = 60.0
-"""The seconds after which a call of kubectl counts as failed."""
 _AFTER_GRACE_SECONDS = 5.0
 """The seconds after their grace period in which Kubernetes kills and forgets pods."""
-
-
-class Unanswered(Exception):
-    """Raised if the cluster does not answer, or refuses; with what kubectl says."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -93,31 +86,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 # -- the cluster -----------------------------------------------------------------------
 
 
-def kubectl(args: argparse.Namespace, *words: str, content: str | None = None) -> str:
-    """Return what kubectl prints; ``content`` is its input. Raises Unanswered, or Mistake where
-    there is no kubectl."""
+def kubectl(args: argparse.Namespace, *words: str, content: str = "") -> str:
+    """Return what kubectl prints; ``content`` is its input. Raises Unanswered and Mistake."""
     command = ["kubectl", *words]
     for flag in ("namespace", "context"):
         if value := getattr(args, flag):
             command.append(f"--{flag}={value}")
-    try:
-        done = subprocess.run(
-            command,
-            input=content or "",
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_ASK_SECONDS,
-            start_new_session=True,  # Ctrl-C is for this program alone
-        )
-    except FileNotFoundError:
-        raise Mistake("kubectl was not found: install it, and let it reach the cluster") from None
-    except subprocess.TimeoutExpired:
-        raise Unanswered(f"kubectl had no answer within {_ASK_SECONDS:.0f} s") from None
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no reason given"]
-        raise Unanswered(" ".join(lines[-1].split()))
-    return done.stdout
+    return ask(command, content)
 
 
 def items(args: argparse.Namespace, *words: str) -> list[dict[str, Any]]:

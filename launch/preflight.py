@@ -17,17 +17,13 @@ from datetime import timedelta
 
 from torch.distributed import DistError, TCPStore
 
-from launch import write_line
+from launch import Mistake, write_line
 
 SAY_SECONDS = 10.0
 STORE_TIMEOUT = timedelta(seconds=10)
 NAMES_SHOWN = 8
 MISSING = "missing"
 """The key under which the serving node says which nodes are missing; empty once they are there."""
-
-
-class Refused(Exception):
-    """Raised if this node cannot take part in the run: one line, exit code 2."""
 
 
 class TimedOut(Exception):
@@ -41,7 +37,7 @@ def say(text: str) -> None:
 def wait_for_nodes(args: argparse.Namespace) -> tuple[TCPStore, bool]:
     """Wait for all nodes (elastic runs: for the least that may train); say which are missing.
 
-    Returns the run's store, and whether this process serves it. Raises Refused and TimedOut.
+    Returns the run's store, and whether this process serves it. Raises Mistake and TimedOut.
     """
     serves = is_server(args)
     server = "the node that has" if args.rdzv_id else "node 0 at"
@@ -65,7 +61,7 @@ def wait_for_nodes(args: argparse.Namespace) -> tuple[TCPStore, bool]:
             if serves:
                 store.set(MISSING, missing_nodes(store, args))
             elif (other := store.get(f"node/{node}").decode()) != who:
-                raise Refused(f"NODE_RANK={node} is this node's and that of {other}")
+                raise Mistake(f"NODE_RANK={node} is this node's and that of {other}")
             missing = store.get(MISSING).decode()
         except (OSError, DistError) as error:
             store = None
@@ -88,7 +84,7 @@ def wait_for_nodes(args: argparse.Namespace) -> tuple[TCPStore, bool]:
 def is_server(args: argparse.Namespace) -> bool:
     """Return whether this node is to serve the store: node 0, or the first at MASTER_ADDR.
 
-    Raises Refused.
+    Raises Mistake.
     """
     if not args.rdzv_id and args.rank > 0:
         return False
@@ -103,24 +99,24 @@ def is_server(args: argparse.Namespace) -> bool:
         if args.rdzv_id:  # the address is another node's, or another node of this machine serves
             return False
         if error.errno == errno.EADDRINUSE:
-            raise Refused(
+            raise Mistake(
                 f"port {args.port} is in use on this machine, by another run perhaps: "
                 "set MASTER_PORT, the same on all nodes"
             ) from None
-        raise Refused(f"port {args.port}: {error.strerror}: set MASTER_PORT") from None
+        raise Mistake(f"port {args.port}: {error.strerror}: set MASTER_PORT") from None
     return True
 
 
 def register(store: TCPStore, args: argparse.Namespace, who: str) -> int:
     """Enter this node in the store, and a name for the job; return the node's number.
 
-    Raises Refused if the nodes there belong to another run.
+    Raises Mistake if the nodes there belong to another run.
     """
     run = {"NNODES": args.nodes, "MIN of NNODES=MIN:MAX": args.least, "RDZV_ID": args.rdzv_id}
     first = json.loads(store.compare_set("run", "", json.dumps(run)))
     for variable, value in run.items():
         if first[variable] != value:
-            raise Refused(
+            raise Mistake(
                 f"{variable} is '{value}' here, but '{first[variable]}' on the other nodes at "
                 f"{args.address}:{args.port}"
             )

@@ -12,11 +12,14 @@ import shlex
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from launch import Mistake
 
 SSH_OPTIONS = ("-oServerAliveInterval=30", "-oServerAliveCountMax=4", "-oConnectTimeout=30")
 """ssh reports a worker that is gone after two minutes; by default it may wait for hours."""
-_ASK_SECONDS = 60.0
+ASK_SECONDS = 60.0
 """The seconds after which a call of gcloud, or a connection that only asks, counts as failed."""
 _NO_COMMAND = 3
 _FIND_COMMAND = (
@@ -25,8 +28,34 @@ _FIND_COMMAND = (
 )
 
 
-class Mistake(Exception):
-    """Raised for a mistake of the user: one line on stderr, exit code 2."""
+class Unanswered(Exception):
+    """Raised if a command of a cloud fails or does not answer; with what it says."""
+
+
+def ask(command: Sequence[str], content: str = "") -> str:
+    """Return what a command of a cloud, gcloud or kubectl, prints; ``content`` is its input.
+
+    Raises Unanswered, or Mistake where it is not installed.
+    """
+    try:
+        answer = subprocess.run(
+            command,
+            input=content,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=ASK_SECONDS,
+            start_new_session=True,  # Ctrl-C is for the launcher alone
+        )
+    except FileNotFoundError:
+        raise Mistake(f"no {command[0]} on PATH: install it") from None
+    except subprocess.TimeoutExpired:
+        raise Unanswered(f"{command[0]} had no answer within {ASK_SECONDS:.0f} s") from None
+    if answer.returncode:
+        lines = [line for line in answer.stderr.splitlines() if line.strip()] or ["no reason given"]
+        error = next((line for line in lines if line.startswith("ERROR: ")), lines[-1])  # gcloud's
+        raise Unanswered(" ".join(re.sub(r"^ERROR: (\([\w.-]+\) )?", "", error).split()))
+    return answer.stdout
 
 
 @dataclass(frozen=True)
@@ -34,19 +63,14 @@ class Slice:
     """A TPU slice as gcloud described it. Slices that train together have the same ``kind``."""
 
     name: str
-    state: str
     kind: str
     """Accelerator type and topology, as "V5LITE_POD 4x4"."""
     topology: str
     """Chips along each side, as "4x4"; empty if gcloud did not say."""
     addresses: tuple[str, ...]
     """Of its workers, inside of their network."""
-
-    def problem(self) -> str:
-        """Return why no program can be started on it, as far as gcloud says; "" if it can."""
-        if self.state != "READY":
-            return f"is {self.state}, not READY: start or create it first"
-        return "" if self.addresses else "has no workers (no networkEndpoints)"
+    problem: str
+    """Why no program can be started on it, as far as gcloud says; "" if one can."""
 
 
 # -- gcloud's command lines ------------------------------------------------------------
@@ -75,36 +99,21 @@ def ssh_command(args: argparse.Namespace, name: str, worker: int, remote: str) -
 def describe(args: argparse.Namespace, name: str) -> Slice:
     """Ask gcloud for a slice. Raises Mistake if gcloud is missing or does not know the slice."""
     try:
-        answer = subprocess.run(
-            gcloud_command(args, "describe", name, "--format=json"),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_ASK_SECONDS,
-        )
-    except FileNotFoundError:
-        raise Mistake("no gcloud on PATH: install it, https://cloud.google.com/sdk/docs") from None
-    except subprocess.TimeoutExpired:
+        node = dict(json.loads(ask(gcloud_command(args, "describe", name, "--format=json"))))
+    except Unanswered as reason:
         raise Mistake(
-            f"gcloud did not describe --tpu {name} within {_ASK_SECONDS:.0f} s: check the network"
+            f"gcloud cannot describe --tpu {name}, check it and --zone: {reason}"
         ) from None
-    if answer.returncode:
-        lines = [line for line in answer.stderr.splitlines() if line.strip()] or ["no reason given"]
-        reason = " ".join(re.sub(r"^ERROR: (\([\w.-]+\) )?", "", lines[0]).split())
-        raise Mistake(f"gcloud cannot describe --tpu {name}, check it and --zone: {reason}")
-    try:
-        node = dict(json.loads(answer.stdout))
     except (TypeError, ValueError):
         raise Mistake(f"gcloud described --tpu {name} by something else than JSON") from None
     config = node.get("acceleratorConfig", {})
-    topology = config.get("topology", "")
-    return Slice(
-        name,
-        str(node.get("state")),
-        f"{config.get('type') or node.get('acceleratorType', '')} {topology}".strip(),
-        topology,
-        tuple(host.get("ipAddress", "") for host in node.get("networkEndpoints") or ()),
-    )
+    topology, state = config.get("topology", ""), node.get("state")
+    kind = f"{config.get('type') or node.get('acceleratorType', '')} {topology}".strip()
+    addresses = tuple(host.get("ipAddress", "") for host in node.get("networkEndpoints") or ())
+    problem = "" if addresses else "has no workers (no networkEndpoints)"
+    if state != "READY":
+        problem = f"is {state}, not READY: start or create it first"
+    return Slice(name, kind, topology, addresses, problem)
 
 
 def describe_usable(args: argparse.Namespace, name: str, kind: str) -> Slice | str:
@@ -115,8 +124,8 @@ def describe_usable(args: argparse.Namespace, name: str, kind: str) -> Slice | s
     """
     try:
         slice_ = describe(args, name)
-        if problem := slice_.problem():
-            return f"{name} {problem.partition(',')[0]}"
+        if slice_.problem:
+            return f"{name} {slice_.problem.partition(',')[0]}"
         if slice_.kind != kind:
             return f"{name} is {slice_.kind} now, and was {kind}"
         return _start_problem(args, slice_) or slice_
@@ -128,7 +137,7 @@ def _start_problem(args: argparse.Namespace, slice_: Slice) -> str:
     """Return why one of its workers cannot start the program; "" if all can."""
     remote = shlex.join(["exec", "python3", "-c", _FIND_COMMAND, args.workdir, args.command[0]])
     clients: list[subprocess.Popen[bytes]] = []
-    deadline = time.monotonic() + _ASK_SECONDS
+    deadline = time.monotonic() + ASK_SECONDS
     try:
         for worker in range(len(slice_.addresses)):
             client = subprocess.Popen(

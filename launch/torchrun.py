@@ -41,8 +41,8 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousPara
 from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from launch import CRASH_SECONDS, IN_VAIN, STOPS, is_crash
-from launch.preflight import Refused, TimedOut, say, wait_for_nodes
+from launch import CRASH_SECONDS, IN_VAIN, STOPS, Mistake, is_crash
+from launch.preflight import TimedOut, say, wait_for_nodes
 
 STOP_SECONDS = 30
 """torchrun's own time for its processes to end."""
@@ -184,39 +184,39 @@ def join_slice(args: argparse.Namespace) -> None:
 
     From TORCH_TPU_TOPOLOGY, TORCH_TPU_SLICEBUILDER_ADDRESSES and torchrun's own variables torch_tpu
     0.2.0 makes those that libtpu reads. Each of several slices has a topology and addresses of its
-    own. Raises Refused.
+    own. Raises Mistake.
     """
     hosts = args.nodes // int(os.environ.get("MEGASCALE_NUM_SLICES") or 1)
     devices = hosts * args.torchtpu
     topology = os.environ.get("TORCH_TPU_TOPOLOGY") or os.environ.get("TPU_TOPOLOGY")  # GKE's: 4x4
     if topology:
         if not re.fullmatch(r"[1-9]\d{0,3}([,x][1-9]\d{0,3}){1,3}", topology):
-            raise Refused(f"TORCH_TPU_TOPOLOGY={topology} is not chips a side, as 4,4,1")
+            raise Mistake(f"TORCH_TPU_TOPOLOGY={topology} is not chips a side, as 4,4,1")
         sides = [int(side) for side in re.split("[,x]", topology)]
         sides += [1] * (3 - len(sides))
         chips = math.prod(sides)
         if devices == 2 * chips:  # TPU7x: each of the two cores of a chip is a device
             sides.append(2)
         elif devices != chips:
-            raise Refused(
+            raise Mistake(
                 f"TORCH_TPU_TOPOLOGY={topology} is {chips} chips, but {hosts} host(s) start "
                 f"{args.torchtpu} process(es) each: set it, or NPROC_PER_NODE"
             )
         os.environ["TORCH_TPU_TOPOLOGY"] = ",".join(map(str, sides))
     elif hosts > 1:  # TorchTPU would take this host's own
-        raise Refused("several hosts require TORCH_TPU_TOPOLOGY, the slice's chips, as 4,4,1")
+        raise Mistake("several hosts require TORCH_TPU_TOPOLOGY, the slice's chips, as 4,4,1")
     os.environ["NODE_RANK"] = str(args.rank or 0)  # else TorchTPU would start the TPU to ask it
     try:
         importlib.import_module("torch_tpu")
         public = importlib.import_module("torch.tpu.distributed")
         public.set_tpu_launch_env(nnodes=hosts, nproc_per_node=args.torchtpu)
     except ImportError as error:
-        raise Refused(
+        raise Mistake(
             f"{sys.executable} cannot import TorchTPU ({error}): "
             "install requirements-torchtpu.txt, or set PYTHON"
         ) from None
     except (ValueError, RuntimeError) as error:
-        raise Refused(str(error)) from None
+        raise Mistake(str(error)) from None
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -262,8 +262,8 @@ def main(argv: Sequence[str]) -> int:
         with tempfile.TemporaryDirectory(prefix="torchelastic_") as logs:
             words = ["--log-dir", logs, *torchrun_words(args, is_server), *args.torchrun]
             run_agent(run.parse_args(words))
-    except Refused as refusal:
-        say(f"error: {refusal}")
+    except Mistake as mistake:
+        say(f"error: {mistake}")
         return 2
     except TimedOut as late:
         say(f"error: {late}")

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from config_fields import count, local_path, not_empty, positive
-from launch import CRASH_SECONDS, IN_VAIN, pod_worker
+from launch import CRASH_SECONDS, IN_VAIN, Mistake, pod_worker
 from launch.pod import AS_ASKED, GRACE_SECONDS, Ending, Pod, Worker
-from launch.slices import Mistake, Slice, describe, describe_usable, gcloud_command, ssh_command
+from launch.slices import Slice, describe, describe_usable, gcloud_command, ssh_command
 
 STEP_TIMEOUT_SECONDS = 1800
 LONGEST_WORD = 120_000
@@ -74,10 +74,10 @@ def main(argv: Sequence[str]) -> int:
             print(shlex.join(ssh_command(args, args.tpu[0], 0, remote)))
             return 0
         described = [describe(args, name) for name in args.tpu]
-        slices = [slice_ for slice_ in described if not slice_.problem()]
+        slices = [slice_ for slice_ in described if not slice_.problem]
         for slice_ in described:
-            if (problem := slice_.problem()) and not (slices and args.elastic):
-                raise Mistake(f"--tpu {slice_.name} {problem}")
+            if slice_.problem and not (slices and args.elastic):
+                raise Mistake(f"--tpu {slice_.name} {slice_.problem}")
         for slice_ in slices[1:]:
             if slice_.kind != slices[0].kind:
                 raise Mistake(

@@ -20,7 +20,7 @@ ZERO_FLAGS = {
 
 
 def zero_strategy(text: str) -> int:
-    """Read one of Megatron-FSDP's sharding strategies, by number or name."""
+    """Read what is sharded, by number or name."""
     if text in _ZERO_NAMES:
         return _ZERO_NAMES.index(text)
     if text in ("0", "1", "2", "3"):

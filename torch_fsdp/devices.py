@@ -268,7 +268,7 @@ class Tpu(Device):
         return torch_tpu_private.device_attributes()["device_kind"]
 
     def count(self) -> int | None:
-        return torch_tpu_private.tpus_of_host() if torch_tpu_private.is_installed() else 0
+        return torch_tpu_private.tpus_of_host() or 0
 
     def arrange(self, shape: tuple[int, ...]) -> torch.Tensor:
         """By the places of the devices in their slice, and slices along the first axis."""
@@ -314,7 +314,7 @@ def choose(backend: str) -> Device:
         device = kind()
         if device.count() != 0:
             return device
-    if not torch_tpu_private.is_installed():
+    if torch_tpu_private.tpus_of_host() is None:
         raise UsageError(
             "--backend torchtpu requires the package torch_tpu, in an environment of its own: "
             "python3 -m pip install -r requirements-torchtpu.txt"

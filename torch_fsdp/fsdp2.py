@@ -76,8 +76,7 @@ class Fsdp2Backend(TorchBackend):
         if self._domain and plan.domain_attention:
             attend_over_processes(model, plan.domain_attention, self._domain)
 
-        # Each block: its weights; TransformerEngine's or timm's block, recomputation,
-        # torch.compile; and then its shards.
+        # Each block: its weights; its kind, recomputation, torch.compile; and then its shards.
         blocks = []
         for name, block in units[:-1]:
             initialize(block, name)
@@ -121,7 +120,7 @@ class Fsdp2Backend(TorchBackend):
             before = blocks[max(0, i - behind) : i][::-1]
             sharded.set_modules_to_backward_prefetch(before or [sharded])
 
-        # FP8 by TransformerEngine.
+        # What the kind of block changes in the whole model.
         plan.blocks.wrap_model(model)
 
         # The parameters by their plain names, and the processes that shard them.

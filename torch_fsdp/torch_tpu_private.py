@@ -15,20 +15,15 @@ import torch
 WRITTEN_FOR = {"torch_tpu": "0.2.0"}
 
 
-def is_installed() -> bool:
-    """Return True if the package is here; imports nothing."""
-    return importlib.util.find_spec("torch_tpu") is not None
+def tpus_of_host() -> int | None:
+    """Return the number of TPU devices on this host's PCI bus; None without the package.
 
-
-def tpus_of_host() -> int:
-    """Return the number of TPU devices on this host's PCI bus; starts none.
-
-    It reads one file of torch_tpu, which needs nothing of the package: once that is imported,
-    PyTorch starts its runtime at the first backward pass, TPU or not.
+    It starts none: it reads one file of torch_tpu, which needs nothing of the package. Once that is
+    imported, PyTorch starts its runtime at the first backward pass, TPU or not.
     """
     package = importlib.util.find_spec("torch_tpu")
-    assert package is not None
-    assert package.origin is not None
+    if package is None or package.origin is None:
+        return None
     file = Path(package.origin).parent / "_internal" / "utils" / "hardware.py"
     return runpy.run_path(str(file))["get_tpu_device_count"]()
 

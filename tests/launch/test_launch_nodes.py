@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from launch import torchrun
-from launch.preflight import Refused, TimedOut, wait_for_nodes
+from launch import Mistake, torchrun
+from launch.preflight import TimedOut, wait_for_nodes
 from tests.cli import DIGITS, ROOT, TINY_MODEL, TINY_RUN, environment
 from tests.launch.test_launch_gpu import (
     TORCHRUN,
@@ -91,11 +91,11 @@ def executor():
 def test_refusals_say_what_to_change(executor):
     port = free_port()
     nodes = [wait_in_thread(executor, port, rank) for rank in (0, 1)]
-    with pytest.raises(Refused, match="NNODES is '2' here, but '3' on the other nodes at 127"):
+    with pytest.raises(Mistake, match="NNODES is '2' here, but '3' on the other nodes at 127"):
         wait_for_nodes(arguments(port, 1, nodes=2))
-    with pytest.raises(Refused, match="RDZV_ID is 'a' here, but '' on the other nodes at"):
+    with pytest.raises(Mistake, match="RDZV_ID is 'a' here, but '' on the other nodes at"):
         wait_for_nodes(arguments(port, 1, rdzv_id="a"))
-    with pytest.raises(Refused, match=f"port {port} is in use on this machine"):
+    with pytest.raises(Mistake, match=f"port {port} is in use on this machine"):
         wait_for_nodes(arguments(port, 0))
     nodes.append(wait_in_thread(executor, port, 2))
     assert [node.result()[1] for node in nodes] == [True, False, False]
