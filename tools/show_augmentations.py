@@ -72,10 +72,9 @@ def columns(run: Run[Any]) -> list[Column]:
     config, classes = run.config.loss, run.model.sizes.num_classes
     (images, labels), *_ = _draws(run.with_data(**_UNCHANGED))[1]
     names, draws = _draws(run)
-    found = [_column("image", run, names, images, smoothed(labels, classes, 0.0))]
-    mixing = None
-    if config.mixes:
-        mixing = Mixing(run, torch.Tensor.contiguous, range(images.shape[2]))
+    drawn = [_column("image", run, names, images, smoothed(labels, classes, 0.0))]
+    rows = range(images.shape[2])
+    mixing = Mixing(run, torch.Tensor.contiguous, rows) if config.mixes else None
     for number, (images, labels) in enumerate(draws):
         shares, title = smoothed(labels, classes, config.smoothing), f"draw {number + 1}"
         if mixing:
@@ -84,8 +83,8 @@ def columns(run: Run[Any]) -> list[Column]:
             _, label_share, top, bottom, *_ = mix.tolist()
             kind = "cutmix" if bottom > top else "mixup"
             title = "not mixed" if label_share == 1 else f"{kind}, {label_share:.2f}"
-        found.append(_column(title, run, names, images, shares))
-    return found
+        drawn.append(_column(title, run, names, images, shares))
+    return drawn
 
 
 def crop_columns(request: DatasetRequest) -> list[Column]:
@@ -100,12 +99,12 @@ def crop_columns(request: DatasetRequest) -> list[Column]:
     assert layout is not None
     whole = replace(request, crops=None, config=replace(request.config, **_UNCHANGED))
     images, packed = (
-        next(iter(open_data(each).train_loader(IMAGES, Share()).epoch(0)))[0]
-        for each in (whole, request)
+        next(iter(open_data(wanted).train_loader(IMAGES, Share()).epoch(0)))[0]
+        for wanted in (whole, request)
     )
     globals_, _, locals_, mask = layout.unpack(packed)
     none = [""] * IMAGES
-    shares = [f"{100 * each:.0f} % masked" for each in mask.float().mean(1).tolist()]
+    shares = [f"{100 * share:.0f} % masked" for share in mask.float().mean(1).tolist()]
     rows, columns = layout.request.grid
     patch = globals_.shape[3] // rows, globals_.shape[4] // columns
     gray = _MASKED * mask.view(-1, 1, rows, columns).float()
@@ -115,7 +114,7 @@ def crop_columns(request: DatasetRequest) -> list[Column]:
         Column("image", images / 255, none),
         Column("global, masked", masked, shares),
         Column("global", globals_[1] / 255, none),
-        *(Column(f"local {n + 1}", each / 255, none) for n, each in enumerate(locals_)),
+        *(Column(f"local {n}", crops / 255, none) for n, crops in enumerate(locals_, 1)),
     ]
 
 
@@ -138,22 +137,23 @@ def _column(
         images = images / 255
     else:  # normalized already
         values = run.config.data.preprocessing.of_channels(images.shape[1])
-        mean, std = (torch.tensor(each).view(-1, 1, 1) for each in values)
+        mean, std = (torch.tensor(value).view(-1, 1, 1) for value in values)
         images = images * std + mean
     texts = []
-    for each in label_shares:
-        found = [(share, i) for i, share in enumerate(each.tolist()) if share > _LEAST_SHARE]
-        found.sort(reverse=True)
-        texts.append(" + ".join(f"{names[i] if names else i}: {s:.2f}" for s, i in found))
+    for label in label_shares.tolist():
+        largest = sorted(
+            ((share, i) for i, share in enumerate(label) if share > _LEAST_SHARE), reverse=True
+        )
+        texts.append(" + ".join(f"{names[i] if names else i}: {s:.2f}" for s, i in largest))
     return Column(title, images.clamp(0, 1), texts)
 
 
-def draw(found: Sequence[Column], path: Path) -> None:
+def draw(columns: Sequence[Column], path: Path) -> None:
     """Draw the columns side by side, each image with its label below it. Raises OSError."""
-    size = (1.6 * len(found), 1.85 * IMAGES)
+    size = (1.6 * len(columns), 1.85 * IMAGES)
     plt = pyplot()
-    figure, axes = plt.subplots(IMAGES, len(found), figsize=size, layout="constrained")
-    for across, column in zip(axes.T, found, strict=True):
+    figure, axes = plt.subplots(IMAGES, len(columns), figsize=size, layout="constrained")
+    for across, column in zip(axes.T, columns, strict=True):
         across[0].set_title(column.title, fontsize=9)
         for axis, image, label in zip(across, column.images, column.labels, strict=True):
             pixels = image.permute(1, 2, 0).squeeze(-1).numpy()
@@ -175,15 +175,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         except argparse.ArgumentTypeError as error:
             raise UsageError(str(error)) from None
         with data_errors_as_usage_errors():
-            found = columns(read_run(flags))
+            drawn = columns(read_run(flags))
         try:
-            draw(found, path)
+            draw(drawn, path)
         except OSError as error:
             raise UsageError(f"{path}: {error.strerror}") from None
     except UsageError as error:
         print(f"show_augmentations: error: {error}", file=sys.stderr)
         return 2
-    print(f"{path}: {IMAGES} images, augmented {len(found) - 1} times")
+    print(f"{path}: {IMAGES} images, augmented {len(drawn) - 1} times")
     return 0
 
 

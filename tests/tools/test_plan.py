@@ -375,9 +375,9 @@ def test_a_configuration_is_typed_as_it_was_given(line):
     ("name", "text", "words"),
     [
         ("none.toml", None, "none.toml cannot be read: No such file"),
-        ("a.json", "[v5e", "a.json is no JSON: "),
-        ("a.toml", '[v5e]\nprice = "3"', '"v5e" requires a "price"'),
-        ("a.toml", "[v5e]\nprice = nan", '"v5e" requires a "price"'),
+        ("a.json", "[v5e", "a.json is not as prices.toml, a table for each chip"),
+        ("a.toml", '[v5e]\nprice = "much"', "is not as prices.toml"),
+        ("a.toml", "[v5e]\nprice = nan", "one that cannot be"),
         ("a.toml", "[v9]\nprice = 1", "has none of v4, v5e, v5p, v6e"),
     ],
 )

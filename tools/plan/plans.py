@@ -47,26 +47,23 @@ def read_prices(name: str | None) -> dict[str, Price]:
     path = Path(name) if name else SHIPPED
     try:
         text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
-        raise UsageError(f"--price {path} cannot be read: {reason}") from None
-    form = "JSON" if path.suffix == ".json" else "TOML"
-    try:
-        tables = json.loads(text) if form == "JSON" else tomllib.loads(text)
-    except ValueError as error:
-        raise UsageError(f"--price {path} is no {form}: {str(error).splitlines()[0]}") from None
-    if not isinstance(tables, Mapping) or not tables:
-        raise UsageError(f"--price {path} names no chip: a table for each, as in {SHIPPED.name}")
-    prices = {}
-    for kind, table in tables.items():
-        value = table.get("price") if isinstance(table, Mapping) else None
-        number = value if isinstance(value, int | float) and not isinstance(value, bool) else -1
-        if not 0 <= number < math.inf:
-            raise UsageError(
-                f'--price {path}: "{kind}" requires a "price", dollars an hour of one chip'
+        tables = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        prices = {
+            kind: Price(
+                float(table["price"]),
+                *(str(table.get(key, f"no {key}")) for key in ("date", "source")),
             )
-        date, source = (str(table.get(key, f"no {key}")) for key in ("date", "source"))
-        prices[kind] = Price(float(number), date, source)
+            for kind, table in tables.items()
+        }
+        if not prices or not all(0 <= price.per_hour < math.inf for price in prices.values()):
+            raise ValueError("no price, or one that cannot be")
+    except OSError as error:
+        raise UsageError(f"--price {path} cannot be read: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UsageError(
+            f'--price {path} is not as {SHIPPED.name}, a table for each chip with its "price", '
+            f"dollars an hour: {str(error).splitlines()[0]}"
+        ) from None
     return prices
 
 

@@ -256,14 +256,14 @@ def plan_slices(config: RunConfig, xla: XlaConfig, plan: PlanConfig) -> int:
         found = search.found[option.candidate]
         found_plans.append(_plan(request, option.candidate, found.step_s, found.peak_bytes, True))
     seen = {candidate.topology for candidate in search.found}
-    for guess in sorted(search.guesses(), key=lambda guess: guess.step_s()):
-        candidate, step_s, peak_bytes = guess.option.candidate, guess.step_s(), guess.peak_bytes()
-        fits = peak_bytes <= candidate.topology.chip.hbm_bytes
-        if candidate.topology in seen or step_s > longest_s or not fits:
+    for guess in sorted(search.guesses(), key=lambda guess: guess.step_s):
+        candidate = guess.option.candidate
+        fits = guess.peak_bytes <= candidate.topology.chip.hbm_bytes
+        if candidate.topology in seen or guess.step_s > longest_s or not fits:
             continue
         if refusal(request, candidate) is None:
             seen.add(candidate.topology)
-            found_plans.append(_plan(request, candidate, step_s, peak_bytes, False))
+            found_plans.append(_plan(request, candidate, guess.step_s, guess.peak_bytes, False))
 
     fit = sum(found.fits for found in search.found.values())
     notes = [

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -165,18 +165,11 @@ _OWN = 0.04
 """The deviation of a step that no other step explains."""
 
 
-@dataclass(frozen=True)
-class Correction:
-    """What a computed figure is to be multiplied by, and its relative uncertainty."""
-
-    factor: float
-    deviation: float
-
-
 def corrections(
     compiled: Sequence[tuple[TpuCandidate, float]], asked: Sequence[TpuCandidate]
-) -> list[Correction]:
-    """Return the correction of each candidate asked, from compiled over computed of others."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return what each computed figure asked for is to be multiplied by, from compiled over
+    computed of others, and its relative uncertainty, a standard deviation."""
 
     def covariance(some: Sequence[TpuCandidate], others: Sequence[TpuCandidate]) -> np.ndarray:
         total = np.zeros((len(some), len(others)))
@@ -194,10 +187,7 @@ def corrections(
     means = weights.T @ np.log([ratio for _, ratio in compiled])
     alone = sum(deviation**2 for deviation, _ in EFFECTS) + _OWN**2
     variances = alone - np.einsum("ij,ji->i", across, weights)
-    return [
-        Correction(math.exp(mean), math.sqrt(max(variance, _OWN**2)))
-        for mean, variance in zip(means, variances, strict=True)
-    ]
+    return np.exp(means), np.sqrt(np.maximum(variances, _OWN**2))
 
 
 # -- the search ----------------------------------------------------------------------------------
@@ -234,29 +224,23 @@ class Found:
     """Infinite where it does not fit."""
 
 
-@dataclass(frozen=True)
-class Guess:
-    """Computed figures with their corrections, better than expected by so many deviations."""
+class Guess(NamedTuple):
+    """Corrected figures of a candidate that is not compiled, and their relative uncertainty."""
 
     option: ComputedCandidate
-    time: Correction
-    peak: Correction
-
-    def step_s(self, better_by: float = 0.0) -> float:
-        time = self.time
-        return self.option.computed.step_s * time.factor * math.exp(-better_by * time.deviation)
-
-    def peak_bytes(self, better_by: float = 0.0) -> float:
-        peak = self.peak
-        return self.option.computed.peak_bytes * peak.factor * math.exp(-better_by * peak.deviation)
+    step_s: float
+    step_deviation: float
+    peak_bytes: float
+    peak_deviation: float
 
 
-GOALS: dict[str, Callable[[ComputedCandidate, float], Any]] = {
-    "fastest": lambda option, step_s: step_s,
-    "cheapest": lambda option, step_s: option.cost(step_s),
-    "smallest": lambda option, step_s: (option.candidate.topology.chips, option.cost(step_s)),
-}
-"""What each kind of plan has as little as possible of, by a candidate and the seconds of a step."""
+GOALS: tuple[Callable[[ComputedCandidate, float], Any], ...] = (
+    lambda option, step_s: step_s,
+    lambda option, step_s: option.cost(step_s),
+    lambda option, step_s: (option.candidate.topology.chips, option.cost(step_s)),
+)
+"""What the fastest, cheapest and smallest plan have as little as possible of, by a candidate
+and the seconds of a step."""
 
 
 class Search:
@@ -276,7 +260,7 @@ class Search:
         self.dropped: set[TpuCandidate] = set()
         """What the program or the compiler refuses."""
         self._at_most_s = step_at_most_s
-        self._goals = cycle(GOALS.values())
+        self._goals = cycle(GOALS)
 
     def useful(self) -> list[ComputedCandidate]:
         """Return the options that are known to fit, in the time that there is."""
@@ -301,16 +285,17 @@ class Search:
             known = (goal(option, self.found[option.candidate].step_s) for option in useful)
             least = min(known, default=None)
             better = [
-                guess
+                (goal(guess.option, best_s), guess)
                 for guess in guesses
-                if (best_s := guess.step_s(hope)) <= self._at_most_s
+                if (best_s := guess.step_s * math.exp(-hope * guess.step_deviation))
+                <= self._at_most_s
                 and (least is None or goal(guess.option, best_s * (1 + _GAIN)) < least)
             ]
-            better.sort(key=lambda guess: goal(guess.option, guess.step_s(hope)))
-            for by, guess in product((0.0, 1.0, 2.0), better):  # first what surely fits
-                candidate = guess.option.candidate
-                fits = guess.peak_bytes(by) <= candidate.topology.chip.hbm_bytes
-                if not fits or candidate in self.dropped:
+            better.sort(key=lambda pair: pair[0])
+            for deviations, (_, guess) in product((0.0, 1.0, 2.0), better):
+                candidate = guess.option.candidate  # first what surely fits
+                peak_bytes = guess.peak_bytes * math.exp(-deviations * guess.peak_deviation)
+                if candidate in self.dropped or peak_bytes > candidate.topology.chip.hbm_bytes:
                     continue
                 if accepts(candidate):
                     return guess.option
@@ -323,14 +308,14 @@ class Search:
         known = self.found.keys() | self.dropped
         asked = [option for option in self.options if option.candidate not in known]
         candidates = [option.candidate for option in asked]
-        times = [
-            (candidate, found.step_s / computed[candidate].step_s)
-            for candidate, found in self.found.items()
-            if found.fits
-        ]
-        peaks = [
-            (candidate, found.peak_bytes / computed[candidate].peak_bytes)
-            for candidate, found in self.found.items()
-        ]
-        of_time, of_peak = corrections(times, candidates), corrections(peaks, candidates)
-        return [*map(Guess, asked, of_time, of_peak)]
+        step_ratios, peak_ratios = [], []
+        for candidate, found in self.found.items():
+            peak_ratios.append((candidate, found.peak_bytes / computed[candidate].peak_bytes))
+            if found.fits:
+                step_ratios.append((candidate, found.step_s / computed[candidate].step_s))
+        step_factors, step_deviations = corrections(step_ratios, candidates)
+        peak_factors, peak_deviations = corrections(peak_ratios, candidates)
+        steps = step_factors * [option.computed.step_s for option in asked]
+        peaks = peak_factors * [option.computed.peak_bytes for option in asked]
+        columns = (column.tolist() for column in (steps, step_deviations, peaks, peak_deviations))
+        return [*map(Guess, asked, *columns)]
