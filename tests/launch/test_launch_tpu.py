@@ -24,9 +24,8 @@ from tests.cli import (
     train_tiny_gpu,
     warm_python,
 )
-from tests.launch.test_launch_gpu import finish, free_port, losses, script
-from tests.launch.test_launch_nodes import KILL_ONE
 from tests.stand_ins.pod_stand_in import REMOTE, read_until, wait_until
+from tests.support.launching import KILL_ONE, finish, free_port, losses, script
 from training.errors import BAD_IMAGES
 
 # -- what arrives ---------------------------------------------------------------------

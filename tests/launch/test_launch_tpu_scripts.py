@@ -17,8 +17,8 @@ import yaml
 from launch.xla_dist import STEP_TIMEOUT_SECONDS
 from run_vit_training import read_flags
 from tests.cli import ROOT
-from tests.launch.test_launch_gpu import finish, script
 from tests.stand_ins.pod_stand_in import REMOTE, StandIn, read_until
+from tests.support.launching import finish, script
 from training.errors import BAD_IMAGES, NOT_FINITE, NOT_SAVED
 
 SETUP, QUEUED = ROOT / "launch" / "setup_pod.sh", ROOT / "launch" / "queued_resource.sh"
