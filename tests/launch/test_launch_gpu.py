@@ -19,6 +19,7 @@ from tests.support.launching import (
     free_port,
     losses,
     pins,
+    refused,
     script,
     start,
     succeed,
@@ -74,12 +75,7 @@ def test_two_nodes_train_together(tmp_path):
     ],
 )  # fmt: skip
 def test_wrong_environment(variables, told):
-    code, stdout, stderr = finish(start(TORCHRUN, "--fake_data", **variables))
-    assert code == 2
-    assert stdout == ""
-    assert stderr.startswith("torchrun.sh: error: ")
-    assert told in stderr
-    assert stderr.count("\n") == 1
+    assert told in refused(start(TORCHRUN, "--fake_data", **variables))
 
 
 @pytest.mark.parametrize(
@@ -101,12 +97,7 @@ def test_wrong_environment(variables, told):
 def test_wrong_environment_of_torchtpu(variables, told):
     if "No module named" in told and importlib.util.find_spec("torch_tpu"):
         pytest.skip("torch_tpu is installed")
-    run = start(TORCHRUN, "--fake_data", "--backend=torchtpu", **variables)
-    code, stdout, stderr = finish(run)
-    assert (code, stdout) == (2, "")
-    assert stderr.startswith("torchrun.sh: error: ")
-    assert told in stderr
-    assert stderr.count("\n") == 1
+    assert told in refused(start(TORCHRUN, "--fake_data", "--backend=torchtpu", **variables))
 
 
 @pytest.fixture

@@ -57,6 +57,15 @@ def succeed(process: subprocess.Popen[str]) -> str:
     return stdout
 
 
+def refused(process: subprocess.Popen[str]) -> str:
+    """The one line of a launcher that ends with 2, at once."""
+    code, stdout, stderr = finish(process)
+    assert (code, stdout) == (2, ""), stderr
+    (line,) = stderr.splitlines()
+    assert ": error: " in line
+    return line
+
+
 def losses(ckpt_dir: Path) -> list[float]:
     records = [json.loads(line) for line in (ckpt_dir / "metrics.jsonl").open()]
     return [record["loss"] for record in records if "loss" in record]
