@@ -7,8 +7,10 @@ import sys
 import pytest
 
 from tests.cli import DIGITS, ROOT, command_of, environment, tiny
+from tests.marks import long
 
 HOMELESS = dict.fromkeys("MPLCONFIGDIR HOME XDG_CACHE_HOME XDG_CONFIG_HOME".split(), "/proc/none")
+NOTEBOOK = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
 IMPORTS = "report show_augmentations convert plan.plans goodput".split()
 DRAW = f"""
 import importlib, sys
@@ -18,8 +20,8 @@ sys.exit(tool.main())
 """
 
 
-def test_tools_draw(trained, tmp_path):
-    variables = HOMELESS | {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
+@pytest.mark.parametrize("variables", [NOTEBOOK, long(HOMELESS)], ids=["notebook", "homeless"])
+def test_tools_draw(variables, trained, tmp_path):
     picture = tmp_path / "figure.png"
     words = [sys.executable, "-c", DRAW, str(trained.ckpt_dir), "--picture", str(picture)]
     done = subprocess.run(
