@@ -154,7 +154,6 @@ ELSEWHERE: dict[str, str] = {
     "gram_weights": "needs trained weights: tests/training/test_dino.py",
     "gram_weight": "as --gram_weights",
     "gram_crop_factor": "needs a Gram teacher: tests/training/test_gram_crops.py",
-    "student": "makes folders of its own: tests/training/test_students.py",
 }
 """Flags, by field, that no sweep tries, and why."""
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from tests.cli import ROOT, WARM_PYTHON, Result, environment, tiny, warm_python
-from tests.launch.test_launch_gpu import free_port
 from tests.rehearsal.slice_ import MetadataServer, Slice, describe
 from tests.running import running_with
 from tests.stand_ins.pod_stand_in import wait_until
+from tests.support.launching import free_port
 
 LIMIT = 240
 _starts = itertools.count()

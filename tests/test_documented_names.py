@@ -28,10 +28,9 @@ def test_flags_and_files_that_documents_name_are_there():
     assert broken_anchors() == []
 
 
-def test_each_page_says_what_it_answers_and_is_in_the_index():
+def test_each_page_is_in_the_index():
     index = (ROOT / "docs/README.md").read_text()
     for page in (ROOT / "docs").glob("*.md"):
-        assert page.read_text().split("\n")[2].startswith("This page answers: "), page.name
         assert page.name == "README.md" or f"]({page.name}) |" in index, page.name
 
 

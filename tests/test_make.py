@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from tests.cli import ROOT
-from tests.launch.test_launch_gpu import script
+from tests.support.launching import script
 
 MAKE = shutil.which("make")
 LINE = (

@@ -7,7 +7,7 @@ import pytest
 from gpu_fsdp import megatron_private
 from models import timm_private
 from tests.cli import ROOT
-from tests.launch.test_launch_gpu import pins
+from tests.support.launching import pins
 from torch_fsdp import torch_tpu_private
 from training import errors
 from training.flags import by_field

@@ -21,9 +21,9 @@ from launch import torchrun
 from run_vit_training import read_flags
 from tests.cli import ROOT
 from tests.documented_commands import Command
-from tests.launch.test_launch_gpu import script
 from tests.stand_ins.new_machine import Machine
 from tests.stand_ins.pod_stand_in import gcloud_accepts, workers_here
+from tests.support.launching import script
 from tools.plan.tpu_search import candidates
 from training.flags import check_foreign, check_rules
 from training.mesh import make_mesh

@@ -1,7 +1,6 @@
 """launch/ for GPUs, run for real on the CPU with gloo; the two requirements files agree."""
 
 import importlib.util
-import json
 import os
 import shutil
 import signal
@@ -9,65 +8,24 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from tests.cli import DIGITS, ROOT, TINY_MODEL, TINY_RUN, environment, run_program
+from tests.cli import DIGITS, ROOT, TINY_MODEL, TINY_RUN, run_program
+from tests.support.launching import (
+    TORCHRUN,
+    devices,
+    finish,
+    free_port,
+    losses,
+    pins,
+    refused,
+    script,
+    start,
+    succeed,
+)
 
-TORCHRUN = ROOT / "launch" / "torchrun.sh"
 TWO_STEPS = ["--data_dir", str(DIGITS), *TINY_MODEL, *TINY_RUN, "--max_steps", "2"]
-
-
-def start(*command: object, cwd: Path = ROOT, **variables: str) -> subprocess.Popen[str]:
-    """A launch script, with nothing of this shell's torchrun or Slurm, and without a GPU."""
-    kept = {k: v for k, v in environment().items() if not k.startswith(("SLURM_", "SBATCH_"))}
-    for name in (
-        "NNODES NODE_RANK NPROC_PER_NODE MASTER_ADDR MASTER_PORT RDZV_ID JOIN_TIMEOUT MAX_RESTARTS "
-        "STEP_TIMEOUT_S RUN_JOB_ID RUN_ATTEMPT"
-    ).split():
-        kept.pop(name, None)
-    python = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.Popen(
-        [str(word) for word in command], cwd=cwd, env=kept | python | variables, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-
-
-def finish(process: subprocess.Popen[str], timeout: float = 240) -> tuple[int, str, str]:
-    try:
-        stdout, stderr = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise
-    return process.returncode, stdout, stderr
-
-
-def succeed(process: subprocess.Popen[str]) -> str:
-    code, stdout, stderr = finish(process)
-    assert code == 0, stdout + stderr
-    return stdout
-
-
-def losses(ckpt_dir: Path) -> list[float]:
-    records = [json.loads(line) for line in (ckpt_dir / "metrics.jsonl").open()]
-    return [record["loss"] for record in records if "loss" in record]
-
-
-def devices(ckpt_dir: Path) -> int:
-    return json.loads((ckpt_dir / "run.json").read_text())["devices"]
-
-
-def free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return str(listener.getsockname()[1])
-
-
-def script(path: Path, *lines: str) -> Path:
-    path.write_text("\n".join(("#!/usr/bin/env bash", *lines, "")))
-    path.chmod(0o755)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -117,12 +75,7 @@ def test_two_nodes_train_together(tmp_path):
     ],
 )  # fmt: skip
 def test_wrong_environment(variables, told):
-    code, stdout, stderr = finish(start(TORCHRUN, "--fake_data", **variables))
-    assert code == 2
-    assert stdout == ""
-    assert stderr.startswith("torchrun.sh: error: ")
-    assert told in stderr
-    assert stderr.count("\n") == 1
+    assert told in refused(start(TORCHRUN, "--fake_data", **variables))
 
 
 @pytest.mark.parametrize(
@@ -144,12 +97,7 @@ def test_wrong_environment(variables, told):
 def test_wrong_environment_of_torchtpu(variables, told):
     if "No module named" in told and importlib.util.find_spec("torch_tpu"):
         pytest.skip("torch_tpu is installed")
-    run = start(TORCHRUN, "--fake_data", "--backend=torchtpu", **variables)
-    code, stdout, stderr = finish(run)
-    assert (code, stdout) == (2, "")
-    assert stderr.startswith("torchrun.sh: error: ")
-    assert told in stderr
-    assert stderr.count("\n") == 1
+    assert told in refused(start(TORCHRUN, "--fake_data", "--backend=torchtpu", **variables))
 
 
 @pytest.fixture
@@ -379,17 +327,6 @@ def test_slurm_refuses(flags, more, told, slurm):
     assert code == 2
     assert told in stderr
     assert stderr.count("\n") == 1
-
-
-def pins(name: str) -> dict[str, str]:
-    found = {}
-    for line in (ROOT / name).read_text().splitlines():
-        word = line.split("#")[0].strip()
-        if word.startswith("-r "):
-            found |= pins(word.removeprefix("-r "))
-        elif word:
-            package, found[package] = word.split("==")
-    return found
 
 
 def test_requirements_agree():

@@ -15,16 +15,18 @@ import pytest
 from launch import Mistake, torchrun
 from launch.preflight import TimedOut, wait_for_nodes
 from tests.cli import DIGITS, ROOT, TINY_MODEL, TINY_RUN, environment
-from tests.launch.test_launch_gpu import (
+from tests.marks import long
+from tests.support.launching import (
+    KILL_ONE,
     TORCHRUN,
     devices,
     finish,
     free_port,
     losses,
+    refused,
     start,
     succeed,
 )
-from tests.marks import long
 from training.logs.records import read_events
 
 TWO_NODES = {"NNODES": "2", "NPROC_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -178,23 +180,6 @@ def test_a_process_that_never_comes(tmp_path):
 
 # -- restarts -------------------------------------------------------------------------
 
-KILL_ONE = """
-import os, signal, threading, time
-
-def kill():
-    while not os.path.exists(os.environ["KILL_WHEN"]):
-        time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-counts = "TORCHELASTIC_RESTART_COUNT", "RUN_ATTEMPT"
-first = all(os.environ.get(name, "0") == "0" for name in counts)
-if os.environ.get("RANK") == "1" and first:
-    threading.Thread(target=kill, daemon=True).start()
-if "RANK" in os.environ:
-    with open(os.environ["NOTES"], "a") as notes:
-        print(os.environ["RANK"], os.environ["RUN_JOB_ID"], file=notes)
-"""
-
 
 @pytest.mark.long
 @pytest.mark.parametrize(
@@ -305,10 +290,7 @@ def test_elastic_nodes(tmp_path):
 )
 def test_elastic_nodes_refused(variables, told):
     elastic = {"NNODES": "2:3", "RDZV_ID": "a", "MASTER_ADDR": "127.0.0.1", "NPROC_PER_NODE": "1"}
-    code, _, stderr = finish(start(TORCHRUN, "--fake_data", **elastic | variables))
-    assert code == 2
-    assert told in stderr
-    assert len(stderr.splitlines()) == 1
+    assert told in refused(start(TORCHRUN, "--fake_data", **elastic | variables))
 
 
 # -- the TPU runtime ------------------------------------------------------------------

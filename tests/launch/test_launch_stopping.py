@@ -8,9 +8,9 @@ import time
 import pytest
 
 from tests.cli import DIGITS, ROOT, TINY_MODEL, TINY_RUN
-from tests.launch.test_launch_gpu import TORCHRUN, finish, free_port, start
 from tests.marks import long
 from tests.running import Running, running_with
+from tests.support.launching import TORCHRUN, finish, free_port, start
 
 
 @pytest.mark.parametrize("moment", ["start", long("training")])

@@ -17,8 +17,8 @@ import yaml
 from launch.xla_dist import STEP_TIMEOUT_SECONDS
 from run_vit_training import read_flags
 from tests.cli import ROOT
-from tests.launch.test_launch_gpu import finish, script
 from tests.stand_ins.pod_stand_in import REMOTE, StandIn, read_until
+from tests.support.launching import finish, refused, script
 from training.errors import BAD_IMAGES, NOT_FINITE, NOT_SAVED
 
 SETUP, QUEUED = ROOT / "launch" / "setup_pod.sh", ROOT / "launch" / "queued_resource.sh"
@@ -177,18 +177,14 @@ def test_queued_resource_that_cannot_be_had(fresh_pod):
     ],
 )
 def test_mistakes_in_the_scripts(pod, path, words, told):
-    code, stdout, stderr = run_script(pod, path, *words.split())
-    assert (code, stdout) == (2, "")
-    assert stderr.startswith(told)
-    assert stderr.count("\n") == 1
+    assert refused(start_script(pod, path, *words.split())).startswith(told)
 
 
 @pytest.mark.parametrize("poll", ["0", "1e3"])
 def test_how_often_to_ask(pod, poll):
     pod.variables["POLL_SECONDS"] = poll
-    code, _, stderr = run_script(pod, QUEUED, "--tpu=pod", "--", "true")
-    assert code == 2
-    assert f"POLL_SECONDS={poll} is not a number of seconds above 0" in stderr
+    line = refused(start_script(pod, QUEUED, "--tpu=pod", "--", "true"))
+    assert f"POLL_SECONDS={poll} is not a number of seconds above 0" in line
     assert not (pod.folder / "calls").exists()
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli import ALL_DIGITS, TINY_MODEL, TINY_RUN
-from tests.launch.test_launch_gpu import TORCHRUN, start, succeed
 from tests.slurm.cluster import KILL_WAIT_SECONDS, until
+from tests.support.launching import TORCHRUN, start, succeed
 
 pytestmark = pytest.mark.slurm
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.cli import ROOT
 from tests.documented_commands import Command
-from tests.launch.test_launch_gpu import script
+from tests.support.launching import script
 
 LEFT_OUT = shutil.ignore_patterns(
     *(".git", ".venv*", ".libtpu", "datasets", "runs", "__pycache__", ".*_cache", "*.pyc")

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli import ROOT, environment
-from tests.launch.test_launch_gpu import finish, script
 from tests.running import running_with
+from tests.support.launching import finish, script
 
 REMOTE = ROOT / "tests" / "stand_ins" / "remote_program.py"
 

@@ -10,7 +10,7 @@ import threading
 import time
 
 import run_vit_training
-from tests.tools.test_goodput import BATCH_S, SAVE_S
+from tests.support.run_records import BATCH_S, SAVE_S
 from training import step
 from training.checkpoints import saver
 

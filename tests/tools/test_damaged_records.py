@@ -11,7 +11,7 @@ import pytest
 
 from tests.hostile import VALUES, damaged
 from tests.marks import long
-from tests.tools.test_report import write_run
+from tests.support.run_records import write_run
 from tools import goodput, report
 from training.logs.figures import plot_curves
 from training.logs.records import METRICS_FILE, read_events, read_lines, read_metrics

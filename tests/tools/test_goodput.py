@@ -1,6 +1,5 @@
 """``python -m tools.goodput``: against made-up events whose truth is known, and a stopwatch."""
 
-import json
 import math
 import random
 import re
@@ -10,43 +9,11 @@ import time
 import pytest
 
 from tests.cli import ROOT, command_of, tiny
+from tests.support.run_records import BATCH_S, SAVE_S, goodput, two_starts, write_events
 from tools.goodput import daly, expected_goodput, main, young
 from training.logs.records import EVENTS_FILE
 
-BATCH_S, SAVE_S = 0.05, 0.4
 DOWN_S = 1.5
-
-
-def goodput(capsys, *words):
-    assert main([*map(str, words), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def write_events(folder, *events):
-    folder.mkdir(exist_ok=True)
-    lines = [json.dumps(dict(zip(("event", "time", "step"), e, strict=False)) | e[3]) for e in events]  # fmt: skip  # noqa: E501
-    (folder / EVENTS_FILE).write_text("\n".join(lines) + "\n" + '{"event": "sa')
-
-
-def two_starts():
-    """A start killed 30 s after step 300, whose last checkpoint is of step 200; and a second."""
-    return [
-        ("start", 1012.0, 0, {"process_started": 1000.0}),
-        ("first_step", 1100.0, 1, {"seconds": 60.0}),  # 40 s of starting
-        ("steps", 1298.0, 100, {"steps": 99, "waited": 18.0}),
-        ("steps", 1498.0, 200, {"steps": 100, "waited": 20.0}),
-        ("save", 1528.0, 200, {"seconds": 30.0, "written": True}),
-        ("eval", 1578.0, 200, {"seconds": 50.0}),
-        ("steps", 1678.0, 250, {"steps": 50, "waited": 10.0}),  # lost
-        ("steps", 1778.0, 300, {"steps": 50, "waited": 10.0}),  # lost
-        ("start", 1912.0, 200, {"process_started": 1900.0}),  # 122 s after the last sign of life
-        ("first_step", 1950.0, 201, {"seconds": 10.0}),
-        ("steps", 2148.0, 300, {"steps": 99, "waited": 0.0}),
-        ("save", 2178.0, 300, {"seconds": 30.0, "written": True}),
-        ("save", 2178.0, 300, {"seconds": 0.0, "written": False}),
-        ("stop", 2178.0, 300, {"how": "completed"}),
-        ("end", 2180.0, 300, {}),
-    ]
 
 
 def test_made_up_events(tmp_path, capsys):

@@ -1,41 +1,20 @@
 """``python -m tools.report``: its page, beside what the runs have written."""
 
 import html
-import json
 import os
 
 import numpy as np
 import pytest
 
-from tests.tools.test_goodput import goodput, two_starts, write_events
+from tests.support.run_records import goodput, write_run
 from tools.goodput import PARTS, account_of
 from tools.report import Curve, main, shares_by_pixel, thinned
 from training.logs.records import read_events
 
 pytestmark = pytest.mark.fast
 
-STEPS = 300
 MALICIOUS = '<script>document.title = "harmed"<'
 """A name of a folder, and of other things: what would run if it were not escaped."""
-
-
-def loss_at(step):
-    return 2.0 / step + 0.01 * (step % 7)
-
-
-def write_run(folder, *, steps=STEPS, every=1, lr=1e-3, **settings):
-    """A run whose every measure is known; its events are those of ``two_starts``."""
-    write_events(folder, *two_starts())
-    with (folder / "metrics.jsonl").open("w") as file:
-        for step in range(every, steps + 1, every):
-            record = {"step": step, "epoch": 1, "loss": loss_at(step), "lr": lr}
-            file.write(json.dumps(record | {"images_per_s": 100.0 + step % 3}) + "\n")
-            if step % (steps // 3) == 0:
-                found = {"val_top1": 10.0 + step / 10, "val_knn_10": 60.0, "val_probe": 70.0}
-                file.write(json.dumps({"step": step, "epoch": 1, **found}) + "\n")
-    content = {"arguments": {"lr": lr, "model": "vit", **settings}, "devices": 8}
-    (folder / "run.json").write_text(json.dumps(content))
-    return folder
 
 
 def report(capsys, *words):

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from tests.cli import ROOT, VAL_IMAGES, Result, run_program, tiny, train_tiny_gpu
+from tests.cli import VAL_IMAGES, Result, run_program, tiny, train_tiny_gpu
 from tests.support.curves import assert_same_training
 from torch_fsdp.optimizers import adamw
 
@@ -52,17 +52,6 @@ def test_what_it_refuses(flags, processes, words, tmp_path):
     done = run_program(*start, processes=processes)
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("run_vit_training")]
     assert words in line
-
-
-def test_cuda_stands_in_one_file():
-    """But for Megatron-FSDP and TransformerEngine, which are CUDA's own."""
-    found = {
-        f"{folder}/{path.name}"
-        for folder in ("torch_fsdp", "gpu_fsdp")
-        for path in (ROOT / folder).rglob("*.py")
-        if "torch.cuda." in path.read_text()
-    }
-    assert found == {"torch_fsdp/devices.py", "gpu_fsdp/te_block.py"}
 
 
 @pytest.mark.parametrize("first_is_skipped", [False, True])

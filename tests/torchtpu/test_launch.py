@@ -4,7 +4,7 @@ import json
 import shutil
 
 from tests.cli import ROOT
-from tests.launch.test_launch_gpu import free_port, start, succeed
+from tests.support.launching import free_port, start, succeed
 
 SAYS_ITS_PLACE = """
 import json, os

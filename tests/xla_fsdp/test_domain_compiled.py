@@ -26,9 +26,3 @@ def found_on_a_device(*flags):
 @pytest.mark.parametrize("model", ["hybrid_vit", "vit_10b"])
 def test_ring(model):
     assert found_on_a_device("--model", model, "--domain_attention", "ring") == []
-
-
-@pytest.mark.long
-def test_gathered_keys_are_found():
-    found = found_on_a_device("--model", "hybrid_vit", "--domain_attention", "gather")
-    assert any("all-gather" in each for each in found)

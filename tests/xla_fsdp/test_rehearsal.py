@@ -118,19 +118,6 @@ def test_flags_on_hosts(what, flags, slice_of, tmp_path):
 
 
 @pytest.mark.rehearse
-@pytest.mark.parametrize(
-    ("own", "told"), [(["--lr", "1"], "--lr"), (["--ckpt_dir", "{tmp_path}/own"], "--ckpt_dir")]
-)
-def test_hosts_that_differ(own, told, slice_of, tmp_path):
-    """All end with one line and exit code 2; nothing is written."""
-    own = [word.format(tmp_path=tmp_path) for word in own]
-    said = all_ended(slice_of(TWO_HOSTS).start(*tiny(tmp_path / "run"), own={1: own}), 2)
-    assert any(told in err for _, err in said), said
-    assert not list(tmp_path.glob("run/step_*"))
-    assert not (tmp_path / "own").exists()
-
-
-@pytest.mark.rehearse
 def test_a_mistake_on_one_host(slice_of, tmp_path):
     """It ends before its devices start; the other waits for it, and heeds a signal meanwhile."""
     hosts = slice_of(TWO_HOSTS)

@@ -7,12 +7,12 @@ import subprocess
 import pytest
 
 from tests.cli import ROOT, Result, tiny, train_tiny
-from tests.launch.test_launch_gpu import finish
 from tests.rehearsal.slice_ import Slice
 from tests.rehearsed import NO_KERNELS
 from tests.running import running_with
 from tests.stand_ins.pod_stand_in import StandIn
 from tests.support.curves import assert_same_curves
+from tests.support.launching import finish
 from training.logs.records import read_events
 
 FOUR_HOSTS = Slice("v5litepod-4", (2, 2, 1), (1, 1, 1))
