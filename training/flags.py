@@ -298,9 +298,11 @@ def build_parser(shown: Sequence[FlagField]) -> FlagParser:
 def help_text(option: FlagField) -> str:
     """Return the help of a flag with its default."""
     text, default = option.flag.help, option.field.default
-    if "default" in text or default is None:
+    if "default" in text:
         return text
-    if isinstance(default, bool):
+    if default is None:
+        default = "none"
+    elif isinstance(default, bool):
         default = "on" if default and option.has_negation else "off"
     elif isinstance(default, tuple):
         default = " ".join(f"{part:.5g}" for part in default)

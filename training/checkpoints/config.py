@@ -50,8 +50,7 @@ class CheckpointConfig:
         None,
         "initialize a new training with these weights: a checkpoint, a run's --ckpt_dir, or a file "
         "of torch.save or .safetensors with timm's names; adapted to another image size, patch "
-        "size, number of channels or classes; a checkpoint in --ckpt_dir is resumed instead "
-        "(default: none)",
+        "size, number of channels or classes; a checkpoint in --ckpt_dir is resumed instead",
         kind=path_or_url,
         metavar="PATH",
         incompatible_with=("predict",),
@@ -66,7 +65,7 @@ class CheckpointConfig:
         None,
         "also save checkpoints to this folder of each host, on a RAM disk or SSD of its own, with "
         "a copy at another host; a start resumes from there if hosts have a newer step than "
-        "--ckpt_dir (default: none)",
+        "--ckpt_dir",
         kind=path_or_url,
         metavar="FOLDER",
         incompatible_with=("predict",),
