@@ -208,11 +208,12 @@ def _expanded(words: Iterable[str], including: tuple[Path, ...] = ()) -> Iterato
         if not word.startswith("@"):
             yield word
             continue
-        path = Path(os.path.realpath(os.path.expanduser(word[1:])))
+        file = Path(os.path.expanduser(word[1:]))  # may be a pipe, of a shell's @<(...)
+        path = Path(os.path.realpath(file))
         if path in including:
             raise _Mistake(f"{word} includes itself: remove the @ line that closes the circle")
         try:
-            lines = path.read_text("utf-8-sig").splitlines()
+            lines = file.read_text("utf-8-sig").splitlines()
         except UnicodeDecodeError:
             raise _Mistake(f"{word}: not UTF-8 text: save the file as UTF-8") from None
         except (OSError, ValueError) as error:
