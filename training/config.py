@@ -77,8 +77,7 @@ class OptimizerConfig:
     )
     no_decay: list[str] | None = flag(
         None,
-        "kinds of parameters without weight decay; all three together are timm's rule (default: "
-        "none)",
+        "kinds of parameters without weight decay; all three together are timm's rule",
         choices=("norms", "biases", "embeddings"),
         incompatible_with=("flatten_parameters",),
     )
@@ -105,7 +104,7 @@ class ScheduleConfig:
 
     warmup_epochs: float | None = flag(
         None,
-        "length of the warmup in epochs; replaces --warmup_steps (default: none)",
+        "length of the warmup in epochs; replaces --warmup_steps",
         kind=non_negative,
         metavar="N",
         replaces=("warmup_steps",),
@@ -132,7 +131,7 @@ class ScheduleConfig:
     )
     decay_steps: int | None = flag(
         None,
-        "number of steps of wsd's decay, the last of --num_epochs or --max_steps (default: none)",
+        "number of steps of wsd's decay, the last of --num_epochs or --max_steps",
         kind=positive,
         requires=("lr_schedule=wsd",),
     )
@@ -216,21 +215,21 @@ class LogConfig:
         0.0,
         "seconds without a finished step, evaluated batch or checkpoint after which a process "
         "prints the stacks of its threads and ends with exit code 1; at least 600 for the first "
-        "batch; compilation does not count; 0: off (default: STEP_TIMEOUT_S of the environment, "
-        "or 0)",
+        "batch; compilation does not count; 0: off (default: STEP_TIMEOUT_S of the environment, or "
+        "0)",
         kind=seconds,
         metavar="SECONDS",
         env="STEP_TIMEOUT_S",
     )
     wandb: str | None = flag(
         None,
-        "Weights & Biases project to log to; requires the package wandb (default: none)",
+        "Weights & Biases project to log to; requires the package wandb",
         metavar="PROJECT",
     )
     profile: tuple[int, int] | None = flag(
         None,
         "steps to profile, counted from 1: writes a trace of PyTorch's profiler to "
-        "--ckpt_dir/profile, and on CUDA a memory snapshot (default: none)",
+        "--ckpt_dir/profile, and on CUDA a memory snapshot",
         kind=step_range,
         metavar="FIRST:LAST",
         requires=("backend=cuda",),
@@ -247,7 +246,7 @@ class UseConfig:
         None,
         "print the most probable classes of these images, with the weights of --resume (a "
         "checkpoint or a file of torch.save or .safetensors), on one GPU or the CPU; skips "
-        "unreadable images, exit code 2 if one was named itself (default: none)",
+        "unreadable images, exit code 2 if one was named itself",
         kind=path_or_url,
         metavar="IMAGE_OR_FOLDER",
         requires=CLASSIFIES,
@@ -263,8 +262,7 @@ class UseConfig:
     features: str | None = flag(
         None,
         "write features of images in train/ and val/, computed on the backend by the weights of "
-        "--resume or --init_from without their head; a new folder of .safetensors files (default: "
-        "none)",
+        "--resume or --init_from without their head; a new folder of .safetensors files",
         kind=local_name,
         metavar="FOLDER",
         incompatible_with=(
@@ -308,7 +306,7 @@ class UseConfig:
     eval_report: str | None = flag(
         None,
         "folder for a report of --eval_only: per_class.csv, confusion.csv and confusion.png, with "
-        "the accuracy of each class and the classes it was mistaken for (default: none)",
+        "the accuracy of each class and the classes it was mistaken for",
         kind=path_or_url,
         metavar="FOLDER",
         requires=("eval_only", *CLASSIFIES),
@@ -387,8 +385,8 @@ class ShardingConfig:
     )
     mesh_tensor: int = flag(
         1,
-        "devices that shard heads and MLP columns of a block (tensor parallel); must divide "
-        "both; XLA with SPMD; not all models (--list_models)",
+        "devices that shard heads and MLP columns of a block (tensor parallel); must divide both; "
+        "XLA with SPMD; not all models (--list_models)",
         kind=positive,
         requires=CLASSIFIES,
         incompatible_with=("run_without_fsdp",),

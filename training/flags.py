@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from config_fields import Flag, flag_of, not_empty
-from training.errors import UsageError, prints_here
+from training.errors import UsageError, is_first_of_torchrun
 
 if TYPE_CHECKING:
     from training.config import RunConfig
@@ -208,11 +208,12 @@ def _expanded(words: Iterable[str], including: tuple[Path, ...] = ()) -> Iterato
         if not word.startswith("@"):
             yield word
             continue
-        path = Path(os.path.realpath(os.path.expanduser(word[1:])))
+        file = Path(os.path.expanduser(word[1:]))  # may be a pipe, of a shell's @<(...)
+        path = Path(os.path.realpath(file))
         if path in including:
             raise _Mistake(f"{word} includes itself: remove the @ line that closes the circle")
         try:
-            lines = path.read_text("utf-8-sig").splitlines()
+            lines = file.read_text("utf-8-sig").splitlines()
         except UnicodeDecodeError:
             raise _Mistake(f"{word}: not UTF-8 text: save the file as UTF-8") from None
         except (OSError, ValueError) as error:
@@ -298,9 +299,11 @@ def build_parser(shown: Sequence[FlagField]) -> FlagParser:
 def help_text(option: FlagField) -> str:
     """Return the help of a flag with its default."""
     text, default = option.flag.help, option.field.default
-    if "default" in text or default is None:
+    if "default" in text:
         return text
-    if isinstance(default, bool):
+    if default is None:
+        default = "none"
+    elif isinstance(default, bool):
         default = "on" if default and option.has_negation else "off"
     elif isinstance(default, tuple):
         default = " ".join(f"{part:.5g}" for part in default)
@@ -344,7 +347,11 @@ def parse(argv: Sequence[str] | None, configs: Mapping[str, type]) -> dict[str, 
 def tell(error: UsageError, hint: str = "") -> None:
     """Print a user's mistake in one line, in the process that is to print it. The others wait:
     torchrun ends all with the first that ends, and might end the one that prints."""
-    if prints_here(error):
+    # Once for all, if all have it. Before the processes have connected the first one of each node
+    # prints it, by torchrun's LOCAL_RANK; alone that is another launcher's.
+    is_first = "RANK" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0"
+    is_first |= error.process is not None
+    if is_first_of_torchrun() if error.agreed else is_first:
         where = f"{error.process}: " if error.process else ""
         print(f"{PROGRAM}: error: {where}{error}{hint}", file=sys.stderr)
     else:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from config_fields import bounded, count, flag, path_or_url, positive
+from config_fields import count, flag, path_or_url, positive
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,7 @@ class CheckpointConfig:
         None,
         "initialize a new training with these weights: a checkpoint, a run's --ckpt_dir, or a file "
         "of torch.save or .safetensors with timm's names; adapted to another image size, patch "
-        "size, number of channels or classes; a checkpoint in --ckpt_dir is resumed instead "
-        "(default: none)",
+        "size, number of channels or classes; a checkpoint in --ckpt_dir is resumed instead",
         kind=path_or_url,
         metavar="PATH",
         incompatible_with=("predict",),
@@ -62,17 +61,11 @@ class CheckpointConfig:
     ckpt_step_interval: int = flag(
         0, "also save a checkpoint every N steps; 0: off", kind=count, common=True
     )
-    ckpt_minutes_interval: float = flag(
-        0.0,
-        "also save a checkpoint M minutes after the last one, by the first process's clock; 0: off",
-        kind=bounded(float, 0, 1e6),
-        metavar="M",
-    )
     local_ckpt_dir: str | None = flag(
         None,
         "also save checkpoints to this folder of each host, on a RAM disk or SSD of its own, with "
         "a copy at another host; a start resumes from there if hosts have a newer step than "
-        "--ckpt_dir (default: none)",
+        "--ckpt_dir",
         kind=path_or_url,
         metavar="FOLDER",
         incompatible_with=("predict",),

@@ -20,11 +20,10 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from data.files import printable, replace_file
-from data.loader import PADDING, Batch, BatchLoader, numbered, prefetch
+from data.loader import Batch, BatchLoader, numbered, prefetch
 from data.source import DataSource
 from training.backend import Backend
 from training.initial_weights import InitialWeights, place_trained, printer
@@ -135,41 +134,6 @@ def classes_before(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 # -- The report by class --------------------------------------------------------------------------
 
 
-class Predictions:
-    """Collects each image's label, its predicted class and the label's rank, over all devices.
-
-    A batch's are three numbers an image, read some batches later: of 21,000 classes as of ten.
-    """
-
-    def __init__(self, backend: Backend, batch_size: int) -> None:
-        """``batch_size``: images of a global batch, padding included."""
-        self._backend, self._batch_size, self._parts = backend, batch_size, 1
-        is_mine = F.one_hot(torch.tensor(backend.batch_shard), backend.batch_shards).float()
-        # On the device, so that all processes run one program, of which only this differs.
-        self._is_mine = backend.constant(is_mine)
-        self._batches: list[np.ndarray] = []
-
-    def of_batch(
-        self, logits: torch.Tensor, labels: torch.Tensor, before: torch.Tensor
-    ) -> torch.Tensor:
-        """Return what ``add`` takes, whole on every device; fp32 is exact for class numbers."""
-        rows = torch.stack([labels, logits.argmax(dim=-1), before]).float()
-        self._parts = self._batch_size // labels.shape[0]  # 1 where a program's tensors are global
-        if self._parts > 1:
-            rows = self._is_mine[:, None, None] * rows
-        return self._backend.sum(rows)
-
-    def add(self, values: list[float]) -> None:
-        """Add a batch, as it was read from the devices."""
-        parts = np.array(values, dtype=np.int64).reshape(self._parts, 3, -1)
-        columns = parts.transpose(1, 0, 2).reshape(3, -1)
-        self._batches.append(columns[:, columns[0] != PADDING])
-
-    def all(self) -> np.ndarray:
-        """Return labels, predicted classes and ``classes_before``: (3, images), int64."""
-        return np.concatenate(self._batches, axis=1)
-
-
 PER_CLASS, CONFUSION, PICTURE = "per_class.csv", "confusion.csv", "confusion.png"
 _LARGEST_MATRIX = 50
 """The most classes whose names can be read along a confusion matrix."""
@@ -182,7 +146,8 @@ def write_report(
     """Write per_class.csv, confusion.csv and confusion.png: what the images of each class were
     taken for. Raises OSError, but for the picture, which ``say`` says.
 
-    ``predictions``: what ``Predictions.all`` returns; ``names``: of the classes, by label.
+    ``predictions``: labels, predicted classes and ``classes_before`` of all images, (3, images);
+    ``names``: of the classes, by label.
     """
     labels, predicted, before = predictions
     count = len(names)

@@ -25,7 +25,6 @@ from training.config import RunConfig
 from training.errors import NOT_FINITE, RunFailed, UsageError
 from training.evaluation.evaluate import (
     TOP,
-    Predictions,
     evaluate,
     open_trained,
     write_report,
@@ -34,7 +33,7 @@ from training.files import check_folder_writable, folder_at, is_url
 from training.logs.bad_images import VAL
 from training.logs.sinks import as_json
 from training.mesh import Mesh
-from training.objectives.classify import Classification
+from training.objectives.classify import Accuracy, Classification
 from training.objectives.objective import normalizer, open_objective
 from training.resolve import Run, resolve_model
 from training.weights import Weights, check_weights
@@ -163,12 +162,11 @@ def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Bac
     model, bad_images, say = open_trained(weights, None, data, run, backend)
 
     say("evaluating ...")
-    objective, predictions = open_objective(run, backend), None
+    objective = open_objective(run, backend)
     measure = objective.measure()
     if use.eval_report:
         assert isinstance(objective, Classification)
-        predictions = Predictions(backend, pass_size)
-        measure = objective.measure(predictions)
+        measure = objective.measure(report_of=pass_size)
     result = evaluate(model, measure, loader, backend)
     assert result is not None  # nothing stops it
     bad_images.collect(VAL, loader, say)
@@ -177,10 +175,10 @@ def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Bac
         raise UsageError(f"no image of {data.name}/val can be read", agreed=True)
     result = replace(result, left_out=len(bad_images.found[VAL]))
     say(str(result))
-    if use.eval_report and predictions and backend.is_main:
+    if use.eval_report and isinstance(measure, Accuracy) and backend.is_main:
         names = _class_names(weights, data.classes or [], run.model.sizes.num_classes)
         try:
-            write_report(predictions.all(), names, folder_at(use.eval_report), say)
+            write_report(measure.predictions(), names, folder_at(use.eval_report), say)
         except OSError as error:
             raise UsageError(
                 f"cannot write to --eval_report {use.eval_report}: {error.strerror}"

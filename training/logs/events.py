@@ -35,7 +35,7 @@ class StartParts:
 
     def done(self, part: str) -> None:
         """Note that a part has ended now, which followed the part before it."""
-        self.seconds[part] = self.seconds.get(part, 0.0) + self.since_last()
+        self.seconds[part] = self.since_last()
 
     def since_last(self) -> float:
         """Return the seconds since the last part ended."""

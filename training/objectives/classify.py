@@ -19,7 +19,7 @@ from torch import nn
 from data.loader import PADDING
 from data.transforms import drawn_from
 from training.backend import Backend, pass_seed
-from training.evaluation.evaluate import TOP, Measure, Predictions, classes_before
+from training.evaluation.evaluate import TOP, Measure, classes_before
 from training.logs.records import Evaluation
 from training.objectives.config import LossConfig
 from training.objectives.objective import Constant, Objective, normalizer
@@ -90,10 +90,10 @@ class Classification(Objective):
             distilled = F.kl_div(ours, theirs, reduction="batchmean", log_target=True) * tau**2
         return (1 - alpha) * loss + alpha * distilled
 
-    def measure(self, predictions: Predictions | None = None) -> Measure:
-        """Return what measures loss and accuracy. ``predictions`` collects what each image was
-        taken for."""
-        return Accuracy(self._normalize, self._backend, predictions)
+    def measure(self, report_of: int = 0) -> Accuracy:
+        """Return what measures loss and accuracy. With ``report_of``, the images of a global batch,
+        it also collects what each image was taken for."""
+        return Accuracy(self._normalize, self._backend, report_of)
 
 
 def smoothed(labels: torch.Tensor, classes: int, smoothing: float) -> torch.Tensor:
@@ -198,17 +198,27 @@ class Mixing:
 
 
 class Accuracy(Measure):
-    """Adds up the cross-entropy and the images whose label is in the top one and five."""
+    """Adds up the cross-entropy and the images whose label is in the top one and five.
+
+    For a report it collects three numbers an image, read some batches later: of 21,000 classes as
+    of ten.
+    """
 
     def __init__(
         self,
         normalize: Callable[[torch.Tensor], torch.Tensor],
         backend: Backend,
-        predictions: Predictions | None,
+        report_of: int,
     ) -> None:
-        self._normalize, self._backend, self._predictions = normalize, backend, predictions
+        self._normalize, self._backend, self._report_of = normalize, backend, report_of
         # Added up on the host: exact, and no graph depends on how many batches there are.
         self._totals = np.zeros(4)  # loss, in top 1, in top 5, images
+        self._parts = 1
+        self._predictions: list[np.ndarray] = []
+        if report_of:
+            is_mine = F.one_hot(torch.tensor(backend.batch_shard), backend.batch_shards).float()
+            # On the device, so that all processes run one program, of which only this differs.
+            self._is_mine = backend.constant(is_mine)
 
     def of_batch(
         self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor
@@ -219,14 +229,24 @@ class Accuracy(Measure):
         counts = [(present & (before < k)).sum().float() for k in (1, TOP)]
         sums = self._backend.sum(torch.stack([loss, *counts, present.sum().float()]))
         values = {"totals": sums}
-        if self._predictions is not None:
-            values["images"] = self._predictions.of_batch(logits, labels, before)
+        if self._report_of:  # whole on every device; fp32 is exact for class numbers
+            rows = torch.stack([labels, logits.argmax(dim=-1), before]).float()
+            self._parts = self._report_of // labels.shape[0]  # 1 where tensors are global
+            if self._parts > 1:
+                rows = self._is_mine[:, None, None] * rows
+            values["images"] = self._backend.sum(rows)
         return values
 
     def add(self, values: Mapping[str, list[float]]) -> None:
         self._totals += values["totals"]
-        if self._predictions is not None:
-            self._predictions.add(values["images"])
+        if self._report_of:
+            parts = np.array(values["images"], dtype=np.int64).reshape(self._parts, 3, -1)
+            columns = parts.transpose(1, 0, 2).reshape(3, -1)
+            self._predictions.append(columns[:, columns[0] != PADDING])
+
+    def predictions(self) -> np.ndarray:
+        """Return labels, predicted classes and ``classes_before``: (3, images), int64."""
+        return np.concatenate(self._predictions, axis=1)
 
     def result(self) -> Evaluation:
         loss_sum, in_top1, in_top5, images = self._totals.tolist()

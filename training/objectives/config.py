@@ -158,7 +158,7 @@ class ObjectiveConfig:
         None,
         "weights of a Gram teacher: a checkpoint of --objective dino (its teacher), a run's "
         "--ckpt_dir, or a file of torch.save or .safetensors with timm's names; the similarities "
-        "between the student's patches are then to be those between its patches (default: none)",
+        "between the student's patches are then to be those between its patches",
         kind=path_or_url,
         metavar="PATH",
         requires=("objective=dino",),
@@ -223,7 +223,7 @@ class LossConfig:
     cutmix_minmax: tuple[float, float] | None = flag(
         None,
         "smallest and largest side of CutMix's box, as shares of the image's side; replaces "
-        "--cutmix (default: none)",
+        "--cutmix",
         kind=fraction,
         metavar=("MIN", "MAX"),
         requires=CLASSIFIES,
@@ -262,7 +262,7 @@ class LossConfig:
         None,
         "distillation: the --model of a trained teacher, whose predictions the student learns too "
         "(--objective dino: instead of those of its own average); it must have the student's image "
-        "size and classes, or patches (default: none)",
+        "size and classes, or patches",
         metavar="NAME",
         requires=("teacher_weights", "objective=classify|objective=dino"),
         incompatible_with=("plan", "compile_only"),
@@ -270,8 +270,7 @@ class LossConfig:
     teacher_weights: str | None = flag(
         None,
         "weights of --teacher: a checkpoint (of --objective dino its average), a run's --ckpt_dir, "
-        "or a file of torch.save or .safetensors with timm's names; loaded at each start "
-        "(default: none)",
+        "or a file of torch.save or .safetensors with timm's names; loaded at each start",
         kind=path_or_url,
         metavar="PATH",
         requires=("teacher",),

@@ -10,12 +10,11 @@ import os
 import platform
 import socket
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from statistics import fmean, median_low
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ import torch.distributed as dist
 import xxhash
 
 from data.source import DataSource
-from training.backend import Backend
 from training.errors import RunFailed, UsageError, installed_version
 from training.flags import by_field
 from training.resolve import Run
@@ -167,50 +165,18 @@ def check_alike(run: Run, data: DataSource) -> None:
             )
 
 
-# -- an interval of time -------------------------------------------------------------------------
-
-
-class MinutesInterval:
-    """Measures minutes by the first process's clock, and lets no process wait for the answer, which
-    is read one step later."""
-
-    def __init__(self, backend: Backend, minutes: float) -> None:
-        """Start the first interval; ``minutes`` 0: it is never over."""
-        self._backend, self._seconds = backend, 60 * minutes
-        self._answer: Callable[[], int] = lambda: 0
-        self.restart()
-
-    def restart(self) -> None:
-        """Start the next interval; all processes call it after the same step."""
-        self._answer()  # so that nothing is under way
-        self._answer = lambda: 0
-        self._since = time.monotonic()
-
-    def over(self) -> bool:
-        """Return True if the interval is over; all processes call it after each step."""
-        if not self._seconds:
-            return False
-        here = self._backend.is_main and time.monotonic() - self._since >= self._seconds
-        if count() == 1:
-            return here
-        is_over, self._answer = bool(self._answer()), self._backend.largest_of_all(int(here))
-        return is_over
-
-
 # -- who is slow ---------------------------------------------------------------------------------
 #
 # In synchronous training all processes take the same time for a step, as the others wait for the
 # slowest one. So each measures what it does without waiting for another: the seconds that a step
 # waited for images to be read, and ``Backend.own_seconds``, in which it computes. Both are
 # intervals of its own clock; clocks of two hosts are never compared. At a log step the processes
-# exchange those of the newest steps, on the hosts, and all find the same answer.
+# exchange the medians of the newest steps, on the hosts, and all find the same answer.
 
 _STEPS = 20
-"""For how many steps in a row a process must be slow to be named."""
-_SENT = _STEPS + 4
-"""Steps that are exchanged: of the newest ones, not all processes may know their time yet."""
+"""Over how many steps, the newest ones, a process is compared, by the medians of its seconds."""
 _RATIO = 1.1
-"""A process is slow in a step if its own time is longer than the median's by this factor."""
+"""A process is slow if its own time is longer than the others' median by this factor."""
 _LEAST_SHARE = 0.5
 """The least share of a step that its own time must be: what is shorter, something else hides."""
 
@@ -222,23 +188,15 @@ class SlowHosts:
     def __init__(self) -> None:
         """All processes must call this."""
         self._hosts = gather(socket.gethostname())
-        self._waits: deque[float] = deque()
-        """Of steps whose seconds of computing are not known yet."""
-        self._newest: deque[tuple[float, float]] = deque(maxlen=_SENT)
-        """What this process did itself in each step: seconds of waiting and of computing."""
-        self._count = 0
-        """How many steps' seconds are known."""
+        self._read: deque[float] = deque(maxlen=_STEPS)
+        self._computed: deque[float] = deque(maxlen=_STEPS)
         self._named: set[int] = set()
 
     def stepped(self, read_s: float, computed: Sequence[float]) -> None:
         """Note a step's seconds of waiting for images to be read, and the seconds of computing of
         steps, this or earlier ones, that were not known before: each once, in order."""
-        if len(self._hosts) == 1:
-            return
-        self._waits.append(read_s)
-        for seconds in computed:
-            self._newest.append((self._waits.popleft(), seconds))
-            self._count += 1
+        self._read.append(read_s)
+        self._computed.extend(computed)
 
     def compare(self, step_s: float, say: Callable[[str], None]) -> dict[str, float]:
         """Return what a log step records of the slowest process, {} before times are known; name
@@ -246,46 +204,38 @@ class SlowHosts:
         All processes must call this."""
         if len(self._hosts) == 1:
             return {}
-        by_process = gather([self._count, list(self._newest), step_s])
-        last = min(count for count, _, _ in by_process)
-        first = max([last - _STEPS, *(count - len(newest) for count, newest, _ in by_process)])
-        if last <= first:
+        known = len(self._computed)
+        medians = [median_low(self._read), median_low(self._computed)] if known else [0.0, 0.0]
+        by_process = gather([*medians, known, step_s])
+        if not all(known for _, _, known, _ in by_process):
             return {}
-        steps = [newest[first - count : last - count or None] for count, newest, _ in by_process]
-        longest = max(seconds for _, _, seconds in by_process)
+        longest = max(step_s for *_, step_s in by_process)
         # Reading and computing may overlap on a device of its own: a step is never longer.
-        totals = [[min(sum(parts), longest) for parts in newest] for newest in steps]
-        medians = [median_low(seconds) for seconds in zip(*totals, strict=True)]
-        slow = {
-            process
-            for process, seconds in enumerate(totals)
-            if len(seconds) == _STEPS
-            and all(
-                mine > _RATIO * median and mine > _LEAST_SHARE * longest
-                for mine, median in zip(seconds, medians, strict=True)
-            )
-        }
-        reading = [fmean(read for read, _ in newest) for newest in steps]
-        computing = [fmean(computed for _, computed in newest) for newest in steps]
-        means, median = [fmean(seconds) for seconds in totals], fmean(medians)
-        for process in sorted(slow):
-            more_reading = reading[process] - median_low(reading)
-            more_computing = computing[process] - median_low(computing)
-            doing, seconds = "computes", computing[process]
-            if more_reading > more_computing:
-                doing, seconds = "reads", reading[process]
+        totals = [min(read + computed, longest) for read, computed, *_ in by_process]
+        median = median_low(totals)
+        usual_read = median_low(read for read, *_ in by_process)
+        usual_computed = median_low(computed for _, computed, *_ in by_process)
+        slow = set()
+        for process, (read, computed, known, _) in enumerate(by_process):
+            seconds = totals[process]
+            if known < _STEPS or seconds <= max(_RATIO * median, _LEAST_SHARE * longest):
+                continue
+            slow.add(process)
+            doing, part_s = "computes", computed
+            if read - usual_read > computed - usual_computed:
+                doing, part_s = "reads", read
             say(
-                f"warning: {name(process, self._hosts[process])} is slow: {means[process]:.3f} s "
-                f"of each of the last {_STEPS} steps are its own, the median is {median:.3f} s; "
-                f"it {doing} slowly, {seconds:.3f} s a step"
+                f"warning: {name(process, self._hosts[process])} is slow: {seconds:.3f} s of each "
+                f"of the last {_STEPS} steps are its own, the median is {median:.3f} s; it {doing} "
+                f"slowly, {part_s:.3f} s a step"
             )
         for process in sorted(self._named - slow):
             say(f"note: {name(process, self._hosts[process])} is no longer slow")
         self._named = slow
-        slowest = max(range(len(means)), key=means.__getitem__)
+        slowest = max(range(len(totals)), key=totals.__getitem__)
         return {
             "slowest_process": slowest,
-            "slowest_ratio": means[slowest] / median if median else 1.0,
-            "slowest_own_s": means[slowest],
-            "slowest_read_s": reading[slowest],
+            "slowest_ratio": totals[slowest] / median if median else 1.0,
+            "slowest_own_s": totals[slowest],
+            "slowest_read_s": by_process[slowest][0],
         }
