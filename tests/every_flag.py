@@ -109,6 +109,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "resume": ("auto", "none"),
     "ckpt_epoch_interval": ("1", "10"),
     "ckpt_step_interval": ("0", "1"),
+    "ckpt_minutes_interval": ("0", "0.001"),
     "local_ckpt_step_interval": ("1", "50"),
     "keep_checkpoints": ("0", "1"),
     "max_failed_saves": ("1", "2"),

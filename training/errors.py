@@ -69,6 +69,16 @@ def is_first_of_torchrun() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def prints_here(error: UsageError) -> bool:
+    """Return True if this process is to print the error: once for all, if all have it. Before the
+    processes have connected that is the first one of each node, by torchrun's LOCAL_RANK."""
+    if error.agreed:
+        return is_first_of_torchrun()
+    # LOCAL_RANK alone is another launcher's.
+    is_first = "RANK" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0"
+    return error.process is not None or is_first
+
+
 def installed_version(package: str) -> str | None:
     """Return the version of a package as pip knows it, None if it is not installed."""
     try:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from config_fields import Flag, flag_of, not_empty
-from training.errors import UsageError, is_first_of_torchrun
+from training.errors import UsageError, prints_here
 
 if TYPE_CHECKING:
     from training.config import RunConfig
@@ -347,11 +347,7 @@ def parse(argv: Sequence[str] | None, configs: Mapping[str, type]) -> dict[str, 
 def tell(error: UsageError, hint: str = "") -> None:
     """Print a user's mistake in one line, in the process that is to print it. The others wait:
     torchrun ends all with the first that ends, and might end the one that prints."""
-    # Once for all, if all have it. Before the processes have connected the first one of each node
-    # prints it, by torchrun's LOCAL_RANK; alone that is another launcher's.
-    is_first = "RANK" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0"
-    is_first |= error.process is not None
-    if is_first_of_torchrun() if error.agreed else is_first:
+    if prints_here(error):
         where = f"{error.process}: " if error.process else ""
         print(f"{PROGRAM}: error: {where}{error}{hint}", file=sys.stderr)
     else:

@@ -24,7 +24,7 @@ from training.logs.bad_images import TRAIN, VAL, BadImages
 from training.logs.records import Evaluation, score
 from training.logs.reports import Reports, StepTimer
 from training.objectives.objective import Objective
-from training.processes.exchange import SlowHosts
+from training.processes.exchange import MinutesInterval, SlowHosts
 from training.processes.stopping import StopRequest, Watchdog
 from training.schedule import Position, Schedule
 from training.step import TrainBatches, train_step
@@ -279,33 +279,34 @@ class StopCheck(Hook):
         stop.due()
 
 
-@dataclass
 class Saves(Hook):
-    """Saves checkpoints after the steps and epochs that the flags name, and at the end; stops
-    training if the last step was not finite."""
+    """Saves checkpoints after the steps, minutes and epochs that the flags name, and at the end;
+    stops training if the last step was not finite."""
 
-    session: Session
-    saver: CheckpointSaver
+    def __init__(self, session: Session, saver: CheckpointSaver) -> None:
+        self._config, self._session, self.saver = session.config.checkpoints, session, saver
+        self._minutes = MinutesInterval(session.backend, self._config.ckpt_minutes_interval)
 
     def after_step(self, done: StepDone) -> None:
-        at, config = done.at, self.session.config.checkpoints
-        due = done.is_last
+        at, config = done.at, self._config
+        due = done.is_last or self._minutes.over()  # all processes ask this after each step
         due |= bool(config.ckpt_step_interval) and at.step % config.ckpt_step_interval == 0
         due |= at.images_in_epoch == 0 and at.epoch % config.ckpt_epoch_interval == 0
         if due:
             self.save(at, must=done.is_last)
-        if done.is_last and self.session.reports.not_finite:
-            self.session.stop.exit_code = NOT_FINITE
+        if done.is_last and self._session.reports.not_finite:
+            self._session.stop.exit_code = NOT_FINITE
 
     def save(self, at: Position, *, must: bool = False) -> None:
         """Write a checkpoint; with ``must`` wait for it, and fail if it cannot be written."""
-        session = self.session
+        session = self._session
         session.reports.flush()
         session.reports.upload()
         session.watchdog.alive()
         with session.reports.events.span("save") as event:
             event["written"] = self.saver.save(at, must=must)
             event["completed"], self.saver.figures = self.saver.figures, []
+        self._minutes.restart()
         session.timer.restart()
 
 

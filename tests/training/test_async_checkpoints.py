@@ -14,6 +14,7 @@ from tests.short_runs import QUICK, program
 from tests.support.checkpoints import assert_same_bits, left
 from training.checkpoints.format import damage
 from training.checkpoints.state import Chunk, ShardedTensor, bytes_of
+from training.processes.exchange import MinutesInterval
 
 DISTURBED = "tests.stand_ins.disturbed_saves"
 NOT_BESIDE = "--no_async_checkpoint"
@@ -123,6 +124,45 @@ def test_ctrl_c_twice_waits_for_no_write(tmp_path, monkeypatch):
 
 
 # -- by the clock ---------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_processes_save_after_the_same_step_by_the_clock(tmp_path):
+    flags = "--num_epochs 99 --max_steps 30 --ckpt_minutes_interval 0.005 --ckpt_epoch_interval 99"
+    done = train_tiny_gpu(tmp_path, *QUICK, *flags.split(), processes=2)
+    steps = left(done.ckpt_dir)
+    assert len(steps) > 2
+    assert steps[-1] == 30
+    for step in steps:
+        assert damage(tmp_path / f"step_{step}") is None
+
+
+class OneHost:
+    """A backend, as far as intervals know one."""
+
+    is_main = True
+
+
+@pytest.mark.parametrize(
+    ("minutes", "at", "over"),
+    [
+        (0, 1e9, False),
+        (1, 59.9, False),
+        (1, 60, True),
+        (0.5, 30, True),
+        (1e6, 6e7 - 1, False),
+        (1e6, 6e7, True),
+    ],
+)
+def test_minutes(minutes, at, over, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("training.processes.exchange.time.monotonic", lambda: now[0])
+    interval = MinutesInterval(OneHost(), minutes)
+    assert not interval.over()
+    now[0] += at
+    assert interval.over() is over
+    interval.restart()
+    assert not interval.over()
 
 
 def test_bytes_of_a_state():

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from config_fields import count, flag, path_or_url, positive
+from config_fields import bounded, count, flag, path_or_url, positive
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,12 @@ class CheckpointConfig:
     )
     ckpt_step_interval: int = flag(
         0, "also save a checkpoint every N steps; 0: off", kind=count, common=True
+    )
+    ckpt_minutes_interval: float = flag(
+        0.0,
+        "also save a checkpoint M minutes after the last one, by the first process's clock; 0: off",
+        kind=bounded(float, 0, 1e6),
+        metavar="M",
     )
     local_ckpt_dir: str | None = flag(
         None,

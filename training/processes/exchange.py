@@ -10,6 +10,7 @@ import os
 import platform
 import socket
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
@@ -22,6 +23,7 @@ import torch.distributed as dist
 import xxhash
 
 from data.source import DataSource
+from training.backend import Backend
 from training.errors import RunFailed, UsageError, installed_version
 from training.flags import by_field
 from training.resolve import Run
@@ -163,6 +165,36 @@ def check_alike(run: Run, data: DataSource) -> None:
                 "start all with the same command, code, packages and data",
                 agreed=True,
             )
+
+
+# -- an interval of time -------------------------------------------------------------------------
+
+
+class MinutesInterval:
+    """Measures minutes by the first process's clock, and lets no process wait for the answer, which
+    is read one step later."""
+
+    def __init__(self, backend: Backend, minutes: float) -> None:
+        """Start the first interval; ``minutes`` 0: it is never over."""
+        self._backend, self._seconds = backend, 60 * minutes
+        self._answer: Callable[[], int] = lambda: 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Start the next interval; all processes call it after the same step."""
+        self._answer()  # so that nothing is under way
+        self._answer = lambda: 0
+        self._since = time.monotonic()
+
+    def over(self) -> bool:
+        """Return True if the interval is over; all processes call it after each step."""
+        if not self._seconds:
+            return False
+        here = self._backend.is_main and time.monotonic() - self._since >= self._seconds
+        if count() == 1:
+            return here
+        is_over, self._answer = bool(self._answer()), self._backend.largest_of_all(int(here))
+        return is_over
 
 
 # -- who is slow ---------------------------------------------------------------------------------
