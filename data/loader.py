@@ -213,8 +213,10 @@ class BatchLoader(Protocol):
 
     prefetch_depth: int
     """How many batches to load ahead of the step; 0 for a source that must not run beside it."""
-    workers: int
-    """How many loader processes read for this process."""
+
+    @property
+    def workers(self) -> int:
+        """Return how many loader processes read for this process."""
 
     def __len__(self) -> int:
         """Return how many global batches an epoch has."""
@@ -291,11 +293,12 @@ class DatasetLoader:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             forkserver.ensure_running()
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        collate: Callable[[list[Any]], Any] = _Sent if self.workers else lambda part: part
         return DataLoader(
             _PartDataset(self._dataset),
             sampler=self._parts,
             batch_size=None,  # the sampler yields parts of batches
-            collate_fn=_Sent if self.workers else lambda part: part,
+            collate_fn=collate,
             num_workers=self.workers,
             persistent_workers=self.workers > 0,
             worker_init_fn=_start_worker,

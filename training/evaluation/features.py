@@ -91,7 +91,8 @@ class Features:
     ) -> Iterator[FeatureBatch]:
         """Yield the features of this process's images, batch by batch; all processes must consume
         all of it. It ends early if ``batch_done``, called after each batch, returns True."""
-        backend, prefix = self._backend, self.run.model.prefix_tokens
+        backend = self._backend
+        prefix = getattr(self.run.model.meta, "num_prefix_tokens", 0)
         numbers: deque[np.ndarray] = deque()  # on the host, of the batches that are on their way
         pending: deque[Future[dict[str, torch.Tensor]]] = deque()
 
