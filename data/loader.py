@@ -293,7 +293,7 @@ class DatasetLoader:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             forkserver.ensure_running()
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        collate: Callable[[list[Any]], Any] = _Sent if self.workers else lambda part: part
+        collate: Any = _Sent if self.workers else lambda part: part
         return DataLoader(
             _PartDataset(self._dataset),
             sampler=self._parts,
