@@ -351,6 +351,7 @@ def test_requirements_agree():
     }
 
 
+@pytest.mark.long
 def test_one_node_without_gpu(tmp_path):
     program = ["-m", "tests.stand_ins.one_process_with_gpu", "--backend", "cuda", "--fsdp", "fsdp2"]
     done = run_program(

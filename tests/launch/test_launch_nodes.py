@@ -74,7 +74,7 @@ def test_a_node_that_never_comes(tmp_path):
 
 
 def arguments(port: str, rank: int, **more: object) -> argparse.Namespace:
-    words = f"--nodes 3 --rank {rank} --address 127.0.0.1 --port {port} --limit 60 -- x"
+    words = f"--nodes 3 --rank {rank} --address 127.0.0.1 --port {port} --limit 240 -- x"
     args = torchrun.parse(words.split())
     vars(args).update(more)
     return args

@@ -39,7 +39,7 @@ def run(tool, folder, capsys):
     return code, out, err
 
 
-QUICK, MORE = 20, 1000
+QUICK, MORE = 10, 1000
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_metrics_of_a_run_that_is_resumed(tmp_path):
     """What is read can be written again, and drawn."""
     folder = write_run(tmp_path / "run", steps=30)
     whole = (folder / METRICS_FILE).read_bytes()
-    for number, content in enumerate(damaged(whole, 1, 200)):
+    for number, content in enumerate(damaged(whole, 1, 60)):
         (folder / METRICS_FILE).write_bytes(content)
         kept = [record for record in read_metrics(folder) if record["step"] <= 20]
         JsonLines(folder / METRICS_FILE, 20).close()

@@ -44,6 +44,7 @@ def without_matplotlib(tmp_path):
     return {"PYTHONPATH": str(package.parent)}
 
 
+@pytest.mark.long
 def test_tables_without_the_figure(trained, without_matplotlib, tmp_path):
     folder = tmp_path / "report"
     flags = ["--eval_only", "--eval_report", str(folder), "--resume", str(trained.ckpt_dir)]
