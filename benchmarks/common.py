@@ -71,10 +71,3 @@ def markdown(rows: list[list[str]]) -> list[str]:
     """Return the lines of a table, the first of ``rows`` its head."""
     rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
     return ["| " + " | ".join(row) + " |" for row in rows]
-
-
-def write_between(document: Path, begin: str, end: str, lines: list[str]) -> None:
-    """Put these lines into a document in the place of those between two markers."""
-    before, _, rest = document.read_text().partition(begin)
-    _, _, after = rest.partition(end)
-    document.write_text(f"{before}{begin}\n" + "\n".join(lines) + f"\n{end}{after}")
