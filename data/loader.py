@@ -213,14 +213,16 @@ class BatchLoader(Protocol):
 
     prefetch_depth: int
     """How many batches to load ahead of the step; 0 for a source that must not run beside it."""
-    workers: int
-    """How many loader processes read for this process."""
 
     def __len__(self) -> int:
         """Return how many global batches an epoch has."""
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
         """Yield the batches of the epoch numbered ``epoch`` from ``first_batch`` on."""
+
+    @property
+    def workers(self) -> int:
+        """Return how many loader processes read for this process."""
 
     def bad_images(self) -> list[BadImage]:
         """Return the unreadable images found in this process's share since the last call."""
@@ -291,11 +293,12 @@ class DatasetLoader:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             forkserver.ensure_running()
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        send: Callable[[Any], Any] = _Sent if self.workers else lambda part: part
         return DataLoader(
             _PartDataset(self._dataset),
             sampler=self._parts,
             batch_size=None,  # the sampler yields parts of batches
-            collate_fn=_Sent if self.workers else lambda part: part,
+            collate_fn=send,
             num_workers=self.workers,
             persistent_workers=self.workers > 0,
             worker_init_fn=_start_worker,
