@@ -83,8 +83,7 @@ def flag_of(field: dataclasses.Field) -> Flag | None:
 
 
 def not_empty(word: str) -> str:
-    """Read a word: the kind of all flags without one. Refuses an empty word, which mostly is an
-    unset variable of the shell."""
+    """Read a word: the kind of all flags without one. An empty one mostly is an unset variable."""
     if not word.strip():
         raise argparse.ArgumentTypeError("it must not be empty: is a variable of the shell unset?")
     return word
@@ -180,10 +179,8 @@ def step_range(text: str) -> tuple[int, int]:
 
 
 def path_or_url(word: str) -> str:
-    """Read the name of a file or folder, or a URL, with a leading ``~`` or ``~user`` expanded.
-
-    A shell does so itself, but neither after ``=``, as in ``--ckpt_dir=~/runs``, nor in an @FILE.
-    """
+    """Read the name of a file or folder, or a URL, with a leading ``~`` or ``~user`` expanded,
+    which a shell does neither after ``=``, as in ``--ckpt_dir=~/runs``, nor in an @FILE."""
     expanded = os.path.expanduser(not_empty(word))
     if expanded.startswith("~"):
         user = word.partition("/")[0]

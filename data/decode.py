@@ -81,10 +81,8 @@ class Pixels:
 
 @dataclass
 class Jpeg:
-    """A JPEG that is decoded when its pixels are asked for.
-
-    libjpeg-turbo decodes it alone: Pillow copies the pixels two times more.
-    """
+    """A JPEG that is decoded when its pixels are asked for, by libjpeg-turbo alone: Pillow copies
+    them two times more."""
 
     encoded: bytes
     size: tuple[int, int]
@@ -153,9 +151,7 @@ OpenImage = Pixels | Jpeg
 
 def image_size(encoded: bytes) -> tuple[int, int]:
     """Return the height and width in pixels of an encoded image; its first bytes may be enough.
-
-    Nothing is decoded. Raises BrokenImageError if the size is not in these bytes.
-    """
+    Raises BrokenImageError if the size is not in these bytes."""
     try:
         with Image.open(io.BytesIO(encoded), formats=_formats()) as image:
             return image.height, image.width
@@ -164,10 +160,7 @@ def image_size(encoded: bytes) -> tuple[int, int]:
 
 
 def read_image(source: str | Path | bytes) -> Image.Image:
-    """Return the image in a file, or in the bytes of one, decoded whole, as 8-bit RGB.
-
-    Raises BrokenImageError, whatever Pillow raises.
-    """
+    """Return the image in a file, or in the bytes of one, as 8-bit RGB. Raises BrokenImageError."""
     file = io.BytesIO(source) if isinstance(source, bytes) else source
     try:
         with Image.open(file, formats=_formats()) as image:
@@ -226,11 +219,9 @@ class FoundImages:
 
 
 def find_images(paths: Iterable[str]) -> FoundImages:
-    """Find the files named, and the images anywhere below the folders named, sorted in each.
-
-    Links to folders are not followed: they may lead anywhere, also in a circle. Raises
-    DataFolderError for a path that does not exist, and for a folder without images.
-    """
+    """Find the files named, and the images anywhere below the folders named, sorted in each; links
+    to folders are not followed. Raises DataFolderError for a path that does not exist, and for a
+    folder without images."""
     readable = {*_formats(), "MPO"}  # MPO: several JPEGs in one file, read as the first
     known = {suffix for suffix, kind in Image.registered_extensions().items() if kind in readable}
     found = FoundImages()
@@ -273,10 +264,8 @@ def find_images(paths: Iterable[str]) -> FoundImages:
 def read_batches(
     paths: list[Path], transform: Callable, batch_size: int, broken: Callable[[Path, str], None]
 ) -> Iterator[tuple[list[Path], torch.Tensor]]:
-    """Yield up to ``batch_size`` paths and their images, as (count, channels, size, size).
-
-    An image that cannot be read is left out, and ``broken`` is called with its path and the reason.
-    """
+    """Yield up to ``batch_size`` paths and their images, (count, channels, size, size). An image
+    that cannot be read is left out, and ``broken`` is called with its path and the reason."""
     for first in range(0, len(paths), batch_size):
         good, images = [], []
         for path in paths[first : first + batch_size]:

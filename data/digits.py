@@ -37,10 +37,7 @@ SplitDigit = tuple[str, int, int, np.ndarray]
 
 
 def open_digits(request: DatasetRequest) -> DataSource:
-    """Open scikit-learn's digits, or those of MNIST.
-
-    Raises DataFolderError for a model of fewer classes than ten, and for a missing package.
-    """
+    """Open scikit-learn's digits, or those of MNIST. Raises DataFolderError."""
     request.check_classes(len(CLASSES), f"--data_source {request.config.data_source}")
     transforms = transforms_of(request)
     if request.config.data_source == "mnist":
@@ -71,10 +68,8 @@ class DigitsSplit(ImageSplit):
 
 
 def read_digits() -> list[SplitDigit]:
-    """Return scikit-learn's images, (8, 8), in the order of an image folder's names.
-
-    Raises DataFolderError without scikit-learn.
-    """
+    """Return scikit-learn's images, (8, 8), by digit. Raises DataFolderError without
+    scikit-learn."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -113,11 +108,8 @@ def _divided(pixels: np.ndarray, labels: np.ndarray) -> list[SplitDigit]:
 
 
 def write_digits(root: str | os.PathLike[str]) -> Path:
-    """Write scikit-learn's digits as an image folder ``root`` unless it exists; return its path.
-
-    They are written under another name first and renamed, so that an interrupted run leaves no
-    half-filled folder.
-    """
+    """Write scikit-learn's digits as an image folder ``root``, atomically, unless it exists; return
+    its path."""
     root = Path(root)
     if root.is_dir():
         return root

@@ -113,10 +113,8 @@ _LINK = "it is a link, and nothing is written through one"
 
 
 def regular(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a regular file, or a link to one; an ``opener`` for ``open``.
-
-    Raises OSError for anything else: reading a pipe would wait, and /dev/zero has no end.
-    """
+    """Open a regular file, or a link to one; an ``opener`` for ``open``. Raises OSError for
+    anything else: reading a pipe would wait, and /dev/zero has no end."""
     opened = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(opened).st_mode):
         os.close(opened)
@@ -153,10 +151,8 @@ def make_folder(path: Path) -> None:
 
 
 def replace_file(path: Path, content: bytes, *, unfinished: str = "tmp") -> None:
-    """Write a file atomically: it is complete afterwards, or as it was before. Raises OSError.
-
-    A link of its name is replaced. ``unfinished``: the suffix of its name until it is complete.
-    """
+    """Write a file atomically, also in place of a link. ``unfinished``: the suffix of its name
+    until it is complete. Raises OSError."""
     temporary = path.with_name(f"{path.name}.{unfinished}")
     temporary.unlink(missing_ok=True)
     with temporary.open("xb") as file:  # "x" opens no existing file, and no link
@@ -167,12 +163,9 @@ def replace_file(path: Path, content: bytes, *, unfinished: str = "tmp") -> None
 
 
 def cache_folder() -> Path:
-    """Return this program's folder in the user's cache ($XDG_CACHE_HOME, by the XDG Base Directory
-    Specification), for what can be computed again.
-
-    A user without a home, as in some containers, has it in the temporary folder. Raises
-    DataFolderError if another user made it there.
-    """
+    """Return this program's folder in the user's cache ($XDG_CACHE_HOME), for what can be computed
+    again; for a user without a home, as in some containers, in the temporary folder. Raises
+    DataFolderError if another user made it there."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vit_fsdp"
     except RuntimeError:  # neither HOME nor an entry in the list of users
@@ -211,21 +204,15 @@ def problem_of_url(url: str) -> str | None:
 
 
 def open_storage(path: str, **options: Any) -> tuple[AbstractFileSystem, str]:
-    """Return fsspec's file system for a path or URL, and the path in that file system.
-
-    Each process gets its own file system: loader processes are forked, and must not use their
-    parent's connections. Raises whatever the file system raises.
-    """
+    """Return fsspec's file system for a path or URL, one for each process, as forked processes must
+    not share connections, and the path in it. Raises whatever the file system raises."""
     # gcsfs logs the traceback of each error, which it raises as well.
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
     return url_to_fs(path, **options)
 
 
 def open_system(path: str) -> tuple[AbstractFileSystem, str]:
-    """Return what ``open_storage`` returns.
-
-    Raises DataFolderError for a URL of an unknown kind, or one that needs a package.
-    """
+    """Return what ``open_storage`` returns. Raises DataFolderError."""
     if problem := problem_of_url(path):
         raise DataFolderError(f"{path}: {problem}")
     try:
@@ -235,10 +222,8 @@ def open_system(path: str) -> tuple[AbstractFileSystem, str]:
 
 
 def missing_bucket(system: AbstractFileSystem, path: str) -> str | None:
-    """Return the bucket of a path of ``open_storage`` if it does not exist, else None.
-
-    Raises anything if the storage does not answer.
-    """
+    """Return the bucket of a path of ``open_storage`` if it does not exist, else None. Raises
+    anything if the storage does not answer."""
     bucket = path.partition("/")[0]
     if not bucket or is_url(path):  # this kind of storage has no buckets
         return None
@@ -250,10 +235,8 @@ def missing_bucket(system: AbstractFileSystem, path: str) -> str | None:
 
 
 def with_retries(path: str, read: Callable[[], Result]) -> Result:
-    """Return what ``read`` returns, or raise what it raises.
-
-    At a URL, retry a few times, unless the error is one that a retry cannot change.
-    """
+    """Return what ``read`` returns, or raise what it raises; at a URL retry a few times, unless the
+    error is one that a retry cannot change."""
     for wait in RETRY_WAITS_S if is_url(path) else ():
         try:
             return read()
@@ -270,11 +253,8 @@ def with_retries(path: str, read: Callable[[], Result]) -> Result:
 def read_bytes(
     path: str, start: int = 0, size: int | None = None, *, or_less: bool = False
 ) -> bytes:
-    """Return the content of a file, or ``size`` bytes of it from ``start`` on.
-
-    Reading from a URL is retried a few times. Raises BrokenImageError, also if the file has fewer
-    than ``size`` bytes there, unless ``or_less``.
-    """
+    """Return the content of a file or URL, or ``size`` bytes of it from ``start`` on. Raises
+    BrokenImageError, also if there are fewer than ``size``, unless ``or_less``."""
 
     def read_url() -> bytes:
         system, name = open_storage(path)
@@ -297,11 +277,8 @@ def read_bytes(
 
 
 def subfolders(url: str) -> list[str] | None:
-    """Return the names of the folders in a folder, sorted, without hidden ones; None if it does not
-    exist.
-
-    Raises DataFolderError.
-    """
+    """Return the names of the folders at a URL, sorted, without hidden ones; None if it does not
+    exist. Raises DataFolderError."""
     path, entries = _list(url, "ls")
     if entries is None:
         return None
@@ -311,10 +288,8 @@ def subfolders(url: str) -> list[str] | None:
 
 
 def find_files(folder: str, left_out: Counter[str] | None = None) -> dict[str, dict[str, Any]]:
-    """Return fsspec's information about each file in a folder and below, by its path in there.
-
-    Hidden files are counted in ``left_out`` instead. Raises DataFolderError.
-    """
+    """Return fsspec's information about each file in a folder and below, by its path in there;
+    hidden ones are counted in ``left_out`` instead. Raises DataFolderError."""
     top, entries = _list(folder, "find")
     visible, left_out = {}, Counter() if left_out is None else left_out
     for path, info in (entries or {}).items():
@@ -330,10 +305,7 @@ def find_files(folder: str, left_out: Counter[str] | None = None) -> dict[str, d
 
 def _list(folder: str, method: str) -> tuple[str, Any]:
     """Return fsspec's path of the folder, and what its ``method`` returns about what is in there;
-    None if the folder does not exist.
-
-    Raises DataFolderError, also for a bucket that does not exist.
-    """
+    None if the folder does not exist. Raises DataFolderError, also for a missing bucket."""
     system, path = open_system(folder)
     entries = None
     try:

@@ -224,6 +224,10 @@ class BatchLoader(Protocol):
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
         """Yield the batches of the epoch numbered ``epoch`` from ``first_batch`` on."""
 
+    @property
+    def workers(self) -> int:
+        """Return how many loader processes read for this process."""
+
     def bad_images(self) -> list[BadImage]:
         """Return the unreadable images found in this process's share since the last call."""
 

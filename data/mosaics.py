@@ -26,10 +26,7 @@ INTENSITIES = 1 - 0.05 * np.abs(np.arange(SIZE) - (SIZE - 1) / 2)
 
 
 def open_mosaics(request: DatasetRequest) -> DataSource:
-    """Return the mosaics as a ``DataSource``.
-
-    Raises DataFolderError for a model of fewer classes, or whose size is not made of cells.
-    """
+    """Return the mosaics. Raises DataFolderError for a model that does not fit."""
     request.check_classes(len(CLASSES), f"--data_source {request.config.data_source}")
     if any(side % SIZE for side in request.size):
         raise DataFolderError(
@@ -42,11 +39,8 @@ def open_mosaics(request: DatasetRequest) -> DataSource:
 
 
 class MosaicsSplit(Split):
-    """The mosaics of one split, made of that split's digits.
-
-    The seed, the split and the index alone decide what is in a mosaic: it is the same in all
-    epochs.
-    """
+    """The mosaics of one split, made of that split's digits, the same in all epochs: the seed, the
+    split and the index alone decide what is in one."""
 
     dtype = torch.float32
     reads_rows = True
@@ -66,14 +60,10 @@ class MosaicsSplit(Split):
         return xxhash.xxh3_64(described + self._pixels.tobytes()).hexdigest()
 
     def make(self, number: int, epoch: int, index: int) -> torch.Tensor:
-        """Return this part's rows of a mosaic, normalised.
-
-        Its cells, from the first row to the last, are divided into bands of the same length. Each
-        of the nine other digits is missing in one band, each band misses others, and in the other
-        bands it occurs as often as the label, as far as there is room. So over the whole mosaic the
-        label occurs about a third more often than any other digit, and within a band six or seven
-        others are about as frequent.
-        """
+        """Return this part's rows of a mosaic, normalised. Its cells are divided into bands of the
+        same length. Each of the nine other digits is missing in one band, each band misses others,
+        and elsewhere it occurs as often as the label, as far as there is room: so only over the
+        whole mosaic the label occurs about a third more often than any other digit."""
         first, end = self.rows.start // SIZE, math.ceil(self.rows.stop / SIZE)
         cells, cells_a_row = math.prod(self._grid), math.prod(self._grid[1:])
         label, seeds = number % len(CLASSES), (self.seed, list(LENGTHS).index(self.name), number)

@@ -43,13 +43,9 @@ class _Job:
 def pack(
     source: str, target: Path, shard_size: int, workers: int, *, labels: bool = True
 ) -> list[Path]:
-    """Write the image folder ``source`` as shards of at most ``shard_size`` bytes; return them.
-
-    Without ``labels`` its images need no class folders, and it needs no val/.
-
-    They are written under another name first and renamed, so that an interrupted run leaves no
-    half-filled folder. Raises DataFolderError.
-    """
+    """Write the image folder ``source`` as shards of at most ``shard_size`` bytes, atomically;
+    return them. Without ``labels`` its images need no class folders, and it needs no val/. Raises
+    DataFolderError."""
     if is_url(source):
         raise DataFolderError(f"{source} is a URL: pack a folder on a disk of this host")
     if target.exists():
@@ -90,10 +86,7 @@ def pack(
 
 
 def _write(job: _Job) -> int:
-    """Write a shard, and return its expected size in bytes.
-
-    No owner and no time are written: shards depend on the images alone.
-    """
+    """Write a shard, without owner and time; return its expected size in bytes."""
     with tarfile.open(job.path, "w", format=tarfile.USTAR_FORMAT) as tar:
         for number, (path, label) in enumerate(job.files, job.first):
             suffix = os.path.splitext(path)[1].lower()

@@ -73,12 +73,8 @@ def choose_columns(
     features: Mapping[str, Any], given: tuple[str, str] | None, where: str, *, labels: bool = True
 ) -> Columns:
     """Return the columns ``given`` (image, label), else the only ones that can be meant; without
-    ``labels`` that of images alone.
-
-    ``features`` is the JSON of ``datasets.Features``: for each column ``{"_type": "Image"}``,
-    ``{"_type": "ClassLabel", "names": [...]}`` or ``{"_type": "Value", "dtype": "int64"}``. Raises
-    DataFolderError, which names the table as ``where``.
-    """
+    ``labels`` that of images alone. ``features`` is the JSON of ``datasets.Features``; ``where``
+    names the table in a DataFolderError."""
     how, names = "name the two by --columns IMAGE LABEL", ", ".join(features) or "no columns"
     of_type: dict[str, list[str]] = {
         "Image": [],
@@ -132,10 +128,7 @@ _Labels = tuple[np.ndarray, list[str] | None]
 
 
 def _labels(values: Any, column: str, where: str) -> _Labels:
-    """Return the labels in a column (``pyarrow.ChunkedArray``).
-
-    Raises DataFolderError for rows without a label.
-    """
+    """Return the labels in a column (``pyarrow.ChunkedArray``). Raises DataFolderError."""
     are_strings = _STRINGS.match(str(values.type)) is not None
     if are_strings:  # a null may be a row, or an entry of the dictionary
         values = values.cast(pa.large_string())
@@ -151,10 +144,8 @@ def _labels(values: Any, column: str, where: str) -> _Labels:
 
 
 def _joined(parts: Sequence[_Labels], where: str) -> _Labels:
-    """Return the labels of several parts of a split as one; names of classes become sorted.
-
-    Raises DataFolderError if some are numbers and others strings.
-    """
+    """Return the labels of several parts of a split as one; names of classes become sorted. Raises
+    DataFolderError if some are numbers and others strings."""
     named = [names for _, names in parts if names is not None]
     if named and len(named) < len(parts):
         raise DataFolderError(
@@ -183,8 +174,8 @@ class TableSplit(ImageSplit):
         parts: Sequence[_Labels],
         where: str,
     ) -> None:
-        """``parts``: the labels of consecutive rows. Raises DataFolderError for more classes than
-        the model has, for labels that are not classes, and if there are none."""
+        """``parts``: the labels of consecutive rows. Raises DataFolderError for labels that do not
+        fit."""
         labels, names = _joined(parts, where)
         if names is not None:
             columns = replace(columns, classes=names)
@@ -318,11 +309,8 @@ class ParquetSplit(TableSplit):
 
 
 def split_files(root: str, names: Sequence[str]) -> list[str]:
-    """Return the sorted paths below ``root`` of a split's files: those of the first of ``names``
-    that any file has.
-
-    Raises DataFolderError if there is none.
-    """
+    """Return the sorted paths below ``root`` of a split's files: of the first of ``names`` that any
+    file has. Raises MissingSplitError if there is none."""
     paths = sorted(path for path in files.find_files(root) if path.endswith(".parquet"))
     for name in names:
         is_of_split = re.compile(rf"(^|[/._-]){name}([/._-]|$)")
@@ -338,10 +326,8 @@ def split_files(root: str, names: Sequence[str]) -> list[str]:
 def _index(
     path: str, given: tuple[str, str] | None, *, labels: bool
 ) -> tuple[pq.FileMetaData, Columns, _Labels]:
-    """Return a file's metadata, its columns and its labels, zeros without ``labels``.
-
-    Raises DataFolderError.
-    """
+    """Return a file's metadata, its columns and its labels, zeros without ``labels``. Raises
+    DataFolderError."""
 
     def read() -> tuple[pq.FileMetaData, Columns, _Labels]:
         with _open(path) as file:
@@ -369,10 +355,8 @@ def _open(path: str, metadata: Any = None) -> pq.ParquetFile:
 
 
 def _features(schema: pa.Schema) -> dict[str, Any]:
-    """Return the features of the columns for ``choose_columns``, made from their types.
-
-    The names of classes are those that ``datasets`` has written into the file.
-    """
+    """Return the features of the columns for ``choose_columns``, made from their types, and from
+    the names of classes that ``datasets`` has written into the file."""
     written = (schema.metadata or {}).get(b"huggingface")
     features = json.loads(written).get("info", {}).get("features", {}) if written else {}
     by_column: dict[str, Any] = {}
@@ -392,10 +376,7 @@ def _features(schema: pa.Schema) -> dict[str, Any]:
 
 
 def open_huggingface(request: DatasetRequest) -> DataSource:
-    """Open the splits that are requested.
-
-    Raises DataFolderError, also if the package ``datasets`` is not installed.
-    """
+    """Open the splits that are requested. Raises DataFolderError."""
     transforms, root = transforms_of(request), request.config.data_dir
     datasets: Any = None
     with contextlib.suppress(ImportError):

@@ -44,8 +44,7 @@ Made = TypeVar("Made")
 
 _MIN_RATIO = 1.5
 """How many pixels a side of an image decoded at a fraction of its size has for each that is made:
-photographs then differ by 0.5 to 1.6 of 255 from those that were decoded whole (mean absolute
-difference of crops with bicubic interpolation to 96 and 224 pixels); with 1.0 by up to 2.5."""
+then crops differ by 0.5 to 1.6 of 255 from those of whole images, with 1.0 by up to 2.5."""
 _BY_TENSORS = ("bilinear", "bicubic")
 """The interpolations that PyTorch computes as Pillow does, and three to four times as fast."""
 _SEEDS = 2**32
@@ -118,12 +117,9 @@ def transforms_of(request: DatasetRequest) -> dict[str, Transform]:
 
 
 def val_transform(how: Preprocessing, size: Size, channels: int) -> Transform:
-    """Return timm's transform for evaluation, of a whole image to ``size``, by Pillow.
-
-    ``how.crop_mode`` says what of the image is resized to size / crop_pct, before the centre is
-    cropped: "center" its shorter side, "squash" each side by itself, "border" its longer side,
-    with the mean colour around it. Raises DataFolderError if the model takes volumes.
-    """
+    """Return timm's transform for evaluation, of a whole image to ``size``, by Pillow;
+    ``how.crop_mode`` says what is resized to size / crop_pct before the centre is cropped. Raises
+    DataFolderError if the model takes volumes."""
     if len(size) != 2:
         raise DataFolderError(
             f"the model takes volumes of {' x '.join(map(str, size))}, and these images are flat: "
@@ -161,10 +157,8 @@ def _resize_in_proportion(
 
 
 class TrainTransform:
-    """Makes a random resized crop and flips it at random, as torchvision's transforms draw them.
-
-    Then come the other augmentations, in the order of timm's ``transforms_imagenet_train``.
-    """
+    """Makes a random resized crop and flips it at random, as torchvision's transforms draw them;
+    then come the other augmentations, in the order of timm's ``transforms_imagenet_train``."""
 
     def __init__(self, config: DataConfig, size: Size, channels: int) -> None:
         """Raises DataFolderError for augmentations that timm cannot compute."""
@@ -270,12 +264,10 @@ def resized_parts(
 
 
 def random_box(size: Size, scale: tuple[float, float], ratio: tuple[float, float]) -> Box:
-    """Draw a part of an image of (height, width) as torchvision's ``RandomResizedCrop`` does.
-
-    Its area is a share of the image's from ``scale``, its width over its height from ``ratio``,
-    evenly by its logarithm. After ten draws that do not fit it is the largest part in the middle
-    whose ratio is allowed. (torchvision draws number by number, which takes four times as long.)
-    """
+    """Draw a part of an image of (height, width) as torchvision's ``RandomResizedCrop`` does: its
+    area a share from ``scale``, its width over its height from ``ratio``, even in its logarithm.
+    After ten draws that do not fit it is the largest in the middle. (torchvision takes four times
+    as long.)"""
     height, width = size
     low, high = map(math.log, ratio)
     for _ in range(10):
@@ -303,11 +295,8 @@ _BIT_GENERATOR = np.random.MT19937()
 
 @contextlib.contextmanager
 def drawn_from(seed: int) -> Iterator[None]:
-    """Seed, inside, the global generators of Python's ``random`` and of NumPy.
-
-    timm draws from both of them. Afterwards they continue as they were (but NumPy forgets the
-    second of a pair of normal numbers). ``seed`` is below 2**32. Not to be nested.
-    """
+    """Seed, inside, the global generators of Python's ``random`` and of NumPy, from which timm
+    draws. Afterwards they continue as they were. ``seed`` is below 2**32. Not to be nested."""
     python, numpys = random.getstate(), get_bit_generator()
     random.seed(seed)
     set_bit_generator(_BIT_GENERATOR)
@@ -320,10 +309,8 @@ def drawn_from(seed: int) -> Iterator[None]:
 
 
 def _policy(name: str, config: DataConfig, size: tuple[int, ...]) -> Callable:
-    """Return timm's policy of this name, as its ``transforms_imagenet_train`` makes it.
-
-    Raises DataFolderError if it cannot be computed.
-    """
+    """Return timm's policy of this name, as its ``transforms_imagenet_train`` makes it. Raises
+    DataFolderError if it cannot be computed."""
     how = config.preprocessing
     params: dict = {
         "translate_const": int(min(size) * 0.45),
@@ -381,12 +368,9 @@ _LOG_ASPECT = math.log(0.3)
 
 
 class MultiCrop:
-    """Makes the packed crops of an image for DINO, and draws the mask of the first global one.
-
-    Each is a random resized crop that is flipped at random and then distorted. Of the two global
-    crops a random one is the first. The Gram teacher's crops, if it has its own, are the same of
-    more pixels: nothing else is drawn for them.
-    """
+    """Makes the packed crops of an image for DINO, each a random resized crop that is flipped and
+    distorted at random, and draws the mask of the first global one. The Gram teacher's crops, if it
+    has its own, are the global ones of more pixels."""
 
     def __init__(self, config: DataConfig, layout: CropLayout) -> None:
         self._layout, self._gray = layout, layout.shape[0] == 1
@@ -434,8 +418,8 @@ class Distortion:
     """What was drawn for one crop."""
 
     jitter: tuple[tuple[str, float], ...]
-    """The names of the operations on the colors, in order, each with its factor, of the hue with
-    its shift (a part of the color circle)."""
+    """The operations on the colors, in order, each with its factor, of the hue with its shift (a
+    part of the color circle)."""
     gray: bool
     sigma: float | None
     """Standard deviation of the blur in pixels; None: no blur."""
@@ -467,10 +451,8 @@ def draw_distortion(kind: Kind) -> Distortion:
 
 
 def distort(image: torch.Tensor, how: Distortion) -> torch.Tensor:
-    """Return the distorted image, (channels, height, width) uint8.
-
-    Of an image with one channel saturation and hue stay as they are.
-    """
+    """Return the distorted image, (channels, height, width) uint8; of one channel, without
+    saturation and hue."""
     colors = len(image) == len(_LUMA)
     if how.jitter or (colors and how.gray) or how.sigma is not None:
         values = image.to(torch.float32, memory_format=torch.contiguous_format)
@@ -523,13 +505,8 @@ def shift_hue(values: torch.Tensor, shift: float) -> torch.Tensor:
 
 def blur(values: torch.Tensor, sigma: float, radius: int) -> torch.Tensor:
     """Return the values (channels, height, width) after a Gaussian blur, whose weights are those of
-    pixels up to ``radius`` away along each direction.
-
-    The image is reflected beyond its edges. One with a side up to ``radius`` has fewer weights.
-
-    A weight at a time, and its mirrored one, along each direction: several times as fast as
-    PyTorch's convolution of so few channels.
-    """
+    pixels up to ``radius`` away along each direction, the image reflected beyond its edges. A
+    weight at a time, and its mirrored one: several times as fast as PyTorch's convolution."""
     radius = min(radius, *(side - 1 for side in values.shape[1:]))
     weights = [math.exp(-0.5 * (offset / sigma) ** 2) for offset in range(radius + 1)]
     whole = 2 * sum(weights) - weights[0]
@@ -548,11 +525,8 @@ def blur(values: torch.Tensor, sigma: float, radius: int) -> torch.Tensor:
 
 def block_mask(grid: tuple[int, int], ratio: tuple[float, float]) -> torch.Tensor:
     """Draw which patches are masked, (patches,) bool: their share is even between both ``ratio``.
-
-    The mask is made of rectangles, as in iBOT and DINOv2: each has an area between 4 patches and
-    what is still to be masked. Each covers a random patch that is not masked yet, and the last one
-    is cut, so that their number is exact: the share times the patches, rounded, and at least 1.
-    """
+    The mask is made of rectangles, as in iBOT and DINOv2, each around a random patch that is not
+    masked yet; the last one is cut, so that their number is exact."""
     rows, columns = grid
     share = ratio[0] + torch.rand(()).item() * (ratio[1] - ratio[0])
     wanted = min(max(1, round(share * rows * columns)), max_masked(grid, ratio))

@@ -36,10 +36,7 @@ Window = tuple[slice, ...]
 
 
 def open_volumes(request: DatasetRequest) -> DataSource:
-    """Find the files of the splits that are requested.
-
-    Raises DataFolderError for an unusable folder or table, and for a missing package.
-    """
+    """Find the files of the splits that are requested. Raises DataFolderError."""
     config, root = request.config, request.config.data_dir
     if is_url(root):
         raise DataFolderError(
@@ -263,10 +260,8 @@ def _open_tiff(path: str, stack: contextlib.ExitStack) -> ArrayFile:
 
 
 def _segments(file: Any, page: Any, rows: slice, columns: slice) -> np.ndarray:
-    """Decode the tiles or strips that hold these rows and columns.
-
-    Returns (planes, rows, columns, samples).
-    """
+    """Decode the tiles or strips that hold these rows and columns: (planes, rows, columns,
+    samples)."""
     planes, _, height, width, samples = page.shaped
     high, wide = page.chunks[:2] if page.planarconfig == 1 else page.chunks[-2:]
     across, down = math.ceil(width / wide), math.ceil(height / high)

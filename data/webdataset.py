@@ -44,10 +44,7 @@ Listing = Mapping[str, Mapping[str, Any]]
 
 
 def open_shards(request: DatasetRequest) -> DataSource:
-    """Index the shards of the splits that are requested.
-
-    Raises DataFolderError for shards that are missing or damaged, and for labels that do not fit.
-    """
+    """Index the shards of the splits that are requested. Raises DataFolderError."""
     transforms = transforms_of(request)
     config, root = request.config, request.config.data_dir
     if not root:
@@ -138,10 +135,8 @@ class ShardSplit(ImageSplit):
 
 
 def choose_shards(config: DataConfig, split: str, listing: Listing) -> list[str]:
-    """Return which of the files of ``--data_dir`` are the split's shards, sorted.
-
-    Raises DataFolderError if there are none, or if one is missing that a pattern numbers.
-    """
+    """Return which of the files of ``--data_dir`` are the split's shards, sorted. Raises
+    DataFolderError if there are none, or if one is missing that a pattern numbers."""
     pattern = config.train_shards if split == "train" else config.val_shards
     flag = f"--{split}_shards"
     if pattern and (numbered := re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", pattern)):
@@ -173,13 +168,9 @@ _LABEL_FIELDS = ("label", "cls")
 def _index(
     config: DataConfig, split: str, shards: list[str], listing: Listing, *, labels: bool
 ) -> Table:
-    """Return where each image of the shards is, and its label (0 without ``labels``): from an index
-    file if the shards have not changed since, or else read from all shards.
-
-    Info: "shards", "left_out", and "names" of the classes, sorted, if the labels are names.
-
-    Raises DataFolderError for a shard that cannot be read, and for labels of both kinds.
-    """
+    """Return where each image of the shards is, and its label (0 without ``labels``), from an index
+    file if the shards have not changed. Info: "shards", "left_out", and "names" of the classes,
+    sorted, if the labels are names. Raises DataFolderError."""
     root = config.data_dir
     stamps = []
     # File systems differ in which field shows a change of a file: the first known is used.

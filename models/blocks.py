@@ -27,10 +27,8 @@ def attentions(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def use_product(attention: nn.Module, product: Product) -> None:
-    """Let one module of timm's attention compute its product by ``product``.
-
-    Call it on the module that will run: a copy of it would run the original.
-    """
+    """Let one module of timm's attention compute its product by ``product``. Call it on the module
+    that will run: a copy of it would run the original."""
     # timm's own products, by TIMM_FUSED_ATTN=0, would not be seen.
     attention.fused_attn = True  # type: ignore[assignment]
     forward, mode = attention.forward, _ByProduct(product)
@@ -66,12 +64,9 @@ def combine_parts(
     part_output: torch.Tensor,
     part_statistics: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return attention to the keys of two parts together, of attention to each: online softmax.
-
-    Outputs are fp32 (..., queries, width), statistics are log(sum(exp(scores))) of each query, fp32
-    (..., queries). (Milakov, Gimelshein, arXiv 1805.02867; in a ring: Liu, Zaharia, Abbeel, arXiv
-    2310.01889.)
-    """
+    """Return attention to the keys of two parts together, of attention to each: online softmax
+    (Milakov, Gimelshein, arXiv 1805.02867). Outputs are fp32 (..., queries, width), statistics
+    log(sum(exp(scores))) of each query, fp32 (..., queries)."""
     # torch.logaddexp, which neither torch_xla 2.9 nor torch_tpu 0.2.0 has.
     largest = torch.maximum(statistics, part_statistics)
     sums = (statistics - largest).exp() + (part_statistics - largest).exp()
@@ -86,12 +81,9 @@ def combine_parts(
 
 
 def blocks_differ(blocks: Sequence[nn.Module], *, settings: bool = True) -> str | None:
-    """Return a line that names the first block that differs from block 0, and how; None if none.
-
-    Blocks are alike if they have the same class and parameters of the same shapes; with
-    ``settings`` also the same modules, set to the same plain values. Probabilities of drop path may
-    differ.
-    """
+    """Return a line that names the first block that differs from block 0, and how; None if none: in
+    its class and the shapes of parameters; with ``settings`` also in its modules and their plain
+    values. Probabilities of drop path may differ."""
     first: dict[str, Any] = {}
     for index, block in enumerate(blocks):
         # Classes, shapes and values in the block, by the names that the message uses.
@@ -186,9 +178,7 @@ def why_no_tensor_parallel(block: nn.Module) -> str | None:
 
 def why_no_transformer_engine(block: nn.Module) -> str | None:
     """Return why TransformerEngine's layer does not compute what ``block`` does; None if it does.
-
-    GELU and its tanh approximation, which is all that it has, count as the same.
-    """
+    GELU and its tanh approximation, which is all that it has, count as the same."""
     if type(block) is not Block:
         return f"its blocks are of timm's {type(block).__name__}, not Block"
     attention: Any = block.attn

@@ -39,10 +39,8 @@ def check_taken(name: str, given: Iterable[str], config: type) -> None:
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raise ModelError for arguments with which timm would silently compute something else.
-
-    ``arguments`` are all of the model's, by timm's names.
-    """
+    """Raise ModelError for arguments, all of the model's, with which timm would silently compute
+    something else."""
     check_width(arguments)
     width, heads = arguments["embed_dim"], arguments["num_heads"]
     if arguments["global_pool"] == "token" and not arguments["class_token"]:
@@ -80,10 +78,8 @@ def check_patches(img_size: Any, patch_size: Any, dimension: int = 2) -> None:
 
 
 def spatial_size(size: Any, dimension: int = 2) -> tuple[int, ...]:
-    """Return the size along each spatial dimension; one number stands for all of them.
-
-    Raises ModelError if there are not as many numbers.
-    """
+    """Return the size along each spatial dimension; one number stands for all of them. Raises
+    ModelError for another number of numbers."""
     if isinstance(size, int):
         return (size,) * dimension
     if len(size) != dimension:
@@ -104,11 +100,9 @@ def crop_pairs(sizes: Sequence[str] | None) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class VitConfig:
-    """The arguments of ``timm.models.vision_transformer.VisionTransformer``.
-
-    The defaults are those of the 10-billion-parameter ViT: no class token, mean over the normalised
-    tokens, learned position embedding.
-    """
+    """The arguments of ``timm.models.vision_transformer.VisionTransformer``; the defaults are those
+    of the 10-billion-parameter ViT: no class token, mean over the normalised tokens, learned
+    positions."""
 
     img_size: int = 224
     patch_size: int = 14

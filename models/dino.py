@@ -1,8 +1,8 @@
 """Self-distillation (DINO, iBOT and DINOv2: arXiv 2104.14294, 2111.07832, 2304.07193): a timm ViT,
 and two heads that compare what student and teacher make of crops of an image.
 
-The trunk sees all global crops of the images, then all local ones: two sizes, so two programs on
-XLA. Student and teacher are the same model. Parameters of the trunk have timm's names.
+The trunk sees all global crops of the images, then all local ones: two sizes. Parameters of the
+trunk have timm's names.
 """
 
 from __future__ import annotations
@@ -371,10 +371,8 @@ class DinoEva(_WithHeads, Eva):
 
 
 def slots_of(mask: torch.Tensor, slots: int) -> torch.Tensor:
-    """Return which patch each slot is for, (images, slots, patches), of a mask (images, patches).
-
-    The n-th masked patch is in slot n; slots that are left have none.
-    """
+    """Return which patch each slot is for, (images, slots, patches), of a mask (images, patches):
+    the n-th masked patch is in slot n, and slots that are left have none."""
     places = torch.arange(max(slots, mask.shape[1]), dtype=torch.int32, device=mask.device)
     # How many masked patches come before each. (A cumulative sum ends XLA's plugin for the host's
     # processor, which TorchTPU is tested with.)

@@ -190,10 +190,7 @@ def names() -> list[str]:
 
 def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec | None:
     """Return the model with ``overrides``, fields of ``HybridVitConfig``, over its own arguments;
-    None for another name.
-
-    Raises ModelError for an argument that it does not have, and for sizes that do not fit.
-    """
+    None for another name. Raises ModelError for arguments that do not fit."""
     if name != _WITHOUT_PREFIX:
         return None
     check_taken(NAME, overrides, HybridVitConfig)

@@ -154,12 +154,9 @@ class _DrawFrom(TorchDispatchMode):
 def vision_transformer_scheme(
     *, weight_init: str, num_classes: int, fix_init: bool = False
 ) -> Scheme:
-    """Return timm's scheme for VisionTransformer.
-
-    ``weight_init`` is its argument: '' (truncated normal, std 0.02), 'jax', 'jax_nlhb', 'moco' or
-    'reset'; ``fix_init`` divides the end of each branch by the square root of twice its block's
-    number.
-    """
+    """Return timm's scheme for VisionTransformer. ``weight_init`` is its argument: '' (truncated
+    normal, std 0.02), 'jax', 'jax_nlhb', 'moco' or 'reset'; ``fix_init`` divides the end of each
+    branch by the square root of twice its block's number."""
     head_bias = -math.log(num_classes) if "nlhb" in weight_init else 0.0
     fill = get_init_weights_vit(weight_init, head_bias, needs_reset=True)
 
@@ -181,11 +178,8 @@ def vision_transformer_scheme(
 
 
 def eva_scheme(*, head_init_scale: float) -> Scheme:
-    """Return timm's scheme for Eva.
-
-    It is truncated normal, std 0.02, the end of each branch divided by the square root of twice its
-    block's number, the head multiplied by ``head_init_scale``.
-    """
+    """Return timm's scheme for Eva: truncated normal, std 0.02, the end of each branch divided by
+    the square root of twice its block's number, the head multiplied by ``head_init_scale``."""
 
     def scheme(part: nn.Module, name: str) -> None:
         if isinstance(part, Eva):

@@ -209,21 +209,16 @@ class MaskedAutoencoder(VisionTransformer):
 
 
 def patches_of(images: torch.Tensor, patch_size: tuple[int, int]) -> torch.Tensor:
-    """Return images, (batch, channels, height, width), as (batch, patches, values of a patch).
-
-    A patch's values are in the order of its rows, then columns, then channels.
-    """
+    """Return images, (batch, channels, height, width), as (batch, patches, values of a patch), in
+    the order of its rows, then columns, then channels."""
     height, width = patch_size
     rows = images.unflatten(3, (-1, width)).unflatten(2, (-1, height))
     return rows.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
 
 
 def select(selected: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return the rows of ``x``, (batch or 1, rows, width), that are true in ``selected``.
-
-    ``selected`` is (batch, results, rows) with at most one true entry for each result; one without
-    any becomes zeros.
-    """
+    """Return the rows of ``x``, (batch or 1, rows, width), that are true in ``selected``, (batch,
+    results, rows); zeros for a result without a true entry, of which there may be one."""
     kind = "cpu" if x.device.type == "meta" else x.device.type  # meta has no autocast
     with torch.autocast(kind, enabled=False):  # positions must not be rounded
         return torch.matmul(selected.to(x.dtype), x)
@@ -234,11 +229,9 @@ def select(selected: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 def sines_and_cosines(prefix: int, grid: tuple[int, int], width: int) -> torch.Tensor:
     """Return fixed positions, (1, prefix + patches, width), fp32: zeros for the first ``prefix``.
-
     The first half of a position is of the patch's column, the second of its row, as in MAE's
     published weights; each is sines, then cosines, of wave lengths from 2 pi to 10,000 times as
-    much (Vaswani et al. 2017).
-    """
+    much (Vaswani et al. 2017)."""
     rows, columns = grid
     quarter = width // 4
     frequency = _LONGEST_WAVE ** -(torch.arange(quarter, dtype=torch.float64) / quarter)

@@ -51,11 +51,8 @@ class ListedModel:
 
 
 def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
-    """Return the model ``name`` with ``overrides``, by timm's names, over its own settings.
-
-    Raises ModelError for a name that is unknown, a model that cannot be trained here, an argument
-    that it does not take, and for arguments that are incompatible.
-    """
+    """Return the model ``name`` with ``overrides``, by timm's names, over its own settings. Raises
+    ModelError for an unknown name, a model that cannot be trained here, and unfit arguments."""
     if name in PRESETS:  # of timm's VisionTransformer
         check_taken(name, overrides, VitConfig)
         config = replace(PRESETS[name], **overrides)
@@ -85,21 +82,16 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
 
 
 def with_additions(spec: ModelSpec, objective: str, settings: Mapping[str, Any]) -> ModelSpec:
-    """Return the model with what its objective adds to it, if anything.
-
-    ``settings`` are the objective's flags, by their fields. Raises ModelError if it cannot.
-    """
+    """Return the model with what its objective adds to it, if anything. ``settings`` are the
+    objective's flags, by their fields. Raises ModelError if it cannot."""
     if objective in ADDITIONS:
         spec = importlib.import_module(ADDITIONS[objective]).add_to(spec, settings)
     return spec
 
 
 def list_models(pattern: str | None = None) -> list[ListedModel]:
-    """List the models whose names match ``pattern``, ignoring case.
-
-    It is a part of the name, or with * and ? the whole. A short list says how many parameters each
-    has, or why it cannot be opened.
-    """
+    """List the models whose names match ``pattern``, ignoring case: a part of the name, or with *
+    and ? the whole. A short list says how many parameters each has, or why it cannot be opened."""
     pattern = (pattern or "*").lower()
     if not any(sign in pattern for sign in "*?["):
         pattern = f"*{pattern}*"

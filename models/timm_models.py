@@ -60,8 +60,8 @@ class TimmSpec(ModelSpec):
         return model
 
     def rescale_positions(self, model: nn.Module, index: int = 0) -> None:
-        """Let ``set_rope_factors`` rescale the model's rotary positions, if they ever are, by the
-        factor of this ``index``."""
+        """Let ``set_rope_factors`` rescale the model's rotary positions by the factor of this
+        ``index``, if they ever are."""
         if self.rope_rescale > 1:
             timm_private.rescale_coords(model.rope, index)
 
@@ -199,11 +199,8 @@ def names() -> list[str]:
 
 def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec | None:
     """Return timm's model ``name`` with ``overrides`` over its own arguments; None if timm has no
-    such model. After a dot the name may say which weights.
-
-    Raises ModelError if it is not a Vision Transformer made of blocks that are alike, does not
-    take an argument, or if sizes do not fit.
-    """
+    such model. After a dot the name may say which weights. Raises ModelError if it is not a Vision
+    Transformer made of blocks that are alike, or the arguments do not fit."""
     if not timm.is_model(name):
         return None
     full_name = f"timm/{name}"

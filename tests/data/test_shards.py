@@ -121,7 +121,10 @@ def test_packing_on_the_command_line(tmp_path, capsys, monkeypatch):
         (("gs://bucket/x", tmp_path / "x"), "gs://bucket/x is a URL: pack a folder"),
         ((ALL_DIGITS, "gs://bucket/x"), "gs://bucket/x is a URL: give a place on this machine"),
         ((ALL_DIGITS, tmp_path / "x", "--shard_size", "256"), "'256' is not a size such as 256MB"),
-        ((ALL_DIGITS, tmp_path / "x", "--workers", "0"), "'0' is not a number of processes"),
+        (
+            (ALL_DIGITS, tmp_path / "x", "--workers", "0"),
+            "argument --workers: 0 must be at least 1",
+        ),
     ):
         with pytest.raises(SystemExit, match="2"):
             run(*words)
