@@ -98,8 +98,8 @@ def is_server(args: argparse.Namespace) -> bool:
         if args.rdzv_id:  # the address is another node's, or another node of this machine serves
             return False
         raise Mistake(
-            f"port {args.port} cannot be served on this machine ({error.strerror}): "
-            "set MASTER_PORT, the same on all nodes"
+            f"port {args.port} cannot be served on this machine: {error.strerror}: set "
+            "MASTER_PORT, the same on all nodes"
         ) from None
     return True
 
