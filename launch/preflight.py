@@ -7,7 +7,6 @@ program, and a node that comes later finds the same run there.
 """
 
 import argparse
-import errno
 import json
 import os
 import socket
@@ -98,12 +97,10 @@ def is_server(args: argparse.Namespace) -> bool:
     except OSError as error:
         if args.rdzv_id:  # the address is another node's, or another node of this machine serves
             return False
-        if error.errno == errno.EADDRINUSE:
-            raise Mistake(
-                f"port {args.port} is in use on this machine, by another run perhaps: "
-                "set MASTER_PORT, the same on all nodes"
-            ) from None
-        raise Mistake(f"port {args.port}: {error.strerror}: set MASTER_PORT") from None
+        raise Mistake(
+            f"port {args.port} cannot be served on this machine: {error.strerror}: set "
+            "MASTER_PORT, the same on all nodes"
+        ) from None
     return True
 
 

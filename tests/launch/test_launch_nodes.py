@@ -97,7 +97,7 @@ def test_refusals_say_what_to_change(executor):
         wait_for_nodes(arguments(port, 1, nodes=2))
     with pytest.raises(Mistake, match="RDZV_ID is 'a' here, but '' on the other nodes at"):
         wait_for_nodes(arguments(port, 1, rdzv_id="a"))
-    with pytest.raises(Mistake, match=f"port {port} is in use on this machine"):
+    with pytest.raises(Mistake, match=f"port {port} cannot be served on this machine"):
         wait_for_nodes(arguments(port, 0))
     nodes.append(wait_in_thread(executor, port, 2))
     assert [node.result()[1] for node in nodes] == [True, False, False]
