@@ -66,6 +66,9 @@ _CHUNK = 1 << 24
 _LONGEST_HEADER = 1 << 20
 _PART_NAME = re.compile(r"part_(\d+)")
 
+_NOTHING_DONE: dict[str, Any] = {"bytes": 0, "write_s": 0.0, "copy_s": 0.0, "problem": None}
+"""What a process has done for a save, besides its step."""
+
 Save = tuple[int, str]
 """A step, and the start of the run that has saved it."""
 
@@ -402,16 +405,17 @@ class LocalTier:
             except Exception as error:  # noqa: BLE001 - out of memory, say: the next one is tried
                 self._writing = Future()
                 problem = f"it could not be copied ({checkpoint.reason_of(error)})"
-                self._writing.set_result(_result(step, problem=problem))
+                self._writing.set_result(_NOTHING_DONE | {"step": step, "problem": problem})
             else:
                 self._writing = in_background(lambda: self._write(step, copy, oldest))
         return figures
 
     def _write(self, step: int, content: dict[str, Any], oldest: int) -> dict[str, Any]:
-        """Write this process's part and send it; in a thread. Returns a ``_result``."""
-        path, save = self._path(self._part, step), (step, self._start)
-        size, began, written = bytes_of(content), time.perf_counter(), None
+        """Write this process's part and send it; in a thread. Returns what ``save`` reports."""
+        path, save, is_written = self._path(self._part, step), (step, self._start), False
+        result = _NOTHING_DONE | {"step": step}
         try:
+            began = time.perf_counter()
             self._remove(lambda number: number >= oldest)
             with self._lock:
                 self._have.discard((self._part, save))
@@ -430,19 +434,19 @@ class LocalTier:
             checkpoint.write_manifest(path, files | checkpoint.entries(path, [PART_FILE]))
             with self._lock:
                 self._have.add((self._part, save))
-            written = time.perf_counter()
-            if self._peer is None:
-                return _result(step, size, written - began)
-            self._send(path, self._part, save, self._peer)
+            is_written, written = True, time.perf_counter()
+            result |= {"bytes": bytes_of(content), "write_s": written - began}
+            if self._peer is not None:
+                self._send(path, self._part, save, self._peer)
+                result["copy_s"] = time.perf_counter() - written
         except BaseException as error:  # noqa: BLE001 - as in saver.py: it may be DCP's own
             reason = checkpoint.reason_of(error)
-            if written is None:
+            result["problem"] = f"no copy at {self._name(self._peer or 0)} ({reason})"
+            if not is_written:
+                result["problem"] = f"it could not be written to {self.folder} ({reason})"
                 with contextlib.suppress(OSError):
                     remove(path)  # the next one may need its room
-                return _result(step, problem=f"it could not be written to {self.folder} ({reason})")
-            problem = f"no copy at {self._name(self._peer or 0)} ({reason})"
-            return _result(step, size, written - began, problem=problem)
-        return _result(step, size, written - began, time.perf_counter() - written)
+        return result
 
     def complete(self) -> None:
         """Remove all parts, unless one is still being written: the run has its last checkpoint in
@@ -548,19 +552,6 @@ def _address_towards(other: str) -> str:
             return probe.getsockname()[0]
         except OSError:
             return "127.0.0.1"
-
-
-def _result(
-    step: int, size: int = 0, write_s: float = 0.0, copy_s: float = 0.0, problem: str | None = None
-) -> dict[str, Any]:
-    """Return what a process has done for a save, as JSON; ``size``: the bytes of its part."""
-    return {
-        "step": step,
-        "bytes": size,
-        "write_s": write_s,
-        "copy_s": copy_s,
-        "problem": problem,
-    }
 
 
 def _peer_of(rank: int, folders: Sequence[str], replicas: int) -> int | None:
