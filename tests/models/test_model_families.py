@@ -203,20 +203,6 @@ def test_the_largest_of_timms_are_what_they_say():
     ("name", "overrides", "reason"),
     [
         ("vit_11b", {}, "there is no model vit_11b: is it vit_1"),
-        ("vit_7b_patch16_dinov3", {}, "is it timm/vit_7b_patch16_dinov3?"),
-        ("VIT_TINY_PATCH16_224", {}, "is it vit_tiny_patch16_224 or timm/vit_tiny_patch16_224?"),
-        ("Vit-10B", {}, "is it vit_10b?"),
-        ("timm/VIT_7B_PATCH16_DINOV3", {}, "is it timm/vit_7b_patch16_dinov3?"),
-        (
-            "vit_large_patch16_224.augreg_in21k",
-            {},
-            "is it vit_large_patch16_224 or timm/vit_large_patch16_224.augreg_in21k?",
-        ),
-        (
-            "vit_large_patch16_224.no_such_tag",
-            {},
-            "is it vit_large_patch16_224 or timm/vit_large_patch16_224?",
-        ),
         (
             "timm/vit_base_patch16_sapiens2",
             {"depth": 2},
@@ -229,13 +215,10 @@ def test_the_largest_of_timms_are_what_they_say():
             "timm gives it 12 key heads (num_kv_heads), which must divide it; leave num_heads out",
         ),
         ("timm/resnet50", {}, "is no Vision Transformer that is known here: it is timm's ResNet"),
-        ("timm/beit_base_patch16_224", {}, "it is timm's Beit"),
-        ("timm/deit_tiny_distilled_patch16_224", {}, "timm's VisionTransformerDistilled"),
         ("timm/vit_base_resnet50d_224", {}, "patch embedding that is not known: HybridEmbed"),
         ("timm/vit_large_patch16_sapiens2", {}, "blocks that differ: in block 8 attn.k_proj.w"),
         ("timm/vit_base_patch16_224.none", {}, "Invalid pretrained tag"),
         ("timm/vit_small_patch16_dinov3", {"qkv_biases": 1}, "does not take qkv_biases (it is ti"),
-        ("timm/vit_small_patch16_dinov3", {"weight_init": "jax"}, "does not take weight_init"),
         ("timm/vit_small_patch16_dinov3", {"img_size": 250}, "img_size 250 is not a multiple of"),
         ("timm/vit_small_patch16_dinov3", {"embed_dim": 36}, "width is a multiple of 4: embed_dim"),
         ("vit_10b", {"swiglu_mlp": True}, "vit_10b does not take swiglu_mlp; it takes img_size"),
@@ -243,7 +226,6 @@ def test_the_largest_of_timms_are_what_they_say():
         ("vit_10b", {"mlp_ratio": 1e-4}, "mlp_ratio 0.0001 leaves no MLP"),
         ("vit_10b", {"global_pool": "token"}, "global_pool token requires class_token"),
         ("vit_10b", {"patch_drop_rate": 0.999}, "patch_drop_rate 0.999 leaves no patch"),
-        ("vit_10b", {"patch_size": 15}, "img_size 224 is not a multiple of patch_size 15"),
     ],
 )
 def test_what_cannot_be_is_told(name, overrides, reason):

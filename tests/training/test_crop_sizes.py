@@ -169,12 +169,7 @@ def test_one_compilation_a_pair(tmp_path):
         ("--crop_sizes 16x8 18x8", "--crop_sizes 18 is no whole number of patches of 4 x 4"),
         ("--crop_sizes 16x8 24x28", "--crop_sizes 24x28: the local crops are the larger ones"),
         ("--crop_sizes 16x8 --image_size 16 24", "global crops must be squares"),
-        ("--crop_sizes 16x8 --objective mae", "requires --objective dino, this is mae"),
         ("--crop_sizes 16x8 --fake_data", "--crop_sizes does nothing with --data_source fake"),
-        (
-            "--crop_sizes 16x8 --compile_only --tpu_topology v5e:2x2",
-            "incompatible with --compile_only",
-        ),
     ],
 )
 def test_mistakes(flags, line, capsys, tmp_path):

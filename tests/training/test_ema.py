@@ -27,11 +27,9 @@ from tests.references.plain_checkpoint import convert, tiny_timm_model
 from tests.references.plain_steps import evaluate
 from tests.resolved import on_xla
 from tests.short_runs import mistake
-from tests.usage_error import told_in_one_line
 from tools.convert import main as to_other_form
 from tools.plan.tpu import compile_words
 from tools.plan.tpu_search import TpuCandidate
-from torch_fsdp.devices import Cpu
 from training.backend import dataset_request
 from training.checkpoints.choose import find_resume
 from training.step_sizes import step_sizes
@@ -235,28 +233,6 @@ def check_use(run, tmp_path):
     (run.ckpt_dir / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     for which in ("best", "lowest_loss"):
         assert find_resume(run.ckpt_dir, which, 0).paths == [run.ckpt_dir / "step_5"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--model_ema --model_ema_decay 1", "1 must be at least 0 and below 1"),
-        ("--model_ema_decay 0.9", "--model_ema_decay 0.9 requires --model_ema"),
-        ("--model_ema_warmup", "--model_ema_warmup requires --model_ema"),
-        ("--use_ema", "--use_ema requires --predict, --eval_only or --features"),
-        (
-            "--model_ema --backend cuda --fsdp megatron --no_preserve_fp32_weights",
-            "--model_ema is incompatible with --no_preserve_fp32_weights: drop one of the two",
-        ),
-    ],
-)
-def test_refused(flags, words, capsys, tmp_path, monkeypatch):
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    monkeypatch.setattr("torch_fsdp.devices.choose", lambda backend: Cpu())
-    monkeypatch.setattr("gpu_fsdp.resolve_gpu.check_megatron_runs_here", lambda: None)
-    line = told_in_one_line(capsys, *tiny(tmp_path / "none"), *flags.split())
-    assert words in line
-    assert not (tmp_path / "none").exists()
 
 
 PLANNED = "--model vit_tiny_patch16_224 --batch_size 64"

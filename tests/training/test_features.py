@@ -200,8 +200,6 @@ def test_other_models(name, flags, prefix, images, tmp_path, capsys):
     ("flags", "message"),
     [
         (["--features_of", "class"], "--features_of class: vit_10b has no class token here"),
-        (["--eval_only"], "is incompatible with --eval_only: drop one of the two"),
-        (["--mesh_domain", "2"], "is incompatible with --mesh_domain 2: drop one of the two"),
         (["--fake_data"], "--features requires images: --fake_data has none"),
         (["--resume", "x"], "--init_from and --resume name weights both: drop one of the two"),
         (["--use_ema"], "--use_ema requires --resume, and --init_from is given: use --resume PATH"),
@@ -220,11 +218,6 @@ def test_mistakes_are_told_in_one_line(flags, message, images, weights, tmp_path
     told = told_in_one_line(capsys, "--backend", "cuda", *SIZES, *of_class, *always, *flags)
     assert message in told
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("flag", ["--features_of mean", "--without_labels", "--pca"])
-def test_flags_that_require_features(flag, capsys):
-    assert told_in_one_line(capsys, *flag.split()).endswith("requires --features")
 
 
 def test_places_that_cannot_be_written(images, weights, tmp_path, capsys):

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 import run_vit_training
 from tests.cli import DIGITS, train_tiny, train_tiny_gpu
 from tests.marks import long
-from tests.support.features import FLAGS, LOADER, TRAIN, backbone, read, run_form, tokens_of
-from tests.usage_error import told_in_one_line
+from tests.support.features import FLAGS, TRAIN, backbone, read, run_form, tokens_of
 from training.evaluation import knn_and_probe
 from training.evaluation.knn_and_probe import RATES, Labelled, batches_of, epoch_order, knn, probe
 
@@ -212,28 +211,6 @@ def test_eval_only(form, images, weights):
     assert 10 < found.pop("val_probe") <= 100
     assert found == pytest.approx(expected)
     assert len(expected) == 3
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--knn", "--knn requires --eval_only"),
-        ("--probe", "--probe requires --eval_only"),
-        ("--eval_only --probe --fake_data", "--probe requires images: --fake_data has none"),
-        ("--fake_data --probe_every 2", "--probe_every requires images: --fake_data has none"),
-        ("--eval_only --knn --eval_report x", "is incompatible with --eval_report x: drop one"),
-        ("--eval_only --knn --mesh_tensor 2", "incompatible with --mesh_tensor 2: drop one"),
-        ("--eval_only --knn --fake_data", "--knn requires images: --fake_data has none"),
-        ("--fake_data --knn_every 2", "--knn_every requires images: --fake_data has none"),
-        ("--knn_every 2 --mesh_domain 2", "is incompatible with --mesh_domain 2: drop one"),
-        ("--knn_every -1", "must be at least 0"),
-    ],
-)
-def test_mistakes_are_told_in_one_line(flags, message, weights, tmp_path, capsys):
-    words = ["--backend", "cuda", *FLAGS, *LOADER, "--ckpt_dir", tmp_path / "x"]
-    words += ["--init_from", weights] if "fake" in flags and "eval" in flags else []
-    assert message in told_in_one_line(capsys, *words, *flags.split())
-    assert list(tmp_path.iterdir()) == []
 
 
 EVERY = "--knn_every 2 --probe_every 4 --max_steps 5 --batch_size 64 --model_ema".split()

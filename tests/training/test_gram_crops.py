@@ -16,7 +16,6 @@ from tests.stand_ins.filled import filled
 from tests.support.crop_sizes import FORMS, PAIRS
 from tests.support.dino import DINO, SMALL, WITHOUT_CLASS_TOKEN, assert_same, of_backbone
 from tests.support.resuming import EPOCHS_OF_5, assert_resumes_at_step_7
-from tests.usage_error import told_in_one_line
 
 TWICE = "--gram_crop_factor 2".split()
 DINOV3 = [*WITHOUT_CLASS_TOKEN, "--model", "timm/vit_small_patch16_dinov3", "--koleo_weight", "0"]
@@ -161,34 +160,3 @@ def test_steady_state(anchor, tmp_path):
 
 
 # -- mistakes ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("flags", "line"),
-    [
-        ("--gram_crop_factor 2", "--gram_crop_factor 2.0 requires --gram_weights"),
-        ("--gram_weights x --gram_crop_factor 0.5", "0.5 must be at least 1 and at most 16"),
-        ("--gram_weights x --gram_crop_factor two", "'two' is not a number"),
-        (
-            "--gram_weights x --gram_crop_factor 1.3",
-            "--gram_crop_factor 1.3 times 16 is no whole number of patches of 4 x 4",
-        ),
-        (
-            "--gram_weights x --gram_crop_factor 1.25 --crop_sizes 16x8 24x8",
-            "--gram_crop_factor 1.25 times 24 is no whole number of patches of 4 x 4",
-        ),
-        (
-            "--gram_weights x --gram_crop_factor 1.1 --image_size 16 40",
-            "--gram_crop_factor 1.1 times 16 x 40 is no whole number",
-        ),
-        (
-            "--gram_weights x --gram_crop_factor 2 --local_crops 0 --local_crop_size 16 "
-            "--pos_embed none",
-            "it has no learned position embedding",
-        ),
-    ],
-)
-def test_mistakes(flags, line, capsys, tmp_path):
-    words = [*tiny(tmp_path / "run"), *DINO, "--backend", "cuda", *flags.split()]
-    assert line in told_in_one_line(capsys, *words)
-    assert not (tmp_path / "run").exists()

@@ -131,19 +131,6 @@ def test_passes_follow_devices(flags, devices, passes):
     assert other.on(devices).config.data.grad_accum_steps == passes
 
 
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        ("--micro_batch_size 8 --grad_accum_steps 1", "replaces --grad_accum_steps 1: drop one"),
-        ("--micro_batch_size 8 --batch_size 25 --cpu_devices 2", "is no multiple of the 2 devices"),
-        ("--micro_batch_size 8 --batch_size 1 --cpu_devices 2", "is no multiple of the 2 devices"),
-    ],
-)
-def test_passes_that_cannot_be(flags, told):
-    with pytest.raises(UsageError, match=told):
-        on_xla(flags)
-
-
 @pytest.fixture
 def two_slices(monkeypatch):
     """Two slices of four chips."""
