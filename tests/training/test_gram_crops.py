@@ -11,7 +11,7 @@ from models.dino import Compared, Crops
 from models.positions import Resampling
 from tests.cli import DIGITS, run_program, tiny, train_tiny, train_tiny_gpu
 from tests.references import plain_dino
-from tests.resolved import on_gpus, on_xla
+from tests.resolved import on_gpus
 from tests.stand_ins.filled import filled
 from tests.support.crop_sizes import FORMS, PAIRS
 from tests.support.dino import DINO, SMALL, WITHOUT_CLASS_TOKEN, assert_same, of_backbone
@@ -99,38 +99,10 @@ def test_each_pair_of_crop_sizes_has_larger_ones(train, how, anchor, tmp_path):
 
 
 @pytest.mark.long
-def test_dinov3s_class(tmp_path):
-    weights = filled(on_xla([*tiny(tmp_path), *DINOV3]).model, seed=7).state_dict()
-    torch.save(of_backbone(weights), tmp_path / "anchor.pt")
-    flags = [*DINOV3, *TWICE, "--gram_weights", str(tmp_path / "anchor.pt"), "--max_steps", "3"]
-    flags += ["--rope_rescale_coords", "2"]
-    xla = train_tiny(tmp_path / "xla", *flags, devices=2)
-    gpu = train_tiny_gpu(tmp_path / "gpu", *flags)
-    for name in ("loss", "loss_gram"):
-        assert xla.column(name) == pytest.approx(gpu.column(name), rel=1e-5)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("train", [train_tiny_gpu, train_tiny])
 def test_resumed_in_mid_epoch_bit_for_bit(train, anchor, tmp_path):
     flags = [*DINO, *anchor, *TWICE, *EPOCHS_OF_5, "--max_steps", "9", "--batch_size", "288"]
     assert_resumes_at_step_7(train, tmp_path, *flags)
-
-
-@pytest.mark.long
-def test_the_factor_may_change_in_mid_epoch(anchor, tmp_path):
-    """From then on losses are those of a run that has had it from its start. At a learning rate of
-    0 all have the same weights, and other parts of the loss do not change."""
-    flags = [*DINO, *anchor, "--lr", "0"]
-    whole = train_tiny_gpu(tmp_path / "whole", *flags, *TWICE)
-    train_tiny_gpu(tmp_path / "run", *flags, "--max_steps", "3")
-    resumed = train_tiny_gpu(tmp_path / "run", *flags, *TWICE)
-    for name in ("loss_dino", "loss_ibot", "loss_koleo"):
-        assert resumed.column(name) == pytest.approx(whole.column(name), rel=1e-6)
-    found, of_whole = resumed.column("loss_gram"), whole.column("loss_gram")
-    assert found[3:] == pytest.approx(of_whole[3:], rel=1e-6)
-    assert all(abs(a / b - 1) > 1e-3 for a, b in zip(found[:3], of_whole[:3], strict=True))
-    assert "note: --gram_crop_factor was 1.0, is 2.0, from this step on" in resumed.stdout
 
 
 @pytest.mark.long

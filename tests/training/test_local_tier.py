@@ -167,19 +167,6 @@ def test_processes_that_hold_the_same(hosts, form, monkeypatch):
 
 
 @pytest.mark.long
-def test_replicas_on_the_same_hosts(hosts, monkeypatch):
-    """Both replicas have a process on each host: a part is on one host alone, so it has a peer."""
-    monkeypatch.setenv("HOSTS", "0 1 0 1")
-    hosts("--mesh_dcn", "2", killed=KILLED)
-    held = sorted(str(p.relative_to(hosts.disk(1))) for p in hosts.disk(1).glob("part_*/step_8"))
-    assert held == ["part_0/step_8", "part_1/step_8"]
-    shutil.rmtree(hosts.disk(0))
-    done = hosts("--mesh_dcn", "2")
-    assert "note: step 8 was copied from peers to process 0 on " in done.stdout
-    assert "part_0/step_8 at step 8" in done.stdout
-
-
-@pytest.mark.long
 def test_damaged_copies(hosts, uninterrupted):
     """A byte of a part: its copy is used. Of both: the step before. A file lost: as a lost part."""
     hosts(killed=KILLED)
@@ -192,12 +179,6 @@ def test_damaged_copies(hosts, uninterrupted):
     assert "part 1 of step 8 in --local_ckpt_dir of process 2 on" in done.stdout
     assert "has changed since it was written" in done.stdout
     assert_resumed(done, uninterrupted, 6)
-
-
-@pytest.mark.long
-def test_storage_is_as_new(hosts, uninterrupted):
-    hosts("--ckpt_step_interval", "8", "--no_async_checkpoint", killed=KILLED)
-    assert_resumed(hosts(), uninterrupted, 8, "run")
 
 
 @pytest.mark.long
@@ -268,15 +249,6 @@ def test_another_run_and_another_form(hosts, uninterrupted, tmp_path):
     fewer = hosts("--max_steps", "7", processes=2)
     assert "parts of another number of processes a replica, mesh or form" in fewer.stdout
     assert f"{tmp_path}/run/step_5 at step 5" in fewer.stdout
-
-
-@pytest.mark.long
-def test_going_back_forgets(hosts, tmp_path):
-    """--resume names an older checkpoint: what the disks have is not resumed, now or later."""
-    hosts(killed=KILLED)
-    back = hosts("--resume", str(tmp_path / "run" / "step_5"), killed="1 6")
-    assert f"{tmp_path}/run/step_5 at step 5" in back.stdout
-    assert not list((tmp_path / "disks").glob("*/part_*/step_8"))
 
 
 @pytest.mark.long

@@ -60,7 +60,6 @@ def test_two_processes(on_gpu, expected):
     [
         (4, "--mesh_dcn 2 --mesh_fsdp 2"),
         long(1, ""),
-        long(4, "--grad_ckpt none"),
         long(2, "--grad_ckpt selective --grad_accum_steps 4"),
         long(2, "--no-scan_blocks"),
         long(1, "--xla_fsdp nested --grad_accum_steps 2"),
@@ -76,7 +75,11 @@ def test_on_xla(devices, flags, expected, on_gpu, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize(
-    "flags", ["--fsdp megatron", "--grad_accum_steps 2", "--zero_dp_strategy 2 --grad_ckpt none"]
+    "flags",
+    [
+        "--fsdp megatron",
+        "--grad_accum_steps 2",
+    ],
 )
 def test_on_gpus(flags, processes, expected, tmp_path):
     program = "tests.stand_ins.megatron_on_cpu" if "megatron" in flags else ""
@@ -89,14 +92,6 @@ def test_other_settings(tmp_path):
     flags = "--no-norm_pix_loss --mask_ratio 0.5 --seed 7".split()
     expected, _ = plain_mae.train([*SMALL, *flags])
     assert_same(train_tiny_gpu(tmp_path, *MAE, *flags), expected)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("train", [train_tiny, train_tiny_gpu])
-def test_bf16_is_near_fp32(train, expected, tmp_path):
-    result = train(tmp_path, *MAE, "--precision", "bf16")
-    assert result.column("loss") != pytest.approx(expected[0]["loss"], rel=1e-6)
-    assert result.column("loss") == pytest.approx(expected[0]["loss"], rel=0.03)
 
 
 @pytest.mark.long

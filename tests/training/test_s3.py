@@ -134,23 +134,13 @@ def test_a_server_that_goes_away_and_comes_back(s3):
     assert [json.loads(line)["step"] for line in records.splitlines()][-1] == 11
 
 
-# -- rights ---------------------------------------------------------------------------
-
-
 def warnings_of(done):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return [line for line in done.stdout.splitlines() if line.startswith("warning: an old")]
 
 
-@pytest.mark.long
-def test_without_the_right_to_remove_on_xla(s3):
-    """Checkpoints are written; that old ones stay is a line each time."""
-    s3.forbidden = ["DELETE .*"]
-    warned = warnings_of(on_xla(*EVERY_TWO, "--keep_checkpoints", "1", "--max_steps", 6))
-    assert len(warned) == 2
-    assert f"cannot be removed (Access Denied: {URL}/step_2/manifest.json): training" in warned[0]
-    assert s3.folders("run/") == ["step_2", "step_4", "step_6", "tensorboard"]
+# -- rights ---------------------------------------------------------------------------
 
 
 @pytest.mark.long
