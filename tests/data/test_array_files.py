@@ -46,16 +46,14 @@ def write_nifti(path, array):
 VOLUME_WRITERS = {
     "npy": (".npy", np.save),
     "npy in Fortran's order": (".npy", lambda path, a: np.save(path, np.asfortranarray(a))),
-    "npz": (".npz", write_npz(False)),
     "npz compressed": (".npz", write_npz(True)),
-    "npz in Fortran's order": (".npz", write_npz(False, "alone", "F")),
     "npz compressed in Fortran's order": (".npz", write_npz(True, "alone", "F")),
     "nifti": (".nii", write_nifti),
     "nifti compressed": (".nii.gz", write_nifti),
 }
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "int16", "float32", "float64", ">u2"])
+@pytest.mark.parametrize("dtype", ["int16", "float32", ">u2"])
 @pytest.mark.parametrize("writer", VOLUME_WRITERS)
 def test_any_part_of_a_volume(writer, dtype, tmp_path):
     suffix, write = VOLUME_WRITERS[writer]
@@ -79,18 +77,6 @@ def test_any_part_of_four_axes(writer, tmp_path):
     np.testing.assert_array_equal(part, array[:, 3:8, 1:20, 4:5])
 
 
-@pytest.mark.parametrize("writer", ["npy", "npz compressed", "npz compressed in Fortran's order"])
-def test_any_part_of_an_image(writer, tmp_path):
-    suffix, write = VOLUME_WRITERS[writer]
-    for array in (values(24, 40), values(24, 40, 3)):
-        path = tmp_path / f"{array.ndim}{suffix}"
-        write(path, array)
-        for top, bottom, left, right in WINDOWS:
-            more = [(0, 3)] * (array.ndim - 2)
-            _, part = read(path, (top, bottom), (left, right), *more)
-            np.testing.assert_array_equal(part, array[top:bottom, left:right])
-
-
 def test_values_of_a_nifti_file_are_scaled_as_it_says(tmp_path):
     array = values(9, 24, 40)
     image = nibabel.Nifti1Image(np.ascontiguousarray(array.T), np.eye(4))
@@ -106,8 +92,6 @@ TIFF_KINDS = {
     "mapped": {},
     "big-endian": {"byteorder": ">"},
     "strips": {"rowsperstrip": 5, "compression": "zlib"},
-    "strips with a predictor": {"rowsperstrip": 7, "predictor": True, "compression": "zlib"},
-    "tiles": {"tile": (16, 32)},
     "compressed tiles": {"tile": (16, 16), "compression": "zlib"},
     "one strip": {"compression": "zlib", "rowsperstrip": 24},
 }
@@ -262,11 +246,6 @@ def test_found_to_be_broken_when_it_is_read(tmp_path):
         everything = tuple(slice(0, length) for length in array.shape)
         with pytest.raises(BrokenImageError):
             array.read(everything)
-
-
-def test_a_missing_file(tmp_path):
-    with pytest.raises(BrokenImageError, match="No such file"), open_array(f"{tmp_path}/a.npy"):
-        pass
 
 
 def test_a_missing_package(monkeypatch):

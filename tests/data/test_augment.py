@@ -84,7 +84,6 @@ def by_timm(config, pixels, seed):
         {"aa": "3a", "color_jitter": 0.3, "vflip": 0.5},
         {"color_jitter": (0.4, 0.2, 0.1, 0.5), "train_interpolation": "random"},
         {"reprob": 1.0, "remode": "const", "recount": 3},
-        {"reprob": 1.0, "remode": "rand"},
         {"aa": "rand-m9-mstd0.5-inc1", "reprob": 0.5, "train_interpolation": "random"},
     ],
     ids=str,
@@ -147,17 +146,13 @@ def test_policies_that_cannot_be_drawn():
 # -- repeated augmentation ------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("devices", "one_in"), [(1, 48), (2, 48), (8, None)])
-def test_how_often_mixup_would_pair_an_image_with_itself(devices, one_in):
-    """As docs/augmentation.md says: images of a device are paired from both ends."""
-    sampler = GlobalBatchSampler(6400, 64, shuffle=True, repeats=3)
-    images = torch.tensor([[index for _, index in batch] for batch in sampler])
-    of_devices = images[:99].view(-1, 64 // devices)  # after three batches places are the same
-    paired = int((of_devices == of_devices.flip(1)).sum())
-    assert paired == (99 * 64 // one_in if one_in else 0)
-
-
-@pytest.mark.parametrize(("repeats", "batch_size"), [(3, 12), (3, 8), (2, 20), (1, 10)])
+@pytest.mark.parametrize(
+    ("repeats", "batch_size"),
+    [
+        (3, 12),
+        (3, 8),
+    ],
+)
 def test_repeats_are_timms(repeats, batch_size):
     """Which images, and how often, each global batch has: as timm's sampler on 4 processes."""
     length, epoch = 103, 5

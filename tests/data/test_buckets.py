@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 
-from data.buckets import BucketSampler, nearest_bucket
+from data.buckets import nearest_bucket
 from data.config import DataConfig
 from data.loader import PADDING, Share
 from data.pack import pack
@@ -21,8 +21,6 @@ from models.registry import open_model
 from models.timm_private import compute_on_grids
 from tests.cli import train_tiny, train_tiny_gpu
 from tests.usage_error import told_in_one_line
-from tools.show_augmentations import read_run
-from training.errors import UsageError
 
 BUCKETS = ["16x16", "12x20", "20x12"]
 SIZES = [(16, 16), (12, 20), (20, 12)]
@@ -209,19 +207,6 @@ def test_a_broken_image_is_replaced_in_the_size_of_its_batch(tmp_path, folder):
     assert len(val.bad_images()) == 1
 
 
-@pytest.mark.parametrize("counts", [(3, 0, 9), (16, 8, 1)])
-def test_every_image_once_whatever_the_counts(counts):
-    bucket_of = np.repeat(np.arange(len(counts), dtype=np.int16), counts)
-    np.random.default_rng(0).shuffle(bucket_of)
-    sampler = BucketSampler(bucket_of, 8, shuffle=False)
-    batches = list(sampler)
-    assert len(batches) == len(sampler) == sum(math.ceil(n / 8) for n in counts)
-    indices = Counter(index for batch in batches for _, index, _ in batch)
-    del indices[PADDING]
-    assert indices == dict.fromkeys(range(len(bucket_of)), 1)
-    assert all(len({bucket for *_, bucket in batch}) == 1 for batch in batches)
-
-
 # -- runs --------------------------------------------------------------------------------
 
 
@@ -234,7 +219,6 @@ def flags(folder, *more):
 @pytest.mark.parametrize(
     ("how", "devices", "executions"),
     [
-        ("--mixup 0.4", 1, 1),
         ("--precision bf16 --optimizer_dtype bf16 --mixup 0.4", 2, 1),
         ("--no-scan_blocks --mesh_tensor 2", 4, 1),
         ("--xla_fsdp nested --grad_accum_steps 2", 1, 3),
@@ -302,8 +286,3 @@ def test_refused_in_one_line(wrong, told, folder, tmp_path, capsys):
     words = f"--data_dir {folder} --ckpt_dir {tmp_path / 'none'} --num_classes 2 {wrong}".split()
     assert told in told_in_one_line(capsys, *model, *words)
     assert not (tmp_path / "none").exists()
-
-
-def test_pictures_of_augmentations_are_of_one_size(folder):
-    with pytest.raises(UsageError, match="drawn in the model's own size"):
-        read_run(f"--data_dir {folder} --image_size 16 --patch_size 4 --buckets 16x16".split())

@@ -91,7 +91,7 @@ def test_distortions_are_torchvisions(kind, channels):
     assert seen["blur"] == 60 or kind is not FIRST
 
 
-@pytest.mark.parametrize("shift", [-1 / 6, -0.1, 0.03, 0.1, 1 / 6])
+@pytest.mark.parametrize("shift", [-1 / 6, -0.1, 0.1, 1 / 6])
 def test_hues_of_all_colors(shift):
     """Of bytes that lie on all edges and planes of the RGB cube, gray ones among them."""
     levels = torch.tensor([0, 1, 31, 127, 128, 254, 255], dtype=torch.uint8)
@@ -160,10 +160,8 @@ def eights(box):
     ("channels", "flags", "larger", "factor"),
     [
         (3, {"hflip": 0.0}, 1, 1.0),
-        (3, {"hflip": 1.0, "interpolation": "bilinear"}, 1, 1.5),
         (1, {"hflip": 1.0}, 1, 2.0),
         (3, {"hflip": 0.0, "interpolation": "lanczos"}, 1, 2.0),
-        (3, {"hflip": 0.0}, 4, 1.0),
         (3, {"hflip": 1.0}, 4, 2.0),
     ],
     ids=str,
@@ -225,55 +223,6 @@ def test_the_gram_teacher_sees_the_same_part_of_the_image(monkeypatch):
     assert min(flipped.values()) > 20
 
 
-def test_the_gram_teachers_crops_are_of_the_image_itself():
-    """They have what no enlarged crop has: half of the contrast of lines of one pixel."""
-    image = np.zeros((128, 160, 3), np.uint8)
-    image[:, ::2] = 255
-    how = CropRequest((4, 4), 0, (1, 1), (1, 1), (4, 5), (0.5, 0.5), gram_factor=2.0)
-    config = DataConfig(ratio=(1.25, 1.25), hflip=0.0)
-    layout = CropLayout((3, *SIZE), how)
-    contrast = []
-    for index in range(20):
-        packed = seeded(MultiCrop(config, layout), Pixels(image), 0, 0, index)
-        globals_, grams, *_ = layout.unpack(packed[None])
-        contrast += [
-            [each.float().std(-1).mean().item() for each in (small, large)]
-            for small, large in zip(globals_, grams, strict=True)
-        ]
-    assert max(small for small, _ in contrast) < 30
-    assert max(large for _, large in contrast) > 60
-
-
-def test_a_large_image_is_decoded_at_a_fraction_for_all_crops():
-    asked = []
-
-    class Recorded(Pixels):
-        shrinks = (8, 4, 2)
-
-        def pixels(self, shrink=1, rows=None):
-            asked.append(shrink)
-            return self._pixels[::shrink, ::shrink]
-
-    pixels = np.repeat(np.repeat(PHOTOGRAPHS[0], 4, 0), 4, 1)
-    layout = CropLayout((3, *SIZE), CROPS)
-    for index in range(12):
-        seeded(MultiCrop(DataConfig(), layout), Recorded(pixels), 0, 0, index)
-    assert len(asked) == 12  # once for all crops
-    assert set(asked) - {1}
-
-
-def test_which_global_crop_is_the_first_kind_is_drawn():
-    layout = CropLayout((3, 8, 8), CropRequest((4, 4), 0, (1, 1), (1, 1), (2, 2), (0.5, 0.5)))
-    flat = Pixels(np.full((8, 8, 3), 200, np.uint8))
-    made = torch.stack([seeded(MultiCrop(DataConfig(), layout), flat, 0, 0, n) for n in range(400)])
-    globals_, _, locals_, mask = layout.unpack(made)
-    assert locals_.shape == (0, 400, 3, 4, 4)
-    assert (mask.sum(1) == 2).all()
-    # Only the second kind is solarized, which makes an image dark.
-    dark = (globals_.flatten(2).float().mean(2) < 100).float().mean(1)
-    assert dark.tolist() == pytest.approx([0.1, 0.1], abs=0.06)
-
-
 # -- layout ---------------------------------------------------------------------------
 
 
@@ -304,12 +253,9 @@ def test_unpacked_is_what_was_packed():
     ("grid", "ratio", "least", "most"),
     [
         ((16, 16), (0.1, 0.5), 26, 128),
-        ((14, 20), (0.25, 0.25), 70, 70),
         ((16, 16), (1.0, 1.0), 256, 256),
         ((1, 1), (0.1, 0.5), 1, 1),
-        ((7, 1), (0.0, 0.01), 1, 1),
         ((1, 9), (0.5, 1.0), 4, 9),
-        ((2, 2), (0.1, 0.5), 1, 2),
     ],
 )
 def test_masks_have_their_number(grid, ratio, least, most):

@@ -19,7 +19,6 @@ from torch.utils.data import Dataset
 
 from data.digits import main, read_mnist, write_digits
 from data.files import DataFolderError
-from data.index import check_folder, index_split
 from data.loader import DatasetLoader, GlobalBatchSampler, Share, workers_of_host
 from data.source import DatasetRequest, open_data
 from models.config import VitConfig
@@ -83,9 +82,7 @@ def test_order_depends_on_seed_and_epoch_and_resumes_anywhere():
     assert [[index for _, index in batch] for batch in other] != order(0)
 
 
-@pytest.mark.parametrize(
-    ("length", "batch_size", "world"), [(359, 100, 1), (359, 100, 4), (8, 8, 2)]
-)
+@pytest.mark.parametrize(("length", "batch_size", "world"), [(359, 100, 4), (8, 8, 2)])
 def test_validation_counts_each_image_once(length, batch_size, world):
     seen = []
     for rank in range(world):
@@ -128,11 +125,6 @@ def test_validation_images_are_the_examples(digits):
     assert last_images[last_labels < 0].abs().max() == 0
 
 
-def test_grey_images(digits):
-    train, _ = loaders(arguments(digits), model=VitConfig(in_chans=1, img_size=16, num_classes=10))
-    assert next(train.epoch(0))[0].shape == (100, 1, 16, 16)
-
-
 def test_digits_in_memory_are_those_in_the_folder(digits):
     """The same images, labels and order, and the same random crops."""
     in_memory = loaders(arguments("unused", data_source="digits"))
@@ -160,17 +152,6 @@ def test_fake_data_is_one_batch_of_zeros():
         _, val = loaders(args, Share(rank, 4))
         counts += sum(int((labels >= 0).sum()) for _, labels in val.epoch(0))
     assert counts == 50_000
-
-
-def test_class_folder_without_images(tmp_path):
-    (tmp_path / "train" / "a").mkdir(parents=True)
-    with pytest.raises(DataFolderError, match="a"):
-        index_split(str(tmp_path / "train"))
-
-
-def test_too_many_classes(digits):
-    with pytest.raises(DataFolderError, match="10 classes, --num_classes is 5"):
-        check_folder(str(digits), 5)
 
 
 def test_fake_volumes_take_no_memory():
@@ -228,13 +209,6 @@ def test_images_are_no_volumes(source, digits):
         DataFolderError, match=r"takes volumes of 4 x 8 x 8.*: use --data_source vol"
     ):
         open_data(DatasetRequest(config, 3, (4, 8, 8), 10, 3))
-
-
-def test_images_need_not_be_square(digits):
-    config = arguments(digits)
-    source = open_data(DatasetRequest(config, 3, (24, 16), 10, 3))
-    for loader in (source.train_loader(100, EVERYTHING), source.val_loader(100, EVERYTHING)):
-        assert next(loader.epoch(0))[0].shape == (100, 3, 24, 16)
 
 
 class Fragile(Dataset):

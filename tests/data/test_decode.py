@@ -127,21 +127,12 @@ def test_crops_are_torchvisions(interpolation, larger, monkeypatch):
     assert max(off) < GUARD, off
 
 
-def test_grey_images_for_a_grey_model():
-    made = seeded(
-        transforms.TrainTransform(DataConfig(), SIZE, 1), open_image(jpeg(PHOTOGRAPHS[0])), 0, 0, 0
-    )
-    assert (made.shape, made.dtype) == ((1, *SIZE), torch.uint8)
-
-
 @pytest.mark.parametrize(
     ("size", "scale", "ratio"),
     [
         ((375, 500), (0.08, 1.0), (3 / 4, 4 / 3)),
         ((500, 100), (0.3, 1.0), (3 / 4, 4 / 3)),  # often nothing fits
         ((40, 1000), (0.9, 1.0), (1.0, 1.0)),  # never
-        ((1, 1), (0.08, 1.0), (0.5, 2.0)),
-        ((8, 8), (0.0, 1.0), (0.1, 10.0)),
     ],
 )
 def test_boxes_are_drawn_as_torchvision_draws_them(size, scale, ratio):

@@ -18,7 +18,7 @@ from data.files import DataFolderError
 from data.loader import prepare_sockets
 from data.pack import pack
 from data.source import DatasetRequest, open_data
-from tests.cli import ROOT, Result, environment, tiny, train_tiny, train_tiny_gpu
+from tests.cli import ROOT, Result, environment, tiny
 from tests.marks import long
 from tests.running import running_with
 from tests.stand_ins.pod_stand_in import wait_until
@@ -74,13 +74,8 @@ def first_of(loader):
     return first
 
 
-def test_every_source_is_here(folders):
-    assert {*folders, "fake"} == {*OPENED_BY}
-
-
 @pytest.mark.parametrize(
-    "source",
-    ["folder", *map(long, sorted({*OPENED_BY} - {"folder", "fake"}))],
+    "source", ["folder", *map(long, sorted({*OPENED_BY} - {"folder", "fake"}))]
 )
 def test_the_same_images(source, folders, from_a_server):
     """All that a process needs of a source is sent to it, and it draws the same."""
@@ -167,14 +162,6 @@ def test_sockets_are_in_a_folder_of_this_user_that_is_removed(long_path):
     assert mode == "0o700"
     assert not Path(folder).exists()
     assert not [*long_path.glob("pymp-*")]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("train", [train_tiny_gpu, train_tiny])
-def test_training_with_a_temporary_folder_of_a_long_path(train, long_path, tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(long_path))
-    run = train(tmp_path / "run", "--num_workers", "1", "--max_steps", "2", warm=False)
-    assert [*run.steps] == [1, 2]
 
 
 def test_no_folder_for_sockets(long_path, monkeypatch):

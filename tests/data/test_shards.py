@@ -205,10 +205,8 @@ def test_hidden_files_and_further_images_of_samples(tmp_path):
         (GOOD | {"a.jpg": b""}, {}, "train/0.tar has two images of the name a: remove one"),
         (GOOD | {"b.png": b""}, {}, "train/0.tar: the image b has no label: b.cls, or b.json"),
         (GOOD | {"a.cls": b"-1"}, {}, "a.cls holds no label: -1 is neither a number from 0 on nor"),
-        (GOOD | {"a.cls": b""}, {}, "a.cls holds no label: '' is neither"),
         (GOOD | {"a.cls": b"\xff"}, {}, "a.cls holds no label: 'utf-8' codec"),
         ({"a.png": b"", "a.json": b"[1"}, {}, "a.json holds no label: Expecting"),
-        (GOOD | {"a.cls": b"10"}, {}, "has 11 classes, --num_classes is 10"),
         (GOOD | {"b.png": b"", "b.cls": b"cat"}, {}, "are numbers, but also names, such as cat"),
         (NAMED, {}, "the classes that the shards of train and val name differ"),
         ({}, {}, "there is no image in the shards of"),
@@ -223,7 +221,6 @@ def test_hidden_files_and_further_images_of_samples(tmp_path):
             {},
             "x0.input.jpg is not .* its image is x0.jpg: .* to x0_input.jpg, and 3 others",
         ),
-        (GOOD | {"a.1.png": b"", "a.1.cls": b"0"}, {}, "0.tar: a.1.png is not .* to a_1.png"),
         (GOOD, {"train_shards": "t-{0..9}.tar"}, "has no t-0.tar of --train_shards t-{0..9}.tar"),
         (GOOD, {"val_shards": "x*.tar"}, "has no shards x*.tar: name them with --val_shards"),
         (GOOD, {"val_shards": "*.tar"}, "train/0.tar in .* would be in train and in val"),
@@ -237,7 +234,7 @@ def test_shards_that_cannot_be_used(train, flags, told, tmp_path):
     assert all(part in str(error.value) for part in told.split(" .* "))
 
 
-@pytest.mark.parametrize("length", [0, 100, 512, 700, 1024, 1536, 2048])
+@pytest.mark.parametrize("length", [0, 100, 512, 1024, 2048])
 def test_a_shard_that_is_cut_off(length, tmp_path):
     """Wherever: tarfile takes some cuts, as of a copy that was interrupted, for an end."""
     for split in ("train", "val"):

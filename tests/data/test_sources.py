@@ -2,7 +2,6 @@
 
 import itertools
 import multiprocessing
-import os
 import shutil
 import sys
 
@@ -231,11 +230,6 @@ def test_where_the_index_is_kept(copy, capsys, tmp_path):
         opened(capsys, copy, index_dir=str(tmp_path / "file"))
     (said,) = opened(capsys, copy, index_dir=str(tmp_path / "new"))[1]
     assert f"saved as {tmp_path}/new/train-of-folder-" in said
-
-
-def test_few_images_are_listed_each_time(tree, capsys):
-    assert opened(capsys, tree) == ((TRAIN, VAL), [])
-    assert sorted(os.listdir(tree)) == ["train", "val"]
 
 
 def fingerprint_of(queue, config):

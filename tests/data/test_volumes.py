@@ -86,7 +86,7 @@ def test_validation_volumes_are_the_middles(tree):
     assert not images[5:].any()
 
 
-@pytest.mark.parametrize("hflip", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("hflip", [0.5, 1.0])
 def test_training_volumes_are_cut_anywhere(tree, hflip):
     source = opened(tree, hflip=hflip)
     flips, places = [], set()
@@ -194,10 +194,8 @@ GOOD = "path,label,split\ntrain/a/00.npy,x,train\nval/a/12.npy,x,val\n"
     [
         (None, "labels.csv cannot be read: No such file or directory"),
         ("", "has no column path: --labels requires path,label,split in its first line"),
-        ("path,split\n", "has no column label"),
         (GOOD.replace(",x,val", ",x,test"), "line 3 of .* has the split 'test': it is train or"),
         (GOOD.replace(",x,train", ",,train"), "line 2 of .* has no label"),
-        (GOOD.replace("train/a/00.npy", ""), "line 2 of .* has no path"),
         (GOOD + "train/a/00.npy,y,val\n", "line 4 of .* names train/a/00.npy again"),
         (GOOD.partition("val/")[0], "has no file whose split is val"),
         (GOOD.replace("00.npy", "99.npy"), "names .*/train/a/99.npy, which is not there"),
@@ -224,7 +222,6 @@ def test_an_odd_table(tree, tmp_path, content, told):
         ((7, 14, 21), 1, "0.npy holds an array of 7 x 14 x 21, smaller than the 8 x 12 x 16"),
         ((14, 21), 1, "0.npy holds an array of 14 x 21, which is no image of 8 x 12 x 16"),
         (LARGER, 3, "which is no image of 8 x 12 x 16 with channels: 3"),
-        ((*LARGER, 4), 3, "11 x 14 x 21 x 4, which is no image of 8 x 12 x 16 with channels: 3"),
     ],
 )
 def test_another_shape_is_refused(tmp_path, shape, channels, told):

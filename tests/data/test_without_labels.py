@@ -1,10 +1,8 @@
 """Images without labels: folders without classes, shards and tables of images alone."""
 
 import io
-import json
 import tarfile
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -102,17 +100,10 @@ def test_labels_that_are_there_are_ignored(tmp_path):
     assert digits.classes is None
 
 
-def test_with_labels_they_are_missed_in_one_line(tmp_path):
-    write(tmp_path / "train", FLAT)
-    with pytest.raises(DataFolderError, match=r"train holds no class folders: --data_dir requires"):
-        opened(tmp_path, labels=True)
-
-
 @pytest.mark.parametrize(
     ("files", "how", "message"),
     [
         ({"trian/1.png": 1, "val/1.png": 1}, {}, "train is not a folder: images without labels"),
-        ({"train/1.png": 1}, {"with_train": False}, "val is not a folder: images without labels"),
         ({"train/notes.txt": 1}, {}, r"train holds no images \(.jpg"),
         ({"1.png": 1}, {}, "has 1 training images, fewer than one batch"),
     ],
@@ -120,12 +111,6 @@ def test_with_labels_they_are_missed_in_one_line(tmp_path):
 def test_unusable_folders(files, how, message, tmp_path):
     with pytest.raises(DataFolderError, match=message):
         opened(write(tmp_path, files), **how)
-
-
-def test_no_such_folder(tmp_path):
-    for root, message in (("", "--data_dir is empty"), (tmp_path / "no", "no is not a folder")):
-        with pytest.raises(DataFolderError, match=message):
-            opened(root)
 
 
 def test_index_is_saved_beside_that_of_labels(tmp_path, monkeypatch):
@@ -256,12 +241,3 @@ def test_saved_data_set_of_images_alone(tmp_path):
     source = opened(tmp_path / "saved", "huggingface", augment=False)
     assert greys(source, "train")[0] == GREYS
     assert source.val_length == 0
-
-
-def test_unlabelled_facts_are_compared(tmp_path):
-    """Processes that see other images differ in the fingerprint."""
-    here = opened(write(tmp_path / "a", FLAT)).fingerprint()
-    there = opened(write(tmp_path / "b", {f"x{name}": grey for name, grey in FLAT.items()}))
-    assert here != there.fingerprint()
-    assert json.loads(json.dumps(here)) == here
-    assert np.all(np.asarray(there.splits["train"].labels) == 0)

@@ -146,12 +146,7 @@ class OneHost:
 
 
 @pytest.mark.parametrize(
-    ("minutes", "at", "over"),
-    [
-        (0, 1e9, False),
-        (1, 59.9, False),
-        (1, 60, True),
-    ],
+    ("minutes", "at", "over"), [(0, 1e9, False), (1, 59.9, False), (1, 60, True)]
 )
 def test_minutes(minutes, at, over, monkeypatch):
     now = [100.0]

@@ -37,10 +37,7 @@ def complaint(capsys, ckpt_dir, *flags):
     [
         ("--compile_only", "--compile_only requires --tpu_topology. Known, for example: v4: 2x2x1"),
         ("--compile_only --tpu_topology v9:4x4", "--tpu_topology v9:4x4 is unknown. Known, for"),
-        (
-            "--compile_only --tpu_topology v5p:4x4",
-            "v5p:4x4 is not v5p:AxBxC, chips a side: v5p",
-        ),
+        ("--compile_only --tpu_topology v5p:4x4", "v5p:4x4 is not v5p:AxBxC, chips a side: v5p"),
         ("--compile_only --tpu_topology v5e:3x5", "v5e:3x5: there is no such slice: v5e has, for"),
         (
             "--compile_only --tpu_topology v5e:1000x1000",
@@ -90,10 +87,7 @@ def complaint(capsys, ckpt_dir, *flags):
         ("--scale 0.9 0.1", "--scale 0.9 0.1"),
         ("--scale 0 0", "leaves no image"),
         ("--backend cuda --cpu_devices 2", "--cpu_devices requires --backend xla, this is cuda"),
-        (
-            "--backend xla --dp_outer 2",
-            "--mesh_fsdp 1 x --mesh_tensor 1 is not the 1",
-        ),
+        ("--backend xla --dp_outer 2", "--mesh_fsdp 1 x --mesh_tensor 1 is not the 1"),
         ("--precision fp16", "--precision fp16 requires --backend cuda"),
         ("--profile 3", "'3' is not FIRST:LAST"),
         ("--zero_dp_strategy 4", "'4' is none of 0, 1, 2, 3, no_shard, optim"),

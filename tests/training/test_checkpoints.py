@@ -8,14 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
 
-from tests.support.checkpoints import (
-    OneWeight,
-    flip,
-    left,
-    save_state,
-    truncate,
-    write_checkpoint,
-)
+from tests.support.checkpoints import OneWeight, flip, left, save_state, truncate, write_checkpoint
 from training.checkpoints.choose import (
     complete_checkpoints,
     find_resume,
@@ -236,12 +229,7 @@ def test_damage_that_sizes_hide_is_found_by_checksum(tmp_path):
 
 @pytest.mark.parametrize(
     ("keep", "kept"),
-    [
-        (0, [1, 2, 3, 4, 9]),
-        (1, [4, 9]),
-        (4, [1, 2, 3, 4, 9]),
-        (10**9, [1, 2, 3, 4, 9]),
-    ],
+    [(0, [1, 2, 3, 4, 9]), (1, [4, 9]), (4, [1, 2, 3, 4, 9]), (10**9, [1, 2, 3, 4, 9])],
 )
 def test_keep_the_newest(keep, kept, tmp_path):
     for step in (1, 2, 3, 4):

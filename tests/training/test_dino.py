@@ -1,7 +1,5 @@
 """``--objective dino``: against one in plain PyTorch, on several forms; its teacher."""
 
-import shutil
-
 import numpy as np
 import pytest
 import timm
@@ -11,7 +9,6 @@ from safetensors.torch import save_file
 from data.source import CropLayout, CropRequest
 from models.dino import slots_of
 from tests.cli import (
-    DIGITS,
     need_xla,
     run_program,
     tiny,
@@ -35,7 +32,6 @@ from tests.support.dino import (
 )
 from tests.support.resuming import EPOCHS_OF_5, assert_resumes_at_step_7
 from tests.usage_error import told_in_one_line
-from training.initial_weights import gram_teacher
 from training.objectives.dino import koleo_loss, sinkhorn, taken
 from training.schedule import Ramp
 
@@ -106,16 +102,6 @@ def test_koleo_groups_of_two_devices(flags, group, monkeypatch):
 def test_student_and_teacher_are_the_plain_ones(on_gpu, expected):
     """So all gradients were the same, and nothing but the average has changed the teacher."""
     assert_same_weights(on_gpu, expected)
-
-
-def test_k_nn_is_the_teachers(on_gpu):
-    """The same figure as of the checkpoint's average, alone."""
-    (record,) = [r for r in on_gpu.records if "val_knn_10" in r]
-    flags = "--eval_only --knn --use_ema --backend cuda --batch_size 48 --json".split()
-    folders = ["--data_dir", str(DIGITS), "--resume", str(on_gpu.ckpt_dir)]
-    done = run_program("run_vit_training.py", *flags, *folders)
-    assert done.returncode == 0, done.stderr
-    assert f'"val_knn_10": {record["val_knn_10"]}' in done.stdout
 
 
 @pytest.mark.long
@@ -290,23 +276,6 @@ def test_gram_teacher(train, how, anchor, tmp_path):
     assert "loss_gram" in result.steps[1]
 
 
-@pytest.mark.long
-def test_gram_teacher_of_a_run_is_its_teacher(on_gpu, tmp_path):
-    """From a checkpoint on: the other parts of the loss are those of the run without."""
-    flags = [*DINO, "--gram_weights", str(on_gpu.ckpt_dir)]
-    shutil.copytree(on_gpu.ckpt_dir / "step_3", tmp_path / "step_3")
-    resumed = train_tiny_gpu(tmp_path, *flags, "--max_steps", "4").steps[4]
-    before = on_gpu.steps[4]
-    for name in ("loss_dino", "loss_ibot", "loss_koleo"):
-        assert resumed[name] == pytest.approx(before[name], rel=1e-5), name
-    assert resumed["loss"] == pytest.approx(before["loss"] + 2 * resumed["loss_gram"], rel=1e-5)
-    found = gram_teacher(on_xla([*tiny(tmp_path / "none"), *flags]))
-    names = ["norm.weight", "blocks.1.attn.qkv.weight"]
-    expected = weights_of(on_gpu.ckpt_dir, "ema")
-    for name, values in found.weights.read(names).items():
-        assert torch.equal(values, expected[name]), name
-
-
 def test_gram_teacher_of_another_model(anchor, capsys, tmp_path):
     words = [*tiny(tmp_path / "run"), *DINO, "--backend", "cuda", "--gram_weights", str(anchor)]
     line = told_in_one_line(capsys, *words, "--embed_dim", "48")
@@ -337,22 +306,6 @@ def test_begins_with_timms_weights(train, tmp_path):
         for found in (values, teacher[name]):
             expected = given.get(name, fresh[name])
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-20, msg=name)
-
-
-@pytest.mark.long
-def test_begins_with_another_run(on_gpu, tmp_path):
-    """Of DINO, whose heads continue, too; at another size, with positions resampled."""
-    flags = ["--init_from", str(on_gpu.ckpt_dir), *DINO, *FIRST_STEP, "--image_size", "24"]
-    result = train_tiny_gpu(tmp_path, *flags)
-    assert "resampled: pos_embed (4 x 4 to 6 x 6 patches)" in result.stdout
-    before, student, teacher = (
-        weights_of(on_gpu.ckpt_dir),
-        *(weights_of(tmp_path, kind, 1) for kind in ("model", "ema")),
-    )
-    assert student.keys() == before.keys()
-    for name, values in student.items():
-        assert name == "pos_embed" or torch.equal(values, before[name]), name
-        torch.testing.assert_close(teacher[name], values, rtol=1e-6, atol=0, msg=name)
 
 
 @pytest.mark.parametrize("kind", ["model", "ema"])

@@ -9,7 +9,6 @@ from PIL import Image
 from sklearn.metrics import confusion_matrix, top_k_accuracy_score
 
 from tests.cli import DIGITS, VAL_IMAGES, need_xla, run_program, train_tiny_gpu
-from tests.marks import long
 from tests.references.plain_checkpoint import convert, tiny_timm_model
 from tests.usage_error import told_in_one_line
 from training.evaluation.evaluate import classes_before, write_report
@@ -82,8 +81,6 @@ def test_top5_in_every_report(trained, expected):
         (1, "--cpu_devices 4 --mesh_domain 2 --batch_size 100 --no-scan_blocks"),
         (1, "--xla_fsdp nested --cpu_devices 1 --batch_size 100"),
         (2, "--backend cuda --batch_size 100"),
-        long(4, "--backend cuda --batch_size 100 --mesh_domain 2"),
-        (1, "--cpu_devices 2 --batch_size 100 --precision bf16"),
     ],
 )
 def test_report(processes, flags, trained, expected, tmp_path):

@@ -151,7 +151,6 @@ def test_files_of_a_limited_size(images, weights, tmp_path, capsys, monkeypatch)
     ("name", "flags", "prefix"),
     [
         ("average pooling", ["--global_pool", "avg"], 0),
-        long("eva", ["--model", "timm/eva02_tiny_patch14_224", "--global_pool", "avg"], 1),
         ("hybrid", ["--model", "hybrid_vit"], 0),
     ],
 )
@@ -283,19 +282,3 @@ def test_a_full_disk_and_what_is_left_of_it(images, weights, tmp_path, capsys):
     write_here(capsys, out, *words)
     assert len(read(out, "train")["path"]) == TRAIN
     assert not (tmp_path / "out.partial").exists()
-
-
-def test_images_without_labels_must_be_named_so(images, weights, tmp_path, capsys):
-    told = told_in_one_line(
-        capsys,
-        "--backend",
-        "cuda",
-        "--features",
-        tmp_path / "out",
-        *FLAGS,
-        "--init_from",
-        weights,
-        "--data_dir",
-        images / "val",
-    )
-    assert "val/train does not exist: --data_dir requires" in told

@@ -158,8 +158,6 @@ def read(ckpt_dir, step):
 FIRST_STEP = "--batch_size 16 --max_steps 1 --eval_batches 1 --warmup_steps 4 --num_workers 0"
 FORMS = [
     (train_tiny, "--cpu_devices 2 --precision bf16 --grad_accum_steps 2", {}),
-    long(train_tiny, "--cpu_devices 4 --mesh_tensor 2 --no-scan_blocks", {}),
-    long(train_tiny, "--xla_fsdp nested --flatten_parameters", {}),
     long(train_tiny_gpu, "--mesh_domain 2 --dp_outer 2", {"processes": 4}),
     (
         train_tiny_gpu,
@@ -189,29 +187,6 @@ def test_begins_with_the_weights(train, flags, how, source, tmp_path):
     assert result.run_file["arguments"]["interpolation"] == "bilinear"
     assert result.run_file["arguments"]["init_from"] == str(source.ckpt_dir)
     assert "resampled: pos_embed (4 x 4 to 6 x 6 patches)" in result.stdout
-
-
-def test_model_of_the_checkpoint_and_resume(source, tmp_path):
-    """No model flag is needed; once begun, a run goes on from its own checkpoint."""
-    flags = f"--init_from {source.ckpt_dir / 'step_6'} {FIRST_STEP}".split()
-    folder = ["--data_dir", str(DIGITS), "--hflip", "0", "--ckpt_dir", str(tmp_path)]
-
-    def go_on(*more):
-        from tests.cli import Result, run_program
-
-        command = ["run_vit_training.py", *folder, *flags, "--backend", "cuda", *more]
-        done = run_program(*command)
-        assert done.returncode == 0, done.stderr
-        return Result(tmp_path, done.stdout)
-
-    first = go_on()
-    count = len(read(source.ckpt_dir, 6))
-    assert f"initial weights of {source.ckpt_dir / 'step_6'}: {count} tensors as" in first.stdout
-    assert torch.equal(read(tmp_path, 1)["head.weight"], read(source.ckpt_dir, 6)["head.weight"])
-    second = go_on("--max_steps", "2")
-    assert f"--init_from {source.ckpt_dir / 'step_6'} is ignored" in second.stdout
-    assert "initial weights" not in second.stdout
-    assert sorted(second.steps) == [1, 2]
 
 
 def test_other_classes_get_another_head(source):

@@ -34,12 +34,6 @@ def values(*words):
     return flat(flags.run, *flags.backend_configs)
 
 
-def test_these_are_flags_of_paths():
-    wanted = "data_dir index_dir labels ckpt_dir resume init_from local_ckpt_dir teacher_weights"
-    wanted += " class_map gram_weights expect predict features eval_report price plan_dir hlo_dir"
-    assert PATHS.keys() == set(wanted.split())
-
-
 @pytest.mark.parametrize("field", PATHS)
 def test_a_flag(field, home):
     name = PATHS[field].names[0]
@@ -81,10 +75,7 @@ def test_a_mistake(home, capsys):
 @pytest.mark.parametrize(
     ("tool", "words"),
     [
-        ("tools.goodput", "~/none"),
-        ("tools.report", "~/none"),
         ("tools.convert", "~/none out.pt"),
-        ("tools.show_augmentations", "--data_dir=~/none ~/x.png"),
         ("data.pack", "~/none out"),
     ],
 )

@@ -5,8 +5,6 @@ The reference is a run that was never interrupted, which saves to --ckpt_dir alo
 
 import contextlib
 import filecmp
-import json
-import re
 import shutil
 import socket
 import struct
@@ -23,7 +21,6 @@ from tests.faults.program import other_records_differ
 from tests.rehearsal.slice_ import Slice
 from tests.rehearsed import all_ended
 from tests.support.checkpoints import tensors_of
-from tools.goodput import main
 from training.checkpoints.format import write_manifest
 from training.checkpoints.local_tier import LocalTier, _peer_of, _receive_files
 from training.checkpoints.state import write_state
@@ -152,21 +149,6 @@ def test_a_replica_that_was_away_is_of_the_past(hosts, tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("form", ["fsdp2", "megatron"])
-def test_processes_that_hold_the_same(hosts, form, monkeypatch):
-    """Of those in a folder one writes; a host that has lost its folder gets it from another one."""
-    monkeypatch.setenv("HOSTS", "0 0 1 1")
-    flags = ["--fsdp", form, "--run_without_fsdp"]
-    hosts(*flags, killed=KILLED)
-    held = sorted(str(p.relative_to(hosts.disk(1))) for p in hosts.disk(1).glob("part_*/step_*"))
-    assert held == [f"part_0/step_{step}" for step in (4, 6, 8)]
-    shutil.rmtree(hosts.disk(0))
-    done = hosts(*flags)
-    assert "note: step 8 was copied from peers to process 0 on " in done.stdout
-    assert "part_0/step_8 at step 8" in done.stdout
-
-
-@pytest.mark.long
 def test_damaged_copies(hosts, uninterrupted):
     """A byte of a part: its copy is used. Of both: the step before. A file lost: as a lost part."""
     hosts(killed=KILLED)
@@ -179,46 +161,6 @@ def test_damaged_copies(hosts, uninterrupted):
     assert "part 1 of step 8 in --local_ckpt_dir of process 2 on" in done.stdout
     assert "has changed since it was written" in done.stdout
     assert_resumed(done, uninterrupted, 6)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kept", [0, 1])
-def test_storage_is_as_new_but_damaged(hosts, uninterrupted, tmp_path, kept):
-    """The step of the hosts' disks is resumed, not the one before; also if storage has no other."""
-    flags = ["--keep_checkpoints", str(kept), "--no_async_checkpoint"]
-    hosts("--ckpt_step_interval", "4", *flags, killed=KILLED)
-    flip(tmp_path / "run" / "step_8", "__1_*.distcp")
-    done = hosts(*flags)
-    assert "/run/step_8 is damaged (" in done.stdout
-    assert ", so step_8 is resumed" in done.stdout
-    assert_resumed(done, uninterrupted, 8)
-    assert (tmp_path / "run" / "set_aside_1" / "step_8").exists()
-
-
-@pytest.mark.long
-def test_storage_has_wrong_sizes_alone(hosts, tmp_path):
-    """All that is there is damaged, which sizes show: the step of the hosts' disks is resumed, and
-    without one nothing is started or set aside."""
-    reference = train_tiny_gpu(tmp_path / "whole", *STEPS)
-    hosts("--ckpt_step_interval", "4", "--no_async_checkpoint", killed="0 10", processes=1)
-    run, disks = tmp_path / "run", tmp_path / "disks"
-    for step in (4, 8):
-        (run / f"step_{step}" / "__0_0.distcp").write_bytes(b"short")
-    disks.rename(tmp_path / "lost")
-    refused = run_program("-m", HOSTS, *hosts.words, processes=1)
-    assert refused.returncode == 2
-    (line,) = [each for each in refused.stderr.splitlines() if "error:" in each]
-    assert "/run/step_8 is damaged (" in line
-    assert "and all others are damaged, too: --resume another one" in line
-    assert sorted(each.name for each in run.glob("s*")) == ["step_4", "step_8"]
-
-    shutil.rmtree(disks, ignore_errors=True)
-    (tmp_path / "lost").rename(disks)
-    done = hosts(processes=1)
-    for step in (4, 8):
-        assert f"warning: {run}/step_{step} is damaged (" in done.stdout
-    assert_resumed(done, reference, 8)
-    assert (run / "set_aside_1" / "step_8").exists()
 
 
 @pytest.mark.long
@@ -249,25 +191,6 @@ def test_another_run_and_another_form(hosts, uninterrupted, tmp_path):
     fewer = hosts("--max_steps", "7", processes=2)
     assert "parts of another number of processes a replica, mesh or form" in fewer.stdout
     assert f"{tmp_path}/run/step_5 at step 5" in fewer.stdout
-
-
-@pytest.mark.long
-def test_slow_disk(tmp_path, monkeypatch, capsys):
-    """Nobody waits for it: steps are left out, by all processes, and a line says whose it is."""
-    monkeypatch.setenv("SAVES", "slow 4 1 2")
-    flags = f"--num_epochs 9 --max_steps 60 --local_ckpt_dir {tmp_path / 'disk'}".split()
-    done = train_tiny_gpu(
-        tmp_path / "run", *EVERY_TWO, *flags, processes=2, program="tests.stand_ins.disturbed_saves"
-    )
-    assert "without copies (all processes see the same folder)" in done.stdout
-    slow = re.findall(
-        r"no local checkpoint of step \d+: process (\d) on .* still writes", done.stdout
-    )
-    assert "1" in slow
-    assert main([str(tmp_path / "run"), "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
-    assert found["local_checkpoints"]["write_s"] > 0
-    assert found["seconds"]["local checkpoints"] > 0
 
 
 def test_one_process_and_no_peer(hosts, tmp_path, monkeypatch):
@@ -328,7 +251,6 @@ def test_two_hosts_on_xla(slice_of, tmp_path):
         ([b"weights"], None),
         ([b"wei", b"ghts"], None),
         ([b"weighty"], "the checksum of file differs"),
-        ([b"weights", b"and more"], None),
     ],
 )
 def test_what_arrives_is_compared(sent, problem, tmp_path):

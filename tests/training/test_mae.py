@@ -74,13 +74,7 @@ def test_on_xla(devices, flags, expected, on_gpu, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--fsdp megatron",
-        "--grad_accum_steps 2",
-    ],
-)
+@pytest.mark.parametrize("flags", ["--fsdp megatron", "--grad_accum_steps 2"])
 def test_on_gpus(flags, processes, expected, tmp_path):
     program = "tests.stand_ins.megatron_on_cpu" if "megatron" in flags else ""
     result = train_tiny_gpu(tmp_path, *MAE, *flags.split(), processes=processes, program=program)
@@ -226,24 +220,6 @@ def weights_of(ckpt_dir):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("converted", [False, True])
-def test_fine_tuned(converted, on_gpu, tmp_path):
-    """A classifier of the encoder's weights: with a new head, and no decoder."""
-    weights = str(on_gpu.ckpt_dir)
-    if converted:
-        weights = str(tmp_path / "converted")
-        how = ["-m", "tools.convert", str(on_gpu.ckpt_dir), weights, "--to", "safetensors"]
-        assert run_program(*how).returncode == 0
-    flags = ["--init_from", weights, "--lr", "0", "--weight_decay", "0"]
-    result = train_tiny_gpu(tmp_path / "run", "--class_token", *flags)
-    assert "new: head.bias, head.weight" in result.stdout
-    trained, tuned = weights_of(on_gpu.ckpt_dir), weights_of(tmp_path / "run")
-    for name, values in tuned.items():
-        assert name.startswith("head.") or torch.equal(values, trained[name]), name
-    assert "val_top1" in result.evaluations[0]
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("backend", ["xla", "cuda"])
 def test_eval_only(backend, on_gpu):
     flags = ["--eval_only", "--json", "--backend", backend, "--data_dir", str(DIGITS)]
@@ -254,15 +230,6 @@ def test_eval_only(backend, on_gpu):
     found = json.loads(done.stdout)
     assert found["val_loss"] == pytest.approx(on_gpu.evaluations[0]["val_loss"], rel=1e-5)
     assert "val_top1" not in found
-
-
-@pytest.mark.long
-def test_best_is_the_lowest_loss(tmp_path):
-    flags = [*MAE, *"--test_step_interval 2 --ckpt_best --ckpt_step_interval 2".split()]
-    result = train_tiny_gpu(tmp_path, *flags, "--max_steps", "8", "--keep_checkpoints", "1")
-    losses = {r["step"]: r["val_loss"] for r in result.evaluations}
-    best = min(losses, key=losses.get)
-    assert (tmp_path / f"step_{best}").is_dir()
 
 
 @pytest.mark.long

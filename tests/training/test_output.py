@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from tests.cli import ROOT, Result, command_of, environment, need_xla, tiny
-from tests.launch.test_launch_gpu import TORCHRUN
 from tests.marks import long
 
 CUDA = "--backend cuda --num_workers 1".split()
@@ -50,8 +49,6 @@ def assert_trained(ckpt_dir):
         ("cuda", "pipe", ""),
         ("cuda", "pipe", "pipe"),
         ("cuda", "full", ""),
-        long("cuda", "full", "full"),
-        long("cuda", "", "pipe"),
         long("xla", "pipe", "pipe"),
     ],
 )
@@ -76,15 +73,6 @@ def test_training_with_closed_streams(tmp_path):
     words, variables = command_of("run_vit_training.py", *tiny(tmp_path), *CUDA, warm=False)
     closed = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *words]
     assert subprocess.run(closed, cwd=ROOT, env=variables, check=False).returncode == 0
-    assert_trained(tmp_path)
-
-
-@pytest.mark.long
-def test_torchrun_restarts_nothing(tmp_path):
-    variables = environment() | {"PYTHON": sys.executable, "NPROC_PER_NODE": "2"}
-    words = [TORCHRUN, *tiny(tmp_path), *CUDA]
-    done = run_into(words, variables | {"MAX_RESTARTS": "1"}, "pipe", "pipe")
-    assert done.returncode == 0
     assert_trained(tmp_path)
 
 

@@ -29,12 +29,6 @@ from training.logs.bad_images import TRAIN, BadImages
 # -- checkpoints ----------------------------------------------------------------------
 
 
-def test_too_many_go_where_nothing_is_left_to_train(run):
-    """A run that was killed between writing its last checkpoint and removing an old one."""
-    train_tiny_gpu(run, *QUICK, "--max_steps", "10", "--keep_checkpoints", "1")
-    assert left(run) == [10]
-
-
 def test_stop_of_a_run_that_went_back_tells_how_to_go_on(run, monkeypatch):
     monkeypatch.setenv("SIGNAL_AT", "0 7 SIGTERM")
     flags = ["--resume", run / "step_5", "--max_steps", "9"]
@@ -133,21 +127,6 @@ def test_too_many_unreadable_images(form, spoiled, tmp_path):
     whole = train(tmp_path / "whole", *more, "1%", **how)
     assert resumed.column("loss") == whole.column("loss")
     assert resumed.evaluations == whole.evaluations
-
-
-@pytest.mark.long
-def test_too_many_unreadable_images_in_the_last_step(spoiled, tmp_path):
-    flags = ["--data_dir", spoiled, "--max_bad_images", "0.01%", "--max_steps", "5"]
-    ended = program(tmp_path / "run", *flags)
-    assert ended.returncode == 5
-    assert "2 training images cannot be read, more than --max_bad_images 0.01% (1 of 1,438)" in (
-        ended.stderr
-    )
-    assert left(tmp_path / "run") == [5]
-    assert Result(tmp_path / "run").evaluations == []
-    done = program(tmp_path / "run", *flags[:2], "--max_steps", "5", "--max_bad_images", "2")
-    assert done.returncode == 0, done.stderr
-    assert [each["step"] for each in Result(tmp_path / "run").evaluations] == [5]
 
 
 def test_too_many_unreadable_images_in_an_evaluation(tmp_path):

@@ -10,12 +10,7 @@ import torch
 from data.config import DataConfig
 from data.pack import pack
 from data.source import FILES, DatasetRequest, open_data
-from tests.cli import (
-    DIGITS,
-    TINY_MODEL,
-    train_tiny,
-    train_tiny_gpu,
-)
+from tests.cli import DIGITS, TINY_MODEL, train_tiny, train_tiny_gpu
 from tests.references.plain_checkpoint import convert, tiny_timm_model
 from tests.short_runs import QUICK
 from tests.support.curves import assert_same_curves
@@ -39,11 +34,7 @@ def test_mid_epoch_resume_is_exact(uninterrupted, tmp_path):
     for name in ("loss", "grad_norm", "lr"):
         assert resumed.column(name) == uninterrupted.column(name)[7:]
     assert resumed.evaluations[-1] == uninterrupted.evaluations[-1]
-    assert sorted(p.name for p in tmp_path.glob("step_*")) == [
-        "step_10",
-        "step_12",
-        "step_7",
-    ]
+    assert sorted(p.name for p in tmp_path.glob("step_*")) == ["step_10", "step_12", "step_7"]
 
 
 @pytest.mark.long

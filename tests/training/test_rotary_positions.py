@@ -57,8 +57,7 @@ def with_weights(spec):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [DINOV3, "eva02_base_patch14_224", "vit_small_patch16_rope_mixed_224"],
+    "name", [DINOV3, "eva02_base_patch14_224", "vit_small_patch16_rope_mixed_224"]
 )
 def test_as_timm_with_the_same_factor(name):
     """And in evaluation the factor does not count."""

@@ -81,19 +81,6 @@ def test_a_run_on_xla_is_that_of_a_folder(s3, tmp_path):
 
 
 @pytest.mark.long
-def test_two_processes_of_fsdp2(s3):
-    flags = [*EVERY_TWO, "--keep_checkpoints", "1"]
-    first = program(URL, *flags, "--max_steps", 4, processes=2)
-    assert first.returncode == 0, first.stderr
-    parts = ["__0_0.distcp", "__1_0.distcp"]
-    assert s3.names("run/step_4/") == [".metadata", *parts, "manifest.json"]
-    assert s3.folders("run/") == ["step_4", "tensorboard"]
-    second = program(URL, *flags, "--max_steps", 5, processes=2)
-    assert second.returncode == 0, second.stderr
-    assert f"resuming {URL}/step_4 at step 4" in second.stdout
-
-
-@pytest.mark.long
 def test_killed_in_the_middle_of_an_upload(s3):
     s3.stuck = [r"PUT /shelf/run/step_4/__0_0\.distcp"]
     killed = start(URL, *EVERY_TWO, "--max_steps", "20")
@@ -171,17 +158,6 @@ def test_what_can_be_neither_completed_nor_removed(s3):
     assert done.returncode == 0, done.stderr
     assert f"checkpoint step_2 could not be written to {URL} (Access Denied" in done.stdout
     assert "manifest.json" in s3.names("run/step_4/")
-
-
-@pytest.mark.long
-def test_going_back_without_the_right_to_remove(s3):
-    """Nothing is copied that the next start would copy again."""
-    assert program(URL, *EVERY_TWO, "--max_steps", 4).returncode == 0
-    s3.forbidden = ["DELETE .*"]
-    before = [name for name in s3.names() if "step_" in name]
-    told = mistake(program(URL, *EVERY_TWO, "--max_steps", 6, "--resume", f"{URL}/step_2"))
-    assert told.startswith(f"cannot set the later checkpoints of {URL} aside (Access Denied)")
-    assert [name for name in s3.names() if "step_" in name] == before
 
 
 @pytest.mark.long

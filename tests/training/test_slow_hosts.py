@@ -19,8 +19,7 @@ STEPS = "--max_steps 80 --log_step_interval 20 --num_epochs 9 --test_epoch_inter
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("kind", "flags"),
-    [("read", []), ("compute", []), ("compute", ["--fsdp", "megatron"])],
+    ("kind", "flags"), [("read", []), ("compute", []), ("compute", ["--fsdp", "megatron"])]
 )
 def test_one_of_two_processes(kind, flags, tmp_path, monkeypatch):
     """It is named while it is slow, not before or after; seconds are what it was slowed by.

@@ -1,15 +1,13 @@
 """Runs whose --ckpt_dir is a URL: the same checkpoints, logs and resumed losses as in a folder."""
 
 import json
-import os
-import pickle
 import shutil
 
 import fsspec
 import pytest
 
 from tests import bucket
-from tests.cli import Result, command_of, run_program, tiny, train_tiny
+from tests.cli import Result, command_of, run_program, tiny
 from tests.faults.program import other_records_differ, running
 from tests.short_runs import mistake, program
 from tests.support.checkpoints import OneWeight, assert_same_bits, save_state
@@ -23,13 +21,10 @@ from training.checkpoints.choose import (
     step_folders,
 )
 from training.checkpoints.format import (
-    SafeReader,
     Unreachable,
     damage,
     entries,
     quick_problem,
-    read_metadata,
-    read_saved_run,
     training_tensors,
     write_manifest,
 )
@@ -101,21 +96,6 @@ def test_checkpoints_on_a_url(url):
     file = aside / "step_10" / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-1])
     assert "bytes, not" in quick_problem(aside / "step_10")
-
-
-def test_metadata_on_a_url_cannot_run_code(url, tmp_path):
-    class Attack:
-        def __reduce__(self):
-            return os.system, (f"touch {tmp_path / 'attacked'}",)
-
-    folder = write_whole(url / "step_1", 1.0)
-    (folder / ".metadata").write_bytes(pickle.dumps(Attack()))
-    for read in (read_metadata, lambda at: SafeReader(at).read_metadata()):
-        with pytest.raises(pickle.UnpicklingError, match="does not belong into a checkpoint"):
-            read(folder)
-    with pytest.raises(UsageError, match="does not belong"):
-        read_saved_run(folder)
-    assert not (tmp_path / "attacked").exists()
 
 
 def test_what_a_storage_raises_is_an_oserror(storage):
@@ -275,31 +255,6 @@ def test_killed_as_a_checkpoint_is_complete(storage, tmp_path, monkeypatch):
     assert other_records_differ(run) is None
     steps = [record["step"] for record in Result(run).records if "loss" in record]
     assert steps == list(range(1, 13))
-
-
-@pytest.mark.long
-def test_a_url_on_xla_and_used_without_training(storage, tmp_path):
-    """--resume of a URL into a folder, --eval_only and --predict."""
-    url = "bucket://shelf/run"
-    flags = "--max_steps 4 --ckpt_step_interval 2".split()
-    done = train_tiny(folder_at(url), *flags, devices=2, program=ON_A_BUCKET)
-    assert f"checkpoint: {url}/step_2" in done.stdout
-    here = train_tiny(tmp_path / "here", *flags, devices=2)
-    assert_same_bits(folder_at(url) / "step_2", here.ckpt_dir / "step_2")
-    used = program(
-        tmp_path / "other",
-        "--eval_only",
-        "--resume",
-        url,
-        "--patch_size",
-        4,
-        "--json",
-        module=ON_A_BUCKET,
-    )
-    assert used.returncode == 0, used.stderr
-    assert json.loads(used.stdout)["val_loss"] == pytest.approx(
-        here.evaluations[0]["val_loss"], 1e-5
-    )
 
 
 def test_a_storage_that_fails_in_the_middle(storage, tmp_path, monkeypatch):
