@@ -115,7 +115,6 @@ def test_any_part_of_a_tiff_image(kind, samples, tmp_path):
 
 
 def test_only_the_tiles_and_strips_that_hold_the_rows_are_read(tmp_path, monkeypatch):
-    """Counted in bytes: of 64 rows, those of 8 are wanted."""
     count = []
     plain = tifffile.FileHandle.read
 
@@ -169,7 +168,6 @@ def test_a_slab_of_a_file_of_8_gb(tmp_path):
 
 @pytest.mark.parametrize("suffix", [".npz", ".nii", ".nii.gz"])
 def test_a_slab_of_a_large_volume(suffix, tmp_path):
-    """A slab of 1 MB of 64 MB: the rest does not stand in memory, not even while it is read."""
     path, array = tmp_path / f"a{suffix}", np.zeros((128, 512, 512), np.int16)
     array[100:102] = np.arange(512)
     if suffix == ".npz":
@@ -229,7 +227,6 @@ def spoiled(kind, folder):
     ],
 )
 def test_found_to_be_broken_when_it_is_opened(kind, tmp_path):
-    """So whoever reads which part of it agrees on that."""
     path = spoiled(kind, tmp_path)
     with pytest.raises(BrokenImageError) as raised, open_array(str(path)):
         pass
@@ -291,7 +288,6 @@ def test_versions_of_numpys_format(version, tmp_path):
 
 
 def test_a_sparse_tiff_file(tmp_path):
-    """Tiles that were left out are zeros."""
     array = values(32, 32, dtype=np.uint8)
     array[:16, 16:] = 0
     tiles = iter([array[:16, :16], None, array[16:, :16], array[16:, 16:]])

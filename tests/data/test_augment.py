@@ -120,7 +120,6 @@ def test_pixels_that_are_not_resized_are_not_written_to():
 
 
 def test_flips_and_grey():
-    """Of a ramp, down and to the right: upside down with --vflip 1; grey after the colours."""
     ramp = np.arange(64, dtype=np.uint8).reshape(8, 8, 1).repeat(3, 2)
     config = DataConfig(scale=(1.0, 1.0), ratio=(1.0, 1.0), hflip=0, vflip=1.0)
     made = seeded(TrainTransform(config, (8, 8), 3), Pixels(ramp), 0, 0, 0)
@@ -154,7 +153,6 @@ def test_policies_that_cannot_be_drawn():
     ],
 )
 def test_repeats_are_timms(repeats, batch_size):
-    """Which images, and how often, each global batch has: as timm's sampler on 4 processes."""
     length, epoch = 103, 5
     timms = [
         RepeatAugSampler(range(length), 4, rank, num_repeats=repeats, selected_round=0)
@@ -219,7 +217,6 @@ def test_the_same_for_any_number_of_workers_and_processes_and_after_a_resume(sou
 
 
 def test_columns_show_what_is_trained_on(tmp_path):
-    """Whole images, cut: each pixel is the row's image's or its partner's, as its label says."""
     still = "--scale 1 1 --ratio 1 1 --hflip 0 --cutmix 1".split()
     size = "--image_size 16 --patch_size 4 --num_classes 10".split()
     flags = ["--data_source", "digits", "--model", "vit_tiny_patch16_224", *size, *still]

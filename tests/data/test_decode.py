@@ -66,7 +66,6 @@ def test_first_rows_of_jpegs_that_are_decoded_whole(options):
 
 
 def test_a_jpeg_that_is_damaged_in_its_first_rows_is_read_as_a_whole():
-    """So what is wrong with it is noticed, or repaired, as without the number of rows."""
     encoded = jpeg(PHOTOGRAPHS[0])
     place = len(encoded) // 4
     for damaged in (
@@ -99,8 +98,6 @@ def flips(_):
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear", "lanczos"])
 @pytest.mark.parametrize("larger", [1, 3])
 def test_crops_are_torchvisions(interpolation, larger, monkeypatch):
-    """Also where images are decoded at a fraction of their size: for crops of whole pixels there,
-    which are those that are made."""
     drawn, boxes = transforms.random_box, []
 
     def of_eights(*arguments):
@@ -136,7 +133,6 @@ def test_crops_are_torchvisions(interpolation, larger, monkeypatch):
     ],
 )
 def test_boxes_are_drawn_as_torchvision_draws_them(size, scale, ratio):
-    """Sides and corners have the same distribution: by SciPy's two-sample test."""
     torch.manual_seed(0)
     ours = np.array([transforms.random_box(size, scale, ratio) for _ in range(3000)])
     crop = v2.RandomResizedCrop(SIZE, scale, ratio)

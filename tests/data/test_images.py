@@ -42,7 +42,6 @@ def image(path, value=0):
 
 
 def test_order_is_torchvisions(tmp_path):
-    """Folders in folders, capitals, what sorts oddly, links, other files, names of any byte."""
     top = tmp_path / "train"
     for name in (
         "b/z.png",
@@ -302,7 +301,6 @@ def epochs(loader, first_batch=0):
 
 
 def test_another_image_stands_in_for_a_broken_one(half_broken):
-    """The same one, with its own label, for any number of processes and from any position."""
     root, broken = half_broken
     alone, _ = loaders(arguments(root, batch_size=8, num_workers=0))
     batches = epochs(alone)
@@ -357,7 +355,6 @@ def test_nothing_can_be_read(tmp_path, num_workers):
 
 
 def test_a_split_can_be_sent_to_a_process(half_broken):
-    """Loader processes may be started by spawn."""
     source = open_data(wanted(arguments(half_broken[0], batch_size=8), CONFIG))
     there = pickle.loads(pickle.dumps(source.splits["train"]))
     for ours, theirs in zip(source.splits["train"][1, 0], there[1, 0], strict=True):

@@ -78,7 +78,6 @@ def test_the_label_is_the_most_frequent_digit(size, digit_of):
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("size", [(64, 24), (32, 16, 24)])
 def test_rows_are_parts_of_the_same_mosaic(size, channels):
-    """Whatever the rows and the processes, and whether workers compose them."""
     source = opened(size, channels)
     assert source.reads_rows
     whole = first_batches(source)

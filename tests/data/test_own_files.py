@@ -105,7 +105,6 @@ def test_a_run_writes_through_no_link(tmp_path):
 
 
 def test_of_a_link_to_a_checkpoint_only_the_link_is_removed(run, tmp_path):
-    """``--keep_checkpoints`` of one run damages no checkpoint of another."""
     before = sorted(path.name for path in (run / "step_5").iterdir())
     link = tmp_path / "step_5"
     link.symlink_to(run / "step_5")
@@ -136,7 +135,6 @@ def test_a_folder_of_another_user_is_refused(tmp_path, capsys):
 
 @only_root
 def test_a_local_folder_of_another_user_is_refused(tmp_path, capsys):
-    """Also one that has a part of another user's in it; nothing is written to either."""
     theirs, mine = tmp_path / "theirs", tmp_path / "mine"
     theirs.mkdir()
     os.chown(theirs, OTHER, OTHER)

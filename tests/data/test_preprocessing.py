@@ -105,7 +105,6 @@ def photographs():
 @pytest.mark.parametrize("crop_pct", [0.73, 0.95, 1.0])
 @pytest.mark.parametrize("size", [(64, 64), (33, 65)])
 def test_crop_modes_are_timms(size, crop_pct, crop_mode):
-    """Bit by bit, on photographs."""
     for interpolation in ("bilinear", "bicubic"):
         how = Preprocessing(
             (0.5, 0.123, 0.3), crop_pct=crop_pct, interpolation=interpolation, crop_mode=crop_mode
@@ -181,7 +180,6 @@ def test_another_architecture_than_the_presets_has_new_weights_preprocessing():
 
 @pytest.mark.long
 def test_what_was_trained_with_is_kept(tmp_path, picture, capsys):
-    """In the checkpoint: training on it, --predict and --eval_only from it use the same."""
     flags = "--mean 0.1 0.2 0.3 --crop_pct 0.7 --interpolation nearest".split()
     flags += ["--test_interpolation", "box", "--crop_mode", "border"]
     run = train_tiny_gpu(tmp_path, "--max_steps", "1", *flags)

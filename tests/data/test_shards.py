@@ -71,7 +71,6 @@ def checksums(folder):
 
 
 def test_shards_hold_the_folders_files_in_order(packed, tmp_path):
-    """As tarfile reads them, and torchvision the folder; the same bytes whoever writes them."""
     for split, count in (("train", 1438), ("val", 359)):
         shards = sorted(packed.glob(f"{split}/*.tar"))
         assert len(shards) > 2
@@ -135,7 +134,6 @@ def test_packing_on_the_command_line(tmp_path, capsys, monkeypatch):
 
 
 def test_shards_of_other_makers(tmp_path):
-    """Long names, other files, labels in JSON or by name, and what comes in any order."""
     long_name = "a/" * 60 + "long"
     write(
         tmp_path / "in-train-000.tar",
@@ -189,7 +187,6 @@ GOOD = {"a.png": png(1), "a.cls": b"0"}
 
 
 def test_hidden_files_and_further_images_of_samples(tmp_path):
-    """Of macOS, Jupyter and tar itself; and a mask beside each image."""
     hidden = ("._a.png", "./._a.cls", "x/.ipynb_checkpoints/b.png", "x/PaxHeaders.7/b.png")
     files = {"./x/b.png": png(2), "./x/b.cls": b"0", "a.seg.png": b"", "a.depth.PNG": b""}
     for split in ("train", "val"):

@@ -73,7 +73,6 @@ SOURCES = ["folder", "kept folder", "URL", "shards", "shards at a URL"]
     ("world", "workers", "batch", "first"), [(1, 0, 10, 0), (2, 1, 12, 3), (3, 2, 9, 1)]
 )
 def test_every_image_once_an_epoch(source, world, workers, batch, first, sources, tree):
-    """With its label, whichever process and worker loads it, and wherever the epoch is entered."""
     config = arguments(batch_size=batch, num_workers=workers, **sources[source])
     alone = arguments(batch_size=batch, num_workers=0, data_dir=tree)
     for which, split in enumerate(("train", "val")):
@@ -128,7 +127,6 @@ def test_the_index_is_read_as_long_as_it_is_right(copy, capsys, monkeypatch):
 
 
 def test_changes_of_the_tree(copy, capsys):
-    """Each is seen; and what is changed at the moment is not kept."""
     train = copy / "train"
     opened(capsys, copy)
     shutil.copy(train / "a/x/000.png", train / "a/x/new.png")
@@ -215,7 +213,6 @@ def test_an_index_of_another_version(sources, tmp_path, capsys, monkeypatch):
 
 
 def test_where_the_index_is_kept(copy, capsys, tmp_path):
-    """Beside the images; else in the cache folder; else nowhere, but wherever one says."""
     (copy / ".vit_fsdp_index").touch()
     (said,) = opened(capsys, copy)[1]
     assert f"saved as {tmp_path}/cache/vit_fsdp/train-of-folder-" in said
@@ -256,7 +253,6 @@ def test_processes_that_begin_at_once(sources, tmp_path, capfd):
 
 
 def test_reading_is_tried_again(sources, monkeypatch):
-    """An object that cannot be read in the end is as a broken file is; one is as if not there."""
     monkeypatch.setattr(files, "RETRY_WAITS_S", (0.0, 0.0, 0.0))
     config = arguments(**sources["URL"], batch_size=10, num_workers=0)
     whole = [list(loader.epoch(0)) for loader in loaders(config, model=MODEL)]
@@ -327,7 +323,6 @@ def shards(tmp_path_factory):
     ("train", "how"), [(train_tiny, {"devices": 2}), (train_tiny_gpu, {"processes": 2})]
 )
 def test_the_same_training_from_any_source(train, how, shards, tmp_path):
-    """Begun from a URL, stopped in mid-epoch, and gone on with from shards."""
     index = ["--index_dir", str(tmp_path / "index")]
     url = ["--data_dir", f"file://{DIGITS}", "--num_workers", "2", "--max_steps", "3", *index]
     tars = ["--data_source", "webdataset", "--data_dir", str(shards), *index]

@@ -43,7 +43,6 @@ def opened(tables, source, **changes):
 
 @pytest.mark.parametrize("source", ["parquet", "huggingface"])
 def test_images_are_the_digits(source, tables):
-    """Validation: the pixels and labels of the digits, in their order; the classes' names."""
     expected = open_data(wanted("", "digits")).val_loader(100, Share())
     found = opened(tables, source)
     assert found.classes == [str(digit) for digit in range(10)]
@@ -55,7 +54,6 @@ def test_images_are_the_digits(source, tables):
 
 @pytest.mark.parametrize("source", ["parquet", long("huggingface")])
 def test_each_image_once_an_epoch_over_processes_workers_and_resumes(source, tables):
-    """The same global batches whoever loads what, of other images in each."""
     alone = opened(tables, source, scale=(1, 1), ratio=(1, 1), hflip=0)
     batches = list(alone.train_loader(64, Share()).epoch(1))
     images = torch.cat([images for images, _ in batches])
@@ -107,7 +105,6 @@ def test_the_order_in_runs(run_length):
 
 
 def test_a_row_group_is_read_once_for_a_run(tables, monkeypatch):
-    """Not once for each image."""
     source = opened(tables, "parquet", images_per_read=20)
     read = []
     monkeypatch.setattr(
@@ -125,7 +122,6 @@ def test_a_row_group_is_read_once_for_a_run(tables, monkeypatch):
 @pytest.mark.long
 @pytest.mark.parametrize("source", ["parquet", "huggingface"])
 def test_training_on_both_backends(source, tables, tmp_path):
-    """The same losses by FSDP2 as by nested FSDP, and then SPMD, which resumes within the epoch."""
     folder = tables / {"parquet": "parquet", "huggingface": "saved"}[source]
     flags = f"--data_source {source} --data_dir {folder} --scale 0.5 1 --max_steps 4".split()
     if source == "parquet":
@@ -163,7 +159,6 @@ def test_names_of_files_and_splits(tmp_path):
 
 
 def test_a_url(tables, monkeypatch):
-    """Files that no path leads to, read by fsspec, whose every second connection fails."""
     calls = itertools.count()
 
     def unsteady(url):
@@ -225,7 +220,6 @@ def test_tables_that_cannot_be_used(tmp_path, columns, flags, message):
 
 
 def test_columns_that_are_chosen_and_bytes_that_are_none(tmp_path):
-    """Images right in a column of bytes, under any name; a row without takes another's place."""
     images = [png()] * 99 + [None]
     write(tmp_path, img=images, other=images, fine=[1] * 100, coarse=[2] * 100)
     with pytest.raises(DataFolderError, match="several columns of images"):
@@ -274,7 +268,6 @@ AS_NUMBERS = [2, 0, 1]
     ids=str,
 )
 def test_strings_are_labels(kind, tmp_path):
-    """Numbered in sorted order, though each file has others of them."""
     pictures, source = [png()] * 3, "parquet"
     if kind == "huggingface":
         source = kind
@@ -295,7 +288,6 @@ def test_strings_are_labels(kind, tmp_path):
 
 
 def test_columns_of_strings_that_are_chosen(tmp_path):
-    """One that is called label, unless there are numbers; else the one that is named."""
     same = {"image": [png()] * 3, "text": ["x", "y", "z"]}
     for other, columns, classes in (
         ({"label": NAMES}, None, ["Ant", "cat", "dog"]),
@@ -373,7 +365,6 @@ def test_without_the_packages(tables, tmp_path, monkeypatch):
 
 
 def test_a_damaged_row_group(tables, tmp_path):
-    """Other images take the places of its own; the rest are read."""
     for path in (tables / "parquet" / "data").iterdir():
         content = bytearray(path.read_bytes())
         if path.name.startswith("train-00000"):

@@ -117,7 +117,6 @@ def test_rows_are_parts_of_the_same_volumes(tree, num_workers):
 
 
 def test_only_the_slab_is_read(tree, monkeypatch):
-    """What is asked of the files is as long as the rows, and not longer."""
     from data.volumes import ArrayFile
 
     asked, plain = [], ArrayFile.read
@@ -168,7 +167,6 @@ def test_images(tmp_path, suffix, channels):
 
 
 def test_a_table_of_labels(tree, tmp_path):
-    """Its order, and its labels: numbered by their sorted names over both splits."""
     rows = [("train/a/00.npy", "sick", "val"), ("val/b/13.npz", "dead", "train")]
     rows += [("train/b/01.npz", "alive", "train"), (tree / "val/a/12.npy", "sick", "val")]
     text = "id,split,label,path\n" + "".join(f"x,{s},{c},{p}\n" for p, c, s in rows)
@@ -234,7 +232,6 @@ def test_another_shape_is_refused(tmp_path, shape, channels, told):
 
 
 def test_unreadable_files(tree, tmp_path):
-    """In training others take their places, whoever reads which rows; in validation, padding."""
     names = {split: sorted((tree / split).glob("*/*")) for split in ("train", "val")}
     for split, paths in names.items():
         for number, path in enumerate(paths):
@@ -281,7 +278,6 @@ def test_a_folder_without_arrays(digits):
 
 
 def test_typed(tmp_path, capsys):
-    """Images in .npy files, trained on by their table; a table for another source is refused."""
     lines = ["path,label,split"]
     for number in range(6):
         write(tmp_path / f"{number}.npy", volume(number, (20, 20, 3), np.uint8))

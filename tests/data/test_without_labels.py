@@ -62,7 +62,6 @@ DEEP = {f"{'ab'[number % 2]}/c/{number}.png": grey for number, grey in enumerate
 
 @pytest.mark.parametrize("url", [False, True])
 def test_folder_of_images_alone(url, tmp_path):
-    """Directly in train/, in folders below it, or in a folder without train/; val/ may be there."""
     for name, files, order in (
         ("train", FLAT, GREYS),
         ("", FLAT, GREYS),
@@ -85,7 +84,6 @@ def test_folder_of_images_alone(url, tmp_path):
 
 
 def test_labels_that_are_there_are_ignored(tmp_path):
-    """Three classes of a model of two: they are folders like any other."""
     write(
         tmp_path,
         {f"{split}/{c}/1.png": 10 * i for split in ("train", "val") for i, c in enumerate("abcd")},
@@ -114,7 +112,6 @@ def test_unusable_folders(files, how, message, tmp_path):
 
 
 def test_index_is_saved_beside_that_of_labels(tmp_path, monkeypatch):
-    """Read again from the saved index; images in the root itself are indexed in the cache."""
     monkeypatch.setattr(data.index, "MIN_IMAGES", 1)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     inside, root = write(tmp_path / "a" / "train", DEEP).parent, write(tmp_path / "b", FLAT)
@@ -145,7 +142,6 @@ def test_unreadable_image_is_replaced_in_training_and_else_left_out(tmp_path):
 
 
 def test_numbers_in_place_of_labels(tmp_path):
-    """Each image's number, in any process's share."""
     split = opened(write(tmp_path, FLAT), augment=False).splits["train"].numbered()
     for rank in range(2):
         for images, numbers in split.batches(4, Share(rank, 2)).epoch(0):
@@ -154,7 +150,6 @@ def test_numbers_in_place_of_labels(tmp_path):
 
 
 def test_a_few_images(tmp_path):
-    """By their numbers, in any process's share, with padding at the end."""
     split = opened(write(tmp_path, FLAT), augment=False).splits["train"].numbered()
     parts = [next(split.batches_of([2, 0, 1], 4, Share(rank, 2)).epoch(0)) for rank in range(2)]
     images, numbers = (torch.cat(each) for each in zip(*parts, strict=True))
@@ -166,7 +161,6 @@ def test_a_few_images(tmp_path):
 
 
 def test_packed_images_without_labels(tmp_path, capsys, monkeypatch):
-    """As tarfile reads them: the files alone, in order; read again as from the folder."""
     folder, target = write(tmp_path / "photos", FLAT), tmp_path / "shards"
     arguments = ["pack", str(folder), str(target), "--without_labels", "--shard_size", "14KB"]
     monkeypatch.setattr("sys.argv", [*arguments, "--workers", "1"])

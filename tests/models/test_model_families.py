@@ -102,7 +102,6 @@ def test_every_parameter_has_a_value_and_a_gradient(family, uninitialized_memory
     "family", [name for name in FAMILIES if name.startswith(("EVA", "R", "D"))]
 )
 def test_buffers_are_timms(family):
-    """Those that no state dict holds: computed with the weights, or alone for other devices."""
     expected = dict(timms(family, dynamic_img_size=False).named_buffers())
     spec = small(family)
     elsewhere = spec.build().to(torch.bfloat16).to_empty(device="cpu")
@@ -131,7 +130,6 @@ def test_a_spec_can_be_sent_to_a_process(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_first_weights_are_drawn_as_timms(family):
-    """Mean and spread of each, where timm draws enough numbers to compare."""
     torch.manual_seed(0)
     wide = SMALL | {"embed_dim": 192}
     reference = dict(timm.create_model(FAMILIES[family], **wide).named_parameters())
@@ -191,17 +189,8 @@ def test_the_largest_of_timms_are_what_they_say():
     ("name", "overrides", "reason"),
     [
         ("vit_11b", {}, "there is no model vit_11b: is it vit_1"),
-        (
-            "timm/vit_base_patch16_sapiens2",
-            {"depth": 2},
-            "depth 2 is incompatible with timm/vit_base_patch16_sapiens2: timm gives each of its "
-            "12 blocks a number of key heads (num_kv_heads); leave depth out, or choose another",
-        ),
-        (
-            "timm/vit_base_patch16_sapiens2",
-            {"num_heads": 8},
-            "timm gives it 12 key heads (num_kv_heads), which must divide it; leave num_heads out",
-        ),
+        ("timm/vit_base_patch16_sapiens2", {"depth": 2}, "depth 2 is incompatible with timm/vit_b"),
+        ("timm/vit_base_patch16_sapiens2", {"num_heads": 8}, "timm gives it 12 key heads (num_kv_"),
         ("timm/resnet50", {}, "is no Vision Transformer that is known here: it is timm's ResNet"),
         ("timm/vit_base_resnet50d_224", {}, "patch embedding that is not known: HybridEmbed"),
         ("timm/vit_large_patch16_sapiens2", {}, "blocks that differ: in block 8 attn.k_proj.w"),
@@ -223,7 +212,6 @@ def test_what_cannot_be_is_told(name, overrides, reason):
 
 
 def test_arguments_by_either_name():
-    """A VisionTransformer's name for what Eva has, too."""
     spec = open_model("timm/vit_small_patch16_dinov3", SMALL | {"reg_tokens": 2, "fc_norm": True})
     assert spec.sizes.num_tokens == 16 + 1 + 2
     assert spec.settings["use_fc_norm"] is True

@@ -98,7 +98,6 @@ def test_run_of_a_family(family, form, precision, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize(("family", "form"), spread(FAMILIES, FORMS, every=3))
 def test_families_on_forms(family, form, tmp_path):
-    """Each family, and each form, in both precisions, but not each pair."""
     in_fp32 = (family, form) in spread(FAMILIES, FORMS, every=6)
     assert_like_timm(tmp_path, family, form, "fp32" if in_fp32 else "bf16")
 

@@ -39,19 +39,13 @@ def complaint(capsys, ckpt_dir, *flags):
         ("--compile_only --tpu_topology v9:4x4", "--tpu_topology v9:4x4 is unknown. Known, for"),
         ("--compile_only --tpu_topology v5p:4x4", "v5p:4x4 is not v5p:AxBxC, chips a side: v5p"),
         ("--compile_only --tpu_topology v5e:3x5", "v5e:3x5: there is no such slice: v5e has, for"),
-        (
-            "--compile_only --tpu_topology v5e:1000x1000",
-            "v5e:1000x1000 is larger than the largest slice, v5e:16x16: give that or a smaller one",
-        ),
+        ("--compile_only --tpu_topology v5e:1000x1000", "v5e:1000x1000 is larger than the"),
         (
             "--compile_only --tpu_topology tpu7x:2x2x1 --tpu_compiler installed",
             "tpu7x:2x2x1 requires --tpu_compiler 0.0.52: libtpu 0.0.21, which is installed, does",
         ),
         ("--compile_only --tpu_topology v5e:2x2 --tpu_compiler 0.0.1", "invalid choice: '0.0.1'"),
-        (
-            "--compile_only --tpu_topology v5e:4x4 --hlo_dir setup.cfg",
-            "--hlo_dir setup.cfg is a file, not a folder",
-        ),
+        ("--compile_only --tpu_topology v5e:4x4 --hlo_dir setup.cfg", "--hlo_dir setup.cfg is a f"),
         (
             "--compile_only --tpu_topology v5e:4x2 --mark_step_after_forward --no_grad_ckpt",
             "--compile_only with a broken graph requires --grad_ckpt full",
@@ -60,14 +54,8 @@ def complaint(capsys, ckpt_dir, *flags):
             "--compile_only --tpu_topology v5e:2x4 --grad_ckpt offload --no-scan_blocks",
             "--grad_ckpt offload requires scanned blocks, here is --no-scan_blocks: use --gr",
         ),
-        (
-            "--grad_ckpt offload --mark_step_after_forward",
-            "--grad_ckpt offload is incompatible with --mark_step_after_forward",
-        ),
-        (
-            "--backend cuda --fsdp fsdp2 --grad_ckpt offload",
-            "--grad_ckpt offload requires --backend xla, this is cuda: use full",
-        ),
+        ("--grad_ckpt offload --mark_step_after_forward", "--grad_ckpt offload is incompatible"),
+        ("--backend cuda --fsdp fsdp2 --grad_ckpt offload", "--grad_ckpt offload requires --backe"),
         ("--scan_blocks --xla_fsdp nested", "--scan_blocks is incompatible with --xla_fsdp nested"),
         ("--batch_size 15 --cpu_devices 2", "--batch_size 15 (global) is no multiple of the 2"),
         ("--batch_size 2000", "1438 training images, fewer than one batch"),
@@ -94,22 +82,13 @@ def complaint(capsys, ckpt_dir, *flags):
         ("--xla_fsdp nested --cpu_devices 2", "nested FSDP runs on 1 CPU device"),
         ("--compile_cache_dir x", "torch_xla 2.9 writes compiled programs but cannot read them"),
         ("--mesh_tensor 4 --cpu_devices 4", "--mesh_tensor 4 does not divide --num_heads 2"),
-        (
-            "--mesh_tensor 2 --cpu_devices 2 --mlp_ratio 1.05",
-            "--mesh_tensor 2 does not divide the MLP's width, 33",
-        ),
-        (
-            "--mesh_tensor 2 --cpu_devices 8 --batch_size 10",
-            "--batch_size 10 (global) is no multiple of the 8 devices / --mesh_tensor 2",
-        ),
+        ("--mesh_tensor 2 --cpu_devices 2 --mlp_ratio 1.05", "--mesh_tensor 2 does not divide"),
+        ("--mesh_tensor 2 --cpu_devices 8 --batch_size 10", "--batch_size 10 (global) is no"),
         ("--mesh_dcn 2 --xla_fsdp nested", "--mesh_dcn requires --xla_fsdp spmd"),
         ("--backend cuda --mesh_tensor 2", "--mesh_tensor 2 requires --backend xla, this is cuda"),
         ("--mesh_dcn 0", "must be at least 1 and at most 1000000000 (or slices)"),
         ("--mesh_dcn slice", "'slice' is not a whole number (or slices)"),
-        (
-            "--compile_only --tpu_topology v5e:2x2 --mesh_dcn slices",
-            "--mesh_dcn slices requires --backend xla on slices that are here: give a number",
-        ),
+        ("--compile_only --tpu_topology v5e:2x2 --mesh_dcn slices", "--mesh_dcn slices requires -"),
         ("--lr x", "'x' is not a number"),
         ("--lr -1", "must be at least 0"),
         (f"--seed {10**20}", "must be at least 0 and at most 9223372036854775807"),
@@ -133,7 +112,6 @@ def test_flags(flags, words, capsys, tmp_path, monkeypatch):
 
 
 def test_a_flag_of_another_backend_beside_the_environment(capsys, tmp_path, monkeypatch):
-    """A variable may be made for several programs; a flag that does nothing is a mistake."""
     monkeypatch.setenv("CPU_NUM_DEVICES", "2")
     flags = ["--backend", "cuda", "--cpu_devices", "4"]
     words = complaint(capsys, tmp_path / "ckpt", *flags)
@@ -175,7 +153,6 @@ def test_compile_only_without(package, capsys, tmp_path, monkeypatch):
     ],
 )
 def test_gpu_flags(flags, words, capsys, tmp_path, monkeypatch):
-    """In the first of four processes, without CUDA and TransformerEngine."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
@@ -257,7 +234,6 @@ def test_wandb_with_a_login(login, tmp_path, monkeypatch):
 def test_only_the_first_process_of_a_node_complains(
     local_rank, lines, mistake, capsys, tmp_path, monkeypatch
 ):
-    """What is wrong may be wrong on that node alone."""
     monkeypatch.setattr("training.flags.time.sleep", lambda seconds: None)
     monkeypatch.setenv("RANK", "9")
     monkeypatch.setenv("LOCAL_RANK", local_rank)
@@ -305,7 +281,6 @@ def test_data_folders(capsys, tmp_path):
 
 
 def test_as_a_program(tmp_path):
-    """The same through the real command line."""
     done = subprocess.run(
         [sys.executable, "run_vit_training.py", "--image_size", "15", "--ckpt_dir", tmp_path / "x"],
         cwd=ROOT,

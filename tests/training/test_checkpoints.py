@@ -152,7 +152,6 @@ def test_a_tensor_outside_of_the_folder_is_refused(tmp_path):
 
 
 def test_complete_is_what_has_its_manifest(tmp_path):
-    """Also where a folder's files appear in any order; versions before manifests had none."""
     write_checkpoint(tmp_path, 2)
     write_checkpoint(tmp_path, 10)
     of_an_earlier_version(tmp_path, 9)

@@ -61,7 +61,6 @@ def test_a_pair_that_is_given_twice_is_drawn_twice_as_often():
 
 
 def test_processes_have_parts_of_the_same_batches():
-    """From any batch on; another seed draws otherwise."""
     request = request_of(*PAIRS)
     whole = batches(request, 9)
     parts = zip(*(batches(request, 6, Share(rank, 2), first=3) for rank in range(2)), strict=True)
@@ -77,7 +76,6 @@ def test_tables_with_an_order_of_their_own(tmp_path, digits):
 
 
 def test_pairs_of_one_length(digits, tmp_path):
-    """One local crop more in place of what the other pair has more in its global ones."""
     flags = "--patch_size 1 --image_size 17 --local_crop_size 13 --local_crops 7".split()
     seen = {}
     for side, local in itertools.product(range(1, 200), repeat=2):
@@ -124,7 +122,6 @@ def test_resumed_in_mid_epoch_bit_for_bit(train, tmp_path):
 
 @pytest.mark.long
 def test_one_compilation_a_pair(tmp_path):
-    """One execution a step, and after each pair was there once no compilation at all."""
     steady = "--max_steps 36 --warmup_steps 8 --log_step_interval 1 --num_workers 1".split()
     result = train_tiny(tmp_path, *DINO, *PAIRS, *steady, devices=2)
     found = batches(request_of(*PAIRS, "--batch_size", "16"), 36)

@@ -90,7 +90,6 @@ def test_on_xla(devices, flags, expected, tmp_path):
     ],
 )
 def test_koleo_groups_of_two_devices(flags, group, monkeypatch):
-    """Also on as many as are found later."""
     words = f"--fake_data --model vit_tiny_patch16_224 --objective dino {flags}"
     run = on_xla(f"{words} --cpu_devices 2")
     assert run.config.objective.koleo_group == group
@@ -100,7 +99,6 @@ def test_koleo_groups_of_two_devices(flags, group, monkeypatch):
 
 
 def test_student_and_teacher_are_the_plain_ones(on_gpu, expected):
-    """So all gradients were the same, and nothing but the average has changed the teacher."""
     assert_same_weights(on_gpu, expected)
 
 
@@ -179,7 +177,6 @@ def test_moves_from_fsdp2_to_megatron_and_back(expected, tmp_path):
 
 
 def test_sinkhorn_over_shards_is_that_of_the_whole():
-    """Each of three shards, with the sums of all, and with missing rows."""
     torch.manual_seed(0)
     logits, present = torch.rand(30, 12) * 2 - 1, torch.rand(30) < 0.7
     temperature = torch.tensor([0.05])
@@ -291,7 +288,6 @@ FIRST_STEP = "--max_steps 1 --warmup_steps 4".split()  # its learning rate is 0,
 
 @pytest.mark.parametrize("train", [train_tiny_gpu, long(train_tiny)])
 def test_begins_with_timms_weights(train, tmp_path):
-    """Student and teacher have them, without the head; heads are those of a run without."""
     torch.manual_seed(0)
     model = timm.create_model("vit_base_patch16_224", **BACKBONE, num_classes=7)
     given = {name: torch.randn_like(values) for name, values in model.state_dict().items()}
@@ -310,7 +306,6 @@ def test_begins_with_timms_weights(train, tmp_path):
 
 @pytest.mark.parametrize("kind", ["model", "ema"])
 def test_backbone_is_timms(kind, on_gpu, tmp_path):
-    """``convert`` writes the student's or the teacher's, which timm loads strictly."""
     target = tmp_path / "backbone.safetensors"
     words = ["-m", "tools.convert", str(on_gpu.ckpt_dir), str(target)]
     done = run_program(*words, *(["--use_ema"] if kind == "ema" else []))
@@ -382,8 +377,6 @@ def test_optimizers(optimizer, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize(("flags", "graphs"), [("", 1), ("--grad_accum_steps 2", 3)])
 def test_steady_state(flags, graphs, tmp_path):
-    """One execution a step, or one a pass and one for the update; no compilation, nothing read
-    between logs."""
     steady = "--max_steps 24 --warmup_steps 8 --log_step_interval 6 --num_workers 1".split()
     result = train_tiny(tmp_path, *DINO, *steady, *flags.split(), devices=2)
     at = [result.steps[step] for step in (6, 12, 18, 24)]

@@ -163,7 +163,6 @@ def test_hard_in_bf16_in_other_forms(devices, form, flags, teacher, monkeypatch,
 def test_on_gpus_by_a_checkpoint_of_this_program(
     form, zero, kind, own_teacher, monkeypatch, tmp_path
 ):
-    """Of the two kinds hard distillation is the one without a flag."""
     flags = [*own_teacher[1], *kind, "--grad_accum_steps", "2"]
     how = ["--max_steps", str(STEPS), "--eval_batches", "1", "--zero_dp_strategy", zero]
     module = "tests.stand_ins.megatron_on_cpu" if form == "megatron" else ""
@@ -179,10 +178,7 @@ def test_on_gpus_by_a_checkpoint_of_this_program(
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (
-            "{teacher} --mesh_domain 2 --cpu_devices 2",
-            "--teacher is incompatible with --mesh_domain 2",
-        ),
+        ("{teacher} --mesh_domain 2 --cpu_devices 2", "--teacher is incompatible with"),
         ("{teacher} --teacher timm/nothing", "--teacher timm/nothing: there is no model timm/noth"),
         ("{teacher} --num_classes 9", "{named}: head.weight is (10, 64) in "),
         ("{own} --num_classes 9", "--teacher vit_10b has 10 classes, the student 9: give another"),

@@ -122,7 +122,6 @@ def test_as_timm(train, flags, devices, how, bad, tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_goes_on_and_moves(tmp_path):
-    """On in mid-epoch, as if never stopped; from XLA to FSDP2, from 2 devices to 4, as timm's."""
     flags = [*EACH_STEP, "--model_ema_decay", "0.8", "--model_ema_warmup"]
     whole = train_tiny(tmp_path / "whole", *flags, devices=2)
     shutil.copytree(tmp_path / "whole" / "step_3", tmp_path / "again" / "step_3")
@@ -141,7 +140,6 @@ def test_goes_on_and_moves(tmp_path):
 
 @pytest.mark.long
 def test_begins_and_ends(tmp_path):
-    """With an older checkpoint the average begins with its weights; without the flag it is left."""
     train_tiny_gpu(tmp_path / "old", "--max_steps", "3")
     flags = [*EACH_STEP, "--model_ema_decay", "0.9", "--resume", str(tmp_path / "old")]
     begun = train_tiny_gpu(tmp_path / "begun", *flags)

@@ -132,7 +132,6 @@ def test_report(processes, flags, trained, expected, tmp_path):
 
 
 def test_many_classes_and_odd_names(tmp_path):
-    """Of names that are no text, and mathematics to matplotlib; classes without an image."""
     names = ["cut_$x^{", "new\nline", "caf\udce9", *(f"class {label}" for label in range(3, 60))]
     labels = torch.tensor([0, 0, 1, 2, 2, 2, 59])
     found = torch.stack([labels, torch.tensor([0, 1, 1, 0, 0, 2, 2]), (labels == 59) * 7])

@@ -67,7 +67,6 @@ def write_here(capsys, out, *flags):
     "form", ["SPMD, four devices", *(long(form) for form in FORMS if form != "SPMD, four devices")]
 )
 def test_features_are_timms(form, images, weights, tmp_path):
-    """Of all images that can be read, with their paths and labels; the broken one is named."""
     asked = ("--features", tmp_path / "out", "--pca", "--features_of", *FEATURES)
     said = run_form(form, *asked, *FLAGS, "--init_from", weights, "--data_dir", images).stdout
     assert said.count(f"{images}/train/3/broken.png cannot be read") == 1
@@ -107,7 +106,6 @@ def assert_pca(file, images, most):
 
 
 def test_components_of_few_values():
-    """Less than three components, or patches that are all the same."""
     (first, second), same = torch.randn(2, 5), torch.ones(2, 5, 7)
     assert not components(same).any()
     found = components(torch.stack([first, first], dim=-1)[None])
@@ -118,7 +116,6 @@ def test_components_of_few_values():
 
 
 def test_parquet_of_images_without_labels(images, weights, tmp_path, capsys):
-    """A folder as a photographer has it, without classes and val/."""
     photos = tmp_path / "photos"
     shutil.copytree(images / "val", photos)
     out = tmp_path / "new" / "out.parquet"
@@ -137,7 +134,6 @@ def test_parquet_of_images_without_labels(images, weights, tmp_path, capsys):
 
 
 def test_files_of_a_limited_size(images, weights, tmp_path, capsys, monkeypatch):
-    """A batch in each; an image of all files is in one of them."""
     import training.evaluation.features
 
     monkeypatch.setattr(training.evaluation.features, "_FILE_BYTES", 1)
@@ -155,7 +151,6 @@ def test_files_of_a_limited_size(images, weights, tmp_path, capsys, monkeypatch)
     ],
 )
 def test_other_models(name, flags, prefix, images, tmp_path, capsys):
-    """Without a class token the mean alone; timm's norm after pooling is the head's."""
     torch.manual_seed(1)
     sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
     if name == "eva":
@@ -220,7 +215,6 @@ def test_mistakes_are_told_in_one_line(flags, message, images, weights, tmp_path
 
 
 def test_places_that_cannot_be_written(images, weights, tmp_path, capsys):
-    """Nothing that is there is written over, also not through a link."""
     target = tmp_path / "there"
     target.mkdir()
     link, dangling = tmp_path / "link", tmp_path / "dangling"
@@ -265,7 +259,6 @@ def test_places_that_cannot_be_written(images, weights, tmp_path, capsys):
 
 
 def test_a_full_disk_and_what_is_left_of_it(images, weights, tmp_path, capsys):
-    """One line, nothing under the final name; the same command then writes all."""
     words = [*FLAGS, "--init_from", weights, "--data_dir", images]
     out = tmp_path / "out"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -96,7 +96,6 @@ def test_the_same_model_is_taken_whole(tmp_path):
 
 
 def test_other_tokens_and_pooling(tmp_path):
-    """A class token more or less, registers, pooling by attention, the norm before or after it."""
     path = tmp_path / "weights.safetensors"
     token = open_model("vit_tiny_patch16_224", SMALL)
     state = weights_file(token, path)
@@ -190,7 +189,6 @@ def test_begins_with_the_weights(train, flags, how, source, tmp_path):
 
 
 def test_other_classes_get_another_head(source):
-    """As many, but not the same: what the head says means nothing here."""
     spec = open_model(
         "vit_10b",
         {

@@ -135,7 +135,6 @@ def test_a_pasted_command_in_a_file_of_flags(end, tmp_path):
 
 
 def test_values_in_a_file(tmp_path):
-    """A file may hold the values of the flag before it, such as a list of images."""
     (tmp_path / "list").write_text("a.jpg\n'b c.jpg'\n")
     assert values("--predict", f"@{tmp_path}/list")["predict"] == ["a.jpg", "b c.jpg"]
 
@@ -148,7 +147,6 @@ def given(*words):
 
 
 def test_which_flags_were_given(tmp_path, monkeypatch):
-    """Whatever their values; by any of their names, or in a file; not by the environment."""
     monkeypatch.setenv("CPU_NUM_DEVICES", "4")
     assert given() == set()
     (tmp_path / "a.args").write_text("--grad_ckpt full --no_reshard_after_forward")
@@ -158,7 +156,6 @@ def test_which_flags_were_given(tmp_path, monkeypatch):
 
 
 def test_every_flag_at_its_default():
-    """It changes nothing that they are typed, those whose default can be."""
     typed = {
         name: option.words(option.field.default)
         for name, option in by_field(*CONFIGS.values()).items()
@@ -200,7 +197,6 @@ def with_requirements(name):
 
 @pytest.mark.parametrize("name", [n for n, option in EVERY.items() if option.flag.requires])
 def test_what_a_flag_requires(name):
-    """It is refused if one of its requirements is not met, some flags at their default, too."""
     option, values = EVERY[name], with_requirements(name)
     for requirement in option.flag.requires:
         alternatives = [each.partition("=")[::2] for each in requirement.split("|")]
@@ -229,7 +225,6 @@ def test_what_a_flag_excludes(name, other):
     ("name", "other"), [(name, o) for name, option in EVERY.items() for o in option.flag.replaces]
 )
 def test_what_a_flag_replaces(name, other):
-    """Also if the other one is given at its default."""
     told = rule_broken(only=[name], given=[name, other], **with_requirements(name))
     typed = EVERY[name].typed(another(name))
     assert told.startswith(f"{typed} replaces {EVERY[other].names[0]}")
@@ -254,10 +249,7 @@ def test_words_of_rules():
 @pytest.mark.parametrize(
     ("typed", "words"),
     [
-        (
-            "--no_grad_ckpt --grad_ckpt full",
-            "--no_grad_ckpt contradicts --grad_ckpt full: drop one",
-        ),
+        ("--no_grad_ckpt --grad_ckpt full", "--no_grad_ckpt contradicts --grad_ckpt full: drop"),
         ("--grad_ckpt=offload --no_grad_ckpt", "--grad_ckpt offload contradicts --no_grad_ckpt"),
         ("--no_grad_ckpt --grad_ckpt none --grad_ckpt full", "contradicts --grad_ckpt full"),
         ("--fake_data --data_source digits", "--fake_data contradicts --data_source digits"),
@@ -272,7 +264,6 @@ def test_two_flags_of_one_setting_contradict_each_other(typed, words, capsys):
 
 
 def test_two_flags_of_one_setting_agree(tmp_path):
-    """They say the same, or one comes after the file that holds the other: the last one counts."""
     assert values("--no_grad_ckpt", "--grad_ckpt", "none")["grad_ckpt"] == "none"
     assert values("--grad_ckpt", "none", "--grad_ckpt", "full")["grad_ckpt"] == "full"
     (tmp_path / "a.args").write_text("--no_grad_ckpt --mesh_dcn 2")
@@ -286,10 +277,7 @@ def test_two_flags_of_one_setting_agree(tmp_path):
         ("--batch_sze 3", "unknown flag --batch_sze: did you mean --batch_size?"),
         ("--no-scan_block", "did you mean --no-scan_blocks?"),
         ("--xyzzy", "unknown flag --xyzzy (see"),
-        (
-            "--help xyzzy",
-            "--help xyzzy: no flag has this word; there are the groups all, run, data",
-        ),
+        ("--help xyzzy", "--help xyzzy: no flag has this word; there are the groups all, run,"),
         ("--precision fp8", "invalid choice: 'fp8'"),
     ],
 )
@@ -368,7 +356,6 @@ def test_help_in_three_sizes(capsys, monkeypatch):
 
 
 def test_help_finds_flags_by_a_word(capsys):
-    """In a name, or at the beginning of a word of a help text or of a value."""
 
     def found(word):
         return set(re.findall(r"(?m)^  (--\w+)", shown(capsys, word)))
@@ -405,7 +392,6 @@ def test_the_page_of_flags_is_that_of_the_fields():
 
 
 def test_conditions_name_fields():
-    """What a flag needs or excludes is a field, of every backend's or of one of them."""
     known = by_field(*CONFIGS.values())
     for option in known.values():
         told = flag_of(option.field)

@@ -53,7 +53,6 @@ def measured(bank, queries):
 
 
 def test_vote_is_the_plain_one(monkeypatch):
-    """In parts of any number of queries."""
     bank, queries = made(300, 7, 1, spread=3.0), made(90, 7, 2, spread=3.0)
     expected = {k: plain_knn(*bank, *queries, k) for k in KS}
     assert 20 < min(expected.values()) < max(expected.values()) < 95
@@ -65,7 +64,6 @@ def test_vote_is_the_plain_one(monkeypatch):
 
 
 def test_edges():
-    """Fewer images than neighbors, one class, a class with one image, nothing at all."""
     bank, queries = made(15, 3, 1), made(9, 3, 2)
     found = measured(bank, queries).top1
     assert found == {k: pytest.approx(plain_knn(*bank, *queries, k)) for k in (10, 15)}
@@ -101,7 +99,6 @@ def plain_probe(train, val, rate, seed):
 
 
 def test_probes_are_plain_ones(monkeypatch):
-    """Each rate's, with epochs that end in a short batch; another seed has other batches."""
     monkeypatch.setattr(knn_and_probe, "BATCH_SIZE", 64)
     monkeypatch.setattr(knn_and_probe, "LEAST_STEPS", 60)
     train, val = made(150, 7, 1, spread=3.0), made(90, 7, 2, spread=3.0)
@@ -152,7 +149,6 @@ def _one_of(rank, port, found):
 
 @pytest.mark.long
 def test_hosts_find_what_one_finds():
-    """Three processes, each with other images."""
     bank, queries = made(300, 7, 1, spread=3.0), made(90, 7, 2, spread=3.0)
     with socket.socket() as opened:
         opened.bind(("", 0))
@@ -192,7 +188,6 @@ def expected_of(root):
     ],
 )
 def test_eval_only(form, images, weights):
-    """On each form what the plain vote over timm's features finds; a broken image is left out."""
     asked = ("--eval_only", "--knn", "--probe", "--json", "--init_from", weights)
     done = run_form(form, *asked, *FLAGS, "--data_dir", images)
     assert "broken.png" in done.stderr
@@ -242,7 +237,6 @@ def check_training(result, tmp_path, capsys):
 
 @pytest.mark.long
 def test_while_it_trains_on_xla(tmp_path, capsys):
-    """One compilation more at the first one, and none afterwards."""
     result = train_tiny(tmp_path / "run", *EVERY, "--test_epoch_interval", "99", devices=4)
     compilations = result.column("compilations")
     assert compilations[1] + 1 == compilations[2] == compilations[4]
@@ -256,7 +250,6 @@ def test_while_it_trains(tmp_path, capsys):
 
 @pytest.mark.long
 def test_what_a_kill_has_left_out_is_made_up(tmp_path):
-    """A start whose checkpoint was written, but not the evaluations of its step; then no more."""
     flags = "--knn_every 2 --probe_every 2 --max_steps 2 --batch_size 64".split()
     first = train_tiny_gpu(tmp_path / "run", *flags)
     whole = first.records

@@ -59,7 +59,6 @@ def test_features_are_resampled_as_pytorch_does(own, grid):
 
 @pytest.mark.parametrize("size", [(16, 16), (16, 24)])
 def test_rotary_positions_are_those_of_the_larger_crop(size, tmp_path):
-    """The patch tokens of a larger crop are those of timm's model of that size."""
     words = [*tiny(tmp_path), *DINOV3, *TWICE, "--gram_weights", "x", "--image_size"]
     run = on_gpus([*words, *map(str, size)])
     model = filled(run.model, seed=3).eval()
@@ -107,7 +106,6 @@ def test_resumed_in_mid_epoch_bit_for_bit(train, anchor, tmp_path):
 
 @pytest.mark.long
 def test_the_teacher_is_evaluated_without_it(anchor, tmp_path):
-    """The Gram teacher of a checkpoint is for training alone; one that is given is refused."""
     train_tiny_gpu(tmp_path, *DINO, *anchor, *TWICE, "--gram_weight", "1.5", "--max_steps", "1")
     words = "run_vit_training.py --eval_only --knn --use_ema --backend cuda --batch_size 48".split()
     words += ["--data_dir", str(DIGITS), "--resume", str(tmp_path)]
@@ -121,7 +119,6 @@ def test_the_teacher_is_evaluated_without_it(anchor, tmp_path):
 
 @pytest.mark.long
 def test_steady_state(anchor, tmp_path):
-    """One execution a step, no compilation after the first one, nothing read between logs."""
     steady = "--max_steps 24 --warmup_steps 8 --log_step_interval 6 --num_workers 1".split()
     result = train_tiny(tmp_path, *DINO, *anchor, *TWICE, *steady, devices=2)
     at = [result.steps[step] for step in (6, 12, 18, 24)]

@@ -118,7 +118,6 @@ IMAGE = sorted((DIGITS / "val" / "7").glob("*.png"))[0]
 
 
 def test_folder_of_images_from_a_run(trained, files, tmp_path):
-    """The program itself; more images than one batch, some in subfolders, one named alone."""
     images = tmp_path / "images"
     shutil.copytree(ALL_DIGITS / "val" / "3", images / "b")
     shutil.copy(IMAGE, images / "A.PNG")
@@ -208,7 +207,6 @@ def contents(folder):
     ],
 )
 def test_eval_only_repeats_the_runs_own(name, flags, processes, trained, files, words, tmp_path):
-    """Of val/ alone, in batches of another size. The run's folder stays as it is."""
     (tmp_path / "val").symlink_to(words / "val")
     before = contents(trained.ckpt_dir)
     model = ["--resume", str(files / name), *TINY_MODEL] if name else []
@@ -294,7 +292,6 @@ def test_bad_images(files, capsys, tmp_path):
 
 
 def test_of_a_folder_the_images_that_can_be_read_are_answered(files, capsys, tmp_path):
-    """Links to nothing, to themselves, to a pipe and to what has no end are named, and left out."""
     folder = tmp_path / "folder"
     folder.mkdir()
     shutil.copy(IMAGE, folder / "good.png")
@@ -319,7 +316,6 @@ def test_of_a_folder_the_images_that_can_be_read_are_answered(files, capsys, tmp
 
 
 def test_named_image_cannot_be_read(files, capsys, tmp_path):
-    """The results of the others come all the same."""
     cut = tmp_path / "cut.png"
     cut.write_bytes(IMAGE.read_bytes()[:-40])
     flags = ["--predict", cut, IMAGE, "--resume", files / "plain.pt", "--json"]
@@ -338,7 +334,6 @@ def test_named_image_cannot_be_read(files, capsys, tmp_path):
 def test_eval_only_leaves_out_what_it_cannot_read(
     flags, processes, allowed, trained, words, tmp_path
 ):
-    """As if the broken files were not there."""
     shutil.copytree(words / "val", tmp_path / "val")
     first, last = (sorted((tmp_path / "val" / name).iterdir())[0] for name in ("eight", "zero"))
     content = first.read_bytes()
@@ -371,7 +366,6 @@ def test_eval_only_leaves_out_what_it_cannot_read(
 
 @pytest.mark.parametrize("as_json", [True, False])
 def test_eval_only_tells_what_classes_have_no_image_left(as_json, trained, words, tmp_path, capsys):
-    """Whatever else is right: of one class, or of several, and only of those that had images."""
     for name in ("eight", "five", "zero"):
         (tmp_path / "val" / name).mkdir(parents=True)
     for name in CLASSES:

@@ -165,7 +165,6 @@ def test_damaged_copies(hosts, uninterrupted):
 
 @pytest.mark.long
 def test_disk_that_cannot_be_written(hosts, uninterrupted):
-    """Training is not stopped; the step is not whole, and nothing of it is resumed."""
     for host, of in ((1, 1), (0, 3)):  # its own part; a copy of another's
         hosts.disk(host).mkdir(parents=True)
         (hosts.disk(host) / f"part_{of}").write_text("no folder")
@@ -181,7 +180,6 @@ def test_disk_that_cannot_be_written(hosts, uninterrupted):
 
 @pytest.mark.long
 def test_another_run_and_another_form(hosts, uninterrupted, tmp_path):
-    """Another run's folder is refused; parts of another number of processes are not used."""
     hosts(killed=KILLED)
     words = [*tiny(tmp_path / "other"), "--backend", "cuda", *STEPS, *EVERY_TWO]
     refused = run_program("-m", HOSTS, *words, processes=4)
@@ -227,7 +225,6 @@ def test_megatron(hosts, tmp_path):
 
 @pytest.mark.rehearse
 def test_two_hosts_on_xla(slice_of, tmp_path):
-    """A host of SPMD has the parts of all its devices."""
     slice_, run = slice_of(Slice("v5p-16", (2, 2, 2))), tmp_path / "run"
     words, program = [*STEPS, *EVERY_TWO], ("-m", HOSTS)
     reference = slice_.train(tmp_path / "whole", *STEPS)
@@ -301,7 +298,6 @@ def part_of(tier, part):
 
 
 def test_a_peer_with_a_wrong_key(open_tier):
-    """Nothing is taken from it and nothing is sent to it; at a start the part counts as lost."""
     knows, other = open_tier(KEY), open_tier(OTHER_KEY)
     for sender, receiver in ((knows, other), (other, knows)):
         folder = part_of(sender, receiver._rank)
@@ -315,7 +311,6 @@ def test_a_peer_with_a_wrong_key(open_tier):
 
 
 def test_strangers_at_the_port(open_tier):
-    """Who sends no answer, or anything else, is turned away; a peer is heard after it."""
     sender, receiver = open_tier(KEY), open_tier(KEY)
     for said in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 4096, struct.pack("!i", -1)):
         with socket.create_connection(receiver._listener.address, timeout=30) as stranger:
@@ -333,7 +328,6 @@ def test_strangers_at_the_port(open_tier):
 
 
 def test_peers():
-    """The same place in the next folder; with replicas, in the next replica."""
     four = ["a", "a", "b", "b", "c", "c", "d", "d"]
     assert [_peer_of(rank, four, 1) for rank in range(8)] == [2, 3, 4, 5, 6, 7, 0, 1]
     assert [_peer_of(rank, four, 2) for rank in range(8)] == [4, 5, 6, 7, 0, 1, 2, 3]

@@ -106,7 +106,6 @@ def key_of(number):
 
 
 def test_masks_are_uniform():
-    """Each patch is equally often at each place, in many images of one step, and in many steps."""
     images, patches = 20_000, 16
     of_images = ranks_of(torch.arange(images), key_of(12345), patches)
     steps = [ranks_of(torch.arange(20), key_of(key), patches) for key in range(1000)]
@@ -150,7 +149,6 @@ def test_reports_have_no_accuracy(on_gpu):
 
 
 def test_pictures(on_gpu):
-    """Image, what is seen, reconstruction: a row for each of eight images of different digits."""
     picture = np.asarray(Image.open(on_gpu.ckpt_dir / PICTURE))
     times, side, gap = 6, 96, 2
     assert picture.shape == (8 * side + 7 * gap, 3 * side + 2 * gap, 3)
@@ -189,7 +187,6 @@ def test_resumed_in_mid_epoch_bit_for_bit(tmp_path):
 
 
 def test_backbone_is_timms(on_gpu, tmp_path):
-    """``convert`` writes what timm loads strictly; it is the encoder, without a head."""
     done = run_program("-m", "tools.convert", str(on_gpu.ckpt_dir), str(tmp_path / "b.safetensors"))
     assert done.returncode == 0, done.stderr
     sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
@@ -238,8 +235,6 @@ def test_eval_only(backend, on_gpu):
     [("", 2, 1), ("--xla_fsdp nested", 1, 1), ("--grad_accum_steps 2 --precision bf16", 2, 3)],
 )
 def test_steady_state(flags, devices, graphs, tmp_path):
-    """One execution a step, or one a pass and one for the update; no compilation, nothing read
-    between logs."""
     steady = "--max_steps 24 --warmup_steps 8 --log_step_interval 6 --num_workers 1".split()
     result = train_tiny(tmp_path, *MAE, *steady, *flags.split(), devices=devices)
     at = [result.steps[step] for step in (6, 12, 18, 24)]

@@ -43,7 +43,6 @@ def test_same_training(devices, flags, mesh, one_device, tmp_path):
 
 @pytest.mark.long
 def test_dropout_bf16_and_accumulation(tmp_path):
-    """Masks are those of one device, too."""
     flags = [*DROPOUT, "--grad_accum_steps", "2", "--max_steps", "2"]
     plain = train_tiny(tmp_path / "plain", *flags)
     sharded = train_tiny(tmp_path / "sharded", *flags, "--mesh_tensor", "2", devices=2)
@@ -66,7 +65,6 @@ def test_dropped_patches(tmp_path):
 
 @pytest.mark.long
 def test_checkpoint_moves_between_meshes(one_device, tmp_path):
-    """Shards in two dimensions, of stacked and of single blocks, and of one dimension."""
     train_tiny(tmp_path, *FULL_BLOCK, "--mesh_tensor", "2", "--max_steps", "2", devices=4)
     unrolled = "--mesh_dcn 2 --mesh_tensor 2 --no-scan_blocks --max_steps 4".split()
     train_tiny(tmp_path, *FULL_BLOCK, *unrolled, devices=4)
@@ -123,7 +121,6 @@ def test_specs():
     ],
 )
 def test_passes_follow_devices(flags, devices, passes):
-    """As many as keep a micro-batch below the limit, at the start and on devices found later."""
     run = on_xla(f"{flags} --cpu_devices {devices}")
     assert run.config.data.grad_accum_steps == passes
     least = 2 if "tensor" in flags else 1
@@ -171,7 +168,6 @@ def test_one_slice_where_there_is_no_tpu():
     ],
 )
 def test_a_run_must_fit_each_number_of_slices(two_slices, monkeypatch, flags, told):
-    """At its first start, whatever the number of slices is then."""
     monkeypatch.setenv("ELASTIC_SLICES", "1:3")
     if not told:
         assert on_xla(flags).mesh == Mesh(dcn=2, fsdp=4)
@@ -214,7 +210,6 @@ def test_devices_along_tensor_share_a_host():
     ],
 )
 def test_hosts_that_share_images(mesh, groups, rows):
-    """The second of four hosts with four devices each."""
     part = part_of_host(mesh, range(16), range(4, 8), 32)
     assert (part.groups, part.rows) == (groups, rows)
     images = torch.randn(len(groups) * 3, 2, len(rows), 5)

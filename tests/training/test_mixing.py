@@ -92,7 +92,6 @@ def everything(tmp_path_factory):
 
 
 def test_one_execution_a_step_and_an_exact_resume(everything, tmp_path):
-    """Of steps that are mixed, cut and neither; the resumed one begins in mid-epoch."""
     assert_steady(everything)
     from_step_7 = ["--resume", str(everything.ckpt_dir / "step_7"), "--num_workers", "2"]
     resumed = train_tiny(tmp_path, *ALL, "--max_steps", "9", *from_step_7, devices=2)
@@ -122,7 +121,6 @@ def test_other_forms_train_alike(form, everything, tmp_path):
     ],
 )
 def test_first_steps_are_timms(devices, form, flags, monkeypatch, tmp_path):
-    """Accumulated and in bf16: the mean loss of the micro-batches, and their gradients' norm."""
     given = [*flags.split(), "--grad_accum_steps", "2"]
     flags = [*given, "--precision", "bf16", "--max_steps", "4", "--eval_batches", "1"]
     result = train_tiny(tmp_path, *flags, *form.split(), devices=devices)

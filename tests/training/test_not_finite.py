@@ -43,7 +43,6 @@ def fails(*flags, processes=1):
     ],
 )
 def test_last_step(flags, processes, steps, problem, tmp_path):
-    """Its loss, or that of the evaluation after it."""
     run = [*tiny(tmp_path), *flags.split(), *DIVERGES, steps]
     line, _ = fails(*run, processes=processes)
     before = [1] if steps == 2 else []
@@ -78,7 +77,6 @@ def spoiled(tmp_path_factory):
 )
 @pytest.mark.parametrize("step", [3, 1])
 def test_weights(step, flags, processes, spoiled, tmp_path):
-    """They are saved neither at the end nor before it, nor on the host's own disk."""
     run, local = tmp_path / "run", tmp_path / "local"
     flags = [*flags.split(), *ONCE, "--init_from", spoiled, "--local_ckpt_dir", local]
     flags += ["--local_ckpt_step_interval", 1, "--ckpt_step_interval", step, "--max_steps", 3]
@@ -101,7 +99,6 @@ def test_evaluation_alone(spoiled, tmp_path):
 
 
 def test_an_evaluation_of_no_image(tmp_path):
-    """Its loss is NaN, too, but says nothing of the model."""
     data, classes = tmp_path / "data", [path.name for path in (DIGITS / "train").iterdir()]
     for name in classes:
         (data / "val" / name).mkdir(parents=True)

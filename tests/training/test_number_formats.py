@@ -28,7 +28,6 @@ def found():
 
 @pytest.mark.long
 def test_rounding_is_unbiased(found):
-    """Standard deviations of the mean are at most 1/1024 of the distance to the next number."""
     assert found["exact"]
     assert found["bits"]
     for each in found["rounding"]:
@@ -40,7 +39,6 @@ def test_rounding_is_unbiased(found):
 
 @pytest.mark.long
 def test_moments_in_bf16(found):
-    """Against plain PyTorch with fp32 moments: what rounding adds to a walk is a hundredth."""
     assert found["adamw"]["dtypes"] == ["torch.bfloat16", "torch.float32"]
     assert max(found["adamw"]["off"]) < 0.01
     assert found["adamw"]["skipped"]
@@ -60,8 +58,6 @@ HOW = "--mesh_tensor 2 --grad_accum_steps 2 --gather_dtype fp8".split()
 
 @pytest.mark.long
 def test_resumed_and_moved(tmp_path):
-    """On 4 devices, bit for bit. With fp32 moments from then on, the next two losses are the same.
-    Then bf16 again, on the GPU backend and in nested FSDP."""
     rounded, whole_dir = [*RUN, "--optimizer_dtype", "bf16"], tmp_path / "whole"
     flags = [*rounded, *HOW, "--ckpt_step_interval", "7", "--max_steps"]
     whole = train_tiny(whole_dir, *flags, "12", devices=4)
@@ -103,7 +99,6 @@ def test_resumed_and_moved(tmp_path):
     ],
 )
 def test_copies_stay_alike(flags, processes):
-    """On the GPU backend: rounded otherwise, copies of a part would go apart."""
     flags = ["--backend", "cuda", "--optimizer_dtype", "bf16", *TINY_MODEL, *flags.split()]
     flags += ["--batch_size", "16"]
     done = run_program("-m", "tests.stand_ins.copies_on_gpu", *flags, processes=processes)
@@ -124,7 +119,6 @@ def test_plans_know_the_moments():
 
 @pytest.mark.long
 def test_what_the_compiler_says():
-    """Bytes of the state, and of what is gathered, on a TPU slice."""
     model = (
         "--embed_dim 512 --num_blocks 4 --num_heads 4 --patch_size 16 --image_size 128 "
         "--num_classes 128 --batch_size 64 --precision bf16 --attention sdpa"

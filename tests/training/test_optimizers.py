@@ -195,7 +195,6 @@ def test_bf16_is_near_timms(asked, form, tmp_path):
 
 @pytest.mark.long
 def test_muon_resumes_elsewhere_and_no_other_optimizer_does(tmp_path):
-    """In mid-epoch: stacked on 4 devices, FSDP2, nested; then bit for bit on what wrote it."""
     flags = [*ASKED["muon"].split(), "--max_steps"]
     expected, *_ = plain(ASKED["muon"], "scanned")
     train_tiny(tmp_path, *flags, "2", devices=4)
@@ -226,10 +225,7 @@ def test_betas_and_flops_follow():
     ("flags", "told"),
     [
         ("--optimizer muon --flatten_parameters", "is incompatible with --flatten_parameters"),
-        (
-            "--linear_probe --drop_path_rate 0.1",
-            "incompatible with --drop_path_rate 0.1: give --drop_path",
-        ),
+        ("--linear_probe --drop_path_rate 0.1", "incompatible with --drop_path_rate 0.1: give"),
         ("--backend cuda --fsdp megatron --linear_probe", "requires --fsdp fsdp2, this is mega"),
         ("--backend cuda --optimizer muon --cpu_offload", "is incompatible with --cpu_offload"),
     ],

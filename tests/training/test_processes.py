@@ -168,7 +168,6 @@ def test_a_mistake_on_one_process_alone_is_told(tmp_path):
 
 @pytest.mark.long
 def test_sigkill_of_one_job_leaves_the_folder_free(run):
-    """The lock goes with the process, and the next start goes on at once."""
     first = start(run, *ENDLESS, "--num_workers", "2")
     metrics, before = run / "metrics.jsonl", len((run / "metrics.jsonl").read_text())
     while len(metrics.read_text()) <= before:

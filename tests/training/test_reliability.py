@@ -65,7 +65,6 @@ def test_second_job_in_a_folder(run):
 
 
 def test_images_that_cannot_be_read(tmp_path):
-    """They are listed and left out; beyond the limit the run ends."""
     data = shutil.copytree(ALL_DIGITS, tmp_path / "data")
     broken = sorted(data.glob("train/*/*"))[:2] + sorted(data.glob("val/*/*"))[:1]
     for path in broken:
@@ -130,7 +129,6 @@ def test_too_many_unreadable_images(form, spoiled, tmp_path):
 
 
 def test_too_many_unreadable_images_in_an_evaluation(tmp_path):
-    """It does not count; when more are allowed, it is made, and says what was left out."""
     data = shutil.copytree(ALL_DIGITS, tmp_path / "data")
     for path in sorted(data.glob("val/3/*")):
         path.write_text("hello")
@@ -152,7 +150,6 @@ def test_too_many_unreadable_images_in_an_evaluation(tmp_path):
 
 
 def test_images_that_have_gone(tmp_path):
-    """A disk goes while batches are ready: a checkpoint, and an end after which to start again."""
     data, run = shutil.copytree(ALL_DIGITS, tmp_path / "data"), tmp_path / "run"
     flags = ["--data_dir", data, "--batch_size", "16", "--num_workers", "1"]
     gone = threading.Thread(target=take_away, args=(data / "train", run / "metrics.jsonl"))
@@ -231,7 +228,6 @@ def fill(folder, free):
 
 
 def test_disk_full(small_disk):
-    """It fills up at step 4: two saves in a row fail; what is there already stays whole."""
     run = small_disk / "run"
     flags = "--ckpt_step_interval 2 --max_steps".split()
     first = program(run, *flags, 4)
@@ -274,7 +270,6 @@ def test_logs_on_a_full_disk_end_nothing(run, small_disk):
 
 @pytest.mark.long
 def test_an_old_checkpoint_that_cannot_be_removed(run):
-    """A line each time, and training continues; the others are removed."""
     (run / "step_1").touch()  # no folder: nothing can be removed from it
     flags = ["--keep_checkpoints", "1", "--ckpt_step_interval", "2", "--max_steps"]
     for steps, kept in (("14", 14), ("14", 14), ("15", 15)):
@@ -350,7 +345,6 @@ EVALUATED = ["--data_dir", str(ALL_DIGITS), *"--test_epoch_interval 1 --max_step
 
 @pytest.mark.long
 def test_signal_in_an_evaluation_and_the_evaluation_that_is_owed(tmp_path, monkeypatch):
-    """Of 3 batches, at the end of epoch 1."""
     whole = train_tiny_gpu(tmp_path / "whole", *QUICK, *EVALUATED, "13")
     assert [e["step"] for e in whole.evaluations] == [11, 13]
     run, last_flags = tmp_path / "run", [*EVALUATED, "13"]

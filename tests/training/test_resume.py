@@ -47,7 +47,6 @@ def test_gradient_checkpointing_repeats_the_dropout(tmp_path):
 
 @pytest.mark.long
 def test_dropout_differs_from_step_to_step_and_seed_to_seed(tmp_path):
-    """With a learning rate of 0 and one and the same batch, only the masks change the loss."""
     flags = "--fake_data --batch_size 500 --lr 0 --max_steps 4 --pos_dropout 0.5".split()
     flags += ["--image_size", "8", "--eval_batches", "1"]  # of 50,000 images
     runs = [train_tiny(tmp_path / seed, *flags, "--seed", seed).column("loss") for seed in "01"]
@@ -55,7 +54,6 @@ def test_dropout_differs_from_step_to_step_and_seed_to_seed(tmp_path):
 
 
 def test_rerun_of_a_finished_run_changes_nothing(run, trained):
-    """Nor with a --max_steps below what is reached."""
     again = train_tiny_gpu(run, *QUICK, "--max_steps", "5")
     assert "nothing is left to train: step 10 is reached" in again.stdout
     assert again.records == trained.records
@@ -66,7 +64,6 @@ def test_rerun_of_a_finished_run_changes_nothing(run, trained):
 
 @pytest.mark.long
 def test_checkpoint_moves_between_forms_and_device_counts(tmp_path):
-    """Flat nested shards, 4 SPMD devices, blocks as one stack on 2, plain nested shards."""
     flags = [*EPOCHS_OF_5, "--max_steps"]
     reference = train_tiny(tmp_path / "reference", *flags, "6").column("loss")
     run = tmp_path / "run"
@@ -80,7 +77,6 @@ def test_checkpoint_moves_between_forms_and_device_counts(tmp_path):
 
 
 def test_pytorch_converts_the_checkpoint(uninterrupted, tmp_path):
-    """PyTorch's own tool makes one plain file of it, with timm's names and all arguments."""
     state = convert(uninterrupted.ckpt_dir / "step_7", tmp_path / "plain.pt")
     model = tiny_timm_model(patch_size=8)
     model.load_state_dict(state["model"])
@@ -97,7 +93,6 @@ def test_pytorch_converts_the_checkpoint(uninterrupted, tmp_path):
 
 
 def test_the_order_that_a_source_reports(tmp_path):
-    """The same of tar files, but for their names; another one if an image or a label changes."""
     folder, tars = shutil.copytree(DIGITS, tmp_path / "digits"), tmp_path / "tars"
     pack(str(folder), tars, 400_000, 1)
 

@@ -60,7 +60,6 @@ def with_weights(spec):
     "name", [DINOV3, "eva02_base_patch14_224", "vit_small_patch16_rope_mixed_224"]
 )
 def test_as_timm_with_the_same_factor(name):
-    """And in evaluation the factor does not count."""
     how = SMALL | {"rope_rescale_coords": 3.0}
     model = with_weights(open_model(f"timm/{name}", how)).train()
     theirs = timm.create_model(name, **how).train()
@@ -104,7 +103,6 @@ def test_global_and_local_crops_have_factors_of_their_own(tmp_path):
 
 
 def test_factors_are_uniform_in_their_logarithm():
-    """Of steps and sizes; another seed has others, the same seed the same."""
     factors = RopeFactors(2.0, seed=3)
     logs = np.log2([factors.at(step) for step in range(4000)])
     assert abs(logs).max() <= 1
@@ -181,7 +179,6 @@ def test_losses_and_gradients(train, flags, how, weights, expected, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("flags", ["--no-scan_blocks", "--xla_fsdp nested"])
 def test_dino_on_forms(flags, weights, tmp_path):
-    """The factors are at work: the losses without them are others."""
     dino = [*RUN, *DINO, *weights]
     gpu = train_tiny_gpu(tmp_path / "gpu", *dino, processes=2)
     nested = "nested" in flags
@@ -194,7 +191,6 @@ def test_dino_on_forms(flags, weights, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("train", [train_tiny_gpu, train_tiny])
 def test_resumed_bit_for_bit(train, tmp_path):
-    """And with another limit, or none, a checkpoint goes on as well."""
     flags = [*RUN, *DINO, *EPOCHS_OF_5[2:], "--batch_size", "288", "--max_steps", "9"]
     whole, _ = assert_resumes_at_step_7(train, tmp_path, *flags)
     shutil.copytree(whole.ckpt_dir / "step_7", tmp_path / "other" / "step_7")
@@ -212,7 +208,6 @@ def test_resumed_bit_for_bit(train, tmp_path):
     ],
 )
 def test_steady_state(model, flags, graphs, tmp_path):
-    """One execution a step, or one a pass and one for the update; none compiled again."""
     steady = "--max_steps 24 --warmup_steps 8 --log_step_interval 6 --num_workers 1".split()
     devices = 1 if "nested" in flags else 2
     result = train_tiny(tmp_path, *model, *flags, *steady, devices=devices)
@@ -226,10 +221,7 @@ def test_steady_state(model, flags, graphs, tmp_path):
     [
         ("--model timm/vit_base_patch16_224", "does not take --rope_rescale_coords (it is timm's"),
         ("--model vit_10b", "vit_10b does not take --rope_rescale_coords; it takes"),
-        (
-            "--model timm/eva_giant_patch14_224",
-            "--rope_rescale_coords requires a model with rotary",
-        ),
+        ("--model timm/eva_giant_patch14_224", "--rope_rescale_coords requires a model with"),
     ],
 )
 def test_mistakes(flags, line, capsys, tmp_path):

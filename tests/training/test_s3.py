@@ -56,7 +56,6 @@ def on_xla(*flags):
 
 @pytest.mark.long
 def test_a_run_on_xla_is_that_of_a_folder(s3, tmp_path):
-    """SPMD: written, pruned, resumed, as in a folder; nothing is copied, renamed or read back."""
     flags = [*EVERY_TWO, "--keep_checkpoints", "1"]
     here = train_tiny(tmp_path / "here", *EVERY_TWO, devices=2)
     first = on_xla(*flags, "--max_steps", 4)
@@ -100,7 +99,6 @@ def test_killed_in_the_middle_of_an_upload(s3):
 
 @pytest.mark.long
 def test_a_server_that_goes_away_and_comes_back(s3):
-    """For 12 s, from the first checkpoint on: no more than one save in a row fails."""
     run = start(URL, *EVERY_TWO, "--max_steps", "11", "--max_failed_saves", "3")
     try:
         # Its own checkpoint is asked for: a late request of the test before may be in the list.
@@ -132,7 +130,6 @@ def warnings_of(done):
 
 @pytest.mark.long
 def test_without_the_right_to_remove(s3):
-    """Two processes, none of which waits for the other; what was begun is written over."""
 
     def run(*flags):
         flags = [*EVERY_TWO, "--keep_checkpoints", "1", "--max_steps", *flags]
@@ -152,7 +149,6 @@ def test_without_the_right_to_remove(s3):
 
 
 def test_what_can_be_neither_completed_nor_removed(s3):
-    """A failed save, of which there are two more to go."""
     s3.forbidden = ["(PUT|HEAD|DELETE) .*step_2/manifest.json"]
     done = program(URL, *EVERY_TWO, "--max_steps", 4, "--max_failed_saves", 3)
     assert done.returncode == 0, done.stderr
@@ -162,7 +158,6 @@ def test_what_can_be_neither_completed_nor_removed(s3):
 
 @pytest.mark.long
 def test_without_the_right_to_read(s3, tmp_path, capsys):
-    """One line, code 2; no older checkpoint takes the place of one that may be whole."""
     assert program(URL, *EVERY_TWO, "--max_steps", 4).returncode == 0
     before = s3.names()
     here, image = tmp_path / "here", next((DIGITS / "val").rglob("*.png"))
@@ -207,7 +202,6 @@ def images(server):
 
 
 def test_images_of_a_bucket(s3, images, tmp_path):
-    """Read by loader processes, which are forked from one that has listed the bucket."""
     done = program(
         tmp_path / "run",
         *["--data_dir", images, "--batch_size", 16, "--num_workers", 2, "--max_steps", 3],

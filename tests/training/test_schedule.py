@@ -109,7 +109,6 @@ def test_linear_as_pytorch():
 
 
 def test_a_warmup_longer_than_the_run(tmp_path):
-    """Of 2 steps, the second trains with a 2,500th of --lr, and all below two of them."""
     done = program(tmp_path, *"--max_steps 2 --warmup_steps 2500 --lr 1e-2".split())
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if "warning" in line]
@@ -146,7 +145,6 @@ def test_refused(flags, words, capsys, tmp_path, monkeypatch):
 
 
 def test_a_decay_begins_where_a_stable_run_is(tmp_path):
-    """From step 6 on: two decays of one stable run, the second stopped at step 10 and resumed."""
     flags = [*tiny(tmp_path), "--backend", "cuda", "--batch_size", "128", "--lr", "1e-2"]
     flags += "--num_epochs 3 --warmup_steps 2 --lr_schedule wsd --min_lr 1e-4".split()
 

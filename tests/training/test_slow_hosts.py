@@ -53,8 +53,6 @@ def test_one_process(tmp_path):
 @pytest.mark.rehearse
 @pytest.mark.parametrize("kind", ["read", "compute"])
 def test_one_of_two_hosts(kind, slice_of, tmp_path):
-    """On XLA: its images, and what it does until a step is handed to the devices. As above, once in
-    two times at least."""
     hosts, flags = slice_of(Slice("v5p-16", (2, 2, 2))), [*STEPS, "--no-scan_blocks"]
     program, slow = ("-m", SLOW_HOST), f"{kind} 1 {0.5 if kind == 'read' else 0.25} 21 60"
     said = all_ended(hosts.start(*tiny(tmp_path), *flags, program=program, SLOW=slow))

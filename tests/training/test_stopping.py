@@ -61,7 +61,6 @@ def whole_runs(tmp_path_factory):
     [("xla", "SIGTERM", "1", 143), ("cuda", "SIGTERM", "1", 143), ("cuda", "SIGINT", "0", 130)],
 )
 def test_stop_and_resume(backend, name, workers, code, whole_runs, tmp_path, monkeypatch):
-    """With several processes, only the last one gets the signal, in step 6."""
     flags, processes, train = BACKENDS[backend]
     flags = [*flags.split(), "--num_workers", workers]
     how = {"processes": processes} if processes > 1 else {}

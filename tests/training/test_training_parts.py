@@ -103,6 +103,18 @@ def test_prefetch_keeps_order_and_puts_repeated_batches_once(depth):
     assert put == [0, 1, 2, 0]
 
 
+@pytest.mark.parametrize("depth", [0, 2])
+def test_prefetch_raises_the_sources_error_in_its_place(depth):
+    def source():
+        yield from batches(2)
+        raise OSError("disk gone")
+
+    got = prefetch(source(), lambda batch: int(batch[0]), depth)
+    assert [next(got), next(got)] == [0, 1]
+    with pytest.raises(OSError, match="disk gone"):
+        next(got)
+
+
 def test_prefetch_ends_its_thread_when_the_consumer_stops():
     got = prefetch(iter(batches(100)), lambda batch: batch, 2)
     next(got)

@@ -108,7 +108,6 @@ def test_what_a_storage_raises_is_an_oserror(storage):
 
 
 def test_what_is_damaged_is_passed_over_what_cannot_be_reached_is_not(storage):
-    """An older checkpoint would be resumed, and the newest set aside, for nothing."""
     url = folder_at("bucket://shelf/run")
     for step in (2, 4):
         write_whole(url / f"step_{step}", float(step))
@@ -239,7 +238,6 @@ def test_a_run_moves_to_another_machine(storage, tmp_path, monkeypatch, trained)
 
 @pytest.mark.long
 def test_killed_as_a_checkpoint_is_complete(storage, tmp_path, monkeypatch):
-    """Another machine resumes it, and the log has its steps."""
     run = folder_at("bucket://shelf/run")
     flags = "--backend cuda --ckpt_step_interval 5 --max_steps 12 --test_step_interval 3".split()
     words = ["-m", ON_A_BUCKET, *tiny(run), *flags]
@@ -258,7 +256,6 @@ def test_killed_as_a_checkpoint_is_complete(storage, tmp_path, monkeypatch):
 
 
 def test_a_storage_that_fails_in_the_middle(storage, tmp_path, monkeypatch):
-    """Counted as a full disk is; the logs stay on this machine."""
     url = "bucket://shelf/run"
     monkeypatch.setenv("PROGRAM", ON_A_BUCKET)
     monkeypatch.setenv("SAVES", "full 4 -1 0")
