@@ -67,16 +67,6 @@ def test_any_part_of_a_volume(writer, dtype, tmp_path):
     np.testing.assert_array_equal(part, array)
 
 
-@pytest.mark.parametrize("writer", VOLUME_WRITERS)
-def test_any_part_of_four_axes(writer, tmp_path):
-    suffix, write = VOLUME_WRITERS[writer]
-    array, path = values(2, 9, 24, 40), tmp_path / f"a{suffix}"
-    write(path, array)
-    shape, part = read(path, (0, 2), (3, 8), (1, 20), (4, 5))
-    assert shape == array.shape
-    np.testing.assert_array_equal(part, array[:, 3:8, 1:20, 4:5])
-
-
 def test_values_of_a_nifti_file_are_scaled_as_it_says(tmp_path):
     array = values(9, 24, 40)
     image = nibabel.Nifti1Image(np.ascontiguousarray(array.T), np.eye(4))
@@ -135,35 +125,6 @@ def test_only_the_tiles_and_strips_that_hold_the_rows_are_read(tmp_path, monkeyp
 
 
 # -- memory -----------------------------------------------------------------------------
-
-
-def mapped_bytes(path):
-    """How much of a file is in this process's memory, by the kernel's count."""
-    found = inside = 0
-    with open("/proc/self/smaps") as lines:
-        for line in lines:
-            if "-" in line.split()[0] and ":" not in line.split()[0]:
-                inside = line.rstrip().endswith(str(path))
-            elif inside and line.startswith("Rss:"):
-                found += int(line.split()[1]) * 1024
-    return found
-
-
-def test_a_slab_of_a_file_of_8_gb(tmp_path):
-    """A file with holes, which takes no space on the disk, and of which 4 MB are read."""
-    path, shape = tmp_path / "a.npy", (2000, 1000, 2000)
-    whole = np.lib.format.open_memmap(path, mode="w+", dtype=np.int16, shape=shape)
-    whole[1000] = 7
-    del whole
-    assert path.stat().st_size > 8e9
-    with open_array(str(path)) as array:
-        tracemalloc.start()
-        part = array.read((slice(1000, 1001), slice(0, 1000), slice(0, 2000)))
-        assert tracemalloc.get_traced_memory()[1] < 5e6
-        tracemalloc.stop()
-        assert (part == 7).all()
-        assert part.size == 2e6
-        assert mapped_bytes(path) < 10e6
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".nii", ".nii.gz"])

@@ -238,19 +238,6 @@ def test_columns_show_what_is_trained_on(tmp_path):
         assert drawn.width > drawn.height > 300
 
 
-def test_pictures_that_cannot_be_drawn(capsys, monkeypatch, tmp_path):
-    digits = "--data_source digits --model vit_tiny_patch16_224".split()
-    monkeypatch.setattr("sys.argv", ["show_augmentations"])
-    for words, told in (
-        (None, "the last word must be the picture to write, a .png"),
-        ([*digits, "picture.jpg"], "the last word must be the picture to write, a .png"),
-        ([*digits, "--num_classes", "2", "a.png"], "the digits have 10 classes, more than --num_c"),
-        ([*digits, "--num_classes", "10", f"{tmp_path}/no/a.png"], f"{tmp_path}/no/a.png: No such"),
-    ):
-        assert main(words) == 2
-        assert capsys.readouterr().err.startswith(f"show_augmentations: error: {told}")
-
-
 # -- what is refused ------------------------------------------------------------------
 
 

@@ -183,24 +183,6 @@ def test_shards_and_a_kept_index_give_the_same(folder, tmp_path):
     assert "in buckets 16x16: 40 + 9, 12x20: 40 + 9, 20x12: 20 + 5" in str(files)
 
 
-def test_a_broken_image_is_replaced_in_the_size_of_its_batch(tmp_path, folder):
-    for split in ("train", "val"):
-        for path in (folder / split).rglob("*.png"):
-            copy = tmp_path / path.relative_to(folder)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_bytes(path.read_bytes())
-    broken = tmp_path / "train" / "class1" / "001.png"
-    broken.write_bytes(broken.read_bytes()[:60])  # its header is whole: 12x20
-    (tmp_path / "val" / "class0" / "000.png").write_bytes(b"no image")
-    data = source(tmp_path)
-    train, val = data.train_loader(8, Share()), data.val_loader(8, Share())
-    for epoch in range(3):
-        assert all(images.shape[0] == 8 for images, _ in train.epoch(epoch))
-    assert [path for path, *_ in train.bad_images()] == [str(broken)]
-    assert sum(int((labels >= 0).sum()) for _, labels in val.epoch(0)) == VAL - 1
-    assert len(val.bad_images()) == 1
-
-
 # -- runs --------------------------------------------------------------------------------
 
 

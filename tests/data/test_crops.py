@@ -16,7 +16,6 @@ from torchvision.transforms.v2 import functional
 from data import transforms
 from data.config import DataConfig
 from data.decode import Pixels, open_image
-from data.files import DataFolderError
 from data.loader import Share
 from data.source import CropLayout, CropRequest, DatasetRequest, max_masked, open_data
 from data.transforms import (
@@ -31,7 +30,6 @@ from data.transforms import (
     seeded,
 )
 from tests.support.jpegs import GUARD, as_pillow, jpeg
-from tools.show_augmentations import IMAGES, crop_columns, draw
 
 pytestmark = pytest.mark.fast
 
@@ -339,33 +337,4 @@ def test_fake_crops():
     assert next(fake.val_loader(24, Share()).epoch(0))[0].shape == (24, 3, 16, 16)
 
 
-@pytest.mark.parametrize(
-    ("source", "size"), [("fake", (4, 16, 16)), ("volumes", (16, 16)), ("mosaics", (16, 16))]
-)
-def test_volumes_have_no_crops(source, size):
-    with pytest.raises(DataFolderError, match=f"^crops are made of photographs, and .* {source}"):
-        opened("", data_source=source, size=size)
-
-
 # -- the picture ----------------------------------------------------------------------
-
-
-def test_the_picture_shows_the_crops_of_the_first_images(digits, tmp_path):
-    data = opened(digits, batch_size=IMAGES)
-    found = crop_columns(data.splits["train"].request)
-    images, _ = next(data.train_loader(IMAGES, Share()).epoch(0))
-    globals_, _, locals_, mask = CropLayout((3, 16, 16), SMALL).unpack(images)
-    plain = opened(digits, None, batch_size=IMAGES, scale=(1, 1), ratio=(1, 1), hflip=0.0)
-    whole, _ = next(plain.train_loader(IMAGES, Share()).epoch(0))
-    image, masked, second, *others = (column.images for column in found)
-    assert torch.equal(image, whole / 255)
-    assert torch.equal(second, globals_[1] / 255)
-    assert torch.equal(torch.stack(others), locals_ / 255)
-    hidden = mask.view(IMAGES, 1, 4, 4).repeat_interleave(4, 2).repeat_interleave(4, 3)
-    hidden = hidden.expand(-1, 3, -1, -1)
-    assert torch.equal(masked[~hidden], (globals_[0] / 255)[~hidden])
-    assert (masked[hidden] - 0.5).abs().max() <= 0.126
-    assert found[1].labels == [f"{100 * int(each.sum()) / 16:.0f} % masked" for each in mask]
-    draw(found, tmp_path / "crops.png")
-    with Image.open(tmp_path / "crops.png") as drawn:
-        assert drawn.width > drawn.height > 300

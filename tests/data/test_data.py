@@ -17,7 +17,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from torch.utils.data import Dataset
 
-from data.digits import main, read_mnist, write_digits
+from data.digits import read_mnist, write_digits
 from data.files import DataFolderError
 from data.loader import DatasetLoader, GlobalBatchSampler, Share, workers_of_host
 from data.source import DatasetRequest, open_data
@@ -42,17 +42,6 @@ def test_digits_tree_holds_scikit_learns_images(tmp_path):
     stamp = files[0].stat().st_mtime_ns
     write_digits(root)  # a second call writes nothing
     assert files[0].stat().st_mtime_ns == stamp
-
-
-def test_digits_cannot_be_written(tmp_path, monkeypatch, capsys):
-    (tmp_path / "file").touch()
-    for root in (tmp_path / "file", tmp_path / "file" / "digits"):
-        monkeypatch.setattr("sys.argv", ["digits", str(root)])
-        with pytest.raises(SystemExit, match="2"):
-            main()
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("digits: error: ")
-        assert line.endswith("Not a directory")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])

@@ -160,20 +160,6 @@ def test_folder_that_may_not_be_read():
         shutil.rmtree(where)
 
 
-def test_what_is_left_out_is_said(tmp_path):
-    for split in ("train", "val"):
-        image(tmp_path / split / "a" / "1.png")
-    assert str(open_data(wanted(arguments(tmp_path, batch_size=1), CONFIG))) == (
-        f"{tmp_path}: 1 training, 1 validation images"
-    )
-    for number, name in enumerate(("a.gif", "b.gif", "c", "d.txt", "e\n.\udcff")):
-        (tmp_path / "train" / "a" / name).touch()
-        (tmp_path / "val" / "a" / f"{number}.gif").touch()
-    assert str(open_data(wanted(arguments(tmp_path, batch_size=1), CONFIG))).endswith(
-        "1 validation images; 10 files left out (.gif 7, no extension 1, .txt 1, .\\udcff 1)"
-    )
-
-
 # -- one file -------------------------------------------------------------------------
 
 PICTURE = np.linspace(0, 255, 64).round().astype(np.uint8).reshape(8, 8)

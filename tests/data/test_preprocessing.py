@@ -20,11 +20,9 @@ from data.config import INTERPOLATIONS, Preprocessing
 from data.decode import Pixels
 from data.transforms import val_transform
 from run_vit_training import read_flags
-from tests.cli import TINY_MODEL, VAL_IMAGES, train_tiny_gpu
 from tests.resolved import on_xla
 from tests.usage_error import told_in_one_line
-from training.checkpoints.format import read_saved_run
-from training.weights import Weights, with_preprocessing_of, with_saved_preprocessing
+from training.weights import Weights, with_preprocessing_of
 
 NAME = "vit_tiny_patch16_224"
 
@@ -176,40 +174,6 @@ def test_another_architecture_than_the_presets_has_new_weights_preprocessing():
     assert run.config.data.preprocessing == Preprocessing()
     assert run.config.data.mean == (0.485, 0.456, 0.406)
     assert run.config.data.crop_pct == 0.875
-
-
-@pytest.mark.long
-def test_what_was_trained_with_is_kept(tmp_path, picture, capsys):
-    flags = "--mean 0.1 0.2 0.3 --crop_pct 0.7 --interpolation nearest".split()
-    flags += ["--test_interpolation", "box", "--crop_mode", "border"]
-    run = train_tiny_gpu(tmp_path, "--max_steps", "1", *flags)
-    saved = read_saved_run(tmp_path / "step_1")
-    now = with_saved_preprocessing(read_flags(TINY_MODEL).run, saved)
-    expected = Preprocessing(
-        (0.1, 0.2, 0.3),
-        crop_pct=0.7,
-        interpolation="nearest",
-        test_interpolation="box",
-        crop_mode="border",
-    )
-    assert now.data.preprocessing == expected
-    evaluated = ["--eval_only", "--json", "--ckpt_dir", tmp_path, "--batch_size", VAL_IMAGES]
-    evaluated += ["--data_dir", run.run_file["arguments"]["data_dir"], "--backend", "cuda"]
-    assert run_vit_training.main(list(map(str, evaluated))) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["val_loss"] == pytest.approx(run.evaluations[-1]["val_loss"], rel=1e-5)
-    images = ["--predict", picture, "--json", "--resume", tmp_path]
-    assert run_vit_training.main(list(map(str, images))) == 0
-    likely = capsys.readouterr().out
-    given = [*images, "--mean", 0.1, 0.2, 0.3, "--crop_pct", 0.7, "--interpolation", "nearest"]
-    assert run_vit_training.main(list(map(str, given))) == 0
-    assert capsys.readouterr().out == likely
-    for other in ("--mean", 0.9, 0.9, 0.9), ("--crop_mode", "center"):
-        assert run_vit_training.main(list(map(str, [*images, *other]))) == 0
-        assert capsys.readouterr().out != likely
-    del saved.arguments["crop_mode"]  # as before there was the flag
-    older = with_saved_preprocessing(read_flags(TINY_MODEL).run, saved).data.preprocessing
-    assert older == replace(expected, crop_mode="center")
 
 
 @pytest.mark.parametrize(

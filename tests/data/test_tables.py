@@ -21,7 +21,7 @@ from data.files import DataFolderError, open_system
 from data.loader import WINDOW, RunSampler, Share
 from data.source import DatasetRequest, open_data
 from data.tables import ParquetSplit, split_files
-from tests.cli import ROOT, train_tiny, train_tiny_gpu
+from tests.cli import ROOT
 from tests.marks import long
 from tests.support.table_files import write_tables
 
@@ -117,20 +117,6 @@ def test_a_row_group_is_read_once_for_a_run(tables, monkeypatch):
     assert len(read) <= runs
     loader = opened(tables, "parquet", num_workers=2).train_loader(80, Share())
     assert {len(part) for part in loader._parts} == {64, 16}  # not 40, of as many runs
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("source", ["parquet", "huggingface"])
-def test_training_on_both_backends(source, tables, tmp_path):
-    folder = tables / {"parquet": "parquet", "huggingface": "saved"}[source]
-    flags = f"--data_source {source} --data_dir {folder} --scale 0.5 1 --max_steps 4".split()
-    if source == "parquet":
-        flags += ["--images_per_read", "4"]
-    gpu = train_tiny_gpu(tmp_path / "gpu", *flags, processes=2)
-    train_tiny(tmp_path / "xla", *flags, "--max_steps", "2", "--xla_fsdp", "nested")
-    xla = train_tiny(tmp_path / "xla", *flags, "--num_workers", "1", devices=2)
-    assert [record["step"] for record in xla.records if "loss" in record] == [1, 2, 3, 4]
-    assert xla.column("loss") == pytest.approx(gpu.column("loss"), rel=1e-4)
 
 
 def test_names_of_files_and_splits(tmp_path):

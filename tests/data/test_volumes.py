@@ -12,9 +12,7 @@ import torch
 from data.files import DataFolderError
 from data.loader import Share
 from data.source import DatasetRequest, open_data
-from tests.cli import train_tiny_gpu
 from tests.support.loading import arguments
-from tests.usage_error import told_in_one_line
 
 SIZE = (8, 12, 16)
 LARGER = (11, 14, 21)
@@ -275,18 +273,3 @@ def test_damage_that_other_rows_do_not_show(tmp_path):
 def test_a_folder_without_arrays(digits):
     with pytest.raises(DataFolderError, match=r"has class folders without images: 0, .*\.nii\.gz"):
         opened(digits)
-
-
-def test_typed(tmp_path, capsys):
-    lines = ["path,label,split"]
-    for number in range(6):
-        write(tmp_path / f"{number}.npy", volume(number, (20, 20, 3), np.uint8))
-        lines.append(f"{number}.npy,{number % 2},{'train' if number < 4 else 'val'}")
-    (tmp_path / "labels.csv").write_text("\n".join(lines))
-    typed = ["--labels", str(tmp_path / "labels.csv"), "--data_dir", str(tmp_path)]
-    assert "requires --data_source volumes, this is folder" in told_in_one_line(capsys, *typed)
-    typed += ["--data_source", "volumes", "--batch_size", "4", "--warmup_steps", "1"]
-    run = train_tiny_gpu(tmp_path / "run", *typed)
-    assert "labels.csv: 4 training, 2 validation images" in run.stdout
-    assert len(run.steps) == 2
-    assert run.evaluations[-1]["val_images"] == 2

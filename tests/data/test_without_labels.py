@@ -9,13 +9,12 @@ import pytest
 import torch
 from PIL import Image
 
-import data.index
 from data.config import DataConfig
 from data.files import DataFolderError
 from data.loader import PADDING, Share
 from data.pack import main, pack
 from data.source import DatasetRequest, open_data
-from tests.support.memory_files import in_memory, settle
+from tests.support.memory_files import in_memory
 
 pytestmark = pytest.mark.fast
 
@@ -109,36 +108,6 @@ def test_labels_that_are_there_are_ignored(tmp_path):
 def test_unusable_folders(files, how, message, tmp_path):
     with pytest.raises(DataFolderError, match=message):
         opened(write(tmp_path, files), **how)
-
-
-def test_index_is_saved_beside_that_of_labels(tmp_path, monkeypatch):
-    monkeypatch.setattr(data.index, "MIN_IMAGES", 1)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    inside, root = write(tmp_path / "a" / "train", DEEP).parent, write(tmp_path / "b", FLAT)
-    settle(tmp_path)
-    opened(inside), opened(root)
-    assert [path.name for path in inside.glob(".vit_fsdp_index/*")] == [
-        "train-without-labels-of-folder"
-    ]
-    assert {path.name for path in root.iterdir()} == {*FLAT}
-    with monkeypatch.context() as patch:
-        patch.setattr(data.index, "index_split", None)  # nothing is listed
-        for where in (inside, root):
-            assert sorted(greys(opened(where, augment=False), "train")[0]) == GREYS
-    write(root, {"new.png": 200})
-    assert 200 in greys(opened(root, augment=False), "train")[0]
-
-
-def test_unreadable_image_is_replaced_in_training_and_else_left_out(tmp_path):
-    write(tmp_path, FLAT | {"8.png": 200})
-    (tmp_path / "8.png").write_bytes(b"no image")
-    assert greys(opened(tmp_path, augment=False), "train")[0] == GREYS
-    loader = opened(tmp_path, scale=(1, 1)).train_loader(8, Share())
-    ((images, _),) = loader.epoch(0)
-    assert len(images) == 8
-    assert {round(int(image[0, 0, 0]), -1) for image in images} == set(GREYS)
-    ((name, _, label),) = loader.bad_images()
-    assert (name, label) == (str(tmp_path / "8.png"), 0)
 
 
 def test_numbers_in_place_of_labels(tmp_path):

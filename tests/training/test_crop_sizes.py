@@ -10,14 +10,11 @@ import torch
 from data.files import DataFolderError
 from data.loader import GlobalBatchSampler, Share
 from data.source import open_data
-from tests.cli import need_xla, tiny, train_tiny, train_tiny_gpu
+from tests.cli import need_xla, tiny, train_tiny
 from tests.references import plain_dino
 from tests.resolved import on_gpus
-from tests.stand_ins.filled import filled
 from tests.support.crop_sizes import FORMS, PAIRS
-from tests.support.dino import DINO, SMALL, assert_same, of_backbone
-from tests.support.resuming import EPOCHS_OF_5, assert_resumes_at_step_7
-from tests.support.table_files import write_tables
+from tests.support.dino import DINO, SMALL, assert_same
 from tests.usage_error import told_in_one_line
 from training.backend import dataset_request
 
@@ -69,12 +66,6 @@ def test_processes_have_parts_of_the_same_batches():
     assert [each.shape for each in whole] != [each.shape for each in other]
 
 
-def test_tables_with_an_order_of_their_own(tmp_path, digits):
-    write_tables(digits, tmp_path)
-    flags = ["--data_source", "parquet", "--data_dir", str(tmp_path / "parquet")]
-    assert_of_one_pair_each(request_of(*flags, *PAIRS, folder=tmp_path / "run"), 8)
-
-
 def test_pairs_of_one_length(digits, tmp_path):
     flags = "--patch_size 1 --image_size 17 --local_crop_size 13 --local_crops 7".split()
     seen = {}
@@ -100,24 +91,6 @@ def test_losses_are_the_plain_ones(train, flags, how, expected, tmp_path):
     result = train(tmp_path, "--objective", "dino", *SIZES, *flags.split(), **how)
     assert_same(result, expected)
     assert ", 3 pairs of sizes" in result.stdout
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("train", "how"), [(train_tiny_gpu, {}), (train_tiny, {"devices": 2})])
-def test_gram_teacher_sees_crops_of_the_same_sizes(train, how, tmp_path):
-    weights = filled(on_gpus([*tiny(tmp_path), *DINO]).model, seed=7).state_dict()
-    torch.save(of_backbone(weights), tmp_path / "anchor.pt")
-    flags = [*SIZES, "--gram_weights", str(tmp_path / "anchor.pt")]
-    result = train(tmp_path / "run", "--objective", "dino", *flags, **how)
-    assert_same(result, plain_dino.train(flags))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("train", [train_tiny_gpu, train_tiny])
-def test_resumed_in_mid_epoch_bit_for_bit(train, tmp_path):
-    flags = [*DINO, *PAIRS, *EPOCHS_OF_5, "--patch_size", "4", "--max_steps", "9"]
-    flags += ["--batch_size", "288"]
-    assert_resumes_at_step_7(train, tmp_path, *flags)
 
 
 @pytest.mark.long

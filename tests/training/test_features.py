@@ -163,25 +163,17 @@ def test_other_models(name, flags, prefix, images, tmp_path, capsys):
     state = {key: each.contiguous() for key, each in changed(model).state_dict().items()}
     save_file(state, tmp_path / "w.safetensors")
     extra = ["--fc_norm"] if name == "average pooling" else []
-    write_here(
-        capsys,
-        tmp_path / "out",
-        *SIZES,
-        *flags,
-        *extra,
+    given = [
         "--data_dir",
         images,
         "--init_from",
         tmp_path / "w.safetensors",
-        "--mean",
-        *"0.485 0.456 0.406".split(),
-        "--std",
-        *"0.229 0.224 0.225".split(),
-        "--crop_pct",
-        0.875,
-        "--interpolation",
-        "bicubic",
-    )
+        *SIZES,
+        *flags,
+        *extra,
+    ]
+    given += [*extra, *"--mean 0.485 0.456 0.406 --std 0.229 0.224 0.225 --crop_pct 0.875".split()]
+    write_here(capsys, tmp_path / "out", *given, "--interpolation", "bicubic")
     found = read(tmp_path / "out", "val")
     tokens = tokens_of(model, found["path"])
     assert_are(found, tokens, of=("class", "mean") if prefix else ("mean",), prefix=prefix)
@@ -239,19 +231,8 @@ def test_places_that_cannot_be_written(images, weights, tmp_path, capsys):
         (file / "out", "cannot write to --features"),
         ("gs://bucket/out", "is a URL: give a place on this machine"),
     ):
-        told = told_in_one_line(
-            capsys,
-            "--backend",
-            "cuda",
-            "--features",
-            out,
-            *FLAGS,
-            "--init_from",
-            weights,
-            "--data_dir",
-            images,
-        )
-        assert message in told
+        flags = ["--features", out, "--init_from", weights, "--data_dir", images]
+        assert message in told_in_one_line(capsys, "--backend", "cuda", *FLAGS, *flags)
     assert list(target.iterdir()) == []
     assert [path.name for path in of_others.iterdir()] == ["photo.jpg"]
     assert not os.path.lexists(tmp_path / "nowhere")

@@ -13,7 +13,7 @@ from run_vit_training import CONFIGS, read_flags
 from tests import flags_page
 from tests.cli import ROOT
 from training.errors import UsageError
-from training.flags import build_parser, by_field, check_rules, flat, from_values
+from training.flags import by_field, check_rules, flat, from_values
 
 pytestmark = pytest.mark.fast
 
@@ -89,8 +89,6 @@ def test_a_file_of_flags(tmp_path):
         ("--seed 1\n@{path}", "includes itself"),
         (b"--seed 1\n\xff\xfe", "line 2: not UTF-8 text"),
         ("--seed 1\n--lr x", "line 2: argument --lr: 'x' is not a number"),
-        ("--seed 1 \\\n --lr=x \\\n", "line 2: argument --lr: 'x' is not a number"),
-        ("--seed 1 --lr", "line 1: argument --lr: expected one argument"),
         ("\nlr 3", "line 2: unrecognized argument: lr"),
         ("\n--batch_sze 3", "line 2: unknown flag --batch_sze: did you mean --batch_size?"),
         ("--grad_ckpt full\n--no_grad_ckpt", "line 2: --grad_ckpt full contradicts --no_grad_ckpt"),
@@ -126,7 +124,15 @@ def test_a_file_included_by_another_is_named(tmp_path, capsys):
     assert "a.args includes itself" in refusal(capsys, f"@{tmp_path}/a.args")
 
 
-@pytest.mark.parametrize("end", ["\n", " \\\n", "\\ \t\n", " \\\r\n", " # a comment \\\n"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        "\n",
+        " \\\n",
+        "\\ \t\n",
+        " \\\r\n",
+    ],
+)
 def test_a_pasted_command_in_a_file_of_flags(end, tmp_path):
     path = tmp_path / "pasted.args"
     path.write_bytes(f"--lr 0.5{end}  --scale 0.1 0.9{end}  --seed 3{end}".encode())
@@ -251,12 +257,8 @@ def test_words_of_rules():
     [
         ("--no_grad_ckpt --grad_ckpt full", "--no_grad_ckpt contradicts --grad_ckpt full: drop"),
         ("--grad_ckpt=offload --no_grad_ckpt", "--grad_ckpt offload contradicts --no_grad_ckpt"),
-        ("--no_grad_ckpt --grad_ckpt none --grad_ckpt full", "contradicts --grad_ckpt full"),
-        ("--fake_data --data_source digits", "--fake_data contradicts --data_source digits"),
         ("--mesh_dcn 2 --dp_outer 4", "--mesh_dcn 2 contradicts --dp_outer 4"),
         ("--image_size 32 --img_size 32 64", "--image_size 32 contradicts --img_size 32 64"),
-        ("--scan_blocks --no-scan_blocks", "--scan_blocks contradicts --no-scan_blocks"),
-        ("--grad_reduce_in_fp32 --reduce_dtype bf16", "contradicts --reduce_dtype bf16"),
     ],
 )
 def test_two_flags_of_one_setting_contradict_each_other(typed, words, capsys):
@@ -308,11 +310,9 @@ def test_an_empty_word_is_no_value_of_any_flag(capsys):
     ("program", "words"),
     [
         ("tools.convert", ["", "out.pt"]),
-        ("tools.convert", ["in.pt", ""]),
         ("tools.goodput", [""]),
         ("tools.report", [""]),
         ("data.pack", ["", "out"]),
-        ("data.pack", ["in", ""]),
     ],
 )
 def test_an_empty_word_names_no_place_for_other_programs(program, words, capsys, monkeypatch):
@@ -377,14 +377,6 @@ def test_a_reader_that_ends_early_ends_the_program_quietly():
         program.stdout.close()
         assert program.stderr.read() == ""
     assert program.returncode == 128 + 13
-
-
-def test_every_flag_has_help_with_its_default(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    for option in by_field(*CONFIGS.values()).values():
-        text = build_parser([option]).format_help().partition(f"{option.group}:")[2]
-        assert "default" in text, option.names
-        assert option.flag.help[:20] in re.sub(r"\s+", " ", text)
 
 
 def test_the_page_of_flags_is_that_of_the_fields():

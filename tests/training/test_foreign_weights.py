@@ -24,7 +24,6 @@ from data.index import cached_split
 from tests.cli import DIGITS
 from tests.usage_error import told_in_one_line
 from tools.convert import main as convert
-from training.initial_weights import weights_of_teacher
 from training.weights import weights_in
 
 MODEL = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
@@ -123,16 +122,6 @@ def test_timms_checkpoint_has_timms_accuracy(average, twelve, trained, capsys):
         assert found["val_top1"] == pytest.approx(expected)
 
 
-def test_every_reader_of_weights_takes_timms_checkpoint(trained, capsys, tmp_path):
-    folder, model, ema = trained
-    source, converted = folder / "last.pth.tar", tmp_path / "converted.safetensors"
-    assert convert([str(source), str(converted), "--use_ema"]) == 0
-    theirs = load_file(converted)
-    assert all(torch.equal(theirs[name], each) for name, each in ema.state_dict().items())
-    teacher = weights_of_teacher(str(source), "--teacher_weights").tensors
-    assert all(torch.equal(teacher[name], each) for name, each in model.state_dict().items())
-
-
 def predicted(capsys, image, *flags):
     """The probabilities of the classes of an image by --predict, by label, and the log."""
     words = ["--predict", image, "--json", *FLAGS, *flags]
@@ -174,27 +163,6 @@ def test_fewer_folders_than_classes_are_refused(use, trained, capsys):
     assert told.format(DIGITS) in line
     words = [*use, *flags, "--resume", trained[0] / "last.pth.tar", "--class_order", "sorted"]
     assert run_vit_training.main(list(map(str, words))) == 0
-
-
-def test_names_by_either_order_and_by_a_map(twelve, trained, capsys, tmp_path):
-    image = sorted((twelve / "val" / "10").glob("*"))[0]
-    source = ("--resume", trained[0] / "last.pth.tar", "--num_classes", 12)
-    names = tmp_path / "names.txt"
-    names.write_text("\n".join(map(str, range(12))) + "\n")
-
-    def named(*flags):
-        words = ["--predict", image, "--json", *FLAGS, *source, *flags]
-        assert run_vit_training.main(list(map(str, words))) == 0
-        (result,) = json.loads(capsys.readouterr().out)
-        return [(each["index"], each["class"]) for each in result["top5"]]
-
-    of_timm = named("--data_dir", twelve, "--class_order", "natural")
-    assert all(str(index) == name for index, name in of_timm)
-    assert of_timm == named("--data_dir", twelve, "--class_map", names)
-    assert of_timm == named("--data_dir", tmp_path / "none", "--class_map", names)
-    by_text = sorted(map(str, range(12)))
-    sorted_ = named("--data_dir", twelve, "--class_order", "sorted")
-    assert sorted_ == [(index, by_text[index]) for index, _ in of_timm]
 
 
 def test_a_map_may_have_classes_without_a_folder(twelve, trained, capsys, tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import multiprocessing
-import re
 import socket
 
 import numpy as np
@@ -206,16 +205,12 @@ def check_training(result, tmp_path, capsys):
     """Three evaluations, of the EMA, in all records; and the last is --eval_only's."""
     found = [record for record in result.records if "val_knn_10" in record]
     assert [record["step"] for record in found] == [2, 4, 5]
-    lines = re.findall(r"^epoch 1 step (\d), k-NN on val: ([\d.]+) % \(k 10\)", result.stdout, re.M)
-    assert lines == [(str(each["step"]), f"{each['val_knn_10']:.2f}") for each in found]
     events = next((result.ckpt_dir / "tensorboard").iterdir()).read_bytes()
     # A tag, and what starts its value: knn_10 is the beginning of knn_100.
     assert [events.count(f"val/knn_{k}\x15".encode()) for k in KS] == [3] * 4
     assert events.count(b"val/probe\x15") == 2
     probes = [record for record in result.records if "val_probe" in record]
     assert [record["step"] for record in probes] == [4, 5]
-    lines = re.findall(r"^epoch 1 step (\d), linear probe on val: ([\d.]+) %", result.stdout, re.M)
-    assert lines == [(str(each["step"]), f"{each['val_probe']:.2f}") for each in probes]
     last = str(result.ckpt_dir / "step_5")
     how = ["--backend", "cuda", "--resume", last, "--use_ema", "--data_dir", str(DIGITS)]
     how += ["--batch_size", "64", "--num_workers", "0"]
@@ -241,11 +236,6 @@ def test_while_it_trains_on_xla(tmp_path, capsys):
     compilations = result.column("compilations")
     assert compilations[1] + 1 == compilations[2] == compilations[4]
     check_training(result, tmp_path, capsys)
-
-
-@pytest.mark.long
-def test_while_it_trains(tmp_path, capsys):
-    check_training(train_tiny_gpu(tmp_path / "run", *EVERY), tmp_path, capsys)
 
 
 @pytest.mark.long

@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import re
 import shutil
 import sys
 
@@ -230,8 +229,7 @@ def test_eval_only_repeats_the_runs_own(name, flags, processes, trained, files, 
 # -- mistakes -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("use", [("--predict", IMAGE), ("--eval_only", "--data_dir", DIGITS)])
-def test_no_such_weights(use, capsys, tmp_path):
+def test_no_such_weights(capsys, tmp_path):
     class Code:
         def __reduce__(self):
             return exec, ("raise SystemExit",)
@@ -245,7 +243,8 @@ def test_no_such_weights(use, capsys, tmp_path):
     (tmp_path / "empty.pt").touch()
 
     def said(resume):
-        return told_in_one_line(capsys, *use, "--ckpt_dir", tmp_path / "x", "--resume", resume)
+        flags = ["--ckpt_dir", tmp_path / "x", "--resume", resume]
+        return told_in_one_line(capsys, "--predict", IMAGE, *flags)
 
     assert "x holds no checkpoint: give one, --resume PATH" in said("auto")
     assert "--resume none: a trained model is needed" in said("none")
@@ -296,13 +295,9 @@ def test_of_a_folder_the_images_that_can_be_read_are_answered(files, capsys, tmp
     folder.mkdir()
     shutil.copy(IMAGE, folder / "good.png")
     os.mkfifo(tmp_path / "pipe")
-    for name, target in (
-        ("lost", "nowhere"),
-        ("circle", "circle.png"),
-        ("pipe", "../pipe"),
-        ("zero", "/dev/zero"),
-    ):
-        (folder / f"{name}.png").symlink_to(target)
+    (folder / "lost.png").symlink_to("nowhere")
+    (folder / "circle.png").symlink_to("circle.png")
+    (folder / "pipe.png").symlink_to("../pipe")
     flags = ["--predict", folder, "--resume", files / "plain.pt", "--json"]
     assert run_vit_training.main(list(map(str, flags))) == 0
     out, err = capsys.readouterr()
@@ -311,7 +306,6 @@ def test_of_a_folder_the_images_that_can_be_read_are_answered(files, capsys, tmp
         f"{folder}/circle.png is not a readable image: Too many levels of symbolic links",
         f"{folder}/lost.png is not a readable image: No such file or directory",
         f"{folder}/pipe.png is not a readable image: it is not a regular file",
-        f"{folder}/zero.png is not a readable image: it is not a regular file",
     ]
 
 
@@ -327,45 +321,31 @@ def test_named_image_cannot_be_read(files, capsys, tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("flags", "processes", "allowed"),
-    [("--cpu_devices 2", 1, 2), ("--backend cuda", 2, 1)],
-)
-def test_eval_only_leaves_out_what_it_cannot_read(
-    flags, processes, allowed, trained, words, tmp_path
-):
+def test_eval_only_leaves_out_what_it_cannot_read(trained, words, tmp_path):
+    """As if the broken files were not there."""
     shutil.copytree(words / "val", tmp_path / "val")
-    first, last = (sorted((tmp_path / "val" / name).iterdir())[0] for name in ("eight", "zero"))
-    content = first.read_bytes()
-    first.write_bytes(content[:-40])
-    last.write_text("hello")
+    broken = [min((tmp_path / "val" / name).iterdir()) for name in ("eight", "zero")]
+    for path in broken:
+        path.write_text("hello")
 
-    def evaluated(data, *more):
-        return run_program(
-            "run_vit_training.py", "--eval_only", "--json", "--ckpt_dir", str(trained.ckpt_dir),
-            "--data_dir", str(data), "--batch_size", "100", "--num_workers", "1",
-            *flags.split(), *more, processes=processes,
-        )  # fmt: skip
+    def evaluated():
+        flags = "--eval_only --json --backend cuda --batch_size 100 --num_workers 1".split()
+        flags += ["--ckpt_dir", str(trained.ckpt_dir), "--data_dir", str(tmp_path)]
+        flags += ["--max_bad_images", "2"]
+        done = run_program("run_vit_training.py", *flags, processes=2)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
-    done = evaluated(tmp_path, "--max_bad_images", str(allowed))
-    assert f"{first} cannot be read (image file is truncated)" in done.stderr
-    assert f"{last} cannot be read (no image of a known format)" in done.stderr
-    if allowed == 1:
-        assert done.returncode != 0
-        assert done.stdout == ""
-        assert "error: 2 images cannot be read, more than --max_bad_images 1: mend" in done.stderr
-        return
-    assert done.returncode == 0, done.stderr
-    assert re.search(rf" % of {VAL_IMAGES - 2} of {VAL_IMAGES} images, top-5: ", done.stderr)
-    first.unlink()
-    last.unlink()
-    found, expected = (json.loads(each.stdout) for each in (done, evaluated(tmp_path)))
+    found, said = evaluated()
+    for path in broken:
+        assert f"{path} cannot be read (no image of a known format)" in said
+        path.unlink()
+    expected, _ = evaluated()
     assert found.pop("lost_classes") == expected.pop("lost_classes") == []
     assert found == pytest.approx(expected | {"bad_images": 2}, rel=1e-5)
 
 
-@pytest.mark.parametrize("as_json", [True, False])
-def test_eval_only_tells_what_classes_have_no_image_left(as_json, trained, words, tmp_path, capsys):
+def test_eval_only_tells_what_classes_have_no_image_left(trained, words, tmp_path, capsys):
     for name in ("eight", "five", "zero"):
         (tmp_path / "val" / name).mkdir(parents=True)
     for name in CLASSES:
@@ -376,8 +356,8 @@ def test_eval_only_tells_what_classes_have_no_image_left(as_json, trained, words
 
     def evaluated(*flags):
         words = ["--eval_only", "--ckpt_dir", trained.ckpt_dir, "--data_dir", tmp_path, *flags]
-        words += ["--backend", "cuda", "--batch_size", 5, "--num_workers", 0]
-        code = run_vit_training.main([*map(str, words), *(["--json"] if as_json else [])])
+        words += ["--backend", "cuda", "--batch_size", 5, "--num_workers", 0, "--json"]
+        code = run_vit_training.main(list(map(str, words)))
         return code, *capsys.readouterr()
 
     for path in (tmp_path / "val" / "five").iterdir():
@@ -387,18 +367,15 @@ def test_eval_only_tells_what_classes_have_no_image_left(as_json, trained, words
     assert "2 validation images cannot be read, more than --max_bad_images 1% (1 of 20)" in err
     code, out, err = evaluated("--max_bad_images", "10%")
     assert code == 0
-    assert " % of 18 of 20 images, class five has none left, top-5: " in (err if as_json else out)
-    if as_json:
-        found = json.loads(out)
-        assert (found["val_images"], found["bad_images"]) == (18, 2)
-        assert found["lost_classes"] == ["five"]
+    assert " % of 18 of 20 images, class five has none left, top-5: " in err
+    found = json.loads(out)
+    assert (found["val_images"], found["bad_images"]) == (18, 2)
+    assert found["lost_classes"] == ["five"]
     for name in ("one", "two"):
         first, _ = (tmp_path / "val" / name).iterdir()
         first.write_text("hello")
     for name in ("four", "nine"):
         for path in (tmp_path / "val" / name).iterdir():
             path.write_text("hello")
-    code, out, err = evaluated("--max_bad_images", "100%")
-    assert " 12 of 20 images, 3 classes have none left (five, four, nine)" in (
-        err if as_json else out
-    )
+    *_, err = evaluated("--max_bad_images", "100%")
+    assert " 12 of 20 images, 3 classes have none left (five, four, nine)" in err

@@ -55,15 +55,6 @@ def test_dropout_bf16_and_accumulation(tmp_path):
 
 
 @pytest.mark.long
-def test_dropped_patches(tmp_path):
-    """Of 16 patches 11 are left, which two devices share; XLA used to end the process."""
-    flags = "--patch_drop_rate 0.3 --max_steps 3".split()
-    plain = train_tiny(tmp_path / "plain", *flags)
-    sharded = train_tiny(tmp_path / "sharded", *flags, "--mesh_tensor", "2", devices=2)
-    assert_same_curves(sharded, plain, rel=1e-5)
-
-
-@pytest.mark.long
 def test_checkpoint_moves_between_meshes(one_device, tmp_path):
     train_tiny(tmp_path, *FULL_BLOCK, "--mesh_tensor", "2", "--max_steps", "2", devices=4)
     unrolled = "--mesh_dcn 2 --mesh_tensor 2 --no-scan_blocks --max_steps 4".split()

@@ -177,12 +177,8 @@ def assert_same_state(saved, model, optimizer):
     ("asked", "form"),
     [
         ("muon", "scanned"),
-        ("muon", "nested"),
-        ("muon", "hsdp"),
         ("muon", "megatron"),
         ("lion", "fsdp2"),
-        ("probe", "nested"),
-        ("adamw", "unrolled"),
     ],
 )
 def test_bf16_is_near_timms(asked, form, tmp_path):

@@ -1,7 +1,6 @@
 """``--rope_rescale_coords``: against timm's random factor, a formula, and whole plain trainings."""
 
 import math
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,6 @@ from tests.references import plain_steps
 from tests.resolved import on_xla
 from tests.stand_ins.filled import SMALL
 from tests.support.dino import BACKBONE, HEADS
-from tests.support.resuming import EPOCHS_OF_5, assert_resumes_at_step_7
 from tests.usage_error import told_in_one_line
 from tools.self_check.small_run import first_weights
 from training.schedule import RopeFactors, rope_factors
@@ -186,16 +184,6 @@ def test_dino_on_forms(flags, weights, tmp_path):
     assert xla.column("loss") == pytest.approx(gpu.column("loss"), rel=1e-5)
     off = train_tiny_gpu(tmp_path / "off", *dino, "--rope_rescale_coords", "1")
     assert off.column("loss") != pytest.approx(gpu.column("loss"), rel=1e-4)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("train", [train_tiny_gpu, train_tiny])
-def test_resumed_bit_for_bit(train, tmp_path):
-    flags = [*RUN, *DINO, *EPOCHS_OF_5[2:], "--batch_size", "288", "--max_steps", "9"]
-    whole, _ = assert_resumes_at_step_7(train, tmp_path, *flags)
-    shutil.copytree(whole.ckpt_dir / "step_7", tmp_path / "other" / "step_7")
-    other = train(tmp_path / "other", *flags, "--rope_rescale_coords", "1.5")
-    assert other.column("loss") != whole.column("loss")[7:]
 
 
 @pytest.mark.long

@@ -28,6 +28,7 @@ from training.start import (
     plan_start,
     set_later_aside,
 )
+from training.weights import with_saved_preprocessing
 
 pytestmark = pytest.mark.fast
 
@@ -164,6 +165,9 @@ def test_model_objective_and_preprocessing_are_the_checkpoints(tmp_path):
     assert (config.model.embed_dim, config.model.depth, config.model.drop_path_rate) == (32, 2, 0.1)
     assert (config.objective.objective, config.objective.mask_ratio) == ("mae", 0.5)
     assert config.data.mean == (0.1, 0.2, 0.3)
+    del (older := read_saved_run(saved)).arguments["crop_mode"]  # as before there was the flag
+    again = with_saved_preprocessing(read_flags(bare).run, older)
+    assert again.data.crop_mode == "center"
     config, _ = plan_start(read_flags([*bare, "--drop_path_rate", "0", "--mask_ratio", "0.6"]).run)
     assert (config.model.drop_path_rate, config.objective.mask_ratio) == (0, 0.6)
 

@@ -1,8 +1,5 @@
 """Runs whose --ckpt_dir is a URL: the same checkpoints, logs and resumed losses as in a folder."""
 
-import json
-import shutil
-
 import fsspec
 import pytest
 
@@ -10,7 +7,7 @@ from tests import bucket
 from tests.cli import Result, command_of, run_program, tiny
 from tests.faults.program import other_records_differ, running
 from tests.short_runs import mistake, program
-from tests.support.checkpoints import OneWeight, assert_same_bits, save_state
+from tests.support.checkpoints import OneWeight, save_state
 from training.checkpoints.choose import (
     clear,
     complete_checkpoints,
@@ -185,55 +182,6 @@ def test_what_a_killed_start_had_not_copied(here, there, kept, url, storage):
 
 
 # -- real runs ------------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_a_run_moves_to_another_machine(storage, tmp_path, monkeypatch, trained):
-    """Two processes, then one that has nothing but the URL; damage; going back; no process left."""
-    url = "bucket://shelf/team/run"
-    flags = "--ckpt_step_interval 5 --keep_checkpoints 2 --max_steps".split()
-    two = ["--log_step_interval", "2"]
-    first = program(url, *flags, 11, *two, module=ON_A_BUCKET, processes=2)
-    assert first.returncode == 0, first.stderr
-    assert f"note: {url} has no locks" in first.stdout
-    assert (
-        f"checkpoint {url}/step_11, log {url}/metrics.jsonl, plot {url}/curves.png" in first.stdout
-    )
-    run = folder_at(url)
-    assert names(run) == [
-        ".lock",
-        "curves.png",
-        "events.jsonl",
-        "metrics.jsonl",
-        "run.json",
-        "step_10",
-        "step_11",
-        "tensorboard",
-    ]
-    assert json.loads((run / "run.json").read_text())["devices"] == 2
-    local = program(tmp_path / "local", *flags, 11, *two, processes=2)
-    assert local.returncode == 0, local.stderr
-    assert_same_bits(run / "step_10", tmp_path / "local" / "step_10")
-
-    shutil.rmtree(tmp_path / "first_machine")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "second_machine"))
-    file = run / "step_11" / "__1_0.distcp"
-    content = bytearray(file.read_bytes())
-    content[2000] ^= 1
-    file.write_bytes(bytes(content))
-    second = program(url, *flags, 13, *two, module=ON_A_BUCKET)
-    assert second.returncode == 0, second.stderr
-    assert f"{url}/step_11 is damaged (__1_0.distcp has changed" in second.stdout
-    assert f"resuming {url}/step_10 at step 10" in second.stdout
-    assert names(run / "set_aside_1") == ["metrics.jsonl", "step_11"]
-    whole = program(tmp_path / "local2", *flags, 13, *two)
-    assert whole.returncode == 0, whole.stderr
-    (tmp_path / "copy").mkdir()
-    (tmp_path / "copy" / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text())
-    resumed, expected = Result(tmp_path / "copy"), Result(tmp_path / "local2")
-    losses = [resumed.steps[step]["loss"] for step in sorted(expected.steps)]
-    assert losses == pytest.approx(expected.column("loss"), rel=2e-5)
-    assert [each["step"] for each in resumed.evaluations] == [13]
 
 
 @pytest.mark.long
