@@ -7,7 +7,8 @@ import pytest
 import timm
 import torch
 
-from tests.cli import DIGITS, TINY_RUN, run_program, train_tiny, train_tiny_gpu
+import run_vit_training
+from tests.cli import DIGITS, TINY_RUN, train_tiny, train_tiny_gpu
 from tests.marks import long, spread
 from tests.references import plain_steps
 from tests.references.plain_checkpoint import convert
@@ -122,19 +123,19 @@ def test_models_that_cannot_be(flags, words, capsys, monkeypatch, tmp_path):
     assert words in told_in_one_line(capsys, "--data_dir", DIGITS, *flags)
 
 
-def test_list_of_models():
-    done = run_program("run_vit_training.py", "--list_models", "patch16_dinov3")
-    lines = done.stdout.splitlines()
+def test_list_of_models(capsys):
+    def listed(pattern):
+        code = run_vit_training.main(["--list_models", pattern])
+        return code, capsys.readouterr().out.splitlines()
+
+    code, lines = listed("patch16_dinov3")
+    assert code == 0
     assert len(lines) >= 10
     (seven,) = [line.split() for line in lines if line.startswith("timm/vit_7b_patch16_dinov3 ")]
     with torch.device("meta"):
         model = timm.create_model("vit_7b_patch16_dinov3", num_classes=1000)
     count = sum(parameter.numel() for parameter in model.parameters())
     assert seven[1:] == [f"{count:,}", "parameters"]
-    (told,) = run_program(
-        "run_vit_training.py", "--list_models", "vit_large_patch14_xp"
-    ).stdout.splitlines()
-    assert told.endswith(
-        "parameters, no --mesh_tensor: its blocks are of timm's ParallelScalingBlock"
-    )
-    assert run_program("run_vit_training.py", "--list_models", "nothing_like_it").returncode == 1
+    _, (line,) = listed("vit_large_patch14_xp")
+    assert line.endswith("no --mesh_tensor: its blocks are of timm's ParallelScalingBlock")
+    assert listed("nothing_like_it") == (1, [])

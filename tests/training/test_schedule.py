@@ -1,6 +1,5 @@
 """The learning rate against PyTorch/XLA's ViT-10B example, timm's and PyTorch's schedulers."""
 
-import json
 import math
 
 import pytest
@@ -10,7 +9,6 @@ from torch.optim.lr_scheduler import LinearLR
 
 from tests.cli import DIGITS, TINY_MODEL, tiny
 from tests.resolved import on_gpus
-from tests.short_runs import program
 from tests.usage_error import told_in_one_line
 from training.errors import UsageError
 from training.schedule import Position, Schedule, make_schedule
@@ -109,20 +107,18 @@ def test_linear_as_pytorch():
 
 
 def test_a_warmup_longer_than_the_run(tmp_path):
-    done = program(tmp_path, *"--max_steps 2 --warmup_steps 2500 --lr 1e-2".split())
-    assert done.returncode == 0, done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if "warning" in line]
-    assert "the warmup takes 2,500 steps, the run ends at 2: the learning rate" in line
-    assert "stays below 8e-06, --lr 0.01 is not reached; give fewer --warmup_steps" in line
-    assert rates(tmp_path) == pytest.approx([0, 4e-6])
-    again = program(tmp_path, *"--max_steps 3 --warmup_steps 3 --lr 1e-2".split())
-    assert again.returncode == 0
-    assert "warning" not in again.stdout
+    """Of 2 steps, the second trains with a 2,500th of --lr."""
 
+    def schedule_of(steps):
+        flags = ["--max_steps", "2", "--warmup_steps", str(steps), "--lr", "1e-2"]
+        run = on_gpus([*tiny(tmp_path), "--backend", "cuda", *flags])
+        return make_schedule(run, 11, Position())[0]
 
-def rates(folder):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [each["lr"] for each in map(json.loads, lines) if "lr" in each]
+    schedule = schedule_of(2500)
+    assert "the warmup takes 2,500 steps, the run ends at 2: the learning rate" in schedule.warning
+    assert "stays below 8e-06, --lr 0.01 is not reached; give fewer" in schedule.warning
+    assert [schedule.lr(step) for step in (0, 1)] == pytest.approx([0, 4e-6])
+    assert not schedule_of(2).warning
 
 
 @pytest.mark.parametrize(
