@@ -254,20 +254,6 @@ def _wrapped(prefix):
     return lambda state: {f"{prefix}{name}": each for name, each in state.items()}
 
 
-def _of_dino(state):
-    """A student and its teacher, of which the second has the weights, as DINO saves them."""
-    backbone = {name: each for name, each in state.items() if not name.startswith("head.")}
-    student = {name: torch.zeros_like(each) for name, each in backbone.items()}
-    head = {"head.mlp.0.weight": torch.ones(4, 4)}
-    return {
-        "student": _wrapped("module.backbone.")(student) | _wrapped("module.")(head),
-        "teacher": _wrapped("backbone.")(backbone) | head,
-        "optimizer": {"state": {0: {"step": torch.ones(())}}, "param_groups": [{"lr": 0.1}]},
-        "args": argparse.Namespace(arch="vit_small"),
-        "epoch": 3,
-    }
-
-
 FORMS = {
     "compiled": _wrapped("_orig_mod."),
     "compiled around DDP": _wrapped("_orig_mod.module."),
@@ -308,21 +294,6 @@ def test_names_with_a_prefix(form, trained, capsys, tmp_path):
     theirs = load_file(converted)
     assert theirs.keys() == state.keys()
     assert all(torch.equal(theirs[name], state[name]) for name in state)
-
-
-def test_dinos_teacher_without_its_head(twelve, trained, capsys, tmp_path):
-    state = trained[1].state_dict()
-    torch.save(_of_dino(state), tmp_path / "dino.pth")
-    weights = weights_in(tmp_path / "dino.pth", "--init_from")
-    assert weights.tensors.keys() == {name for name in state if not name.startswith("head.")}
-    assert all(torch.equal(each, state[name]) for name, each in weights.tensors.items())
-    assert "teacher.backbone. removed from names" in weights.note
-    flags = ["--backend", "cuda", *FLAGS, "--num_classes", 12, "--data_dir", twelve]
-    flags += ["--max_steps", 1, "--ckpt_dir", tmp_path / "run"]
-    words = map(str, [*flags, "--init_from", tmp_path / "dino.pth"])
-    assert run_vit_training.main(list(words)) == 0
-    out = capsys.readouterr().out
-    assert "new: head.bias, head.weight; teacher.backbone. removed from names" in out
 
 
 @pytest.mark.parametrize(

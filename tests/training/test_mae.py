@@ -22,6 +22,7 @@ from tests.support.mae import MAE, SMALL
 from tests.support.resuming import EPOCHS_OF_5, assert_resumes_at_step_7
 from tests.tensorboard_files import events_in
 from tests.usage_error import told_in_one_line
+from tools.convert import main as to_other_form
 from training.backend import dataset_request
 from training.objectives.mae import ranks_of
 
@@ -187,8 +188,7 @@ def test_resumed_in_mid_epoch_bit_for_bit(tmp_path):
 
 
 def test_backbone_is_timms(on_gpu, tmp_path):
-    done = run_program("-m", "tools.convert", str(on_gpu.ckpt_dir), str(tmp_path / "b.safetensors"))
-    assert done.returncode == 0, done.stderr
+    assert to_other_form([str(on_gpu.ckpt_dir), str(tmp_path / "b.safetensors")]) == 0
     sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
     how = {"global_pool": "avg", "fc_norm": False, "num_classes": 0}
     model = timm.create_model(
@@ -201,9 +201,8 @@ def test_backbone_is_timms(on_gpu, tmp_path):
     assert torch.equal(state["pos_embed"], plain_mae.positions(4, 32))  # fixed
 
     # A folder as on Hugging Face holds all that timm needs to make it.
-    to_folder = ["-m", "tools.convert", str(on_gpu.ckpt_dir), str(tmp_path / "b"), "--to"]
-    done = run_program(*to_folder, "safetensors")
-    assert done.returncode == 0, done.stderr
+    words = [str(on_gpu.ckpt_dir), str(tmp_path / "b"), "--to", "safetensors"]
+    assert to_other_form(words) == 0
     made = timm.create_model(f"local-dir:{tmp_path / 'b'}", pretrained=True).eval()
     images = torch.randn(2, 3, 16, 16)
     assert torch.equal(made(images), model.eval()(images))

@@ -44,12 +44,6 @@ def test_one_of_two_processes(kind, flags, tmp_path, monkeypatch):
     assert all((each["slowest_read_s"] >= a_step) == (kind == "read") for each in slow)
 
 
-def test_one_process(tmp_path):
-    done = train_tiny_gpu(tmp_path / "run", *STEPS, "--max_steps", "40")
-    assert "slow" not in done.stdout
-    assert not any("slowest_process" in record for record in done.records)
-
-
 @pytest.mark.rehearse
 @pytest.mark.parametrize("kind", ["read", "compute"])
 def test_one_of_two_hosts(kind, slice_of, tmp_path):
