@@ -47,12 +47,7 @@ def killed(tmp_path_factory):
 
 def start(folder, *flags):
     """Start the run again until step 6, which is there."""
-    local = [
-        "--local_ckpt_dir",
-        str(folder / "disks" / "host_0"),
-        "--local_ckpt_step_interval",
-        "2",
-    ]
+    local = f"--local_ckpt_dir {folder}/disks/host_0 --local_ckpt_step_interval 2".split()
     words = [*tiny(folder / "run"), *FLAGS, *local, "--max_steps", "6", *flags]
     try:
         return run_vit_training.main(words)

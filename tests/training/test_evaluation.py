@@ -87,21 +87,9 @@ def test_report(processes, flags, trained, expected, tmp_path):
     if "cuda" not in flags:
         need_xla()
     folder = tmp_path / "new" / "report"
-    done = run_program(
-        "run_vit_training.py",
-        "--eval_only",
-        "--json",
-        "--eval_report",
-        str(folder),
-        "--data_dir",
-        str(DIGITS),
-        "--num_workers",
-        "0",
-        "--resume",
-        str(trained.ckpt_dir),
-        *flags.split(),
-        processes=processes,
-    )
+    words = ["--eval_only", "--json", "--eval_report", folder, "--data_dir", DIGITS, *flags.split()]
+    words += ["--num_workers", "0", "--resume", trained.ckpt_dir]
+    done = run_program("run_vit_training.py", *map(str, words), processes=processes)
     assert done.returncode == 0, done.stderr
     assert f"report on 10 classes: {folder}" in done.stderr
     labels, logits = expected

@@ -134,11 +134,7 @@ def predicted(capsys, image, *flags):
 # -- the order of the classes ---------------------------------------------------------------------
 
 IMAGE = sorted((DIGITS / "val" / "7").glob("*.png"))[0]
-REFUSED = (
-    "last.pth.tar does not name its classes, and {data} has class folders whose order is not "
-    "certain: number 2 is 10 by torchvision, 2 by timm: give --class_order sorted (torchvision) "
-    "or natural (timm), or --class_map FILE"
-)
+REFUSED = "whose order is not certain: number 2 is 10 by torchvision, 2 by timm: give --class_order"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +147,7 @@ REFUSED = (
 def test_an_uncertain_order_is_refused(use, twelve, trained, capsys, tmp_path):
     flags = ["--num_classes", 12, "--data_dir", twelve, "--ckpt_dir", tmp_path / "run"]
     line = told_in_one_line(capsys, *use, trained[0] / "last.pth.tar", *FLAGS, *flags)
-    assert line.endswith(REFUSED.format(data=twelve))
+    assert REFUSED in line
     assert not (tmp_path / "run").exists()
 
 

@@ -28,7 +28,7 @@ def home(tmp_path, monkeypatch):
 
 def values(*words):
     flags = read_flags(words)
-    return flat(flags.run, *flags.backend_configs)
+    return flat(flags.run, *flags.backend_configs, flags.plan)
 
 
 def test_every_flag_of_a_path(home):

@@ -47,10 +47,8 @@ def test_last_step(flags, processes, steps, problem, tmp_path):
     line, _ = fails(*run, processes=processes)
     before = [1] if steps == 2 else []
     good = tmp_path / "step_1" if before else "none"
-    assert line.startswith(
-        f"the {problem} of the last step is not finite, so step_{steps} was set aside in "
-        f"{tmp_path}/set_aside_1: the last good checkpoint is {good}; try a lower --lr, "
-    )
+    assert line.startswith(f"the {problem} of the last step is not finite, so step_{steps} was set")
+    assert f"the last good checkpoint is {good}; try a lower --lr, " in line
     assert left(tmp_path) == before
     assert left(tmp_path / "set_aside_1") == [steps]
     last_event = (tmp_path / "events.jsonl").read_text().splitlines()[-2]
@@ -75,16 +73,14 @@ def spoiled(tmp_path_factory):
         long(f"{XLA} --no-scan_blocks", 1),
     ],
 )
-@pytest.mark.parametrize("step", [3, 1])
+@pytest.mark.parametrize("step", [3, long(1)])
 def test_weights(step, flags, processes, spoiled, tmp_path):
     run, local = tmp_path / "run", tmp_path / "local"
     flags = [*flags.split(), *ONCE, "--init_from", spoiled, "--local_ckpt_dir", local]
     flags += ["--local_ckpt_step_interval", 1, "--ckpt_step_interval", step, "--max_steps", 3]
     line, output = fails(*tiny(run), *flags, processes=processes)
-    assert line.startswith(
-        f"model.blocks.1.mlp.fc1.weight is not finite after step {step}, which is not saved: the "
-        "last good checkpoint is none; try a lower --lr, "
-    )
+    told = f"model.blocks.1.mlp.fc1.weight is not finite after step {step}, which is not saved: "
+    assert line.startswith(told)
     assert left(run) == []
     assert not list(run.glob("set_aside_*"))
     assert not list(local.glob("part_0/step_*"))  # no step is whole

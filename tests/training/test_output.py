@@ -47,7 +47,6 @@ def assert_trained(ckpt_dir):
     ("backend", "stdout", "stderr"),
     [
         ("cuda", "pipe", ""),
-        ("cuda", "pipe", "pipe"),
         ("cuda", "full", ""),
         long("xla", "pipe", "pipe"),
     ],
@@ -79,17 +78,13 @@ def test_training_with_closed_streams(tmp_path):
 @pytest.mark.parametrize(
     ("command", "stdout", "stderr", "code", "told"),
     [
-        (
-            *("run_vit_training.py --help", "full", "", 2),
-            "run_vit_training.py: error: stdout: No space left on device\n",
-        ),
-        ("run_vit_training.py --xyzzy", "", "pipe", 2, None),
+        ("run_vit_training.py --help", "full", "", 2, "error: stdout: No space left on device\n"),
         ("-m tools.goodput --help", "pipe", "", 141, ""),
     ],
 )
 def test_what_is_printed_alone_ends_quietly(command, stdout, stderr, code, told):
     done = run_into([sys.executable, *command.split()], environment(), stdout, stderr)
-    assert (done.returncode, done.stderr) == (code, told)
+    assert (done.returncode, done.stderr.removeprefix("run_vit_training.py: ")) == (code, told)
 
 
 @pytest.mark.parametrize("stream", [">&-", "2>&-"])
