@@ -37,12 +37,12 @@ def test_every_flag_of_a_path(home):
         "~/a b/~": f"{home}/a b/~",
         "~root/x": "/root/x",
         "x~": "x~",
-        "gs://~x/y": "gs://~x/y",
     }.items():
         found = values(*(f"{option.names[0]}={typed}" for option in PATHS.values()))
         assert {field: found[field] for field in PATHS} == dict.fromkeys(PATHS, expected) | {
             "predict": [expected]
         }
+    assert values("--data_dir=gs://~x/y")["data_dir"] == "gs://~x/y"
     assert values("--resume", "auto")["resume"] == "auto"
     assert values("--train_shards=~*.tar")["train_shards"] == "~*.tar"  # a pattern in --data_dir
 
