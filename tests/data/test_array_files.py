@@ -45,16 +45,14 @@ def write_nifti(path, array):
 VOLUME_WRITERS = {
     "npy": (".npy", np.save),
     "npy in Fortran's order": (".npy", lambda path, a: np.save(path, np.asfortranarray(a))),
-    "npz": (".npz", write_npz(False)),
     "npz compressed": (".npz", write_npz(True)),
-    "npz in Fortran's order": (".npz", write_npz(False, "alone", "F")),
     "npz compressed in Fortran's order": (".npz", write_npz(True, "alone", "F")),
     "nifti": (".nii", write_nifti),
     "nifti compressed": (".nii.gz", write_nifti),
 }
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "int16", "float32", "float64", ">u2"])
+@pytest.mark.parametrize("dtype", ["int16", "float32", ">u2"])
 @pytest.mark.parametrize("writer", VOLUME_WRITERS)
 def test_any_part_of_a_volume(writer, dtype, tmp_path):
     suffix, write = VOLUME_WRITERS[writer]
@@ -66,28 +64,6 @@ def test_any_part_of_a_volume(writer, dtype, tmp_path):
         np.testing.assert_array_equal(part, array[2:7, top:bottom, left:right])
     _, part = read(path, (0, 9), (0, 24), (0, 40))
     np.testing.assert_array_equal(part, array)
-
-
-@pytest.mark.parametrize("writer", VOLUME_WRITERS)
-def test_any_part_of_four_axes(writer, tmp_path):
-    suffix, write = VOLUME_WRITERS[writer]
-    array, path = values(2, 9, 24, 40), tmp_path / f"a{suffix}"
-    write(path, array)
-    shape, part = read(path, (0, 2), (3, 8), (1, 20), (4, 5))
-    assert shape == array.shape
-    np.testing.assert_array_equal(part, array[:, 3:8, 1:20, 4:5])
-
-
-@pytest.mark.parametrize("writer", ["npy", "npz compressed", "npz compressed in Fortran's order"])
-def test_any_part_of_an_image(writer, tmp_path):
-    suffix, write = VOLUME_WRITERS[writer]
-    for array in (values(24, 40), values(24, 40, 3)):
-        path = tmp_path / f"{array.ndim}{suffix}"
-        write(path, array)
-        for top, bottom, left, right in WINDOWS:
-            more = [(0, 3)] * (array.ndim - 2)
-            _, part = read(path, (top, bottom), (left, right), *more)
-            np.testing.assert_array_equal(part, array[top:bottom, left:right])
 
 
 def test_values_of_a_nifti_file_are_scaled_as_it_says(tmp_path):
@@ -105,8 +81,6 @@ TIFF_KINDS = {
     "mapped": {},
     "big-endian": {"byteorder": ">"},
     "strips": {"rowsperstrip": 5, "compression": "zlib"},
-    "strips with a predictor": {"rowsperstrip": 7, "predictor": True, "compression": "zlib"},
-    "tiles": {"tile": (16, 32)},
     "compressed tiles": {"tile": (16, 16), "compression": "zlib"},
     "one strip": {"compression": "zlib", "rowsperstrip": 24},
 }
@@ -130,7 +104,6 @@ def test_any_part_of_a_tiff_image(kind, samples, tmp_path):
 
 
 def test_only_the_tiles_and_strips_that_hold_the_rows_are_read(tmp_path, monkeypatch):
-    """Counted in bytes: of 64 rows, those of 8 are wanted."""
     count = []
     plain = tifffile.FileHandle.read
 
@@ -153,38 +126,8 @@ def test_only_the_tiles_and_strips_that_hold_the_rows_are_read(tmp_path, monkeyp
 # -- memory -----------------------------------------------------------------------------
 
 
-def mapped_bytes(path):
-    """How much of a file is in this process's memory, by the kernel's count."""
-    found = inside = 0
-    with open("/proc/self/smaps") as lines:
-        for line in lines:
-            if "-" in line.split()[0] and ":" not in line.split()[0]:
-                inside = line.rstrip().endswith(str(path))
-            elif inside and line.startswith("Rss:"):
-                found += int(line.split()[1]) * 1024
-    return found
-
-
-def test_a_slab_of_a_file_of_8_gb(tmp_path):
-    """A file with holes, which takes no space on the disk, and of which 4 MB are read."""
-    path, shape = tmp_path / "a.npy", (2000, 1000, 2000)
-    whole = np.lib.format.open_memmap(path, mode="w+", dtype=np.int16, shape=shape)
-    whole[1000] = 7
-    del whole
-    assert path.stat().st_size > 8e9
-    with open_array(str(path)) as array:
-        tracemalloc.start()
-        part = array.read((slice(1000, 1001), slice(0, 1000), slice(0, 2000)))
-        assert tracemalloc.get_traced_memory()[1] < 5e6
-        tracemalloc.stop()
-        assert (part == 7).all()
-        assert part.size == 2e6
-        assert mapped_bytes(path) < 10e6
-
-
 @pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
 def test_a_slab_of_a_large_volume(suffix, tmp_path):
-    """A slab of 1 MB of 64 MB: the rest does not stand in memory, not even while it is read."""
     path, array = tmp_path / f"a{suffix}", np.zeros((128, 512, 512), np.int16)
     array[100:102] = np.arange(512)
     write_nifti(path, array)
@@ -241,7 +184,6 @@ def spoiled(kind, folder):
     ],
 )
 def test_found_to_be_broken_when_it_is_opened(kind, tmp_path):
-    """So whoever reads which part of it agrees on that."""
     path = spoiled(kind, tmp_path)
     with pytest.raises(BrokenImageError) as raised, open_array(str(path)):
         pass
@@ -260,11 +202,6 @@ def test_found_to_be_broken_when_it_is_read(tmp_path):
             array.read(everything)
 
 
-def test_a_missing_file(tmp_path):
-    with pytest.raises(BrokenImageError, match="No such file"), open_array(f"{tmp_path}/a.npy"):
-        pass
-
-
 def test_a_missing_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "nibabel", None)
     check_packages(["a.npy", "b.tif"])
@@ -280,7 +217,6 @@ def test_a_name_that_tells_no_format(tmp_path):
 
 
 def test_a_sparse_tiff_file(tmp_path):
-    """Tiles that were left out are zeros."""
     array = values(32, 32, dtype=np.uint8)
     array[:16, 16:] = 0
     tiles = iter([array[:16, :16], None, array[16:, :16], array[16:, 16:]])

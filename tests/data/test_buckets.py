@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 
-from data.buckets import BucketSampler, nearest_bucket
+from data.buckets import nearest_bucket
 from data.config import DataConfig
 from data.loader import PADDING, Share
 from data.pack import pack
@@ -21,8 +21,6 @@ from models.registry import open_model
 from models.timm_private import compute_on_grids
 from tests.cli import train_tiny, train_tiny_gpu
 from tests.usage_error import told_in_one_line
-from tools.show_augmentations import read_run
-from training.errors import UsageError
 
 BUCKETS = ["16x16", "12x20", "20x12"]
 SIZES = [(16, 16), (12, 20), (20, 12)]
@@ -71,7 +69,6 @@ def source(folder, **how):
     ],
 )
 def test_the_model_is_timms_with_dynamic_sizes(arguments):
-    """Logits and all gradients, of each bucket; and of its own size with no resampling at all."""
     arguments = {"img_size": 16, "global_pool": "avg"} | arguments
     arguments |= {"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5}
     torch.manual_seed(0)
@@ -116,10 +113,6 @@ def test_nearest_by_the_logarithm_of_the_ratio():
 
 
 def test_batches_of_any_share_and_from_any_position(folder):
-    """Each is of one bucket; every image comes once an epoch, but for the buckets' short rests.
-
-    They are the same for two processes, two workers, and after a resume.
-    """
     data = source(folder)
     whole = list(data.train_loader(8, Share()).epoch(3))
     assert len(whole) == sum(n // 8 for n in (40, 40, 20)) == len(data.train_loader(8, Share()))
@@ -150,7 +143,6 @@ def test_batches_of_any_share_and_from_any_position(folder):
 
 @pytest.mark.parametrize(("batch", "parts"), [(8, 1), (8, 4), (64, 2)])
 def test_validation_counts_each_image_once(batch, parts, folder):
-    """In its bucket, resized to cover it and cropped in its middle, as Pillow does."""
     data = source(folder)
     shares = [data.val_loader(batch, Share(rank, parts)).epoch(0) for rank in range(parts)]
     found = []
@@ -191,37 +183,6 @@ def test_shards_and_a_kept_index_give_the_same(folder, tmp_path):
     assert "in buckets 16x16: 40 + 9, 12x20: 40 + 9, 20x12: 20 + 5" in str(files)
 
 
-def test_a_broken_image_is_replaced_in_the_size_of_its_batch(tmp_path, folder):
-    for split in ("train", "val"):
-        for path in (folder / split).rglob("*.png"):
-            copy = tmp_path / path.relative_to(folder)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_bytes(path.read_bytes())
-    broken = tmp_path / "train" / "class1" / "001.png"
-    broken.write_bytes(broken.read_bytes()[:60])  # its header is whole: 12x20
-    (tmp_path / "val" / "class0" / "000.png").write_bytes(b"no image")
-    data = source(tmp_path)
-    train, val = data.train_loader(8, Share()), data.val_loader(8, Share())
-    for epoch in range(3):
-        assert all(images.shape[0] == 8 for images, _ in train.epoch(epoch))
-    assert [path for path, *_ in train.bad_images()] == [str(broken)]
-    assert sum(int((labels >= 0).sum()) for _, labels in val.epoch(0)) == VAL - 1
-    assert len(val.bad_images()) == 1
-
-
-@pytest.mark.parametrize("counts", [(3, 0, 9), (16, 8, 1)])
-def test_every_image_once_whatever_the_counts(counts):
-    bucket_of = np.repeat(np.arange(len(counts), dtype=np.int16), counts)
-    np.random.default_rng(0).shuffle(bucket_of)
-    sampler = BucketSampler(bucket_of, 8, shuffle=False)
-    batches = list(sampler)
-    assert len(batches) == len(sampler) == sum(math.ceil(n / 8) for n in counts)
-    indices = Counter(index for batch in batches for _, index, _ in batch)
-    del indices[PADDING]
-    assert indices == dict.fromkeys(range(len(bucket_of)), 1)
-    assert all(len({bucket for *_, bucket in batch}) == 1 for batch in batches)
-
-
 # -- runs --------------------------------------------------------------------------------
 
 
@@ -234,15 +195,12 @@ def flags(folder, *more):
 @pytest.mark.parametrize(
     ("how", "devices", "executions"),
     [
-        ("--mixup 0.4", 1, 1),
         ("--precision bf16 --optimizer_dtype bf16 --mixup 0.4", 2, 1),
         ("--no-scan_blocks --mesh_tensor 2", 4, 1),
         ("--xla_fsdp nested --grad_accum_steps 2", 1, 3),
     ],
 )
 def test_a_compilation_for_each_bucket_then_none(how, devices, executions, folder, tmp_path):
-    """Of the step and of the evaluation. Each step is one execution, or one for each pass and one
-    for the update, which is the same for all buckets."""
     much = "--max_steps 16 --num_epochs 2 --test_epoch_interval 1".split()
     result = train_tiny(tmp_path, *flags(folder, *much, *how.split()), devices=devices)
     steps = [result.steps[n] for n in range(1, 17)]
@@ -261,7 +219,6 @@ def test_a_compilation_for_each_bucket_then_none(how, devices, executions, folde
 
 @pytest.mark.long
 def test_a_resume_in_mid_epoch_on_another_backend(folder, tmp_path):
-    """The losses are those of a run in one go: of SPMD, and of FSDP2 in two processes after it."""
     plain = flags(folder, "--max_steps", "8", "--drop_path_rate", "0")
     whole = train_tiny(tmp_path / "whole", *plain, devices=2)
     train_tiny(tmp_path / "parts", *plain, "--max_steps", "3", devices=2)
@@ -290,24 +247,8 @@ def test_a_resume_in_mid_epoch_on_another_backend(folder, tmp_path):
         ("--buckets 16x16 12x20 12x20", "--buckets has 12x20 twice"),
         ("--buckets 16x16 10x24", "10x24 is no whole number of patches of 4x4"),
         ("--buckets 16x16 24x24", "24x24 has 36 patches, the model's own size 16"),
-        (
-            "--buckets 16x16 --data_source digits",
-            "requires --data_source folder or --data_source webdataset",
-        ),
-        ("--buckets 16x16 --mesh_domain 2", "is incompatible with --mesh_domain 2"),
         ("--buckets 16x16 --pos_embed none", "it has no learned position embedding"),
-        ("--buckets 16x16 --model timm/eva02_tiny_patch14_224", "not VisionTransformer"),
-        ("--buckets 16x16 --model hybrid_vit", "hybrid_vit"),
         ("--buckets 16x16 --grad_ckpt auto", "is incompatible with --grad_ckpt auto"),
-        ("--buckets 16x16 --self_check", "is incompatible with --buckets 16x16"),
-        ("--buckets 16x16 --plan", "is incompatible with --buckets 16x16"),
-        ("--buckets 16x16 --aug_repeats 2", "is incompatible with --aug_repeats 2"),
-        (
-            "--buckets 16x16 --teacher vit_tiny_patch16_224 --teacher_weights x",
-            "with --teacher vit",
-        ),
-        ("--buckets 16x16 --cutmix 1", "is incompatible with --cutmix 1"),
-        ("--buckets 16x16 --backend cuda --block te", "is incompatible with --block te"),
         ("--buckets 16x16 12x20 20x12 --batch_size 64", "use --batch_size 40 or less"),
     ],
 )
@@ -318,8 +259,3 @@ def test_refused_in_one_line(wrong, told, folder, tmp_path, capsys):
     words = f"--data_dir {folder} --ckpt_dir {tmp_path / 'none'} --num_classes 2 {wrong}".split()
     assert told in told_in_one_line(capsys, *model, *words)
     assert not (tmp_path / "none").exists()
-
-
-def test_pictures_of_augmentations_are_of_one_size(folder):
-    with pytest.raises(UsageError, match="drawn in the model's own size"):
-        read_run(f"--data_dir {folder} --image_size 16 --patch_size 4 --buckets 16x16".split())

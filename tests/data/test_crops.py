@@ -16,7 +16,6 @@ from torchvision.transforms.v2 import functional
 from data import transforms
 from data.config import DataConfig
 from data.decode import Pixels, open_image
-from data.files import DataFolderError
 from data.loader import Share
 from data.source import CropLayout, CropRequest, DatasetRequest, max_masked, open_data
 from data.transforms import (
@@ -31,7 +30,6 @@ from data.transforms import (
     seeded,
 )
 from tests.support.jpegs import GUARD, as_pillow, jpeg
-from tools.show_augmentations import IMAGES, crop_columns, draw
 
 pytestmark = pytest.mark.fast
 
@@ -91,9 +89,8 @@ def test_distortions_are_torchvisions(kind, channels):
     assert seen["blur"] == 60 or kind is not FIRST
 
 
-@pytest.mark.parametrize("shift", [-1 / 6, -0.1, 0.03, 0.1, 1 / 6])
+@pytest.mark.parametrize("shift", [-1 / 6, -0.1, 0.1, 1 / 6])
 def test_hues_of_all_colors(shift):
-    """Of bytes that lie on all edges and planes of the RGB cube, gray ones among them."""
     levels = torch.tensor([0, 1, 31, 127, 128, 254, 255], dtype=torch.uint8)
     image = torch.cartesian_prod(levels, levels, levels).T.reshape(3, 7, 49)
     how = Distortion((("hue", shift),), False, None, False)
@@ -160,16 +157,13 @@ def eights(box):
     ("channels", "flags", "larger", "factor"),
     [
         (3, {"hflip": 0.0}, 1, 1.0),
-        (3, {"hflip": 1.0, "interpolation": "bilinear"}, 1, 1.5),
         (1, {"hflip": 1.0}, 1, 2.0),
         (3, {"hflip": 0.0, "interpolation": "lanczos"}, 1, 2.0),
-        (3, {"hflip": 0.0}, 4, 1.0),
         (3, {"hflip": 1.0}, 4, 2.0),
     ],
     ids=str,
 )
 def test_crops_are_torchvisions(channels, flags, larger, factor, monkeypatch):
-    """To the rounding of bytes; of an image decoded at a fraction of its size, within a guard."""
     picture = Image.fromarray(PHOTOGRAPHS[1]).resize((640 * larger, 427 * larger))
     encoded = jpeg(np.asarray(picture), quality=95)
     image = open_image(encoded) if larger > 1 else Pixels(as_pillow(encoded).copy())
@@ -199,7 +193,6 @@ def test_crops_are_torchvisions(channels, flags, larger, factor, monkeypatch):
 
 
 def test_the_gram_teacher_sees_the_same_part_of_the_image(monkeypatch):
-    """Red counts the columns of the image, green its rows. What is drawn stays as it was."""
     none = Distortion((), False, None, False)
     monkeypatch.setattr(transforms, "draw_distortion", lambda kind: none)
     across = np.broadcast_to(np.arange(250, dtype=np.uint8), (200, 250))
@@ -223,55 +216,6 @@ def test_the_gram_teacher_sees_the_same_part_of_the_image(monkeypatch):
             assert signs[0] == signs[1]
             flipped[signs[0]] += 1
     assert min(flipped.values()) > 20
-
-
-def test_the_gram_teachers_crops_are_of_the_image_itself():
-    """They have what no enlarged crop has: half of the contrast of lines of one pixel."""
-    image = np.zeros((128, 160, 3), np.uint8)
-    image[:, ::2] = 255
-    how = CropRequest((4, 4), 0, (1, 1), (1, 1), (4, 5), (0.5, 0.5), gram_factor=2.0)
-    config = DataConfig(ratio=(1.25, 1.25), hflip=0.0)
-    layout = CropLayout((3, *SIZE), how)
-    contrast = []
-    for index in range(20):
-        packed = seeded(MultiCrop(config, layout), Pixels(image), 0, 0, index)
-        globals_, grams, *_ = layout.unpack(packed[None])
-        contrast += [
-            [each.float().std(-1).mean().item() for each in (small, large)]
-            for small, large in zip(globals_, grams, strict=True)
-        ]
-    assert max(small for small, _ in contrast) < 30
-    assert max(large for _, large in contrast) > 60
-
-
-def test_a_large_image_is_decoded_at_a_fraction_for_all_crops():
-    asked = []
-
-    class Recorded(Pixels):
-        shrinks = (8, 4, 2)
-
-        def pixels(self, shrink=1, rows=None):
-            asked.append(shrink)
-            return self._pixels[::shrink, ::shrink]
-
-    pixels = np.repeat(np.repeat(PHOTOGRAPHS[0], 4, 0), 4, 1)
-    layout = CropLayout((3, *SIZE), CROPS)
-    for index in range(12):
-        seeded(MultiCrop(DataConfig(), layout), Recorded(pixels), 0, 0, index)
-    assert len(asked) == 12  # once for all crops
-    assert set(asked) - {1}
-
-
-def test_which_global_crop_is_the_first_kind_is_drawn():
-    layout = CropLayout((3, 8, 8), CropRequest((4, 4), 0, (1, 1), (1, 1), (2, 2), (0.5, 0.5)))
-    flat = Pixels(np.full((8, 8, 3), 200, np.uint8))
-    made = torch.stack([seeded(MultiCrop(DataConfig(), layout), flat, 0, 0, n) for n in range(400)])
-    globals_, _, locals_, mask = layout.unpack(made)
-    assert locals_.shape == (0, 400, 3, 4, 4)
-    assert (mask.sum(1) == 2).all()
-    # Only the second kind is solarized, which makes an image dark.
-    dark = (globals_.flatten(2).float().mean(2) < 100).float().mean(1)
-    assert dark.tolist() == pytest.approx([0.1, 0.1], abs=0.06)
 
 
 # -- layout ---------------------------------------------------------------------------
@@ -304,12 +248,9 @@ def test_unpacked_is_what_was_packed():
     ("grid", "ratio", "least", "most"),
     [
         ((16, 16), (0.1, 0.5), 26, 128),
-        ((14, 20), (0.25, 0.25), 70, 70),
         ((16, 16), (1.0, 1.0), 256, 256),
         ((1, 1), (0.1, 0.5), 1, 1),
-        ((7, 1), (0.0, 0.01), 1, 1),
         ((1, 9), (0.5, 1.0), 4, 9),
-        ((2, 2), (0.1, 0.5), 1, 2),
     ],
 )
 def test_masks_have_their_number(grid, ratio, least, most):
@@ -326,7 +267,6 @@ def test_masks_have_their_number(grid, ratio, least, most):
 
 
 def test_masks_are_blocks_that_are_everywhere():
-    """Masked neighbors of a masked patch: far more than of independent ones; all patches alike."""
     torch.manual_seed(0)
     masks = torch.stack([block_mask((16, 16), (0.3, 0.3)) for _ in range(2000)]).view(-1, 16, 16)
     assert (masks.flatten(1).sum(1) == 76).all()
@@ -397,33 +337,4 @@ def test_fake_crops():
     assert next(fake.val_loader(24, Share()).epoch(0))[0].shape == (24, 3, 16, 16)
 
 
-@pytest.mark.parametrize(
-    ("source", "size"), [("fake", (4, 16, 16)), ("volumes", (16, 16)), ("mosaics", (16, 16))]
-)
-def test_volumes_have_no_crops(source, size):
-    with pytest.raises(DataFolderError, match=f"^crops are made of photographs, and .* {source}"):
-        opened("", data_source=source, size=size)
-
-
 # -- the picture ----------------------------------------------------------------------
-
-
-def test_the_picture_shows_the_crops_of_the_first_images(digits, tmp_path):
-    data = opened(digits, batch_size=IMAGES)
-    found = crop_columns(data.splits["train"].request)
-    images, _ = next(data.train_loader(IMAGES, Share()).epoch(0))
-    globals_, _, locals_, mask = CropLayout((3, 16, 16), SMALL).unpack(images)
-    plain = opened(digits, None, batch_size=IMAGES, scale=(1, 1), ratio=(1, 1), hflip=0.0)
-    whole, _ = next(plain.train_loader(IMAGES, Share()).epoch(0))
-    image, masked, second, *others = (column.images for column in found)
-    assert torch.equal(image, whole / 255)
-    assert torch.equal(second, globals_[1] / 255)
-    assert torch.equal(torch.stack(others), locals_ / 255)
-    hidden = mask.view(IMAGES, 1, 4, 4).repeat_interleave(4, 2).repeat_interleave(4, 3)
-    hidden = hidden.expand(-1, 3, -1, -1)
-    assert torch.equal(masked[~hidden], (globals_[0] / 255)[~hidden])
-    assert (masked[hidden] - 0.5).abs().max() <= 0.126
-    assert found[1].labels == [f"{100 * int(each.sum()) / 16:.0f} % masked" for each in mask]
-    draw(found, tmp_path / "crops.png")
-    with Image.open(tmp_path / "crops.png") as drawn:
-        assert drawn.width > drawn.height > 300

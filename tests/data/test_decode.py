@@ -66,7 +66,6 @@ def test_first_rows_of_jpegs_that_are_decoded_whole(options):
 
 
 def test_a_jpeg_that_is_damaged_in_its_first_rows_is_read_as_a_whole():
-    """So what is wrong with it is noticed, or repaired, as without the number of rows."""
     encoded = jpeg(PHOTOGRAPHS[0])
     place = len(encoded) // 4
     for damaged in (
@@ -99,8 +98,6 @@ def flips(_):
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear", "lanczos"])
 @pytest.mark.parametrize("larger", [1, 3])
 def test_crops_are_torchvisions(interpolation, larger, monkeypatch):
-    """Also where images are decoded at a fraction of their size: for crops of whole pixels there,
-    which are those that are made."""
     drawn, boxes = transforms.random_box, []
 
     def of_eights(*arguments):
@@ -127,25 +124,15 @@ def test_crops_are_torchvisions(interpolation, larger, monkeypatch):
     assert max(off) < GUARD, off
 
 
-def test_grey_images_for_a_grey_model():
-    made = seeded(
-        transforms.TrainTransform(DataConfig(), SIZE, 1), open_image(jpeg(PHOTOGRAPHS[0])), 0, 0, 0
-    )
-    assert (made.shape, made.dtype) == ((1, *SIZE), torch.uint8)
-
-
 @pytest.mark.parametrize(
     ("size", "scale", "ratio"),
     [
         ((375, 500), (0.08, 1.0), (3 / 4, 4 / 3)),
         ((500, 100), (0.3, 1.0), (3 / 4, 4 / 3)),  # often nothing fits
         ((40, 1000), (0.9, 1.0), (1.0, 1.0)),  # never
-        ((1, 1), (0.08, 1.0), (0.5, 2.0)),
-        ((8, 8), (0.0, 1.0), (0.1, 10.0)),
     ],
 )
 def test_boxes_are_drawn_as_torchvision_draws_them(size, scale, ratio):
-    """Sides and corners have the same distribution: by SciPy's two-sample test."""
     torch.manual_seed(0)
     ours = np.array([transforms.random_box(size, scale, ratio) for _ in range(3000)])
     crop = v2.RandomResizedCrop(SIZE, scale, ratio)

@@ -12,7 +12,6 @@ from data.files import DataFolderError
 from data.loader import Share
 from data.mosaics import INTENSITIES, LENGTHS
 from data.source import DatasetRequest, open_data
-from tests.cli import train_tiny_gpu
 from tests.support.loading import arguments
 
 SIZES = [(64, 64), (64, 96), (32, 32), (16, 16), (8, 40), (16, 32, 32), (32, 16, 24)]
@@ -63,10 +62,7 @@ def digits_in(image, digit_of):
 def test_the_label_is_the_most_frequent_digit(size, digit_of):
     source = opened(size)
     assert (source.train_length, source.val_length) == (LENGTHS["train"], LENGTHS["val"])
-    loaders = {
-        "train": source.train_loader(64, Share()),
-        "val": source.val_loader(64, Share()),
-    }
+    loaders = {"train": source.train_loader(64, Share()), "val": source.val_loader(64, Share())}
     for split, loader in loaders.items():
         images, labels = next(loader.epoch(0))
         assert images.shape == (64, 1, *size)
@@ -79,28 +75,9 @@ def test_the_label_is_the_most_frequent_digit(size, digit_of):
             assert splits == {split}
 
 
-def test_a_part_does_not_tell_the_label(digit_of):
-    """The share of right guesses of who counts perfectly: as the docstring has them."""
-    images, labels = next(opened((128, 128)).val_loader(512, Share()).epoch(0))
-    right = {1: [], 2: [], 3: [], 4: []}
-    for number, (image, label) in enumerate(zip(images[:200], labels, strict=False)):
-        digits, _ = digits_in(image, digit_of)
-        for parts, found in right.items():
-            first = number % (5 - parts) * 4
-            counts = np.bincount(digits[first : first + 4 * parts].ravel(), minlength=10)
-            likeliest = np.flatnonzero(counts == counts.max())
-            found.append((label in likeliest) / len(likeliest))
-    means = [np.mean(found) for found in right.values()]
-    assert means[0] < 0.17
-    assert means[1] < 0.25
-    assert means[2] < 0.42
-    assert means[3] == 1
-
-
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("size", [(64, 24), (32, 16, 24)])
 def test_rows_are_parts_of_the_same_mosaic(size, channels):
-    """Whatever the rows and the processes, and whether workers compose them."""
     source = opened(size, channels)
     assert source.reads_rows
     whole = first_batches(source)
@@ -124,23 +101,6 @@ def test_other_seeds_splits_and_numbers_give_other_mosaics():
     assert again == opened((32, 32)).fingerprint() != opened((32, 32), seed=4).fingerprint()
 
 
-def test_they_are_normalised_as_other_images():
-    (plain, _), *_ = first_batches(opened((16, 16)))
-    (colours, _), *_ = first_batches(opened((16, 16), 3, mean=MEAN, std=STD))
-    for channel in range(3):
-        expected = (plain[:, 0] - MEAN[channel]) / STD[channel]
-        torch.testing.assert_close(colours[:, channel], expected)
-    (grey, _), *_ = first_batches(opened((16, 16), 1, mean=MEAN, std=STD))
-    torch.testing.assert_close(grey, (plain - 0.4) / 0.3)
-
-
-def test_the_last_batch_is_filled_with_padding():
-    *_, (images, labels) = opened((16, 16)).val_loader(100, Share(rows=range(4))).epoch(0)
-    assert images.shape == (100, 1, 4, 16)
-    assert (labels[12:] == -1).all()
-    assert not images[12:].any()
-
-
 @pytest.mark.parametrize(
     ("size", "classes", "told"),
     [
@@ -151,12 +111,3 @@ def test_the_last_batch_is_filled_with_padding():
 def test_refused(size, classes, told):
     with pytest.raises(DataFolderError, match=told):
         opened(size, classes=classes)
-
-
-@pytest.mark.long
-def test_a_model_trains_on_mosaics(tmp_path):
-    run = train_tiny_gpu(
-        tmp_path, "--data_source", "mosaics", "--max_steps", "2", "--eval_batches", "2"
-    )
-    assert "mosaics of digits: 4,096 training, 512 validation images" in run.stdout
-    assert len(run.steps) == 2

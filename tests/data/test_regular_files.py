@@ -45,7 +45,6 @@ def few_digits(tmp_path):
 
 
 def test_images_in_folders(few_digits, endless):
-    """They are listed with the reason, and another image takes the place of each."""
     links = [few_digits / "train" / "3" / "0.png", few_digits / "val" / "0" / "0.png"]
     for link in links:
         link.symlink_to(endless)

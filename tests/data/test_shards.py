@@ -71,7 +71,6 @@ def checksums(folder):
 
 
 def test_shards_hold_the_folders_files_in_order(packed, tmp_path):
-    """As tarfile reads them, and torchvision the folder; the same bytes whoever writes them."""
     for split, count in (("train", 1438), ("val", 359)):
         shards = sorted(packed.glob(f"{split}/*.tar"))
         assert len(shards) > 2
@@ -138,7 +137,6 @@ def test_packing_on_the_command_line(tmp_path, capsys, monkeypatch):
 
 
 def test_shards_of_other_makers(tmp_path):
-    """Long names, other files, labels in JSON or by name, and what comes in any order."""
     long_name = "a/" * 60 + "long"
     write(
         tmp_path / "in-train-000.tar",
@@ -192,7 +190,6 @@ GOOD = {"a.png": png(1), "a.cls": b"0"}
 
 
 def test_hidden_files_and_further_images_of_samples(tmp_path):
-    """Of macOS, Jupyter and tar itself; and a mask beside each image."""
     hidden = ("._a.png", "./._a.cls", "x/.ipynb_checkpoints/b.png", "x/PaxHeaders.7/b.png")
     files = {"./x/b.png": png(2), "./x/b.cls": b"0", "a.seg.png": b"", "a.depth.PNG": b""}
     for split in ("train", "val"):
@@ -208,10 +205,8 @@ def test_hidden_files_and_further_images_of_samples(tmp_path):
         (GOOD | {"a.jpg": b""}, {}, "train/0.tar has two images of the name a: remove one"),
         (GOOD | {"b.png": b""}, {}, "train/0.tar: the image b has no label: b.cls, or b.json"),
         (GOOD | {"a.cls": b"-1"}, {}, "a.cls holds no label: -1 is neither a number from 0 on nor"),
-        (GOOD | {"a.cls": b""}, {}, "a.cls holds no label: '' is neither"),
         (GOOD | {"a.cls": b"\xff"}, {}, "a.cls holds no label: 'utf-8' codec"),
         ({"a.png": b"", "a.json": b"[1"}, {}, "a.json holds no label: Expecting"),
-        (GOOD | {"a.cls": b"10"}, {}, "has 11 classes, --num_classes is 10"),
         (GOOD | {"b.png": b"", "b.cls": b"cat"}, {}, "are numbers, but also names, such as cat"),
         (NAMED, {}, "the classes that the shards of train and val name differ"),
         ({}, {}, "there is no image in the shards of"),
@@ -239,7 +234,7 @@ def test_shards_that_cannot_be_used(train, flags, told, tmp_path):
     assert all(part in str(error.value) for part in told.split(" .* "))
 
 
-@pytest.mark.parametrize("length", [0, 100, 512, 700, 1024, 1536, 2048])
+@pytest.mark.parametrize("length", [0, 100, 512, 1024, 2048])
 def test_a_shard_that_is_cut_off(length, tmp_path):
     """Wherever: tarfile takes some cuts, as of a copy that was interrupted, for an end."""
     for split in ("train", "val"):

@@ -1,23 +1,20 @@
 """Images without labels: folders without classes, shards and tables of images alone."""
 
 import io
-import json
 import tarfile
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
 
-import data.index
 from data.config import DataConfig
 from data.files import DataFolderError
 from data.loader import PADDING, Share
 from data.pack import main, pack
 from data.source import DatasetRequest, open_data
-from tests.support.memory_files import in_memory, settle
+from tests.support.memory_files import in_memory
 
 pytestmark = pytest.mark.fast
 
@@ -64,7 +61,6 @@ DEEP = {f"{'ab'[number % 2]}/c/{number}.png": grey for number, grey in enumerate
 
 @pytest.mark.parametrize("url", [False, True])
 def test_folder_of_images_alone(url, tmp_path):
-    """Directly in train/, in folders below it, or in a folder without train/; val/ may be there."""
     for name, files, order in (
         ("train", FLAT, GREYS),
         ("", FLAT, GREYS),
@@ -87,7 +83,6 @@ def test_folder_of_images_alone(url, tmp_path):
 
 
 def test_labels_that_are_there_are_ignored(tmp_path):
-    """Three classes of a model of two: they are folders like any other."""
     write(
         tmp_path,
         {f"{split}/{c}/1.png": 10 * i for split in ("train", "val") for i, c in enumerate("abcd")},
@@ -102,17 +97,10 @@ def test_labels_that_are_there_are_ignored(tmp_path):
     assert digits.classes is None
 
 
-def test_with_labels_they_are_missed_in_one_line(tmp_path):
-    write(tmp_path / "train", FLAT)
-    with pytest.raises(DataFolderError, match=r"train holds no class folders: --data_dir requires"):
-        opened(tmp_path, labels=True)
-
-
 @pytest.mark.parametrize(
     ("files", "how", "message"),
     [
         ({"trian/1.png": 1, "val/1.png": 1}, {}, "train is not a folder: images without labels"),
-        ({"train/1.png": 1}, {"with_train": False}, "val is not a folder: images without labels"),
         ({"train/notes.txt": 1}, {}, r"train holds no images \(.jpg"),
         ({"1.png": 1}, {}, "has 1 training images, fewer than one batch"),
     ],
@@ -122,45 +110,7 @@ def test_unusable_folders(files, how, message, tmp_path):
         opened(write(tmp_path, files), **how)
 
 
-def test_no_such_folder(tmp_path):
-    for root, message in (("", "--data_dir is empty"), (tmp_path / "no", "no is not a folder")):
-        with pytest.raises(DataFolderError, match=message):
-            opened(root)
-
-
-def test_index_is_saved_beside_that_of_labels(tmp_path, monkeypatch):
-    """Read again from the saved index; images in the root itself are indexed in the cache."""
-    monkeypatch.setattr(data.index, "MIN_IMAGES", 1)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    inside, root = write(tmp_path / "a" / "train", DEEP).parent, write(tmp_path / "b", FLAT)
-    settle(tmp_path)
-    opened(inside), opened(root)
-    assert [path.name for path in inside.glob(".vit_fsdp_index/*")] == [
-        "train-without-labels-of-folder"
-    ]
-    assert {path.name for path in root.iterdir()} == {*FLAT}
-    with monkeypatch.context() as patch:
-        patch.setattr(data.index, "index_split", None)  # nothing is listed
-        for where in (inside, root):
-            assert sorted(greys(opened(where, augment=False), "train")[0]) == GREYS
-    write(root, {"new.png": 200})
-    assert 200 in greys(opened(root, augment=False), "train")[0]
-
-
-def test_unreadable_image_is_replaced_in_training_and_else_left_out(tmp_path):
-    write(tmp_path, FLAT | {"8.png": 200})
-    (tmp_path / "8.png").write_bytes(b"no image")
-    assert greys(opened(tmp_path, augment=False), "train")[0] == GREYS
-    loader = opened(tmp_path, scale=(1, 1)).train_loader(8, Share())
-    ((images, _),) = loader.epoch(0)
-    assert len(images) == 8
-    assert {round(int(image[0, 0, 0]), -1) for image in images} == set(GREYS)
-    ((name, _, label),) = loader.bad_images()
-    assert (name, label) == (str(tmp_path / "8.png"), 0)
-
-
 def test_numbers_in_place_of_labels(tmp_path):
-    """Each image's number, in any process's share."""
     split = opened(write(tmp_path, FLAT), augment=False).splits["train"].numbered()
     for rank in range(2):
         for images, numbers in split.batches(4, Share(rank, 2)).epoch(0):
@@ -169,7 +119,6 @@ def test_numbers_in_place_of_labels(tmp_path):
 
 
 def test_a_few_images(tmp_path):
-    """By their numbers, in any process's share, with padding at the end."""
     split = opened(write(tmp_path, FLAT), augment=False).splits["train"].numbered()
     parts = [next(split.batches_of([2, 0, 1], 4, Share(rank, 2)).epoch(0)) for rank in range(2)]
     images, numbers = (torch.cat(each) for each in zip(*parts, strict=True))
@@ -181,7 +130,6 @@ def test_a_few_images(tmp_path):
 
 
 def test_packed_images_without_labels(tmp_path, capsys, monkeypatch):
-    """As tarfile reads them: the files alone, in order; read again as from the folder."""
     folder, target = write(tmp_path / "photos", FLAT), tmp_path / "shards"
     arguments = ["pack", str(folder), str(target), "--without_labels", "--shard_size", "14KB"]
     monkeypatch.setattr("sys.argv", [*arguments, "--workers", "1"])
@@ -256,12 +204,3 @@ def test_saved_data_set_of_images_alone(tmp_path):
     source = opened(tmp_path / "saved", "huggingface", augment=False)
     assert greys(source, "train")[0] == GREYS
     assert source.val_length == 0
-
-
-def test_unlabelled_facts_are_compared(tmp_path):
-    """Processes that see other images differ in the fingerprint."""
-    here = opened(write(tmp_path / "a", FLAT)).fingerprint()
-    there = opened(write(tmp_path / "b", {f"x{name}": grey for name, grey in FLAT.items()}))
-    assert here != there.fingerprint()
-    assert json.loads(json.dumps(here)) == here
-    assert np.all(np.asarray(there.splits["train"].labels) == 0)

@@ -101,7 +101,6 @@ def test_logits_and_gradients(sizes):
 
 @pytest.mark.parametrize("sizes", [IMAGES, VOLUMES])
 def test_first_weights(sizes):
-    """All are filled, from the seed and modules' names alone, whatever is filled before."""
     torch.use_deterministic_algorithms(True)  # memory that nothing fills is NaN
     try:
         spec = small(sizes)

@@ -28,11 +28,6 @@ def test_ten_billion_has_exactly_the_parameters_of_pytorch_xlas_example():
     assert open_model("vit_10b", {}).parameter_count == 10_077_917_160
 
 
-@pytest.mark.parametrize(("name", "billions"), [("vit_60b", 60), ("vit_120b", 120)])
-def test_large_presets_are_what_they_say(name, billions):
-    assert open_model(name, {}).parameter_count == pytest.approx(billions * 1e9, rel=0.02)
-
-
 @pytest.mark.parametrize("name", TIMM_NAMES)
 def test_names_and_shapes_are_timms(name):
     with torch.device("meta"):
@@ -55,7 +50,6 @@ def test_timms_state_dict_gives_timms_logits(name):
 OPTIONS = [
     {"class_token": True, "global_pool": "token"},
     {"global_pool": "map"},
-    {"global_pool": "map", "weight_init": "reset"},
     {"global_pool": "max", "reg_tokens": 4, "class_token": True, "no_embed_class": True},
     {"global_pool": "avgmax", "reg_tokens": 2, "pool_include_prefix": True},
     {"qk_norm": True, "init_values": 1e-5, "scale_attn_norm": True, "scale_mlp_norm": True},
@@ -64,7 +58,6 @@ OPTIONS = [
     {"drop_rate": 0.1, "pos_drop_rate": 0.1, "patch_drop_rate": 0.25, "proj_drop_rate": 0.1},
     {"attn_drop_rate": 0.1, "drop_path_rate": 0.1, "weight_init": "jax"},
     {"weight_init": "jax_nlhb"},
-    {"weight_init": "moco"},
 ]
 
 
@@ -149,7 +142,6 @@ def test_room_for_a_checkpoints_values_is_left_without_drawing_any(uninitialized
         ("vit_10b", SMALL),
         ("vit_10b", SMALL | {"global_pool": "map"}),
         ("vit_10b", SMALL | {"reg_tokens": 3, "class_token": True, "mlp_ratio": 2.5}),
-        ("vit_10b", SMALL | {"img_size": 70, "patch_drop_rate": 0.3, "class_token": True}),
         ("vit_10b", SMALL | {"img_size": 70, "patch_drop_rate": 0.95, "global_pool": "map"}),
         ("vit_10b", {}),
     ],

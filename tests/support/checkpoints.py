@@ -6,8 +6,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from training.backend import State
-from training.checkpoints.format import SafeReader, damage, quiet_dcp
+from training.checkpoints.format import (
+    SafeReader,
+    damage,
+    entries,
+    quiet_dcp,
+    training_tensors,
+    write_manifest,
+)
 from training.checkpoints.state import state_content, write_state
+from training.schedule import Position
 
 HOLD = """
 import sys, time
@@ -36,6 +44,29 @@ class OneWeight:
 
     def load_state(self, state):
         self.taken = state
+
+
+def write_checkpoint(
+    ckpt_dir, step, *, position=None, arguments=None, classes=("a", "b"), order=None, manifest=True
+):
+    """A small checkpoint as the program writes it, without a model of its arguments."""
+    folder = ckpt_dir / f"step_{step}"
+    training = training_tensors(
+        position or Position(step, step // 5, step % 5),
+        {"batch_size": 1} if arguments is None else arguments,
+        None if classes is None else list(classes),
+        order,
+    )
+    content = {
+        "model": {"w": torch.arange(1000.0) + step},
+        "optimizer": {"state": {"w": {"step": torch.tensor(float(step))}}},
+        "training": training,
+    }
+    with quiet_dcp():
+        dcp.save(content, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    if manifest:
+        write_manifest(folder, entries(folder, [path.name for path in folder.iterdir()]))
+    return folder
 
 
 def save_state(backend, folder, training):

@@ -35,7 +35,6 @@ NOT_BESIDE = "--no_async_checkpoint"
 def test_training_changes_nothing_of_what_is_being_written(
     train, flags, how, tmp_path, monkeypatch
 ):
-    """The state as it is after the step, though it is written when others are done."""
     flags = [*flags.split(), *"--max_steps 12 --ckpt_step_interval 3 --mlp_dropout 0.1".split()]
     monkeypatch.setenv("SAVES", "slow 3 -1 1")
     beside = train(tmp_path / "beside", *flags, program=DISTURBED, **how)
@@ -64,7 +63,6 @@ def test_a_stop_finishes_what_is_being_written(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("processes", [1, long(2)])
 def test_a_disk_that_is_full_for_one_process_ends_all(processes, tmp_path, monkeypatch):
-    """Between two saves, as soon as it is known: the next one would be far away."""
     monkeypatch.setenv("SAVES", f"full 4 {processes - 1} 0.5")
     flags = "--ckpt_step_interval 2 --max_failed_saves 2 --max_steps 99999 --num_epochs 9999"
     failed = program(tmp_path, *flags.split(), module=DISTURBED, processes=processes)
@@ -80,7 +78,6 @@ def test_a_disk_that_is_full_for_one_process_ends_all(processes, tmp_path, monke
 
 @pytest.mark.long
 def test_killed_while_writing(trained, tmp_path, monkeypatch):
-    """The older checkpoint is resumed; the evaluation beside the write is made again."""
     flags = "--ckpt_step_interval 5 --test_epoch_interval 1 --max_steps 13".split()
     whole = program(tmp_path / "whole", *flags)
     assert whole.returncode == 0, whole.stderr
@@ -123,9 +120,6 @@ def test_ctrl_c_twice_waits_for_no_write(tmp_path, monkeypatch):
     assert ended.stderr.endswith("run_vit_training.py: interrupted\n")
 
 
-# -- by the clock ---------------------------------------------------------------------
-
-
 @pytest.mark.long
 def test_processes_save_after_the_same_step_by_the_clock(tmp_path):
     flags = "--num_epochs 99 --max_steps 30 --ckpt_minutes_interval 0.005 --ckpt_epoch_interval 99"
@@ -137,6 +131,9 @@ def test_processes_save_after_the_same_step_by_the_clock(tmp_path):
         assert damage(tmp_path / f"step_{step}") is None
 
 
+# -- by the clock ---------------------------------------------------------------------
+
+
 class OneHost:
     """A backend, as far as intervals know one."""
 
@@ -144,15 +141,7 @@ class OneHost:
 
 
 @pytest.mark.parametrize(
-    ("minutes", "at", "over"),
-    [
-        (0, 1e9, False),
-        (1, 59.9, False),
-        (1, 60, True),
-        (0.5, 30, True),
-        (1e6, 6e7 - 1, False),
-        (1e6, 6e7, True),
-    ],
+    ("minutes", "at", "over"), [(0, 1e9, False), (1, 59.9, False), (1, 60, True)]
 )
 def test_minutes(minutes, at, over, monkeypatch):
     now = [100.0]

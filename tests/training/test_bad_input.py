@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.util
-import shutil
 import subprocess
 import sys
 
@@ -11,7 +10,7 @@ from PIL import Image
 
 import run_vit_training
 from gpu_fsdp import resolve_gpu
-from tests.cli import DIGITS, ROOT, TINY_MODEL, environment, need_xla, train_tiny_gpu
+from tests.cli import DIGITS, ROOT, TINY_MODEL, environment, need_xla
 from tests.usage_error import told_in_one_line
 from torch_fsdp.devices import Cpu
 
@@ -37,65 +36,25 @@ def complaint(capsys, ckpt_dir, *flags):
     [
         ("--compile_only", "--compile_only requires --tpu_topology. Known, for example: v4: 2x2x1"),
         ("--compile_only --tpu_topology v9:4x4", "--tpu_topology v9:4x4 is unknown. Known, for"),
-        (
-            "--compile_only --tpu_topology v5p:4x4",
-            "v5p:4x4 is not v5p:AxBxC, chips a side: v5p",
-        ),
-        ("--compile_only --tpu_topology v5e:0x4", "v5e:0x4 is not v5e:AxB, chips a side: v5e has"),
+        ("--compile_only --tpu_topology v5p:4x4", "v5p:4x4 is not v5p:AxBxC, chips a side: v5p"),
         ("--compile_only --tpu_topology v5e:3x5", "v5e:3x5: there is no such slice (several"),
-        ("--compile_only --tpu_topology v5e:6x6", "v5e:6x6: there is no such slice (several"),
-        ("--compile_only --tpu_topology v5p:2x2x3", "v5p:2x2x3: there is no such slice ("),
-        (
-            "--compile_only --tpu_topology v5e:1000x1000",
-            "v5e:1000x1000: there is no such slice (several are --mesh_dcn N)",
-        ),
-        (
-            "--compile_only --tpu_topology v5p:24x24x4",
-            "there is no such slice (several",
-        ),
-        ("--compile_only --tpu_topology v5e:8x4", "(global) is no multiple of the 32"),
-        ("--plan --micro_batch_size 3", "--plan is incompatible with --micro_batch_size 3: drop"),
-        ("--compile_only --tpu_topology tpu7x:2x2", "tpu7x:2x2 is not tpu7x:AxBxC, chips a side"),
-        ("--compile_only --tpu_topology tpu7x:2x2x3", "--mesh_dcn N): tpu7x has, for"),
-        ("--compile_only --tpu_topology tpu7x:24x24x24", "tpu7x:24x24x24: there is no such slice"),
-        ("--compile_only --tpu_topology tpu7x:2x2x4", "(global) is no multiple of the 32 devices"),
+        ("--compile_only --tpu_topology v5e:1000x1000", "v5e:1000x1000: there is no such slice"),
         (
             "--compile_only --tpu_topology tpu7x:2x2x1 --tpu_compiler installed",
             "tpu7x:2x2x1 requires --tpu_compiler 0.0.52: libtpu 0.0.21, which is installed, does",
         ),
-        ("--tpu_compiler 0.0.52", "--tpu_compiler 0.0.52 requires --compile_only or --plan"),
         ("--compile_only --tpu_topology v5e:2x2 --tpu_compiler 0.0.1", "invalid choice: '0.0.1'"),
-        ("--tpu_topology v5e:4x4", "--tpu_topology v5e:4x4 requires --compile_only"),
-        ("--hlo_dir hlo", "--hlo_dir hlo requires --compile_only"),
-        ("--explain", "--explain requires --compile_only"),
-        (
-            "--compile_only --tpu_topology v5e:4x4 --hlo_dir setup.cfg",
-            "--hlo_dir setup.cfg is a file, not a folder",
-        ),
+        ("--compile_only --tpu_topology v5e:4x4 --hlo_dir setup.cfg", "--hlo_dir setup.cfg is a f"),
         (
             "--compile_only --tpu_topology v5e:4x2 --mark_step_after_forward --no_grad_ckpt",
             "--compile_only with a broken graph requires --grad_ckpt full",
         ),
         (
-            "--compile_only --tpu_topology v5e:2x4 --grad_accum_steps 4",
-            "is no multiple of the 8 devices x --grad_accum_steps 4: give 32",
-        ),
-        (
-            "--compile_only --tpu_topology v5e:4x4 --backend cuda --fsdp fsdp2",
-            "--fsdp requires --backend",
-        ),
-        (
             "--compile_only --tpu_topology v5e:2x4 --grad_ckpt offload --no-scan_blocks",
             "--grad_ckpt offload requires scanned blocks, here is --no-scan_blocks: use --gr",
         ),
-        (
-            "--grad_ckpt offload --mark_step_after_forward",
-            "--grad_ckpt offload is incompatible with --mark_step_after_forward",
-        ),
-        (
-            "--backend cuda --fsdp fsdp2 --grad_ckpt offload",
-            "--grad_ckpt offload requires --backend xla, this is cuda: use full",
-        ),
+        ("--grad_ckpt offload --mark_step_after_forward", "--grad_ckpt offload is incompatible"),
+        ("--backend cuda --fsdp fsdp2 --grad_ckpt offload", "--grad_ckpt offload requires --backe"),
         ("--scan_blocks --xla_fsdp nested", "--scan_blocks is incompatible with --xla_fsdp nested"),
         ("--batch_size 15 --cpu_devices 2", "--batch_size 15 (global) is no multiple of the 2"),
         ("--batch_size 2000", "1438 training images, fewer than one batch"),
@@ -112,101 +71,33 @@ def complaint(capsys, ckpt_dir, *flags):
             f"--resume {__file__} is a file of weights: give it to --init_from",
         ),
         ("--resume_epoch 3", "no checkpoint of that epoch's end"),
-        (
-            "--resume_epoch 3 --resume none",
-            "--resume_epoch 3 replaces --resume none: drop",
-        ),
-        (
-            "--resume_epoch 3 --resume auto",
-            "--resume_epoch 3 replaces --resume auto: drop",
-        ),
-        ("--eval_only --resume_epoch 3 --resume x", "replaces --resume x: drop"),
         ("--scale 0.9 0.1", "--scale 0.9 0.1"),
         ("--scale 0 0", "leaves no image"),
-        ("--ratio 2 1", "--ratio 2.0 1.0"),
         ("--backend cuda --cpu_devices 2", "--cpu_devices requires --backend xla, this is cuda"),
-        ("--plan --tpu_topology v5e:32x32", "v5e:32x32: there is no such slice"),
-        (
-            "--backend xla --dp_outer 2",
-            "--mesh_fsdp 1 x --mesh_tensor 1 is not the 1",
-        ),
-        ("--backend xla --profile 1:2", "--profile 1:2 requires --backend cuda, this is xla"),
-        (
-            "--grad_ckpt selective --no-scan_blocks",
-            "--grad_ckpt selective requires scanned blocks, here is --no-scan_blocks: use --gr",
-        ),
-        ("--grad_ckpt selective --xla_fsdp nested", "here is --xla_fsdp nested: use --grad_ckpt"),
+        ("--backend xla --dp_outer 2", "--mesh_fsdp 1 x --mesh_tensor 1 is not the 1"),
         ("--precision fp16", "--precision fp16 requires --backend cuda"),
-        ("--grad_accum_steps 3", "no multiple of the 1 devices x --grad_accum_steps 3"),
         ("--profile 3", "'3' is not FIRST:LAST"),
-        ("--profile 5:4", "'5:4' is not FIRST:LAST"),
         ("--zero_dp_strategy 4", "'4' is none of 0, 1, 2, 3, no_shard, optim"),
-        ("--xla_fsdp spmd --flatten_parameters", "--flatten_parameters requires --xla_fsdp nested"),
         ("--xla_fsdp nested --cpu_devices 2", "nested FSDP runs on 1 CPU device"),
-        ("--shard_on_cpu --run_without_fsdp", "is incompatible with --run_without_fsdp: drop"),
-        (
-            "--mesh_dcn 2 --cpu_devices 3",
-            "--mesh_dcn 2 x --mesh_fsdp 1 x --mesh_tensor 1 is not the 3 device(s)",
-        ),
-        ("--mesh_fsdp 2", "--mesh_dcn 1 x --mesh_fsdp 2 x --mesh_tensor 1 is not the 1 device(s)"),
         ("--mesh_tensor 4 --cpu_devices 4", "--mesh_tensor 4 does not divide --num_heads 2"),
-        (
-            "--mesh_tensor 2 --cpu_devices 2 --mlp_ratio 1.05",
-            "--mesh_tensor 2 does not divide the MLP's width, 33",
-        ),
-        (
-            "--mesh_tensor 2 --cpu_devices 8 --batch_size 10",
-            "--batch_size 10 (global) is no multiple of the 8 devices / --mesh_tensor 2",
-        ),
+        ("--mesh_tensor 2 --cpu_devices 2 --mlp_ratio 1.05", "--mesh_tensor 2 does not divide"),
+        ("--mesh_tensor 2 --cpu_devices 8 --batch_size 10", "--batch_size 10 (global) is no"),
         ("--mesh_dcn 2 --xla_fsdp nested", "--mesh_dcn requires --xla_fsdp spmd"),
-        ("--mesh_fsdp 1 --shard_on_cpu", "--mesh_fsdp requires --xla_fsdp spmd"),
-        (
-            "--mesh_tensor 2 --run_without_fsdp",
-            "is incompatible with --run_without_fsdp: drop",
-        ),
         ("--backend cuda --mesh_tensor 2", "--mesh_tensor 2 requires --backend xla, this is cuda"),
         ("--mesh_dcn 0", "must be at least 1 and at most 1000000000 (or slices)"),
         ("--mesh_dcn slice", "'slice' is not a whole number (or slices)"),
-        (
-            "--compile_only --tpu_topology v5e:2x2 --mesh_dcn slices",
-            "--mesh_dcn slices requires --backend xla on slices that are here: give a number",
-        ),
-        ("--plan --mesh_dcn slices", "--mesh_dcn slices requires --backend xla on slices that are"),
-        (
-            "--compile_only --tpu_topology v5e:2x2 --mesh_dcn 2 --mesh_fsdp 8",
-            "x --mesh_fsdp 8 x --mesh_tensor 1 is not the 8 device(s)",
-        ),
+        ("--compile_only --tpu_topology v5e:2x2 --mesh_dcn slices", "--mesh_dcn slices requires -"),
         ("--lr x", "'x' is not a number"),
         ("--lr -1", "must be at least 0"),
-        ("--mlp_dropout 1", "must be at least 0 and below 1"),
-        ("--batch_size 0", "must be at least 1"),
         (f"--seed {10**20}", "must be at least 0 and at most 9223372036854775807"),
         ("--lr inf", "'inf' is not a finite number"),
-        ("--lr nan", "'nan' is not a finite number"),
-        ("--lr 1e400", "'1e400' is not a finite number"),
-        ("--clip_grad_norm nan", "'nan' is not a finite number"),
-        ("--hflip nan", "'nan' is not a finite number"),
-        ("--mean inf inf inf", "'inf' is not a finite number"),
         ("--mean 123 117 104", "123 must be at least 0 and at most 1"),
-        ("--crop_pct 0", "0 must be at least 0.1 and at most 1"),
-        ("--interpolation cubic", "invalid choice: 'cubic'"),
-        (f"--num_epochs {10**30}", "0 must be at least 1 and at most 1000000000"),
         (f"--max_steps {'9' * 5000}", f"'{'9' * 40}...' is not a whole number"),
-        (f"--num_workers {10**9}", "must be at least 0 and at most 1024"),
-        (f"--num_blocks {10**9}", "must be at least 1 and at most 1000"),
         ("--in_chans 2", "--in_chans 2 is neither 3 (RGB) nor 1 (gray)"),
         ("--embed_dim 32 --mlp_ratio 0.01", "--mlp_ratio 0.01 leaves no MLP"),
-        ("--fake_data --batch_size 1281168", "1281167 training images, fewer than one batch"),
         ("--data_dir=", "argument --data_dir: it must not be empty: is a variable of the shell"),
         ("--batch 16", "unknown flag --batch: did you mean --batch_size?"),
         # At their defaults, too: what they are a part of is off.
-        ("--max_steps 1 --norm_pix_loss", "--norm_pix_loss requires --objective mae, this is clas"),
-        ("--max_steps 1 --mask_ratio 0.75", "--mask_ratio 0.75 requires --objective mae"),
-        ("--max_steps 1 --decoder_depth 8", "--decoder_depth 8 requires --objective mae"),
-        ("--max_steps 1 --model_ema_decay 0.9998", "0.9998 requires --model_ema"),
-        ("--max_steps 1 --distillation_type hard", "--distillation_type hard requires --teacher"),
-        ("--max_steps 1 --distillation_alpha 0.5", "--distillation_alpha 0.5 requires --teacher"),
-        ("--max_steps 1 --chips_at_most 256", "--chips_at_most 256 requires --plan"),
     ],
 )
 def test_flags(flags, words, capsys, tmp_path, monkeypatch):
@@ -219,7 +110,6 @@ def test_flags(flags, words, capsys, tmp_path, monkeypatch):
 
 
 def test_a_flag_of_another_backend_beside_the_environment(capsys, tmp_path, monkeypatch):
-    """A variable may be made for several programs; a flag that does nothing is a mistake."""
     monkeypatch.setenv("CPU_NUM_DEVICES", "2")
     flags = ["--backend", "cuda", "--cpu_devices", "4"]
     words = complaint(capsys, tmp_path / "ckpt", *flags)
@@ -247,40 +137,20 @@ def test_compile_only_without(package, capsys, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--mesh_dcn slices", "--mesh_dcn slices requires --backend xla on slices that are here"),
-        ("--dp_outer 3", "--mesh_dcn 3 x --mesh_fsdp 1 x --mesh_tensor 1 is not the 4 process(es)"),
-        ("--dp_shard 2", "--mesh_dcn 1 x --mesh_fsdp 2 x --mesh_tensor 1 is not the 4 process(es)"),
         ("--zero_dp_strategy 1", "--fsdp fsdp2 has no --zero_dp_strategy 1"),
         ("--zero_dp_strategy 0 --dp_outer 2", "--mesh_dcn shapes sharding"),
         ("--run_without_fsdp --zero_dp_strategy 3", "means --zero_dp_strategy 0, not 3"),
-        ("--no_reshard_after_forward --zero_dp_strategy 3", "means --zero_dp_strategy 2, not 3"),
-        (
-            "--no_reshard_after_forward --run_without_fsdp",
-            "is incompatible with --run_without_fsdp: drop",
-        ),
-        ("--outer_dp_sharding_strategy 1 --dp_outer 2", "requires --fsdp megatron"),
         ("--outer_dp_sharding_strategy 2", "is 0 (no_shard) or 1 (optim), not 2"),
-        ("--no_preserve_fp32_weights", "requires --fsdp megatron, this is fsdp2"),
-        ("--no-overlap_grad_reduce", "requires --fsdp megatron, this is fsdp2"),
-        ("--no-overlap_param_gather", "requires --fsdp megatron, this is fsdp2"),
         ("--no-meta_init", "requires --fsdp megatron, this is fsdp2"),
         ("--fsdp megatron", "--fsdp megatron requires CUDA: on the CPU use --fsdp fsdp2"),
-        ("--fsdp megatron --cpu_offload", "--cpu_offload requires --fsdp fsdp2, this is megatron"),
-        ("--fsdp megatron --forward_prefetch 2", "--forward_prefetch 2 requires --fsdp fsdp2"),
         ("--cpu_offload", "--cpu_offload requires CUDA"),
         ("--precision fp16", "--precision fp16 requires CUDA"),
         ("--reduce_dtype fp16", "--reduce_dtype fp16 requires --precision fp16"),
         ("--tf32", "--tf32 requires CUDA"),
-        ("--fp8 delayed", "--fp8 delayed requires --precision bf16"),
         ("--block te", "TransformerEngine is not installed: see requirements-gpu.txt"),
-        (
-            "--batch_size 18",
-            "--batch_size 18 (global) is no multiple of the 4 devices: give 16 or 20",
-        ),
     ],
 )
 def test_gpu_flags(flags, words, capsys, tmp_path, monkeypatch):
-    """In the first of four processes, without CUDA and TransformerEngine."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
@@ -291,16 +161,6 @@ def test_gpu_flags(flags, words, capsys, tmp_path, monkeypatch):
     ("flags", "words"),
     [
         ("--zero_dp_strategy 0 --meta_init", "--meta_init requires --zero_dp_strategy 1, 2 or 3"),
-        ("--zero_dp_strategy 2 --no-overlap_grad_reduce", "requires --zero_dp_strategy 0 or"),
-        ("--no-overlap_param_gather", "0, --zero_dp_strategy 1 or --zero_dp_strategy 2"),
-        (
-            "--zero_dp_strategy 1 --dp_outer 2 --no-overlap_grad_reduce",
-            "is incompatible with --mesh_dcn 2",
-        ),
-        ("--outer_dp_sharding_strategy 1", "strategy 1 requires --mesh_dcn"),
-        ("--outer_dp_sharding_strategy 1 --dp_outer 2 --zero_dp_strategy 2", "3, this is 2"),
-        ("--no_preserve_fp32_weights", "requires --precision bf16"),
-        ("--no_preserve_fp32_weights --precision bf16", "requires --reduce_dtype bf16"),
         ("--reduce_dtype bf16 --dp_outer 4", "requires --mesh_fsdp of 2 or more"),
         (
             "--no_preserve_fp32_weights --precision bf16 --reduce_dtype bf16 --objective dino",
@@ -336,7 +196,7 @@ def test_wandb_is_not_installed(capsys, tmp_path, monkeypatch):
 def test_only_the_first_process_of_a_node_complains(
     local_rank, lines, mistake, capsys, tmp_path, monkeypatch
 ):
-    """What is wrong may be wrong on that node alone."""
+    monkeypatch.setattr("training.flags.time.sleep", lambda seconds: None)
     monkeypatch.setenv("RANK", "9")
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     with contextlib.suppress(SystemExit):
@@ -382,62 +242,7 @@ def test_data_folders(capsys, tmp_path):
     assert "b" in said()  # a class without images
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("finished")
-    train_tiny_gpu(folder, "--max_steps", "1")
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--embed_dim 64", "was trained with --embed_dim 32, not 64"),
-        ("--num_blocks 3", "was trained with --num_blocks 2, not 3"),
-        ("--class_token", "was trained with --no-class_token, not --class_token: give the same"),
-        (
-            "--embed_dim 64 --num_heads 4 --init_values 0.1 --optimizer lion --linear_probe",
-            "was trained with --embed_dim 32, not 64; with --num_heads 2, not 4; without "
-            "--init_values, this run is with --init_values 0.1; with --optimizer adamw, not lion; "
-            "without --linear_probe, this run is with --linear_probe: give the same",
-        ),
-        (
-            "--model vit_tiny_patch16_224",
-            "was trained with --model vit_10b, not vit_tiny_patch16_224; with --global_pool avg, "
-            "not token; with --no-class_token, not --class_token",
-        ),
-        ("--resume none", "holds step_1 of an earlier run"),
-        ("--resume best --ckpt_dir elsewhere", "elsewhere has no evaluated checkpoint"),
-    ],
-)
-def test_resume_of_another_model(flags, words, finished, capsys):
-    assert words in complaint(capsys, finished, *flags.split())
-
-
-def test_resume_contradicts_the_model_elsewhere(finished, capsys, tmp_path):
-    """Also by a path, with flags of the model that alone could not be, and with those that may."""
-    source = ["--data_dir", DIGITS, "--ckpt_dir", tmp_path / "new", "--batch_size", "16"]
-    told = told_in_one_line(capsys, *source, "--resume", finished, "--num_blocks", "3")
-    assert "step_1 was trained with --num_blocks 2, not 3: give the same" in told
-    assert not (tmp_path / "new").exists()
-
-
-def test_unreadable_checkpoint(finished, capsys, tmp_path):
-    def said(damage):
-        folder = shutil.copytree(finished / "step_1", tmp_path / "step_1", dirs_exist_ok=True)
-        damage(folder)
-        return complaint(capsys, tmp_path / "ckpt", "--resume", folder)
-
-    cannot = "cannot read the checkpoint"
-    assert cannot in said(lambda f: (f / ".metadata").write_bytes(b"garbage"))
-    assert cannot in said(lambda f: (f / "__0_0.distcp").unlink())
-    assert cannot in said(lambda f: (f / "__0_0.distcp").write_bytes(b"short"))
-    assert cannot in said(lambda f: (f / ".metadata").unlink())
-    assert "is incomplete" in said(lambda f: (f / "manifest.json").unlink())
-
-
 def test_as_a_program(tmp_path):
-    """The same through the real command line."""
     done = subprocess.run(
         [sys.executable, "run_vit_training.py", "--image_size", "15", "--ckpt_dir", tmp_path / "x"],
         cwd=ROOT,

@@ -10,14 +10,11 @@ import torch
 from data.files import DataFolderError
 from data.loader import GlobalBatchSampler, Share
 from data.source import open_data
-from tests.cli import need_xla, tiny, train_tiny, train_tiny_gpu
+from tests.cli import need_xla, tiny, train_tiny
 from tests.references import plain_dino
 from tests.resolved import on_gpus
-from tests.stand_ins.filled import filled
 from tests.support.crop_sizes import FORMS, PAIRS
-from tests.support.dino import DINO, SMALL, assert_same, of_backbone
-from tests.support.resuming import EPOCHS_OF_5, assert_resumes_at_step_7
-from tests.support.table_files import write_tables
+from tests.support.dino import DINO, SMALL, assert_same
 from tests.usage_error import told_in_one_line
 from training.backend import dataset_request
 
@@ -61,7 +58,6 @@ def test_a_pair_that_is_given_twice_is_drawn_twice_as_often():
 
 
 def test_processes_have_parts_of_the_same_batches():
-    """From any batch on; another seed draws otherwise."""
     request = request_of(*PAIRS)
     whole = batches(request, 9)
     parts = zip(*(batches(request, 6, Share(rank, 2), first=3) for rank in range(2)), strict=True)
@@ -70,14 +66,7 @@ def test_processes_have_parts_of_the_same_batches():
     assert [each.shape for each in whole] != [each.shape for each in other]
 
 
-def test_tables_with_an_order_of_their_own(tmp_path, digits):
-    write_tables(digits, tmp_path)
-    flags = ["--data_source", "parquet", "--data_dir", str(tmp_path / "parquet")]
-    assert_of_one_pair_each(request_of(*flags, *PAIRS, folder=tmp_path / "run"), 8)
-
-
 def test_pairs_of_one_length(digits, tmp_path):
-    """One local crop more in place of what the other pair has more in its global ones."""
     flags = "--patch_size 1 --image_size 17 --local_crop_size 13 --local_crops 7".split()
     seen = {}
     for side, local in itertools.product(range(1, 200), repeat=2):
@@ -105,50 +94,7 @@ def test_losses_are_the_plain_ones(train, flags, how, expected, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("train", "how"), [(train_tiny_gpu, {}), (train_tiny, {"devices": 2})])
-def test_gram_teacher_sees_crops_of_the_same_sizes(train, how, tmp_path):
-    weights = filled(on_gpus([*tiny(tmp_path), *DINO]).model, seed=7).state_dict()
-    torch.save(of_backbone(weights), tmp_path / "anchor.pt")
-    flags = [*SIZES, "--gram_weights", str(tmp_path / "anchor.pt")]
-    result = train(tmp_path / "run", "--objective", "dino", *flags, **how)
-    assert_same(result, plain_dino.train(flags))
-
-
-@pytest.mark.long
-def test_dinov3s_class_with_rescaled_positions(tmp_path):
-    words = [*DINO, *PAIRS, "--model", "timm/vit_small_patch16_dinov3", "--koleo_weight", "0"]
-    words.remove("--class_token")
-    words += ["--rope_rescale_coords", "2"]
-    xla = train_tiny(tmp_path / "xla", *words, devices=2)
-    gpu = train_tiny_gpu(tmp_path / "gpu", *words)
-    assert xla.column("loss") == pytest.approx(gpu.column("loss"), rel=1e-5)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("train", [train_tiny_gpu, train_tiny])
-def test_resumed_in_mid_epoch_bit_for_bit(train, tmp_path):
-    flags = [*DINO, *PAIRS, *EPOCHS_OF_5, "--patch_size", "4", "--max_steps", "9"]
-    flags += ["--batch_size", "288"]
-    assert_resumes_at_step_7(train, tmp_path, *flags)
-
-
-@pytest.mark.long
-def test_sizes_may_change_in_mid_epoch(tmp_path):
-    """From then on batches are those of a run that has had these sizes from its start. At a
-    learning rate of 0 all have the same weights."""
-    flags = [*DINO, "--lr", "0"]
-    whole = train_tiny_gpu(tmp_path / "whole", *flags, *PAIRS)
-    train_tiny_gpu(tmp_path / "run", *flags, "--max_steps", "3")
-    resumed = train_tiny_gpu(tmp_path / "run", *flags, *PAIRS)
-    assert resumed.column("loss")[3:] == pytest.approx(whole.column("loss")[3:], rel=1e-6)
-    assert resumed.column("loss")[:3] != whole.column("loss")[:3]
-    told = "note: --crop_sizes was none, is 16x8 24x8 24x12 16x8, from this step on"
-    assert told in resumed.stdout
-
-
-@pytest.mark.long
 def test_one_compilation_a_pair(tmp_path):
-    """One execution a step, and after each pair was there once no compilation at all."""
     steady = "--max_steps 36 --warmup_steps 8 --log_step_interval 1 --num_workers 1".split()
     result = train_tiny(tmp_path, *DINO, *PAIRS, *steady, devices=2)
     found = batches(request_of(*PAIRS, "--batch_size", "16"), 36)
@@ -169,12 +115,7 @@ def test_one_compilation_a_pair(tmp_path):
         ("--crop_sizes 16x8 18x8", "--crop_sizes 18 is no whole number of patches of 4 x 4"),
         ("--crop_sizes 16x8 24x28", "--crop_sizes 24x28: the local crops are the larger ones"),
         ("--crop_sizes 16x8 --image_size 16 24", "global crops must be squares"),
-        ("--crop_sizes 16x8 --objective mae", "requires --objective dino, this is mae"),
         ("--crop_sizes 16x8 --fake_data", "--crop_sizes does nothing with --data_source fake"),
-        (
-            "--crop_sizes 16x8 --backend xla --compile_only --tpu_topology v5e:2x2",
-            "incompatible with --compile_only",
-        ),
     ],
 )
 def test_mistakes(flags, line, capsys, tmp_path):

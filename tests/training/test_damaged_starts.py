@@ -47,12 +47,7 @@ def killed(tmp_path_factory):
 
 def start(folder, *flags):
     """Start the run again until step 6, which is there."""
-    local = [
-        "--local_ckpt_dir",
-        str(folder / "disks" / "host_0"),
-        "--local_ckpt_step_interval",
-        "2",
-    ]
+    local = f"--local_ckpt_dir {folder}/disks/host_0 --local_ckpt_step_interval 2".split()
     words = [*tiny(folder / "run"), *FLAGS, *local, "--max_steps", "6", *flags]
     try:
         return run_vit_training.main(words)
@@ -79,11 +74,7 @@ LEFT_OUT = "note: metrics.jsonl: 1 damaged line left out"
 ON_STEP_6 = "step_6 at step 6"
 CASES = {
     "a step that is none": ("metrics", b'{"step": "x"}\n', LEFT_OUT),
-    "a loss of letters": (
-        "metrics",
-        b'{"step": 3, "val_loss": "x", "val_images": 9}\n',
-        LEFT_OUT,
-    ),
+    "a loss of letters": ("metrics", b'{"step": 3, "val_loss": "x", "val_images": 9}\n', LEFT_OUT),
     "a number within a list": ("metrics", b'{"step": 3, "loss": [NaN]}\n', LEFT_OUT),
     "nested settings": ("settings", b"[" * 30_000, ON_STEP_6),
     "nested files": ("manifest", b"[" * 30_000, ON_STEP_6),

@@ -1,7 +1,5 @@
 """``--objective dino``: against one in plain PyTorch, on several forms; its teacher."""
 
-import shutil
-
 import numpy as np
 import pytest
 import timm
@@ -11,9 +9,7 @@ from safetensors.torch import save_file
 from data.source import CropLayout, CropRequest
 from models.dino import slots_of
 from tests.cli import (
-    DIGITS,
     need_xla,
-    run_program,
     tiny,
     train_tiny,
     train_tiny_gpu,
@@ -35,7 +31,7 @@ from tests.support.dino import (
 )
 from tests.support.resuming import EPOCHS_OF_5, assert_resumes_at_step_7
 from tests.usage_error import told_in_one_line
-from training.initial_weights import gram_teacher
+from tools.convert import main as to_other_form
 from training.objectives.dino import koleo_loss, sinkhorn, taken
 from training.schedule import Ramp
 
@@ -74,7 +70,6 @@ def test_two_processes(on_gpu, expected):
         (4, ""),
         long(1, ""),
         long(4, "--mesh_dcn 2 --mesh_fsdp 2 --grad_ckpt none"),
-        long(2, "--grad_ckpt selective"),
         long(2, "--no-scan_blocks"),
         long(1, "--xla_fsdp nested"),
     ],
@@ -83,23 +78,11 @@ def test_on_xla(devices, flags, expected, tmp_path):
     assert_same(train_tiny(tmp_path, *DINO, *flags.split(), devices=devices), expected)
 
 
-@pytest.mark.long
-def test_koleo_groups_by_default(expected, tmp_path):
-    """In one pass four processes have four images each, which are a group then, as CROPS says."""
-    flags = " ".join(DINO).replace("--koleo_group 4", "").split()
-    result = train_tiny_gpu(tmp_path, *flags, processes=4)
-    assert_same(result, expected)
-    (line,) = [line for line in result.stdout.splitlines() if line.startswith("objective: dino")]
-    assert line.endswith(", --koleo_group 4 as 16 does not fit a device's images")
-
-
 @pytest.mark.parametrize(
     ("flags", "group"),
     [
-        ("--batch_size 32", 16),
         ("--batch_size 16", 8),
         ("--batch_size 48", 12),
-        ("--batch_size 68", 2),  # 34 images of a device: 2 x 17
         ("--batch_size 34", 17),  # a prime number: all of them
         ("--batch_size 96 --grad_accum_steps 4", 12),
         ("--batch_size 96 --micro_batch_size 9", 8),
@@ -107,7 +90,6 @@ def test_koleo_groups_by_default(expected, tmp_path):
     ],
 )
 def test_koleo_groups_of_two_devices(flags, group, monkeypatch):
-    """Also on as many as are found later."""
     words = f"--fake_data --model vit_tiny_patch16_224 --objective dino {flags}"
     run = on_xla(f"{words} --cpu_devices 2")
     assert run.config.objective.koleo_group == group
@@ -116,25 +98,8 @@ def test_koleo_groups_of_two_devices(flags, group, monkeypatch):
     assert on_gpus(f"{words} --backend cuda").config.objective.koleo_group == group
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("flags", ["", "--zero_dp_strategy 2 --grad_ckpt none"])
-def test_one_process(flags, expected, tmp_path):
-    assert_same(train_tiny_gpu(tmp_path, *DINO, *flags.split()), expected)
-
-
 def test_student_and_teacher_are_the_plain_ones(on_gpu, expected):
-    """So all gradients were the same, and nothing but the average has changed the teacher."""
     assert_same_weights(on_gpu, expected)
-
-
-def test_k_nn_is_the_teachers(on_gpu):
-    """The same figure as of the checkpoint's average, alone."""
-    (record,) = [r for r in on_gpu.records if "val_knn_10" in r]
-    flags = "--eval_only --knn --use_ema --backend cuda --batch_size 48 --json".split()
-    folders = ["--data_dir", str(DIGITS), "--resume", str(on_gpu.ckpt_dir)]
-    done = run_program("run_vit_training.py", *flags, *folders)
-    assert done.returncode == 0, done.stderr
-    assert f'"val_knn_10": {record["val_knn_10"]}' in done.stdout
 
 
 @pytest.mark.long
@@ -154,14 +119,8 @@ def test_other_weights_temperatures_and_momenta(train, tmp_path):
     ("processes", "flags", "told"),
     [
         long(2, "", "Megatron-FSDP ZeRO-3, each block a unit, fp32 weights, mesh fsdp 2"),
-        long(1, "", "mesh fsdp 1"),
         long(1, "--zero_dp_strategy 2 --grad_ckpt none", "ZeRO-2"),
         long(2, "--zero_dp_strategy 2 --grad_ckpt selective", "ZeRO-2"),
-        long(2, "--zero_dp_strategy 1 --meta_init", "fp32 weights, meta init"),
-        long(
-            2, "--zero_dp_strategy 1 --no-overlap_param_gather --no-overlap_grad_reduce", "ZeRO-1"
-        ),
-        long(2, "--zero_dp_strategy 0", "no sharding"),
         long(2, "--zero_dp_strategy 0 --no-overlap_grad_reduce", "no sharding"),
         long(4, "--mesh_dcn 2", "mesh dcn 2 x fsdp 2"),
         long(4, "--mesh_dcn 2 --outer_dp_sharding_strategy 1", "optimizer sharded over dcn too"),
@@ -186,12 +145,10 @@ FOLLOWS = "--teacher_momentum 0.1 --teacher_momentum_end 0.1 --lr 1e-2 --precisi
     ("processes", "flags", "own"),
     [
         (2, ACCUMULATED, ""),
-        (2, ACCUMULATED, "--zero_dp_strategy 1"),
         (2, ACCUMULATED, "--zero_dp_strategy 0"),
         (4, ACCUMULATED, "--mesh_dcn 2"),
         (2, FOLLOWS, ""),
         (2, FOLLOWS, "--zero_dp_strategy 1"),
-        (2, FOLLOWS, "--zero_dp_strategy 0"),
     ],
 )
 def test_megatron_is_as_fsdp2(processes, flags, own, tmp_path):
@@ -220,7 +177,6 @@ def test_moves_from_fsdp2_to_megatron_and_back(expected, tmp_path):
 
 
 def test_sinkhorn_over_shards_is_that_of_the_whole():
-    """Each of three shards, with the sums of all, and with missing rows."""
     torch.manual_seed(0)
     logits, present = torch.rand(30, 12) * 2 - 1, torch.rand(30) < 0.7
     temperature = torch.tensor([0.05])
@@ -303,7 +259,6 @@ def anchor(tmp_path_factory):
 @pytest.mark.parametrize(
     ("train", "how"),
     [
-        (train_tiny_gpu, {}),
         (train_tiny, {"devices": 2}),
         (train_tiny_gpu, {"processes": 2}),
         (train_tiny_megatron, {"processes": 2}),
@@ -316,23 +271,6 @@ def test_gram_teacher(train, how, anchor, tmp_path):
     assert "Gram teacher: initial weights of" in result.stdout
     assert min(result.column("loss_gram")) > 1e-3
     assert "loss_gram" in result.steps[1]
-
-
-@pytest.mark.long
-def test_gram_teacher_of_a_run_is_its_teacher(on_gpu, tmp_path):
-    """From a checkpoint on: the other parts of the loss are those of the run without."""
-    flags = [*DINO, "--gram_weights", str(on_gpu.ckpt_dir)]
-    shutil.copytree(on_gpu.ckpt_dir / "step_3", tmp_path / "step_3")
-    resumed = train_tiny_gpu(tmp_path, *flags, "--max_steps", "4").steps[4]
-    before = on_gpu.steps[4]
-    for name in ("loss_dino", "loss_ibot", "loss_koleo"):
-        assert resumed[name] == pytest.approx(before[name], rel=1e-5), name
-    assert resumed["loss"] == pytest.approx(before["loss"] + 2 * resumed["loss_gram"], rel=1e-5)
-    found = gram_teacher(on_xla([*tiny(tmp_path / "none"), *flags]))
-    names = ["norm.weight", "blocks.1.attn.qkv.weight"]
-    expected = weights_of(on_gpu.ckpt_dir, "ema")
-    for name, values in found.weights.read(names).items():
-        assert torch.equal(values, expected[name]), name
 
 
 def test_gram_teacher_of_another_model(anchor, capsys, tmp_path):
@@ -350,7 +288,6 @@ FIRST_STEP = "--max_steps 1 --warmup_steps 4".split()  # its learning rate is 0,
 
 @pytest.mark.parametrize("train", [train_tiny_gpu, long(train_tiny)])
 def test_begins_with_timms_weights(train, tmp_path):
-    """Student and teacher have them, without the head; heads are those of a run without."""
     torch.manual_seed(0)
     model = timm.create_model("vit_base_patch16_224", **BACKBONE, num_classes=7)
     given = {name: torch.randn_like(values) for name, values in model.state_dict().items()}
@@ -367,29 +304,11 @@ def test_begins_with_timms_weights(train, tmp_path):
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-20, msg=name)
 
 
-@pytest.mark.long
-def test_begins_with_another_run(on_gpu, tmp_path):
-    """Of DINO, whose heads continue, too; at another size, with positions resampled."""
-    flags = ["--init_from", str(on_gpu.ckpt_dir), *DINO, *FIRST_STEP, "--image_size", "24"]
-    result = train_tiny_gpu(tmp_path, *flags)
-    assert "resampled: pos_embed (4 x 4 to 6 x 6 patches)" in result.stdout
-    before, student, teacher = (
-        weights_of(on_gpu.ckpt_dir),
-        *(weights_of(tmp_path, kind, 1) for kind in ("model", "ema")),
-    )
-    assert student.keys() == before.keys()
-    for name, values in student.items():
-        assert name == "pos_embed" or torch.equal(values, before[name]), name
-        torch.testing.assert_close(teacher[name], values, rtol=1e-6, atol=0, msg=name)
-
-
 @pytest.mark.parametrize("kind", ["model", "ema"])
 def test_backbone_is_timms(kind, on_gpu, tmp_path):
-    """``convert`` writes the student's or the teacher's, which timm loads strictly."""
     target = tmp_path / "backbone.safetensors"
-    words = ["-m", "tools.convert", str(on_gpu.ckpt_dir), str(target)]
-    done = run_program(*words, *(["--use_ema"] if kind == "ema" else []))
-    assert done.returncode == 0, done.stderr
+    words = [str(on_gpu.ckpt_dir), str(target), *(["--use_ema"] if kind == "ema" else [])]
+    assert to_other_form(words) == 0
     how = {"global_pool": "avg", "fc_norm": False, "num_classes": 0}
     model = timm.create_model(
         "vit_base_patch16_224", **BACKBONE, **how, checkpoint_path=str(target)
@@ -402,19 +321,12 @@ def test_backbone_is_timms(kind, on_gpu, tmp_path):
 # -- a run as a whole --------------------------------------------------------------------------
 
 
-def test_reports(on_gpu):
-    assert not on_gpu.evaluations  # there is no loss of validation images
-    assert "of teacher" in on_gpu.stdout
-    assert (on_gpu.ckpt_dir / "curves.png").exists()
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("train", "flags"),
     [
         (train_tiny_gpu, ""),
         (train_tiny, ""),
-        (train_tiny_megatron, ""),
         (train_tiny_megatron, "--precision bf16 --zero_dp_strategy 1"),
     ],
 )
@@ -426,13 +338,6 @@ def test_resumed_in_mid_epoch_bit_for_bit(train, flags, tmp_path):
         found = weights_of(resumed.ckpt_dir, kind, 9)
         for name, values in weights_of(whole.ckpt_dir, kind, 9).items():
             assert torch.equal(found[name], values), name
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("train", [train_tiny, train_tiny_gpu])
-def test_bf16_is_near_fp32(train, expected, tmp_path):
-    result = train(tmp_path, *DINO, "--precision", "bf16")
-    assert result.column("loss") == pytest.approx(expected[0]["loss"], rel=0.05)
 
 
 @pytest.mark.long
@@ -471,8 +376,6 @@ def test_optimizers(optimizer, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize(("flags", "graphs"), [("", 1), ("--grad_accum_steps 2", 3)])
 def test_steady_state(flags, graphs, tmp_path):
-    """One execution a step, or one a pass and one for the update; no compilation, nothing read
-    between logs."""
     steady = "--max_steps 24 --warmup_steps 8 --log_step_interval 6 --num_workers 1".split()
     result = train_tiny(tmp_path, *DINO, *steady, *flags.split(), devices=2)
     at = [result.steps[step] for step in (6, 12, 18, 24)]
@@ -500,29 +403,15 @@ def test_a_head_without_a_loss_is_not_updated_in_passes(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        ("--mixup 0.8", "--mixup 0.8 requires --objective classify, this is dino"),
-        ("--mesh_tensor 2", "--mesh_tensor 2 requires --objective classify, this is dino"),
-        ("--mesh_domain 2", "--mesh_domain 2 requires --objective classify, this is dino"),
-        ("--model_ema", "--model_ema requires --objective classify or --objective mae"),
-        ("--buckets 16x16 12x20", "requires --objective classify, this is dino"),
         ("--local_crop_size 20", "--local_crop_size 20 is larger than the global crops"),
-        ("--local_crop_size 6", "--local_crop_size 6 is no whole number of patches of 4 x 4"),
         ("--pos_embed none", "it has no learned position embedding"),
         ("--koleo_group 3", "--koleo_group 3 does not divide the 8 images of a device and pass"),
-        ("--koleo_group 16", "--koleo_group 16 does not divide the 8 images of a device and pass"),
         ("--grad_accum_steps 8", "the KoLeo loss compares images, and a device has one in a pass"),
         ("--grad_ckpt auto", "--objective dino is incompatible with --grad_ckpt auto"),
         ("--color_jitter 0.4", "--color_jitter 0.4 does nothing with --objective dino"),
         ("--scale 0.5 1", "--objective dino replaces --scale by --global_crops_scale"),
-        ("--ibot_mask_ratio 0.5 0.1", "the first must not be above the second"),
         ("--ckpt_best", "--ckpt_best requires evaluations of a loss"),
-        ("--objective mae", "requires --objective dino, this is mae"),
-        ("--gram_weight 1", "--gram_weight 1.0 requires --gram_weights"),
         ("--gram_weights none", "--gram_weights none: there is no such checkpoint, folder or file"),
-        (
-            "--gram_weights x --compile_only --tpu_topology v5e:2x2",
-            "incompatible with --compile_only",
-        ),
         ("--weight_decay 0", "--weight_decay_end requires --weight_decay above 0"),
     ],
 )
@@ -543,12 +432,6 @@ def test_frequencies_that_are_learned_are_of_one_size(capsys, tmp_path):
     words = [*tiny(tmp_path / "run"), *WITHOUT_CLASS_TOKEN, "--backend", "cuda"]
     words += ["--model", "timm/vit_small_patch16_rope_mixed_224"]
     assert "its positions are learned for one size" in told_in_one_line(capsys, *words)
-
-
-def test_crops_have_an_order_of_their_own(capsys, tmp_path):
-    words = [*tiny(tmp_path / "run"), *DINO, "--backend", "cuda", "--channels_last"]
-    line = told_in_one_line(capsys, *words)
-    assert "--channels_last requires --objective classify or --objective mae" in line
 
 
 def test_there_is_no_loss_to_evaluate(on_gpu, capsys):

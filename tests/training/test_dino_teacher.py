@@ -24,11 +24,7 @@ def teacher(tmp_path_factory):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("run", "how"),
-    [
-        (train_tiny_gpu, {"processes": 2}),
-        (train_tiny_gpu, {}),
-        (train_tiny, {"devices": 2}),
-    ],
+    [(train_tiny_gpu, {"processes": 2}), (train_tiny_gpu, {}), (train_tiny, {"devices": 2})],
 )
 def test_taught_by_a_larger_model(run, how, teacher, tmp_path):
     folder, plain, flags = teacher
@@ -44,14 +40,8 @@ SMALL_DINO = ["--objective", "dino", *SMALL]
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (
-            "{teacher} --dino_prototypes 40",
-            "--teacher vit_10b compares with 48",
-        ),
-        (
-            "{teacher} --ibot_prototypes 40",
-            "--teacher vit_10b compares with 32",
-        ),
+        ("{teacher} --dino_prototypes 40", "--teacher vit_10b compares with 48"),
+        ("{teacher} --ibot_prototypes 40", "--teacher vit_10b compares with 32"),
         ("{teacher} --patch_size 8", "--teacher vit_10b has 4 x 4 patches, the student 2 x 2"),
         ("{teacher} --image_size 24", "--teacher vit_10b is for images of 3 x 16 x 16"),
         ("{teacher} --distillation_alpha 0.3", "requires --objective classify, this is dino"),

@@ -163,7 +163,6 @@ def test_hard_in_bf16_in_other_forms(devices, form, flags, teacher, monkeypatch,
 def test_on_gpus_by_a_checkpoint_of_this_program(
     form, zero, kind, own_teacher, monkeypatch, tmp_path
 ):
-    """Of the two kinds hard distillation is the one without a flag."""
     flags = [*own_teacher[1], *kind, "--grad_accum_steps", "2"]
     how = ["--max_steps", str(STEPS), "--eval_batches", "1", "--zero_dp_strategy", zero]
     module = "tests.stand_ins.megatron_on_cpu" if form == "megatron" else ""
@@ -179,28 +178,9 @@ def test_on_gpus_by_a_checkpoint_of_this_program(
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ("--teacher_weights w", "--teacher_weights w requires --teacher"),
-        ("--teacher vit_10b", "--teacher vit_10b requires --teacher_weights"),
-        ("--distillation_alpha 0.1", "--distillation_alpha 0.1 requires --teacher"),
-        (
-            "{teacher} --distillation_tau 2",
-            "--distillation_tau 2.0 requires --distillation_type soft",
-        ),
-        ("--distillation_tau 0", "argument --distillation_tau: 0 must be at least 1e-12"),
-        (
-            "--distillation_alpha 1.1",
-            "argument --distillation_alpha: 1.1 must be at least 0 and at most 1",
-        ),
-        ("{teacher} --compile_only", "{named} is incompatible with --compile_only: drop one"),
-        ("{teacher} --plan", "{named} is incompatible with --plan: drop one of the two"),
-        (
-            "{teacher} --mesh_domain 2 --cpu_devices 2",
-            "--teacher is incompatible with --mesh_domain 2",
-        ),
-        ("{teacher} --teacher_weights gone", "--teacher_weights gone: there is no such checkpoi"),
+        ("{teacher} --mesh_domain 2 --cpu_devices 2", "--teacher is incompatible with"),
         ("{teacher} --teacher timm/nothing", "--teacher timm/nothing: there is no model timm/noth"),
         ("{teacher} --num_classes 9", "{named}: head.weight is (10, 64) in "),
-        ("{teacher} --image_size 48", "{named}: pos_embed is (1, 5, 64) in "),
         ("{own} --num_classes 9", "--teacher vit_10b has 10 classes, the student 9: give another"),
         ("{own} --image_size 32", "--teacher vit_10b is for images of 3 x 16 x 16 (channels first"),
         ("{own} --teacher vit_60b", "--teacher vit_60b: {own_path}/step_2 is of --model vit_10b"),

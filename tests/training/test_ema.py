@@ -1,6 +1,5 @@
 """The moving average of the weights against timm's own, fed with the weights of each step."""
 
-import json
 import shutil
 
 import pytest
@@ -8,34 +7,24 @@ import torch
 import torch.distributed.checkpoint as dcp
 from timm.utils import ModelEmaV3
 
-from data.loader import Share
-from data.source import open_data
 from run_vit_training import read_flags
 from tests.cli import (
     DIGITS,
     TINY_MODEL,
     TINY_RUN,
-    VAL_IMAGES,
-    run_program,
     tiny,
     train_tiny,
     train_tiny_gpu,
 )
 from tests.marks import long
-from tests.references.normalized import normalized
 from tests.references.plain_checkpoint import convert, tiny_timm_model
 from tests.references.plain_steps import evaluate
 from tests.resolved import on_xla
-from tests.short_runs import mistake
-from tests.usage_error import told_in_one_line
-from tools.convert import main as to_other_form
 from tools.plan.tpu import compile_words
 from tools.plan.tpu_search import TpuCandidate
-from torch_fsdp.devices import Cpu
-from training.backend import dataset_request
-from training.checkpoints.choose import find_resume
+from training.errors import UsageError
+from training.initial_weights import find_trained
 from training.step_sizes import step_sizes
-from training.weights import load_file_of_weights
 from xla_fsdp.resolve_xla import resolve_for_slice
 from xla_fsdp.tpu import parse_topology
 
@@ -73,28 +62,19 @@ def plain_run():
     return on_xla([*source, *TINY_MODEL, *TINY_RUN])
 
 
-XLA = [
-    (
-        "--grad_accum_steps 2 --precision bf16 --optimizer_dtype bf16",
-        2,
-        {"decay": 0.9},
-        BAD,
-    ),
-]
+XLA = [("--grad_accum_steps 2 --precision bf16 --optimizer_dtype bf16", 2, {"decay": 0.9}, BAD)]
 XLA_LONG = [
     ("--flatten_parameters --model_ema_warmup", 1, {"decay": 0.5, "use_warmup": True}, ()),
     ("--no-scan_blocks --mesh_tensor 2", 4, {"decay": 0.99999}, ()),
 ]
 GPU = [
     ("--fsdp megatron", 2, {"decay": 0.9}, BAD),
-    ("--precision bf16", 1, {"decay": 0.0}, ()),
     (
         "--dp_outer 2 --grad_accum_steps 2 --optimizer_dtype bf16 --model_ema_warmup",
         4,
         {"decay": 0.99999, "use_warmup": True},
         BAD,
     ),
-    ("--zero_dp_strategy 2", 2, {"decay": 0.9}, ()),
     ("--fsdp megatron --zero_dp_strategy 2 --precision bf16", 2, {"decay": 0.9}, ()),
 ]
 
@@ -142,7 +122,6 @@ def test_as_timm(train, flags, devices, how, bad, tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_goes_on_and_moves(tmp_path):
-    """On in mid-epoch, as if never stopped; from XLA to FSDP2, from 2 devices to 4, as timm's."""
     flags = [*EACH_STEP, "--model_ema_decay", "0.8", "--model_ema_warmup"]
     whole = train_tiny(tmp_path / "whole", *flags, devices=2)
     shutil.copytree(tmp_path / "whole" / "step_3", tmp_path / "again" / "step_3")
@@ -161,7 +140,6 @@ def test_goes_on_and_moves(tmp_path):
 
 @pytest.mark.long
 def test_begins_and_ends(tmp_path):
-    """With an older checkpoint the average begins with its weights; without the flag it is left."""
     train_tiny_gpu(tmp_path / "old", "--max_steps", "3")
     flags = [*EACH_STEP, "--model_ema_decay", "0.9", "--resume", str(tmp_path / "old")]
     begun = train_tiny_gpu(tmp_path / "begun", *flags)
@@ -180,83 +158,8 @@ def test_begins_and_ends(tmp_path):
         "note: the checkpoint's EMA of the weights is dropped: --model_ema is not given"
     )
     assert "ema" not in convert(tmp_path / "ended" / "step_7", tmp_path / "ended.pt")
-    refused = run_program("run_vit_training.py", *tiny(tmp_path / "ended"), *USE)
-    assert mistake(refused).endswith("give one of a run with --model_ema, or drop --use_ema")
-    check_use(begun, tmp_path)
-
-
-USE = ("--eval_only", "--use_ema", "--backend", "cuda", "--json")
-
-
-@torch.no_grad()
-def probabilities(weights):
-    """The five highest of the first seven in val/, in plain PyTorch."""
-    model = tiny_timm_model().eval()
-    model.load_state_dict(weights)
-    run = plain_run()
-    batches = open_data(dataset_request(run)).val_loader(VAL_IMAGES, Share()).epoch(0)
-    images, labels = next(iter(batches))
-    image = images[labels == 7][:1]
-    return model(normalized(image, run)).softmax(-1)[0].topk(5).values.tolist()
-
-
-def check_use(run, tmp_path):
-    """Its average alone, from the folder and from a plain file, is what was evaluated beside the
-    weights; of the evaluated checkpoints the best is the one whose average is."""
-    plain = tmp_path / "plain.pt"
-    content = convert(run.ckpt_dir / "step_6", plain)
-    as_timm_saves = {"state_dict": content["model"], "state_dict_ema": content["ema"]}
-    torch.save(as_timm_saves, tmp_path / "timm.pt")
-    for weights in (run.ckpt_dir, tmp_path / "timm.pt"):
-        done = run_program("run_vit_training.py", *tiny(tmp_path), *USE, "--resume", str(weights))
-        assert done.returncode == 0, done.stderr
-        loss = json.loads(done.stdout)["val_loss"]
-        assert loss == pytest.approx(run.evaluations[-1]["ema_val_loss"], rel=1e-6)
-
-    for source, name in ((run.ckpt_dir, "a.safetensors"), (tmp_path / "timm.pt", "b.pt")):
-        assert to_other_form([str(source), str(tmp_path / name), "--use_ema"]) == 0
-        found = load_file_of_weights(tmp_path / name)
-        torch.testing.assert_close(found.tensors, content["ema"], rtol=0, atol=0)
-    none = [str(tmp_path / "a.safetensors"), str(tmp_path / "c.pt"), "--use_ema"]
-    assert to_other_form(none) == 2
-
-    image = min((DIGITS / "val" / "7").glob("*.png"))
-    predict = ["--predict", str(image), "--use_ema", "--json", "--resume", str(plain)]
-    done = run_program("run_vit_training.py", *tiny(tmp_path)[4:], *predict)
-    (found,) = json.loads(done.stdout)
-    expected = probabilities(content["ema"])
-    assert [each["probability"] for each in found["top5"]] == pytest.approx(expected, rel=1e-4)
-
-    of_weights, of_ema = ("val_loss", "val_top1"), ("ema_val_loss", "ema_val_top1")
-    records = [
-        {"step": step} | dict(zip(of_weights + of_ema, values, strict=True))
-        for step, values in ((5, (2.0, 10.0, 1.0, 40.0)), (6, (1.5, 20.0, 1.2, 30.0)))
-    ]
-    (run.ckpt_dir / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    for which in ("best", "lowest_loss"):
-        assert find_resume(run.ckpt_dir, which, 0).paths == [run.ckpt_dir / "step_5"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--model_ema --model_ema_decay 1", "1 must be at least 0 and below 1"),
-        ("--model_ema_decay 0.9", "--model_ema_decay 0.9 requires --model_ema"),
-        ("--model_ema_warmup", "--model_ema_warmup requires --model_ema"),
-        ("--use_ema", "--use_ema requires --predict, --eval_only or --features"),
-        (
-            "--model_ema --backend cuda --fsdp megatron --no_preserve_fp32_weights",
-            "--model_ema is incompatible with --no_preserve_fp32_weights: drop one of the two",
-        ),
-    ],
-)
-def test_refused(flags, words, capsys, tmp_path, monkeypatch):
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    monkeypatch.setattr("torch_fsdp.devices.choose", lambda backend: Cpu())
-    monkeypatch.setattr("gpu_fsdp.resolve_gpu.check_megatron_runs_here", lambda: None)
-    line = told_in_one_line(capsys, *tiny(tmp_path / "none"), *flags.split())
-    assert words in line
-    assert not (tmp_path / "none").exists()
+    with pytest.raises(UsageError, match="give one of a run with --model_ema, or drop --use_ema"):
+        find_trained(read_flags(["--use_ema", "--eval_only", *tiny(tmp_path / "ended")]).run)
 
 
 PLANNED = "--model vit_tiny_patch16_224 --batch_size 64"
@@ -278,27 +181,3 @@ def test_what_is_planned():
         )
     more = sizes["--model_ema"] - sizes[""]
     assert more == pytest.approx(4 * shape.parameters / over)
-
-
-@pytest.mark.long
-def test_what_is_traced():
-    flags = f"{PLANNED} --model_ema --compile_only --tpu_topology v5e:2x4".split()
-    traced = run_program("-c", TRACE, *flags, warm=False)
-    assert traced.returncode == 0, traced.stderr
-    parameters = on_xla(PLANNED).model.parameter_count
-    assert int(traced.stdout) == pytest.approx(16 * parameters / 8, rel=0.02)
-
-
-TRACE = """
-import sys
-from run_vit_training import read_flags
-from xla_fsdp.tpu import parse_topology
-from tools.compile_only.command import start_xla
-from xla_fsdp.resolve_xla import resolve_for_slice
-asked = read_flags(sys.argv[1:])
-topology = parse_topology(asked.xla.tpu_topology)
-run = resolve_for_slice(asked.run, asked.xla, topology)
-start_xla(topology.devices, run.backend_config.xla_fsdp)
-from tools.compile_only.trace import trace_step
-print(trace_step(run).state_bytes)
-"""

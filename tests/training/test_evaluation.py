@@ -10,7 +10,6 @@ from PIL import Image
 from sklearn.metrics import confusion_matrix, top_k_accuracy_score
 
 from tests.cli import DIGITS, VAL_IMAGES, need_xla, run_program, train_tiny_gpu
-from tests.marks import long
 from tests.references.plain_checkpoint import convert, tiny_timm_model
 from tests.usage_error import told_in_one_line
 from training.evaluation.evaluate import classes_before, write_report
@@ -83,29 +82,15 @@ def test_top5_in_every_report(trained, expected):
         (1, "--cpu_devices 4 --mesh_domain 2 --batch_size 100 --no-scan_blocks"),
         (1, "--xla_fsdp nested --cpu_devices 1 --batch_size 100"),
         (2, "--backend cuda --batch_size 100"),
-        long(4, "--backend cuda --batch_size 100 --mesh_domain 2"),
-        (1, "--cpu_devices 2 --batch_size 100 --precision bf16"),
     ],
 )
 def test_report(processes, flags, trained, expected, tmp_path):
     if "cuda" not in flags:
         need_xla()
     folder = tmp_path / "new" / "report"
-    done = run_program(
-        "run_vit_training.py",
-        "--eval_only",
-        "--json",
-        "--eval_report",
-        str(folder),
-        "--data_dir",
-        str(DIGITS),
-        "--num_workers",
-        "0",
-        "--resume",
-        str(trained.ckpt_dir),
-        *flags.split(),
-        processes=processes,
-    )
+    words = ["--eval_only", "--json", "--eval_report", folder, "--data_dir", DIGITS, *flags.split()]
+    words += ["--num_workers", "0", "--resume", trained.ckpt_dir]
+    done = run_program("run_vit_training.py", *map(str, words), processes=processes)
     assert done.returncode == 0, done.stderr
     assert f"report on 10 classes: {folder}" in done.stderr
     labels, logits = expected
@@ -136,7 +121,6 @@ def test_report(processes, flags, trained, expected, tmp_path):
 
 
 def test_many_classes_and_odd_names(tmp_path):
-    """Of names that are no text, and mathematics to matplotlib; classes without an image."""
     names = ["cut_$x^{", "new\nline", "caf\udce9", *(f"class {label}" for label in range(3, 60))]
     labels = torch.tensor([0, 0, 1, 2, 2, 2, 59])
     found = torch.stack([labels, torch.tensor([0, 1, 1, 0, 0, 2, 2]), (labels == 59) * 7])

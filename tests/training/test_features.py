@@ -8,7 +8,6 @@ import sys
 
 import numpy as np
 import pytest
-import timm
 import torch
 from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer
@@ -62,8 +61,7 @@ def write_here(capsys, out, *flags):
     "form", ["SPMD, four devices", *(long(form) for form in FORMS if form != "SPMD, four devices")]
 )
 def test_features_are_timms(form, images, weights, tmp_path):
-    """Of all images that can be read, with their paths and labels; the broken one is named."""
-    asked = ("--features", tmp_path / "out", "--features_of", *FEATURES)
+    asked = ("--features", tmp_path / "out", "--pca", "--features_of", *FEATURES)
     said = run_form(form, *asked, *FLAGS, "--init_from", weights, "--data_dir", images).stdout
     assert said.count(f"{images}/train/3/broken.png cannot be read") == 1
     description = json.loads((tmp_path / "out" / "features.json").read_text())
@@ -78,8 +76,39 @@ def test_features_are_timms(form, images, weights, tmp_path):
         assert_are(found, tokens_of(backbone(), paths), rel=3e-2 if "bf16" in form else 1e-5)
 
 
-def test_images_without_labels(images, weights, tmp_path, capsys):
-    """A folder as a photographer has it, without classes and val/."""
+def assert_pca(file, images, most):
+    """Each of eight images beside its patches' principal components, of 255 at ``most`` off."""
+    paths = sorted((images / "val").glob("*/*"))
+    paths = [paths[place * VAL // 8] for place in range(8)]
+    rows = tokens_of(backbone(), paths)[:, PREFIX:].reshape(8 * 16, 32).double().numpy()
+    rows -= rows.mean(axis=0)
+    _, _, directions = np.linalg.svd(rows)
+    directions = [each if abs(max(each)) == max(abs(each)) else -each for each in directions[:3]]
+    expected = np.stack([rows @ each for each in directions], axis=-1)
+    expected = (expected - expected.min(axis=0)) / np.ptp(expected, axis=0)
+    picture, side, gap = np.asarray(Image.open(file)).astype(int), 96, 2
+    assert picture.shape == (8 * side + 7 * gap, 2 * side + gap, 3)
+    mean, std = (torch.tensor(each)[:, None, None] for each in (MEAN, STD))
+    for number, colors in enumerate(expected.reshape(8, 4, 4, 3)):
+        row = picture[number * (side + gap) :][:side]
+        pixels = (pixels_of([paths[number]])[0] * std + mean).permute(1, 2, 0) * 255
+        assert abs(row[::6, :side:6] - pixels.numpy()).max() <= 1
+        in_patches = row[:, side + gap :].reshape(4, 24, 4, 24, 3)
+        assert (in_patches == in_patches[:, :1, :, :1]).all()
+        assert abs(in_patches[:, 0, :, 0] - 255 * colors).max() <= most
+
+
+def test_components_of_few_values():
+    (first, second), same = torch.randn(2, 5), torch.ones(2, 5, 7)
+    assert not components(same).any()
+    found = components(torch.stack([first, first], dim=-1)[None])
+    scaled = (first - first.min()) / (first.max() - first.min())
+    assert torch.allclose(found[0, :, 0], scaled, atol=1e-6)
+    assert found.shape == (1, 5, 3)
+    assert components(torch.stack([first, second])[..., None]).shape == (2, 5, 3)
+
+
+def test_parquet_of_images_without_labels(images, weights, tmp_path, capsys):
     photos = tmp_path / "photos"
     shutil.copytree(images / "val", photos)
     out = tmp_path / "new" / "out"
@@ -98,7 +127,6 @@ def test_images_without_labels(images, weights, tmp_path, capsys):
 
 
 def test_files_of_a_limited_size(images, weights, tmp_path, capsys, monkeypatch):
-    """A batch in each; an image of all files is in one of them."""
     import training.evaluation.features
 
     monkeypatch.setattr(training.evaluation.features, "_FILE_BYTES", 1)
@@ -108,50 +136,26 @@ def test_files_of_a_limited_size(images, weights, tmp_path, capsys, monkeypatch)
     assert len(read(out, "train")["path"]) == TRAIN
 
 
-@pytest.mark.parametrize(
-    ("name", "flags", "prefix"),
-    [
-        ("average pooling", ["--global_pool", "avg"], 0),
-        long("eva", ["--model", "timm/eva02_tiny_patch14_224", "--global_pool", "avg"], 1),
-        ("hybrid", ["--model", "hybrid_vit"], 0),
-    ],
-)
-def test_other_models(name, flags, prefix, images, tmp_path, capsys):
-    """Without a class token the mean alone; timm's norm after pooling is the head's."""
+@pytest.mark.parametrize("flags", ["--global_pool avg --fc_norm", "--model hybrid_vit"])
+def test_models_without_a_class_token(flags, images, tmp_path, capsys):
     torch.manual_seed(1)
     sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
-    if name == "eva":
-        model = timm.create_model("eva02_tiny_patch14_224", **sizes, global_pool="avg")
-    elif name == "hybrid":
+    if "hybrid" in flags:
         model = HybridViT(HybridVitConfig(**sizes | {"img_size": (16, 16)}, num_classes=10))
         model.forward_features = lambda x: model.blocks(model.add_positions(model.patch_embed(x)))
     else:
         model = VisionTransformer(**sizes, class_token=False, global_pool="avg", fc_norm=True)
     state = {key: each.contiguous() for key, each in changed(model).state_dict().items()}
     save_file(state, tmp_path / "w.safetensors")
-    extra = ["--fc_norm"] if name == "average pooling" else []
-    write_here(
-        capsys,
-        tmp_path / "out",
-        *SIZES,
-        *flags,
-        *extra,
-        "--data_dir",
-        images,
-        "--init_from",
-        tmp_path / "w.safetensors",
-        "--mean",
-        *"0.485 0.456 0.406".split(),
-        "--std",
-        *"0.229 0.224 0.225".split(),
-        "--crop_pct",
-        0.875,
-        "--interpolation",
-        "bicubic",
-    )
+    given = ["--data_dir", images, "--init_from", tmp_path / "w.safetensors", *SIZES]
+    given += [
+        *flags.split(),
+        *"--mean 0.485 0.456 0.406 --std 0.229 0.224 0.225 --crop_pct 0.875".split(),
+    ]
+    write_here(capsys, tmp_path / "out", *given, "--interpolation", "bicubic")
     found = read(tmp_path / "out", "val")
     tokens = tokens_of(model, found["path"])
-    assert_are(found, tokens, of=("class", "mean") if prefix else ("mean",), prefix=prefix)
+    assert_are(found, tokens, of=("mean",), prefix=0)
 
 
 # -- mistakes ----------------------------------------------------------------------------
@@ -161,8 +165,6 @@ def test_other_models(name, flags, prefix, images, tmp_path, capsys):
     ("flags", "message"),
     [
         (["--features_of", "class"], "--features_of class: vit_10b has no class token here"),
-        (["--eval_only"], "is incompatible with --eval_only: drop one of the two"),
-        (["--mesh_domain", "2"], "is incompatible with --mesh_domain 2: drop one of the two"),
         (["--fake_data"], "--features requires images: --fake_data has none"),
         (["--resume", "x"], "--init_from and --resume name weights both: drop one of the two"),
         (["--use_ema"], "--use_ema requires --resume, and --init_from is given: use --resume PATH"),
@@ -182,13 +184,7 @@ def test_mistakes_are_told_in_one_line(flags, message, images, weights, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("flag", ["--features_of mean", "--without_labels"])
-def test_flags_that_require_features(flag, capsys):
-    assert told_in_one_line(capsys, *flag.split()).endswith("requires --features")
-
-
 def test_places_that_cannot_be_written(images, weights, tmp_path, capsys):
-    """Nothing that is there is written over, also not through a link."""
     target = tmp_path / "there"
     target.mkdir()
     link, dangling = tmp_path / "link", tmp_path / "dangling"
@@ -213,19 +209,8 @@ def test_places_that_cannot_be_written(images, weights, tmp_path, capsys):
         (file / "out", "cannot write to --features"),
         ("gs://bucket/out", "is a URL: give a place on this machine"),
     ):
-        told = told_in_one_line(
-            capsys,
-            "--backend",
-            "cuda",
-            "--features",
-            out,
-            *FLAGS,
-            "--init_from",
-            weights,
-            "--data_dir",
-            images,
-        )
-        assert message in told
+        flags = ["--features", out, "--init_from", weights, "--data_dir", images]
+        assert message in told_in_one_line(capsys, "--backend", "cuda", *FLAGS, *flags)
     assert list(target.iterdir()) == []
     assert [path.name for path in of_others.iterdir()] == ["photo.jpg"]
     assert not os.path.lexists(tmp_path / "nowhere")
@@ -233,7 +218,6 @@ def test_places_that_cannot_be_written(images, weights, tmp_path, capsys):
 
 
 def test_a_full_disk_and_what_is_left_of_it(images, weights, tmp_path, capsys):
-    """One line, nothing under the final name; the same command then writes all."""
     words = [*FLAGS, "--init_from", weights, "--data_dir", images]
     out = tmp_path / "out"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -250,19 +234,3 @@ def test_a_full_disk_and_what_is_left_of_it(images, weights, tmp_path, capsys):
     write_here(capsys, out, *words)
     assert len(read(out, "train")["path"]) == TRAIN
     assert not (tmp_path / "out.partial").exists()
-
-
-def test_images_without_labels_must_be_named_so(images, weights, tmp_path, capsys):
-    told = told_in_one_line(
-        capsys,
-        "--backend",
-        "cuda",
-        "--features",
-        tmp_path / "out",
-        *FLAGS,
-        "--init_from",
-        weights,
-        "--data_dir",
-        images / "val",
-    )
-    assert "val/train does not exist: --data_dir requires" in told

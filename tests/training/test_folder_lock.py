@@ -30,7 +30,7 @@ def holder(tmp_path):
 
 
 def test_the_second_job_is_refused_and_a_killed_one_leaves_no_lock(holder, tmp_path, monkeypatch):
-    monkeypatch.setattr("training.files._PATIENCE_S", 0.5)
+    monkeypatch.setattr("training.files._PATIENCE_S", 0.05)
     lock = FolderLock(tmp_path)
     with pytest.raises(UsageError, match=f"is in use by process {holder.pid} on .*: end that run"):
         lock.acquire(is_restart=False)
@@ -43,8 +43,8 @@ def test_the_second_job_is_refused_and_a_killed_one_leaves_no_lock(holder, tmp_p
 def test_a_restart_may_come_before_a_lost_machine_lets_go(holder, tmp_path, monkeypatch):
     """Its launcher starts the job again, as after a crash."""
     (tmp_path / "run.json").write_text('{"job": "mine"}')
-    monkeypatch.setattr("training.files._PATIENCE_S", 0.1)
-    monkeypatch.setattr("training.files._RESTART_PATIENCE_S", 0.5)
+    monkeypatch.setattr("training.files._PATIENCE_S", 0.02)
+    monkeypatch.setattr("training.files._RESTART_PATIENCE_S", 0.05)
     for job, error in (("mine", RunFailed), ("another", UsageError)):
         monkeypatch.setenv("RUN_JOB_ID", job)
         with pytest.raises(error, match=f"is in use by process {holder.pid} on ") as raised:
@@ -58,7 +58,7 @@ def test_a_restart_may_come_before_a_lost_machine_lets_go(holder, tmp_path, monk
 
 def test_a_child_does_not_inherit_the_lock(tmp_path, monkeypatch):
     """Else loader processes that outlive a killed run for a moment would keep it."""
-    monkeypatch.setattr("training.files._PATIENCE_S", 0.1)
+    monkeypatch.setattr("training.files._PATIENCE_S", 0.02)
     lock = FolderLock(tmp_path)
     lock.acquire(is_restart=False)
     if (child := os.fork()) == 0:

@@ -1,7 +1,5 @@
 """``--gram_crop_factor``: a Gram teacher that sees larger crops, against plain PyTorch."""
 
-import itertools
-
 import pytest
 import timm
 import torch
@@ -11,12 +9,10 @@ from models.dino import Compared, Crops
 from models.positions import Resampling
 from tests.cli import DIGITS, run_program, tiny, train_tiny, train_tiny_gpu
 from tests.references import plain_dino
-from tests.resolved import on_gpus, on_xla
+from tests.resolved import on_gpus
 from tests.stand_ins.filled import filled
 from tests.support.crop_sizes import FORMS, PAIRS
 from tests.support.dino import DINO, SMALL, WITHOUT_CLASS_TOKEN, assert_same, of_backbone
-from tests.support.resuming import EPOCHS_OF_5, assert_resumes_at_step_7
-from tests.usage_error import told_in_one_line
 
 TWICE = "--gram_crop_factor 2".split()
 DINOV3 = [*WITHOUT_CLASS_TOKEN, "--model", "timm/vit_small_patch16_dinov3", "--koleo_weight", "0"]
@@ -60,7 +56,6 @@ def test_features_are_resampled_as_pytorch_does(own, grid):
 
 @pytest.mark.parametrize("size", [(16, 16), (16, 24)])
 def test_rotary_positions_are_those_of_the_larger_crop(size, tmp_path):
-    """The patch tokens of a larger crop are those of timm's model of that size."""
     words = [*tiny(tmp_path), *DINOV3, *TWICE, "--gram_weights", "x", "--image_size"]
     run = on_gpus([*words, *map(str, size)])
     model = filled(run.model, seed=3).eval()
@@ -100,43 +95,7 @@ def test_each_pair_of_crop_sizes_has_larger_ones(train, how, anchor, tmp_path):
 
 
 @pytest.mark.long
-def test_dinov3s_class(tmp_path):
-    weights = filled(on_xla([*tiny(tmp_path), *DINOV3]).model, seed=7).state_dict()
-    torch.save(of_backbone(weights), tmp_path / "anchor.pt")
-    flags = [*DINOV3, *TWICE, "--gram_weights", str(tmp_path / "anchor.pt"), "--max_steps", "3"]
-    flags += ["--rope_rescale_coords", "2"]
-    xla = train_tiny(tmp_path / "xla", *flags, devices=2)
-    gpu = train_tiny_gpu(tmp_path / "gpu", *flags)
-    for name in ("loss", "loss_gram"):
-        assert xla.column(name) == pytest.approx(gpu.column(name), rel=1e-5)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("train", [train_tiny_gpu, train_tiny])
-def test_resumed_in_mid_epoch_bit_for_bit(train, anchor, tmp_path):
-    flags = [*DINO, *anchor, *TWICE, *EPOCHS_OF_5, "--max_steps", "9", "--batch_size", "288"]
-    assert_resumes_at_step_7(train, tmp_path, *flags)
-
-
-@pytest.mark.long
-def test_the_factor_may_change_in_mid_epoch(anchor, tmp_path):
-    """From then on losses are those of a run that has had it from its start. At a learning rate of
-    0 all have the same weights, and other parts of the loss do not change."""
-    flags = [*DINO, *anchor, "--lr", "0"]
-    whole = train_tiny_gpu(tmp_path / "whole", *flags, *TWICE)
-    train_tiny_gpu(tmp_path / "run", *flags, "--max_steps", "3")
-    resumed = train_tiny_gpu(tmp_path / "run", *flags, *TWICE)
-    for name in ("loss_dino", "loss_ibot", "loss_koleo"):
-        assert resumed.column(name) == pytest.approx(whole.column(name), rel=1e-6)
-    found, of_whole = resumed.column("loss_gram"), whole.column("loss_gram")
-    assert found[3:] == pytest.approx(of_whole[3:], rel=1e-6)
-    assert all(abs(a / b - 1) > 1e-3 for a, b in zip(found[:3], of_whole[:3], strict=True))
-    assert "note: --gram_crop_factor was 1.0, is 2.0, from this step on" in resumed.stdout
-
-
-@pytest.mark.long
 def test_the_teacher_is_evaluated_without_it(anchor, tmp_path):
-    """The Gram teacher of a checkpoint is for training alone; one that is given is refused."""
     train_tiny_gpu(tmp_path, *DINO, *anchor, *TWICE, "--gram_weight", "1.5", "--max_steps", "1")
     words = "run_vit_training.py --eval_only --knn --use_ema --backend cuda --batch_size 48".split()
     words += ["--data_dir", str(DIGITS), "--resume", str(tmp_path)]
@@ -148,47 +107,4 @@ def test_the_teacher_is_evaluated_without_it(anchor, tmp_path):
     assert "is incompatible with --eval_only" in done.stderr
 
 
-@pytest.mark.long
-def test_steady_state(anchor, tmp_path):
-    """One execution a step, no compilation after the first one, nothing read between logs."""
-    steady = "--max_steps 24 --warmup_steps 8 --log_step_interval 6 --num_workers 1".split()
-    result = train_tiny(tmp_path, *DINO, *anchor, *TWICE, *steady, devices=2)
-    at = [result.steps[step] for step in (6, 12, 18, 24)]
-    assert {record["compilations"] for record in at} == {result.steps[1]["compilations"]}
-    assert [b["executions"] - a["executions"] for a, b in itertools.pairwise(at)] == [6] * 3
-    reads = at[-1]["device_to_host"] - at[0]["device_to_host"]
-    assert abs(reads - 6 * 4) <= 6  # of each log the loss, the gradient's norm, four parts
-
-
 # -- mistakes ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("flags", "line"),
-    [
-        ("--gram_crop_factor 2", "--gram_crop_factor 2.0 requires --gram_weights"),
-        ("--gram_weights x --gram_crop_factor 0.5", "0.5 must be at least 1 and at most 16"),
-        ("--gram_weights x --gram_crop_factor two", "'two' is not a number"),
-        (
-            "--gram_weights x --gram_crop_factor 1.3",
-            "--gram_crop_factor 1.3 times 16 is no whole number of patches of 4 x 4",
-        ),
-        (
-            "--gram_weights x --gram_crop_factor 1.25 --crop_sizes 16x8 24x8",
-            "--gram_crop_factor 1.25 times 24 is no whole number of patches of 4 x 4",
-        ),
-        (
-            "--gram_weights x --gram_crop_factor 1.1 --image_size 16 40",
-            "--gram_crop_factor 1.1 times 16 x 40 is no whole number",
-        ),
-        (
-            "--gram_weights x --gram_crop_factor 2 --local_crops 0 --local_crop_size 16 "
-            "--pos_embed none",
-            "it has no learned position embedding",
-        ),
-    ],
-)
-def test_mistakes(flags, line, capsys, tmp_path):
-    words = [*tiny(tmp_path / "run"), *DINO, "--backend", "cuda", *flags.split()]
-    assert line in told_in_one_line(capsys, *words)
-    assert not (tmp_path / "run").exists()

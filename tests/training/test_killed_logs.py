@@ -41,7 +41,6 @@ def _kill(program, rng, run, disk, parts):
 @pytest.mark.parametrize("objective", [[], DINO], ids=["classify", "dino"])
 @pytest.mark.parametrize("backend", ["xla", "fsdp2"])
 def test_killed_again_and_again(backend, objective, tmp_path):
-    """At random moments of eight starts, half of them as a local checkpoint is complete."""
     setup, rng = SETUPS[backend], random.Random(f"{backend} {objective}")
     whole, run, disk = tmp_path / "whole", tmp_path / "run", tmp_path / "disk"
     flags = [*objective, "--local_ckpt_dir", str(disk), "--local_ckpt_step_interval", "1"]

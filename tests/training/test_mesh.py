@@ -43,7 +43,6 @@ def test_same_training(devices, flags, mesh, one_device, tmp_path):
 
 @pytest.mark.long
 def test_dropout_bf16_and_accumulation(tmp_path):
-    """Masks are those of one device, too."""
     flags = [*DROPOUT, "--grad_accum_steps", "2", "--max_steps", "2"]
     plain = train_tiny(tmp_path / "plain", *flags)
     sharded = train_tiny(tmp_path / "sharded", *flags, "--mesh_tensor", "2", devices=2)
@@ -56,17 +55,7 @@ def test_dropout_bf16_and_accumulation(tmp_path):
 
 
 @pytest.mark.long
-def test_dropped_patches(tmp_path):
-    """Of 16 patches 11 are left, which two devices share; XLA used to end the process."""
-    flags = "--patch_drop_rate 0.3 --max_steps 3".split()
-    plain = train_tiny(tmp_path / "plain", *flags)
-    sharded = train_tiny(tmp_path / "sharded", *flags, "--mesh_tensor", "2", devices=2)
-    assert_same_curves(sharded, plain, rel=1e-5)
-
-
-@pytest.mark.long
 def test_checkpoint_moves_between_meshes(one_device, tmp_path):
-    """Shards in two dimensions, of stacked and of single blocks, and of one dimension."""
     train_tiny(tmp_path, *FULL_BLOCK, "--mesh_tensor", "2", "--max_steps", "2", devices=4)
     unrolled = "--mesh_dcn 2 --mesh_tensor 2 --no-scan_blocks --max_steps 4".split()
     train_tiny(tmp_path, *FULL_BLOCK, *unrolled, devices=4)
@@ -123,25 +112,11 @@ def test_specs():
     ],
 )
 def test_passes_follow_devices(flags, devices, passes):
-    """As many as keep a micro-batch below the limit, at the start and on devices found later."""
     run = on_xla(f"{flags} --cpu_devices {devices}")
     assert run.config.data.grad_accum_steps == passes
     least = 2 if "tensor" in flags else 1
     other = on_xla(f"{flags} --cpu_devices {least}")
     assert other.on(devices).config.data.grad_accum_steps == passes
-
-
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        ("--micro_batch_size 8 --grad_accum_steps 1", "replaces --grad_accum_steps 1: drop one"),
-        ("--micro_batch_size 8 --batch_size 25 --cpu_devices 2", "is no multiple of the 2 devices"),
-        ("--micro_batch_size 8 --batch_size 1 --cpu_devices 2", "is no multiple of the 2 devices"),
-    ],
-)
-def test_passes_that_cannot_be(flags, told):
-    with pytest.raises(UsageError, match=told):
-        on_xla(flags)
 
 
 @pytest.fixture
@@ -184,7 +159,6 @@ def test_one_slice_where_there_is_no_tpu():
     ],
 )
 def test_a_run_must_fit_each_number_of_slices(two_slices, monkeypatch, flags, told):
-    """At its first start, whatever the number of slices is then."""
     monkeypatch.setenv("ELASTIC_SLICES", "1:3")
     if not told:
         assert on_xla(flags).mesh == Mesh(dcn=2, fsdp=4)
@@ -227,7 +201,6 @@ def test_devices_along_tensor_share_a_host():
     ],
 )
 def test_hosts_that_share_images(mesh, groups, rows):
-    """The second of four hosts with four devices each."""
     part = part_of_host(mesh, range(16), range(4, 8), 32)
     assert (part.groups, part.rows) == (groups, rows)
     images = torch.randn(len(groups) * 3, 2, len(rows), 5)

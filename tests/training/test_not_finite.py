@@ -43,15 +43,12 @@ def fails(*flags, processes=1):
     ],
 )
 def test_last_step(flags, processes, steps, problem, tmp_path):
-    """Its loss, or that of the evaluation after it."""
     run = [*tiny(tmp_path), *flags.split(), *DIVERGES, steps]
     line, _ = fails(*run, processes=processes)
     before = [1] if steps == 2 else []
     good = tmp_path / "step_1" if before else "none"
-    assert line.startswith(
-        f"the {problem} of the last step is not finite, so step_{steps} was set aside in "
-        f"{tmp_path}/set_aside_1: the last good checkpoint is {good}; try a lower --lr, "
-    )
+    assert line.startswith(f"the {problem} of the last step is not finite, so step_{steps} was set")
+    assert f"the last good checkpoint is {good}; try a lower --lr, " in line
     assert left(tmp_path) == before
     assert left(tmp_path / "set_aside_1") == [steps]
     last_event = (tmp_path / "events.jsonl").read_text().splitlines()[-2]
@@ -76,17 +73,14 @@ def spoiled(tmp_path_factory):
         long(f"{XLA} --no-scan_blocks", 1),
     ],
 )
-@pytest.mark.parametrize("step", [3, 1])
+@pytest.mark.parametrize("step", [3, long(1)])
 def test_weights(step, flags, processes, spoiled, tmp_path):
-    """They are saved neither at the end nor before it, nor on the host's own disk."""
     run, local = tmp_path / "run", tmp_path / "local"
     flags = [*flags.split(), *ONCE, "--init_from", spoiled, "--local_ckpt_dir", local]
     flags += ["--local_ckpt_step_interval", 1, "--ckpt_step_interval", step, "--max_steps", 3]
     line, output = fails(*tiny(run), *flags, processes=processes)
-    assert line.startswith(
-        f"model.blocks.1.mlp.fc1.weight is not finite after step {step}, which is not saved: the "
-        "last good checkpoint is none; try a lower --lr, "
-    )
+    told = f"model.blocks.1.mlp.fc1.weight is not finite after step {step}, which is not saved: "
+    assert line.startswith(told)
     assert left(run) == []
     assert not list(run.glob("set_aside_*"))
     assert not list(local.glob("part_0/step_*"))  # no step is whole
@@ -101,7 +95,6 @@ def test_evaluation_alone(spoiled, tmp_path):
 
 
 def test_an_evaluation_of_no_image(tmp_path):
-    """Its loss is NaN, too, but says nothing of the model."""
     data, classes = tmp_path / "data", [path.name for path in (DIGITS / "train").iterdir()]
     for name in classes:
         (data / "val" / name).mkdir(parents=True)

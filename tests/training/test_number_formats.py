@@ -13,6 +13,7 @@ from tests.resolved import on_xla
 from tests.support.resuming import DROPOUT, EPOCHS_OF_5
 from tests.tools.test_plan import VIT_10B, asked
 from tools.plan.tpu_search import TpuCandidate
+from training.errors import UsageError
 from training.mesh import Mesh
 from xla_fsdp.tpu import parse_topology
 
@@ -27,7 +28,6 @@ def found():
 
 @pytest.mark.long
 def test_rounding_is_unbiased(found):
-    """Standard deviations of the mean are at most 1/1024 of the distance to the next number."""
     assert found["exact"]
     assert found["bits"]
     for each in found["rounding"]:
@@ -39,7 +39,6 @@ def test_rounding_is_unbiased(found):
 
 @pytest.mark.long
 def test_moments_in_bf16(found):
-    """Against plain PyTorch with fp32 moments: what rounding adds to a walk is a hundredth."""
     assert found["adamw"]["dtypes"] == ["torch.bfloat16", "torch.float32"]
     assert max(found["adamw"]["off"]) < 0.01
     assert found["adamw"]["skipped"]
@@ -59,8 +58,6 @@ HOW = "--mesh_tensor 2 --grad_accum_steps 2 --gather_dtype fp8".split()
 
 @pytest.mark.long
 def test_resumed_and_moved(tmp_path):
-    """On 4 devices, bit for bit. With fp32 moments from then on, the next two losses are the same.
-    Then bf16 again, on the GPU backend and in nested FSDP."""
     rounded, whole_dir = [*RUN, "--optimizer_dtype", "bf16"], tmp_path / "whole"
     flags = [*rounded, *HOW, "--ckpt_step_interval", "7", "--max_steps"]
     whole = train_tiny(whole_dir, *flags, "12", devices=4)
@@ -102,7 +99,6 @@ def test_resumed_and_moved(tmp_path):
     ],
 )
 def test_copies_stay_alike(flags, processes):
-    """On the GPU backend: rounded otherwise, copies of a part would go apart."""
     flags = ["--backend", "cuda", "--optimizer_dtype", "bf16", *TINY_MODEL, *flags.split()]
     flags += ["--batch_size", "16"]
     done = run_program("-m", "tests.stand_ins.copies_on_gpu", *flags, processes=processes)
@@ -123,7 +119,6 @@ def test_plans_know_the_moments():
 
 @pytest.mark.long
 def test_what_the_compiler_says():
-    """Bytes of the state, and of what is gathered, on a TPU slice."""
     model = (
         "--embed_dim 512 --num_blocks 4 --num_heads 4 --patch_size 16 --image_size 128 "
         "--num_classes 128 --batch_size 64 --precision bf16 --attention sdpa"
@@ -143,24 +138,6 @@ def test_what_the_compiler_says():
     assert sent[0] == pytest.approx(sent[1] / 2, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("--gather_dtype fp8 --no-scan_blocks", "requires scanned blocks, here is --no-scan"),
-        ("--gather_dtype fp8 --xla_fsdp nested", "requires --xla_fsdp spmd, this is nested"),
-        ("--gather_dtype fp8 --run_without_fsdp", "is incompatible with --run_without_fsdp: drop"),
-        ("--gather_dtype fp8 --precision bf16 --matmul int8", "with --matmul int8: drop one"),
-        ("--gather_dtype fp8 --backend cuda", "requires --backend xla, this is cuda"),
-        (
-            "--backend cuda --optimizer_dtype bf16 --no_preserve_fp32_weights --fsdp megatron "
-            "--precision bf16 --reduce_dtype bf16",
-            "--optimizer_dtype bf16 is incompatible with --no_preserve_fp32_weights: drop one",
-        ),
-    ],
-)
-def test_refused(flags, said):
-    need_xla()
-    done = run_program("run_vit_training.py", "--fake_data", *flags.split())
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+def test_gathered_in_fp8_by_scanned_blocks_alone():
+    with pytest.raises(UsageError, match="requires scanned blocks, here is --no-scan_blocks"):
+        on_xla("--fake_data --gather_dtype fp8 --no-scan_blocks")

@@ -100,7 +100,6 @@ def test_pairs(case, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("case", pairwise({**HOW, **DROPOUT}, allowed), ids=name_of)
 def test_pairs_with_dropout(case, tmp_path):
-    """Masks are a form's own: the losses are finite, and the same a second time."""
     first, again = (train(tmp_path / name, case) for name in ("first", "again"))
     assert all(torch.tensor(first.column("loss") + first.column("grad_norm")).isfinite())
     assert again.column("loss") == first.column("loss")

@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from tests.cli import ROOT, Result, command_of, environment, need_xla, tiny
-from tests.launch.test_launch_gpu import TORCHRUN
 from tests.marks import long
 
 CUDA = "--backend cuda --num_workers 1".split()
@@ -48,10 +47,7 @@ def assert_trained(ckpt_dir):
     ("backend", "stdout", "stderr"),
     [
         ("cuda", "pipe", ""),
-        ("cuda", "pipe", "pipe"),
         ("cuda", "full", ""),
-        long("cuda", "full", "full"),
-        long("cuda", "", "pipe"),
         long("xla", "pipe", "pipe"),
     ],
 )
@@ -79,29 +75,16 @@ def test_training_with_closed_streams(tmp_path):
     assert_trained(tmp_path)
 
 
-@pytest.mark.long
-def test_torchrun_restarts_nothing(tmp_path):
-    variables = environment() | {"PYTHON": sys.executable, "NPROC_PER_NODE": "2"}
-    words = [TORCHRUN, *tiny(tmp_path), *CUDA]
-    done = run_into(words, variables | {"MAX_RESTARTS": "1"}, "pipe", "pipe")
-    assert done.returncode == 0
-    assert_trained(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("command", "stdout", "stderr", "code", "told"),
     [
-        (
-            *("run_vit_training.py --help", "full", "", 2),
-            "run_vit_training.py: error: stdout: No space left on device\n",
-        ),
-        ("run_vit_training.py --xyzzy", "", "pipe", 2, None),
+        ("run_vit_training.py --help", "full", "", 2, "error: stdout: No space left on device\n"),
         ("-m tools.goodput --help", "pipe", "", 141, ""),
     ],
 )
 def test_what_is_printed_alone_ends_quietly(command, stdout, stderr, code, told):
     done = run_into([sys.executable, *command.split()], environment(), stdout, stderr)
-    assert (done.returncode, done.stderr) == (code, told)
+    assert (done.returncode, done.stderr.removeprefix("run_vit_training.py: ")) == (code, told)
 
 
 @pytest.mark.parametrize("stream", [">&-", "2>&-"])

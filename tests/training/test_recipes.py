@@ -50,13 +50,3 @@ def test_recipe(path):
             assert run.model.parameter_count == PARAMETERS[path.stem]
     documented = (ROOT / "docs" / "recipes.md").read_text()
     assert f"recipes/{path.name}" in documented
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_says_whether_it_was_run(path):
-    comment = " ".join(
-        line[1:].strip() for line in path.read_text().splitlines() if line[:1] == "#"
-    )
-    assert (
-        "Not run here." in comment or "% of the validation images" in comment or "`make " in comment
-    )

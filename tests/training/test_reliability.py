@@ -3,13 +3,11 @@
 In one process of the GPU backend where it does not matter which: it starts at once.
 """
 
-import contextlib
 import json
 import os
 import re
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -21,43 +19,14 @@ from config_fields import count_or_percent
 from data.config import DataConfig
 from data.index import index_split
 from data.loader import GlobalBatchSampler
-from tests.cli import ALL_DIGITS, ROOT, Result, train_tiny, train_tiny_gpu
-from tests.marks import long
+from tests.cli import ALL_DIGITS, Result, train_tiny, train_tiny_gpu
+from tests.resolved import on_gpus
 from tests.short_runs import ENDLESS, QUICK, mistake, program, start
-from tests.support.checkpoints import HOLD, flip, left, truncate
+from tests.support.checkpoints import flip, left
 from tests.usage_error import told_in_one_line
 from training.logs.bad_images import TRAIN, BadImages
 
 # -- checkpoints ----------------------------------------------------------------------
-
-
-def test_keep_three(tmp_path):
-    done = train_tiny_gpu(
-        tmp_path, *QUICK, *"--max_steps 6 --ckpt_step_interval 1 --keep_checkpoints 3".split()
-    )
-    assert left(done.ckpt_dir) == [4, 5, 6]
-
-
-def test_too_many_go_where_nothing_is_left_to_train(run):
-    """A run that was killed between writing its last checkpoint and removing an old one."""
-    train_tiny_gpu(run, *QUICK, "--max_steps", "10", "--keep_checkpoints", "1")
-    assert left(run) == [10]
-
-
-@pytest.mark.long
-def test_going_back_with_another_batch_size_loses_nothing(tmp_path):
-    """The newest is what was written last, also where its step is a smaller number."""
-    flags = "--patch_size 8 --batch_size 287 --num_epochs 3 --ckpt_epoch_interval 1".split()
-    train_tiny_gpu(tmp_path, *flags, "--max_steps", "10")
-    assert left(tmp_path) == [5, 10]
-    back = [*flags, *"--resume_epoch 1 --max_steps 6 --keep_checkpoints 1".split()]
-    done = train_tiny_gpu(tmp_path, *back)
-    assert f"checkpoint {tmp_path}/step_6, " in done.stdout
-    assert left(tmp_path) == [6]
-    assert left(tmp_path / "set_aside_1") == [10]
-    assert list(done.steps) == [1, 2, 3, 4, 5, 6]
-    again = train_tiny_gpu(tmp_path, *flags, "--max_steps", "7")
-    assert "step_6 at step 6, epoch 2" in again.stdout
 
 
 def test_stop_of_a_run_that_went_back_tells_how_to_go_on(run, monkeypatch):
@@ -67,31 +36,16 @@ def test_stop_of_a_run_that_went_back_tells_how_to_go_on(run, monkeypatch):
     assert stopped.returncode == 143
     told = f"step 7, checkpoint {run}/step_7; the same command with --resume auto resumes there"
     assert told in stopped.stdout
-    resumed = program(run, "--max_steps", "9", "--resume", "auto")
-    assert f"resuming {run}/step_7 at step 7" in resumed.stdout
 
 
-@pytest.mark.parametrize("harm", [flip, truncate])
-def test_damaged_newest_checkpoint_is_named_and_passed_over(harm, run, trained):
-    harm(run / "step_10")
+def test_damaged_newest_checkpoint_is_named_and_passed_over(run, trained):
+    flip(run / "step_10")
     resumed = train_tiny_gpu(run, *QUICK, "--max_steps", "10")
     assert f"warning: {run}/step_10 is damaged (" in resumed.stdout
     assert ", so step_5 is resumed" in resumed.stdout
     assert resumed.column("loss") == trained.column("loss")
     assert left(run) == [5, 10]
     assert left(run / "set_aside_1") == [10]
-
-
-def test_damaged_checkpoint_that_was_asked_for(run):
-    flip(run / "step_10")
-    before = sorted(path for path in run.rglob("*"))
-    said = mistake(program(run, "--resume", run / "step_10"))
-    assert "step_10 is damaged (__0_0.distcp has changed since it was written" in said
-    assert sorted(path for path in run.rglob("*") if path.name != ".lock") == [
-        path for path in before if path.name != ".lock"
-    ]
-    taken = program(run, "--resume", run / "step_10", "--no_verify_checkpoint", "--max_steps", "11")
-    assert taken.returncode == 0, taken.stderr
 
 
 def test_second_job_in_a_folder(run):
@@ -107,46 +61,10 @@ def test_second_job_in_a_folder(run):
         first.communicate(timeout=60)
 
 
-def has_open(pid, path):
-    """Whether a process has a file open; a file closed while we look is not."""
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            if link.readlink() == path.resolve():
-                return True
-    return False
-
-
-@pytest.mark.long
-def test_restart_resumes_what_the_first_start_still_writes(run, trained, monkeypatch):
-    """The new start looks for a checkpoint, then waits for the lock of the one that is ending."""
-    (run / "step_10").rename(run / "aside")
-    described = json.loads((run / "run.json").read_text())
-    (run / "run.json").write_text(json.dumps(described | {"job": "vit"}))
-    monkeypatch.setenv("RUN_JOB_ID", "vit")
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, run], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert holder.stdout.readline() == "held\n"
-        second = start(run, "--max_steps", "11")
-        while not has_open(second.pid, run / ".lock"):
-            assert second.poll() is None
-            time.sleep(0.05)
-        (run / "aside").rename(run / "step_10")
-    finally:
-        holder.kill()
-        holder.wait()
-    stdout, _ = second.communicate(timeout=120)
-    assert f"resuming {run}/step_10 at step 10" in stdout
-    assert not list(run.glob("set_aside_*"))
-    assert Result(run).column("loss")[:10] == trained.column("loss")
-
-
 # -- images ---------------------------------------------------------------------------
 
 
 def test_images_that_cannot_be_read(tmp_path):
-    """They are listed and left out; beyond the limit the run ends."""
     data = shutil.copytree(ALL_DIGITS, tmp_path / "data")
     broken = sorted(data.glob("train/*/*"))[:2] + sorted(data.glob("val/*/*"))[:1]
     for path in broken:
@@ -164,8 +82,6 @@ def test_images_that_cannot_be_read(tmp_path):
 
 FORMS = {
     "SPMD": ("--backend xla --xla_fsdp spmd --cpu_devices 2", 1, train_tiny),
-    "nested": ("--backend xla --xla_fsdp nested", 1, train_tiny),
-    "FSDP2": ("--backend cuda", 1, train_tiny_gpu),
     "FSDP2 in two processes": ("--backend cuda", 2, train_tiny_gpu),
 }
 
@@ -201,7 +117,7 @@ def test_too_many_unreadable_images(form, spoiled, tmp_path):
         assert re.search(r"exitcode *: 5 ", ended.stderr)
         assert step in (5, 6, 7)
 
-    if form == "FSDP2":
+    if processes == 1:
         said = mistake(program(tmp_path / "run", *flags, "--max_bad_images", "1"))
         assert f"{tmp_path}/run/bad_images.txt lists them" in said
         assert left(tmp_path / "run") == [step]
@@ -212,23 +128,7 @@ def test_too_many_unreadable_images(form, spoiled, tmp_path):
     assert resumed.evaluations == whole.evaluations
 
 
-@pytest.mark.long
-def test_too_many_unreadable_images_in_the_last_step(spoiled, tmp_path):
-    flags = ["--data_dir", spoiled, "--max_bad_images", "0.01%", "--max_steps", "5"]
-    ended = program(tmp_path / "run", *flags)
-    assert ended.returncode == 5
-    assert "2 training images cannot be read, more than --max_bad_images 0.01% (1 of 1,438)" in (
-        ended.stderr
-    )
-    assert left(tmp_path / "run") == [5]
-    assert Result(tmp_path / "run").evaluations == []
-    done = program(tmp_path / "run", *flags[:2], "--max_steps", "5", "--max_bad_images", "2")
-    assert done.returncode == 0, done.stderr
-    assert [each["step"] for each in Result(tmp_path / "run").evaluations] == [5]
-
-
 def test_too_many_unreadable_images_in_an_evaluation(tmp_path):
-    """It does not count; when more are allowed, it is made, and says what was left out."""
     data = shutil.copytree(ALL_DIGITS, tmp_path / "data")
     for path in sorted(data.glob("val/3/*")):
         path.write_text("hello")
@@ -249,29 +149,23 @@ def test_too_many_unreadable_images_in_an_evaluation(tmp_path):
     assert done.stdout.count(f" % of {359 - count} of 359 images, top") == 2
 
 
-@pytest.mark.parametrize("processes", [1, long(2)])
-def test_images_that_have_gone(processes, tmp_path):
-    """A disk goes while batches are ready: a checkpoint, and an end after which to start again."""
+def test_images_that_have_gone(tmp_path):
     data, run = shutil.copytree(ALL_DIGITS, tmp_path / "data"), tmp_path / "run"
     flags = ["--data_dir", data, "--batch_size", "16", "--num_workers", "1"]
     gone = threading.Thread(target=take_away, args=(data / "train", run / "metrics.jsonl"))
     gone.start()
-    how = {"module": "tests.stand_ins.slow_on_purpose", "processes": processes}
-    ended = program(run, *flags, "--max_steps", "80", **how)
+    ended = program(run, *flags, "--max_steps", "80", module="tests.stand_ins.slow_on_purpose")
     gone.join()
     assert (
         "nor are 10 others that were tried in its place: training stops with a che" in ended.stderr
     )
     (step,) = left(run)
     assert f"(the warning says why): the same command resumes {run}/step_{step}" in ended.stderr
-    if processes == 1:
-        assert ended.returncode == 1
-    else:
-        assert re.search(r"exitcode *: 1 ", ended.stderr)
+    assert ended.returncode == 1
     (tmp_path / "away").rename(data / "train")
     more = [*QUICK, *map(str, flags), "--max_steps", str(step + 2)]
-    resumed = train_tiny_gpu(run, *more, processes=processes)
-    whole = train_tiny_gpu(tmp_path / "whole", *more, processes=processes)
+    resumed = train_tiny_gpu(run, *more)
+    whole = train_tiny_gpu(tmp_path / "whole", *more)
     assert resumed.column("loss") == whole.column("loss")
 
 
@@ -286,16 +180,12 @@ def take_away(folder, metrics):
     ("limit", "size", "allowed"),
     [
         ("0", 300, 0),
-        ("0%", 300, 0),
         ("7", 3, 7),
         ("1%", 1, 1),
-        ("1%", 20, 1),
         ("1%", 100, 1),
         ("1%", 101, 2),
-        ("1%", 300, 3),
         ("1%", 1_281_167, 12_812),
         ("0.07%", 10_000, 7),  # in floating point it is more
-        ("99.9%", 10, 10),
         ("100%", 359, 359),
     ],
 )
@@ -310,9 +200,7 @@ def test_limit_of_unreadable_images(limit, size, allowed):
         assert bool(bad_images.excess) == (count > allowed)
 
 
-@pytest.mark.parametrize(
-    "value", "-1 100.5% -1% nan nan% inf% % 1%% 1.5 many 1%2 2000000000".split()
-)
+@pytest.mark.parametrize("value", "-1 100.5% nan% % 1.5 1%2".split())
 def test_limits_that_cannot_be(value, capsys):
     assert "argument --max_bad_images: " in told_in_one_line(capsys, f"--max_bad_images={value}")
 
@@ -340,7 +228,6 @@ def fill(folder, free):
 
 
 def test_disk_full(small_disk):
-    """It fills up at step 4: two saves in a row fail; what is there already stays whole."""
     run = small_disk / "run"
     flags = "--ckpt_step_interval 2 --max_steps".split()
     first = program(run, *flags, 4)
@@ -383,7 +270,6 @@ def test_logs_on_a_full_disk_end_nothing(run, small_disk):
 
 @pytest.mark.long
 def test_an_old_checkpoint_that_cannot_be_removed(run):
-    """A line each time, and training continues; the others are removed."""
     (run / "step_1").touch()  # no folder: nothing can be removed from it
     flags = ["--keep_checkpoints", "1", "--ckpt_step_interval", "2", "--max_steps"]
     for steps, kept in (("14", 14), ("14", 14), ("15", 15)):
@@ -396,10 +282,10 @@ def test_an_old_checkpoint_that_cannot_be_removed(run):
         assert left(run) == [1, kept]
 
 
-@pytest.mark.parametrize("folder", ["/proc/vit", "/sys/vit/run", "/dev/null/run"])
-def test_folder_that_cannot_be_written(folder):
-    said = mistake(program(folder))
-    assert f"cannot write to --ckpt_dir {folder}" in said or "is a file" in said
+@pytest.mark.parametrize("folder", ["/proc/vit", "/dev/null/run"])
+def test_folder_that_cannot_be_written(folder, capsys):
+    told = told_in_one_line(capsys, "--fake_data", "--backend", "cuda", "--ckpt_dir", folder)
+    assert f"cannot write to --ckpt_dir {folder}" in told or "is a file" in told
 
 
 # -- steps ----------------------------------------------------------------------------
@@ -425,12 +311,10 @@ def test_not_finite_steps_are_skipped_counted_and_end_the_run(run, monkeypatch):
     assert re.search("[3-5] steps in a row had a loss or gradient norm that is not finite", line)
     assert f"the last good checkpoint is {run}/step_13" in line
     assert left(run) == [5, 10, 11, 13]
-    for steps_allowed in ("0", "99"):
-        # Not before the last step, which is bad, too.
-        never = ["--max_bad_steps", steps_allowed, "--max_steps", "19"]
-        ended = program(run, *never, module="tests.stand_ins.fault_at_step")
-        assert ended.returncode == 3
-        assert "so step_19 was set aside in" in ended.stderr
+    never = ["--max_bad_steps", "0", "--max_steps", "19"]  # not before the last step, bad as well
+    ended = program(run, *never, module="tests.stand_ins.fault_at_step")
+    assert ended.returncode == 3
+    assert "so step_19 was set aside in" in ended.stderr
 
 
 def test_a_step_that_hangs(run, monkeypatch):
@@ -460,21 +344,18 @@ EVALUATED = ["--data_dir", str(ALL_DIGITS), *"--test_epoch_interval 1 --max_step
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("last", [13, 11])
-def test_signal_in_an_evaluation_and_the_evaluation_that_is_owed(last, tmp_path, monkeypatch):
-    """Of 3 batches; at the end of epoch 1, and of the run."""
+def test_signal_in_an_evaluation_and_the_evaluation_that_is_owed(tmp_path, monkeypatch):
     whole = train_tiny_gpu(tmp_path / "whole", *QUICK, *EVALUATED, "13")
     assert [e["step"] for e in whole.evaluations] == [11, 13]
-    run, last_flags = tmp_path / "run", [*EVALUATED, str(last)]
+    run, last_flags = tmp_path / "run", [*EVALUATED, "13"]
     monkeypatch.setenv("FAULT_AT", "evaluation 2 2")
     stopped = program(run, *last_flags, module="tests.stand_ins.fault_at_step")
     assert stopped.returncode == 143, stopped.stderr
     assert f"training stopped by SIGTERM: step 11, checkpoint {run}/step_" in stopped.stdout
     assert Result(run).evaluations == []
     resumed = train_tiny_gpu(run, *QUICK, *last_flags)
-    assert resumed.evaluations == whole.evaluations[: 1 + (last == 13)]
-    assert [e["step"] for e in resumed.evaluations] == [11, 13][: 1 + (last == 13)]
-    assert resumed.column("loss") == whole.column("loss")[:last]
+    assert resumed.evaluations == whole.evaluations
+    assert resumed.column("loss") == whole.column("loss")
 
 
 def test_crash_between_saving_and_evaluating(trained, run):
@@ -484,20 +365,10 @@ def test_crash_between_saving_and_evaluating(trained, run):
     assert again.records == trained.records
 
 
-@pytest.mark.parametrize(
-    ("flags", "images"),
-    [
-        ("", 359),
-        ("--eval_batches 0", 359),
-        ("--eval_batches 1", 128),
-        ("--eval_batches 2", 256),
-        ("--eval_batches 3", 359),
-        ("--eval_batches 999", 359),
-        ("--fake_data", 128),
-        ("--fake_data --eval_batches 2", 256),
-    ],
-)
-def test_eval_batches(flags, images, tmp_path):
-    flags = ["--data_dir", ALL_DIGITS, *flags.split()]
-    done = train_tiny_gpu(tmp_path, *QUICK, *map(str, flags), "--max_steps", "1")
-    assert [e["val_images"] for e in done.evaluations] == [images]
+def test_eval_batches(tmp_path):
+    flags = ["--data_dir", str(ALL_DIGITS), "--eval_batches", "2", "--max_steps", "1"]
+    done = train_tiny_gpu(tmp_path, *QUICK, *flags)
+    assert [e["val_images"] for e in done.evaluations] == [256]
+    for flags, batches in (("", 0), ("--fake_data", 3), ("--fake_data --eval_batches 2", 2)):
+        run = on_gpus(f"--backend cuda --max_steps 3 {flags}")
+        assert run.config.log.eval_batches == batches

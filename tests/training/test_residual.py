@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.cli import need_xla, run_program, train_tiny
+from tests.cli import run_program, train_tiny
 from tests.marks import long
 
 
@@ -39,24 +39,3 @@ def test_halves_what_is_kept_of_each_block():
         peaks.append(json.loads(done.stdout)["peak_hbm_bytes"])
     of_blocks = 8 * 16 * 1024 * 256
     assert peaks[0] - peaks[1] > 0.9 * 2 * of_blocks
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("", "--residual_dtype bf16 requires --precision bf16, this is fp32"),
-        (
-            "--precision bf16 --xla_fsdp nested",
-            "--residual_dtype bf16 requires --xla_fsdp spmd, this is nested",
-        ),
-        ("--backend cuda", "--residual_dtype requires --backend xla, this is cuda"),
-    ],
-)
-def test_refused(flags, said):
-    need_xla()
-    done = run_program(
-        "run_vit_training.py", "--fake_data", "--residual_dtype", "bf16", *flags.split()
-    )
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert len(done.stderr.splitlines()) == 1

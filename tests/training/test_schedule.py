@@ -1,6 +1,5 @@
 """The learning rate against PyTorch/XLA's ViT-10B example, timm's and PyTorch's schedulers."""
 
-import json
 import math
 
 import pytest
@@ -8,10 +7,11 @@ import torch
 from timm.scheduler import CosineLRScheduler, StepLRScheduler, WSDLRScheduler
 from torch.optim.lr_scheduler import LinearLR
 
-from tests.cli import DIGITS, TINY_MODEL, run_program, tiny
-from tests.short_runs import QUICK, mistake, program
+from tests.cli import DIGITS, TINY_MODEL, tiny
+from tests.resolved import on_gpus
 from tests.usage_error import told_in_one_line
-from training.schedule import Schedule
+from training.errors import UsageError
+from training.schedule import Position, Schedule, make_schedule
 
 
 def example_rates(peak, warmup, total):
@@ -36,20 +36,20 @@ def example_rates(peak, warmup, total):
     ("peak", "warmup", "total"), [(1e-3, 10, 100), (3e-3, 0, 57), (1.0, 56, 57), (1e-3, 100, 40)]
 )
 def test_every_step(peak, warmup, total):
-    schedule = Schedule(peak, warmup, total)
+    schedule = Schedule(peak, warmup, total, total)
     rates = [schedule.lr(step) for step in range(total)]
     assert rates == pytest.approx(example_rates(peak, warmup, total), rel=1e-12, abs=1e-18)
 
 
 def test_zero_after_the_end():
-    assert Schedule(1e-3, 10, 100).lr(100) == 0.0
-    assert Schedule(1e-3, 100, 100).lr(100) == 0.0
+    assert Schedule(1e-3, 10, 100, 100).lr(100) == 0.0
+    assert Schedule(1e-3, 100, 100, 100).lr(100) == 0.0
 
 
 # -- with rates to begin and end at ---------------------------------------------------
 
 PEAK, WARMUP, TOTAL, FIRST, LEAST = 1e-3, 7, 40, 1e-5, 2e-5
-COMMON = (PEAK, WARMUP, TOTAL, FIRST, LEAST)
+COMMON = (PEAK, WARMUP, TOTAL, TOTAL, FIRST, LEAST)
 
 
 def rates_of_timm(scheduler, length=TOTAL - WARMUP, **how):
@@ -106,80 +106,27 @@ def test_linear_as_pytorch():
     assert rates_of(Schedule(*COMMON, "linear"))[:WARMUP] == rates_of(Schedule(*COMMON))[:WARMUP]
 
 
-@pytest.mark.long
-def test_decay_of_a_stable_run(tmp_path):
-    """Two decays from one stable run, the second stopped in the middle and resumed."""
-    warmup = "--lr 1e-2 --warmup_epochs 0.2".split()
-    done = of_epochs(tmp_path / "stable", *warmup, "--lr_schedule", "constant")
-    assert done.returncode == 0, done.stderr
-    assert rates(tmp_path / "stable") == [0.0, 5e-3, *[1e-2] * 4]  # 2.2 steps of warmup: 2
-    decay = [*warmup, "--lr_schedule", "wsd", "--min_lr", "1e-4"]
-    once = ["--resume", tmp_path / "stable", "--max_steps", "9", "--decay_steps", "3"]
-    again = ["--resume", tmp_path / "stable", "--max_steps", "14", "--decay_steps", "8"]
-    for name, flags in (("once", once), ("again", [*again, "--ckpt_step_interval", "10"])):
-        assert of_epochs(tmp_path / name, *decay, *flags).returncode == 0
-    expected = [1e-2, *(1e-4 + (1e-2 - 1e-4) * (1 - math.sqrt(i / 3)) for i in (1, 2))]
-    assert rates(tmp_path / "once") == pytest.approx(expected)
-    whole = rates(tmp_path / "again")
-    assert whole == pytest.approx([1e-4 + (1e-2 - 1e-4) * (1 - math.sqrt(i / 8)) for i in range(8)])
-    resumed = ["--resume", tmp_path / "again" / "step_10", *again[2:]]
-    assert of_epochs(tmp_path / "resumed", *decay, *resumed).returncode == 0
-    assert rates(tmp_path / "resumed") == whole[4:]
-    too_long = of_epochs(tmp_path / "new", *decay, *once[:-1], "8")
-    assert mistake(too_long) == (
-        "2 steps of warmup and --decay_steps 8 are more than the 9 steps of the run: give fewer, "
-        "or more --num_epochs"
-    )
-    assert not (tmp_path / "new").exists()
-
-
-def of_epochs(ckpt_dir, *flags):
-    """The program on digits, with another warmup than the one in steps that runs here have."""
-    words = [*tiny(ckpt_dir), *QUICK, "--backend", "cuda", *map(str, flags)]
-    at = words.index("--warmup_steps")
-    return run_program("run_vit_training.py", *words[:at], *words[at + 2 :])
-
-
 def test_a_warmup_longer_than_the_run(tmp_path):
-    """Of 2 steps, the second trains with a 2,500th of --lr, and all below two of them."""
-    done = program(tmp_path, *"--max_steps 2 --warmup_steps 2500 --lr 1e-2".split())
-    assert done.returncode == 0, done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if "warning" in line]
-    assert "the warmup takes 2,500 steps, the run ends at 2: the learning rate" in line
-    assert "stays below 8e-06, --lr 0.01 is not reached; give fewer --warmup_steps" in line
-    assert rates(tmp_path) == pytest.approx([0, 4e-6])
-    again = program(tmp_path, *"--max_steps 3 --warmup_steps 3 --lr 1e-2".split())
-    assert again.returncode == 0
-    assert "warning" not in again.stdout
+    """Of 2 steps, the second trains with a 2,500th of --lr."""
 
+    def schedule_of(steps):
+        flags = ["--max_steps", "2", "--warmup_steps", str(steps), "--lr", "1e-2"]
+        run = on_gpus([*tiny(tmp_path), "--backend", "cuda", *flags])
+        return make_schedule(run, 11, Position())[0]
 
-def rates(folder):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [each["lr"] for each in map(json.loads, lines) if "lr" in each]
+    schedule = schedule_of(2500)
+    assert "the warmup takes 2,500 steps, the run ends at 2: the learning rate" in schedule.warning
+    assert "stays below 8e-06, --lr 0.01 is not reached; give fewer" in schedule.warning
+    assert [schedule.lr(step) for step in (0, 1)] == pytest.approx([0, 4e-6])
+    assert not schedule_of(2).warning
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         ("--lr 1e-3 --min_lr 2e-3", "--min_lr 0.002 is above --lr 0.001"),
-        ("--lr 1e-3 --warmup_lr 2e-3", "--warmup_lr 0.002 is above --lr 0.001"),
         ("--warmup_lr 1e-4 --warmup_steps 0", "--warmup_lr requires a warmup: --warmup_steps or"),
-        ("--warmup_lr 1e-4 --warmup_epochs 0", "--warmup_lr requires a warmup: --warmup_steps or"),
-        (
-            "--warmup_steps 5 --warmup_epochs 1",
-            "--warmup_epochs 1.0 replaces --warmup_steps 5: ",
-        ),
-        ("--warmup_steps 10000 --warmup_epochs 5", "replaces --warmup_steps 10000: drop"),
-        ("--warmup_epochs=0 --warmup_steps=10000", "replaces --warmup_steps 10000: drop"),
-        ("--warmup_epochs -1", "must be at least 0"),
         ("--lr_schedule wsd", "--lr_schedule wsd requires --decay_steps"),
-        ("--decay_steps 5", "--decay_steps 5 requires --lr_schedule wsd, this is cosine"),
-        ("--lr_schedule wsd --decay_steps 0", "0 must be at least 1"),
-        ("--lr_schedule linear --decay_shape cosine", "requires --lr_schedule wsd, this is linear"),
-        (
-            "--lr_schedule constant --min_lr 1e-5",
-            "requires --lr_schedule cosine, --lr_schedule linear",
-        ),
         (
             "--lr_schedule wsd --decay_steps 170 --warmup_steps 10 --num_epochs 2",
             "10 steps of warmup and --decay_steps 170 are more than the 178 steps of the run",
@@ -191,3 +138,20 @@ def test_refused(flags, words, capsys, tmp_path, monkeypatch):
     source = ["--data_dir", DIGITS, *TINY_MODEL, "--batch_size", "16", "--ckpt_dir", tmp_path / "n"]
     assert words in told_in_one_line(capsys, *source, *flags.split())
     assert not (tmp_path / "n").exists()
+
+
+def test_a_decay_begins_where_a_stable_run_is(tmp_path):
+    flags = [*tiny(tmp_path), "--backend", "cuda", "--batch_size", "128", "--lr", "1e-2"]
+    flags += "--num_epochs 3 --warmup_steps 2 --lr_schedule wsd --min_lr 1e-4".split()
+
+    def rates(first, max_steps, decay_steps):
+        run = on_gpus([*flags, "--max_steps", str(max_steps), "--decay_steps", str(decay_steps)])
+        schedule, last = make_schedule(run, 11, Position(first, 0, first * 128))
+        return [schedule.lr(step) for step in range(first, last)]
+
+    decayed = [1e-4 + (1e-2 - 1e-4) * (1 - math.sqrt(i / 8)) for i in range(8)]
+    assert rates(6, 14, 8) == pytest.approx(decayed)
+    assert rates(10, 14, 8) == pytest.approx(decayed[4:])
+    assert rates(6, 9, 3)[0] == pytest.approx(1e-2)
+    with pytest.raises(UsageError, match="2 steps of warmup and --decay_steps 8 are more than the"):
+        rates(6, 9, 8)

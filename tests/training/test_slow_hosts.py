@@ -19,8 +19,7 @@ STEPS = "--max_steps 80 --log_step_interval 20 --num_epochs 9 --test_epoch_inter
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("kind", "flags"),
-    [("read", []), ("compute", []), ("compute", ["--fsdp", "megatron"])],
+    ("kind", "flags"), [("read", []), ("compute", []), ("compute", ["--fsdp", "megatron"])]
 )
 def test_one_of_two_processes(kind, flags, tmp_path, monkeypatch):
     """It is named while it is slow, not before or after; seconds are what it was slowed by.
@@ -45,17 +44,9 @@ def test_one_of_two_processes(kind, flags, tmp_path, monkeypatch):
     assert all((each["slowest_read_s"] >= a_step) == (kind == "read") for each in slow)
 
 
-def test_one_process(tmp_path):
-    done = train_tiny_gpu(tmp_path / "run", *STEPS, "--max_steps", "40")
-    assert "slow" not in done.stdout
-    assert not any("slowest_process" in record for record in done.records)
-
-
 @pytest.mark.rehearse
 @pytest.mark.parametrize("kind", ["read", "compute"])
 def test_one_of_two_hosts(kind, slice_of, tmp_path):
-    """On XLA: its images, and what it does until a step is handed to the devices. As above, once in
-    two times at least."""
     hosts, flags = slice_of(Slice("v5p-16", (2, 2, 2))), [*STEPS, "--no-scan_blocks"]
     program, slow = ("-m", SLOW_HOST), f"{kind} 1 {0.5 if kind == 'read' else 0.25} 21 60"
     said = all_ended(hosts.start(*tiny(tmp_path), *flags, program=program, SLOW=slow))
