@@ -214,10 +214,6 @@ class BatchLoader(Protocol):
     prefetch_depth: int
     """How many batches to load ahead of the step; 0 for a source that must not run beside it."""
 
-    @property
-    def workers(self) -> int:
-        """Return how many loader processes read for this process."""
-
     def __len__(self) -> int:
         """Return how many global batches an epoch has."""
 
