@@ -216,6 +216,14 @@ def patches_of(images: torch.Tensor, patch_size: tuple[int, int]) -> torch.Tenso
     return rows.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
 
 
+def images_of(
+    patches: torch.Tensor, patch_size: tuple[int, int], grid: Sequence[int]
+) -> torch.Tensor:
+    """Return the images that ``patches_of`` made (batch, patches, values of a patch) of."""
+    pixels = patches.unflatten(2, (*patch_size, -1)).unflatten(1, tuple(grid))
+    return pixels.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
+
+
 def select(selected: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Return the rows of ``x``, (batch or 1, rows, width), that are true in ``selected``, (batch,
     results, rows); zeros for a result without a true entry, of which there may be one."""

@@ -135,7 +135,7 @@ RUN: dict[str, Run] = {
     ),
     "make train-mae": Run(
         (r"^training completed: step 1100, val loss 0\.\d+, checkpoint runs/digits-mae-",),
-        leaves=("runs/digits-mae-*/step_1100",),
+        leaves=("runs/digits-mae-*/step_1100", "runs/digits-mae-*/reconstructions.png"),
         long=True,
     ),
     "make train-dino": Run(

@@ -346,6 +346,8 @@ class Evaluations(Hook):
     model: nn.Module
     objective: Objective
     loader: BatchLoader
+    images: int
+    """How many validation images there are."""
     saves: Saves
     done: set[int]
     """The steps after which the run's folder has an evaluation."""
@@ -406,7 +408,8 @@ class Evaluations(Hook):
                     session.watchdog.alive()
                 return session.stop.due()
 
-            measure = self.objective.measure()
+            images = min(self.images, batches * session.config.data.pass_size)
+            measure = self.objective.measure(images)
             result = evaluate(
                 self.model, measure, self.loader, session.backend, batches, batch_done
             )

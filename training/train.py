@@ -192,6 +192,7 @@ def train(
                         model,
                         objective,
                         val_loader(data, backend, config.data.pass_size),
+                        data.val_length,
                         saves,
                         set(history.evaluated),
                         history.best_score,

@@ -1,5 +1,6 @@
 """``--objective mae``: against an independent one in plain PyTorch, on every form; masks; files."""
 
+import io
 import json
 import math
 
@@ -7,21 +8,25 @@ import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
 
 from data.loader import Share
 from data.source import open_data
-from models.mae import patches_of
+from models.mae import images_of, patches_of
 from tests.cli import need_xla, run_program, tiny, train_tiny, train_tiny_gpu
 from tests.marks import long
 from tests.references import plain_mae
 from tests.references.plain_checkpoint import convert
+from tests.resolved import on_gpus
 from tests.support.mae import MAE, SMALL
 from tests.support.resuming import EPOCHS_OF_5, assert_resumes_at_step_7
+from tests.tensorboard_files import events_in
 from tests.usage_error import told_in_one_line
 from tools.convert import main as to_other_form
 from training.backend import dataset_request
 from training.objectives.mae import ranks_of
 
+PICTURE = "reconstructions.png"
 PREPROCESSING = "--mean 0.485 0.456 0.406 --std 0.229 0.224 0.225 --crop_pct 0.875".split()
 
 
@@ -123,11 +128,12 @@ def test_masks_differ_and_depend_on_the_image_alone():
     assert not (ranks_of(torch.arange(64), key_of(2), 196) == whole).all(1).any()
 
 
-def test_patches_are_cut_row_by_row():
+def test_images_are_put_together_as_they_were_cut():
     images = torch.randn(3, 2, 8, 12)
     patches = patches_of(images, (4, 2))
     assert patches.shape == (3, 12, 16)
     assert torch.equal(patches[1, 7], images[1, :, 4:8, 2:4].permute(1, 2, 0).flatten())
+    assert torch.equal(images_of(patches, (4, 2), (2, 6)), images)
 
 
 # -- what a run writes, and what becomes of its weights ---------------------------------

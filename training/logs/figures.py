@@ -3,10 +3,13 @@
 import contextlib
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
 
 from data.files import reason_of, replace_file
 
@@ -97,3 +100,39 @@ def plot_curves(records: list[dict[str, Any]], path: Path, objective: str = "cla
             axis.set_ylim(0, 102)
     save_figure(figure, path)
     return path
+
+
+# -- Images beside each other ----------------------------------------------------------------------
+
+_GAP = 2
+"""Pixels between images."""
+_LEAST_SIDE = 96
+"""Pixels of an image in a picture: of a smaller one each pixel is drawn as several."""
+
+
+def spread(most: int, images: int) -> list[int]:
+    """Return the numbers of at most ``most`` of so many images, at equal distances: images of
+    a class may be next to each other."""
+    most = min(most, images)
+    return [place * images // most for place in range(most)]
+
+
+def side_by_side(columns: Sequence[np.ndarray]) -> np.ndarray:
+    """Return one picture, (height, width, 3), uint8: a row for each image, with one of each column,
+    (images, 3, height, width), from 0 to 1."""
+    times = -(-_LEAST_SIDE // max(columns[0].shape[2:]))
+    gaps = ((0, 0), (0, 0), (0, _GAP), (0, _GAP))
+    cells = [
+        np.pad(images.repeat(times, 2).repeat(times, 3), gaps, constant_values=1.0)
+        for images in columns
+    ]
+    rows = np.concatenate(cells, axis=3)
+    picture = np.concatenate(rows, axis=1)[:, :-_GAP, :-_GAP]
+    return (picture * 255).round().astype(np.uint8).transpose(1, 2, 0)
+
+
+def save_picture(pixels: np.ndarray, path: Path) -> None:
+    """Write pixels, (height, width, 3), uint8, as a PNG. Raises OSError."""
+    content = io.BytesIO()
+    Image.fromarray(pixels).save(content, format="png")
+    replace_file(path, content.getvalue())

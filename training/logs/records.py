@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, TypeGuard
 
+import numpy as np
+
 from data.files import parse_object, regular
 
 METRICS_FILE = "metrics.jsonl"
@@ -30,6 +32,8 @@ class Evaluation:
     images: int = 0
     left_out: int = 0
     """How many images could not be read."""
+    pictures: np.ndarray | None = None
+    """What the model makes of some images, as one picture: (height, width, 3), uint8."""
 
     @property
     def is_finite(self) -> bool:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from training.backend import Backend
 from training.files import LogUploads
 from training.logs.events import Events
-from training.logs.figures import plot_curves
+from training.logs.figures import plot_curves, save_picture
 from training.logs.records import (
     METRICS_FILE,
     TENSORBOARD_DIR,
@@ -29,6 +29,8 @@ from training.optimizers import COUNTS
 from training.resolve import Run
 
 CURVES_FILE = "curves.png"
+PICTURES = "reconstructions"
+"""The name of pictures in TensorBoard and, with .png, of the newest in the run's folder."""
 SMOOTHING_WINDOW = 5
 """Over how many log steps the means of loss and time per step are, which log lines show beside the
 newest values, as PyTorch/XLA's ViT-10B example does."""
@@ -236,6 +238,14 @@ class Reports:
             text += f"; of the EMA: val loss {ema.loss:.4f}"
             if ema.top1 is not None:
                 text += f", accuracy {ema.top1:.2f} %, top-5 {ema.top5:.2f} %"
+        pictures = (ema or result).pictures
+        if pictures is not None and self._active:
+            for sink in self._sinks:
+                sink.write_picture(PICTURES, pictures, step)
+            try:
+                save_picture(pictures, self._dir / f"{PICTURES}.png")
+            except OSError as error:
+                self.say(f"warning: {PICTURES}.png cannot be written ({error.strerror})")
         self.record_evaluation(step, epoch, values, text)
 
     def record_evaluation(self, step: int, epoch: int, values: dict[str, float], text: str) -> None:

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.summary import scalar
+from tensorboardX.summary import image, scalar
 
 from data.files import make_folder, no_link, replace_file
 from training.logs.records import read_metrics
@@ -40,6 +41,12 @@ class Guarded:
             if self._lost:
                 self._say(f"note: {self._name} is written again, {self._lost} record(s) are lost")
             self._lost = 0
+
+    def write_picture(self, name: str, pixels: np.ndarray, step: int) -> None:
+        """Write a picture, (height, width, 3), uint8, where the sink takes one."""
+        if hasattr(self._sink, "write_picture"):
+            with self._failing("cannot be written"):
+                self._sink.write_picture(name, pixels, step)
 
     def sync(self) -> None:
         """Sync what was written to the disk, where the sink does not do that by itself."""
@@ -125,6 +132,9 @@ class TensorBoard:
         for name, value in _grouped(record).items():
             self._write(Event(summary=scalar(name, value)), record["step"])
         self._events.flush()
+
+    def write_picture(self, name: str, pixels: np.ndarray, step: int) -> None:
+        self._write(Event(summary=image(name, pixels, dataformats="HWC")), step)
 
     def _write(self, event: Event, step: int) -> None:
         event.wall_time, event.step = time.time(), step

@@ -90,7 +90,7 @@ class Classification(Objective):
             distilled = F.kl_div(ours, theirs, reduction="batchmean", log_target=True) * tau**2
         return (1 - alpha) * loss + alpha * distilled
 
-    def measure(self, report_of: int = 0) -> Accuracy:
+    def measure(self, images: int = 0, report_of: int = 0) -> Accuracy:
         """Return what measures loss and accuracy. With ``report_of``, the images of a global batch,
         it also collects what each image was taken for."""
         return Accuracy(self._normalize, self._backend, report_of)

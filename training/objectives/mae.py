@@ -7,6 +7,7 @@ resumed run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -15,9 +16,10 @@ import torch
 from torch import nn
 
 from data.loader import PADDING
-from models.mae import MaeSpec, patches_of
+from models.mae import MaeSpec, images_of, patches_of
 from training.backend import Backend
 from training.evaluation.evaluate import Measure
+from training.logs.figures import side_by_side, spread
 from training.logs.records import Evaluation
 from training.objectives.objective import Objective, normalizer
 from training.optimizers import hashed, key_of
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 
 _EPS = 1e-6
 """Added to a patch's variance, as in the authors' code."""
+_PICTURES = 8
+_MOST_PIXELS = 2_000_000
+"""Values of all images in a picture, at most: they are read from the devices."""
 
 
 class Reconstruction(Objective):
@@ -52,41 +57,38 @@ class Reconstruction(Objective):
     ) -> torch.Tensor:
         # The passes of a step mask as one pass over all of its images would.
         step = pass_index // self._run.config.data.grad_accum_steps
-        return self.errors(model, images, labels, "step", step).mean()
+        return self.errors(*self.predict(model, images, labels, "step", step)).mean()
 
-    def errors(
+    def predict(
         self, model: nn.Module, images: torch.Tensor, numbers: torch.Tensor, *draw: object
-    ) -> torch.Tensor:
-        """Return each image's mean squared error over the patches that the encoder does not see,
-        (images,), fp32; ``numbers`` and ``draw`` decide which."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the predicted and the true patches, (images, patches, values of a patch), fp32,
+        and which of them the encoder does not see, (images, patches), boolean; ``numbers`` and
+        ``draw`` decide that. With ``--norm_pix_loss`` predictions are normalized by the patch."""
         key = key_of(self._run.config.seed, "mask", *draw)
         # One number, and yet no scalar: equal scalars would be one input of a compiled step.
         keys = self._backend.constant(torch.tensor([key], dtype=torch.int32))
         ranks = ranks_of(numbers, keys, self._spec.sizes.num_patches)
         images = self._normalize(images)
         patches = patches_of(images, self._spec.patch_size)
-        predicted = model(images, ranks).float()
-        normalize = self._run.config.objective.norm_pix_loss
-        return masked_errors(predicted, patches, ranks >= self._spec.shown, normalize=normalize)
+        return model(images, ranks).float(), patches, ranks >= self._spec.shown
 
-    def measure(self) -> Measure:
-        return ReconstructionError(self, self._backend)
+    def scale(self, patches: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return mean and deviation by which patches are normalized, (images, patches, 1)."""
+        if not self._run.config.objective.norm_pix_loss:
+            return torch.zeros_like(patches[..., :1]), torch.ones_like(patches[..., :1])
+        return patches.mean(-1, keepdim=True), (patches.var(-1, keepdim=True) + _EPS).sqrt()
 
+    def errors(
+        self, predicted: torch.Tensor, patches: torch.Tensor, hidden: torch.Tensor
+    ) -> torch.Tensor:
+        """Return each image's mean squared error over its hidden patches, (images,), fp32."""
+        mean, deviation = self.scale(patches)
+        errors = (predicted - (patches - mean) / deviation).square().mean(-1)
+        return (errors * hidden).sum(1) / hidden.sum(1)
 
-def masked_errors(
-    predicted: torch.Tensor, patches: torch.Tensor, hidden: torch.Tensor, *, normalize: bool
-) -> torch.Tensor:
-    """Return each image's mean squared error over its hidden patches, (images,).
-
-    ``predicted``, ``patches``: (images, patches, values of a patch), fp32; ``hidden``: (images,
-    patches), boolean. With ``normalize`` the targets are normalized by their patch.
-    """
-    mean, deviation = torch.zeros_like(patches[..., :1]), torch.ones_like(patches[..., :1])
-    if normalize:
-        mean = patches.mean(-1, keepdim=True)
-        deviation = (patches.var(-1, keepdim=True) + _EPS).sqrt()
-    errors = (predicted - (patches - mean) / deviation).square().mean(-1)
-    return (errors * hidden).sum(1) / hidden.sum(1)
+    def measure(self, images: int = 0) -> Measure:
+        return ReconstructionError(self, self._run, self._backend, images)
 
 
 # -- Masks -----------------------------------------------------------------------------------------
@@ -109,20 +111,37 @@ def ranks_of(numbers: torch.Tensor, key: torch.Tensor, patches: int) -> torch.Te
 
 
 class ReconstructionError(Measure):
-    """Adds up the loss of validation images, masked alike in every evaluation."""
+    """Adds up the loss of validation images, masked alike in every evaluation; draws some."""
 
     numbered = True
 
-    def __init__(self, objective: Reconstruction, backend: Backend) -> None:
-        self._objective, self._backend = objective, backend
+    def __init__(self, objective: Reconstruction, run: Run, backend: Backend, images: int) -> None:
+        """``images``: how many are evaluated, of which some are drawn; 0: none is."""
+        self._objective, self._run, self._backend = objective, run, backend
         self._totals = np.zeros(2)  # loss, images
+        sizes = run.model.sizes
+        pixels = math.prod(sizes.input_shape)
+        shown = spread(min(_PICTURES, max(1, _MOST_PIXELS // pixels)), images)
+        self._shown = backend.constant(torch.tensor(shown))
+        """The numbers of the images that are drawn."""
+        self._drawn = backend.constant(torch.zeros(len(shown), 2 * pixels + sizes.num_patches))
+        """Of each of them the patches, the same with those predicted, and which these are."""
 
     def of_batch(
         self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        errors = self._objective.errors(model, images, labels, "validation")
+        predicted, patches, hidden = self._objective.predict(model, images, labels, "validation")
+        errors = self._objective.errors(predicted, patches, hidden)
         present = labels != PADDING
         sums = torch.stack([(errors * present).sum(), present.sum().float()])
+        if len(self._shown):
+            mean, deviation = self._objective.scale(patches)
+            painted = torch.where(hidden[..., None], predicted * deviation + mean, patches)
+            # The images may be on any device: a product with ones and zeros, and a sum over all,
+            # bring them to each.
+            chosen = (self._shown[:, None] == labels).float()
+            parts = [chosen @ x.flatten(1) for x in (patches, painted, hidden.float())]
+            self._drawn = self._drawn + self._backend.sum(torch.cat(parts, dim=1))
         return {"totals": self._backend.sum(sums)}
 
     def add(self, values: Mapping[str, list[float]]) -> None:
@@ -130,4 +149,32 @@ class ReconstructionError(Measure):
 
     def result(self) -> Evaluation:
         loss, images = self._totals.tolist()
-        return Evaluation(loss / (images or float("nan")), images=int(images))
+        pictures = self._picture() if len(self._shown) else None
+        return Evaluation(loss / (images or float("nan")), images=int(images), pictures=pictures)
+
+    def _picture(self) -> np.ndarray | None:
+        """Return one picture (height, width, 3), uint8: a row for each image, with the image, what
+        is seen of it, and the reconstruction. None for images that have neither one channel nor
+        three, and if none can be read."""
+        spec = self._run.model
+        assert isinstance(spec, MaeSpec)
+        sizes, (height, width) = spec.sizes, spec.patch_size
+        values = self._backend.read({"drawn": self._drawn}).result()["drawn"]
+        drawn = torch.tensor(values).view(len(self._shown), -1)
+        drawn = drawn[drawn[:, -sizes.num_patches :].any(dim=1)]  # the others cannot be read
+        channels, pixels = sizes.input_shape[0], math.prod(sizes.input_shape)
+        if channels not in (1, 3) or not len(drawn):
+            return None
+        patches, painted, hidden = drawn.split([pixels, pixels, sizes.num_patches], dim=1)
+        hidden = hidden.repeat_interleave(height * width, dim=1)
+        whole, reconstructed, mask = (
+            images_of(x.unflatten(1, (sizes.num_patches, -1)), spec.patch_size, sizes.grid)
+            for x in (patches, painted, hidden)
+        )
+        colors = self._run.config.data.preprocessing.of_channels(channels)
+        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in colors)
+        whole, reconstructed = (
+            (x * std + mean).clamp(0, 1).expand(-1, 3, -1, -1) for x in (whole, reconstructed)
+        )
+        seen = torch.where(mask > 0, 0.5, whole)
+        return side_by_side([x.numpy() for x in (whole, seen, reconstructed)])

@@ -65,8 +65,9 @@ class Objective(abc.ABC):
         passes. Scalars, each the mean over the global batch."""
         return {}
 
-    def measure(self) -> Measure:
-        """Return what measures the model in one evaluation, if it is ``measured``."""
+    def measure(self, images: int = 0) -> Measure:
+        """Return what measures the model in one evaluation, if it is ``measured``; with ``images``,
+        how many are evaluated, it may also draw some."""
         raise NotImplementedError
 
 
