@@ -141,7 +141,7 @@ ELSEWHERE: dict[str, str] = {
         "self_check plan list_models predict eval_only use_ema eval_report json".split(),
         NOT_TRAINING,
     ),
-    **dict.fromkeys("features features_of without_labels knn probe".split(), NOT_TRAINING),
+    **dict.fromkeys("features features_of without_labels pca knn probe".split(), NOT_TRAINING),
     **dict.fromkeys(
         "chips_at_most hours price train_images plan_compilations plan_dir".split(), NOT_TRAINING
     ),

@@ -128,6 +128,7 @@ RUN: dict[str, Run] = {
         (r"^features \((class, )?mean\) of 1,797 images: features$",),
         leaves=(
             "features/features.json",
+            "features/pca.png",
             "features/val-00000-00000.safetensors",
         ),
         trained=True,

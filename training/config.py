@@ -262,7 +262,8 @@ class UseConfig:
     features: str | None = flag(
         None,
         "write features of images in train/ and val/, computed on the backend by the weights of "
-        "--resume or --init_from without their head; a new folder of .safetensors files",
+        "--resume or --init_from without their head; a new folder of .safetensors files, or of "
+        ".parquet files if its name ends in .parquet",
         kind=local_name,
         metavar="FOLDER",
         incompatible_with=(
@@ -281,6 +282,12 @@ class UseConfig:
         False,
         "let --features read images without labels, which need no class folders and no val/ "
         "(docs/data.md)",
+        requires=("features",),
+    )
+    pca: bool = flag(
+        False,
+        "let --features also draw pca.png: eight images of val/, or without one of train/, beside "
+        "the first three principal components of their patch features as red, green and blue",
         requires=("features",),
     )
     knn: bool = flag(

@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pyarrow.parquet as pq
 import torch
 import torchvision.transforms as T
 from PIL import Image
@@ -60,9 +61,12 @@ def read(folder, split):
     """All columns of a split, the images in order: arrays by name, "path" a list."""
     found = {}
     for file in sorted(folder.glob(f"{split}-*")):
-        with safe_open(file, "np") as opened:
-            columns = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-            columns["path"] = json.loads(opened.metadata()["paths"])
+        if file.suffix == ".parquet":
+            columns = pq.read_table(file).to_pydict()
+        else:
+            with safe_open(file, "np") as opened:
+                columns = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+                columns["path"] = json.loads(opened.metadata()["paths"])
         for name, values in columns.items():
             found.setdefault(name, []).extend(values)
     order = np.argsort(found["number"])

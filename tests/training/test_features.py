@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer
 
@@ -20,16 +21,20 @@ from tests.support.features import (
     FLAGS,
     FORMS,
     LOADER,
+    MEAN,
     SIZES,
+    STD,
     TRAIN,
     VAL,
     backbone,
     changed,
+    pixels_of,
     read,
     run_form,
     tokens_of,
 )
 from tests.usage_error import told_in_one_line
+from training.evaluation.features import components
 
 PREFIX = 3
 
@@ -68,6 +73,7 @@ def test_features_are_timms(form, images, weights, tmp_path):
     assert description["images"] == {"train": TRAIN, "val": VAL}
     assert description["classes"] == [str(digit) for digit in range(10)]
     assert not (tmp_path / "out.partial").exists()
+    assert_pca(tmp_path / "out" / "pca.png", images, most=40 if "bf16" in form else 2)
     for split in ("train", "val"):
         paths = sorted(path for path in (images / split).glob("*/*") if path.stem != "broken")
         found = read(tmp_path / "out", split)
@@ -111,7 +117,7 @@ def test_components_of_few_values():
 def test_parquet_of_images_without_labels(images, weights, tmp_path, capsys):
     photos = tmp_path / "photos"
     shutil.copytree(images / "val", photos)
-    out = tmp_path / "new" / "out"
+    out = tmp_path / "new" / "out.parquet"
     write_here(
         capsys, out, *FLAGS, "--init_from", weights, "--data_dir", photos, "--without_labels"
     )
@@ -121,7 +127,7 @@ def test_parquet_of_images_without_labels(images, weights, tmp_path, capsys):
     assert_are(found, tokens_of(backbone(), paths), of=("class", "mean"))
     assert sorted(path.name for path in out.iterdir()) == [
         "features.json",
-        "train-00000-00000.safetensors",
+        "train-00000-00000.parquet",
     ]
     assert json.loads((out / "features.json").read_text())["images"] == {"train": VAL}
 

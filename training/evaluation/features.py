@@ -1,13 +1,15 @@
 """Features of images, computed on the backend by a trained model without its head: ``--features``.
 
 A model's features are what it computes before its head, timm's ``forward_features``. The devices
-compute those of a batch of images, and each process reads those of its own share.
+compute those of a batch of images, and each process reads those of its own share. ``--pca`` draws
+those of patches.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import json
 import os
 import shutil
@@ -19,8 +21,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from safetensors.torch import save
 from torch import nn
+from torch.nn import functional as F
 
 from data.loader import PADDING, Batch, BatchLoader, prefetch
 from data.source import DataSource, Split, open_data
@@ -30,6 +34,7 @@ from training.evaluation.evaluate import open_trained
 from training.files import check_folder_writable, replace_file
 from training.initial_weights import InitialWeights, fit_backbone
 from training.logs.bad_images import TRAIN, VAL
+from training.logs.figures import save_picture, side_by_side, spread
 from training.objectives.objective import normalizer
 from training.processes import exchange
 from training.resolve import Run
@@ -56,10 +61,13 @@ class Features:
         self._model, self._backend = model, backend
         self._normalize = normalizer(run, backend.constant)
 
-    def loader(self, split: str) -> BatchLoader:
-        """Open a loader of a split's images, each with its number in place of its label."""
+    def loader(self, split: str, only: Sequence[int] | None = None) -> BatchLoader:
+        """Open a loader of a split's images, each with its number in place of its label. ``only``:
+        the numbers of a few; None: all."""
         size, images = self.run.config.data.pass_size, self.data.splits[split].numbered()
         open_share = functools.partial(images.batches, size)
+        if only is not None:
+            open_share = functools.partial(images.batches_of, only, size)
         return self._backend.loader(open_share, size, reads_rows=self.data.reads_rows)
 
     @contextlib.contextmanager
@@ -147,7 +155,10 @@ def open_plainly(run: Run, *, labels: bool = True) -> DataSource:
 
 _FILE_BYTES = 2**28
 """The most bytes of features in a file, unless one batch has more; a process holds three such."""
-_DESCRIPTION = "features.json"
+_DESCRIPTION, _PICTURE = "features.json", "pca.png"
+_PARQUET = ".parquet"
+_DRAWN = 8
+"""Images of ``--pca``."""
 
 
 def prepare_features(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
@@ -168,7 +179,7 @@ def prepare_features(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Ba
         partial.is_symlink()
         or not partial.is_dir()
         or any(
-            not path.name.startswith((f"{TRAIN}-", f"{VAL}-", _DESCRIPTION))
+            not path.name.startswith((f"{TRAIN}-", f"{VAL}-", _DESCRIPTION, _PICTURE))
             for path in partial.iterdir()
         )
     ):
@@ -176,6 +187,12 @@ def prepare_features(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Ba
             f"{partial}, the folder for what is incomplete, is there already and has something "
             "else: remove it, or give --features another name"
         )
+    if out.suffix == _PARQUET and not importlib.util.find_spec("pyarrow"):
+        raise UsageError(
+            f"--features {out} requires the package pyarrow: python3 -m pip install pyarrow"
+        )
+    if use.pca and run.config.data.data_source == "volumes":
+        raise UsageError("--pca draws images, --data_source volumes has none: drop one of the two")
     kinds = use.features_of
     if kinds is None:
         kinds = [CLASS, MEAN] if run.model.has_class_token else [MEAN]
@@ -224,7 +241,8 @@ def _write_features(
             raise UsageError(f"--features {out}: give a folder that all hosts share")
     model, bad_images, say = open_trained(weights, initial, data, run, backend)
     features = Features(model, run, backend, data)
-    counts, with_labels = {}, not run.config.use.without_labels
+    use, sizes, counts = run.config.use, run.model.sizes, {}
+    suffix = _PARQUET if out.suffix == _PARQUET else ".safetensors"
     for split, images in data.splits.items():
         say(f"computing features of {len(images):,} images of {split} ...")
         loader, written = features.loader(split), 0
@@ -232,9 +250,9 @@ def _write_features(
         for index, batches in enumerate(_batches_of_files(features.compute(loader, kinds))):
             if failed is not None:
                 continue  # until the end: the other processes wait for this one's features
-            path = partial / f"{split}-{exchange.rank():05}-{index:05}.safetensors"
+            path = partial / f"{split}-{exchange.rank():05}-{index:05}{suffix}"
             try:
-                written += _write_file(path, batches, images, with_labels=with_labels)
+                written += _write_file(path, batches, images, with_labels=not use.without_labels)
             except OSError as error:
                 failed = error
         with _writing(out):
@@ -243,15 +261,29 @@ def _write_features(
         bad_images.collect(split, loader, say)
         counts[split] = sum(exchange.gather(written))
     bad_images.check()
+
+    # The patches of a few images, on every host: zeros for one that cannot be read.
+    split = VAL if VAL in data.splits else TRAIN
+    drawn = spread(_DRAWN, len(data.splits[split])) if use.pca else []
+    patches = torch.zeros(len(drawn), sizes.num_patches, sizes.embed_dim)
+    if drawn:
+        for numbers, values in features.compute(features.loader(split, drawn), [PATCHES]):
+            patches[[drawn.index(number) for number in numbers]] = values[PATCHES]
+        if exchange.count() > 1:
+            dist.all_reduce(patches)
+
     with _writing(out):
         if backend.is_main:
+            if patches.any():
+                picture = _draw(data.splits[split], drawn, patches, sizes.grid)
+                save_picture(picture, partial / _PICTURE)
             description = {
                 "model": run.config.model.model,
                 "weights": str(weights.path),
                 "preprocessing": str(run.config.data.preprocessing),
                 "features": kinds,
-                "width": run.model.sizes.embed_dim,
-                "grid": run.model.sizes.grid,
+                "width": sizes.embed_dim,
+                "grid": sizes.grid,
                 "images": counts,
                 "classes": data.classes,
             }
@@ -279,7 +311,8 @@ def _batches_of_files(batches: Iterable[FeatureBatch]) -> Iterator[list[FeatureB
 def _write_file(
     path: Path, batches: list[FeatureBatch], images: Split, *, with_labels: bool
 ) -> int:
-    """Write batches, which are emptied; return how many images they are of. Raises OSError."""
+    """Write batches, which are emptied, in the form that the path's suffix names; return how many
+    images they are of. Raises OSError."""
     numbers = np.concatenate([batch_numbers for batch_numbers, _ in batches])
     tensors = {kind: torch.cat([values[kind] for _, values in batches]) for kind in batches[0][1]}
     batches.clear()  # the memory is needed
@@ -287,5 +320,54 @@ def _write_file(
     if with_labels:
         tensors["label"] = torch.from_numpy(np.asarray(images.labels)[numbers].astype(np.int64))
     paths = [images.name_of(int(number)) for number in numbers]
-    path.write_bytes(save(tensors, {"paths": json.dumps(paths)}))
+    if path.suffix != _PARQUET:
+        path.write_bytes(save(tensors, {"paths": json.dumps(paths)}))
+        return len(numbers)
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    # Names of files may hold bytes that are not text.
+    names = [name.encode(errors="surrogateescape").decode(errors="replace") for name in paths]
+    columns: dict[str, Any] = {"path": names}
+    for name, values in tensors.items():
+        columns[name] = pa.array(values.flatten().numpy())
+        if values.ndim > 1:
+            columns[name] = pa.FixedSizeListArray.from_arrays(columns[name], values[0].numel())
+    pq.write_table(pa.table(columns), path)
     return len(numbers)
+
+
+# -- --pca: the first three principal components of patches as red, green and blue -----------------
+#
+# As figure 1 of DINOv2 (arXiv 2304.07193), but without removing the background: patches that a
+# model takes for similar have similar colors, in all images of the picture.
+
+
+def _draw(
+    images: Split, numbers: list[int], patches: torch.Tensor, grid: tuple[int, ...]
+) -> np.ndarray:
+    """Return the picture of images of which the ``patches`` are features, (images, patches, width);
+    (height, width, 3), uint8: a row for each that can be read, with the image and the colors of its
+    patches. ``grid``: rows and columns of patches."""
+    loaded = [images[0, number] for number in numbers]
+    readable = [i for i, (_, label, _) in enumerate(loaded) if label != PADDING]
+    pixels = torch.stack([loaded[i][0].expand(3, -1, -1) for i in readable]) / 255
+    colors = components(patches[readable]).unflatten(1, grid).permute(0, 3, 1, 2)
+    return side_by_side([pixels.numpy(), F.interpolate(colors, pixels.shape[2:]).numpy()])
+
+
+def components(features: torch.Tensor) -> torch.Tensor:
+    """Return the first three principal components of features, (images, patches, width), over all
+    patches of all images, each from 0 to 1: (images, patches, 3), fp32. The largest weight of each
+    component is positive. One that is the same everywhere is 0."""
+    rows = features.flatten(0, 1).double()
+    rows = rows - rows.mean(dim=0)
+    _, directions = torch.linalg.eigh(rows.T @ rows)  # in ascending order
+    directions = directions[:, -3:].flip(1)
+    largest = directions.gather(0, directions.abs().argmax(dim=0, keepdim=True))
+    values = rows @ (directions * largest.sign())
+    low, high = values.amin(dim=0), values.amax(dim=0)
+    extent = high - low
+    extent = extent.clamp(min=max(1e-6 * extent.max().item(), 1e-30))  # less is rounding
+    values = (values - low) / extent
+    return F.pad(values, (0, 3 - values.shape[1])).float().view(*features.shape[:2], 3)
