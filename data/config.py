@@ -222,7 +222,7 @@ class DataConfig:
         metavar="HxW",
         requires=("data_source=folder|data_source=webdataset", "objective=classify"),
         incompatible_with=(
-            *("mesh_domain", "block", "compile_only"),
+            *("mesh_domain", "block", "compile_only", "expect"),
             *("aug_repeats", "cutmix", "cutmix_minmax", "teacher"),
         ),
     )

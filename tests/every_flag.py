@@ -150,6 +150,7 @@ ELSEWHERE: dict[str, str] = {
     "ckpt_dir": "each command has one",
     "cpu_devices": "each command has its own number",
     "resume_epoch": "needs a checkpoint of that epoch: tests/training/test_start.py",
+    "expect": "needs what --compile_only printed: tests/training/test_expectation.py",
     "init_from": "needs trained weights: tests/training/test_fine_tuning.py",
     "gram_weights": "needs trained weights: tests/training/test_dino.py",
     "gram_weight": "as --gram_weights",

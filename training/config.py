@@ -221,6 +221,13 @@ class LogConfig:
         metavar="SECONDS",
         env="STEP_TIMEOUT_S",
     )
+    expect: str | None = flag(
+        None,
+        "file that --compile_only --json printed for the same flags: the first log lines show the "
+        "expected beside the measured seconds a step, run.json has both",
+        kind=path_or_url,
+        metavar="FILE",
+    )
     wandb: str | None = flag(
         None,
         "Weights & Biases project to log to; requires the package wandb",

@@ -48,7 +48,7 @@ from training.logs.bad_images import open_bad_images
 from training.logs.events import StartParts
 from training.logs.history import fetch_history, read_history
 from training.logs.records import METRICS_FILE
-from training.logs.reports import Reports
+from training.logs.reports import Reports, read_expectation
 from training.objectives.objective import open_objective
 from training.processes import exchange
 from training.processes.stopping import StopRequest, Watchdog
@@ -64,7 +64,7 @@ def prepare_training(start: Start, run: Run) -> tuple[Run, Callable[[Run, Backen
     process. Raises UsageError."""
     parts = StartParts()
     parts.done("imports")
-    config = run.config
+    config, expected_s = run.config, read_expectation(run)
     with data_errors_as_usage_errors():
         data = open_data(dataset_request(run, labels=config.objective.uses_labels))
     if start.saved:
@@ -84,7 +84,7 @@ def prepare_training(start: Start, run: Run) -> tuple[Run, Callable[[Run, Backen
     plain = open_plainly(run) if config.log.knn_every or config.log.probe_every else None
     parts.done("data")
     planned = replace(start, weights=None)  # what is sent to other processes holds no tensors
-    return run, functools.partial(train, planned, initial, data, plain, parts)
+    return run, functools.partial(train, planned, initial, data, plain, expected_s, parts)
 
 
 def train(
@@ -92,6 +92,7 @@ def train(
     initial: InitialWeights | None,
     data: DataSource,
     plain: DataSource | None,
+    expected_s: float | None,
     parts: StartParts,
     run: Run,
     backend: Backend,
@@ -99,8 +100,8 @@ def train(
     """Train on ``backend``, or resume and train; the body of every process.
 
     ``initial``: trained weights of a new training. ``plain``: the images without augmentation, for
-    ``--knn_every`` and ``--probe_every``. ``parts``: how long the
-    start has taken so far.
+    ``--knn_every`` and ``--probe_every``. ``expected_s``: the seconds of a step that ``--expect``
+    names. ``parts``: how long the start has taken so far.
 
     Raises UsageError in all processes if they cannot start; StoppedBySignal or RunFailed if
     training ends before its last step.
@@ -130,6 +131,7 @@ def train(
             backend,
             first_step=at.step,
             last_step=last_step,
+            expected_s=expected_s,
             keep_records=history.continues,
             last_evaluation=history.evaluated.get(last_step),
         )

@@ -249,6 +249,7 @@ def test_a_resume_in_mid_epoch_on_another_backend(folder, tmp_path):
         ("--buckets 16x16 24x24", "24x24 has 36 patches, the model's own size 16"),
         ("--buckets 16x16 --pos_embed none", "it has no learned position embedding"),
         ("--buckets 16x16 --grad_ckpt auto", "is incompatible with --grad_ckpt auto"),
+        ("--buckets 16x16 --expect x.json", "is incompatible with --expect x.json"),
         ("--buckets 16x16 12x20 20x12 --batch_size 64", "use --batch_size 40 or less"),
     ],
 )

@@ -2,25 +2,29 @@
 
 import contextlib
 import functools
+import json
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from training.backend import Backend
-from training.files import LogUploads
+from training.checkpoints.choose import RUN_FILE
+from training.errors import UsageError
+from training.files import LogUploads, read_object, replace_file
 from training.logs.events import Events
 from training.logs.figures import plot_curves, save_picture
 from training.logs.records import (
     METRICS_FILE,
     TENSORBOARD_DIR,
     Evaluation,
+    is_number,
     read_metrics,
     summary,
 )
@@ -31,6 +35,8 @@ from training.resolve import Run
 CURVES_FILE = "curves.png"
 PICTURES = "reconstructions"
 """The name of pictures in TensorBoard and, with .png, of the newest in the run's folder."""
+_COMPARED = 3
+"""How many log lines show the expected seconds a step beside the measured ones."""
 SMOOTHING_WINDOW = 5
 """Over how many log steps the means of loss and time per step are, which log lines show beside the
 newest values, as PyTorch/XLA's ViT-10B example does."""
@@ -52,6 +58,38 @@ class StepTimer:
         return time.perf_counter() - self.started
 
 
+def read_expectation(run: Run) -> float | None:
+    """Return the seconds of a step in ``--expect``'s file; None without the flag. Raises UsageError
+    if it is no such file, or of another run."""
+    name = run.config.log.expect
+    if name is None:
+        return None
+    try:
+        expected = read_object(Path(name))
+        seconds = expected["expected_step_s"]
+        if seconds is not None and not is_number(seconds, least=1e-9):
+            raise ValueError
+    except OSError as error:
+        raise UsageError(f"--expect {name} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError):
+        raise UsageError(f"--expect {name} is not what --compile_only --json prints") from None
+    if seconds is None:
+        raise UsageError(f"--expect {name} is of a step that does not fit")
+    here = {
+        "batch_size": run.config.data.batch_size,
+        "precision": run.config.sharding.precision,
+        "mesh": asdict(run.mesh),
+        "parameters": run.model.parameter_count,
+        "input_shape": list(run.model.sizes.input_shape),
+    }
+    for what, value in here.items():
+        if value != expected.get(what):
+            raise UsageError(
+                f"--expect {name} is of another run: {what} {expected.get(what)}, here {value}"
+            )
+    return float(seconds)
+
+
 class Reports:
     """Writes the reports in the first process of a run, and nothing in all others. Values of log
     steps are futures: they are written, in order, when they have arrived."""
@@ -63,12 +101,13 @@ class Reports:
         *,
         first_step: int,
         last_step: int,
+        expected_s: float | None = None,
         keep_records: bool = True,
         last_evaluation: str | None = None,
     ) -> None:
-        """Open the reports of a run. ``keep_records``: those of its folder up to ``first_step`` are
-        of the same run. ``last_evaluation``: the figure of an earlier evaluation of the last
-        step."""
+        """Open the reports of a run. ``expected_s``: the seconds of a step that ``--expect`` names.
+        ``keep_records``: those of its folder up to ``first_step`` are of the same run.
+        ``last_evaluation``: the figure of an earlier evaluation of the last step."""
         active, folder = backend.is_main, run.log_dir
         self._dir, self._backend, self._active = folder, backend, active
         self._batch_size = run.config.data.batch_size
@@ -79,6 +118,7 @@ class Reports:
         """Log steps whose loss and norm are still on the device: the rest of their records."""
         self._losses: deque[float] = deque(maxlen=SMOOTHING_WINDOW)
         self._times: deque[float] = deque(maxlen=SMOOTHING_WINDOW)
+        self._expected_s, self._compared = expected_s, 0
         self._compilations = -1
         self._skipped = 0.0
         self.plot: Path | None = None
@@ -185,6 +225,18 @@ class Reports:
                 self._times.append(record["sec_per_iter"])
             if not self._active:
                 continue
+            comparison = ""
+            if self._expected_s and "sec_per_iter" in record and self._compared < _COMPARED:
+                self._compared += 1
+                expected, measured = self._expected_s, record["sec_per_iter"]
+                record["expected_sec_per_iter"] = expected
+                comparison = f", expected: {expected:.4f} ({measured / expected:.2f}x)"
+                try:
+                    content = read_object(self._dir / RUN_FILE)
+                    content["step_s"] = {"expected": expected, "measured": measured}
+                    replace_file(self._dir / RUN_FILE, json.dumps(content, indent=2) + "\n")
+                except (OSError, ValueError) as error:
+                    self.say(f"warning: {RUN_FILE} cannot be written ({error})")
             self._write(record)
             mean_loss, mean_time = (
                 f" (mean of {len(newest)}: {sum(newest) / len(newest):.4f})"
@@ -199,7 +251,7 @@ class Reports:
                 f"grad norm: {record['grad_norm']:.4f}",
             ]
             if "images_per_s" in record:
-                parts.append(f"sec/iter: {record['sec_per_iter']:.4f}{mean_time}")
+                parts.append(f"sec/iter: {record['sec_per_iter']:.4f}{mean_time}{comparison}")
                 parts.append(f"images/s: {record['images_per_s']:.1f}")
                 parts.append(f"data wait: {record['data_wait']:.1%}")
             if "mfu" in record:

@@ -68,7 +68,7 @@ class ObjectiveConfig:
         kind=global_by_local,
         metavar="GxL",
         requires=("objective=dino",),
-        incompatible_with=("compile_only",),
+        incompatible_with=("compile_only", "expect"),
     )
     global_crops_scale: tuple[float, float] = _dino_flag(
         (0.32, 1.0),
