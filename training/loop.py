@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -374,7 +374,7 @@ class Evaluations(Hook):
         if result is None or (with_ema and ema is None):
             return
         session.bad_images.collect(VAL, self.loader, session.reports.say)
-        result = replace(result, left_out=len(session.bad_images.found[VAL]))
+        result = session.bad_images.excluding_unreadable(result)
         if session.bad_images.excess:
             session.stop.exit_code = BAD_IMAGES
             return

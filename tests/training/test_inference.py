@@ -216,7 +216,7 @@ def test_eval_only_repeats_the_runs_own(name, flags, processes, trained, files, 
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     result, expected = json.loads(done.stdout), trained.evaluations[-1]
-    keys = "val_loss val_top1 val_top5 val_images bad_images"
+    keys = "val_loss val_top1 val_top5 val_images bad_images lost_classes"
     assert {*result} == {*keys.split()}
     assert result["bad_images"] == 0
     assert result["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-5)

@@ -7,7 +7,6 @@ import functools
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -173,10 +172,10 @@ def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Bac
     bad_images.check()
     if not result.images:
         raise UsageError(f"no image of {data.name}/val can be read", agreed=True)
-    result = replace(result, left_out=len(bad_images.found[VAL]))
+    names = _class_names(weights, data.classes or [], run.model.sizes.num_classes)
+    result = bad_images.excluding_unreadable(result, names)
     say(str(result))
     if use.eval_report and isinstance(measure, Accuracy) and backend.is_main:
-        names = _class_names(weights, data.classes or [], run.model.sizes.num_classes)
         try:
             write_report(measure.predictions(), names, folder_at(use.eval_report), say)
         except OSError as error:
@@ -185,6 +184,7 @@ def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Bac
             ) from None
         say(f"report on {len(names):,} classes: {use.eval_report}")
     if use.json and backend.is_main:
-        print(as_json(result.values | {"bad_images": result.left_out}))
+        left_out = {"bad_images": result.left_out, "lost_classes": result.lost_classes}
+        print(as_json(result.values | left_out))
     if not result.is_finite:
         raise RunFailed(f"the val loss of {weights.path} is not finite", NOT_FINITE)

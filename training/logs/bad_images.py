@@ -2,14 +2,18 @@
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+
+import numpy as np
 
 from data.files import no_link, regular
 from data.loader import BatchLoader
 from data.source import DataSource
 from training.errors import UsageError
+from training.logs.records import Evaluation
 from training.processes import exchange
 from training.resolve import Run
 
@@ -34,11 +38,10 @@ class BadImages:
         """Count unreadable images of ``data`` against ``limit``, as --max_bad_images has it, with
         those of earlier starts, which ``file`` lists; None: nothing is written. All processes must
         call this."""
-        self._limit, self._file, self._is_main = limit, file, is_main
+        self._limit, self._data, self._file, self._is_main = limit, data, file, is_main
         self._sizes = {TRAIN: data.train_length, VAL: data.val_length}
-        self._paths: dict[str, set[str]] = {TRAIN: set(), VAL: set()}
-        self.found: dict[str, set[str]] = {TRAIN: set(), VAL: set()}
-        """By split, the paths of those that this start has found itself."""
+        self._labels: dict[str, dict[str, int | None]] = {TRAIN: {}, VAL: {}}
+        """The label of each by its path, by split; None where an earlier start has found it."""
         listed: list[list[str]] = []
         if file and is_main:  # it reads the file for all, so that all count alike
             with (
@@ -49,13 +52,13 @@ class BadImages:
         listed = exchange.gather(listed)[0]
         self._listed = {path for path, *_ in listed}
         for path, *others in listed:
-            if others and others[-1] in self._paths:  # earlier versions wrote no split
-                self._paths[others[-1]].add(path)
+            if others and others[-1] in self._labels:  # earlier versions wrote no split
+                self._labels[others[-1]][path] = None
 
     @property
     def excess(self) -> str | None:
         """The error if more images cannot be read than the limit; the same in all processes."""
-        total = sum(map(len, self._paths.values()))
+        total = sum(map(len, self._labels.values()))
         advice = f": mend or remove them, or allow more with --max_bad_images {total}"
         if isinstance(self._limit, int):
             if total <= self._limit:
@@ -63,7 +66,7 @@ class BadImages:
             return (
                 f"{total:,} images cannot be read, more than --max_bad_images {self._limit}{advice}"
             )
-        for split, paths in self._paths.items():
+        for split, paths in self._labels.items():
             size = self._sizes[split]
             most = math.ceil(size * Fraction(self._limit.rstrip("%")) / 100)
             if len(paths) > most:
@@ -83,9 +86,8 @@ class BadImages:
         processes must call this."""
         new: dict[str, str] = {}
         for part in exchange.gather(loader.bad_images()):
-            for path, reason, _ in part:
-                self._paths[split].add(path)
-                self.found[split].add(path)
+            for path, reason, label in part:
+                self._labels[split][path] = label
                 if path not in self._listed:
                     new[path] = reason
         self._listed |= new.keys()
@@ -103,6 +105,21 @@ class BadImages:
                     )
             except OSError as error:
                 say(f"warning: {FILE} cannot be written ({error.strerror})")
+
+    def excluding_unreadable(
+        self, result: Evaluation, names: Sequence[str] | None = None
+    ) -> Evaluation:
+        """Return an evaluation with the number of unreadable images, and the classes without any
+        other. ``names``: of the classes, by label (default: those of the data)."""
+        names = self._data.classes or [] if names is None else names
+        unreadable = [label for label in self._labels[VAL].values() if label is not None]
+        labels = np.asarray(self._data.splits[VAL].labels)
+        lost = tuple(
+            names[label] if label < len(names) else f"class {label}"
+            for label in sorted(set(unreadable))
+            if unreadable.count(label) == np.count_nonzero(labels == label)
+        )
+        return replace(result, left_out=len(unreadable), lost_classes=lost)
 
 
 def open_bad_images(run: Run, data: DataSource, *, is_main: bool) -> BadImages:

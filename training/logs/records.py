@@ -12,11 +12,12 @@ from typing import Any, TextIO, TypeGuard
 
 import numpy as np
 
-from data.files import parse_object, regular
+from data.files import parse_object, printable, regular
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 TENSORBOARD_DIR = "tensorboard"
+_CLASSES_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Evaluation:
     images: int = 0
     left_out: int = 0
     """How many images could not be read."""
+    lost_classes: tuple[str, ...] = ()
+    """The classes of which no image could be read."""
     pictures: np.ndarray | None = None
     """What the model makes of some images, as one picture: (height, width, 3), uint8."""
 
@@ -53,9 +56,15 @@ class Evaluation:
             images += f" of {self.images + self.left_out:,}"
         if self.top1 is None:
             return f"val loss: {self.loss:.4f} of {images} images"
+        lost = printable(", ".join(self.lost_classes[:_CLASSES_SHOWN]))
+        if len(self.lost_classes) > 1:
+            more = ", ..." if len(self.lost_classes) > _CLASSES_SHOWN else ""
+            lost = f", {len(self.lost_classes):,} classes have none left ({lost}{more})"
+        elif lost:
+            lost = f", class {lost} has none left"
         return (
-            f"val loss: {self.loss:.4f}, accuracy on val: {self.top1:.2f} % of {images} images, "
-            f"top-5: {self.top5:.2f} %"
+            f"val loss: {self.loss:.4f}, accuracy on val: {self.top1:.2f} % of {images} images"
+            f"{lost}, top-5: {self.top5:.2f} %"
         )
 
 
