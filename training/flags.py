@@ -20,7 +20,7 @@ import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from config_fields import Flag, flag_of, not_empty
 from training.errors import UsageError, prints_here
@@ -197,28 +197,53 @@ def check_foreign(others: Iterable[Any], backend: str, given: Collection[str]) -
 # Files of flags: @FILE stands for the words in the file.
 
 
+_LARGEST_FILE = 2**20  # bytes
+
+
 class _Mistake(UsageError):
     """Raised for a command line that cannot be read; the message is one line."""
 
 
-def _expanded(words: Iterable[str], including: tuple[Path, ...] = ()) -> Iterator[str]:
+class _Word(NamedTuple):
+    """A word of the command line; of one from a file, the file and its line."""
+
+    text: str
+    file: str = ""
+    line: int = 0
+
+    @property
+    def place(self) -> str:
+        return f"{self.file}, line {self.line}: " if self.file else ""
+
+
+def _expanded(words: Iterable[_Word], including: tuple[Path, ...] = ()) -> Iterator[_Word]:
     """Yield words, with each ``@FILE`` replaced by those in the file. ``including``: the files that
     include these words."""
     for word in words:
-        if not word.startswith("@"):
+        file = word.text
+        if not file.startswith("@"):
             yield word
             continue
-        file = Path(os.path.expanduser(word[1:]))  # may be a pipe, of a shell's @<(...)
-        path = Path(os.path.realpath(file))
+        path = Path(os.path.realpath(os.path.expanduser(file[1:])))
         if path in including:
-            raise _Mistake(f"{word} includes itself: remove the @ line that closes the circle")
+            raise _Mistake(f"{file} includes itself: remove the @ line that closes the circle")
         try:
-            lines = file.read_text("utf-8-sig").splitlines()
-        except UnicodeDecodeError:
-            raise _Mistake(f"{word}: not UTF-8 text: save the file as UTF-8") from None
+            with open(os.path.expanduser(file[1:]), "rb") as opened:  # may be a pipe, of @<(...)
+                content = opened.read(_LARGEST_FILE + 1)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
-            raise _Mistake(f"{word}: {reason} (@FILE stands for the flags in FILE)") from None
+            raise _Mistake(f"{file}: {reason} (@FILE stands for the flags in FILE)") from None
+        if len(content) > _LARGEST_FILE:
+            raise _Mistake(
+                f"{file} has more than {_LARGEST_FILE:,} bytes: it is not a file of flags"
+            )
+        try:
+            lines = content.decode("utf-8-sig").splitlines()
+        except UnicodeDecodeError as error:
+            number = content.count(b"\n", 0, error.start) + 1
+            raise _Mistake(
+                f"{file}, line {number}: not UTF-8 text: save the file as UTF-8"
+            ) from None
         # Words are quoted as in a shell, # starts a comment, a backslash at a line's end continues.
         continued = ""
         for number, text in enumerate([*lines, ""], 1):
@@ -226,11 +251,13 @@ def _expanded(words: Iterable[str], including: tuple[Path, ...] = ()) -> Iterato
             line = continued + re.sub(r"\s\\$", "", text.rstrip())
             continued = ""
             try:
-                yield from _expanded(shlex.split(line, comments=True), (*including, path))
+                in_line = [_Word(text, file, number) for text in shlex.split(line, comments=True)]
             except ValueError as error:
                 if str(error) != "No escaped character":
-                    raise _Mistake(f"{word}, line {number}: {error}: {line}") from None
+                    raise _Mistake(f"{file}, line {number}: {error}: {line}") from None
                 continued = line[:-1]
+            else:
+                yield from _expanded(in_line, (*including, path))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -243,13 +270,21 @@ class FlagParser(argparse.ArgumentParser):
     """Reads words; raises ``_Mistake`` on a wrong one."""
 
     options: dict[str, FlagField]
+    flags: list[_Word]
+    """The flags on the command line that have not been read yet."""
+    given: dict[tuple[str, str], dict[str, Any]]
+    """The values read, by field and file, and by the flag's name."""
 
     def error(self, message: str) -> NoReturn:
-        raise _Mistake(message)
+        raise _Mistake(f"{self.flags[0].place if self.flags else ''}{message}")
 
 
 class _Set(argparse.Action):
-    """Sets a field to the value read, or to the one that a name without a value stands for."""
+    """Sets a field to the value read, or to the one that a name without a value stands for.
+
+    Two flags may not set one field to different values. The same flag given again replaces the
+    first, and so does one after the file with the first.
+    """
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         option = parser.options[self.dest]
@@ -257,6 +292,16 @@ class _Set(argparse.Action):
             values = option.bare_names[option_string]
         elif option.flag.several:
             values = values[0] if len(values) == 1 else tuple(values)
+        given = parser.given.setdefault((self.dest, parser.flags[0].file), {})
+        given[option_string] = values
+        for name, value in given.items():
+            if value != values:
+                contradiction = " contradicts ".join(
+                    " ".join([flag, *([] if flag in option.bare_names else option.words(v)[1:])])
+                    for flag, v in ((name, value), (option_string, values))
+                )
+                parser.error(f"{contradiction}: drop one of the two")
+        parser.flags.pop(0)
         setattr(namespace, self.dest, values)
 
 
@@ -264,6 +309,7 @@ def build_parser(shown: Sequence[FlagField]) -> FlagParser:
     """Return the parser of these flags; its Namespace holds only what was given."""
     parser = FlagParser(prog=PROGRAM, description=_DESCRIPTION, allow_abbrev=False, add_help=False)
     parser.options = {option.field.name: option for option in shown}
+    parser.flags, parser.given = [], {}
     hidden = argparse.SUPPRESS  # what it prints says what it does
     parser.add_argument("-h", "--help", nargs="?", const="", default=hidden, help=hidden)
     groups: dict[str, Any] = {}
@@ -315,21 +361,23 @@ def parse(argv: Sequence[str] | None, configs: Mapping[str, type]) -> dict[str, 
     field ``given`` gets the names of all fields that are set. Exits with code 2 on a wrong
     argument, and with 0 after ``--help``."""
     known = [option for config in configs.values() for option in flag_fields(config)]
+    names = {name for option in known for name in (*option.names, *option.bare_names)}
     parser = build_parser(known)
     try:
-        words = [*_expanded(sys.argv[1:] if argv is None else argv)]
-        namespace, unknown = parser.parse_known_args(words)
+        words = [*_expanded(map(_Word, sys.argv[1:] if argv is None else argv))]
+        parser.flags = [word for word in words if word.text.partition("=")[0] in names]
+        namespace, unknown = parser.parse_known_args([word.text for word in words])
         values = vars(namespace)
         if "help" in values:
             _print_help(values["help"], known)
         if unknown:
             wrong = next((word for word in unknown if word.startswith("-")), unknown[0])
+            place = next(word.place for word in words if word.text == wrong)
             if not wrong.startswith("-"):
-                raise _Mistake(f"unrecognized argument: {wrong}")
-            names = {name for option in known for name in (*option.names, *option.bare_names)}
+                raise _Mistake(f"{place}unrecognized argument: {wrong}")
             near = difflib.get_close_matches(wrong.partition("=")[0], sorted(names), n=1)
             meant = f": did you mean {near[0]}?" if near else ""
-            raise _Mistake(f"unknown flag {wrong}{meant}")
+            raise _Mistake(f"{place}unknown flag {wrong}{meant}")
         values["given"] = frozenset(values)
         for option in known:
             env = option.flag.env
