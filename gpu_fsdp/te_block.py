@@ -122,7 +122,7 @@ class TeBlocks(TimmBlocks):
                     target[TE_NAME[name]].copy_(parameter)
         return layer
 
-    def checkpoint(self, block: nn.Module, mode: str) -> None:
+    def recompute(self, block: nn.Module, mode: str) -> None:
         """Recompute all of it in the backward pass, with the FP8 scales of the forward pass."""
         te = import_te()
         block.forward = functools.partial(te.checkpoint, block.forward, use_reentrant=False)

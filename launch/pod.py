@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import queue
 import signal
@@ -18,7 +19,9 @@ from typing import IO, Any
 from launch import CRASH_SECONDS, STOPS, is_crash, write_line
 
 _LONGEST_LINE = 65536
-"""The bytes after which output without a line end is divided."""
+"""The characters after which output without a line end is divided."""
+_BAR_SECONDS = 10.0
+"""The seconds between shown states of a progress bar, which end with \\r."""
 GRACE_SECONDS = 120.0
 """The seconds that programs have to end by themselves, with a checkpoint perhaps."""
 AS_ASKED = 128 + signal.SIGTERM
@@ -52,11 +55,17 @@ class Worker:
 
     def _follow(self, pod: Pod, log: IO[bytes]) -> None:
         def copy(source: IO[bytes], target: IO[str]) -> None:
-            while line := source.readline(_LONGEST_LINE):
-                line = line.rstrip(b"\r\n").rpartition(b"\r")[2]  # of a progress bar the last state
+            text = io.TextIOWrapper(source, "utf-8", "surrogateescape", newline="")
+            shown = -_BAR_SECONDS
+            while line := text.readline(_LONGEST_LINE):
+                if line.endswith("\r"):
+                    if not line.strip() or time.monotonic() - shown < _BAR_SECONDS:
+                        continue
+                    shown = time.monotonic()
+                content = line.rstrip("\r\n").encode(errors="surrogateescape")
                 with contextlib.suppress(OSError):  # a full disk here stops no training there
-                    log.write(line + b"\n")
-                pod.write(f"[worker {self.index}] {line.decode(errors='replace')}", target)
+                    log.write(content + b"\n")
+                pod.write(f"[worker {self.index}] {content.decode(errors='replace')}", target)
 
         assert self.client.stdout is not None
         assert self.client.stderr is not None

@@ -7,12 +7,14 @@ moment, and a model larger than the host's memory can be converted.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.planner import ReadItem
+from tqdm import tqdm
 
 from config_fields import local_path
 from models.config import VitConfig
@@ -40,6 +44,51 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_SIZE = "5GB"
 _ALIGNMENT = 64
 """Bytes."""
+
+# -- Progress --------------------------------------------------------------------------------------
+
+
+def progress_bar(action: str, size: int) -> tqdm:
+    """Return a bar that counts bytes, shown on a terminal if there are any."""
+    hide = None if size else True  # None: but on a terminal
+    return tqdm(
+        desc=action, total=size, unit="B", unit_scale=True, dynamic_ncols=True, disable=hide
+    )
+
+
+class ShownReading(dcp.DefaultLoadPlanner):
+    """Counts what DCP has read."""
+
+    def __init__(self, bar: tqdm) -> None:
+        super().__init__()
+        self._bar = bar
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        self._bar.update(tensor.nbytes)
+
+
+@contextlib.contextmanager
+def shown_writing(folder: Path, size: int) -> Iterator[None]:
+    """Show how many of ``size`` bytes are on the disk, of files that are written inside."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.5):
+            with contextlib.suppress(OSError):  # a file that is renamed
+                # In blocks: safetensors gives a file its size before it writes.
+                written = sum(512 * path.stat().st_blocks for path in folder.rglob("*"))
+                bar.update(min(written, size) - bar.n)
+
+    with progress_bar("write", size) as bar:
+        thread = threading.Thread(target=watch)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+        bar.update(size - bar.n)
+
 
 # -- Reading ---------------------------------------------------------------------------------------
 
@@ -89,13 +138,12 @@ def read_checkpoint(
             shape = torch.Size((sum(rows[name]), *shape[1:]))
         layouts[name] = torch.empty(shape, dtype=number_format, device="meta")
     tensors = mapped_like(layouts, scratch)
-    content: dict[
-        str, Any
-    ] = {}  # of the checkpoint's entries, which DCP reads and casts, one part at a time
+    content: dict[str, Any] = {}  # entries, which DCP reads and casts, one part at a time
     for name, parts in names.items():
         pieces = tensors[name].split(rows[name]) if name in rows else [tensors[name]]
         content |= {stored[part]: piece for part, piece in zip(parts, pieces, strict=True)}
-    checkpoint.load_into(content, found.path)
+    with progress_bar("read", sum(tensor.nbytes for tensor in tensors.values())) as bar:
+        checkpoint.load_into(content, found.path, planner=ShownReading(bar))
     return tensors
 
 
@@ -111,8 +159,10 @@ def cast(
         },
         scratch,
     )
-    for name, tensor in narrow.items():
-        tensor.copy_(tensors[name])
+    with progress_bar("cast", sum(tensor.nbytes for tensor in narrow.values())) as bar:
+        for name, tensor in narrow.items():
+            tensor.copy_(tensors[name])
+            bar.update(tensor.nbytes)
     return {**tensors, **narrow}
 
 
@@ -223,6 +273,7 @@ def convert(options: Any, form: str, max_shard_size: str | None) -> str:
 
     remove()
     try:
+        partial.mkdir()
         if run:
             config = timm_config(run)
         else:
@@ -243,8 +294,10 @@ def convert(options: Any, form: str, max_shard_size: str | None) -> str:
                 tensors[name] = tensor.clone(memory_format=torch.contiguous_format)  # a view
         if dtype:
             tensors = cast(tensors, dtype, dst.parent)
-        write(form, partial, tensors, run, config, max_shard_size)
-        partial.rename(dst)
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        with shown_writing(partial, size):
+            write(form, partial / dst.name, tensors, run, config, max_shard_size)
+        (partial / dst.name).rename(dst)
     except UsageError:
         raise
     # A full disk shows as OSError, as an error of the zip writer, or wrapped by DCP.
@@ -253,7 +306,6 @@ def convert(options: Any, form: str, max_shard_size: str | None) -> str:
         raise UsageError(f"{path} cannot be converted to {dst}: {reason}") from None
     finally:
         remove()
-    size = sum(tensor.nbytes for tensor in tensors.values())
     return f"converted {path}: {len(tensors)} tensors, {size:,} bytes, to {dst}"
 
 

@@ -1,7 +1,7 @@
 """Goodput: the share of a run's wall time in useful steps; docs/files.md defines the parts.
 
-``python3 -m tools.goodput RUN_DIR`` adds up events.jsonl, prints a table, and suggests how often to
-save. ``--chips`` forecasts what failures will cost a run of that size.
+``python3 -m tools.goodput RUN_DIR`` adds up events.jsonl, prints a table, draws a picture, and
+suggests how often to save. ``--chips`` forecasts what failures will cost a run of that size.
 """
 
 import functools
@@ -11,11 +11,13 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from config_fields import bounded, local_path, seconds
 from training.errors import UsageError
 from training.flags import OneLineParser
+from training.logs.figures import pyplot, save_figure
 from training.logs.records import EVENTS_FILE, damaged_lines, is_number, read_events
 from training.processes.output import exit_quietly_on_broken_pipe
 
@@ -338,7 +340,7 @@ def suggest(account: Account) -> dict[str, float]:
     }
 
 
-# -- The report: a table, JSON values --------------------------------------------------------------
+# -- The report: a table, JSON values, a picture ---------------------------------------------------
 
 _RESTARTS_SHOWN = 10
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
@@ -462,13 +464,58 @@ def as_values(name: str, account: Account) -> dict[str, Any]:
     return values
 
 
+COLOURS = {
+    USEFUL: "#2e8b57",
+    DATA: "#e6b422",
+    FIRST: "#6baed6",
+    OTHER: "#c6dbef",
+    EVAL: "#9e9ac8",
+    SAVE: "#f08c3a",
+    LOCAL: "#fdd0a2",
+    LOST: "#c0392b",
+    DOWN: "#7f7f7f",
+}
+
+
+def short_names(folders: Sequence[Path]) -> list[str]:
+    """Return the last part of each path, or the whole paths if those parts are not different."""
+    names = [folder.name for folder in folders]
+    return list(map(str, folders)) if "" in names or len(set(names)) < len(names) else names
+
+
+def draw(accounts: Mapping[Path, Account], path: Path) -> None:
+    """Draw the shares of wall time, a bar a run. Raises OSError, or ValueError for a suffix."""
+    figure, axis = pyplot().subplots(figsize=(10, 1.7 + 0.55 * len(accounts)), layout="constrained")
+    names = [
+        f"{name}\n{duration(account.wall_s)}"
+        for name, account in zip(short_names([*accounts]), accounts.values(), strict=True)
+    ]
+    left = [0.0] * len(accounts)
+    for part, colour in COLOURS.items():
+        shares = [100 * a.seconds[part] / a.wall_s if a.wall_s else 0.0 for a in accounts.values()]
+        if not any(shares):
+            continue
+        bars = axis.barh(names, shares, left=left, color=colour, label=part, height=0.62)
+        texts = [f"{share:.1f} %" if share >= 5 else "" for share in shares]
+        on_dark = "white" if part in (USEFUL, LOST, DOWN) else "black"
+        axis.bar_label(bars, texts, label_type="center", fontsize=8, color=on_dark)
+        left = [before + share for before, share in zip(left, shares, strict=True)]
+    axis.invert_yaxis()
+    axis.set(xlim=(0, 100), xlabel="% of wall time")
+    axis.spines[["top", "right"]].set_visible(False)
+    if axis.containers:
+        figure.legend(loc="outside upper center", ncols=4, fontsize=8, frameon=False)
+    save_figure(figure, path)
+
+
 # -- The command line ------------------------------------------------------------------------------
 
 _PROGRAM = "tools.goodput"
+_PICTURE = "goodput.png"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the tables; return the exit code."""
+    """Print the tables and draw the picture; return the exit code."""
     parser = OneLineParser(
         _PROGRAM,
         "Print which share of a run's wall time went to useful steps, and where the rest went; "
@@ -477,6 +524,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("runs", nargs="*", type=local_path, metavar="RUN_DIR", help="a run's --ckpt_dir")
     add("--json", action="store_true", help="print only JSON (default: off)")
+    add(
+        "--picture",
+        type=local_path,
+        metavar="FILE",
+        help=f"write the picture here (default: {_PICTURE} in the first RUN_DIR)",
+    )
     add(
         "--chips",
         type=bounded(int, 1, 10**6),
@@ -510,6 +563,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     values: list[dict[str, Any]] = []
     texts: list[str] = []
     left_out = []
+    accounts: dict[Path, Account] = {}
     try:
         if not forecasts and (options.save_s is not None or options.restart_s is not None):
             raise UsageError("--save_s and --restart_s are for a forecast: give --chips")
@@ -520,7 +574,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise UsageError(f"{run} is not a folder: give a run's --ckpt_dir")
             try:
                 events = read_events(run)
-                account = account_of(events)
+                accounts[run] = account = account_of(events)
             except FileNotFoundError:
                 raise UsageError(
                     f"{run} has no {EVENTS_FILE}, which runs of earlier versions did not write: "
@@ -539,6 +593,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not options.runs:
             values.append({"forecast": forecast(options, None)})
             texts.append(forecast_lines(values[-1]["forecast"]))
+        else:
+            picture = options.picture or options.runs[0] / _PICTURE
+            try:
+                draw(accounts, picture)
+            except (OSError, ValueError) as error:  # ValueError: an unknown suffix
+                raise UsageError(f"cannot write {picture}: {error}") from None
+            texts.append(f"picture: {picture}")
     except UsageError as error:
         print(f"{_PROGRAM}: error: {error}", file=sys.stderr)
         return 2

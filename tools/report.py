@@ -262,17 +262,6 @@ def _text(x: float, y: float, text: str, anchor: str) -> str:
 
 # -- Wall time: one lane a run ---------------------------------------------------------------------
 
-_COLOURS = {
-    goodput.USEFUL: "#2e8b57",
-    goodput.DATA: "#e6b422",
-    goodput.FIRST: "#6baed6",
-    goodput.OTHER: "#c6dbef",
-    goodput.EVAL: "#9e9ac8",
-    goodput.SAVE: "#f08c3a",
-    goodput.LOCAL: "#fdd0a2",
-    goodput.LOST: "#c0392b",
-    goodput.DOWN: "#7f7f7f",
-}
 _LANE, _LANES_LEFT, _LANES_RIGHT = 62, 10, 1190
 _PIXELS = _LANES_RIGHT - _LANES_LEFT
 
@@ -328,13 +317,13 @@ def lanes(runs: Mapping[int, RecordedRun]) -> str:
                     part = goodput.PARTS[largest[start]]
                     parts.append(
                         f'<rect x="{_LANES_LEFT + start}" y="{top + 24}" width="{end - start}" '
-                        f'height="18" fill="{_COLOURS[part]}"><title>{part}</title></rect>'
+                        f'height="18" fill="{goodput.COLOURS[part]}"><title>{part}</title></rect>'
                     )
             parts += _marks(runs[number], first[number], pixel_s, top + 14)
         parts.append("</g>")
     swatches = "".join(
         f'<span><span class="swatch" style="background:{colour}"></span> {part}</span>'
-        for part, colour in _COLOURS.items()
+        for part, colour in goodput.COLOURS.items()
         if part != goodput.DATA and any(account.seconds[part] for account in accounts.values())
     )
     signs = "".join(
@@ -597,10 +586,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         if len({folder.resolve() for folder in options.runs}) < len(options.runs):
             raise UsageError("a folder is given twice: drop one of the two")
-        # The last part of each path, or the whole paths if those parts are not different.
-        names = [folder.name for folder in options.runs]
-        if "" in names or len(set(names)) < len(names):
-            names = list(map(str, options.runs))
+        names = goodput.short_names(options.runs)
         runs = [
             read_run(folder, printable(name))
             for folder, name in zip(options.runs, names, strict=True)

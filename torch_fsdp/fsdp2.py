@@ -3,7 +3,6 @@
 (Megatron-FSDP is ``gpu_fsdp/megatron.py``.)
 """
 
-import functools
 import math
 
 import torch
@@ -36,8 +35,9 @@ class Fsdp2Backend(TorchBackend):
     def __init__(self, run: TorchRun, device: Device) -> None:
         super().__init__(run, device)
         mesh, kind = run.mesh, device.where.type
-        # Parameters are sharded over (dcn, fsdp), also by processes that share an image. Any one
-        # may have any part of the batch, but those that share an image have consecutive ranks.
+        # The axis "fsdp" of _mesh includes "domain": processes that share an image shard parameters
+        # too. That of _image_mesh does not. Any process may have any part of the batch, but those
+        # that share an image have consecutive ranks.
         shape = (mesh.dcn, mesh.fsdp * mesh.domain) if self._zero else (mesh.devices, 1)
         ranks = torch.arange(mesh.devices).view(shape)
         if mesh.domain == 1:
@@ -85,27 +85,13 @@ class Fsdp2Backend(TorchBackend):
             _move(block, device)
             blocks.append(_shard(block, run, self._mesh))
 
-        # Around the blocks: embedding, norm, head.
+        # Around the blocks: embedding, norm, head. Only what is still on meta: the blocks are done.
         initialize(model, "")
         _move(model, device)
 
-        # Domain parallelism: each process has the positions of its tokens. Processes along "domain"
-        # have other ones: those along "dcn" and "fsdp" alone hold, and reduce, the same. A mean is
-        # taken over those; all others' gradients are of a mean over "domain", too.
+        # Domain parallelism: each process has the positions of its tokens.
         if self._domain:
-            group, index, patches = self._domain.group, self._domain.index, self._domain.patches
-            part = TokenPart(
-                first=sum(patches[:index]),
-                patches=patches[index],
-                of=sum(patches),
-                sum=lambda x: SumOver.apply(x, group),
-                largest=lambda x: LargestOver.apply(x, group),
-            )
-            self._positions = run.model.compute_on_part(model, part)
-            divide_gradient = functools.partial(_divide_gradient, run.mesh.domain)
-            for module in self._positions.values():
-                _shard(module, run, self._image_mesh)
-                module.register_forward_hook(divide_gradient)
+            self._shard_positions(model, self._domain)
 
         # The root: what has no shards yet.
         _shard(model, run, self._mesh, is_root=True)
@@ -139,6 +125,30 @@ class Fsdp2Backend(TorchBackend):
                 (self._positions.keys(), [self._domain.group]),
             ]
         return model
+
+    def _shard_positions(self, model: nn.Module, domain: DomainGroup) -> None:
+        """Give each process the positions of its tokens, sharded over those with the same tokens.
+
+        FSDP averages other gradients over dcn x fsdp x domain, these over dcn x fsdp: so divide by
+        domain.
+        """
+        first, count = sum(domain.patches[: domain.index]), domain.patches[domain.index]
+        part = TokenPart(
+            first=first,
+            patches=count,
+            of=sum(domain.patches),
+            sum=lambda x: SumOver.apply(x, domain.group),
+            largest=lambda x: LargestOver.apply(x, domain.group),
+        )
+        self._positions = self._run.model.compute_on_part(model, part)
+
+        def divide_gradient(module: nn.Module, inputs: object, output: torch.Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(lambda grad: grad * (1 / self._run.mesh.domain))
+
+        for module in self._positions.values():
+            _shard(module, self._run, self._image_mesh)
+            module.register_forward_hook(divide_gradient)
 
     # -- a step -----------------------------------------------------------------------
 
@@ -236,9 +246,3 @@ def _shard(
     unit.unshard()
     unit.reshard()
     return unit
-
-
-def _divide_gradient(count: int, module: nn.Module, inputs: object, output: torch.Tensor) -> None:
-    """A forward hook: divide the gradient of the output by ``count``."""
-    if output.requires_grad:
-        output.register_hook(lambda grad: grad * (1 / count))

@@ -60,7 +60,7 @@ class TimmBlocks:
         """Return the block that takes the place of timm's ``block``."""
         return block
 
-    def checkpoint(self, block: nn.Module, mode: str) -> None:
+    def recompute(self, block: nn.Module, mode: str) -> None:
         """Recompute activations of the block in the backward pass: "full" or "selective"."""
         options: dict[str, Any] = {}
         if mode == "selective":
@@ -81,7 +81,7 @@ class TimmBlocks:
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """How the plain model becomes a parallel one, in the order in which it is done.
+    """How the plain model becomes a parallel one (``parallelize_block`` has the order).
 
     What only one form of FSDP has, it takes from ``TorchRun.backend_config``.
     """
@@ -136,7 +136,7 @@ def parallelize_block(
     block = plan.blocks.replace(block, str(device))
     model.set_submodule(name, block)
     if plan.grad_ckpt != "none":
-        plan.blocks.checkpoint(block, plan.grad_ckpt)
+        plan.blocks.recompute(block, plan.grad_ckpt)
     if plan.compile == "block":
         block.forward = _compiled(block.forward, plan.compiler, fullgraph=True)
     return block

@@ -218,7 +218,7 @@ def train(
                 elif bad_images.excess:  # found with the last step
                     stop.exit_code = BAD_IMAGES
             if local and not stop.exit_code:
-                local.complete()
+                local.remove_all()
             profiler.finish(say)
 
         # -- end: say how, and exit with the code of that

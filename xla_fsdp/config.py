@@ -108,7 +108,8 @@ class XlaConfig:
     explain: bool = flag(
         False,
         "also print the 20 slowest instructions of the step that --compile_only compiled, each "
-        "with its module of the model and what bounds it",
+        "with its module of the model and what bounds it; with --hlo_dir also draw the step's time "
+        "by module, explain.png",
         requires=("compile_only",),
     )
     hlo_dir: str | None = flag(

@@ -193,8 +193,9 @@ class MeshLayout:
         sharding = Sharding(self.xla_mesh, partition_spec(spec), minibatch=minibatch)
         return xm.send_cpu_data_to_device(values, self._device, sharding)[0]
 
-    def gather(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """Gather a block's parameter before use, in the dtype that its products take."""
+    def gather(self, weight: torch.Tensor, name: str = "") -> torch.Tensor:
+        """Gather a block's parameter before use, in the dtype that its products take. The weight of
+        a linear layer needs its ``name`` only if "tensor" shards it."""
         is_matrix = weight.dim() > 1
         dtype = torch.bfloat16 if self._plan.bf16 and is_matrix else weight.dtype
         at_rest, whole, mark = self.number_marks(name, weight.shape)

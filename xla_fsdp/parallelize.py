@@ -42,14 +42,15 @@ def parallelize_spmd(
     mesh = plan.mesh
     for stack in plan.model.stacks:
         blocks = [(name, block) for name, block in units[:-1] if name.rpartition(".")[0] == stack]
-        first_block: nn.Module
+        entry: nn.Module  # what has the input of the first block
         if plan.scan:
-            first_block = scan_blocks(model, stack, blocks, initialize, plan, layout, end_graph)
+            entry = scan_blocks(model, stack, blocks, initialize, plan, layout, end_graph)
         else:
-            first_block = blocks[0][1]
+            entry = blocks[0][1]
             for name, block in blocks:
                 initialize(block, name)
                 fill_buffers(block, layout.constant)
+                # SaveInput saves nothing outside of a scan; --grad_ckpt is full or none here.
                 change_block(block, plan, layout, SaveInput())
                 # Rematerialize after attention is changed, and before what wraps the whole block.
                 if plan.remat == "full" and _trains(block):
@@ -60,8 +61,8 @@ def parallelize_spmd(
                     around_blocks.gather_small_parameters(block, layout.gather_small)
                 around_blocks.after_forward(block, layout.mark_tokens)
                 end_graph()  # the device has this unit before the host makes the next one
-        if plan.residual_bf16:  # residuals are added in bf16 if the first input is: products are
-            around_blocks.before_forward(first_block, lambda x: x.to(torch.bfloat16))
+        if plan.residual_bf16:  # residuals stay bf16 if the first block's input is bf16
+            around_blocks.before_forward(entry, lambda x: x.to(torch.bfloat16))
 
     # Around the blocks: embedding, norm, head.
     initialize(model, units[-1][0])
@@ -93,6 +94,7 @@ def parallelize_spmd(
         around_blocks.compute_in_bf16(model)
     # Breaks of the graph come last: outside of all that belongs to a block.
     if plan.break_graph_every:
+        assert not plan.scan  # resolve_xla excludes it: scanned blocks are no part of the model
         around_blocks.break_graph_every(
             plan.break_graph_every, [block for _, block in units[:-1]], end_graph
         )
@@ -103,7 +105,8 @@ def parallelize_spmd(
 def change_block(block: nn.Module, plan: ParallelPlan, layout: MeshLayout, save: SaveInput) -> None:
     """Change how a block computes: attention, linear layers, norms."""
     mesh, image_shards = plan.mesh, layout.shards(*plan.mesh.logical_spec("batch"))
-    pack(block, layout.packed)  # for "tensor"
+    # For "tensor". With a scan this packs the template, and scan_blocks the blocks that fill it.
+    pack(block, layout.packed)
 
     # Domain: attention among the devices that share an image. (With "tensor", or with dropout in
     # attention, the partitioner finds the exchange by itself.)
@@ -144,7 +147,7 @@ def scan_blocks(
 
     def gather(name: str, weight: torch.Tensor) -> torch.Tensor:
         # Products in int8 gather their weights themselves, after rounding.
-        return weight if name in int8_weights else layout.gather(name, weight)
+        return weight if name in int8_weights else layout.gather(weight, name)
 
     scanned = ScannedBlocks(
         getattr(model, stack),
@@ -156,8 +159,9 @@ def scan_blocks(
     )
     for index, (name, block) in enumerate(blocks):
         initialize(block, name)
-        pack(block, layout.packed)
-        scanned.fill(index, block)  # shards of the stack are on the devices already
+        pack(block, layout.packed)  # the source, as change_block has packed the template
+        # Shard and place: into the stack, whose shards are on the devices already.
+        scanned.fill(index, block)
         block.to("meta")  # the host needs no second copy
         end_graph()  # the device has this unit before the host makes the next one
     plan.model.put_blocks(model, stack, scanned)
@@ -167,8 +171,8 @@ def scan_blocks(
 def _must_unfold_norms(plan: ParallelPlan) -> bool:
     """Return True where a norm that folds images and tokens would take padding for tokens.
 
-    It would if a device has an uneven part of the tokens of its one image. And along "domain" the
-    partitioner may replicate what comes after it.
+    It would if parts of the tokens are uneven, and a device has one image or shares it along
+    "domain" (where the partitioner may also replicate what comes after it).
     """
     mesh = plan.mesh
     drops_patches = bool(plan.model.settings.get("patch_drop_rate"))

@@ -32,7 +32,7 @@ def multiply_unfolded(block: nn.Module, layout: MeshLayout, save: SaveInput | No
     """
 
     def forward(name: str, linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        weight = linear.weight if save else layout.gather("", linear.weight)
+        weight = linear.weight if save else layout.gather(linear.weight)
         int8 = layout.int8_marks(name, weight.shape) if save else None
         widens = linear.out_features > linear.in_features
         rows = "abcdefgh"[: x.dim() - 1]

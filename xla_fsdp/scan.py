@@ -195,7 +195,7 @@ class ScannedBlocks(nn.Module):
         bf16: bool,
     ) -> None:
         super().__init__()
-        self.block = copy.deepcopy(blocks[-1]).to("meta")
+        self.block = copy.deepcopy(blocks[-1]).to("meta")  # the template, which ``fill`` fills
         adapt(self.block)
         fill_buffers(self.block, layout.constant)  # the same in every block
         save.adapt(self.block)
@@ -217,7 +217,8 @@ class ScannedBlocks(nn.Module):
 
     @torch.no_grad()
     def fill(self, index: int, block: nn.Module) -> None:
-        """Put a block's values in its place. One graph for every index."""
+        """Put the values of a block, packed as the template is, in its place. One graph for every
+        index."""
         place = torch.tensor([index]).to(torch_xla.device())
         for name, stacked in self.block.named_parameters():
             parameter = block.get_parameter(name).detach()

@@ -129,7 +129,7 @@ def test_figures(name, peak, devices, libtpu, request):
 
 def test_the_kept_module_is_the_one_that_was_told_of(v5e, kept):
     module = kept / "graph_1.hlo"
-    assert {path.name for path in kept.iterdir()} == {"graph_1.hlo"}
+    assert {path.name for path in kept.iterdir()} == {"graph_1.hlo", "explain.png"}
     traffic = measure(module.read_text(), 4)
     assert traffic.hbm_bytes == v5e["hbm_bytes"]
     assert (
@@ -151,6 +151,7 @@ def test_names_reach_the_compiled_step(v5e, kept):
     costs = explain((kept / "graph_1.hlo").read_text(), Links(parse_topology("v5e:2x2")))
     phases = {cost.phase for cost in costs if cost.module == "blocks.mlp.fc1"}
     assert phases == {"forward", "recompute", "backward"}
+    assert (kept / "explain.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("name", ["v5e", with_newer_libtpu("tpu7x")])

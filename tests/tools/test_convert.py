@@ -210,6 +210,14 @@ def test_memory_is_the_largest_tensors(tmp_path):
     assert_same(end, {name: tensor.half() for name, tensor in state.items()})
 
 
+def test_progress_is_shown_on_a_terminal(trained, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    narrow = converted(trained.ckpt_dir, tmp_path / "narrow.pt", "--dtype", "bf16")
+    converted(narrow, tmp_path / "wide.safetensors", "--dtype", "fp32")
+    bars = re.findall(r"(\w+): 100%", capsys.readouterr().err)
+    assert list(dict.fromkeys(bars)) == ["read", "write", "cast"]
+
+
 def test_mistakes(trained, weights, tmp_path, capsys):
     def said(*words):
         assert main(list(map(str, words))) == 2

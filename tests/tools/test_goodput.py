@@ -7,6 +7,7 @@ import subprocess
 import time
 
 import pytest
+from PIL import Image
 
 from tests.cli import ROOT, command_of, tiny
 from tests.support.run_records import BATCH_S, SAVE_S, goodput, two_starts, write_events
@@ -155,7 +156,7 @@ def test_a_stopwatch_says_the_same(killed_and_resumed, capsys):
     assert len((folder / "metrics.jsonl").read_text().splitlines()) < 10  # that one is cut
 
 
-def test_the_table(killed_and_resumed, tmp_path, capsys):
+def test_table_and_picture(killed_and_resumed, tmp_path, capsys):
     folder, _ = killed_and_resumed
     write_events(tmp_path / "other", *two_starts())
     assert main([str(tmp_path / "other"), str(folder)]) == 0
@@ -164,6 +165,8 @@ def test_the_table(killed_and_resumed, tmp_path, capsys):
     assert re.search(r"^  useful steps +9 min 18 s +47\.29%$", out, re.MULTILINE)
     assert "298 steps, 2 s each; 100 lost and repeated" in out
     assert "save every 4 min 11 s, --ckpt_step_interval 126" in out
+    with Image.open(tmp_path / "other" / "goodput.png") as picture:
+        assert picture.width > 800
 
 
 def test_mistakes(tmp_path, capsys):
@@ -180,6 +183,8 @@ def test_mistakes(tmp_path, capsys):
     assert f"{tmp_path} has no events.jsonl, which runs of earlier versions" in said(tmp_path)
     (tmp_path / EVENTS_FILE).write_text('{"event": "start", "time": 3}\n')
     assert "events.jsonl cannot be read" in said(tmp_path)
+    write_events(tmp_path / "run", *two_starts()[:1])
+    assert "cannot write" in said(tmp_path / "run", "--picture", tmp_path / "none" / "x.png")
 
 
 # -- the forecast ----------------------------------------------------------------------------------

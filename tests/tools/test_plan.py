@@ -438,6 +438,8 @@ def test_by_arithmetic_alone(plan, tmp_path):
         assert train.run.num_epochs == 90
         assert train.run.sharding == run.config.sharding
         assert not train.run.plan
+    assert (tmp_path / "tpu.png").read_bytes().startswith(b"\x89PNG")
+    assert found["picture"] == str(tmp_path / "tpu.png")
 
 
 def test_hours_keep_what_is_fast_enough(plan):

@@ -13,11 +13,12 @@ from models import timm_private
 from tools.compile_only import compiler
 from tools.compile_only.compiler import Result, local_bytes
 from tools.compile_only.expected import Links, expect
-from tools.compile_only.explain import explain, explained_json, explained_table
+from tools.compile_only.explain import draw, explain, explained_json, explained_table
 from tools.compile_only.hlo import count_flops, measure
 from tools.compile_only.report import CompiledGraph, as_table, make_report
 from training.config import RunConfig
 from training.errors import UsageError, warn_of_others
+from training.logs.figures import drawing
 from training.mesh import replicas
 from xla_fsdp import jax_private, torch_xla_private, tpu
 from xla_fsdp.config import XlaConfig
@@ -160,6 +161,11 @@ def compile_step(config: RunConfig, xla: XlaConfig) -> int:
             for cost in explain(module.compiled.hlo, links, module.runs)
         ]
         report["explained"] = explained_json(costs)
+        if hlo_dir:
+            picture = hlo_dir / "explain.png"
+            with drawing(picture, _log):
+                draw(costs, report, picture)
+                _log(f"wrote {picture}")
     if config.use.json:
         print(json.dumps(report))
     else:

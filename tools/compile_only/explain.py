@@ -1,7 +1,7 @@
 """``--explain``: what a step's time is spent on, by instruction, module of the model, kind of work.
 
 Names of modules are written into the graph while it is traced. Of the compiled module, the
-costliest instructions are given as a table or JSON, and the time by module and by kind.
+costliest instructions are given as a table or JSON, and the time by module as a picture.
 """
 
 import re
@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -23,6 +24,8 @@ from tools.compile_only.hlo import (
     parse_module,
     products_of,
 )
+from tools.compile_only.report import Report
+from training.logs.figures import pyplot, save_figure
 from xla_fsdp import torch_xla_private as private
 
 # -- names of modules, written into the graph of a step ------------------------------------------
@@ -125,6 +128,19 @@ class Names:
 
 # -- what each instruction costs -----------------------------------------------------------------
 
+_KINDS = (
+    "product",
+    "kernel",
+    "softmax",
+    "elementwise, norm",
+    "layout copy",
+    "optimizer",
+    "collective waited for",
+    "DMA waited for",
+    "host's memory waited for",
+    "other slices waited for",
+)
+"""The kinds of work, in the order in which they are drawn."""
 _WAITS = {
     "waiting_s": "collective waited for",
     "dma_s": "DMA waited for",
@@ -139,6 +155,8 @@ _MOVING = {
 _NEARLY = 0.5
 """Share of its time that the products or the bytes of an instruction must need to bound it."""
 _ROWS = 20
+_SMALL = 0.005
+"""Share of the step: modules with less are drawn together."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +242,7 @@ def _scope_of(instruction: Instruction) -> Scope | None:
     return max(innermost, key=innermost.__getitem__) if innermost else scope_in(instruction.text)
 
 
-# -- JSON and table ------------------------------------------------------------------------------
+# -- JSON, table, picture ------------------------------------------------------------------------
 
 
 def explained_json(costs: list[Cost]) -> dict[str, Any]:
@@ -267,3 +285,33 @@ def explained_table(explained: dict[str, Any]) -> str:
         shares = (f"{name} {100 * s / total:.1f} %" for name, s in explained[by].items())
         lines += ["", ", ".join(shares)]
     return "\n".join(lines)
+
+
+def draw(costs: list[Cost], report: Report, path: Path) -> None:
+    """Draw a bar for each module, the costliest first, its parts coloured by kind."""
+    by_module = report["explained"]["seconds_by_module"]
+    total = sum(by_module.values())
+    small = {module for module, seconds in by_module.items() if seconds < _SMALL * total}
+    rows = [module for module in by_module if module not in small]
+    others = f"{len(small)} others"
+    rows += [others] if small else []
+    times = {kind: dict.fromkeys(rows, 0.0) for kind in _KINDS}  # ms by kind and row
+    for cost in costs:
+        times[cost.kind][others if cost.module in small else cost.module] += 1e3 * cost.seconds
+    figure, axis = pyplot().subplots(figsize=(9, 0.34 * len(rows) + 1.9), layout="constrained")
+    left = [0.0] * len(rows)
+    for number, (kind, by_row) in enumerate(times.items()):
+        if any(by_row.values()):
+            axis.barh(rows, list(by_row.values()), left=left, color=f"C{number}", label=kind)
+            left = [start + width for start, width in zip(left, by_row.values(), strict=True)]
+    for row, end in enumerate(left):
+        axis.text(end, row, f" {end / total / 10:.1f} %", va="center", fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1.1 * max(left))
+    axis.set_xlabel("ms a step on each device, by the compiler's cycles")
+    axis.set_title(
+        f"{report['parameters']:,} parameters, batch {report['batch_size']}, {report['topology']}: "
+        f"{total * 1e3:.4g} ms a step"
+    )
+    axis.legend(loc="lower right", fontsize=8)
+    save_figure(figure, path)

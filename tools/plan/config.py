@@ -47,7 +47,7 @@ class PlanConfig:
     )
     plan_dir: str = _plan_flag(
         "runs/plan",
-        "folder for the compiler's results, which later plans reuse",
+        "folder for the picture and for the compiler's results, which later plans reuse",
         kind=path_or_url,
         metavar="FOLDER",
     )

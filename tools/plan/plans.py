@@ -1,15 +1,17 @@
 """The parts of ``--plan`` around the search: requests, candidates, plans, printing.
 
 A request is read from the flags: the training in steps, and the prices of hardware. The plans that
-the search finds are printed as a table or JSON.
+the search finds are printed as a table or JSON, and drawn.
 """
 
 import json
 import math
 import os
+import sys
 import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from tools.plan.config import PlanConfig
 from training.config import RunConfig
 from training.errors import UsageError
 from training.flags import by_field, flat
+from training.logs.figures import drawing, pyplot, save_figure
 from training.mesh import replicas
 from training.resolve import resolve_common, resolve_model
 from xla_fsdp.config import XlaConfig
@@ -209,7 +212,7 @@ _GIB = 2**30
 
 
 def print_plans(request: Request, plans: list[HardwarePlan], notes: list[str]) -> int:
-    """Print what was found as text or JSON, and return the exit code."""
+    """Print what was found as text or JSON, draw it, and return the exit code."""
     work, model = request.work, request.model
     known = [plan for plan in plans if plan.compiled] or plans  # those of the compiler, if any
 
@@ -224,6 +227,13 @@ def print_plans(request: Request, plans: list[HardwarePlan], notes: list[str]) -
         chosen["smallest"] = min(
             known, key=lambda plan: (plan.chips, cost(plan), plan.expected_step_s)
         )
+    title = f"{model.name}, {model.parameter_count:,} parameters, batch {work.batch_size:,}"
+    title += f", {work.epochs} epochs"
+    picture, drawn = Path(request.plan.plan_dir) / "tpu.png", False
+    if plans:
+        with drawing(picture, lambda line: print(line, file=sys.stderr)):
+            _draw(plans, chosen, f"To train {title}", picture)
+            drawn = True
     teacher_flops = sum(run.train_flops for run in model.runs if not run.learns)
     if teacher_flops:
         student_flops = model.train_flops_per_image - teacher_flops
@@ -236,12 +246,12 @@ def print_plans(request: Request, plans: list[HardwarePlan], notes: list[str]) -
             **{name: asdict(plan) for name, plan in chosen.items()},
             "prices": {kind: asdict(price) for kind, price in request.prices.items()},
             "notes": notes,
+            "picture": str(picture) if drawn else None,
         }
         print(json.dumps(report))
         return 0 if plans else NOTHING_FITS
 
-    print(f"{model.name}, {model.parameter_count:,} parameters, batch {work.batch_size:,}", end="")
-    print(f", {work.epochs} epochs")
+    print(title)
     print(f"{work.steps:,} steps, {work.images:,} training images ({work.counted})")
     print(*notes, sep="\n")
     if not plans:
@@ -285,4 +295,68 @@ def print_plans(request: Request, plans: list[HardwarePlan], notes: list[str]) -
         price = request.prices.get(kind)
         known_price = f"${price.per_hour:.2f} ({price.date}; {price.source})" if price else "none"
         print(f"  {kind}: {known_price}")
+    if drawn:
+        print(f"picture: {picture}")
     return 0
+
+
+def _draw(
+    plans: list[HardwarePlan], chosen: Mapping[str, HardwarePlan], title: str, path: Path
+) -> None:
+    """Draw the cost of each plan against its hours, chips of one kind in one colour, and name the
+    chosen.
+
+    Full points are the compiler's figures, hollow ones arithmetic. Without any price the chips are
+    drawn instead of the cost.
+    """
+    priced = [plan for plan in plans if plan.cost_usd is not None]
+    shown, height = priced or plans, attrgetter("cost_usd" if priced else "chips")
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
+    for number, kind in enumerate(sorted({plan.kind for plan in shown})):
+        for compiled in (True, False):
+            of_kind = [p for p in shown if p.kind == kind and p.compiled == compiled]
+            if of_kind:
+                axes.scatter(
+                    [plan.hours for plan in of_kind],
+                    [height(plan) for plan in of_kind],
+                    s=45,
+                    facecolors=f"C{number}" if compiled else "none",
+                    edgecolors=f"C{number}",
+                    label=kind if compiled else f"{kind}, arithmetic only",
+                )
+
+    # Names of the chosen, at several heights so that they keep apart, and where there is room.
+    hours, heights = [plan.hours for plan in shown], [height(plan) for plan in shown]
+    middle = (min(hours) * max(hours)) ** 0.5
+    names: dict[tuple[float, float, str], list[str]] = {}
+    for name, plan in chosen.items():
+        if plan in shown:
+            names.setdefault((plan.hours, height(plan), plan.hardware), []).append(name)
+    for number, ((x, y, hardware), which) in enumerate(names.items()):
+        axes.annotate(
+            f"{', '.join(which)}: {hardware}",
+            (x, y),
+            (8 if x <= middle else -8, 10 + 16 * number),
+            textcoords="offset points",
+            fontsize=9,
+            arrowprops={"arrowstyle": "-", "color": "grey", "linewidth": 0.6},
+            ha="left" if x <= middle else "right",
+        )
+
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.margins(0.2)
+    for axis, values in ((axes.xaxis, hours), (axes.yaxis, heights)):
+        narrow = max(values) < 5 * min(values)
+        ticks = (1, 1.5, 2, 3, 4, 5, 7) if narrow else (1, 2, 5)
+        axis.set_major_locator(plt.LogLocator(subs=ticks))
+        axis.set_major_formatter(lambda v, _: f"{v:,.0f}" if v >= 10 else f"{v:.3g}")
+        axis.set_minor_formatter(plt.NullFormatter())
+    axes.set_xlabel("hours to train")
+    axes.set_ylabel("cost, $" if priced else "chips (no prices)")
+    axes.set_title(title, fontsize=10)
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_figure(figure, path)

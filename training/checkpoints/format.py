@@ -312,11 +312,17 @@ class SafeReader(dcp.FileSystemReader):
         return metadata
 
 
-def load_into(content: dict[str, Any], path: Path, *, no_dist: bool = True) -> None:
+def load_into(
+    content: dict[str, Any],
+    path: Path,
+    *,
+    no_dist: bool = True,
+    planner: dcp.DefaultLoadPlanner | None = None,
+) -> None:
     """Read entries of a checkpoint into the tensors of ``content``. Raises anything. ``no_dist``:
     this process reads alone; else all call it."""
     with quiet_dcp():
-        dcp.load(content, storage_reader=SafeReader(path), no_dist=no_dist)
+        dcp.load(content, storage_reader=SafeReader(path), planner=planner, no_dist=no_dist)
 
 
 def silence_dcp() -> None:

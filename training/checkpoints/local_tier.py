@@ -12,6 +12,11 @@ several folders. If it is in one alone, its process sends a copy to its peer, a 
 folder, which keeps it in the same place. A step is whole if each part of it is in some folder. Only
 parts of one start belong together.
 
+    part      what one process holds of the state; processes that hold the same shards have the same
+    keeper    of a part in a folder: the one process that writes and reads it there
+    holder    of a part of a save: a process whose folder has it, complete
+    peer      of a process: the one with another folder that it sends a copy of its part to
+
 Copies go over TCP connections between the hosts, whose ends prove to each other that they know a
 key, which the first process has sent through the run's process group. Nothing that arrives is run.
 """
@@ -70,7 +75,7 @@ _NOTHING_DONE: dict[str, Any] = {"bytes": 0, "write_s": 0.0, "copy_s": 0.0, "pro
 """What a process has done for a save, besides its step."""
 
 Save = tuple[int, str]
-"""A step, and the start of the run that has saved it."""
+"""A step, and the random word of the start that has saved it."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +86,10 @@ class Part:
     save: Save
     layout: str
     """A checksum of how the state was sharded."""
-    run: str
+    run_id: str
     ckpt_dir: str
-    history: str
-    """The second word in RUN_ID_FILE."""
+    lineage: str
+    """The second word in RUN_ID_FILE: another one since the run has gone back."""
 
 
 class LocalTier:
@@ -141,13 +146,15 @@ class LocalTier:
                 finally:
                     new_file.unlink()
             self._folder = folder_file.read_text(errors="replace")
-        run_id, _, history = run_words.partition(" ")
-        words = [run_id, history, secrets.token_hex(8), secrets.token_hex(32)]
-        self._run, self._history, self._start, key = exchange.gather(words)[0]  # the first one's
+        run_id, _, lineage = run_words.partition(" ")
+        words = [run_id, lineage, secrets.token_hex(8), secrets.token_hex(32)]
+        self._run_id, self._lineage, self._start_id, key = exchange.gather(words)[
+            0
+        ]  # the first one's
         self._key = bytes.fromhex(key)
         with exchange.failing_together():
             for part in self._complete_parts():
-                if part.run != self._run:
+                if part.run_id != self._run_id:
                     raise UsageError(
                         f"--local_ckpt_dir {self.folder} holds a checkpoint of another run, of "
                         f"--ckpt_dir {part.ckpt_dir}: remove it, or give another folder"
@@ -212,16 +219,16 @@ class LocalTier:
                 if checkpoint.read_manifest(path) is None or checkpoint.quick_problem(path):
                     continue
                 content = read_object(path / PART_FILE)
-                start, *others = (
+                start_id, *others = (
                     str(content[key]) for key in ("start", "layout", "run", "ckpt_dir", "history")
                 )
-                parts.append(Part(number, (step_of(path), start), *others))
+                parts.append(Part(number, (step_of(path), start_id), *others))
         return parts
 
     def _usable(self) -> list[Part]:
         """Return the complete parts in the folder that may be resumed; [] if it cannot be read."""
         try:
-            return [part for part in self._complete_parts() if part.history == self._history]
+            return [part for part in self._complete_parts() if part.lineage == self._lineage]
         except OSError:
             return []
 
@@ -256,9 +263,9 @@ class LocalTier:
             holders: dict[Save, dict[int, list[int]]] = {}
             has_other_layouts = False
             for process, parts in enumerate(by_process):
-                for number, step, start, layout in parts:
+                for number, step, start_id, layout in parts:
                     if layout == self._layout:
-                        save_holders = holders.setdefault((step, start), {})
+                        save_holders = holders.setdefault((step, start_id), {})
                         save_holders.setdefault(number, []).append(process)
                     else:
                         has_other_layouts = True
@@ -336,10 +343,10 @@ class LocalTier:
         ``goes_back`` parts of hosts that are away do not count any more either. All processes must
         call this before the first save."""
         if goes_back:
-            self._history = exchange.gather(secrets.token_hex(4))[0]
+            self._lineage = exchange.gather(secrets.token_hex(4))[0]
         with exchange.failing_together():
             if goes_back and self._rank == 0:
-                replace_file(self._id_file, f"{self._run} {self._history}")
+                replace_file(self._id_file, f"{self._run_id} {self._lineage}")
             self._remove(lambda number: number == step)
         with self._lock:
             self._have = {(part.part, part.save) for part in self._usable()}
@@ -387,8 +394,8 @@ class LocalTier:
         # Nothing before the oldest whole step that stays.
         parts: dict[Save, set[int]] = {}
         for *_, process_has in by_process:
-            for part, (saved_step, start) in process_has:
-                parts.setdefault((saved_step, start), set()).add(part)
+            for part, (saved_step, start_id) in process_has:
+                parts.setdefault((saved_step, start_id), set()).add(part)
         whole = sorted(save[0] for save, numbers in parts.items() if len(numbers) == self._parts)
         oldest = whole[-_STAY] if len(whole) >= _STAY else 0
         with self._lock:
@@ -412,7 +419,7 @@ class LocalTier:
 
     def _write(self, step: int, content: dict[str, Any], oldest: int) -> dict[str, Any]:
         """Write this process's part and send it; in a thread. Returns what ``save`` reports."""
-        path, save, is_written = self._path(self._part, step), (step, self._start), False
+        path, save, is_written = self._path(self._part, step), (step, self._start_id), False
         result = _NOTHING_DONE | {"step": step}
         try:
             began = time.perf_counter()
@@ -424,11 +431,11 @@ class LocalTier:
             clear(path)
             files = write_state(content, path, alone=True)
             about = {
-                "run": self._run,
+                "run": self._run_id,
                 "ckpt_dir": self._ckpt_dir,
-                "start": self._start,
+                "start": self._start_id,
                 "layout": self._layout,
-                "history": self._history,
+                "history": self._lineage,
             }
             replace_file(path / PART_FILE, json.dumps(about))
             checkpoint.write_manifest(path, files | checkpoint.entries(path, [PART_FILE]))
@@ -448,7 +455,7 @@ class LocalTier:
                     remove(path)  # the next one may need its room
         return result
 
-    def complete(self) -> None:
+    def remove_all(self) -> None:
         """Remove all parts, unless one is still being written: the run has its last checkpoint in
         --ckpt_dir. All processes must call this."""
         if self._writing is not None:
