@@ -148,9 +148,8 @@ class LocalTier:
             self._folder = folder_file.read_text(errors="replace")
         run_id, _, lineage = run_words.partition(" ")
         words = [run_id, lineage, secrets.token_hex(8), secrets.token_hex(32)]
-        self._run_id, self._lineage, self._start_id, key = exchange.gather(words)[
-            0
-        ]  # the first one's
+        words = exchange.gather(words)[0]  # the first one's
+        self._run_id, self._lineage, self._start_id, key = words
         self._key = bytes.fromhex(key)
         with exchange.failing_together():
             for part in self._complete_parts():
