@@ -150,7 +150,7 @@ def test_sockets_are_in_a_folder_of_this_user_that_is_removed(tmp_path):
     folder, mode = ended.stdout.split()
     assert mode == "0o700"
     assert not Path(folder).exists()
-    assert not [*tmp_path.iterdir()]
+    assert not [*tmp_path.glob("pymp-*")]
 
 
 def test_no_sockets_in_a_folder_of_a_long_path(tmp_path, monkeypatch):

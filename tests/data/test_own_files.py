@@ -14,9 +14,8 @@ from data.files import cache_folder
 from run_vit_training import read_flags
 from tests.cli import DIGITS, ROOT, TINY_MODEL, environment, tiny, train_tiny_gpu
 from tests.usage_error import told_in_one_line
-from training.checkpoints.choose import checkpoint_around, remove
+from training.checkpoints.choose import check_folders, checkpoint_around, remove
 from training.files import FolderLock
-from training.start import check_folders
 
 OTHER = 54321
 """The number of a user who is not this one, and whom no machine knows by name."""

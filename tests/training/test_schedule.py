@@ -36,20 +36,20 @@ def example_rates(peak, warmup, total):
     ("peak", "warmup", "total"), [(1e-3, 10, 100), (3e-3, 0, 57), (1.0, 56, 57), (1e-3, 100, 40)]
 )
 def test_every_step(peak, warmup, total):
-    schedule = Schedule(peak, warmup, total, total)
+    schedule = Schedule(peak, warmup, total)
     rates = [schedule.lr(step) for step in range(total)]
     assert rates == pytest.approx(example_rates(peak, warmup, total), rel=1e-12, abs=1e-18)
 
 
 def test_zero_after_the_end():
-    assert Schedule(1e-3, 10, 100, 100).lr(100) == 0.0
-    assert Schedule(1e-3, 100, 100, 100).lr(100) == 0.0
+    assert Schedule(1e-3, 10, 100).lr(100) == 0.0
+    assert Schedule(1e-3, 100, 100).lr(100) == 0.0
 
 
 # -- with rates to begin and end at ---------------------------------------------------
 
 PEAK, WARMUP, TOTAL, FIRST, LEAST = 1e-3, 7, 40, 1e-5, 2e-5
-COMMON = (PEAK, WARMUP, TOTAL, TOTAL, FIRST, LEAST)
+COMMON = (PEAK, WARMUP, TOTAL, FIRST, LEAST)
 
 
 def rates_of_timm(scheduler, length=TOTAL - WARMUP, **how):

@@ -15,19 +15,12 @@ from tests.cli import tiny
 from tests.fakes.backend import FakeBackend, FakeData
 from tests.resolved import on_gpus
 from tests.support.checkpoints import flip, left, truncate, write_checkpoint
-from training.checkpoints.choose import AllDamaged, Candidates
+from training.checkpoints.choose import AllDamaged, Candidates, find_checkpoint
 from training.checkpoints.compatible import changes_since, check_continues, other_order
 from training.checkpoints.format import SavedRun, quiet_dcp, read_saved_run
 from training.errors import UsageError
 from training.schedule import Position, make_schedule
-from training.start import (
-    Start,
-    _first_undamaged,
-    confirm_start,
-    find_checkpoint,
-    plan_start,
-    set_later_aside,
-)
+from training.start import Start, _first_undamaged, confirm_start, leave_behind, plan_start
 from training.weights import with_saved_preprocessing
 
 pytestmark = pytest.mark.fast
@@ -86,7 +79,7 @@ def run(written, tmp_path):
 
 def test_a_new_run(tmp_path):
     config, start = planned(tmp_path / "run")
-    assert (start.kind, start.checkpoint, start.weights) == ("new", None, None)
+    assert (start.kind, start.saved, start.weights) == ("new", None, None)
     assert config.model.embed_dim == 32
     assert confirmed(tmp_path / "run") == start
     assert not (tmp_path / "run").exists()
@@ -99,14 +92,14 @@ def test_the_newest_checkpoint_is_resumed_here_and_elsewhere(run, tmp_path):
         (tmp_path / "new", ["--resume", run / "step_10"], "elsewhere"),
     ):
         for start in (planned(folder, *flags)[1], confirmed(folder, *flags)):
-            assert (start.kind, start.newest) == (kind, run / "step_10")
-            assert start.checkpoint.position == Position(10, 0, 1280)
+            assert (start.kind, start.continues_from) == (kind, run / "step_10")
+            assert start.saved.position == Position(10, 0, 1280)
 
 
 def test_the_checkpoint_of_an_epochs_end(run):
     write(run, EPOCH)
     write(run, 12)
-    assert planned(run, "--resume_epoch", 1)[1].newest == run / "step_11"
+    assert planned(run, "--resume_epoch", 1)[1].continues_from == run / "step_11"
     with pytest.raises(UsageError, match="has no checkpoint of that epoch's end"):
         planned(run, "--resume_epoch", 2)
 
@@ -121,8 +114,8 @@ def test_the_best_of_the_evaluated_checkpoints(run):
             for step, loss, top1 in records
         )
     )
-    assert planned(run, "--resume", "best")[1].newest == run / "step_5"
-    assert planned(run, "--resume", "lowest_loss")[1].newest == run / "step_10"
+    assert planned(run, "--resume", "best")[1].continues_from == run / "step_5"
+    assert planned(run, "--resume", "lowest_loss")[1].continues_from == run / "step_10"
 
 
 def test_a_restart_of_the_same_job_resumes_its_newest_checkpoint(run, tmp_path, monkeypatch):
@@ -130,10 +123,10 @@ def test_a_restart_of_the_same_job_resumes_its_newest_checkpoint(run, tmp_path, 
     (run / "run.json").write_text(json.dumps({"job": "vit"}))
     for flags in (["--resume", "none"], ["--resume", elsewhere], ["--resume_epoch", 3]):
         monkeypatch.setenv("RUN_JOB_ID", "vit")
-        assert planned(run, *flags)[1].newest == run / "step_10"
+        assert planned(run, *flags)[1].continues_from == run / "step_10"
         monkeypatch.setenv("RUN_JOB_ID", "another")
         if flags[1] == elsewhere:
-            assert planned(run, *flags)[1].newest == elsewhere
+            assert planned(run, *flags)[1].continues_from == elsewhere
         else:
             with pytest.raises(UsageError, match=r"holds step_10 of an earlier run|no checkpoint"):
                 planned(run, *flags)
@@ -214,7 +207,7 @@ def test_other_classes_and_weights_alone_are_refused(run):
 def test_a_damaged_newest_checkpoint_is_passed_over_and_named(harm, run):
     harm(run / "step_10")
     start = confirmed(run)
-    assert start.newest == run / "step_5"
+    assert start.continues_from == run / "step_5"
     (warning,) = [note for note in start.notes if note.startswith("warning: ")]
     assert f"{run}/step_10 is damaged (" in warning
     assert warning.endswith(", so step_5 is resumed")
@@ -225,7 +218,7 @@ def test_a_damaged_checkpoint_that_was_asked_for(run):
     flags = ["--resume", run / "step_10"]
     with pytest.raises(UsageError, match=r"step_10 is damaged \(.*name another one, or use it as"):
         confirmed(run, *flags)
-    assert confirmed(run, *flags, "--no_verify_checkpoint").newest == run / "step_10"
+    assert confirmed(run, *flags, "--no_verify_checkpoint").continues_from == run / "step_10"
 
 
 def test_all_are_damaged(run, tmp_path):
@@ -236,7 +229,7 @@ def test_all_are_damaged(run, tmp_path):
         flip(copy / step)
     with pytest.raises(AllDamaged, match="and all others are damaged, too: --resume another one"):
         planned(run)
-    with pytest.raises(UsageError, match="step_5 is damaged"):
+    with pytest.raises(UsageError, match="step_10 is damaged"):
         confirmed(copy)
     # The hosts' own disks may have a step.
     checkpoints = read_flags(words(run, "--local_ckpt_dir", tmp_path / "disk")).run.checkpoints
@@ -268,7 +261,7 @@ def test_a_checkpoint_that_the_first_start_of_the_job_still_wrote(run):
     """The new start has looked for a checkpoint before the one that is ending wrote its last."""
     _, plan = planned(run)
     write(run, 12)
-    assert confirmed(run, plan=plan).newest == run / "step_12"
+    assert confirmed(run, plan=plan).continues_from == run / "step_12"
 
 
 def test_a_checkpoint_that_was_removed_meanwhile(run):
@@ -299,8 +292,8 @@ def test_a_newer_step_of_the_hosts_disks_is_resumed(run):
         start = _first_undamaged(
             Candidates(paths, explicit=False), lambda saved: None, Disks(newest), checkpoints
         )
-        assert (start.kind, start.checkpoint.path) == ("local" if newest == 12 else "here", found)
-        assert start.newest == run / "step_10"
+        assert (start.kind, start.saved.path) == ("local" if newest == 12 else "here", found)
+        assert start.continues_from == run / "step_10"
         assert start.notes == ("note: of the disks",)
     flip(run / "step_10")  # then a step of the disks that is newer than step 5
     start = _first_undamaged(
@@ -314,13 +307,14 @@ def test_a_newer_step_of_the_hosts_disks_is_resumed(run):
 
 
 def test_later_checkpoints_are_set_aside(run):
-    start = confirmed(run, "--resume", run / "step_5")
-    assert set_later_aside(start, run, is_main=False) == []
-    (note,) = set_later_aside(start, run, is_main=True)
+    flags = ["--resume", run / "step_5"]
+    start, here = confirmed(run, *flags), on_gpus(words(run, *flags))
+    assert leave_behind(start, None, here, is_main=False) == []
+    (note,) = leave_behind(start, None, here, is_main=True)
     assert note.startswith(f"note: this run goes back: step_10 set aside in {run}/set_aside_1, ")
     assert left(run) == [5]
     assert left(run / "set_aside_1") == [10]
-    assert set_later_aside(start, run, is_main=True) == []
+    assert leave_behind(start, None, here, is_main=True) == []
 
 
 # -- where in the data ----------------------------------------------------------------
