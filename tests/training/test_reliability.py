@@ -146,7 +146,7 @@ def test_too_many_unreadable_images_in_an_evaluation(tmp_path):
     done = program(tmp_path / "run", *flags, "--max_bad_images", count)
     assert done.returncode == 0, done.stderr
     assert [each["step"] for each in Result(tmp_path / "run").evaluations] == [3, 4]
-    assert done.stdout.count(f" % of {359 - count} of 359 images, top") == 2
+    assert done.stdout.count(f" % of {359 - count} of 359 images, class 3 has none left, top") == 2
 
 
 def test_images_that_have_gone(tmp_path):
