@@ -57,13 +57,13 @@ $(INSTALLED): requirements-tpu.txt tests/requirements.txt
 # What trains on GPUs and by TorchTPU: torch_xla needs older versions of PyTorch and of libtpu.
 NEWER := .venv-newer
 
-$(NEWER)/installed: requirements-gpu.txt requirements-gpu-common.txt requirements-torchtpu.txt tests/requirements.txt tests/torchtpu/plugin.txt
+$(NEWER)/installed: requirements-gpu.txt requirements-gpu-common.txt requirements-torchtpu.txt tests/requirements.txt tests/hardware/torchtpu/plugin.txt
 	$(call ENVIRONMENT,$(NEWER))
 	@echo "Installing into $(NEWER) (7 GB, a few minutes, once) ..."
 	$(NEWER)/bin/python -m pip install --quiet --disable-pip-version-check \
 		-r requirements-gpu.txt -r requirements-torchtpu.txt -r tests/requirements.txt
 	$(NEWER)/bin/python -m pip install --quiet --disable-pip-version-check \
-		--no-deps --require-hashes -r tests/torchtpu/plugin.txt
+		--no-deps --require-hashes -r tests/hardware/torchtpu/plugin.txt
 	touch $@
 
 tpu-compiler: .libtpu/$(LIBTPU)
@@ -82,7 +82,7 @@ datasets/digits: | $(INSTALLED)
 # BACKEND=torchtpu: by TorchTPU, on a plugin that computes on the CPU.
 ifeq ($(BACKEND),torchtpu)
 train: $(NEWER)/installed datasets/digits
-	$(NEWER)/bin/python -m tests.torchtpu.plugin -um tests.stand_ins.torchtpu_on_cpu \
+	$(NEWER)/bin/python -m tests.hardware.torchtpu.plugin -um tests.fakes.torchtpu_on_cpu \
 		@recipes/digits.args --data_dir datasets/digits --num_workers 1 --ckpt_dir $(RUN) $(ARGS)
 else
 train: $(INSTALLED) datasets/digits
@@ -102,7 +102,7 @@ train-dino: $(INSTALLED) datasets/digits
 	$(BIN)/python -u run_vit_training.py @recipes/digits_dino.args --data_dir datasets/digits \
 		--cpu_devices 2 --num_workers 2 --ckpt_dir $(subst digits,digits-dino,$(RUN)) $(ARGS)
 
-# COVERAGE=1 notes which lines are executed, for make coverage. TESTS="tests/data": only these.
+# COVERAGE=1 notes which lines are executed, for make coverage. TESTS="tests/*/data": only these.
 # PART=2/3: every third of the long tests, from the second on, for several evenings or machines.
 RUN_PYTEST = $(if $(COVERAGE),-m coverage run) -m pytest
 PYTEST = $(BIN)/python $(RUN_PYTEST)
@@ -119,8 +119,8 @@ test: $(INSTALLED) datasets/digits
 	$(PYTEST) $(FILE_BY_FILE) $(TESTS)
 
 # There is no torch_xla for the newer PyTorch: tests that train on XLA are skipped. No GPU: gloo.
-GPU_PATH ?= tests/torch_fsdp tests/models tests/training tests/tools/test_gpu_step.py \
-	tests/launch/test_launch_gpu.py tests/launch/test_launch_nodes.py
+GPU_PATH ?= tests/*/torch_fsdp tests/*/models tests/*/training tests/integration/tools/test_gpu_step.py \
+	tests/integration/launch/test_launch_gpu.py tests/integration/launch/test_launch_nodes.py
 
 test-gpu-path: $(NEWER)/installed datasets/digits
 	$(PYTEST_NEWER) $(THREE_AT_A_TIME) $(GPU_PATH)
@@ -135,7 +135,7 @@ test-long: $(INSTALLED) datasets/digits
 MARKS ?= long or not long
 
 test-torchtpu: $(INSTALLED) $(NEWER)/installed datasets/digits
-	$(PYTEST_NEWER) -m "$(MARKS)" tests/torchtpu
+	$(PYTEST_NEWER) -m "$(MARKS)" tests/hardware/torchtpu
 
 rehearse: $(INSTALLED) datasets/digits
 	$(PYTEST) -m rehearse $(TESTS)
@@ -148,7 +148,7 @@ coverage: $(INSTALLED) datasets/digits
 	$(BIN)/python -m coverage report --show-missing --skip-covered
 
 test-slurm: $(INSTALLED) datasets/digits
-	$(BIN)/python -m tests.slurm $(ARGS)
+	$(BIN)/python -m tests.hardware.slurm $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -182,7 +182,7 @@ bench-domain: $(INSTALLED)
 		--domain_sizes 1 2 4 8 --use_mixed_precision --csv runs/domain.csv --plot runs/domain.png $(ARGS)
 
 faults: $(INSTALLED) datasets/digits
-	$(BIN)/python -m tests.faults $(ARGS)
+	$(BIN)/python -m tests.reliability.faults $(ARGS)
 
 clean:
 	rm -rf .venv .venv-newer datasets runs

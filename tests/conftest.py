@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from data.digits import write_digits
-from tests.cli import ALL_DIGITS, DIGITS, train_tiny, train_tiny_gpu
-from tests.rehearsed import Rehearsal
-from tests.short_runs import train_ten_steps
-from tests.stand_ins.pod_stand_in import StandIn, workers_here
+from tests.fakes.pod import StandIn, workers_here
+from tests.support.cli import ALL_DIGITS, DIGITS, train_tiny, train_tiny_gpu
+from tests.support.features import TRAIN, VAL, backbone
+from tests.support.rehearsed import Rehearsal
+from tests.support.short_runs import train_ten_steps
 
 # Begun in a shell's background or by nohup, pytest would hand down that these are ignored, and
 # a shell script cannot trap what it was born to ignore.
@@ -129,3 +131,24 @@ def trained(tmp_path_factory):
 def run(trained, tmp_path):
     """A copy of that run's folder, to be spoiled."""
     return shutil.copytree(trained.ckpt_dir, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def images(digits, tmp_path_factory):
+    """A few digits of each split, in an order that is not their number's, and a broken one."""
+    root = tmp_path_factory.mktemp("images")
+    for split, count in (("train", TRAIN), ("val", VAL)):
+        paths = sorted((digits / split).glob("*/*.png"))
+        for number, path in enumerate(paths[:: len(paths) // count][:count]):
+            target = root / split / path.parent.name / f"{99 - number:02}.png"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, target)
+    (root / "train" / "3" / "broken.png").write_bytes(b"no image")
+    return root
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    path = tmp_path_factory.mktemp("weights") / "backbone.safetensors"
+    save_file({name: each.contiguous() for name, each in backbone().state_dict().items()}, path)
+    return path

@@ -5,11 +5,11 @@ from pathlib import Path
 import torch
 from timm.models.vision_transformer import VisionTransformer
 
-from tests.cli import run_program
+from tests.support.cli import run_program
 
 
 def tiny_timm_model(patch_size: int = 4) -> VisionTransformer:
-    """That of ``tests.cli.TINY_MODEL``."""
+    """That of ``tests.support.cli.TINY_MODEL``."""
     return VisionTransformer(
         img_size=16,
         patch_size=patch_size,

@@ -2,7 +2,7 @@
 2111.07832, DINOv2 2304.07193, KoLeo 1806.03198, DINOv3 2508.10104): a reference.
 
 One image, crop and patch at a time, by indices. Prints one JSON line. Takes the flags of the run;
-everything else is as in tests/cli.py.
+everything else is as in tests/support/cli.py.
 """
 
 import copy
@@ -18,12 +18,12 @@ from torch import nn
 
 from data.loader import Share
 from data.source import open_data
-from tests.cli import DIGITS, TINY_MODEL, TINY_RUN
+from tests.fakes.filled import filled
 from tests.references.normalized import normalized
 from tests.references.plain_mae import Block
 from tests.references.plain_steps import warm_cosine
-from tests.resolved import on_xla
-from tests.stand_ins.filled import filled
+from tests.support.cli import DIGITS, TINY_MODEL, TINY_RUN
+from tests.support.resolved import on_xla
 from training.backend import dataset_request
 
 

@@ -1,7 +1,7 @@
 """A masked autoencoder in plain PyTorch, written from the paper (arXiv 2111.06377): a reference.
 
 It embeds all patches and then picks by indices, and it computes attention step by step. Prints one
-JSON line. Takes the flags of the run; everything else is as in tests/cli.py.
+JSON line. Takes the flags of the run; everything else is as in tests/support/cli.py.
 """
 
 import itertools
@@ -14,11 +14,11 @@ from torch import nn
 
 from data.loader import PADDING, Share
 from data.source import open_data
-from tests.cli import DIGITS, TINY_MODEL, TINY_RUN
+from tests.fakes.filled import filled
 from tests.references.normalized import normalized
 from tests.references.plain_steps import warm_cosine
-from tests.resolved import on_xla
-from tests.stand_ins.filled import filled
+from tests.support.cli import DIGITS, TINY_MODEL, TINY_RUN
+from tests.support.resolved import on_xla
 from training.backend import dataset_request
 from training.objectives.mae import ranks_of
 from training.optimizers import key_of

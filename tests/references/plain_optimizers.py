@@ -8,10 +8,10 @@ import torch
 from timm.optim import Lion, Muon, param_groups_layer_decay
 from torch import nn
 
-from tests.cli import DIGITS, TINY_MODEL, TINY_RUN
+from tests.fakes.filled import filled
 from tests.references import plain_steps
-from tests.resolved import on_xla
-from tests.stand_ins.filled import filled
+from tests.support.cli import DIGITS, TINY_MODEL, TINY_RUN
+from tests.support.resolved import on_xla
 from training.config import OptimizerConfig
 from training.schedule import Schedule
 
@@ -43,7 +43,7 @@ def optimizer_of(model: nn.Module, how: OptimizerConfig) -> Any:
 def train(*flags: str, steps: int = 6) -> tuple[dict[str, list[float]], nn.Module, Any]:
     """The losses and gradient norms, the trained model and its optimizer.
 
-    As in tests/cli.py on the digits; in bf16 under autocast.
+    As in tests/support/cli.py on the digits; in bf16 under autocast.
     """
     run = on_xla([*f"--data_dir {DIGITS} --hflip 0".split(), *TINY_MODEL, *TINY_RUN, *flags])
     how, bf16 = run.config.optimizer, run.config.sharding.precision == "bf16"

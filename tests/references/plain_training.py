@@ -1,6 +1,6 @@
 """The reference for test_sharding: timm's model, PyTorch's AdamW, no XLA, no FSDP.
 
-Prints one JSON line. Takes the clipping norm; everything else is as in tests/cli.py.
+Prints one JSON line. Takes the clipping norm; everything else is as in tests/support/cli.py.
 """
 
 import json
@@ -8,11 +8,11 @@ import sys
 
 import torch
 
-from tests.cli import DIGITS, TINY_MODEL, TINY_RUN
+from tests.fakes.filled import filled
 from tests.references.plain_checkpoint import tiny_timm_model
 from tests.references.plain_steps import evaluate, train, warm_cosine
-from tests.resolved import on_xla
-from tests.stand_ins.filled import filled
+from tests.support.cli import DIGITS, TINY_MODEL, TINY_RUN
+from tests.support.resolved import on_xla
 
 
 def main() -> None:

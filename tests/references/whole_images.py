@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tests.cli import DIGITS, TINY_RUN, Result
+from tests.fakes.filled import filled
 from tests.references.plain_checkpoint import convert
 from tests.references.plain_steps import evaluate, train, warm_cosine
-from tests.resolved import on_gpus
-from tests.stand_ins.filled import filled
+from tests.support.cli import DIGITS, TINY_RUN, Result
+from tests.support.resolved import on_gpus
 
 STEPS = 5
 # With so large an eps a gradient that is rounding alone, as a key bias's is, moves nothing.

@@ -2,8 +2,8 @@
 
 import torch
 
-from tests.cli import train_tiny_gpu
 from tests.references.plain_checkpoint import convert
+from tests.support.cli import train_tiny_gpu
 
 BAD = "2:loss 4:norm 5:loss"
 COUNTS = ["0 0 0", "1 1 1", "1 0 1", "2 1 1", "3 2 2", "3 0 2"]  # total, in a row, longest row
@@ -12,7 +12,7 @@ COUNTS = ["0 0 0", "1 1 1", "1 0 1", "2 1 1", "3 2 2", "3 0 2"]  # total, in a r
 def train(folder, monkeypatch, flags, processes, **variables):
     for name, value in {"BAD_STEPS": BAD, **variables}.items():
         monkeypatch.setenv(name, value)
-    program = {"processes": processes, "program": "tests.stand_ins.bad_step_gpu"}
+    program = {"processes": processes, "program": "tests.fakes.bad_step_gpu"}
     result = train_tiny_gpu(folder, *flags.split(), **program)
     return result, convert(folder / "step_6", folder / "plain.pt")
 

@@ -1,7 +1,7 @@
 """Pairs of sizes of crops, and the forms of runs that train with them."""
 
-from tests.cli import train_tiny, train_tiny_gpu
-from tests.marks import long
+from tests.support.cli import train_tiny, train_tiny_gpu
+from tests.support.marks import long
 
 PAIRS = "--crop_sizes 16x8 24x8 24x12 16x8".split()
 FORMS = [

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.cli import VAL_IMAGES
+from tests.support.cli import VAL_IMAGES
 
 
 def assert_same_curves(result, reference, rel):

@@ -10,7 +10,7 @@ from PIL import Image
 from safetensors import safe_open
 from timm.models.vision_transformer import VisionTransformer
 
-from tests.cli import need_xla, run_program
+from tests.support.cli import need_xla, run_program
 
 SIZES = "--image_size 16 --patch_size 4 --embed_dim 32 --num_heads 2 --num_blocks 2".split()
 FLAGS = [*SIZES, "--class_token", "--global_pool", "token", "--reg_tokens", "2"]
@@ -90,7 +90,7 @@ def run_form(form, *flags):
         need_xla()
     start = ["run_vit_training.py"]
     if "Megatron" in form:
-        start = ["-m", "tests.stand_ins.megatron_on_cpu"]
+        start = ["-m", "tests.fakes.megatron_on_cpu"]
     words = map(str, (*LOADER, *FORMS[form], *flags))
     done = run_program(*start, *words, processes=2 if "two" in form else 1)
     assert done.returncode == 0, done.stdout + done.stderr

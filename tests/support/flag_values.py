@@ -8,8 +8,8 @@ import numpy as np
 from data.pack import pack
 from gpu_fsdp.config import FP8_MULTIPLE
 from run_vit_training import BACKEND_CONFIGS
-from tests.cli import DIGITS
-from tests.every_flag import command_lines, complaint_of, items
+from tests.support.cli import DIGITS
+from tests.support.every_flag import command_lines, complaint_of, items
 from tests.support.table_files import write_tables
 
 BASE = {

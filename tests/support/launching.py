@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.cli import ROOT, environment
+from tests.support.cli import ROOT, environment
 
 KILL_ONE = """
 import os, signal, threading, time

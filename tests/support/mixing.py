@@ -8,8 +8,8 @@ import torch
 from timm.data import Mixup
 from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 
-from tests.cli import tiny
-from tests.resolved import on_xla
+from tests.support.cli import tiny
+from tests.support.resolved import on_xla
 from training.backend import pass_seed
 
 BOTH = "--mixup 0.8 --cutmix 1.0 --mixup_prob 0.8 --smoothing 0.1"

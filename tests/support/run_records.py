@@ -6,7 +6,7 @@ from tools.goodput import main
 from training.logs.records import EVENTS_FILE
 
 BATCH_S, SAVE_S = 0.05, 0.4
-"""What tests/stand_ins/slow_on_purpose.py takes more for a batch, and for a checkpoint."""
+"""What tests/fakes/slow_on_purpose.py takes more for a batch, and for a checkpoint."""
 
 
 def goodput(capsys, *words):

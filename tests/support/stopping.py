@@ -1,6 +1,6 @@
 """Stop a run by a signal."""
 
-from tests.cli import DIGITS, TINY_MODEL, TINY_RUN, run_program
+from tests.support.cli import DIGITS, TINY_MODEL, TINY_RUN, run_program
 
 # Nine steps, two epochs, dropout; loader processes from where the test says so.
 RUN = (
@@ -14,7 +14,7 @@ def stop(monkeypatch, ckpt_dir, signal_at, *flags, processes=1):
     monkeypatch.setenv("SIGNAL_AT", signal_at)
     return run_program(
         "-m",
-        "tests.stand_ins.signal_at_step",
+        "tests.fakes.signal_at_step",
         "--data_dir",
         str(DIGITS),
         "--ckpt_dir",

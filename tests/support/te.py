@@ -3,7 +3,7 @@
 import torch
 
 from models.registry import open_model
-from tests.stand_ins.filled import filled
+from tests.fakes.filled import filled
 
 SMALL = {
     "img_size": 16,

@@ -1,4 +1,0 @@
-"""Faults in real runs: each faulty run is restarted, and compared with a run without faults.
-
-python -m tests.faults        # or make faults
-"""

@@ -1,0 +1,256 @@
+"""What is written goes through no link, and what another user has made is not trusted."""
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data.files import cache_folder
+from run_vit_training import read_flags
+from tests.support.cli import DIGITS, ROOT, TINY_MODEL, environment, tiny, train_tiny_gpu
+from tests.support.usage_error import told_in_one_line
+from training.checkpoints.choose import check_folders, checkpoint_around, remove
+from training.files import FolderLock
+
+OTHER = 54321
+"""The number of a user who is not this one, and whom no machine knows by name."""
+only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+
+
+@pytest.fixture(autouse=True)
+def cpu(monkeypatch):
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    monkeypatch.delenv("CPU_NUM_DEVICES", raising=False)
+
+
+def refusal(capsys, ckpt_dir: Path, *flags: str) -> str:
+    source = ["--data_dir", DIGITS, *TINY_MODEL, "--batch_size", "16", "--ckpt_dir", ckpt_dir]
+    return told_in_one_line(capsys, *source, *flags)
+
+
+def as_other(action: Callable[[], object]) -> str:
+    """Do something as the other user, in a process of its own; return the error, "" if none."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        said = ""
+        try:
+            os.setgroups([])
+            os.setgid(OTHER)
+            os.setuid(OTHER)
+            action()
+        except Exception as error:  # noqa: BLE001 - it is told
+            said = f"{type(error).__name__}: {error}"
+        os.write(writer, said.encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writer)
+    with os.fdopen(reader) as told:
+        return told.read()
+
+
+@pytest.fixture
+def everybodys(tmp_path):
+    """A folder as the temporary one is: anybody may make files there."""
+    for path in (tmp_path, *tmp_path.parents):
+        if not path.stat().st_mode & stat.S_IXOTH:  # pytest's own are closed to others
+            path.chmod(0o755)
+    folder = tmp_path / "everybodys"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    return folder
+
+
+# -- links ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl.tmp", "run.json"])
+@pytest.mark.parametrize("dangling", [False, True])
+def test_a_link_in_the_place_of_a_file_is_refused(name, dangling, tmp_path, capsys):
+    precious, run = tmp_path / "precious", tmp_path / "run"
+    if not dangling:
+        precious.write_text("precious")
+    run.mkdir()
+    (run / name).symlink_to(precious)
+    line = refusal(capsys, run)
+    assert line.startswith(f"cannot write to --ckpt_dir {run}: it is a link, and nothing is")
+    assert line.endswith(f"{run}/{name}")
+    assert not precious.exists() if dangling else precious.read_text() == "precious"
+
+
+def test_a_run_writes_through_no_link(tmp_path):
+    """Those that are there when it begins, and those that come while it runs."""
+    data, outside, run = tmp_path / "data", tmp_path / "outside", tmp_path / "run"
+    shutil.copytree(DIGITS, data)
+    next((data / "val" / "0").iterdir()).write_bytes(b"no image")
+    outside.mkdir()
+    run.mkdir()
+    for name in ("bad_images.txt", "curves.png"):
+        (outside / name).write_text("precious")
+        (run / name).symlink_to(outside / name)
+    (outside / "folder").mkdir()
+    (run / "tensorboard").symlink_to(outside / "folder")
+    done = train_tiny_gpu(run, "--data_dir", str(data), "--max_steps", "2")
+    assert not list((outside / "folder").iterdir())
+    assert "TensorBoard's file cannot be written (" in done.stdout
+    assert "bad_images.txt cannot be written (it is a link" in done.stdout
+    for name in ("bad_images.txt", "curves.png"):
+        assert (outside / name).read_text() == "precious"
+    assert not (run / "curves.png").is_symlink()  # it is replaced, as a whole
+
+
+def test_of_a_link_to_a_checkpoint_only_the_link_is_removed(run, tmp_path):
+    before = sorted(path.name for path in (run / "step_5").iterdir())
+    link = tmp_path / "step_5"
+    link.symlink_to(run / "step_5")
+    remove(link)
+    assert not link.is_symlink()
+    assert sorted(path.name for path in (run / "step_5").iterdir()) == before
+
+
+# -- another user's -------------------------------------------------------------------
+
+
+@only_root
+def test_a_folder_of_another_user_is_refused(tmp_path, capsys):
+    theirs, mine = tmp_path / "theirs", tmp_path / "mine"
+    theirs.mkdir()
+    os.chown(theirs, OTHER, OTHER)
+    (mine / "step_4").mkdir(parents=True)
+    os.chown(mine / "step_4", OTHER, OTHER)
+    (tmp_path / "link").symlink_to(tmp_path / "own")
+    (tmp_path / "own").mkdir()
+    os.chown(tmp_path / "link", OTHER, OTHER, follow_symlinks=False)
+    what = f"is user {OTHER}'s: give a folder of your own, or use what is there as it is with "
+    for folder, path in ((theirs, theirs), (mine, mine / "step_4"), (tmp_path / "link",) * 2):
+        line = refusal(capsys, folder)
+        assert line == f"--ckpt_dir {folder}: {path} {what}--shared_ckpt_dir"
+        assert not (folder / ".lock").exists()
+
+
+@only_root
+def test_a_local_folder_of_another_user_is_refused(tmp_path, capsys):
+    theirs, mine = tmp_path / "theirs", tmp_path / "mine"
+    theirs.mkdir()
+    os.chown(theirs, OTHER, OTHER)
+    (mine / "part_0").mkdir(parents=True)
+    os.chown(mine / "part_0", OTHER, OTHER)
+    for folder, path in ((theirs, theirs), (mine, mine / "part_0")):
+        line = refusal(capsys, tmp_path / "run", "--local_ckpt_dir", folder)
+        whose = f"{path} is user {OTHER}'s: give a folder of your own"
+        assert line == f"--local_ckpt_dir {folder}: {whose}"
+        assert not (folder / ".folder").exists()
+    assert not (tmp_path / "run").exists()
+
+
+@only_root
+def test_what_another_user_has_planted_is_neither_resumed_nor_written_to(
+    trained, everybodys, capsys
+):
+    """A folder that is made before its owner comes, with a checkpoint and then a link in it."""
+    planted, precious = everybodys / "run", everybodys.parent / "precious"
+    precious.write_text("precious")
+    source = shutil.copytree(trained.ckpt_dir, everybodys.parent / "source")
+    source.chmod(0o755)
+    assert as_other(lambda: shutil.copytree(source, planted)) == ""
+    assert f"{planted} is user {OTHER}'s" in refusal(capsys, planted)
+    (planted / ".lock").unlink()
+    assert as_other(lambda: (planted / ".lock").symlink_to(precious)) == ""
+    assert "it is a link" in refusal(capsys, planted)
+    assert "it is a link" in refusal(capsys, planted, "--shared_ckpt_dir")
+    assert precious.read_text() == "precious"
+
+
+@only_root
+def test_a_group_shares_a_folder_if_it_says_so(tmp_path):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    os.chown(shared, OTHER, OTHER)
+    flags = [*tiny(shared), "--shared_ckpt_dir"]
+    check_folders(read_flags(flags).run.checkpoints)
+    FolderLock(shared, shared=True).acquire(is_restart=False)
+    assert stat.S_IMODE((shared / ".lock").stat().st_mode) == 0o666 & ~_umask()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+@only_root
+def test_what_root_has_made_is_nobody_elses(everybodys):
+    """A container's volume is root's; whoever is root can do everything anyway."""
+    mount = everybodys / "mount"
+    mount.mkdir()
+    mount.chmod(0o777)
+    assert as_other(lambda: FolderLock(mount).acquire(is_restart=False)) == ""
+    assert (mount / ".lock").stat().st_uid == OTHER
+    os.chown(mount, OTHER + 1, OTHER)
+    refused = as_other(lambda: FolderLock(mount).acquire(is_restart=False))
+    assert refused.startswith(
+        f"UsageError: --ckpt_dir {mount}: {mount} is user {OTHER + 1}'s: give"
+    )
+
+
+# -- a user without a home --------------------------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["cuda", "xla"])
+def test_a_user_without_a_home_or_a_name_trains(backend, tmp_path):
+    """As ``docker run --user 54321`` makes one."""
+    words = [sys.executable, "run_vit_training.py"]
+    unshare = ["unshare", "--user", f"--map-user={OTHER}"]
+    tried = subprocess.run([*unshare, "true"], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        pytest.skip(f"no user namespace can be had here: {tried.stderr.strip()}")
+    left_out = {"HOME", "XDG_CACHE_HOME", "USER", "LOGNAME"}
+    variables = {name: value for name, value in environment().items() if name not in left_out}
+    done = subprocess.run(
+        [*unshare, *words, *tiny(tmp_path / "run"), "--backend", backend],
+        cwd=ROOT,
+        env=variables | {"TMPDIR": str(tmp_path)},
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "training completed: step 6" in done.stdout
+
+
+@only_root
+def test_the_cache_of_a_user_without_a_home(everybodys, monkeypatch):
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(everybodys))
+    place = everybodys / f"vit_fsdp-{OTHER}"
+    assert as_other(lambda: cache_folder().mkdir()) == ""
+    assert as_other(cache_folder) == ""
+    assert place.stat().st_uid == OTHER
+    os.chown(place, 0, 0)
+    assert as_other(cache_folder).startswith(f"DataFolderError: {place}, for a user without a home")
+
+
+# -- a checkpoint is no run's folder ----------------------------------------------------
+
+
+@pytest.mark.parametrize("inside", ["step_10", "set_aside_1/step_5"])
+def test_no_run_is_kept_inside_of_a_checkpoint(inside, run, capsys):
+    """There --keep_checkpoints of the outer run would remove it."""
+    shutil.copytree(run / "step_5", run / "set_aside_1" / "step_5")
+    before = sorted(run.rglob("*"))
+    line = refusal(capsys, run / inside)
+    outer = (run / inside).parent if "new" not in inside else run
+    assert f"is inside of the checkpoint step_{inside.split('step_')[1].split('/')[0]}" in line
+    assert f"give the run's folder, {outer}, or" in line
+    assert sorted(run.rglob("*")) == before
+
+
+def test_a_folder_may_be_called_as_a_checkpoint_is(tmp_path):
+    (tmp_path / "step_1" / "run").mkdir(parents=True)
+    assert checkpoint_around(tmp_path / "step_1" / "run") is None

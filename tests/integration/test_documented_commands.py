@@ -1,0 +1,370 @@
+"""Every command of README.md, docs/ and ``make help``, typed word for word on a new machine.
+
+RUN has those that a CPU can run, with what they must show. All others are typed, too: CHECKS tells
+by their first words what is in the place of hardware or a service, and sees that they are valid.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.new_machine import Machine
+from tests.support.cli import train_tiny_gpu
+from tests.support.documented_commands import Command, documented_commands, known_flags
+from tests.support.stopping import ALONE, stop
+from tests.support.trained_models import put_trained
+from tests.support.typed_with_fakes import (
+    benchmark_takes,
+    compiles,
+    docker_builds,
+    docker_runs,
+    gcloud_sets_it,
+    gcloud_takes,
+    make_knows,
+    names_packages,
+    on_a_pod,
+    on_gke,
+    plans,
+    trains,
+)
+
+
+@dataclass
+class Run:
+    """Ends with 0. ``shows``: patterns of its output; ``leaves``: files, below home or project."""
+
+    shows: tuple[str, ...] = ()
+    leaves: tuple[str, ...] = ()
+    removes: tuple[str, ...] = ()
+    trained: bool = False
+    """Needs trained models at ~/vit_10b/step_1000 and ~/vit_large/step_1250, and images."""
+    long: bool = False
+    shorter: str = ""
+    """What is typed after it, where many repeats and blocks make its figures accurate."""
+
+
+# -- every command, by its beginning --------------------------------------------------
+
+ROW = r"^\| %s \| %s \| [\d.| ]+ \| 1 \| 0 \|$"  # one execution a step, no compilation
+ONE_STEP = "--steps 1 --repeats 1 --num_blocks 2"  # of benchmarks/xla_step.py
+START_ROW = r"^\| \w+(-dirty)? \| 1\.00 \| 1\.00 \| in all [\d.]+, cores [\d.]+, imports [\d.]+, "
+
+RUN: dict[str, Run] = {
+    "make train": Run(
+        (
+            r"^training completed: step 550, val top-1 (9[7-9]|100)\.\d+ %, checkpoint "
+            r"runs/digits-\S+/step_550, log \S+/metrics\.jsonl, plot \S+/curves\.png\n\Z",
+        ),
+        leaves=(
+            "datasets/digits/train/9",
+            "runs/digits-*/step_550",
+            "runs/digits-*/metrics.jsonl",
+            "runs/digits-*/curves.png",
+            "runs/digits-*/tensorboard",
+            "runs/digits-*/run.json",
+        ),
+        long=True,
+    ),
+    "make train-domain": Run(
+        (
+            r"^XLA: 4 CPU device\(s\), .*mesh domain 4",
+            r"^training completed: step 896, val top-1 ([6-9]\d|100)\.\d+ %, checkpoint "
+            r"runs/mosaics-\S+/step_896, log \S+/metrics\.jsonl, plot \S+/curves\.png\n\Z",
+        ),
+        leaves=("runs/mosaics-*/step_896", "runs/mosaics-*/curves.png"),
+        long=True,
+    ),
+    "source .venv/bin/activate": Run(),
+    "python3 -m pip install -r requirements-tpu.txt": Run(
+        (r"^Requirement already satisfied: torch_xla==",)
+    ),
+    "python3 run_vit_training.py --help": Run((r"^  --fake_data ",)),
+    "python3 run_vit_training.py --help all": Run((r"^  --flatten_parameters ",)),
+    "python3 run_vit_training.py --help xla": Run((r"^  --flatten_parameters ",)),
+    "python3 run_vit_training.py --help ema": Run((r"^  --model_ema ", r"^  --use_ema ")),
+    "python3 run_vit_training.py --fake_data --model vit_tiny_patch16_224": Run(
+        (
+            r"^data: fake data \(zeros\)",
+            r"^epoch 1 step 10, lr: ",
+            r"^epoch 1 step 10, val loss: [\d.]+, accuracy on val: .* of 80 images, top-5: .*$",
+            r"^training completed: step 10, .*, checkpoint runs/vit_fsdp/step_10, log ",
+        ),
+        leaves=("runs/vit_fsdp/step_10", "runs/vit_fsdp/metrics.jsonl"),
+        long=True,
+    ),
+    "python3 -m torch.distributed.checkpoint.format_utils": Run(
+        leaves=("vit_10b.pt",), trained=True
+    ),
+    "python3 run_vit_training.py --predict": Run(
+        (r"^cat\.jpg\n( +\d+\.\d+%  \d\n){5}", r"^holiday/beach/1\.png\n( +\d+\.\d+%  \d\n){5}"),
+        trained=True,
+        long=True,
+    ),
+    "python3 run_vit_training.py --eval_only": Run(
+        (r"^val loss: [\d.]+, accuracy on val: [\d.]+ % of 359 images, top-5: [\d.]+ %$",),
+        trained=True,
+        long=True,
+    ),
+    ".venv/bin/python -m pytest": Run((r"^\d+ passed(, \d+ deselected)? in ",), long=True),
+    "python3 run_vit_training.py --eval_only --eval_report": Run(
+        (r"^report on 10 classes: report$",),
+        leaves=("report/per_class.csv", "report/confusion.csv", "report/confusion.png"),
+        trained=True,
+        long=True,
+    ),
+    "python3 run_vit_training.py --eval_only --knn": Run(
+        (
+            r"^k-NN on val: [\d.]+ % \(k 10\), .* of 359 images, by 1,438 of train$",
+            r"^linear probe on val: [\d.]+ % of 359 images, trained on 1,438 of train, best with ",
+        ),
+        trained=True,
+        long=True,
+    ),
+    "python3 run_vit_training.py --features features": Run(
+        (r"^features \((class, )?mean\) of 1,797 images: features$",),
+        leaves=(
+            "features/features.json",
+            "features/pca.png",
+            "features/val-00000-00000.safetensors",
+        ),
+        trained=True,
+        long=True,
+    ),
+    "make train-mae": Run(
+        (r"^training completed: step 1100, val loss 0\.\d+, checkpoint runs/digits-mae-",),
+        leaves=("runs/digits-mae-*/step_1100", "runs/digits-mae-*/reconstructions.png"),
+        long=True,
+    ),
+    "make train-dino": Run(
+        (
+            r"^epoch 40 step 440, k-NN on val: [\d.]+ % \(k 10\)",
+            r"^training completed: step 440, checkpoint runs/digits-dino-",
+        ),
+        leaves=("runs/digits-dino-*/step_440",),
+        long=True,
+    ),
+    "python3 run_vit_training.py --plan @recipes/dinov3_7b.args": Run(
+        (r"^v6e:16x16 +256 .* arithmetic$", r"^fastest: .*, by arithmetic, not compiled$"),
+        leaves=("runs/plan/tpu.png",),
+        long=True,
+    ),
+    "python benchmarks/xla_step.py --devices 1 2 4": Run(
+        (ROW % ("spmd", 4), ROW % ("wrapper", 4), ROW % ("nested", 1)), long=True, shorter=ONE_STEP
+    ),
+    "python benchmarks/xla_step.py --devices 1 2 --forms spmd": Run(
+        (ROW % ("spmd", 2), ROW % ("unrolled", 2)), long=True, shorter=ONE_STEP
+    ),
+    "python benchmarks/xla_step.py --devices 1 2 --forms plain": Run(
+        (
+            ROW % ("spmd", 2),
+            r"^\| plain \| 1 \| [\d.]+ \| 1\.00 \|",
+            r"^\| fsdp2 \| 1 \| [\d.]+ \|",
+        ),
+        long=True,
+        shorter=ONE_STEP,
+    ),
+    "python benchmarks/gpu_step.py --models": Run(
+        (
+            *(
+                rf"^\| vit_tiny_patch16_224 \| {variant} \| 4 \| \d+\.\d+ \| [\d.]+ \| [\d.]+ \|"
+                for variant in ("timm", "fsdp2", r"fsdp2\+compile")
+            ),
+            r"\| megatron \| 4 \| --fsdp megatron requires CUDA: on the CPU use --fsdp fsdp2 \|",
+            r"\| te \| 4 \| --block te: TransformerEngine is not installed",
+            r"\| te\+fp8 \| 4 \| --fp8 delayed requires --precision bf16, this is fp32",
+        ),
+        leaves=("cpu.json", "cpu.png"),
+        long=True,
+    ),
+    "python benchmarks/data.py --repeats": Run(
+        (r"^  ratio a core \d\.\d\d",), long=True, shorter="--repeats 1 --seconds 1"
+    ),
+    "python benchmarks/data.py --crops": Run(
+        (r"^  ratio a core \d\.\d\d",), long=True, shorter="--repeats 1 --seconds 1"
+    ),
+    "python benchmarks/checkpoint.py": Run(
+        (r"\| fsdp2 \| 5 MB/s \|",), long=True, shorter="--repeats 1"
+    ),
+    "python benchmarks/domain_parallel.py --image_size_start 128": Run(
+        tuple(rf"^\| cuda \| 1 \| {n} \| 256x256 \| 1 \| [\d,]+ \| [\d.]+ \| " for n in (1, 2)),
+        leaves=("cpu.csv", "cpu.png"),
+        long=True,
+    ),
+    "python3 run_vit_training.py --use_ema": Run((r"top-5: [\d.]+ %$",), trained=True, long=True),
+    "python3 run_vit_training.py --self_check --fake_data": Run(
+        (r"^pass  checkpoint read ", r"^self check passed: 13 checks, "), long=True
+    ),
+    "python3.11 -m venv .venv-torchtpu": Run(leaves=(".venv-torchtpu/bin/activate",)),
+    "python3 -m launch.xla_dist --help": Run((r"^  --restart-tpuvm-pod-server",)),
+    "python3 run_vit_training.py --compile_only --tpu_topology v5p:4x4x8": Run(
+        (
+            r"^slice +v5p:4x4x8, 128 chips$",
+            r"^model +10,077,917,160 parameters, global batch 1024$",
+            r"^verdict +fits, ",
+            r"^HBM a chip, peak +3\.\d\d GiB of 95\.74 GiB$",
+            r"^highest MFU +8\d\.\d %$",
+            r"^expected images/s +\d{4}$",
+        ),
+        long=True,
+    ),
+    "python3 run_vit_training.py --explain": Run(
+        (
+            r"^expected MFU +\d\d\.\d % \(within 3 points for half of 15 published runs: .*\)$",
+            r"^ms +share +runs +module .* of ideal +bound by +instruction$",
+            r" 32 +blocks\.mlp\.fc1 +recompute +product +\d+ % +products ",
+        ),
+        long=True,
+    ),
+    "python3 -m data.pack": Run((r"^2 shards: /\S+/datasets/imagenet-1k-shards$",), trained=True),
+    "python3 -m tools.show_augmentations": Run(leaves=("augmented.png",), long=True),
+    "python3 -m tools.goodput --chips": Run(
+        (r"^  save every 37 min 52 s of training \(Daly\): expected goodput 91\.51%, ",)
+    ),
+    "python3 -m tools.goodput ~/vit_10b --chips": Run(
+        (r"^forecast: 4,096 chips, 0\.173 failures per chip and year: ",), trained=True
+    ),
+    "python3 -m tools.convert ~/vit_10b/step_1000": Run(
+        (r"^converted /\S+/vit_10b/step_1000: 31 tensors, 111,528 bytes, to vit_10b.safetensors$",),
+        leaves=("vit_10b.safetensors",),
+        trained=True,
+        long=True,
+    ),
+    "python3 -m tools.convert ~/vit_10b vit_10b_hf": Run(
+        leaves=("vit_10b_hf/model.safetensors", "vit_10b_hf/config.json"), trained=True, long=True
+    ),
+    "python3 -m tools.convert ~/vit_large": Run(
+        leaves=("vit_large_bf16.pt",), trained=True, long=True
+    ),
+    "python3 -m tools.convert ~/downloads/vit_large": Run(
+        leaves=("vit_large_dcp/manifest.json", "vit_large_dcp/.metadata"), trained=True, long=True
+    ),
+    "python3 -m tools.goodput ~/vit_10b": Run(
+        (r"^/\S+/vit_10b: \d", r"^  useful steps  ", r"^  save every ", r"^picture: "), trained=True
+    ),
+    "python3 -m tools.report": Run(
+        (r"^report: \S+/vit_10b/report.html$",),
+        leaves=("../vit_10b/report.html",),
+        trained=True,
+        long=True,
+    ),
+    "make format": Run((r"^All checks passed!$", r"^\d+ files left unchanged$")),
+    "make bench": Run(
+        (ROW % ("spmd", 1), ROW % ("nested", 1)), long=True, shorter=f"ARGS='{ONE_STEP}'"
+    ),
+    "make bench-start": Run(
+        (START_ROW,), leaves=("runs/start.png",), long=True, shorter="ARGS='--repeats 1'"
+    ),
+    "make bench-checkpoint": Run(
+        (r"\| xla \| disk \|", r"\| fsdp2 \| 50 MB/s \|"), long=True, shorter="ARGS='--repeats 1'"
+    ),
+    "make clean": Run(removes=(".venv", "datasets", "runs")),
+}
+
+CHECKS: dict[str, Callable[[Machine, Command, Path], None]] = {
+    r"make ": make_knows,
+    r"gcloud config set project": gcloud_sets_it,
+    r"gcloud (compute|config)": gcloud_takes,
+    r"docker build": docker_builds,
+    r"docker run": docker_runs,
+    r"python3 -m pip install": names_packages,
+    r"python benchmarks/": benchmark_takes,
+    r"python3 run_vit_training.py --plan": plans,
+    r"python3 run_vit_training.py --compile_only": compiles,
+    r"launch/(setup_pod|queued_resource)|python3 -m launch.xla_dist": on_a_pod,
+    r"python3 -m launch.gke": on_gke,
+    r"python3 run_vit_training.py|(\S+=\S+ )*(launch/torchrun.sh|sbatch)": trains,
+}
+"""By a pattern of a command's beginning, what it is typed with, and how it is seen to be valid."""
+MESSAGE = "training stopped by SIGINT"
+"""No command, but what one prints."""
+NEEDS_A_PERSON = "gcloud auth login"
+DOCUMENTED = [command for command in documented_commands() if command.text != NEEDS_A_PERSON]
+
+
+def beginning(command: Command) -> str | None:
+    """The entry that it has in RUN: the longest that it begins with, word for word."""
+    fitting = [
+        start
+        for start in RUN
+        if f"{command.text} ".startswith(start)
+        and (start == command.text or not start.startswith("make "))
+    ]
+    return max(fitting, key=len, default=None)
+
+
+def check_of(command: Command) -> Callable[[Machine, Command, Path], None] | None:
+    return next((check for start, check in CHECKS.items() if re.match(start, command.text)), None)
+
+
+COMMANDS = [command for command in DOCUMENTED if not command.text.startswith(MESSAGE)]
+TO_RUN = [
+    pytest.param(command, RUN[start], id=start, marks=[pytest.mark.long] * RUN[start].long)
+    for command in COMMANDS
+    if (start := beginning(command))
+]
+TO_CHECK = [
+    pytest.param(command, id=command.text[:100]) for command in COMMANDS if not beginning(command)
+]
+
+
+def test_every_command_is_typed():
+    """So whoever writes another kind of command into a document has to type it, here."""
+    strangers = [c.text for c in COMMANDS if not beginning(c) and not check_of(c)]
+    assert not strangers, "documented, but neither in RUN nor in CHECKS"
+    entries = [start for command in COMMANDS if (start := beginning(command))]
+    assert sorted(entries) == sorted(RUN), "each entry of RUN is for one documented command"
+
+
+# -- typed ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def machine(tmp_path):
+    (tmp_path / "machine").mkdir()
+    return Machine(tmp_path / "machine")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return train_tiny_gpu(tmp_path_factory.mktemp("trained"), "--model_ema").ckpt_dir
+
+
+@pytest.mark.parametrize(("command", "how"), TO_RUN)
+def test_command(command, how, machine, request):
+    if how.trained:
+        put_trained(machine, request.getfixturevalue("trained"))
+    if how.shorter:
+        command = dataclasses.replace(command, typed=f"{command.text} {how.shorter}")
+    command = dataclasses.replace(command, typed=machine.with_its_folders(command.typed))
+    done = machine.run(command, timeout=3 * 3600 if how.long else 900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for pattern in how.shows:
+        assert re.search(pattern, done.stdout, re.MULTILINE), done.stdout
+    for path in how.leaves:
+        assert list(machine.project.glob(path)), path
+    for path in how.removes:
+        assert not (machine.project / path).exists(), path
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", TO_CHECK)
+def test_command_that_takes_more(command, machine, tmp_path):
+    check_of(command)(machine, command, tmp_path)
+
+
+def test_message_of_a_stop(tmp_path, monkeypatch):
+    (printed,) = [c for c in DOCUMENTED if c.text.startswith(MESSAGE)]
+    done = stop(monkeypatch, tmp_path / "run", "0 2 SIGINT", *ALONE)
+    promised = printed.text.replace("/mnt/runs/vit_10b", str(tmp_path / "run"))
+    assert promised.replace("1207", "2") in done.stdout.splitlines()
+
+
+def test_help_lists_every_flag(machine):
+    (command,) = [c for c in DOCUMENTED if c.text == "python3 run_vit_training.py --help all"]
+    shown = machine.run(command).stdout
+    for flag in known_flags():
+        assert re.search(rf"(?m)^  (.*, )?{flag}\b", shown), flag

@@ -1,0 +1,112 @@
+"""The benchmarks still measure: one short run of each form. What they measure is for docs/."""
+
+import csv
+
+import pytest
+
+from benchmarks import domain_parallel
+from benchmarks.domain_parallel_rows import COLUMNS, OOM
+from tests.support.cli import TINY_MODEL, run_program
+from training.errors import UsageError
+
+
+@pytest.mark.long
+def test_xla_step():
+    forms = ["spmd", "unrolled", "wrapper", "nested", "plain", "fsdp2"]
+    done = run_program(
+        *"benchmarks/xla_step.py --devices 1 --steps 1 --repeats 1 --forms".split(),
+        *forms,
+        *TINY_MODEL,
+        "--batch_size",
+        "4",
+        "--model",
+        "vit_tiny_patch16_224",
+        warm=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()[-len(forms) :]]
+    assert [row[0] for row in rows] == forms
+    for _, _, seconds, *_ in rows[4:]:
+        assert float(seconds) > 0
+    for _, _, seconds, _, trace, compiling, executions, compilations in rows[:4]:
+        assert 0 < float(trace) < float(seconds)
+        assert float(compiling) > 0
+        assert (executions, compilations) == ("1", "0")
+
+
+TINY = "--num_warmup 1 --num_iterations 1 --image_size_start 32 --set num_blocks=1 num_classes=10 "
+TINY = f"{TINY} embed_dim=32 num_heads=2 patch_size=8".split()
+PARAMETERS = (3 * 8 * 8 + 1) * 32 + 16 * 32 + 12 * 32**2 + 13 * 32 + 2 * 32 + 32 * 10 + 10
+"""Of that model: patches, positions, one block, the last norm, the head."""
+
+
+def domain_parallel_rows(folder, *flags):
+    """The CSV's rows of a run in a folder, which must succeed and print the same."""
+    found = folder / "rows.csv"
+    command = ["benchmarks/domain_parallel.py", *TINY, "--csv", str(found), *flags]
+    done = run_program(*command, warm=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with found.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    printed = [line for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert len(printed) == 1 + len(rows)
+    assert tuple(rows[0]) == COLUMNS
+    return rows
+
+
+def check_measured(row, batch, devices):
+    assert int(row["parameters"]) == PARAMETERS
+    assert float(row["inference GB"]) > 0
+    pace = batch / float(row["train s"] or row["forward s"])
+    assert float(row["samples/s"]) == pytest.approx(pace)
+    assert float(row["samples/s/device"]) == pytest.approx(pace / devices)
+
+
+@pytest.mark.long
+def test_domain_parallel_on_two_processes(tmp_path):
+    """One image over both, gloo: passes both ways, and a picture."""
+    picture = tmp_path / "rows.png"
+    (row,) = domain_parallel_rows(tmp_path, "--domain_size", "2", "--plot", str(picture))
+    assert (row["on"], row["ddp"], row["domain"], row["note"]) == ("cuda", "1", "2", "CPU")
+    assert (row["size"], row["batch"]) == ("32x32", "1")
+    check_measured(row, batch=1, devices=2)
+    assert float(row["train GB"]) > 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.long
+def test_domain_parallel_out_of_memory(tmp_path):
+    """A real limit: a layer of 64 MB does not fit into 10 MB. The row says so, and the run ends."""
+    large = "--processes 1 --inference_only --memory_limit_gb 0.01 --set embed_dim=2048".split()
+    (row,) = domain_parallel_rows(tmp_path, *large, "num_heads=2", "num_blocks=1", "patch_size=8")
+    assert row["forward s"] == OOM
+    assert row["samples/s"] == row["inference GB"] == row["note"] == ""
+
+
+@pytest.mark.long
+def test_domain_parallel_by_the_compiler(tmp_path):
+    (row,) = domain_parallel_rows(tmp_path, "--tpu_topology", "v5e:1x1", "--use_mixed_precision")
+    assert row["on"] == "v5e:1x1"
+    assert row["forward s"] == row["inference GB"] == ""
+    assert 0 < float(row["train s"]) < 1
+    assert float(row["samples/s"]) == pytest.approx(1 / float(row["train s"]))
+    assert "expected MFU" in row["note"]
+
+
+def test_domain_parallel_combinations(monkeypatch):
+    """Of several slices and domain sizes, those that are the slice and divide the batch."""
+
+    def ways(flags):
+        monkeypatch.setattr("sys.argv", ["domain_parallel.py", *flags.split()])
+        rows = domain_parallel.rows_of(domain_parallel.parse())
+        return [(row.on, row.ddp, row.domain, row.size) for row in rows]
+
+    slices = "--tpu_topology v5e:1x1 v5e:2x2 --domain_sizes 1 2 4"
+    assert ways(slices) == [("v5e:1x1", 1, 1, 1024), ("v5e:2x2", 1, 4, 1024)]
+    assert len(ways(f"{slices} --batch_size 4")) == 4
+    assert ways("--processes 6 --domain_size 3 --batch_size 2") == [("cuda", 2, 3, 1024)]
+    sizes = "--image_size_start 64 --image_size_stop 160 --image_size_step 32"
+    assert [size for *_, size in ways(sizes)] == [64, 96, 128, 160]
+    for wrong in ("--processes 3 --domain_size 2", "--processes 2", f"{sizes} --image_size_stop 1"):
+        with pytest.raises(UsageError):
+            ways(wrong)

@@ -1,0 +1,83 @@
+"""``--compile``: blocks that are alike share the graphs of torch.compile, one for each size."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.support.cli import TINY_MODEL, train_tiny_gpu
+from tests.support.curves import assert_same_training
+from tests.support.resolved import on_gpus
+from torch_fsdp.parallel_plan import parallelize_block
+
+DEEP = [*TINY_MODEL, "--num_blocks", "12", "--compile"]
+SIZES = (17, 5, 10, 17)
+"""Tokens of the images of one step after the other."""
+
+
+@pytest.fixture(autouse=True)
+def no_graphs():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("flags", "graphs"),
+    [
+        ("", 1),
+        ("--grad_ckpt selective", 1),
+        ("--no_grad_ckpt", 1),
+        ("--drop_path_rate 0.1 --num_blocks 3", 3),  # each rate is a constant of its graph
+    ],
+)
+def test_graphs_of_a_size(flags, graphs):
+    """As many in evaluation. PyTorch itself stops at 8."""
+    run = on_gpus([*"--backend cuda --batch_size 4".split(), *DEEP, *flags.split()])
+    model = run.model.build()
+    run.model.initialize(model, "", seed=0)
+    found = []
+
+    def compiler(graph, inputs):
+        found.append([size for values in inputs for size in getattr(values, "shape", [values])])
+        return graph.forward
+
+    plan = replace(run.plan, compiler=compiler)
+    blocks = [
+        parallelize_block(model, f"blocks.{index}", block, plan, torch.device("cpu"))
+        for index, block in enumerate(model.blocks)
+    ]
+
+    def step(tokens):
+        images = torch.randn(2, tokens, 32, requires_grad=model.training)
+        for block in blocks:
+            images = block(images)
+        return images
+
+    for tokens in SIZES:
+        step(tokens).sum().backward()
+    assert len(found) == graphs * len(set(SIZES))
+    model.eval()
+    with torch.no_grad():
+        for tokens in SIZES:
+            step(tokens)
+    assert len(found) == 2 * graphs * len(set(SIZES))
+    assert {type(size) for sizes in found for size in sizes} == {int}  # none is a symbol
+
+
+def test_initial_weights_leave_compilation_on():
+    """Threads that fill modules side by side may leave PyTorch's flag of modes set, one time in
+    some: then torch.compile would compile nothing, and say nothing."""
+    run = on_gpus(["--backend", "cuda", "--batch_size", "4", *DEEP])
+    for _ in range(20):
+        run.model.initialize(run.model.build(), "", seed=0)
+        assert not torch.utils._python_dispatch.is_in_torch_dispatch_mode()
+
+
+@pytest.mark.long
+def test_a_deep_model_is_compiled(tmp_path):
+    """All of it in the first step, and in the first evaluation."""
+    plain = train_tiny_gpu(tmp_path / "plain", *(word for word in DEEP if word != "--compile"))
+    result = train_tiny_gpu(tmp_path / "compiled", *DEEP)
+    assert_same_training(result, plain)
+    assert result.column("compilations") == [1] * 6

@@ -1,0 +1,99 @@
+"""Images whose rows several processes share, on the GPU backend with gloo: as on whole images."""
+
+import functools
+
+import pytest
+
+from tests.references.whole_images import SMALL, assert_like_whole, train_whole
+from tests.support.cli import train_tiny_gpu
+from tests.support.domain_models import DINO, EPOCHS_OF_2, HYBRID, MODELS, TOKENS, VOLUMES
+from tests.support.marks import long, spread
+
+# (processes, what both do, how images are sharded): each combines several things.
+CASES = [
+    (3, f"{HYBRID} --grad_accum_steps 2", "--mesh_domain 3 --grad_ckpt selective"),
+    long(4, VOLUMES, "--mesh_domain 4 --grad_ckpt none"),
+    long(8, f"{TOKENS} map", "--mesh_dcn 2 --mesh_fsdp 2 --mesh_domain 2 --domain_attention ring"),
+    long(4, DINO, "--mesh_domain 2"),
+    long(2, f"{TOKENS} avgmax --pool_include_prefix", "--mesh_domain 2 --run_without_fsdp"),
+]
+
+SHARDED = {
+    "ring of 2": (2, "--mesh_domain 2 --domain_attention ring"),
+    "ring of 4": (4, "--mesh_domain 4 --domain_attention ring --grad_ckpt none"),
+    "uneven ring": (3, "--mesh_domain 3 --domain_attention ring --grad_ckpt selective"),
+    "ulysses of 2": (2, "--mesh_domain 2 --domain_attention ulysses --zero_dp_strategy 2"),
+    "ulysses of 4": (4, "--mesh_domain 4 --domain_attention ulysses"),
+    "fsdp x domain": (4, "--mesh_domain 2 --domain_attention ring"),
+    "dcn x fsdp x domain": (8, "--mesh_dcn 2 --mesh_domain 2"),
+    "dcn x domain": (4, "--mesh_dcn 2 --mesh_domain 2"),
+    "no sharding": (4, "--mesh_domain 2 --run_without_fsdp"),
+    "channels last": (2, "--mesh_domain 2 --channels_last"),
+    "one": (1, ""),
+}
+
+
+@functools.cache
+def whole(flags):
+    return train_whole("--image_size", "16", *flags.split())
+
+
+def train(folder, processes, flags, how):
+    given = [*SMALL, "--image_size", "16", *flags.split(), *how.split()]
+    return train_tiny_gpu(folder, *given, processes=processes)
+
+
+@pytest.mark.parametrize(("processes", "flags", "how"), CASES)
+def test_as_on_whole_images(processes, flags, how, tmp_path):
+    result = train(tmp_path, processes, flags, how)
+    assert_like_whole(result, whole(flags))
+    assert "UserWarning" not in result.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("model", "sharded"), spread(MODELS, SHARDED, every=8))
+def test_models_on_meshes(model, sharded, tmp_path):
+    processes, how = SHARDED[sharded]
+    flags = f"{MODELS[model]} --grad_accum_steps 2"
+    assert_like_whole(train(tmp_path, processes, flags, how), whole(flags))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        long("--domain_attention ring"),
+        long("--domain_attention ulysses"),
+        long("--domain_attention ring --grad_ckpt none"),
+    ],
+)
+def test_compiled_beside_attention(how, tmp_path):
+    """All is compiled in the first step: before and after attention, recomputed or not."""
+    result = train(tmp_path, 2, HYBRID, f"--mesh_domain 2 --compile {how}")
+    assert_like_whole(result, whole(HYBRID))
+    counts = set(result.column("compilations"))
+    assert len(counts) == 1
+    assert min(counts) > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("model", "form"), spread(MODELS, ["ring", "ulysses"], every=2))
+def test_bf16_is_near_fp32(model, form, tmp_path):
+    flags = MODELS[model]
+    how = f"--mesh_domain 2 --domain_attention {form} --precision bf16 --reduce_dtype bf16"
+    result = train(tmp_path, 2, flags, how)
+    expected = pytest.approx(whole(flags).losses, rel=1e-6)
+    assert result.column("loss") != expected
+    assert result.column("loss") == pytest.approx(whole(flags).losses, rel=0.02)
+    assert result.column("grad_norm") == pytest.approx(whole(flags).norms, rel=0.1)
+
+
+@pytest.mark.long
+def test_resumed_on_other_meshes(tmp_path):
+    """By 4, 1 and 2 that share an image, each going on in the middle of an epoch of two steps."""
+    flags = f"{TOKENS} avg --pool_include_prefix {EPOCHS_OF_2}"
+    for processes, domain, steps in ((4, 4, 1), (1, 1, 3), (2, 2, 6)):
+        how = f"--mesh_domain {domain} --max_steps {steps}"
+        result = train(tmp_path, processes, flags, how)
+    assert list(result.steps) == list(range(1, 7))
+    assert "step_3 at step 3, epoch 2" in result.stdout
+    assert_like_whole(result, whole(flags))

@@ -1,0 +1,258 @@
+"""A user's mistake: one clear line, exit code 2, no device started, nothing written."""
+
+import contextlib
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+from PIL import Image
+
+import run_vit_training
+from gpu_fsdp import resolve_gpu
+from tests.support.cli import DIGITS, ROOT, TINY_MODEL, environment, need_xla
+from tests.support.usage_error import told_in_one_line
+from torch_fsdp.devices import Cpu
+
+
+@pytest.fixture(autouse=True)
+def cpu(monkeypatch):
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    monkeypatch.delenv("CPU_NUM_DEVICES", raising=False)
+    monkeypatch.setattr("torch_fsdp.devices.choose", lambda backend: Cpu())
+
+
+def complaint(capsys, ckpt_dir, *flags):
+    """The one line that the program ends with, and nothing written."""
+    before = sorted(ckpt_dir.rglob("*")) if ckpt_dir.exists() else None
+    source = ["--data_dir", DIGITS, *TINY_MODEL, "--batch_size", "16", "--ckpt_dir", ckpt_dir]
+    line = told_in_one_line(capsys, *source, *flags)
+    assert (sorted(ckpt_dir.rglob("*")) if ckpt_dir.exists() else None) == before
+    return line
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--compile_only", "--compile_only requires --tpu_topology. Known, for example: v4: 2x2x1"),
+        ("--compile_only --tpu_topology v9:4x4", "--tpu_topology v9:4x4 is unknown. Known, for"),
+        ("--compile_only --tpu_topology v5p:4x4", "v5p:4x4 is not v5p:AxBxC, chips a side: v5p"),
+        ("--compile_only --tpu_topology v5e:3x5", "v5e:3x5: there is no such slice (several"),
+        ("--compile_only --tpu_topology v5e:1000x1000", "v5e:1000x1000: there is no such slice"),
+        (
+            "--compile_only --tpu_topology tpu7x:2x2x1 --tpu_compiler installed",
+            "tpu7x:2x2x1 requires --tpu_compiler 0.0.52: libtpu 0.0.21, which is installed, does",
+        ),
+        ("--compile_only --tpu_topology v5e:2x2 --tpu_compiler 0.0.1", "invalid choice: '0.0.1'"),
+        ("--compile_only --tpu_topology v5e:4x4 --hlo_dir setup.cfg", "--hlo_dir setup.cfg is a f"),
+        (
+            "--compile_only --tpu_topology v5e:4x2 --mark_step_after_forward --no_grad_ckpt",
+            "--compile_only with a broken graph requires --grad_ckpt full",
+        ),
+        (
+            "--compile_only --tpu_topology v5e:2x4 --grad_ckpt offload --no-scan_blocks",
+            "--grad_ckpt offload requires scanned blocks, here is --no-scan_blocks: use --gr",
+        ),
+        ("--grad_ckpt offload --mark_step_after_forward", "--grad_ckpt offload is incompatible"),
+        ("--backend cuda --fsdp fsdp2 --grad_ckpt offload", "--grad_ckpt offload requires --backe"),
+        ("--scan_blocks --xla_fsdp nested", "--scan_blocks is incompatible with --xla_fsdp nested"),
+        ("--batch_size 15 --cpu_devices 2", "--batch_size 15 (global) is no multiple of the 2"),
+        ("--batch_size 2000", "1438 training images, fewer than one batch"),
+        ("--image_size 17", "--image_size 17 is not a multiple of --patch_size 4"),
+        ("--num_heads 5", "--embed_dim 32 is not a multiple of --num_heads 5"),
+        ("--model vit_11b", "there is no model vit_11b: is it vit_10b"),
+        ("--global_pool token", "--global_pool token requires --class_token"),
+        ("--patch_drop_rate 0.99", "leaves no patch"),
+        ("--data_dir /does/not/exist", "/does/not/exist/train does not exist"),
+        ("--num_classes 9", "10 classes, --num_classes is 9"),
+        ("--resume /does/not/exist", "there is no such checkpoint folder"),
+        (
+            f"--resume {__file__}",
+            f"--resume {__file__} is a file of weights: give it to --init_from",
+        ),
+        ("--resume_epoch 3", "no checkpoint of that epoch's end"),
+        ("--scale 0.9 0.1", "--scale 0.9 0.1"),
+        ("--scale 0 0", "leaves no image"),
+        ("--backend cuda --cpu_devices 2", "--cpu_devices requires --backend xla, this is cuda"),
+        ("--backend xla --dp_outer 2", "--mesh_fsdp 1 x --mesh_tensor 1 is not the 1"),
+        ("--precision fp16", "--precision fp16 requires --backend cuda"),
+        ("--profile 3", "'3' is not FIRST:LAST"),
+        ("--zero_dp_strategy 4", "'4' is none of 0, 1, 2, 3, no_shard, optim"),
+        ("--xla_fsdp nested --cpu_devices 2", "nested FSDP runs on 1 CPU device"),
+        ("--mesh_tensor 4 --cpu_devices 4", "--mesh_tensor 4 does not divide --num_heads 2"),
+        ("--mesh_tensor 2 --cpu_devices 2 --mlp_ratio 1.05", "--mesh_tensor 2 does not divide"),
+        ("--mesh_tensor 2 --cpu_devices 8 --batch_size 10", "--batch_size 10 (global) is no"),
+        ("--mesh_dcn 2 --xla_fsdp nested", "--mesh_dcn requires --xla_fsdp spmd"),
+        ("--backend cuda --mesh_tensor 2", "--mesh_tensor 2 requires --backend xla, this is cuda"),
+        ("--mesh_dcn 0", "must be at least 1 and at most 1000000000 (or slices)"),
+        ("--mesh_dcn slice", "'slice' is not a whole number (or slices)"),
+        ("--compile_only --tpu_topology v5e:2x2 --mesh_dcn slices", "--mesh_dcn slices requires -"),
+        ("--lr x", "'x' is not a number"),
+        ("--lr -1", "must be at least 0"),
+        (f"--seed {10**20}", "must be at least 0 and at most 9223372036854775807"),
+        ("--lr inf", "'inf' is not a finite number"),
+        ("--mean 123 117 104", "123 must be at least 0 and at most 1"),
+        (f"--max_steps {'9' * 5000}", f"'{'9' * 40}...' is not a whole number"),
+        ("--in_chans 2", "--in_chans 2 is neither 3 (RGB) nor 1 (gray)"),
+        ("--embed_dim 32 --mlp_ratio 0.01", "--mlp_ratio 0.01 leaves no MLP"),
+        ("--data_dir=", "argument --data_dir: it must not be empty: is a variable of the shell"),
+        ("--batch 16", "unknown flag --batch: did you mean --batch_size?"),
+        # At their defaults, too: what they are a part of is off.
+    ],
+)
+def test_flags(flags, words, capsys, tmp_path, monkeypatch):
+    others = ("--mesh_fsdp 2", "--precision fp16", "--plan --mesh_dcn slices")
+    if "--tpu_topology" in flags or flags in others:
+        need_xla()  # where another backend says it in other words
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "setup.cfg").touch()
+    assert words in complaint(capsys, tmp_path / "ckpt", *flags.split())
+
+
+def test_a_flag_of_another_backend_beside_the_environment(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("CPU_NUM_DEVICES", "2")
+    flags = ["--backend", "cuda", "--cpu_devices", "4"]
+    words = complaint(capsys, tmp_path / "ckpt", *flags)
+    assert words.startswith("--cpu_devices requires --backend xla, this is cuda")
+    words = complaint(capsys, tmp_path / "ckpt", *flags[:2], "--lr", "1", "--min_lr", "2")
+    assert words.startswith("--min_lr 2 is above --lr 1")
+
+
+def test_xla_without_torch_xla(capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_xla", None)
+    words = complaint(capsys, tmp_path / "ckpt", "--backend", "xla")
+    assert words.startswith("--backend xla requires the package torch_xla: python3 -m pip install")
+
+
+@pytest.mark.parametrize("package", ["torch_xla", "libtpu", "jaxlib"])
+def test_compile_only_without(package, capsys, tmp_path, monkeypatch):
+    need_xla()
+    monkeypatch.setitem(sys.modules, package, None)
+    words = complaint(capsys, tmp_path / "ckpt", "--compile_only", "--tpu_topology", "v5e:2x2")
+    assert f"--compile_only requires {package}: python3 -m pip install -r requirements-tpu" in words
+    words = complaint(capsys, tmp_path / "ckpt", "--plan")
+    assert f"--plan requires {package}: python3 -m pip install -r requirements-tpu" in words
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--zero_dp_strategy 1", "--fsdp fsdp2 has no --zero_dp_strategy 1"),
+        ("--zero_dp_strategy 0 --dp_outer 2", "--mesh_dcn shapes sharding"),
+        ("--run_without_fsdp --zero_dp_strategy 3", "means --zero_dp_strategy 0, not 3"),
+        ("--outer_dp_sharding_strategy 2", "is 0 (no_shard) or 1 (optim), not 2"),
+        ("--no-meta_init", "requires --fsdp megatron, this is fsdp2"),
+        ("--fsdp megatron", "--fsdp megatron requires CUDA: on the CPU use --fsdp fsdp2"),
+        ("--cpu_offload", "--cpu_offload requires CUDA"),
+        ("--precision fp16", "--precision fp16 requires CUDA"),
+        ("--reduce_dtype fp16", "--reduce_dtype fp16 requires --precision fp16"),
+        ("--tf32", "--tf32 requires CUDA"),
+        ("--block te", "TransformerEngine is not installed: see requirements-gpu.txt"),
+    ],
+)
+def test_gpu_flags(flags, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    assert words in complaint(capsys, tmp_path / "ckpt", "--backend", "cuda", *flags.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--zero_dp_strategy 0 --meta_init", "--meta_init requires --zero_dp_strategy 1, 2 or 3"),
+        ("--reduce_dtype bf16 --dp_outer 4", "requires --mesh_fsdp of 2 or more"),
+        (
+            "--no_preserve_fp32_weights --precision bf16 --reduce_dtype bf16 --objective dino",
+            "is incompatible with --objective dino, whose teacher is an average in fp32",
+        ),
+    ],
+)
+def test_megatron_flags(flags, words, capsys, tmp_path, monkeypatch):
+    """As if it could run here, to reach what it refuses for other reasons."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(resolve_gpu, "check_megatron_runs_here", lambda: None)
+    flags = f"--backend cuda --fsdp megatron {flags}"
+    assert words in complaint(capsys, tmp_path / "ckpt", *flags.split())
+
+
+def test_neither_cuda_nor_gloo(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.distributed.is_gloo_available", lambda: False)
+    line = complaint(capsys, tmp_path / "ckpt", "--backend", "cuda")
+    assert "no CUDA device here, nor PyTorch with gloo" in line
+
+
+def test_wandb_is_not_installed(capsys, tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "wandb" else find(name)
+    )
+    line = complaint(capsys, tmp_path / "ckpt", "--wandb", "p")
+    assert "--wandb requires the package wandb: python3 -m pip install wandb" in line
+
+
+@pytest.mark.parametrize("mistake", ["--image_size 15", "--batch_size none"])
+@pytest.mark.parametrize(("local_rank", "lines"), [("1", 0), ("0", 1)])
+def test_only_the_first_process_of_a_node_complains(
+    local_rank, lines, mistake, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("training.flags.time.sleep", lambda seconds: None)
+    monkeypatch.setenv("RANK", "9")
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    with contextlib.suppress(SystemExit):
+        assert run_vit_training.main([*mistake.split(), "--ckpt_dir", str(tmp_path / "x")]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == lines
+
+
+def test_ckpt_dir_is_a_file(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    assert "is a file, not a folder" in complaint(capsys, tmp_path / "file")
+
+
+def test_local_checkpoints_in_the_runs_own_folder(capsys, tmp_path):
+    local = tmp_path / ".." / tmp_path.name
+    told = told_in_one_line(
+        capsys, "--fake_data", "--ckpt_dir", tmp_path, "--local_ckpt_dir", local
+    )
+    assert "is --ckpt_dir: give another folder" in told
+
+
+def test_bad_environment(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("CPU_NUM_DEVICES", "two")
+    assert "'two' is not a whole number" in complaint(capsys, tmp_path / "ckpt")
+
+
+def test_data_folders(capsys, tmp_path):
+    def image(split, name):
+        (tmp_path / split / name).mkdir(parents=True)
+        Image.new("L", (8, 8)).save(tmp_path / split / name / "image.png")
+
+    def said():
+        return complaint(capsys, tmp_path / "ckpt", "--data_dir", tmp_path, "--batch_size", 1)
+
+    (tmp_path / "train").mkdir()
+    assert "train holds no class folders" in said()
+    image("train", "a")
+    assert "val does not exist" in said()
+    image("val", "a")
+    image("val", "b")
+    assert "train and val differ" in said()
+    assert "only val has b" in said()
+    (tmp_path / "train" / "b").mkdir()
+    assert "b" in said()  # a class without images
+
+
+def test_as_a_program(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "run_vit_training.py", "--image_size", "15", "--ckpt_dir", tmp_path / "x"],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "run_vit_training.py: error: --image_size 15 is not a multiple of --patch_size 14\n"
+    )
+    assert not (tmp_path / "x").exists()

@@ -1,0 +1,207 @@
+"""What a command that takes more than a CPU is called with in the end, and whether that is valid.
+
+The command is typed all the same, with a stand-in for what is not here; see
+tests/integration/test_documented_commands.py.
+"""
+
+import json
+import re
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from packaging.requirements import Requirement
+from torch.distributed.run import get_args_parser
+
+from benchmarks import domain_parallel, gpu_step
+from launch import torchrun
+from run_vit_training import read_flags
+from tests.fakes.new_machine import Machine
+from tests.fakes.pod import gcloud_accepts, workers_here
+from tests.support.cli import ROOT
+from tests.support.documented_commands import Command
+from tests.support.launching import script
+from tools.plan.tpu_search import candidates
+from training.flags import check_foreign, check_rules
+from training.mesh import make_mesh
+from training.resolve import Run, check_batch, resolve_common, resolve_model
+from xla_fsdp.resolve_xla import resolve_for_slice
+from xla_fsdp.tpu import parse_topology
+
+
+def trains(machine: Machine, command: Command, tmp_path: Path) -> None:
+    """run_vit_training.py, by itself or under torchrun, would take these flags."""
+    slurm_stand_ins(machine)
+    if "torchtpu" in command.text:
+        machine.variables["NPROC_PER_NODE"] = "8"  # this machine has no TPU devices to count
+    words = machine.noted(command, "python3")
+    if words[0].endswith("launch/torchrun.py"):
+        args = torchrun.parse(words[1:])
+        get_args_parser().parse_args([*torchrun.torchrun_words(args, True), *args.torchrun])
+    at = next(i for i, word in enumerate(words) if word.endswith("run_vit_training.py"))
+    assert (machine.project / words[at]).is_file()
+    torch_backend = "torchtpu" if "torchtpu" in command.text else "cuda"
+    program_takes(words[at + 1 :], torch_backend if at else "xla")
+
+
+def plans(machine: Machine, command: Command, tmp_path: Path) -> None:
+    """run_vit_training.py would plan with these flags."""
+    words = machine.noted(command, "python3")
+    asked = read_flags(words[1:])
+    check_foreign(asked.backend_configs, "xla", asked.run.given)
+    config, _ = resolve_model(resolve_common(asked.run))
+    assert config.plan
+    assert next(candidates(config, asked.xla, asked.plan.chips_at_most))
+
+
+def compiles(machine: Machine, command: Command, tmp_path: Path) -> None:
+    """run_vit_training.py would compile this step for this slice."""
+    asked = read_flags(machine.noted(command, "python3")[1:])
+    assert asked.xla.compile_only
+    resolve_for_slice(asked.run, asked.xla, parse_topology(asked.xla.tpu_topology))
+
+
+def program_takes(flags: list[str], backend: str) -> None:
+    asked = read_flags(flags)
+    check_foreign(asked.backend_configs, backend, asked.run.given)
+    config, model = resolve_model(asked.run)
+    if config.sharding.mesh_dcn == "slices":  # two are named where it is documented
+        config = replace(config, sharding=replace(config.sharding, mesh_dcn=2))
+    backend_config = asked.xla if backend == "xla" else replace(asked.torch, fsdp="fsdp2")
+    check_rules(replace(resolve_common(config), backend=backend), backend_config)
+    check_batch(Run(config, backend_config, model, make_mesh(config.sharding, 64)))
+
+
+def slurm_stand_ins(machine: Machine) -> None:
+    """The batch script on the first of its nodes."""
+    variables = "SLURM_JOB_ID=1 SLURM_NNODES=$nodes SLURM_JOB_NODELIST=node[1-2] SLURM_NODEID=0"
+    machine.stand_in(
+        "sbatch",
+        "nodes=2",
+        "while [[ $1 == --* ]]; do [[ $1 != --nodes=* ]] || nodes=${1#*=}; shift; done",
+        f'SLURM_SUBMIT_DIR=$PWD {variables} exec bash "$@"',
+    )
+    machine.stand_in("scontrol", 'printf "node1\\nnode2\\n"')
+    machine.stand_in("srun", "while [[ $1 == --* ]]; do shift; done", 'exec "$@"')
+
+
+def docker_builds(machine: Machine, command: Command, tmp_path: Path) -> None:
+    words = machine.noted(command, "docker")
+    assert (words[0], words[-1]) == ("build", ".")
+    lines = (machine.project / words[words.index("-f") + 1]).read_text().splitlines()
+    copied = [line.split()[1:-1] for line in lines if line.startswith("COPY ")]
+    assert copied
+    assert all((machine.project / path).exists() for paths in copied for path in paths)
+
+
+def docker_runs(machine: Machine, command: Command, tmp_path: Path) -> None:
+    """The image's entry point is launch/torchrun.sh."""
+    words = machine.noted(command, "docker")
+    assert words[0] == "run"
+    program_takes(words[words.index("vit-fsdp") + 1 :], "cuda")
+
+
+def names_packages(machine: Machine, command: Command, tmp_path: Path) -> None:
+    words = machine.noted(command, "python3")
+    assert words[:-1] == "-m pip install -r".split()
+    files = [words[-1]]
+    for name in files:
+        text = (machine.project / name).read_text()
+        lines = [line.split("#")[0].strip() for line in text.splitlines()]
+        files += [line.removeprefix("-r ") for line in lines if line.startswith("-r ")]
+        packages = [line for line in lines if line and not line.startswith("-r ")]
+        assert all(Requirement(line).specifier for line in packages)
+
+
+BENCHMARKS: tuple[ModuleType, ...] = (gpu_step, domain_parallel)
+
+
+def benchmark_takes(machine: Machine, command: Command, tmp_path: Path) -> None:
+    script_path, *flags = machine.noted(command, "python")
+    benchmarks = {f"benchmarks/{each.__name__.split('.')[-1]}.py": each for each in BENCHMARKS}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [script_path, *flags])
+        benchmarks[script_path].parse()
+
+
+def make_knows(machine: Machine, command: Command, tmp_path: Path) -> None:
+    """All programs in what it would run are there, or what it would make them of."""
+    typed = command.typed.replace("make", "make --dry-run", 1)
+    done = machine.run(Command(typed, typed, command.document))
+    assert done.returncode == 0, done.stderr
+    started = re.findall(r"^\.venv/bin/\S+", done.stdout, re.MULTILINE)
+    requirements = re.findall(r" -r (\S+)", done.stdout)
+    assert started or requirements
+    assert all((machine.project / path).exists() for path in [*started, *requirements])
+
+
+def on_gke(machine: Machine, command: Command, tmp_path: Path) -> None:
+    """A cluster with the slices of launch/gke.yaml, once that asks for two."""
+    path = machine.project / "launch" / "gke.yaml"
+    path.write_text(path.read_text().replace("replicas: 1", "replicas: 2"))
+    (tmp_path / "nodes.json").write_text(json.dumps({pool: [True] * 16 for pool in "ab"}))
+    (tmp_path / "completes").touch()
+    stand_in = ROOT / "tests" / "fakes" / "kubectl.py"
+    machine.stand_in("kubectl", f'exec {sys.executable} {stand_in} "$@"')
+    machine.variables["CLUSTER"] = str(tmp_path)
+    typed = replace(command, typed=command.typed.replace(" 1 ", " 1 --elastic_poll 1 "))
+    done = machine.run(typed)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "started vit-10b on 2 of 2 slices" in done.stderr
+    assert "has completed" in done.stderr
+
+
+def on_a_pod(machine: Machine, command: Command, tmp_path: Path) -> None:
+    """Workers of this machine, two a slice, behind gcloud.py; their Python notes its
+    words."""
+    pod, workers = tmp_path / "pod", 4 if "$NAME-1" in command.text else 2
+    for index in range(workers):
+        project = pod / f"worker_{index}" / "vit-fsdp"
+        shutil.copytree(ROOT / "launch", project / "launch")
+        for venv in (".venv", ".venv-torchtpu"):
+            (project / venv / "bin").mkdir(parents=True)
+            script(project / venv / "bin" / "python", 'echo "$*" >> "$HOME/asked"')
+    (pod / "workers").write_text("2")
+    (pod / "states_to_come").write_text("ACTIVE")
+    # The stand-in's slices are called pod, or pod-0 and so on.
+    machine.stand_in(
+        "gcloud",
+        'for word; do [[ $word == "$NAME" || $word == "$NAME"-[01] ]] && word=pod${word#"$NAME"}',
+        'words+=("$word"); done',
+        f'exec {sys.executable} {ROOT}/tests/fakes/gcloud.py "${{words[@]}}"',
+    )
+    machine.variables["STAND_IN"] = str(pod)
+    machine.variables["NPROC_PER_NODE"] = "2"  # the workers have no devices to count
+    with workers_here():
+        done = machine.run(command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for index in range(workers):
+        *_, asked = (pod / f"worker_{index}" / "asked").read_text().splitlines()
+        if "run_vit_training.py" in command.text:
+            unbuffered, program, *flags = asked.split()
+            assert (unbuffered, program) == ("-u", "run_vit_training.py")
+            program_takes(flags, "xla")
+        elif "launch/torchrun.sh" in command.text:
+            started, _, flags = asked.partition("/run_vit_training.py ")
+            assert "--torchtpu 2 -- --nproc-per-node 2" in started
+            program_takes(flags.split(), "torchtpu")
+        else:
+            which = "torchtpu" if "--torchtpu" in command.text else "tpu"
+            assert asked == f"-m pip install --quiet -r requirements-{which}.txt"
+
+
+def gcloud_takes(machine: Machine, command: Command, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CLOUDSDK_COMPUTE_ZONE", "us-central1-a")
+        gcloud_accepts(["bash", "-c", command.script], tmp_path / "config")
+
+
+def gcloud_sets_it(machine: Machine, command: Command, tmp_path: Path) -> None:
+    if not shutil.which("gcloud", path=machine.variables["PATH"]):
+        pytest.skip("no gcloud is installed here")
+    done = machine.run(command)
+    assert done.returncode == 0, done.stderr
+    assert "Updated property" in done.stderr

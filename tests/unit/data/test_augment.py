@@ -1,0 +1,259 @@
+"""Augmentations of one image: timm's own transforms, of the same numbers, on photographs."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_sample_images
+from timm.data import create_transform
+from timm.data.distributed_sampler import RepeatAugSampler
+
+from data.config import DataConfig
+from data.decode import Pixels
+from data.files import DataFolderError
+from data.loader import GlobalBatchSampler, Share
+from data.transforms import TrainTransform, seeded
+from tests.support.loading import arguments, loaders
+from tests.support.usage_error import told_in_one_line
+from tools.show_augmentations import DRAWS, columns, main, read_run
+
+pytestmark = pytest.mark.fast
+
+PHOTOGRAPHS = [np.array(each) for each in load_sample_images().images]  # 427 x 640
+SIZE = (64, 80)
+TRIES = 12
+POLICIES = [
+    "rand-m9-mstd0.5-inc1",
+    "rand-m15-n3-p0.9-mmax30-mstd101-tweights",
+    "original-mstd0.5",
+    "originalr",
+    "v0",
+    "v0r-mstd1",
+    "3a",
+    "augmix-m5-w4-d2",
+    "augmix-b1-mstd1",
+]
+
+
+def timms_seed():
+    """What the program seeds Python's and NumPy's generators with, before timm draws from them."""
+    seed = int(torch.randint(2**32, ()))
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def posterized(image, bits):
+    """As Pillow's own, before it refused to keep 0 bits and fewer, as timm's policies ask."""
+    return image.point([value & ~(2 ** (8 - bits) - 1) for value in range(256)] * 3)
+
+
+def by_timm(config, pixels, seed):
+    """The crop of this program, which test_decode.py compares; then timm's stages, in fp32."""
+    how = config.preprocessing
+    plain = DataConfig(vflip=config.vflip, train_interpolation=config.train_interpolation)
+    _, recoloured, finished = create_transform(
+        (3, *SIZE),
+        is_training=True,
+        separate=True,
+        interpolation=config.train_interpolation or how.interpolation,
+        auto_augment=config.aa,
+        color_jitter=config.color_jitter or None,
+        re_prob=config.reprob,
+        re_mode=config.remode,
+        re_count=config.recount,
+        mean=how.mean,
+        std=how.std,
+    )
+    torch.manual_seed(seed)
+    image = TrainTransform(plain, SIZE, 3)(Pixels(pixels))
+    image = Image.fromarray(image.permute(1, 2, 0).numpy())
+    if config.aa or config.color_jitter:
+        timms_seed()
+        image = recoloured(image)
+    if config.reprob:
+        timms_seed()
+    return finished(image)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *({"aa": policy} for policy in POLICIES),
+        {"aa": "3a", "color_jitter": 0.3, "vflip": 0.5},
+        {"color_jitter": (0.4, 0.2, 0.1, 0.5), "train_interpolation": "random"},
+        {"reprob": 1.0, "remode": "const", "recount": 3},
+        {"aa": "rand-m9-mstd0.5-inc1", "reprob": 0.5, "train_interpolation": "random"},
+    ],
+    ids=str,
+)
+def test_images_are_timms(flags, monkeypatch):
+    """Bytes are timm's; noise is what a byte can be: half a grey level off, or black or white."""
+    config = DataConfig(**flags)
+    how, ours = config.preprocessing, TrainTransform(config, SIZE, 3)
+    mean, std = (torch.tensor(each).view(3, 1, 1) for each in (how.mean, how.std))
+    monkeypatch.setattr("timm.data.auto_augment.ImageOps.posterize", posterized)
+    changed = 0
+    for number in range(TRIES):
+        pixels = PHOTOGRAPHS[number % 2].copy()
+        torch.manual_seed(number)
+        random.seed(1)
+        np.random.seed(1)
+        before = random.getstate(), np.random.get_state()[1].tolist()
+        made = ours(Pixels(pixels))
+        assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+        assert made.dtype == torch.uint8
+        assert np.array_equal(pixels, PHOTOGRAPHS[number % 2])
+        theirs = (by_timm(config, pixels, number) * std + mean).clamp(0, 1) * 255
+        assert (made - theirs).abs().max() < 0.501
+        torch.manual_seed(number)
+        changed += not torch.equal(made, TrainTransform(DataConfig(), SIZE, 3)(Pixels(pixels)))
+    assert changed > TRIES / 2
+
+
+def test_pixels_that_are_not_resized_are_not_written_to():
+    pixels = np.full((8, 8, 3), 7, np.uint8)
+    config = DataConfig(scale=(1.0, 1.0), ratio=(1.0, 1.0), hflip=0, reprob=1.0)
+    assert (TrainTransform(config, (8, 8), 3)(Pixels(pixels)) != 7).any()
+    assert (pixels == 7).all()
+
+
+def test_flips_and_grey():
+    ramp = np.arange(64, dtype=np.uint8).reshape(8, 8, 1).repeat(3, 2)
+    config = DataConfig(scale=(1.0, 1.0), ratio=(1.0, 1.0), hflip=0, vflip=1.0)
+    made = seeded(TrainTransform(config, (8, 8), 3), Pixels(ramp), 0, 0, 0)
+    assert torch.equal(made, torch.from_numpy(ramp[::-1].copy()).permute(2, 0, 1))
+    config = DataConfig(aa="3a", color_jitter=(0.3, 0.3, 0.3, 0.5), reprob=1.0)
+    made = seeded(TrainTransform(config, SIZE, 1), Pixels(PHOTOGRAPHS[0]), 0, 0, 0)
+    assert made.shape == (1, *SIZE)
+
+
+@pytest.mark.parametrize("policy", ["v0", "rand-m10-inc1-p1", "rand-m30-mmax30-inc1-p1"])
+def test_posterized_to_nothing(policy):
+    """Timm's own operation ends with Pillow's ValueError; with --aa such an image is black."""
+    made = TrainTransform(DataConfig(aa=policy), SIZE, 3)
+    images = [seeded(made, Pixels(PHOTOGRAPHS[0]), 0, 0, n) for n in range(40)]
+    assert any(image.max() == 0 for image in images)
+
+
+def test_policies_that_cannot_be_drawn():
+    with pytest.raises(DataFolderError, match="--aa rand-n99-tweights cannot be drawn: "):
+        TrainTransform(DataConfig(aa="rand-n99-tweights"), SIZE, 3)
+
+
+# -- repeated augmentation ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("repeats", "batch_size"),
+    [
+        (3, 12),
+        (3, 8),
+    ],
+)
+def test_repeats_are_timms(repeats, batch_size):
+    length, epoch = 103, 5
+    timms = [
+        RepeatAugSampler(range(length), 4, rank, num_repeats=repeats, selected_round=0)
+        for rank in range(4)
+    ]
+    for each in timms:
+        each.set_epoch(epoch)  # is its seed, and ours with --seed 0
+    joined = [index for together in zip(*timms, strict=True) for index in together]
+    sampler = GlobalBatchSampler(length, batch_size, shuffle=True, repeats=repeats)
+    sampler.set_position(epoch)
+    batches = list(sampler)
+    assert len(batches) == length // batch_size
+    for number, batch in enumerate(batches):
+        theirs = joined[number * batch_size : (number + 1) * batch_size]
+        assert sorted(index for _, index in batch) == sorted(theirs)
+        # Repeats are apart, and each is drawn anew.
+        part = batch_size // repeats
+        parts = [batch[start : start + part] for start in range(0, part * repeats, part)]
+        if batch_size % repeats == 0:
+            assert all(len({index for _, index in each}) == part for each in parts)
+        assert len(set(batch)) == batch_size
+    keys = [key for batch in batches for key in batch]
+    assert len(set(keys)) == len(keys)
+    sampler.set_position(epoch + 1)
+    assert not set(keys) & {key for batch in sampler for key in batch}
+
+
+ALL = {
+    "aa": "rand-m9-mstd0.5-inc1",
+    "reprob": 0.5,
+    "aug_repeats": 3,
+    "vflip": 0.3,
+    "train_interpolation": "random",
+}
+
+
+@pytest.mark.parametrize("source", ["folder", "digits"])
+def test_the_same_for_any_number_of_workers_and_processes_and_after_a_resume(source, digits):
+    flags = ALL | {"batch_size": 60, "data_source": source}
+    plain, val = loaders(arguments(digits, **flags))
+    torch.manual_seed(0)
+    expected = list(plain.epoch(2))
+    assert next(val.epoch(0))[0].equal(
+        next(loaders(arguments(digits, batch_size=60))[1].epoch(0))[0]
+    )
+    workers, _ = loaders(arguments(digits, **flags, num_workers=2))
+    torch.manual_seed(1)
+    random.seed(2)
+    np.random.seed(3)
+    for (a, x), (b, y) in zip(expected[5:], workers.epoch(2, 5), strict=True):
+        assert a.equal(b)
+        assert x.equal(y)
+    parts = [loaders(arguments(digits, **flags), Share(rank, 3))[0].epoch(2) for rank in range(3)]
+    joined = [torch.cat(each) for each in zip(*map(next, parts), strict=True)]
+    assert joined[0].equal(expected[0][0])
+    copies = expected[0][0].unflatten(0, (3, 20))
+    assert expected[0][1].view(3, 20).unique(dim=0).shape == (1, 20)
+    assert not copies[0].equal(copies[1])
+
+
+# -- the picture ----------------------------------------------------------------------
+
+
+def test_columns_show_what_is_trained_on(tmp_path):
+    still = "--scale 1 1 --ratio 1 1 --hflip 0 --cutmix 1".split()
+    size = "--image_size 16 --patch_size 4 --num_classes 10".split()
+    flags = ["--data_source", "digits", "--model", "vit_tiny_patch16_224", *size, *still]
+    picture = tmp_path / "picture.png"
+    whole, *cut = columns(read_run(flags))
+    assert len(cut) == DRAWS
+    for column in cut:
+        share = float(column.title.removeprefix("cutmix, "))
+        own = (column.images == whole.images).all(1)
+        assert (own | (column.images == whole.images.flip(0)).all(1)).all()
+        assert (own.float().mean((1, 2)) >= share - 0.01).all()
+        digits = [label.partition(":")[0] for label in whole.labels]
+        for label, digit, other in zip(column.labels, digits, digits[::-1], strict=True):
+            found = {part.partition(": ")[0]: float(part[-4:]) for part in label.split(" + ")}
+            expected = {digit: 1.0} if digit == other else {digit: share, other: 1 - share}
+            assert found == pytest.approx(expected, abs=0.011)
+    assert main([*flags, str(picture)]) == 0
+    with Image.open(picture) as drawn:
+        assert drawn.width > drawn.height > 300
+
+
+# -- what is refused ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--aa rand-magnitude9", "argument --aa: 'rand-magnitude9' is no policy of timm's: give"),
+        ("--aug_repeats 17 --batch_size 16", "--aug_repeats 17 is more than --batch_size 16: an"),
+        ("--color_jitter 0.4 0.4", "--color_jitter takes one number, three"),
+        ("--color_jitter 0 0 0 0.6", "--color_jitter: the hue, 0.6, must be at most 0.5"),
+        ("--color_jitter 0.4 --aa v0", "--color_jitter is incompatible with --aa v0, which has"),
+        ("--data_source digits --aa rand-n99-t3aw", "--aa rand-n99-t3aw cannot be drawn: "),
+    ],
+)
+def test_refused(flags, told, capsys, tmp_path):
+    flags = ["--ckpt_dir", tmp_path, "--model", "vit_tiny_patch16_224", *flags.split()]
+    line = told_in_one_line(capsys, "--backend", "xla", *flags)
+    assert line.startswith(told)
+    assert not any(tmp_path.iterdir())

@@ -1,0 +1,93 @@
+"""Only regular files are data: a link to a pipe waits for ever, one to /dev/zero has no end."""
+
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+from data.config import DataConfig
+from data.files import BrokenImageError, DataFolderError
+from data.index import read_labels
+from data.loader import Share
+from data.pack import pack
+from data.source import DatasetRequest, open_data
+from data.volumes import open_array
+from tests.support.cli import DIGITS
+
+pytestmark = pytest.mark.fast
+
+
+@pytest.fixture(params=["pipe", "/dev/zero"])
+def endless(request, tmp_path):
+    """What links lead to."""
+    if request.param == "pipe":
+        os.mkfifo(tmp_path / "pipe")
+        return tmp_path / "pipe"
+    return request.param
+
+
+def opened(data_dir, source):
+    config = DataConfig(data_dir=str(data_dir), data_source=source, batch_size=20, num_workers=0)
+    return open_data(DatasetRequest(config, 3, (16, 16), 10, seed=0))
+
+
+@pytest.fixture
+def few_digits(tmp_path):
+    """Two images a class of each split."""
+    for split in ("train", "val"):
+        for folder in (DIGITS / split).iterdir():
+            to = tmp_path / "few" / split / folder.name
+            to.mkdir(parents=True)
+            for image in sorted(folder.iterdir())[:2]:
+                shutil.copy(image, to)
+    return tmp_path / "few"
+
+
+def test_images_in_folders(few_digits, endless):
+    links = [few_digits / "train" / "3" / "0.png", few_digits / "val" / "0" / "0.png"]
+    for link in links:
+        link.symlink_to(endless)
+    data = opened(few_digits, "folder")
+    loaders = data.train_loader(7, Share()), data.val_loader(7, Share())  # 21 images of each
+    for link, loader in zip(links, loaders, strict=True):
+        assert all(len(labels) == 7 for _, labels in loader.epoch(0))
+        ((path, reason, *_),) = loader.bad_images()
+        assert (path, reason) == (str(link), "it is not a regular file")
+
+
+def test_images_to_be_packed(few_digits, endless, tmp_path):
+    (few_digits / "val" / "0" / "0.png").symlink_to(endless)
+    with pytest.raises(OSError, match="it is not a regular file"):
+        pack(str(few_digits), tmp_path / "packed", 10**6, 1)
+
+
+@pytest.mark.parametrize(
+    ("source", "name"), [("webdataset", "{}.tar"), ("parquet", "{}-00000.parquet")]
+)
+def test_shards_and_tables(source, name, endless, tmp_path):
+    folder = tmp_path / "data"
+    (folder / "train").mkdir(parents=True)
+    (folder / "val").mkdir(parents=True)
+    for split in ("train", "val"):
+        (folder / split / name.format(split)).symlink_to(endless)
+    with pytest.raises(DataFolderError, match="cannot be read: it is not a regular file"):
+        opened(folder, source)
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".npz", ".nii.gz", ".tif"])
+def test_arrays(suffix, endless, tmp_path):
+    path = tmp_path / f"array{suffix}"
+    path.symlink_to(endless)
+    with pytest.raises(BrokenImageError, match="it is not a regular file"), open_array(str(path)):
+        pass
+    np.save(tmp_path / "real.npy", np.zeros((2, 2)))
+    (tmp_path / "link.npy").symlink_to(tmp_path / "real.npy")
+    with open_array(str(tmp_path / "link.npy")) as array:
+        assert array.shape == (2, 2)
+
+
+def test_labels(endless, tmp_path):
+    config = DataConfig(data_dir=str(tmp_path), labels=str(endless))
+    with pytest.raises(DataFolderError, match="cannot be read: it is not a regular file"):
+        read_labels(DatasetRequest(config, 1, (8, 8), 10, 0))

@@ -1,0 +1,90 @@
+"""Rules of the code that a reader relies on: who imports whom, and who sees the flags."""
+
+import ast
+import re
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from tests.support.cli import ROOT
+
+pytestmark = pytest.mark.fast
+
+MAY_IMPORT = {
+    "config_fields": set(),
+    "models": {"config_fields"},
+    "data": {"config_fields"},
+    "training": {"config_fields", "models", "data"},
+    "xla_fsdp": {"config_fields", "models", "data", "training"},
+    "torch_fsdp": {"config_fields", "models", "data", "training"},
+    "gpu_fsdp": {"config_fields", "models", "data", "training", "torch_fsdp"},
+    "tools": {"config_fields", "models", "data", "training", "xla_fsdp", "torch_fsdp", "gpu_fsdp"},
+    "launch": {"config_fields"},
+}
+"""Of the program's own parts, besides itself: the core imports no tool."""
+
+
+def sources() -> list[Path]:
+    folders = [*MAY_IMPORT, "benchmarks", "tests"]
+    found = [*ROOT.glob("*.py"), *(p for each in folders for p in (ROOT / each).rglob("*.py"))]
+    assert len(found) > 150
+    return found
+
+
+def imported_by(path: Path) -> set[str]:
+    """The top level of all that a file imports, inside of functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return {name.partition(".")[0] for name in found}
+
+
+@pytest.mark.parametrize("part", MAY_IMPORT)
+def test_imports_go_one_way(part):
+    ours = {*MAY_IMPORT, "run_vit_training", "benchmarks", "tests"}
+    files = [path for path in sources() if part in path.relative_to(ROOT).with_suffix("").parts[:1]]
+    for path in files:
+        assert imported_by(path) & ours <= MAY_IMPORT[part] | {part}, path
+
+
+def test_no_two_files_need_each_other():
+    """Nor do more in a circle; imports inside of functions and for types alone count, too."""
+    files = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in sources()
+        if path.relative_to(ROOT).parts[0] not in ("benchmarks", "tests")
+    }
+    needs: dict[str, set[str]] = {}
+    for name, path in files.items():
+        needs[name] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                needs[name] |= {alias.name for alias in node.names} & files.keys()
+            elif isinstance(node, ast.ImportFrom) and node.module in files:
+                names = {f"{node.module}.{alias.name}" for alias in node.names}
+                needs[name] |= names & files.keys() or {node.module}
+    list(TopologicalSorter(needs).static_order())  # raises CycleError, which names them
+
+
+def test_no_namespace_below_the_entrypoint():
+    parts = ("models", "data", "training", "xla_fsdp", "torch_fsdp", "gpu_fsdp")
+    named = [p for p in sources() if p.relative_to(ROOT).parts[0] in parts]
+    found = {str(p.relative_to(ROOT)) for p in named if re.search(r"\bNamespace\b", p.read_text())}
+    # The second reads files of other programs, which hold their own.
+    assert found <= {"training/flags.py", "training/weights.py"}
+
+
+def test_fast_files_start_no_training():
+    """``make test-fast`` is for while one edits; nor have they tests that are long."""
+    slow = {"train_tiny", "train_tiny_gpu", "run_program", "short_runs", "long"}
+    texts = {path: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    fast = {path: text for path, text in texts.items() if "\npytestmark = pytest.mark.fast" in text}
+    assert fast
+    for path, text in fast.items():
+        imported = set(re.findall(r"\w+", " ".join(re.findall(r"^from .*", text, re.MULTILINE))))
+        assert not imported & slow, path
+        assert "\n@pytest.mark.long" not in text, path

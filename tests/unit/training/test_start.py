@@ -1,0 +1,405 @@
+"""What a training starts from: the cases of ``plan_start`` and ``confirm_start``."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from data.source import FILES
+from run_vit_training import read_flags
+from tests.fakes.backend import FakeBackend, FakeData
+from tests.support.checkpoints import flip, left, truncate, write_checkpoint
+from tests.support.cli import tiny
+from tests.support.resolved import on_gpus
+from training.checkpoints.choose import AllDamaged, Candidates, find_checkpoint
+from training.checkpoints.compatible import changes_since, check_continues, other_order
+from training.checkpoints.format import SavedRun, quiet_dcp, read_saved_run
+from training.errors import UsageError
+from training.schedule import Position, make_schedule
+from training.start import Start, _first_undamaged, confirm_start, leave_behind, plan_start
+from training.weights import with_saved_preprocessing
+
+pytestmark = pytest.mark.fast
+
+EPOCH = 11
+"""The batches of an epoch: 128 of 1438 images each."""
+
+
+@pytest.fixture(autouse=True)
+def without_a_job(monkeypatch):
+    monkeypatch.delenv("RUN_JOB_ID", raising=False)
+
+
+def words(ckpt_dir, *flags):
+    return [*tiny(ckpt_dir), "--backend", "cuda", "--batch_size", "128", *map(str, flags)]
+
+
+def planned(ckpt_dir, *flags):
+    return plan_start(read_flags(words(ckpt_dir, *flags)).run)
+
+
+def confirmed(ckpt_dir, *flags, plan=None, data=None):
+    start, local = confirm_start(
+        plan or Start("new"), on_gpus(words(ckpt_dir, *flags)), data or FakeData(), FakeBackend()
+    )
+    assert local is None
+    return start
+
+
+def write(ckpt_dir, step, *flags, images_in_epoch=None, **how):
+    """A checkpoint of a run with these flags, after so many batches of 128 images."""
+    epoch, batches = divmod(step, EPOCH)
+    images = batches * 128 if images_in_epoch is None else images_in_epoch
+    how = {"classes": None, "order": FakeData().order()} | how
+    arguments = on_gpus(words(ckpt_dir, *flags)).values
+    position = Position(step, epoch, images)
+    return write_checkpoint(ckpt_dir, step, position=position, arguments=arguments, **how)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("written")
+    for step in (5, 10):
+        write(folder, step)
+    return folder
+
+
+@pytest.fixture
+def run(written, tmp_path):
+    """The folder of a run with checkpoints of steps 5 and 10, in the middle of the first epoch."""
+    return shutil.copytree(written, tmp_path / "run")
+
+
+# -- which case it is -----------------------------------------------------------------
+
+
+def test_a_new_run(tmp_path):
+    config, start = planned(tmp_path / "run")
+    assert (start.kind, start.saved, start.weights) == ("new", None, None)
+    assert config.model.embed_dim == 32
+    assert confirmed(tmp_path / "run") == start
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_newest_checkpoint_is_resumed_here_and_elsewhere(run, tmp_path):
+    for folder, flags, kind in (
+        (run, [], "here"),
+        (tmp_path / "new", ["--resume", run], "elsewhere"),
+        (tmp_path / "new", ["--resume", run / "step_10"], "elsewhere"),
+    ):
+        for start in (planned(folder, *flags)[1], confirmed(folder, *flags)):
+            assert (start.kind, start.continues_from) == (kind, run / "step_10")
+            assert start.saved.position == Position(10, 0, 1280)
+
+
+def test_the_checkpoint_of_an_epochs_end(run):
+    write(run, EPOCH)
+    write(run, 12)
+    assert planned(run, "--resume_epoch", 1)[1].continues_from == run / "step_11"
+    with pytest.raises(UsageError, match="has no checkpoint of that epoch's end"):
+        planned(run, "--resume_epoch", 2)
+
+
+def test_the_best_of_the_evaluated_checkpoints(run):
+    with pytest.raises(UsageError, match="has no evaluated checkpoint"):
+        planned(run, "--resume", "best")
+    records = ((5, 1.0, 90.0), (10, 0.5, 80.0), (12, 0.1, 99.0))  # step 12 was not saved
+    (run / "metrics.jsonl").write_text(
+        "".join(
+            json.dumps({"step": step, "val_loss": loss, "val_top1": top1}) + "\n"
+            for step, loss, top1 in records
+        )
+    )
+    assert planned(run, "--resume", "best")[1].continues_from == run / "step_5"
+    assert planned(run, "--resume", "lowest_loss")[1].continues_from == run / "step_10"
+
+
+def test_a_restart_of_the_same_job_resumes_its_newest_checkpoint(run, tmp_path, monkeypatch):
+    elsewhere = write(tmp_path / "elsewhere", 7)
+    (run / "run.json").write_text(json.dumps({"job": "vit"}))
+    for flags in (["--resume", "none"], ["--resume", elsewhere], ["--resume_epoch", 3]):
+        monkeypatch.setenv("RUN_JOB_ID", "vit")
+        assert planned(run, *flags)[1].continues_from == run / "step_10"
+        monkeypatch.setenv("RUN_JOB_ID", "another")
+        if flags[1] == elsewhere:
+            assert planned(run, *flags)[1].continues_from == elsewhere
+        else:
+            with pytest.raises(UsageError, match=r"holds step_10 of an earlier run|no checkpoint"):
+                planned(run, *flags)
+
+
+def test_trained_weights_begin_a_run_once(tmp_path):
+    """The same command continues the run when it is started again."""
+    torch.save({"w": torch.ones(3)}, tmp_path / "weights.pt")
+    flags = ["--init_from", tmp_path / "weights.pt"]
+    _, plan = planned(tmp_path / "run", *flags)
+    assert (plan.kind, [*plan.weights.tensors]) == ("weights", ["w"])
+    assert confirmed(tmp_path / "run", *flags, plan=replace(plan, weights=None)).kind == "weights"
+    write(tmp_path / "run", 5)
+    assert planned(tmp_path / "run", *flags)[1].kind == "here"
+    start = confirmed(tmp_path / "run", *flags, plan=plan)
+    assert start.kind == "here"
+    ignored = f"note: --init_from {tmp_path}/weights.pt is ignored: this run is resumed"
+    assert ignored in start.notes
+
+
+# -- what is taken over from a checkpoint ---------------------------------------------
+
+
+def test_model_objective_and_preprocessing_are_the_checkpoints(tmp_path):
+    trained = "--objective mae --mask_ratio 0.5 --drop_path_rate 0.1 --mean 0.1 0.2 0.3".split()
+    saved = write(tmp_path / "run", 5, *trained, "--class_token")
+    bare = ["--backend", "cuda", "--resume", str(saved), "--ckpt_dir", str(tmp_path / "new")]
+    config, _ = plan_start(read_flags(bare).run)
+    assert (config.model.embed_dim, config.model.depth, config.model.drop_path_rate) == (32, 2, 0.1)
+    assert (config.objective.objective, config.objective.mask_ratio) == ("mae", 0.5)
+    assert config.data.mean == (0.1, 0.2, 0.3)
+    del (older := read_saved_run(saved)).arguments["crop_mode"]  # as before there was the flag
+    again = with_saved_preprocessing(read_flags(bare).run, older)
+    assert again.data.crop_mode == "center"
+    config, _ = plan_start(read_flags([*bare, "--drop_path_rate", "0", "--mask_ratio", "0.6"]).run)
+    assert (config.model.drop_path_rate, config.objective.mask_ratio) == (0, 0.6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--embed_dim 64", "was trained with --embed_dim 32, not 64: give the same"),
+        ("--class_token", "was trained with --no-class_token, not --class_token: give the same"),
+        (
+            "--embed_dim 64 --init_values 0.1 --optimizer lion --linear_probe",
+            "with --embed_dim 32, not 64; without --init_values, this run is with --init_values "
+            "0.1; with --optimizer adamw, not lion; without --linear_probe, this run is with --l",
+        ),
+        ("--model vit_tiny_patch16_224", "was trained with --model vit_10b, not"),
+        ("--objective mae", "was trained with --objective classify, not mae: give the same, or"),
+    ],
+)
+def test_another_training_is_refused(flags, told, run, tmp_path):
+    for folder, resume in ((run, []), (tmp_path / "new", ["--resume", run])):
+        with pytest.raises(UsageError) as error:
+            planned(folder, *resume, *flags.split())
+        assert told in str(error.value)
+
+
+def test_other_classes_and_weights_alone_are_refused(run):
+    run_here = on_gpus(words(run))
+    saved = replace(read_saved_run(run / "step_10"), classes=["cat", "dog"])
+    with pytest.raises(UsageError, match="number 1 is dog there, cow here"):
+        check_continues(saved, run_here, FakeData(classes=["cat", "cow"]))
+    with pytest.raises(UsageError, match="give --class_order or --class_map as in training"):
+        check_continues(saved, run_here, FakeData(classes=["dog", "cat"]))
+    alone = run / "step_12"
+    with quiet_dcp():
+        dcp.save({"model": {"w": torch.ones(1)}}, checkpoint_id=alone, no_dist=True)
+    with pytest.raises(UsageError, match="holds weights alone"):
+        check_continues(replace(saved, path=alone), run_here, FakeData())
+
+
+# -- damage ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("harm", [flip, truncate])
+def test_a_damaged_newest_checkpoint_is_passed_over_and_named(harm, run):
+    harm(run / "step_10")
+    start = confirmed(run)
+    assert start.continues_from == run / "step_5"
+    (warning,) = [note for note in start.notes if note.startswith("warning: ")]
+    assert f"{run}/step_10 is damaged (" in warning
+    assert warning.endswith(", so step_5 is resumed")
+
+
+def test_a_damaged_checkpoint_that_was_asked_for(run):
+    flip(run / "step_10")
+    flags = ["--resume", run / "step_10"]
+    with pytest.raises(UsageError, match=r"step_10 is damaged \(.*name another one, or use it as"):
+        confirmed(run, *flags)
+    assert confirmed(run, *flags, "--no_verify_checkpoint").continues_from == run / "step_10"
+
+
+def test_all_are_damaged(run, tmp_path):
+    """By their sizes, which the plan sees, and by their checksums."""
+    copy = shutil.copytree(run, tmp_path / "copy")
+    for step in ("step_5", "step_10"):
+        truncate(run / step)
+        flip(copy / step)
+    with pytest.raises(AllDamaged, match="and all others are damaged, too: --resume another one"):
+        planned(run)
+    with pytest.raises(UsageError, match="step_10 is damaged"):
+        confirmed(copy)
+    # The hosts' own disks may have a step.
+    checkpoints = read_flags(words(run, "--local_ckpt_dir", tmp_path / "disk")).run.checkpoints
+    saved, candidates = find_checkpoint(checkpoints)
+    assert (saved, candidates.paths, len(candidates.passed_over)) == (None, [], 2)
+
+
+@pytest.mark.parametrize(
+    ("lose", "told"),
+    [
+        (lambda f: (f / ".metadata").write_bytes(b"garbage"), "cannot read the checkpoint"),
+        (lambda f: (f / "__0_0.distcp").unlink(), "cannot read the checkpoint"),
+        (lambda f: (f / "__0_0.distcp").write_bytes(b"short"), "cannot read the checkpoint"),
+        (lambda f: (f / ".metadata").unlink(), "cannot read the checkpoint"),
+        (lambda f: (f / "manifest.json").unlink(), "is incomplete"),
+        (shutil.rmtree, "there is no such checkpoint folder"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_read(lose, told, run, tmp_path):
+    lose(run / "step_10")
+    with pytest.raises(UsageError, match=told):
+        planned(tmp_path / "new", "--resume", run / "step_10")
+
+
+# -- what may change between the plan and the lock ------------------------------------
+
+
+def test_a_checkpoint_that_the_first_start_of_the_job_still_wrote(run):
+    """The new start has looked for a checkpoint before the one that is ending wrote its last."""
+    _, plan = planned(run)
+    write(run, 12)
+    assert confirmed(run, plan=plan).continues_from == run / "step_12"
+
+
+def test_a_checkpoint_that_was_removed_meanwhile(run):
+    _, plan = planned(run)
+    for step in ("step_5", "step_10"):
+        shutil.rmtree(run / step)
+    with pytest.raises(UsageError, match="step_10 was removed meanwhile: start again"):
+        confirmed(run, plan=plan)
+
+
+# -- steps on the hosts' own disks ----------------------------------------------------
+
+
+def test_a_newer_step_of_the_hosts_disks_is_resumed(run):
+    part = SavedRun(Path("disk/part_0/step_12"), Position(12, 1, 128), {}, is_part=True)
+
+    class Disks:
+        def __init__(self, newest):
+            self.newest = newest
+
+        def resume(self, step, *, verify):
+            """Return the newest step if it is newer than ``step``, and lines for the log."""
+            return (part if self.newest > step else None), ["note: of the disks"]
+
+    checkpoints = read_flags(words(run)).run.checkpoints
+    paths = [run / "step_10", run / "step_5"]
+    for newest, found in ((12, part.path), (9, run / "step_10")):
+        start = _first_undamaged(
+            Candidates(paths, explicit=False), lambda saved: None, Disks(newest), checkpoints
+        )
+        assert (start.kind, start.saved.path) == ("local" if newest == 12 else "here", found)
+        assert start.continues_from == run / "step_10"
+        assert start.notes == ("note: of the disks",)
+    flip(run / "step_10")  # then a step of the disks that is newer than step 5
+    start = _first_undamaged(
+        Candidates(paths, explicit=False), lambda saved: None, Disks(9), checkpoints
+    )
+    assert start.kind == "local"
+    assert start.notes[-1].endswith("so step_12 is resumed")
+
+
+# -- going back -----------------------------------------------------------------------
+
+
+def test_later_checkpoints_are_set_aside(run):
+    flags = ["--resume", run / "step_5"]
+    start, here = confirmed(run, *flags), on_gpus(words(run, *flags))
+    assert leave_behind(start, None, here, is_main=False) == []
+    (note,) = leave_behind(start, None, here, is_main=True)
+    assert note.startswith(f"note: this run goes back: step_10 set aside in {run}/set_aside_1, ")
+    assert left(run) == [5]
+    assert left(run / "set_aside_1") == [10]
+    assert leave_behind(start, None, here, is_main=True) == []
+
+
+# -- where in the data ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("images", "batch_size", "epoch_steps", "expected"),
+    [
+        (1280, 128, 11, Position(10, 0, 1280)),
+        (1280, 256, 5, Position(10, 1, 0)),  # so many batches are no more in the epoch
+        (640, 256, 5, Position(10, 0, 512)),
+        (512, 128, 11, Position(10, 0, 512)),
+        (0, 300, 4, Position(10, 0, 0)),
+    ],
+)
+def test_position_with_any_batch_size(images, batch_size, epoch_steps, expected, tmp_path):
+    """The same place in the data, and so in the schedule; steps are counted on."""
+    saved = write(tmp_path, 10, images_in_epoch=images)
+    run = on_gpus(words(tmp_path, "--batch_size", batch_size))
+    start = Start("here", read_saved_run(saved))
+    assert start.position(run, FakeData(), epoch_steps) == expected
+    assert Start("new").position(run, FakeData(), epoch_steps) == Position()
+
+
+def test_last_step_with_another_batch_size(tmp_path):
+    """Step 10 is 5 batches of 128 images into epoch 2; of 256 it is 2 of 5."""
+    flags = ["--num_epochs", 4, "--max_steps", 99, "--warmup_steps", 4]
+    for batch_size, epoch_steps, last in ((128, 11, 10 + 44 - 16), (256, 5, 10 + 20 - 7)):
+        run = on_gpus(words(tmp_path, *flags, "--batch_size", batch_size))
+        at = Position(10, 1, 5 * 128 // batch_size * batch_size)
+        schedule, last_step = make_schedule(run, epoch_steps, at)
+        assert (last_step, schedule.total_steps) == (last, 4 * epoch_steps)
+    run = on_gpus(words(tmp_path, *flags, "--max_steps", 12))
+    assert make_schedule(run, 11, Position(10, 1, 640))[1] == 12
+    assert make_schedule(run, 11, Position(20, 1, 640))[1] == 20  # it is past that already
+
+
+@pytest.mark.parametrize(
+    ("flags", "data", "told"),
+    [
+        ("", FakeData(), None),
+        ("--batch_size 64", FakeData(), None),
+        ("--data_source webdataset", FakeData(files="of tar files"), None),
+        ("--seed 1", FakeData(), "--seed was 0, is 1"),
+        ("--data_source webdataset --seed 1", FakeData(), "--seed was 0, is 1"),
+        ("--aug_repeats 2", FakeData(), "--aug_repeats was 1, is 2"),
+        ("--buckets 16x16", FakeData(), "--buckets was none, is 16x16"),
+        ("--data_source digits", FakeData(), "--data_source was folder, is digits"),
+        ("", FakeData(images=1437), "the number of training images was 1438, is 1437"),
+        ("", FakeData(files="f" * 16), f"{FILES} was 0123456789abcdef, is {'f' * 16}"),
+    ],
+)
+def test_another_order_of_images_in_mid_epoch(flags, data, told, run):
+    """It is refused: some images would be trained on twice. --restart_epoch restarts the epoch."""
+    here, saved = on_gpus(words(run, *flags.split())), read_saved_run(run / "step_10")
+    assert other_order(saved, here, data) == told
+    at_the_end = replace(saved, position=Position(11, 1, 0))
+    assert other_order(at_the_end, here, data) is None
+    if told is None:
+        check_continues(saved, here, data)
+        return
+    with pytest.raises(UsageError, match="step_10 was written in the middle of epoch 1") as error:
+        check_continues(saved, here, data)
+    assert f"({told})" in str(error.value)
+    restarted = on_gpus(words(run, *flags.split(), "--restart_epoch"))
+    check_continues(saved, restarted, data)
+    assert changes_since(saved, restarted, data) == [f"note: {told}: epoch 1 starts again"]
+    assert Start("here", saved).position(restarted, data, EPOCH) == Position(10, 0, 0)
+
+
+def test_order_with_buckets_and_of_older_checkpoints(run):
+    saved = read_saved_run(run / "step_10")
+    older = replace(saved, order=None)
+    assert other_order(older, on_gpus(words(run)), FakeData(images=7)) is None
+    read = replace(older, arguments=saved.arguments | {"images_per_read": 64})
+    assert other_order(read, on_gpus(words(run)), FakeData()) == "--images_per_read was 64, is none"
+    saved.arguments["buckets"] = ["16x16"]  # a batch's size decides which images it has
+    here = on_gpus(words(run, "--buckets", "16x16", "--batch_size", 64))
+    assert other_order(saved, here, FakeData()) == "--batch_size was 128, is 64"
+
+
+def test_flags_of_the_objective_may_change(tmp_path):
+    dino = "--objective dino --class_token --koleo_weight 0 --local_crop_size 8".split()
+    saved = read_saved_run(write(tmp_path, 5, *dino))
+    here = on_gpus(words(tmp_path, *dino, "--crop_sizes", "16x8"))
+    assert changes_since(saved, here, FakeData()) == [
+        "note: --crop_sizes was none, is 16x8, from this step on"
+    ]

@@ -1,0 +1,90 @@
+"""--backend torchtpu: what a TPU cannot do, and a host without one, in one line."""
+
+import pytest
+
+import run_vit_training
+from tests.support.cli import DIGITS, TINY_MODEL
+from tests.support.usage_error import told_in_one_line
+from torch_fsdp import devices, torch_tpu_private
+from torch_fsdp.devices import Cuda, Tpu
+
+pytestmark = pytest.mark.fast
+
+
+@pytest.fixture
+def tpu_host(monkeypatch):
+    """A host with four TPU devices and torch_tpu, as far as is asked before one starts."""
+    monkeypatch.setattr(torch_tpu_private, "tpus_of_host", lambda: 4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--fsdp megatron", "--fsdp megatron requires --backend cuda, this is torchtpu"),
+        ("--precision fp16", "--precision fp16 requires --backend cuda: on a TPU use bf16"),
+        ("--compile_only --tpu_topology v5e:2x2", "--compile_only compiles the step of --backend"),
+    ],
+)
+def test_refused(flags, words, tpu_host, capsys, tmp_path):
+    source = ["--data_dir", DIGITS, *TINY_MODEL, "--batch_size", "16", "--ckpt_dir", tmp_path]
+    line = told_in_one_line(capsys, "--backend", "torchtpu", *source, *flags.split())
+    assert line.startswith(words)
+    assert not any(tmp_path.iterdir())
+
+
+def test_more_processes_than_devices(tpu_host, capsys, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "5")
+    line = told_in_one_line(capsys, "--backend", "torchtpu", "--fake_data", *TINY_MODEL)
+    assert line.startswith("torchrun started 5 processes on this node, which has 4 x TPU")
+
+
+def test_processes_that_no_launcher_of_tpus_has_started(tpu_host, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCH_TPU_TOPOLOGY", "1,2,1")
+    line = told_in_one_line(capsys, "--backend", "torchtpu", "--fake_data", *TINY_MODEL)
+    told = (
+        "--backend torchtpu in several processes requires TORCH_TPU_SLICEBUILDER_ADDRESSES of the "
+    )
+    assert line.startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("installed", "words"),
+    [
+        (False, "--backend torchtpu requires the package torch_tpu, in an environment of its own"),
+        (True, "--backend torchtpu: this host has no TPU that torch_tpu finds: see what tpu-info"),
+    ],
+)
+def test_without_a_tpu(installed, words, capsys, monkeypatch):
+    monkeypatch.setattr(torch_tpu_private, "tpus_of_host", lambda: 0 if installed else None)
+    line = told_in_one_line(capsys, "--backend", "torchtpu", "--fake_data", *TINY_MODEL)
+    assert line.startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("packages", "devices_here", "chosen"),
+    [
+        ("torch_xla torch_tpu", "TPU", "xla"),
+        ("torch_tpu", "TPU", "torchtpu"),
+        ("torch_tpu", "", "cuda"),
+        ("torch_xla", "GPU", "cuda"),
+        ("", "GPU", "cuda"),
+        ("torch_xla", "", "xla"),
+        ("", "", "cuda"),
+    ],
+)
+def test_auto(packages, devices_here, chosen, capsys, monkeypatch):
+    """A TPU by what is installed, which is told; else CUDA; else the CPU by what is installed."""
+    on_tpu = devices_here == "TPU"
+    found = run_vit_training.importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec",
+        lambda name: (name in packages or None) if name.startswith("torch_") else found(name),
+    )
+    monkeypatch.setattr("xla_fsdp.environment.device_type", lambda: "TPU" if on_tpu else "CPU")
+    monkeypatch.setattr(torch_tpu_private, "tpus_of_host", lambda: 4 * on_tpu)
+    monkeypatch.setattr(Cuda, "count", lambda self: int(devices_here == "GPU"))
+    assert run_vit_training.choose_backend("auto") == chosen
+    told = capsys.readouterr().err
+    assert told.startswith(f"run_vit_training.py: --backend auto: {chosen}, by ") == on_tpu
+    assert Tpu in devices.KINDS["torchtpu"]

@@ -1,0 +1,73 @@
+"""The environment: what torch_xla could not run with, or would compute something else with."""
+
+import pytest
+
+from tests.support.cli import tiny
+from tests.support.usage_error import told_in_one_line
+from xla_fsdp import environment as of_xla
+
+BF16 = "unset it and use --precision bf16"
+NO_TPU = "PJRT_DEVICE=TPU, but this machine has no TPU chips: unset it, or use PJRT_DEVICE=CPU"
+NO_SERVER = "metadata server does not answer"
+
+
+def told(capsys, folder, monkeypatch, variables, *flags):
+    for name in ("PJRT_DEVICE", "RANK", "WORLD_SIZE", "TPU_SKIP_MDS_QUERY", "TPU_LIBRARY_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    for each in variables.split():
+        monkeypatch.setenv(*each.split("=", 1))
+    line = told_in_one_line(capsys, *tiny(folder / "run"), "--backend", "xla", *flags)
+    assert not (folder / "run").exists()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ("XLA_USE_BF16=1", f"incompatible with XLA_USE_BF16=1: {BF16}"),
+        ("XLA_USE_FP16=1", f"incompatible with XLA_USE_FP16=1: {BF16}"),
+        ("XLA_USE_32BIT_LONG=1", "unset it, checkpoints have integers of 64 bits"),
+        ("XLA_RNG_BIT_GENERATOR=philox", "unset it, dropout would draw other numbers"),
+        ("XLA_USE_EAGER_DEBUG_MODE=1", "unset it, eager tensors cannot be sharded"),
+        ("PT_XLA_DEBUG=true", "torch_xla reads it as a number, use 1"),
+        ("RANK=1", "XLA needs no torchrun, start without it or unset RANK and WORLD_SIZE"),
+        ("RANK=0 WORLD_SIZE=2", "incompatible with WORLD_SIZE=2: XLA needs no torchrun"),
+        ("PJRT_DEVICE=TPU", NO_TPU),
+        ("PJRT_DEVICE=CUDA", "runs on TPU and CPU, unset it, or use --backend cuda for GPUs"),
+        ("PJRT_DEVICE=cpu", "PJRT_DEVICE=cpu: --backend xla runs on TPU and CPU, unset it"),
+    ],
+)
+def test_refused(variables, words, capsys, tmp_path, monkeypatch):
+    assert words in told(capsys, tmp_path, monkeypatch, variables)
+
+
+@pytest.mark.parametrize(
+    "mode", ["--compile_only --tpu_topology v5e:2x2", "--plan --tpu_topology v5e:2x2"]
+)
+def test_refused_where_a_step_is_traced(mode, capsys, tmp_path, monkeypatch):
+    assert BF16 in told(capsys, tmp_path, monkeypatch, "XLA_USE_BF16=1", *mode.split())
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ("PJRT_DEVICE=TPU", NO_SERVER),
+        ("PJRT_DEVICE=", NO_SERVER),  # as if it were not set
+        ("TPU_SKIP_MDS_QUERY=1", "TPU_ACCELERATOR_TYPE= must name the slice: v5litepod-8, for"),
+        ("TPU_LIBRARY_PATH=/no/libtpu.so", "TPU_LIBRARY_PATH=/no/libtpu.so: there is no such file"),
+    ],
+)
+def test_of_a_tpu_host(variables, words, capsys, tmp_path, monkeypatch):
+    """In a container without the host's network: this machine's, with chips on its bus."""
+    monkeypatch.setattr(of_xla, "_has_tpu_chips", lambda: True)
+    assert words in told(capsys, tmp_path, monkeypatch, variables)
+
+
+def test_a_tpu_without_libtpu(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(of_xla, "_has_tpu_chips", lambda: True)
+    found = of_xla.importlib.util.find_spec
+    monkeypatch.setattr(
+        of_xla.importlib.util, "find_spec", lambda name: None if name == "libtpu" else found(name)
+    )
+    line = told(capsys, tmp_path, monkeypatch, "PJRT_DEVICE=TPU")
+    assert "a TPU requires the package libtpu: python3 -m pip install -r" in line

@@ -1,0 +1,109 @@
+"""What --mesh_domain, --attention and --matmul refuse: in one line, and nothing is written."""
+
+import pytest
+
+from tests.support.usage_error import told_in_one_line
+
+pytestmark = pytest.mark.fast
+
+SMALL = (
+    "--data_source mosaics --image_size 32 --patch_size 8 --embed_dim 48 --num_heads 3 "
+    "--num_blocks 1 --num_classes 10 --batch_size 16"
+)
+HYBRID = "--model hybrid_vit"
+ON_GPUS = [
+    ("--mesh_domain 8", "--mesh_domain 8 is more than the 4 rows of patches of an image"),
+    ("--mesh_domain 3", "x --mesh_domain 3 x --mesh_tensor 1 is not the 8 process(es) of this run"),
+    ("--mesh_domain 2 --fsdp megatron", "--fsdp megatron requires"),
+    ("--mesh_domain 2 --block te", "--block te"),
+    ("--mesh_domain 2 --pos_dropout 0.1", "the same places of their tokens (--pos_dropout)"),
+    ("--mesh_domain 2 --patch_drop_rate 0.5", "it has --patch_drop_rate"),
+    ("--domain_attention ring", "--domain_attention ring requires --mesh_domain"),
+    (
+        "--mesh_domain 2 --domain_attention ulysses",
+        "--domain_attention ulysses requires heads that --mesh_domain 2 divides, not 3: use ring",
+    ),
+    ("--mesh_domain 2 --domain_attention gather", "requires --backend xla: use ring or ulysses"),
+    ("--mesh_domain 2 --mesh_tensor 2", "--mesh_tensor 2 requires --backend xla"),
+    ("--mesh_domain 2 --compile --grad_ckpt selective", "requires --grad_ckpt full or none"),
+]
+ON_XLA = [
+    ("--mesh_domain 8", "--mesh_domain 8 is more than the 4 rows of patches of an image"),
+    ("--mesh_domain 3", "x --mesh_domain 3 x --mesh_tensor 1 is not the 8 device(s) of this run"),
+    ("--domain_attention ring", "--domain_attention ring requires --mesh_domain"),
+    ("--mesh_domain 2 --domain_attention ulysses", "requires --backend cuda: use ring or gather"),
+    (
+        "--mesh_domain 2 --domain_attention ring --att_dropout 0.1",
+        "--domain_attention ring has no dropout, here --att_dropout 0.1: use gather",
+    ),
+    ("--mesh_domain 2 --xla_fsdp nested --cpu_devices 1", "--mesh_domain requires --xla_fsdp spmd"),
+    ("--mesh_domain 2 --fsdp fsdp2", "--fsdp requires --backend cuda"),
+]
+EVERYWHERE = [
+    ("--dimension 3", "does not take --dimension"),
+    (f"{HYBRID} --image_size 16 16 16", "--image_size 16 16 16 has 3 numbers: give 1 or 2"),
+    (f"{HYBRID} --image_size 36", "--image_size 36 is not a multiple of --patch_size 8"),
+    (f"{HYBRID} --class_token", "hybrid_vit does not take --class_token; it takes"),
+    (f"{HYBRID} --dimension 3 --image_size 16 --data_source folder", "--data_source"),
+    ("--model hybrid", "there is no model hybrid"),
+]
+COMPILE = "--compile_only --tpu_topology v5e:2x2"
+KERNELS = [
+    ("xla", "--attention flash", "--attention flash requires a TPU: its kernels run nowhere else"),
+    ("cuda", "--attention flash", "--attention requires --backend xla, this is cuda"),
+    (
+        "xla",
+        f"{COMPILE} --attention flash --mesh_tensor 2 --mesh_domain 2 --num_heads 2",
+        "--attention flash is incompatible with --mesh_domain 2 and --mesh_tensor 2 at once",
+    ),
+    (
+        "xla",
+        f"{COMPILE} --attention flash --att_dropout 0.1",
+        "--attention flash has no dropout, here --att_dropout 0.1",
+    ),
+    (
+        "xla",
+        f"{COMPILE} --attention flash --embed_dim 320 --num_heads 1",
+        "--attention flash takes heads up to 256 wide, this model's are 320",
+    ),
+    (
+        "xla",
+        f"{COMPILE} --attention whole --image_size 560 --patch_size 14",
+        "--attention whole takes up to 1,024 tokens, this model has 1,600",
+    ),
+    (
+        "xla",
+        f"{COMPILE} --attention whole --mesh_domain 2",
+        "--attention whole is incompatible with --mesh_domain 2: use --attention sdpa",
+    ),
+    ("xla", "--matmul int8", "--matmul int8 requires --precision bf16, this is fp32"),
+    (
+        "xla",
+        "--matmul int8 --precision bf16 --xla_fsdp nested --cpu_devices 1",
+        "--matmul int8 requires --xla_fsdp spmd",
+    ),
+    (
+        "xla",
+        "--matmul int8 --precision bf16 --no-scan_blocks",
+        "--matmul int8 requires scanned blocks, here is",
+    ),
+]
+CASES = [
+    *KERNELS,
+    *(("cuda", *case) for case in ON_GPUS),
+    *(("xla", *case) for case in ON_XLA),
+    *((backend, *case) for backend in ("cuda", "xla") for case in EVERYWHERE),
+]
+
+
+@pytest.mark.parametrize(("backend", "flags", "words"), CASES)
+def test_refused(backend, flags, words, tmp_path, monkeypatch, capsys):
+    devices = ["--cpu_devices", "8"] if backend == "xla" and COMPILE not in flags else []
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    if backend == "cuda":
+        monkeypatch.setenv("WORLD_SIZE", "8")
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    given = ["--backend", backend, *devices, *SMALL.split(), *flags.split()]
+    told = told_in_one_line(capsys, *given, "--ckpt_dir", tmp_path / "run")
+    assert words in told
+    assert not list(tmp_path.iterdir())
