@@ -78,7 +78,7 @@ def find_trained(config: RunConfig) -> tuple[RunConfig, Weights]:
             check_same_training(weights.run, model_of(config.model, config.objective), None)
         config, model = resolve_model(config)
         weights.check_fits(model)
-    weights, config = with_preprocessing_of(weights, config)
+    weights, config = with_preprocessing_of(weights, config, model)
     return config, weights
 
 

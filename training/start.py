@@ -150,7 +150,7 @@ def confirm_start(
     start = _first_undamaged(
         candidates,
         lambda saved: check_continues(saved, run, data),
-        local if _counts_local_steps(checkpoints) else None,
+        local if local and _counts_local_steps(checkpoints) else None,
         checkpoints,
     )
     with exchange.failing_together():

@@ -121,7 +121,8 @@ def train(
         at = start.position(run, data, len(loader))
         schedule, last_step = make_schedule(run, len(loader), at)
         with exchange.failing_together():
-            history = read_history(start.saved, run.ckpt_dir, at.step)
+            continues = start.kind in ("local", "here")
+            history = read_history(run.ckpt_dir, at.step, continues=continues)
         notes += leave_behind(start, local, run, is_main=is_main)  # last: nothing refuses any more
         parts.done("agreed")
 

@@ -273,23 +273,19 @@ class _Ignored(dict):
         pass
 
 
-def load_tensors(source: Any) -> Any:
-    """Return what torch.save wrote: mapped from the file of a path, or read from an open one.
+def load_tensors(path: Path) -> Any:
+    """Return what torch.save wrote, mapped from the file.
 
     Only tensors, what PyTorch trusts and ``argparse.Namespace`` are loaded. The rest, such as a
     NumPy number, is left empty: none of its code runs. Raises ValueError for what is no such file.
     """
-    mapped = False
-    if isinstance(source, Path):
-        check_is_content(source)
-        mapped = zipfile.is_zipfile(source)  # files from before PyTorch 1.6 are not
+    check_is_content(path)
+    mapped = zipfile.is_zipfile(path)  # files from before PyTorch 1.6 are not, and are read
     ignored: list[Any] = []
     while True:
         try:
             with torch.serialization.safe_globals([argparse.Namespace, *ignored]):
-                if not isinstance(source, Path):
-                    source.seek(0)
-                return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
         except pickle.UnpicklingError as error:  # whose text advises to load it unsafely
             foreign = re.search(r"GLOBAL (\S+)", str(error))
             known = [name for _, name in ignored]
@@ -427,12 +423,15 @@ def check_weights(weights: Weights, *, verify: bool) -> None:
 CONFIG_FILE = "config.json"  # beside the weights in a repository of timm's on Hugging Face
 
 
-def with_preprocessing_of(weights: Weights, config: RunConfig) -> tuple[Weights, RunConfig]:
+def with_preprocessing_of(
+    weights: Weights, config: RunConfig, model: ModelSpec | None = None
+) -> tuple[Weights, RunConfig]:
     """Return the configuration with the preprocessing of these weights where no flags were given,
     and the weights with a note about it.
 
     Weights of another program: as their file says, else as timm has it for the model, else that of
-    new weights. Raises UsageError if they have invalid values.
+    new weights. ``model``: the configuration's, if it is open already. Raises UsageError if they
+    have invalid values.
     """
     if weights.run:
         return weights, with_saved_preprocessing(config, weights.run)
@@ -454,7 +453,7 @@ def with_preprocessing_of(weights: Weights, config: RunConfig) -> tuple[Weights,
                 trained_with, source = content, f"{path} and its {CONFIG_FILE}"
                 break
     if not trained_with:
-        model = model_of(config.model)
+        model = model or model_of(config.model)
         trained_with, source = model.preprocessing, f"timm's {model.name}"
     if trained_with is None:
         return weights, with_preprocessing(config, Preprocessing())

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from training.checkpoints import choose
-from training.checkpoints.format import SavedRun
 from training.errors import UsageError
 from training.files import fetch_logs, is_url
 from training.logs import records
@@ -53,10 +52,12 @@ class History:
     """How many lines of the folder's metrics are damaged, in words."""
 
 
-def read_history(saved: SavedRun | None, ckpt_dir: Path, step: int) -> History:
-    """Return what the folder's metrics say of the steps up to ``step``; later ones are dropped."""
-    if saved is None or not (saved.is_part or saved.path.parent.resolve() == ckpt_dir.resolve()):
-        # What was resumed from elsewhere is not evaluated again.
+def read_history(ckpt_dir: Path, step: int, *, continues: bool) -> History:
+    """Return what the folder's metrics say of the steps up to ``step``; later ones are dropped.
+
+    ``continues``: the run of the folder goes on. Else its metrics are another run's.
+    """
+    if not continues:  # what was resumed from elsewhere is not evaluated again
         return History(
             False, {step: None} if step else {}, {records.KNN: {step}, records.PROBE: {step}}
         )
