@@ -1,6 +1,7 @@
 """launch.xla_dist over a stand-in for gcloud, whose workers are processes of this machine."""
 
 import ast
+import contextlib
 import json
 import os
 import shutil
@@ -463,10 +464,15 @@ TELL_ADDRESS = f"{TELL} at $MEGASCALE_COORDINATOR_ADDRESS; exec sleep 600"
 
 
 def lose(slices, number):
-    """A slice is gone, and with it the connections to its workers."""
+    """A slice is gone, and with it the connections to its workers.
+
+    The launcher may end the second one before it is killed here: it sees the first one's end.
+    """
     (slices.folder / f"state_pod-{number}").write_text("PREEMPTED")
     for worker in (2 * number, 2 * number + 1):
-        os.kill(int((slices.folder / f"worker_{worker}" / "client").read_text()), signal.SIGKILL)
+        client = int((slices.folder / f"worker_{worker}" / "client").read_text())
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(client, signal.SIGKILL)
 
 
 def lines_until(run, word, times):
