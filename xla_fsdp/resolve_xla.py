@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 XlaRun = Run[XlaConfig]
 
 
-class ParallelPlan:
+class XlaPlan:
     """How a plain model becomes a parallel one, every choice made: ``parallelize`` follows it."""
 
     def __init__(self, run: XlaRun) -> None:

@@ -26,7 +26,7 @@ from training.schedule import StepRates
 from xla_fsdp import tpu
 from xla_fsdp.memory import DeviceMemory
 from xla_fsdp.optimizer import XlaWeightAverage, build_optimizer, set_lr, step_unless
-from xla_fsdp.resolve_xla import ParallelPlan, XlaRun
+from xla_fsdp.resolve_xla import XlaPlan, XlaRun
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class XlaBackend(Backend):
 
     def __init__(self, run: XlaRun) -> None:
         self._run, self._xla, self._sharding = run, run.backend_config, run.config.sharding
-        self._plan = ParallelPlan(run)
+        self._plan = XlaPlan(run)
         self._rounds_moments = run.config.optimizer.optimizer_dtype == "bf16"
         self._device, self._device_type = torch_xla.device(), xr.device_type()
         self._memory = DeviceMemory(self._device)
