@@ -1,4 +1,4 @@
-"""launch/preflight.py, torch_fsdp/launch_torch.py: nodes and processes that wait, and restarts."""
+"""launch/torchrun.py, torch_fsdp/launch_torch.py: nodes and processes that wait, and restarts."""
 
 import argparse
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from launch import Mistake, torchrun
-from launch.preflight import TimedOut, wait_for_nodes
+from launch.torchrun import TimedOut, wait_for_nodes
 from tests.support.cli import DIGITS, ROOT, TINY_MODEL, TINY_RUN, environment
 from tests.support.launching import (
     KILL_ONE,
