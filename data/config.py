@@ -29,7 +29,7 @@ OPENED_BY = {
     "digits": "data.digits:open_digits",
     "mnist": "data.digits:open_digits",
     "volumes": "data.volumes:open_volumes",
-    "mosaics": "data.mosaics:open_mosaics",
+    "mosaics": "data.digits:open_mosaics",
     "parquet": "data.tables:open_parquet",
     "huggingface": "data.tables:open_huggingface",
 }

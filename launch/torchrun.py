@@ -237,7 +237,12 @@ class Agent(LocalElasticAgent):
         """
         assert isinstance(self._pcontext, SubprocessContext)
         processes = [handler.proc for handler in self._pcontext.subprocess_handlers.values()]
-        killer = threading.Timer(CRASH_SECONDS, lambda: [process.kill() for process in processes])
+
+        def kill_all() -> None:
+            for process in processes:
+                process.kill()
+
+        killer = threading.Timer(CRASH_SECONDS, kill_all)
         ended = [process.poll() for process in processes]
         if any(code is not None and is_crash(code) for code in ended):
             killer.start()  # else torchrun, which asks the others to end, would wait for 30 s
