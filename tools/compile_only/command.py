@@ -224,7 +224,7 @@ def make_report(
             for graph in graphs
             if graph.compiled
         ),
-        key=lambda each: each[0],
+        key=lambda candidate: candidate[0],
     )
     flops = sum(graph.runs * graph.flops for graph in graphs)
     traffic, expected, is_scheduled = Traffic(), Expected(), True

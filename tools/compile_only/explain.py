@@ -55,8 +55,8 @@ UNKNOWN = Scope("unknown", "")
 
 def scope_in(text: str) -> Scope | None:
     """Return the innermost scope that is written in an instruction's metadata."""
-    found = _WRITTEN.findall(text)
-    return Scope(*found[-1]) if found else None
+    scopes = _WRITTEN.findall(text)
+    return Scope(*scopes[-1]) if scopes else None
 
 
 class Names:

@@ -110,8 +110,8 @@ class Recorder:
 
     def _data_behind(self, living: list[torch.Tensor]) -> list[_Data]:
         """Return the data behind these tensors, once each however many of them show it."""
-        found = (self._data[tensor] for tensor in living if tensor in self._data)
-        return list({id(data): data for data in found}.values())
+        behind = (self._data[tensor] for tensor in living if tensor in self._data)
+        return list({id(data): data for data in behind}.values())
 
 
 def _living() -> list[torch.Tensor]:
@@ -121,7 +121,7 @@ def _living() -> list[torch.Tensor]:
         if issubclass(type(tensor), torch.Tensor) and tensor.device.type == "xla":
             # Two more that may be known to C++ alone.
             related = (tensor, tensor._base, tensor.grad if tensor.is_leaf else None)
-            living += [found for found in related if found is not None]
+            living += [tensor for tensor in related if tensor is not None]
     unique = {id(tensor): tensor for tensor in living}
     return sorted(unique.values(), key=private.recorded_number)
 
