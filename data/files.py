@@ -14,7 +14,7 @@ import tempfile
 import time
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -248,6 +248,17 @@ def with_retries(path: str, read: Callable[[], Result]) -> Result:
 
 
 # -- reading by path or URL ------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Raise DataFolderError in place of any error, raised inside, of what reads ``path``."""
+    try:
+        yield
+    except DataFolderError:
+        raise
+    except Exception as error:  # each file system and package raises its own errors
+        raise DataFolderError(f"{path} cannot be read: {reason_of(error)}") from error
 
 
 def read_bytes(

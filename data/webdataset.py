@@ -232,42 +232,35 @@ def _scan(path: str, *, labels: bool) -> tuple[list[str], np.ndarray, list[Label
     label_of: dict[str, Label] = {}
     left_out = Counter[str]()
     dotted: dict[str, str] = {}  # a file with a further dot in its name, by key
-    try:
-        with _open(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
-            for member in tar:
-                if not member.isreg():
-                    continue
-                if files.is_hidden(member.name):
-                    left_out["hidden"] += 1
-                    continue
-                named = _KEY.fullmatch(member.name)
-                if not named:
-                    continue
-                key, suffix = named[1], f".{named[2].lower()}"
-                if suffix in IMG_EXTENSIONS:
-                    if places.get(key):
-                        raise DataFolderError(
-                            f"{path} has two images of the name {key}: remove one"
-                        )
-                    places[key] = member.offset_data, member.size
-                elif suffix in (".cls", ".json"):
-                    places.setdefault(key, None)  # samples are in the order of their first files
-                    if labels and (suffix == ".cls" or key not in label_of):
-                        content = tar.extractfile(member).read()  # type: ignore[union-attr]
-                        label = _label(f"{path}: {member.name}", suffix, content)
-                        if label is not None:
-                            label_of[key] = label
-                else:
-                    left_out[suffix] += 1
-                    if suffix.endswith(IMG_EXTENSIONS):
-                        dotted.setdefault(key, member.name)
-            file.seek(tar.offset)  # the end is zeros, or else tarfile took damage for the end
-            if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-                raise tarfile.ReadError("it is cut off or damaged")
-    except DataFolderError:
-        raise
-    except Exception as error:  # each file system raises what it likes
-        raise DataFolderError(f"{path} cannot be read: {reason_of(error)}") from error
+    with files.reading(path), _open(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
+        for member in tar:
+            if not member.isreg():
+                continue
+            if files.is_hidden(member.name):
+                left_out["hidden"] += 1
+                continue
+            named = _KEY.fullmatch(member.name)
+            if not named:
+                continue
+            key, suffix = named[1], f".{named[2].lower()}"
+            if suffix in IMG_EXTENSIONS:
+                if places.get(key):
+                    raise DataFolderError(f"{path} has two images of the name {key}: remove one")
+                places[key] = member.offset_data, member.size
+            elif suffix in (".cls", ".json"):
+                places.setdefault(key, None)  # samples are in the order of their first files
+                if labels and (suffix == ".cls" or key not in label_of):
+                    content = tar.extractfile(member).read()  # type: ignore[union-attr]
+                    label = _label(f"{path}: {member.name}", suffix, content)
+                    if label is not None:
+                        label_of[key] = label
+            else:
+                left_out[suffix] += 1
+                if suffix.endswith(IMG_EXTENSIONS):
+                    dotted.setdefault(key, member.name)
+        file.seek(tar.offset)  # the end is zeros, or else tarfile took damage for the end
+        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            raise tarfile.ReadError("it is cut off or damaged")
 
     # Further files of a sample, such as KEY.seg.png, are left out; a whole sample is not.
     for key, name in dotted.items():
