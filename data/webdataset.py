@@ -39,6 +39,8 @@ from data.index import Strings, Table, load_or_build
 from data.source import DatasetRequest, DataSource
 from data.transforms import ImageSplit, Transform, transforms_of
 
+PACK_FILE = "packing.json"
+"""Where ``data.pack`` says whether all shards are there that it writes to a URL."""
 Listing = Mapping[str, Mapping[str, Any]]
 """What the file system knows of each file in ``--data_dir``, by its name there."""
 
@@ -50,6 +52,17 @@ def open_shards(request: DatasetRequest) -> DataSource:
     if not root:
         raise DataFolderError("--data_dir is empty: give the folder or URL that holds the shards")
     listing = files.find_files(root)
+    if PACK_FILE in listing:
+        try:
+            complete = files.parse_object(files.read_bytes(os.path.join(root, PACK_FILE))).get(
+                "complete"
+            )
+        except (BrokenImageError, ValueError) as error:
+            raise DataFolderError(
+                f"{root}/{PACK_FILE} cannot be read: {reason_of(error)}"
+            ) from None
+        if not complete:
+            raise DataFolderError(f"{root} is incomplete: run its data.pack again, which goes on")
     chosen = request.find_splits(lambda split: choose_shards(config, split, listing))
     twice = sorted(set(chosen.get("val", ())).intersection(chosen.get("train", ())))
     if twice:

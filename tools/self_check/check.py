@@ -123,7 +123,7 @@ def _check_devices(
         settings, plain, rounded = reference.compute(run, backend.batch_shards)
         allowed = Tolerances(backend.unit_roundoff(), plain, rounded)
         numbers = [settings.lr, settings.eps, settings.max_norm]
-    settings = Settings(*exchange.gather(numbers)[0])
+    settings = Settings(*exchange.from_first(numbers))
 
     # The small model on the devices.
     optimizer = run.config.optimizer
@@ -363,7 +363,7 @@ def own_folder(run: Run, backend: Backend, table: CheckTable) -> Iterator[Path |
     ckpt_dir = run.ckpt_dir
     shared = run.config.checkpoints.shared_ckpt_dir
     lock = FolderLock(ckpt_dir, inside=run.log_dir, shared=shared)
-    folder = ckpt_dir / exchange.gather(f"self_check_{secrets.token_hex(4)}")[0]
+    folder = ckpt_dir / exchange.from_first(f"self_check_{secrets.token_hex(4)}")
     problem = ""
     try:
         try:
