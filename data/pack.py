@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import xxhash
 from torchvision.datasets.folder import IMG_EXTENSIONS
@@ -119,14 +119,12 @@ def _archived_images(source: str, *, labels: bool) -> tuple[Splits, list[str] | 
 
 
 @contextlib.contextmanager
-def _readable(archive: str, part: object = None) -> Iterator[tarfile.TarFile]:
+def _readable(archive: str, part: Any = None) -> Iterator[tarfile.TarFile]:
     """Open an archive, or the one that is the member ``part`` of it. Raises DataFolderError for
     whatever goes wrong inside, too."""
-    try:
-        with tarfile.open(archive, "r:gz" if archive.endswith("gz") else "r:", part) as tar:  # type: ignore[call-overload]
-            yield tar
-    except (OSError, tarfile.TarError, KeyError, ValueError) as error:
-        raise DataFolderError(f"{archive} cannot be read: {reason_of(error)}") from None
+    mode: Any = "r:gz" if archive.endswith("gz") else "r:"
+    with files.reporting(archive, "read"), tarfile.open(archive, mode, part) as tar:
+        yield tar
 
 
 def _members(archive: str, tar: tarfile.TarFile) -> list[_Image]:
@@ -267,11 +265,9 @@ def _begin(target: str, digest: str) -> dict[str, int]:
         if state.get("complete") is not False or state.get("of") != digest:
             raise DataFolderError(f"{target} is there already: give another name")
     system, path = files.open_system(target)
-    for split in SPLITS:
-        try:
+    with files.reporting(target, "written"):
+        for split in SPLITS:
             system.makedirs(f"{path}/{split}", exist_ok=True)  # where the storage has folders
-        except Exception as error:  # each file system raises its own errors
-            raise DataFolderError(f"{target} cannot be written: {reason_of(error)}") from error
     _put(_state(digest, complete=False), f"{target}/{PACK_FILE}")
     return {name: info["size"] for name, info in there.items()}
 
@@ -302,10 +298,8 @@ def _put(content: bytes | str, path: str) -> None:
     system, name = files.open_system(path)
     write = system.put_file if isinstance(content, str) else system.pipe_file
     arguments = (content, name) if isinstance(content, str) else (name, content)
-    try:
+    with files.reporting(path, "written"):
         files.with_retries(path, lambda: write(*arguments))
-    except Exception as error:  # each file system raises its own errors
-        raise DataFolderError(f"{path} cannot be written: {reason_of(error)}") from error
 
 
 # -- the command line ------------------------------------------------------------------

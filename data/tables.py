@@ -337,7 +337,7 @@ def _index(
             column = file.read([columns.label], use_threads=False).column(0)
             return file.metadata, columns, _labels(column, columns.label, path)
 
-    with files.reading(path):
+    with files.reporting(path, "read"):
         return files.with_retries(path, read)
 
 

@@ -77,11 +77,9 @@ def open_shards(request: DatasetRequest) -> DataSource:
     classes = None
     file = next((name for name in ("classes.json", "classes.txt") if name in listing), None)
     if request.labels and file:
-        try:
+        with files.reporting(f"{root}/{file}", "read"):
             text = files.read_bytes(os.path.join(root, file)).decode()
             classes = json.loads(text) if file.endswith(".json") else text.splitlines()
-        except (BrokenImageError, ValueError) as error:
-            raise DataFolderError(f"{root}/{file} cannot be read: {reason_of(error)}") from None
         if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
             raise DataFolderError(f"{root}/{file} is not a list of names, one of each class")
     elif request.labels:
@@ -245,7 +243,11 @@ def _scan(path: str, *, labels: bool) -> tuple[list[str], np.ndarray, list[Label
     label_of: dict[str, Label] = {}
     left_out = Counter[str]()
     dotted: dict[str, str] = {}  # a file with a further dot in its name, by key
-    with files.reading(path), _open(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
+    with (
+        files.reporting(path, "read"),
+        _open(path) as file,
+        tarfile.open(fileobj=file, mode="r:") as tar,
+    ):
         for member in tar:
             if not member.isreg():
                 continue

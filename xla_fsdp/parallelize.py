@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_map
 from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel, checkpoint_module
 
 from models.initialize import fill_buffers
+from models.positions import Constant
+from models.spec import Units
 from training.backend import InitializeModule
 from xla_fsdp import around_blocks
 from xla_fsdp.attention import sharded
@@ -26,8 +28,6 @@ from xla_fsdp.resolve_xla import XlaPlan
 from xla_fsdp.scan import ScannedBlocks
 from xla_fsdp.tensor_parallel import pack, shard_heads_and_columns
 from xla_fsdp.torch_xla_private import is_sharded, scatter_gradients_as_rows
-
-Units = list[tuple[str, nn.Module]]
 
 
 def parallelize_spmd(
@@ -186,7 +186,7 @@ def parallelize_nested(
     initialize: InitializeModule,
     plan: XlaPlan,
     device: torch.device,
-    constant: Callable[[torch.Tensor], torch.Tensor],
+    constant: Constant,
     end_graph: Callable[..., None],
 ) -> nn.Module:
     """Wrap each block, then the model, in torch_xla's FSDP: a program a device, ``device``."""
