@@ -3,6 +3,10 @@
 As over ssh, a worker's command is one string for a shell, is in a session of its own, and is told
 nothing when the client dies: only its pipes break. STAND_IN is the folder with ``workers``, the
 number of them; each call is noted in ``calls``, each worker has its home in ``worker_<i>``.
+
+Slices are of the Cloud TPU API or, where there is a file ``compute``, of Compute Engine: there a
+slice is an instance group, whose VMs' names are in another order than their workers' numbers. What
+``create`` makes there is in ``made``.
 """
 
 import json
@@ -22,13 +26,35 @@ def main(argv: list[str]) -> int:
         calls.write(json.dumps(argv) + "\n")
     words = [word for word in argv if not word.startswith("--")]
     flags = dict(word[2:].partition("=")[::2] for word in argv if word.startswith("--"))
-    assert words[:2] == ["compute", "tpus"]
-    if words[2] == "queued-resources":
-        return queued_resource(words[3])
-    if words[3] == "scp":
-        shutil.copy(words[4], home_of(flags["worker"]))
-        return 0
-    return describe(words[4]) if words[3] == "describe" else ssh(words[4], flags)
+    assert words.pop(0) == "compute"
+    match words:
+        case ["tpus", "queued-resources", verb, *_]:
+            return queued_resource(verb)
+        case ["tpus", "tpu-vm", "describe", name]:
+            return describe(name)
+        case ["tpus", "tpu-vm", "ssh", name]:
+            return ssh(name, int(flags["worker"]), flags["command"])
+        case ["tpus", "tpu-vm", "scp", file, target]:
+            shutil.copy(file, home_of(target.rstrip(":"), int(flags["worker"])))
+            return 0
+        case ["ssh", target]:
+            return ssh(*worker_of(target), flags["command"])
+        case ["scp", file, target]:
+            shutil.copy(file, home_of(*worker_of(target.rstrip(":"))))
+            return 0
+        case ["instance-groups", "managed", "list-instances", name]:
+            return list_instances(name)
+        case ["instances", "list"]:
+            names = flags["filter"].removeprefix("name=(").rstrip(")").split()
+            print(json.dumps([vm(*worker_of(name)) for name in names]))
+            return 0
+        case [*kind, "describe", name]:
+            return describe_resource(kind[0], name)
+        case [*kind, "create" | "workload-policy", name]:
+            return create(kind[0], name, flags)
+        case [*kind, "delete", name]:
+            return delete(kind[0], name)
+    raise AssertionError(argv)
 
 
 def queued_resource(verb: str) -> int:
@@ -60,8 +86,8 @@ def queued_resource(verb: str) -> int:
     return 0
 
 
-def home_of(worker: str) -> Path:
-    home = FOLDER / f"worker_{worker}"
+def home_of(name: str, worker: int) -> Path:
+    home = FOLDER / f"worker_{first_worker(name) + worker}"
     home.mkdir(exist_ok=True)
     return home
 
@@ -77,8 +103,12 @@ def first_worker(name: str) -> int:
     return int(name.partition("-")[2] or 0) * int((FOLDER / "workers").read_text())
 
 
+def exists(name: str) -> bool:
+    return name == "pod" or name.startswith("pod-")
+
+
 def describe(name: str) -> int:
-    if name != "pod" and not name.startswith("pod-"):
+    if not exists(name) or (FOLDER / "compute").exists():
         print(f"ERROR: (gcloud.compute.tpus.tpu-vm.describe) NOT_FOUND: no {name}", file=sys.stderr)
         print("- '@type': type.googleapis.com/google.rpc.ResourceInfo", file=sys.stderr)
         return 1
@@ -94,12 +124,12 @@ def describe(name: str) -> int:
     return 0
 
 
-def ssh(name: str, flags: dict[str, str]) -> int:
+def ssh(name: str, number: int, command: str) -> int:
     if (state := about(name, "state", "READY")) != "READY":
-        print(f"ERROR: (gcloud.compute.tpus.tpu-vm.ssh) {name} is {state}", file=sys.stderr)
+        print(f"ERROR: (gcloud.compute.ssh) {name} is {state}", file=sys.stderr)
         return 1
-    worker = str(first_worker(name) + int(flags["worker"]))
-    home = home_of(worker)
+    home = home_of(name, number)
+    worker = home.name.removeprefix("worker_")
     (home / "client").write_text(str(os.getpid()))
     variables = os.environ | {
         "HOME": str(home),
@@ -110,7 +140,7 @@ def ssh(name: str, flags: dict[str, str]) -> int:
     }
     pipe = subprocess.PIPE
     remote = subprocess.Popen(
-        ["/bin/sh", "-c", flags["command"]],
+        ["/bin/sh", "-c", command],
         cwd=home,
         env=variables,
         start_new_session=True,
@@ -127,6 +157,114 @@ def ssh(name: str, flags: dict[str, str]) -> int:
     for thread in threads[1:]:
         thread.join()
     return remote.wait()
+
+
+# -- Compute Engine --------------------------------------------------------------------
+
+VMS = "zyxwvutsrqponmlk"
+"""By a worker's number, the end of its VM's name."""
+PLACE = "https://www.googleapis.com/compute/v1/projects/none/zones/here/instances"
+
+
+def worker_of(vm: str) -> tuple[str, int]:
+    """The slice of a VM, and the worker's number."""
+    name, _, end = vm.rpartition("-vm")
+    return name, VMS.index(end)
+
+
+def vm(name: str, worker: int) -> dict:
+    count, number = int((FOLDER / "workers").read_text()), first_worker(name) + worker + 1
+    tpu_env = {
+        "TPU_ACCELERATOR_TYPE": about(name, "type", "V5LITE_POD"),
+        "TOPOLOGY": about(name, "topology", f"2x{count}"),
+        "TPU_WORKER_ID": str(worker),
+    }
+    metadata = {
+        "tpu-env": "".join(f"{key}: '{value}'\n" for key, value in tpu_env.items()),
+        "agent-worker-number": str(worker),
+    }
+    return {
+        "name": f"{name}-vm{VMS[worker]}",
+        "selfLink": f"{PLACE}/{name}-vm{VMS[worker]}",
+        "status": "RUNNING",
+        "networkInterfaces": [{"networkIP": f"127.0.0.{number}"}],
+        "metadata": {"items": [{"key": key, "value": value} for key, value in metadata.items()]},
+    }
+
+
+def not_found(what: str) -> int:
+    print("ERROR: (gcloud.compute.describe) Could not fetch resource:", file=sys.stderr)
+    print(f" - The resource '{what}' was not found", file=sys.stderr)
+    return 1
+
+
+def made(kind: str, name: str) -> Path:
+    return FOLDER / "made" / f"{kind}_{name}"
+
+
+def describe_resource(kind: str, name: str) -> int:
+    path = made(kind, name)
+    if path.exists():
+        content = json.loads(path.read_text())
+    elif kind == "instance-groups" and (FOLDER / "compute").exists() and exists(name):
+        content = json.loads(about(name, "group", "{}")) or {
+            "targetSize": int((FOLDER / "workers").read_text()),
+            "resourcePolicies": {"workloadPolicy": "https://policies/one"},
+        }
+    else:
+        return not_found(f"{kind}/{name}")
+    print(json.dumps(content))
+    return 0
+
+
+def list_instances(name: str) -> int:
+    state = about(name, "state", "READY")
+    status = {"READY": "RUNNING"}.get(state, state)
+    members = [
+        {
+            "instance": f"{PLACE}/{name}-vm{VMS[worker]}",
+            "instanceStatus": status,
+            "currentAction": "NONE" if status == "RUNNING" else "CREATING",
+        }
+        for worker in reversed(range(int((FOLDER / "workers").read_text())))
+    ]
+    print(json.dumps(members))
+    return 0
+
+
+def create(kind: str, name: str, flags: dict[str, str]) -> int:
+    """``creation``: what becomes of the group after it was asked for: it "fails", or it "hangs"
+    until it is killed; ``refused_KIND``: what create of such a resource says in place of that."""
+    if (refusal := FOLDER / f"refused_{kind}").exists():
+        print(refusal.read_text(), file=sys.stderr)
+        return 1
+    content: dict = {"name": name, "flags": flags}
+    if kind == "resource-policies":
+        content["workloadPolicy"] = {"acceleratorTopology": flags["accelerator-topology"]}
+    elif kind == "instance-groups":
+        policy = {"workloadPolicy": flags["workload-policy"]} if "workload-policy" in flags else {}
+        content |= {"targetSize": int(flags["size"]), "resourcePolicies": policy}
+        if (FOLDER / "state_to_come").exists():
+            what = "state" if name == "pod" else f"state_{name}"
+            (FOLDER / what).write_text((FOLDER / "state_to_come").read_text())
+    made(kind, name).parent.mkdir(exist_ok=True)
+    made(kind, name).write_text(json.dumps(content))
+    creation = (FOLDER / "creation").read_text() if (FOLDER / "creation").exists() else ""
+    if kind == "instance-groups" and creation == "hangs":
+        print("hanging", flush=True)
+        time.sleep(600)
+    return int(kind == "instance-groups" and creation == "fails")
+
+
+def delete(kind: str, name: str) -> int:
+    if not made(kind, name).exists():
+        return not_found(f"{kind}/{name}")
+    if (FOLDER / f"stays_{kind}").exists():
+        print("ERROR: (gcloud.compute.delete) Some requests did not succeed:", file=sys.stderr)
+        print(" - The service is unavailable", file=sys.stderr)
+        return 1
+    made(kind, name).unlink()
+    return 0
 
 
 def copy(source, target) -> None:

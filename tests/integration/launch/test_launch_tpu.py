@@ -14,6 +14,7 @@ import pytest
 
 from launch import IN_VAIN, is_crash
 from launch.pod import GRACE_SECONDS
+from launch.slices import APIS
 from tests.fakes.pod import REMOTE, read_until, wait_until
 from tests.support.cli import (
     DIGITS,
@@ -28,6 +29,16 @@ from tests.support.cli import (
 )
 from tests.support.launching import KILL_ONE, finish, free_port, losses, refused, script
 from training.errors import BAD_IMAGES
+
+@pytest.fixture(params=APIS)
+def pod(request, pod_of):
+    """Four workers, of a TPU VM or of an instance group on Compute Engine."""
+    pod = pod_of(4)
+    pod.api = request.param
+    if pod.api == "compute":
+        (pod.folder / "compute").touch()
+    return pod
+
 
 # -- what arrives ---------------------------------------------------------------------
 
@@ -114,16 +125,21 @@ def test_output_is_prefixed_line_by_line_and_logged(pod):
 def test_dry_run_prints_what_would_be_run(pod):
     """The printed line, given to a shell, does what the launcher does; nothing is run before."""
     flags = ("--dry_run", "--zone=us-central2-b", "--project=p q", "--internal-ip")
+    flags += (f"--tpu_api={pod.api}",)
     code, stdout, stderr = pod.run("printf", "<%s>\n", "it's", flags=flags)
     assert (code, stderr) == (0, "")
     assert not (pod.folder / "calls").exists()
     assert not pod.logs.exists()
     describe, comment, ssh = stdout.splitlines()
-    start = "gcloud compute tpus tpu-vm {} pod "
     shared = "--zone=us-central2-b '--project=p q'"
-    assert describe == start.format("describe") + f"--format=json --quiet {shared}"
+    what, worker = {
+        "tpu": ("tpus tpu-vm", "tpus tpu-vm ssh pod --worker=0 "),
+        "compute": ("instance-groups managed", "ssh VM-OF-pod "),
+    }[pod.api]
+    assert describe == f"gcloud compute {what} describe pod --format=json --quiet {shared}"
     assert comment.startswith("# ")
-    assert ssh.startswith(start.format("ssh") + "--worker=0 ")
+    assert ssh.startswith(f"gcloud compute {worker}'--command=")
+    ssh = ssh.replace("VM-OF-pod", "pod-vmz")
     for word in (shared, "--internal-ip", "--ssh-flag=-oServerAliveInterval=30"):
         assert word in ssh
     pipe = subprocess.PIPE  # stdin stays open while the command runs
@@ -225,7 +241,7 @@ def test_gcloud_connects_again_after_a_break(pod):
     """It gives the same command once more: the program is ended, not started a second time."""
     run = pod.launch(sys.executable, REMOTE, "wait", "deaf", "1", flags=("--grace", "1"))
     read_until(run, "ready", 4)
-    (call,) = [call for call in pod.calls() if "--worker=1" in call]
+    (call,) = [call for call in pod.calls() if {"--worker=1", "pod-vmy"} & {*call}]
     again = subprocess.run(
         [pod.folder / "bin" / "gcloud", *call],
         env=pod.variables,
@@ -387,6 +403,7 @@ def test_what_does_not_help_is_not_done_again(ends_with, pod):
 # -- several slices -------------------------------------------------------------------
 
 TWO_SLICES = "pod-0,pod-1"
+LOST = {"tpu": "is PREEMPTED", "compute": "has 0 of 2 VMs running (PREEMPTED)"}
 MEGASCALE = "COORDINATOR_ADDRESS PORT NUM_SLICES SLICE_ID".split()
 
 
@@ -433,7 +450,7 @@ def test_a_worker_of_several_slices_fails(slices):
     failed = f"worker 3 (worker 1 of pod-1) failed with exit code 7, see {log}; ending the other 3"
     assert failed in stderr
     assert "starting all workers again; 1 restart(s) left" in stderr
-    assert len(slices.calls()) == 8
+    assert sum("zlib" in " ".join(call) for call in slices.calls()) == 8
 
 
 @pytest.mark.parametrize(
@@ -442,7 +459,7 @@ def test_a_worker_of_several_slices_fails(slices):
         ("--tpu=pod-0,pod-0 -- true", "argument --tpu: pod-0 is there twice"),
         ("--tpu=pod-0,other -- true", "gcloud cannot describe --tpu other, check it and --zone"),
         ("--tpu=pod-0,pod-2 -- true", "--tpu pod-2 is V5P 2x2, pod-0 is V5LITE_POD 2x2: several"),
-        ("--tpu=pod-0,pod-3 -- true", "--tpu pod-3 is PREEMPTED, not READY: start or create it"),
+        ("--tpu=pod-0,pod-3 -- true", "--tpu pod-3 LOST"),
         (
             "--tpu=pod-0,pod-1 -- launch/torchrun.sh --backend torchtpu --fake_data",
             "--backend torchtpu works on one slice: give one name to --tpu",
@@ -452,6 +469,7 @@ def test_a_worker_of_several_slices_fails(slices):
 def test_mistakes_of_several_slices(slices, words, told):
     (slices.folder / "type_pod-2").write_text("V5P")
     (slices.folder / "state_pod-3").write_text("PREEMPTED")
+    told = told.replace("LOST", LOST[slices.api])
     assert told in refused(slices.start(*words.split()))
     assert not slices.logs.exists()
 
@@ -510,13 +528,13 @@ def test_a_lost_slice_is_left_out_until_it_is_back(slices):
         "starting on 2 of 2 slices: pod-0, pod-1",
         "worker ",
         "starting all workers again; 2 restart(s) left",
-        "pod-0 is PREEMPTED",
+        f"pod-0 {LOST[slices.api]}",
         "starting on 1 of 2 slices: pod-1",
         "pod-0 is there: all write a checkpoint and start again with it",
         "starting on 2 of 2 slices: pod-0, pod-1",
         "worker ",
         "starting all workers again; 1 restart(s) left",
-        "pod-1 is PREEMPTED",
+        f"pod-1 {LOST[slices.api]}",
         "starting on 1 of 2 slices: pod-0",
         "SIGTERM passed on to 2 worker(s)",
     ]
@@ -535,7 +553,7 @@ def test_too_few_slices_end_the_run(slices):
     assert code == 1
     told = "xla_dist: error: 1 of 2 slices can be used, --elastic requires 2"
     assert stderr.splitlines()[-1] == told
-    assert "xla_dist: pod-1 is PREEMPTED" in stderr
+    assert f"xla_dist: pod-1 {LOST[slices.api]}" in stderr
 
 
 def test_a_slice_without_the_program_is_left_out(slices):

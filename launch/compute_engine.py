@@ -1,0 +1,434 @@
+"""Get TPUs from Compute Engine, set them up, train on them, and give them back.
+
+    python3 -m launch.compute_engine --tpu=NAME --topology=tpu7x:4x4x4 --flex_start=7d --delete \\
+        [flags of launch.xla_dist] -- COMMAND ...
+
+A slice of several hosts is a managed instance group, made of an instance template and a workload
+policy with the slice's topology; a slice of one host is a VM. All are called NAME, so the same
+command finds them again. With --delete they are deleted at the end, however it came.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+from config_fields import bounded, not_empty, positive
+from launch import STOPS, LauncherParser, Mistake
+from launch.slices import GROUP, NOT_FOUND, Unanswered, add_place, ask, describe, gcloud_command
+
+_ROOT = Path(__file__).resolve().parents[1]
+_IMAGE_PROJECT = "ubuntu-os-accelerator-images"
+_IMAGE = "ubuntu-accel-2204-amd64-tpu-v5e-v5p-v6e"
+_IMAGE_TPU7X = "ubuntu-accel-2404-amd64-tpu-tpu7x"
+_SCOPE = (
+    "https://www.googleapis.com/auth/cloud-platform"  # by default a VM may not write to buckets
+)
+_ONE_HOST = {
+    "v6e:1x1": "ct6e-standard-1t",
+    "v6e:2x2": "ct6e-standard-4t",
+    "v6e:2x4": "ct6e-standard-8t",
+    "v5p:2x2x1": "ct5p-hightpu-4t",
+    "tpu7x:2x2x1": "tpu7x-standard-4t",
+}
+"""Machine types by topology; those of several hosts have four chips a host."""
+_SEVERAL_HOSTS = {
+    "v6e": "ct6e-standard-4t",
+    "v5p": "ct5p-hightpu-4t",
+    "tpu7x": "tpu7x-standard-4t",
+}
+_ENDED = ("TERMINATED", "STOPPED", "STOPPING", "SUSPENDED")
+_TOO_OLD = ("unrecognized arguments", "Invalid choice")
+
+
+class _Failed(Exception):
+    """Raised if there is no slice to be had, or if a part of the work fails; exit code 1."""
+
+
+class _Stopped(Exception):
+    """Raised by a signal."""
+
+
+class Resource(NamedTuple):
+    """What is created on Compute Engine: a kind of ``gcloud compute``, as its words, and a name."""
+
+    kind: tuple[str, ...]
+    name: str
+    create: list[str]
+    """gcloud's command that makes it; in it ``_link`` stands for another one's address."""
+
+
+_POLICY, _TEMPLATE, _VM = ("resource-policies",), ("instance-templates",), ("instances",)
+
+
+def _link(kind: tuple[str, ...]) -> str:
+    return f"LINK-OF-{kind[0]}"
+
+
+# -- the command line ------------------------------------------------------------------
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the command line; what is not known is for xla_dist. Raises Mistake."""
+    parser = LauncherParser(
+        prog="python3 -m launch.compute_engine",
+        allow_abbrev=False,
+        usage="%(prog)s --tpu NAME --topology CHIP:SHAPE [options] [flags of launch.xla_dist] -- "
+        "COMMAND ...",
+        description="Create a TPU slice on Compute Engine unless it is there, wait until its VMs "
+        "run, set it up by launch/setup_pod.sh, and run COMMAND in ~/vit-fsdp on all its hosts by "
+        "launch.xla_dist. Exit code: that of the command; 1 if there is no slice to be had; 2 for "
+        "a mistake.",
+    )
+    add = parser.add_argument
+    add("--tpu", metavar="NAME", type=not_empty, required=True, help="what the slice is called")
+    add(
+        "--topology",
+        metavar="CHIP:SHAPE",
+        required=True,
+        help="chip and chips along each side, as --tpu_topology of --compile_only: v6e:8x8, "
+        "v5p:4x4x8, tpu7x:4x4x4",
+    )
+    add(
+        "--slices",
+        type=positive,
+        default=1,
+        help="number of slices, called NAME-0, NAME-1, ... if there are several, which train "
+        "together (default: 1)",
+    )
+    # How they are paid for.
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--spot", action="store_true", help="spot VMs (default: on demand)")
+    how.add_argument(
+        "--flex_start",
+        metavar="DURATION",
+        help="VMs that Google's flex-start gives when it has them, for at most so long: 7d, 36h. "
+        "Then they are deleted with their disks (default: on demand)",
+    )
+    how.add_argument(
+        "--reservation", metavar="NAME", type=not_empty, help="VMs of this reservation"
+    )
+    add("--machine_type", type=not_empty, help="of each host (default: the chip's)")
+    add("--image_family", type=not_empty, help=f"in {_IMAGE_PROJECT} (default: the chip's)")
+    add("--disk_size", default="200GB", type=not_empty, help="of each host (default: 200GB)")
+    add(
+        "--vm_flag",
+        metavar="FLAG",
+        action="append",
+        default=[],
+        help="further flag of gcloud for the VMs, as --vm_flag=--subnet=NAME; may be repeated",
+    )
+    add(
+        "--delete",
+        action="store_true",
+        help="delete all that was created at the end, also after a failure or Ctrl-C, with all "
+        "that is on the disks. Default: only what a failed creation leaves",
+    )
+    add("--torchtpu", action="store_true", help="install TorchTPU (launch/setup_pod.sh)")
+    add(
+        "--poll",
+        metavar="SECONDS",
+        type=bounded(float, 0, 86400),
+        default=30,
+        help="between two looks (default: 30)",
+    )
+    add("--dry_run", action="store_true", help="print all commands, and run none")
+    add_place(parser)
+    options, command = list(argv), []
+    if "--" in options:
+        at = options.index("--")
+        options, command = options[:at], options[at + 1 :]
+    args, launcher = parser.parse_known_args(options)
+    args.launcher, args.command, args.tpu_api = launcher, command, "compute"
+    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", args.tpu):
+        raise Mistake(f"--tpu {args.tpu}: Compute Engine takes small letters, digits and -")
+    if args.flex_start and not re.fullmatch(r"(\d+[dhms])+", args.flex_start):
+        raise Mistake(f"--flex_start {args.flex_start} is no duration: give 7d or 36h")
+    chip, _, shape = args.topology.partition(":")
+    if chip not in _SEVERAL_HOSTS:
+        older = ": launch/queued_resource.sh has v4 and v5e" if chip in ("v4", "v5e") else ""
+        known = ", ".join(_SEVERAL_HOSTS)
+        raise Mistake(f"--topology {args.topology}: Compute Engine has {known}{older}")
+    sides = [int(side) for side in shape.split("x")] if re.fullmatch(r"\d+(x\d+)*", shape) else []
+    dimensions = 2 if chip == "v6e" else 3
+    chips = math.prod(sides)
+    of_several = len(sides) == dimensions and sides == sorted(sides) and chips > 4 == chips % 4 + 4
+    if args.topology not in _ONE_HOST and not of_several:
+        raise Mistake(
+            f"--topology {args.topology} is no shape of a slice: give {dimensions} sides, the "
+            "shortest first, of a multiple of 4 chips"
+        )
+    args.shape, args.hosts = shape, 1 if args.topology in _ONE_HOST else chips // 4
+    args.machine_type = args.machine_type or _ONE_HOST.get(args.topology, _SEVERAL_HOSTS[chip])
+    args.image_family = args.image_family or (_IMAGE_TPU7X if chip == "tpu7x" else _IMAGE)
+    args.names = [args.tpu]
+    if args.slices > 1:
+        args.names = [f"{args.tpu}-{number}" for number in range(args.slices)]
+    return args
+
+
+def resources_of(args: argparse.Namespace, zone: str) -> list[Resource]:
+    """Return what the slices need, in the order in which it is created."""
+    region = zone.rpartition("-")[0]
+    vms = [
+        f"--machine-type={args.machine_type}",
+        f"--image-project={_IMAGE_PROJECT}",
+        f"--image-family={args.image_family}",
+        f"--boot-disk-size={args.disk_size}",
+        f"--scopes={_SCOPE}",
+        "--maintenance-policy=TERMINATE",  # there is no live migration of TPUs
+    ]
+    if args.spot:
+        vms += ["--provisioning-model=SPOT", "--instance-termination-action=STOP"]
+    if args.flex_start:
+        vms += ["--provisioning-model=FLEX_START", f"--max-run-duration={args.flex_start}"]
+        vms += ["--instance-termination-action=DELETE", "--reservation-affinity=none"]
+    if args.reservation:
+        vms += ["--provisioning-model=RESERVATION_BOUND", "--instance-termination-action=DELETE"]
+        vms += ["--reservation-affinity=specific", f"--reservation={args.reservation}"]
+    vms += args.vm_flag
+    in_project = argparse.Namespace(zone=None, project=args.project)
+    in_zone = argparse.Namespace(zone=zone, project=args.project)
+    if args.hosts == 1:
+        return [
+            Resource(_VM, name, gcloud_command(in_zone, *_VM, "create", name, *vms, "--async"))
+            for name in args.names
+        ]
+    policy = [*_POLICY, "create", "workload-policy", args.tpu, f"--region={region}"]
+    policy += ["--type=HIGH_THROUGHPUT", f"--accelerator-topology={args.shape}"]
+    template = [*_TEMPLATE, "create", args.tpu, f"--instance-template-region={region}", *vms]
+    # In bulk: all VMs or none. A lost VM is not replaced alone, which would break the slice.
+    group = [f"--size={args.hosts}", "--target-size-policy-mode=bulk"]
+    group += ["--default-action-on-vm-failure=do-nothing"]
+    group += [f"--template={_link(_TEMPLATE)}", f"--workload-policy={_link(_POLICY)}"]
+    return [
+        Resource(_POLICY, args.tpu, gcloud_command(in_project, *policy)),
+        Resource(_TEMPLATE, args.tpu, gcloud_command(in_project, *template)),
+        *(
+            Resource(GROUP, name, gcloud_command(in_zone, *GROUP, "create", name, *group))
+            for name in args.names
+        ),
+    ]
+
+
+def command_for(args: argparse.Namespace, zone: str, verb: str, resource: Resource) -> list[str]:
+    """Return gcloud's command that describes or deletes a resource."""
+    in_region = [f"--region={zone.rpartition('-')[0]}"]
+    is_zonal = resource.kind in (GROUP, _VM)
+    place = argparse.Namespace(zone=zone if is_zonal else None, project=args.project)
+    words = [*resource.kind, verb, resource.name, *([] if is_zonal else in_region)]
+    return gcloud_command(place, *words, *(["--format=json"] if verb == "describe" else []))
+
+
+# -- creating, waiting, deleting -------------------------------------------------------
+
+
+def say(text: str) -> None:
+    print(f"compute_engine: {text}", file=sys.stderr, flush=True)
+
+
+def create_missing(
+    args: argparse.Namespace, zone: str, resources: Sequence[Resource], made: list[Resource]
+) -> None:
+    """Create what is not there; ``made``: what was asked for. Raises Mistake if something is there
+    that is of another topology, and _Failed if a creation is refused."""
+    links: dict[str, str] = {}
+    for resource in resources:
+        look = command_for(args, zone, "describe", resource)
+        try:
+            try:
+                content = json.loads(ask(look))
+            except Unanswered as reason:
+                if NOT_FOUND not in str(reason):
+                    raise
+                say(f"creating {resource.kind[0]} {resource.name}")
+                made.append(
+                    resource
+                )  # before it is asked for: a call that fails may have been heard
+                create = resource.create
+                for name, link in links.items():
+                    create = [word.replace(name, link) for word in create]
+                ask(create)
+                content = json.loads(ask(look))
+        except Unanswered as reason:
+            hint = ""
+            if any(word in str(reason) for word in _TOO_OLD):
+                hint = (
+                    ": this gcloud is too old, 562 or newer is required (gcloud components update)"
+                )
+            raise _Failed(f"{resource.kind[0]} {resource.name}: {reason}{hint}") from None
+        links[_link(resource.kind)] = content.get("selfLink", "")
+        has = wants = ""
+        if resource.kind == _POLICY:
+            has, wants = content["workloadPolicy"]["acceleratorTopology"], args.shape
+        elif resource.kind == GROUP:
+            has, wants = f"{content['targetSize']} VMs", f"{args.hosts} VMs"
+        elif resource.kind == _VM:
+            has, wants = content["machineType"].rpartition("/")[2], args.machine_type
+        if has != wants:
+            raise Mistake(
+                f"{resource.kind[0]} {resource.name} is there, of {has}; --topology "
+                f"{args.topology} requires {wants}: give another --tpu, or delete it"
+            )
+
+
+def wait_for_slices(args: argparse.Namespace) -> None:
+    """Return when all VMs of all slices run. Raises _Failed for a slice that will not come."""
+    told: dict[str, str] = {}
+    last = dict.fromkeys(args.names, "")
+    while True:
+        problems = {}
+        for name in args.names:
+            try:
+                problems[name] = describe(args, name).problem
+            except Mistake as mistake:  # gcloud may fail once in days of waiting
+                if NOT_FOUND in str(mistake):
+                    raise _Failed(f"{name} is gone: {_last_error(args, name) or mistake}") from None
+                problems[name] = last[name] or str(mistake)
+        for name, problem in problems.items():
+            if "QUOTA" in problem.upper() or any(state in problem for state in _ENDED):
+                raise _Failed(f"{name} {problem}: delete it, and ask again")
+            if problem and told.get(name) != problem:
+                say(f"{name} {problem}; waiting")
+        told = last = problems
+        if not any(problems.values()):
+            return
+        time.sleep(args.poll)
+
+
+def _last_error(args: argparse.Namespace, name: str) -> str:
+    """Return why a VM was not created, as the newest operation about it says."""
+    with contextlib.suppress(Unanswered):
+        place = argparse.Namespace(zone=None, project=args.project)
+        words = [f"--filter=targetLink~/{name}$ AND error:*", "--sort-by=~insertTime", "--limit=1"]
+        words += ["--format=value(error.errors[0].code,error.errors[0].message)"]
+        return " ".join(ask(gcloud_command(place, "operations", "list", *words)).split())
+    return ""
+
+
+def delete(args: argparse.Namespace, zone: str, resources: Sequence[Resource]) -> None:
+    """Delete what is there of these, the newest first; say of the rest that it may cost."""
+    for number in STOPS:  # Ctrl-C once more is not to leave what costs
+        signal.signal(number, signal.SIG_IGN)
+    for resource in reversed(resources):
+        command = command_for(args, zone, "delete", resource)
+        say(f"deleting {resource.kind[0]} {resource.name}")
+        done = subprocess.run(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
+        )
+        if done.returncode and NOT_FOUND not in done.stderr:
+            sys.stderr.write(done.stderr)
+            say(
+                f"error: {resource.kind[0]} {resource.name} may still be there, and cost: "
+                f"{shlex.join(command)}"
+            )
+
+
+# -- all of it -------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str]) -> int:
+    try:
+        args = parse(argv)
+        zone = args.zone or ask(["gcloud", "config", "get-value", "compute/zone"]).strip()
+        if not zone:
+            raise Mistake("--zone is missing, and gcloud's configuration has none")
+        resources = resources_of(args, zone)
+        place = [f"--zone={zone}", *([f"--project={args.project}"] if args.project else [])]
+        place += ["--internal-ip"] if args.internal_ip else []
+        place += ["--tunnel-through-iap"] if args.tunnel_through_iap else []
+        place += ["--tpu_api=compute"]
+        which = ["--torchtpu"] if args.torchtpu else []
+        setups = [
+            ["bash", "launch/setup_pod.sh", f"--tpu={name}", *place, *which] for name in args.names
+        ]
+        launch = [sys.executable, "-m", "launch.xla_dist", f"--tpu={','.join(args.names)}", *place]
+        launch += ["--workdir=vit-fsdp", *args.launcher]
+        # A mistake in xla_dist's flags must show now, not when the slice has come.
+        checked = subprocess.run(
+            [*launch, "--dry_run", "--", *args.command],
+            cwd=_ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if checked.returncode:
+            raise Mistake(checked.stderr.strip().removeprefix("xla_dist: error: "))
+        if args.dry_run:
+            for command in (
+                *(resource.create for resource in resources),
+                *setups,
+                [*launch, "--", *args.command],
+                *(command_for(args, zone, "delete", resource) for resource in reversed(resources)),
+            ):
+                print(shlex.join(command))
+            return 0
+    except (Mistake, Unanswered) as mistake:
+        say(f"error: {mistake}")
+        return 2
+    return run(args, zone, resources, setups, [*launch, "--", *args.command])
+
+
+def run(
+    args: argparse.Namespace,
+    zone: str,
+    resources: Sequence[Resource],
+    setups: Sequence[Sequence[str]],
+    launch: Sequence[str],
+) -> int:
+    """Create the slices, run the commands that set them up, then ``launch``; return the exit code.
+
+    What was created is deleted with ``--delete``, and where creating fails.
+    """
+    job: subprocess.Popen[bytes] | None = None
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if job is None:
+            raise _Stopped(number)
+        job.send_signal(number)
+
+    for number in STOPS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            signal.signal(number, handle)
+    made: list[Resource] = []
+    to_delete = resources if args.delete else made
+    code = 1
+    try:
+        create_missing(args, zone, resources, made)
+        wait_for_slices(args)
+        if not args.delete:
+            to_delete = ()
+        for command in setups:
+            if subprocess.run(command, cwd=_ROOT, check=False).returncode:
+                raise _Failed(f"{shlex.join(command)} has failed")
+        # In a session of its own: a terminal's Ctrl-C would come to it twice.
+        job = subprocess.Popen(launch, cwd=_ROOT, start_new_session=True)
+        code = job.wait()
+    except _Stopped as stopped:
+        code = 128 + stopped.args[0]
+        say(f"stopped by {signal.Signals(stopped.args[0]).name}")
+        if not args.delete and made:
+            to_delete = ()
+            say(
+                f"{args.tpu} stays, and costs: the same command continues, or deletes with --delete"
+            )
+    except (_Failed, Mistake) as failure:
+        code = 2 if isinstance(failure, Mistake) else 1
+        say(f"error: {failure}")
+    finally:
+        delete(args, zone, to_delete)
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
