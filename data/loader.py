@@ -331,7 +331,7 @@ class DatasetLoader:
                         yield torch.cat(images), torch.cat(labels)
             except (RuntimeError, OSError, EOFError) as error:  # as the DataLoader raises them
                 if self.workers and isinstance(error, OSError) and error.errno in _EXHAUSTED:
-                    raise _cannot_hand_over(error) from None
+                    raise _transfer_error(error) from None
                 failures += 1
                 if not self.workers or failures > _MAX_RESTARTS:
                     raise
@@ -400,7 +400,7 @@ class _Sent:
                 memory.flush()
                 file = DupFd(memory.fileno())
         except Exception as error:  # noqa: BLE001 - sent to the parent, whatever it is
-            return DataFolderError, _cannot_hand_over(error).args
+            return DataFolderError, _transfer_error(error).args
         return _receive, (file, images.shape, images.dtype, labels.numpy(), bad)
 
 
@@ -417,7 +417,7 @@ _EXHAUSTED = (errno.ENOSPC, errno.EMFILE, errno.ENFILE)
 """What keeps the parent from starting loader processes, and from receiving anything."""
 
 
-def _cannot_hand_over(error: Exception) -> DataFolderError:
+def _transfer_error(error: Exception) -> DataFolderError:
     return DataFolderError(
         f"loader processes cannot hand over images ({reason_of(error)}): they need open files "
         "(ulimit -n), a socket in the temporary folder, and a little room in /dev/shm for locks: "
