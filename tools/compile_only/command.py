@@ -362,7 +362,7 @@ def as_table(report: dict[str, Any]) -> str:
             "shortest step": f"{ms('roofline_step_s')} (roofline)",
             "highest MFU": f"{100 * report['roofline_mfu']:.1f} %",
             "expected step": f"{ms('expected_step_s')} ({how})",
-            "expected MFU": f"{100 * report['expected_mfu']:.1f} % ({error}: docs/tpu.md)",
+            "expected MFU": f"{100 * report['expected_mfu']:.1f} % ({error}: docs/compile_only.md)",
             "expected images/s": f"{report['expected_images_per_s']:.4g}",
         }
     rows["trace, compile"] = f"{report['trace_s']:.1f} s, {report['compile_s']:.1f} s"

@@ -257,7 +257,7 @@ def plan_slices(config: RunConfig, xla: XlaConfig, plan: PlanConfig) -> int:
     notes = [
         f"{len(search.options):,} candidates fit by arithmetic or nearly, {len(search.found)} were "
         f"compiled ({compilations.compiled} now, the others before), {fit} of them fit",
-        "seconds are the TPU compiler's expectation, no measurement (docs/tpu.md)",
+        "seconds are the TPU compiler's expectation, no measurement (docs/compile_only.md)",
         *left_out.values(),
     ]
     return plans.print_plans(request, found_plans, notes)
