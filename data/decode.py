@@ -110,7 +110,7 @@ class Jpeg:
         """
         # Where colours are stored for every other row, a row's depend on those of the next one.
         height = -(-(rows + 1) * shrink // _ROWS_OF_BLOCKS) * _ROWS_OF_BLOCKS
-        if height >= self.size[0] or (at := _place_of_height(self.encoded)) is None:
+        if height >= self.size[0] or (at := _height_offset(self.encoded)) is None:
             return None
         shortened = bytearray(self.encoded)
         shortened[at : at + 2] = height.to_bytes(2, "big")
@@ -133,7 +133,7 @@ class Jpeg:
         )
 
 
-def _place_of_height(encoded: bytes) -> int | None:
+def _height_offset(encoded: bytes) -> int | None:
     """Return where a JPEG's header has the height, two bytes; None if rows are not stored from top
     to bottom, without restarts between them."""
     at, place = len(_JPEG) - 1, None

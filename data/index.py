@@ -166,15 +166,7 @@ def load_or_build(
     table, why = load()
     if table:
         return table
-    with contextlib.ExitStack() as stack:
-        # One process after the other. The folder of the images is locked, so that no file is left
-        # behind, or where that is impossible, as at a URL or on NFS, the temporary folder.
-        for lockable in (folder, tempfile.gettempdir()):
-            with contextlib.suppress(OSError):
-                opened = os.open(lockable, os.O_RDONLY)
-                stack.callback(os.close, opened)
-                fcntl.flock(opened, fcntl.LOCK_EX)
-                break
+    with _one_process_at_a_time(folder):
         table, _ = load()  # another process may just have built it
         if table:
             return table
@@ -209,6 +201,20 @@ def load_or_build(
         "--index_dir"
     )
     return table
+
+
+@contextlib.contextmanager
+def _one_process_at_a_time(folder: str) -> Iterator[None]:
+    """Lock a folder, so that no file is left behind, or where that is impossible, as at a URL or on
+    NFS, the temporary folder."""
+    with contextlib.ExitStack() as stack:
+        for lockable in (folder, tempfile.gettempdir()):
+            with contextlib.suppress(OSError):
+                opened = os.open(lockable, os.O_RDONLY)
+                stack.callback(os.close, opened)
+                fcntl.flock(opened, fcntl.LOCK_EX)
+                break
+        yield
 
 
 def _read(path: Path) -> Table:

@@ -20,7 +20,6 @@ import signal
 import socket
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
@@ -275,8 +274,9 @@ class DatasetLoader:
         share_of_worker = min(-(-sampler.share // max(workers, 1)), _MAX_PART)
         size = max(share_of_worker, sampler.read_together) if workers else sampler.share
         self._parts = _Parts(sampler, min(size, sampler.share))
-        self._reported: set[str] = set()
-        self._bad: deque[BadImage] = deque()  # filled in the thread that prefetches
+        self._bad: dict[str, BadImage] = {}  # by path; filled in the thread that prefetches
+        self._reported = 0
+        """How many of them ``bad_images`` has returned."""
         self._loader = self._start()
 
     def __len__(self) -> int:
@@ -316,9 +316,7 @@ class DatasetLoader:
                         raise loaded
                     part, bad = loaded
                     for image in bad:
-                        if image[0] not in self._reported:
-                            self._reported.add(image[0])
-                            self._bad.append(image)
+                        self._bad.setdefault(image[0], image)
                     parts.append(part)
                     if len(parts) < parts_per_batch:
                         continue
@@ -331,7 +329,7 @@ class DatasetLoader:
                         yield torch.cat(images), torch.cat(labels)
             except (RuntimeError, OSError, EOFError) as error:  # as the DataLoader raises them
                 if self.workers and isinstance(error, OSError) and error.errno in _EXHAUSTED:
-                    raise _cannot_hand_over(error) from None
+                    raise _transfer_error(error) from None
                 failures += 1
                 if not self.workers or failures > _MAX_RESTARTS:
                     raise
@@ -343,7 +341,9 @@ class DatasetLoader:
                 self._loader = self._start()
 
     def bad_images(self) -> list[BadImage]:
-        return [self._bad.popleft() for _ in range(len(self._bad))]
+        images = list(self._bad.values())[self._reported :]
+        self._reported += len(images)
+        return images
 
 
 _Part = tuple[Batch, list[BadImage]] | DataFolderError
@@ -400,7 +400,7 @@ class _Sent:
                 memory.flush()
                 file = DupFd(memory.fileno())
         except Exception as error:  # noqa: BLE001 - sent to the parent, whatever it is
-            return DataFolderError, _cannot_hand_over(error).args
+            return DataFolderError, _transfer_error(error).args
         return _receive, (file, images.shape, images.dtype, labels.numpy(), bad)
 
 
@@ -417,7 +417,7 @@ _EXHAUSTED = (errno.ENOSPC, errno.EMFILE, errno.ENFILE)
 """What keeps the parent from starting loader processes, and from receiving anything."""
 
 
-def _cannot_hand_over(error: Exception) -> DataFolderError:
+def _transfer_error(error: Exception) -> DataFolderError:
     return DataFolderError(
         f"loader processes cannot hand over images ({reason_of(error)}): they need open files "
         "(ulimit -n), a socket in the temporary folder, and a little room in /dev/shm for locks: "

@@ -143,7 +143,7 @@ def _labels(values: Any, column: str, where: str) -> _Labels:
     return encoded.indices.to_numpy().astype(np.int64), names
 
 
-def _joined(parts: Sequence[_Labels], where: str) -> _Labels:
+def _concatenated(parts: Sequence[_Labels], where: str) -> _Labels:
     """Return the labels of several parts of a split as one; names of classes become sorted. Raises
     DataFolderError if some are numbers and others strings."""
     named = [names for _, names in parts if names is not None]
@@ -176,7 +176,7 @@ class TableSplit(ImageSplit):
     ) -> None:
         """``parts``: the labels of consecutive rows. Raises DataFolderError for labels that do not
         fit."""
-        labels, names = _joined(parts, where)
+        labels, names = _concatenated(parts, where)
         if names is not None:
             columns = replace(columns, classes=names)
         super().__init__(request, name, transform, labels, columns.classes)

@@ -162,18 +162,7 @@ def account_of(events: Iterable[Mapping[str, Any]]) -> Account:
                 if ended in ("", "failed"):
                     account.failed_at.append(at)
                 last_sign = began if ended == "completed" else at
-                # The steps that this start repeats are cut off as lost work.
-                while taken and taken[-1].last > int(event["step"]):
-                    span = taken[-1]
-                    if lost := min(span.steps, span.last - int(event["step"])):
-                        share = lost / span.steps
-                        cut = span.ended - share * span.seconds
-                        account.spans.append(Span(LOST, cut, span.ended, lost, span.last))
-                        span.ended, span.waited = cut, span.waited * (1 - share)
-                        span.steps, span.last = span.steps - lost, span.last - lost
-                    if span.steps:
-                        break
-                    taken.pop()
+                account.spans += _cut_repeated(taken, int(event["step"]))
                 at, started = max(began, at), event
             else:
                 at = began
@@ -212,6 +201,23 @@ def account_of(events: Iterable[Mapping[str, Any]]) -> Account:
     if ended == "failed":
         account.failed_at.append(at)
     return account
+
+
+def _cut_repeated(taken: list[Span], step: int) -> list[Span]:
+    """Cut off the steps after ``step``, which a start from there repeats; return them as lost."""
+    lost = []
+    while taken and taken[-1].last > step:
+        span = taken[-1]
+        if steps := min(span.steps, span.last - step):
+            share = steps / span.steps
+            cut = span.ended - share * span.seconds
+            lost.append(Span(LOST, cut, span.ended, steps, span.last))
+            span.ended, span.waited = cut, span.waited * (1 - share)
+            span.steps, span.last = span.steps - steps, span.last - steps
+        if span.steps:
+            break
+        taken.pop()
+    return lost
 
 
 def _figures_of(values: Any, *names: str) -> list[Mapping[str, float]]:

@@ -62,7 +62,7 @@ def launch(body: Body, run: XlaRun) -> None:
     import torch_xla.runtime as xr
 
     if device == "TPU":
-        tpu.set_for_this_tpu()
+        tpu.set_libtpu_flags()
     elif version("torch_xla") == torch_xla_private.WRITTEN_FOR["torch_xla"]:
         # Unless XLA_FLAGS says otherwise, compile without XLA's newer code for fusions, with which
         # it takes twice as long (docs/evidence/benchmarks.md). Another version may lack the flag,
@@ -71,9 +71,9 @@ def launch(body: Body, run: XlaRun) -> None:
         os.environ["XLA_FLAGS"] = tpu.add_flags(os.environ.get("XLA_FLAGS", ""), flags)
 
     if run.backend_config.xla_fsdp == "spmd":
-        with _told_what_it_waits_for() if device == "TPU" else contextlib.nullcontext():
+        with _report_startup_wait() if device == "TPU" else contextlib.nullcontext():
             xr.use_spmd()
-            _join()
+            _init_process_group()
         from xla_fsdp.spmd import SpmdBackend
 
         run = run.on(xr.global_runtime_device_count())
@@ -120,7 +120,7 @@ while not select.select([0], [], [], pause)[0]:  # until stdin ends
 
 
 @contextlib.contextmanager
-def _told_what_it_waits_for() -> Iterator[None]:
+def _report_startup_wait() -> Iterator[None]:
     """Print what the TPU runtime waits for while it starts inside: in compiled code that holds
     Python's lock. So another process prints, and signals have their default action meanwhile."""
     waited_for = "it starts when this program runs on all hosts of the slice"
@@ -152,7 +152,7 @@ def _told_what_it_waits_for() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def _join() -> None:
+def _init_process_group() -> None:
     """Make the group of all processes, for plans of checkpoints; warn once of other versions.
 
     torch_xla lets process 0 hold its store, and looks for it at MASTER_ADDR; but the runtime may
@@ -188,7 +188,7 @@ def _run_nested(
     Unpickling ``_installed`` has installed its signal handlers."""
     if parent is not None:
         end_with(parent)
-    _join()
+    _init_process_group()
     import torch_xla.runtime as xr
 
     from xla_fsdp.nested import NestedBackend

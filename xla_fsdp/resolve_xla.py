@@ -250,7 +250,7 @@ def _resolve_attention(
     if len(stacks) == 1:
         stacks = [sizes_of_largest(config, model)]
     largest = max(stacks, key=lambda sizes: sizes.num_tokens)
-    reasons = (_hinders_kernels(config, sizes, generation) for sizes in stacks)
+    reasons = (_why_no_kernels(config, sizes, generation) for sizes in stacks)
     no_kernels = next(filter(None, reasons), None)
     dtype = torch.bfloat16 if config.sharding.precision == "bf16" else torch.float32
     tensor, domain = config.sharding.mesh_tensor, config.sharding.mesh_domain
@@ -278,7 +278,7 @@ def _resolve_attention(
     return replace(xla, attention="sdpa" if no_whole else "whole")
 
 
-def _hinders_kernels(config: RunConfig, sizes: ModelSizes, generation: int | None) -> str | None:
+def _why_no_kernels(config: RunConfig, sizes: ModelSizes, generation: int | None) -> str | None:
     if generation is None:
         return "requires a TPU: its kernels run nowhere else"
     if sizes.attn_drop_rate:

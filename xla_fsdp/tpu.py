@@ -231,7 +231,7 @@ _OF_CHIP = {
 }
 
 
-def set_for_this_tpu(kind: str | None = None) -> None:
+def set_libtpu_flags(kind: str | None = None) -> None:
     """Add our own flags, for a chip of this kind (default: this host's), where neither the user
     nor torch_xla has set them; call it after torch_xla's import and before libtpu starts."""
     os.environ[VARIABLE] = add_flags(os.environ.get(VARIABLE, ""), _ours(kind or kind_here()))
@@ -264,7 +264,7 @@ def libtpu_environment(topology: Topology, user_flags: str, *, newer: bool) -> d
     try:
         os.environ[VARIABLE] = user_flags
         torch_xla_private.set_libtpu_defaults(topology.generation)
-        set_for_this_tpu(topology.chip.kind)
+        set_libtpu_flags(topology.chip.kind)
         return {key: value for key, value in os.environ.items() if before.get(key) != value}
     finally:
         os.environ.clear()

@@ -32,7 +32,7 @@ import torch_xla  # noqa: E402, F401 - as a run does, for what it sets
 
 from xla_fsdp import tpu  # noqa: E402
 
-tpu.set_for_this_tpu()
+tpu.set_libtpu_flags()
 run = dict(os.environ)
 compile_only = run | tpu.libtpu_environment(tpu.parse_topology(SLICES[kind]), given, newer=False)
 names = (tpu.VARIABLE, "TPU_MEGACORE")

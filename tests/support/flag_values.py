@@ -29,7 +29,7 @@ BASE = {
 
 
 def write_sources(digits, folder):
-    pack(str(DIGITS), folder / "shards", 100_000, 1)
+    pack(str(DIGITS), str(folder / "shards"), 100_000, 1)
     write_tables(digits, folder / "tables")
     write_volumes(folder / "volumes")
     (folder / "classes.txt").write_text("\n".join(map(str, range(10))))

@@ -9,7 +9,6 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,14 +23,7 @@ from tools.compile_only.compiler import check_installed
 from tools.plan import plans
 from tools.plan.config import PlanConfig
 from tools.plan.plans import HardwarePlan, Request
-from tools.plan.tpu_search import (
-    CHOICES,
-    ComputedCandidate,
-    Found,
-    Search,
-    TpuCandidate,
-    candidates,
-)
+from tools.plan.tpu_search import ComputedCandidate, Found, Search, TpuCandidate, candidates
 from training.config import EmaConfig, OptimizerConfig, RunConfig
 from training.errors import UsageError
 from training.step_sizes import step_sizes, summed
@@ -171,10 +163,8 @@ def _circumstances() -> dict[str, Any]:
 # -- the search ------------------------------------------------------------------------------------
 
 
-def computed_candidates(
-    request: Request, choices: Mapping[str, tuple[Any, ...]] = CHOICES
-) -> list[ComputedCandidate]:
-    """Return all that the flags leave open of these choices, with the arithmetic's estimates."""
+def computed_candidates(request: Request) -> list[ComputedCandidate]:
+    """Return all that the flags leave open, with the arithmetic's estimates."""
     shapes, prices = step_sizes(request.model), request.prices
     return [
         ComputedCandidate(
@@ -182,9 +172,7 @@ def computed_candidates(
             summed(functools.partial(candidate.estimate, config=request.config), shapes),
             prices[candidate.kind].per_hour if candidate.kind in prices else 0.0,
         )
-        for candidate in candidates(
-            request.config, request.xla, request.plan.chips_at_most, choices
-        )
+        for candidate in candidates(request.config, request.xla, request.plan.chips_at_most)
     ]
 
 

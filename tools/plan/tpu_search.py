@@ -7,7 +7,7 @@ search is over.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, product
 from typing import Any, NamedTuple
@@ -93,12 +93,7 @@ class TpuCandidate:
         return estimate(shape, self.topology.chip, self.mesh, config, self.attention)
 
 
-def candidates(
-    config: RunConfig,
-    xla: XlaConfig,
-    chips_at_most: int,
-    choices: Mapping[str, tuple[Any, ...]] = CHOICES,
-) -> Iterator[TpuCandidate]:
+def candidates(config: RunConfig, xla: XlaConfig, chips_at_most: int) -> Iterator[TpuCandidate]:
     """Yield all that the flags leave open, whether the program accepts it or not.
 
     Slices have up to ``--chips_at_most`` chips, of each as many as ``--mesh_dcn`` says. Where
@@ -124,12 +119,11 @@ def candidates(
     flags = flat(config, xla)
     tried = {
         name: (flags[name],) if name in config.given and flags[name] != "auto" else values
-        for name, values in choices.items()
+        for name, values in CHOICES.items()
     }
-    policies = choices["grad_ckpt"]
-    if tried["grad_ckpt"][0] not in policies:
+    if tried["grad_ckpt"][0] not in POLICIES:
         raise UsageError(
-            f"--plan knows --grad_ckpt {', '.join(policies)}, not {flags['grad_ckpt']}"
+            f"--plan knows --grad_ckpt {', '.join(POLICIES)}, not {flags['grad_ckpt']}"
         )
     for topology, *values in product(topologies, *tried.values()):
         chosen = dict(zip(tried, values, strict=True))

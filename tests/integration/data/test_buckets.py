@@ -164,7 +164,7 @@ def test_validation_counts_each_image_once(batch, parts, folder):
 
 
 def test_shards_and_a_kept_index_give_the_same(folder, tmp_path):
-    pack(str(folder), tmp_path / "shards", 60_000, 1)
+    pack(str(folder), str(tmp_path / "shards"), 60_000, 1)
     kept = {"index_dir": str(tmp_path / "index")}
     files = source(folder)
     again = [source(folder, **kept) for _ in range(2)][1]

@@ -37,7 +37,7 @@ def folders(digits, tmp_path_factory):
     """Where the images of each source are, with what else it is asked for."""
     made = tmp_path_factory.mktemp("made")
     tables = write_tables(digits, made)
-    pack(str(digits), made / "shards", 100_000, 1)
+    pack(str(digits), str(made / "shards"), 100_000, 1)
     for split in ("train", "val"):
         folder = made / "volumes" / split / "a"
         folder.mkdir(parents=True)

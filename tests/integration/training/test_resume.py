@@ -94,7 +94,7 @@ def test_pytorch_converts_the_checkpoint(uninterrupted, tmp_path):
 
 def test_the_order_that_a_source_reports(tmp_path):
     folder, tars = shutil.copytree(DIGITS, tmp_path / "digits"), tmp_path / "tars"
-    pack(str(folder), tars, 400_000, 1)
+    pack(str(folder), str(tars), 400_000, 1)
 
     def opened(data_dir, **changes):
         config = DataConfig(data_dir=str(data_dir), batch_size=16, **changes)
