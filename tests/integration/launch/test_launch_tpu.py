@@ -30,6 +30,7 @@ from tests.support.cli import (
 from tests.support.launching import KILL_ONE, finish, free_port, losses, refused, script
 from training.errors import BAD_IMAGES
 
+
 @pytest.fixture(params=APIS)
 def pod(request, pod_of):
     """Four workers, of a TPU VM or of an instance group on Compute Engine."""
