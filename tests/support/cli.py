@@ -8,8 +8,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -117,8 +119,11 @@ def command_of(
 
     ``warm`` saves the importing of PyTorch and changes nothing else; not used on GPUs. A program
     that is started so and killed ends by SIGTERM, and its process is not the one that was started.
+    Megatron-FSDP, which needs CUDA, runs on the CPU by a stand-in for that.
     """
     variables, python = environment(), []
+    if command[0] == "run_vit_training.py" and "megatron" in command and HIDE_GPUS:
+        command = ("-m", "tests.fakes.megatron_on_cpu", *command[1:])
     if warm and HIDE_GPUS:
         backend = (
             WARM_TORCHTPU if OF_TORCHTPU else WARM_XLA if HAS_XLA and "cuda" not in command else []
@@ -132,14 +137,21 @@ def command_of(
 
 
 def run_program(
-    *command: str, processes: int = 1, warm: bool = True
+    *command: str,
+    processes: int = 1,
+    warm: bool = True,
+    by: Sequence[str] = (),
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> subprocess.CompletedProcess[str]:
-    """A Python program, to its end."""
-    words, variables = command_of(*command, processes=processes, warm=warm)
+    """A Python program, to its end.
+
+    ``by``: the words of a command that starts it; ``variables``: in place of those of all programs.
+    """
+    words, usual = command_of(*command, processes=processes, warm=warm)
     return subprocess.run(
-        words,
+        [*by, *words],
         cwd=ROOT,
-        env=variables,
+        env=usual | variables,
         text=True,
         capture_output=True,
         timeout=900,  # a busy machine compiles for minutes
@@ -180,8 +192,7 @@ def train_tiny_gpu(
 
 def train_tiny_megatron(ckpt_dir: Path, *flags: str, processes: int = 2) -> Result:
     """The same by Megatron-FSDP on the CPU."""
-    program = "tests.fakes.megatron_on_cpu"
-    return train_tiny_gpu(ckpt_dir, *flags, processes=processes, program=program)
+    return train_tiny_gpu(ckpt_dir, "--fsdp", "megatron", *flags, processes=processes)
 
 
 def train_tiny_tpu(

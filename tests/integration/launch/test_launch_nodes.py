@@ -14,7 +14,7 @@ import pytest
 
 from launch import Mistake, torchrun
 from launch.preflight import TimedOut, wait_for_nodes
-from tests.support.cli import DIGITS, ROOT, TINY_MODEL, TINY_RUN, environment
+from tests.support.cli import DIGITS, TINY_MODEL, TINY_RUN, tiny
 from tests.support.launching import (
     KILL_ONE,
     TORCHRUN,
@@ -141,32 +141,15 @@ def test_a_process_that_never_comes(tmp_path):
     waited_for = {}
     for rank, who in (("1", "rank 0 at 127.0.0.1:{} (Connection refused)"), ("0", "rank 1 of 2")):
         port = free_port()
-        variables = environment() | {
+        variables = {
             "RANK": rank,
             "WORLD_SIZE": "2",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
             "JOIN_TIMEOUT": "11",
         }
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "run_vit_training.py",
-                "--backend",
-                "cuda",
-                "--data_dir",
-                DIGITS,
-                *TINY_MODEL,
-                *TINY_RUN,
-                "--ckpt_dir",
-                tmp_path / rank,
-            ],
-            cwd=ROOT,
-            env=variables,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
+        words = ["run_vit_training.py", *tiny(tmp_path / rank), "--backend", "cuda"]
+        process = start(sys.executable, *words, **variables)
         waited_for[process] = f"run_vit_training.py: rank {rank}: ", who.format(port)
     for process, (beginning, who) in waited_for.items():
         code, _, stderr = finish(process)
@@ -321,26 +304,11 @@ def test_a_host_that_never_starts_the_tpu_runtime(tmp_path):
         "from xla_fsdp import environment; environment._has_tpu_chips = lambda: True\n"
         "tpu.num_available_chips = lambda: 4; sys.exit(program.main(sys.argv[1:]))"
     )
-    run = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            program,
-            "--fake_data",
-            "--batch_size",
-            "8",
-            "--ckpt_dir",
-            tmp_path / "run",
-        ],
-        cwd=ROOT,
-        env=environment() | slice_of_two,
-        text=True,
-        stderr=subprocess.PIPE,
-    )
+    flags = ["--fake_data", "--batch_size", "8", "--ckpt_dir", tmp_path / "run"]
+    run = start(sys.executable, "-c", program, *flags, **slice_of_two)
     told = "all 2 hosts of the slice, of which this is 1 (0: a, ... 1: b)"
     read_until(run, told)
     read_until(run, told)
     run.send_signal(signal.SIGINT)
     assert run.wait(60) == -signal.SIGINT
-    assert run.stderr
-    run.stderr.read()  # until the one that told has ended, too
+    run.communicate()  # until the one that told has ended, too

@@ -226,13 +226,8 @@ def test_gcloud_connects_again_after_a_break(pod):
     run = pod.launch(sys.executable, REMOTE, "wait", "deaf", "1", flags=("--grace", "1"))
     read_until(run, "ready", 4)
     (call,) = [call for call in pod.calls() if "--worker=1" in call]
-    again = subprocess.run(
-        [pod.folder / "bin" / "gcloud", *call],
-        env=pod.variables,
-        stdin=subprocess.PIPE,
-        capture_output=True,
-        text=True,
-    )
+    how = {"env": pod.variables, "stdin": subprocess.PIPE, "capture_output": True, "text": True}
+    again = subprocess.run([pod.folder / "bin" / "gcloud", *call], **how)
     assert again.returncode == 254
     assert "the connection to this worker broke" in again.stderr
     assert "ready" not in again.stdout
@@ -270,21 +265,10 @@ def test_restarted_training_resumes(pod_of, tmp_path):
     variables |= {"MASTER_PORT": free_port(), "PYTHONPATH": str(ROOT)}
     flags = [word for item in variables.items() for word in ("--env", "=".join(item))]
     once = 'mkdir "$HOME/once" 2> /dev/null && kill=5 || kill=99; SIGNAL_AT="1 $kill SIGKILL" "$@"'
-    training = [
-        sys.executable,
-        WARM_PYTHON,
-        "-m",
-        "tests.fakes.signal_at_step",
-        "--backend",
-        "cuda",
-        "--data_dir",
-        DIGITS,
-        *TINY_MODEL,
-        *TINY_RUN,
-        "--ckpt_step_interval",
-        "2",
-        "--no_async_checkpoint",  # or the death would come while that of step 4 is written
-    ]
+    training = [sys.executable, WARM_PYTHON, "-m", "tests.fakes.signal_at_step"]
+    training += ["--data_dir", DIGITS, *TINY_MODEL, *TINY_RUN]
+    # Beside training the checkpoint of step 4 might be written still when the death comes.
+    training += "--backend cuda --ckpt_step_interval 2 --no_async_checkpoint".split()
     command = ["sh", "-c", once, "sh", *training, "--ckpt_dir"]
     flags += ["--workdir", str(ROOT), "--grace", "2"]
     run = pod.launch(*command, tmp_path / "run", flags=(*flags, "--max_restarts", "1"))
@@ -399,15 +383,9 @@ def slices(pod):
 
 def test_several_slices_know_of_each_other(slices):
     """Workers are numbered over all slices; --env comes first."""
-    shown = [
-        "sh",
-        "-c",
-        'echo "$*"; env | grep -E "MEGASCALE|MASTER_ADDR|NNODES|NODE_R"',
-        "sh",
-        "a",
-    ]
+    shown = 'echo "$*"; env | grep -E "MEGASCALE|MASTER_ADDR|NNODES|NODE_R"'
     own = ("--env", "MEGASCALE_PORT=9000")
-    code, stdout, stderr = slices.run(*shown, flags=own, tpu=TWO_SLICES)
+    code, stdout, stderr = slices.run("sh", "-c", shown, "sh", "a", flags=own, tpu=TWO_SLICES)
     assert code == 0, stderr
     assert f"4 worker(s) of pod-0, pod-1, logs in {slices.logs}" in stderr
     for worker in range(4):

@@ -60,8 +60,7 @@ def train(folder, family, form, precision):
     given += ["--precision", precision]
     if "cuda" not in flags:
         return train_tiny(folder, *given)
-    program = "tests.fakes.megatron_on_cpu" if form == "megatron" else ""
-    return train_tiny_gpu(folder, *given, processes=processes, program=program)
+    return train_tiny_gpu(folder, *given, processes=processes)
 
 
 def plain(family, precision):

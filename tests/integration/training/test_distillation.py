@@ -165,8 +165,7 @@ def test_on_gpus_by_a_checkpoint_of_this_program(
 ):
     flags = [*own_teacher[1], *kind, "--grad_accum_steps", "2"]
     how = ["--max_steps", str(STEPS), "--eval_batches", "1", "--zero_dp_strategy", zero]
-    module = "tests.fakes.megatron_on_cpu" if form == "megatron" else ""
-    result = train_tiny_gpu(tmp_path, *flags, *how, processes=2, program=module)
+    result = train_tiny_gpu(tmp_path, "--fsdp", form, *flags, *how, processes=2)
     assert_as_plain(result, monkeypatch, flags, own_teacher)
     whole = 4 * sum(parameter.numel() for parameter in own_teacher[0].parameters())
     assert result.run_file["state_bytes_per_device"]["teacher"] == pytest.approx(whole / 2, rel=0.1)
@@ -190,8 +189,7 @@ def test_refused(flags, told, teacher, own_teacher, capsys, tmp_path):
     own = " ".join(own_teacher[1])
     flags = flags.format(teacher=" ".join([*IMAGES, *teacher[1]]), own=own)
     given = [*TINY_MODEL, "--fake_data", "--batch_size", "8", "--ckpt_dir", tmp_path]
-    backend = [] if "--backend" in flags or "--plan" in flags else ["--backend", "xla"]
-    line = told_in_one_line(capsys, *backend, *given, *flags.split())
+    line = told_in_one_line(capsys, "--backend", "xla", *given, *flags.split())
     named = "--teacher timm/test_vit"
     assert line.startswith(told.format(named=named, own_path=Path(own_teacher[1][-1])))
     assert not any(tmp_path.iterdir())

@@ -12,7 +12,7 @@ from data.loader import Share
 from data.source import open_data
 from tests.fakes.filled import filled
 from tests.support import cli
-from tests.support.cli import TINY_MODEL, train_tiny, train_tiny_gpu, train_tiny_megatron
+from tests.support.cli import TINY_MODEL, train_tiny, train_tiny_gpu
 from tests.support.curves import assert_same_curves
 from tests.support.marks import long
 from tests.support.mixing import BOTH, assert_steady, by_timm, timms_loss, tiny_run
@@ -103,11 +103,10 @@ def test_one_execution_a_step_and_an_exact_resume(everything, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("form", ["fsdp2", "megatron"])
 def test_other_forms_train_alike(form, everything, tmp_path):
-    flags = [*ALL, "--max_steps", "4"]
+    flags = [*ALL, "--max_steps", "4", "--fsdp", form]
     if form == "fsdp2":
-        result = train_tiny_gpu(tmp_path, *flags, "--channels_last", processes=2)
-    else:
-        result = train_tiny_megatron(tmp_path, *flags)
+        flags.append("--channels_last")
+    result = train_tiny_gpu(tmp_path, *flags, processes=2)
     for name in ("loss", "grad_norm"):
         assert result.column(name) == pytest.approx(everything.column(name)[:4], rel=1e-4)
 

@@ -116,8 +116,7 @@ def train(folder, *flags, form):
     flags = [*" ".join(flags).split(), *of_form.split()]
     if "cuda" not in flags:
         return train_tiny(folder, *flags)
-    program = "tests.fakes.megatron_on_cpu" if "megatron" in flags else ""
-    return train_tiny_gpu(folder, *flags, processes=processes, program=program)
+    return train_tiny_gpu(folder, *flags, processes=processes)
 
 
 @functools.cache

@@ -335,6 +335,3 @@ def test_fake_crops():
     assert images.dtype == torch.uint8
     assert not images.any()
     assert next(fake.val_loader(24, Share()).epoch(0))[0].shape == (24, 3, 16, 16)
-
-
-# -- the picture ----------------------------------------------------------------------
