@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+
+from tests.support.shared import made_once
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL_DIGITS = ROOT / "datasets" / "digits"
@@ -98,18 +99,25 @@ def environment() -> dict[str, str]:
 
 @functools.cache
 def warm_python(*backend: str) -> str:
-    """The socket of tests/support/warm_python.py, which ends when this process has ended.
+    """The socket of tests/support/warm_python.py, which ends when all tests have ended.
 
     ``backend``: the modules that it imports besides those of all programs.
     """
-    path = f"{tempfile.mkdtemp()}/socket"
-    modules = [*WARM_MODULES, *backend]
-    command = [sys.executable, WARM_PYTHON, "--serve", path, str(os.getpid()), *modules]
-    server = subprocess.Popen(command, cwd=ROOT, env=environment())
-    while not os.path.exists(path):
-        assert server.poll() is None, f"{WARM_PYTHON} has ended"
-        time.sleep(0.05)
-    return path
+
+    def serve(folder: Path) -> str:
+        path = f"{folder}/socket"
+        modules = [*WARM_MODULES, *backend]
+        until = os.environ["SHARED_UNTIL_END_OF"]
+        command = [sys.executable, WARM_PYTHON, "--serve", path, until, *modules]
+        # It outlives this worker: what it held open of its pipes would be waited for.
+        none = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+        server = subprocess.Popen(command, cwd=ROOT, env=environment(), **none)
+        while not os.path.exists(path):
+            assert server.poll() is None, f"{WARM_PYTHON} has ended"
+            time.sleep(0.05)
+        return path
+
+    return made_once("_".join(["warm_python", *backend[:1]]), serve)
 
 
 def command_of(

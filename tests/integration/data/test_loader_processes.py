@@ -131,7 +131,7 @@ first_of(loader)
 def test_sockets_are_in_a_folder_of_this_user_that_is_removed(tmp_path, monkeypatch):
     """Those of the server that loader processes are forked from, too."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    ended = run_program("-c", FOLDER_OF_SOCKETS, warm=False)
+    ended = run_program("-c", FOLDER_OF_SOCKETS)
     assert ended.returncode == 0, ended.stderr
     folder, mode = ended.stdout.split()
     assert mode == "0o700"
@@ -147,7 +147,7 @@ def test_no_sockets_in_a_folder_of_a_long_path(tmp_path, monkeypatch):
 
 def test_images_that_cannot_be_handed_over_end_the_run():
     """As where someone has removed old files from /tmp: the parent does not wait for them."""
-    ended = run_program("-c", NO_FOLDER, warm=False)
+    ended = run_program("-c", NO_FOLDER)
     told = "DataFolderError: loader processes cannot hand over images (No such file or directory)"
     assert told in ended.stderr
 

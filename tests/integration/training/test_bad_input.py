@@ -242,7 +242,7 @@ def test_data_folders(capsys, tmp_path):
 
 def test_as_a_program(tmp_path):
     flags = ["--image_size", "15", "--ckpt_dir", str(tmp_path / "x")]
-    done = run_program("run_vit_training.py", *flags, warm=False)
+    done = run_program("run_vit_training.py", *flags)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "run_vit_training.py: error: --image_size 15 is not a multiple of --patch_size 14\n"
