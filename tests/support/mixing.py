@@ -16,6 +16,13 @@ BOTH = "--mixup 0.8 --cutmix 1.0 --mixup_prob 0.8 --smoothing 0.1"
 """Of ten passes some are mixed, some cut, some left as they are."""
 
 
+HOST = (
+    "--aa rand-m9-mstd0.5-inc1 --reprob 0.25 --recount 2 --aug_repeats 2 --vflip 0.2 "
+    "--train_interpolation random"
+).split()
+"""What is changed of images before they are sent."""
+
+
 def timms_mixup(config, classes):
     return Mixup(
         mixup_alpha=config.mixup,

@@ -6,14 +6,17 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from launch import Mistake, torchrun
 from launch.preflight import TimedOut, wait_for_nodes
+from tests.fakes.pod import wait_until
 from tests.support.cli import DIGITS, TINY_MODEL, TINY_RUN, tiny
 from tests.support.launching import (
     KILL_ONE,
@@ -103,20 +106,19 @@ def test_refusals_say_what_to_change(executor):
     assert [node.result()[1] for node in nodes] == [True, False, False]
 
 
-def test_two_nodes_with_one_number(tmp_path):
+def test_two_nodes_with_one_number(executor, monkeypatch):
     """The one that came first notices it."""
-    flags = ["--fake_data", "--ckpt_dir", tmp_path / "run"]
-    variables = TWO_NODES | {"NNODES": "3", "MASTER_PORT": free_port()}
-    host = start(TORCHRUN, *flags, **variables, NODE_RANK="0")
-    first = start(TORCHRUN, *flags, **variables, NODE_RANK="1")
-    read_until(first, "waiting for node 2 of 3, ")
-    second = start(TORCHRUN, *flags, **variables, NODE_RANK="1")
-    code, _, stderr = finish(first)
-    assert code == 2
-    assert f"NODE_RANK=1 is this node's and that of {socket.gethostname()} (process " in stderr
-    for node in (second, host):
-        node.send_signal(signal.SIGTERM)
-        assert finish(node)[0] == 143
+    monkeypatch.setattr("launch.preflight.os.getpid", threading.get_ident)  # a thread is a node
+    port = free_port()
+    nodes = [wait_in_thread(executor, port, 0)]
+    first = wait_in_thread(executor, port, 1)
+    store = TCPStore("127.0.0.1", int(port), is_master=False, wait_for_workers=False)
+    wait_until(lambda: store.check(["node/1"]))
+    nodes.append(wait_in_thread(executor, port, 1))
+    with pytest.raises(Mistake, match=r"NODE_RANK=1 is this node's and that of .* \(process "):
+        first.result()
+    nodes.append(wait_in_thread(executor, port, 2))
+    assert [node.result()[1] for node in nodes] == [True, False, False]
 
 
 def test_a_node_that_was_started_again_counts_once(executor):

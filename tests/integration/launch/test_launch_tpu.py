@@ -26,7 +26,7 @@ from tests.support.cli import (
     train_tiny_gpu,
     warm_python,
 )
-from tests.support.launching import KILL_ONE, finish, free_port, losses, refused, script
+from tests.support.launching import KILL_ONE, finish, free_port, losses, refused, script, warm
 from training.errors import BAD_IMAGES
 
 # -- what arrives ---------------------------------------------------------------------
@@ -324,11 +324,12 @@ def test_a_process_a_device(pod_of, tmp_path):
     assert losses(run_dir) == pytest.approx(whole.column("loss"), rel=1e-5)
 
 
-def test_a_mistake_in_a_process_a_device_ends_all_at_once(pod_of):
+def test_a_mistake_in_a_process_a_device_ends_all_at_once(pod_of, tmp_path):
     """With the program's exit code, and no restart."""
     pod = pod_of(2)
     command = ["launch/torchrun.sh", "--fake_data", "--batch_size", "0"]
-    code, _, stderr = finish(pod.launch(*command, flags=a_process_a_device()))
+    own = a_process_a_device(*map("=".join, warm(tmp_path).items()))
+    code, _, stderr = finish(pod.launch(*command, flags=own))
     assert code == 2, stderr
     assert "run_vit_training.py: error: argument --batch_size: 0 must be" in stderr
     assert "starting all workers again" not in stderr
