@@ -125,8 +125,8 @@ def command_of(
 ) -> tuple[list[str], dict[str, str]]:
     """The words and the environment of a Python program; by torchrun if in several processes.
 
-    ``warm`` saves the importing of PyTorch and changes nothing else; not used on GPUs. A program
-    that is started so and killed ends by SIGTERM, and its process is not the one that was started.
+    ``warm`` saves the importing of PyTorch, and figures are blank; not used on GPUs. A program that
+    is started so and killed ends by SIGTERM, and its process is not the one that was started.
     Megatron-FSDP, which needs CUDA, runs on the CPU by a stand-in for that.
     """
     variables, python = environment(), []
