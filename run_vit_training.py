@@ -158,9 +158,9 @@ def list_models(pattern: str) -> int:
 
 def _with_initial_model(config: RunConfig) -> RunConfig:
     """Return the configuration with the model of ``--init_from``, if that is given."""
-    from training.initial_weights import with_model_of_weights
+    from training.initial_weights import with_init_from
 
-    return with_model_of_weights(config)[0] if config.checkpoints.init_from else config
+    return with_init_from(config)[0] if config.checkpoints.init_from else config
 
 
 def _require_xla(flags: Flags, mode: str) -> None:

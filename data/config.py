@@ -29,7 +29,7 @@ OPENED_BY = {
     "digits": "data.digits:open_digits",
     "mnist": "data.digits:open_digits",
     "volumes": "data.volumes:open_volumes",
-    "mosaics": "data.mosaics:open_mosaics",
+    "mosaics": "data.digits:open_mosaics",
     "parquet": "data.tables:open_parquet",
     "huggingface": "data.tables:open_huggingface",
 }
@@ -367,7 +367,7 @@ class DataConfig:
     @property
     def bucket_sizes(self) -> list[tuple[int, int]]:
         """Return the height and width of each of ``buckets``; none without the flag."""
-        sizes = (each.split("x") for each in self.buckets or ())
+        sizes = (bucket.split("x") for bucket in self.buckets or ())
         return [(int(height), int(width)) for height, width in sizes]
 
     @property
@@ -382,5 +382,5 @@ class DataConfig:
     @property
     def preprocessing(self) -> Preprocessing:
         """Return how images are resized and normalised; what is not given is as for new weights."""
-        given = {each.name: getattr(self, each.name) for each in fields(Preprocessing)}
+        given = {field.name: getattr(self, field.name) for field in fields(Preprocessing)}
         return Preprocessing(**{name: value for name, value in given.items() if value is not None})

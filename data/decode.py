@@ -94,8 +94,8 @@ class Jpeg:
         With ``rows`` only the first so many of these are needed: there may be fewer than all, and
         damage below them may go unnoticed. Raises BrokenImageError.
         """
-        if rows is not None and (found := self._first_rows(shrink, rows)) is not None:
-            return found
+        if rows is not None and (pixels := self._first_rows(shrink, rows)) is not None:
+            return pixels
         try:
             return self._decode(self.encoded, self.size[0], shrink)
         except ValueError:  # Pillow reads some of them, or says what is wrong
@@ -136,12 +136,12 @@ class Jpeg:
 def _place_of_height(encoded: bytes) -> int | None:
     """Return where a JPEG's header has the height, two bytes; None if rows are not stored from top
     to bottom, without restarts between them."""
-    at, found = len(_JPEG) - 1, None
+    at, place = len(_JPEG) - 1, None
     while at + 4 <= len(encoded) and encoded[at] == 0xFF and encoded[at + 1] != _RESTARTS:
         if encoded[at + 1] == _SCAN:
-            return found
+            return place
         if encoded[at + 1] in _SEQUENTIAL:
-            found = at + 5
+            place = at + 5
         at += 2 + int.from_bytes(encoded[at + 2 : at + 4], "big")
     return None
 

@@ -14,7 +14,7 @@ import tempfile
 import time
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -59,6 +59,17 @@ def reason_of(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return printable(" ".join(str(error).split()))[:200] or type(error).__name__
+
+
+@contextlib.contextmanager
+def reporting(path: str, action: str) -> Iterator[None]:
+    """Raise DataFolderError in place of any error inside: ``path`` cannot be ``action``, "read"."""
+    try:
+        yield
+    except DataFolderError:
+        raise
+    except Exception as error:  # each file system and package raises its own errors
+        raise DataFolderError(f"{path} cannot be {action}: {reason_of(error)}") from error
 
 
 def first_of(names: Sequence[str]) -> str:
@@ -215,10 +226,8 @@ def open_system(path: str) -> tuple[AbstractFileSystem, str]:
     """Return what ``open_storage`` returns. Raises DataFolderError."""
     if problem := problem_of_url(path):
         raise DataFolderError(f"{path}: {problem}")
-    try:
+    with reporting(path, "opened"):
         return open_storage(path)
-    except Exception as error:  # each file system raises its own errors
-        raise DataFolderError(f"{path} cannot be opened: {reason_of(error)}") from error
 
 
 def missing_bucket(system: AbstractFileSystem, path: str) -> str | None:
@@ -308,12 +317,8 @@ def _list(folder: str, method: str) -> tuple[str, Any]:
     None if the folder does not exist. Raises DataFolderError, also for a missing bucket."""
     system, path = open_system(folder)
     entries = None
-    try:
+    with reporting(folder, "listed"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         entries = with_retries(folder, lambda: getattr(system, method)(path, detail=True))
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except Exception as error:  # each file system raises its own errors
-        raise DataFolderError(f"{folder} cannot be listed: {reason_of(error)}") from error
     if not entries:
         bucket = None
         with contextlib.suppress(Exception):  # a storage without buckets may raise anything

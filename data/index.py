@@ -536,11 +536,8 @@ def _walk(path: str, below: str, left_out: Counter[str], walked: dict[str, str])
 
 def _scan(path: str, left_out: Counter[str]) -> list[os.DirEntry[str]]:
     """Return a folder's entries, sorted by name; hidden ones are counted in ``left_out``."""
-    try:
-        with os.scandir(path) as scanned:
-            entries = sorted(scanned, key=lambda entry: entry.name)
-    except OSError as error:
-        raise DataFolderError(f"{path} cannot be read: {error.strerror}") from None
+    with files.reporting(path, "read"), os.scandir(path) as scanned:
+        entries = sorted(scanned, key=lambda entry: entry.name)
     visible = [entry for entry in entries if not files.is_hidden(entry.name)]
     left_out.update(["hidden"] * (len(entries) - len(visible)))
     return visible
@@ -565,28 +562,28 @@ def read_labels(request: DatasetRequest) -> dict[str, FolderIndex]:
     file, root = request.config.labels, request.config.data_dir
     assert file is not None
     rows: dict[str, tuple[str, str]] = {}  # label and split by path
-    try:
-        with open(file, newline="", encoding="utf-8-sig", opener=files.regular) as stream:
-            table = csv.DictReader(stream)
-            columns = ("path", "label", "split")
-            missing = [name for name in columns if name not in (table.fieldnames or ())]
-            if missing:
-                raise DataFolderError(
-                    f"{file} has no column {missing[0]}: --labels requires path,label,split in its "
-                    "first line"
-                )
-            for row in table:
-                path, label, split = ((row[name] or "").strip() for name in columns)
-                where = f"line {table.line_num} of {file}"
-                if not (path and label):
-                    raise DataFolderError(f"{where} has no {'label' if path else 'path'}")
-                if split not in SPLITS:
-                    raise DataFolderError(f"{where} has the split {split!r}: it is train or val")
-                if path in rows:
-                    raise DataFolderError(f"{where} names {path} again: remove one of the two")
-                rows[path] = label, split
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataFolderError(f"--labels {file} cannot be read: {reason_of(error)}") from None
+    with (
+        files.reporting(f"--labels {file}", "read"),
+        open(file, newline="", encoding="utf-8-sig", opener=files.regular) as stream,
+    ):
+        table = csv.DictReader(stream)
+        columns = ("path", "label", "split")
+        missing = [name for name in columns if name not in (table.fieldnames or ())]
+        if missing:
+            raise DataFolderError(
+                f"{file} has no column {missing[0]}: --labels requires path,label,split in its "
+                "first line"
+            )
+        for row in table:
+            path, label, split = ((row[name] or "").strip() for name in columns)
+            where = f"line {table.line_num} of {file}"
+            if not (path and label):
+                raise DataFolderError(f"{where} has no {'label' if path else 'path'}")
+            if split not in SPLITS:
+                raise DataFolderError(f"{where} has the split {split!r}: it is train or val")
+            if path in rows:
+                raise DataFolderError(f"{where} names {path} again: remove one of the two")
+            rows[path] = label, split
 
     classes = sorted({label for label, _ in rows.values()})
     request.check_classes(len(classes), file)

@@ -1,9 +1,11 @@
-"""Writes an image folder as tar files, the shards of WebDataset, for ``--data_source webdataset``.
+"""Writes images as tar files, the shards of WebDataset, for ``--data_source webdataset``.
 
-    python3 -m data.pack /datasets/imagenet-1k /datasets/imagenet-1k-shards --workers 8
+    python3 -m data.pack /datasets/imagenet-1k gs://bucket/imagenet-1k-shards --workers 8
 
-Files are copied as they are: broken ones stay broken, and images stay in their order, so that a
-run trains on the same as from the folder. The same folder gives the same shards, byte by byte.
+The source is an image folder, or a folder with ImageNet's archives as they are downloaded, which
+are read in place. The target is a new folder, or a URL. Files are copied as they are: broken ones
+stay broken, and images stay in their order, so that a run trains on the same as from the folder.
+The same images give the same shards, byte by byte.
 """
 
 import argparse
@@ -14,42 +16,42 @@ import os
 import re
 import shutil
 import tarfile
+import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import xxhash
+from torchvision.datasets.folder import IMG_EXTENSIONS
 from tqdm import tqdm
 
-from config_fields import local_path, path_or_url, positive
+from config_fields import path_or_url, positive
+from data import files
 from data.files import DataFolderError, MissingSplitError, is_url, printable, reason_of, regular
 from data.index import SPLITS, check_folder, folder_of_images, index_split
+from data.webdataset import PACK_FILE
+
+# -- the images of a source ------------------------------------------------------------
 
 
-@dataclass
-class _Job:
-    """One shard to write."""
+class _Image(NamedTuple):
+    """Where an image is: so many bytes of a file, which may be an archive."""
 
-    path: Path
-    first: int
-    """The number of its first image in the split."""
-    files: list[tuple[str, int]]
-    """The path and the label of each image."""
+    name: str
+    file: str
+    start: int
     size: int
-    """The expected size in bytes."""
-    labels: bool
-    """Whether the labels are written."""
+    label: int
 
 
-def pack(
-    source: str, target: Path, shard_size: int, workers: int, *, labels: bool = True
-) -> list[Path]:
-    """Write the image folder ``source`` as shards of at most ``shard_size`` bytes, atomically;
-    return them. Without ``labels`` its images need no class folders, and it needs no val/. Raises
-    DataFolderError."""
-    if is_url(source):
-        raise DataFolderError(f"{source} is a URL: pack a folder on a disk of this host")
-    if target.exists():
-        raise DataFolderError(f"{target} is there already: give another name")
+Splits = dict[str, list[_Image]]
+"""The images of each split, in their order."""
+
+
+def _folder_images(source: str, *, labels: bool) -> tuple[Splits, list[str] | None]:
+    """Return the images of an image folder, and the names of the classes by label."""
     folders = {split: os.path.join(source, split) for split in SPLITS}
     if labels:
         check_folder(source, num_classes=2**31)
@@ -57,48 +59,250 @@ def pack(
         folders = {"train": folder_of_images(source, "train")}
         with contextlib.suppress(MissingSplitError):
             folders["val"] = folder_of_images(source, "val")
-    partial = target.with_name(f"{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    jobs: list[_Job] = []
-    block = tarfile.BLOCKSIZE
+    splits: Splits = {}
     for split, folder in folders.items():
         index = index_split(folder, labels=labels)
-        (partial / split).mkdir(parents=True)
-        shards: list[_Job] = []  # a split's images, in their order
-        images = zip(index.paths, index.labels.tolist(), strict=True)
-        for number, (path, label) in enumerate(images):
+        splits[split] = [
+            _Image(path, path, 0, os.path.getsize(path), label)
+            for path, label in zip(index.paths, index.labels.tolist(), strict=True)
+        ]
+    return splits, index.classes
+
+
+TRAIN_ARCHIVE = "ILSVRC2012_img_train.tar"
+"""A tar of a tar for each class, named as it is in WordNet: n01440764.tar."""
+_VAL_ARCHIVE = "ILSVRC2012_img_val.tar"
+_DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
+"""Has the labels of the images in ``_VAL_ARCHIVE``, by number."""
+_GROUND_TRUTH = "ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt"
+_SYNSETS = "ILSVRC2012_devkit_t12/data/meta.mat"
+
+
+def _archived_images(source: str, *, labels: bool) -> tuple[Splits, list[str] | None]:
+    """Return the images of ImageNet's archives in ``source``, as ``_folder_images`` those of the
+    folder that they are commonly unpacked to."""
+    archive = os.path.join(source, TRAIN_ARCHIVE)
+    by_class: dict[str, list[_Image]] = {}
+    with _readable(archive) as tar:
+        members = [m for m in tar if m.isfile() and not files.is_hidden(m.name)]
+        members.sort(key=lambda member: member.name)
+        for label, member in enumerate(tqdm(members, f"reading {archive}", delay=5, disable=None)):
+            start, name = member.offset_data, Path(member.name).stem
+            with _readable(archive, tar.extractfile(member)) as inner:
+                by_class[name] = [
+                    image._replace(start=start + image.start, label=label * labels)
+                    for image in _members(archive, inner)
+                ]
+    classes = [*by_class]
+    splits = {"train": [image for images in by_class.values() for image in images]}
+
+    archive = os.path.join(source, _VAL_ARCHIVE)
+    if labels or os.path.exists(archive):
+        with _readable(archive) as tar:
+            images = [*_members(archive, tar)]
+        if labels:
+            wordnet_names = _wordnet_names_of_val(os.path.join(source, _DEVKIT))
+            if len(wordnet_names) != len(images) or {*wordnet_names} != {*classes}:
+                raise DataFolderError(
+                    f"{archive} has {len(images):,} images and {TRAIN_ARCHIVE} {len(classes):,} "
+                    f"classes, {_DEVKIT} has labels of {len(wordnet_names):,} images and "
+                    f"{len({*wordnet_names}):,} classes"
+                )
+            label_of = {name: label for label, name in enumerate(classes)}
+            images = [
+                image._replace(label=label_of[name])
+                for image, name in zip(images, wordnet_names, strict=True)
+            ]
+            images.sort(key=lambda image: (image.label, image.name))
+        splits["val"] = images
+    return splits, classes
+
+
+@contextlib.contextmanager
+def _readable(archive: str, part: Any = None) -> Iterator[tarfile.TarFile]:
+    """Open an archive, or the one that is the member ``part`` of it. Raises DataFolderError for
+    whatever goes wrong inside, too."""
+    mode: Any = "r:gz" if archive.endswith("gz") else "r:"
+    with files.reporting(archive, "read"), tarfile.open(archive, mode, part) as tar:
+        yield tar
+
+
+def _members(archive: str, tar: tarfile.TarFile) -> list[_Image]:
+    """Return the images of an archive by name, without labels. Raises ValueError if there are none,
+    and TarError if the archive was not downloaded to its end."""
+    images = [
+        _Image(os.path.basename(member.name), archive, member.offset_data, member.size, 0)
+        for member in tar
+        if member.isfile() and not files.is_hidden(member.name)
+    ]
+    images = [image for image in images if image.name.lower().endswith(IMG_EXTENSIONS)]
+    if not images:
+        raise ValueError("it holds no images")
+    return sorted(images)
+
+
+def _wordnet_names_of_val(devkit: str) -> list[str]:
+    """Return the class of each validation image, by the image's number."""
+    try:
+        from scipy.io import loadmat  # comes with scikit-learn
+    except ImportError:
+        raise DataFolderError(
+            f"{devkit} requires the package scipy: python3 -m pip install scipy"
+        ) from None
+    contents = []
+    with _readable(devkit) as tar:
+        for name in (_SYNSETS, _GROUND_TRUTH):
+            member = tar.extractfile(name)
+            assert member
+            contents.append(member.read())
+        synsets = loadmat(io.BytesIO(contents[0]), squeeze_me=True)["synsets"]
+        names = {int(synset["ILSVRC2012_ID"]): str(synset["WNID"]) for synset in synsets}
+        return [names[int(number)] for number in contents[1].split()]
+
+
+# -- writing them ----------------------------------------------------------------------
+
+
+@dataclass
+class _Shard:
+    """One shard to write."""
+
+    path: str
+    """Below the target, such as train/train-000000.tar."""
+    first: int
+    """The number of its first image in the split."""
+    images: list[_Image] = field(default_factory=list)
+    size: int = 0
+    """The size in bytes of what is in it."""
+
+    @property
+    def file_size(self) -> int:
+        """With the two empty blocks of its end, in whole records."""
+        return -(-(self.size + 2 * tarfile.BLOCKSIZE) // tarfile.RECORDSIZE) * tarfile.RECORDSIZE
+
+
+def pack(
+    source: str, target: str, shard_size: int, workers: int, *, labels: bool = True
+) -> list[str]:
+    """Write the images of ``source`` as shards of at most ``shard_size`` bytes; return their paths.
+
+    A folder appears when it is complete. At a URL each shard does, and until all have, a file there
+    says that the target is incomplete; the same call goes on where an interrupted one stopped.
+    Without ``labels`` images need no class folders, and there need be no val/. Raises
+    DataFolderError.
+    """
+    if is_url(source):
+        raise DataFolderError(f"{source} is a URL: pack a folder on a disk of this host")
+    if not is_url(target) and os.path.exists(target):
+        raise DataFolderError(f"{target} is there already: give another name")
+    has_archives = os.path.isfile(os.path.join(source, TRAIN_ARCHIVE))
+    if has_archives and not os.path.exists(os.path.join(source, "train")):
+        splits, classes = _archived_images(source, labels=labels)
+    else:
+        splits, classes = _folder_images(source, labels=labels)
+
+    # Which images are in which shard.
+    shards: list[_Shard] = []
+    block, digest = tarfile.BLOCKSIZE, xxhash.xxh3_128(f"{shard_size} {labels}".encode())
+    for split, images in splits.items():
+        of_split: list[_Shard] = []
+        for number, image in enumerate(images):
             # A header, and the image in as many blocks as it fills; the label has one of each.
-            size = ((3 if labels else 1) - (-os.path.getsize(path) // block)) * block
-            if not shards or shards[-1].size + size > shard_size - tarfile.RECORDSIZE:
-                tar = partial / split / f"{split}-{len(shards):06}.tar"
-                shards.append(_Job(tar, number, [], 0, labels))
-            shards[-1].files.append((path, label))
-            shards[-1].size += size
-        jobs += shards
-    if labels:
-        (partial / "classes.json").write_text(json.dumps(index.classes))
-    bar = tqdm(total=sum(job.size for job in jobs), unit="B", unit_scale=True, disable=None)
+            size = ((3 if labels else 1) - (-image.size // block)) * block
+            if not of_split or of_split[-1].size + size > shard_size - tarfile.RECORDSIZE:
+                of_split.append(_Shard(f"{split}/{split}-{len(of_split):06}.tar", number))
+            of_split[-1].images.append(image)
+            of_split[-1].size += size
+            name = os.path.basename(image.name).encode(errors="surrogateescape")
+            digest.update(b"%b %d %d\n" % (name, image.size, image.label))
+        shards += of_split
+
+    # To a URL, in place of what is there already.
+    to_write, written_to = shards, target
+    if is_url(target):
+        sizes = _begin(target, digest.hexdigest())
+        to_write = [shard for shard in shards if sizes.get(shard.path) != shard.file_size]
+    else:
+        written_to = f"{target}.partial"
+        shutil.rmtree(written_to, ignore_errors=True)
+        for split in splits:
+            os.makedirs(os.path.join(written_to, split))
+    bar = tqdm(total=sum(shard.size for shard in shards), unit="B", unit_scale=True, disable=None)
     with bar, ProcessPoolExecutor(workers) as pool:
-        for size in pool.map(_write, jobs):
-            bar.update(size)
-    partial.rename(target)
-    return [target / job.path.relative_to(partial) for job in jobs]
+        bar.update(bar.total - sum(shard.size for shard in to_write))
+        writing = [pool.submit(_write, shard, written_to, labels=labels) for shard in to_write]
+        try:
+            for shard, future in zip(to_write, writing, strict=True):
+                future.result()
+                bar.update(shard.size)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)  # what has begun ends; nothing else begins
+            raise
+    names = json.dumps(classes).encode()
+    if is_url(target):
+        if labels:
+            _put(names, f"{target}/classes.json")
+        _put(_state(digest.hexdigest(), complete=True), f"{target}/{PACK_FILE}")
+    else:
+        if labels:
+            Path(written_to, "classes.json").write_bytes(names)
+        os.rename(written_to, target)
+    return [f"{target}/{shard.path}" for shard in shards]
 
 
-def _write(job: _Job) -> int:
-    """Write a shard, without owner and time; return its expected size in bytes."""
-    with tarfile.open(job.path, "w", format=tarfile.USTAR_FORMAT) as tar:
-        for number, (path, label) in enumerate(job.files, job.first):
-            suffix = os.path.splitext(path)[1].lower()
-            with open(path, "rb", opener=regular) as image:
-                contents = {suffix: image.read()}
-            if job.labels:
-                contents[".cls"] = str(label).encode()
-            for ending, content in contents.items():
-                member = tarfile.TarInfo(f"{number:08}{ending}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
-    return job.size
+def _state(digest: str, *, complete: bool) -> bytes:
+    return json.dumps({"of": digest, "complete": complete}).encode()
+
+
+def _begin(target: str, digest: str) -> dict[str, int]:
+    """Mark a URL as incomplete; return the sizes of the files that an interrupted call left there.
+    Raises DataFolderError if they are not of the same images, or complete."""
+    there = files.find_files(target)
+    if there:
+        state = {}
+        with contextlib.suppress(files.BrokenImageError, ValueError):
+            state = files.parse_object(files.read_bytes(f"{target}/{PACK_FILE}"))
+        if state.get("complete") is not False or state.get("of") != digest:
+            raise DataFolderError(f"{target} is there already: give another name")
+    system, path = files.open_system(target)
+    with files.reporting(target, "written"):
+        for split in SPLITS:
+            system.makedirs(f"{path}/{split}", exist_ok=True)  # where the storage has folders
+    _put(_state(digest, complete=False), f"{target}/{PACK_FILE}")
+    return {name: info["size"] for name, info in there.items()}
+
+
+def _write(shard: _Shard, target: str, *, labels: bool) -> None:
+    """Write a shard, without owner and time. Raises DataFolderError, and OSError."""
+    with contextlib.ExitStack() as stack:
+        path = f"{target}/{shard.path}"
+        if is_url(target):
+            path = f"{stack.enter_context(tempfile.TemporaryDirectory())}/shard.tar"
+        with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+            for number, image in enumerate(shard.images, shard.first):
+                with open(image.file, "rb", opener=regular) as file:
+                    file.seek(image.start)
+                    contents = {os.path.splitext(image.name)[1].lower(): file.read(image.size)}
+                if labels:
+                    contents[".cls"] = str(image.label).encode()
+                for ending, content in contents.items():
+                    member = tarfile.TarInfo(f"{number:08}{ending}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+        if is_url(target):
+            _put(path, f"{target}/{shard.path}")
+
+
+def _put(content: bytes | str, path: str) -> None:
+    """Write bytes, or the local file of this name, to a path or URL. Raises DataFolderError."""
+    system, name = files.open_system(path)
+    write = system.put_file if isinstance(content, str) else system.pipe_file
+    arguments = (content, name) if isinstance(content, str) else (name, content)
+    with files.reporting(path, "written"):
+        files.with_retries(path, lambda: write(*arguments))
+
+
+# -- the command line ------------------------------------------------------------------
 
 
 def _size(text: str) -> int:
@@ -112,12 +316,20 @@ def _size(text: str) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="data.pack", description="Write an image folder as the tar shards of WebDataset."
+        prog="data.pack", description="Write images as the tar shards of WebDataset."
     )
     parser.add_argument(
-        "source", type=path_or_url, help="folder with train/<class>/* and val/<class>/*"
+        "source",
+        type=path_or_url,
+        help="folder with train/<class>/* and val/<class>/*, or with ImageNet's archives "
+        f"{TRAIN_ARCHIVE}, {_VAL_ARCHIVE} and {_DEVKIT}, which are not unpacked",
     )
-    parser.add_argument("target", type=local_path, help="folder to create")
+    parser.add_argument(
+        "target",
+        type=path_or_url,
+        help="folder to create, or a URL such as gs://bucket/shards; there the same command "
+        "continues after an interruption",
+    )
     parser.add_argument(
         "--shard_size", type=_size, default="256MB", help="largest size of a shard (default: 256MB)"
     )
@@ -131,14 +343,14 @@ def main() -> None:
     )
     args = parser.parse_args()
     try:
-        labels = not args.without_labels
-        shards = pack(args.source, args.target, args.shard_size, args.workers, labels=labels)
+        target, labels = args.target.rstrip("/"), not args.without_labels
+        shards = pack(args.source, target, args.shard_size, args.workers, labels=labels)
     except (DataFolderError, OSError) as error:
         message = str(error)
         if isinstance(error, OSError):
             message = f"{error.filename}: {reason_of(error)}"
         parser.exit(2, f"{parser.prog}: error: {printable(message)}\n")
-    print(f"{len(shards)} shards: {printable(str(args.target))}")
+    print(f"{len(shards)} shards: {printable(target)}")
 
 
 if __name__ == "__main__":

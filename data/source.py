@@ -79,12 +79,12 @@ class CropLayout:
     def _parts(self) -> list[tuple[int, ...]]:
         """Return the shapes of the global, the Gram teacher's and the local crops, and of the
         mask."""
-        how, channels = self.request, self.shape[0]
+        request, channels = self.request, self.shape[0]
         return [
             (GLOBALS, *self.shape),
-            (self.gram_number, channels, *how.of_gram(self.shape[1:])),
-            (how.local_number, channels, *how.local_size),
-            (math.prod(how.grid),),
+            (self.gram_number, channels, *request.of_gram(self.shape[1:])),
+            (request.local_number, channels, *request.local_size),
+            (math.prod(request.grid),),
         ]
 
     @property

@@ -337,12 +337,8 @@ def _index(
             column = file.read([columns.label], use_threads=False).column(0)
             return file.metadata, columns, _labels(column, columns.label, path)
 
-    try:
+    with files.reporting(path, "read"):
         return files.with_retries(path, read)
-    except DataFolderError:
-        raise
-    except Exception as error:  # what pyarrow and file systems raise
-        raise DataFolderError(f"{path} cannot be read: {reason_of(error)}") from error
 
 
 def _open(path: str, metadata: Any = None) -> pq.ParquetFile:

@@ -116,23 +116,23 @@ def transforms_of(request: DatasetRequest) -> dict[str, Transform]:
 # -- validation ------------------------------------------------------------------------
 
 
-def val_transform(how: Preprocessing, size: Size, channels: int) -> Transform:
+def val_transform(preprocessing: Preprocessing, size: Size, channels: int) -> Transform:
     """Return timm's transform for evaluation, of a whole image to ``size``, by Pillow;
-    ``how.crop_mode`` says what is resized to size / crop_pct before the centre is cropped. Raises
+    ``crop_mode`` says what is resized to size / crop_pct before the centre is cropped. Raises
     DataFolderError if the model takes volumes."""
     if len(size) != 2:
         raise DataFolderError(
             f"the model takes volumes of {' x '.join(map(str, size))}, and these images are flat: "
             "use --data_source volumes, mosaics or fake"
         )
-    mode = v2.InterpolationMode(how.interpolation_of_val)
-    scaled = tuple(math.floor(side / how.crop_pct) for side in size)
+    mode = v2.InterpolationMode(preprocessing.interpolation_of_val)
+    scaled = tuple(math.floor(side / preprocessing.crop_pct) for side in size)
     crop: Callable = v2.CenterCrop(size)
-    if how.crop_mode == "squash":
+    if preprocessing.crop_mode == "squash":
         resize: Callable = v2.Resize(scaled, interpolation=mode)
-    elif how.crop_mode == "border":
+    elif preprocessing.crop_mode == "border":
         resize = functools.partial(_resize_in_proportion, scaled, max, mode)
-        crop = CenterCropOrPad(size, fill=[round(_WHITE * colour) for colour in how.mean])
+        crop = CenterCropOrPad(size, fill=[round(_WHITE * colour) for colour in preprocessing.mean])
     elif scaled[0] == scaled[1]:  # the shorter side is the one that fits
         resize = v2.Resize(scaled[0], interpolation=mode)
     else:
@@ -162,7 +162,7 @@ class TrainTransform:
 
     def __init__(self, config: DataConfig, size: Size, channels: int) -> None:
         """Raises DataFolderError for augmentations that timm cannot compute."""
-        how = config.preprocessing
+        preprocessing = config.preprocessing
         self._modes = _modes(config)
         self._scale, self._ratio = config.scale, config.ratio
         self._hflip, self._vflip = config.hflip, config.vflip
@@ -178,7 +178,8 @@ class TrainTransform:
                 config.reprob, mode=config.remode, max_count=config.recount, device="cpu"
             )
         self._mean, self._std = (
-            torch.tensor(each).view(-1, 1, 1) * _WHITE for each in how.of_channels(channels)
+            torch.tensor(values).view(-1, 1, 1) * _WHITE
+            for values in preprocessing.of_channels(channels)
         )
 
     def __call__(self, image: OpenImage) -> torch.Tensor:
@@ -186,21 +187,21 @@ class TrainTransform:
         flips = torch.rand(()).item() < self._hflip
         flips_over = self._vflip > 0 and torch.rand(()).item() < self._vflip
         box = random_box(image.size, self._scale, self._ratio)
-        (made,) = resized_parts(image, [(box, self._size)], self._modes)
-        made = made.flip(-1) if flips else made
-        made = made.flip(-2) if flips_over else made
+        (crop,) = resized_parts(image, [(box, self._size)], self._modes)
+        crop = crop.flip(-1) if flips else crop
+        crop = crop.flip(-2) if flips_over else crop
         if self._on_pictures:
             # Pillow computes these: as timm has it, and most of it faster than on tensors.
-            picture = Image.fromarray(made.permute(1, 2, 0).numpy())
+            picture = Image.fromarray(crop.permute(1, 2, 0).numpy())
             with drawn_from(int(torch.randint(_SEEDS, ()))):
                 for augment in self._on_pictures:
                     picture = augment(picture)
-            made = pil_to_tensor(picture)
+            crop = pil_to_tensor(picture)
         if self._channels == 1:
-            made = v2.functional.rgb_to_grayscale(made)
+            crop = v2.functional.rgb_to_grayscale(crop)
         if self._erase is None:
-            return made
-        canvas = _Canvas(made, self._mean, self._std)
+            return crop
+        canvas = _Canvas(crop, self._mean, self._std)
         with drawn_from(int(torch.randint(_SEEDS, ()))):
             self._erase(canvas)
         return canvas.image
@@ -246,21 +247,21 @@ def resized_parts(
     """
     mode = modes[int(torch.randint(len(modes), ()))] if len(modes) > 1 else modes[0]
     most = min(min(box[2] / size[0], box[3] / size[1]) for box, size in parts) / _MIN_RATIO
-    shrink = max((each for each in image.shrinks if each <= most), default=1)
-    shrunk = [([each // shrink for each in box], size) for box, size in parts]
+    shrink = max((factor for factor in image.shrinks if factor <= most), default=1)
+    shrunk = [([side // shrink for side in box], size) for box, size in parts]
     pixels = image.pixels(shrink, max(top + height for (top, _, height, _), _ in shrunk))
-    made = []
+    resized = []
     for (top, left, height, width), size in shrunk:
         part = pixels[top : top + height, left : left + width]
         if mode.value in _BY_TENSORS:
             # PyTorch computes on (height, width, channels) in memory, but would copy a part of the
             # pixels more slowly than NumPy.
             tensor = torch.from_numpy(np.ascontiguousarray(part)).permute(2, 0, 1)
-            made.append(v2.functional.resize_image(tensor, list(size), mode, antialias=True))
+            resized.append(v2.functional.resize_image(tensor, list(size), mode, antialias=True))
         else:
-            resized = v2.functional.resize(Image.fromarray(part), list(size), mode)
-            made.append(pil_to_tensor(resized))
-    return made
+            picture = v2.functional.resize(Image.fromarray(part), list(size), mode)
+            resized.append(pil_to_tensor(picture))
+    return resized
 
 
 def random_box(size: Size, scale: tuple[float, float], ratio: tuple[float, float]) -> Box:
@@ -311,29 +312,31 @@ def drawn_from(seed: int) -> Iterator[None]:
 def _policy(name: str, config: DataConfig, size: tuple[int, ...]) -> Callable:
     """Return timm's policy of this name, as its ``transforms_imagenet_train`` makes it. Raises
     DataFolderError if it cannot be computed."""
-    how = config.preprocessing
+    preprocessing = config.preprocessing
     params: dict = {
         "translate_const": int(min(size) * 0.45),
-        "img_mean": tuple(min(_WHITE, round(_WHITE * each)) for each in how.mean),
+        "img_mean": tuple(min(_WHITE, round(_WHITE * color)) for color in preprocessing.mean),
     }
     if config.train_interpolation != "random":
-        params["interpolation"] = str_to_pil_interp(config.train_interpolation or how.interpolation)
+        params["interpolation"] = str_to_pil_interp(
+            config.train_interpolation or preprocessing.interpolation
+        )
     if name.startswith("rand"):
-        made = auto_augment.rand_augment_transform(name, params)
+        policy = auto_augment.rand_augment_transform(name, params)
     elif name.startswith("augmix"):
-        made = auto_augment.augment_and_mix_transform(name, params | {"translate_pct": 0.3})
+        policy = auto_augment.augment_and_mix_transform(name, params | {"translate_pct": 0.3})
     else:
-        made = auto_augment.auto_augment_transform(name, params)
-    of_auto = isinstance(made, auto_augment.AutoAugment)
-    for op in chain(*made.policy) if of_auto else made.ops:
+        policy = auto_augment.auto_augment_transform(name, params)
+    has_policies = isinstance(policy, auto_augment.AutoAugment)
+    for op in chain(*policy.policy) if has_policies else policy.ops:
         if op.aug_fn is auto_augment.posterize:
             op.aug_fn = _posterize
     try:  # timm checks most numbers only when it draws: try the policy on a small image
         with drawn_from(0):
-            made(Image.new("RGB", (32, 32)))
+            policy(Image.new("RGB", (32, 32)))
     except ValueError as error:
         raise DataFolderError(f"--aa {name} cannot be drawn: {error}") from None
-    return made
+    return policy
 
 
 def _posterize(image: Image.Image, bits_to_keep: int, **others: object) -> Image.Image:
@@ -375,29 +378,32 @@ class MultiCrop:
     def __init__(self, config: DataConfig, layout: CropLayout) -> None:
         self._layout, self._gray = layout, layout.shape[0] == 1
         self._modes, self._ratio, self._hflip = _modes(config), config.ratio, config.hflip
-        how, size = layout.request, layout.shape[1:]
-        self._wanted = [(how.global_scale, size), (how.global_scale, size)]
-        self._wanted += [(how.local_scale, how.local_size)] * how.local_number
+        request, size = layout.request, layout.shape[1:]
+        self._wanted = [(request.global_scale, size), (request.global_scale, size)]
+        self._wanted += [(request.local_scale, request.local_size)] * request.local_number
 
     def __call__(self, image: OpenImage) -> torch.Tensor:
-        how = self._layout.request
+        request = self._layout.request
         kinds = [FIRST, SECOND] if torch.rand(()).item() < 0.5 else [SECOND, FIRST]
-        kinds += [LOCAL] * how.local_number
+        kinds += [LOCAL] * request.local_number
         parts = [(random_box(image.size, scale, self._ratio), size) for scale, size in self._wanted]
-        count, of_gram = len(parts), self._layout.gram_number
-        parts += [(box, how.of_gram(self._layout.shape[1:])) for box, _ in parts[:of_gram]]
-        made = resized_parts(image, parts, self._modes)
+        count, gram_count = len(parts), self._layout.gram_number
+        parts += [(box, request.of_gram(self._layout.shape[1:])) for box, _ in parts[:gram_count]]
+        resized = resized_parts(image, parts, self._modes)
         drawn = [(torch.rand(()).item() < self._hflip, draw_distortion(kind)) for kind in kinds]
-        drawn += [(flips, replace(each, scale=how.gram_factor)) for flips, each in drawn[:of_gram]]
+        drawn += [
+            (flips, replace(distortion, scale=request.gram_factor))
+            for flips, distortion in drawn[:gram_count]
+        ]
         crops = []
-        for crop, (flips, distortion) in zip(made, drawn, strict=True):
+        for crop, (flips, distortion) in zip(resized, drawn, strict=True):
             crop = crop.flip(-1) if flips else crop
             crop = v2.functional.rgb_to_grayscale(crop) if self._gray else crop
             crops.append(distort(crop, distortion))
         none = crops[0].new_empty(0)
-        grams = torch.stack(crops[count:]) if of_gram else none
-        locals_ = torch.stack(crops[GLOBALS:count]) if how.local_number else none
-        mask = block_mask(how.grid, how.mask_ratio)
+        grams = torch.stack(crops[count:]) if gram_count else none
+        locals_ = torch.stack(crops[GLOBALS:count]) if request.local_number else none
+        mask = block_mask(request.grid, request.mask_ratio)
         return self._layout.pack(torch.stack(crops[:GLOBALS]), grams, locals_, mask)
 
 
@@ -450,13 +456,13 @@ def draw_distortion(kind: Kind) -> Distortion:
     )
 
 
-def distort(image: torch.Tensor, how: Distortion) -> torch.Tensor:
+def distort(image: torch.Tensor, distortion: Distortion) -> torch.Tensor:
     """Return the distorted image, (channels, height, width) uint8; of one channel, without
     saturation and hue."""
     colors = len(image) == len(_LUMA)
-    if how.jitter or (colors and how.gray) or how.sigma is not None:
+    if distortion.jitter or (colors and distortion.gray) or distortion.sigma is not None:
         values = image.to(torch.float32, memory_format=torch.contiguous_format)
-        for name, factor in how.jitter:
+        for name, factor in distortion.jitter:
             if name == "brightness":
                 values = values.mul_(factor).clamp_(0, _WHITE)
             elif name == "contrast":
@@ -466,16 +472,18 @@ def distort(image: torch.Tensor, how: Distortion) -> torch.Tensor:
                 values = torch.lerp(_gray(values), values, factor).clamp_(0, _WHITE)
             elif name == "hue" and colors:
                 values = shift_hue(values, factor)
-        if colors and how.gray:
+        if colors and distortion.gray:
             values = _gray(values)
-        if how.sigma is not None:
+        if distortion.sigma is not None:
             # Of more pixels the same part of what the image shows: weights end where they did.
-            values = blur(values, how.sigma * how.scale, round(_RADIUS * how.scale))
+            values = blur(
+                values, distortion.sigma * distortion.scale, round(_RADIUS * distortion.scale)
+            )
         # NumPy makes bytes of fp32 in a sixth of PyTorch's time.
-        made = torch.from_numpy(values.add_(0.5).numpy().astype(np.uint8))
-        image = made.expand_as(image)
+        rounded = torch.from_numpy(values.add_(0.5).numpy().astype(np.uint8))
+        image = rounded.expand_as(image)
     # A byte is below 128 if it is less than 255 minus itself.
-    return torch.minimum(image, image.bitwise_not()) if how.solarized else image
+    return torch.minimum(image, image.bitwise_not()) if distortion.solarized else image
 
 
 def _gray(values: torch.Tensor) -> torch.Tensor:
@@ -509,8 +517,8 @@ def blur(values: torch.Tensor, sigma: float, radius: int) -> torch.Tensor:
     weight at a time, and its mirrored one: several times as fast as PyTorch's convolution."""
     radius = min(radius, *(side - 1 for side in values.shape[1:]))
     weights = [math.exp(-0.5 * (offset / sigma) ** 2) for offset in range(radius + 1)]
-    whole = 2 * sum(weights) - weights[0]
-    weights = [each / whole for each in weights if each / whole > _LEAST_WEIGHT]
+    total = 2 * sum(weights) - weights[0]
+    weights = [weight / total for weight in weights if weight / total > _LEAST_WEIGHT]
     radius = len(weights) - 1
     for dimension in (1, 2):
         length = values.shape[dimension]

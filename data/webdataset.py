@@ -39,6 +39,8 @@ from data.index import Strings, Table, load_or_build
 from data.source import DatasetRequest, DataSource
 from data.transforms import ImageSplit, Transform, transforms_of
 
+PACK_FILE = "packing.json"
+"""Where ``data.pack`` says whether all shards are there that it writes to a URL."""
 Listing = Mapping[str, Mapping[str, Any]]
 """What the file system knows of each file in ``--data_dir``, by its name there."""
 
@@ -50,6 +52,17 @@ def open_shards(request: DatasetRequest) -> DataSource:
     if not root:
         raise DataFolderError("--data_dir is empty: give the folder or URL that holds the shards")
     listing = files.find_files(root)
+    if PACK_FILE in listing:
+        try:
+            complete = files.parse_object(files.read_bytes(os.path.join(root, PACK_FILE))).get(
+                "complete"
+            )
+        except (BrokenImageError, ValueError) as error:
+            raise DataFolderError(
+                f"{root}/{PACK_FILE} cannot be read: {reason_of(error)}"
+            ) from None
+        if not complete:
+            raise DataFolderError(f"{root} is incomplete: run its data.pack again, which goes on")
     chosen = request.find_splits(lambda split: choose_shards(config, split, listing))
     twice = sorted(set(chosen.get("val", ())).intersection(chosen.get("train", ())))
     if twice:
@@ -64,11 +77,9 @@ def open_shards(request: DatasetRequest) -> DataSource:
     classes = None
     file = next((name for name in ("classes.json", "classes.txt") if name in listing), None)
     if request.labels and file:
-        try:
+        with files.reporting(f"{root}/{file}", "read"):
             text = files.read_bytes(os.path.join(root, file)).decode()
             classes = json.loads(text) if file.endswith(".json") else text.splitlines()
-        except (BrokenImageError, ValueError) as error:
-            raise DataFolderError(f"{root}/{file} cannot be read: {reason_of(error)}") from None
         if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
             raise DataFolderError(f"{root}/{file} is not a list of names, one of each class")
     elif request.labels:
@@ -232,42 +243,39 @@ def _scan(path: str, *, labels: bool) -> tuple[list[str], np.ndarray, list[Label
     label_of: dict[str, Label] = {}
     left_out = Counter[str]()
     dotted: dict[str, str] = {}  # a file with a further dot in its name, by key
-    try:
-        with _open(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
-            for member in tar:
-                if not member.isreg():
-                    continue
-                if files.is_hidden(member.name):
-                    left_out["hidden"] += 1
-                    continue
-                named = _KEY.fullmatch(member.name)
-                if not named:
-                    continue
-                key, suffix = named[1], f".{named[2].lower()}"
-                if suffix in IMG_EXTENSIONS:
-                    if places.get(key):
-                        raise DataFolderError(
-                            f"{path} has two images of the name {key}: remove one"
-                        )
-                    places[key] = member.offset_data, member.size
-                elif suffix in (".cls", ".json"):
-                    places.setdefault(key, None)  # samples are in the order of their first files
-                    if labels and (suffix == ".cls" or key not in label_of):
-                        content = tar.extractfile(member).read()  # type: ignore[union-attr]
-                        label = _label(f"{path}: {member.name}", suffix, content)
-                        if label is not None:
-                            label_of[key] = label
-                else:
-                    left_out[suffix] += 1
-                    if suffix.endswith(IMG_EXTENSIONS):
-                        dotted.setdefault(key, member.name)
-            file.seek(tar.offset)  # the end is zeros, or else tarfile took damage for the end
-            if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-                raise tarfile.ReadError("it is cut off or damaged")
-    except DataFolderError:
-        raise
-    except Exception as error:  # each file system raises what it likes
-        raise DataFolderError(f"{path} cannot be read: {reason_of(error)}") from error
+    with (
+        files.reporting(path, "read"),
+        _open(path) as file,
+        tarfile.open(fileobj=file, mode="r:") as tar,
+    ):
+        for member in tar:
+            if not member.isreg():
+                continue
+            if files.is_hidden(member.name):
+                left_out["hidden"] += 1
+                continue
+            named = _KEY.fullmatch(member.name)
+            if not named:
+                continue
+            key, suffix = named[1], f".{named[2].lower()}"
+            if suffix in IMG_EXTENSIONS:
+                if places.get(key):
+                    raise DataFolderError(f"{path} has two images of the name {key}: remove one")
+                places[key] = member.offset_data, member.size
+            elif suffix in (".cls", ".json"):
+                places.setdefault(key, None)  # samples are in the order of their first files
+                if labels and (suffix == ".cls" or key not in label_of):
+                    content = tar.extractfile(member).read()  # type: ignore[union-attr]
+                    label = _label(f"{path}: {member.name}", suffix, content)
+                    if label is not None:
+                        label_of[key] = label
+            else:
+                left_out[suffix] += 1
+                if suffix.endswith(IMG_EXTENSIONS):
+                    dotted.setdefault(key, member.name)
+        file.seek(tar.offset)  # the end is zeros, or else tarfile took damage for the end
+        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            raise tarfile.ReadError("it is cut off or damaged")
 
     # Further files of a sample, such as KEY.seg.png, are left out; a whole sample is not.
     for key, name in dotted.items():

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from gpu_fsdp import megatron_private
 from gpu_fsdp.config import TorchConfig
 from models.initialize import cast_buffers, fill_buffers
+from models.spec import Units
 from torch_fsdp.devices import Device
 from torch_fsdp.parallel_plan import OUTER, SHARD, TimmBlocks, TorchRun, parallelize_block
 from torch_fsdp.torch_backend import TorchBackend
@@ -57,7 +58,7 @@ class MegatronBackend(TorchBackend):
         """The parts that a teacher computes with, where its average is in fp32 and they are not."""
 
     def parallelize(
-        self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
+        self, model: nn.Module, units: Units, initialize: InitializeModule
     ) -> nn.Module:
         config, plan, device = self._backend_config, self._plan, self._device.where
         initial = InitialValues(model, units, initialize, plan.blocks)
@@ -239,7 +240,7 @@ class InitialValues:
     def __init__(
         self,
         model: nn.Module,
-        units: list[tuple[str, nn.Module]],
+        units: Units,
         initialize: InitializeModule,
         blocks: TimmBlocks,
     ) -> None:

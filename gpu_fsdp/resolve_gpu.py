@@ -12,9 +12,8 @@ from dataclasses import replace
 from typing import Literal
 
 from gpu_fsdp import megatron_private
+from gpu_fsdp.blocks import Float8Blocks, TeBlocks, prefer_cudnn_of_pytorch
 from gpu_fsdp.config import TorchConfig
-from gpu_fsdp.float8 import Float8Blocks
-from gpu_fsdp.te_block import TeBlocks, prefer_cudnn_of_pytorch
 from torch_fsdp import devices, resolve_torch
 from torch_fsdp.config import Fsdp2Config
 from torch_fsdp.devices import Device

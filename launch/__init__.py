@@ -1,8 +1,9 @@
 """Starts the program on many machines: TPU pods, GPU nodes, Slurm, GKE."""
 
+import argparse
 import os
 import signal
-from typing import IO
+from typing import IO, NoReturn
 
 IN_VAIN = (2, 3, 4, 5)
 """The program's exit codes after which a restart does not help: a mistake, losses that are not
@@ -16,6 +17,13 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 class Mistake(Exception):
     """Raised for a mistake of the user: one line on stderr, exit code 2."""
+
+
+class LauncherParser(argparse.ArgumentParser):
+    """Raises Mistake, where argparse would print its usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise Mistake(message)
 
 
 def is_crash(code: int) -> bool:

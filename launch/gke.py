@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from config_fields import count, not_empty, path_or_url
-from launch import STOPS, Mistake, write_line
+from launch import STOPS, LauncherParser, Mistake, write_line
 from launch.slices import Unanswered, ask
-from launch.xla_dist import PodParser, add_elastic_times
+from launch.xla_dist import add_elastic_times
 
 JOB_SET_LABEL = "jobset.sigs.k8s.io/jobset-name"
 POOL_LABEL = "cloud.google.com/gke-nodepool"
@@ -53,7 +53,7 @@ def say(text: str) -> None:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line. Raises Mistake."""
-    parser = PodParser(
+    parser = LauncherParser(
         prog="python3 -m launch.gke",
         allow_abbrev=False,
         description="Run a JobSet of TPU slices, as launch/gke.yaml, on as many of its slices as "

@@ -1,7 +1,10 @@
-"""The hosts of TPU slices through ``gcloud compute tpus tpu-vm``, for ``launch.xla_dist``.
+"""The hosts of TPU slices through gcloud: which they are, a command on one, a file to all.
 
-``describe`` asks which hosts a slice has, ``ssh_command`` runs a command on one of them; no other
-module of the launcher calls gcloud.
+A slice is a TPU VM of the Cloud TPU API (``gcloud compute tpus tpu-vm``) or, on Compute Engine, a
+managed instance group or a single VM. ``describe`` finds out which; no other module of the
+launchers calls gcloud about a slice that is there.
+
+    python3 -m launch.slices --tpu NAME FILE      copies a file to all hosts' home folders
 """
 
 import argparse
@@ -11,11 +14,15 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
-from launch import Mistake
+from config_fields import not_empty
+from launch import LauncherParser, Mistake
 
 SSH_OPTIONS = ("-oServerAliveInterval=30", "-oServerAliveCountMax=4", "-oConnectTimeout=30")
 """ssh reports a worker that is gone after two minutes; by default it may wait for hours."""
@@ -53,7 +60,11 @@ def ask(command: Sequence[str], content: str = "") -> str:
         raise Unanswered(f"{command[0]} had no answer within {ASK_SECONDS:.0f} s") from None
     if answer.returncode:
         lines = [line for line in answer.stderr.splitlines() if line.strip()] or ["no reason given"]
-        error = next((line for line in lines if line.startswith("ERROR: ")), lines[-1])  # gcloud's
+        # gcloud's line and, of Compute Engine, the list of reasons after it.
+        first = next((n for n, line in enumerate(lines) if line.startswith("ERROR: ")), -1)
+        error = lines[first]
+        if error.rstrip().endswith(":"):
+            error += "".join(line[2:] for line in lines[first + 1 :] if line.startswith(" - "))
         raise Unanswered(" ".join(re.sub(r"^ERROR: (\([\w.-]+\) )?", "", error).split()))
     return answer.stdout
 
@@ -64,48 +75,125 @@ class Slice:
 
     name: str
     kind: str
-    """Accelerator type and topology, as "V5LITE_POD 4x4"."""
+    """Accelerator type and topology, as "V5LITE_POD 4x4" or "v6e-16 4x4"; empty if gcloud did not
+    say."""
     topology: str
     """Chips along each side, as "4x4"; empty if gcloud did not say."""
     addresses: tuple[str, ...]
     """Of its workers, inside of their network."""
     problem: str
     """Why no program can be started on it, as far as gcloud says; "" if one can."""
+    vms: tuple[str, ...] | None = None
+    """On Compute Engine: the names of its workers' VMs; None for one of the Cloud TPU API."""
 
+
+APIS = ("tpu", "compute")
+"""What may have a slice: the Cloud TPU API, Compute Engine."""
+GROUP = ("instance-groups", "managed")
 
 # -- gcloud's command lines ------------------------------------------------------------
 
 
+def add_place(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say where slices are, and how to reach them."""
+    add = parser.add_argument
+    add("--zone", type=not_empty, help="its zone (default: gcloud's configuration)")
+    add("--project", type=not_empty, help="its project (default: gcloud's configuration)")
+    add(
+        "--tpu_api",
+        choices=APIS,
+        help="what the slice is of: the Cloud TPU API (tpu), or Compute Engine, where it is an "
+        "instance group or a VM (compute). Default: both are asked",
+    )
+    add(
+        "--internal-ip",
+        action="store_true",
+        help="connect over internal addresses, as from one of the workers (default: external)",
+    )
+    add(
+        "--tunnel-through-iap",
+        action="store_true",
+        help="connect through Google's Identity-Aware Proxy, to VMs of Compute Engine without "
+        "external addresses (default: off)",
+    )
+
+
 def gcloud_command(args: argparse.Namespace, *words: str) -> list[str]:
-    """Return a command of ``gcloud compute tpus tpu-vm``."""
-    command = ["gcloud", "compute", "tpus", "tpu-vm", *words, "--quiet"]  # asks nothing
+    """Return a command of ``gcloud compute``."""
+    command = ["gcloud", "compute", *words, "--quiet"]  # asks nothing
     for flag in ("zone", "project"):
         if value := getattr(args, flag):
             command.append(f"--{flag}={value}")
     return command
 
 
-def ssh_command(args: argparse.Namespace, name: str, worker: int, remote: str) -> list[str]:
+def describe_command(args: argparse.Namespace, api: str, name: str) -> list[str]:
+    """Return the first command that asks one of ``APIS`` about a slice."""
+    service = ("tpus", "tpu-vm") if api == "tpu" else GROUP
+    return gcloud_command(args, *service, "describe", name, "--format=json")
+
+
+def ssh_command(args: argparse.Namespace, slice_: Slice, worker: int, remote: str) -> list[str]:
     """Return the command that runs ``remote`` in a shell of one of this slice's workers."""
-    command = gcloud_command(args, "ssh", name, f"--worker={worker}", f"--command={remote}")
-    if args.internal_ip:
-        command.append("--internal-ip")
+    command = _connect(args, slice_, worker, "ssh", f"--command={remote}")
     return command + [f"--ssh-flag={option}" for option in SSH_OPTIONS]
+
+
+def _connect(
+    args: argparse.Namespace, slice_: Slice, worker: int, how: str, *words: str
+) -> list[str]:
+    """Return a command of gcloud's ssh or scp; a word "NAME:" stands for the worker's home."""
+    if slice_.vms is None:
+        if args.tunnel_through_iap:
+            raise Mistake("--tunnel-through-iap requires a slice on Compute Engine")
+        name, service, number = slice_.name, ["tpus", "tpu-vm"], [f"--worker={worker}"]
+    else:
+        name, service, number = slice_.vms[worker], [], []
+    target = [name] if how == "ssh" else []
+    rest = [f"{name}:" if word == "NAME:" else word for word in words]
+    command = gcloud_command(args, *service, how, *target, *number, *rest)
+    command += ["--internal-ip"] if args.internal_ip else []
+    return command + (["--tunnel-through-iap"] if args.tunnel_through_iap else [])
 
 
 # -- what they say ---------------------------------------------------------------------
 
 
 def describe(args: argparse.Namespace, name: str) -> Slice:
-    """Ask gcloud for a slice. Raises Mistake if gcloud is missing or does not know the slice."""
-    try:
-        node = dict(json.loads(ask(gcloud_command(args, "describe", name, "--format=json"))))
-    except Unanswered as reason:
+    """Ask gcloud for a slice. Raises Mistake if gcloud is missing, or if it knows no slice of this
+    name, or two."""
+    asked = [args.tpu_api] if args.tpu_api else APIS
+
+    def ask_api(api: str) -> Slice | str:
+        try:
+            return (_describe_node if api == "tpu" else _describe_vms)(args, name)
+        except Unanswered as reason:
+            return str(reason)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            return "it was described by something else than the JSON that is known"
+
+    with ThreadPoolExecutor(len(asked)) as pool:
+        answers = [*pool.map(ask_api, asked)]
+    found = [answer for answer in answers if isinstance(answer, Slice)]
+    if len(found) > 1:
         raise Mistake(
-            f"gcloud cannot describe --tpu {name}, check it and --zone: {reason}"
-        ) from None
-    except (TypeError, ValueError):
-        raise Mistake(f"gcloud described --tpu {name} by something else than JSON") from None
+            f"--tpu {name} is there twice, in the Cloud TPU API and on Compute Engine: give "
+            "--tpu_api tpu or compute"
+        )
+    if not found:
+        where = ("Cloud TPU API: ", "Compute Engine: ") if len(asked) > 1 else ("",)
+        reasons = "; ".join(f"{api}{reason}" for api, reason in zip(where, answers, strict=True))
+        raise Mistake(f"gcloud cannot describe --tpu {name}, check it and --zone: {reasons}")
+    return found[0]
+
+
+def _ask_json(args: argparse.Namespace, *words: str) -> Any:
+    return json.loads(ask(gcloud_command(args, *words, "--format=json")))
+
+
+def _describe_node(args: argparse.Namespace, name: str) -> Slice:
+    """Ask the Cloud TPU API. Raises Unanswered, and anything for an answer of another form."""
+    node = dict(_ask_json(args, "tpus", "tpu-vm", "describe", name))
     config = node.get("acceleratorConfig", {})
     topology, state = config.get("topology", ""), node.get("state")
     kind = f"{config.get('type') or node.get('acceleratorType', '')} {topology}".strip()
@@ -114,6 +202,93 @@ def describe(args: argparse.Namespace, name: str) -> Slice:
     if state != "READY":
         problem = f"is {state}, not READY: start or create it first"
     return Slice(name, kind, topology, addresses, problem)
+
+
+# -- on Compute Engine -----------------------------------------------------------------
+
+NOT_FOUND = "was not found"
+"""What Compute Engine says of a resource that does not exist."""
+
+
+def _describe_vms(args: argparse.Namespace, name: str) -> Slice:
+    """Ask Compute Engine for an instance group or, if there is none, for a VM of this name. Raises
+    Unanswered, and anything for an answer of another form."""
+    try:
+        group = dict(_ask_json(args, *GROUP, "describe", name))
+    except Unanswered as reason:
+        if NOT_FOUND not in str(reason):
+            raise
+        vm = dict(_ask_json(args, "instances", "describe", name))
+        state = vm.get("status")
+        problem = "" if state == "RUNNING" else f"is {state}, not RUNNING: start it first"
+        return _slice_of(name, [vm], problem)
+    members = _ask_json(args, *GROUP, "list-instances", name)
+    if problem := _group_problem(group, members):
+        return Slice(name, "", "", (), problem, ())
+    urls = [member["instance"] for member in members]
+    names = " ".join(url.rpartition("/")[2] for url in urls)
+    everywhere = argparse.Namespace(zone=None, project=args.project)
+    listed = _ask_json(everywhere, "instances", "list", f"--filter=name=({names})")
+    return _slice_of(name, [vm for vm in listed if vm["selfLink"] in urls], "", len(urls))
+
+
+def _group_problem(group: Mapping[str, Any], members: Sequence[Mapping[str, Any]]) -> str:
+    """Return why an instance group is no slice whose VMs all run; "" if it is one."""
+    wanted, status = group["targetSize"], group.get("status", {})
+    running = sum(
+        member.get("instanceStatus") == "RUNNING" and member.get("currentAction") == "NONE"
+        for member in members
+    )
+    if not wanted:
+        return "has no VMs, its size is 0: create it again"
+    if running < max(wanted, len(members)):
+        # Where a group that is created as a whole says why it still waits, and where each VM does.
+        progress = status.get("bulkInstanceOperation", {}).get("lastProgressCheck", {})
+        attempts = [progress.get("error", {})]
+        attempts += [member.get("lastAttempt", {}).get("errors", {}) for member in members]
+        errors = [error for attempt in attempts for error in attempt.get("errors", ())]
+        states = {member.get("instanceStatus") or member.get("currentAction") for member in members}
+        why = f"{errors[0].get('code')}: {errors[0].get('message')}" if errors else ""
+        why = why or ", ".join(sorted(filter(None, states - {"RUNNING", "NONE"})))
+        return f"has {running} of {wanted} VMs running" + (f" ({why})" if why else "")
+    if wanted > 1 and not group.get("resourcePolicies", {}).get("workloadPolicy"):
+        return "has no workload policy: its VMs are not connected to a slice"
+    for topology in status.get("appliedAcceleratorTopologies", ()):
+        if topology["state"] != "ACTIVE":
+            return f"has its topology {topology['acceleratorTopology']} {topology['state']}"
+    return ""
+
+
+def _slice_of(name: str, vms: Sequence[Mapping[str, Any]], problem: str, count: int = 1) -> Slice:
+    """Return the slice of these VMs, ``count`` if none is missing, by what the metadata of each
+    says: the worker's number, the accelerator type and the topology."""
+    workers: dict[int, Mapping[str, Any]] = {}
+    kinds = set()
+    for vm in vms:
+        metadata = {item["key"]: item["value"] for item in vm["metadata"].get("items", ())}
+        tpu_env = dict(re.findall(r"(?m)^(\w+): *'?(.*?)'?$", metadata.get("tpu-env", "")))
+        if "TOPOLOGY" in tpu_env:
+            workers[int(metadata["agent-worker-number"])] = vm
+            kinds.add((tpu_env["TPU_ACCELERATOR_TYPE"], tpu_env["TOPOLOGY"]))
+    if problem or len(kinds) != 1 or sorted(workers) != [*range(count)]:
+        problem = problem or (
+            f"is not a slice: the metadata of {len(workers)} of its {count} VMs number the workers "
+            "of one (tpu-env, agent-worker-number)"
+        )
+        return Slice(name, "", "", (), problem, ())
+    in_order = [workers[number] for number in range(count)]
+    ((accelerator, topology),) = kinds
+    return Slice(
+        name,
+        f"{accelerator} {topology}",
+        topology,
+        tuple(vm["networkInterfaces"][0]["networkIP"] for vm in in_order),
+        problem,
+        tuple(vm["name"] for vm in in_order),
+    )
+
+
+# -- whether a program can start -------------------------------------------------------
 
 
 def describe_usable(args: argparse.Namespace, name: str, kind: str) -> Slice | str:
@@ -141,7 +316,7 @@ def _start_problem(args: argparse.Namespace, slice_: Slice) -> str:
     try:
         for worker in range(len(slice_.addresses)):
             client = subprocess.Popen(
-                ssh_command(args, slice_.name, worker, remote),
+                ssh_command(args, slice_, worker, remote),
                 start_new_session=True,  # Ctrl-C is for xla_dist alone
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -164,3 +339,41 @@ def _start_problem(args: argparse.Namespace, slice_: Slice) -> str:
                 os.killpg(client.pid, signal.SIGKILL)
                 client.wait()
     return ""
+
+
+# -- the command line: a file to all workers -------------------------------------------
+
+
+def copy_to_workers(args: argparse.Namespace, slice_: Slice, file: str) -> None:
+    """Copy a file to the home folders of all workers. Raises Mistake if that fails."""
+
+    def copy(worker: int) -> None:
+        command = _connect(args, slice_, worker, "scp", file, "NAME:")
+        if subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode:
+            raise Mistake(f"cannot copy {file} to worker {worker} of {slice_.name}")
+
+    copy(0)  # alone: it may have to make the ssh key, and to tell it to the slice
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(copy, range(1, len(slice_.addresses))))
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = LauncherParser(prog="python3 -m launch.slices", allow_abbrev=False)
+    parser.add_argument("--tpu", metavar="NAME", type=not_empty, required=True, help="the slice")
+    add_place(parser)
+    parser.add_argument("file", help="file to copy to the home folders of all its workers")
+    try:
+        args = parser.parse_args(argv)
+        slice_ = describe(args, args.tpu)
+        if slice_.problem:
+            raise Mistake(f"--tpu {slice_.name} {slice_.problem}")
+        print(f"copying to {len(slice_.addresses)} worker(s) of {slice_.name}", flush=True)
+        copy_to_workers(args, slice_, args.file)
+    except Mistake as mistake:
+        print(f"slices: error: {mistake}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -21,24 +21,29 @@ import time
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from config_fields import count, local_path, not_empty, positive
-from launch import CRASH_SECONDS, IN_VAIN, Mistake, pod_worker
+from launch import CRASH_SECONDS, IN_VAIN, LauncherParser, Mistake, pod_worker
 from launch.pod import AS_ASKED, GRACE_SECONDS, Ending, Pod, Worker
-from launch.slices import Slice, describe, describe_usable, gcloud_command, ssh_command
+from launch.slices import (
+    APIS,
+    Slice,
+    add_place,
+    describe,
+    describe_command,
+    describe_usable,
+    ssh_command,
+)
 
 STEP_TIMEOUT_SECONDS = 1800
 LONGEST_WORD = 120_000
 """The most bytes of one word of a command line; Linux allows 128 KiB."""
+REPAIR_SECONDS = 1800
+"""The seconds that Compute Engine has to repair a slice before a restart is given up."""
 MEGASCALE_PORT = 8081
 """The port of libtpu on each worker for other slices: the one that Ray's launcher for TPUs chooses
 (docs.ray.io, get_tpu_coordinator_env_vars)."""
-
-
-class PodParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise Mistake(message)
 
 
 def add_elastic_times(parser: argparse.ArgumentParser) -> None:
@@ -67,17 +72,21 @@ def main(argv: Sequence[str]) -> int:
         job = f"{args.tpu[0]}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         remote = remote_command(args, job, 0, 0, {})  # a mistake in it shows before anything starts
         if args.dry_run:
-            for name in args.tpu:
-                print(shlex.join(gcloud_command(args, "describe", name, "--format=json")))
             variables = "NNODES, NODE_RANK" if len(args.tpu) == 1 else "MEGASCALE_SLICE_ID"
-            print(f"# for every worker that it lists, with {variables}, ...: --worker=0, without")
-            print(shlex.join(ssh_command(args, args.tpu[0], 0, remote)))
+            for api in [args.tpu_api] if args.tpu_api else APIS:
+                for name in args.tpu:
+                    print(shlex.join(describe_command(args, api, name)))
+                print(f"# for every worker that it lists, with {variables}, ...; for one, without")
+                vms = (f"VM-OF-{args.tpu[0]}",) if api == "compute" else None
+                first = Slice(args.tpu[0], "", "", (), "", vms)
+                print(shlex.join(ssh_command(args, first, 0, remote)))
             return 0
         described = [describe(args, name) for name in args.tpu]
         slices = [slice_ for slice_ in described if not slice_.problem]
         for slice_ in described:
             if slice_.problem and not (slices and args.elastic):
                 raise Mistake(f"--tpu {slice_.name} {slice_.problem}")
+        args.tpu_api = "tpu" if slices[0].vms is None else "compute"  # asked for from now on
         for slice_ in slices[1:]:
             if slice_.kind != slices[0].kind:
                 raise Mistake(
@@ -116,7 +125,7 @@ def keep_running(args: argparse.Namespace, job: str, pod: Pod, slices: list[Slic
             if pod.stopped_by:
                 pod.say(f"stopped by {signal.Signals(pod.stopped_by).name}: no program runs")
                 return 128 + (signal.SIGINT if pod.stopped_by == signal.SIGINT else signal.SIGTERM)
-            if len(slices) < args.elastic:
+            if len(slices) < (args.elastic or len(args.tpu)):
                 return 1
         names = [slice_.name for slice_ in slices]
         if args.elastic:
@@ -131,7 +140,8 @@ def keep_running(args: argparse.Namespace, job: str, pod: Pod, slices: list[Slic
         if code in (0, *IN_VAIN) or pod.stopped_by:
             break
         variables["RUN_FAILED_AT"] = str(pod.failed_at)  # for the program's account of the restart
-        must_ask, awaited = bool(args.elastic), names
+        # On Compute Engine a slice may be repaired, and its VMs may have other addresses then.
+        must_ask, awaited = bool(args.elastic) or args.tpu_api == "compute", names
         if pod.asked_to_end and code == AS_ASKED:
             awaited = ()
             continue
@@ -149,12 +159,14 @@ def find_slices(
     args: argparse.Namespace, pod: Pod, kind: str, awaited: Sequence[str]
 ) -> list[Slice]:
     """Return the slices that can be used, once all that are ``awaited`` can, or ``--elastic_wait``
-    seconds later.
+    seconds later (without ``--elastic`` ``REPAIR_SECONDS``).
 
-    If they are fewer than ``--elastic`` even then, a line has been printed that says so. A signal
-    ends the waiting, too.
+    If they are too few even then, a line has been printed that says so. A signal ends the waiting,
+    too.
     """
-    deadline, last_reasons = time.monotonic() + args.elastic_wait, ""
+    least = args.elastic or len(args.tpu)
+    deadline = time.monotonic() + (args.elastic_wait if args.elastic else REPAIR_SECONDS)
+    last_reasons = ""
     usable: list[Slice] = []
     while not pod.stopped_by:
         answers = pod.meanwhile(lambda: [describe_usable(args, name, kind) for name in args.tpu])
@@ -162,18 +174,16 @@ def find_slices(
         reasons = "; ".join(answer for answer in answers or () if isinstance(answer, str))
         left = deadline - time.monotonic()
         names = {slice_.name for slice_ in usable}
-        waits = left > 0 and (len(usable) < args.elastic or not names.issuperset(awaited))
+        waits = left > 0 and (len(usable) < least or not names.issuperset(awaited))
         if reasons and reasons != last_reasons:
             last_reasons = reasons
             pod.say(reasons + (f"; waiting up to {left:.0f} s" if waits else ""))
         if not waits:
             break
         pod.meanwhile(functools.partial(time.sleep, min(left, args.elastic_poll)))
-    if len(usable) < args.elastic and not pod.stopped_by:
-        pod.say(
-            f"error: {len(usable)} of {len(args.tpu)} slices can be used, --elastic requires "
-            f"{args.elastic}"
-        )
+    if len(usable) < least and not pod.stopped_by:
+        required = f"--elastic requires {least}" if args.elastic else "all are required"
+        pod.say(f"error: {len(usable)} of {len(args.tpu)} slices can be used, {required}")
     return usable
 
 
@@ -200,7 +210,7 @@ def ask_for_growth(
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line. Raises Mistake."""
-    parser = PodParser(
+    parser = LauncherParser(
         prog="python3 -m launch.xla_dist",
         allow_abbrev=False,
         usage="%(prog)s --tpu NAME [options] -- COMMAND ...",
@@ -219,13 +229,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="the TPU VM, as gcloud names it; several with commas: slices of one accelerator type "
         "and topology that train together, numbered in this order",
     )
-    add("--zone", type=not_empty, help="its zone (default: gcloud's configuration)")
-    add("--project", type=not_empty, help="its project (default: gcloud's configuration)")
-    add(
-        "--internal-ip",
-        action="store_true",
-        help="connect over internal addresses, as from one of the workers (default: external)",
-    )
+    add_place(parser)
     add(
         "--env",
         metavar="NAME=VALUE",
@@ -388,7 +392,7 @@ def workers_of(
                     "MEGASCALE_SLICE_ID": str(slice_id),
                 }
             remote = remote_command(args, job, attempt, index, variables)
-            workers.append(Worker(index, place, ssh_command(args, slice_.name, number, remote)))
+            workers.append(Worker(index, place, ssh_command(args, slice_, number, remote)))
     return workers
 
 

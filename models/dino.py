@@ -23,7 +23,7 @@ from torch import nn
 
 from models.config import ModelError, crop_pairs
 from models.mae import select
-from models.positions import Grid
+from models.positions import Constant, Grid
 from models.spec import ModelSizes, ModelSpec, StackRun, train_flops_of
 from models.timm_models import BUILT_WITH, TimmSpec
 
@@ -179,12 +179,7 @@ class DinoSpec(TimmSpec):
     def why_no_token_part(self) -> str | None:
         return "its masks are of whole images"
 
-    def compute_on_grids(
-        self,
-        model: nn.Module,
-        grids: Sequence[Grid],
-        constant: Callable[[torch.Tensor], torch.Tensor],
-    ) -> None:
+    def compute_on_grids(self, model: nn.Module, grids: Sequence[Grid], constant: Constant) -> None:
         if self.kind is VisionTransformer:  # the other has no learned positions
             super().compute_on_grids(model, grids, constant)
 

@@ -104,6 +104,8 @@ def set_rope_factors(model: nn.Module, factors: torch.Tensor) -> None:
 
 Grid = tuple[int, int]
 """How many rows and columns of patches an image has."""
+Constant = Callable[[torch.Tensor], torch.Tensor]
+"""A function that puts a small tensor whole on every device."""
 
 
 class Resampling:
@@ -114,13 +116,12 @@ class Resampling:
         self,
         grid: Grid,
         new_grid: Grid,
-        constant: Callable[[torch.Tensor], torch.Tensor],
+        constant: Constant,
         *,
         prefix: int = 0,
         antialias: bool,
     ) -> None:
-        """``prefix``: how many entries come before those of the patches. ``constant`` puts the
-        matrices on the devices."""
+        """``prefix``: how many entries come before those of the patches."""
         self._grid, self._prefix = grid, prefix
         self._rows, self._columns = (  # each (new size, size), fp32: how ones are resampled
             constant(

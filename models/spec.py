@@ -3,7 +3,7 @@
 import abc
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from models import blocks
-from models.positions import Grid, PartOfPositions, TokenPart
+from models.positions import Constant, Grid, PartOfPositions, TokenPart
 
 _TRAINING_SETTINGS = ("weight_init", "fix_init", "head_init_scale", "rope_rescale_coords")
 """Settings, beside rates of dropout, that change no output of a trained model."""
@@ -67,6 +67,10 @@ class StackRun:
     """Of an image."""
     learns: bool = True
     """A backward pass follows; else it is a teacher's run: a forward pass, with other weights."""
+
+
+Units = list[tuple[str, nn.Module]]
+"""The pieces of a model to shard one after the other, by name: see ``ModelSpec.units``."""
 
 
 class ModelSpec(abc.ABC):
@@ -165,14 +169,8 @@ class ModelSpec(abc.ABC):
         """Return why the model computes with images of its own size only; None if not only."""
         return "it takes images of its own size alone"
 
-    def compute_on_grids(
-        self,
-        model: nn.Module,
-        grids: Sequence[Grid],
-        constant: Callable[[torch.Tensor], torch.Tensor],
-    ) -> None:
-        """Let ``model`` also compute with images of these grids of patches. ``constant`` puts small
-        tensors on the devices."""
+    def compute_on_grids(self, model: nn.Module, grids: Sequence[Grid], constant: Constant) -> None:
+        """Let ``model`` also compute with images of these grids of patches."""
         raise NotImplementedError
 
     # The same for all families.

@@ -2,11 +2,10 @@
 
 import functools
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import timm
-import torch
 from timm.layers import AttentionPoolLatent, PatchEmbed
 from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
@@ -16,7 +15,7 @@ from models import timm_private
 from models.blocks import blocks_differ
 from models.config import ModelError, check_arguments, check_patches
 from models.initialize import eva_scheme, initialize, vision_transformer_scheme
-from models.positions import Grid, PartOfPositions, Resampling, TokenPart
+from models.positions import Constant, Grid, PartOfPositions, Resampling, TokenPart
 from models.spec import ModelSizes, ModelSpec
 
 # ------------------------------------------------------------------------------------------------
@@ -107,12 +106,7 @@ class TimmSpec(ModelSpec):
             return "its pooling has positions of its own"
         return None
 
-    def compute_on_grids(
-        self,
-        model: nn.Module,
-        grids: Sequence[Grid],
-        constant: Callable[[torch.Tensor], torch.Tensor],
-    ) -> None:
+    def compute_on_grids(self, model: nn.Module, grids: Sequence[Grid], constant: Constant) -> None:
         rows, columns = self.sizes.grid
         prefix = self.token_parameters["pos_embed"]
         positions = {

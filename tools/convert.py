@@ -114,18 +114,18 @@ def mapped_like(layouts: Mapping[str, torch.Tensor], folder: Path) -> dict[str, 
 
 
 def read_checkpoint(
-    found: weights.Weights, dtype: torch.dtype | None, scratch: Path
+    source: weights.Weights, dtype: torch.dtype | None, scratch: Path
 ) -> dict[str, torch.Tensor]:
     """Return the weights, or their EMA, of a folder of DCP by timm's names, floats as ``dtype``."""
-    entries = checkpoint.entries_of(found.path)
-    prefix = f"{found.kind}."
+    entries = checkpoint.entries_of(source.path)
+    prefix = f"{source.kind}."
     stored = {name.removeprefix(prefix): name for name in entries if name.startswith(prefix)}
-    if found.kind == checkpoint.EMA and not stored:
-        raise weights.no_ema(found.path)
+    if source.kind == checkpoint.EMA and not stored:
+        raise weights.no_ema(source.path)
     stored = stored or {name: name for name in entries}  # of another program
     names, note = timm_names(stored)
     if note:
-        print(f"{PROGRAM}: {found.path}: {note}", file=sys.stderr)
+        print(f"{PROGRAM}: {source.path}: {note}", file=sys.stderr)
     layouts, rows = {}, {}
     for name, parts in names.items():
         described = [entries[stored[part]] for part in parts]
@@ -143,7 +143,7 @@ def read_checkpoint(
         pieces = tensors[name].split(rows[name]) if name in rows else [tensors[name]]
         content |= {stored[part]: piece for part, piece in zip(parts, pieces, strict=True)}
     with progress_bar("read", sum(tensor.nbytes for tensor in tensors.values())) as bar:
-        checkpoint.load_into(content, found.path, planner=ShownReading(bar))
+        checkpoint.load_into(content, source.path, planner=ShownReading(bar))
     return tensors
 
 
@@ -224,9 +224,9 @@ def timm_config(run: checkpoint.SavedRun) -> dict[str, Any] | None:
         architecture = spec.name if timm.is_model(spec.name) else "vit_base_patch16_224"
         names = [field.name for field in fields(VitConfig) if field.name != "weight_init"]
     arguments = {name: spec.settings[name] for name in names if spec.settings[name] is not None}
-    sizes, how = spec.sizes, weights.preprocessing_of(run.arguments, run.path)
+    sizes, preprocessing = spec.sizes, weights.preprocessing_of(run.arguments, run.path)
     classes = sizes.num_classes if run.objective.objective == "classify" else 0  # without a head
-    mean, std = how.of_channels(sizes.input_shape[0])
+    mean, std = preprocessing.of_channels(sizes.input_shape[0])
     config: dict[str, Any] = {
         "architecture": architecture,
         "num_classes": classes,
@@ -238,9 +238,9 @@ def timm_config(run: checkpoint.SavedRun) -> dict[str, Any] | None:
             "num_classes": classes,
             "mean": mean,
             "std": std,
-            "crop_pct": how.crop_pct,
-            "crop_mode": how.crop_mode,
-            "interpolation": how.interpolation_of_val,
+            "crop_pct": preprocessing.crop_pct,
+            "crop_mode": preprocessing.crop_mode,
+            "interpolation": preprocessing.interpolation_of_val,
             "custom_load": False,
             "classifier": "head",
         },
@@ -260,11 +260,11 @@ def convert(options: Any, form: str, max_shard_size: str | None) -> str:
     not be written, and then leaves nothing there.
     """
     src, dst = options.src, options.dst
-    found = weights.weights_in(src, "SRC", use_ema=options.use_ema)
-    weights.check_weights(found, verify=not options.no_verify_checkpoint)
-    path, run, dtype = found.path, found.run, DTYPES.get(options.dtype)
-    if found.note:
-        print(f"{PROGRAM}: {path}: {found.note}", file=sys.stderr)
+    source = weights.weights_in(src, "SRC", use_ema=options.use_ema)
+    weights.check_weights(source, verify=not options.no_verify_checkpoint)
+    path, run, dtype = source.path, source.run, DTYPES.get(options.dtype)
+    if source.note:
+        print(f"{PROGRAM}: {path}: {source.note}", file=sys.stderr)
     partial = dst.with_name(f".{dst.name}.partial")
 
     def remove() -> None:
@@ -281,11 +281,11 @@ def convert(options: Any, form: str, max_shard_size: str | None) -> str:
             config = json.loads(beside.read_text()) if beside.is_file() else None
             if not isinstance(config, dict) or "architecture" not in config:  # is not timm's
                 config = None
-        if found.tensors is None:
+        if source.tensors is None:
             with checkpoint.readable(path):
-                tensors = read_checkpoint(found, dtype, dst.parent)
+                tensors = read_checkpoint(source, dtype, dst.parent)
         else:
-            tensors = dict(found.tensors)
+            tensors = dict(source.tensors)
         if run and run.objective.objective != "classify":  # which added to the model: MAE's decoder
             of_model = model_of(run.model).meta.state_dict()
             tensors = {name: tensor for name, tensor in tensors.items() if name in of_model}

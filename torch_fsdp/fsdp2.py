@@ -20,6 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from models.initialize import cast_buffers
 from models.positions import PartOfPositions, TokenPart
+from models.spec import Units
 from torch_fsdp.devices import Device
 from torch_fsdp.domain import DomainGroup, LargestOver, SumOver, attend_over_processes
 from torch_fsdp.parallel_plan import OUTER, SHARD, TorchRun, parallelize_block
@@ -66,7 +67,7 @@ class Fsdp2Backend(TorchBackend):
             self._form += f", {self._plan.domain_attention} attention over domain"
 
     def parallelize(
-        self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
+        self, model: nn.Module, units: Units, initialize: InitializeModule
     ) -> nn.Module:
         """The host and the device hold one unit at a time: it is filled on the CPU, and of its copy
         on the device only this process's part stays."""

@@ -80,7 +80,7 @@ class TimmBlocks:
 
 
 @dataclass(frozen=True)
-class ParallelPlan:
+class TorchPlan:
     """How the plain model becomes a parallel one (``parallelize_block`` has the order).
 
     What only one form of FSDP has, it takes from ``TorchRun.backend_config``.
@@ -120,11 +120,11 @@ class Form:
 @dataclass(frozen=True)
 class TorchRun(Run[Fsdp2Config]):
     form: Form = field(kw_only=True)
-    plan: ParallelPlan = field(kw_only=True)
+    plan: TorchPlan = field(kw_only=True)
 
 
 def parallelize_block(
-    model: nn.Module, name: str, block: nn.Module, plan: ParallelPlan, device: torch.device
+    model: nn.Module, name: str, block: nn.Module, plan: TorchPlan, device: torch.device
 ) -> nn.Module:
     """Return the block that is to be sharded instead of timm's ``block``.
 

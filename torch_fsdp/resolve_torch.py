@@ -16,7 +16,7 @@ from models.config import ModelError
 from torch_fsdp import devices
 from torch_fsdp.config import ZERO_FLAGS, Fsdp2Config
 from torch_fsdp.devices import Device
-from torch_fsdp.parallel_plan import DTYPES, Form, ParallelPlan, TimmBlocks, TorchRun
+from torch_fsdp.parallel_plan import DTYPES, Form, TimmBlocks, TorchPlan, TorchRun
 from training.config import RunConfig
 from training.errors import UsageError
 from training.flags import check_rules
@@ -122,7 +122,7 @@ def _resolve(
     compiled: Literal["none", "block", "around attention"] = "none"
     if backend_config.compile:
         compiled = "around attention" if mesh.domain > 1 else "block"
-    plan = ParallelPlan(
+    plan = TorchPlan(
         domain_attention=config.sharding.domain_attention if mesh.domain > 1 else None,
         blocks=blocks,
         grad_ckpt=sharding.grad_ckpt,

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from data.loader import Batch, BatchLoader, Share
+from models.spec import Units
 from torch_fsdp.devices import Device, Mark
 from torch_fsdp.domain import SharedImages, image_rows
 from torch_fsdp.optimizers import LossScale, PartsOptimizer
@@ -70,7 +71,7 @@ class TorchBackend(abc.ABC):
 
     @abc.abstractmethod
     def parallelize(
-        self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
+        self, model: nn.Module, units: Units, initialize: InitializeModule
     ) -> nn.Module:
         """Fill, change and shard the model, in the order in which things are applied; set
         ``_parameters``, ``_sharded_alike`` and ``_form``."""
@@ -97,9 +98,7 @@ class TorchBackend(abc.ABC):
 
     # -- model and optimizer ----------------------------------------------------------
 
-    def shard(
-        self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
-    ) -> nn.Module:
+    def shard(self, model: nn.Module, units: Units, initialize: InitializeModule) -> nn.Module:
         self._blocks = [name for name, _ in units[:-1]]
         sharded = self.parallelize(model, units, initialize)
         if dist.get_world_size() > 1:

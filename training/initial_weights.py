@@ -64,8 +64,7 @@ def find_trained(config: RunConfig) -> tuple[RunConfig, Weights]:
             )
         if "resume" in config.given:
             raise UsageError("--init_from and --resume name weights both: drop one of the two")
-        config, weights = with_model_of_weights(config)
-        config, model = resolve_model(config)
+        config, weights = with_init_from(config)
     else:
         weights = find_weights(
             folder_at(checkpoints.ckpt_dir),
@@ -76,22 +75,24 @@ def find_trained(config: RunConfig) -> tuple[RunConfig, Weights]:
         if weights.run:
             config = without_gram_teacher(with_saved(config, weights.run))
             check_same_training(weights.run, model_of(config.model, config.objective), None)
-        config, model = resolve_model(config)
-        weights.check_fits(model)
-    weights, config = with_preprocessing_of(weights, config, model)
+        else:
+            weights, config = with_preprocessing_of(weights, config)
+        weights.check_fits(resolve_model(config)[1])
     return config, weights
 
 
-def with_model_of_weights(config: RunConfig) -> tuple[RunConfig, Weights]:
-    """Return the configuration with the model of the weights that ``--init_from`` names, and these.
+def with_init_from(config: RunConfig) -> tuple[RunConfig, Weights]:
+    """Return the configuration with the model and the preprocessing of the weights that
+    ``--init_from`` names, but for flags that were given, and these weights.
 
-    Flags that were given change it; a file without arguments leaves all as it is. Raises
-    UsageError if there are no such weights.
+    The model of a file that does not describe it is that of the flags. Raises UsageError if there
+    are no such weights.
     """
     assert config.checkpoints.init_from is not None
     weights = weights_in(folder_at(config.checkpoints.init_from), "--init_from")
     if weights.run:
         config = replace(config, model=with_saved_model(config.model, weights.run))
+    weights, config = with_preprocessing_of(weights, config)
     return config, weights
 
 

@@ -38,11 +38,11 @@ from training.checkpoints.format import SavedRun, read_saved_run
 from training.checkpoints.local_tier import LocalTier
 from training.config import RunConfig
 from training.errors import UsageError
-from training.initial_weights import with_model_of_weights
+from training.initial_weights import with_init_from
 from training.processes import exchange
 from training.resolve import Run, model_of
 from training.schedule import Position
-from training.weights import Weights, with_preprocessing_of
+from training.weights import Weights
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,7 @@ def plan_start(config: RunConfig) -> tuple[RunConfig, Start]:
         check_same_training(saved, model_of(config.model, config.objective), config)
         return config, _resumed(saved, config.checkpoints)
     if config.checkpoints.init_from:
-        config, weights = with_model_of_weights(config)
-        weights, config = with_preprocessing_of(weights, config)
+        config, weights = with_init_from(config)
         return config, Start("weights", weights=weights)
     return config, Start("new")
 
@@ -140,18 +139,21 @@ def confirm_start(
     (1). Raises UsageError in all processes.
     """
     checkpoints, candidates = run.config.checkpoints, choose.Candidates([])
+    resumes_newest = False
     with exchange.failing_together():
         if backend.is_main:
             _, candidates = choose.find_checkpoint(checkpoints)
-    mine = [[str(path) for path in candidates.paths], candidates.passed_over, candidates.explicit]
-    names, passed_over, explicit = exchange.from_first(mine)
+            resumes_newest = choose.resumes_newest(checkpoints)
+    names = [str(path) for path in candidates.paths]
+    names, passed_over, explicit, resumes_newest = exchange.from_first(
+        [names, candidates.passed_over, candidates.explicit, resumes_newest]
+    )
     candidates = choose.Candidates([files.folder_at(name) for name in names], passed_over, explicit)
-    local = LocalTier(run, backend.shards) if checkpoints.local_ckpt_dir is not None else None
+    local = None
+    if checkpoints.local_ckpt_dir is not None:
+        local = LocalTier(run, backend.shards, resumes=resumes_newest)
     start = _first_undamaged(
-        candidates,
-        lambda saved: check_continues(saved, run, data),
-        local if local and _counts_local_steps(checkpoints) else None,
-        checkpoints,
+        candidates, lambda saved: check_continues(saved, run, data), local, checkpoints
     )
     with exchange.failing_together():
         if planned.saved and not start.saved:
@@ -167,14 +169,6 @@ def confirm_start(
     elif planned.kind == "weights":
         start = replace(start, kind="weights")
     return replace(start, notes=tuple(notes)), local
-
-
-def _counts_local_steps(checkpoints: CheckpointConfig) -> bool:
-    """Return, in all processes, whether steps of ``--local_ckpt_dir`` may be resumed."""
-    counts = False
-    with exchange.failing_together():
-        counts = choose.resumes_newest(checkpoints)
-    return exchange.from_first(counts)
 
 
 _BEFORE_ALL = -1
@@ -230,10 +224,10 @@ def leave_behind(start: Start, local: LocalTier | None, run: Run, *, is_main: bo
     not possible."""
     if local:
         kept = start.saved.position.step if start.saved and start.kind == "local" else None
-        local.forget(kept, goes_back=not _counts_local_steps(run.config.checkpoints))
+        local.forget(kept)
     note = ""
     with exchange.failing_together():
-        if is_main and (later := choose.later_ones(run.ckpt_dir, start.continues_from)):
+        if is_main and (later := choose.later_checkpoints(run.ckpt_dir, start.continues_from)):
             folder = choose.set_aside(run.ckpt_dir, later)
             names = ", ".join(path.name for path in later)
             note = (

@@ -1,12 +1,9 @@
 """A whole training, top to bottom: prepare before any device starts; then agree, train, end."""
 
 import functools
-import json
-import os
-import platform
 import signal
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from torch import nn
 
@@ -22,7 +19,6 @@ from training.backend import (
     val_loader,
 )
 from training.checkpoints import choose
-from training.checkpoints.choose import RUN_FILE
 from training.checkpoints.compatible import (
     check_continues,
     check_same_classes,
@@ -41,7 +37,7 @@ from training.errors import (
 )
 from training.evaluation.features import Features, open_plainly
 from training.evaluation.knn_and_probe import FrozenEvaluations
-from training.files import FolderLock, replace_file
+from training.files import FolderLock
 from training.initial_weights import InitialWeights, fit, gram_teacher, weights_of_teacher
 from training.logs.bad_images import FILE as BAD_IMAGES_FILE
 from training.logs.bad_images import open_bad_images
@@ -257,7 +253,7 @@ _STATE = {"optimizer": "optimizer state", "ema": "EMA"}
 
 
 def _describe(run: Run, session: loop.Session, start: Start, at: Position) -> None:
-    """Say what runs on which devices, and from where to where; write that to run.json."""
+    """Say what runs on which devices, and from where to where."""
     backend, say, batch_size = session.backend, session.reports.say, run.config.data.batch_size
     devices, state_bytes = backend.describe(), backend.state_bytes()
     say(devices)
@@ -275,23 +271,7 @@ def _describe(run: Run, session: loop.Session, start: Start, at: Position) -> No
         say(f"nothing is left to train: step {at.step} is reached")
     else:
         say(f"training to step {session.last_step:,}, global batch {batch_size}")
-    if backend.is_main:
-        content = {
-            "job": os.environ.get("RUN_JOB_ID"),
-            "arguments": run.values,
-            "model": run.model.settings,
-            "backend": devices,
-            "devices": backend.device_count,
-            "mesh": asdict(run.mesh),
-            "state_bytes_per_device": state_bytes,
-            "python": platform.python_version(),
-            "versions": exchange.versions(),
-        }
-        try:
-            replace_file(run.log_dir / RUN_FILE, json.dumps(content, indent=2) + "\n")
-        except OSError as error:
-            say(f"warning: {RUN_FILE} cannot be written ({error.strerror})")
-        session.reports.upload()
+    session.reports.describe(run, devices, state_bytes)
 
 
 def _not_finite(run: Run, session: loop.Session, saver: CheckpointSaver, step: int) -> RunFailed:

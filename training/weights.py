@@ -28,10 +28,10 @@ from training.checkpoints import format as checkpoint
 from training.checkpoints.choose import (
     BEST,
     Candidates,
+    candidates_in,
     damage_for_all,
-    find_resume,
     first_readable,
-    of_path,
+    named_candidates,
 )
 from training.checkpoints.compatible import (
     PREPROCESSING,
@@ -163,7 +163,7 @@ def find_weights(
         raise UsageError("--resume none: a trained model is needed, give --resume PATH")
     if resume != "auto" and resume not in BEST and not resume_epoch:
         return weights_in(folder_at(resume), "--resume", use_ema=use_ema)
-    found = find_resume(ckpt_dir, resume, resume_epoch)
+    found = named_candidates(ckpt_dir, resume, resume_epoch)
     if not found.paths:
         raise UsageError(f"--ckpt_dir {ckpt_dir} holds no checkpoint: give one, --resume PATH")
     return _first_of(found, use_ema)
@@ -198,7 +198,7 @@ def weights_in(path: Path, flag: str, *, use_ema: bool = False) -> Weights:
             if use_ema:  # DCP wrote weights alone, without a run
                 raise no_ema(path)
             return Weights(path, None, None)
-        return _first_of(of_path(path), use_ema)
+        return _first_of(candidates_in(path), use_ema)
 
 
 def no_ema(path: Path) -> UsageError:
@@ -423,15 +423,12 @@ def check_weights(weights: Weights, *, verify: bool) -> None:
 CONFIG_FILE = "config.json"  # beside the weights in a repository of timm's on Hugging Face
 
 
-def with_preprocessing_of(
-    weights: Weights, config: RunConfig, model: ModelSpec | None = None
-) -> tuple[Weights, RunConfig]:
+def with_preprocessing_of(weights: Weights, config: RunConfig) -> tuple[Weights, RunConfig]:
     """Return the configuration with the preprocessing of these weights where no flags were given,
     and the weights with a note about it.
 
     Weights of another program: as their file says, else as timm has it for the model, else that of
-    new weights. ``model``: the configuration's, if it is open already. Raises UsageError if they
-    have invalid values.
+    new weights. Raises UsageError if they have invalid values.
     """
     if weights.run:
         return weights, with_saved_preprocessing(config, weights.run)
@@ -453,7 +450,7 @@ def with_preprocessing_of(
                 trained_with, source = content, f"{path} and its {CONFIG_FILE}"
                 break
     if not trained_with:
-        model = model or model_of(config.model)
+        model = model_of(config.model)
         trained_with, source = model.preprocessing, f"timm's {model.name}"
     if trained_with is None:
         return weights, with_preprocessing(config, Preprocessing())

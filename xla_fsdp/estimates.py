@@ -19,7 +19,7 @@ from models.spec import ModelSpec
 from training.config import RunConfig
 from training.mesh import Mesh
 from training.step_sizes import StepSizes, state_bytes, step_sizes, summed
-from xla_fsdp.attention.sizes import LANES, SUBLANES, FlashSizes, padded_width, round_up
+from xla_fsdp.attention.kernels import LANES, SUBLANES, FlashSizes, padded_width, round_up
 from xla_fsdp.config import XlaConfig
 from xla_fsdp.tpu import Chip
 

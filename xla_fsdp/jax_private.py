@@ -69,23 +69,23 @@ def module_of_kernel(config: str, arguments: Types, results: Types) -> Any:
     from jax._src.interpreters import mlir
     from jax._src.lib.mlir import ir
 
-    taken, made = (
+    inputs, outputs = (
         [f"tensor<{''.join(f'{size}x' for size in sizes)}{kind}>" for kind, sizes in types]
         for types in (arguments, results)
     )
-    taken_layouts, made_layouts = (
+    input_layouts, output_layouts = (
         ", ".join(f"dense<{[*range(len(s))][::-1]}> : tensor<{len(s)}xindex>" for _, s in types)
         for types in (arguments, results)
     )
-    names = [f"%a{number}" for number in range(len(taken))]
-    heads = ", ".join(f"{name}: {type_}" for name, type_ in zip(names, taken, strict=True))
-    returned = ", ".join(f"%r#{number}" for number in range(len(made)))
-    text = f"""module {{ func.func public @main({heads}) -> ({", ".join(made)}) {{
-        %r:{len(made)} = "stablehlo.custom_call"({", ".join(names)}) {{
+    names = [f"%a{number}" for number in range(len(inputs))]
+    heads = ", ".join(f"{name}: {type_}" for name, type_ in zip(names, inputs, strict=True))
+    returned = ", ".join(f"%r#{number}" for number in range(len(outputs)))
+    text = f"""module {{ func.func public @main({heads}) -> ({", ".join(outputs)}) {{
+        %r:{len(outputs)} = "stablehlo.custom_call"({", ".join(names)}) {{
             call_target_name = "tpu_custom_call", api_version = 1 : i32, backend_config = "",
-            operand_layouts = [{taken_layouts}], result_layouts = [{made_layouts}]
-        }} : ({", ".join(taken)}) -> ({", ".join(made)})
-        func.return {returned} : {", ".join(made)} }} }}"""
+            operand_layouts = [{input_layouts}], result_layouts = [{output_layouts}]
+        }} : ({", ".join(inputs)}) -> ({", ".join(outputs)})
+        func.return {returned} : {", ".join(outputs)} }} }}"""
     context = mlir.make_ir_context()
     with context, ir.Location.unknown(context):
         module = ir.Module.parse(text)

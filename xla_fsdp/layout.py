@@ -16,7 +16,7 @@ from models.blocks import logical_axes
 from training.mesh import Axes, Spec
 from xla_fsdp.attention.kernels import Shards
 from xla_fsdp.hosts import device_order
-from xla_fsdp.resolve_xla import ParallelPlan, packed_parts, tensor_dims
+from xla_fsdp.resolve_xla import XlaPlan, packed_parts, tensor_dims
 from xla_fsdp.torch_xla_private import local_device_names, mark_sharding, op_sharding_arguments
 
 # ------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class GatherInFp8(torch.autograd.Function):
 class MeshLayout:
     """Shards the tensors of one model: remembers the spec of each parameter that it has placed."""
 
-    def __init__(self, plan: ParallelPlan, device: torch.device) -> None:
+    def __init__(self, plan: XlaPlan, device: torch.device) -> None:
         self._plan, self._device = plan, device
         self.mesh, live = plan.mesh, plan.mesh.axis_sizes
         self.local_devices = {int(name.rpartition(":")[2]) for name in local_device_names()}

@@ -11,6 +11,7 @@ from torch import nn
 from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
 
 from data.loader import Batch
+from models.spec import Units
 from training.backend import InitializeModule
 from training.checkpoints.state import Chunk, ShardedTensor, flat_range_boxes
 from xla_fsdp.parallelize import parallelize_nested
@@ -36,9 +37,7 @@ class NestedBackend(XlaBackend):
         form += ", flat parameters" if self._plan.flatten_parameters else ""
         return form + (", sharded on the host" if self._plan.shard_on_cpu else "")
 
-    def shard(
-        self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
-    ) -> nn.Module:
+    def shard(self, model: nn.Module, units: Units, initialize: InitializeModule) -> nn.Module:
         self._model = parallelize_nested(
             model, units, initialize, self._plan, self._device, self.constant, self._break_graph
         )

@@ -12,6 +12,7 @@ import torch_xla.core.xla_builder as xb
 from timm.optim.lion import Lion
 from torch import nn
 
+from models.positions import Constant
 from training.optimizers import MOMENTUM, Update, WeightAverage, allocate_state, round_moments
 from xla_fsdp.torch_xla_private import call_computation
 
@@ -26,7 +27,7 @@ Directions = Callable[[Sequence[nn.Parameter], Sequence[torch.Tensor]], list[tor
 def build_optimizer(
     parameters: Mapping[nn.Parameter, Sequence[Update]],
     zeros_like: Callable[[torch.Tensor], torch.Tensor],
-    constant: Callable[[torch.Tensor], torch.Tensor],
+    constant: Constant,
     *,
     betas: tuple[float, float],
     eps: float,
@@ -75,7 +76,7 @@ def build_optimizer(
 def set_lr(
     optimizer: torch.optim.Optimizer,
     lr: float,
-    constant: Callable[[torch.Tensor], torch.Tensor],
+    constant: Constant,
     last_layer: torch.Tensor | None = None,
 ) -> None:
     """Set each group's learning rate, a tensor on the device: one for each of stacked blocks.

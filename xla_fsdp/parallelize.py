@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_map
 from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel, checkpoint_module
 
 from models.initialize import fill_buffers
+from models.positions import Constant
+from models.spec import Units
 from training.backend import InitializeModule
 from xla_fsdp import around_blocks
 from xla_fsdp.attention import sharded
@@ -22,19 +24,17 @@ from xla_fsdp.attention.whole import use_whole
 from xla_fsdp.layout import MeshLayout, mark_both
 from xla_fsdp.products import multiply_unfolded, normalize_unfolded
 from xla_fsdp.remat import SAVED_BY, SaveInput
-from xla_fsdp.resolve_xla import ParallelPlan
+from xla_fsdp.resolve_xla import XlaPlan
 from xla_fsdp.scan import ScannedBlocks
 from xla_fsdp.tensor_parallel import pack, shard_heads_and_columns
 from xla_fsdp.torch_xla_private import is_sharded, scatter_gradients_as_rows
-
-Units = list[tuple[str, nn.Module]]
 
 
 def parallelize_spmd(
     model: nn.Module,
     units: Units,
     initialize: InitializeModule,
-    plan: ParallelPlan,
+    plan: XlaPlan,
     layout: MeshLayout,
     end_graph: Callable[..., None],
 ) -> nn.Module:
@@ -102,7 +102,7 @@ def parallelize_spmd(
     return model
 
 
-def change_block(block: nn.Module, plan: ParallelPlan, layout: MeshLayout, save: SaveInput) -> None:
+def change_block(block: nn.Module, plan: XlaPlan, layout: MeshLayout, save: SaveInput) -> None:
     """Change how a block computes: attention, linear layers, norms."""
     mesh, image_shards = plan.mesh, layout.shards(*plan.mesh.logical_spec("batch"))
     # For "tensor". With a scan this packs the template, and scan_blocks the blocks that fill it.
@@ -135,7 +135,7 @@ def scan_blocks(
     stack: str,
     blocks: Units,
     initialize: InitializeModule,
-    plan: ParallelPlan,
+    plan: XlaPlan,
     layout: MeshLayout,
     end_graph: Callable[..., None],
 ) -> ScannedBlocks:
@@ -168,7 +168,7 @@ def scan_blocks(
     return scanned
 
 
-def _must_unfold_norms(plan: ParallelPlan) -> bool:
+def _must_unfold_norms(plan: XlaPlan) -> bool:
     """Return True where a norm that folds images and tokens would take padding for tokens.
 
     It would if parts of the tokens are uneven, and a device has one image or shares it along
@@ -184,9 +184,9 @@ def parallelize_nested(
     model: nn.Module,
     units: Units,
     initialize: InitializeModule,
-    plan: ParallelPlan,
+    plan: XlaPlan,
     device: torch.device,
-    constant: Callable[[torch.Tensor], torch.Tensor],
+    constant: Constant,
     end_graph: Callable[..., None],
 ) -> nn.Module:
     """Wrap each block, then the model, in torch_xla's FSDP: a program a device, ``device``."""
@@ -222,7 +222,7 @@ def parallelize_nested(
     return root
 
 
-def _nested_unit(module: nn.Module, plan: ParallelPlan, device: torch.device) -> nn.Module:
+def _nested_unit(module: nn.Module, plan: XlaPlan, device: torch.device) -> nn.Module:
     if not plan.fsdp:
         return module.to(device)
     # Shard rows of each parameter where the devices divide them. A flat shard has another layout on

@@ -27,7 +27,7 @@ from training.resolve import (
     with_passes,
 )
 from xla_fsdp import torch_xla_private, tpu
-from xla_fsdp.attention.sizes import DEFAULT_VECTOR_MEMORY, LARGEST_VECTOR_MEMORY, WholeSizes
+from xla_fsdp.attention.kernels import DEFAULT_VECTOR_MEMORY, LARGEST_VECTOR_MEMORY, WholeSizes
 from xla_fsdp.config import XlaConfig
 from xla_fsdp.environment import check_device, check_variables, device_type
 from xla_fsdp.estimates import resolve_policy
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 XlaRun = Run[XlaConfig]
 
 
-class ParallelPlan:
+class XlaPlan:
     """How a plain model becomes a parallel one, every choice made: ``parallelize`` follows it."""
 
     def __init__(self, run: XlaRun) -> None:

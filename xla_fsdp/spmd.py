@@ -10,6 +10,7 @@ import torch_xla.runtime as xr
 from torch import nn
 
 from data.loader import Batch
+from models.spec import Units
 from training import optimizers
 from training.backend import InitializeModule
 from training.checkpoints.state import Chunk, ShardedTensor
@@ -61,9 +62,7 @@ class SpmdBackend(XlaBackend):
         form += ", weights gathered in fp8" if plan.gather_fp8 else ""
         return form + (", linear layers in int8" if plan.int8 else "")
 
-    def shard(
-        self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
-    ) -> nn.Module:
+    def shard(self, model: nn.Module, units: Units, initialize: InitializeModule) -> nn.Module:
         self._model = parallelize_spmd(
             model, units, initialize, self._plan, self._layout, self._break_graph
         )

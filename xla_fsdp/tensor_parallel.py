@@ -16,7 +16,7 @@ from xla_fsdp.attention import flash, whole
 from xla_fsdp.layout import MeshLayout, gather, mark_both, scatter
 from xla_fsdp.products import add_bias, product
 from xla_fsdp.remat import SaveInput
-from xla_fsdp.resolve_xla import ParallelPlan
+from xla_fsdp.resolve_xla import XlaPlan
 
 
 def pack(block: nn.Module, packed: Mapping[str, int]) -> None:
@@ -31,7 +31,7 @@ def pack(block: nn.Module, packed: Mapping[str, int]) -> None:
 
 
 def shard_heads_and_columns(
-    block: nn.Module, plan: ParallelPlan, layout: MeshLayout, save: SaveInput
+    block: nn.Module, plan: XlaPlan, layout: MeshLayout, save: SaveInput
 ) -> None:
     """Make a timm block, packed by ``pack``, compute with some of its heads and MLP columns;
     ``save`` may save results of products by columns."""

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import torch
 import torch.nn.functional as F
 
-from xla_fsdp.attention import flash, pallas, sizes
-from xla_fsdp.attention.sizes import FlashSizes
+from xla_fsdp.attention import flash, kernels, pallas
+from xla_fsdp.attention.kernels import FlashSizes
 
 # tokens, heads, width of a head, dtype: one block of keys or several, of queries in one span or in
 # several; heads that share a register, that have one or two, and that are padded to that.
@@ -62,7 +62,7 @@ def compare(tokens: int, heads: int, width: int, dtype: torch.dtype) -> dict[str
         return interpreted(s, scale, backward=backward)
 
     flash.kernel = kernel
-    sizes._QUERY_GRADIENT_BYTES = 4 * 128 * (640 if tokens == _IN_SPANS else 2**13)
+    kernels._QUERY_GRADIENT_BYTES = 4 * 128 * (640 if tokens == _IN_SPANS else 2**13)
     expected = gradients(F.scaled_dot_product_attention, inputs, weights)
     found = gradients(flash.attention, [x.to(dtype) for x in inputs], weights)
     return {

@@ -8,19 +8,19 @@ import dataclasses
 import sys
 
 import run_vit_training
-from gpu_fsdp import float8
+from gpu_fsdp import blocks
 from tests.fakes.megatron_on_cpu import without_cuda
 
 
 def emulate() -> None:
     """Let blocks that are replaced from now on compute on the CPU."""
-    config_of = float8.config_of
-    float8.config_of = lambda fp8: dataclasses.replace(config_of(fp8), emulate=True)
+    config_of = blocks.config_of
+    blocks.config_of = lambda fp8: dataclasses.replace(config_of(fp8), emulate=True)
 
 
 if __name__ == "__main__":
     emulate()
-    float8.Float8Blocks.check = lambda self, run: None
+    blocks.Float8Blocks.check = lambda self, run: None
     if "megatron" in sys.argv:
         without_cuda()
     sys.exit(run_vit_training.main())

@@ -17,7 +17,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 
-from xla_fsdp import memory
+from xla_fsdp import xla_backend
 
 xr.use_spmd()
 device = torch_xla.device()
@@ -26,8 +26,8 @@ try:
 except RuntimeError as error:
     raised = str(error)
 os.environ["PYTHONPATH"] = sys.argv[1]  # torch_xla needs the real one
-memory.xr = SimpleNamespace(device_type=lambda: "TPU")
-meter = memory.DeviceMemory(device)
+xla_backend.xr = SimpleNamespace(device_type=lambda: "TPU")
+meter = xla_backend.DeviceMemory(device)
 told = []
 for _ in range(int(sys.argv[2])):
     told.append(meter.read())
@@ -36,5 +36,5 @@ for _ in range(int(sys.argv[2])):
     time.sleep(0.1)
 
 xm.get_memory_info = lambda _: {"bytes_used": 5, "bytes_limit": 9, "peak_bytes_used": 7}
-by_torch_xla = memory.DeviceMemory(device).read()
+by_torch_xla = xla_backend.DeviceMemory(device).read()
 print(json.dumps({"raised": raised, "told": told, "by_torch_xla": by_torch_xla}))

@@ -1,7 +1,7 @@
-"""What gpu_fsdp/te_block.py uses of TransformerEngine, in plain PyTorch, to run on a CPU.
+"""What gpu_fsdp/blocks.py uses of TransformerEngine, in plain PyTorch, to run on a CPU.
 
 Written after transformer_engine 2.20.2's sources: the names and shapes of parameters, the
-defaults of arguments (a causal mask, sequence first, interleaved qkv: te_block must set
+defaults of arguments (a causal mask, sequence first, interleaved qkv: that file must set
 them) and the order of rows in qkv. The real layer needs CUDA: tests/hardware/gpu has it.
 
 As a program: run_vit_training.py with this in place of TransformerEngine.
@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import run_vit_training
-from gpu_fsdp import te_block
+from gpu_fsdp import blocks
 from tests.fakes.megatron_on_cpu import without_cuda
 
 
@@ -114,7 +114,7 @@ class TransformerLayer(nn.Module):
 
 
 class DotProductAttention:
-    """The attention alone, which te_block only tries out. ``fused``: what it is able to do."""
+    """The attention alone, which ``TeBlocks`` only tries out. ``fused``: what it is able to do."""
 
     fused = True
 
@@ -141,7 +141,7 @@ STAND_IN = SimpleNamespace(
 )
 
 if __name__ == "__main__":
-    te_block.import_te = lambda: STAND_IN
+    blocks.import_te = lambda: STAND_IN
     if "megatron" in sys.argv:
         without_cuda()
     sys.exit(run_vit_training.main())

@@ -16,7 +16,7 @@ from timm.layers import Attention, AttentionRope
 from timm.models.eva import EvaAttention
 
 from xla_fsdp.attention import pallas, whole
-from xla_fsdp.attention.sizes import WholeSizes
+from xla_fsdp.attention.kernels import WholeSizes
 
 # tokens, heads, width of a head, dtype, timm's options: heads that share registers and that have
 # their own, columns that fill whole registers or not, one block of queries or several.

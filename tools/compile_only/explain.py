@@ -7,7 +7,7 @@ costliest instructions are given as a table or JSON, and the time by module as a
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +24,6 @@ from tools.compile_only.hlo import (
     parse_module,
     products_of,
 )
-from tools.compile_only.report import Report
 from training.logs.figures import pyplot, save_figure
 from xla_fsdp import torch_xla_private as private
 
@@ -56,8 +55,8 @@ UNKNOWN = Scope("unknown", "")
 
 def scope_in(text: str) -> Scope | None:
     """Return the innermost scope that is written in an instruction's metadata."""
-    found = _WRITTEN.findall(text)
-    return Scope(*found[-1]) if found else None
+    scopes = _WRITTEN.findall(text)
+    return Scope(*scopes[-1]) if scopes else None
 
 
 class Names:
@@ -287,7 +286,7 @@ def explained_table(explained: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def draw(costs: list[Cost], report: Report, path: Path) -> None:
+def draw(costs: list[Cost], report: Mapping[str, Any], path: Path) -> None:
     """Draw a bar for each module, the costliest first, its parts coloured by kind."""
     by_module = report["explained"]["seconds_by_module"]
     total = sum(by_module.values())

@@ -119,8 +119,8 @@ def parse_module(hlo: str) -> tuple[dict[str, list[Instruction]], str]:
 
 def types_of(text: str) -> list[tuple[str, list[int]]]:
     """Return dtype and sizes of each array that a text names."""
-    found = ((dtype, sizes.split(",")) for dtype, sizes, _ in _ARRAY.findall(text))
-    return [(dtype, [int(size) for size in sizes if size]) for dtype, sizes in found]
+    arrays = ((dtype, sizes.split(",")) for dtype, sizes, _ in _ARRAY.findall(text))
+    return [(dtype, [int(size) for size in sizes if size]) for dtype, sizes in arrays]
 
 
 def array_bytes(shape: str, *, only_hbm: bool = False, but: Set[str] = frozenset()) -> float:

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torch_xla.core.xla_builder import create_placeholder_tensor
 
 from data.loader import Batch
+from models.spec import Units
 from tools.compile_only.compiler import REPLICATED, Graph, Result, Step, Value, tiles
 from training.backend import InitializeModule, dataset_request
 from training.mesh import Spec
@@ -110,8 +111,8 @@ class Recorder:
 
     def _data_behind(self, living: list[torch.Tensor]) -> list[_Data]:
         """Return the data behind these tensors, once each however many of them show it."""
-        found = (self._data[tensor] for tensor in living if tensor in self._data)
-        return list({id(data): data for data in found}.values())
+        behind = (self._data[tensor] for tensor in living if tensor in self._data)
+        return list({id(data): data for data in behind}.values())
 
 
 def _living() -> list[torch.Tensor]:
@@ -121,7 +122,7 @@ def _living() -> list[torch.Tensor]:
         if issubclass(type(tensor), torch.Tensor) and tensor.device.type == "xla":
             # Two more that may be known to C++ alone.
             related = (tensor, tensor._base, tensor.grad if tensor.is_leaf else None)
-            living += [found for found in related if found is not None]
+            living += [tensor for tensor in related if tensor is not None]
     unique = {id(tensor): tensor for tensor in living}
     return sorted(unique.values(), key=private.recorded_number)
 
@@ -185,9 +186,7 @@ class TracedLayout(MeshLayout):
 class TracingSpmdBackend(TracingBackend, SpmdBackend):
     layout_class = TracedLayout
 
-    def shard(
-        self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
-    ) -> nn.Module:
+    def shard(self, model: nn.Module, units: Units, initialize: InitializeModule) -> nn.Module:
         return super().shard(model, units, lambda module, name: None)  # all stays on meta
 
     def put(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -197,9 +196,7 @@ class TracingSpmdBackend(TracingBackend, SpmdBackend):
 
 
 class TracingNestedBackend(TracingBackend, NestedBackend):
-    def shard(
-        self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
-    ) -> nn.Module:
+    def shard(self, model: nn.Module, units: Units, initialize: InitializeModule) -> nn.Module:
         def zeros(module: nn.Module, name: str) -> None:
             for part in module.modules():
                 if any(parameter.is_meta for parameter in part.parameters(recurse=False)):

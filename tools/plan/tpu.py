@@ -155,8 +155,8 @@ def _circumstances() -> dict[str, Any]:
             versions[name] = "none"
     sources = hashlib.sha256()
     for name in _SOURCES:
-        found = [ROOT / name] if name.endswith(".py") else (ROOT / name).rglob("*.py")
-        for path in sorted(found):
+        paths = [ROOT / name] if name.endswith(".py") else (ROOT / name).rglob("*.py")
+        for path in sorted(paths):
             if path.parent.name != "plan":
                 sources.update(f"{path.relative_to(ROOT)}\0".encode())
                 sources.update(path.read_bytes())
@@ -253,8 +253,8 @@ def plan_slices(config: RunConfig, xla: XlaConfig, plan: PlanConfig) -> int:
     # What was compiled and fits; of slices of which nothing was, the best by arithmetic.
     found_plans = []
     for option in search.useful():
-        found = search.found[option.candidate]
-        found_plans.append(_plan(request, option.candidate, found.step_s, found.peak_bytes, True))
+        answer = search.found[option.candidate]
+        found_plans.append(_plan(request, option.candidate, answer.step_s, answer.peak_bytes, True))
     seen = {candidate.topology for candidate in search.found}
     for guess in sorted(search.guesses(), key=lambda guess: guess.step_s):
         candidate = guess.option.candidate
@@ -265,11 +265,11 @@ def plan_slices(config: RunConfig, xla: XlaConfig, plan: PlanConfig) -> int:
             seen.add(candidate.topology)
             found_plans.append(_plan(request, candidate, guess.step_s, guess.peak_bytes, False))
 
-    fit = sum(found.fits for found in search.found.values())
+    fit = sum(answer.fits for answer in search.found.values())
     notes = [
         f"{len(search.options):,} candidates fit by arithmetic or nearly, {len(search.found)} were "
         f"compiled ({compilations.compiled} now, the others before), {fit} of them fit",
-        "seconds are the TPU compiler's expectation, no measurement (docs/tpu.md)",
+        "seconds are the TPU compiler's expectation, no measurement (docs/compile_only.md)",
         *left_out.values(),
     ]
     return plans.print_plans(request, found_plans, notes)

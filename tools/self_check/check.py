@@ -72,11 +72,11 @@ class CheckTable:
         self.passed += verdict == "pass"
         self.say(f"{verdict}  {name:20} {text}")
 
-    def within(self, name: str, found: float, allowed: float, text: str) -> None:
+    def within(self, name: str, error: float, allowed: float, text: str) -> None:
         """Print a line for a figure that should be 0; ``text`` says what it is of."""
-        good = found <= allowed  # False for NaN
+        good = error <= allowed  # False for NaN
         relation = "at most" if good else "more than"
-        self.line(good, name, f"{found:.1e} ({relation} {allowed:.1e}) {text}")
+        self.line(good, name, f"{error:.1e} ({relation} {allowed:.1e}) {text}")
 
 
 def prepare_self_check(run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
@@ -123,7 +123,7 @@ def _check_devices(
         settings, plain, rounded = reference.compute(run, backend.batch_shards)
         allowed = Tolerances(backend.unit_roundoff(), plain, rounded)
         numbers = [settings.lr, settings.eps, settings.max_norm]
-    settings = Settings(*exchange.gather(numbers)[0])
+    settings = Settings(*exchange.from_first(numbers))
 
     # The small model on the devices.
     optimizer = run.config.optimizer
@@ -222,11 +222,11 @@ class Devices:
                 max_norm=settings.max_norm,
             )
             values = {"loss": step["loss"], "norm": step["grad_norm"]}
-            found = self.backend.read(values).result()
-            if math.isfinite(found["norm"][0]):
+            numbers = self.backend.read(values).result()
+            if math.isfinite(numbers["norm"][0]):
                 break
-        self.losses.append(found["loss"][0])
-        self.norms.append(found["norm"][0])
+        self.losses.append(numbers["loss"][0])
+        self.norms.append(numbers["norm"][0])
         return self.losses[-1], self.norms[-1]
 
 
@@ -248,11 +248,11 @@ def check_rows(devices: Devices, table: CheckTable) -> None:
     count = sum(len(labels) for _, labels in micro_batches)
     values = {"sum": backend.sum(total), "mean": backend.mean(total / count)}
     backend.end_step()
-    found = backend.read(values).result()
+    totals = backend.read(values).result()
     whole = next(batches(devices.run, None, places=devices.objective.numbered))
     rows = _weights_of_rows(whole, shape, range(shape[1]))
     expected = rows.sum().item()
-    for name, value in (("sum", found["sum"][0]), ("mean", found["mean"][0] * batch_size)):
+    for name, value in (("sum", totals["sum"][0]), ("mean", totals["mean"][0] * batch_size)):
         off = abs(value - expected) / rows.abs().mean().item()
         off = max(map(float, exchange.gather(repr(off))))
         what = f"{name} over the devices of a batch of {batch_size}, a row as the unit"
@@ -363,7 +363,7 @@ def own_folder(run: Run, backend: Backend, table: CheckTable) -> Iterator[Path |
     ckpt_dir = run.ckpt_dir
     shared = run.config.checkpoints.shared_ckpt_dir
     lock = FolderLock(ckpt_dir, inside=run.log_dir, shared=shared)
-    folder = ckpt_dir / exchange.gather(f"self_check_{secrets.token_hex(4)}")[0]
+    folder = ckpt_dir / exchange.from_first(f"self_check_{secrets.token_hex(4)}")
     problem = ""
     try:
         try:
@@ -422,7 +422,7 @@ class Checkpoints:
         # NaN: what the checkpoint does not hold is seen to be missing.
         model = self.run.model
         averages = [TEACHER] if self.run.config.objective.has_teacher else []
-        found = {
+        tensors = {
             kind: {
                 name: torch.full(parameter.shape, torch.nan)
                 for name, parameter in model.meta.named_parameters()
@@ -430,12 +430,12 @@ class Checkpoints:
             }
             for kind in ("weights", *MOMENTS, *averages)
         }
-        weights = found["weights"]
-        state = {name: {kind: found[kind][name] for kind in MOMENTS} for name in weights}
+        weights = tensors["weights"]
+        state = {name: {kind: tensors[kind][name] for kind in MOMENTS} for name in weights}
         try:
             if problem := damage(path):
                 raise UsageError(f"the checkpoint that was written is damaged: {problem}")
-            load_into(tree(State(weights, state, {}, found.get(TEACHER)), {}), path)
+            load_into(tree(State(weights, state, {}, tensors.get(TEACHER)), {}), path)
         except (OSError, ValueError, RuntimeError, dcp.CheckpointException) as error:
             raise UsageError(f"{path} cannot be read: {reason_of(error)}") from None
-        return found
+        return tensors

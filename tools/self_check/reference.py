@@ -140,7 +140,7 @@ class _Training:
             for name, average in self._stored.get(TEACHER, {}).items():
                 average.lerp_(self.weights[name].detach(), _NEWEST)
             moments = {
-                kind: {name: optimizer.state[each][kind] for name, each in self.weights.items()}
+                kind: {name: optimizer.state[weight][kind] for name, weight in self.weights.items()}
                 for kind in MOMENTS
             }
             outcome.states[update] = _copies(self._stored | moments)

@@ -23,8 +23,8 @@ from training.resolve import MODEL_FLAG, Run
 # -- Images, labels and first weights, the same everywhere ----------------------------------------
 
 
-def _generator(*what: object) -> torch.Generator:
-    digest = hashlib.sha256("/".join(map(str, what)).encode()).digest()
+def _generator(*parts: object) -> torch.Generator:
+    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
 
@@ -45,9 +45,9 @@ class _Images(Split):
         if self.dtype != torch.uint8:
             return torch.randn(self.shape, generator=generator)
         noise = torch.randint(256, self.shape, generator=generator, dtype=torch.uint8)
-        if how := self.request.crops:  # the last bytes are the mask
-            patches = math.prod(how.grid)
-            masked = 1 + number % max_masked(how.grid, how.mask_ratio)
+        if crops := self.request.crops:  # the last bytes are the mask
+            patches = math.prod(crops.grid)
+            masked = 1 + number % max_masked(crops.grid, crops.mask_ratio)
             noise[-patches:] = torch.randperm(patches, generator=generator) < masked
         return noise
 

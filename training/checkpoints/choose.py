@@ -145,7 +145,7 @@ def find_checkpoint(checkpoints: CheckpointConfig) -> tuple[SavedRun | None, Can
     """
     folder = folder_at(checkpoints.ckpt_dir)
     try:
-        named = find_resume(folder, checkpoints.resume, checkpoints.resume_epoch)
+        named = named_candidates(folder, checkpoints.resume, checkpoints.resume_epoch)
         return first_readable(named)
     except AllDamaged as error:
         if checkpoints.local_ckpt_dir is None or not resumes_newest(checkpoints):
@@ -159,7 +159,7 @@ def resumes_newest(checkpoints: CheckpointConfig) -> bool:
     return is_auto or is_restart(folder_at(checkpoints.ckpt_dir))
 
 
-def find_resume(ckpt_dir: Path, resume: str, resume_epoch: int) -> Candidates:
+def named_candidates(ckpt_dir: Path, resume: str, resume_epoch: int) -> Candidates:
     """Return the checkpoints that ``--resume`` and ``--resume_epoch`` name, none for a new run.
 
     Looks at names and sizes; whoever resumes one reads its content. Raises UsageError.
@@ -185,33 +185,33 @@ def find_resume(ckpt_dir: Path, resume: str, resume_epoch: int) -> Candidates:
                 )
             return Candidates([])
         if resume == "auto":
-            return _newest(existing)
+            return _newest_first(existing)
         if resume in BEST:
             by_step = evaluations(read_metrics(ckpt_dir))
             evaluated = [path for path in existing if step_of(path) in by_step]
             if not evaluated:
                 raise UsageError(f"--resume {resume}: {ckpt_dir} has no evaluated checkpoint")
             best = max(evaluated, key=lambda path: BEST[resume](by_step[step_of(path)]))
-            return Candidates([_undamaged(best)])
+            return _only(best)
     path = folder_at(resume)
     with checkpoint.readable(path):
         if not path.is_dir():
             if path.is_file():
                 raise UsageError(f"--resume {resume} is a file of weights: give it to --init_from")
             raise UsageError(f"--resume {resume}: there is no such checkpoint folder")
-        return of_path(path)
+        return candidates_in(path)
 
 
-def of_path(path: Path) -> Candidates:
+def candidates_in(path: Path) -> Candidates:
     """Return the checkpoint ``path``, or those of the run whose --ckpt_dir it is, the newest first.
 
     Raises UsageError if it is neither.
     """
     inside = complete_checkpoints(path)
-    return _newest(inside) if inside else Candidates([_undamaged(path)])
+    return _newest_first(inside) if inside else _only(path)
 
 
-def _newest(existing: list[Path]) -> Candidates:
+def _newest_first(existing: list[Path]) -> Candidates:
     problems = {path: checkpoint.quick_problem(path) for path in reversed(existing)}
     good = [path for path, problem in problems.items() if problem is None]
     newest = step_of(good[0]) if good else -1
@@ -225,8 +225,9 @@ def _newest(existing: list[Path]) -> Candidates:
     return Candidates(good, passed_over, explicit=False)
 
 
-def _undamaged(path: Path) -> Path:
-    """Return ``path``. Raises UsageError unless it is a complete checkpoint of the right sizes."""
+def _only(path: Path) -> Candidates:
+    """Return ``path`` as the one candidate. Raises UsageError unless it is a complete checkpoint,
+    whose files have the right sizes."""
     if not checkpoint.is_complete(path):
         started = any(
             file.name == checkpoint.METADATA or file.name.endswith(".distcp")
@@ -237,7 +238,7 @@ def _undamaged(path: Path) -> Path:
         raise UsageError(f"checkpoint {path} is incomplete")
     if problem := checkpoint.quick_problem(path):
         raise UsageError(f"cannot read the checkpoint {path}: {problem}")
-    return path
+    return Candidates([path])
 
 
 def first_readable(candidates: Candidates) -> tuple[SavedRun | None, Candidates]:
@@ -341,7 +342,7 @@ def prune(ckpt_dir: Path, keep: int, spared: Collection[Path]) -> None:
         raise errors[0]
 
 
-def later_ones(ckpt_dir: Path, start: Path | None) -> list[Path]:
+def later_checkpoints(ckpt_dir: Path, start: Path | None) -> list[Path]:
     """Return a folder's complete checkpoints that a run that starts at ``start`` does not continue.
 
     If ``start`` is in another folder, or None, these are all of them.

@@ -98,12 +98,14 @@ class LocalTier:
     After the start it cannot end training: what goes wrong is reported, and the next save tried.
     """
 
-    def __init__(self, run: Run, shards: tuple[int, ...]) -> None:
+    def __init__(self, run: Run, shards: tuple[int, ...], *, resumes: bool) -> None:
         """Open the folder of this process, and agree with the others on peers and on a key. All
         processes must call this, with ``--ckpt_dir`` locked. ``shards``: those that the process
-        holds. Raises UsageError in all of them if a folder cannot be used."""
+        holds. ``resumes``: the newest step of the run is asked for, so that one of these folders
+        may be resumed. Raises UsageError in all processes if a folder cannot be used."""
         assert run.config.checkpoints.local_ckpt_dir is not None
         self.folder = Path(run.config.checkpoints.local_ckpt_dir)
+        self._resumes = resumes
         self._rank, self._count = exchange.rank(), exchange.count()
         # Processes that hold the same shards have the same part.
         shards_held = [tuple(held) for held in exchange.gather(shards)]
@@ -148,8 +150,7 @@ class LocalTier:
             self._folder = folder_file.read_text(errors="replace")
         run_id, _, lineage = run_words.partition(" ")
         words = [run_id, lineage, secrets.token_hex(8), secrets.token_hex(32)]
-        words = exchange.gather(words)[0]  # the first one's
-        self._run_id, self._lineage, self._start_id, key = words
+        self._run_id, self._lineage, self._start_id, key = exchange.from_first(words)
         self._key = bytes.fromhex(key)
         with exchange.failing_together():
             for part in self._complete_parts():
@@ -245,11 +246,13 @@ class LocalTier:
         """Find the newest whole step after ``newer_than``; bring each process its part.
 
         Returns what this process's part says of the run, in a folder that this process alone reads,
-        or None if no step is whole; and lines for the log. ``verify``: compare checksums. All
-        processes must call this.
+        or None if no step is whole or none may be resumed; and lines for the log. ``verify``:
+        compare checksums. All processes must call this.
         """
         notes: list[str] = []
         rejected: set[tuple[int, Save]] = set()
+        if not self._resumes:
+            return None, notes
         while True:
             by_process = exchange.gather(
                 [
@@ -337,14 +340,14 @@ class LocalTier:
                 rejected.add((part, save))
         return [problem for reported in exchange.gather(problems) for problem in reported]
 
-    def forget(self, step: int | None, *, goes_back: bool) -> None:
-        """Remove all parts but those of ``step``, which this start continues; None: all. With
-        ``goes_back`` parts of hosts that are away do not count any more either. All processes must
-        call this before the first save."""
-        if goes_back:
-            self._lineage = exchange.gather(secrets.token_hex(4))[0]
+    def forget(self, step: int | None) -> None:
+        """Remove all parts but those of ``step``, which this start continues; None: all. If none
+        could be resumed, parts of hosts that are away do not count any more either. All processes
+        must call this before the first save."""
+        if not self._resumes:
+            self._lineage = exchange.from_first(secrets.token_hex(4))
         with exchange.failing_together():
-            if goes_back and self._rank == 0:
+            if not self._resumes and self._rank == 0:
                 replace_file(self._id_file, f"{self._run_id} {self._lineage}")
             self._remove(lambda number: number == step)
         with self._lock:

@@ -49,7 +49,7 @@ class BadImages:
                 open(file, errors="surrogateescape", opener=regular) as opened,
             ):
                 listed = [line.split(_SEPARATOR) for line in opened.read().splitlines() if line]
-        listed = exchange.gather(listed)[0]
+        listed = exchange.from_first(listed)
         self._listed = {path for path, *_ in listed}
         for path, *others in listed:
             if others and others[-1] in self._labels:  # earlier versions wrote no split

@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import json
+import os
+import platform
 import sys
 import time
 from collections import deque
@@ -30,6 +32,7 @@ from training.logs.records import (
 )
 from training.logs.sinks import Guarded, JsonLines, TensorBoard, WeightsAndBiases
 from training.optimizers import COUNTS
+from training.processes import exchange
 from training.resolve import Run
 
 CURVES_FILE = "curves.png"
@@ -129,6 +132,8 @@ class Reports:
         """What is not finite of the newest step that was read, or of the last evaluation."""
         self.last_evaluation = last_evaluation
         self._objective = run.config.objective.objective
+        self._description: dict[str, Any] = {}
+        """What run.json has."""
         self.events = Events(folder, self.say, active=active)
         self._sinks: list[Guarded] = []
         has_copies = active and folder != run.ckpt_dir
@@ -155,6 +160,31 @@ class Reports:
         if self._active:
             tqdm.write(text)
             sys.stdout.flush()
+
+    def describe(self, run: Run, devices: str, state_bytes: dict[str, int]) -> None:
+        """Write what this start runs, and on which devices, to run.json."""
+        self._describe(
+            job=os.environ.get("RUN_JOB_ID"),
+            arguments=run.values,
+            model=run.model.settings,
+            backend=devices,
+            devices=self._backend.device_count,
+            mesh=asdict(run.mesh),
+            state_bytes_per_device=state_bytes,
+            python=platform.python_version(),
+            versions=exchange.versions(),
+        )
+        self.upload()
+
+    def _describe(self, **entries: Any) -> None:
+        if not self._active:
+            return
+        self._description |= entries
+        try:
+            text = json.dumps(self._description, indent=2) + "\n"
+            replace_file(self._dir / RUN_FILE, text)
+        except OSError as error:
+            self.say(f"warning: {RUN_FILE} cannot be written ({error.strerror})")
 
     @contextlib.contextmanager
     def compiling(self, what: str) -> Iterator[None]:
@@ -231,12 +261,7 @@ class Reports:
                 expected, measured = self._expected_s, record["sec_per_iter"]
                 record["expected_sec_per_iter"] = expected
                 comparison = f", expected: {expected:.4f} ({measured / expected:.2f}x)"
-                try:
-                    content = read_object(self._dir / RUN_FILE)
-                    content["step_s"] = {"expected": expected, "measured": measured}
-                    replace_file(self._dir / RUN_FILE, json.dumps(content, indent=2) + "\n")
-                except (OSError, ValueError) as error:
-                    self.say(f"warning: {RUN_FILE} cannot be written ({error})")
+                self._describe(step_s={"expected": expected, "measured": measured})
             self._write(record)
             mean_loss, mean_time = (
                 f" (mean of {len(newest)}: {sum(newest) / len(newest):.4f})"

@@ -14,8 +14,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from models.blocks import attentions, use_product
-from xla_fsdp.attention.kernels import ONE_DEVICE, Array, Kernel, Shards, autocast_dtype, lower
-from xla_fsdp.attention.sizes import FlashSizes, padded_width
+from xla_fsdp.attention.kernels import (
+    ONE_DEVICE,
+    Array,
+    FlashSizes,
+    Kernel,
+    Shards,
+    autocast_dtype,
+    lower,
+    padded_width,
+)
 
 
 @functools.cache

@@ -1,4 +1,5 @@
-"""Pallas kernels in a PyTorch/XLA program: how one is lowered, and how each device calls it.
+"""Pallas kernels in a PyTorch/XLA program: how one is lowered, how each device calls it, and the
+sizes that those of attention are given: padded, and divided into blocks.
 
 JAX lowers them on any machine (torch_xla's own way needs a TPU attached). What each of them costs
 is noted in its call, where ``--compile_only`` reads it.
@@ -10,7 +11,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -117,3 +118,153 @@ ONE_DEVICE = Shards()
 def autocast_dtype(v: torch.Tensor) -> torch.dtype:
     """Return the dtype that attention to the values ``v`` computes in."""
     return torch.get_autocast_dtype("xla") if torch.is_autocast_enabled("xla") else v.dtype
+
+
+LANES = 128
+"""Columns of a vector register."""
+SUBLANES = 8
+"""Rows of a vector register."""
+Number = TypeVar("Number", int, float)
+
+# ------------------------------------------------------------------------------------------------
+# Sizes of flash attention.
+
+
+_MOST_ROWS, _MOST_WIDE_ROWS = 1024, 512
+"""Rows of queries, and of keys, that a kernel holds at once; where rows are wider than 256 bytes,
+or numbers than 2, the second.
+
+The fewer, the longer it takes: with 384 half as long again as with 1024 (docs/tpu_speed.md). 16 MiB
+of vector memory, which is what v4 has, hold no more."""
+_QUERY_GRADIENT_BYTES = 4 * 2**20
+"""Of vector memory, for the gradient of queries, which is summed there in fp32."""
+
+
+@dataclass(unsafe_hash=True)
+class FlashSizes:
+    """Sizes of what one device computes: attention of ``tokens`` queries to ``keys`` keys.
+
+    ``width``: of a head, as ``padded_width``; ``masked``: some keys are padding.
+    """
+
+    batch: int
+    heads: int
+    tokens: int
+    keys: int
+    width: int
+    dtype: torch.dtype
+    masked: bool = False
+
+    def __post_init__(self) -> None:
+        # Columns that a program computes: whole registers.
+        self.lanes = max(self.width, LANES)
+        self.heads_together = self.lanes // self.width
+        self.groups = self.heads // self.heads_together
+        # Rows of keys, and of queries, that a kernel holds at once.
+        small = self.dtype.itemsize == 2 and self.lanes == LANES
+        most_rows = _MOST_ROWS if small else _MOST_WIDE_ROWS
+        self.key_blocks = -(-self.keys // most_rows)
+        self.key_block = round_up(-(-self.keys // self.key_blocks), LANES)
+        # The gradient of a span's queries is in vector memory until all keys have added to it. The
+        # last span may have fewer blocks.
+        self.spans = -(-self.tokens // (_QUERY_GRADIENT_BYTES // (4 * self.lanes)))
+        self.span_blocks = -(-self.tokens // (self.spans * most_rows))
+        self.block = round_up(-(-self.tokens // (self.spans * self.span_blocks)), LANES)
+        self.blocks = -(-self.tokens // self.block)
+        # Shapes: of the output and the gradient of queries; of keys and values; of what each span
+        # of queries adds to their gradients; of one number of each query; of which keys are valid,
+        # in whole blocks.
+        columns = self.heads * self.width
+        self.shape = (self.batch, self.tokens, columns)
+        self.key_shape = (self.batch, self.keys, columns)
+        self.key_gradient_shape = (self.batch, self.spans, self.keys, columns)
+        self.statistic_shape = (self.batch, self.groups, self.heads_together, self.tokens)
+        self.valid_shape = (self.batch, 1, self.key_blocks * self.key_block)
+
+
+def padded_width(heads: int, width: int) -> int:
+    """Return a head's width for the kernels: it fills whole registers, alone or with other
+    heads."""
+    shared = LANES % width == 0 and heads % (LANES // width) == 0
+    return width if shared else round_up(width, LANES)
+
+
+def round_up(size: Number, multiple: int) -> Number:
+    return -(-size // multiple) * multiple
+
+
+# ------------------------------------------------------------------------------------------------
+# Sizes of attention by whole sequences.
+
+
+_MOST_UNDIVIDED = 512
+"""Queries that are computed at once; more are computed in blocks."""
+_QUERY_BLOCK = 256
+_FORWARD_HEADS, _BACKWARD_HEADS = 8, 4
+"""Heads of 256 queries and keys that one program of the grid computes: while the units wait for one
+of them they work on another. By libtpu's schedules more gains little."""
+DEFAULT_VECTOR_MEMORY = 16 * 2**20
+"""Bytes that libtpu gives a kernel which does not ask for more, and all that v4 has."""
+LARGEST_VECTOR_MEMORY = 64 * 2**20
+"""Bytes that a kernel may ask for on later chips."""
+_FORWARD_BLOCKS, _BACKWARD_BLOCKS = "qqkk", "qqqkkkk"
+"""The blocks that a program holds: of its queries, "q", or of all tokens, "k"."""
+
+
+@dataclass(unsafe_hash=True)
+class WholeSizes:
+    """Sizes of what one device computes.
+
+    ``packed``: queries, keys and values are one array, (batch, tokens, 3 x heads x width).
+    ``apart``: how far apart two columns are that are rotated together; 0: nothing is rotated.
+    """
+
+    batch: int
+    tokens: int
+    heads: int
+    width: int
+    dtype: torch.dtype
+    packed: bool = False
+    apart: int = 0
+
+    def __post_init__(self) -> None:
+        columns = self.heads * self.width
+        # Columns of a group of heads: whole registers, or all that there are. Whole registers can
+        # be found in a packed array, and shifted.
+        together = math.lcm(self.width, LANES)
+        self.lanes = together if columns % together == 0 else columns
+        self.groups = columns // self.lanes
+        self.fills_registers = self.lanes % LANES == 0
+        # Queries that a program computes.
+        self.queries = self.tokens if self.tokens <= _MOST_UNDIVIDED else _QUERY_BLOCK
+        self.query_blocks = -(-self.tokens // self.queries)
+        # Shapes: of queries, keys, values or the output; of the array that queries are in; of all
+        # three gradients.
+        self.shape = (self.batch, self.tokens, columns)
+        self.input_shape = (self.batch, self.tokens, columns * (3 if self.packed else 1))
+        self.gradients = self.input_shape if self.packed else (3, *self.shape)
+        # By how much a group's columns are shifted so that each meets the other of a pair, behind
+        # or before it: one shift does for both if a head fills its group.
+        before, behind = self.apart, self.lanes - self.apart
+        self.shifts = (behind,) if before == behind else (behind, before)
+        # Shape of what queries and keys are rotated by: cosines, and sines for each shift.
+        self.angles = (1 + len(self.shifts), self.query_blocks * self.queries, self.lanes)
+
+    def images(self, *, backward: bool) -> int:
+        """Return how many images a program computes, a divisor of the batch."""
+        heads = _BACKWARD_HEADS if backward else _FORWARD_HEADS
+        most = heads * min(1.0, 256**2 / (self.queries * self.tokens)) * self.width / self.lanes
+        return max(n for n in range(1, max(1, int(most)) + 1) if self.batch % n == 0)
+
+    def vector_memory(self, *, backward: bool = True) -> int:
+        """Return bytes that are enough for a program: each block twice, as the next one arrives
+        meanwhile, scores in a few forms, rotated queries and keys once."""
+        blocks = _BACKWARD_BLOCKS if backward else _FORWARD_BLOCKS
+        images, rows = self.images(backward=backward), {"q": self.queries, "k": self.tokens}
+        row_bytes = self.lanes * self.dtype.itemsize
+        held, angles = 2 * row_bytes * sum(rows[kind] for kind in blocks), 0
+        scores = 4 * self.queries * -(-self.tokens // LANES) * LANES
+        if self.apart:
+            held += row_bytes * (self.queries + self.tokens)
+            angles = 2 * 4 * math.prod(self.angles)
+        return angles + images * (held + self.lanes // self.width * scores * 2)

@@ -20,7 +20,7 @@ import torch
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from xla_fsdp.attention.sizes import (
+from xla_fsdp.attention.kernels import (
     DEFAULT_VECTOR_MEMORY,
     LANES,
     SUBLANES,

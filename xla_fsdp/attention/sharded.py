@@ -17,7 +17,7 @@ from xla_fsdp.attention.kernels import ONE_DEVICE, Shards, autocast_dtype
 
 if TYPE_CHECKING:
     from xla_fsdp.layout import Mark, MeshLayout
-    from xla_fsdp.resolve_xla import ParallelPlan
+    from xla_fsdp.resolve_xla import XlaPlan
     from xla_fsdp.scan import Scan
 
 # ------------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ class Gathered(TokensOverDevices):
         return gathered[0], gathered[1], None if valid is None else gathered[2][..., 0]
 
 
-def use_over_domain(block: nn.Module, plan: ParallelPlan, layout: MeshLayout) -> None:
+def use_over_domain(block: nn.Module, plan: XlaPlan, layout: MeshLayout) -> None:
     """Let queries of timm's attention stay with their tokens, while keys go round the devices or
     are gathered."""
     mesh = plan.mesh

@@ -17,8 +17,16 @@ from timm.models.eva import EvaAttention
 from torch import nn
 
 from models.blocks import attentions, use_product
-from xla_fsdp.attention.kernels import ONE_DEVICE, Array, Kernel, Shards, autocast_dtype, lower
-from xla_fsdp.attention.sizes import DEFAULT_VECTOR_MEMORY, WholeSizes
+from xla_fsdp.attention.kernels import (
+    DEFAULT_VECTOR_MEMORY,
+    ONE_DEVICE,
+    Array,
+    Kernel,
+    Shards,
+    WholeSizes,
+    autocast_dtype,
+    lower,
+)
 from xla_fsdp.remat import SaveInput
 
 

@@ -5,7 +5,7 @@
 
 import pytest
 
-from gpu_fsdp import float8, resolve_gpu, te_block
+from gpu_fsdp import blocks, resolve_gpu
 from torch_fsdp.devices import Cuda
 from training.errors import UsageError
 
@@ -29,7 +29,7 @@ def need_form(form):
 def need_te():
     """TransformerEngine; returns its PyTorch package."""
     try:
-        return te_block.import_te()
+        return blocks.import_te()
     except UsageError as error:
         pytest.skip(str(error))
 
@@ -43,7 +43,7 @@ def need_fp8():
 def need_torchao():
     """torchao, and a GPU with FP8."""
     try:
-        float8.import_float8()
+        blocks.import_float8()
     except UsageError as error:
         pytest.skip(str(error))
     if reason := Cuda().lacks("fp8"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpu_fsdp.te_block import TeBlocks
+from gpu_fsdp.blocks import TeBlocks
 from tests.hardware.gpu.helpers import (
     LEARN,
     LEARNED_STEPS,

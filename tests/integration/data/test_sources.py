@@ -48,7 +48,7 @@ def tree(tmp_path_factory):
 def sources(tree, tmp_path_factory):
     """The flags of each source of the same images."""
     made = tmp_path_factory.mktemp("made")
-    pack(str(tree), made / "shards", 12_000, 2)
+    pack(str(tree), str(made / "shards"), 12_000, 2)
     index = str(made / "index")
     shards = {"data_source": "webdataset", "index_dir": index}
     return {
@@ -306,7 +306,7 @@ def test_large_images_are_read_without_warnings(tmp_path):
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
     target = tmp_path_factory.mktemp("packed") / "digits"
-    pack(str(DIGITS), target, 400_000, 2)
+    pack(str(DIGITS), str(target), 400_000, 2)
     return target
 
 

@@ -1,4 +1,4 @@
-"""launch/preflight.py, torch_fsdp/launch_torch.py: nodes and processes that wait, and restarts."""
+"""launch/torchrun.py, torch_fsdp/launch_torch.py: nodes and processes that wait, and restarts."""
 
 import argparse
 import os
@@ -15,7 +15,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from launch import Mistake, torchrun
-from launch.preflight import TimedOut, wait_for_nodes
+from launch.torchrun import TimedOut, wait_for_nodes
 from tests.fakes.pod import wait_until
 from tests.support.cli import DIGITS, TINY_MODEL, TINY_RUN, tiny
 from tests.support.launching import (
@@ -108,7 +108,7 @@ def test_refusals_say_what_to_change(executor):
 
 def test_two_nodes_with_one_number(executor, monkeypatch):
     """The one that came first notices it."""
-    monkeypatch.setattr("launch.preflight.os.getpid", threading.get_ident)  # a thread is a node
+    monkeypatch.setattr("launch.torchrun.os.getpid", threading.get_ident)  # a thread is a node
     port = free_port()
     nodes = [wait_in_thread(executor, port, 0)]
     first = wait_in_thread(executor, port, 1)

@@ -8,11 +8,11 @@ import pytest
 
 from tests.support.cli import run_program
 from tests.support.marks import NEEDS_NEWER_LIBTPU, long, with_newer_libtpu
+from tools.compile_only.command import CompiledGraph, as_table, make_report
 from tools.compile_only.compiler import REPLICATED, Compiled, Result, Value, hbm_needed, local_bytes
 from tools.compile_only.expected import Links, expect
 from tools.compile_only.explain import explain
 from tools.compile_only.hlo import count_flops, measure
-from tools.compile_only.report import CompiledGraph, as_table, make_report
 from xla_fsdp.tpu import parse_topology
 
 # Of a width for which the TPU's tiles of 8 x 128 pad next to nothing.

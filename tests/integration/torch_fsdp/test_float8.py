@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gpu_fsdp import float8
-from gpu_fsdp.float8 import Float8Blocks
+from gpu_fsdp import blocks
+from gpu_fsdp.blocks import Float8Blocks
 from models.registry import open_model
 from tests.fakes.filled import filled
 from tests.fakes.float8_on_cpu import emulate
@@ -63,7 +63,7 @@ class Products(torch.autograd.Function):
 @pytest.mark.parametrize("fp8", ["current", "rowwise"])
 def test_products_and_gradients(fp8, monkeypatch):
     """Of each Linear of a block: against products of operands that are rounded here."""
-    monkeypatch.setattr(float8, "config_of", float8.config_of)  # put back afterwards
+    monkeypatch.setattr(blocks, "config_of", blocks.config_of)  # put back afterwards
     emulate()
     block = filled(open_model("vit_10b", SMALL)).blocks[0]
     names = [name for name, _ in block.named_parameters()]

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from gpu_fsdp import te_block
-from gpu_fsdp.te_block import TeBlocks
+from gpu_fsdp import blocks
+from gpu_fsdp.blocks import TeBlocks
 from models.registry import open_model
 from tests.fakes.te import STAND_IN
 from tests.support.cli import TINY_MODEL, run_program, train_tiny_gpu
@@ -23,7 +23,7 @@ from training.errors import UsageError
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    monkeypatch.setattr(te_block, "import_te", lambda: STAND_IN)
+    monkeypatch.setattr(blocks, "import_te", lambda: STAND_IN)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_slow_attention_is_refused(stand_in, monkeypatch):
 
 LOADED = """
 import os
-from gpu_fsdp.te_block import prefer_cudnn_of_pytorch
+from gpu_fsdp.blocks import prefer_cudnn_of_pytorch
 prefer_cudnn_of_pytorch()
 print(os.environ["CUDNN_HOME"])
 print(*{line.split()[-1] for line in open("/proc/self/maps") if "libcudnn_graph" in line})
@@ -128,7 +128,7 @@ def test_cudnn_of_pytorch(monkeypatch):
 
     monkeypatch.setenv("CUDNN_HOME", "/opt/cudnn")
     monkeypatch.setattr(ctypes, "CDLL", None)
-    te_block.prefer_cudnn_of_pytorch()
+    blocks.prefer_cudnn_of_pytorch()
     assert os.environ["CUDNN_HOME"] == "/opt/cudnn"
 
 

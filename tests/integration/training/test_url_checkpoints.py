@@ -12,8 +12,8 @@ from tests.support.usage_error import told_in_one_line
 from training.checkpoints.choose import (
     clear,
     complete_checkpoints,
-    find_resume,
     first_readable,
+    named_candidates,
     prune,
     set_aside,
     step_folders,
@@ -77,7 +77,7 @@ def test_checkpoints_on_a_url(url):
     write_whole(url / "step_11", 1.0)
     (url / "step_11" / "manifest.json").unlink()
     assert [path.name for path in step_folders(url)] == ["step_2", "step_4", "step_10", "step_11"]
-    newest = find_resume(url, "auto", 0).paths[0]
+    newest = named_candidates(url, "auto", 0).paths[0]
     assert newest == url / "step_10"
     assert newest.parent == url
     backend = OneWeight(0.0, ["scale"])
@@ -102,7 +102,7 @@ def test_what_a_storage_raises_is_an_oserror(storage):
         with pytest.raises(OSError, match="503 try again later"):
             getattr(folder_at("bucket://shelf/run"), action)()
     with pytest.raises(UsageError, match="cannot read --ckpt_dir bucket://shelf/run: 503"):
-        find_resume(folder_at("bucket://shelf/run"), "auto", 0)
+        named_candidates(folder_at("bucket://shelf/run"), "auto", 0)
 
 
 def test_what_is_damaged_is_passed_over_what_cannot_be_reached_is_not(storage):
@@ -111,10 +111,10 @@ def test_what_is_damaged_is_passed_over_what_cannot_be_reached_is_not(storage):
         write_whole(url / f"step_{step}", float(step))
     file = url / "step_4" / "__0_0.distcp"
     file.write_bytes(bytes(len(file.read_bytes())))  # of the same size
-    saved, left = first_readable(find_resume(url, "auto", 0))
+    saved, left = first_readable(named_candidates(url, "auto", 0))
     assert saved.path == url / "step_2"
     assert "cannot read the checkpoint bucket://shelf/run/step_4" in left.passed_over[0]
-    found = find_resume(url, "auto", 0)
+    found = named_candidates(url, "auto", 0)
     (storage.parent / "down").touch()
     with pytest.raises(Unreachable, match=r"/step_4: 503 try again"):
         first_readable(found)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from data.config import DataConfig
-from data.mosaics import MosaicsSplit
+from data.digits import MosaicsSplit
 from data.source import DatasetRequest
 from tests.support.cli import train_tiny, train_tiny_gpu
 from tests.support.marks import long

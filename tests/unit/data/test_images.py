@@ -102,7 +102,7 @@ def test_packing_and_prediction_leave_hidden_files_out(tmp_path):
     for split in ("train", "val"):
         for name in ("a/1.png", "a/._1.png", "a/.ipynb_checkpoints/2.png", ".b/3.png"):
             image(tmp_path / split / name)
-    pack(str(tmp_path), tmp_path / "shards", 10**6, 1)
+    pack(str(tmp_path), str(tmp_path / "shards"), 10**6, 1)
     with tarfile.open(tmp_path / "shards" / "train" / "train-000000.tar") as tar:
         assert tar.getnames() == ["00000000.png", "00000000.cls"]
     found = find_images([str(tmp_path / "train"), str(tmp_path / "val" / "a" / "._1.png")])

@@ -7,10 +7,9 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from data.digits import read_digits
+from data.digits import INTENSITIES, LENGTHS, read_digits
 from data.files import DataFolderError
 from data.loader import Share
-from data.mosaics import INTENSITIES, LENGTHS
 from data.source import DatasetRequest, open_data
 from tests.support.loading import arguments
 

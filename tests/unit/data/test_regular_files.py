@@ -59,7 +59,7 @@ def test_images_in_folders(few_digits, endless):
 def test_images_to_be_packed(few_digits, endless, tmp_path):
     (few_digits / "val" / "0" / "0.png").symlink_to(endless)
     with pytest.raises(OSError, match="it is not a regular file"):
-        pack(str(few_digits), tmp_path / "packed", 10**6, 1)
+        pack(str(few_digits), str(tmp_path / "packed"), 10**6, 1)
 
 
 @pytest.mark.parametrize(

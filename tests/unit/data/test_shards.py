@@ -1,15 +1,21 @@
 """Tar shards: what data.pack writes, and what others have written, and what is wrong with it."""
 
+import gzip
 import hashlib
 import io
 import json
+import os
 import tarfile
 
+import numpy as np
 import pytest
 import webdataset
+from fsspec.implementations.local import LocalFileSystem
 from PIL import Image
-from torchvision.datasets import ImageFolder
+from scipy.io import savemat
+from torchvision.datasets import ImageFolder, imagenet
 
+from data import files
 from data.files import DataFolderError
 from data.pack import main, pack
 from data.source import open_data
@@ -57,8 +63,9 @@ def split_of(root, split, **flags):
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
     target = tmp_path_factory.mktemp("packed") / "digits"
-    shards = pack(str(ALL_DIGITS), target, 300_000, 2)
-    assert shards == [*sorted(target.glob("train/*")), *sorted(target.glob("val/*"))]
+    shards = pack(str(ALL_DIGITS), str(target), 300_000, 2)
+    written = [*sorted(target.glob("train/*")), *sorted(target.glob("val/*"))]
+    assert shards == [str(path) for path in written]
     return target
 
 
@@ -86,7 +93,7 @@ def test_shards_hold_the_folders_files_in_order(packed, tmp_path):
         for (content, label), (path, expected) in zip(found, samples, strict=True):
             with open(path, "rb") as file:
                 assert (file.read(), expected) == (content, label)
-    pack(str(ALL_DIGITS), tmp_path / "again", 300_000, 1)
+    pack(str(ALL_DIGITS), str(tmp_path / "again"), 300_000, 1)
     assert checksums(tmp_path / "again") == checksums(packed)
 
 
@@ -118,7 +125,7 @@ def test_packing_on_the_command_line(tmp_path, capsys, monkeypatch):
         ((ALL_DIGITS, tmp_path / "new"), "new is there already: give another name"),
         ((tmp_path / "nowhere", tmp_path / "x"), "nowhere/train does not exist"),
         (("gs://bucket/x", tmp_path / "x"), "gs://bucket/x is a URL: pack a folder"),
-        ((ALL_DIGITS, "gs://bucket/x"), "gs://bucket/x is a URL: give a place on this machine"),
+        ((ALL_DIGITS, "nowhere://b/x"), "nowhere:// is not a kind of URL that fsspec knows"),
         ((ALL_DIGITS, tmp_path / "x", "--shard_size", "256"), "'256' is not a size such as 256MB"),
         (
             (ALL_DIGITS, tmp_path / "x", "--workers", "0"),
@@ -131,6 +138,114 @@ def test_packing_on_the_command_line(tmp_path, capsys, monkeypatch):
         assert line.startswith("data.pack: error: ")
         assert told in line
     assert not (tmp_path / "x").exists()
+
+
+# -- packed to a URL ------------------------------------------------------------------
+
+
+def test_packing_to_a_url_goes_on_after_an_interruption(packed, tmp_path, monkeypatch):
+    """Until all shards are there the target is refused as a data set; what is there already is not
+    written again."""
+    target = tmp_path / "there"
+    put = LocalFileSystem.put_file
+
+    def breaks(self, here, there, **options):
+        if "train-000002" in there:
+            raise ConnectionError("lost")
+        return put(self, here, there, **options)
+
+    monkeypatch.setattr(files, "RETRY_WAITS_S", ())
+    monkeypatch.setattr(LocalFileSystem, "put_file", breaks)
+    with pytest.raises(DataFolderError, match=r"train-000002\.tar cannot be written: lost"):
+        pack(str(ALL_DIGITS), f"file://{target}", 300_000, 1)
+    with pytest.raises(DataFolderError, match="is incomplete: run its"):
+        opened(target)
+    monkeypatch.setattr(LocalFileSystem, "put_file", put)
+    with pytest.raises(DataFolderError, match="is there already"):
+        pack(str(ALL_DIGITS), f"file://{target}", 200_000, 1)
+    first = target / "train" / "train-000000.tar"
+    written = first.stat().st_mtime_ns
+    shards = pack(str(ALL_DIGITS), f"file://{target}", 300_000, 2)
+    assert first.stat().st_mtime_ns == written
+    assert len(shards) == len(list(target.glob("*/*.tar")))
+    (target / "packing.json").unlink()
+    assert checksums(target) == checksums(packed)
+    with pytest.raises(DataFolderError, match="is there already"):
+        pack(str(ALL_DIGITS), f"file://{target}", 300_000, 1)
+
+
+# -- ImageNet's archives --------------------------------------------------------------
+
+
+@pytest.fixture
+def archives(tmp_path):
+    """As they are downloaded, with three classes of digits; the devkit has a synset of others."""
+    folder, names = tmp_path / "archives", ["n03", "n01", "n02"]
+    train = {}
+    for name in names:
+        digits = sorted((ALL_DIGITS / "train" / name[-1]).iterdir())[:4]
+        images = {f"{name}_{number}.JPEG": path.read_bytes() for number, path in enumerate(digits)}
+        write(tmp_path / "class.tar", images)
+        train[f"{name}.tar"] = (tmp_path / "class.tar").read_bytes()
+    write(folder / "ILSVRC2012_img_train.tar", train)
+    digits = [*(ALL_DIGITS / "val").glob("*/*.png")][:8]
+    images = {f"ILSVRC2012_val_{n:08}.JPEG": path.read_bytes() for n, path in enumerate(digits, 1)}
+    write(folder / "ILSVRC2012_img_val.tar", images)
+    numbers = {"n03": 2, "n01": 3, "n02": 1, "n00": 1001}
+    columns = ("ILSVRC2012_ID", "WNID", "words", "gloss", "num_children")
+    rows = [(number, name, name, name, 2 * (number > 1000)) for name, number in numbers.items()]
+    meta = io.BytesIO()
+    savemat(meta, {"synsets": np.array(rows, [(column, object) for column in columns])})
+    labels = "".join(f"{1 + n % 3}\n" for n in range(len(digits)))
+    content = {
+        "ILSVRC2012_validation_ground_truth.txt": labels.encode(),
+        "meta.mat": meta.getvalue(),
+    }
+    devkit = {f"ILSVRC2012_devkit_t12/data/{name}": data for name, data in content.items()}
+    write(tmp_path / "devkit.tar", devkit)
+    with gzip.open(folder / "ILSVRC2012_devkit_t12.tar.gz", "wb") as file:
+        file.write((tmp_path / "devkit.tar").read_bytes())
+    return folder
+
+
+def test_archives_of_imagenet_as_torchvision_unpacks_them(archives, tmp_path, monkeypatch):
+    """The shards are those of the folder that torchvision makes of the archives."""
+    pack(str(archives), str(tmp_path / "shards"), 4_000, 1)
+    monkeypatch.setattr(imagenet, "check_integrity", lambda path, *md5: os.path.exists(path))
+    for split in ("train", "val"):
+        imagenet.ImageNet(str(archives), split)
+    assert (archives / "train" / "n01" / "n01_0.JPEG").is_file()
+    pack(str(archives), str(tmp_path / "of_folder"), 4_000, 1)
+    assert checksums(tmp_path / "shards") == checksums(tmp_path / "of_folder")
+    assert opened(tmp_path / "shards").classes == ["n01", "n02", "n03"]
+
+
+def test_archives_without_labels(archives, tmp_path):
+    (archives / "ILSVRC2012_devkit_t12.tar.gz").unlink()
+    pack(str(archives), str(tmp_path / "shards"), 10**6, 1, labels=False)
+    with tarfile.open(tmp_path / "shards" / "train" / "train-000000.tar") as tar:
+        assert tar.getnames() == [f"{number:08}.jpeg" for number in range(12)]
+
+
+def test_broken_archives(archives, tmp_path):
+    def told():
+        with pytest.raises(DataFolderError) as error:
+            pack(str(archives), str(tmp_path / "shards"), 10**6, 1)
+        return str(error.value).removeprefix(f"{archives}/")
+
+    devkit, val = archives / "ILSVRC2012_devkit_t12.tar.gz", archives / "ILSVRC2012_img_val.tar"
+    content = val.read_bytes()
+    val.write_bytes(content[: content.rindex(b"PNG") + 20])
+    assert told() == "ILSVRC2012_img_val.tar cannot be read: unexpected end of data"
+    write(val, {"1.JPEG": b"1"})
+    assert told().startswith("ILSVRC2012_img_val.tar has 1 images and ILSVRC2012_img_train.tar 3 ")
+    devkit.write_bytes(b"<html>Sign in</html>")
+    assert told() == "ILSVRC2012_devkit_t12.tar.gz cannot be read: not a gzip file"
+    devkit.unlink()
+    assert told() == "ILSVRC2012_devkit_t12.tar.gz cannot be read: No such file or directory"
+    (archives / "ILSVRC2012_img_train.tar").write_bytes(b"")
+    assert told() == "ILSVRC2012_img_train.tar cannot be read: empty file"
+    assert not (tmp_path / "shards").exists()
 
 
 # -- written by others ----------------------------------------------------------------

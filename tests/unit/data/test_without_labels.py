@@ -147,7 +147,7 @@ def test_packed_images_without_labels(tmp_path, capsys, monkeypatch):
     with pytest.raises(DataFolderError, match=r"has no shards val/\*.tar"):
         opened(target, "webdataset", labels=True)
     with pytest.raises(DataFolderError, match="holds no class folders"):
-        pack(str(write(tmp_path / "c" / "train", FLAT).parent), tmp_path / "d", 10**6, 1)
+        pack(str(write(tmp_path / "c" / "train", FLAT).parent), str(tmp_path / "d"), 10**6, 1)
 
 
 def test_shards_whose_labels_are_broken_or_missing(tmp_path):

@@ -11,8 +11,8 @@ import xxhash
 from tests.support.checkpoints import OneWeight, flip, left, save_state, truncate, write_checkpoint
 from training.checkpoints.choose import (
     complete_checkpoints,
-    find_resume,
-    later_ones,
+    later_checkpoints,
+    named_candidates,
     prune,
     set_aside,
 )
@@ -159,7 +159,7 @@ def test_complete_is_what_has_its_manifest(tmp_path):
     (tmp_path / "step_12").mkdir()
     (tmp_path / "step_best").mkdir()
     assert [p.name for p in complete_checkpoints(tmp_path)] == ["step_2", "step_9", "step_10"]
-    assert find_resume(tmp_path, "auto", 0).paths[0].name == "step_10"
+    assert named_candidates(tmp_path, "auto", 0).paths[0].name == "step_10"
     assert complete_checkpoints(tmp_path / "nowhere") == []
 
 
@@ -205,13 +205,13 @@ def garble_manifest(folder):
 def test_damage_that_sizes_show_is_passed_over_and_named(harm, told, tmp_path):
     write_checkpoint(tmp_path, 5)
     harm(write_checkpoint(tmp_path, 10))
-    found = find_resume(tmp_path, "auto", 0)
+    found = named_candidates(tmp_path, "auto", 0)
     assert [path.name for path in found.paths] == ["step_5"]
     (line,) = found.passed_over
     assert "step_10 is damaged" in line
     assert told in line
     with pytest.raises(UsageError, match="cannot read the checkpoint"):
-        find_resume(tmp_path, str(tmp_path / "step_10"), 0)
+        named_candidates(tmp_path, str(tmp_path / "step_10"), 0)
 
 
 def test_damage_that_sizes_hide_is_found_by_checksum(tmp_path):
@@ -250,17 +250,19 @@ def test_going_back_sets_the_later_ones_aside(tmp_path):
     for step in (5, 10, 15):
         write_checkpoint(tmp_path, step)
     (tmp_path / "metrics.jsonl").write_text('{"step": 12}\n')
-    later = later_ones(tmp_path, tmp_path / "step_5")
+    later = later_checkpoints(tmp_path, tmp_path / "step_5")
     assert [path.name for path in later] == ["step_10", "step_15"]
     aside = set_aside(tmp_path, later)
     assert aside == tmp_path / "set_aside_1"
     assert (aside / "metrics.jsonl").read_text() == '{"step": 12}\n'
     assert left(tmp_path) == [5]
-    assert find_resume(tmp_path, str(aside), 0).paths[0] == aside / "step_15"
+    assert named_candidates(tmp_path, str(aside), 0).paths[0] == aside / "step_15"
     write_checkpoint(tmp_path, 6)
     assert set_aside(tmp_path, [tmp_path / "step_6"]) == tmp_path / "set_aside_2"
-    assert later_ones(tmp_path, tmp_path / "step_5") == []
-    assert [p.name for p in later_ones(tmp_path, aside / "step_10")] == ["step_5"]  # another run's
+    assert later_checkpoints(tmp_path, tmp_path / "step_5") == []
+    assert [p.name for p in later_checkpoints(tmp_path, aside / "step_10")] == [
+        "step_5"
+    ]  # another run's
 
 
 def test_sums_made_while_writing_are_those_of_the_files(tmp_path):

@@ -1,13 +1,13 @@
-"""TransformerEngine's TransformerLayer in place of timm's block, weights mapped both ways.
+"""What takes the place of timm's blocks on NVIDIA's GPUs: TransformerEngine's, or FP8 products.
 
-The mapping is a renaming: with fused, not interleaved qkv the rows of both are q of all
-heads, then k, then v. Checkpoints keep timm's names, so they move between the two. What
-differs is GELU: TransformerEngine has only the tanh approximation (at most 5e-4 off).
+Both hold the weights of timm's blocks, and checkpoints keep timm's names. In FP8, weights,
+gradients and checkpoints stay as they are: what a product multiplies is rounded just before.
 """
 
 import ctypes
 import functools
 import importlib.util
+import logging
 import os
 import re
 from pathlib import Path
@@ -16,13 +16,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpu_fsdp.float8 import check_sizes
-from models.blocks import why_no_transformer_engine
+from gpu_fsdp.config import FP8_MULTIPLE
+from models.blocks import why_no_linear_products, why_no_transformer_engine
 from models.config import ModelError
-from torch_fsdp.devices import choose
+from torch_fsdp import devices
 from torch_fsdp.parallel_plan import DTYPES, TimmBlocks, TorchRun
 from training.errors import UsageError
 from training.resolve import MODEL_FLAG
+
+# -- TransformerEngine's TransformerLayer in place of timm's block: --block te -----------------
+#
+# The mapping of weights is a renaming: with fused, not interleaved qkv the rows of both are q of
+# all heads, then k, then v. What differs is GELU: TransformerEngine has only the tanh approximation
+# (at most 5e-4 off).
+
 
 TE_NAME = {
     "norm1.weight": "self_attention.layernorm_qkv.layer_norm_weight",
@@ -173,7 +180,7 @@ def check_fused_attention(te: Any, run: TorchRun) -> None:
         qkv_format="bshd",
     )
     q, k, v = torch.zeros(
-        (3, 1, 64, heads, width), dtype=DTYPES[precision], device=choose("cuda").where
+        (3, 1, 64, heads, width), dtype=DTYPES[precision], device=devices.choose("cuda").where
     ).requires_grad_()
     os.environ["NVTE_UNFUSED_ATTN"] = "0"
     try:
@@ -218,3 +225,77 @@ def import_te() -> Any:
     if not torch.cuda.is_available():
         raise UsageError("--block te requires a CUDA GPU: on the CPU use --block timm")
     return te
+
+
+# -- timm's blocks with their products in FP8, by torchao: --fp8 without --block te ------------
+#
+# With scales of the values that are there: one a tensor ("current") or one a row ("rowwise"). Only
+# with torch.compile is the rounding part of the kernels around it.
+
+
+_TORCHAO_NAME = {"current": "tensorwise", "rowwise": "rowwise"}
+
+
+class Float8Blocks(TimmBlocks):
+    """timm's blocks with ``nn.Linear`` in FP8."""
+
+    def check(self, run: TorchRun) -> None:
+        if self.fp8 not in _TORCHAO_NAME:
+            raise UsageError(
+                f"--fp8 {self.fp8} requires --block te: with timm's blocks use "
+                f"{' or '.join(_TORCHAO_NAME)}"
+            )
+        if not run.backend_config.compile:
+            raise UsageError(
+                f"--fp8 {self.fp8} with timm's blocks requires --compile: alone, rounding to FP8 "
+                "would take longer than the products gain"
+            )
+        if reason := devices.choose("cuda").lacks("fp8"):
+            raise UsageError(reason)
+        if reason := why_no_linear_products(run.model.block):
+            reason = ModelError(reason).told(MODEL_FLAG)
+            raise UsageError(
+                f"--fp8 {self.fp8} is incompatible with --model {run.model.name}: {reason}"
+            )
+        check_sizes(run, self.fp8)
+        import_float8()
+
+    def replace(self, block: nn.Module, device: str) -> nn.Module:
+        float8 = import_float8()
+        return float8.convert_to_float8_training(block, config=config_of(self.fp8))
+
+
+def config_of(fp8: str) -> Any:
+    """Return torchao's configuration of the recipe "current" or "rowwise"."""
+    return import_float8().Float8LinearConfig.from_recipe_name(_TORCHAO_NAME[fp8])
+
+
+def import_float8() -> Any:
+    """Return the package torchao.float8. Raise UsageError where it cannot be imported."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # it and PyTorch warn of each other's versions
+    try:
+        import torchao.float8
+    except ImportError:
+        raise UsageError(
+            "--fp8 with timm's blocks requires the package torchao and its PyTorch: python3 -m pip "
+            "install -r requirements-gpu.txt"
+        ) from None
+    finally:
+        logging.disable(disabled)
+    return torchao.float8
+
+
+def check_sizes(run: TorchRun, fp8: str) -> None:
+    """Raise UsageError if a dimension of a product in the blocks does not suit FP8 kernels."""
+    multiple, sizes = FP8_MULTIPLE[fp8], run.model.sizes
+    for name, size in (("--embed_dim", sizes.embed_dim), ("the MLP's width", sizes.hidden)):
+        if size % multiple:
+            raise UsageError(f"--fp8 {fp8}: {name} {size} is no multiple of {multiple}")
+    images = run.config.data.pass_size // run.mesh.batch_parts
+    if images * sizes.num_tokens % multiple:
+        raise UsageError(
+            f"--fp8 {fp8}: {images} images a pass and GPU x {sizes.num_tokens} tokens is no "
+            f"multiple of {multiple}: choose --batch_size so that a GPU gets a multiple of "
+            f"{multiple} images"
+        )
