@@ -24,6 +24,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Otherwise each of hundreds of programs would compile the project's modules.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Flags are resolved as on a machine without a TPU, wherever the tests run.
+os.environ["PJRT_DEVICE"] = "CPU"
+os.environ.pop("CPU_NUM_DEVICES", None)
 # Tests share a few cores: threads that wait for each other there take up to eight times as long for
 # the small tensors of a test.
 torch.set_num_threads(1)

@@ -54,8 +54,7 @@ def by_timm(config, parts, images, labels, seed, pass_index):
     return [torch.cat(each) for each in zip(*found, strict=True)]
 
 
-def tiny_run(monkeypatch, *flags, devices=1):
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+def tiny_run(*flags, devices=1):
     return on_xla([*tiny(Path("unused")), *flags, "--cpu_devices", str(devices)])
 
 

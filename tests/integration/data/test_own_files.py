@@ -21,12 +21,6 @@ OTHER = 54321
 only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 
 
-@pytest.fixture(autouse=True)
-def cpu(monkeypatch):
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    monkeypatch.delenv("CPU_NUM_DEVICES", raising=False)
-
-
 def refusal(capsys, ckpt_dir: Path, *flags: str) -> str:
     source = ["--data_dir", DIGITS, *TINY_MODEL, "--batch_size", "16", "--ckpt_dir", ckpt_dir]
     return told_in_one_line(capsys, *source, *flags)

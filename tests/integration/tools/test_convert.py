@@ -21,11 +21,6 @@ from tools.convert import main
 IMAGES = sorted(map(str, (DIGITS / "val" / "7").glob("*.png")))[:8]
 
 
-@pytest.fixture(autouse=True)
-def cpu(monkeypatch):
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Two steps of FSDP2 in two processes: tensors in two parts each."""

@@ -16,8 +16,6 @@ from torch_fsdp.devices import Cpu
 
 @pytest.fixture(autouse=True)
 def cpu(monkeypatch):
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    monkeypatch.delenv("CPU_NUM_DEVICES", raising=False)
     monkeypatch.setattr("torch_fsdp.devices.choose", lambda backend: Cpu())
 
 

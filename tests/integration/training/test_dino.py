@@ -411,9 +411,8 @@ def test_a_head_without_a_loss_is_not_updated_in_passes(tmp_path):
         ("--weight_decay 0", "--weight_decay_end requires --weight_decay above 0"),
     ],
 )
-def test_mistakes(flags, line, capsys, monkeypatch, tmp_path):
+def test_mistakes(flags, line, capsys, tmp_path):
     need_xla()
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
     words = [*tiny(tmp_path / "run"), *DINO, "--cpu_devices", "2", *flags.split()]
     assert line in told_in_one_line(capsys, *words)
     assert not (tmp_path / "run").exists()

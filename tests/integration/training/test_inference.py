@@ -26,12 +26,6 @@ NUMBERS = [f"class {label}" for label in range(10)]
 STEPS = 40
 
 
-@pytest.fixture(autouse=True)
-def cpu(monkeypatch):
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    monkeypatch.delenv("CPU_NUM_DEVICES", raising=False)
-
-
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
     """The digits with spelt-out class names."""

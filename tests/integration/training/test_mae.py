@@ -246,9 +246,8 @@ def test_by_the_tpu_compiler():
         ("--decoder_num_heads 3", "is not a multiple of --decoder_num_heads 3"),
     ],
 )
-def test_mistakes(flags, line, capsys, monkeypatch, tmp_path):
+def test_mistakes(flags, line, capsys, tmp_path):
     need_xla()
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
     words = [*tiny(tmp_path / "run"), *MAE, "--cpu_devices", "2", *flags.split()]
     assert line in told_in_one_line(capsys, *words)
     assert not (tmp_path / "run").exists()

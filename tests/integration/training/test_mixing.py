@@ -39,8 +39,8 @@ ON_HOST = SimpleNamespace(constant=torch.Tensor.contiguous, image_rows=range(16)
         "--bce_loss --bce_sum --bce_target_thresh 0",
     ],
 )
-def test_images_labels_and_losses_are_timms(flags, devices, monkeypatch):
-    run = tiny_run(monkeypatch, *flags.split(), devices=devices)
+def test_images_labels_and_losses_are_timms(flags, devices):
+    run = tiny_run(*flags.split(), devices=devices)
     config, seed = run.config.loss, run.config.seed
     objective, loss, kinds = open_objective(run, ON_HOST), timms_loss(config), set()
     normalize = normalizer(run, ON_HOST.constant)
@@ -62,8 +62,8 @@ def test_images_labels_and_losses_are_timms(flags, devices, monkeypatch):
         assert len(kinds) == 3
 
 
-def test_rows_of_images_are_cut_where_those_of_the_whole_are(monkeypatch):
-    run = tiny_run(monkeypatch, "--cutmix", "1")
+def test_rows_of_images_are_cut_where_those_of_the_whole_are():
+    run = tiny_run("--cutmix", "1")
     images = torch.randn(16, 3, 16, 16)
     whole = Mixing(run, torch.Tensor.contiguous, range(16))
     for pass_index in range(10):
@@ -105,12 +105,12 @@ def test_other_forms_train_alike(form, everything, tmp_path):
         long(2, "--no-scan_blocks", "--smoothing 0.2"),
     ],
 )
-def test_first_steps_are_timms(devices, form, flags, monkeypatch, tmp_path):
+def test_first_steps_are_timms(devices, form, flags, tmp_path):
     given = [*flags.split(), "--grad_accum_steps", "2"]
     flags = [*given, "--precision", "bf16", "--max_steps", "4", "--eval_batches", "1"]
     result = train_tiny(tmp_path, *flags, *form.split(), devices=devices)
     assert_steady(result, executions=3)
-    run = tiny_run(monkeypatch, *given, devices=devices)
+    run = tiny_run(*given, devices=devices)
     config, how = run.config.loss, run.config.data.preprocessing
     model, loss = filled(run.model, run.config.seed), timms_loss(run.config.loss)
     loader = open_data(dataset_request(run)).train_loader(16, Share())

@@ -226,8 +226,7 @@ def test_betas_and_flops_follow():
         ("--backend cuda --optimizer muon --cpu_offload", "is incompatible with --cpu_offload"),
     ],
 )
-def test_refused(flags, told, capsys, monkeypatch, tmp_path):
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+def test_refused(flags, told, capsys, tmp_path):
     folder = tmp_path / "run"
     assert told in told_in_one_line(capsys, "--fake_data", *flags.split(), "--ckpt_dir", folder)
     assert not folder.exists()

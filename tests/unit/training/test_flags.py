@@ -41,7 +41,6 @@ channels_last tf32 profile
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch):
-    monkeypatch.delenv("CPU_NUM_DEVICES", raising=False)
     monkeypatch.delenv("STEP_TIMEOUT_S", raising=False)
 
 
