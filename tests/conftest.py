@@ -11,9 +11,11 @@ from safetensors.torch import save_file
 
 from data.digits import write_digits
 from tests.fakes.pod import StandIn, workers_here
+from tests.support import shared
 from tests.support.cli import ALL_DIGITS, DIGITS, train_tiny, train_tiny_gpu
 from tests.support.features import TRAIN, VAL, backbone
 from tests.support.rehearsed import Rehearsal
+from tests.support.shared import made_once
 from tests.support.short_runs import train_ten_steps
 
 # Begun in a shell's background or by nohup, pytest would hand down that these are ignored, and
@@ -22,6 +24,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Otherwise each of hundreds of programs would compile the project's modules.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Flags are resolved as on a machine without a TPU, wherever the tests run.
+os.environ["PJRT_DEVICE"] = "CPU"
+os.environ.pop("CPU_NUM_DEVICES", None)
 # Tests share a few cores: threads that wait for each other there take up to eight times as long for
 # the small tensors of a test.
 torch.set_num_threads(1)
@@ -33,6 +38,7 @@ def pytest_addoption(parser):
 
 def pytest_configure():
     """The embedded data set, also where `make data` was not run: here, before there are workers."""
+    shared.begin()
     write_digits(ALL_DIGITS)
     if not DIGITS.exists():
         with tempfile.TemporaryDirectory(dir=DIGITS.parent) as folder:
@@ -41,6 +47,10 @@ def pytest_configure():
                 if number % 4:
                     image.unlink()
             copy.rename(DIGITS)
+
+
+def pytest_unconfigure():
+    shared.end()
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k
@@ -105,26 +115,26 @@ def slice_of(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def tiny_on_xla(tmp_path_factory):
+def tiny_on_xla():
     """The run of train_tiny, one device, that those of other forms are compared with."""
-    return train_tiny(tmp_path_factory.mktemp("tiny_on_xla"))
+    return made_once("tiny_on_xla", train_tiny)
 
 
 @pytest.fixture(scope="session")
-def tiny_on_xla_in_bf16(tmp_path_factory):
-    return train_tiny(tmp_path_factory.mktemp("tiny_on_xla_in_bf16"), "--precision", "bf16")
+def tiny_on_xla_in_bf16():
+    return made_once("tiny_on_xla_in_bf16", lambda at: train_tiny(at, "--precision", "bf16"))
 
 
 @pytest.fixture(scope="session")
-def tiny_on_gpu(tmp_path_factory):
+def tiny_on_gpu():
     """The run of train_tiny_gpu, one process."""
-    return train_tiny_gpu(tmp_path_factory.mktemp("tiny_on_gpu"))
+    return made_once("tiny_on_gpu", train_tiny_gpu)
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+@pytest.fixture(scope="session")
+def trained():
     """A finished run of a few seconds, with checkpoints of steps 5 and 10."""
-    return train_ten_steps(tmp_path_factory.mktemp("trained"))
+    return made_once("trained", train_ten_steps)
 
 
 @pytest.fixture

@@ -5,8 +5,6 @@ JSON line. Takes the flags of the run; everything else is as in tests/support/cl
 """
 
 import itertools
-import json
-import sys
 
 import torch
 import torch.nn.functional as F
@@ -159,7 +157,3 @@ def train(flags, steps=6):
             found.append(loss(images, numbers, "validation")[labels != PADDING])
             number += len(images)
     return {"loss": losses, "grad_norm": norms, "val_loss": torch.cat(found).mean().item()}, model
-
-
-if __name__ == "__main__":
-    print(json.dumps(train(sys.argv[1:])[0]))

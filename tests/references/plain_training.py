@@ -1,10 +1,4 @@
-"""The reference for test_sharding: timm's model, PyTorch's AdamW, no XLA, no FSDP.
-
-Prints one JSON line. Takes the clipping norm; everything else is as in tests/support/cli.py.
-"""
-
-import json
-import sys
+"""The reference for test_sharding: timm's model, PyTorch's AdamW, no XLA, no FSDP."""
 
 import torch
 
@@ -15,8 +9,9 @@ from tests.support.cli import DIGITS, TINY_MODEL, TINY_RUN
 from tests.support.resolved import on_xla
 
 
-def main() -> None:
-    source = ["--data_dir", str(DIGITS), "--hflip", "0", "--clip_grad_norm", sys.argv[1]]
+def train_plain(max_norm: float) -> dict[str, float | list[float]]:
+    """Figures of a run as in tests/support/cli.py, with gradients clipped to this norm."""
+    source = ["--data_dir", str(DIGITS), "--hflip", "0", "--clip_grad_norm", str(max_norm)]
     run = on_xla([*source, *TINY_MODEL, *TINY_RUN])
     how = run.config.optimizer
     model = tiny_timm_model()
@@ -24,9 +19,4 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=how.lr, weight_decay=how.weight_decay)
     losses, norms = train(model, optimizer, run, 6, warm_cosine(how))
     val_loss, val_top1 = evaluate(model, run)
-    found = {"loss": losses, "grad_norm": norms, "val_loss": val_loss, "val_top1": val_top1}
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return {"loss": losses, "grad_norm": norms, "val_loss": val_loss, "val_top1": val_top1}

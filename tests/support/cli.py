@@ -6,13 +6,16 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
+
+from tests.support.shared import made_once
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL_DIGITS = ROOT / "datasets" / "digits"
@@ -96,18 +99,25 @@ def environment() -> dict[str, str]:
 
 @functools.cache
 def warm_python(*backend: str) -> str:
-    """The socket of tests/support/warm_python.py, which ends when this process has ended.
+    """The socket of tests/support/warm_python.py, which ends when all tests have ended.
 
     ``backend``: the modules that it imports besides those of all programs.
     """
-    path = f"{tempfile.mkdtemp()}/socket"
-    modules = [*WARM_MODULES, *backend]
-    command = [sys.executable, WARM_PYTHON, "--serve", path, str(os.getpid()), *modules]
-    server = subprocess.Popen(command, cwd=ROOT, env=environment())
-    while not os.path.exists(path):
-        assert server.poll() is None, f"{WARM_PYTHON} has ended"
-        time.sleep(0.05)
-    return path
+
+    def serve(folder: Path) -> str:
+        path = f"{folder}/socket"
+        modules = [*WARM_MODULES, *backend]
+        until = os.environ["SHARED_UNTIL_END_OF"]
+        command = [sys.executable, WARM_PYTHON, "--serve", path, until, *modules]
+        # It outlives this worker: what it held open of its pipes would be waited for.
+        none = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+        server = subprocess.Popen(command, cwd=ROOT, env=environment(), **none)
+        while not os.path.exists(path):
+            assert server.poll() is None, f"{WARM_PYTHON} has ended"
+            time.sleep(0.05)
+        return path
+
+    return made_once("_".join(["warm_python", *backend[:1]]), serve)
 
 
 def command_of(
@@ -115,10 +125,13 @@ def command_of(
 ) -> tuple[list[str], dict[str, str]]:
     """The words and the environment of a Python program; by torchrun if in several processes.
 
-    ``warm`` saves the importing of PyTorch and changes nothing else; not used on GPUs. A program
-    that is started so and killed ends by SIGTERM, and its process is not the one that was started.
+    ``warm`` saves the importing of PyTorch, and figures are blank; not used on GPUs. A program that
+    is started so and killed ends by SIGTERM, and its process is not the one that was started.
+    Megatron-FSDP, which needs CUDA, runs on the CPU by a stand-in for that.
     """
     variables, python = environment(), []
+    if command[0] == "run_vit_training.py" and "megatron" in command and HIDE_GPUS:
+        command = ("-m", "tests.fakes.megatron_on_cpu", *command[1:])
     if warm and HIDE_GPUS:
         backend = (
             WARM_TORCHTPU if OF_TORCHTPU else WARM_XLA if HAS_XLA and "cuda" not in command else []
@@ -132,14 +145,21 @@ def command_of(
 
 
 def run_program(
-    *command: str, processes: int = 1, warm: bool = True
+    *command: str,
+    processes: int = 1,
+    warm: bool = True,
+    by: Sequence[str] = (),
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> subprocess.CompletedProcess[str]:
-    """A Python program, to its end."""
-    words, variables = command_of(*command, processes=processes, warm=warm)
+    """A Python program, to its end.
+
+    ``by``: the words of a command that starts it; ``variables``: in place of those of all programs.
+    """
+    words, usual = command_of(*command, processes=processes, warm=warm)
     return subprocess.run(
-        words,
+        [*by, *words],
         cwd=ROOT,
-        env=variables,
+        env=usual | variables,
         text=True,
         capture_output=True,
         timeout=900,  # a busy machine compiles for minutes
@@ -180,8 +200,7 @@ def train_tiny_gpu(
 
 def train_tiny_megatron(ckpt_dir: Path, *flags: str, processes: int = 2) -> Result:
     """The same by Megatron-FSDP on the CPU."""
-    program = "tests.fakes.megatron_on_cpu"
-    return train_tiny_gpu(ckpt_dir, *flags, processes=processes, program=program)
+    return train_tiny_gpu(ckpt_dir, "--fsdp", "megatron", *flags, processes=processes)
 
 
 def train_tiny_tpu(

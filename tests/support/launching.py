@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.cli import ROOT, environment
+from tests.support.cli import ROOT, WARM_PYTHON, environment, warm_python
 
 KILL_ONE = """
 import os, signal, threading, time
@@ -40,6 +40,15 @@ def start(*command: object, cwd: Path = ROOT, **variables: str) -> subprocess.Po
         [str(word) for word in command], cwd=cwd, env=kept | python | variables, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
+
+
+def warm(folder: Path) -> dict[str, str]:
+    """By these variables a launch script's Python, torchrun that is, has imported PyTorch already.
+
+    Not where it is killed: its process is another one than the script's.
+    """
+    python = script(folder / "warm_python", f'exec {sys.executable} {ROOT / WARM_PYTHON} "$@"')
+    return {"PYTHON": str(python), "WARM_PYTHON": warm_python()}
 
 
 def finish(process: subprocess.Popen[str], timeout: float = 240) -> tuple[int, str, str]:

@@ -16,6 +16,13 @@ BOTH = "--mixup 0.8 --cutmix 1.0 --mixup_prob 0.8 --smoothing 0.1"
 """Of ten passes some are mixed, some cut, some left as they are."""
 
 
+HOST = (
+    "--aa rand-m9-mstd0.5-inc1 --reprob 0.25 --recount 2 --aug_repeats 2 --vflip 0.2 "
+    "--train_interpolation random"
+).split()
+"""What is changed of images before they are sent."""
+
+
 def timms_mixup(config, classes):
     return Mixup(
         mixup_alpha=config.mixup,
@@ -47,8 +54,7 @@ def by_timm(config, parts, images, labels, seed, pass_index):
     return [torch.cat(each) for each in zip(*found, strict=True)]
 
 
-def tiny_run(monkeypatch, *flags, devices=1):
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+def tiny_run(*flags, devices=1):
     return on_xla([*tiny(Path("unused")), *flags, "--cpu_devices", str(devices)])
 
 

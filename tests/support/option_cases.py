@@ -12,7 +12,7 @@ FORMS = {
     "nested": "--xla_fsdp nested",
     "tensor scanned": "--cpu_devices 4 --mesh_tensor 2",
     "fsdp2": "--backend cuda --fsdp fsdp2",
-    "megatron": "--backend cuda",
+    "megatron": "--backend cuda --fsdp megatron",
 }
 ON_GPU = ("fsdp2", "megatron")
 

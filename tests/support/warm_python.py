@@ -4,8 +4,8 @@ Importing PyTorch, torchvision and timm takes 5 s of a core, torch_xla 2 s more,
 modules a quarter of one, and the tests start hundreds of processes. Each is a process of its own
 here too, with its own environment, that runs the program as ``__main__`` and ends as Python ends.
 
-``python tests/support/warm_python.py run_vit_training.py FLAGS`` and ``... -m MODULE FLAGS`` run as
-without it, where WARM_PYTHON names the socket of a server.
+``python tests/support/warm_python.py run_vit_training.py FLAGS``, ``... -m MODULE FLAGS`` and
+``... -c CODE`` run as without it, where WARM_PYTHON names the socket of a server.
 """
 
 import faulthandler
@@ -17,6 +17,8 @@ import select
 import signal
 import socket
 import sys
+import tempfile
+import types
 
 MESSAGE_BYTES = 1 << 20
 PASSED_ON = (signal.SIGTERM, signal.SIGINT)
@@ -40,7 +42,7 @@ def serve(listener: socket.socket, parent: int) -> tuple[dict, list[int]]:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the watchers
     while True:
         while not select.select([listener], [], [], 1)[0]:
-            if os.getppid() != parent:
+            if not os.path.exists(f"/proc/{parent}"):
                 os._exit(0)
         connection, _ = listener.accept()
         message, files, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 3)
@@ -71,6 +73,21 @@ def watch(child: int, connection: socket.socket) -> None:
     os._exit(0)
 
 
+def leave_figures_blank() -> None:
+    """To draw one takes half a second, as long as a tiny training, of each of hundreds of runs.
+
+    What is plotted in it is as it was. RENDER_FIGURES=1 draws it, and so do Pythons that are cold.
+    """
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    def savefig(figure: Figure, file: object, *, format: str = "png", dpi: float = 100) -> None:
+        size = [round(side * dpi) for side in figure.get_size_inches()]
+        Image.new("L", size).save(file, format)
+
+    Figure.savefig = savefig
+
+
 def run(job: dict, files: list[int], set_by_imports: dict[str, str]) -> None:
     for number, file in enumerate(files):
         os.dup2(file, number)
@@ -87,8 +104,15 @@ def run(job: dict, files: list[int], set_by_imports: dict[str, str]) -> None:
     for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep):  # as Python's start does
         if folder and os.path.exists(f"{folder}/sitecustomize.py"):
             runpy.run_path(f"{folder}/sitecustomize.py")
+    tempfile.tempdir = None  # it is that of the environment
+    if "RENDER_FIGURES" not in os.environ:
+        leave_figures_blank()
     first, *rest = job["argv"]
-    if first == "-m":
+    if first == "-c":
+        sys.argv, sys.path[0] = ["-c", *rest[1:]], job["cwd"]
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+    elif first == "-m":
         sys.argv, sys.path[0] = rest, job["cwd"]
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:

@@ -1,13 +1,12 @@
 """Tests on one NVIDIA GPU. Without one all of them are skipped."""
 
-import json
-
 import pytest
 import torch
 
 from tests.hardware.gpu.helpers import LEARN, LEARNED_STEPS
+from tests.references.plain_training import train_plain
 from tests.support import cli
-from tests.support.cli import run_program, train_tiny_gpu
+from tests.support.cli import train_tiny_gpu
 
 
 def pytest_collection_modifyitems(items):
@@ -30,9 +29,7 @@ def shown():
 @pytest.fixture(scope="session")
 def plain():
     """Six steps of timm's model in plain PyTorch on the CPU."""
-    done = run_program("-m", "tests.references.plain_training", "1.0")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return train_plain(1.0)
 
 
 @pytest.fixture(scope="package")

@@ -4,6 +4,7 @@ import pytest
 
 from tests.hardware.gpu.helpers import need_form
 from tests.support.bad_steps import assert_same_state, train
+from tests.support.cli import train_tiny_gpu
 
 pytestmark = pytest.mark.gpu
 
@@ -26,7 +27,7 @@ def test_bad_steps_change_nothing(flags, tmp_path, monkeypatch):
     need_form(flags.split()[1])
     bad = {"BAD_STEPS": "2:loss 3:loss 5:loss"}
     left_out = {"BAD_STEPS_ARE": "left_out", **bad}
-    found, state = train(tmp_path / "spoiled", monkeypatch, flags, 1, **bad)
-    _, expected = train(tmp_path / "left_out", monkeypatch, flags, 1, **left_out)
+    found, state = train(train_tiny_gpu, tmp_path / "spoiled", monkeypatch, flags, 1, **bad)
+    _, expected = train(train_tiny_gpu, tmp_path / "left_out", monkeypatch, flags, 1, **left_out)
     assert found.column("skipped_steps") == [0, 1, 2, 2, 3, 3]
     assert_same_state(state, expected, steps=3)

@@ -106,15 +106,12 @@ def test_on_gpus(form, data, tmp_path, monkeypatch):
             return resolve_gpu.resolve(flags.run, flags.torch)
 
     base = BASE | {"backend": "--backend cuda", "fsdp": f"--fsdp {form}"}
-    program = (
-        ["-m", "tests.fakes.megatron_on_cpu"] if form == "megatron" else ["run_vit_training.py"]
-    )
     refused = NOT_ON_GPUS | NOT_IN_FORM[form]
     lines = lines_of("torch", data, resolve, refused, base=base, form=("backend", "fsdp"))
     said = []
     for number, line in enumerate(lines):
         run = tmp_path / f"run_{number}"
-        done = run_program(*program, *line, "--ckpt_dir", str(run), processes=2)
+        done = run_program("run_vit_training.py", *line, "--ckpt_dir", str(run), processes=2)
         if done.returncode:
             said.append(f"{' '.join(line)}\n{done.stderr}")
         else:

@@ -255,8 +255,6 @@ def test_a_resume_in_mid_epoch_on_another_backend(folder, tmp_path):
 )
 def test_refused_in_one_line(wrong, told, folder, tmp_path, capsys):
     model = "--image_size 16 --patch_size 4 --embed_dim 32 --num_heads 2 --num_blocks 2".split()
-    if "--model" in wrong:
-        model = []
     words = f"--data_dir {folder} --ckpt_dir {tmp_path / 'none'} --num_classes 2 {wrong}".split()
     assert told in told_in_one_line(capsys, *model, *words)
     assert not (tmp_path / "none").exists()

@@ -5,7 +5,6 @@ import os
 import secrets
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from data.files import DataFolderError
 from data.pack import pack
 from data.source import DatasetRequest, open_data
 from tests.fakes.pod import wait_until
-from tests.support.cli import ROOT, Result, environment, tiny
+from tests.support.cli import Result, run_program, tiny
 from tests.support.loading import EVERYTHING, arguments
 from tests.support.marks import long
 from tests.support.running import running_with
@@ -109,8 +108,6 @@ loader = open_source({"digits": {"data_dir": ""}}, "digits", 2).train_loader(50,
 first_of(loader)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-
-
 FOLDER_OF_SOCKETS = """
 import multiprocessing, os
 from multiprocessing.util import get_temp_dir
@@ -131,21 +128,10 @@ first_of(loader)
 """
 
 
-def program(source, **variables):
-    return subprocess.run(
-        [sys.executable, "-c", source],
-        cwd=ROOT,
-        env=environment() | variables,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
-def test_sockets_are_in_a_folder_of_this_user_that_is_removed(tmp_path):
+def test_sockets_are_in_a_folder_of_this_user_that_is_removed(tmp_path, monkeypatch):
     """Those of the server that loader processes are forked from, too."""
-    ended = program(FOLDER_OF_SOCKETS, TMPDIR=str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    ended = run_program("-c", FOLDER_OF_SOCKETS)
     assert ended.returncode == 0, ended.stderr
     folder, mode = ended.stdout.split()
     assert mode == "0o700"
@@ -161,7 +147,7 @@ def test_no_sockets_in_a_folder_of_a_long_path(tmp_path, monkeypatch):
 
 def test_images_that_cannot_be_handed_over_end_the_run():
     """As where someone has removed old files from /tmp: the parent does not wait for them."""
-    ended = program(NO_FOLDER)
+    ended = run_program("-c", NO_FOLDER)
     told = "DataFolderError: loader processes cannot hand over images (No such file or directory)"
     assert told in ended.stderr
 
@@ -174,16 +160,7 @@ def test_shared_memory_as_small_as_some_containers_have(kib, steps, tmp_path):
     if subprocess.run([*alone, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this user cannot mount anything, not even in a namespace")
     flags = ["--backend", "cuda", "--num_workers", "1", "--max_steps", "2"]
-    command = [sys.executable, "run_vit_training.py", *tiny(tmp_path), *flags]
-    ended = subprocess.run(
-        [*alone, *command],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    ended = run_program("run_vit_training.py", *tiny(tmp_path), *flags, warm=False, by=alone)
     assert ended.returncode == 2, ended.stderr
     assert "Traceback" not in ended.stderr
     last = ended.stderr.splitlines()[-1]
@@ -193,10 +170,9 @@ def test_shared_memory_as_small_as_some_containers_have(kib, steps, tmp_path):
 
 
 @pytest.mark.long
-def test_they_end_with_a_killed_process():
+def test_they_end_with_a_killed_process(monkeypatch):
     mark = secrets.token_hex(8)
-    ended = subprocess.run(
-        [sys.executable, "-c", KILLED], cwd=ROOT, env=environment() | {"LOADED_BY": mark}
-    )
+    monkeypatch.setenv("LOADED_BY", mark)
+    ended = run_program("-c", KILLED, warm=False)
     assert ended.returncode == -signal.SIGKILL
     wait_until(lambda: not [*running_with(f"LOADED_BY={mark}")])

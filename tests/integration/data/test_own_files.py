@@ -4,7 +4,6 @@ import os
 import shutil
 import stat
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 
 from data.files import cache_folder
 from run_vit_training import read_flags
-from tests.support.cli import DIGITS, ROOT, TINY_MODEL, environment, tiny, train_tiny_gpu
+from tests.support.cli import DIGITS, TINY_MODEL, run_program, tiny, train_tiny_gpu
 from tests.support.usage_error import told_in_one_line
 from training.checkpoints.choose import check_folders, checkpoint_around, remove
 from training.files import FolderLock
@@ -20,12 +19,6 @@ from training.files import FolderLock
 OTHER = 54321
 """The number of a user who is not this one, and whom no machine knows by name."""
 only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
-
-
-@pytest.fixture(autouse=True)
-def cpu(monkeypatch):
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    monkeypatch.delenv("CPU_NUM_DEVICES", raising=False)
 
 
 def refusal(capsys, ckpt_dir: Path, *flags: str) -> str:
@@ -202,23 +195,17 @@ def test_what_root_has_made_is_nobody_elses(everybodys):
 
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["cuda", "xla"])
-def test_a_user_without_a_home_or_a_name_trains(backend, tmp_path):
+def test_a_user_without_a_home_or_a_name_trains(backend, tmp_path, monkeypatch):
     """As ``docker run --user 54321`` makes one."""
-    words = [sys.executable, "run_vit_training.py"]
     unshare = ["unshare", "--user", f"--map-user={OTHER}"]
     tried = subprocess.run([*unshare, "true"], capture_output=True, text=True, check=False)
     if tried.returncode:
         pytest.skip(f"no user namespace can be had here: {tried.stderr.strip()}")
-    left_out = {"HOME", "XDG_CACHE_HOME", "USER", "LOGNAME"}
-    variables = {name: value for name, value in environment().items() if name not in left_out}
-    done = subprocess.run(
-        [*unshare, *words, *tiny(tmp_path / "run"), "--backend", backend],
-        cwd=ROOT,
-        env=variables | {"TMPDIR": str(tmp_path)},
-        text=True,
-        capture_output=True,
-        check=False,
-    )
+    for name in ("HOME", "XDG_CACHE_HOME", "USER", "LOGNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    words = ["run_vit_training.py", *tiny(tmp_path / "run"), "--backend", backend]
+    done = run_program(*words, warm=False, by=unshare)
     assert done.returncode == 0, done.stderr
     assert "training completed: step 6" in done.stdout
 
@@ -245,7 +232,7 @@ def test_no_run_is_kept_inside_of_a_checkpoint(inside, run, capsys):
     shutil.copytree(run / "step_5", run / "set_aside_1" / "step_5")
     before = sorted(run.rglob("*"))
     line = refusal(capsys, run / inside)
-    outer = (run / inside).parent if "new" not in inside else run
+    outer = (run / inside).parent
     assert f"is inside of the checkpoint step_{inside.split('step_')[1].split('/')[0]}" in line
     assert f"give the run's folder, {outer}, or" in line
     assert sorted(run.rglob("*")) == before

@@ -18,7 +18,7 @@ from data.loader import Share
 from data.pack import pack
 from data.source import open_data
 from models.config import VitConfig
-from tests.support.cli import DIGITS, VAL_IMAGES, train_tiny, train_tiny_gpu
+from tests.support.cli import DIGITS, VAL_IMAGES, run_program, train_tiny, train_tiny_gpu
 from tests.support.hostile import damaged
 from tests.support.loading import arguments, loaders, wanted
 from tests.support.memory_files import in_memory, settle
@@ -291,6 +291,16 @@ def test_urls_that_cannot_be_used(capsys, monkeypatch, sources):
 
 
 # -- real command lines ---------------------------------------------------------------
+
+
+def test_large_images_are_read_without_warnings(tmp_path):
+    Image.new("L", (40, 30)).save(tmp_path / "large.png")
+    code = (
+        "import sys; from PIL import Image; from data.decode import read_image\n"
+        "Image.MAX_IMAGE_PIXELS = 1000; print(read_image(sys.argv[1]).size)"
+    )
+    done = run_program("-c", code, str(tmp_path / "large.png"))
+    assert (done.stdout, done.stderr) == ("(40, 30)\n", "")
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,11 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 
 import pytest
 
+from launch import Mistake, torchrun
 from tests.support.cli import DIGITS, ROOT, TINY_MODEL, TINY_RUN, run_program
 from tests.support.launching import (
     TORCHRUN,
@@ -23,6 +23,7 @@ from tests.support.launching import (
     script,
     start,
     succeed,
+    warm,
 )
 
 TWO_STEPS = ["--data_dir", str(DIGITS), *TINY_MODEL, *TINY_RUN, "--max_steps", "2"]
@@ -83,21 +84,27 @@ def test_wrong_environment(variables, told):
     [
         ({"NPROC_PER_NODE": "1", "RDZV_ID": "x"}, "--backend torchtpu requires NODE_RANK in place"),
         ({}, "no TPU here, /dev/vfio has no device: set NPROC_PER_NODE"),
-        (
-            {"NPROC_PER_NODE": "2", "TORCH_TPU_TOPOLOGY": "2x2"},
-            "TORCH_TPU_TOPOLOGY=2x2 is 4 chips, but 1 host(s) start 2 process(es) each: set it, or",
-        ),
-        (
-            {"NPROC_PER_NODE": "2", "NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "a"},
-            "several hosts require TORCH_TPU_TOPOLOGY, the slice's chips, as 4,4,1",
-        ),
         ({"NPROC_PER_NODE": "4", "TPU_TOPOLOGY": "2x2"}, "cannot import TorchTPU (No module named"),
     ],
 )
-def test_wrong_environment_of_torchtpu(variables, told):
+def test_wrong_environment_of_torchtpu(variables, told, tmp_path):
     if "No module named" in told and importlib.util.find_spec("torch_tpu"):
         pytest.skip("torch_tpu is installed")
-    assert told in refused(start(TORCHRUN, "--fake_data", "--backend=torchtpu", **variables))
+    flags = ["--fake_data", "--backend=torchtpu"]
+    assert told in refused(start(TORCHRUN, *flags, **variables | warm(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "topology", "told"),
+    [
+        (1, "2x2", r"TORCH_TPU_TOPOLOGY=2x2 is 4 chips, but 1 host\(s\) start 2 process"),
+        (2, "", "several hosts require TORCH_TPU_TOPOLOGY, the slice's chips, as 4,4,1"),
+    ],
+)
+def test_slices_that_cannot_be_joined(nodes, topology, told, monkeypatch):
+    monkeypatch.setenv("TORCH_TPU_TOPOLOGY", topology)
+    with pytest.raises(Mistake, match=told):
+        torchrun.join_slice(torchrun.parse(f"--nodes {nodes} --torchtpu 2 -- x".split()))
 
 
 @pytest.fixture
@@ -367,13 +374,7 @@ def test_torchrun_leaves_nothing_in_the_temporary_folder(tmp_path):
     (tmp_path / "tmp").mkdir()
     program = tmp_path / "program.py"
     program.write_text("import os; print('reports', os.environ['TORCHELASTIC_ERROR_FILE'])")
-    words = "--nodes 1 -- --nproc-per-node 1".split()
-    run = start(
-        sys.executable,
-        ROOT / "launch" / "torchrun.py",
-        *words,
-        program,
-        TMPDIR=str(tmp_path / "tmp"),
-    )
-    assert f"reports {tmp_path}/tmp/torchelastic_" in succeed(run)
+    words = ["launch/torchrun.py", *"--nodes 1 -- --nproc-per-node 1".split(), str(program)]
+    done = run_program(*words, variables={"TMPDIR": str(tmp_path / "tmp")})
+    assert f"reports {tmp_path}/tmp/torchelastic_" in done.stdout, done.stderr
     assert not list((tmp_path / "tmp").iterdir())

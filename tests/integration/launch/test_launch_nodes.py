@@ -6,15 +6,18 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from launch import Mistake, torchrun
 from launch.torchrun import TimedOut, wait_for_nodes
-from tests.support.cli import DIGITS, ROOT, TINY_MODEL, TINY_RUN, environment
+from tests.fakes.pod import wait_until
+from tests.support.cli import DIGITS, TINY_MODEL, TINY_RUN, tiny
 from tests.support.launching import (
     KILL_ONE,
     TORCHRUN,
@@ -103,20 +106,19 @@ def test_refusals_say_what_to_change(executor):
     assert [node.result()[1] for node in nodes] == [True, False, False]
 
 
-def test_two_nodes_with_one_number(tmp_path):
+def test_two_nodes_with_one_number(executor, monkeypatch):
     """The one that came first notices it."""
-    flags = ["--fake_data", "--ckpt_dir", tmp_path / "run"]
-    variables = TWO_NODES | {"NNODES": "3", "MASTER_PORT": free_port()}
-    host = start(TORCHRUN, *flags, **variables, NODE_RANK="0")
-    first = start(TORCHRUN, *flags, **variables, NODE_RANK="1")
-    read_until(first, "waiting for node 2 of 3, ")
-    second = start(TORCHRUN, *flags, **variables, NODE_RANK="1")
-    code, _, stderr = finish(first)
-    assert code == 2
-    assert f"NODE_RANK=1 is this node's and that of {socket.gethostname()} (process " in stderr
-    for node in (second, host):
-        node.send_signal(signal.SIGTERM)
-        assert finish(node)[0] == 143
+    monkeypatch.setattr("launch.torchrun.os.getpid", threading.get_ident)  # a thread is a node
+    port = free_port()
+    nodes = [wait_in_thread(executor, port, 0)]
+    first = wait_in_thread(executor, port, 1)
+    store = TCPStore("127.0.0.1", int(port), is_master=False, wait_for_workers=False)
+    wait_until(lambda: store.check(["node/1"]))
+    nodes.append(wait_in_thread(executor, port, 1))
+    with pytest.raises(Mistake, match=r"NODE_RANK=1 is this node's and that of .* \(process "):
+        first.result()
+    nodes.append(wait_in_thread(executor, port, 2))
+    assert [node.result()[1] for node in nodes] == [True, False, False]
 
 
 def test_a_node_that_was_started_again_counts_once(executor):
@@ -141,32 +143,15 @@ def test_a_process_that_never_comes(tmp_path):
     waited_for = {}
     for rank, who in (("1", "rank 0 at 127.0.0.1:{} (Connection refused)"), ("0", "rank 1 of 2")):
         port = free_port()
-        variables = environment() | {
+        variables = {
             "RANK": rank,
             "WORLD_SIZE": "2",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
             "JOIN_TIMEOUT": "11",
         }
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "run_vit_training.py",
-                "--backend",
-                "cuda",
-                "--data_dir",
-                DIGITS,
-                *TINY_MODEL,
-                *TINY_RUN,
-                "--ckpt_dir",
-                tmp_path / rank,
-            ],
-            cwd=ROOT,
-            env=variables,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
+        words = ["run_vit_training.py", *tiny(tmp_path / rank), "--backend", "cuda"]
+        process = start(sys.executable, *words, **variables)
         waited_for[process] = f"run_vit_training.py: rank {rank}: ", who.format(port)
     for process, (beginning, who) in waited_for.items():
         code, _, stderr = finish(process)
@@ -321,26 +306,11 @@ def test_a_host_that_never_starts_the_tpu_runtime(tmp_path):
         "from xla_fsdp import environment; environment._has_tpu_chips = lambda: True\n"
         "tpu.num_available_chips = lambda: 4; sys.exit(program.main(sys.argv[1:]))"
     )
-    run = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            program,
-            "--fake_data",
-            "--batch_size",
-            "8",
-            "--ckpt_dir",
-            tmp_path / "run",
-        ],
-        cwd=ROOT,
-        env=environment() | slice_of_two,
-        text=True,
-        stderr=subprocess.PIPE,
-    )
+    flags = ["--fake_data", "--batch_size", "8", "--ckpt_dir", tmp_path / "run"]
+    run = start(sys.executable, "-c", program, *flags, **slice_of_two)
     told = "all 2 hosts of the slice, of which this is 1 (0: a, ... 1: b)"
     read_until(run, told)
     read_until(run, told)
     run.send_signal(signal.SIGINT)
     assert run.wait(60) == -signal.SIGINT
-    assert run.stderr
-    run.stderr.read()  # until the one that told has ended, too
+    run.communicate()  # until the one that told has ended, too

@@ -27,7 +27,7 @@ from tests.support.cli import (
     train_tiny_gpu,
     warm_python,
 )
-from tests.support.launching import KILL_ONE, finish, free_port, losses, refused, script
+from tests.support.launching import KILL_ONE, finish, free_port, losses, refused, script, warm
 from training.errors import BAD_IMAGES
 
 
@@ -287,21 +287,10 @@ def test_restarted_training_resumes(pod_of, tmp_path):
     variables |= {"MASTER_PORT": free_port(), "PYTHONPATH": str(ROOT)}
     flags = [word for item in variables.items() for word in ("--env", "=".join(item))]
     once = 'mkdir "$HOME/once" 2> /dev/null && kill=5 || kill=99; SIGNAL_AT="1 $kill SIGKILL" "$@"'
-    training = [
-        sys.executable,
-        WARM_PYTHON,
-        "-m",
-        "tests.fakes.signal_at_step",
-        "--backend",
-        "cuda",
-        "--data_dir",
-        DIGITS,
-        *TINY_MODEL,
-        *TINY_RUN,
-        "--ckpt_step_interval",
-        "2",
-        "--no_async_checkpoint",  # or the death would come while that of step 4 is written
-    ]
+    training = [sys.executable, WARM_PYTHON, "-m", "tests.fakes.signal_at_step"]
+    training += ["--data_dir", DIGITS, *TINY_MODEL, *TINY_RUN]
+    # Beside training the checkpoint of step 4 might be written still when the death comes.
+    training += "--backend cuda --ckpt_step_interval 2 --no_async_checkpoint".split()
     command = ["sh", "-c", once, "sh", *training, "--ckpt_dir"]
     flags += ["--workdir", str(ROOT), "--grace", "2"]
     run = pod.launch(*command, tmp_path / "run", flags=(*flags, "--max_restarts", "1"))
@@ -357,11 +346,12 @@ def test_a_process_a_device(pod_of, tmp_path):
     assert losses(run_dir) == pytest.approx(whole.column("loss"), rel=1e-5)
 
 
-def test_a_mistake_in_a_process_a_device_ends_all_at_once(pod_of):
+def test_a_mistake_in_a_process_a_device_ends_all_at_once(pod_of, tmp_path):
     """With the program's exit code, and no restart."""
     pod = pod_of(2)
     command = ["launch/torchrun.sh", "--fake_data", "--batch_size", "0"]
-    code, _, stderr = finish(pod.launch(*command, flags=a_process_a_device()))
+    own = a_process_a_device(*map("=".join, warm(tmp_path).items()))
+    code, _, stderr = finish(pod.launch(*command, flags=own))
     assert code == 2, stderr
     assert "run_vit_training.py: error: argument --batch_size: 0 must be" in stderr
     assert "starting all workers again" not in stderr
@@ -417,15 +407,9 @@ def slices(pod):
 
 def test_several_slices_know_of_each_other(slices):
     """Workers are numbered over all slices; --env comes first."""
-    shown = [
-        "sh",
-        "-c",
-        'echo "$*"; env | grep -E "MEGASCALE|MASTER_ADDR|NNODES|NODE_R"',
-        "sh",
-        "a",
-    ]
+    shown = 'echo "$*"; env | grep -E "MEGASCALE|MASTER_ADDR|NNODES|NODE_R"'
     own = ("--env", "MEGASCALE_PORT=9000")
-    code, stdout, stderr = slices.run(*shown, flags=own, tpu=TWO_SLICES)
+    code, stdout, stderr = slices.run("sh", "-c", shown, "sh", "a", flags=own, tpu=TWO_SLICES)
     assert code == 0, stderr
     assert f"4 worker(s) of pod-0, pod-1, logs in {slices.logs}" in stderr
     for worker in range(4):
@@ -581,8 +565,9 @@ def test_a_signal_ends_the_waiting_for_slices(slices):
     (slices.folder / "state_pod-1").write_text("CREATING")
     run = slices.launch("true", flags=flags, tpu=TWO_SLICES)
     assert run.stderr
-    while "pod-1 is CREATING; waiting up to" not in run.stderr.readline():
-        pass
+    waits = f"pod-1 {LOST[slices.api].replace('PREEMPTED', 'CREATING')}; waiting up to"
+    while waits not in (line := run.stderr.readline()):
+        assert line
     run.send_signal(signal.SIGINT)
     code, _, stderr = finish(run)
     assert (code, stderr) == (130, "xla_dist: stopped by SIGINT: no program runs\n")

@@ -46,15 +46,10 @@ def run_script(pod: StandIn, path: Path, *words: object) -> tuple[int, str, str]
 def start_script(
     pod: StandIn, path: Path, *words: object, start_new_session: bool = False
 ) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        ["bash", str(path), *map(str, words)],
-        cwd=pod.cwd,
-        env=pod.variables,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=start_new_session,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    how = {"cwd": pod.cwd, "env": pod.variables, "text": True, **pipes}
+    command = ["bash", str(path), *map(str, words)]
+    return subprocess.Popen(command, start_new_session=start_new_session, **how)
 
 
 def test_setup_copies_and_installs(fresh_pod):
@@ -97,15 +92,9 @@ def test_queued_resource_from_request_to_deletion(fresh_pod):
     calls = [json.loads(line) for line in (fresh_pod.folder / "calls").read_text().splitlines()]
     made = [call[3:] for call in calls if call[2] == "queued-resources" and call[3] != "describe"]
     where = ["pod", "--zone=us-central1-a", "--quiet"]
+    kind = "--accelerator-type=v5litepod-16 --runtime-version=v2-alpha-tpuv5-lite".split()
     assert made == [
-        [
-            "create",
-            *where,
-            "--node-id=pod",
-            "--accelerator-type=v5litepod-16",
-            "--runtime-version=v2-alpha-tpuv5-lite",
-            "--spot",
-        ],
+        ["create", *where, "--node-id=pod", *kind, "--spot"],
         ["delete", *where, "--force", "--async"],
     ]
 

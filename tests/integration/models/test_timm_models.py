@@ -60,8 +60,7 @@ def train(folder, family, form, precision):
     given += ["--precision", precision]
     if "cuda" not in flags:
         return train_tiny(folder, *given)
-    program = "tests.fakes.megatron_on_cpu" if form == "megatron" else ""
-    return train_tiny_gpu(folder, *given, processes=processes, program=program)
+    return train_tiny_gpu(folder, *given, processes=processes)
 
 
 def plain(family, precision):
@@ -117,8 +116,7 @@ def test_families_on_forms(family, form, tmp_path):
         ),
     ],
 )
-def test_models_that_cannot_be(flags, words, capsys, monkeypatch, tmp_path):
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+def test_models_that_cannot_be(flags, words, capsys, tmp_path):
     flags = [*flags.split(), "--batch_size", "8", "--ckpt_dir", str(tmp_path / "run")]
     assert words in told_in_one_line(capsys, "--data_dir", DIGITS, *flags)
 

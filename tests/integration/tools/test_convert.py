@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -15,16 +14,11 @@ from safetensors.torch import load_file, save_file
 
 import run_vit_training
 from tests.references.plain_checkpoint import convert as dcp_to_torch
-from tests.support.cli import DIGITS, ROOT, TINY_MODEL, environment, tiny, train_tiny_gpu
+from tests.support.cli import DIGITS, TINY_MODEL, run_program, tiny, train_tiny_gpu
 from tests.support.usage_error import told_in_one_line
 from tools.convert import main
 
 IMAGES = sorted(map(str, (DIGITS / "val" / "7").glob("*.png")))[:8]
-
-
-@pytest.fixture(autouse=True)
-def cpu(monkeypatch):
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
 
 
 @pytest.fixture(scope="module")
@@ -198,10 +192,8 @@ def test_memory_is_the_largest_tensors(tmp_path):
     )
     words = [step.split() for step in steps]
     words = [[*(str(tmp_path / name) for name in word[:2]), *word[2:]] for word in words]
-    done = subprocess.run(
-        [sys.executable, "-c", PEAK, json.dumps(words)],
-        cwd=ROOT, env=environment(), text=True, capture_output=True, check=True,
-    )  # fmt: skip
+    done = run_program("-c", PEAK, json.dumps(words), warm=False)
+    assert done.returncode == 0, done.stderr
     before, *after = json.loads(done.stdout.splitlines()[-1])
     for peak in after:
         assert peak - before < largest + (64 << 20), [p - before for p in after]

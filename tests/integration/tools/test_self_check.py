@@ -75,16 +75,19 @@ SOUND = {
                 ("dino", 1, "--cpu_devices 2 --model timm/vit_small_patch16_dinov3"),
             )
         ),
+        *(
+            (processes, f"--backend cuda --fsdp megatron {flags}")
+            for processes, flags in (
+                (2, "--precision bf16 --zero_dp_strategy 1 --grad_accum_steps 2"),
+                (4, "--dp_outer 2 --outer_dp_sharding_strategy 1 --class_token"),
+                (2, "--zero_dp_strategy 2 --precision bf16 --qk_norm --global_pool max"),
+                (2, f"{OBJECTIVES['mae']} --precision bf16"),
+                (2, f"{OBJECTIVES['dino']} --precision bf16 --zero_dp_strategy 1"),
+            )
+        ),
     ],
     "tests.fakes.fp16_on_cpu": [
         (2, "--backend cuda --precision fp16 --reduce_dtype fp16 --grad_accum_steps 2")
-    ],
-    "tests.fakes.megatron_on_cpu": [
-        (2, "--backend cuda --precision bf16 --zero_dp_strategy 1 --grad_accum_steps 2"),
-        (4, "--backend cuda --dp_outer 2 --outer_dp_sharding_strategy 1 --class_token"),
-        (2, "--backend cuda --zero_dp_strategy 2 --precision bf16 --qk_norm --global_pool max"),
-        (2, f"--backend cuda {OBJECTIVES['mae']} --precision bf16"),
-        (2, f"--backend cuda {OBJECTIVES['dino']} --precision bf16 --zero_dp_strategy 1"),
     ],
 }
 QUICK = [("fsdp2", "dropped all-reduce")]

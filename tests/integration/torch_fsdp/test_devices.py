@@ -6,8 +6,11 @@ import json
 import pytest
 import torch
 
+from tests.fakes.made_up_device import Abacus
 from tests.support.cli import VAL_IMAGES, Result, run_program, tiny, train_tiny_gpu
 from tests.support.curves import assert_same_training
+from tests.support.usage_error import told_in_one_line
+from torch_fsdp import devices
 from torch_fsdp.optimizers import adamw
 
 PROGRAM = "tests.fakes.made_up_device"
@@ -47,11 +50,12 @@ def test_its_checkpoint_is_resumed_on_the_cpu(tiny_on_gpu, tmp_path):
         ("", 3, "processes on this node, which has 2 x abacus: "),
     ],
 )
-def test_what_it_refuses(flags, processes, words, tmp_path):
-    start = ["-m", PROGRAM, "--backend", "cuda", *tiny(tmp_path), *flags.split()]
-    done = run_program(*start, processes=processes)
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("run_vit_training")]
-    assert words in line
+def test_what_it_refuses(flags, processes, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(devices.KINDS, "cuda", [Abacus])
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, str(processes))
+    given = ["--backend", "cuda", *tiny(tmp_path / "run"), *flags.split()]
+    assert words in told_in_one_line(capsys, *given)
 
 
 @pytest.mark.parametrize("first_is_skipped", [False, True])

@@ -1,20 +1,14 @@
 """The real megatron_fsdp package on the CPU: the same training as FSDP2 and plain PyTorch."""
 
-import json
 import shutil
 
 import pytest
 import torch
 
 from tests.fakes.filled import filled
-from tests.support.cli import (
-    DIGITS,
-    TINY_MODEL,
-    TINY_RUN,
-    run_program,
-    train_tiny_gpu,
-    train_tiny_megatron,
-)
+from tests.references.plain_checkpoint import convert
+from tests.references.plain_training import train_plain
+from tests.support.cli import TINY_MODEL, run_program, tiny, train_tiny_gpu, train_tiny_megatron
 from tests.support.curves import assert_same_curves, assert_same_training
 from tests.support.marks import long
 from tests.support.resolved import on_gpus
@@ -56,10 +50,8 @@ def test_form(processes, flags, told, tiny_on_gpu, tmp_path):
 
 @pytest.mark.parametrize("fsdp", [long("fsdp2"), "megatron"])
 def test_clipped_like_plain_pytorch(fsdp, tmp_path):
-    done = run_program("-m", "tests.references.plain_training", "0.1")
-    reference = json.loads(done.stdout.splitlines()[-1])
-    start = train_tiny_megatron if fsdp == "megatron" else train_tiny_gpu
-    result = start(tmp_path, "--clip_grad_norm", "0.1", processes=2)
+    reference = train_plain(0.1)
+    result = train_tiny_gpu(tmp_path, "--fsdp", fsdp, "--clip_grad_norm", "0.1", processes=2)
     assert min(result.column("grad_norm")) > 0.1
     assert result.column("loss") == pytest.approx(reference["loss"], rel=1e-5)
     assert result.column("grad_norm") == pytest.approx(reference["grad_norm"], rel=1e-5)
@@ -90,10 +82,7 @@ def test_weights_after_sharding_are_those_before(processes, flags, tmp_path):
     flags = [*flags.split(), "--backend", "cuda", "--ckpt_dir", str(tmp_path)]
     done = run_program("-m", "tests.fakes.save_initial", *flags, processes=processes)
     assert done.returncode == 0, done.stderr
-    target = tmp_path / "plain.pt"
-    convert = "-m torch.distributed.checkpoint.format_utils dcp_to_torch".split()
-    assert run_program(*convert, str(tmp_path / "initial"), str(target)).returncode == 0
-    state = torch.load(target, weights_only=True)
+    state = convert(tmp_path / "initial", tmp_path / "plain.pt")
     config = on_gpus([*TINY_MODEL, *flags, "--fsdp", "fsdp2"]).model
     for name, parameter in filled(config).named_parameters():
         assert torch.equal(state["model"][name], parameter), name
@@ -154,9 +143,8 @@ def test_a_mistake_found_before_there_is_a_model(tiny_on_gpu, tmp_path):
     shard = next((run / "step_6").glob("*.distcp"))
     *rest, last = shard.read_bytes()
     shard.write_bytes(bytes([*rest, last ^ 1]))
-    flags = ["--backend", "cuda", "--data_dir", str(DIGITS), *TINY_MODEL, *TINY_RUN]
-    resume = ["--ckpt_dir", str(tmp_path / "new"), "--resume", str(run / "step_6")]
-    done = run_program("-m", "tests.fakes.megatron_on_cpu", *flags, *resume)
+    flags = ["--backend", "cuda", "--fsdp", "megatron", "--resume", str(run / "step_6")]
+    done = run_program("run_vit_training.py", *tiny(tmp_path / "new"), *flags)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert f"{run / 'step_6'} is damaged" in line

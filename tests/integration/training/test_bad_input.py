@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.util
-import subprocess
 import sys
 
 import pytest
@@ -10,15 +9,13 @@ from PIL import Image
 
 import run_vit_training
 from gpu_fsdp import resolve_gpu
-from tests.support.cli import DIGITS, ROOT, TINY_MODEL, environment, need_xla
+from tests.support.cli import DIGITS, TINY_MODEL, need_xla, run_program
 from tests.support.usage_error import told_in_one_line
 from torch_fsdp.devices import Cpu
 
 
 @pytest.fixture(autouse=True)
 def cpu(monkeypatch):
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    monkeypatch.delenv("CPU_NUM_DEVICES", raising=False)
     monkeypatch.setattr("torch_fsdp.devices.choose", lambda backend: Cpu())
 
 
@@ -97,7 +94,6 @@ def complaint(capsys, ckpt_dir, *flags):
         ("--embed_dim 32 --mlp_ratio 0.01", "--mlp_ratio 0.01 leaves no MLP"),
         ("--data_dir=", "argument --data_dir: it must not be empty: is a variable of the shell"),
         ("--batch 16", "unknown flag --batch: did you mean --batch_size?"),
-        # At their defaults, too: what they are a part of is off.
     ],
 )
 def test_flags(flags, words, capsys, tmp_path, monkeypatch):
@@ -243,14 +239,8 @@ def test_data_folders(capsys, tmp_path):
 
 
 def test_as_a_program(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "run_vit_training.py", "--image_size", "15", "--ckpt_dir", tmp_path / "x"],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    flags = ["--image_size", "15", "--ckpt_dir", str(tmp_path / "x")]
+    done = run_program("run_vit_training.py", *flags)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "run_vit_training.py: error: --image_size 15 is not a multiple of --patch_size 14\n"

@@ -11,7 +11,7 @@ from data.files import DataFolderError
 from data.loader import GlobalBatchSampler, Share
 from data.source import open_data
 from tests.references import plain_dino
-from tests.support.cli import need_xla, tiny, train_tiny
+from tests.support.cli import tiny, train_tiny
 from tests.support.crop_sizes import FORMS, PAIRS
 from tests.support.dino import DINO, SMALL, assert_same
 from tests.support.resolved import on_gpus
@@ -119,8 +119,6 @@ def test_one_compilation_a_pair(tmp_path):
     ],
 )
 def test_mistakes(flags, line, capsys, tmp_path):
-    if "--compile_only" in flags:
-        need_xla()
     words = [*tiny(tmp_path / "run"), *DINO, "--backend", "cuda", *flags.split()]
     assert line in told_in_one_line(capsys, *words)
     assert not (tmp_path / "run").exists()

@@ -1,6 +1,5 @@
 """``--objective dino``: against one in plain PyTorch, on several forms; its teacher."""
 
-import numpy as np
 import pytest
 import timm
 import torch
@@ -30,6 +29,7 @@ from tests.support.dino import (
 from tests.support.marks import long
 from tests.support.resolved import on_gpus, on_xla
 from tests.support.resuming import EPOCHS_OF_5, assert_resumes_at_step_7
+from tests.support.steady import READ_PER_LOG, STEADY, assert_steady_state
 from tests.support.usage_error import told_in_one_line
 from tools.convert import main as to_other_form
 from training.objectives.dino import koleo_loss, sinkhorn, taken
@@ -376,13 +376,9 @@ def test_optimizers(optimizer, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize(("flags", "graphs"), [("", 1), ("--grad_accum_steps 2", 3)])
 def test_steady_state(flags, graphs, tmp_path):
-    steady = "--max_steps 24 --warmup_steps 8 --log_step_interval 6 --num_workers 1".split()
-    result = train_tiny(tmp_path, *DINO, *steady, *flags.split(), devices=2)
-    at = [result.steps[step] for step in (6, 12, 18, 24)]
-    assert {record["compilations"] for record in at} == {result.steps[1]["compilations"]}
-    assert np.diff([record["executions"] for record in at]).tolist() == [6 * graphs] * 3
-    reads = at[-1]["device_to_host"] - at[0]["device_to_host"]
-    assert abs(reads - 6 * 3) <= 6  # of each log three parts of the loss, too
+    result = train_tiny(tmp_path, *DINO, *STEADY, *flags.split(), devices=2)
+    assert_steady_state(result, graphs, READ_PER_LOG + 3)  # three parts of the loss, too
+    assert result.steps[6]["compilations"] == result.steps[1]["compilations"]
 
 
 @pytest.mark.long
@@ -415,9 +411,8 @@ def test_a_head_without_a_loss_is_not_updated_in_passes(tmp_path):
         ("--weight_decay 0", "--weight_decay_end requires --weight_decay above 0"),
     ],
 )
-def test_mistakes(flags, line, capsys, monkeypatch, tmp_path):
+def test_mistakes(flags, line, capsys, tmp_path):
     need_xla()
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
     words = [*tiny(tmp_path / "run"), *DINO, "--cpu_devices", "2", *flags.split()]
     assert line in told_in_one_line(capsys, *words)
     assert not (tmp_path / "run").exists()

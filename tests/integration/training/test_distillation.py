@@ -66,9 +66,9 @@ def by_deit(config, base, student, teacher):
     return (1 - config.distillation_alpha) * base + config.distillation_alpha * taught
 
 
-def plain_steps(monkeypatch, flags, teacher, steps, devices):
+def plain_steps(flags, teacher, steps, devices):
     """Losses and gradients' norms of the first steps, all in warmup, in plain PyTorch."""
-    run = tiny_run(monkeypatch, *flags, devices=devices)
+    run = tiny_run(*flags, devices=devices)
     model, config, seed = filled(run.model, run.config.seed), run.config.loss, run.config.seed
     how, passes = run.config.optimizer, run.config.data.grad_accum_steps
     taught, _, (mean, std) = teacher
@@ -100,8 +100,8 @@ def plain_steps(monkeypatch, flags, teacher, steps, devices):
     return losses, norms
 
 
-def assert_as_plain(result, monkeypatch, flags, teacher, steps=STEPS, devices=1, rel=1e-4):
-    plain = plain_steps(monkeypatch, flags, teacher, steps, devices)
+def assert_as_plain(result, flags, teacher, steps=STEPS, devices=1, rel=1e-4):
+    plain = plain_steps(flags, teacher, steps, devices)
     for name, expected in zip(("loss", "grad_norm"), plain, strict=True):
         assert result.column(name)[:steps] == pytest.approx(expected, rel=rel)
 
@@ -111,13 +111,13 @@ SOFT = "--distillation_type soft --distillation_tau 3 --distillation_alpha 0.7".
 
 
 @pytest.mark.long
-def test_soft_scanned_mixed_accumulated_and_resumed(teacher, monkeypatch, tmp_path):
+def test_soft_scanned_mixed_accumulated_and_resumed(teacher, tmp_path):
     """On two devices: an execution a pass and one for the update, the teacher sharded, not saved,
     and resumed exactly."""
     flags = [*IMAGES, *teacher[1], *SOFT, *BOTH.split(), "--grad_accum_steps", "2"]
     given = [*flags, "--max_steps", str(STEPS), "--eval_batches", "1"]
     result = train_tiny(tmp_path / "a", *given, "--ckpt_step_interval", "2", devices=2)
-    assert_as_plain(result, monkeypatch, flags, teacher, devices=2)
+    assert_as_plain(result, flags, teacher, devices=2)
     assert_steady(result, executions=3)
 
     whole = 4 * sum(parameter.numel() for parameter in teacher[0].parameters())
@@ -141,11 +141,11 @@ def test_soft_scanned_mixed_accumulated_and_resumed(teacher, monkeypatch, tmp_pa
         (2, "--no-scan_blocks --mesh_dcn 2", "--grad_accum_steps 2 --distillation_alpha 1"),
     ],
 )
-def test_hard_in_bf16_in_other_forms(devices, form, flags, teacher, monkeypatch, tmp_path):
+def test_hard_in_bf16_in_other_forms(devices, form, flags, teacher, tmp_path):
     given = [*IMAGES, *teacher[1], *flags.split()]
     how = ["--precision", "bf16", "--max_steps", "4", "--eval_batches", "1", *form.split()]
     result = train_tiny(tmp_path, *given, *how, devices=devices)
-    assert_as_plain(result, monkeypatch, given, teacher, steps=2, devices=devices, rel=0.02)
+    assert_as_plain(result, given, teacher, steps=2, devices=devices, rel=0.02)
     assert_steady(result, executions=3 if "accum" in flags else 1)
 
 
@@ -160,14 +160,11 @@ def test_hard_in_bf16_in_other_forms(devices, form, flags, teacher, monkeypatch,
         long("megatron", "3", SOFT),
     ],
 )
-def test_on_gpus_by_a_checkpoint_of_this_program(
-    form, zero, kind, own_teacher, monkeypatch, tmp_path
-):
+def test_on_gpus_by_a_checkpoint_of_this_program(form, zero, kind, own_teacher, tmp_path):
     flags = [*own_teacher[1], *kind, "--grad_accum_steps", "2"]
     how = ["--max_steps", str(STEPS), "--eval_batches", "1", "--zero_dp_strategy", zero]
-    module = "tests.fakes.megatron_on_cpu" if form == "megatron" else ""
-    result = train_tiny_gpu(tmp_path, *flags, *how, processes=2, program=module)
-    assert_as_plain(result, monkeypatch, flags, own_teacher)
+    result = train_tiny_gpu(tmp_path, "--fsdp", form, *flags, *how, processes=2)
+    assert_as_plain(result, flags, own_teacher)
     whole = 4 * sum(parameter.numel() for parameter in own_teacher[0].parameters())
     assert result.run_file["state_bytes_per_device"]["teacher"] == pytest.approx(whole / 2, rel=0.1)
 
@@ -190,8 +187,7 @@ def test_refused(flags, told, teacher, own_teacher, capsys, tmp_path):
     own = " ".join(own_teacher[1])
     flags = flags.format(teacher=" ".join([*IMAGES, *teacher[1]]), own=own)
     given = [*TINY_MODEL, "--fake_data", "--batch_size", "8", "--ckpt_dir", tmp_path]
-    backend = [] if "--backend" in flags or "--plan" in flags else ["--backend", "xla"]
-    line = told_in_one_line(capsys, *backend, *given, *flags.split())
+    line = told_in_one_line(capsys, "--backend", "xla", *given, *flags.split())
     named = "--teacher timm/test_vit"
     assert line.startswith(told.format(named=named, own_path=Path(own_teacher[1][-1])))
     assert not any(tmp_path.iterdir())

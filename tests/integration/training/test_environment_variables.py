@@ -1,34 +1,15 @@
 """Variables that PyTorch, torch_xla, torchrun, NCCL and libtpu document: each one leaves the losses
-as they are, or ends the run in one line.
+as they are, or ends the run in one line (on XLA: tests/unit/xla_fsdp/test_environment.py).
 
 Listed are those that say which devices compute, how many, or what they compute; of those that only
 print more, the ones that tutorials name. A variable of GPUs or TPUs changes nothing without them.
 """
 
-import subprocess
-
 import pytest
 
-from tests.support.cli import ROOT, Result, command_of, need_xla, tiny
+from tests.support.cli import Result, need_xla, run_program, tiny
 from tests.support.usage_error import told_in_one_line
 
-BF16 = "unset it and use --precision bf16"
-REFUSED = {
-    "XLA_USE_BF16=1": BF16,
-    "XLA_DOWNCAST_BF16=1": BF16,
-    "XLA_USE_FP16=1": BF16,
-    "XLA_DOWNCAST_FP16=1": BF16,
-    "XLA_USE_32BIT_LONG=1": "unset it, checkpoints have integers of 64 bits",
-    "XLA_RNG_BIT_GENERATOR=philox": "dropout would draw other numbers",
-    "XLA_RNG_BIT_GENERATOR=three_fry": "dropout would draw other numbers",
-    "XLA_USE_EAGER_DEBUG_MODE=1": "unset it, eager tensors cannot be sharded",
-    "PJRT_DEVICE=TPU": "this machine has no TPU chips",
-    "PJRT_DEVICE=CUDA": "--backend xla runs on TPU and CPU, unset it",
-    "PT_XLA_DEBUG=true": "torch_xla reads it as a number, use 1",
-    "RANK=1": "XLA needs no torchrun",
-    "WORLD_SIZE=2": "XLA needs no torchrun",
-}
-"""On XLA."""
 # Each set is of one run. {tmp} is an empty folder. Found in torch_xla's library and documentation
 # (2.9), in those of PyTorch, torchrun, NCCL, libtpu and JAX, and in old tutorials (XRT_TPU_CONFIG).
 ON_XLA = [
@@ -77,9 +58,9 @@ def numbers(folder, backend, variables=""):
     given = dict(each.split("=", 1) for each in variables.format(tmp=folder.parent).split())
     flags = [*tiny(folder), *DROPOUT, *BACKENDS[backend].split()]
     processes = 2 if backend == "torchrun" else 1
-    words, usual = command_of("run_vit_training.py", *flags, processes=processes, warm=False)
-    how = {"text": True, "capture_output": True, "timeout": 300, "check": False}
-    done = subprocess.run(words, cwd=ROOT, env=usual | given, **how)
+    done = run_program(
+        "run_vit_training.py", *flags, processes=processes, warm=False, variables=given
+    )
     assert done.returncode == 0, done.stderr
     names = ("loss", "grad_norm", "val_loss")
     return [record[name] for record in Result(folder).records for name in names if name in record]
@@ -99,18 +80,6 @@ def test_the_same_losses(reference, tmp_path):
         assert numbers(tmp_path / f"{number}", backend, variables) == losses, variables
     rounded = numbers(tmp_path / "rounded", backend, ROUNDED[backend])
     assert rounded == pytest.approx(losses, rel=1e-6)
-
-
-@pytest.mark.parametrize("variable", REFUSED)
-def test_refused_on_xla(variable, capsys, tmp_path, monkeypatch):
-    need_xla()
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    monkeypatch.setenv(*variable.split("="))
-    line = told_in_one_line(capsys, *tiny(tmp_path / "run"), "--backend", "xla")
-    assert REFUSED[variable] in line
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("variables", ["RANK=0", "WORLD_SIZE=2", "RANK=1 WORLD_SIZE=1"])

@@ -151,11 +151,7 @@ FIRST_STEP = "--batch_size 16 --max_steps 1 --eval_batches 1 --warmup_steps 4 --
 FORMS = [
     (train_tiny, "--cpu_devices 2 --precision bf16 --grad_accum_steps 2", {}),
     long(train_tiny_gpu, "--mesh_domain 2 --dp_outer 2", {"processes": 4}),
-    (
-        train_tiny_gpu,
-        "--fsdp megatron --precision bf16",
-        {"processes": 2, "program": "tests.fakes.megatron_on_cpu"},
-    ),
+    (train_tiny_gpu, "--fsdp megatron --precision bf16", {"processes": 2}),
 ]
 
 

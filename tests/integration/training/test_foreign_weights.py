@@ -33,12 +33,6 @@ FLAGS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def cpu(monkeypatch):
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    monkeypatch.delenv("CPU_NUM_DEVICES", raising=False)
-
-
 def timms_batches(dataset):
     """Batches of a dataset of timm's, prepared as timm does it for this model."""
     return create_loader(

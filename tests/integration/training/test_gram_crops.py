@@ -105,6 +105,3 @@ def test_the_teacher_is_evaluated_without_it(anchor, tmp_path):
     done = run_program(*words, *anchor)
     assert done.returncode == 2
     assert "is incompatible with --eval_only" in done.stderr
-
-
-# -- mistakes ----------------------------------------------------------------------------------

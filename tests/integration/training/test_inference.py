@@ -15,14 +15,8 @@ from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer
 
 import run_vit_training
-from tests.support.cli import (
-    ALL_DIGITS,
-    DIGITS,
-    TINY_MODEL,
-    VAL_IMAGES,
-    run_program,
-    train_tiny,
-)
+from tests.references.plain_checkpoint import convert
+from tests.support.cli import ALL_DIGITS, DIGITS, TINY_MODEL, VAL_IMAGES, run_program, train_tiny
 from tests.support.usage_error import told_in_one_line
 from training.checkpoints.format import quiet_dcp
 
@@ -30,12 +24,6 @@ WORDS = "zero one two three four five six seven eight nine".split()
 CLASSES = sorted(WORDS)  # their order is not that of the digits
 NUMBERS = [f"class {label}" for label in range(10)]
 STEPS = 40
-
-
-@pytest.fixture(autouse=True)
-def cpu(monkeypatch):
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    monkeypatch.delenv("CPU_NUM_DEVICES", raising=False)
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +47,7 @@ def trained(words, tmp_path_factory):
 def files(trained, tmp_path_factory):
     """The trained weights in every kind of file, and as a checkpoint of an earlier version."""
     root = tmp_path_factory.mktemp("files")
-    module = "torch.distributed.checkpoint.format_utils"
-    source = str(trained.ckpt_dir / f"step_{STEPS}")
-    assert run_program("-m", module, "dcp_to_torch", source, str(root / "plain.pt")).returncode == 0
-    content = torch.load(root / "plain.pt", weights_only=True)
+    content = convert(trained.ckpt_dir / f"step_{STEPS}", root / "plain.pt")
     state = content["model"]
     torch.save(state, root / "bare.pt")
     torch.save(state, root / "old_format.pth", _use_new_zipfile_serialization=False)

@@ -20,6 +20,7 @@ from tests.support.mae import MAE, SMALL
 from tests.support.marks import long
 from tests.support.resolved import on_gpus
 from tests.support.resuming import EPOCHS_OF_5, assert_resumes_at_step_7
+from tests.support.steady import STEADY, assert_steady_state
 from tests.support.tensorboard_files import events_in
 from tests.support.usage_error import told_in_one_line
 from tools.convert import main as to_other_form
@@ -74,9 +75,7 @@ def test_on_xla(devices, flags, expected, on_gpu, tmp_path):
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("flags", ["--fsdp megatron", "--grad_accum_steps 2"])
 def test_on_gpus(flags, processes, expected, tmp_path):
-    program = "tests.fakes.megatron_on_cpu" if "megatron" in flags else ""
-    result = train_tiny_gpu(tmp_path, *MAE, *flags.split(), processes=processes, program=program)
-    assert_same(result, expected[0])
+    assert_same(train_tiny_gpu(tmp_path, *MAE, *flags.split(), processes=processes), expected[0])
 
 
 @pytest.mark.long
@@ -218,13 +217,8 @@ def weights_of(ckpt_dir):
     [("", 2, 1), ("--xla_fsdp nested", 1, 1), ("--grad_accum_steps 2 --precision bf16", 2, 3)],
 )
 def test_steady_state(flags, devices, graphs, tmp_path):
-    steady = "--max_steps 24 --warmup_steps 8 --log_step_interval 6 --num_workers 1".split()
-    result = train_tiny(tmp_path, *MAE, *steady, *flags.split(), devices=devices)
-    at = [result.steps[step] for step in (6, 12, 18, 24)]
-    assert len({record["compilations"] for record in at}) == 1
-    assert np.diff([record["executions"] for record in at]).tolist() == [6 * graphs] * 3
-    reads = at[-1]["device_to_host"] - at[0]["device_to_host"]
-    assert abs(reads - 3 * 3) <= 3
+    result = train_tiny(tmp_path, *MAE, *STEADY, *flags.split(), devices=devices)
+    assert_steady_state(result, graphs)
 
 
 @pytest.mark.long
@@ -252,9 +246,8 @@ def test_by_the_tpu_compiler():
         ("--decoder_num_heads 3", "is not a multiple of --decoder_num_heads 3"),
     ],
 )
-def test_mistakes(flags, line, capsys, monkeypatch, tmp_path):
+def test_mistakes(flags, line, capsys, tmp_path):
     need_xla()
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
     words = [*tiny(tmp_path / "run"), *MAE, "--cpu_devices", "2", *flags.split()]
     assert line in told_in_one_line(capsys, *words)
     assert not (tmp_path / "run").exists()

@@ -116,8 +116,7 @@ def train(folder, *flags, form):
     flags = [*" ".join(flags).split(), *of_form.split()]
     if "cuda" not in flags:
         return train_tiny(folder, *flags)
-    program = "tests.fakes.megatron_on_cpu" if "megatron" in flags else ""
-    return train_tiny_gpu(folder, *flags, processes=processes, program=program)
+    return train_tiny_gpu(folder, *flags, processes=processes)
 
 
 @functools.cache
@@ -227,8 +226,7 @@ def test_betas_and_flops_follow():
         ("--backend cuda --optimizer muon --cpu_offload", "is incompatible with --cpu_offload"),
     ],
 )
-def test_refused(flags, told, capsys, monkeypatch, tmp_path):
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+def test_refused(flags, told, capsys, tmp_path):
     folder = tmp_path / "run"
     assert told in told_in_one_line(capsys, "--fake_data", *flags.split(), "--ckpt_dir", folder)
     assert not folder.exists()

@@ -18,10 +18,9 @@ from tests.support.cli import (
     TINY_RUN,
     train_tiny,
     train_tiny_gpu,
-    train_tiny_megatron,
 )
 from tests.support.marks import long
-from tests.support.option_cases import DROPOUT, FORMS, HOW, MODEL, allowed, pairwise
+from tests.support.option_cases import DROPOUT, FORMS, HOW, MODEL, ON_GPU, allowed, pairwise
 from tests.support.resolved import on_xla
 
 STEPS = 2
@@ -35,9 +34,7 @@ NORMS = {"fp32": STEPS, "bf16": 1}
 def train(folder, case):
     options = [flags for name, flags in case.items() if name != "form"]
     flags = [*RUN, *" ".join([FORMS[case["form"]], *options]).split()]
-    if case["form"] == "megatron":
-        return train_tiny_megatron(folder, *flags)
-    if case["form"] == "fsdp2":
+    if case["form"] in ON_GPU:
         return train_tiny_gpu(folder, *flags, processes=2)
     return train_tiny(folder, *flags)
 

@@ -13,10 +13,11 @@ from data.source import FILES, DatasetRequest, open_data
 from tests.references.plain_checkpoint import convert, tiny_timm_model
 from tests.support.cli import DIGITS, TINY_MODEL, train_tiny, train_tiny_gpu
 from tests.support.curves import assert_same_curves
+from tests.support.mixing import BOTH, HOST, assert_steady
 from tests.support.resuming import DROPOUT, EPOCHS_OF_5
 from tests.support.short_runs import QUICK
 
-RUN_5 = [*EPOCHS_OF_5, *DROPOUT]
+RUN_5 = [*EPOCHS_OF_5, *DROPOUT, *HOST, *BOTH.split()]
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +28,11 @@ def uninterrupted(tmp_path_factory):
 
 
 def test_mid_epoch_resume_is_exact(uninterrupted, tmp_path):
+    """With all that is drawn at random, on the host and on devices; by other loaders."""
+    assert_steady(uninterrupted)
     shutil.copytree(uninterrupted.ckpt_dir / "step_7", tmp_path / "step_7")
-    resumed = train_tiny(tmp_path, *RUN_5, "--max_steps", "12", devices=2)
+    flags = [*RUN_5, "--max_steps", "12", "--num_workers", "2"]
+    resumed = train_tiny(tmp_path, *flags, devices=2)
     assert "at step 7, epoch 2" in resumed.stdout
     assert list(resumed.steps) == list(range(8, 13))
     for name in ("loss", "grad_norm", "lr"):

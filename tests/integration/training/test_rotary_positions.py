@@ -18,6 +18,7 @@ from tests.support.cli import DIGITS, tiny, train_tiny, train_tiny_gpu
 from tests.support.dino import BACKBONE, HEADS
 from tests.support.marks import long
 from tests.support.resolved import on_xla
+from tests.support.steady import READ_PER_LOG, STEADY, assert_steady_state
 from tests.support.usage_error import told_in_one_line
 from tools.self_check.small_run import first_weights
 from training.schedule import RopeFactors, rope_factors
@@ -151,9 +152,6 @@ def expected(weights):
     return plain_steps.train(model, optimizer, run, 6, plain_steps.warm_cosine(how))
 
 
-MEGATRON = {"program": "tests.fakes.megatron_on_cpu"}
-
-
 @pytest.mark.parametrize(
     ("train", "flags", "how"),
     [
@@ -164,7 +162,7 @@ MEGATRON = {"program": "tests.fakes.megatron_on_cpu"}
         long(train_tiny_gpu, "--mesh_domain 2 --grad_ckpt selective", {"processes": 2}),
         long(train_tiny_gpu, "--compile --grad_accum_steps 2", {"processes": 2}),
         long(train_tiny_gpu, "--precision bf16", {"processes": 2}),
-        long(train_tiny_gpu, "--fsdp megatron", {"processes": 2, **MEGATRON}),
+        long(train_tiny_gpu, "--fsdp megatron", {"processes": 2}),
     ],
 )
 def test_losses_and_gradients(train, flags, how, weights, expected, tmp_path):
@@ -196,12 +194,9 @@ def test_dino_on_forms(flags, weights, tmp_path):
     ],
 )
 def test_steady_state(model, flags, graphs, tmp_path):
-    steady = "--max_steps 24 --warmup_steps 8 --log_step_interval 6 --num_workers 1".split()
-    devices = 1 if "nested" in flags else 2
-    result = train_tiny(tmp_path, *model, *flags, *steady, devices=devices)
-    at = [result.steps[step] for step in (6, 12, 18, 24)]
-    assert {record["compilations"] for record in at} == {result.steps[1]["compilations"]}
-    assert np.diff([record["executions"] for record in at]).tolist() == [6 * graphs] * 3
+    result = train_tiny(tmp_path, *model, *flags, *STEADY, devices=2)
+    assert_steady_state(result, graphs, READ_PER_LOG + 2 * (flags == DINO))  # parts of the loss
+    assert result.steps[6]["compilations"] == result.steps[1]["compilations"]
 
 
 @pytest.mark.parametrize(

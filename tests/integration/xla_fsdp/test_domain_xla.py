@@ -1,7 +1,6 @@
 """Images whose rows several devices share, on XLA's SPMD backend: as on whole images."""
 
 import functools
-from itertools import pairwise
 
 import pytest
 
@@ -9,6 +8,7 @@ from tests.references.whole_images import SMALL, assert_like_whole, train_whole
 from tests.support.cli import train_tiny, train_tiny_gpu
 from tests.support.domain_models import EPOCHS_OF_2, HYBRID, MODELS, TOKENS, VOLUMES
 from tests.support.marks import long, spread
+from tests.support.steady import STEADY, assert_steady_state
 
 RING = "--domain_attention ring"
 SMALL_BATCH = "--batch_size 2 --num_heads 4"
@@ -102,9 +102,6 @@ def test_resumed_on_other_meshes_and_on_the_other_backend(tmp_path):
 
 @pytest.mark.long
 def test_steady_state(tmp_path):
-    """After warm-up nothing compiles, and each step is one execution."""
-    flags = f"{HYBRID} --max_steps 24 --log_step_interval 6"
+    flags = f"{HYBRID} {' '.join(STEADY)}"
     result = train(tmp_path, 4, flags, f"--mesh_domain 4 {RING}")
-    for name, each in (("compilations", 0), ("executions", 6)):
-        values = [result.steps[step][name] for step in (6, 12, 18, 24)]
-        assert [after - before for before, after in pairwise(values)] == [each] * 3
+    assert_steady_state(result, graphs=1)

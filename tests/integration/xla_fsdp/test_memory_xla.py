@@ -16,20 +16,19 @@ class tpumonitoring:
 """
 
 
-def told(folder, monkeypatch, behaviour, asked):
+def told(folder, behaviour, asked):
     package = folder / "libtpu"
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "sdk.py").write_text(STAND_IN.format(behaviour=behaviour))
-    monkeypatch.setenv("CPU_NUM_DEVICES", "2")
     done = run_program("tests/fakes/memory_on_spmd.py", str(folder), str(asked))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), done.stderr
 
 
-def test_told_by_libtpu_under_spmd(tmp_path, monkeypatch):
+def test_told_by_libtpu_under_spmd(tmp_path):
     """torch_xla raises there (2.9: torch_xla/core/xla_model.py, line 1525); nested, it tells."""
-    found, _ = told(tmp_path, monkeypatch, "pass", asked=300)
+    found, _ = told(tmp_path, "pass", asked=300)
     assert "MemoryInfo not supported for SPMD virtual device" in found["raised"]
     assert found["told"][0] == {}  # nothing waits for the first answer
     assert found["told"][-1] == {"used": 3000, "limit": 16000}  # of the fullest device
@@ -45,7 +44,7 @@ def test_told_by_libtpu_under_spmd(tmp_path, monkeypatch):
         "return type('Uneven', (), {'data': lambda self: ['1'] * name.count('s')})()",
     ],
 )
-def test_nothing_told_harms_nothing(behaviour, tmp_path, monkeypatch):
-    found, complaints = told(tmp_path, monkeypatch, behaviour, asked=10)
+def test_nothing_told_harms_nothing(behaviour, tmp_path):
+    found, complaints = told(tmp_path, behaviour, asked=10)
     assert found["told"] == [{}] * 10
     assert "Traceback" not in complaints

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.support.cli import DIGITS, ROOT, TINY_MODEL, TINY_RUN
-from tests.support.launching import TORCHRUN, finish, free_port, start
+from tests.support.launching import TORCHRUN, finish, free_port, start, warm
 from tests.support.marks import long
 from tests.support.running import Running, running_with
 
@@ -113,7 +113,8 @@ def test_only_what_a_restart_may_help_is_restarted(code, starts, tmp_path):
     """A crash is; a mistake, a loss that is not finite and a full folder come again."""
     shutil.copytree(ROOT / "launch", tmp_path / "launch")
     (tmp_path / "run_vit_training.py").write_text(f"print('started')\nraise SystemExit({code})\n")
-    run = start(tmp_path / "launch" / "torchrun.sh", NPROC_PER_NODE="1", MAX_RESTARTS="1")
+    variables = {"NPROC_PER_NODE": "1", "MAX_RESTARTS": "1", **warm(tmp_path)}
+    run = start(tmp_path / "launch" / "torchrun.sh", **variables)
     found, stdout, stderr = finish(run)
     assert found == code
     assert stdout.count("started") == starts

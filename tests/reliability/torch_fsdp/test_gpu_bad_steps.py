@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.support.bad_steps import COUNTS, assert_same_state, train
+from tests.support.bad_steps import assert_bad_steps_change_nothing, assert_same_state, train
+from tests.support.cli import train_tiny_gpu
 from torch_fsdp.optimizers import LossScale
 
 
@@ -25,29 +26,26 @@ from torch_fsdp.optimizers import LossScale
     ],
 )
 def test_bad_steps_change_nothing(flags, processes, tmp_path, monkeypatch):
-    """Against a run whose optimizer was never called in these steps."""
-    found, state = train(tmp_path / "spoiled", monkeypatch, flags, processes)
-    left_out = {"BAD_STEPS_ARE": "left_out"}
-    _, expected = train(tmp_path / "left_out", monkeypatch, flags, processes, **left_out)
-    lines = [line for line in found.stdout.splitlines() if line.startswith("step ")]
-    assert lines == [f"step {n} skipped {counts}" for n, counts in enumerate(COUNTS, 1)]
-    assert_same_state(state, expected, steps=3)
+    assert_bad_steps_change_nothing(train_tiny_gpu, tmp_path, monkeypatch, flags, processes)
 
 
 def test_fp16(tmp_path, monkeypatch):
     """Against fp32's: an overflow is no bad step; a loss that is not finite does not change the
     scale, else other gradients would be rounded to zero."""
+
+    def fp16(name, **variables):
+        folder = tmp_path / name
+        return train(train_tiny_gpu, folder, monkeypatch, "--precision fp16", 1, **variables)
+
     bad = {"BAD_STEPS": "2:loss 3:loss"}
-    found, state = train(tmp_path / "spoiled", monkeypatch, "--precision fp16", 1, **bad)
-    left_out = {"BAD_STEPS_ARE": "left_out", **bad}
-    _, expected = train(tmp_path / "left_out", monkeypatch, "--precision fp16", 1, **left_out)
+    found, state = fp16("spoiled", **bad)
+    _, expected = fp16("left_out", BAD_STEPS_ARE="left_out", **bad)
     assert found.column("skipped_steps") == [0, 1, 2, 2, 2, 2]
     assert_same_state(state, expected, steps=4)
     assert state["training"]["loss_scale"] == 2.0**16
     assert state["training"]["loss_scale_good_steps"] == 4
     monkeypatch.delenv("BAD_STEPS_ARE")
-    norm = {"BAD_STEPS": "3:norm"}
-    overflown, state = train(tmp_path / "norm", monkeypatch, "--precision fp16", 1, **norm)
+    overflown, state = fp16("norm", BAD_STEPS="3:norm")
     assert overflown.column("skipped_steps") == [0] * 6
     assert state["training"]["loss_scale"] == 2.0**15
     assert {entry["step"].item() for entry in state["optimizer"]["state"].values()} == {5}

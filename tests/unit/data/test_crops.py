@@ -1,5 +1,6 @@
 """DINO's crops: each against torchvision's own operations of the same numbers; masks; batches."""
 
+import itertools
 import math
 from collections import Counter
 from dataclasses import replace
@@ -297,14 +298,14 @@ def opened(top, crops=SMALL, size=(16, 16), channels=3, augment=True, **flags):
 def test_the_same_for_any_number_of_workers_and_processes_and_after_a_resume(source, digits):
     layout = CropLayout((3, 16, 16), SMALL)
     whole = opened(digits, data_source=source)
-    expected = list(whole.train_loader(24, Share()).epoch(2))
+    expected = list(itertools.islice(whole.train_loader(24, Share()).epoch(2), 9))
     images, labels = expected[0]
     assert images.shape == (24, layout.length)
     assert images.dtype == torch.uint8
     assert layout.unpack(images)[-1].sum(1).tolist() == pytest.approx([6] * 24, abs=2)
     torch.manual_seed(1)
     workers = opened(digits, data_source=source, num_workers=2).train_loader(24, Share())
-    for (a, x), (b, y) in zip(expected[5:9], workers.epoch(2, 5), strict=False):
+    for (a, x), (b, y) in zip(expected[5:], workers.epoch(2, 5), strict=False):
         assert a.equal(b)
         assert x.equal(y)
     parts = [next(whole.train_loader(24, Share(rank, 3)).epoch(2)) for rank in range(3)]
@@ -335,6 +336,3 @@ def test_fake_crops():
     assert images.dtype == torch.uint8
     assert not images.any()
     assert next(fake.val_loader(24, Share()).epoch(0))[0].shape == (24, 3, 16, 16)
-
-
-# -- the picture ----------------------------------------------------------------------

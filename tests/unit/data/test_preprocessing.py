@@ -27,11 +27,6 @@ from training.weights import Weights, with_preprocessing_of
 NAME = "vit_tiny_patch16_224"
 
 
-@pytest.fixture(autouse=True)
-def cpu(monkeypatch):
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
-
-
 @pytest.fixture(scope="module")
 def picture(tmp_path_factory):
     """A picture with edges and gradients, no square."""

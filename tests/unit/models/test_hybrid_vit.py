@@ -100,15 +100,11 @@ def test_logits_and_gradients(sizes):
 
 
 @pytest.mark.parametrize("sizes", [IMAGES, VOLUMES])
-def test_first_weights(sizes):
-    torch.use_deterministic_algorithms(True)  # memory that nothing fills is NaN
-    try:
-        spec = small(sizes)
-        first, second = filled(spec).state_dict(), spec.build()
-        for name, unit in reversed(list(spec.units(second))):
-            spec.initialize(unit, name, seed=0)
-    finally:
-        torch.use_deterministic_algorithms(False)
+def test_first_weights(sizes, uninitialized_memory_is_nan):
+    spec = small(sizes)
+    first, second = filled(spec).state_dict(), spec.build()
+    for name, unit in reversed(list(spec.units(second))):
+        spec.initialize(unit, name, seed=0)
     other = filled(spec, seed=1).state_dict()
     for name, value in second.state_dict().items():
         assert value.isfinite().all(), name

@@ -61,14 +61,6 @@ OPTIONS = [
 ]
 
 
-@pytest.fixture
-def uninitialized_memory_is_nan():
-    """Whatever initialisation leaves out shows up as NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: ",".join(o))
 def test_every_option_builds_fills_and_trains(options, uninitialized_memory_is_nan):
     spec = small(**options)

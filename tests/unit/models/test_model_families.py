@@ -64,14 +64,6 @@ def timms(family, **changes):
     return model
 
 
-@pytest.fixture
-def uninitialized_memory_is_nan():
-    """Whatever initialisation leaves out shows up as NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_timms_weights_give_timms_logits(family):
     reference, model = timms(family).eval(), filled(small(family)).eval()

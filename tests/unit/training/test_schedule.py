@@ -133,8 +133,7 @@ def test_a_warmup_longer_than_the_run(tmp_path):
         ),
     ],
 )
-def test_refused(flags, words, capsys, tmp_path, monkeypatch):
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+def test_refused(flags, words, capsys, tmp_path):
     source = ["--data_dir", DIGITS, *TINY_MODEL, "--batch_size", "16", "--ckpt_dir", tmp_path / "n"]
     assert words in told_in_one_line(capsys, *source, *flags.split())
     assert not (tmp_path / "n").exists()

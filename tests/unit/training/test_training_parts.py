@@ -209,9 +209,8 @@ def test_peak_flops_by_kind_of_tpu():
 # -- arguments ------------------------------------------------------------------------
 
 
-def test_flags_and_defaults_of_pytorch_xlas_example(monkeypatch):
+def test_flags_and_defaults_of_pytorch_xlas_example():
     """But for --ckpt_dir, which another user could make first, and the number of workers."""
-    monkeypatch.delenv("CPU_NUM_DEVICES", raising=False)
     defaults = (
         "--data_dir /datasets/imagenet-1k --resume_epoch 0 --ckpt_epoch_interval 10 --lr 1e-3 "
         "--test_epoch_interval 10 --log_step_interval 20 --batch_size 1024 --num_epochs 300 "

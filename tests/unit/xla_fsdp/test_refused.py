@@ -99,7 +99,6 @@ CASES = [
 @pytest.mark.parametrize(("backend", "flags", "words"), CASES)
 def test_refused(backend, flags, words, tmp_path, monkeypatch, capsys):
     devices = ["--cpu_devices", "8"] if backend == "xla" and COMPILE not in flags else []
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
     if backend == "cuda":
         monkeypatch.setenv("WORLD_SIZE", "8")
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
