@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Copy this checkout to all workers of a TPU pod, and install requirements-tpu.txt there:
-#   launch/setup_pod.sh --tpu=NAME [--zone=ZONE] [--project=PROJECT] [--internal-ip] [--dir=DIR] \
-#       [--torchtpu]
+#   launch/setup_pod.sh --tpu=NAME [--zone=ZONE] [--project=PROJECT] [--tpu_api=tpu|compute] \
+#       [--internal-ip] [--tunnel-through-iap] [--dir=DIR] [--torchtpu]
 # DIR is in the home folder there (default: vit-fsdp); Python and packages go to DIR/.venv. With
 # --torchtpu they are those of requirements-torchtpu.txt, in DIR/.venv-torchtpu: the two exclude each
 # other. Run it again after a change: files are replaced, none is deleted, installed packages stay.
@@ -16,15 +16,16 @@ tpu='' dir=vit-fsdp venv=.venv requirements=requirements-tpu.txt
 where=()
 while (($#)); do
     case $1 in
-        --tpu | --zone | --project | --dir)
+        --tpu | --zone | --project | --tpu_api | --dir)
             (($# > 1)) || fail "$1 needs a value"
             set -- "$1=$2" "${@:3}"
             continue
             ;;
-        --tpu= | --zone= | --project= | --dir=) fail "$1 needs a value" ;;
+        --tpu= | --zone= | --project= | --tpu_api= | --dir=) fail "$1 needs a value" ;;
         --tpu=?*) tpu=${1#*=} ;;
         --dir=?*) dir=${1#*=} ;;
-        --zone=?* | --project=?* | --internal-ip) where+=("$1") ;;
+        --zone=?* | --project=?* | --tpu_api=?*) where+=("$1") ;;
+        --internal-ip | --tunnel-through-iap) where+=("$1") ;;
         --torchtpu) venv=.venv-torchtpu requirements=requirements-torchtpu.txt ;;
         *) fail "unknown argument $1: see the head of this file" ;;
     esac
@@ -42,28 +43,9 @@ archive=$temporary/$dir.tar.gz
 files=(run_vit_training.py config_fields.py requirements-tpu.txt requirements-torchtpu.txt README.md training models data xla_fsdp torch_fsdp gpu_fsdp tools launch recipes)
 tar --exclude=__pycache__ -czhf "$archive" -- "${files[@]}"
 
-describe=(gcloud compute tpus tpu-vm describe "$tpu" --format=json --quiet)
-for flag in ${where[@]+"${where[@]}"}; do
-    [[ $flag == --internal-ip ]] || describe+=("$flag")
-done
-node=$("${describe[@]}") || fail "gcloud cannot describe --tpu=$tpu: check it, --zone and --project"
-workers=$(python3 -c 'import json, sys; print(len(json.load(sys.stdin)["networkEndpoints"]))' <<< "$node")
+python3 -m launch.slices --tpu="$tpu" ${where[@]+"${where[@]}"} "$archive"
 
-copy() {
-    gcloud compute tpus tpu-vm scp "$archive" "$tpu:" --worker="$1" --quiet ${where[@]+"${where[@]}"}
-}
-echo "setup_pod.sh: copying to $workers worker(s) of $tpu"
-copy 0 # alone: it may have to make the ssh key, and to tell it to the TPU
-copies=()
-for ((index = 1; index < workers; index++)); do
-    copy "$index" &
-    copies+=($!)
-done
-for job in ${copies[@]+"${copies[@]}"}; do
-    wait "$job"
-done
-
-# The image's own Python is 3.10 (Ubuntu 22.04), the requirements are for 3.11: uv brings it.
+# The image's own Python is 3.10 (Ubuntu 22.04) or 3.12 without venv (24.04): uv brings one.
 # shellcheck disable=SC2016 # expanded on the workers
 install='
 set -e
@@ -72,9 +54,9 @@ tar -xzf "$1.tar.gz" -C "$1"
 rm "$1.tar.gz"
 cd "$1"
 if ! test -x "$2/bin/python"; then
-    if ! python3.11 -m venv "$2"; then
-        python3 -m pip install --user --quiet uv
-        python3 -m uv venv --clear --quiet --seed --python 3.11 "$2"
+    if ! python3.11 -m venv "$2" && ! python3.12 -m venv "$2"; then
+        python3 -m pip install --quiet --target .uv uv
+        .uv/bin/uv venv --clear --quiet --seed --python 3.11 "$2"
     fi
 fi
 "$2/bin/python" -m pip install --quiet -r "$3"

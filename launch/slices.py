@@ -241,7 +241,7 @@ def _group_problem(group: Mapping[str, Any], members: Sequence[Mapping[str, Any]
     )
     if not wanted:
         return "has no VMs, its size is 0: create it again"
-    if running < max(wanted, len(members)):
+    if running < wanted or len(members) != wanted:
         # Where a group that is created as a whole says why it still waits, and where each VM does.
         progress = status.get("bulkInstanceOperation", {}).get("lastProgressCheck", {})
         attempts = [progress.get("error", {})]

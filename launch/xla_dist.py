@@ -54,15 +54,15 @@ def add_elastic_times(parser: argparse.ArgumentParser) -> None:
         type=count,
         default=300,
         help="seconds to wait for missing slices before training starts or continues without "
-        "them, with --elastic (default: %(default)s)",
+        "them, with --elastic (default: %(default)s); xla_dist also waits so long, before a "
+        f"restart, for a slice that Compute Engine repairs (without --elastic: {REPAIR_SECONDS})",
     )
     parser.add_argument(
         "--elastic_poll",
         metavar="SECONDS",
         type=positive,
         default=30,
-        help="seconds between two questions for missing slices, with --elastic (default: "
-        "%(default)s)",
+        help="seconds between two questions for missing slices (default: %(default)s)",
     )
 
 
@@ -159,13 +159,13 @@ def find_slices(
     args: argparse.Namespace, pod: Pod, kind: str, awaited: Sequence[str]
 ) -> list[Slice]:
     """Return the slices that can be used, once all that are ``awaited`` can, or ``--elastic_wait``
-    seconds later (without ``--elastic`` ``REPAIR_SECONDS``).
+    seconds later.
 
     If they are too few even then, a line has been printed that says so. A signal ends the waiting,
     too.
     """
     least = args.elastic or len(args.tpu)
-    deadline = time.monotonic() + (args.elastic_wait if args.elastic else REPAIR_SECONDS)
+    deadline = time.monotonic() + args.elastic_wait
     last_reasons = ""
     usable: list[Slice] = []
     while not pod.stopped_by:
@@ -317,10 +317,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             raise Mistake("--backend torchtpu works on one slice: give one name to --tpu")
 
     # What comes with --elastic.
+    given = {word.partition("=")[0] for word in options}
     for flag in ("--elastic_wait", "--elastic_poll"):
-        if args.elastic is None and any(word.partition("=")[0] == flag for word in options):
-            raise Mistake(f"{flag} requires --elastic")
+        if flag in given and args.elastic is None and not args.max_restarts:
+            raise Mistake(f"{flag} requires --elastic or --max_restarts")
     if args.elastic is None:
+        if "--elastic_wait" not in given:
+            args.elastic_wait = REPAIR_SECONDS
         return args
     slices = len(args.tpu)
     if slices == 1:

@@ -110,8 +110,13 @@ def warm_python(*backend: str) -> str:
         until = os.environ["SHARED_UNTIL_END_OF"]
         command = [sys.executable, WARM_PYTHON, "--serve", path, until, *modules]
         # It outlives this worker: what it held open of its pipes would be waited for.
-        none = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
-        server = subprocess.Popen(command, cwd=ROOT, env=environment(), **none)
+        server = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
         while not os.path.exists(path):
             assert server.poll() is None, f"{WARM_PYTHON} has ended"
             time.sleep(0.05)
@@ -159,7 +164,7 @@ def run_program(
     return subprocess.run(
         [*by, *words],
         cwd=ROOT,
-        env=usual | variables,
+        env={**usual, **variables},
         text=True,
         capture_output=True,
         timeout=900,  # a busy machine compiles for minutes

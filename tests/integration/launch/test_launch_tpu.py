@@ -583,7 +583,7 @@ def test_a_signal_ends_the_waiting_for_slices(slices):
             "--elastic 1 --max_restarts 1 --elastic_poll 0",
             "argument --elastic_poll: 0 must be at least",
         ),
-        ("--elastic_wait 5", "--elastic_wait requires --elastic"),
+        ("--elastic_wait 5", "--elastic_wait requires --elastic or --max_restarts"),
         (
             "--elastic 1 --max_restarts 1 --env MEGASCALE_NUM_SLICES=2",
             "--elastic numbers the slices that are there: drop --env MEGASCALE_NUM_SLICES",
@@ -612,7 +612,10 @@ def test_mistakes_of_elastic_slices(slices, flags, told):
             "--tpu=pod -- .venv/bin/python -u run_vit_training.py --backend=torchtpu --fake_data",
             "--backend torchtpu requires a process a device: give launch/torchrun.sh in place of",
         ),
-        ("--tpu=prod -- true", "gcloud cannot describe --tpu prod, check it and --zone: NOT_FOUND"),
+        (
+            "--tpu=prod -- true",
+            "gcloud cannot describe --tpu prod, check it and --zone: Cloud TPU API: NOT_FOUND",
+        ),
         ("--tpu=pod --log_dir /dev/null/logs -- true", "--log_dir /dev/null/logs: Not a directory"),
     ],
 )
@@ -626,12 +629,119 @@ def test_a_pod_that_is_not_up(pod):
     (pod.folder / "state").write_text("PREEMPTED")
     code, _, stderr = pod.run("true")
     assert code == 2
-    assert "--tpu pod is PREEMPTED, not READY: start or create it first" in stderr
+    assert f"--tpu pod {LOST[pod.api].replace('2', '4')}" in stderr
     (pod.folder / "state").unlink()
     (pod.folder / "workers").write_text("0")
     code, _, stderr = pod.run("true")
     assert code == 2
-    assert "has no workers" in stderr
+    assert {"tpu": "has no workers", "compute": "has no VMs"}[pod.api] in stderr
+
+
+# -- Compute Engine -------------------------------------------------------------------
+
+
+@pytest.fixture
+def group(pod_of):
+    """An instance group of four VMs."""
+    group = pod_of(4)
+    (group.folder / "compute").touch()
+    return group
+
+
+def test_workers_are_numbered_as_the_vms_say(group):
+    """Not as the VMs are named or listed; what they say has no say in a group of another policy."""
+    shown = "echo $NODE_RANK $NODE_ADDRESSES $TORCH_TPU_TOPOLOGY"
+    code, stdout, stderr = group.run("sh", "-c", shown)
+    assert code == 0, stderr
+    addresses = ",".join(f"127.0.0.{number}" for number in range(1, 5))
+    expected = [f"[worker {i}] {i} {addresses} 2,4,1" for i in range(4)]
+    assert sorted(stdout.splitlines()) == expected
+    assert {call[2][-4:] for call in group.calls()} == {"-vmz", "-vmy", "-vmx", "-vmw"}
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        (
+            {"group": {"targetSize": 4}},
+            "has no workload policy: its VMs are not connected to a slice",
+        ),
+        ({"group": {"targetSize": 6}}, "has 4 of 6 VMs running"),
+        ({"group": {"targetSize": 3}}, "has 4 of 3 VMs running"),
+        (
+            {
+                "group": {
+                    "targetSize": 8,
+                    "status": {
+                        "bulkInstanceOperation": {
+                            "lastProgressCheck": {
+                                "error": {
+                                    "errors": [
+                                        {"code": "ZONE_RESOURCE_POOL_EXHAUSTED", "message": "none"}
+                                    ]
+                                }
+                            }
+                        }
+                    },
+                }
+            },
+            "has 4 of 8 VMs running (ZONE_RESOURCE_POOL_EXHAUSTED: none)",
+        ),
+        (
+            {
+                "group": {
+                    "targetSize": 4,
+                    "resourcePolicies": {"workloadPolicy": "one"},
+                    "status": {
+                        "appliedAcceleratorTopologies": [
+                            {"acceleratorTopology": "4x4", "state": "REACTIVATING"}
+                        ]
+                    },
+                }
+            },
+            "has its topology 4x4 REACTIVATING",
+        ),
+        ({"metadata": {}}, "is not a slice: the metadata of 0 of its 4 VMs number the workers"),
+        (
+            {"metadata": {"tpu-env": "TOPOLOGY: '2x4'\nTPU_ACCELERATOR_TYPE: v6e-8"}},
+            "was described by something else than the JSON that is known",
+        ),
+        ({"both": "yes"}, "is there twice, in the Cloud TPU API and on Compute Engine"),
+    ],
+)
+def test_what_is_no_slice(group, files, told):
+    for name, content in files.items():
+        (group.folder / name).write_text(json.dumps(content))
+    code, _, stderr = group.run("true")
+    assert (code, len(stderr.splitlines())) == (2, 1)
+    assert told in stderr
+
+
+def test_a_single_vm(pod_of):
+    vm = pod_of(1)
+    (vm.folder / "compute").touch()
+    (vm.folder / "vm").touch()
+    code, stdout, stderr = vm.run("sh", "-c", "echo $NODE_RANK of $NNODES")
+    assert (code, stdout) == (0, "[worker 0] 0 of 1\n"), stderr
+
+
+def test_a_slice_that_is_repaired_is_waited_for(group):
+    """Its VMs' addresses are asked for again."""
+    flags = ("--max_restarts", "1", "--grace", "1", "--elastic_poll", "1")
+    shown = 'echo "start $RUN_ATTEMPT $MASTER_ADDR"; test $RUN_ATTEMPT = 1 || exec sleep 600'
+    run = group.launch("sh", "-c", shown, flags=flags)
+    read_until(run, "start 0", 4)
+    (group.folder / "state").write_text("REPAIRING")
+    os.kill(int((group.folder / "worker_2" / "client").read_text()), signal.SIGKILL)
+    assert run.stderr
+    while "waiting up to" not in (line := run.stderr.readline()):
+        assert line
+    assert "pod has 0 of 4 VMs running (REPAIRING)" in line
+    (group.folder / "first_address").write_text("9")
+    (group.folder / "state").unlink()
+    code, stdout, stderr = finish(run)
+    assert code == 0, stderr
+    assert stdout.count("start 1 127.0.0.9\n") == 4
 
 
 def test_no_gcloud(pod, tmp_path):

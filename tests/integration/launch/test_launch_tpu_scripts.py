@@ -16,7 +16,7 @@ import yaml
 
 from launch.xla_dist import STEP_TIMEOUT_SECONDS
 from run_vit_training import read_flags
-from tests.fakes.pod import REMOTE, StandIn, read_until
+from tests.fakes.pod import REMOTE, StandIn, read_until, wait_until
 from tests.support.cli import ROOT
 from tests.support.launching import finish, refused, script
 from training.errors import BAD_IMAGES, NOT_FINITE, NOT_SAVED
@@ -150,6 +150,177 @@ def test_queued_resource_that_cannot_be_had(fresh_pod):
     code, _, stderr = run_script(fresh_pod, QUEUED, *SLICE, "--", "true")
     assert code == 1
     assert stderr == "queued_resource.sh: pod is FAILED: delete it, and ask again\n"
+
+
+# -- Compute Engine -------------------------------------------------------------------
+
+EIGHT = ["--tpu=pod", "--topology=v6e:4x4", "--zone=us-east5-b", "--poll=0.1"]
+
+
+def start_compute(pod: StandIn, *words: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "launch.compute_engine", *map(str, words)]
+    how = {"cwd": pod.cwd, "env": pod.variables, "text": True}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, start_new_session=True, **how, **pipes)
+
+
+def run_compute(pod: StandIn, *words: object) -> tuple[int, str, str]:
+    return finish(start_compute(pod, *words))
+
+
+def made(pod: StandIn) -> set[str]:
+    folder = pod.folder / "made"
+    return {path.name for path in folder.iterdir()} if folder.exists() else set()
+
+
+def test_compute_engine_from_creation_to_deletion(fresh_pod):
+    """The second time what is there is used."""
+    logs = ["--log_dir", fresh_pod.logs]
+    code, stdout, stderr = run_compute(
+        fresh_pod, *EIGHT, "--flex_start=7d", "--torchtpu", *logs, "--", "sh", "-c", "pwd; exit 3"
+    )
+    assert code == 3, stderr
+    assert stdout.count("installed in") == 4
+    assert f"] {fresh_pod.folder}/worker_2/vit-fsdp\n" in stdout
+    resources = ("resource-policies", "instance-templates", "instance-groups")
+    assert made(fresh_pod) == {f"{kind}_pod" for kind in resources}
+    flags = {
+        kind: json.loads((fresh_pod.folder / "made" / f"{kind}_pod").read_text())["flags"]
+        for kind in resources
+    }
+    assert flags["resource-policies"]["accelerator-topology"] == "4x4"
+    template = flags["instance-templates"]
+    assert template["machine-type"] == "ct6e-standard-4t"
+    assert (template["provisioning-model"], template["max-run-duration"]) == ("FLEX_START", "7d")
+    assert flags["instance-groups"] == {
+        "size": "4",
+        "target-size-policy-mode": "bulk",
+        "default-action-on-vm-failure": "do-nothing",
+        "template": "https://instance-templates/pod",
+        "workload-policy": "https://resource-policies/pod",
+        "quiet": "",
+        "zone": "us-east5-b",
+    }
+    code, stdout, stderr = run_compute(fresh_pod, *EIGHT, "--delete", *logs, "--", "true")
+    assert code == 0, stderr
+    assert "creating" not in stderr
+    deleted = [line for line in stderr.splitlines() if "deleting" in line]
+    assert deleted == [f"compute_engine: deleting {kind} pod" for kind in reversed(resources)]
+    assert not made(fresh_pod)
+
+
+def test_two_slices_of_compute_engine(fresh_pod):
+    """One policy and one template make both groups."""
+    (fresh_pod.folder / "workers").write_text("2")
+    two = ["--tpu=pod", "--slices=2", "--topology=tpu7x:2x2x2", "--zone=us-central1-c"]
+    words = [*two, "--poll=0.1", "--spot", "--log_dir", fresh_pod.logs, "--delete"]
+    shown = ["--", "sh", "-c", "echo $MEGASCALE_SLICE_ID of $MEGASCALE_NUM_SLICES"]
+    code, stdout, stderr = run_compute(fresh_pod, *words, *shown)
+    assert code == 0, stderr
+    assert sorted(line for line in stdout.splitlines() if " of 2" in line) == [
+        f"[worker {worker}] {worker // 2} of 2" for worker in range(4)
+    ]
+    assert stderr.count("deleting") == 4
+    assert not made(fresh_pod)
+
+
+def test_one_host_is_a_vm(fresh_pod):
+    (fresh_pod.folder / "workers").write_text("1")
+    words = ["--tpu=pod", "--topology=v6e:2x4", "--poll=0.1", "--log_dir", fresh_pod.logs]
+    code, stdout, stderr = run_compute(fresh_pod, *words, "--delete", "--", "hostname")
+    assert code == 0, stderr
+    assert "pod is PENDING, not RUNNING" in stderr
+    assert "installed in" in stdout
+    assert not made(fresh_pod)
+    calls = [json.loads(line) for line in (fresh_pod.folder / "calls").read_text().splitlines()]
+    (create,) = [call for call in calls if "create" in call]
+    assert {"--machine-type=ct6e-standard-8t", "--zone=us-central1-a", "--async"} < {*create}
+
+
+@pytest.mark.parametrize("creation", ["fails", "hangs"])
+def test_what_was_created_is_deleted_whatever_comes_then(fresh_pod, creation):
+    """A call that failed, or that Ctrl-C ended, may have made the group, which then costs."""
+    (fresh_pod.folder / "creation").write_text(creation)
+    run = start_compute(fresh_pod, *EIGHT, "--delete", "--", "true")
+    if creation == "hangs":
+        wait_until(lambda: "instance-groups_pod" in made(fresh_pod))
+        os.killpg(run.pid, signal.SIGINT)
+    code, _, stderr = finish(run)
+    assert code == {"fails": 1, "hangs": 130}[creation], stderr
+    assert not made(fresh_pod)
+
+
+def test_a_refused_group_leaves_nothing(fresh_pod):
+    """Also without --delete. A refusal of the server, and one while the VMs are waited for."""
+    quota = "Quota 'TPUS_PER_TPU_FAMILY' exceeded.  Limit: 0.0 in region us-east5."
+    (fresh_pod.folder / "refused_instance-groups").write_text(
+        f"ERROR: (gcloud.compute) Could not fetch resource:\n - {quota}"
+    )
+    code, _, stderr = run_compute(fresh_pod, *EIGHT, "--", "true")
+    assert code == 1
+    assert f"instance-groups pod: Could not fetch resource: {' '.join(quota.split())}" in stderr
+    assert not made(fresh_pod)
+    (fresh_pod.folder / "refused_instance-groups").unlink()
+    (fresh_pod.folder / "state_to_come").write_text("TERMINATED")
+    code, _, stderr = run_compute(fresh_pod, *EIGHT, "--", "true")
+    assert code == 1
+    assert "error: pod has 0 of 4 VMs running (TERMINATED): delete it, and ask again" in stderr
+    assert not made(fresh_pod)
+
+
+def test_what_cannot_be_deleted_is_named(fresh_pod):
+    (fresh_pod.folder / "stays_instance-groups").touch()
+    words = [*EIGHT, "--delete", "--log_dir", fresh_pod.logs, "--", "true"]
+    code, _, stderr = run_compute(fresh_pod, *words)
+    assert code == 0
+    assert (
+        "compute_engine: error: instance-groups pod may still be there, and cost: gcloud compute "
+        "instance-groups managed delete pod --quiet --zone=us-east5-b\n"
+    ) in stderr
+    assert made(fresh_pod) == {"instance-groups_pod"}
+
+
+def test_waiting_for_vms_can_be_stopped(fresh_pod):
+    """Without --delete what is asked for stays, and is waited for again."""
+    (fresh_pod.folder / "state_to_come").write_text("STAGING")
+    run = start_compute(fresh_pod, *EIGHT, "--log_dir", fresh_pod.logs, "--", "true")
+    assert run.stderr
+    while "has 0 of 4 VMs running (CREATING, STAGING); waiting" not in (
+        line := run.stderr.readline()
+    ):
+        assert line
+    run.send_signal(signal.SIGTERM)
+    code, _, stderr = finish(run)
+    assert code == 143
+    assert "pod stays, and costs" in stderr
+    assert "instance-groups_pod" in made(fresh_pod)
+    other = [*EIGHT[:1], "--topology=v6e:4x8", *EIGHT[2:], "--delete", "--", "true"]
+    code, _, stderr = run_compute(fresh_pod, *other)
+    assert code == 2
+    told = "resource-policies pod is there, of 4x4; --topology v6e:4x8 requires 4x8: give another"
+    assert told in stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--topology=v5e:8x8", "Compute Engine has v6e, v5p, tpu7x: launch/queued_resource.sh has"),
+        ("--topology=v6e:4x4x4", "--topology v6e:4x4x4 is no shape of a slice: give 2 sides"),
+        ("--topology=v5p:4x2x2", "--topology v5p:4x2x2 is no shape of a slice: give 3 sides"),
+        ("--topology=v6e:4x4 --spot --flex_start=7d", "argument --flex_start: not allowed with"),
+        ("--topology=v6e:4x4 --flex_start=forever", "--flex_start forever is no duration"),
+        ("--topology=v6e:4x4 --tpu=Vit", "--tpu Vit: Compute Engine takes small letters"),
+        ("--topology=v6e:4x4 --elastic=2", "--elastic requires several slices"),
+        ("--topology=v6e:4x4 --slices=0", "argument --slices: 0 must be at least 1"),
+    ],
+)
+def test_mistakes_on_compute_engine(fresh_pod, words, told):
+    code, _, stderr = run_compute(
+        fresh_pod, "--tpu=pod", "--zone=z-a", *words.split(), "--", "true"
+    )
+    assert (code, len(stderr.splitlines())) == (2, 1), stderr
+    assert told in stderr
+    assert not made(fresh_pod)
 
 
 @pytest.mark.parametrize(
