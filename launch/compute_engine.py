@@ -47,6 +47,12 @@ _SEVERAL_HOSTS = {
     "v5p": "ct5p-hightpu-4t",
     "tpu7x": "tpu7x-standard-4t",
 }
+LAST_ERROR = (
+    "--sort-by=~insertTime",
+    "--limit=1",
+    "--format=value(error.errors[0].code,error.errors[0].message)",
+)
+"""Flags of ``gcloud compute operations list``."""
 _ENDED = ("TERMINATED", "STOPPED", "STOPPING", "SUSPENDED")
 _TOO_OLD = ("unrecognized arguments", "Invalid choice")
 
@@ -310,9 +316,10 @@ def _last_error(args: argparse.Namespace, name: str) -> str:
     """Return why a VM was not created, as the newest operation about it says."""
     with contextlib.suppress(Unanswered):
         place = argparse.Namespace(zone=None, project=args.project)
-        words = [f"--filter=targetLink~/{name}$ AND error:*", "--sort-by=~insertTime", "--limit=1"]
-        words += ["--format=value(error.errors[0].code,error.errors[0].message)"]
-        return " ".join(ask(gcloud_command(place, "operations", "list", *words)).split())
+        which = f"--filter=targetLink~/{name}$ AND error:*"
+        return " ".join(
+            ask(gcloud_command(place, "operations", "list", *LAST_ERROR, which)).split()
+        )
     return ""
 
 

@@ -224,8 +224,9 @@ def describe_resource(kind: str, name: str) -> int:
     path = made(kind, name)
     if path.exists():
         content = json.loads(path.read_text())
-        if kind == "instances":  # it runs from the second time on
-            path.write_text(json.dumps(content | {"status": "RUNNING"}))
+        if kind == "instances":  # it runs from the third time on
+            next_status = {"PENDING": "STAGING"}.get(content["status"], "RUNNING")
+            path.write_text(json.dumps(content | {"status": next_status}))
     elif kind == "instances" and (FOLDER / "vm").exists():
         content = vm(name, 0)
     elif kind == "instance-groups" and exists(name) and is_group():
