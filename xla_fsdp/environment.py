@@ -83,9 +83,10 @@ def check_device() -> None:
                 "v5litepod-8, for example; or unset TPU_SKIP_MDS_QUERY"
             )
         return
-    request = urllib.request.Request(METADATA_URL, headers={"Metadata-Flavor": "Google"})
     try:
-        urllib.request.urlopen(request, timeout=10).close()
+        tpu_env = _ask_metadata("tpu-env")
+        if "\nACCELERATOR_TYPE:" not in f"\n{tpu_env}":
+            _set_compute_engine_variables(tpu_env)
     except OSError as error:
         raise UsageError(
             f"the TPU VM's metadata server does not answer ({getattr(error, 'reason', error)}): "
@@ -93,6 +94,40 @@ def check_device() -> None:
             "TPU_SKIP_MDS_QUERY=1, TPU_ACCELERATOR_TYPE (v5litepod-8, for example), TPU_WORKER_ID "
             "and TPU_WORKER_HOSTNAMES"
         ) from None
+
+
+def _ask_metadata(key: str) -> str:
+    """Return what the VM's metadata server says. Raises OSError if it does not answer."""
+    url, headers = METADATA_URL + key, {"Metadata-Flavor": "Google"}
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as answer:
+        return answer.read().decode()
+
+
+_FROM_TPU_ENV = {
+    "TPU_ACCELERATOR_TYPE": "TPU_ACCELERATOR_TYPE",
+    "TPU_WORKER_ID": "TPU_WORKER_ID",
+    "TPU_TOPOLOGY": "TOPOLOGY",
+    "TPU_HOST_BOUNDS": "HOST_BOUNDS",
+    "TPU_CHIPS_PER_HOST_BOUNDS": "CHIPS_PER_HOST_BOUNDS",
+    "TPU_TOPOLOGY_WRAP": "WRAP",
+    "TPU_TOPOLOGY_ALT": "ALT",
+}
+"""By variable, what the metadata of a VM on Compute Engine calls it."""
+
+
+def _set_compute_engine_variables(tpu_env: str) -> None:
+    """Tell torch_xla and libtpu by variables, as GKE does, what the metadata of a VM on Compute
+    Engine says. torch_xla 2.9 knows the names of the Cloud TPU API alone: its import fails on others.
+
+    Variables that are set stay. Raises OSError if the metadata server does not answer.
+    """
+    values = dict(re.findall(r"(?m)^(\w+): *'?(.*?)'?$", tpu_env))
+    for variable, name in _FROM_TPU_ENV.items():
+        if values.get(name):
+            os.environ.setdefault(variable, values[name])
+    workers = _ask_metadata("worker-network-endpoints")  # names, which the network resolves
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", workers)
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 
 
 def _has_tpu_chips() -> bool:

@@ -42,7 +42,7 @@ def _xlac(name: str, *args: Any, **kwargs: Any) -> Any:
 
 TPU_PCI_VENDOR = "0x1ae0"
 TPU_PCI_DEVICES = {"0x0027", "0x005e", "0x0063", "0x006f", "0x0056", "0x0062", "0x0076"}
-METADATA_URL = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/tpu-env"
+METADATA_URL = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
 """As torch_xla/_internal/tpu.py has them, which cannot be imported without torch_xla."""
 
 

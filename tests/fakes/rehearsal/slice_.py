@@ -21,6 +21,7 @@ class Slice:
     chips: Sides
     host: Sides = (2, 2, 1)
     slices: int = 1
+    on_compute_engine: bool = False
 
     @property
     def hosts_each_way(self) -> Sides:
@@ -69,10 +70,21 @@ class Slice:
             "TPU_CHIPS_PER_PROCESS_BOUNDS": ",".join(map(str, self.host)),
             "WORKER_ID": str(worker % each),
         }
+        if self.on_compute_engine:
+            tpu_env = {
+                "TPU_ACCELERATOR_TYPE": self.accelerator_type,
+                "TPU_WORKER_ID": str(worker % each),
+                "TOPOLOGY": "x".join(map(str, self.chips)),
+                "HOST_BOUNDS": ",".join(map(str, self.hosts_each_way)),
+                "CHIPS_PER_HOST_BOUNDS": ",".join(map(str, self.host)),
+                "WRAP": "false,false,false",
+            }
         if self.slices > 1:
             tpu_env["MEGASCALE_NUM_SLICES"] = str(self.slices)
         first = worker - worker % each
-        ends = [f"unknown:unknown:127.0.0.{1 + first + other}" for other in range(each)]
+        ends = [f"127.0.0.{1 + first + other}" for other in range(each)]
+        if not self.on_compute_engine:  # where they are names alone
+            ends = [f"unknown:unknown:{end}" for end in ends]
         return {
             "tpu-env": "".join(f"{name}: '{value}'\n" for name, value in tpu_env.items()),
             "worker-network-endpoints": ",".join(ends),

@@ -3,6 +3,8 @@
 The reference is the program on as many virtual CPU devices of one process.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from tests.fakes.rehearsal.slice_ import Slice
@@ -49,9 +51,10 @@ def test_one_chip_nested(slice_of, tmp_path):
 
 @pytest.mark.rehearse
 def test_hosts_train_as_one_and_hand_over(slice_of, tmp_path, eight_devices):
-    """Two hosts, then one with another mesh, then four: the losses are those of one process."""
+    """Two hosts, VMs of Compute Engine, then one with another mesh, then four: the losses are those
+    of one process."""
     run = tmp_path / "run"
-    two = slice_of(TWO_HOSTS).train(run, "--max_steps", "3")
+    two = slice_of(replace(TWO_HOSTS, on_compute_engine=True)).train(run, "--max_steps", "3")
     assert "XLA: 8 TPU device(s)" in two.stdout
     assert two.column("loss") == pytest.approx(eight_devices.column("loss")[:3], rel=1e-6)
     assert_parts_of_all_hosts(run / "step_3", 2)

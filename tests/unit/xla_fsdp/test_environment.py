@@ -1,7 +1,10 @@
 """The environment: what torch_xla could not run with, or would compute something else with."""
 
+import os
+
 import pytest
 
+from tests.fakes.rehearsal.slice_ import MetadataServer, Slice
 from tests.support.cli import tiny
 from tests.support.usage_error import told_in_one_line
 from xla_fsdp import environment as of_xla
@@ -43,6 +46,40 @@ def told(capsys, folder, monkeypatch, variables, *flags):
 )
 def test_refused(variables, words, capsys, tmp_path, monkeypatch):
     assert words in told(capsys, tmp_path, monkeypatch, variables)
+
+
+def test_a_vm_of_compute_engine_is_described_by_variables(monkeypatch):
+    """As its metadata has them; those that are set stay. The Cloud TPU API's need none."""
+    for name in os.environ:
+        if name.startswith("TPU_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(of_xla, "_has_tpu_chips", lambda: True)
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
+    monkeypatch.setenv("TPU_TOPOLOGY_WRAP", "true,true,true")
+    for on_compute_engine, expected in (
+        (False, {}),
+        (
+            True,
+            {
+                "TPU_SKIP_MDS_QUERY": "1",
+                "TPU_ACCELERATOR_TYPE": "v5p-16",
+                "TPU_WORKER_ID": "1",
+                "TPU_WORKER_HOSTNAMES": "127.0.0.1,127.0.0.2",
+                "TPU_TOPOLOGY": "2x2x2",
+                "TPU_HOST_BOUNDS": "1,1,2",
+                "TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1",
+            },
+        ),
+    ):
+        slice_ = Slice("v5p-16", (2, 2, 2), on_compute_engine=on_compute_engine)
+        server = MetadataServer(slice_.metadata(1))
+        url = f"http://127.0.0.1:{server.port}/computeMetadata/v1/instance/attributes/"
+        monkeypatch.setattr(of_xla, "METADATA_URL", url)
+        monkeypatch.setattr(os, "environ", os.environ.copy())
+        of_xla.check_device()
+        server.close()
+        found = {name: value for name, value in os.environ.items() if name.startswith("TPU_")}
+        assert found == {"TPU_TOPOLOGY_WRAP": "true,true,true"} | expected
 
 
 @pytest.mark.parametrize(
