@@ -117,7 +117,7 @@ _FROM_TPU_ENV = {
 
 def _set_compute_engine_variables(tpu_env: str) -> None:
     """Tell torch_xla and libtpu by variables, as GKE does, what the metadata of a VM on Compute
-    Engine says. torch_xla 2.9 knows the names of the Cloud TPU API alone: its import fails on others.
+    Engine says. torch_xla 2.9 knows the names of the Cloud TPU API alone, and fails on import.
 
     Variables that are set stay. Raises OSError if the metadata server does not answer.
     """
