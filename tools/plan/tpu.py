@@ -267,8 +267,6 @@ def _plan(
     request: Request, candidate: TpuCandidate, step_s: float, peak_bytes: float, compiled: bool
 ) -> HardwarePlan:
     topology, work = candidate.topology, request.work
-    train = plans.words_of(*candidate.configs(request.config, request.xla), always=plans.ALWAYS)
-    check = compile_words(request.config, request.xla, candidate)
     several = f"{topology.slices} x " if topology.slices > 1 else ""
     images_per_s, hours = work.batch_size / step_s, work.steps * step_s / 3600
     price = request.prices.get(candidate.kind)
@@ -286,8 +284,37 @@ def _plan(
         compiled=compiled,
         hours=hours,
         cost_usd=hours * topology.chips * price.per_hour if price else None,
-        commands={
-            "train": shlex.join(["python3", _PROGRAM, *train]),
-            "check": shlex.join(["python3", _PROGRAM, *check]),
-        },
+        commands=_commands(request, candidate),
     )
+
+
+_QUEUED = {"v4": ("v4", "tpu-ubuntu2204-base"), "v5e": ("v5litepod", "v2-alpha-tpuv5-lite")}
+"""What ``launch/queued_resource.sh`` calls chips that Compute Engine has not, and their image."""
+
+
+def _commands(request: Request, candidate: TpuCandidate) -> dict[str, str]:
+    """Return the command lines of a plan: "train" runs on every host of the slice, "launch" gets
+    the slice and trains there, and "check" compiles the step."""
+    topology, kind = candidate.topology, candidate.kind
+    config, xla = candidate.configs(request.config, request.xla)
+    if kind == "tpu7x":  # torch_xla does not run there
+        flags = plans.words_of(config, without=("backend",), always=plans.ALWAYS)
+        train = on_host = ["launch/torchrun.sh", "--backend", "torchtpu", *flags]
+        options = ["--torchtpu", "--env", "PYTHON=.venv-torchtpu/bin/python"]
+    else:
+        flags = plans.words_of(config, xla, always=plans.ALWAYS)
+        train, on_host = ["python3", _PROGRAM, *flags], [".venv/bin/python", "-u", _PROGRAM, *flags]
+        options = []
+    commands = {"train": shlex.join(train)}
+    if kind not in _QUEUED:
+        several = [f"--slices={topology.slices}"] if topology.slices > 1 else []
+        get = ["python3", "-m", "launch.compute_engine", "--tpu=vit", *several]
+        get.append(f"--topology={topology.name}")
+        commands["launch"] = shlex.join([*get, "--delete", *options, "--", *on_host])
+    elif topology.slices == 1:
+        name, image = _QUEUED[kind]
+        count = topology.chips * (2 if kind == "v4" else 1)  # of cores on v4
+        get = ["launch/queued_resource.sh", "--tpu=vit", f"--type={name}-{count}"]
+        commands["launch"] = shlex.join([*get, f"--version={image}", "--delete", "--", *on_host])
+    check = compile_words(request.config, request.xla, candidate)
+    return commands | {"check": shlex.join(["python3", _PROGRAM, *check])}

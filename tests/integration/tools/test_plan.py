@@ -7,17 +7,19 @@ import math
 import re
 import shlex
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
 
 import run_vit_training
+from launch import compute_engine
 from run_vit_training import read_flags
 from tests.support.cli import run_program
 from tests.support.usage_error import told_in_one_line
 from tools.plan.config import PlanConfig
 from tools.plan.plans import Request, find_work, read_request, words_of
-from tools.plan.tpu import compile_words, computed_candidates, refusal
+from tools.plan.tpu import _commands, compile_words, computed_candidates, refusal
 from tools.plan.tpu_search import (
     CHOICES,
     ComputedCandidate,
@@ -273,6 +275,21 @@ def test_each_candidate_is_checked_on_its_own_kind_of_chip(kind):
         assert refusal(request, candidate) is None
 
 
+def test_tpu7x_is_trained_on_by_torchtpu(shapes):
+    """Its command lines are ones that the launcher and the backend take."""
+    flags = "--tpu_topology tpu7x:2x2x2 --mesh_dcn 2 --precision bf16 --num_epochs 3"
+    config, xla, _ = asked("--model", VIT_10B, *flags.split())
+    (candidate, *_) = candidates(config, xla, MOST)
+    request = SimpleNamespace(config=config, xla=xla)
+    commands = {what: shlex.split(line) for what, line in _commands(request, candidate).items()}
+    assert commands["train"][0] == "launch/torchrun.sh"
+    train = read_flags(commands["train"][1:])
+    assert (train.run.backend, train.run.num_epochs) == ("torchtpu", 3)
+    launched = compute_engine.parse(commands["launch"][3:])
+    assert (launched.hosts, launched.slices, launched.torchtpu) == (2, 2, True)
+    assert launched.command == commands["train"]
+
+
 def test_a_chip_of_tpu7x_is_two_devices(shapes):
     """Each has half of the FLOP/s and of the memory; the price is a chip's."""
     flags = "--tpu_topology tpu7x:2x2x2 --precision bf16 --mesh_domain 1"
@@ -434,7 +451,14 @@ def test_by_arithmetic_alone(plan, tmp_path):
         assert found[name][figure] == min(known)
         run = takes(found[name]["commands"]["check"])
         assert run.config.data.batch_size == 256
-        train = read_flags(shlex.split(found[name]["commands"]["train"])[2:])
+        commands = {what: shlex.split(line) for what, line in found[name]["commands"].items()}
+        if found[name]["hardware"].rpartition(" ")[2].startswith(("v5p", "v6e", "tpu7x")):
+            words = commands["launch"]
+            assert words[:3] == ["python3", "-m", "launch.compute_engine"]
+            asked = compute_engine.parse(words[3:])
+            assert asked.hosts * 4 >= found[name]["chips"] / asked.slices
+            assert asked.command[-len(commands["train"]) + 2 :] == commands["train"][2:]
+        train = read_flags(commands["train"][2:])
         assert train.run.num_epochs == 90
         assert train.run.sharding == run.config.sharding
         assert not train.run.plan
