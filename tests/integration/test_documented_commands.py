@@ -24,10 +24,12 @@ from tests.support.typed_with_fakes import (
     docker_runs,
     gcloud_sets_it,
     gcloud_takes,
+    gcloud_takes_there,
     make_knows,
     names_packages,
     on_a_pod,
     on_gke,
+    packs_archives,
     plans,
     trains,
 )
@@ -219,7 +221,9 @@ RUN: dict[str, Run] = {
         ),
         long=True,
     ),
-    "python3 -m data.pack": Run((r"^2 shards: /\S+/datasets/imagenet-1k-shards$",), trained=True),
+    "python3 -m data.pack /datasets/imagenet-1k": Run(
+        (r"^2 shards: /\S+/datasets/imagenet-1k-shards$",), trained=True
+    ),
     "python3 -m tools.show_augmentations": Run(leaves=("augmented.png",), long=True),
     "python3 -m tools.goodput --chips": Run(
         (r"^  save every 37 min 52 s of training \(Daly\): expected goodput 91\.51%, ",)
@@ -274,7 +278,9 @@ CHECKS: dict[str, Callable[[Machine, Command, Path], None]] = {
     r"python benchmarks/": benchmark_takes,
     r"python3 run_vit_training.py --plan": plans,
     r"python3 run_vit_training.py --compile_only": compiles,
-    r"launch/(setup_pod|queued_resource)|python3 -m launch.xla_dist": on_a_pod,
+    r"python3 -m data.pack ~": packs_archives,
+    r"python3 -m launch.xla_dist \S+ -- gcloud": gcloud_takes_there,
+    r"launch/(setup_pod|queued_resource)|python3 -m launch.(xla_dist|compute_engine)": on_a_pod,
     r"python3 -m launch.gke": on_gke,
     r"python3 run_vit_training.py|(\S+=\S+ )*(launch/torchrun.sh|sbatch)": trains,
 }

@@ -6,6 +6,7 @@ tests/integration/test_documented_commands.py.
 
 import json
 import re
+import shlex
 import shutil
 import sys
 from dataclasses import replace
@@ -21,6 +22,7 @@ from launch import torchrun
 from run_vit_training import read_flags
 from tests.fakes.new_machine import Machine
 from tests.fakes.pod import gcloud_accepts, workers_here
+from tests.support.archives import write_imagenet_archives
 from tests.support.cli import ROOT
 from tests.support.documented_commands import Command
 from tests.support.launching import script
@@ -158,6 +160,10 @@ def on_a_pod(machine: Machine, command: Command, tmp_path: Path) -> None:
     """Workers of this machine, two a slice, behind gcloud.py; their Python notes its
     words."""
     pod, workers = tmp_path / "pod", 4 if "$NAME-1" in command.text else 2
+    # Of a large slice on Compute Engine one of two hosts.
+    smaller = {"tpu7x:4x4x4": "tpu7x:2x2x2", "v6e:8x8": "v5p:2x2x2"}
+    for large, small in smaller.items():
+        command = replace(command, typed=command.typed.replace(large, small))
     for index in range(workers):
         project = pod / f"worker_{index}" / "vit-fsdp"
         shutil.copytree(ROOT / "launch", project / "launch")
@@ -191,6 +197,21 @@ def on_a_pod(machine: Machine, command: Command, tmp_path: Path) -> None:
         else:
             which = "torchtpu" if "--torchtpu" in command.text else "tpu"
             assert asked == f"-m pip install --quiet -r requirements-{which}.txt"
+
+
+def gcloud_takes_there(machine: Machine, command: Command, tmp_path: Path) -> None:
+    """What gcloud is asked on the workers of a slice."""
+    _, _, there = command.text.partition(" -- ")
+    gcloud_accepts(shlex.split(there), tmp_path / "config")
+
+
+def packs_archives(machine: Machine, command: Command, tmp_path: Path) -> None:
+    """Into a folder by its URL, in place of a bucket."""
+    write_imagenet_archives(machine.home / "Downloads")
+    there = replace(command, typed=command.typed.replace("gs://bucket", f"file://{tmp_path}"))
+    done = machine.run(there)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("2 shards: file:///")
 
 
 def gcloud_takes(machine: Machine, command: Command, tmp_path: Path) -> None:

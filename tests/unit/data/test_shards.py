@@ -1,18 +1,15 @@
 """Tar shards: what data.pack writes, and what others have written, and what is wrong with it."""
 
-import gzip
 import hashlib
 import io
 import json
 import os
 import tarfile
 
-import numpy as np
 import pytest
 import webdataset
 from fsspec.implementations.local import LocalFileSystem
 from PIL import Image
-from scipy.io import savemat
 from torchvision.datasets import ImageFolder, imagenet
 
 from data import files
@@ -20,6 +17,7 @@ from data.files import DataFolderError
 from data.pack import main, pack
 from data.source import open_data
 from models.config import VitConfig
+from tests.support.archives import write_imagenet_archives, write_tar
 from tests.support.cli import ALL_DIGITS
 from tests.support.loading import arguments, loaders, wanted
 
@@ -32,16 +30,6 @@ def png(value):
     content = io.BytesIO()
     Image.new("L", (16, 16), value).save(content, "png")
     return content.getvalue()
-
-
-def write(path, files, fmt=tarfile.PAX_FORMAT):
-    """A tar file of these names and contents."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w", format=fmt) as tar:
-        for name, content in files.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
 
 
 def opened(root, **flags):
@@ -179,33 +167,8 @@ def test_packing_to_a_url_goes_on_after_an_interruption(packed, tmp_path, monkey
 
 @pytest.fixture
 def archives(tmp_path):
-    """As they are downloaded, with three classes of digits; the devkit has a synset of others."""
-    folder, names = tmp_path / "archives", ["n03", "n01", "n02"]
-    train = {}
-    for name in names:
-        digits = sorted((ALL_DIGITS / "train" / name[-1]).iterdir())[:4]
-        images = {f"{name}_{number}.JPEG": path.read_bytes() for number, path in enumerate(digits)}
-        write(tmp_path / "class.tar", images)
-        train[f"{name}.tar"] = (tmp_path / "class.tar").read_bytes()
-    write(folder / "ILSVRC2012_img_train.tar", train)
-    digits = [*(ALL_DIGITS / "val").glob("*/*.png")][:8]
-    images = {f"ILSVRC2012_val_{n:08}.JPEG": path.read_bytes() for n, path in enumerate(digits, 1)}
-    write(folder / "ILSVRC2012_img_val.tar", images)
-    numbers = {"n03": 2, "n01": 3, "n02": 1, "n00": 1001}
-    columns = ("ILSVRC2012_ID", "WNID", "words", "gloss", "num_children")
-    rows = [(number, name, name, name, 2 * (number > 1000)) for name, number in numbers.items()]
-    meta = io.BytesIO()
-    savemat(meta, {"synsets": np.array(rows, [(column, object) for column in columns])})
-    labels = "".join(f"{1 + n % 3}\n" for n in range(len(digits)))
-    content = {
-        "ILSVRC2012_validation_ground_truth.txt": labels.encode(),
-        "meta.mat": meta.getvalue(),
-    }
-    devkit = {f"ILSVRC2012_devkit_t12/data/{name}": data for name, data in content.items()}
-    write(tmp_path / "devkit.tar", devkit)
-    with gzip.open(folder / "ILSVRC2012_devkit_t12.tar.gz", "wb") as file:
-        file.write((tmp_path / "devkit.tar").read_bytes())
-    return folder
+    write_imagenet_archives(tmp_path / "archives")
+    return tmp_path / "archives"
 
 
 def test_archives_of_imagenet_as_torchvision_unpacks_them(archives, tmp_path, monkeypatch):
@@ -237,7 +200,7 @@ def test_broken_archives(archives, tmp_path):
     content = val.read_bytes()
     val.write_bytes(content[: content.rindex(b"PNG") + 20])
     assert told() == "ILSVRC2012_img_val.tar cannot be read: unexpected end of data"
-    write(val, {"1.JPEG": b"1"})
+    write_tar(val, {"1.JPEG": b"1"})
     assert told().startswith("ILSVRC2012_img_val.tar has 1 images and ILSVRC2012_img_train.tar 3 ")
     devkit.write_bytes(b"<html>Sign in</html>")
     assert told() == "ILSVRC2012_devkit_t12.tar.gz cannot be read: not a gzip file"
@@ -253,7 +216,7 @@ def test_broken_archives(archives, tmp_path):
 
 def test_shards_of_other_makers(tmp_path):
     long_name = "a/" * 60 + "long"
-    write(
+    write_tar(
         tmp_path / "in-train-000.tar",
         {
             "k1.cls": b"2\n",
@@ -269,13 +232,13 @@ def test_shards_of_other_makers(tmp_path):
         },
         tarfile.GNU_FORMAT,
     )
-    write(tmp_path / "in-train-001.tar", {"d.ir/k4.cls": b"0", "k5.cls": b"2", "k5.png": b"5"})
-    write(tmp_path / "in-validation-0.tar", {"v.png": png(9), "v.json": b'{"cls": 1}'})
+    write_tar(tmp_path / "in-train-001.tar", {"d.ir/k4.cls": b"0", "k5.cls": b"2", "k5.png": b"5"})
+    write_tar(tmp_path / "in-validation-0.tar", {"v.png": png(9), "v.json": b'{"cls": 1}'})
     with pytest.raises(DataFolderError, match=r"in-train-000.tar: the image d.ir/k4 has no label"):
         opened(tmp_path)
     flags = {"train_shards": "in-train-{001..001}.tar"}
     assert split_of(tmp_path, "val", **flags) == (["v"], [1], [png(9)])
-    write(tmp_path / "in-train-001.tar", {"k5.cls": b"2", "k5.png": b"5", "k6.cls": b"0"})
+    write_tar(tmp_path / "in-train-001.tar", {"k5.cls": b"2", "k5.png": b"5", "k6.cls": b"0"})
     source = opened(tmp_path, train_shards="in-train-{001..001}.tar")
     assert str(source).endswith(
         "1 training, 1 validation images; 1 files left out (labels without an image 1)"
@@ -287,7 +250,7 @@ NAMED = {"a.png": png(1), "a.cls": b"cat", "b.png": png(2), "b.json": b'{"label"
 
 def test_labels_by_name(tmp_path):
     for split in ("train", "val"):
-        write(tmp_path / split / "0.tar", NAMED)
+        write_tar(tmp_path / split / "0.tar", NAMED)
     assert split_of(tmp_path, "train")[:2] == (["a", "b"], [0, 1])
     assert opened(tmp_path).classes == ["cat", "dog"]
     (tmp_path / "classes.txt").write_text("dog\nbird\ncat\n")
@@ -308,8 +271,8 @@ def test_hidden_files_and_further_images_of_samples(tmp_path):
     hidden = ("._a.png", "./._a.cls", "x/.ipynb_checkpoints/b.png", "x/PaxHeaders.7/b.png")
     files = {"./x/b.png": png(2), "./x/b.cls": b"0", "a.seg.png": b"", "a.depth.PNG": b""}
     for split in ("train", "val"):
-        write(tmp_path / split / "0.tar", dict.fromkeys(hidden, b"1") | GOOD | files)
-        write(tmp_path / split / "._0.tar", {})
+        write_tar(tmp_path / split / "0.tar", dict.fromkeys(hidden, b"1") | GOOD | files)
+        write_tar(tmp_path / split / "._0.tar", {})
     assert split_of(tmp_path, "train")[0] == ["a", "./x/b"]
     assert str(opened(tmp_path)).endswith("12 files left out (hidden 8, .seg.png 2, .depth.png 2)")
 
@@ -342,8 +305,8 @@ def test_hidden_files_and_further_images_of_samples(tmp_path):
     ],
 )
 def test_shards_that_cannot_be_used(train, flags, told, tmp_path):
-    write(tmp_path / "train" / "0.tar", train)
-    write(tmp_path / "val" / "0.tar", GOOD)
+    write_tar(tmp_path / "train" / "0.tar", train)
+    write_tar(tmp_path / "val" / "0.tar", GOOD)
     with pytest.raises(DataFolderError) as error:
         opened(tmp_path, **flags)
     assert all(part in str(error.value) for part in told.split(" .* "))
@@ -353,7 +316,7 @@ def test_shards_that_cannot_be_used(train, flags, told, tmp_path):
 def test_a_shard_that_is_cut_off(length, tmp_path):
     """Wherever: tarfile takes some cuts, as of a copy that was interrupted, for an end."""
     for split in ("train", "val"):
-        write(tmp_path / split / "0.tar", GOOD)
+        write_tar(tmp_path / split / "0.tar", GOOD)
     path = tmp_path / "train" / "0.tar"
     path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(DataFolderError, match=r"train/0\.tar cannot be read: "):
@@ -362,7 +325,7 @@ def test_a_shard_that_is_cut_off(length, tmp_path):
 
 def test_a_shard_that_is_cut_off_later_is_as_broken_images(tmp_path):
     for split in ("train", "val"):
-        write(tmp_path / split / "0.tar", GOOD | {"b.png": png(2), "b.cls": b"1"})
+        write_tar(tmp_path / split / "0.tar", GOOD | {"b.png": png(2), "b.cls": b"1"})
     source = opened(tmp_path)
     path = tmp_path / "val" / "0.tar"
     path.write_bytes(path.read_bytes()[:2100])
