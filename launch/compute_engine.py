@@ -206,6 +206,8 @@ def resources_of(args: argparse.Namespace, zone: str) -> list[Resource]:
     in_project = argparse.Namespace(zone=None, project=args.project)
     in_zone = argparse.Namespace(zone=zone, project=args.project)
     if args.hosts == 1:
+        if args.flex_start:  # so long it waits, at most, for capacity; groups wait without end
+            vms.append("--request-valid-for-duration=2h")
         return [
             Resource(_VM, name, gcloud_command(in_zone, *_VM, "create", name, *vms, "--async"))
             for name in args.names
@@ -267,12 +269,10 @@ def create_missing(
                 ask(create)
                 content = json.loads(ask(look))
         except Unanswered as reason:
-            hint = ""
-            if any(word in str(reason) for word in _TOO_OLD):
-                hint = (
-                    ": this gcloud is too old, 562 or newer is required (gcloud components update)"
-                )
-            raise _Failed(f"{resource.kind[0]} {resource.name}: {reason}{hint}") from None
+            problem = str(reason)
+            if any(word in problem for word in _TOO_OLD):
+                problem = f"gcloud 562 or newer is required (gcloud components update): {problem}"
+            raise _Failed(f"{resource.kind[0]} {resource.name}: {problem}") from None
         links[_link(resource.kind)] = content.get("selfLink", "")
         has = wants = ""
         if resource.kind == _POLICY:

@@ -64,7 +64,8 @@ def ask(command: Sequence[str], content: str = "") -> str:
         first = next((n for n, line in enumerate(lines) if line.startswith("ERROR: ")), -1)
         error = lines[first]
         if error.rstrip().endswith(":"):
-            error += "".join(line[2:] for line in lines[first + 1 :] if line.startswith(" - "))
+            rest = lines[first + 1 :]
+            error += "".join([line[2:] for line in rest if line.startswith(" - ")] or rest[:1])
         raise Unanswered(" ".join(re.sub(r"^ERROR: (\([\w.-]+\) )?", "", error).split()))
     return answer.stdout
 

@@ -150,6 +150,7 @@ def test_queued_resource_passes_signals_on_and_is_used_again(fresh_pod):
     assert (fresh_pod.folder / "states").exists()
 
 
+@pytest.mark.long
 def test_gcloud_accepts_what_it_is_asked(fresh_pod, tmp_path):
     """Its own parser. What version 528 had not released yet is in its tracks for that."""
     place = ["--zone=us-central1-c", "--project=p", "--tunnel-through-iap"]
@@ -160,7 +161,13 @@ def test_gcloud_accepts_what_it_is_asked(fresh_pod, tmp_path):
         assert code == 0, stderr
         commands += [line for line in stdout.splitlines() if line.startswith("gcloud ")]
     code, stdout, stderr = run_compute(
-        fresh_pod, "--tpu=a", "--topology=v6e:2x2", *place, "--dry_run", "--", "true"
+        fresh_pod,
+        "--tpu=a",
+        "--topology=v6e:2x2",
+        *place,
+        "--dry_run",
+        "--",
+        "true",
     )
     commands += [line for line in stdout.splitlines() if line.startswith("gcloud ")]
     code, stdout, stderr = fresh_pod.run(
@@ -305,6 +312,15 @@ def test_a_refused_group_leaves_nothing(fresh_pod):
     code, _, stderr = run_compute(fresh_pod, *EIGHT, "--", "true")
     assert code == 1
     assert f"instance-groups pod: Could not fetch resource: {' '.join(quota.split())}" in stderr
+    assert not made(fresh_pod)
+    (fresh_pod.folder / "refused_instance-groups").write_text(
+        "ERROR: (gcloud.compute) unrecognized arguments:\n  \n --target-size-policy-mode flag is "
+        "available in one or more alternate release tracks. Try:\n\n  gcloud alpha compute"
+    )
+    code, _, stderr = run_compute(fresh_pod, *EIGHT, "--", "true")
+    (line,) = (line for line in stderr.splitlines() if "error" in line)
+    assert "gcloud 562 or newer is required (gcloud components update): unrecognized" in line
+    assert "--target-size-policy-mode flag is available" in line
     assert not made(fresh_pod)
     (fresh_pod.folder / "refused_instance-groups").unlink()
     (fresh_pod.folder / "state_to_come").write_text("TERMINATED")
