@@ -31,9 +31,8 @@ _ROOT = Path(__file__).resolve().parents[1]
 _IMAGE_PROJECT = "ubuntu-os-accelerator-images"
 _IMAGE = "ubuntu-accel-2204-amd64-tpu-v5e-v5p-v6e"
 _IMAGE_TPU7X = "ubuntu-accel-2404-amd64-tpu-tpu7x"
-_SCOPE = (
-    "https://www.googleapis.com/auth/cloud-platform"  # by default a VM may not write to buckets
-)
+_SCOPE = "https://www.googleapis.com/auth/cloud-platform"
+"""By default a VM may not write to buckets."""
 _ONE_HOST = {
     "v6e:1x1": "ct6e-standard-1t",
     "v6e:2x2": "ct6e-standard-4t",
@@ -146,7 +145,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="SECONDS",
         type=bounded(float, 0, 86400),
         default=30,
-        help="between two looks (default: 30)",
+        help="seconds between two looks whether the VMs run (default: 30)",
     )
     add("--dry_run", action="store_true", help="print all commands, and run none")
     add_place(parser)
@@ -168,8 +167,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     sides = [int(side) for side in shape.split("x")] if re.fullmatch(r"\d+(x\d+)*", shape) else []
     dimensions = 2 if chip == "v6e" else 3
     chips = math.prod(sides)
-    of_several = len(sides) == dimensions and sides == sorted(sides) and chips > 4 == chips % 4 + 4
-    if args.topology not in _ONE_HOST and not of_several:
+    is_shape = len(sides) == dimensions and sides == sorted(sides)
+    if args.topology not in _ONE_HOST and not (is_shape and chips > 4 and chips % 4 == 0):
         raise Mistake(
             f"--topology {args.topology} is no shape of a slice: give {dimensions} sides, the "
             "shortest first, of a multiple of 4 chips"
@@ -260,9 +259,7 @@ def create_missing(
                 if NOT_FOUND not in str(reason):
                     raise
                 say(f"creating {resource.kind[0]} {resource.name}")
-                made.append(
-                    resource
-                )  # before it is asked for: a call that fails may have been heard
+                made.append(resource)  # first: a call that fails may have been heard
                 create = resource.create
                 for name, link in links.items():
                     create = [word.replace(name, link) for word in create]
@@ -372,13 +369,11 @@ def main(argv: Sequence[str]) -> int:
         if checked.returncode:
             raise Mistake(checked.stderr.strip().removeprefix("xla_dist: error: "))
         if args.dry_run:
-            for command in (
-                *(resource.create for resource in resources),
-                *setups,
-                [*launch, "--", *args.command],
-                *(command_for(args, zone, "delete", resource) for resource in reversed(resources)),
-            ):
-                print(shlex.join(command))
+            commands = [resource.create for resource in resources]
+            commands += [*setups, [*launch, "--", *args.command]]
+            for resource in reversed(resources if args.delete else ()):
+                commands.append(command_for(args, zone, "delete", resource))
+            print("\n".join(map(shlex.join, commands)))
             return 0
     except (Mistake, Unanswered) as mistake:
         say(f"error: {mistake}")
@@ -395,7 +390,8 @@ def run(
 ) -> int:
     """Create the slices, run the commands that set them up, then ``launch``; return the exit code.
 
-    What was created is deleted with ``--delete``, and where creating fails.
+    With ``--delete`` all is deleted at the end, but what was there before only if it is what was
+    asked for. Without, what was created is deleted where creating fails.
     """
     job: subprocess.Popen[bytes] | None = None
 
@@ -408,10 +404,12 @@ def run(
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
             signal.signal(number, handle)
     made: list[Resource] = []
-    to_delete = resources if args.delete else made
+    to_delete: Sequence[Resource] = made
     code = 1
     try:
         create_missing(args, zone, resources, made)
+        if args.delete:
+            to_delete = resources
         wait_for_slices(args)
         if not args.delete:
             to_delete = ()
