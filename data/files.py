@@ -289,7 +289,8 @@ def read_bytes(
 
     def read_url() -> bytes:
         system, name = open_storage(path)
-        return system.cat_file(name, start or None, None if size is None else start + size)
+        end = None if size is None else start + size
+        return system.cat_file(name, start=start or None, end=end)  # s3fs has others in between
 
     try:
         if is_url(path):
