@@ -24,6 +24,10 @@ from fsspec.registry import get_filesystem_class, known_implementations
 
 Result = TypeVar("Result")
 
+# Otherwise gcsfs asks over gRPC of what kind a bucket is, which it calls experimental: the threads
+# of gRPC do not go along into forked processes, such as those that load images.
+os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+
 RETRY_WAITS_S = (0.5, 2.0, 8.0)
 """Seconds before each further attempt to read from a URL."""
 HEAD = 64 * 1024
@@ -58,7 +62,21 @@ def reason_of(error: Exception) -> str:
     """Return in one line why a file cannot be read, from the error that a package raised."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return printable(" ".join(str(error).split()))[:200] or type(error).__name__
+    text = str(error)
+    if _is_forbidden(error):  # what was requested, then Google's message
+        text = _FORBIDDEN + (text.partition("\n")[2] or text.removeprefix(_FORBIDDEN))
+    elif text.startswith("{"):  # Google's answer about one of several files
+        with contextlib.suppress(ValueError, KeyError):
+            text = parse_object(text)["message"]
+    return printable(" ".join(text.split()))[:200] or type(error).__name__
+
+
+_FORBIDDEN = "Forbidden: "
+
+
+def _is_forbidden(error: Exception) -> bool:
+    """Return True for the error that gcsfs raises in place of PermissionError."""
+    return type(error) is OSError and str(error).startswith(_FORBIDDEN)
 
 
 @contextlib.contextmanager
@@ -217,8 +235,9 @@ def problem_of_url(url: str) -> str | None:
 def open_storage(path: str, **options: Any) -> tuple[AbstractFileSystem, str]:
     """Return fsspec's file system for a path or URL, one for each process, as forked processes must
     not share connections, and the path in it. Raises whatever the file system raises."""
-    # gcsfs logs the traceback of each error, which it raises as well.
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
+    # They log the traceback of each error of gcsfs, which it raises as well.
+    for name in ("gcsfs", "fsspec.prefetcher"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     return url_to_fs(path, **options)
 
 
@@ -236,11 +255,12 @@ def missing_bucket(system: AbstractFileSystem, path: str) -> str | None:
     bucket = path.partition("/")[0]
     if not bucket or is_url(path):  # this kind of storage has no buckets
         return None
-    try:
-        system.info(bucket)
-    except FileNotFoundError:
-        return bucket
-    return None
+    for look_up in (system.info, system.ls):
+        # gcsfs's ``info`` also finds no empty bucket whose own metadata may not be read.
+        with contextlib.suppress(FileNotFoundError):
+            look_up(bucket)
+            return None
+    return bucket
 
 
 def with_retries(path: str, read: Callable[[], Result]) -> Result:
@@ -251,7 +271,9 @@ def with_retries(path: str, read: Callable[[], Result]) -> Result:
             return read()
         except (FileNotFoundError, NotADirectoryError, PermissionError, DataFolderError):
             raise
-        except Exception:  # noqa: BLE001 - each file system raises its own errors
+        except Exception as error:  # each file system raises its own errors
+            if _is_forbidden(error):
+                raise
             time.sleep(wait)
     return read()
 
@@ -267,7 +289,8 @@ def read_bytes(
 
     def read_url() -> bytes:
         system, name = open_storage(path)
-        return system.cat_file(name, start or None, None if size is None else start + size)
+        end = None if size is None else start + size
+        return system.cat_file(name, start=start or None, end=end)  # s3fs has others in between
 
     try:
         if is_url(path):

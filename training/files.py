@@ -148,9 +148,10 @@ class UrlPath:
 
     def check_writable(self, *, removable: bool = False) -> None:
         """Write an empty file into the folder and remove it, if that is allowed. Raises OSError if
-        writing or, with ``removable``, removing fails."""
+        writing, replacing or, with ``removable``, removing fails."""
         probe = self / ".write_test"
-        probe.write_bytes(b"")
+        for _ in range(2):  # on Google's storage only who may remove a file may replace it
+            probe.write_bytes(b"")
         try:
             probe.unlink(missing_ok=True)  # another process may have done it
         except OSError:

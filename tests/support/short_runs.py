@@ -29,7 +29,7 @@ def mistake(done):
     """The one line of a mistake."""
     assert done.returncode == 2, done.stdout + done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("run_vit_training.py")]
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
     return line.removeprefix("run_vit_training.py: error: ")
 
 

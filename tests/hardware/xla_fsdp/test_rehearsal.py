@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from tests.fakes.gcs_server import GCSServer
 from tests.fakes.rehearsal.slice_ import Slice
-from tests.support.cli import VAL_IMAGES, tiny, train_tiny
+from tests.support.cli import DIGITS, VAL_IMAGES, Result, run_program, tiny, train_tiny
 from tests.support.curves import assert_same_curves, assert_same_training
 from tests.support.rehearsed import all_ended
 
@@ -21,6 +22,17 @@ ONE_CHIP = Slice("v6e-1", (1, 1, 1), (1, 1, 1))
 @pytest.fixture(scope="module")
 def eight_devices(tmp_path_factory):
     return train_tiny(tmp_path_factory.mktemp("eight"), "--max_steps", "8", devices=8)
+
+
+@pytest.fixture
+def gcs(tmp_path, monkeypatch):
+    """Google's storage, which programs find by their environment."""
+    server = GCSServer()
+    for name, value in server.variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield server
+    server.close()
 
 
 def test_one_host(slice_of, tmp_path):
@@ -87,6 +99,27 @@ def test_sigterm_to_one_host(slice_of, tmp_path, eight_devices):
     done = hosts.train(run, "--max_steps", "8")
     assert f"resuming {saved} at step" in done.stdout
     assert done.column("loss") == pytest.approx(eight_devices.column("loss"), rel=1e-6)
+
+
+@pytest.mark.rehearse
+def test_images_and_checkpoints_in_a_bucket(gcs, slice_of, tmp_path):
+    """Two hosts of Google's cloud, with Google's storage: as one process with folders."""
+    shards, run = gcs.url("shards"), gcs.url("run")
+    packed = run_program("-m", "data.pack", str(DIGITS), shards)
+    assert packed.returncode == 0, packed.stderr
+    words = ["--data_source", "webdataset", "--data_dir", shards, "--num_workers", "2"]
+    words += ["--ckpt_step_interval", "2", "--keep_checkpoints", "1"]
+    hosts = slice_of(replace(TWO_HOSTS, on_compute_engine=True))
+    all_ended(hosts.start(*tiny(run), *words, "--max_steps", "4"))
+    assert gcs.folders("run/") == ["step_4", "tensorboard"]
+    parts = [name for name in gcs.names("run/step_4/") if name.endswith(".distcp")]
+    assert {name.split("_")[2] for name in parts} == {"0", "1"}
+    (said, _), _ = all_ended(hosts.start(*tiny(run), *words))
+    assert f"resuming {run}/step_4 at step 4" in said
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "metrics.jsonl").write_bytes(gcs.read("run/metrics.jsonl"))
+    reference = train_tiny(tmp_path / "cpu", devices=8)
+    assert_same_curves(Result(tmp_path / "logs"), reference, rel=1e-6)
 
 
 # -- what only several hosts show ------------------------------------------------------
