@@ -148,13 +148,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="seconds between two looks whether the VMs run (default: 30)",
     )
     add("--dry_run", action="store_true", help="print all commands, and run none")
-    add_place(parser)
+    add_place(parser, any_api=False)
     options, command = list(argv), []
     if "--" in options:
         at = options.index("--")
         options, command = options[:at], options[at + 1 :]
     args, launcher = parser.parse_known_args(options)
     args.launcher, args.command, args.tpu_api = launcher, command, "compute"
+    if any(word.partition("=")[0] == "--tpu_api" for word in launcher):
+        raise Mistake("--tpu_api is not for this program, whose slices are on Compute Engine")
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", args.tpu):
         raise Mistake(f"--tpu {args.tpu}: Compute Engine takes small letters, digits and -")
     if args.flex_start and not re.fullmatch(r"(\d+[dhms])+", args.flex_start):

@@ -95,17 +95,19 @@ GROUP = ("instance-groups", "managed")
 # -- gcloud's command lines ------------------------------------------------------------
 
 
-def add_place(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say where slices are, and how to reach them."""
+def add_place(parser: argparse.ArgumentParser, *, any_api: bool = True) -> None:
+    """Add the flags that say where slices are, and how to reach them; with ``any_api`` also which
+    of ``APIS`` has them."""
     add = parser.add_argument
     add("--zone", type=not_empty, help="its zone (default: gcloud's configuration)")
     add("--project", type=not_empty, help="its project (default: gcloud's configuration)")
-    add(
-        "--tpu_api",
-        choices=APIS,
-        help="what the slice is of: the Cloud TPU API (tpu), or Compute Engine, where it is an "
-        "instance group or a VM (compute). Default: both are asked",
-    )
+    if any_api:
+        add(
+            "--tpu_api",
+            choices=APIS,
+            help="what the slice is of: the Cloud TPU API (tpu), or Compute Engine, where it is an "
+            "instance group or a VM (compute). Default: both are asked",
+        )
     add(
         "--internal-ip",
         action="store_true",

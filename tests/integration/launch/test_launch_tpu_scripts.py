@@ -372,6 +372,7 @@ def test_waiting_for_vms_can_be_stopped(fresh_pod):
         ("--topology=v6e:4x4 --flex_start=forever", "--flex_start forever is no duration"),
         ("--topology=v6e:4x4 --tpu=Vit", "--tpu Vit: Compute Engine takes small letters"),
         ("--topology=v6e:4x4 --elastic=2", "--elastic requires several slices"),
+        ("--topology=v6e:4x4 --tpu_api tpu", "--tpu_api is not for this program"),
         ("--topology=v6e:4x4 --slices=0", "argument --slices: 0 must be at least 1"),
     ],
 )
