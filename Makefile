@@ -18,7 +18,7 @@ help:
 	@echo "make train-domain  the same with each image over 4 virtual devices (about 5 minutes)"
 	@echo "make train-mae  a masked autoencoder on the digits, without labels (about 5 minutes)"
 	@echo "make train-dino  self-distillation on the digits, without labels (about 5 minutes)"
-	@echo "make test    set up, then run the tests (11 minutes)"
+	@echo "make test    set up, then run the tests (8 minutes)"
 	@echo "make test-gpu-path  the tests of FSDP2 and Megatron-FSDP on PyTorch 2.14, in .venv-newer"
 	@echo "make test-fast  the tests that start no training (a minute or two), while one edits"
 	@echo "make test-long  the tests that compile, train or wait for long (some four hours; PART=1/3: a third)"
