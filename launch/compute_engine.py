@@ -184,9 +184,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def resources_of(args: argparse.Namespace, zone: str) -> list[Resource]:
+def resources_of(args: argparse.Namespace) -> list[Resource]:
     """Return what the slices need, in the order in which it is created."""
-    region = zone.rpartition("-")[0]
     vms = [
         f"--machine-type={args.machine_type}",
         f"--image-project={_IMAGE_PROJECT}",
@@ -204,39 +203,41 @@ def resources_of(args: argparse.Namespace, zone: str) -> list[Resource]:
         vms += ["--provisioning-model=RESERVATION_BOUND", "--instance-termination-action=DELETE"]
         vms += ["--reservation-affinity=specific", f"--reservation={args.reservation}"]
     vms += args.vm_flag
-    in_project = argparse.Namespace(zone=None, project=args.project)
-    in_zone = argparse.Namespace(zone=zone, project=args.project)
     if args.hosts == 1:
         if args.flex_start:  # so long it waits, at most, for capacity; groups wait without end
             vms.append("--request-valid-for-duration=2h")
         return [
-            Resource(_VM, name, gcloud_command(in_zone, *_VM, "create", name, *vms, "--async"))
+            Resource(_VM, name, gcloud_command(args, *_VM, "create", name, *vms, "--async"))
             for name in args.names
         ]
-    policy = [*_POLICY, "create", "workload-policy", args.tpu, f"--region={region}"]
+    policy = [*_POLICY, "create", "workload-policy", args.tpu, f"--region={_region(args)}"]
     policy += ["--type=HIGH_THROUGHPUT", f"--accelerator-topology={args.shape}"]
-    template = [*_TEMPLATE, "create", args.tpu, f"--instance-template-region={region}", *vms]
+    template = [*_TEMPLATE, "create", args.tpu, f"--instance-template-region={_region(args)}", *vms]
     # In bulk: all VMs or none. A lost VM is not replaced alone, which would break the slice.
     group = [f"--size={args.hosts}", "--target-size-policy-mode=bulk"]
     group += ["--default-action-on-vm-failure=do-nothing"]
     group += [f"--template={_link(_TEMPLATE)}", f"--workload-policy={_link(_POLICY)}"]
     return [
-        Resource(_POLICY, args.tpu, gcloud_command(in_project, *policy)),
-        Resource(_TEMPLATE, args.tpu, gcloud_command(in_project, *template)),
+        Resource(_POLICY, args.tpu, gcloud_command(args, *policy, in_zone=False)),
+        Resource(_TEMPLATE, args.tpu, gcloud_command(args, *template, in_zone=False)),
         *(
-            Resource(GROUP, name, gcloud_command(in_zone, *GROUP, "create", name, *group))
+            Resource(GROUP, name, gcloud_command(args, *GROUP, "create", name, *group))
             for name in args.names
         ),
     ]
 
 
-def command_for(args: argparse.Namespace, zone: str, verb: str, resource: Resource) -> list[str]:
+def _region(args: argparse.Namespace) -> str:
+    return args.zone.rpartition("-")[0]
+
+
+def command_for(args: argparse.Namespace, verb: str, resource: Resource) -> list[str]:
     """Return gcloud's command that describes or deletes a resource."""
-    in_region = [f"--region={zone.rpartition('-')[0]}"]
     is_zonal = resource.kind in (GROUP, _VM)
-    place = argparse.Namespace(zone=zone if is_zonal else None, project=args.project)
-    words = [*resource.kind, verb, resource.name, *([] if is_zonal else in_region)]
-    return gcloud_command(place, *words, *(["--format=json"] if verb == "describe" else []))
+    words = [*resource.kind, verb, resource.name]
+    words += [] if is_zonal else [f"--region={_region(args)}"]
+    words += ["--format=json"] if verb == "describe" else []
+    return gcloud_command(args, *words, in_zone=is_zonal)
 
 
 # -- creating, waiting, deleting -------------------------------------------------------
@@ -247,13 +248,13 @@ def say(text: str) -> None:
 
 
 def create_missing(
-    args: argparse.Namespace, zone: str, resources: Sequence[Resource], made: list[Resource]
+    args: argparse.Namespace, resources: Sequence[Resource], made: list[Resource]
 ) -> None:
     """Create what is not there; ``made``: what was asked for. Raises Mistake if something is there
     that is of another topology, and _Failed if a creation is refused."""
     links: dict[str, str] = {}
     for resource in resources:
-        look = command_for(args, zone, "describe", resource)
+        look = command_for(args, "describe", resource)
         try:
             try:
                 content = json.loads(ask(look))
@@ -314,20 +315,17 @@ def wait_for_slices(args: argparse.Namespace) -> None:
 def _last_error(args: argparse.Namespace, name: str) -> str:
     """Return why a VM was not created, as the newest operation about it says."""
     with contextlib.suppress(Unanswered):
-        place = argparse.Namespace(zone=None, project=args.project)
-        which = f"--filter=targetLink~/{name}$ AND error:*"
-        return " ".join(
-            ask(gcloud_command(place, "operations", "list", *LAST_ERROR, which)).split()
-        )
+        words = ["operations", "list", *LAST_ERROR, f"--filter=targetLink~/{name}$ AND error:*"]
+        return " ".join(ask(gcloud_command(args, *words, in_zone=False)).split())
     return ""
 
 
-def delete(args: argparse.Namespace, zone: str, resources: Sequence[Resource]) -> None:
+def delete(args: argparse.Namespace, resources: Sequence[Resource]) -> None:
     """Delete what is there of these, the newest first; say of the rest that it may cost."""
     for number in STOPS:  # Ctrl-C once more is not to leave what costs
         signal.signal(number, signal.SIG_IGN)
     for resource in reversed(resources):
-        command = command_for(args, zone, "delete", resource)
+        command = command_for(args, "delete", resource)
         say(f"deleting {resource.kind[0]} {resource.name}")
         done = subprocess.run(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
@@ -346,11 +344,11 @@ def delete(args: argparse.Namespace, zone: str, resources: Sequence[Resource]) -
 def main(argv: Sequence[str]) -> int:
     try:
         args = parse(argv)
-        zone = args.zone or ask(["gcloud", "config", "get-value", "compute/zone"]).strip()
-        if not zone:
+        args.zone = args.zone or ask(["gcloud", "config", "get-value", "compute/zone"]).strip()
+        if not args.zone:
             raise Mistake("--zone is missing, and gcloud's configuration has none")
-        resources = resources_of(args, zone)
-        place = [f"--zone={zone}", *([f"--project={args.project}"] if args.project else [])]
+        resources = resources_of(args)
+        place = [f"--zone={args.zone}", *([f"--project={args.project}"] if args.project else [])]
         place += ["--internal-ip"] if args.internal_ip else []
         place += ["--tunnel-through-iap"] if args.tunnel_through_iap else []
         place += ["--tpu_api=compute"]
@@ -374,18 +372,17 @@ def main(argv: Sequence[str]) -> int:
             commands = [resource.create for resource in resources]
             commands += [*setups, [*launch, "--", *args.command]]
             for resource in reversed(resources if args.delete else ()):
-                commands.append(command_for(args, zone, "delete", resource))
+                commands.append(command_for(args, "delete", resource))
             print("\n".join(map(shlex.join, commands)))
             return 0
     except (Mistake, Unanswered) as mistake:
         say(f"error: {mistake}")
         return 2
-    return run(args, zone, resources, setups, [*launch, "--", *args.command])
+    return run(args, resources, setups, [*launch, "--", *args.command])
 
 
 def run(
     args: argparse.Namespace,
-    zone: str,
     resources: Sequence[Resource],
     setups: Sequence[Sequence[str]],
     launch: Sequence[str],
@@ -409,7 +406,7 @@ def run(
     to_delete: Sequence[Resource] = made
     code = 1
     try:
-        create_missing(args, zone, resources, made)
+        create_missing(args, resources, made)
         if args.delete:
             to_delete = resources
         wait_for_slices(args)
@@ -433,7 +430,7 @@ def run(
         code = 2 if isinstance(failure, Mistake) else 1
         say(f"error: {failure}")
     finally:
-        delete(args, zone, to_delete)
+        delete(args, to_delete)
     return code if code >= 0 else 128 - code
 
 

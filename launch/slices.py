@@ -121,10 +121,10 @@ def add_place(parser: argparse.ArgumentParser, *, any_api: bool = True) -> None:
     )
 
 
-def gcloud_command(args: argparse.Namespace, *words: str) -> list[str]:
-    """Return a command of ``gcloud compute``."""
+def gcloud_command(args: argparse.Namespace, *words: str, in_zone: bool = True) -> list[str]:
+    """Return a command of ``gcloud compute``; without ``in_zone`` about what is in no zone."""
     command = ["gcloud", "compute", *words, "--quiet"]  # asks nothing
-    for flag in ("zone", "project"):
+    for flag in ("zone", "project") if in_zone else ("project",):
         if value := getattr(args, flag):
             command.append(f"--{flag}={value}")
     return command
@@ -190,8 +190,8 @@ def describe(args: argparse.Namespace, name: str) -> Slice:
     return found[0]
 
 
-def _ask_json(args: argparse.Namespace, *words: str) -> Any:
-    return json.loads(ask(gcloud_command(args, *words, "--format=json")))
+def _ask_json(args: argparse.Namespace, *words: str, in_zone: bool = True) -> Any:
+    return json.loads(ask(gcloud_command(args, *words, "--format=json", in_zone=in_zone)))
 
 
 def _describe_node(args: argparse.Namespace, name: str) -> Slice:
@@ -230,8 +230,7 @@ def _describe_vms(args: argparse.Namespace, name: str) -> Slice:
         return Slice(name, "", "", (), problem, ())
     urls = [member["instance"] for member in members]
     names = " ".join(url.rpartition("/")[2] for url in urls)
-    everywhere = argparse.Namespace(zone=None, project=args.project)
-    listed = _ask_json(everywhere, "instances", "list", f"--filter=name=({names})")
+    listed = _ask_json(args, "instances", "list", f"--filter=name=({names})", in_zone=False)
     return _slice_of(name, [vm for vm in listed if vm["selfLink"] in urls], "", len(urls))
 
 

@@ -125,7 +125,7 @@ def keep_running(args: argparse.Namespace, job: str, pod: Pod, slices: list[Slic
             if pod.stopped_by:
                 pod.say(f"stopped by {signal.Signals(pod.stopped_by).name}: no program runs")
                 return 128 + (signal.SIGINT if pod.stopped_by == signal.SIGINT else signal.SIGTERM)
-            if len(slices) < (args.elastic or len(args.tpu)):
+            if not slices:
                 return 1
         names = [slice_.name for slice_ in slices]
         if args.elastic:
@@ -161,8 +161,8 @@ def find_slices(
     """Return the slices that can be used, once all that are ``awaited`` can, or ``--elastic_wait``
     seconds later.
 
-    If they are too few even then, a line has been printed that says so. A signal ends the waiting,
-    too.
+    If they are too few even then, return none, after a line that says so. A signal ends the
+    waiting, too.
     """
     least = args.elastic or len(args.tpu)
     deadline = time.monotonic() + args.elastic_wait
@@ -184,6 +184,7 @@ def find_slices(
     if len(usable) < least and not pod.stopped_by:
         required = f"--elastic requires {least}" if args.elastic else "all are required"
         pod.say(f"error: {len(usable)} of {len(args.tpu)} slices can be used, {required}")
+        return []
     return usable
 
 

@@ -41,9 +41,11 @@ class StandIn:
             "PIP_NO_INDEX": "1",
         }
 
-    def start(self, *words: object, **variables: str) -> subprocess.Popen[str]:
+    def start(
+        self, *words: object, program: str = "launch.xla_dist", **variables: str
+    ) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "launch.xla_dist", *map(str, words)],
+            [sys.executable, "-m", program, *map(str, words)],
             cwd=self.cwd,
             text=True,
             env=self.variables | variables,

@@ -175,15 +175,14 @@ def test_gcloud_accepts_what_it_is_asked(fresh_pod, tmp_path):
     )
     commands += [line for line in stdout.splitlines() if line.startswith("gcloud ")]
     asked = argparse.Namespace(zone="us-central1-c", project="p")
-    anywhere = argparse.Namespace(zone=None, project="p")
-    for question in (
-        (asked, *GROUP, "list-instances", "a", "--format=json"),
-        (asked, "instances", "describe", "a", "--format=json"),
-        (anywhere, "instances", "list", "--filter=name=(a b)", "--format=json"),
-        (anywhere, "operations", "list", *LAST_ERROR, "--filter=targetLink~/a$ AND error:*"),
-        (asked, "scp", "file", "a:", "--tunnel-through-iap"),
+    for in_zone, *question in (
+        (True, *GROUP, "list-instances", "a", "--format=json"),
+        (True, "instances", "describe", "a", "--format=json"),
+        (False, "instances", "list", "--filter=name=(a b)", "--format=json"),
+        (False, "operations", "list", *LAST_ERROR, "--filter=targetLink~/a$ AND error:*"),
+        (True, "scp", "file", "a:", "--tunnel-through-iap"),
     ):
-        commands.append(shlex.join(gcloud_command(*question)))
+        commands.append(shlex.join(gcloud_command(asked, *question, in_zone=in_zone)))
     assert len({*commands}) > 15
 
     def accepts(command: str) -> None:
@@ -211,10 +210,7 @@ EIGHT = ["--tpu=pod", "--topology=v6e:4x4", "--zone=us-east5-b", "--poll=0.1"]
 
 
 def start_compute(pod: StandIn, *words: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "launch.compute_engine", *map(str, words)]
-    how = {"cwd": pod.cwd, "env": pod.variables, "text": True}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, start_new_session=True, **how, **pipes)
+    return pod.start(*words, program="launch.compute_engine")
 
 
 def run_compute(pod: StandIn, *words: object) -> tuple[int, str, str]:
@@ -297,7 +293,7 @@ def test_what_was_created_is_deleted_whatever_comes_then(fresh_pod, creation):
     run = start_compute(fresh_pod, *EIGHT, "--delete", "--", "true")
     if creation == "hangs":
         wait_until(lambda: "instance-groups_pod" in made(fresh_pod))
-        os.killpg(run.pid, signal.SIGINT)
+        run.send_signal(signal.SIGINT)
     code, _, stderr = finish(run)
     assert code == {"fails": 1, "hangs": 130}[creation], stderr
     assert not made(fresh_pod)
