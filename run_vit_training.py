@@ -36,7 +36,7 @@ CONFIGS = {"run": RunConfig, **BACKEND_CONFIGS, "plan": PlanConfig}
 
 MODE_FLAGS = (
     *(field.name for config in (UseConfig, PlanConfig) for field in fields(config)),
-    *("resume_epoch", "init_from", "self_check", "plan", "teacher"),
+    *("resume_epoch", "init_from", "pretrained", "self_check", "plan", "teacher"),
     *("tpu_topology", "explain", "hlo_dir"),
 )
 """Fields of flags that choose what the program does; their rules are checked before all others."""

@@ -1,8 +1,9 @@
 """Converts weights between DCP, torch.save and safetensors: ``python3 -m tools.convert SRC DST``.
 
-docs/files.md says how. Weights are mapped from files: those of SRC, or a scratch file that DCP
-reads into, or into which they are cast. So the kernel can drop from memory what is not used at the
-moment, and a model larger than the host's memory can be converted.
+docs/files.md says how, and how DST can be a repository on the Hugging Face Hub. Weights are mapped
+from files: those of SRC, or a scratch file that DCP reads into, or into which they are cast. So the
+kernel can drop from memory what is not used at the moment, and a model larger than the host's
+memory can be converted.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tqdm import tqdm
 from config_fields import local_path
 from models.config import VitConfig
 from models.timm_models import EVA_NAMES, TimmSpec
-from training import weights
+from training import hub, weights
 from training.checkpoints import format as checkpoint
 from training.errors import UsageError
 from training.flags import OneLineParser
@@ -250,6 +251,49 @@ def timm_config(run: checkpoint.SavedRun) -> dict[str, Any] | None:
     return config | ({"label_names": run.classes} if run.classes else {})
 
 
+# -- The Hugging Face Hub --------------------------------------------------------------------------
+
+
+def check_repository(name: str, *, public: bool) -> None:
+    """Raise UsageError if this user cannot write the repository, or if all may read one that is not
+    to be ``public``."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    api, repository = HfApi(), name.removeprefix(hub.PREFIX)
+    with _pushing(name):
+        api.whoami()
+        try:
+            is_public = not api.model_info(repository).private
+        except RepositoryNotFoundError:
+            return
+    if is_public and not public:
+        raise UsageError(f"{name} is there already, and public: give --public, or another name")
+
+
+def push(folder: Path, name: str, *, public: bool) -> str:
+    """Upload the files of a folder to a repository, which is created if there is none; return its
+    name with the commit. Raises UsageError."""
+    from huggingface_hub import HfApi
+
+    api, repository = HfApi(), name.removeprefix(hub.PREFIX)
+    with _pushing(name):
+        api.create_repo(repository, private=not public, exist_ok=True)
+        done = api.upload_folder(
+            repo_id=repository, folder_path=folder, commit_message="Weights of a Vision Transformer"
+        )
+    return f"{name}@{done.oid}"
+
+
+@contextlib.contextmanager
+def _pushing(name: str) -> Iterator[None]:
+    try:
+        with hub.refusals(name):
+            yield
+    except hub.Unreachable as error:
+        raise UsageError(f"{name} cannot be written: {error}") from None
+
+
 # -- The command line ------------------------------------------------------------------------------
 
 
@@ -259,8 +303,8 @@ def convert(options: Any, form: str, max_shard_size: str | None) -> str:
     DST is written under a temporary name beside it. Raises UsageError if SRC cannot be read or DST
     not be written, and then leaves nothing there.
     """
-    src, dst = options.src, options.dst
-    source = weights.weights_in(src, "SRC", use_ema=options.use_ema)
+    dst = options.dst
+    source = weights.weights_named(str(options.src), "SRC", use_ema=options.use_ema)
     weights.check_weights(source, verify=not options.no_verify_checkpoint)
     path, run, dtype = source.path, source.run, DTYPES.get(options.dtype)
     if source.note:
@@ -277,10 +321,8 @@ def convert(options: Any, form: str, max_shard_size: str | None) -> str:
         if run:
             config = timm_config(run)
         else:
-            beside = (path if path.is_dir() else path.parent) / weights.CONFIG_FILE
-            config = json.loads(beside.read_text()) if beside.is_file() else None
-            if not isinstance(config, dict) or "architecture" not in config:  # is not timm's
-                config = None
+            is_timms = "architecture" in source.description
+            config = dict(source.description) if is_timms else None
         if source.tensors is None:
             with checkpoint.readable(path):
                 tensors = read_checkpoint(source, dtype, dst.parent)
@@ -309,6 +351,33 @@ def convert(options: Any, form: str, max_shard_size: str | None) -> str:
     return f"converted {path}: {len(tensors)} tensors, {size:,} bytes, to {dst}"
 
 
+def output_format(options: Any) -> tuple[str, str | None]:
+    """Return the format of DST and, of a folder of .safetensors files, the largest file. Raises
+    UsageError for a DST that cannot be written."""
+    dst: Path = options.dst
+    by_suffix = SUFFIXES.get(dst.suffix)
+    if by_suffix and options.to and options.to != by_suffix:
+        raise UsageError(
+            f"--to {options.to} is incompatible with {dst}: a {dst.suffix} file is {by_suffix}"
+        )
+    form = options.to or by_suffix
+    if form is None:
+        raise UsageError(
+            f"{dst}: name a file .safetensors, .pt, .pth or .bin, or give --to dcp or --to "
+            "safetensors for a folder"
+        )
+    max_shard_size: str | None = options.max_shard_size
+    if form == "safetensors" and not by_suffix:
+        max_shard_size = max_shard_size or SHARD_SIZE
+    elif max_shard_size:
+        raise UsageError("--max_shard_size is for a folder: --to safetensors and a name for it")
+    if dst.exists() or dst.is_symlink():
+        raise UsageError(f"{dst} is there already: name another, or remove it")
+    if not dst.parent.is_dir():
+        raise UsageError(f"{dst.parent} is not a folder: make it first")
+    return form, max_shard_size
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert as the command line says; return the exit code."""
     parser = OneLineParser(
@@ -318,12 +387,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         "src",
         type=local_path,
         help="a checkpoint step_N, a run's --ckpt_dir (its newest), another folder of DCP, a file "
-        "of torch.save, a .safetensors file, or a folder of them in Hugging Face's layout",
+        "of torch.save, a .safetensors file, a folder of them in Hugging Face's layout, or "
+        "hf-hub:OWNER/NAME[@REVISION] on the Hugging Face Hub",
     )
     parser.add_argument(
         "dst",
         type=local_path,
-        help="what does not exist yet: a file .safetensors, .pt, .pth or .bin, or a folder",
+        help="what does not exist yet: a file .safetensors, .pt, .pth or .bin, or a folder; with "
+        "--push hf-hub:OWNER/NAME",
+    )
+    parser.add_argument(
+        "--push",
+        action="store_true",
+        help="upload the weights to a repository DST on the Hugging Face Hub, which is made, "
+        "private, if there is none; it needs HF_TOKEN or `hf auth login`, and room for a copy in "
+        "TMPDIR",
+    )
+    parser.add_argument(
+        "--public",
+        action="store_true",
+        help="let all read the repository of --push (default: its owner alone)",
     )
     parser.add_argument(
         "--to",
@@ -352,29 +435,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="do not compare a checkpoint's files with their checksums first (default: compared)",
     )
     options = parser.parse_args(argv)
-    dst: Path = options.dst
+    name = str(options.dst)
     try:
-        by_suffix = SUFFIXES.get(dst.suffix)
-        if by_suffix and options.to and options.to != by_suffix:
-            raise UsageError(
-                f"--to {options.to} is incompatible with {dst}: a {dst.suffix} file is {by_suffix}"
-            )
-        form = options.to or by_suffix
-        if form is None:
-            raise UsageError(
-                f"{dst}: name a file .safetensors, .pt, .pth or .bin, or give --to dcp or --to "
-                "safetensors for a folder"
-            )
-        max_shard_size: str | None = options.max_shard_size
-        if form == "safetensors" and not by_suffix:
-            max_shard_size = max_shard_size or SHARD_SIZE
-        elif max_shard_size:
-            raise UsageError("--max_shard_size is for a folder: --to safetensors and a name for it")
-        if dst.exists() or dst.is_symlink():
-            raise UsageError(f"{dst} is there already: name another, or remove it")
-        if not dst.parent.is_dir():
-            raise UsageError(f"{dst.parent} is not a folder: make it first")
-        print(convert(options, form, max_shard_size))
+        if options.public and not options.push:
+            raise UsageError("--public requires --push")
+        if hub.is_on_hub(name) != options.push:
+            other = "give DST as hf-hub:OWNER/NAME" if options.push else "give --push, too"
+            raise UsageError(f"{name}: {other}")
+        if not options.push:
+            print(convert(options, *output_format(options)))
+            return 0
+        hub.check_name(name, "DST")
+        if "@" in name or options.to not in (None, "safetensors"):
+            raise UsageError(f"{name}: --push writes .safetensors files, and a new revision")
+        check_repository(name, public=options.public)
+        with tempfile.TemporaryDirectory() as folder:
+            options.dst = Path(folder) / "weights"
+            convert(options, "safetensors", options.max_shard_size or SHARD_SIZE)
+            print(f"converted {options.src} to {push(options.dst, name, public=options.public)}")
     except UsageError as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 2

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import timm
 import torch
 from timm.layers import resample_abs_pos_embed, resample_patch_embed
 from timm.models import adapt_input_conv
@@ -27,12 +28,13 @@ from training.checkpoints.compatible import (
     with_saved,
     with_saved_model,
 )
-from training.checkpoints.format import EMA
+from training.checkpoints.format import EMA, SavedRun
 from training.checkpoints.state import load_state
 from training.config import EmaConfig, RunConfig
 from training.errors import UsageError
 from training.files import folder_at
 from training.flags import flat
+from training.hub import PREFIX, download, is_on_hub
 from training.objectives.config import LossConfig, ObjectiveConfig
 from training.resolve import Run, model_of, resolve_model
 from training.weight_names import NAMED, listed
@@ -42,6 +44,7 @@ from training.weights import (
     find_weights,
     remedy,
     weights_in,
+    weights_named,
     with_preprocessing_of,
 )
 
@@ -56,6 +59,7 @@ def find_trained(config: RunConfig) -> tuple[RunConfig, Weights]:
     whose head may be missing, have the model of the flags. Raises UsageError for a checkpoint that
     cannot be read, and for one that contradicts the model flags.
     """
+    config = with_pretrained(config)
     checkpoints, use_ema = config.checkpoints, config.use.use_ema
     if checkpoints.init_from is not None:
         if use_ema:
@@ -76,8 +80,12 @@ def find_trained(config: RunConfig) -> tuple[RunConfig, Weights]:
             config = without_gram_teacher(with_saved(config, weights.run))
             check_same_training(weights.run, model_of(config.model, config.objective), None)
         else:
-            weights, config = with_preprocessing_of(weights, config)
+            weights, config = with_preprocessing_of(weights, with_described_model(config, weights))
+            if config.model.num_classes is None and (classes := weights.class_count):
+                config = replace(config, model=replace(config.model, num_classes=classes))
         weights.check_fits(resolve_model(config)[1])
+        if is_on_hub(weights.name):
+            config = replace(config, checkpoints=replace(checkpoints, resume=weights.name))
     return config, weights
 
 
@@ -85,15 +93,109 @@ def with_init_from(config: RunConfig) -> tuple[RunConfig, Weights]:
     """Return the configuration with the model and the preprocessing of the weights that
     ``--init_from`` names, but for flags that were given, and these weights.
 
-    The model of a file that does not describe it is that of the flags. Raises UsageError if there
-    are no such weights.
+    The model of a file that does not describe it is that of the flags. Of weights on the Hub
+    ``--init_from`` then names the commit. Raises UsageError if there are no such weights.
     """
     assert config.checkpoints.init_from is not None
-    weights = weights_in(folder_at(config.checkpoints.init_from), "--init_from")
+    weights = weights_named(config.checkpoints.init_from, "--init_from")
     if weights.run:
         config = replace(config, model=with_saved_model(config.model, weights.run))
-    weights, config = with_preprocessing_of(weights, config)
-    return config, weights
+    weights, config = with_preprocessing_of(weights, with_described_model(config, weights))
+    return replace(config, checkpoints=replace(config.checkpoints, init_from=weights.name)), weights
+
+
+_DESCRIBED: dict[str, tuple[type, ...]] = {
+    "img_size": (int, list),
+    "patch_size": (int,),
+    "in_chans": (int,),
+    "global_pool": (str,),
+    "embed_dim": (int,),
+    "depth": (int,),
+    "num_heads": (int,),
+    "mlp_ratio": (int, float),
+}
+"""Arguments of a model that may be those of ``config.json``, with their types."""
+_TRANSFORMERS = {"vit": "vit_base_patch16_224", "dinov2": "timm/vit_base_patch14_dinov2"}
+"""The models, of any size, of transformers' kinds."""
+_TRANSFORMERS_NAMES = {
+    "img_size": "image_size",
+    "in_chans": "num_channels",
+    "embed_dim": "hidden_size",
+    "depth": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+}
+
+
+def with_described_model(config: RunConfig, weights: Weights) -> RunConfig:
+    """Return the configuration with the model that ``config.json`` beside the weights describes, as
+    timm or transformers write it, unless ``--model`` names one."""
+    about, arguments = weights.description, weights.description.get("model_args")
+    name, kind = about.get("architecture"), about.get("model_type")
+    if config.model.model is not None:
+        return config
+    if isinstance(name, str) and timm.is_model(name):
+        name = f"timm/{name}"
+    elif kind in _TRANSFORMERS and not about.get("use_swiglu_ffn"):
+        name = _TRANSFORMERS[kind]
+        arguments = {**about, **{ours: about.get(n) for ours, n in _TRANSFORMERS_NAMES.items()}}
+        inner, width = about.get("intermediate_size"), about.get("hidden_size")
+        if isinstance(inner, int) and isinstance(width, int) and width > 0:
+            arguments["mlp_ratio"] = inner / width
+    else:
+        return config
+    described: dict[str, Any] = {"model": name}
+    for argument, types in _DESCRIBED.items():
+        value = arguments.get(argument) if isinstance(arguments, Mapping) else None
+        if isinstance(value, types) and getattr(config.model, argument) is None:
+            described[argument] = tuple(value) if isinstance(value, list) else value
+    return replace(config, model=replace(config.model, **described))
+
+
+def with_pretrained(config: RunConfig) -> RunConfig:
+    """Return the configuration with the weights of ``--pretrained`` by their name on the Hub: as
+    ``--init_from`` or, where weights are used as they are, as ``--resume``. Raises UsageError if
+    timm has none of the model."""
+    checkpoints, use, name = config.checkpoints, config.use, config.model.model
+    if not checkpoints.pretrained:
+        return config
+    assert name is not None  # --pretrained requires it
+    if "resume" in config.given and (use.predict or use.eval_only or use.features):
+        raise UsageError("--pretrained and --resume name weights both: drop one of the two")
+    model_of(config.model)  # raises if there is no such model
+    try:
+        trained = timm.get_pretrained_cfg(name.removeprefix("timm/"))
+    except RuntimeError:  # no such tag
+        trained = None
+    if trained is None or not trained.hf_hub_id:
+        raise UsageError(
+            f"--pretrained: timm has no weights of --model {name} on the Hub "
+            "(timm.list_pretrained() lists what it has)"
+        )
+    weights = f"{PREFIX}{trained.hf_hub_id}"
+    if use.predict or (use.eval_only and not (use.knn or use.probe)):
+        return replace(config, checkpoints=replace(checkpoints, resume=weights))
+    return replace(config, checkpoints=replace(checkpoints, init_from=weights))
+
+
+def with_commits(config: RunConfig, saved: SavedRun | None) -> RunConfig:
+    """Return the configuration with the commits of teachers' weights on the Hub, which each start
+    loads again: those of the checkpoint that is resumed, unless others are named. Raises UsageError
+    if they cannot be had."""
+
+    def with_commit(field: str, name: str | None) -> str | None:
+        if name is None or not is_on_hub(name):
+            return name
+        before = str(saved.arguments.get(field)) if saved else ""
+        return before if before.startswith(f"{name}@") else download(name, f"--{field}")[0]
+
+    loss, objective = config.loss, config.objective
+    teacher = with_commit("teacher_weights", loss.teacher_weights)
+    gram = with_commit("gram_weights", objective.gram_weights)
+    return replace(
+        config,
+        loss=replace(loss, teacher_weights=teacher),
+        objective=replace(objective, gram_weights=gram),
+    )
 
 
 def without_gram_teacher(config: RunConfig) -> RunConfig:
@@ -189,7 +291,8 @@ def fit(weights: Weights, run: Run, data_classes: list[str] | None) -> InitialWe
                     sources[name] = source
     # A head is used if it is for the very classes of the data, as far as is known.
     heads = [{n: s for n, s in each.items() if n.startswith(_HEAD)} for each in (here, there)]
-    is_other = weights.classes is not None and data_classes not in (None, weights.classes)
+    classes = weights.classes_among(data_classes)
+    is_other = classes is not None and data_classes not in (None, classes)
     if heads[0] != heads[1] or is_other:
         sources = {name: at for name, at in sources.items() if not name.startswith(_HEAD)}
     missing, dropped = here.keys() - sources.keys(), there.keys() - set(sources.values())
@@ -226,7 +329,7 @@ def fit(weights: Weights, run: Run, data_classes: list[str] | None) -> InitialWe
             )
 
     moved = [f"{name} from {at}" for name, at in sources.items() if name != at]
-    note = f"initial weights of {weights.path}: "
+    note = f"initial weights of {weights.name or weights.path}: "
     note += f"{len(sources) - len(resampled) - len(moved)} tensors as they are"
     for what, names in (
         ("resampled", resampled),
@@ -423,7 +526,7 @@ def with_teacher(run: Run[Any], resolve: Callable[[RunConfig], Run[Any]]) -> Run
 def weights_of_teacher(path: str, flag: str) -> Weights:
     """Return the weights that ``flag`` names by ``path``: of a checkpoint of ``--objective dino``
     its teacher's. Raises UsageError if there are none."""
-    found = weights_in(folder_at(path), flag)
+    found = weights_named(path, flag)
     if found.tensors is None and found.run and found.run.objective.has_teacher:
         found = replace(found, kind=EMA)
     return found

@@ -38,7 +38,7 @@ from training.checkpoints.format import SavedRun, read_saved_run
 from training.checkpoints.local_tier import LocalTier
 from training.config import RunConfig
 from training.errors import UsageError
-from training.initial_weights import with_init_from
+from training.initial_weights import with_commits, with_init_from, with_pretrained
 from training.processes import exchange
 from training.resolve import Run, model_of
 from training.schedule import Position
@@ -91,9 +91,10 @@ def plan_start(config: RunConfig) -> tuple[RunConfig, Start]:
     choose.check_folders(config.checkpoints)
     saved, _ = choose.find_checkpoint(config.checkpoints)
     if saved:
-        config = with_saved(config, saved)
+        config = with_commits(with_saved(config, saved), saved)
         check_same_training(saved, model_of(config.model, config.objective), config)
         return config, _resumed(saved, config.checkpoints)
+    config = with_commits(with_pretrained(config), None)
     if config.checkpoints.init_from:
         config, weights = with_init_from(config)
         return config, Start("weights", weights=weights)

@@ -70,11 +70,11 @@ def prepare_training(start: Start, run: Run) -> tuple[Run, Callable[[Run, Backen
     initial = None
     if start.weights:
         initial = fit(start.weights, run, data.classes)
-        if data.classes and initial.keeps_head and not start.weights.classes:
+        if data.classes and initial.keeps_head and not start.weights.classes_among(data.classes):
             check_unnamed_classes(data.classes, initial.path, config.data, run.model)
     if run.teacher and config.loss.teacher_weights and data.classes:
         teacher = weights_of_teacher(config.loss.teacher_weights, "--teacher_weights")
-        check_same_classes(teacher.classes, teacher.path, data, run)
+        check_same_classes(teacher.classes_among(data.classes), teacher.path, data, run)
     if config.objective.gram_weights:
         gram_teacher(run)
     plain = open_plainly(run) if config.log.knn_every or config.log.probe_every else None

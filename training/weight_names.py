@@ -23,6 +23,7 @@ _HUGGING_FACE = [
         (r"(^|\.)embeddings\.patch_embeddings\.projection\.", r"\1patch_embed.proj."),
         (_HUGGING_FACE_QKV.pattern, ".attn.qkv."),
         (r"\.attention\.(?:output\.dense|o_proj)\.", ".attn.proj."),
+        (r"\.layer_scale([12])\.lambda1$", r".ls\1.gamma"),
         (r"\.layernorm_before\.", ".norm1."),
         (r"\.layernorm_after\.", ".norm2."),
         (r"\.intermediate\.dense\.", ".mlp.fc1."),
@@ -32,8 +33,8 @@ _HUGGING_FACE = [
         (r"^classifier\.", "head."),
     )
 ]
-"""ViT of transformers, by the names of its files (``encoder.layer.0``) and of its modules since
-version 5 (``layers.0``): https://github.com/huggingface/transformers, models/vit."""
+"""ViT and DINOv2 of transformers, by the names of files (``encoder.layer.0``) and of modules since
+version 5 (``layers.0``): https://github.com/huggingface/transformers, models/vit and dinov2."""
 
 NAMED = 3
 """So many names a message lists."""

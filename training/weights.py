@@ -1,10 +1,12 @@
 """Trained weights: find them, read them, and return the preprocessing that they were trained with.
 
-They are in a checkpoint folder, or in a file of any program: of torch.save, or .safetensors.
+They are in a checkpoint folder, or in a file of any program: of torch.save, or .safetensors; in a
+folder, or on the Hub (``training/hub.py``).
 """
 
 import argparse
 import contextlib
+import functools
 import json
 import pickle
 import re
@@ -12,13 +14,13 @@ import zipfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import timm
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from timm.data import resolve_data_config
+from timm.data import ImageNetInfo, resolve_data_config
 from torch import nn
 
 from data.config import Preprocessing
@@ -42,6 +44,7 @@ from training.checkpoints.format import SavedRun
 from training.config import RunConfig
 from training.errors import UsageError
 from training.files import folder_at, is_url
+from training.hub import download, is_on_hub
 from training.resolve import model_of, with_preprocessing
 from training.schedule import Position
 from training.weight_names import timm_names
@@ -78,11 +81,61 @@ class Weights:
     """WEIGHTS, or EMA: the moving average that a folder has."""
     preprocessing: Mapping[str, Any] = field(default_factory=dict)
     """What a checkpoint of timm's trainer says of it, by timm's names."""
+    name: str = ""
+    """What a flag named them by; of weights on the Hub with their commit."""
 
     @property
     def classes(self) -> list[str] | None:
         """The names of the classes that they were trained on, by label; None: not known."""
         return self.run.classes if self.run else None
+
+    @functools.cached_property
+    def description(self) -> Mapping[str, Any]:
+        """The content of ``config.json`` beside files of another program, as timm and transformers
+        write it; {} without one."""
+        return {} if self.run else self._json_beside(CONFIG_FILE)
+
+    def _json_beside(self, name: str) -> Mapping[str, Any]:
+        file = self.path / name if self.path.is_dir() else self.path.with_name(name)
+        with contextlib.suppress(ValueError):
+            if file.is_file() and isinstance(content := json.loads(file.read_text()), Mapping):
+                return content
+        return {}
+
+    @property
+    def class_names(self) -> list[str] | None:
+        """What to call the classes, by label: ``classes``, else the names that ``description`` has,
+        which may be no folders' names; None: not known."""
+        if self.run:
+            return self.run.classes
+        names, trained = self.description.get("label_names"), self.description.get("pretrained_cfg")
+        if by_label := self._id2label:
+            names = [by_label.get(str(label)) for label in range(len(by_label))]
+        elif names is None and isinstance(trained, Mapping) and "in1k" in str(trained.get("tag")):
+            return ImageNetInfo("imagenet-1k").label_descriptions()
+        is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        return cast(list[str], names) if is_list else None
+
+    @property
+    def class_count(self) -> int | None:
+        """How many classes ``description`` says that the head has; None: it does not say."""
+        count = self.description.get("num_classes")
+        return count if isinstance(count, int) and count > 0 else len(self._id2label) or None
+
+    @property
+    def _id2label(self) -> Mapping[str, Any]:
+        """transformers' names of classes by label; {} without a head."""
+        kinds, by_label = (self.description.get(name) for name in ("architectures", "id2label"))
+        has_head = "ForImageClassification" in str(kinds)
+        return by_label if has_head and isinstance(by_label, Mapping) else {}
+
+    def classes_among(self, folders: list[str] | None) -> list[str] | None:
+        """Return the names of the classes by label if they can be compared with those of
+        ``folders``: ``classes``, or names that another program gave the same folders."""
+        names = None if self.run else self.class_names
+        if names and folders and sorted(names) == sorted(folders):
+            return names
+        return self.classes
 
     def check_fits(self, model: ModelSpec) -> None:
         """Raises UsageError naming the first tensor that is not one of the model's."""
@@ -162,7 +215,7 @@ def find_weights(
     if resume == "none":
         raise UsageError("--resume none: a trained model is needed, give --resume PATH")
     if resume != "auto" and resume not in BEST and not resume_epoch:
-        return weights_in(folder_at(resume), "--resume", use_ema=use_ema)
+        return weights_named(resume, "--resume", use_ema=use_ema)
     found = named_candidates(ckpt_dir, resume, resume_epoch)
     if not found.paths:
         raise UsageError(f"--ckpt_dir {ckpt_dir} holds no checkpoint: give one, --resume PATH")
@@ -174,6 +227,15 @@ def _first_of(candidates: Candidates, use_ema: bool) -> Weights:
     assert saved is not None  # there are candidates
     kind = checkpoint.EMA if use_ema else checkpoint.WEIGHTS
     return Weights(saved.path, saved, None, "; ".join(left.passed_over), kind)
+
+
+def weights_named(name: str, flag: str, *, use_ema: bool = False) -> Weights:
+    """Return the weights that ``flag`` names, on the Hub or as ``weights_in`` finds them. Raises
+    UsageError."""
+    path = folder_at(name)
+    if is_on_hub(name):
+        name, path = download(name, flag)
+    return replace(weights_in(path, flag, use_ema=use_ema), name=name)
 
 
 def weights_in(path: Path, flag: str, *, use_ema: bool = False) -> Weights:
@@ -423,6 +485,27 @@ def check_weights(weights: Weights, *, verify: bool) -> None:
 CONFIG_FILE = "config.json"  # beside the weights in a repository of timm's on Hugging Face
 
 
+_RESAMPLING = dict(enumerate(("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")))
+"""Names of Pillow's filters, by the numbers that transformers writes."""
+
+
+def _of_transformers(weights: Weights) -> dict[str, Any]:
+    """Return the preprocessing that transformers has written beside the weights, by timm's
+    names."""
+    content = weights._json_beside("preprocessor_config.json")
+    values = {"mean": content.get("image_mean"), "std": content.get("image_std")}
+    if (resampling := content.get("resample")) in _RESAMPLING:
+        values["interpolation"] = _RESAMPLING[resampling]
+    size, crop = (content.get(name) for name in ("size", "crop_size"))
+    shortest = size.get("shortest_edge") if isinstance(size, Mapping) else None
+    side = crop.get("height") if isinstance(crop, Mapping) else crop
+    if content.get("do_center_crop") and isinstance(shortest, int) and isinstance(side, int):
+        values["crop_pct"] = side / shortest
+    elif content.get("do_center_crop") is not True and size is not None:
+        values |= {"crop_pct": 1.0, "crop_mode": "squash"}
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def with_preprocessing_of(weights: Weights, config: RunConfig) -> tuple[Weights, RunConfig]:
     """Return the configuration with the preprocessing of these weights where no flags were given,
     and the weights with a note about it.
@@ -432,23 +515,20 @@ def with_preprocessing_of(weights: Weights, config: RunConfig) -> tuple[Weights,
     """
     if weights.run:
         return weights, with_saved_preprocessing(config, weights.run)
-    path = weights.path
+    path, source = weights.path, str(weights.path)
     trained_with: Mapping[str, Any] | None = weights.preprocessing
-    source = str(path)
-    # timm's ``pretrained_cfg`` in the metadata of .safetensors files, or beside them.
-    files = safetensors_files(path)
-    texts = [metadata_of(files[0]).get("pretrained_cfg", "")] if files else []
-    beside = path / CONFIG_FILE if path.is_dir() else path.with_name(CONFIG_FILE)
-    if beside.is_file():
-        texts.append(beside.read_text(errors="replace"))
-    for text in texts:
+    # timm's ``pretrained_cfg`` in the metadata of .safetensors files or beside them, or what
+    # transformers has beside them.
+    about: list[Any] = [weights.description, _of_transformers(weights)]
+    if files := safetensors_files(path):
         with contextlib.suppress(ValueError):
-            content = json.loads(text)
-            if isinstance(content, Mapping):
-                content = content.get("pretrained_cfg", content)
-            if isinstance(content, Mapping) and any(name in content for name in PREPROCESSING):
-                trained_with, source = content, f"{path} and its {CONFIG_FILE}"
-                break
+            about.insert(0, json.loads(metadata_of(files[0]).get("pretrained_cfg", "{}")))
+    for content in about:
+        if isinstance(content, Mapping):
+            content = content.get("pretrained_cfg", content)
+        if isinstance(content, Mapping) and any(name in content for name in PREPROCESSING):
+            trained_with, source = content, f"{path} and its {CONFIG_FILE}"
+            break
     if not trained_with:
         model = model_of(config.model)
         trained_with, source = model.preprocessing, f"timm's {model.name}"

@@ -24,6 +24,7 @@ from training.files import (
     remove_tree,
     sync_folder,
 )
+from training.hub import is_on_hub
 from training.logs.records import METRICS_FILE, decisive, evaluations, read_metrics, score
 from training.processes import exchange
 
@@ -196,8 +197,8 @@ def named_candidates(ckpt_dir: Path, resume: str, resume_epoch: int) -> Candidat
     path = folder_at(resume)
     with checkpoint.readable(path):
         if not path.is_dir():
-            if path.is_file():
-                raise UsageError(f"--resume {resume} is a file of weights: give it to --init_from")
+            if path.is_file() or is_on_hub(resume):
+                raise UsageError(f"--resume {resume} is weights alone: give it to --init_from")
             raise UsageError(f"--resume {resume}: there is no such checkpoint folder")
         return candidates_in(path)
 

@@ -29,7 +29,8 @@ class CheckpointConfig:
         "checkpoint to resume; auto: the newest complete one of --ckpt_dir, if any; none: start "
         "new; best, lowest_loss: the evaluated one with the highest top-1 (mae: the lowest loss) "
         "or lowest loss; PATH: a checkpoint, or another run's --ckpt_dir; the model is the "
-        "checkpoint's",
+        "checkpoint's (--predict and --eval_only also take files of weights, and "
+        "hf-hub:OWNER/NAME)",
         kind=path_or_url,
         metavar="auto|none|best|lowest_loss|PATH",
         common=True,
@@ -49,11 +50,19 @@ class CheckpointConfig:
     init_from: str | None = flag(
         None,
         "initialize a new training with these weights: a checkpoint, a run's --ckpt_dir, or a file "
-        "of torch.save or .safetensors with timm's names; adapted to another image size, patch "
-        "size, number of channels or classes; a checkpoint in --ckpt_dir is resumed instead",
+        "of torch.save or .safetensors with timm's names, or hf-hub:OWNER/NAME[@REVISION] on the "
+        "Hugging Face Hub; adapted to another image size, patch size, number of channels or "
+        "classes; a checkpoint in --ckpt_dir is resumed instead",
         kind=path_or_url,
         metavar="PATH",
         incompatible_with=("predict",),
+    )
+    pretrained: bool = flag(
+        False,
+        "use the weights that timm has of --model on the Hugging Face Hub: for training as "
+        "--init_from names them, else as --resume",
+        requires=("model",),
+        incompatible_with=("init_from", "resume_epoch", "use_ema"),
     )
     ckpt_epoch_interval: int = flag(
         10, "save a checkpoint every N epochs, and at the end", kind=positive, common=True

@@ -45,9 +45,9 @@ def _log(line: str) -> None:
     tqdm.write(line, file=sys.stderr)
 
 
-def _class_names(weights: Weights, data_classes: list[str], num_classes: int) -> list[str]:
-    """Return names by label: the checkpoint's, else the data's, else "class <label>"."""
-    names = data_classes if weights.classes is None else weights.classes
+def _named_classes(names: list[str] | None, num_classes: int) -> list[str]:
+    """Return names by label: these, else "class <label>"."""
+    names = names or []
     if len(names) > num_classes:  # the folder is another model's
         names = []
     return names + [f"class {label}" for label in range(len(names), num_classes)]
@@ -68,10 +68,11 @@ def predict_images(config: RunConfig, weights: Weights) -> None:
     run = Run[Any](config, None, spec, Mesh())
     assert config.use.predict is not None
     folders = class_folders(config.data.data_dir, "train") or []
-    if not weights.classes:
+    class_names = weights.class_names
+    if class_names is None:
         check_unnamed_classes(folders, weights.path, config.data, spec)
-    folders = in_order(folders, config.data.class_order, config.data.class_map)
-    names = _class_names(weights, folders, spec.sizes.num_classes)
+        class_names = in_order(folders, config.data.class_order, config.data.class_map)
+    names = _named_classes(class_names, spec.sizes.num_classes)
     images = find_images(config.use.predict)
     for folder in images.unreadable:
         _log(f"skipped {printable(folder)}")
@@ -150,7 +151,7 @@ def prepare_evaluation(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, 
         check_folder_writable(folder, "--eval_report")
     labels = run.config.objective.uses_labels
     data = open_data(dataset_request(run, with_train=False, labels=labels))
-    check_same_classes(weights.classes, weights.path, data, run)
+    check_same_classes(weights.classes_among(data.classes), weights.path, data, run)
     return run, functools.partial(_evaluate_weights, weights, data)
 
 
@@ -172,7 +173,8 @@ def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Bac
     bad_images.check()
     if not result.images:
         raise UsageError(f"no image of {data.name}/val can be read", agreed=True)
-    names = _class_names(weights, data.classes or [], run.model.sizes.num_classes)
+    class_names = weights.classes or data.classes or weights.class_names
+    names = _named_classes(class_names, run.model.sizes.num_classes)
     result = bad_images.excluding_unreadable(result, names)
     say(str(result))
     if use.eval_report and isinstance(measure, Accuracy) and backend.is_main:

@@ -65,7 +65,7 @@ def complaint(capsys, ckpt_dir, *flags):
         ("--resume /does/not/exist", "there is no such checkpoint folder"),
         (
             f"--resume {__file__}",
-            f"--resume {__file__} is a file of weights: give it to --init_from",
+            f"--resume {__file__} is weights alone: give it to --init_from",
         ),
         ("--resume_epoch 3", "no checkpoint of that epoch's end"),
         ("--scale 0.9 0.1", "--scale 0.9 0.1"),

@@ -1,0 +1,162 @@
+"""Weights on the Hugging Face Hub, by name: ``hf-hub:OWNER/NAME[@REVISION]``.
+
+``huggingface_hub`` downloads them into its usual cache, where its lock lets one process of a host
+download and the others wait. A name with a commit, which is what a run saves of it, needs no
+network once its files are there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from training.errors import UsageError, is_first_of_torchrun
+
+PREFIX = "hf-hub:"
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
+_INDEX, _ONE_FILE = "model.safetensors.index.json", "model.safetensors"
+_PICKLES = (".bin", ".pt", ".pth")
+_ABOUT = ("config.json", "preprocessor_config.json")
+"""Files beside the weights that describe them."""
+
+
+def is_on_hub(name: str) -> bool:
+    """Return True if a flag's value names weights on the Hub."""
+    return name.startswith(PREFIX)
+
+
+def weight_files(names: Iterable[str]) -> list[str]:
+    """Return which files of a repository are its weights: those of Hugging Face's layout, else the
+    only .safetensors file, else PyTorch's; none if that is not clear, or one is missing."""
+    names = [name for name in names if "/" not in name]
+    if _INDEX in names:
+        shards = {name: int(match[1]) for name in names if (match := _SHARD.fullmatch(name))}
+        return [_INDEX, *shards] if {*shards.values()} == {len(shards)} else []
+    for suffixes, usual in (((".safetensors",), _ONE_FILE), (_PICKLES, "pytorch_model.bin")):
+        files = [name for name in names if name.endswith(suffixes)]
+        if usual in files:
+            return [usual]
+        if len(files) == 1:
+            return files
+    return []
+
+
+def download(name: str, flag: str) -> tuple[str, Path]:
+    """Return the weights that ``flag`` names on the Hub, from its cache or downloaded into it: the
+    name with the commit, and the file or folder of files. Raises UsageError."""
+    repository, _, revision = name.removeprefix(PREFIX).partition("@")
+    check_name(name, flag)
+    # Only now: with all it needs, the package takes a fifth of a second.
+    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.utils import disable_progress_bars
+
+    if os.environ.get("LOCAL_RANK", "0") != "0" or not sys.stderr.isatty():
+        disable_progress_bars()  # other processes wait for the first one
+
+    def cached(revision: str | None) -> Path | None:
+        # Without patterns it would want files of the repository that nobody needs here.
+        options: dict[str, Any] = {"local_files_only": True, "allow_patterns": []}
+        try:
+            folder = Path(snapshot_download(repository, revision=revision, **options))
+        except LocalEntryNotFoundError:
+            return None
+        return folder if weight_files(path.name for path in folder.iterdir()) else None
+
+    folder, api = cached(revision) if _COMMIT.fullmatch(revision) else None, HfApi()
+    if folder is None:
+        try:
+            with refusals(f"{flag} {name}"):
+                commit = api.resolve_revision(repository, revision=revision or None).resolved
+                files = api.list_repo_files(repository, revision=commit)
+                if not (weights := weight_files(files)):
+                    raise UsageError(
+                        f"{flag} {name}: this repository has no {_ONE_FILE}, nor one other file of "
+                        "weights: download the file that is meant, and name it here"
+                    )
+                wanted = [*weights, *_ABOUT]
+                folder = Path(snapshot_download(repository, revision=commit, allow_patterns=wanted))
+        except Unreachable as error:
+            folder = cached(revision or None)
+            if folder is None:
+                raise UsageError(
+                    f"{flag} {name} is not complete in {constants.HF_HUB_CACHE}, and cannot be "
+                    f"downloaded: {error}"
+                ) from None
+            if is_first_of_torchrun():
+                print(
+                    f"note: {flag} {name} is the one in {constants.HF_HUB_CACHE}, of commit "
+                    f"{folder.name[:12]}: {error}",
+                    file=sys.stderr,
+                )
+    weights = weight_files(path.name for path in folder.iterdir())
+    in_layout = weights[0] in (_INDEX, _ONE_FILE)
+    return f"{PREFIX}{repository}@{folder.name}", folder if in_layout else folder / weights[0]
+
+
+def check_name(name: str, flag: str) -> None:
+    """Raise UsageError if ``name`` is no name of a repository, with or without a revision."""
+    if not re.fullmatch(rf"{PREFIX}[\w.-]+/[\w.-]+(@[^@\s]+)?", name):
+        raise UsageError(f"{flag} {name}: give {PREFIX}OWNER/NAME or {PREFIX}OWNER/NAME@REVISION")
+
+
+class Unreachable(Exception):
+    """Raised where the Hub does not answer, with the reason."""
+
+
+@contextlib.contextmanager
+def refusals(what: str) -> Iterator[None]:
+    """Turn what the Hub refuses into a UsageError that begins with ``what``, and the failures of a
+    network into Unreachable."""
+    import httpx2
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalTokenNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+        RevisionResolutionError,
+    )
+
+    try:
+        yield
+    except GatedRepoError:
+        raise UsageError(
+            f"{what}: this repository is gated: accept its conditions on its page of "
+            f"{constants.ENDPOINT}, and log in with `hf auth login` or HF_TOKEN"
+        ) from None
+    except RevisionNotFoundError:
+        raise UsageError(f"{what}: this repository has no such revision") from None
+    except HFValidationError:
+        raise UsageError(f"{what}: the Hub has no such names") from None
+    except LocalTokenNotFoundError:
+        raise UsageError(f"{what}: log in with `hf auth login` or HF_TOKEN") from None
+    except (HfHubHTTPError, httpx2.HTTPError, RevisionResolutionError, OSError) as error:
+        if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
+            message = error.server_message or ""
+            if isinstance(error, RepositoryNotFoundError) and "redential" not in message:
+                raise UsageError(_NOT_FOUND.format(what=what)) from None
+            raise UsageError(
+                f"{what}: the Hub refuses the token of HF_TOKEN or `hf auth login`"
+            ) from None
+        if isinstance(error, RepositoryNotFoundError):
+            raise UsageError(_NOT_FOUND.format(what=what)) from None
+        if constants.HF_HUB_OFFLINE:
+            raise Unreachable("HF_HUB_OFFLINE is set") from None
+        cause = error.__cause__ or error
+        text = " ".join(str(cause).split()) or type(cause).__name__
+        raise Unreachable(text if len(text) <= 200 else f"{text[:200]}...") from None
+
+
+_NOT_FOUND = (
+    "{what}: the Hub has no such repository, or this user may not read it: is the name right, and "
+    "are you logged in (`hf auth login` or HF_TOKEN)?"
+)
