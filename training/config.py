@@ -252,8 +252,8 @@ class UseConfig:
     predict: list[str] | None = flag(
         None,
         "print the most probable classes of these images, with the weights of --resume (a "
-        "checkpoint or a file of torch.save or .safetensors), on one GPU or the CPU; skips "
-        "unreadable images, exit code 2 if one was named itself",
+        "checkpoint, a file of torch.save or .safetensors, or hf-hub:OWNER/NAME), on one GPU or "
+        "the CPU; skips unreadable images, exit code 2 if one was named itself",
         kind=path_or_url,
         metavar="IMAGE_OR_FOLDER",
         requires=CLASSIFIES,

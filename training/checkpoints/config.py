@@ -29,8 +29,7 @@ class CheckpointConfig:
         "checkpoint to resume; auto: the newest complete one of --ckpt_dir, if any; none: start "
         "new; best, lowest_loss: the evaluated one with the highest top-1 (mae: the lowest loss) "
         "or lowest loss; PATH: a checkpoint, or another run's --ckpt_dir; the model is the "
-        "checkpoint's (--predict and --eval_only also take files of weights, and "
-        "hf-hub:OWNER/NAME)",
+        "checkpoint's",
         kind=path_or_url,
         metavar="auto|none|best|lowest_loss|PATH",
         common=True,

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import os
 import math
 import re
 import shlex
@@ -484,7 +485,9 @@ def test_with_the_compiler_and_again_without(plan, tmp_path):
     # Without scanned blocks a step takes minutes to compile.
     flags = [*TINY, "--tpu_topology", "v5e:2x2", "--mesh_fsdp", "4", "--scan_blocks"]
     words = ["--plan", "--json", "--plan_dir", str(tmp_path), "--plan_compilations", "1"]
-    done = run_program("run_vit_training.py", *words, *flags)
+    # An answer is of these variables, too: let it be those of this process.
+    variables = {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "")}
+    done = run_program("run_vit_training.py", *words, *flags, variables=variables)
     assert done.returncode == 0, done.stderr
     first = json.loads(done.stdout)
     assert "(1 now" in first["notes"][0]
