@@ -136,7 +136,8 @@ class HubServer:
             return self._json(request, listed)
         if match[2] == "preupload":
             named = [item["path"] for item in json.loads(body)["files"]]
-            modes = [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in named]
+            mode = {"uploadMode": "regular", "shouldIgnore": False}
+            modes = [{"path": name, **mode} for name in named]
             return self._json(request, {"files": modes})
         if match[2] == "commit":
             lines = [json.loads(line) for line in body.splitlines()]

@@ -3,8 +3,8 @@
 import functools
 import itertools
 import json
-import os
 import math
+import os
 import re
 import shlex
 from dataclasses import replace

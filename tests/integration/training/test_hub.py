@@ -166,8 +166,7 @@ def test_of_transformers(server, hub_here, tmp_path, monkeypatch, kind):
 
 
 def test_two_processes_download_once_and_a_resume_needs_no_network(server, tmp_path):
-    model, files = timms_files()
-    commit = put(server, "us/tiny", files)
+    commit = put(server, "us/tiny", timms_files()[1])
     flags = [*TRAIN, "--backend", "cuda", "--init_from", NAME, "--ckpt_dir", str(tmp_path / "run")]
     variables = server.variables(tmp_path / "cache", TOKEN)
     done = run_program("run_vit_training.py", *flags, processes=2, warm=False, variables=variables)
@@ -175,7 +174,8 @@ def test_two_processes_download_once_and_a_resume_needs_no_network(server, tmp_p
     assert server.downloads("model.safetensors") == 1
     pinned = f"{NAME}@{commit}"
     assert f"initial weights of {pinned}" in done.stdout
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["arguments"]["init_from"] == pinned
+    described = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert described["arguments"]["init_from"] == pinned
     for path in (tmp_path / "run").rglob("*"):
         assert path.is_dir() or TOKEN.encode() not in path.read_bytes()
     assert TOKEN not in done.stdout + done.stderr
@@ -218,7 +218,7 @@ def test_connections_that_break(server, hub_here, monkeypatch):
     put(server, "us/tiny", {"model.safetensors": whole[:-4] + b"\1\2\3\4"})
     server.breaks[:] = [100] * 20
     with pytest.raises(
-        UsageError, match="is not complete in .* and cannot be downloaded: peer clo"
+        UsageError, match=r"is not complete in .* and cannot be downloaded: peer clo"
     ):
         hub.download(NAME, "--init_from")
     server.breaks.clear()
@@ -313,7 +313,7 @@ def test_pretrained_names_what_timm_has(words, init_from, resume):
     flags = run_vit_training.read_flags(["--pretrained", *shlex.split(words)])
     run_vit_training.check_mode_flags(flags)
     if "patch16_224.mae --eval" in words:  # a preset has no tags
-        with pytest.raises(UsageError, match="there is no model vit_base_patch16_224.mae"):
+        with pytest.raises(UsageError, match=r"there is no model vit_base_patch16_224\.mae"):
             with_pretrained(flags.run)
         return
     saved = with_pretrained(flags.run).checkpoints
