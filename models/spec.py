@@ -69,6 +69,9 @@ class StackRun:
     """A backward pass follows; else it is a teacher's run: a forward pass, with other weights."""
 
 
+HEADS = ("head.", "mask_token", "decoder_", "dino_head.", "ibot_head.")
+"""What the names of parameters start with that a backbone has not: a task's or an objective's."""
+
 Units = list[tuple[str, nn.Module]]
 """The pieces of a model to shard one after the other, by name: see ``ModelSpec.units``."""
 

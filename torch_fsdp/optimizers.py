@@ -105,7 +105,7 @@ class PartsOptimizer:
         groups, state = self._optimizer.param_groups, self._optimizer.state
         for group, weight_decay in zip(groups, self._decays, strict=True):
             group["lr"] = rates.lr * group["lr_scale"]
-            group["lr"] *= rates.last_layer if group["last_layer"] else 1
+            group["lr"] *= getattr(rates, group["factor"]) if group["factor"] else 1
             group["weight_decay"] = weight_decay * rates.weight_decay
         if self._is_lion:
             for group in groups:

@@ -129,6 +129,21 @@ class ScheduleConfig:
         kind=non_negative,
         metavar="X",
     )
+    freeze_backbone_epochs: float = flag(
+        0.0,
+        "number of epochs at the start in which only the heads are trained (of --objective dino "
+        "and mae: all that the objective adds to the model), so that new heads do not spoil a "
+        "trained backbone; 0: off",
+        kind=non_negative,
+        incompatible_with=("linear_probe", "flatten_parameters"),
+    )
+    backbone_warmup_epochs: float | None = flag(
+        None,
+        "number of epochs after these in which the backbone's learning rate rises linearly from 0 "
+        "to that of the heads (default: as many as --freeze_backbone_epochs)",
+        kind=non_negative,
+        requires=("freeze_backbone_epochs",),
+    )
     decay_steps: int | None = flag(
         None,
         "number of steps of wsd's decay, the last of --num_epochs or --max_steps",

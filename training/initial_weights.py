@@ -21,7 +21,7 @@ from torch import nn
 from models.config import ModelConfig
 from models.dino import HEAD_SETTINGS
 from models.initialize import allocate_own, on_meta
-from models.spec import ModelSpec
+from models.spec import HEADS, ModelSpec
 from training.backend import Backend
 from training.checkpoints.compatible import (
     check_same_training,
@@ -251,8 +251,7 @@ def place_trained(
 
 _PATCHES = "patch_embed.proj.weight"
 _HEAD = "head."
-_OF_OBJECTIVES = ("mask_token", "decoder_", "dino_head.", "ibot_head.")
-_MAY_BE_NEW = (_HEAD, "cls_token", "reg_token", "attn_pool.", "fc_norm.", *_OF_OBJECTIVES)
+_MAY_BE_NEW = (*HEADS, "cls_token", "reg_token", "attn_pool.", "fc_norm.")
 """Prefixes of tensors that only the model may have: they start as new ones do."""
 _MAY_BE_DROPPED = (*_MAY_BE_NEW, "norm.")
 """Prefixes of tensors that only the weights may have."""

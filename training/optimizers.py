@@ -16,7 +16,7 @@ import torch
 from timm.optim.muon import DEFAULT_NS_STEPS, get_lr_scale, zeropower_via_newtonschulz
 from torch import Tensor
 
-from models.spec import ModelSpec
+from models.spec import HEADS, ModelSpec
 from models.timm_private import MUON_COEFFICIENTS, is_suitable_for_muon
 from training.config import EmaConfig, OptimizerConfig
 
@@ -45,22 +45,26 @@ class Update:
     """The factor of the learning rate."""
     matrix: tuple[int, int] | None = None
     """Rows and columns of the matrix as which Muon sees the parameter; None with other rules."""
-    last_layer: bool = False
-    """Its learning rate has the factor ``StepRates.last_layer``, too."""
+    factor: Literal["last_layer", "backbone"] | None = None
+    """The field of ``StepRates`` that its learning rate has as a factor, too."""
 
 
 Updates = Mapping[str, Update]
 """How each trained parameter is updated, by its name in the plain model; others are frozen."""
 
 
-def updates_of(config: OptimizerConfig, model: ModelSpec) -> Updates:
+def updates_of(config: OptimizerConfig, model: ModelSpec, *, heads_first: bool = False) -> Updates:
     """Return how ``config`` updates each parameter of ``model``; its learning rate is scaled by
     ``layer_decay`` to the power of the number of layers between the parameter's and the last
-    one."""
+    one. ``heads_first``: ``StepRates.backbone`` scales that of the backbone."""
     shapes = {name: parameter.shape for name, parameter in model.meta.named_parameters()}
     without_decay = undecayed(shapes, config.no_decay or (), model.no_weight_decay)
     last = max(model.layers.values())
     updates: dict[str, Update] = {}
+    factors: dict[str, Literal["last_layer", "backbone"]] = {}
+    if heads_first:
+        factors = {name: "backbone" for name in shapes if not name.startswith(HEADS)}
+    factors |= dict.fromkeys(model.last_layers, "last_layer")
     for name, shape in shapes.items():
         if name in model.frozen or (config.linear_probe and not name.startswith("head.")):
             continue
@@ -75,7 +79,7 @@ def updates_of(config: OptimizerConfig, model: ModelSpec) -> Updates:
             weight_decay=0.0 if name in without_decay else config.weight_decay,
             lr_scale=config.layer_decay ** (last - model.layers[name]),
             matrix=matrix,
-            last_layer=name in model.last_layers,
+            factor=factors.get(name),
         )
     return updates
 

@@ -41,6 +41,8 @@ class StepRates:
     """The learning rate."""
     last_layer: float = 1.0
     """The factor of the last layers' learning rate (``ModelSpec.last_layers``): 0 freezes them."""
+    backbone: float = 1.0
+    """The factor of the learning rate of all but the heads (``models.spec.HEADS``)."""
     weight_decay: float = 1.0
     """The factor of each parameter's weight decay."""
     newest: float | None = None
@@ -106,6 +108,10 @@ class Schedule:
     https://arxiv.org/abs/2405.18392."""
     frozen_steps: int = 0
     """So many steps at the start do not change the last layers."""
+    heads_first_steps: int = 0
+    """So many steps at the start change the heads alone."""
+    backbone_warmup_steps: int = 0
+    """In so many steps after these the factor of the backbone's learning rate rises from 0 to 1."""
     weight_decay: Ramp = Ramp(1.0, 1.0, 0)
     """The factor of each parameter's weight decay."""
     momentum: Ramp | None = None
@@ -121,6 +127,7 @@ class Schedule:
         return StepRates(
             lr=self.lr(step),
             last_layer=float(step >= self.frozen_steps),
+            backbone=self.backbone(step),
             weight_decay=self.weight_decay.at(step),
             newest=None if self.momentum is None else 1 - self.momentum.at(step),
             teacher_temp=self.teacher_temp.at(step),
@@ -138,6 +145,14 @@ class Schedule:
             f"the learning rate stays below {self.lr(end):.2g}, --lr {self.peak:g} is not "
             "reached; give fewer --warmup_steps (or --warmup_epochs)"
         )
+
+    def backbone(self, step: int) -> float:
+        """Return the factor of the backbone's learning rate: that of a linear warmup, as ``lr``'s,
+        which starts when the heads alone have been trained."""
+        trained = step - self.heads_first_steps
+        if 0 <= trained < self.backbone_warmup_steps:
+            return trained / self.backbone_warmup_steps
+        return float(trained >= 0)
 
     def lr(self, step: int) -> float:
         if step < self.warmup_steps:
@@ -176,6 +191,12 @@ def make_schedule(run: Run, steps_per_epoch: int, at: Position) -> tuple[Schedul
     if how.weight_decay_end is not None:
         factor = how.weight_decay_end / config.optimizer.weight_decay
         others["weight_decay"] = Ramp(1.0, factor, total, "cosine")
+    if how.freeze_backbone_epochs:
+        warmup_epochs = how.backbone_warmup_epochs
+        if warmup_epochs is None:
+            warmup_epochs = how.freeze_backbone_epochs
+        others["heads_first_steps"] = round(how.freeze_backbone_epochs * steps_per_epoch)
+        others["backbone_warmup_steps"] = round(warmup_epochs * steps_per_epoch)
     if config.objective.has_teacher:
         dino = config.objective
         others["momentum"] = Ramp(dino.teacher_momentum, dino.teacher_momentum_end, total, "cosine")

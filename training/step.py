@@ -27,8 +27,8 @@ def shard_and_optimize(
     ``initialize`` fills it; without one it gets the run's random first weights."""
     if initialize is None:
         initialize = functools.partial(run.model.initialize, seed=run.config.seed)
-    optimizer = run.config.optimizer
-    updates = updates_of(optimizer, run.model)
+    optimizer, heads_first = run.config.optimizer, run.config.schedule.freeze_backbone_epochs > 0
+    updates = updates_of(optimizer, run.model, heads_first=heads_first)
     sharded = shard(run, backend, initialize, updates)
     assert optimizer.betas is not None  # resolved
     backend.build_optimizer(updates, betas=optimizer.betas, eps=optimizer.eps)

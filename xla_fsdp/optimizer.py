@@ -60,7 +60,7 @@ def build_optimizer(
                 "decay": first.weight_decay,
                 "weight_decay": first.weight_decay if decays else 0.0,
                 "lr_scale": None if is_one and scales[0] == 1 else constant(scale),
-                "last_layer": first.last_layer,
+                "factor": first.factor,
             }
         by_kind[kind]["params"].append(parameter)
     groups = sorted(by_kind.values(), key=lambda group: group["rule"] != "muon")
@@ -77,16 +77,15 @@ def set_lr(
     optimizer: torch.optim.Optimizer,
     lr: float,
     constant: Constant,
-    last_layer: torch.Tensor | None = None,
+    factors: Mapping[str, torch.Tensor],
 ) -> None:
     """Set each group's learning rate, a tensor on the device: one for each of stacked blocks.
-    ``last_layer``: the factor of the last layers' (``StepRates``), a device scalar, if it
-    changes."""
+    ``factors``: by the fields of ``StepRates`` those that change, device scalars."""
     value = constant(torch.tensor(max(lr, _SMALLEST_LR)))
     for group in optimizer.param_groups:
         group["lr"] = value
-        if group["last_layer"] and last_layer is not None:
-            group["lr"] = (value * last_layer).clamp(min=_SMALLEST_LR)
+        if group["factor"] in factors:
+            group["lr"] = (value * factors[group["factor"]]).clamp(min=_SMALLEST_LR)
         if group["lr_scale"] is not None:
             scaled = (group["lr"] * group["lr_scale"]).clamp(min=_SMALLEST_LR)
             # PyTorch's AdamW drops dimensions of 1, which would broadcast along others.

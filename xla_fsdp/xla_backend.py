@@ -209,11 +209,15 @@ class XlaBackend(Backend):
     def optimizer_step(
         self, rates: StepRates, max_norm: float, loss: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        last_layer = decay = newest = None
-        if self._has_teacher or self._decay_changes:  # one small tensor, one transfer
-            numbers = [rates.last_layer, rates.weight_decay, rates.newest or 0.0]
-            last_layer, decay, newest = self.constant(torch.tensor(numbers)).unbind()
-        set_lr(self._optimizer, rates.lr, self.constant, last_layer)
+        factors: dict[str, torch.Tensor] = {}
+        decay = newest = None
+        heads_first = self._run.config.schedule.freeze_backbone_epochs > 0
+        if self._has_teacher or self._decay_changes or heads_first:  # one tensor, one transfer
+            numbers = [rates.weight_decay, rates.newest or 0.0, rates.last_layer, rates.backbone]
+            decay, newest, last, backbone = self.constant(torch.tensor(numbers)).unbind()
+            factors = {"last_layer": last, "backbone": backbone}
+            del last, backbone
+        set_lr(self._optimizer, rates.lr, self.constant, factors)
         for (parameter, gradient), version in zip(self._gradients, self._cleared, strict=True):
             if gradient._version == version:  # the loss does not depend on it: nothing decays
                 parameter.grad = None
@@ -231,7 +235,7 @@ class XlaBackend(Backend):
         # A new tensor: the last step's may still wait to be read.
         self._skipped = self._mark_replicated(optimizers.count_skipped(self._skipped, skipped))
         self._clear_gradients()
-        del skipped, last_layer, decay, newest  # or they would be results of the step
+        del skipped, factors, decay, newest  # or they would be results of the step
         self.end_step()
         self._own_seconds.append(self._passes_s)
         self._passes_s = 0.0

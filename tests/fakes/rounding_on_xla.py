@@ -102,7 +102,7 @@ def adamw(device):
         for group in theirs.param_groups:
             group["lr"] = lr
         theirs.step()
-        set_lr(ours, lr, lambda value: value.to(device))
+        set_lr(ours, lr, lambda value: value.to(device), {})
         update(mine, ours, gradients, keys)
     off = [(a.detach().cpu() - b).norm() for a, b in zip(mine, plain, strict=True)]
     moved = [(a - b).norm() for a, b in zip(plain, values, strict=True)]

@@ -1,6 +1,7 @@
 """The reference for test_optimizers: timm's model, optimizers and parameter groups, whole."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import timm.optim.muon
@@ -40,15 +41,25 @@ def optimizer_of(model: nn.Module, how: OptimizerConfig) -> Any:
     return torch.optim.AdamW(of_model, eps=how.eps, **betas)
 
 
-def train(*flags: str, steps: int = 6) -> tuple[dict[str, list[float]], nn.Module, Any]:
+def train(
+    *flags: str, steps: int = 6, heads_first: Sequence[float] | None = None
+) -> tuple[dict[str, list[float]], nn.Module, Any]:
     """The losses and gradient norms, the trained model and its optimizer.
 
-    As in tests/support/cli.py on the digits; in bf16 under autocast.
+    As in tests/support/cli.py on the digits; in bf16 under autocast. ``heads_first``: by step, the
+    factor of the learning rate of all but the classifier.
     """
     run = on_xla([*f"--data_dir {DIGITS} --hflip 0".split(), *TINY_MODEL, *TINY_RUN, *flags])
     how, bf16 = run.config.optimizer, run.config.sharding.precision == "bf16"
     model = filled(run.model, run.config.seed)
     optimizer = optimizer_of(model, how)
+    if heads_first is not None:
+        classifier = {id(parameter) for parameter in model.get_classifier().parameters()}
+        for group in list(optimizer.param_groups):
+            head = [p for p in group["params"] if id(p) in classifier]
+            rest = [p for p in group["params"] if id(p) not in classifier]
+            group |= {"params": rest, "scale": group.get("lr_scale", 1), "head": False}
+            optimizer.param_groups.append({**group, "params": head, "head": True})
     newton_schulz = timm.optim.muon.zeropower_via_newtonschulz
     if not bf16:
         timm.optim.muon.zeropower_via_newtonschulz = functools.partial(
@@ -56,6 +67,9 @@ def train(*flags: str, steps: int = 6) -> tuple[dict[str, list[float]], nn.Modul
         )
 
     def rate(step: int, total: int) -> float:
+        if heads_first is not None:
+            for group in optimizer.param_groups:
+                group["lr_scale"] = group["scale"] * (1 if group["head"] else heads_first[step])
         return Schedule(how.lr, how.warmup_steps, total).lr(step)
 
     try:

@@ -46,6 +46,20 @@ def test_zero_after_the_end():
     assert Schedule(1e-3, 100, 100).lr(100) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("frozen", "warmup", "factors"),
+    [
+        (0, 0, [1, 1, 1]),
+        (2, 0, [0, 0, 1, 1]),
+        (2, 4, [0, 0, 0, 0.25, 0.5, 0.75, 1, 1]),
+        (0, 2, [0, 0.5, 1]),
+    ],
+)
+def test_heads_first(frozen, warmup, factors):
+    schedule = Schedule(1.0, 0, 10, heads_first_steps=frozen, backbone_warmup_steps=warmup)
+    assert [schedule.at(step).backbone for step in range(len(factors))] == factors
+
+
 # -- with rates to begin and end at ---------------------------------------------------
 
 PEAK, WARMUP, TOTAL, FIRST, LEAST = 1e-3, 7, 40, 1e-5, 2e-5
