@@ -62,6 +62,7 @@ class TorchBackend(abc.ABC):
         self._ema: WeightAverage | None = None
         self._frozen: list[TorchBackend] = []
         """Those of the models that ``shard_frozen`` was given."""
+        self._follower: TorchBackend | None = None
         self.teacher: nn.Module | None = None
         self._skipped = torch.zeros(len(COUNTS)).to(device.where)
         is_fp16 = self._sharding.precision == "fp16"
@@ -110,16 +111,30 @@ class TorchBackend(abc.ABC):
         return sharded
 
     def shard_frozen(
-        self, run: Run[Any], model: nn.Module, initialize: InitializeModule
+        self,
+        run: Run[Any],
+        model: nn.Module,
+        initialize: InitializeModule,
+        *,
+        follows_teacher: bool = False,
     ) -> nn.Module:
         assert isinstance(run, TorchRun)
         with silence_gloo():
             frozen = type(self)(run, self._device)
         sharded = frozen.shard(model, list(run.model.units(model)), initialize).eval()
         self._frozen.append(frozen)
+        if follows_teacher:
+            self._follower = frozen
         if self.teacher is None:
             self.teacher = sharded
         return sharded
+
+    @torch.no_grad()
+    def copy_teacher(self) -> None:
+        assert self._follower is not None
+        for name, part in self._follower._locals.items():
+            part.copy_(self._frozen[0]._locals[name])
+        self._follower._after_load()
 
     def build_optimizer(self, updates: Updates, *, betas: tuple[float, float], eps: float) -> None:
         compiles = self._backend_config.compile and self._device.compiles_all
@@ -357,7 +372,11 @@ class TorchBackend(abc.ABC):
         if self._ema is not None:
             step[UPDATES] = self._ema.updates.cpu()
             ema = {name: self._global_view(name, t) for name, t in self._ema.values.items()}
-        return State(model, optimizer, step, ema)
+        gram = None
+        if self._follower is not None:
+            parts = self._follower._locals.items()
+            gram = {name: self._global_view(name, part.detach()) for name, part in parts}
+        return State(model, optimizer, step, ema, gram)
 
     def load_state(self, state: State) -> None:
         if self._loss_scale is not None and "loss_scale" in state.step:

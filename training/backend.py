@@ -61,6 +61,9 @@ class State:
     ema: dict[str, torch.Tensor] | None = None
     """The moving average of the weights (EMA) by their names; None without one, or if it was not
     asked for. A backend that loads a state without it starts the average at the weights."""
+    gram: dict[str, torch.Tensor] | None = None
+    """The weights of a frozen model that follows the teacher, by their names; None without one. A
+    backend that loads a state without it leaves that model as it is."""
 
 
 class Backend(Protocol):
@@ -96,13 +99,24 @@ class Backend(Protocol):
     ) -> nn.Module:
         """Fill, shard and place the model, one unit after the other; return the sharded model."""
 
-    def shard_frozen(self, run: Run, model: nn.Module, initialize: InitializeModule) -> nn.Module:
+    def shard_frozen(
+        self,
+        run: Run,
+        model: nn.Module,
+        initialize: InitializeModule,
+        *,
+        follows_teacher: bool = False,
+    ) -> nn.Module:
         """Fill, shard and place ``model``, the model of ``run``, beside the trained one.
 
         It computes as in evaluation and has no optimizer. If the objective has a teacher, that is
         the first one, before ``build_optimizer``: then its parameters are the EMA of the trained
-        ones, and so are part of ``state``. Those of others are not.
+        ones, and so are part of ``state``. Those of others are not, but for one of the same model
+        that ``follows_teacher``: ``copy_teacher`` changes it.
         """
+
+    def copy_teacher(self) -> None:
+        """Give the frozen model that follows the teacher the teacher's present weights."""
 
     def build_optimizer(self, updates: Updates, *, betas: tuple[float, float], eps: float) -> None:
         """Make the optimizer of the sharded model, with its state allocated. Parameters that are

@@ -202,7 +202,8 @@ def without_gram_teacher(config: RunConfig) -> RunConfig:
     """Return the configuration without a checkpoint's Gram teacher, which is for training alone.
     Flags of one that were given stay, and are refused."""
     none = flat(ObjectiveConfig())
-    names = {"gram_weights", "gram_weight", "gram_crop_factor"} - config.given
+    gram = {"gram_weights", "gram_weight", "gram_update_steps", "gram_crop_factor"}
+    names = gram - config.given
     objective = replace(config.objective, **{name: none[name] for name in names})
     return replace(config, objective=objective)
 

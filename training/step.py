@@ -64,6 +64,7 @@ def train_step(
     loss = forward_backward(model, objective, backend, step, micro_batches)
     parts = objective.parts()
     norm, skipped = backend.optimizer_step(rates, max_norm, loss)
+    objective.end_step(step + 1)
     return {"loss": loss, "grad_norm": norm, "skipped": skipped, **parts}
 
 

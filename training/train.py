@@ -24,6 +24,7 @@ from training.checkpoints.compatible import (
     check_same_classes,
     check_unnamed_classes,
 )
+from training.checkpoints.format import SavedRun
 from training.checkpoints.saver import CheckpointSaver
 from training.checkpoints.state import load_state
 from training.errors import (
@@ -156,8 +157,12 @@ def train(
                 say(line)
             if history.left_out:
                 say(f"note: {METRICS_FILE}: {history.left_out} left out")
-            model = _place_model(run, session, start, initial, parts)
+            model = _place_model(run, session, start, initial)
             objective = open_objective(run, backend, say)
+            parts.done("model")
+            if start.saved:
+                _load(start.saved, run, session, is_part=start.kind == "local")
+                parts.done("loaded")
             _describe(run, session, start, at)
             if loader.workers:
                 say(f"loader processes of each training process: {loader.workers}")
@@ -227,26 +232,30 @@ def _place_model(
     session: loop.Session,
     start: Start,
     initial: InitialWeights | None,
-    parts: StartParts,
 ) -> nn.Module:
-    """Return the sharded model on the devices, with the values of what is resumed or loaded."""
-    say, backend, saved = session.reports.say, session.backend, start.saved
-    initialize = leave_room if saved else None
+    """Return the sharded model on the devices, with new or loaded values: nothing that costs time
+    where a checkpoint's follow."""
+    say = session.reports.say
+    initialize = leave_room if start.saved else None
     say(f"model: {run.model.name}, {run.model.parameter_count:,} parameters")
-    if initial and not saved:
+    if initial and not start.saved:
         check_weights(initial.weights, verify=run.config.checkpoints.verify_checkpoint)
         say(initial.note)
         initialize = initial.initialize
-    model = shard_and_optimize(run, backend, initialize)
-    parts.done("model")
-    if saved:
-        has_ema = load_state(backend, saved.path, is_part=start.kind == "local")
-        parts.done("loaded")
-        if run.config.averages and not has_ema:
-            say("note: the checkpoint has no EMA of the weights: it starts with these weights")
-        if has_ema and not run.config.averages:
-            say("note: the checkpoint's EMA of the weights is dropped: --model_ema is not given")
-    return model
+    return shard_and_optimize(run, session.backend, initialize)
+
+
+def _load(saved: SavedRun, run: Run, session: loop.Session, *, is_part: bool) -> None:
+    """Continue with the state of a checkpoint, or of this process's part of a local one."""
+    has_ema = load_state(session.backend, saved.path, is_part=is_part)
+    if run.config.averages and not has_ema:
+        session.reports.say(
+            "note: the checkpoint has no EMA of the weights: it starts with these weights"
+        )
+    if has_ema and not run.config.averages:
+        session.reports.say(
+            "note: the checkpoint's EMA of the weights is dropped: --model_ema is not given"
+        )
 
 
 _STATE = {"optimizer": "optimizer state", "ema": "EMA"}

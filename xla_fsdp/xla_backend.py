@@ -69,6 +69,7 @@ class XlaBackend(Backend):
         self._cleared: list[int] = []
         """The version of each of them (PyTorch's count of changes in place) before a step."""
         self._frozen: list[XlaBackend] = []
+        self._follower: XlaBackend | None = None
         self.teacher: nn.Module | None = None
         self._has_teacher = run.config.objective.has_teacher
         self._decay_changes = run.config.schedule.weight_decay_end is not None
@@ -126,14 +127,30 @@ class XlaBackend(Backend):
     # -- model and optimizer ----------------------------------------------------------
 
     def shard_frozen(
-        self, run: XlaRun, model: nn.Module, initialize: InitializeModule
+        self,
+        run: XlaRun,
+        model: nn.Module,
+        initialize: InitializeModule,
+        *,
+        follows_teacher: bool = False,
     ) -> nn.Module:
         frozen = type(self)(run)
         sharded = frozen.shard(model, list(run.model.units(model)), initialize).eval()
         self._frozen.append(frozen)
+        if follows_teacher:
+            self._follower = frozen
         if self.teacher is None:
             self.teacher = sharded
         return sharded
+
+    @torch.no_grad()
+    def copy_teacher(self) -> None:
+        assert self._follower is not None
+        teacher = self._frozen[0]._named_parameters()
+        for name, parameter in self._follower._named_parameters().items():
+            parameter.copy_(teacher[name] * 1.0)  # XLA would share the weights themselves
+        self._follower._reshard()
+        self.end_step()
 
     def build_optimizer(self, updates: Updates, *, betas: tuple[float, float], eps: float) -> None:
         dtype = torch.bfloat16 if self._rounds_moments else torch.float32
@@ -385,7 +402,13 @@ class XlaBackend(Backend):
                 ema |= copy(name, average)
             updates = {UPDATES: self._ema.updates.cpu()}
             origins.append((UPDATES, self._ema.updates, [updates[UPDATES]]))
-        return HostState(model, optimizer if with_optimizer else None, updates, ema, origins)
+        gram: dict[str, torch.Tensor] | None = None
+        if with_optimizer and self._follower is not None:
+            gram = {}
+            for name, parameter in self._follower._named_parameters().items():
+                gram |= copy(name, parameter.detach())
+        saved = optimizer if with_optimizer else None
+        return HostState(model, saved, updates, ema, gram, origins)
 
     def load_state(self, state: State) -> None:
         assert isinstance(state, HostState)

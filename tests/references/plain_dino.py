@@ -236,6 +236,8 @@ def train(flags, steps=6, taught_by=None):
         with torch.no_grad():
             for old, new in zip(teacher.parameters(), student.parameters(), strict=True):
                 old.copy_(kept * old + (1 - kept) * new)
+        if gram is not None and dino.gram_update_steps and (step + 1) % dino.gram_update_steps == 0:
+            gram.load_state_dict(teacher.state_dict())
     return columns, student, teacher
 
 

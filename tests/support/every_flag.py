@@ -102,6 +102,8 @@ VALUES: dict[str, tuple[str, ...]] = {
     "clip_grad_norm": ("-1", "0", "0.1"),
     "warmup_steps": ("0", "1"),
     "warmup_epochs": ("0", "1.5"),
+    "freeze_backbone_epochs": ("0", "0.5"),
+    "backbone_warmup_epochs": ("0", "0.5"),
     "warmup_lr": ("0", "1e-4"),
     "min_lr": ("0", "1e-4"),
     "decay_steps": ("1", "2"),
@@ -154,6 +156,8 @@ ELSEWHERE: dict[str, str] = {
     "init_from": "needs trained weights: tests/integration/training/test_fine_tuning.py",
     "gram_weights": "needs trained weights: tests/integration/training/test_dino.py",
     "gram_weight": "as --gram_weights",
+    "gram_update_steps": "as --gram_weights",
+    "pretrained": "needs the Hub: tests/integration/training/test_hub.py",
     "gram_crop_factor": "needs a Gram teacher: tests/integration/training/test_gram_crops.py",
 }
 """Flags, by field, that no sweep tries, and why."""

@@ -60,8 +60,8 @@ from training.schedule import Position
 # -- entries ---------------------------------------------------------------------------------------
 
 FORMAT = 2
-WEIGHTS, EMA = "model", "ema"
-"""Prefixes of the names of weights, and of their moving average."""
+WEIGHTS, EMA, GRAM = "model", "ema", "gram"
+"""Prefixes of the names of weights, of their moving average, and of a Gram teacher."""
 TRAINING = "training"
 """The prefix of all that describes the run."""
 _OPTIONAL = ("classes", "order")
@@ -76,6 +76,8 @@ def tree(state: State, training: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     content: dict[str, Any] = {WEIGHTS: state.model}
     if state.ema is not None:
         content[EMA] = state.ema
+    if state.gram is not None:
+        content[GRAM] = state.gram
     if state.optimizer is not None:
         content["optimizer"] = {"state": state.optimizer}
     return content | ({TRAINING: dict(training)} if training else {})

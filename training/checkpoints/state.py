@@ -22,6 +22,7 @@ from torch.utils.serialization import config
 from training.backend import Backend
 from training.checkpoints.format import (
     EMA,
+    GRAM,
     RNG,
     TRAINING,
     WEIGHTS,
@@ -203,7 +204,9 @@ def load_state(
     training: dict[str, torch.Tensor] = {}
     if with_optimizer:
         step = {name: x for name, x in state.step.items() if f"{TRAINING}.{name}" in saved}
-        state = replace(state, step=step, ema=state.ema if has_ema else None)
+        has_gram = any(name.startswith(f"{GRAM}.") for name in saved)
+        ema, gram = state.ema if has_ema else None, state.gram if has_gram else None
+        state = replace(state, step=step, ema=ema, gram=gram)
         training = {**step, RNG: torch.get_rng_state()}
     wanted = tree(state, training)
     if use_ema:

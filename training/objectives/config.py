@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from config_fields import (
     bounded,
+    count,
     flag,
     fraction,
     global_by_local,
@@ -170,6 +171,13 @@ class ObjectiveConfig:
         kind=non_negative,
         requires=("gram_weights",),
         requires_at_default=True,
+    )
+    gram_update_steps: int = flag(
+        0,
+        "replace the Gram teacher every N steps by the teacher as it is then, the average of the "
+        "student's weights; DINOv3: 10000; checkpoints then have the Gram teacher, too; 0: never",
+        kind=count,
+        requires=("gram_weights",),
     )
     gram_crop_factor: float = flag(
         1.0,

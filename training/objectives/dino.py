@@ -90,12 +90,20 @@ class SelfDistillation(Objective):
             check_weights(initial.weights, verify=run.config.checkpoints.verify_checkpoint)
             say(f"Gram teacher: {initial.note}")
             frozen = run.build_model(backend.constant).requires_grad_(False)
-            self._gram = backend.shard_frozen(run, frozen, initial.initialize)
+            follows = self._config.gram_update_steps > 0
+            self._gram = backend.shard_frozen(
+                run, frozen, initial.initialize, follows_teacher=follows
+            )
 
     def begin_step(self, rates: StepRates) -> None:
         # One number, and yet no scalar: equal scalars would be one input of a compiled step.
         self._temperature = self._backend.constant(torch.tensor([rates.teacher_temp]))
         self._parts.clear()
+
+    def end_step(self, step: int) -> None:
+        every = self._config.gram_update_steps
+        if self._gram is not None and every and step % every == 0:
+            self._backend.copy_teacher()
 
     def loss(
         self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor, pass_index: int

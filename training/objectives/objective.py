@@ -60,6 +60,9 @@ class Objective(abc.ABC):
         ``labels`` are places in the global batch where images are ``numbered``; ``pass_index``
         counts from the start of training."""
 
+    def end_step(self, step: int) -> None:  # noqa: B027
+        """Called when the update is handed to the device; ``step`` counts from 1."""
+
     def parts(self) -> dict[str, torch.Tensor]:
         """Return the parts of the step's loss, by the names of their metrics; called after its
         passes. Scalars, each the mean over the global batch."""
