@@ -171,7 +171,7 @@ def with_pretrained(config: RunConfig) -> RunConfig:
             f"--pretrained: timm has no weights of --model {name} on the Hub "
             "(timm.list_pretrained() lists what it has)"
         )
-    weights = f"{PREFIX}{trained.hf_hub_id}"
+    weights, checkpoints = f"{PREFIX}{trained.hf_hub_id}", replace(checkpoints, pretrained=False)
     if use.predict or (use.eval_only and not (use.knn or use.probe)):
         return replace(config, checkpoints=replace(checkpoints, resume=weights))
     return replace(config, checkpoints=replace(checkpoints, init_from=weights))
@@ -235,7 +235,8 @@ def place_trained(
     check_weights(weights, verify=run.config.checkpoints.verify_checkpoint)
     model, count = run.build_model(backend.constant), run.model.parameter_count
     kind = "EMA of the weights" if run.config.use.use_ema else "weights"
-    say(f"model: {run.config.model.model}, {count:,} parameters, {kind} of {weights.path}")
+    of = f"{kind} of {weights.name or weights.path}"
+    say(f"model: {run.config.model.model}, {count:,} parameters, {of}")
     if note := initial.note if initial else weights.note:
         say(note)
     units = list(run.model.units(model))

@@ -135,16 +135,22 @@ class Schedule:
         )
 
     @property
-    def warning(self) -> str | None:
-        """A line for the log if the run ends within the warmup."""
-        end = self.total_steps if self.end is None else self.end
-        if end >= self.warmup_steps or not self.peak:
-            return None
-        return (
-            f"warning: the warmup takes {self.warmup_steps:,} steps, the run ends at {end:,}: "
-            f"the learning rate stays below {self.lr(end):.2g}, --lr {self.peak:g} is not "
-            "reached; give fewer --warmup_steps (or --warmup_epochs)"
-        )
+    def notes(self) -> list[str]:
+        """Lines for the log: which steps train the heads alone, and a warning if the run ends
+        within the warmup."""
+        end, notes = self.total_steps if self.end is None else self.end, []
+        if self.heads_first_steps:
+            notes.append(
+                f"the first {self.heads_first_steps:,} steps train the heads alone; in the next "
+                f"{self.backbone_warmup_steps:,} the backbone's learning rate rises to theirs"
+            )
+        if end < self.warmup_steps and self.peak:
+            notes.append(
+                f"warning: the warmup takes {self.warmup_steps:,} steps, the run ends at {end:,}: "
+                f"the learning rate stays below {self.lr(end):.2g}, --lr {self.peak:g} is not "
+                "reached; give fewer --warmup_steps (or --warmup_epochs)"
+            )
+        return notes
 
     def backbone(self, step: int) -> float:
         """Return the factor of the backbone's learning rate: that of a linear warmup, as ``lr``'s,

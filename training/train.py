@@ -166,8 +166,8 @@ def train(
             _describe(run, session, start, at)
             if loader.workers:
                 say(f"loader processes of each training process: {loader.workers}")
-            if at.step < last_step and schedule.warning:
-                say(schedule.warning)
+            for note in schedule.notes if at.step < last_step else ():
+                say(note)
 
             # -- hooks: what is done around each step, in this order
             batches = TrainBatches(

@@ -515,7 +515,7 @@ def with_preprocessing_of(weights: Weights, config: RunConfig) -> tuple[Weights,
     """
     if weights.run:
         return weights, with_saved_preprocessing(config, weights.run)
-    path, source = weights.path, str(weights.path)
+    path, source = weights.path, weights.name or str(weights.path)
     trained_with: Mapping[str, Any] | None = weights.preprocessing
     # timm's ``pretrained_cfg`` in the metadata of .safetensors files or beside them, or what
     # transformers has beside them.
@@ -527,7 +527,7 @@ def with_preprocessing_of(weights: Weights, config: RunConfig) -> tuple[Weights,
         if isinstance(content, Mapping):
             content = content.get("pretrained_cfg", content)
         if isinstance(content, Mapping) and any(name in content for name in PREPROCESSING):
-            trained_with, source = content, f"{path} and its {CONFIG_FILE}"
+            trained_with, source = content, f"{source} and its {CONFIG_FILE}"
             break
     if not trained_with:
         model = model_of(config.model)

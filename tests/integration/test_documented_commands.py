@@ -31,6 +31,7 @@ from tests.support.typed_with_fakes import (
     on_gke,
     packs_archives,
     plans,
+    pushes,
     trains,
 )
 
@@ -240,7 +241,7 @@ RUN: dict[str, Run] = {
     "python3 -m tools.convert ~/vit_10b vit_10b_hf": Run(
         leaves=("vit_10b_hf/model.safetensors", "vit_10b_hf/config.json"), trained=True, long=True
     ),
-    "python3 -m tools.convert ~/vit_large": Run(
+    "python3 -m tools.convert ~/vit_large/step_1250": Run(
         leaves=("vit_large_bf16.pt",), trained=True, long=True
     ),
     "python3 -m tools.convert ~/downloads/vit_large": Run(
@@ -279,6 +280,7 @@ CHECKS: dict[str, Callable[[Machine, Command, Path], None]] = {
     r"python3 run_vit_training.py --plan": plans,
     r"python3 run_vit_training.py --compile_only": compiles,
     r"python3 -m data.pack ~": packs_archives,
+    r"python3 -m tools.convert \S+ hf-hub:": pushes,
     r"python3 -m launch.xla_dist \S+ -- gcloud": gcloud_takes_there,
     r"launch/(setup_pod|queued_resource)|python3 -m launch.(xla_dist|compute_engine)": on_a_pod,
     r"python3 -m launch.gke": on_gke,

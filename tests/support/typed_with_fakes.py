@@ -14,16 +14,19 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from packaging.requirements import Requirement
+from safetensors.torch import save_file
 from torch.distributed.run import get_args_parser
 
 from benchmarks import domain_parallel, gpu_step
 from launch import torchrun
 from run_vit_training import read_flags
+from tests.fakes.hub_server import TOKEN, HubServer
 from tests.fakes.new_machine import Machine
 from tests.fakes.pod import gcloud_accepts, workers_here
 from tests.support.archives import write_imagenet_archives
-from tests.support.cli import ROOT
+from tests.support.cli import ROOT, run_program
 from tests.support.documented_commands import Command
 from tests.support.launching import script
 from tools.plan.tpu_search import candidates
@@ -64,6 +67,19 @@ def compiles(machine: Machine, command: Command, tmp_path: Path) -> None:
     asked = read_flags(machine.noted(command, "python3")[1:])
     assert asked.xla.compile_only
     resolve_for_slice(asked.run, asked.xla, parse_topology(asked.xla.tpu_topology))
+
+
+def pushes(machine: Machine, command: Command, tmp_path: Path) -> None:
+    """tools.convert would upload these weights, which exist there."""
+    words = machine.noted(command, "python3")
+    weights = tmp_path / "weights.safetensors"
+    save_file({"norm.weight": torch.zeros(4)}, weights)
+    with HubServer() as server:
+        variables = server.variables(tmp_path / "cache", TOKEN)
+        pushed = run_program(*words[:2], str(weights), *words[3:], warm=False, variables=variables)
+        assert pushed.returncode == 0, pushed.stderr
+        (repository,) = server.repositories.values()
+    assert repository.private
 
 
 def program_takes(flags: list[str], backend: str) -> None:

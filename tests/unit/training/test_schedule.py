@@ -129,10 +129,11 @@ def test_a_warmup_longer_than_the_run(tmp_path):
         return make_schedule(run, 11, Position())[0]
 
     schedule = schedule_of(2500)
-    assert "the warmup takes 2,500 steps, the run ends at 2: the learning rate" in schedule.warning
-    assert "stays below 8e-06, --lr 0.01 is not reached; give fewer" in schedule.warning
+    (warning,) = schedule.notes
+    assert "the warmup takes 2,500 steps, the run ends at 2: the learning rate" in warning
+    assert "stays below 8e-06, --lr 0.01 is not reached; give fewer" in warning
     assert [schedule.lr(step) for step in (0, 1)] == pytest.approx([0, 4e-6])
-    assert not schedule_of(2).warning
+    assert not schedule_of(2).notes
 
 
 @pytest.mark.parametrize(
