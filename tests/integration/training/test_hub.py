@@ -20,10 +20,12 @@ from tests.support.launching import free_port
 from tests.support.usage_error import told_in_one_line
 from tools.convert import main as convert
 from training import hub
+from training.checkpoints.format import SavedRun
 from training.errors import UsageError
 from training.evaluation import predict
-from training.initial_weights import with_pretrained
+from training.initial_weights import with_commits, with_pretrained
 from training.resolve import model_of
+from training.schedule import Position
 
 SIZES = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
 TRAIN = [
@@ -202,6 +204,25 @@ def test_a_revision_moves(server, hub_here):
     name, folder = hub.download(f"{NAME}@{first}", "--init_from")
     assert (name, folder.name) == (f"{NAME}@{first}", first)
     assert not server.requests  # all of it is here
+
+
+def test_a_teacher_of_a_resumed_run_is_of_the_same_commit(server, hub_here):
+    """Without asking: a checkpoint's commit stays, unless another revision is named."""
+    first = put(server, "us/tiny", timms_files()[1])
+    put(server, "us/tiny", {"config.json": b"{}"})
+    saved = SavedRun(hub_here, Position(), {"teacher_weights": f"{NAME}@{first}"}, None)
+
+    def teacher(name, saved):
+        words = ["--teacher", "vit_tiny_patch16_224", "--teacher_weights", name]
+        config = run_vit_training.read_flags(words).run
+        return with_commits(config, saved).loss.teacher_weights.partition("@")[2]
+
+    assert teacher(NAME, saved) == first
+    assert not server.requests
+    newest = server.repositories["us/tiny"].revisions["main"]
+    assert teacher(NAME, None) == newest
+    assert teacher(f"{NAME}@main", saved) == newest
+    assert teacher("hf-hub:us/tiny@" + first[:40], saved) == first
 
 
 def test_connections_that_break(server, hub_here, monkeypatch):
