@@ -211,6 +211,12 @@ class LogConfig:
         "infinite; such steps are skipped; 0: not before the last step, which must be finite",
         kind=count,
     )
+    save_bad_step: bool = flag(
+        False,
+        "write what the first step whose loss or gradient norm is NaN or infinite was computed "
+        "from, its weights and its place in the data, to --ckpt_dir/bad_step_N, once in a run; "
+        "tools.replay_step finds the module; log steps then wait for the device",
+    )
     step_timeout_s: float = flag(
         0.0,
         "seconds without a finished step, evaluated batch or checkpoint after which a process "

@@ -18,6 +18,7 @@ from training.backend import (
     train_loader,
     val_loader,
 )
+from training.bad_step import SaveBadStep
 from training.checkpoints import choose
 from training.checkpoints.compatible import (
     check_continues,
@@ -176,12 +177,10 @@ def train(
                 config.log.profile, run.log_dir / loop.PROFILE_DIR, exchange.rank()
             )
             saves = loop.Saves(session, saver)
-            hooks: list[loop.Hook] = [
-                profiler,
-                loop.StepLog(session, batches),
-                loop.StopCheck(session, batches, saver),
-                saves,
-            ]
+            hooks: list[loop.Hook] = [profiler, loop.StepLog(session, batches)]
+            if config.log.save_bad_step:  # before anything stops the run
+                hooks.append(SaveBadStep(run, session, saver, batches, schedule, at))
+            hooks += [loop.StopCheck(session, batches, saver), saves]
             if local:
                 hooks.append(loop.LocalSaves(session, saver, local))
             if objective.measured and data.val_length:

@@ -113,6 +113,7 @@ class Reports:
         ``last_evaluation``: the figure of an earlier evaluation of the last step."""
         active, folder = backend.is_main, run.log_dir
         self._dir, self._backend, self._active = folder, backend, active
+        self._first_step = first_step
         self._batch_size = run.config.data.batch_size
         self._flops_per_image = run.train_flops_per_image
         device_peak = backend.peak_flops()
@@ -128,6 +129,12 @@ class Reports:
         """The picture of the curves, once it is written."""
         self.longest_row_skipped = 0
         """How many steps in a row were not finite, as far as log steps have been read."""
+        self.first_skipped = 0
+        """The number of the first step of this start that was not finite, from 1 on; 0: none."""
+        self.skipped_steps = 0
+        """How many steps of this start were not finite."""
+        self.newest: dict[str, Any] = {}
+        """The record of the newest log step that was read."""
         self.not_finite: str | None = None
         """What is not finite of the newest step that was read, or of the last evaluation."""
         self.last_evaluation = last_evaluation
@@ -248,8 +255,12 @@ class Reports:
             skipped = dict(zip(COUNTS, values.pop("skipped"), strict=True))
             self.longest_row_skipped = int(skipped["longest_row"])
             self.not_finite = "loss or gradient norm" if skipped["in_a_row"] else None
+            self.skipped_steps = int(skipped["total"])
+            if self.skipped_steps:
+                self.first_skipped = self._first_step + int(skipped["before_first"]) + 1
             record = {name: value[0] for name, value in values.items()} | record
-            record["skipped_steps"] = int(skipped["total"])
+            record["skipped_steps"] = self.skipped_steps
+            self.newest = record
             self._losses.append(record["loss"])
             if "sec_per_iter" in record:
                 self._times.append(record["sec_per_iter"])
