@@ -44,7 +44,7 @@ from training.resolve import Run, check_batch, resolve_common, resolve_model
 from training.step import begin_step
 from training.weights import Weights, check_weights
 
-PROGRAM = "replay_step"
+PROGRAM = "tools.replay_step"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SHOWN = 5
 """Modules in the table of the largest values."""
