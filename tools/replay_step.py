@@ -168,8 +168,7 @@ def read_images(run: Run, bad_step: BadStep, data: DataSource) -> Images:
             f"the step is of batch {first + 1} of its epoch, and {data.name} has {len(loader)}: "
             "give the run's images by --data_dir"
         )
-    with contextlib.closing(loader.epoch(bad_step.epoch, first)) as batches:
-        images, numbers = next(batches)
+    images, numbers = next(iter(loader.epoch(bad_step.epoch, first)))
     labels = torch.from_numpy(np.asarray(train.labels)[numbers.numpy()].astype(np.int64))
     names = [printable(train.name_of(number)) for number in numbers.tolist()]
     return Images((images, labels), names, len(images))
@@ -305,7 +304,7 @@ def _in_precision(models: Iterable[nn.Module], precision: str) -> Iterator[None]
         if precision != "fp32":
             for model in models:
                 lower = torch.autocast("cpu", DTYPES[precision])
-                model.forward = lower(model.forward)  # type: ignore[method-assign]
+                model.forward = lower(model.forward)
                 stack.callback(delattr, model, "forward")
         yield
 

@@ -31,6 +31,7 @@ from tests.support.typed_with_fakes import (
     on_gke,
     packs_archives,
     plans,
+    replays,
     trains,
 )
 
@@ -279,6 +280,7 @@ CHECKS: dict[str, Callable[[Machine, Command, Path], None]] = {
     r"python3 run_vit_training.py --plan": plans,
     r"python3 run_vit_training.py --compile_only": compiles,
     r"python3 -m data.pack ~": packs_archives,
+    r"python3 -m tools.replay_step": replays,
     r"python3 -m launch.xla_dist \S+ -- gcloud": gcloud_takes_there,
     r"launch/(setup_pod|queued_resource)|python3 -m launch.(xla_dist|compute_engine)": on_a_pod,
     r"python3 -m launch.gke": on_gke,
