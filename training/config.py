@@ -199,6 +199,14 @@ class LogConfig:
         kind=count,
         incompatible_with=("buckets", "mesh_domain", "mesh_tensor"),
     )
+    rank_every: int = flag(
+        0,
+        "also measure the effective rank of features of training images every N steps, and at the "
+        "end: it needs no labels, and is low after a collapse; with the moving average of the "
+        "weights, if there is one; 0: off",
+        kind=count,
+        incompatible_with=("buckets", "mesh_domain", "mesh_tensor"),
+    )
     eval_batches: int | None = flag(
         None,
         "number of batches of an evaluation; 0: all of val/ (default: 0; with --fake_data as many "
@@ -315,6 +323,13 @@ class UseConfig:
         "let --eval_only measure features instead of predictions, by linear probes: linear layers, "
         "one a learning rate, are trained on the hosts, and the best one on val/ counts; the "
         "weights may be those of --init_from",
+        requires=("eval_only",),
+        incompatible_with=("eval_report", "buckets", "mesh_domain", "mesh_tensor"),
+    )
+    rank: bool = flag(
+        False,
+        "let --eval_only measure features instead of predictions, by their effective rank, which "
+        "needs no labels and no val/; the weights may be those of --init_from",
         requires=("eval_only",),
         incompatible_with=("eval_report", "buckets", "mesh_domain", "mesh_tensor"),
     )

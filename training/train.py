@@ -78,7 +78,8 @@ def prepare_training(start: Start, run: Run) -> tuple[Run, Callable[[Run, Backen
         check_same_classes(teacher.classes, teacher.path, data, run)
     if config.objective.gram_weights:
         gram_teacher(run)
-    plain = open_plainly(run) if config.log.knn_every or config.log.probe_every else None
+    by_labels = bool(config.log.knn_every or config.log.probe_every)
+    plain = open_plainly(run, labels=by_labels) if by_labels or config.log.rank_every else None
     parts.done("data")
     planned = replace(start, weights=None)  # what is sent to other processes holds no tensors
     return run, functools.partial(train, planned, initial, data, plain, expected_s, parts)
@@ -97,8 +98,8 @@ def train(
     """Train on ``backend``, or resume and train; the body of every process.
 
     ``initial``: trained weights of a new training. ``plain``: the images without augmentation, for
-    ``--knn_every`` and ``--probe_every``. ``expected_s``: the seconds of a step that ``--expect``
-    names. ``parts``: how long the start has taken so far.
+    ``--knn_every``, ``--probe_every`` and ``--rank_every``. ``expected_s``: the seconds of a step
+    that ``--expect`` names. ``parts``: how long the start has taken so far.
 
     Raises UsageError in all processes if they cannot start; StoppedBySignal or RunFailed if
     training ends before its last step.
