@@ -20,6 +20,7 @@ from training.backend import Backend
 from training.checkpoints.choose import RUN_FILE
 from training.errors import UsageError
 from training.files import LogUploads, read_object, replace_file
+from training.logs.collapse import CollapseWatch
 from training.logs.events import Events
 from training.logs.figures import plot_curves, save_picture
 from training.logs.records import (
@@ -139,6 +140,7 @@ class Reports:
         """What is not finite of the newest step that was read, or of the last evaluation."""
         self.last_evaluation = last_evaluation
         self._objective = run.config.objective.objective
+        self._collapse = CollapseWatch(run.model.sizes.embed_dim)
         self._description: dict[str, Any] = {}
         """What run.json has."""
         self.events = Events(folder, self.say, active=active)
@@ -303,6 +305,7 @@ class Reports:
                     "were skipped: loss or gradient norm was not finite"
                 )
             self._skipped = skipped["total"]
+            self._warn_of_collapse(record)
             shown = {"loss": f"{record['loss']:.4f}", "lr": f"{record['lr']:.2e}"}
             if "images_per_s" in record:
                 shown["images/s"] = f"{record['images_per_s']:.0f}"
@@ -340,9 +343,15 @@ class Reports:
         """Record the figures of an evaluation, and say ``text`` of them."""
         self.flush()
         self._compilations = -1  # it compiled its own step
-        self._write({"step": step, "epoch": epoch, **values})
+        record = {"step": step, "epoch": epoch, **values}
+        self._write(record)
         if text:
             self.say(f"epoch {epoch} step {step}, {text}")
+        self._warn_of_collapse(record)
+
+    def _warn_of_collapse(self, record: dict[str, Any]) -> None:
+        for warning in self._collapse.warnings(record):
+            self.say(warning)
 
     def _write(self, record: dict[str, Any]) -> None:
         for sink in self._sinks:
