@@ -22,22 +22,25 @@ class _Sign:
     text: str
     """What the warning says, with the ``value``."""
     collapsed: bool | None = None
-    """What the records have shown so far; None: nothing yet."""
-    _others: int = 0
-    """How many records in a row have shown the opposite."""
+    """What the records have confirmed; None: nothing yet."""
+    _newest: bool | None = None
+    """What the newest record has shown."""
+    _times: int = 0
+    """How many records in a row have shown it."""
 
     def changes(self, value: float, *, early: bool) -> bool:
         """Return True if with this value a collapse is shown for the first time, or again after it
         had recovered. ``early``: so near to the start of training that features may not differ
         yet, which is no collapse."""
         shown = value > self.limit if self.above else value < self.limit
-        if shown == self.collapsed or (self.collapsed is None and shown and early):
-            self._others = 0
+        if shown and early and self.collapsed is None:
+            self._newest = None
             return False
-        self._others += 1
-        if self._others < self.in_a_row:
+        self._times = self._times + 1 if shown == self._newest else 1
+        self._newest = shown
+        if shown == self.collapsed or self._times < self.in_a_row:
             return False
-        self.collapsed, self._others = shown, 0
+        self.collapsed = shown
         return shown
 
 
