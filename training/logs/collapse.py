@@ -21,8 +21,11 @@ class _Sign:
     """So many records in a row must agree."""
     text: str
     """What the warning says, with the ``value``."""
+    falls: bool = False
+    """It is low in untrained models, too: only what is not above its first value counts."""
     collapsed: bool | None = None
     """What the records have confirmed; None: nothing yet."""
+    _first: float | None = None
     _newest: bool | None = None
     """What the newest record has shown."""
     _times: int = 0
@@ -32,7 +35,9 @@ class _Sign:
         """Return True if with this value a collapse is shown for the first time, or again after it
         had recovered. ``early``: so near to the start of training that features may not differ
         yet, which is no collapse."""
+        self._first = value if self._first is None else self._first
         shown = value > self.limit if self.above else value < self.limit
+        shown &= not self.falls or value <= self._first
         if shown and early and self.collapsed is None:
             self._newest = None
             return False
@@ -75,6 +80,7 @@ class CollapseWatch:
                 f"features use few directions (effective rank {{value:.1f}} of {width}, "
                 "train_rankme): give a lower --lr or other augmentations, or go back to a "
                 "checkpoint from before",
+                falls=True,
             ),
         )
 

@@ -62,6 +62,11 @@ def test_once_until_it_recovers(name, good, bad, in_a_row):
     assert warnings(name, [float("nan")] * 9) == []
 
 
+def test_a_low_rank_that_rises_is_that_of_an_untrained_model():
+    assert warnings("train_rankme", [1.5, 1.6, 2.0, 2.5, 2.9]) == []
+    assert warnings("train_rankme", [2.5, 2.6, 2.4, 2.3]) == [3]
+
+
 def test_entropy_at_its_ends():
     assert entropy(torch.full((4, 2, 16), 1 / 16)) == pytest.approx(1)
     assert entropy(torch.eye(16)[:6].view(3, 2, 16)) == 0
