@@ -93,7 +93,7 @@ def evaluate(flags: Flags) -> None:
 
 
 def judge_features(flags: Flags) -> None:
-    """``--eval_only`` with ``--knn`` or ``--probe``: print the accuracy by features alone."""
+    """``--eval_only`` with ``--knn``, ``--probe`` or ``--rank``: print what features alone show."""
     from training.evaluation.knn_and_probe import prepare_frozen
     from training.initial_weights import find_trained
 
@@ -279,7 +279,7 @@ def _run(flags: Flags) -> int:
     mode = train
     if use.features:
         mode = write_features
-    elif use.knn or use.probe:
+    elif use.knn or use.probe or use.rank:
         mode = judge_features
     elif use.eval_only:
         mode = evaluate

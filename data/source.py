@@ -337,9 +337,7 @@ class Split(Dataset):
         if not share.loads:
             images = torch.zeros(share.shape_of(batch_size, self.shape), dtype=self.dtype)
             return loader.ConstantLoader(len(sampler), (images, torch.zeros(0, dtype=torch.int64)))
-        workers = config.num_workers
-        if workers is None:
-            workers = loader.default_workers(share.of_host)
+        workers = self._workers(share)
         if not self.is_train:
             workers = min(workers, len(sampler))
         return loader.DatasetLoader(dataset, sampler, workers)
@@ -347,8 +345,8 @@ class Split(Dataset):
     def batches_of(
         self, numbers: Sequence[int], batch_size: int, share: loader.Share
     ) -> loader.BatchLoader:
-        """Return the loader of a few images, in this order, without loader processes. Not for
-        shares of a part of each image."""
+        """Return the loader of some images, in this order, without loader processes if one batch
+        has them all. Not for shares of a part of each image."""
         sampler = loader.GlobalBatchSampler(
             len(numbers),
             batch_size,
@@ -357,7 +355,13 @@ class Split(Dataset):
             shards=share.shards,
             numbers=numbers,
         )
-        return loader.DatasetLoader(self, sampler, 0)
+        workers = self._workers(share) if len(sampler) > 1 else 0
+        return loader.DatasetLoader(self, sampler, min(workers, len(sampler)))
+
+    def _workers(self, share: loader.Share) -> int:
+        """Return how many loader processes a training process has."""
+        workers = self.request.config.num_workers
+        return loader.default_workers(share.of_host) if workers is None else workers
 
     def facts(self) -> dict[str, Any]:
         """Return what the images are and, beside flags, their order, by names for a reader."""

@@ -214,6 +214,14 @@ class LogConfig:
         kind=count,
         incompatible_with=("buckets", "mesh_domain", "mesh_tensor"),
     )
+    rank_every: int = flag(
+        0,
+        "also measure the effective rank of features of training images every N steps, and at the "
+        "end: it needs no labels, and is low after a collapse; with the moving average of the "
+        "weights, if there is one; 0: off",
+        kind=count,
+        incompatible_with=("buckets", "mesh_domain", "mesh_tensor"),
+    )
     eval_batches: int | None = flag(
         None,
         "number of batches of an evaluation; 0: all of val/ (default: 0; with --fake_data as many "
@@ -225,6 +233,12 @@ class LogConfig:
         "end the run with exit code 3 after N steps in a row whose loss or gradient norm is NaN or "
         "infinite; such steps are skipped; 0: not before the last step, which must be finite",
         kind=count,
+    )
+    save_bad_step: bool = flag(
+        False,
+        "write what the first step whose loss or gradient norm is NaN or infinite was computed "
+        "from, its weights and its place in the data, to --ckpt_dir/bad_step_N, once in a run; "
+        "tools.replay_step finds the module; log steps then wait for the device",
     )
     step_timeout_s: float = flag(
         0.0,
@@ -324,6 +338,13 @@ class UseConfig:
         "let --eval_only measure features instead of predictions, by linear probes: linear layers, "
         "one a learning rate, are trained on the hosts, and the best one on val/ counts; the "
         "weights may be those of --init_from",
+        requires=("eval_only",),
+        incompatible_with=("eval_report", "buckets", "mesh_domain", "mesh_tensor"),
+    )
+    rank: bool = flag(
+        False,
+        "let --eval_only measure features instead of predictions, by their effective rank, which "
+        "needs no labels and no val/; the weights may be those of --init_from",
         requires=("eval_only",),
         incompatible_with=("eval_report", "buckets", "mesh_domain", "mesh_tensor"),
     )

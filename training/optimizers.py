@@ -323,8 +323,9 @@ def _shifted_right(x: Tensor, count: int) -> Tensor:
 # Counted on the device: a backend computes these beside the step, and the loop reads the counts
 # with a log step's loss.
 
-COUNTS = ("total", "in_a_row", "longest_row")
-"""The names of the elements of the counts, in their order: float32 (3,), zeros at first."""
+COUNTS = ("total", "in_a_row", "longest_row", "before_first")
+"""The names of the elements of the counts, in their order: float32 (4,), zeros at first. The last
+one counts the steps before the first that was skipped."""
 
 
 def not_finite(loss: Tensor, norm: Tensor) -> Tensor:
@@ -334,7 +335,8 @@ def not_finite(loss: Tensor, norm: Tensor) -> Tensor:
 
 
 def count_skipped(counts: Tensor, skipped: Tensor) -> Tensor:
-    """Return the counts after one more step, a new tensor (3,); ``skipped`` is 1.0 or 0.0."""
-    total, row, longest = counts.unbind()
-    row = (row + 1) * skipped
-    return torch.stack([total + skipped, row, torch.maximum(longest, row)])
+    """Return the counts after one more step, a new tensor (4,); ``skipped`` is 1.0 or 0.0."""
+    total, row, longest, before_first = counts.unbind()
+    total, row = total + skipped, (row + 1) * skipped
+    before_first = before_first + (total == 0).float()
+    return torch.stack([total, row, torch.maximum(longest, row), before_first])

@@ -189,8 +189,8 @@ def resolve_common(config: RunConfig) -> RunConfig:
             raise UsageError(
                 "--objective dino is incompatible with --grad_ckpt auto: choose a value"
             )
-        if use.eval_only and not (use.knn or use.probe):
-            raise UsageError("--eval_only of --objective dino requires --knn or --probe")
+        if use.eval_only and not (use.knn or use.probe or use.rank):
+            raise UsageError("--eval_only of --objective dino requires --knn, --probe or --rank")
         if saves.ckpt_best or saves.resume in ("best", "lowest_loss"):
             given = "--ckpt_best" if saves.ckpt_best else f"--resume {saves.resume}"
             raise UsageError(
@@ -200,8 +200,10 @@ def resolve_common(config: RunConfig) -> RunConfig:
         "--features": use.features,
         "--knn": use.knn,
         "--probe": use.probe,
+        "--rank": use.rank,
         "--knn_every": log.knn_every,
         "--probe_every": log.probe_every,
+        "--rank_every": log.rank_every,
     }
     for name, is_given in of_features.items():
         if is_given and source == "fake":

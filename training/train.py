@@ -18,6 +18,7 @@ from training.backend import (
     train_loader,
     val_loader,
 )
+from training.bad_step import SaveBadStep
 from training.checkpoints import choose
 from training.checkpoints.compatible import (
     check_continues,
@@ -78,7 +79,8 @@ def prepare_training(start: Start, run: Run) -> tuple[Run, Callable[[Run, Backen
         check_same_classes(teacher.classes_among(data.classes), teacher.path, data, run)
     if config.objective.gram_weights:
         gram_teacher(run)
-    plain = open_plainly(run) if config.log.knn_every or config.log.probe_every else None
+    by_labels = bool(config.log.knn_every or config.log.probe_every)
+    plain = open_plainly(run, labels=by_labels) if by_labels or config.log.rank_every else None
     parts.done("data")
     planned = replace(start, weights=None)  # what is sent to other processes holds no tensors
     return run, functools.partial(train, planned, initial, data, plain, expected_s, parts)
@@ -97,8 +99,8 @@ def train(
     """Train on ``backend``, or resume and train; the body of every process.
 
     ``initial``: trained weights of a new training. ``plain``: the images without augmentation, for
-    ``--knn_every`` and ``--probe_every``. ``expected_s``: the seconds of a step that ``--expect``
-    names. ``parts``: how long the start has taken so far.
+    ``--knn_every``, ``--probe_every`` and ``--rank_every``. ``expected_s``: the seconds of a step
+    that ``--expect`` names. ``parts``: how long the start has taken so far.
 
     Raises UsageError in all processes if they cannot start; StoppedBySignal or RunFailed if
     training ends before its last step.
@@ -181,12 +183,10 @@ def train(
                 config.log.profile, run.log_dir / loop.PROFILE_DIR, exchange.rank()
             )
             saves = loop.Saves(session, saver)
-            hooks: list[loop.Hook] = [
-                profiler,
-                loop.StepLog(session, batches),
-                loop.StopCheck(session, batches, saver),
-                saves,
-            ]
+            hooks: list[loop.Hook] = [profiler, loop.StepLog(session, batches)]
+            if config.log.save_bad_step:  # before anything stops the run
+                hooks.append(SaveBadStep(run, session, saver, batches, schedule, at))
+            hooks += [loop.StopCheck(session, batches, saver), saves]
             if local:
                 hooks.append(loop.LocalSaves(session, saver, local))
             if objective.measured and data.val_length:

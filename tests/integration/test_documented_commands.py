@@ -32,6 +32,7 @@ from tests.support.typed_with_fakes import (
     packs_archives,
     plans,
     pushes,
+    replays,
     trains,
 )
 
@@ -281,6 +282,7 @@ CHECKS: dict[str, Callable[[Machine, Command, Path], None]] = {
     r"python3 run_vit_training.py --compile_only": compiles,
     r"python3 -m data.pack ~": packs_archives,
     r"python3 -m tools.convert \S+ hf-hub:": pushes,
+    r"python3 -m tools.replay_step": replays,
     r"python3 -m launch.xla_dist \S+ -- gcloud": gcloud_takes_there,
     r"launch/(setup_pod|queued_resource)|python3 -m launch.(xla_dist|compute_engine)": on_a_pod,
     r"python3 -m launch.gke": on_gke,

@@ -11,6 +11,7 @@ import json
 import math
 import sys
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from timm.layers import resample_abs_pos_embed
@@ -105,6 +106,7 @@ def losses_of(student, teacher, gram, batch, temperature, dino):
         of_teacher = [[teacher.tokens(crop) for crop in crops] for crops, *_ in batch]
         logits = [teacher.dino_head(tokens[0]) for image in of_teacher for tokens in image]
         classes = sinkhorn(torch.stack(logits), temperature).view(len(batch), 2, -1)
+        of_each = np.array([-np.sum(p * np.log(p)) for p in classes.flatten(0, 1).double().numpy()])
         logits = [
             teacher.ibot_head(image[0][1 + patch])
             for image, (*_, masked) in zip(of_teacher, batch, strict=True)
@@ -156,11 +158,20 @@ def losses_of(student, teacher, gram, batch, temperature, dino):
         "loss_ibot": torch.stack(of_patches).mean() / 2,
         "loss_koleo": koleo,
     }
+    spreads = []
+    for tokens in class_tokens:
+        units = np.stack([(x / x.norm()).detach().double().numpy() for x in tokens])
+        spreads.append(units.std(axis=0).mean() * math.sqrt(units.shape[1]))
+    measured = {
+        "teacher_entropy": torch.tensor(of_each.mean() / math.log(classes.shape[-1])),
+        "token_std": torch.tensor(np.mean(spreads)),
+    }
     weights = [1.0, dino.ibot_weight, dino.koleo_weight]
     if gram is not None:
         parts["loss_gram"] = torch.stack(anchored).mean()
         weights.append(dino.gram_weight)
-    return sum(w * part for w, part in zip(weights, parts.values(), strict=True)), parts
+    loss = sum(w * part for w, part in zip(weights, parts.values(), strict=True))
+    return loss, parts | measured
 
 
 def half_cosine(first, last, share):

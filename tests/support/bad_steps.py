@@ -6,7 +6,8 @@ from tests.references.plain_checkpoint import convert
 from tests.support.cli import train_tiny
 
 BAD = "2:loss 4:norm 5:loss"
-COUNTS = ["0 0 0", "1 1 1", "1 0 1", "2 1 1", "3 2 2", "3 0 2"]  # total, in a row, longest row
+COUNTS = ["0 0 0 1", "1 1 1 1", "1 0 1 1", "2 1 1 1", "3 2 2 1", "3 0 2 1"]
+"""After each step: in all, in a row, longest row, steps before the first."""
 
 
 def train(run, folder, monkeypatch, flags, count, **variables):

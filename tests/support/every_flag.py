@@ -120,6 +120,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "test_step_interval": ("0", "1"),
     "knn_every": ("0", "2"),
     "probe_every": ("0", "2"),
+    "rank_every": ("0", "2"),
     "eval_batches": ("0", "1"),
     "max_bad_steps": ("0", "1"),
     "step_timeout_s": ("0", "200"),
@@ -143,7 +144,7 @@ ELSEWHERE: dict[str, str] = {
         "self_check plan list_models predict eval_only use_ema eval_report json".split(),
         NOT_TRAINING,
     ),
-    **dict.fromkeys("features features_of without_labels pca knn probe".split(), NOT_TRAINING),
+    **dict.fromkeys("features features_of without_labels pca knn probe rank".split(), NOT_TRAINING),
     **dict.fromkeys(
         "chips_at_most hours price train_images plan_compilations plan_dir".split(), NOT_TRAINING
     ),

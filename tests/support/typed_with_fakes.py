@@ -26,7 +26,7 @@ from tests.fakes.hub_server import TOKEN, HubServer
 from tests.fakes.new_machine import Machine
 from tests.fakes.pod import gcloud_accepts, workers_here
 from tests.support.archives import write_imagenet_archives
-from tests.support.cli import ROOT, run_program
+from tests.support.cli import ROOT, run_program, tiny
 from tests.support.documented_commands import Command
 from tests.support.launching import script
 from tools.plan.tpu_search import candidates
@@ -228,6 +228,18 @@ def packs_archives(machine: Machine, command: Command, tmp_path: Path) -> None:
     done = machine.run(there)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("2 shards: file:///")
+
+
+def replays(machine: Machine, command: Command, tmp_path: Path) -> None:
+    """A bad step of a small run, in place of the one that is named."""
+    flags = [*tiny(tmp_path), "--backend", "cuda", "--save_bad_step"]
+    variables = {"BAD_STEPS": "3:loss"}
+    trained = run_program("-m", "tests.fakes.bad_step_gpu", *flags, variables=variables)
+    assert trained.returncode == 0, trained.stderr
+    shutil.copytree(tmp_path / "bad_step_3", machine.home / "vit_10b" / "bad_step_1207")
+    done = machine.run(command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "in fp32 all values are finite: loss " in done.stdout
 
 
 def gcloud_takes(machine: Machine, command: Command, tmp_path: Path) -> None:

@@ -51,12 +51,13 @@ def write_checkpoint(
     written: Callable[[], None],
     store_logs: Callable[[], None],
     group: dist.ProcessGroup | None = None,
+    must_be_finite: bool = True,
 ) -> Written:
     """Write what ``state_content`` returned, in stages after which all processes know of all.
 
     All call it, with their process ``group`` (None: PyTorch's default one). The first one calls
     ``store_logs`` before the checkpoint is complete, and ``written`` after; it removes what there
-    is of one that cannot be completed.
+    is of one that cannot be completed. ``must_be_finite``: write nothing if a value is not.
     """
 
     def complete() -> None:
@@ -66,16 +67,16 @@ def write_checkpoint(
 
     files: dict[str, Entry] = {}
     began = time.perf_counter()
-    names, problems = _attempt(lambda: not_finite(content), group)
+    names, problems = attempt(lambda: not_finite(content) if must_be_finite else None, group)
     if bad := next(filter(None, names), None):
         return Written(problems, bad)
     if not any(problems):
-        _, problems = _attempt(lambda: clear(folder) if is_main else None, group)
+        _, problems = attempt(lambda: clear(folder) if is_main else None, group)
     if not any(problems):
-        parts, problems = _attempt(lambda: write_state(content, folder, group), group)
+        parts, problems = attempt(lambda: write_state(content, folder, group), group)
     if not any(problems):
         files = {name: (size, sum_) for part in parts for name, (size, sum_) in part.items()}
-        _, problems = _attempt(complete, group)
+        _, problems = attempt(complete, group)
     seconds = time.perf_counter() - began
     if is_main:
         if any(problems):
@@ -86,7 +87,7 @@ def write_checkpoint(
     return Written(problems, None, sum(size for size, _ in files.values()), seconds)
 
 
-def _attempt(
+def attempt(
     stage: Callable[[], Any], group: dist.ProcessGroup | None = None
 ) -> tuple[list[Any], list[str | None]]:
     """Run one stage in this process; return what each process's returned (JSON), and its problem,
@@ -168,7 +169,7 @@ class CheckpointSaver:
             return False
         content: dict[str, Any] = {}
         in_thread = self.asynchronous and not must
-        _, problems = _attempt(lambda: content.update(self.content(position, copy=in_thread)))
+        _, problems = attempt(lambda: content.update(self.content(position, copy=in_thread)))
         if any(problems):
             self._count(folder, Written(problems), must=must)
         else:

@@ -1,7 +1,8 @@
-"""Evaluations of a backbone by its frozen features: k-NN and linear probes, alone and in training.
+"""Evaluations of a backbone by its frozen features, alone and in training: k-NN, linear probes, and
+the effective rank (``rank.py``), which needs no labels.
 
-The features of all training and validation images are computed on the devices, once for both. Each
-process then has those of the images that it has loaded, on its host.
+The features of all training and validation images are computed on the devices, once for all three.
+Each process then has those of the images that it has loaded, on its host.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from training.backend import Backend, data_errors_as_usage_errors
 from training.errors import BAD_IMAGES, UsageError
 from training.evaluation.evaluate import open_trained
 from training.evaluation.features import CLASS, MEAN, Features, open_plainly
+from training.evaluation.rank import MOST_IMAGES, FeatureRank, rank
 from training.initial_weights import InitialWeights, fit_backbone
 from training.logs.bad_images import TRAIN, VAL, BadImages
-from training.logs.records import KNN, PROBE
+from training.logs.figures import spread
+from training.logs.records import KNN, PROBE, RANK
 from training.loop import Hook, Session, last_epoch
 from training.processes import exchange
 from training.resolve import Run
@@ -86,6 +89,10 @@ class ProbeAccuracy:
         )
 
 
+Result = KnnAccuracy | ProbeAccuracy | FeatureRank
+"""What an evaluation finds: ``values`` has its figures, none if no image could be read."""
+
+
 class Labelled(NamedTuple):
     """Images of a split, those of this process: features and labels on the host."""
 
@@ -105,9 +112,10 @@ def measure(
     bad_images: BadImages,
     say: Callable[[str], None],
     part_done: Callable[[], bool | None] = lambda: None,
-) -> list[KnnAccuracy | ProbeAccuracy] | None:
-    """Return the accuracy ``by`` KNN and PROBE, of class tokens, or else means of patches; None if
-    ``part_done``, called after each batch and part, returned True. All processes must call this."""
+) -> list[Result] | None:
+    """Return what is found ``by`` KNN, PROBE and RANK, of class tokens, or else means of patches;
+    None if ``part_done``, called after each batch and part, returned True. All processes must call
+    this. RANK alone reads no more training images than it needs, and no others."""
     stopped = False
     kind = CLASS if features.run.model.has_class_token else MEAN
 
@@ -116,9 +124,13 @@ def measure(
         stopped = bool(part_done())
         return stopped
 
-    by_split = []
-    for split in (TRAIN, VAL):
-        loader, images = features.loader(split), features.data.splits[split]
+    by_split: list[Labelled] = []
+    chosen = spread(MOST_IMAGES, len(features.data.splits[TRAIN]))
+    for_rank_alone = set(by) == {RANK}
+    for split in (TRAIN,) if for_rank_alone else (TRAIN, VAL):
+        images = features.data.splits[split]
+        few = for_rank_alone and len(chosen) < len(images)
+        loader = features.loader(split, chosen if few else None)
         numbers = [torch.zeros(0, dtype=torch.int64)]
         values = [torch.zeros(0, features.run.model.sizes.embed_dim)]
         for batch_numbers, batch in features.compute(loader, [kind], batch_done):
@@ -130,13 +142,15 @@ def measure(
         labels = torch.from_numpy(np.asarray(images.labels)[place.numpy()].astype(np.int64))
         by_split.append(Labelled(place, torch.cat(values), labels, len(images)))
         bad_images.collect(split, loader, say)
-    train, val = by_split
-    results: list[KnnAccuracy | ProbeAccuracy | None] = []
+    train, val = by_split[0], by_split[-1]
+    results: list[Result | None] = []
+    if RANK in by:
+        results.append(rank(train.features[torch.isin(train.numbers, torch.tensor(chosen))]))
     if KNN in by:
         results.append(knn(train, val, part_done))
     if PROBE in by and None not in results:
         results.append(probe(train, val, features.run.config.seed, part_done))
-    return None if None in results else cast(list[KnnAccuracy | ProbeAccuracy], results)
+    return None if None in results else cast(list[Result], results)
 
 
 def _counts(train: Labelled, val: Labelled) -> tuple[list[tuple[int, int]], int]:
@@ -306,12 +320,13 @@ def _sum(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-# -- --eval_only, with --knn or --probe ------------------------------------------------------------
+# -- --eval_only, with --knn, --probe or --rank ----------------------------------------------------
 
 
 def prepare_frozen(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
     """Return the run with its data, and the body of every process. Raises UsageError."""
-    data = open_plainly(run)
+    use = run.config.use
+    data = open_plainly(run, labels=use.knn or use.probe)
     initial = fit_backbone(weights, run, data.classes)
     return run, functools.partial(_evaluate, weights, initial, data)
 
@@ -324,11 +339,12 @@ def _evaluate(
     model, bad_images, say = open_trained(weights, initial, data, run, backend)
     features = Features(model, run, backend, data)
     say("computing features ...")
-    by = [name for name, asked in ((KNN, use.knn), (PROBE, use.probe)) if asked]
+    asked_for = {RANK: use.rank, KNN: use.knn, PROBE: use.probe}
+    by = [name for name, asked in asked_for.items() if asked]
     results = measure(features, by, bad_images, say)
     assert results is not None  # nothing stops it
     bad_images.check()
-    if not all(result.top1 for result in results):
+    if not all(result.values for result in results):
         raise UsageError(f"no image of {data.name} can be read", agreed=True)
     for result in results:
         say(str(result))
@@ -336,7 +352,7 @@ def _evaluate(
         print(json.dumps({k: v for result in results for k, v in result.values.items()}))
 
 
-# -- --knn_every and --probe_every -----------------------------------------------------------------
+# -- --knn_every, --probe_every and --rank_every ---------------------------------------------------
 
 
 @dataclass
@@ -346,12 +362,13 @@ class FrozenEvaluations(Hook):
     session: Session
     features: Features
     done: Mapping[str, Collection[int]]
-    """By KNN and PROBE, the steps after which the run's folder has such an evaluation."""
+    """By KNN, PROBE and RANK, the steps after which the run's folder has such an evaluation."""
     _is_first: bool = field(default=True, init=False)
 
     def reached(self, at: Position) -> None:
         session, config = self.session, self.session.config
-        intervals = {KNN: config.log.knn_every, PROBE: config.log.probe_every}
+        log = config.log
+        intervals = {RANK: log.rank_every, KNN: log.knn_every, PROBE: log.probe_every}
         is_last = at.step >= session.last_step
         due = [
             name
@@ -383,6 +400,6 @@ class FrozenEvaluations(Hook):
             session.stop.exit_code = BAD_IMAGES
             return
         for result in results:
-            text = str(result) if result.top1 else ""
+            text = str(result) if result.values else ""
             session.reports.record_evaluation(at.step, last_epoch(at), result.values, text)
         session.timer.restart()

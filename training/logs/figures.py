@@ -61,6 +61,12 @@ _PANELS = {
     },
     "Gradients": {"grad_norm": "norm before clipping"},
     "Throughput": {"images_per_s": "images/s"},
+    "Spread of features": {
+        "teacher_entropy": "teacher's entropy; collapsed: 1",
+        "token_std": "class tokens' deviation; collapsed: 0",
+        "train_feature_std": "features' deviation; collapsed: 0",
+    },
+    "Effective rank of features": {"train_rankme": "RankMe"},
 }
 """By panel, the names of its curves in records, and in the legend."""
 _UNITS = {
@@ -68,24 +74,35 @@ _UNITS = {
     "Validation accuracy": "%",
     "Gradients": "norm",
     "Throughput": "images/s",
+    "Spread of features": "share of the largest",
+    "Effective rank of features": "directions",
 }
+_IF_MEASURED = ("Spread of features", "Effective rank of features")
+"""The panels that are left out of the plot of a run without such figures."""
 _LOSSES = {"classify": "cross-entropy", "mae": "squared error", "dino": "dino, ibot and koleo"}
 """What the loss is, by objective."""
 
 
 def plot_curves(records: list[dict[str, Any]], path: Path, objective: str = "classify") -> Path:
     """Draw loss, learning rate, accuracy (where there is none, gradients) and throughput of a run's
-    records over steps."""
+    records over steps; and signs of a collapse, where these were measured."""
     measured = {name for record in records for name in record}
     has_accuracy = objective == "classify" or measured & {"val_knn_10", "val_probe"}
-    without = "Gradients" if has_accuracy else "Validation accuracy"
-    titles = [title for title in _PANELS if title != without]
-    figure, axes = pyplot().subplots(2, 2, figsize=(11, 7), sharex=True, layout="constrained")
-    for axis, title in zip(axes.flat, titles, strict=True):
+    left_out = {"Gradients" if has_accuracy else "Validation accuracy"}
+    left_out |= {title for title in _IF_MEASURED if not measured & _PANELS[title].keys()}
+    titles = [title for title in _PANELS if title not in left_out]
+    columns = -(-len(titles) // 2)
+    figure, axes = pyplot().subplots(
+        2, columns, figsize=(5.5 * columns, 7), sharex=True, layout="constrained"
+    )
+    for axis in axes.flat[len(titles) :]:
+        axis.remove()
+    for axis, title in zip(axes.flat, titles, strict=False):
         for name, label in _PANELS[title].items():
             points = [(r["step"], r[name]) for r in records if r.get(name) is not None]
             if points:
-                marker = "o" if name.startswith(("val_", "ema_val_")) or len(points) < 3 else None
+                is_evaluation = name.startswith(("val_", "ema_val_", "train_"))
+                marker = "o" if is_evaluation or len(points) < 3 else None
                 axis.plot(*zip(*points, strict=True), label=label, marker=marker, markersize=4)
         axis.set_title(title)
         axis.set_xlabel("step")
@@ -94,7 +111,7 @@ def plot_curves(records: list[dict[str, Any]], path: Path, objective: str = "cla
         axis.grid(alpha=0.3)
         if len(axis.lines) > 1:
             axis.legend()
-        if title in ("Loss", "Throughput") and axis.lines:
+        if title in ("Loss", "Throughput", *_IF_MEASURED) and axis.lines:
             axis.set_ylim(bottom=0)
         elif title == "Validation accuracy" and axis.lines:
             axis.set_ylim(0, 102)

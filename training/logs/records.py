@@ -68,8 +68,9 @@ class Evaluation:
         )
 
 
-KNN, PROBE = "knn", "probe"
-"""The evaluations by frozen features, by which the names of their figures start."""
+KNN, PROBE, RANK = "knn", "probe", "rank"
+FROZEN = {KNN: f"val_{KNN}", PROBE: f"val_{PROBE}", RANK: f"train_{RANK}"}
+"""The evaluations by frozen features, with what the names of their figures start with."""
 
 
 # -- Reading ------------------------------------------------------------------------------------
@@ -199,14 +200,12 @@ def evaluations(records: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
 
 
 def frozen_steps(records: list[dict[str, Any]]) -> dict[str, set[int]]:
-    """Return the steps of the evaluations by frozen features, by KNN and PROBE."""
+    """Return the steps of the evaluations by frozen features, by KNN, PROBE and RANK."""
     return {
         kind: {
-            record["step"]
-            for record in records
-            if any(name.startswith(f"val_{kind}") for name in record)
+            record["step"] for record in records if any(name.startswith(start) for name in record)
         }
-        for kind in (KNN, PROBE)
+        for kind, start in FROZEN.items()
     }
 
 

@@ -20,6 +20,7 @@ from training.backend import Backend
 from training.checkpoints.choose import RUN_FILE
 from training.errors import UsageError
 from training.files import LogUploads, read_object, replace_file
+from training.logs.collapse import CollapseWatch
 from training.logs.events import Events
 from training.logs.figures import plot_curves, save_picture
 from training.logs.records import (
@@ -113,6 +114,7 @@ class Reports:
         ``last_evaluation``: the figure of an earlier evaluation of the last step."""
         active, folder = backend.is_main, run.log_dir
         self._dir, self._backend, self._active = folder, backend, active
+        self._first_step = first_step
         self._batch_size = run.config.data.batch_size
         self._flops_per_image = run.train_flops_per_image
         device_peak = backend.peak_flops()
@@ -128,10 +130,17 @@ class Reports:
         """The picture of the curves, once it is written."""
         self.longest_row_skipped = 0
         """How many steps in a row were not finite, as far as log steps have been read."""
+        self.first_skipped = 0
+        """The number of the first step of this start that was not finite, from 1 on; 0: none."""
+        self.skipped_steps = 0
+        """How many steps of this start were not finite."""
+        self.newest: dict[str, Any] = {}
+        """The record of the newest log step that was read."""
         self.not_finite: str | None = None
         """What is not finite of the newest step that was read, or of the last evaluation."""
         self.last_evaluation = last_evaluation
         self._objective = run.config.objective.objective
+        self._collapse = CollapseWatch(run.model.sizes.embed_dim)
         self._description: dict[str, Any] = {}
         """What run.json has."""
         self.events = Events(folder, self.say, active=active)
@@ -248,8 +257,12 @@ class Reports:
             skipped = dict(zip(COUNTS, values.pop("skipped"), strict=True))
             self.longest_row_skipped = int(skipped["longest_row"])
             self.not_finite = "loss or gradient norm" if skipped["in_a_row"] else None
+            self.skipped_steps = int(skipped["total"])
+            if self.skipped_steps:
+                self.first_skipped = self._first_step + int(skipped["before_first"]) + 1
             record = {name: value[0] for name, value in values.items()} | record
-            record["skipped_steps"] = int(skipped["total"])
+            record["skipped_steps"] = self.skipped_steps
+            self.newest = record
             self._losses.append(record["loss"])
             if "sec_per_iter" in record:
                 self._times.append(record["sec_per_iter"])
@@ -292,6 +305,7 @@ class Reports:
                     "were skipped: loss or gradient norm was not finite"
                 )
             self._skipped = skipped["total"]
+            self._warn_of_collapse(record)
             shown = {"loss": f"{record['loss']:.4f}", "lr": f"{record['lr']:.2e}"}
             if "images_per_s" in record:
                 shown["images/s"] = f"{record['images_per_s']:.0f}"
@@ -329,9 +343,15 @@ class Reports:
         """Record the figures of an evaluation, and say ``text`` of them."""
         self.flush()
         self._compilations = -1  # it compiled its own step
-        self._write({"step": step, "epoch": epoch, **values})
+        record = {"step": step, "epoch": epoch, **values}
+        self._write(record)
         if text:
             self.say(f"epoch {epoch} step {step}, {text}")
+        self._warn_of_collapse(record)
+
+    def _warn_of_collapse(self, record: dict[str, Any]) -> None:
+        for warning in self._collapse.warnings(record):
+            self.say(warning)
 
     def _write(self, record: dict[str, Any]) -> None:
         for sink in self._sinks:

@@ -176,5 +176,5 @@ def _grouped(record: dict[str, Any]) -> dict[str, float]:
         if name in ("step", "epoch") or value is None or not math.isfinite(value):
             continue
         group = "val" if name.startswith(("val_", "ema_val_")) else "train"
-        values[f"{group}/{name.replace('val_', '')}"] = value
+        values[f"{group}/{name.removeprefix('train_').replace('val_', '')}"] = value
     return values

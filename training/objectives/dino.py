@@ -56,7 +56,10 @@ class SelfDistillation(Objective):
         self._normalize = normalizer(run, backend.constant)
         self._temperature: torch.Tensor | None = None
         self._parts: list[dict[str, torch.Tensor]] = []
-        """Of each pass of the step, the parts of its loss before their weights."""
+        """Of each pass of the step, the parts of its loss before their weights, and the teacher's
+        entropy."""
+        self._moments: list[torch.Tensor] = []
+        """Of each pass, ``token_moments`` of the student."""
         self._weights = {
             "loss_dino": 1.0,
             "loss_ibot": self._config.ibot_weight,
@@ -99,6 +102,7 @@ class SelfDistillation(Objective):
         # One number, and yet no scalar: equal scalars would be one input of a compiled step.
         self._temperature = self._backend.constant(torch.tensor([rates.teacher_temp]))
         self._parts.clear()
+        self._moments.clear()
 
     def end_step(self, step: int) -> None:
         every = self._config.gram_update_steps
@@ -140,7 +144,9 @@ class SelfDistillation(Objective):
             parts["loss_koleo"] = first + second
         if anchor is not None:
             parts["loss_gram"] = gram_loss(student.patch_tokens.float(), anchor.float())
-        self._parts.append({name: part.detach() for name, part in parts.items()})
+        measured = {name: part.detach() for name, part in parts.items()}
+        self._parts.append(measured | {"teacher_entropy": entropy(classes)})
+        self._moments.append(token_moments(student.tokens))
         weighted = [self._weights[name] * part for name, part in parts.items()]
         return sum(weighted[1:], start=weighted[0])
 
@@ -175,9 +181,13 @@ class SelfDistillation(Objective):
     def parts(self) -> dict[str, torch.Tensor]:
         names, count = list(self._parts[0]), len(self._parts)
         # One vector, and so one reduction over the replicas.
-        passes = [torch.stack([parts[name] for name in names]) for parts in self._parts]
+        passes = [
+            torch.cat([torch.stack([parts[name] for name in names]), moments.flatten()])
+            for parts, moments in zip(self._parts, self._moments, strict=True)
+        ]
         means = self._backend.mean(sum(passes[1:], start=passes[0]) / count)
-        return dict(zip(names, means.unbind(), strict=True))
+        spread = token_std(means[len(names) :].view(self._moments[0].shape))
+        return dict(zip(names, means[: len(names)].unbind(), strict=True)) | {"token_std": spread}
 
 
 def taken(mask: torch.Tensor, slots: int) -> torch.Tensor:
@@ -219,6 +229,39 @@ def _or_one(sums: torch.Tensor) -> torch.Tensor:
     """Return sums to divide by. Those of zeros are 1: the product of small numbers in their place,
     which XLA makes of several divisions, would be zero."""
     return sums.where(sums > 0, 1.0)
+
+
+# -- what shows a collapse: neither counts into the loss -------------------------------------------
+
+
+@torch.no_grad()
+def entropy(probabilities: torch.Tensor) -> torch.Tensor:
+    """Return the mean entropy of each sample's probabilities, (..., prototypes), as a share of the
+    largest, log(prototypes): 1 where all prototypes are equally probable."""
+    # 0 log 0 is 0.
+    entropies = -(probabilities * probabilities.clamp(min=1e-30).log()).sum(-1)
+    return entropies.mean() / math.log(probabilities.shape[-1])
+
+
+@torch.no_grad()
+def token_moments(tokens: torch.Tensor) -> torch.Tensor:
+    """Return the means of the entries of normalized class tokens, (images, crops, width), and of
+    their squares: (2, crops, width), fp32."""
+    units = F.normalize(tokens.float(), dim=-1)
+    return torch.stack([units.mean(0), units.square().mean(0)])
+
+
+@torch.no_grad()
+def token_std(moments: torch.Tensor) -> torch.Tensor:
+    """Return the standard deviation of normalized class tokens over images, the mean over crops and
+    entries, times the root of the width: 1 if tokens are spread evenly over the unit sphere, 0 if
+    all are the same (SimSiam, arXiv 2011.10566, figure 2, middle)."""
+    mean, of_squares = moments
+    variance = (of_squares - mean.square()).clamp(min=0)
+    return variance.sqrt().mean() * math.sqrt(variance.shape[-1])
+
+
+# -- the losses ------------------------------------------------------------------------------------
 
 
 def class_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

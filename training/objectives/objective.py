@@ -64,8 +64,8 @@ class Objective(abc.ABC):
         """Called when the update is handed to the device; ``step`` counts from 1."""
 
     def parts(self) -> dict[str, torch.Tensor]:
-        """Return the parts of the step's loss, by the names of their metrics; called after its
-        passes. Scalars, each the mean over the global batch."""
+        """Return the parts of the step's loss, and what else is measured of the step, by the names
+        of their metrics; called after its passes. Scalars, each over the global batch."""
         return {}
 
     def measure(self, images: int = 0) -> Measure:

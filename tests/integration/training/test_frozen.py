@@ -1,7 +1,10 @@
 """Frozen features by k-NN and linear probes, alone and in training, against plain references."""
 
+import contextlib
+import io
 import json
 import multiprocessing
+import shutil
 import socket
 
 import numpy as np
@@ -14,7 +17,9 @@ import run_vit_training
 from tests.support.cli import DIGITS, train_tiny, train_tiny_gpu
 from tests.support.features import FLAGS, TRAIN, backbone, read, run_form, tokens_of
 from training.evaluation import knn_and_probe
+from training.evaluation import rank as rank_module
 from training.evaluation.knn_and_probe import RATES, Labelled, batches_of, epoch_order, knn, probe
+from training.evaluation.rank import rank
 
 KS = (10, 20, 100, 200)
 
@@ -131,18 +136,59 @@ def test_probes_of_clusters_and_edges(monkeypatch):
     assert none.top1 == {} == none.values
 
 
-def _one_of(rank, port, found):
+def plain_rank(features):
+    """RankMe (arXiv 2210.02885, equation 1), and the deviation of features of length 1, times the
+    root of the width, in NumPy by a singular value decomposition."""
+    singular = np.linalg.svd(features.astype(np.float64), compute_uv=False)
+    shares = singular / singular.sum() + 1e-7
+    units = features / np.linalg.norm(features, axis=1, keepdims=True)
+    rankme = np.exp(-np.sum(shares * np.log(shares)))
+    return rankme, units.std(axis=0).mean() * units.shape[1] ** 0.5
+
+
+def low_rank(count, directions, noise=0.0):
+    random = np.random.default_rng(3)
+    values = random.normal(size=(count, directions)) @ random.normal(size=(directions, 24)) + 0.5
+    return (values + noise * random.normal(size=(count, 24))).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    "features", [low_rank(300, 24), low_rank(300, 3), low_rank(10, 24), low_rank(300, 1, 1e-3)]
+)
+def test_rank_is_the_plain_one(features, monkeypatch):
+    monkeypatch.setattr(rank_module, "_PART", 128)
+    rankme, std = plain_rank(features)
+    found = rank(torch.from_numpy(features))
+    assert found.rankme == pytest.approx(rankme, rel=1e-3)
+    assert found.std == pytest.approx(std, rel=1e-5)
+    assert (found.images, found.width) == (len(features), 24)
+
+
+def test_rank_at_the_edges():
+    same = rank(torch.ones(50, 24))
+    assert same.values == pytest.approx({"train_rankme": 1.0, "train_feature_std": 0.0}, abs=1e-4)
+    evenly = rank(torch.eye(24).repeat(10, 1) * torch.randn(240, 1).sign())
+    assert evenly.rankme == pytest.approx(24, abs=1e-3)
+    assert rank(torch.zeros(50, 24)).rankme == pytest.approx(1.0, abs=1e-3)
+    assert rank(torch.randn(1, 24)).rankme == pytest.approx(1.0)
+    assert rank(torch.zeros(0, 24)).values == {}
+    assert rank(torch.full((5, 24), torch.nan)).values == {}
+
+
+def _one_of(process, port, found):
     """A process's part: sizes differ, and one has no training image."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://localhost:{port}", rank=rank, world_size=3)
+    dist.init_process_group("gloo", f"tcp://localhost:{port}", rank=process, world_size=3)
     bank, queries = made(300, 7, 1, spread=3.0), made(90, 7, 2, spread=3.0)
     of_bank, of_queries = ((0, 50), (50, 300), (300, 300)), ((0, 7), (7, 7), (7, 90))
     knn_and_probe._SIMILARITIES = 250 * 16
     parts = [
-        labelled(*(each[slice(*where[rank])] for each in whole), where[rank][0], len(whole[0]))
+        labelled(
+            *(each[slice(*where[process])] for each in whole), where[process][0], len(whole[0])
+        )
         for whole, where in ((bank, of_bank), (queries, of_queries))
     ]
-    found.put((knn(*parts).top1, probe(*parts, seed=3).top1))
+    found.put((knn(*parts).top1, probe(*parts, seed=3).top1, rank(parts[0].features).rankme))
     dist.destroy_process_group()
 
 
@@ -161,7 +207,8 @@ def test_hosts_find_what_one_finds():
     for process in processes:
         process.join()
     alone = probe(labelled(*bank), labelled(*queries), seed=3).top1
-    for by_knn, by_probe in results:
+    for by_knn, by_probe, rankme in results:
+        assert rankme == pytest.approx(plain_rank(bank[0])[0], rel=1e-5)
         assert by_knn == pytest.approx({k: plain_knn(*bank, *queries, k) for k in KS})
         assert by_probe == pytest.approx(alone, abs=100 / 90 + 0.01)
 
@@ -170,29 +217,51 @@ def test_hosts_find_what_one_finds():
 
 
 def expected_of(root):
-    """The accuracy by timm's class tokens of the folder, for each k; of the images to read."""
+    """The accuracy by timm's class tokens of the folder, for each k, and the effective rank of the
+    training images' tokens; of the images to read."""
     of_split = {}
     for split in ("train", "val"):
         paths = sorted(path for path in (root / split).glob("*/*") if path.stem != "broken")
         tokens = tokens_of(backbone(), paths)[:, 0].numpy()
         of_split[split] = tokens, np.array([int(path.parent.name) for path in paths])
     ks = dict.fromkeys(min(k, TRAIN) for k in KS)
-    return {k: plain_knn(*of_split["train"], *of_split["val"], k) for k in ks}
+    accuracy = {f"val_knn_{k}": plain_knn(*of_split["train"], *of_split["val"], k) for k in ks}
+    rankme, std = plain_rank(of_split["train"][0])
+    return accuracy | {"train_rankme": rankme, "train_feature_std": std}
 
 
 def test_eval_only(images, weights):
-    asked = ("--eval_only", "--knn", "--probe", "--json", "--init_from", weights)
+    asked = ("--eval_only", "--knn", "--probe", "--rank", "--json", "--init_from", weights)
     done = run_form("FSDP2, two processes", *asked, *FLAGS, "--data_dir", images)
     assert "broken.png" in done.stderr
-    expected = {f"val_knn_{k}": top1 for k, top1 in expected_of(images).items()}
+    expected = expected_of(images)
     found = json.loads(done.stdout)
     assert found.pop("val_probe_lr") in RATES
     assert 10 < found.pop("val_probe") <= 100
-    assert found == pytest.approx(expected)
-    assert len(expected) == 3
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert len(expected) == 5
 
 
-EVERY = "--knn_every 2 --probe_every 4 --max_steps 5 --batch_size 64 --model_ema".split()
+def test_rank_of_images_without_labels(weights, tmp_path, monkeypatch):
+    """Of a few of them, spread over all, which lie in no class folders; there is no val/."""
+    (tmp_path / "data" / "train").mkdir(parents=True)
+    paths = sorted((DIGITS / "train").glob("*/*"))[::18]
+    for number, path in enumerate(paths):
+        shutil.copy(path, tmp_path / "data" / "train" / f"{number:03}.png")
+    monkeypatch.setattr(knn_and_probe, "MOST_IMAGES", 40)
+    asked = ["--eval_only", "--rank", "--json", "--init_from", str(weights), *FLAGS]
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        data = ["--backend", "cuda", "--data_dir", str(tmp_path / "data")]
+        assert run_vit_training.main([*asked, *data]) == 0
+    some = [paths[place * len(paths) // 40] for place in range(40)]
+    rankme, std = plain_rank(tokens_of(backbone(), some)[:, 0].numpy())
+    expected = {"train_rankme": rankme, "train_feature_std": std}
+    assert json.loads(out.getvalue()) == pytest.approx(expected, rel=1e-4)
+
+
+EVERY = "--knn_every 2 --probe_every 4 --rank_every 2 --max_steps 5 --batch_size 64".split()
+EVERY.append("--model_ema")
 
 
 def check_training(result, tmp_path, capsys):
@@ -203,13 +272,18 @@ def check_training(result, tmp_path, capsys):
     # A tag, and what starts its value: knn_10 is the beginning of knn_100.
     assert [events.count(f"val/knn_{k}\x15".encode()) for k in KS] == [3] * 4
     assert events.count(b"val/probe\x15") == 2
+    ranks = [record for record in result.records if "train_rankme" in record]
+    assert [record["step"] for record in ranks] == [2, 4, 5]
+    assert events.count(b"train/rankme\x15") == 3
     probes = [record for record in result.records if "val_probe" in record]
     assert [record["step"] for record in probes] == [4, 5]
     last = str(result.ckpt_dir / "step_5")
     how = ["--backend", "cuda", "--resume", last, "--use_ema", "--data_dir", str(DIGITS)]
     how += ["--batch_size", "64", "--num_workers", "0"]
-    assert run_vit_training.main([*how, "--eval_only", "--knn", "--probe", "--json"]) == 0
+    assert run_vit_training.main([*how, "--eval_only", "--knn", "--probe", "--rank", "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
+    for name in ("train_rankme", "train_feature_std"):
+        assert again.pop(name) == pytest.approx(ranks[-1][name], rel=1e-4)
     assert again.pop("val_probe_lr") in RATES
     assert again.pop("val_probe") == pytest.approx(probes[-1]["val_probe"], abs=1.5)
     assert again == pytest.approx({f"val_knn_{k}": found[-1][f"val_knn_{k}"] for k in KS}, abs=0.3)

@@ -142,7 +142,7 @@ class SilentBackend:
 
 def value(skipped=0.0, **numbers):
     future: Future = Future()
-    counts = {"skipped": [skipped, 0.0, skipped]}
+    counts = {"skipped": [skipped, 0.0, skipped, 0.0]}
     future.set_result({name: [number] for name, number in numbers.items()} | counts)
     return future
 
@@ -151,7 +151,9 @@ def run_in(folder, *, batch_size, flops_per_image):
     """What the reports ask of a run."""
     config = RunConfig(data=DataConfig(batch_size=batch_size))
     folders = {"log_dir": folder, "ckpt_dir": folder}
-    return SimpleNamespace(config=config, train_flops_per_image=flops_per_image, **folders)
+    model = SimpleNamespace(sizes=SimpleNamespace(embed_dim=32))
+    flops = {"train_flops_per_image": flops_per_image}
+    return SimpleNamespace(config=config, model=model, **flops, **folders)
 
 
 def test_reports_write_every_form(tmp_path, capsys):
@@ -164,7 +166,7 @@ def test_reports_write_every_form(tmp_path, capsys):
     run.log(1, 1, 0.0, None, waiting, {})
     run.step_done()
     assert read_metrics(tmp_path) == []  # not arrived: nothing waits for it
-    waiting.set_result({"loss": [2.0], "grad_norm": [1.0], "skipped": [0.0, 0.0, 0.0]})
+    waiting.set_result({"loss": [2.0], "grad_norm": [1.0], "skipped": [0.0, 0.0, 0.0, 1.0]})
     run.step_done()
     timer = StepTimer(steps=20)
     timer.started -= 10.0

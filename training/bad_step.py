@@ -1,0 +1,209 @@
+"""``--save_bad_step``: what the first step that is not finite was computed from, in a folder.
+
+``bad_step_N`` in ``--ckpt_dir`` is a checkpoint of weights alone, with the position before step N,
+and ``bad_step.json`` beside it. ``tools/replay_step.py`` computes the step again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from training.checkpoints.choose import complete_checkpoints, step_of
+from training.checkpoints.format import is_complete, training_tensors, tree
+from training.checkpoints.saver import CheckpointSaver, attempt, write_checkpoint
+from training.errors import UsageError
+from training.files import read_object, replace_file
+from training.loop import Hook, Session, StepDone
+from training.mesh import Mesh
+from training.resolve import Run
+from training.schedule import Position, Schedule, StepRates
+from training.step import TrainBatches
+
+FILE = "bad_step.json"
+_NAME = re.compile(r"bad_step_\d+")
+
+
+@dataclass(frozen=True)
+class BadStep:
+    """The first step of a start whose loss or gradient norm was not finite."""
+
+    step: int
+    """Its number, from 1."""
+    epoch: int
+    """The epoch of its batch, from 0."""
+    images_in_epoch: int
+    """How many images of the epoch came before it."""
+    passes: list[int]
+    """The numbers of its passes since the start of training: with the seed they decide dropout,
+    masks and which images are mixed."""
+    rates: dict[str, Any]
+    """Its ``StepRates``."""
+    batch_shards: int
+    """Into how many parts the processes divided the batch, each of which is divided into passes."""
+    mesh: dict[str, int]
+    saved_after: int
+    """The step after which the weights were saved."""
+    good_steps_since: int
+    """How many of the steps ``step`` to ``saved_after`` were finite, and changed the weights."""
+    checkpoint_before: str | None
+    """The name of the newest checkpoint before the step; None: there was none."""
+    logged: dict[str, Any]
+    """The record of the log step that showed it: loss, gradient norm, parts of the loss."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the weights are those that the step was computed with."""
+        return not self.good_steps_since
+
+    @property
+    def step_rates(self) -> StepRates:
+        factors = self.rates["rope_factors"]
+        return StepRates(**{**self.rates, "rope_factors": factors and tuple(factors)})
+
+
+def read_bad_step(folder: Path) -> BadStep:
+    """Return what ``bad_step.json`` in a folder says. Raises UsageError if there is none."""
+    remedy = "give a folder bad_step_N, which --save_bad_step has written"
+    try:
+        values = read_object(folder / FILE)
+        bad_step = BadStep(**{f.name: values[f.name] for f in dataclasses.fields(BadStep)})
+        Mesh(**bad_step.mesh), bad_step.step_rates
+        numbers = [bad_step.step, bad_step.epoch, bad_step.images_in_epoch, *bad_step.passes]
+        numbers += [bad_step.batch_shards, *bad_step.mesh.values()]
+        if not all(isinstance(number, int) and number >= 0 for number in numbers):
+            raise ValueError
+    except OSError as error:
+        raise UsageError(f"{folder / FILE} cannot be read ({error.strerror}): {remedy}") from None
+    except (ValueError, KeyError, TypeError):
+        raise UsageError(f"{folder / FILE} is damaged: {remedy}") from None
+    return bad_step
+
+
+class SaveBadStep(Hook):
+    """Writes the folder once, in all processes together, at the log step that shows a bad step.
+
+    Log steps wait for their values here: so all processes know the same, and with
+    ``--log_step_interval 1`` the weights are always those of the bad step.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        session: Session,
+        saver: CheckpointSaver,
+        batches: TrainBatches,
+        schedule: Schedule,
+        start: Position,
+    ) -> None:
+        """``start``: where this start of the run continues."""
+        self._run, self._session, self._saver = run, session, saver
+        self._batches, self._schedule, self._start = batches, schedule, start
+        self._is_done = False
+
+    def after_step(self, done: StepDone) -> None:
+        reports = self._session.reports
+        reports.flush()
+        if reports.first_skipped and not self._is_done:
+            self._is_done = True
+            self._save(done.at.step)
+
+    def _save(self, step: int) -> None:
+        """Write the folder, after ``step``, unless the run has one; a failure is a warning."""
+        session, run_folder = self._session, self._run.ckpt_dir
+        say, is_main = session.reports.say, session.backend.is_main
+        found, problems = attempt(lambda: self._look_into(run_folder) if is_main else None)
+        if any(problems):
+            say(f"warning: no bad step is saved: {_first(problems)}")
+            return
+        there, newest = found[0]
+        if there:
+            say(f"note: {run_folder / there} is there: no other bad step is saved in this run")
+            return
+        bad_step = self._describe(step, newest)
+        folder = run_folder / f"bad_step_{bad_step.step}"
+        self._saver.finish()
+        session.watchdog.alive()
+        with session.reports.events.span("save"):
+            problems = self._write(folder, bad_step)
+        session.timer.restart()
+        if any(problems):
+            say(f"warning: {folder} cannot be written ({_first(problems)}): training continues")
+            return
+        say(
+            f"bad step: step {bad_step.step} was the first that was not finite; "
+            f"python3 -m tools.replay_step {folder} finds where"
+        )
+
+    def _look_into(self, run_folder: Path) -> tuple[str | None, str | None]:
+        """Return the name of the bad step that the run has already, and of its newest checkpoint
+        before this one. Raises OSError."""
+        first = self._session.reports.first_skipped
+        names = (path for path in run_folder.iterdir() if _NAME.fullmatch(path.name))
+        there = next((path.name for path in names if is_complete(path)), None)
+        older = [path for path in complete_checkpoints(run_folder) if step_of(path) < first]
+        return there, older[-1].name if older else None
+
+    def _describe(self, step: int, newest: str | None) -> BadStep:
+        reports, batches, config = self._session.reports, self._batches, self._run.config.data
+        number = reports.first_skipped
+        before = number - 1
+        batch = batches.number(self._start) + before - self._start.step
+        epoch, in_epoch = divmod(batch, len(batches.loader))
+        count = config.grad_accum_steps
+        return BadStep(
+            step=number,
+            epoch=epoch,
+            images_in_epoch=in_epoch * config.batch_size,
+            passes=[before * count + index for index in range(count)],
+            rates=asdict(self._schedule.at(batch)),
+            batch_shards=self._session.backend.batch_shards,
+            mesh=asdict(self._run.mesh),
+            saved_after=step,
+            good_steps_since=step - before - reports.skipped_steps,
+            checkpoint_before=newest,
+            logged=reports.newest,
+        )
+
+    def _write(self, folder: Path, bad_step: BadStep) -> list[str | None]:
+        """Write weights and description; return each process's problem, None if it has none."""
+        backend, saver = self._session.backend, self._saver
+        at = Position(bad_step.step - 1, bad_step.epoch, bad_step.images_in_epoch)
+        training = training_tensors(at, saver.arguments, saver.classes, saver.order)
+        content: dict[str, Any] = {}
+
+        def read_state() -> None:
+            # A teacher is the average of the weights, which comes with the optimizer's state.
+            with_average = self._run.config.objective.has_teacher
+            state = backend.state(with_optimizer=with_average)
+            content.update(tree(replace(state, optimizer=None), training))
+
+        _, problems = attempt(read_state)
+        if any(problems):
+            return problems
+        text = json.dumps(_as_texts(asdict(bad_step)), indent=1) + "\n"
+        return write_checkpoint(
+            folder,
+            content,
+            is_main=backend.is_main,
+            written=lambda: None,
+            store_logs=lambda: replace_file(folder / FILE, text),
+            must_be_finite=False,
+        ).problems
+
+
+def _first(problems: list[str | None]) -> str | None:
+    return next(filter(None, problems), None)
+
+
+def _as_texts(value: Any) -> Any:
+    """Return values of JSON with numbers that are not finite, which JSON has not, as texts."""
+    if isinstance(value, Mapping):
+        return {name: _as_texts(inner) for name, inner in value.items()}
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
