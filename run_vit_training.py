@@ -93,8 +93,9 @@ def evaluate(flags: Flags) -> None:
 
 
 def judge_features(flags: Flags) -> None:
-    """``--eval_only`` with ``--knn`` or ``--probe``: print the accuracy by features alone."""
-    from training.evaluation.knn_and_probe import prepare_frozen
+    """``--eval_only`` with ``--knn``, ``--probe`` or ``--segment_probe``: print how good features
+    are."""
+    from training.evaluation.frozen import prepare_frozen
     from training.initial_weights import find_trained
 
     config, weights = find_trained(flags.run)
@@ -279,7 +280,7 @@ def _run(flags: Flags) -> int:
     mode = train
     if use.features:
         mode = write_features
-    elif use.knn or use.probe:
+    elif use.knn or use.probe or use.segment_probe:
         mode = judge_features
     elif use.eval_only:
         mode = evaluate

@@ -144,6 +144,8 @@ _TITLES = {
     "val_knn_100": ("k-NN, k 100", "%"),
     "val_knn_200": ("k-NN, k 200", "%"),
     "val_probe": ("Linear probe", "%"),
+    "val_segment_miou": ("Segmentation, mIoU of a linear probe", "%"),
+    "val_segment_knn_miou": ("Segmentation, mIoU of k-NN", "%"),
     "images_per_s": ("Throughput", "images/s"),
     "mfu": ("MFU", "share of the peak"),
     "data_wait": ("Waiting for data", "share of the time"),
@@ -470,6 +472,7 @@ _BEST = {
     "val_knn_10": "best k-NN, k 10",
     "val_knn_20": "best k-NN, k 20",
     "val_probe": "best probe",
+    "val_segment_miou": "best segmentation, mIoU",
 }
 
 

@@ -58,6 +58,7 @@ _PANELS = {
         "val_knn_10": "k-NN, k 10",
         "val_knn_200": "k-NN, k 200",
         "val_probe": "linear probe",
+        "val_segment_miou": "segmentation, mIoU",
     },
     "Gradients": {"grad_norm": "norm before clipping"},
     "Throughput": {"images_per_s": "images/s"},
@@ -77,7 +78,8 @@ def plot_curves(records: list[dict[str, Any]], path: Path, objective: str = "cla
     """Draw loss, learning rate, accuracy (where there is none, gradients) and throughput of a run's
     records over steps."""
     measured = {name for record in records for name in record}
-    has_accuracy = objective == "classify" or measured & {"val_knn_10", "val_probe"}
+    of_features = {"val_knn_10", "val_probe", "val_segment_miou"}
+    has_accuracy = objective == "classify" or measured & of_features
     without = "Gradients" if has_accuracy else "Validation accuracy"
     titles = [title for title in _PANELS if title != without]
     figure, axes = pyplot().subplots(2, 2, figsize=(11, 7), sharex=True, layout="constrained")

@@ -43,7 +43,7 @@ class History:
     evaluated: dict[int, str | None]
     """By step, the figure of each evaluation that was finite; None of one of no image."""
     frozen: Mapping[str, Collection[int]]
-    """By ``records.KNN`` and ``PROBE``, the steps of the evaluations by frozen features."""
+    """By each of ``records.FROZEN``, the steps of the evaluations by frozen features."""
     best: Path | None = None
     """The checkpoint of the best evaluation, if there is one."""
     best_score: float = -math.inf
@@ -58,9 +58,8 @@ def read_history(ckpt_dir: Path, step: int, *, continues: bool) -> History:
     ``continues``: the run of the folder goes on. Else its metrics are another run's.
     """
     if not continues:  # what was resumed from elsewhere is not evaluated again
-        return History(
-            False, {step: None} if step else {}, {records.KNN: {step}, records.PROBE: {step}}
-        )
+        frozen = {kind: {step} for kind in records.FROZEN}
+        return History(False, {step: None} if step else {}, frozen)
     metrics = records.read_metrics(ckpt_dir)
     lines = [r for r in metrics if r["step"] <= step]
     finite = records.evaluations(lines)

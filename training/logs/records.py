@@ -68,8 +68,9 @@ class Evaluation:
         )
 
 
-KNN, PROBE = "knn", "probe"
+KNN, PROBE, SEGMENT = "knn", "probe", "segment"
 """The evaluations by frozen features, by which the names of their figures start."""
+FROZEN = (KNN, PROBE, SEGMENT)
 
 
 # -- Reading ------------------------------------------------------------------------------------
@@ -199,14 +200,14 @@ def evaluations(records: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
 
 
 def frozen_steps(records: list[dict[str, Any]]) -> dict[str, set[int]]:
-    """Return the steps of the evaluations by frozen features, by KNN and PROBE."""
+    """Return the steps of the evaluations by frozen features, by each of ``FROZEN``."""
     return {
         kind: {
             record["step"]
             for record in records
             if any(name.startswith(f"val_{kind}") for name in record)
         }
-        for kind in (KNN, PROBE)
+        for kind in FROZEN
     }
 
 
