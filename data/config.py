@@ -233,7 +233,7 @@ class DataConfig:
         "(docs/segmentation.md) (default: with --data_source mosaics their own masks)",
         kind=path_or_url,
         metavar="FOLDER",
-        requires=("segment_probe|segment_probe_every",),
+        requires=("segment_probe_every|segment_probe",),
     )
     segment_ignore: int | tuple[int, ...] = flag(
         255,
