@@ -54,10 +54,11 @@ class StoredWindows(WindowSplit):
     ) -> None:
         """``masks``: as many as ``images``, in the same order. ``ignored``: the labels that count
         for nothing."""
-        super().__init__(request, images.name, image_sizes(images))
+        # A table is read row group by row group, by one thread.
+        self.reading_threads = 16 if isinstance(masks, FolderSplit) else 1
+        super().__init__(request, images.name, image_sizes(images, self.reading_threads))
         self._images, self._masks, self._ignored = images, masks, np.array(ignored)
         self._mode = v2.InterpolationMode(request.config.preprocessing.interpolation_of_val)
-        self.reading_threads = 16 if isinstance(masks, FolderSplit) else 1
         self._last: tuple[int, torch.Tensor] | None = None
 
     def name_of(self, number: int) -> str:

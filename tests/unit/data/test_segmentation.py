@@ -14,6 +14,7 @@ from data.digits import read_digits
 from data.files import BrokenImageError, DataFolderError
 from data.loader import PADDING, Share
 from data.segmentation import open_masked
+from data.tables import ParquetSplit
 from tests.support.masked_images import (
     IGNORED,
     LAYOUTS,
@@ -23,6 +24,7 @@ from tests.support.masked_images import (
     split_of,
     write_masked,
 )
+from training.evaluation.segment import Masks
 
 pytestmark = pytest.mark.fast
 
@@ -49,6 +51,25 @@ def test_layouts_hold_the_same(tmp_path):
                 shown = split.picture(number).permute(1, 2, 0).numpy().astype(int)
                 assert np.abs(shown - np.asarray(whole)).max() <= 1
     assert len(digests) == 2 * len(LAYOUTS)
+
+
+def test_a_row_group_is_read_once(tmp_path, monkeypatch):
+    write_masked(tmp_path, "parquet", [(16, 16)] * 7, VAL)
+    reads = []
+    read_group = ParquetSplit._read_group
+
+    def counted(split, file, group):
+        reads.append((split.columns.image, split.name, group))
+        return read_group(split, file, group)
+
+    monkeypatch.setattr(ParquetSplit, "_read_group", counted)
+    split = open_masked(request_of(tmp_path)).splits["train"]
+    assert sorted(reads) == [
+        *(("image", "train", n) for n in range(3)),
+        *(("image", "val", n) for n in range(2)),
+    ]
+    Masks(split).read(range(7))
+    assert reads[5:] == [("mask", "train", n) for n in range(3)]
 
 
 def test_other_names_of_splits_links_and_ignored_labels(tmp_path):
