@@ -93,7 +93,7 @@ def _evaluate(
         features = Features(model, run, backend, data.images)
         of_images = knn_and_probe.measure(features, kinds, bad_images, say)
         assert of_images is not None  # nothing stops it
-        results += _checked(of_images, bad_images, data.images)
+        results += _checked(of_images, bad_images, f"no image of {data.images.name} can be read")
     if data.masked:
         if data.images:
             bad_images = _open_masked(run, backend, data.masked, say)
@@ -101,7 +101,7 @@ def _evaluate(
         picture = folder / segment.PICTURE if folder else None
         of_patches = segment.measure(features, bad_images, say, picture=picture)
         assert of_patches is not None
-        results += _checked([of_patches], bad_images, data.masked)
+        results += _checked([of_patches], bad_images, _nothing(data.masked))
         if folder and backend.is_main:
             _write_table(of_patches, data.masked, folder)
     for result in results:
@@ -122,13 +122,19 @@ def _open_masked(
     return BadImages(run.config.data.max_bad_images, masked, is_main=backend.is_main)
 
 
-def _checked(
-    results: Sequence[Result], bad_images: BadImages, data: DataSource
-) -> Sequence[Result]:
-    """Return the results. Raises UsageError in all processes if too few images could be read."""
+def _nothing(masked: MaskedSource) -> str:
+    return (
+        f"{masked.name} has no image for training, or none for validation, that can be read and "
+        "whose mask has other labels than those of --segment_ignore"
+    )
+
+
+def _checked(results: Sequence[Result], bad_images: BadImages, nothing: str) -> Sequence[Result]:
+    """Return the results. Raises UsageError in all processes if too few images could be read;
+    ``nothing``: what to say if there are no figures."""
     bad_images.check()
     if not all(result.values for result in results):
-        raise UsageError(f"no image of {data.name} can be read", agreed=True)
+        raise UsageError(nothing, agreed=True)
     return results
 
 
@@ -184,8 +190,9 @@ def frozen_evaluations(
             result = segment.measure(features_of_patches, bad_images, say, part_done, picture)
             if result is None:
                 return None
-            if bad_images.excess:  # the images that are trained on are another matter
-                say(f"warning: no figures of segmentation: {bad_images.excess}")
+            why = bad_images.excess or ("" if result.values else _nothing(data.masked))
+            if why:  # the images that are trained on are another matter
+                say(f"warning: no figures of segmentation: {why}")
                 return []
             return [result]
 

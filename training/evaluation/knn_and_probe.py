@@ -327,10 +327,10 @@ def _new_probes(train: Labelled, classes: int) -> Probes:
 def shares(labels: torch.Tensor, classes: int) -> torch.Tensor:
     """Return the share of each class in the labels of each row, (rows,) or (rows, pixels): (rows,
     classes), fp32. Labels below 0 are of no class."""
-    labels = labels.reshape(len(labels), -1).long()
+    labels = (labels[:, None] if labels.dim() == 1 else labels).long()
     counts = torch.zeros(len(labels), classes + 1)  # the first column: no class
     counts.scatter_add_(1, labels.clamp(min=-1) + 1, torch.ones(labels.shape))
-    return counts[:, 1:] / max(labels.shape[1], 1)
+    return counts[:, 1:] / labels.shape[1]
 
 
 # -- Over all processes ----------------------------------------------------------------------------

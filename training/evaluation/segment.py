@@ -60,7 +60,7 @@ class Segmentation:
     """How well the pixels of validation images are told by linear probes, and by k-NN."""
 
     areas: dict[float, Areas]
-    """By learning rate, those of a probe; empty without images."""
+    """By learning rate, those of a probe; empty without labels."""
     knn_areas: Areas | None
     images: int
     """How many validation images were asked about."""
@@ -354,7 +354,8 @@ def measure(
     for reader in (loader, masks):
         bad_images.collect(VAL, reader, say)
     summed = [Areas(pixels) for pixels in sum_of(torch.stack([each.pixels for each in areas]))]
-    by_rate = dict(zip(RATES, summed, strict=False)) if total(images) else {}
+    has_labels = summed[-1].pixels[1].any()
+    by_rate = dict(zip(RATES, summed, strict=False)) if has_labels else {}
     compared_with = total(len(bank.labels))
     result = Segmentation(by_rate, summed[-1], total(images), trained_on, compared_with)
     if picture and by_rate:

@@ -87,6 +87,8 @@ def test_shares():
     labels = torch.tensor([[0, 2, 2, -1], [-1, -1, -1, -1], [1, 1, 1, 1]], dtype=torch.int16)
     assert shares(labels, 3).tolist() == [[0.25, 0, 0.5], [0, 0, 0], [0, 1, 0]]
     assert shares(torch.tensor([1, 0]), 2).tolist() == [[0, 1], [1, 0]]
+    for shape in ((0,), (0, 16)):  # of a process that has none of a batch
+        assert shares(torch.zeros(shape, dtype=torch.int16), 3).shape == (0, 3)
 
 
 def test_areas_are_those_of_scikit_learn():
