@@ -432,4 +432,4 @@ def test_frequencies_that_are_learned_are_of_one_size(capsys, tmp_path):
 def test_there_is_no_loss_to_evaluate(on_gpu, capsys):
     words = ["--eval_only", "--resume", str(on_gpu.ckpt_dir), "--backend", "cuda"]
     line = told_in_one_line(capsys, *words)
-    assert "--eval_only of --objective dino requires --knn or --probe" in line
+    assert "--eval_only of --objective dino requires --knn, --probe or --segment_probe" in line
