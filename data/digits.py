@@ -122,8 +122,6 @@ def _divided(pixels: np.ndarray, labels: np.ndarray) -> list[SplitDigit]:
 LENGTHS = {"train": 4096, "val": 512}
 """How many mosaics there are for training, and how many for validation."""
 BANDS = 4
-BACKGROUND = len(CLASSES)
-"""The label of pixels without ink, in the mask of a mosaic."""
 INTENSITIES = 1 - 0.05 * np.abs(np.arange(SIZE) - (SIZE - 1) / 2)
 """How bright a volume's digits are in each slice of a cell: most in the middle ones."""
 
@@ -175,13 +173,11 @@ class MosaicsSplit(Split):
         return (torch.from_numpy(pixels).expand(self.shape) - mean) / std
 
     def mask(self, number: int) -> np.ndarray:
-        """Return the label of each pixel of a mosaic, (height, width), int16: the digit of its cell
-        where that has ink, else ``BACKGROUND``."""
+        """Return the label of each pixel of a mosaic, (height, width), int16: the digit of its
+        cell, also where that has no ink."""
         images = self._cells(number, 0, self._grid[0])
         digits = np.searchsorted(self._firsts, images, side="right") - 1
-        has_ink = self._pixels[images] > 0
-        labels = np.where(has_ink, digits[..., None, None], BACKGROUND)
-        return _joined(labels.astype(np.int16))
+        return digits.astype(np.int16).repeat(SIZE, axis=0).repeat(SIZE, axis=1)
 
     def _cells(self, number: int, first: int, end: int) -> np.ndarray:
         """Return which image is in each cell of some rows of cells of a mosaic, (rows, ...). The

@@ -10,7 +10,6 @@ import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -103,7 +102,6 @@ class MosaicWindows(WindowSplit):
     """Mosaics, which have the model's size, and their masks."""
 
     dtype = torch.float32
-    class_names: ClassVar = [*CLASSES, "background"]
 
     def __init__(self, mosaics: MosaicsSplit) -> None:
         size = np.array(mosaics.request.size)
@@ -144,7 +142,7 @@ def open_masked(request: DatasetRequest) -> MaskedSource:
     if root is None:
         mosaics = open_mosaics(request)
         windows = {name: MosaicWindows(split) for name, split in mosaics.splits.items()}  # type: ignore[arg-type]
-        return MaskedSource("mosaics of digits with masks", windows, MosaicWindows.class_names)
+        return MaskedSource("mosaics of digits with masks", windows, CLASSES)
     config = replace(config, data_dir=root, data_source="folder", labels=None)
     request = replace(request, config=config)
     splits = {}
