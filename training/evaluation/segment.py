@@ -264,9 +264,9 @@ def predict_pixels(
     value. ``patches``: values of the patches of its windows, (windows, patches, classes)."""
     starts = split.starts(image)
     (tall, wide), classes = grid, patches.shape[-1]
-    # (classes, rows of patches in all windows, columns): windows beside windows
+    # (rows of patches in all windows, columns, classes): windows beside windows
     joined = patches.view(len(starts[0]), len(starts[1]), tall, wide, classes)
-    joined = joined.permute(4, 0, 2, 1, 3).flatten(3).flatten(1, 2)
+    joined = joined.transpose(1, 2).flatten(0, 1).flatten(1, 2)
     rows, columns = (
         placement(*sides, mode)
         for sides in zip(
@@ -279,7 +279,11 @@ def predict_pixels(
         )
     )
     strip = max(1, _STRIP // (classes * len(columns)))
-    return torch.cat([(part @ joined @ columns.T).argmax(dim=0) for part in rows.split(strip)])
+    predicted = []
+    for part in rows.split(strip):
+        values = columns @ torch.tensordot(part, joined, 1)  # (rows, columns, classes)
+        predicted.append(torch.from_numpy(values.numpy().argmax(axis=-1)))  # twice PyTorch's speed
+    return torch.cat(predicted)
 
 
 def _whole_images(
