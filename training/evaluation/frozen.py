@@ -181,16 +181,16 @@ def frozen_evaluations(
             )
 
         hooks.append(FrozenEvaluations(session, (KNN, PROBE), by_images, done))
-    if data.masked:
-        bad_images = _open_masked(run, backend, data.masked, say)
-        features_of_patches = Features(model, run, backend, data.masked)
+    if masked := data.masked:
+        bad_images = _open_masked(run, backend, masked, say)
+        features_of_patches = Features(model, run, backend, masked)
 
         def by_patches(kinds: list[str], part_done: Callable[[], bool]) -> Sequence[Result] | None:
             picture = run.log_dir / segment.PICTURE
             result = segment.measure(features_of_patches, bad_images, say, part_done, picture)
             if result is None:
                 return None
-            why = bad_images.excess or ("" if result.values else _nothing(data.masked))
+            why = bad_images.excess or ("" if result.values else _nothing(masked))
             if why:  # the images that are trained on are another matter
                 say(f"warning: no figures of segmentation: {why}")
                 return []
