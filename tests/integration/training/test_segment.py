@@ -155,6 +155,18 @@ def test_alone(form, masked, expected, weights, tmp_path):
     check(done, expected, tmp_path / "report")
 
 
+@pytest.mark.long
+def test_beside_knn_and_probes_of_other_images(masked, expected, weights, images):
+    asked = "--eval_only --knn --probe --segment_probe --json --max_bad_images 1".split()
+    where = ["--init_from", weights, "--data_dir", images, "--segment_dir", masked[0]]
+    done = run_form("FSDP2, two processes", *FLAGS, *where, *asked)
+    found = json.loads(done.stdout)
+    assert {"val_knn_10", "val_probe", "val_probe_lr", "val_segment_lr"} < found.keys()
+    of_patches = {name: found[name] for name in expected[0]}
+    assert of_patches == pytest.approx(expected[0], abs=0.25)
+    assert done.stderr.count("left out") == 2  # a digit, an image whose mask is broken
+
+
 FLAGS_IN_TRAINING = "--segment_probe_every 2 --max_steps 5 --max_bad_images 1".split()
 
 
