@@ -93,8 +93,9 @@ def evaluate(flags: Flags) -> None:
 
 
 def judge_features(flags: Flags) -> None:
-    """``--eval_only`` with ``--knn``, ``--probe`` or ``--rank``: print what features alone show."""
-    from training.evaluation.knn_and_probe import prepare_frozen
+    """``--eval_only`` with ``--knn``, ``--probe``, ``--rank`` or ``--segment_probe``: print what
+    features alone show."""
+    from training.evaluation.frozen import prepare_frozen
     from training.initial_weights import find_trained
 
     config, weights = find_trained(flags.run)
@@ -279,7 +280,7 @@ def _run(flags: Flags) -> int:
     mode = train
     if use.features:
         mode = write_features
-    elif use.knn or use.probe or use.rank:
+    elif use.knn or use.probe or use.rank or use.segment_probe:
         mode = judge_features
     elif use.eval_only:
         mode = evaluate

@@ -52,7 +52,7 @@ class BucketSplit(Split):
         """Find the bucket of each image of ``split``."""
         super().__init__(request, split.name, split.labels, split.classes, split.left_out)
         self._split, sizes = split, request.config.bucket_sizes
-        self.bucket_of = nearest_bucket(_image_sizes(split), sizes)
+        self.bucket_of = nearest_bucket(image_sizes(split), sizes)
         """The bucket of each image, int16."""
         self.counts = np.bincount(self.bucket_of, minlength=len(sizes)).tolist()
         """How many images each bucket has."""
@@ -130,7 +130,7 @@ def nearest_bucket(images: np.ndarray, buckets: Sequence[tuple[int, int]]) -> np
     return np.where(images.min(axis=1) > 0, nearest, np.int16(0))
 
 
-def _image_sizes(split: ImageSplit) -> np.ndarray:
+def image_sizes(split: ImageSplit, threads: int = 16) -> np.ndarray:
     """Return the height and width of each image of a split in pixels, (n, 2), int32; 0 x 0 for an
     image that cannot be read. An index file has them as long as the images have the same names."""
     config, digest = split.request.config, split.digest()
@@ -153,7 +153,7 @@ def _image_sizes(split: ImageSplit) -> np.ndarray:
         sizes: list[tuple[int, int]] = []
         title = f"reading the sizes of {os.path.join(config.data_dir, split.name)}"
         with (
-            ThreadPoolExecutor(16) as pool,  # most of the time they wait, if images are far away
+            ThreadPoolExecutor(threads) as pool,  # most of the time they wait for images far away
             tqdm(total=len(split), desc=title, unit=" images", delay=5, disable=None) as bar,
         ):
             for some_sizes in pool.map(sizes_of, range(0, len(split), part)):

@@ -226,6 +226,23 @@ class DataConfig:
             *("aug_repeats", "cutmix", "cutmix_minmax", "teacher"),
         ),
     )
+    segment_dir: str | None = flag(
+        None,
+        "folder or URL of images with masks for --segment_probe and --segment_probe_every: as "
+        "ADE20K or VOC, train/ and val/ of name.jpg beside name.png, or parquet files "
+        "(docs/segmentation.md) (default: with --data_source mosaics their own masks)",
+        kind=path_or_url,
+        metavar="FOLDER",
+        requires=("segment_probe_every|segment_probe",),
+    )
+    segment_ignore: int | tuple[int, ...] = flag(
+        255,
+        "labels in the masks of --segment_dir whose pixels count for nothing",
+        kind=bounded(int, 0, 65535),
+        several=True,
+        metavar="LABEL",
+        requires=("segment_dir",),
+    )
     num_workers: int | None = flag(
         None,
         "number of loader processes per training process; 0: load in the training process "
@@ -363,6 +380,12 @@ class DataConfig:
         """Return ``color_jitter`` by property: brightness, contrast, saturation, perhaps hue."""
         given = self.color_jitter
         return given if isinstance(given, tuple) else (given,) * 3
+
+    @property
+    def ignored_labels(self) -> tuple[int, ...]:
+        """Return ``segment_ignore`` as a tuple."""
+        given = self.segment_ignore
+        return given if isinstance(given, tuple) else (given,)
 
     @property
     def bucket_sizes(self) -> list[tuple[int, int]]:

@@ -190,6 +190,31 @@ def read_image(source: str | Path | bytes) -> Image.Image:
         raise BrokenImageError(reason_of(error)) from error
 
 
+_LABEL_MODES = {"1", "L", "P", "I"} | _SIXTEEN_BITS
+"""Pillow's modes of images with one number a pixel; of a palette, the index."""
+
+
+def read_mask(encoded: bytes) -> np.ndarray:
+    """Return the numbers of the pixels in the bytes of an image file, (height, width), int32; of an
+    image with a palette, the indices. Raises BrokenImageError, also for colors."""
+    try:
+        with Image.open(io.BytesIO(encoded), formats=_formats()) as image:
+            if image.format == "JPEG":
+                raise BrokenImageError("a JPEG, which changes labels: save it as PNG")
+            if image.mode not in _LABEL_MODES:
+                raise BrokenImageError(
+                    f"it has colors ({image.mode}), not one label a pixel: save it as 8-bit gray, "
+                    "or with a palette"
+                )
+            return np.array(image).astype(np.int32)
+    except BrokenImageError:
+        raise
+    except UnidentifiedImageError as error:
+        raise BrokenImageError("no image of a known format") from error
+    except Exception as error:  # each format raises what it likes
+        raise BrokenImageError(reason_of(error)) from error
+
+
 def _check_shape(height: int, width: int) -> None:
     if max(height, width) > 1000 * min(height, width):  # the shorter side is resized to hundreds
         raise BrokenImageError(f"its {width} x {height} pixels are a line")

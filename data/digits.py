@@ -161,11 +161,30 @@ class MosaicsSplit(Split):
         return xxhash.xxh3_64(described + self._pixels.tobytes()).hexdigest()
 
     def make(self, number: int, epoch: int, index: int) -> torch.Tensor:
-        """Return this part's rows of a mosaic, normalised. Its cells are divided into bands of the
-        same length. Each of the nine other digits is missing in one band, each band misses others,
-        and elsewhere it occurs as often as the label, as far as there is room: so only over the
-        whole mosaic the label occurs about a third more often than any other digit."""
+        """Return this part's rows of a mosaic, normalised."""
         first, end = self.rows.start // SIZE, math.ceil(self.rows.stop / SIZE)
+        pixels = _joined(self._pixels[self._cells(number, first, end)])
+        if len(self._grid) > 2:
+            slices = pixels[:, None] * INTENSITIES.astype(np.float32)[:, None, None]
+            pixels = slices.reshape(-1, *pixels.shape[1:])
+        pixels = pixels[self.rows.start - first * SIZE : self.rows.stop - first * SIZE]
+        by_channel = (-1, *[1] * len(self._grid))
+        mean, std = (torch.tensor(values).reshape(by_channel) for values in self._mean_and_std)
+        return (torch.from_numpy(pixels).expand(self.shape) - mean) / std
+
+    def mask(self, number: int) -> np.ndarray:
+        """Return the label of each pixel of a mosaic, (height, width), int16: the digit of its
+        cell, also where that has no ink."""
+        images = self._cells(number, 0, self._grid[0])
+        digits = np.searchsorted(self._firsts, images, side="right") - 1
+        return digits.astype(np.int16).repeat(SIZE, axis=0).repeat(SIZE, axis=1)
+
+    def _cells(self, number: int, first: int, end: int) -> np.ndarray:
+        """Return which image is in each cell of some rows of cells of a mosaic, (rows, ...). The
+        cells of the whole mosaic are divided into bands of the same length. Each of the nine other
+        digits is missing in one band, each band misses others, and elsewhere it occurs as often as
+        the label, as far as there is room: so only over the whole mosaic the label occurs about a
+        third more often than any other digit."""
         cells, cells_a_row = math.prod(self._grid), math.prod(self._grid[1:])
         label, seeds = number % len(CLASSES), (self.seed, list(LENGTHS).index(self.name), number)
         generator = np.random.default_rng(seeds)
@@ -187,19 +206,15 @@ class MosaicsSplit(Split):
             drawn = random.permutation(in_band)[keep]
             places = random.random(length)[keep]
             bands.append(self._firsts[drawn] + (places * self._counts[drawn]).astype(np.int64))
-        images = np.concatenate(bands).reshape(end - first, *self._grid[1:])
+        return np.concatenate(bands).reshape(end - first, *self._grid[1:])
 
-        # (rows of cells, ..., columns of cells, 8, 8) to (rows of cells, ..., height, width)
-        pixels = np.moveaxis(self._pixels[images], -2, -3)
-        *between, rows, height, columns, width = pixels.shape
-        pixels = pixels.reshape(*between, rows * height, columns * width)
-        if between:
-            slices = pixels[:, None] * INTENSITIES.astype(np.float32)[:, None, None]
-            pixels = slices.reshape(-1, *pixels.shape[1:])
-        pixels = pixels[self.rows.start - first * SIZE : self.rows.stop - first * SIZE]
-        by_channel = (-1, *[1] * len(self._grid))
-        mean, std = (torch.tensor(values).reshape(by_channel) for values in self._mean_and_std)
-        return (torch.from_numpy(pixels).expand(self.shape) - mean) / std
+
+def _joined(values: np.ndarray) -> np.ndarray:
+    """Return cells, (rows of cells, ..., columns of cells, 8, 8), as one array, (rows of cells,
+    ..., height, width)."""
+    values = np.moveaxis(values, -2, -3)
+    *between, rows, height, columns, width = values.shape
+    return values.reshape(*between, rows * height, columns * width)
 
 
 # -- the image folder ---------------------------------------------------------------------

@@ -34,6 +34,7 @@ from data.files import (
     BrokenImageError,
     DataFolderError,
     MissingSplitError,
+    first_of,
     open_system,
     other_classes,
     reason_of,
@@ -306,6 +307,41 @@ class ParquetSplit(TableSplit):
             sizes = [rows.column(i).total_uncompressed_size for i in range(rows.num_columns)]
             digest.update(np.array([rows.num_rows, *sizes]).tobytes())
         return digest.hexdigest()
+
+
+_MASKS = ("mask", "annotation", "label", "labels", "segmentation", "semantic_mask")
+"""The names of a column of masks."""
+
+
+def open_masks(
+    request: DatasetRequest, name: str, transform: Transform
+) -> tuple[ParquetSplit, ParquetSplit]:
+    """Return the images of a split of parquet files, and their masks, in another column. Raises
+    DataFolderError."""
+    if pa is None:
+        raise DataFolderError(
+            "parquet files require the package pyarrow: python3 -m pip install pyarrow"
+        )
+    root = request.config.data_dir
+    path = split_files(root, _SPLITS[name])[0]
+    with files.reporting(path, "read"), _open(path) as file:
+        features = _features(file.schema_arrow)
+    pictures = [column for column, feature in features.items() if feature["_type"] == "Image"]
+    masks = [column for column in pictures if column in _MASKS]
+    images = [column for column in pictures if column not in _MASKS]
+    if len(masks) != 1 or len(images) != 1:
+        raise DataFolderError(
+            f"{path} needs one column of images and one of masks, which is named "
+            f"{' or '.join(_MASKS)}; its columns of images are: {first_of(pictures) or 'none'}"
+        )
+    columns = (images[0], masks[0])
+    image_split, mask_split = (
+        ParquetSplit(
+            replace(request, config=replace(request.config, columns=chosen)), name, transform
+        )
+        for chosen in (columns, columns[::-1])
+    )
+    return image_split, mask_split
 
 
 def split_files(root: str, names: Sequence[str]) -> list[str]:

@@ -148,6 +148,8 @@ _TITLES = {
     "train_feature_std": ("Deviation of features of length 1, times the root of the width", ""),
     "teacher_entropy": ("Entropy of the teacher's probabilities, of the largest", ""),
     "token_std": ("Deviation of class tokens of length 1, times the root of the width", ""),
+    "val_segment_miou": ("Segmentation, mIoU of a linear probe", "%"),
+    "val_segment_knn_miou": ("Segmentation, mIoU of k-NN", "%"),
     "images_per_s": ("Throughput", "images/s"),
     "mfu": ("MFU", "share of the peak"),
     "data_wait": ("Waiting for data", "share of the time"),
@@ -474,6 +476,7 @@ _BEST = {
     "val_knn_10": "best k-NN, k 10",
     "val_knn_20": "best k-NN, k 20",
     "val_probe": "best probe",
+    "val_segment_miou": "best segmentation, mIoU",
 }
 
 

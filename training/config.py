@@ -222,6 +222,15 @@ class LogConfig:
         kind=count,
         incompatible_with=("buckets", "mesh_domain", "mesh_tensor"),
     )
+    segment_probe_every: int = flag(
+        0,
+        "also evaluate by segmentation from patch features every N steps, and at the end: a linear "
+        "layer and k-NN name the class of each patch of images with masks, those of --segment_dir; "
+        "0: off",
+        kind=count,
+        requires=("segment_dir|data_source=mosaics",),
+        incompatible_with=("buckets", "mesh_domain", "mesh_tensor"),
+    )
     eval_batches: int | None = flag(
         None,
         "number of batches of an evaluation; 0: all of val/ (default: 0; with --fake_data as many "
@@ -348,6 +357,14 @@ class UseConfig:
         requires=("eval_only",),
         incompatible_with=("eval_report", "buckets", "mesh_domain", "mesh_tensor"),
     )
+    segment_probe: bool = flag(
+        False,
+        "let --eval_only measure segmentation from patch features: a linear layer and k-NN name "
+        "the class of each patch of images with masks, those of --segment_dir; the weights may be "
+        "those of --init_from",
+        requires=("eval_only", "segment_dir|data_source=mosaics"),
+        incompatible_with=("buckets", "mesh_domain", "mesh_tensor"),
+    )
     use_ema: bool = flag(
         False,
         "use the moving average of the weights (EMA) in the checkpoint instead of the weights",
@@ -356,10 +373,11 @@ class UseConfig:
     eval_report: str | None = flag(
         None,
         "folder for a report of --eval_only: per_class.csv, confusion.csv and confusion.png, with "
-        "the accuracy of each class and the classes it was mistaken for",
+        "the accuracy of each class and the classes it was mistaken for; of --segment_probe "
+        "segment.csv and segment.png",
         kind=path_or_url,
         metavar="FOLDER",
-        requires=("eval_only", *CLASSIFIES),
+        requires=("eval_only", "segment_probe|objective=classify"),
     )
     json: bool = flag(
         False,

@@ -189,8 +189,10 @@ def resolve_common(config: RunConfig) -> RunConfig:
             raise UsageError(
                 "--objective dino is incompatible with --grad_ckpt auto: choose a value"
             )
-        if use.eval_only and not (use.knn or use.probe or use.rank):
-            raise UsageError("--eval_only of --objective dino requires --knn, --probe or --rank")
+        if use.eval_only and not (use.knn or use.probe or use.rank or use.segment_probe):
+            raise UsageError(
+                "--eval_only of --objective dino requires --knn, --probe, --rank or --segment_probe"
+            )
         if saves.ckpt_best or saves.resume in ("best", "lowest_loss"):
             given = "--ckpt_best" if saves.ckpt_best else f"--resume {saves.resume}"
             raise UsageError(

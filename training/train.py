@@ -37,8 +37,12 @@ from training.errors import (
     StoppedBySignal,
     not_finite_error,
 )
-from training.evaluation.features import Features, open_plainly
-from training.evaluation.knn_and_probe import FrozenEvaluations
+from training.evaluation.frozen import (
+    FrozenData,
+    frozen_evaluations,
+    kinds_in_training,
+    open_frozen,
+)
 from training.files import FolderLock
 from training.initial_weights import InitialWeights, fit, gram_teacher, weights_of_teacher
 from training.logs.bad_images import FILE as BAD_IMAGES_FILE
@@ -79,18 +83,17 @@ def prepare_training(start: Start, run: Run) -> tuple[Run, Callable[[Run, Backen
         check_same_classes(teacher.classes_among(data.classes), teacher.path, data, run)
     if config.objective.gram_weights:
         gram_teacher(run)
-    by_labels = bool(config.log.knn_every or config.log.probe_every)
-    plain = open_plainly(run, labels=by_labels) if by_labels or config.log.rank_every else None
+    frozen = open_frozen(run, kinds_in_training(config.log))
     parts.done("data")
     planned = replace(start, weights=None)  # what is sent to other processes holds no tensors
-    return run, functools.partial(train, planned, initial, data, plain, expected_s, parts)
+    return run, functools.partial(train, planned, initial, data, frozen, expected_s, parts)
 
 
 def train(
     planned: Start,
     initial: InitialWeights | None,
     data: DataSource,
-    plain: DataSource | None,
+    frozen: FrozenData,
     expected_s: float | None,
     parts: StartParts,
     run: Run,
@@ -98,9 +101,9 @@ def train(
 ) -> None:
     """Train on ``backend``, or resume and train; the body of every process.
 
-    ``initial``: trained weights of a new training. ``plain``: the images without augmentation, for
-    ``--knn_every``, ``--probe_every`` and ``--rank_every``. ``expected_s``: the seconds of a step
-    that ``--expect`` names. ``parts``: how long the start has taken so far.
+    ``initial``: trained weights of a new training. ``frozen``: what features are evaluated
+    of. ``expected_s``: the seconds of a step that ``--expect`` names. ``parts``: how long the start
+    has taken so far.
 
     Raises UsageError in all processes if they cannot start; StoppedBySignal or RunFailed if
     training ends before its last step.
@@ -204,9 +207,7 @@ def train(
                 )
             elif objective.measured:
                 say("there are no validation images: nothing is evaluated")
-            if plain:
-                features = Features(model, run, backend, plain)
-                hooks.append(FrozenEvaluations(session, features, history.frozen))
+            hooks += frozen_evaluations(session, run, model, frozen, history.frozen)
 
             # -- train
             with stop, reports.events.training(last_step):

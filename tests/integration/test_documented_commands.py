@@ -128,6 +128,12 @@ RUN: dict[str, Run] = {
         trained=True,
         long=True,
     ),
+    "python3 run_vit_training.py --eval_only --segment_probe": Run(
+        (r"^segmentation on val: mIoU [\d.]+ %, .* of 512 images by a linear probe, trained on ",),
+        leaves=("report/segment.csv", "report/segment.png"),
+        trained=True,
+        long=True,
+    ),
     "python3 run_vit_training.py --features features": Run(
         (r"^features \((class, )?mean\) of 1,797 images: features$",),
         leaves=(

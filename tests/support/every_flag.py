@@ -121,6 +121,8 @@ VALUES: dict[str, tuple[str, ...]] = {
     "knn_every": ("0", "2"),
     "probe_every": ("0", "2"),
     "rank_every": ("0", "2"),
+    "segment_probe_every": ("0", "2"),
+    "segment_ignore": ("0", "0 255"),
     "eval_batches": ("0", "1"),
     "max_bad_steps": ("0", "1"),
     "step_timeout_s": ("0", "200"),
@@ -144,7 +146,10 @@ ELSEWHERE: dict[str, str] = {
         "self_check plan list_models predict eval_only use_ema eval_report json".split(),
         NOT_TRAINING,
     ),
-    **dict.fromkeys("features features_of without_labels pca knn probe rank".split(), NOT_TRAINING),
+    **dict.fromkeys(
+        "features features_of without_labels pca knn probe rank segment_probe".split(),
+        NOT_TRAINING,
+    ),
     **dict.fromkeys(
         "chips_at_most hours price train_images plan_compilations plan_dir".split(), NOT_TRAINING
     ),
@@ -185,6 +190,7 @@ def files(folder: Path) -> dict[str, tuple[str, ...]]:
         "val_shards": ("val/*.tar",),
         "index_dir": (f"{folder}/index",),
         "local_ckpt_dir": (f"{folder}/local",),
+        "segment_dir": (f"{folder}/masked",),
         "teacher": ("vit_10b",),
         "teacher_weights": (f"{folder}/teacher",),
     }

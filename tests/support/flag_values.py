@@ -10,6 +10,7 @@ from gpu_fsdp.config import FP8_MULTIPLE
 from run_vit_training import BACKEND_CONFIGS
 from tests.support.cli import DIGITS
 from tests.support.every_flag import command_lines, complaint_of, items
+from tests.support.masked_images import write_masked
 from tests.support.table_files import write_tables
 
 BASE = {
@@ -32,6 +33,7 @@ def write_sources(digits, folder):
     pack(str(DIGITS), str(folder / "shards"), 100_000, 1)
     write_tables(digits, folder / "tables")
     write_volumes(folder / "volumes")
+    write_masked(folder / "masked", "pairs", [(16, 20)] * 6, [(16, 20)] * 3)
     (folder / "classes.txt").write_text("\n".join(map(str, range(10))))
 
 

@@ -26,6 +26,8 @@ from data.files import printable, replace_file
 from data.loader import Batch, BatchLoader, numbered, prefetch
 from data.source import DataSource
 from training.backend import Backend
+from training.errors import UsageError
+from training.files import check_folder_writable, folder_at, is_url
 from training.initial_weights import InitialWeights, place_trained, printer
 from training.logs.bad_images import BadImages
 from training.logs.figures import drawing, pyplot, save_figure
@@ -138,6 +140,16 @@ PER_CLASS, CONFUSION, PICTURE = "per_class.csv", "confusion.csv", "confusion.png
 _LARGEST_MATRIX = 50
 """The most classes whose names can be read along a confusion matrix."""
 _NAME_LENGTH = 24
+
+
+def report_folder(run: Run) -> Path:
+    """Return the folder of ``--eval_report``. Raises UsageError if it cannot be written to."""
+    assert run.config.use.eval_report is not None
+    folder = folder_at(run.config.use.eval_report)
+    if is_url(folder):
+        raise UsageError(f"--eval_report {folder}: give a folder of this machine")
+    check_folder_writable(folder, "--eval_report")
+    return folder
 
 
 def write_report(

@@ -1,5 +1,5 @@
-"""Evaluations of a backbone by its frozen features, alone and in training: k-NN, linear probes, and
-the effective rank (``rank.py``), which needs no labels.
+"""Evaluations of a backbone by its frozen features: k-NN, linear probes, and the effective rank
+(``rank.py``), which needs no labels.
 
 The features of all training and validation images are computed on the devices, once for all three.
 Each process then has those of the images that it has loaded, on its host.
@@ -7,12 +7,9 @@ Each process then has those of the images that it has loaded, on its host.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import json
 import math
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -20,21 +17,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from data.source import DataSource
-from training.backend import Backend, data_errors_as_usage_errors
-from training.errors import BAD_IMAGES, UsageError
-from training.evaluation.evaluate import open_trained
-from training.evaluation.features import CLASS, MEAN, Features, open_plainly
+from training.evaluation.features import CLASS, MEAN, Features
 from training.evaluation.rank import MOST_IMAGES, FeatureRank, rank
-from training.initial_weights import InitialWeights, fit_backbone
 from training.logs.bad_images import TRAIN, VAL, BadImages
 from training.logs.figures import spread
 from training.logs.records import KNN, PROBE, RANK
-from training.loop import Hook, Session, last_epoch
 from training.processes import exchange
-from training.resolve import Run
-from training.schedule import Position
-from training.weights import Weights
 
 
 @dataclass(frozen=True)
@@ -89,21 +77,23 @@ class ProbeAccuracy:
         )
 
 
-Result = KnnAccuracy | ProbeAccuracy | FeatureRank
-"""What an evaluation finds: ``values`` has its figures, none if no image could be read."""
-
-
 class Labelled(NamedTuple):
-    """Images of a split, those of this process: features and labels on the host."""
+    """Images of a split, or patches of images, those of this process: features and labels on the
+    host."""
 
     numbers: torch.Tensor
-    """The place of each in the split, int64."""
+    """The place of each among all, int64."""
     features: torch.Tensor
     """(images, width), fp32."""
     labels: torch.Tensor
-    """int64."""
+    """(images,), int64; of patches (patches, pixels), int16, below 0 where a pixel has none."""
     images: int
-    """How many the split has, over all processes, with those that cannot be read."""
+    """How many there are, over all processes, with those that cannot be read."""
+
+
+OfImages = KnnAccuracy | ProbeAccuracy | FeatureRank
+"""What an evaluation by features of images finds: ``values`` has its figures, none if no image
+could be read."""
 
 
 def measure(
@@ -112,7 +102,7 @@ def measure(
     bad_images: BadImages,
     say: Callable[[str], None],
     part_done: Callable[[], bool | None] = lambda: None,
-) -> list[Result] | None:
+) -> list[OfImages] | None:
     """Return what is found ``by`` KNN, PROBE and RANK, of class tokens, or else means of patches;
     None if ``part_done``, called after each batch and part, returned True. All processes must call
     this. RANK alone reads no more training images than it needs, and no others."""
@@ -143,22 +133,14 @@ def measure(
         by_split.append(Labelled(place, torch.cat(values), labels, len(images)))
         bad_images.collect(split, loader, say)
     train, val = by_split[0], by_split[-1]
-    results: list[Result | None] = []
+    results: list[OfImages | None] = []
     if RANK in by:
         results.append(rank(train.features[torch.isin(train.numbers, torch.tensor(chosen))]))
     if KNN in by:
         results.append(knn(train, val, part_done))
     if PROBE in by and None not in results:
         results.append(probe(train, val, features.run.config.seed, part_done))
-    return None if None in results else cast(list[Result], results)
-
-
-def _counts(train: Labelled, val: Labelled) -> tuple[list[tuple[int, int]], int]:
-    """Return how many images of both each process has, and how many classes those of ``train`` are
-    of: one more than their largest label. All processes must call it."""
-    largest = int(train.labels.max()) if len(train.labels) else -1
-    counts = exchange.gather([len(train.labels), len(val.labels), largest])
-    return [(trained, asked) for trained, asked, _ in counts], 1 + max(n for *_, n in counts)
+    return None if None in results else cast(list[OfImages], results)
 
 
 # -- k-NN: how well the nearest training images name a validation image's class --------------------
@@ -178,22 +160,41 @@ def knn(
 ) -> KnnAccuracy | None:
     """Return how many of the ``queries`` of all processes their neighbors among the ``bank`` of all
     name right; None if ``part_done``, called after each part, returns True. All must call it."""
-    sizes, classes = _counts(bank, queries)
-    in_bank, asked = map(sum, zip(*sizes, strict=True))
+    in_bank, asked = total(len(bank.labels)), total(len(queries.labels))
     if not in_bank or not asked:
         return KnnAccuracy({}, asked, in_bank)
     ks = [*dict.fromkeys(min(k, in_bank) for k in NEIGHBORS)]
-    most, here = ks[-1], min(ks[-1], len(bank.features))
-    part = max(1, _SIMILARITIES // max(trained for trained, _ in sizes))
-    lengths = bank.features.norm(dim=1).clamp(min=1e-12)
     right = torch.zeros(len(ks), dtype=torch.int64)
+    for part in votes(bank, queries.features, ks, count_classes(bank)):
+        if part:
+            start, part_votes = part
+            labels = queries.labels[start : start + part_votes.shape[1]]
+            right += (part_votes.argmax(dim=-1) == labels).sum(dim=1)
+        if part_done():
+            return None
+    accuracy = {k: 100 * n / asked for k, n in zip(ks, sum_of(right).tolist(), strict=True)}
+    return KnnAccuracy(accuracy, asked, in_bank)
+
+
+def votes(
+    bank: Labelled, queries: torch.Tensor, ks: Sequence[int], classes: int
+) -> Iterator[tuple[int, torch.Tensor] | None]:
+    """Yield how the nearest k of the ``bank`` of all processes vote on this process's ``queries``,
+    (queries, width), part by part: the first query of a part, and the weights of the votes, (ks,
+    queries, classes), for each of ``ks``, which ascend, each at most the size of the bank. None
+    stands for a part of another process's queries. All processes must consume all of it."""
+    sizes = exchange.gather([len(bank.labels), len(queries)])
+    most, here = ks[-1], min(ks[-1], len(bank.features))
+    in_memory = max(classes * len(ks), *(in_bank for in_bank, _ in sizes))
+    part = max(1, _SIMILARITIES // in_memory)
+    lengths = bank.features.norm(dim=1).clamp(min=1e-12)
     for owner, (_, count) in enumerate(sizes):
         is_mine = owner == exchange.rank()
         for start in range(0, count, part):
             # Some queries of the owner, of length 1, to all processes.
             chunk = torch.empty(min(part, count - start), bank.features.shape[1])
             if is_mine:
-                chunk = F.normalize(queries.features[start : start + part], dim=1)
+                chunk = F.normalize(queries[start : start + part], dim=1)
             if len(sizes) > 1:
                 dist.broadcast(chunk, owner)
 
@@ -209,20 +210,14 @@ def knn(
                 if is_mine:
                     near, places = torch.cat(lists[0], dim=1).topk(most)
                     labels = torch.cat(lists[1], dim=1).gather(1, places)
-
-            if is_mine:  # the votes of the first k, for each k
-                weights = (near / TEMPERATURE).exp()
-                votes, counted = torch.zeros(len(labels), classes), 0
-                for place, k in enumerate(ks):
-                    votes.scatter_add_(1, labels[:, counted:k], weights[:, counted:k])
-                    counted = k
-                    named = votes.argmax(dim=1)
-                    right[place] += (named == queries.labels[start : start + part]).sum()
-            if part_done():
-                return None
-    totals = torch.tensor(exchange.gather(right.tolist())).sum(dim=0).tolist()
-    accuracy = {k: 100 * n / asked for k, n in zip(ks, totals, strict=True)}
-    return KnnAccuracy(accuracy, asked, in_bank)
+            if not is_mine:
+                yield None
+                continue
+            weights = (near / TEMPERATURE).exp()
+            by_k = torch.zeros(len(ks), len(chunk), classes)
+            for k, its_votes in zip(ks, by_k, strict=True):
+                its_votes.scatter_add_(1, labels[:, :k], weights[:, :k])
+            yield start, by_k
 
 
 # -- Linear probes: how well one linear layer distinguishes the classes ----------------------------
@@ -264,24 +259,49 @@ def probe(
     """Train probes on the ``train`` images of all processes, and measure them on those of ``val``;
     None if ``part_done``, called after each step, returns True. All processes must call it. The
     seed and the images alone decide the batches."""
-    sizes, classes = _counts(train, val)
-    seen, asked = map(sum, zip(*sizes, strict=True))
+    seen, asked = total(len(train.labels)), total(len(val.labels))
     if not seen or not asked:
         return ProbeAccuracy({}, asked, seen)
+    probes = train_probes(train, count_classes(train), seed, part_done)
+    if probes is None:
+        return None
+    right = torch.zeros(len(RATES))
+    for x, labels in zip(val.features.split(BATCH_SIZE), val.labels.split(BATCH_SIZE), strict=True):
+        logits = probes.logits(x)
+        is_right = (logits.argmax(dim=-1) == labels) & logits.isfinite().all(dim=-1)
+        right += is_right.sum(dim=1)
+    top1 = (100 * sum_of(right.double()) / asked).tolist()
+    return ProbeAccuracy(dict(zip(RATES, top1, strict=True)), asked, seen)
 
-    # Standardize: a feature that is the same for all images stays 0.
-    parts = train.features.split(2**14)  # in fp64, part by part
-    zeros = torch.zeros(train.features.shape[1], dtype=torch.float64)
-    mean = _sum(sum((x.double().sum(dim=0) for x in parts), start=zeros)) / seen
-    squares = ((x.double() - mean).square().sum(dim=0) for x in parts)
-    variance = _sum(sum(squares, start=zeros)) / seen
-    scale = torch.where(variance > 0, variance, 1.0).rsqrt().float()
-    mean = mean.float()
 
+class Probes(NamedTuple):
+    """Linear layers on standardized features, one for each of ``RATES``."""
+
+    mean: torch.Tensor
+    """(width,)."""
+    scale: torch.Tensor
+    """One over the deviation, (width,)."""
+    weights: torch.Tensor
+    """(rates, width + 1, classes); the last row is the bias."""
+
+    def standardized(self, features: torch.Tensor) -> torch.Tensor:
+        """Return what the layers see of features, (rows, width): (rows, width + 1), with a 1 at the
+        end."""
+        return F.pad((features - self.mean) * self.scale, (0, 1), value=1.0)
+
+    def logits(self, features: torch.Tensor) -> torch.Tensor:
+        """Return (rates, rows, classes) of features, (rows, width)."""
+        return torch.matmul(self.standardized(features), self.weights)
+
+
+def train_probes(
+    train: Labelled, classes: int, seed: int, part_done: Callable[[], bool | None]
+) -> Probes | None:
+    """Train probes on the features of all processes, to minimize the mean cross-entropy over their
+    labels; None if ``part_done``, called after each step, returns True."""
+    probes = _new_probes(train, classes)
+    weights, velocity = probes.weights, torch.zeros_like(probes.weights)
     rates = torch.tensor(RATES)[:, None, None]
-    # The last row is the bias: features have a 1 at the end.
-    weights = torch.zeros(len(RATES), train.features.shape[1] + 1, classes)
-    velocity = torch.zeros_like(weights)
     place_of = torch.full((train.images,), -1)  # in this process, by the image's number
     place_of[train.numbers] = torch.arange(len(train.numbers))
     size, steps = batches_of(train.images)
@@ -292,114 +312,58 @@ def probe(
             order = epoch_order(seed, epoch, train.images)
         places = place_of[order[index * size : (index + 1) * size]]
         places = places[places >= 0]
-        x = F.pad((train.features[places] - mean) * scale, (0, 1), value=1.0)
+        x = probes.standardized(train.features[places])
+        targets = shares(train.labels[places], classes)
         # The gradient of the sum of the cross-entropies, of all probes at once.
         wrong = torch.matmul(x, weights).softmax(dim=-1)
-        wrong[:, torch.arange(len(places)), train.labels[places]] -= 1.0
-        gradient = _sum(torch.matmul(x.T, wrong))
-        count = _sum(torch.tensor([float(len(places))]))
-        velocity = MOMENTUM * velocity + gradient / count.clamp(min=1.0)
+        wrong = wrong * targets.sum(dim=1, keepdim=True) - targets
+        gradient = sum_of(torch.matmul(x.T, wrong))
+        weight = sum_of(targets.sum()[None])
+        velocity = MOMENTUM * velocity + gradient / weight.clamp(min=1e-12)
         weights -= rates * 0.5 * (1 + math.cos(math.pi * step / steps)) * velocity
         if part_done():
             return None
-
-    right = torch.zeros(len(RATES))
-    for start in range(0, len(val.labels), size):
-        x = F.pad((val.features[start : start + size] - mean) * scale, (0, 1), value=1.0)
-        logits, labels = torch.matmul(x, weights), val.labels[start : start + size]
-        is_right = (logits.argmax(dim=-1) == labels) & logits.isfinite().all(dim=-1)
-        right += is_right.sum(dim=1)
-    top1 = (100 * _sum(right.double()) / asked).tolist()
-    return ProbeAccuracy(dict(zip(RATES, top1, strict=True)), asked, seen)
+    return probes
 
 
-def _sum(values: torch.Tensor) -> torch.Tensor:
-    """Return the sum over all processes."""
+def _new_probes(train: Labelled, classes: int) -> Probes:
+    """Return probes of zeros, which standardize by the training features of all processes: one that
+    is the same for all images stays 0."""
+    parts = train.features.split(2**14)  # in fp64, part by part
+    zeros = torch.zeros(train.features.shape[1], dtype=torch.float64)
+    count = total(len(train.features))
+    mean = sum_of(sum((x.double().sum(dim=0) for x in parts), start=zeros)) / count
+    squares = ((x.double() - mean).square().sum(dim=0) for x in parts)
+    variance = sum_of(sum(squares, start=zeros)) / count
+    scale = torch.where(variance > 0, variance, 1.0).rsqrt().float()
+    return Probes(mean.float(), scale, torch.zeros(len(RATES), len(mean) + 1, classes))
+
+
+def shares(labels: torch.Tensor, classes: int) -> torch.Tensor:
+    """Return the share of each class in the labels of each row, (rows,) or (rows, pixels): (rows,
+    classes), fp32. Labels below 0 are of no class."""
+    labels = (labels[:, None] if labels.dim() == 1 else labels).long()
+    counts = torch.zeros(len(labels), classes + 1)  # the first column: no class
+    counts.scatter_add_(1, labels.clamp(min=-1) + 1, torch.ones(labels.shape))
+    return counts[:, 1:] / labels.shape[1]
+
+
+# -- Over all processes ----------------------------------------------------------------------------
+
+
+def sum_of(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum over all processes; all must call it."""
     if exchange.count() > 1:
         dist.all_reduce(values)
     return values
 
 
-# -- --eval_only, with --knn, --probe or --rank ----------------------------------------------------
+def total(count: int) -> int:
+    """Return the sum of all processes' counts; all must call it."""
+    return sum(exchange.gather(count))
 
 
-def prepare_frozen(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
-    """Return the run with its data, and the body of every process. Raises UsageError."""
-    use = run.config.use
-    data = open_plainly(run, labels=use.knn or use.probe)
-    initial = fit_backbone(weights, run, data.classes)
-    return run, functools.partial(_evaluate, weights, initial, data)
-
-
-@data_errors_as_usage_errors()
-def _evaluate(
-    weights: Weights, initial: InitialWeights | None, data: DataSource, run: Run, backend: Backend
-) -> None:
-    use = run.config.use
-    model, bad_images, say = open_trained(weights, initial, data, run, backend)
-    features = Features(model, run, backend, data)
-    say("computing features ...")
-    asked_for = {RANK: use.rank, KNN: use.knn, PROBE: use.probe}
-    by = [name for name, asked in asked_for.items() if asked]
-    results = measure(features, by, bad_images, say)
-    assert results is not None  # nothing stops it
-    bad_images.check()
-    if not all(result.values for result in results):
-        raise UsageError(f"no image of {data.name} can be read", agreed=True)
-    for result in results:
-        say(str(result))
-    if backend.is_main and use.json:
-        print(json.dumps({k: v for result in results for k, v in result.values.items()}))
-
-
-# -- --knn_every, --probe_every and --rank_every ---------------------------------------------------
-
-
-@dataclass
-class FrozenEvaluations(Hook):
-    """Evaluates the model, or its EMA if there is one, after so many steps, and after the last."""
-
-    session: Session
-    features: Features
-    done: Mapping[str, Collection[int]]
-    """By KNN, PROBE and RANK, the steps after which the run's folder has such an evaluation."""
-    _is_first: bool = field(default=True, init=False)
-
-    def reached(self, at: Position) -> None:
-        session, config = self.session, self.session.config
-        log = config.log
-        intervals = {RANK: log.rank_every, KNN: log.knn_every, PROBE: log.probe_every}
-        is_last = at.step >= session.last_step
-        due = [
-            name
-            for name, interval in intervals.items()
-            if interval and at.step and (at.step % interval == 0 or is_last)
-            if at.step not in self.done[name]
-        ]
-        if not due:
-            return
-
-        def part_done() -> bool:
-            if not self._is_first:
-                session.watchdog.alive()
-            return session.stop.due()
-
-        weights = session.backend.ema_weights if config.averages else contextlib.nullcontext
-        with (
-            weights(),
-            session.first_run("evaluation of features", self._is_first),
-            session.reports.events.span("eval"),
-        ):
-            say, bad_images = session.reports.say, session.bad_images
-            results = measure(self.features, due, bad_images, say, part_done)
-        self._is_first = False
-        session.watchdog.alive()
-        if results is None:
-            return
-        if bad_images.excess:
-            session.stop.exit_code = BAD_IMAGES
-            return
-        for result in results:
-            text = str(result) if result.values else ""
-            session.reports.record_evaluation(at.step, last_epoch(at), result.values, text)
-        session.timer.restart()
+def count_classes(train: Labelled) -> int:
+    """Return how many classes there are: one more than the largest label of all processes. All must
+    call it."""
+    return 1 + max(exchange.gather(int(train.labels.max()) if len(train.labels) else -1))

@@ -26,9 +26,10 @@ from training.evaluation.evaluate import (
     TOP,
     evaluate,
     open_trained,
+    report_folder,
     write_report,
 )
-from training.files import check_folder_writable, folder_at, is_url
+from training.files import folder_at
 from training.logs.bad_images import VAL
 from training.logs.sinks import as_json
 from training.mesh import Mesh
@@ -145,10 +146,7 @@ def predict_images(config: RunConfig, weights: Weights) -> None:
 def prepare_evaluation(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
     """Return the run with its data, and the body of every process. Raises UsageError."""
     if run.config.use.eval_report:
-        folder = folder_at(run.config.use.eval_report)
-        if is_url(folder):
-            raise UsageError(f"--eval_report {folder}: give a folder of this machine")
-        check_folder_writable(folder, "--eval_report")
+        report_folder(run)
     labels = run.config.objective.uses_labels
     data = open_data(dataset_request(run, with_train=False, labels=labels))
     check_same_classes(weights.classes_among(data.classes), weights.path, data, run)

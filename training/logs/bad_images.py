@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from data.files import no_link, regular
-from data.loader import BatchLoader
+from data.loader import BadImage
 from data.source import DataSource
 from training.errors import UsageError
 from training.logs.records import Evaluation
@@ -22,6 +23,13 @@ _SEPARATOR = "\t"
 _MOST_LOGGED = 20  # images found since the last log step
 TRAIN, VAL = "train", "val"
 _SPLIT_NAMES = {TRAIN: "training", VAL: "validation"}
+
+
+class Reader(Protocol):
+    """What reads images, such as a loader."""
+
+    def bad_images(self) -> list[BadImage]:
+        """Return the images that could not be read, of those since the last call."""
 
 
 class BadImages:
@@ -81,11 +89,11 @@ class BadImages:
         if excess := self.excess:
             raise UsageError(f"{excess}{advice}", agreed=True)
 
-    def collect(self, split: str, loader: BatchLoader, say: Callable[[str], None]) -> None:
-        """List and log the images that the loader of ``split`` has found since the last call. All
+    def collect(self, split: str, reader: Reader, say: Callable[[str], None]) -> None:
+        """List and log the images that a reader of ``split`` has found since the last call. All
         processes must call this."""
         new: dict[str, str] = {}
-        for part in exchange.gather(loader.bad_images()):
+        for part in exchange.gather(reader.bad_images()):
             for path, reason, label in part:
                 self._labels[split][path] = label
                 if path not in self._listed:

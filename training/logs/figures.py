@@ -58,6 +58,7 @@ _PANELS = {
         "val_knn_10": "k-NN, k 10",
         "val_knn_200": "k-NN, k 200",
         "val_probe": "linear probe",
+        "val_segment_miou": "segmentation, mIoU",
     },
     "Gradients": {"grad_norm": "norm before clipping"},
     "Throughput": {"images_per_s": "images/s"},
@@ -87,7 +88,8 @@ def plot_curves(records: list[dict[str, Any]], path: Path, objective: str = "cla
     """Draw loss, learning rate, accuracy (where there is none, gradients) and throughput of a run's
     records over steps; and signs of a collapse, where these were measured."""
     measured = {name for record in records for name in record}
-    has_accuracy = objective == "classify" or measured & {"val_knn_10", "val_probe"}
+    of_features = {"val_knn_10", "val_probe", "val_segment_miou"}
+    has_accuracy = objective == "classify" or measured & of_features
     left_out = {"Gradients" if has_accuracy else "Validation accuracy"}
     left_out |= {title for title in _IF_MEASURED if not measured & _PANELS[title].keys()}
     titles = [title for title in _PANELS if title not in left_out]

@@ -43,7 +43,7 @@ class History:
     evaluated: dict[int, str | None]
     """By step, the figure of each evaluation that was finite; None of one of no image."""
     frozen: Mapping[str, Collection[int]]
-    """By ``records.FROZEN``, the steps of the evaluations by frozen features."""
+    """By each of ``records.FROZEN``, the steps of the evaluations by frozen features."""
     best: Path | None = None
     """The checkpoint of the best evaluation, if there is one."""
     best_score: float = -math.inf

@@ -68,8 +68,13 @@ class Evaluation:
         )
 
 
-KNN, PROBE, RANK = "knn", "probe", "rank"
-FROZEN = {KNN: f"val_{KNN}", PROBE: f"val_{PROBE}", RANK: f"train_{RANK}"}
+KNN, PROBE, RANK, SEGMENT = "knn", "probe", "rank", "segment"
+FROZEN = {
+    RANK: f"train_{RANK}",
+    KNN: f"val_{KNN}",
+    PROBE: f"val_{PROBE}",
+    SEGMENT: f"val_{SEGMENT}",
+}
 """The evaluations by frozen features, with what the names of their figures start with."""
 
 
@@ -200,7 +205,7 @@ def evaluations(records: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
 
 
 def frozen_steps(records: list[dict[str, Any]]) -> dict[str, set[int]]:
-    """Return the steps of the evaluations by frozen features, by KNN, PROBE and RANK."""
+    """Return the steps of the evaluations by frozen features, by each of ``FROZEN``."""
     return {
         kind: {
             record["step"] for record in records if any(name.startswith(start) for name in record)

@@ -452,4 +452,5 @@ def test_frequencies_that_are_learned_are_of_one_size(capsys, tmp_path):
 def test_there_is_no_loss_to_evaluate(on_gpu, capsys):
     words = ["--eval_only", "--resume", str(on_gpu.ckpt_dir), "--backend", "cuda"]
     line = told_in_one_line(capsys, *words)
-    assert "--eval_only of --objective dino requires --knn, --probe or --rank" in line
+    asked = "requires --knn, --probe, --rank or --segment_probe"
+    assert f"--eval_only of --objective dino {asked}" in line

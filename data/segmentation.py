@@ -1,0 +1,252 @@
+"""Images with masks, which have the class of each pixel, for ``--segment_probe``.
+
+``open_masked`` opens the folder ``--segment_dir``, in one of several layouts, or without it makes
+the masks of mosaics. What a model sees of the images are windows (``data/windows.py``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+import xxhash
+from PIL import Image
+from torchvision.datasets.folder import IMG_EXTENSIONS
+from torchvision.transforms import v2
+from torchvision.transforms.v2.functional import pil_to_tensor
+
+from data.buckets import image_sizes
+from data.decode import read_mask
+from data.digits import CLASSES, MosaicsSplit, open_mosaics
+from data.files import (
+    BrokenImageError,
+    DataFolderError,
+    find_files,
+    first_of,
+    is_url,
+    read_bytes,
+)
+from data.image_folder import FolderSplit
+from data.index import FolderIndex, Strings, class_folders, index_split
+from data.source import DatasetRequest, DataSource
+from data.tables import open_masks
+from data.transforms import ImageSplit, transforms_of
+from data.windows import WindowSplit
+
+IGNORED = -1
+"""The label of a pixel that counts for nothing."""
+LABELS = 4096
+"""How many labels a mask may have, from 0 on: more are numbers of objects, not of classes."""
+
+# -- images and masks in files or tables -----------------------------------------------
+
+
+class StoredWindows(WindowSplit):
+    """Windows of images that are stored as files or in a table, as their masks are."""
+
+    def __init__(
+        self, request: DatasetRequest, images: ImageSplit, masks: ImageSplit, ignored: Sequence[int]
+    ) -> None:
+        """``masks``: as many as ``images``, in the same order. ``ignored``: the labels that count
+        for nothing."""
+        # A table is read row group by row group, by one thread.
+        self.reading_threads = 16 if isinstance(masks, FolderSplit) else 1
+        super().__init__(request, images.name, image_sizes(images, self.reading_threads))
+        self._images, self._masks, self._ignored = images, masks, np.array(ignored)
+        self._mode = v2.InterpolationMode(request.config.preprocessing.interpolation_of_val)
+        self._last: tuple[int, torch.Tensor] | None = None
+
+    def name_of(self, number: int) -> str:
+        return self._images.name_of(self.image_of(number))
+
+    def picture(self, image: int) -> torch.Tensor:
+        if self._last and self._last[0] == image:  # another window of it was read before
+            return self._last[1]
+        pixels = Image.fromarray(self._images.open(image).pixels())
+        sides = self.scaled[image].tolist()
+        resized = pil_to_tensor(v2.functional.resize(pixels, sides, self._mode))
+        if self.request.channels == 1:
+            resized = v2.functional.rgb_to_grayscale(resized)
+        self._last = image, resized
+        return resized
+
+    def mask(self, image: int) -> np.ndarray:
+        try:
+            labels = read_mask(self._masks.read(image))
+            height, width = self.sizes[image].tolist()
+            if labels.shape != (height, width):
+                rows, columns = labels.shape
+                raise BrokenImageError(
+                    f"it has {columns} x {rows} pixels, its image {width} x {height}"
+                )
+            labels = np.where(np.isin(labels, self._ignored), IGNORED, labels)
+            if labels.max() >= LABELS:
+                raise BrokenImageError(
+                    f"it has the label {labels.max()}: classes are numbered up to {LABELS - 1}, "
+                    "and --segment_ignore names other labels"
+                )
+        except BrokenImageError as error:
+            raise BrokenImageError(f"its mask {self._masks.name_of(image)}: {error}") from None
+        return labels.astype(np.int16)
+
+    def digest(self) -> str:
+        content = f"{self._images.digest()} {self._masks.digest()}".encode()
+        return xxhash.xxh3_64(content + self.sizes.tobytes()).hexdigest()
+
+
+class MosaicWindows(WindowSplit):
+    """Mosaics, which have the model's size, and their masks."""
+
+    dtype = torch.float32
+
+    def __init__(self, mosaics: MosaicsSplit) -> None:
+        size = np.array(mosaics.request.size)
+        super().__init__(mosaics.request, mosaics.name, np.tile(size, (len(mosaics), 1)))
+        self._mosaics = mosaics
+
+    def picture(self, image: int) -> torch.Tensor:
+        return self._mosaics.make(image, 0, image)
+
+    def mask(self, image: int) -> np.ndarray:
+        return self._mosaics.mask(image)
+
+    def digest(self) -> str:
+        return self._mosaics.digest()
+
+
+class MaskedSource(DataSource):
+    """Images with masks; its splits are their windows."""
+
+    splits: Mapping[str, WindowSplit]
+
+    def __init__(
+        self, name: str, splits: Mapping[str, WindowSplit], class_names: Sequence[str] = ()
+    ) -> None:
+        """``class_names``: by label; there may be fewer than labels."""
+        super().__init__(name, splits)
+        self.class_names = list(class_names)
+        self.train_length, self.val_length = (splits[split].images for split in ("train", "val"))
+
+
+def open_masked(request: DatasetRequest) -> MaskedSource:
+    """Open the images and masks of ``--segment_dir``, or without it mosaics with theirs. Raises
+    DataFolderError."""
+    config, root = request.config, request.config.segment_dir
+    if len(request.size) != 2:
+        raise DataFolderError("masks are of images, and the model takes volumes")
+    request = replace(request, labels=False, augment=False, crops=None)
+    if root is None:
+        mosaics = open_mosaics(request)
+        windows = {name: MosaicWindows(split) for name, split in mosaics.splits.items()}  # type: ignore[arg-type]
+        return MaskedSource("mosaics of digits with masks", windows, CLASSES)
+    config = replace(config, data_dir=root, data_source="folder", labels=None)
+    request = replace(request, config=config)
+    splits = {}
+    for name in ("train", "val"):
+        images, masks = _find_split(request, name)
+        splits[name] = StoredWindows(request, images, masks, config.ignored_labels)
+    return MaskedSource(root, splits, _class_names(root))
+
+
+_NAMES = "classes.txt"
+"""A file in ``--segment_dir`` with the names of the classes by label, one a line."""
+
+
+def _class_names(root: str) -> list[str]:
+    try:
+        text = read_bytes(os.path.join(root, _NAMES)).decode("utf-8-sig")
+    except BrokenImageError:  # it is optional
+        return []
+    except UnicodeDecodeError:
+        raise DataFolderError(f"{os.path.join(root, _NAMES)} is not UTF-8 text") from None
+    return [line.strip() for line in text.splitlines()]
+
+
+# -- the layouts -----------------------------------------------------------------------
+
+
+_ADE20K = {"train": ("training", "train"), "val": ("validation", "val")}
+"""The names of a split's folders below images/ and annotations/."""
+_PAIRED = tuple(suffix for suffix in IMG_EXTENSIONS if suffix != ".png")
+"""Images that are beside their masks, which are PNGs."""
+
+
+def _find_split(request: DatasetRequest, name: str) -> tuple[ImageSplit, ImageSplit]:
+    """Return the images of a split, and their masks in the same order. Raises DataFolderError."""
+    root = request.config.data_dir
+    folders = class_folders(root, "")
+    if folders is None:
+        raise DataFolderError(f"--segment_dir {root} is not a folder")
+    if {"images", "annotations"} <= {*folders}:
+        inside = [class_folders(root, top) or [] for top in ("images", "annotations")]
+        split = next((s for s in _ADE20K[name] if all(s in names for names in inside)), None)
+        if split is None:
+            either = " or ".join(_ADE20K[name])
+            raise DataFolderError(
+                f"{root} has images/ and annotations/, but not {either} in both of them"
+            )
+        tops = [os.path.join(root, top, split) for top in ("images", "annotations")]
+        paths = _matched(_by_stem(tops[0], IMG_EXTENSIONS), _by_stem(tops[1], (".png",)), tops[1])
+    elif {"JPEGImages", "SegmentationClass"} <= {*folders}:
+        paths = _listed(root, name)
+    elif any(path.endswith(".parquet") for path in find_files(root)):
+        return open_masks(request, name, transforms_of(request)[name])
+    elif {"train", "val"} <= {*folders}:
+        top = os.path.join(root, name)
+        paths = _matched(_by_stem(top, _PAIRED), _by_stem(top, (".png",)), top)
+    else:
+        raise DataFolderError(
+            f"--segment_dir {root} holds no images with masks: give a folder with images/ and "
+            "annotations/ (ADE20K), with JPEGImages/ and SegmentationClass/ (VOC), with train/ and "
+            "val/ of name.jpg beside name.png, or with parquet files"
+        )
+    labels = np.zeros(len(paths), np.int32)
+    transform = transforms_of(request)[name]
+    images, masks = (
+        FolderSplit(request, name, transform, FolderIndex(None, Strings.of(column), labels))
+        for column in zip(*paths, strict=True)
+    )
+    return images, masks
+
+
+def _by_stem(top: str, suffixes: tuple[str, ...]) -> dict[str, str]:
+    """Return the paths of the files in a folder and below by what they are there without their
+    suffix, sorted. Raises DataFolderError if there are none."""
+    paths = index_split(top, suffixes, labels=False).paths
+    return {os.path.splitext(path[len(top) :])[0]: path for path in paths}
+
+
+def _matched(images: dict[str, str], masks: dict[str, str], where: str) -> list[tuple[str, str]]:
+    """Return the path of each image and of its mask. Raises DataFolderError if one has none."""
+    if missing := [path for stem, path in images.items() if stem not in masks]:
+        raise DataFolderError(
+            f"{len(missing):,} of {len(images):,} images have no mask in {where}: "
+            f"{first_of(missing)}; add a .png of the same name for each, or remove them"
+        )
+    return [(path, masks[stem]) for stem, path in images.items()]
+
+
+def _listed(root: str, name: str) -> list[tuple[str, str]]:
+    """Return the paths of the images and masks that a list of VOC names. Raises
+    DataFolderError."""
+    path = os.path.join(root, "ImageSets", "Segmentation", f"{name}.txt")
+    try:
+        names = read_bytes(path).decode(errors="surrogateescape").split()
+    except BrokenImageError as error:
+        raise DataFolderError(f"{path}, the list of images, cannot be read: {error}") from None
+    pairs = [
+        (
+            os.path.join(root, "JPEGImages", f"{stem}.jpg"),
+            os.path.join(root, "SegmentationClass", f"{stem}.png"),
+        )
+        for stem in names
+    ]
+    missing = [] if is_url(root) else [p for p in itertools.chain(*pairs) if not os.path.exists(p)]
+    if missing or not pairs:
+        what = f"names files that are missing: {first_of(missing)}" if missing else "is empty"
+        raise DataFolderError(f"{path} {what}")
+    return pairs

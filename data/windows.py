@@ -1,0 +1,134 @@
+"""Windows of images: parts of a model's size, of which each process gets all of an image.
+
+An image is resized until it just covers a window. In training there is one window at a random
+place, in validation as many as cover the image, which overlap.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from data.loader import PADDING, GlobalBatchSampler, Key
+from data.source import DatasetRequest, Split
+
+
+class WindowSplit(Split):
+    """Windows of the images of one split: one of each image of "train", in validation all, those of
+    an image one after another, row by row."""
+
+    reading_threads = 1
+    """How many threads may read masks at a time."""
+
+    def __init__(self, request: DatasetRequest, name: str, sizes: np.ndarray) -> None:
+        """``sizes``: height and width in pixels of each image, (images, 2)."""
+        self.sizes, window = sizes, np.array(request.size)
+        # One side is as long as the window's, the other at least as long.
+        by = (np.maximum(sizes, 1) / window).min(axis=1, keepdims=True)
+        self.scaled = np.maximum(np.rint(sizes / by).astype(np.int64), window)
+        """Height and width of each image that is resized to cover a window."""
+        # Windows start at every two thirds of a side, as in DINOv2's evaluation.
+        self._strides = np.maximum(window * 2 // 3, 1)
+        counts = np.ones(len(sizes), np.int64)
+        if name != "train":
+            counts = (-(-(self.scaled - window) // self._strides) + 1).prod(axis=1)
+        self.counts = counts
+        """How many windows each image has."""
+        self._ends = np.cumsum(counts)
+        super().__init__(request, name, range(int(counts.sum())))
+
+    @property
+    def images(self) -> int:
+        """Return how many images the windows are of."""
+        return len(self.sizes)
+
+    def image_of(self, window: int) -> int:
+        """Return the number of the image that a window is of."""
+        return int(np.searchsorted(self._ends, window, side="right"))
+
+    def windows_of(self, image: int) -> range:
+        """Return the numbers of an image's windows."""
+        return range(int(self._ends[image] - self.counts[image]), int(self._ends[image]))
+
+    def starts(self, image: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the first rows and the first columns of an image's windows, in the resized image:
+        there is a window at each pair of them."""
+        free = [int(n) for n in self.scaled[image] - self.request.size]
+        if self.name == "train":
+            drawn = np.random.default_rng((self.seed, image)).random(2)
+            top, left = (int(draw * (n + 1)) for draw, n in zip(drawn, free, strict=True))
+            return (top,), (left,)
+        rows, columns = (
+            tuple(min(start, n) for start in range(0, n + stride, stride))
+            for stride, n in zip(self._strides.tolist(), free, strict=True)
+        )
+        return rows, columns
+
+    def _start(self, window: int) -> tuple[int, int, int]:
+        """Return the image of a window, and its first row and column."""
+        image = self.image_of(window)
+        rows, columns = self.starts(image)
+        row, column = divmod(window - self.windows_of(image).start, len(columns))
+        return image, rows[row], columns[column]
+
+    def make(self, number: int, epoch: int, index: int) -> torch.Tensor:
+        image, top, left = self._start(number)
+        height, width = self.request.size
+        return self.picture(image)[:, top : top + height, left : left + width]
+
+    def picture(self, image: int) -> torch.Tensor:
+        """Return the resized image ``image``, (channels, height, width). Raises
+        BrokenImageError."""
+        raise NotImplementedError
+
+    def mask(self, image: int) -> np.ndarray:
+        """Return the labels of the pixels of the image ``image``, which is not resized: (height,
+        width), int16, some ``IGNORED``. Raises BrokenImageError."""
+        raise NotImplementedError
+
+    def mask_of_window(self, window: int, mask: np.ndarray) -> np.ndarray:
+        """Return the part of its image's mask that a window sees, resized like the image, but each
+        pixel the nearest one: (height, width), int16."""
+        image, *starts = self._start(window)
+        nearest = [
+            ((np.arange(start, start + side) + 0.5) * length / scaled).astype(np.int64)
+            for start, side, length, scaled in zip(
+                starts, self.request.size, mask.shape, self.scaled[image], strict=True
+            )
+        ]
+        return mask[np.ix_(*nearest)]
+
+    def sampler(self, batch_size: int, **how: Any) -> GlobalBatchSampler:
+        return WholeImageSampler(self.counts, batch_size, **how)
+
+
+class WholeImageSampler(GlobalBatchSampler):
+    """Gives all windows of an image to one process, one after another; padding fills up what other
+    processes have more of."""
+
+    def __init__(self, counts: np.ndarray, batch_size: int, **how: Any) -> None:
+        """``counts``: how many windows each image has. The others: see ``GlobalBatchSampler``."""
+        super().__init__(int(counts.sum()), batch_size, **how)
+        shards = batch_size // self.share
+        windows = np.zeros(shards, np.int64)
+        self._windows: list[range] = []
+        """This process's windows, image by image."""
+        for count, end in zip(counts.tolist(), np.cumsum(counts).tolist(), strict=True):
+            shard = int(windows.argmin())  # the process with the fewest so far
+            windows[shard] += count
+            if shard == self.shard:
+                self._windows.append(range(end - count, end))
+        self._batches = -(-int(windows.max()) // self.share)
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        padded = itertools.chain(*self._windows, itertools.repeat(PADDING))
+        keys = ((self.epoch, window) for window in padded)
+        batches = (list(itertools.islice(keys, self.share)) for _ in range(self._batches))
+        yield from itertools.islice(batches, self.first_batch, None)

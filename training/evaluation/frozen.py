@@ -1,0 +1,254 @@
+"""Evaluations of a backbone by its frozen features, alone (``--eval_only``) and in training.
+
+By features of images: k-NN, linear probes and the effective rank (``knn_and_probe.py``). By
+features of patches: segmentation, of a data set with masks (``segment.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import nn
+
+from data.segmentation import MaskedSource, open_masked
+from data.source import DataSource
+from training.backend import Backend, data_errors_as_usage_errors, dataset_request
+from training.config import LogConfig
+from training.errors import BAD_IMAGES, UsageError
+from training.evaluation import knn_and_probe, segment
+from training.evaluation.evaluate import open_trained, report_folder
+from training.evaluation.features import Features, open_plainly
+from training.evaluation.knn_and_probe import OfImages
+from training.evaluation.segment import Segmentation
+from training.initial_weights import InitialWeights, fit_backbone
+from training.logs.bad_images import BadImages
+from training.logs.records import FROZEN, KNN, PROBE, RANK, SEGMENT
+from training.loop import Hook, Session, last_epoch
+from training.processes import exchange
+from training.resolve import Run
+from training.schedule import Position
+from training.weights import Weights
+
+Result = OfImages | Segmentation
+
+
+class FrozenData(NamedTuple):
+    """What features are computed of."""
+
+    images: DataSource | None
+    """For KNN, PROBE and RANK: the run's images, without augmentation."""
+    masked: MaskedSource | None
+    """For SEGMENT."""
+
+    @property
+    def first(self) -> DataSource:
+        """Return the first of those that are there."""
+        first = self.images or self.masked
+        assert first is not None
+        return first
+
+
+@data_errors_as_usage_errors()
+def open_frozen(run: Run, kinds: Collection[str]) -> FrozenData:
+    """Open what evaluations of these ``kinds`` need. Raises UsageError."""
+    by_labels = bool({KNN, PROBE} & {*kinds})
+    images = open_plainly(run, labels=by_labels) if by_labels or RANK in kinds else None
+    masked = open_masked(dataset_request(run, augment=False)) if SEGMENT in kinds else None
+    return FrozenData(images, masked)
+
+
+# -- alone -----------------------------------------------------------------------------------------
+
+
+def prepare_frozen(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
+    """Return the run with its data, and the body of every process. Raises UsageError."""
+    use = run.config.use
+    folder = report_folder(run) if use.eval_report else None
+    asked = {RANK: use.rank, KNN: use.knn, PROBE: use.probe, SEGMENT: use.segment_probe}
+    kinds = [kind for kind in FROZEN if asked[kind]]
+    data = open_frozen(run, kinds)
+    initial = fit_backbone(weights, run, data.images.classes if data.images else None)
+    return run, functools.partial(_evaluate, weights, initial, data, kinds, folder)
+
+
+@data_errors_as_usage_errors()
+def _evaluate(
+    weights: Weights,
+    initial: InitialWeights | None,
+    data: FrozenData,
+    kinds: list[str],
+    folder: Path | None,
+    run: Run,
+    backend: Backend,
+) -> None:
+    use, results = run.config.use, list[Result]()
+    model, bad_images, say = open_trained(weights, initial, data.first, run, backend)
+    if data.images:
+        say("computing features ...")
+        features = Features(model, run, backend, data.images)
+        of_images = knn_and_probe.measure(features, kinds, bad_images, say)
+        assert of_images is not None  # nothing stops it
+        results += _checked(of_images, bad_images, f"no image of {data.images.name} can be read")
+    if data.masked:
+        if data.images:
+            bad_images = _open_masked(run, backend, data.masked, say)
+        features = Features(model, run, backend, data.masked)
+        picture = folder / segment.PICTURE if folder else None
+        of_patches = segment.measure(features, bad_images, say, picture=picture)
+        assert of_patches is not None
+        results += _checked([of_patches], bad_images, _nothing(data.masked))
+        if folder and backend.is_main:
+            _write_table(of_patches, data.masked, folder)
+    for result in results:
+        say(str(result))
+    if folder:
+        say(f"report on the classes: {folder}")
+    if backend.is_main and use.json:
+        print(json.dumps({k: v for result in results for k, v in result.values.items()}))
+
+
+def _open_masked(
+    run: Run, backend: Backend, masked: MaskedSource, say: Callable[[str], None]
+) -> BadImages:
+    """Return the unreadable images of a second source. Raises UsageError in all processes if it
+    differs from process to process."""
+    exchange.check_alike(run, masked)
+    say(f"data with masks: {masked}")
+    return BadImages(run.config.data.max_bad_images, masked, is_main=backend.is_main)
+
+
+def _nothing(masked: MaskedSource) -> str:
+    return (
+        f"{masked.name} has no image for training, or none for validation, that can be read and "
+        "whose mask has other labels than those of --segment_ignore"
+    )
+
+
+def _checked(results: Sequence[Result], bad_images: BadImages, nothing: str) -> Sequence[Result]:
+    """Return the results. Raises UsageError in all processes if too few images could be read;
+    ``nothing``: what to say if there are no figures."""
+    bad_images.check()
+    if not all(result.values for result in results):
+        raise UsageError(nothing, agreed=True)
+    return results
+
+
+def _write_table(result: Segmentation, masked: MaskedSource, folder: Path) -> None:
+    try:
+        segment.write_table(result, masked.class_names, folder)
+    except OSError as error:
+        raise UsageError(f"cannot write to --eval_report {folder}: {error.strerror}") from None
+
+
+# -- in training -----------------------------------------------------------------------------------
+
+Measure = Callable[[list[str], Callable[[], bool]], Sequence[Result] | None]
+"""Returns what evaluations of these kinds have found; None if what it calls after each batch and
+part has returned True."""
+
+
+def kinds_in_training(log: LogConfig) -> list[str]:
+    """Return the kinds of evaluations that a training makes."""
+    return [kind for kind, interval in _intervals(log).items() if interval]
+
+
+def _intervals(log: LogConfig) -> dict[str, int]:
+    return {
+        RANK: log.rank_every,
+        KNN: log.knn_every,
+        PROBE: log.probe_every,
+        SEGMENT: log.segment_probe_every,
+    }
+
+
+def frozen_evaluations(
+    session: Session,
+    run: Run,
+    model: nn.Module,
+    data: FrozenData,
+    done: Mapping[str, Collection[int]],
+) -> list[Hook]:
+    """Return the hooks of a training that evaluate features. Must be called before the first step
+    is recorded. ``done``: by each of ``FROZEN``, the steps after which the run's folder has such an
+    evaluation. Raises UsageError, in all processes, if these have other masks."""
+    backend, say, hooks = session.backend, session.reports.say, list[Hook]()
+    if data.images:
+        features_of_images = Features(model, run, backend, data.images)
+
+        def by_images(kinds: list[str], part_done: Callable[[], bool]) -> Sequence[Result] | None:
+            return knn_and_probe.measure(
+                features_of_images, kinds, session.bad_images, say, part_done
+            )
+
+        hooks.append(FrozenEvaluations(session, (RANK, KNN, PROBE), by_images, done))
+    if masked := data.masked:
+        bad_images = _open_masked(run, backend, masked, say)
+        features_of_patches = Features(model, run, backend, masked)
+
+        def by_patches(kinds: list[str], part_done: Callable[[], bool]) -> Sequence[Result] | None:
+            picture = run.log_dir / segment.PICTURE
+            result = segment.measure(features_of_patches, bad_images, say, part_done, picture)
+            if result is None:
+                return None
+            why = bad_images.excess or ("" if result.values else _nothing(masked))
+            if why:  # the images that are trained on are another matter
+                say(f"warning: no figures of segmentation: {why}")
+                return []
+            return [result]
+
+        hooks.append(FrozenEvaluations(session, (SEGMENT,), by_patches, done))
+    return hooks
+
+
+@dataclass
+class FrozenEvaluations(Hook):
+    """Evaluates the model, or its EMA if there is one, after so many steps, and after the last."""
+
+    session: Session
+    kinds: Sequence[str]
+    measure: Measure
+    done: Mapping[str, Collection[int]]
+    """By kind, the steps after which the run's folder has such an evaluation."""
+    _is_first: bool = field(default=True, init=False)
+
+    def reached(self, at: Position) -> None:
+        session, config = self.session, self.session.config
+        intervals, is_last = _intervals(config.log), at.step >= session.last_step
+        due = [
+            kind
+            for kind in self.kinds
+            if (interval := intervals[kind]) and at.step
+            if (at.step % interval == 0 or is_last) and at.step not in self.done[kind]
+        ]
+        if not due:
+            return
+
+        def part_done() -> bool:
+            if not self._is_first:
+                session.watchdog.alive()
+            return session.stop.due()
+
+        weights = session.backend.ema_weights if config.averages else contextlib.nullcontext
+        with (
+            weights(),
+            session.first_run("evaluation of features", self._is_first),
+            session.reports.events.span("eval"),
+        ):
+            results = self.measure(due, part_done)
+        self._is_first = False
+        session.watchdog.alive()
+        if results is None:
+            return
+        if session.bad_images.excess:
+            session.stop.exit_code = BAD_IMAGES
+            return
+        for result in results:
+            text = str(result) if result.values else ""
+            session.reports.record_evaluation(at.step, last_epoch(at), result.values, text)
+        session.timer.restart()
