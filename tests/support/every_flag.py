@@ -118,7 +118,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "test_step_interval": ("0", "1"),
     "knn_every": ("0", "2"),
     "probe_every": ("0", "2"),
-    "segment_probe_every": ("0", "2"),
+    "segment_probe_every": ("1", "2"),
     "segment_ignore": ("0", "0 255"),
     "eval_batches": ("0", "1"),
     "max_bad_steps": ("0", "1"),
