@@ -260,8 +260,12 @@ def resolve_model(config: RunConfig) -> tuple[RunConfig, ModelSpec]:
                 raise UsageError(
                     f"--linear_probe is incompatible with {flag} {rate:g}: give {flag} 0"
                 )
-    channels = model.sizes.input_shape[0]
-    if source not in _ANY_CHANNELS and channels not in (1, 3):
+    channels, *spatial = model.sizes.input_shape
+    segments = config.use.segment_probe or config.log.segment_probe_every
+    if segments and len(spatial) > 2:
+        given = "--segment_probe" if config.use.segment_probe else "--segment_probe_every"
+        raise UsageError(f"{given} is of images, and the model takes volumes")
+    if (segments or source not in _ANY_CHANNELS) and channels not in (1, 3):
         raise UsageError(f"--in_chans {channels} is neither 3 (RGB) nor 1 (gray)")
     sizes = config.data.bucket_sizes
     if not sizes:

@@ -121,7 +121,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "knn_every": ("0", "2"),
     "probe_every": ("0", "2"),
     "rank_every": ("0", "2"),
-    "segment_probe_every": ("0", "2"),
+    "segment_probe_every": ("1", "2"),
     "segment_ignore": ("0", "0 255"),
     "eval_batches": ("0", "1"),
     "max_bad_steps": ("0", "1"),

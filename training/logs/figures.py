@@ -59,6 +59,7 @@ _PANELS = {
         "val_knn_200": "k-NN, k 200",
         "val_probe": "linear probe",
         "val_segment_miou": "segmentation, mIoU",
+        "val_segment_knn_miou": "segmentation by k-NN, mIoU",
     },
     "Gradients": {"grad_norm": "norm before clipping"},
     "Throughput": {"images_per_s": "images/s"},

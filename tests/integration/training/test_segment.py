@@ -217,6 +217,11 @@ SEGMENT_PROBE = "--eval_only --segment_probe --resume nowhere"
         ("--segment_probe_every 2", "--segment_probe_every 2 requires --segment_dir or --data_s"),
         ("--segment_probe_every 2 --segment_dir nowhere", "--segment_dir nowhere is not a folder"),
         ("--segment_probe_every 2 --segment_dir . --mesh_domain 2", "is incompatible with --mesh"),
+        (
+            "--segment_probe_every 2 --data_source mosaics --model hybrid_vit --dimension 3 "
+            "--image_size 8 16 16",
+            "--segment_probe_every is of images, and the model takes volumes",
+        ),
         (f"{SEGMENT_PROBE} --segment_dir . --knn --eval_report x", "--knn is incompatible with"),
     ],
 )

@@ -53,6 +53,19 @@ def test_layouts_hold_the_same(tmp_path):
     assert len(digests) == 2 * len(LAYOUTS)
 
 
+def test_urls_hold_the_same(tmp_path):
+    for layout in LAYOUTS:
+        write_masked(tmp_path / layout, layout, TRAIN, VAL)
+        here = open_masked(request_of(tmp_path / layout))
+        there = open_masked(request_of(f"file://{tmp_path / layout}", index_dir=str(tmp_path)))
+        for name, split in here.splits.items():
+            other = there.splits[name]
+            assert np.array_equal(split.sizes, other.sizes)
+            for number in range(split.images):
+                assert np.array_equal(split.mask(number), other.mask(number))
+                assert split.picture(number).equal(other.picture(number))
+
+
 def test_a_row_group_is_read_once(tmp_path, monkeypatch):
     write_masked(tmp_path, "parquet", [(16, 16)] * 7, VAL)
     reads = []
@@ -80,6 +93,8 @@ def test_other_names_of_splits_links_and_ignored_labels(tmp_path):
     (tmp_path / "real" / "classes.txt").write_text("sky\nroad\n")
     source = open_masked(request_of(tmp_path / "real", segment_ignore=(0, 3)))
     assert source.class_names == ["sky", "road"]
+    gray = open_masked(request_of(tmp_path / "real", channels=1)).splits["val"]
+    assert gray.make(1, 0, 1).shape == (1, 16, 16)
     labels = np.unique(np.concatenate([source.splits["train"].mask(n).ravel() for n in range(4)]))
     assert labels.tolist() == [-1, 1, 2, 255]
 
