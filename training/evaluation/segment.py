@@ -518,14 +518,14 @@ def _draw(
     figure, axes = plt.subplots(
         len(rows),
         3,
-        figsize=(7.0, min(1.75 * sum(heights) + 0.5, 40.0)),
+        figsize=(7.0, min(2.05 * sum(heights) + 0.4, 40.0)),
         layout="constrained",
         squeeze=False,
         height_ratios=heights,
     )
     for row, (pixels, *labels) in zip(axes, rows, strict=True):
         for axis, content in zip(row, [pixels, *(colors[each] for each in labels)], strict=True):
-            axis.imshow(content, interpolation="nearest", aspect="auto")
+            axis.imshow(content, interpolation="nearest")
             axis.axis("off")
     for axis, title in zip(axes[0], ("image", "mask", "prediction"), strict=True):
         axis.set_title(title)
