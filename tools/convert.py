@@ -290,7 +290,7 @@ def _pushing(name: str) -> Iterator[None]:
     try:
         with hub.refusals(name):
             yield
-    except hub.Unreachable as error:
+    except hub.HubUnreachable as error:
         raise UsageError(f"{name} cannot be written: {error}") from None
 
 

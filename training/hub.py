@@ -82,7 +82,7 @@ def download(name: str, flag: str) -> tuple[str, Path]:
                     )
                 wanted = [*weights, *_ABOUT]
                 folder = Path(snapshot_download(repository, revision=commit, allow_patterns=wanted))
-        except Unreachable as error:
+        except HubUnreachable as error:
             folder = cached(revision or None)
             if folder is None:
                 raise UsageError(
@@ -106,14 +106,14 @@ def check_name(name: str, flag: str) -> None:
         raise UsageError(f"{flag} {name}: give {PREFIX}OWNER/NAME or {PREFIX}OWNER/NAME@REVISION")
 
 
-class Unreachable(Exception):
+class HubUnreachable(Exception):
     """Raised where the Hub does not answer, with the reason."""
 
 
 @contextlib.contextmanager
 def refusals(what: str) -> Iterator[None]:
     """Turn what the Hub refuses into a UsageError that begins with ``what``, and the failures of a
-    network into Unreachable."""
+    network into HubUnreachable."""
     import httpx2
     from huggingface_hub import constants
     from huggingface_hub.errors import (
@@ -150,10 +150,10 @@ def refusals(what: str) -> Iterator[None]:
         if isinstance(error, RepositoryNotFoundError):
             raise UsageError(_NOT_FOUND.format(what=what)) from None
         if constants.HF_HUB_OFFLINE:
-            raise Unreachable("HF_HUB_OFFLINE is set") from None
+            raise HubUnreachable("HF_HUB_OFFLINE is set") from None
         cause = error.__cause__ or error
         text = " ".join(str(cause).split()) or type(cause).__name__
-        raise Unreachable(text if len(text) <= 200 else f"{text[:200]}...") from None
+        raise HubUnreachable(text if len(text) <= 200 else f"{text[:200]}...") from None
 
 
 _NOT_FOUND = (

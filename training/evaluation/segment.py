@@ -306,7 +306,7 @@ def _whole_images(
 # -- measuring -------------------------------------------------------------------------------------
 
 
-class _Parts:
+class _StopCheck:
     """Remembers whether ``part_done`` has said once that all is to stop."""
 
     def __init__(self, part_done: Callable[[], bool | None]) -> None:
@@ -327,7 +327,7 @@ def measure(
     """Return how well patch features tell the classes of pixels; None if ``part_done``, called
     after each batch and part, returned True. ``features``: of a ``MaskedSource``. ``picture``: the
     file to draw into. All processes must call this."""
-    data, parts = features.data, _Parts(part_done)
+    data, parts = features.data, _StopCheck(part_done)
     assert isinstance(data, MaskedSource)
     train_split, val_split = (data.splits[name] for name in (TRAIN, VAL))
 
@@ -381,7 +381,7 @@ def _val_areas(
     masks: Masks,
     probes: Probes,
     bank: Labelled,
-    parts: _Parts,
+    parts: _StopCheck,
 ) -> tuple[list[Areas], int]:
     """Return what each probe, and last k-NN, make of this process's validation images, and how many
     of these there are."""
@@ -403,7 +403,7 @@ def _val_areas(
 
 
 def _with_votes(
-    batches: Iterable[FeatureBatch], bank: Labelled, classes: int, parts: _Parts
+    batches: Iterable[FeatureBatch], bank: Labelled, classes: int, parts: _StopCheck
 ) -> Iterator[tuple[np.ndarray, list[torch.Tensor]]]:
     """Yield the numbers of windows, with their patches, (windows, patches, width), and the share of
     the votes of the nearest patches for each class, (windows, patches, classes). All processes must

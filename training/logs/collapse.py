@@ -10,7 +10,7 @@ from typing import Any
 
 
 @dataclass
-class _Sign:
+class _Symptom:
     """A figure of records that shows a collapse."""
 
     name: str
@@ -55,7 +55,7 @@ class CollapseWatch:
     def __init__(self, width: int) -> None:
         """``width``: of the features."""
         self._signs = (
-            _Sign(
+            _Symptom(
                 "teacher_entropy",
                 0.99,
                 True,
@@ -64,7 +64,7 @@ class CollapseWatch:
                 "{value:.3f} of at most 1), so class tokens learn nothing: give a lower "
                 "--teacher_temp and --warmup_teacher_temp, or more --freeze_last_layer_epochs",
             ),
-            _Sign(
+            _Symptom(
                 "token_std",
                 0.1,
                 False,
@@ -72,7 +72,7 @@ class CollapseWatch:
                 "the class tokens of all images are nearly the same (token_std {value:.3f}, spread "
                 "evenly it is 1): give a lower --lr, or a higher --koleo_weight",
             ),
-            _Sign(
+            _Symptom(
                 "train_rankme",
                 0.03 * width,
                 False,
