@@ -1,7 +1,8 @@
 """Evaluations of a backbone by its frozen features, alone (``--eval_only``) and in training.
 
 By features of images: k-NN, linear probes and the effective rank (``knn_and_probe.py``). By
-features of patches: segmentation, of a data set with masks (``segment.py``).
+features of patches: segmentation, of a data set with masks (``segment.py``), which is imported only
+where it is asked for.
 """
 
 from __future__ import annotations
@@ -12,20 +13,18 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from torch import nn
 
-from data.segmentation import MaskedSource, open_masked
 from data.source import DataSource
 from training.backend import Backend, data_errors_as_usage_errors, dataset_request
 from training.config import LogConfig
 from training.errors import BAD_IMAGES, UsageError
-from training.evaluation import knn_and_probe, segment
+from training.evaluation import knn_and_probe
 from training.evaluation.evaluate import open_trained, report_folder
 from training.evaluation.features import Features, open_plainly
 from training.evaluation.knn_and_probe import OfImages
-from training.evaluation.segment import Segmentation
 from training.initial_weights import InitialWeights, fit_backbone
 from training.logs.bad_images import BadImages
 from training.logs.records import FROZEN, KNN, PROBE, RANK, SEGMENT
@@ -35,7 +34,11 @@ from training.resolve import Run
 from training.schedule import Position
 from training.weights import Weights
 
-Result = OfImages | Segmentation
+if TYPE_CHECKING:
+    from data.segmentation import MaskedSource
+    from training.evaluation.segment import Segmentation
+
+Result: TypeAlias = "OfImages | Segmentation"
 
 
 class FrozenData(NamedTuple):
@@ -59,8 +62,11 @@ def open_frozen(run: Run, kinds: Collection[str]) -> FrozenData:
     """Open what evaluations of these ``kinds`` need. Raises UsageError."""
     by_labels = bool({KNN, PROBE} & {*kinds})
     images = open_plainly(run, labels=by_labels) if by_labels or RANK in kinds else None
-    masked = open_masked(dataset_request(run, augment=False)) if SEGMENT in kinds else None
-    return FrozenData(images, masked)
+    if SEGMENT not in kinds:
+        return FrozenData(images, None)
+    from data.segmentation import open_masked
+
+    return FrozenData(images, open_masked(dataset_request(run, augment=False)))
 
 
 # -- alone -----------------------------------------------------------------------------------------
@@ -96,6 +102,8 @@ def _evaluate(
         assert of_images is not None  # nothing stops it
         results += _checked(of_images, bad_images, f"no image of {data.images.name} can be read")
     if data.masked:
+        from training.evaluation import segment
+
         if data.images:
             bad_images = _open_masked(run, backend, data.masked, say)
         features = Features(model, run, backend, data.masked)
@@ -104,7 +112,11 @@ def _evaluate(
         assert of_patches is not None
         results += _checked([of_patches], bad_images, _nothing(data.masked))
         if folder and backend.is_main:
-            _write_table(of_patches, data.masked, folder)
+            try:
+                segment.write_table(of_patches, data.masked.class_names, folder)
+            except OSError as error:
+                reason = error.strerror
+                raise UsageError(f"cannot write to --eval_report {folder}: {reason}") from None
     for result in results:
         say(str(result))
     if folder:
@@ -137,13 +149,6 @@ def _checked(results: Sequence[Result], bad_images: BadImages, nothing: str) -> 
     if not all(result.values for result in results):
         raise UsageError(nothing, agreed=True)
     return results
-
-
-def _write_table(result: Segmentation, masked: MaskedSource, folder: Path) -> None:
-    try:
-        segment.write_table(result, masked.class_names, folder)
-    except OSError as error:
-        raise UsageError(f"cannot write to --eval_report {folder}: {error.strerror}") from None
 
 
 # -- in training -----------------------------------------------------------------------------------
@@ -188,6 +193,8 @@ def frozen_evaluations(
 
         hooks.append(FrozenEvaluations(session, (RANK, KNN, PROBE), by_images, done))
     if masked := data.masked:
+        from training.evaluation import segment
+
         bad_images = _open_masked(run, backend, masked, say)
         features_of_patches = Features(model, run, backend, masked)
 
