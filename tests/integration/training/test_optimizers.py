@@ -177,6 +177,16 @@ def assert_same_state(saved, model, optimizer):
             assert (found[entry] - value).norm() <= 1e-3 * value.norm() + 1e-6, (name, entry)
 
 
+def test_of_an_autoencoder_the_decoder_comes_first(tmp_path):
+    flags = "--objective mae --decoder_depth 1 --decoder_embed_dim 16 --decoder_num_heads 2"
+    flags += " --freeze_backbone_epochs 1 --max_steps 3 --ckpt_step_interval 1"
+    train_tiny_gpu(tmp_path, *flags.split())
+    first, last = (convert(tmp_path / f"step_{n}", tmp_path / f"{n}.pt")["model"] for n in (1, 3))
+    changed = {name for name in first if not torch.equal(first[name], last[name])}
+    decoder = {name for name in first if name.startswith(("decoder_", "mask_token"))}
+    assert changed == decoder
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("asked", "form"),
