@@ -280,7 +280,7 @@ def _run(flags: Flags) -> int:
     mode = train
     if use.features:
         mode = write_features
-    elif use.knn or use.probe or use.rank or use.segment_probe:
+    elif use.judges_features:
         mode = judge_features
     elif use.eval_only:
         mode = evaluate

@@ -205,9 +205,9 @@ def write(
         save_file({name: tensors[name] for name in names}, path / file, metadata)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (path / weights.INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (path / hub.INDEX).write_text(json.dumps(index, indent=2) + "\n")
     if config:
-        (path / weights.CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+        (path / hub.CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
 
 
 def timm_config(run: checkpoint.SavedRun) -> dict[str, Any] | None:

@@ -27,6 +27,7 @@ from data.files import printable
 from data.loader import Batch, Share
 from data.source import DataSource, open_data
 from torch_fsdp.config import Fsdp2Config
+from torch_fsdp.parallel_plan import DTYPES
 from training.backend import Backend, data_errors_as_usage_errors, dataset_request, pass_seed
 from training.bad_step import BadStep, read_bad_step
 from training.checkpoints.compatible import other_order
@@ -45,7 +46,6 @@ from training.step import begin_step
 from training.weights import Weights, check_weights
 
 PROGRAM = "tools.replay_step"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SHOWN = 5
 """Modules in the table of the largest values."""
 _LARGE_PIXEL = 1e3

@@ -385,6 +385,11 @@ class UseConfig:
         requires=("predict|eval_only|compile_only|plan",),
     )
 
+    @property
+    def judges_features(self) -> bool:
+        """Whether frozen features are measured instead of predictions."""
+        return self.knn or self.probe or self.rank or self.segment_probe
+
 
 @dataclass(frozen=True)
 class ShardingConfig:

@@ -20,10 +20,11 @@ from training.errors import UsageError, is_first_of_torchrun
 PREFIX = "hf-hub:"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
-_INDEX, _ONE_FILE = "model.safetensors.index.json", "model.safetensors"
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+"""Weights in Hugging Face's layout: one file, or shards that the index lists."""
+CONFIG_FILE, PREPROCESSOR_FILE = "config.json", "preprocessor_config.json"
+"""Files beside the weights that describe them, as timm and transformers write them."""
 _PICKLES = (".bin", ".pt", ".pth")
-_ABOUT = ("config.json", "preprocessor_config.json")
-"""Files beside the weights that describe them."""
 
 
 def is_on_hub(name: str) -> bool:
@@ -35,10 +36,10 @@ def weight_files(names: Iterable[str]) -> list[str]:
     """Return which files of a repository are its weights: those of Hugging Face's layout, else the
     only .safetensors file, else PyTorch's; none if that is not clear, or one is missing."""
     names = [name for name in names if "/" not in name]
-    if _INDEX in names:
+    if INDEX in names:
         shards = {name: int(match[1]) for name in names if (match := _SHARD.fullmatch(name))}
-        return [_INDEX, *shards] if {*shards.values()} == {len(shards)} else []
-    for suffixes, usual in (((".safetensors",), _ONE_FILE), (_PICKLES, "pytorch_model.bin")):
+        return [INDEX, *shards] if {*shards.values()} == {len(shards)} else []
+    for suffixes, usual in (((".safetensors",), ONE_FILE), (_PICKLES, "pytorch_model.bin")):
         files = [name for name in names if name.endswith(suffixes)]
         if usual in files:
             return [usual]
@@ -77,10 +78,10 @@ def download(name: str, flag: str) -> tuple[str, Path]:
                 files = api.list_repo_files(repository, revision=commit)
                 if not (weights := weight_files(files)):
                     raise UsageError(
-                        f"{flag} {name}: this repository has no {_ONE_FILE}, nor one other file of "
+                        f"{flag} {name}: this repository has no {ONE_FILE}, nor one other file of "
                         "weights: download the file that is meant, and name it here"
                     )
-                wanted = [*weights, *_ABOUT]
+                wanted = [*weights, CONFIG_FILE, PREPROCESSOR_FILE]
                 folder = Path(snapshot_download(repository, revision=commit, allow_patterns=wanted))
         except HubUnreachable as error:
             folder = cached(revision or None)
@@ -96,7 +97,7 @@ def download(name: str, flag: str) -> tuple[str, Path]:
                     file=sys.stderr,
                 )
     weights = weight_files(path.name for path in folder.iterdir())
-    in_layout = weights[0] in (_INDEX, _ONE_FILE)
+    in_layout = weights[0] in (INDEX, ONE_FILE)
     return f"{PREFIX}{repository}@{folder.name}", folder if in_layout else folder / weights[0]
 
 

@@ -172,8 +172,7 @@ def with_pretrained(config: RunConfig) -> RunConfig:
             "(timm.list_pretrained() lists what it has)"
         )
     weights, checkpoints = f"{PREFIX}{trained.hf_hub_id}", replace(checkpoints, pretrained=False)
-    of_features = use.knn or use.probe or use.rank or use.segment_probe
-    if use.predict or (use.eval_only and not of_features):
+    if use.predict or (use.eval_only and not use.judges_features):
         return replace(config, checkpoints=replace(checkpoints, resume=weights))
     return replace(config, checkpoints=replace(checkpoints, init_from=weights))
 

@@ -189,7 +189,7 @@ def resolve_common(config: RunConfig) -> RunConfig:
             raise UsageError(
                 "--objective dino is incompatible with --grad_ckpt auto: choose a value"
             )
-        if use.eval_only and not (use.knn or use.probe or use.rank or use.segment_probe):
+        if use.eval_only and not use.judges_features:
             raise UsageError(
                 "--eval_only of --objective dino requires --knn, --probe, --rank or --segment_probe"
             )

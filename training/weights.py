@@ -44,7 +44,14 @@ from training.checkpoints.format import SavedRun
 from training.config import RunConfig
 from training.errors import UsageError
 from training.files import folder_at, is_url
-from training.hub import download, is_on_hub
+from training.hub import (
+    CONFIG_FILE,
+    INDEX,
+    ONE_FILE,
+    PREPROCESSOR_FILE,
+    download,
+    is_on_hub,
+)
 from training.resolve import model_of, with_preprocessing
 from training.schedule import Position
 from training.weight_names import timm_names
@@ -409,8 +416,6 @@ def _is_tensor(value: Any) -> bool:
 # A folder of them is in Hugging Face's layout: ``model.safetensors``, or shards that
 # ``model.safetensors.index.json`` lists.
 
-ONE_FILE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 _RUN = "training"
 """The entry of a file's metadata with what our checkpoints call ``training.*``, as JSON."""
 
@@ -482,8 +487,6 @@ def check_weights(weights: Weights, *, verify: bool) -> None:
 
 # -- The preprocessing that weights were trained with ---------------------------------------------
 
-CONFIG_FILE = "config.json"  # beside the weights in a repository of timm's on Hugging Face
-
 
 _RESAMPLING = dict(enumerate(("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")))
 """Names of Pillow's filters, by the numbers that transformers writes."""
@@ -492,7 +495,7 @@ _RESAMPLING = dict(enumerate(("nearest", "lanczos", "bilinear", "bicubic", "box"
 def _of_transformers(weights: Weights) -> dict[str, Any]:
     """Return the preprocessing that transformers has written beside the weights, by timm's
     names."""
-    content = weights._json_beside("preprocessor_config.json")
+    content = weights._json_beside(PREPROCESSOR_FILE)
     values = {"mean": content.get("image_mean"), "std": content.get("image_std")}
     if (resampling := content.get("resample")) in _RESAMPLING:
         values["interpolation"] = _RESAMPLING[resampling]

@@ -143,6 +143,19 @@ class Features:
         finally:
             self._model.train(was_training)
 
+    def patches_of(self, split: str, numbers: Sequence[int]) -> torch.Tensor:
+        """Return the patch features of a few images of a split, on every host: (images, patches,
+        width), zeros for an image that cannot be read. All processes must call it."""
+        sizes = self.run.model.sizes
+        patches = torch.zeros(len(numbers), sizes.num_patches, sizes.embed_dim)
+        if not len(numbers):
+            return patches
+        for computed, values in self.compute(self.loader(split, numbers), [PATCHES]):
+            patches[[numbers.index(number) for number in computed]] = values[PATCHES]
+        if exchange.count() > 1:
+            dist.all_reduce(patches)
+        return patches
+
 
 @data_errors_as_usage_errors()
 def open_plainly(run: Run, *, labels: bool = True) -> DataSource:
@@ -262,15 +275,9 @@ def _write_features(
         counts[split] = sum(exchange.gather(written))
     bad_images.check()
 
-    # The patches of a few images, on every host: zeros for one that cannot be read.
     split = VAL if VAL in data.splits else TRAIN
     drawn = spread(_DRAWN, len(data.splits[split])) if use.pca else []
-    patches = torch.zeros(len(drawn), sizes.num_patches, sizes.embed_dim)
-    if drawn:
-        for numbers, values in features.compute(features.loader(split, drawn), [PATCHES]):
-            patches[[drawn.index(number) for number in numbers]] = values[PATCHES]
-        if exchange.count() > 1:
-            dist.all_reduce(patches)
+    patches = features.patches_of(split, drawn)
 
     with _writing(out):
         if backend.is_main:

@@ -96,6 +96,17 @@ OfImages = KnnAccuracy | ProbeAccuracy | FeatureRank
 could be read."""
 
 
+class StopCheck:
+    """Remembers whether ``part_done`` has said once that all is to stop."""
+
+    def __init__(self, part_done: Callable[[], bool | None]) -> None:
+        self._part_done, self.stopped = part_done, False
+
+    def __call__(self) -> bool:
+        self.stopped = self.stopped or bool(self._part_done())
+        return self.stopped
+
+
 def measure(
     features: Features,
     by: Collection[str],
@@ -106,13 +117,8 @@ def measure(
     """Return what is found ``by`` KNN, PROBE and RANK, of class tokens, or else means of patches;
     None if ``part_done``, called after each batch and part, returned True. All processes must call
     this. RANK alone reads no more training images than it needs, and no others."""
-    stopped = False
+    check = StopCheck(part_done)
     kind = CLASS if features.run.model.has_class_token else MEAN
-
-    def batch_done() -> bool:
-        nonlocal stopped
-        stopped = bool(part_done())
-        return stopped
 
     by_split: list[Labelled] = []
     chosen = spread(MOST_IMAGES, len(features.data.splits[TRAIN]))
@@ -123,10 +129,10 @@ def measure(
         loader = features.loader(split, chosen if few else None)
         numbers = [torch.zeros(0, dtype=torch.int64)]
         values = [torch.zeros(0, features.run.model.sizes.embed_dim)]
-        for batch_numbers, batch in features.compute(loader, [kind], batch_done):
+        for batch_numbers, batch in features.compute(loader, [kind], check):
             numbers.append(torch.from_numpy(batch_numbers))
             values.append(batch[kind])
-        if stopped:
+        if check.stopped:
             return None
         place = torch.cat(numbers)
         labels = torch.from_numpy(np.asarray(images.labels)[place.numpy()].astype(np.int64))
@@ -243,11 +249,12 @@ def batches_of(images: int) -> tuple[int, int]:
     return size, max(LEAST_STEPS, EPOCHS * -(-images // size))
 
 
-def epoch_order(seed: int, epoch: int, images: int) -> torch.Tensor:
-    """Return the numbers of the training images in the random order of an epoch."""
-    state = np.random.SeedSequence((seed, epoch)).generate_state(1, np.uint64)
+def random_order(seed: int, number: int, count: int) -> torch.Tensor:
+    """Return the numbers below ``count`` in a random order, another one for each ``number``: of the
+    training images for each epoch, of the patches for each image."""
+    state = np.random.SeedSequence((seed, number)).generate_state(1, np.uint64)
     generator = torch.Generator().manual_seed(int(state[0]) >> 1)
-    return torch.randperm(images, generator=generator)
+    return torch.randperm(count, generator=generator)
 
 
 def probe(
@@ -309,7 +316,7 @@ def train_probes(
     for step in range(steps):
         epoch, index = divmod(step, per_epoch)
         if index == 0:
-            order = epoch_order(seed, epoch, train.images)
+            order = random_order(seed, epoch, train.images)
         places = place_of[order[index * size : (index + 1) * size]]
         places = places[places >= 0]
         x = probes.standardized(train.features[places])

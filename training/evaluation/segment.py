@@ -34,7 +34,9 @@ from training.evaluation.knn_and_probe import (
     RATES,
     Labelled,
     Probes,
+    StopCheck,
     count_classes,
+    random_order,
     shares,
     sum_of,
     total,
@@ -190,9 +192,7 @@ def quota(image: int, images: int, patches: int) -> range:
 def chosen_patches(labels: torch.Tensor, most: int, seed: int, image: int) -> torch.Tensor:
     """Return the numbers of at most ``most`` of an image's patches that have labels, at random.
     ``labels``: (patches, pixels)."""
-    state = np.random.SeedSequence((seed, image)).generate_state(1, np.uint64)
-    generator = torch.Generator().manual_seed(int(state[0]) >> 1)
-    order = torch.randperm(len(labels), generator=generator)
+    order = random_order(seed, image, len(labels))
     return order[(labels[order] >= 0).any(dim=1)][:most]
 
 
@@ -306,17 +306,6 @@ def _whole_images(
 # -- measuring -------------------------------------------------------------------------------------
 
 
-class _StopCheck:
-    """Remembers whether ``part_done`` has said once that all is to stop."""
-
-    def __init__(self, part_done: Callable[[], bool | None]) -> None:
-        self._part_done, self.stopped = part_done, False
-
-    def __call__(self) -> bool:
-        self.stopped = self.stopped or bool(self._part_done())
-        return self.stopped
-
-
 def measure(
     features: Features,
     bad_images: BadImages,
@@ -327,7 +316,7 @@ def measure(
     """Return how well patch features tell the classes of pixels; None if ``part_done``, called
     after each batch and part, returned True. ``features``: of a ``MaskedSource``. ``picture``: the
     file to draw into. All processes must call this."""
-    data, parts = features.data, _StopCheck(part_done)
+    data, parts = features.data, StopCheck(part_done)
     assert isinstance(data, MaskedSource)
     train_split, val_split = (data.splits[name] for name in (TRAIN, VAL))
 
@@ -381,7 +370,7 @@ def _val_areas(
     masks: Masks,
     probes: Probes,
     bank: Labelled,
-    parts: _StopCheck,
+    parts: StopCheck,
 ) -> tuple[list[Areas], int]:
     """Return what each probe, and last k-NN, make of this process's validation images, and how many
     of these there are."""
@@ -403,7 +392,7 @@ def _val_areas(
 
 
 def _with_votes(
-    batches: Iterable[FeatureBatch], bank: Labelled, classes: int, parts: _StopCheck
+    batches: Iterable[FeatureBatch], bank: Labelled, classes: int, parts: StopCheck
 ) -> Iterator[tuple[np.ndarray, list[torch.Tensor]]]:
     """Yield the numbers of windows, with their patches, (windows, patches, width), and the share of
     the votes of the nearest patches for each class, (windows, patches, classes). All processes must
@@ -470,10 +459,7 @@ def _draw_examples(
     sizes = features.run.model.sizes
     drawn = spread(_DRAWN, split.images)
     windows = [number for image in drawn for number in split.windows_of(image)]
-    patches = torch.zeros(len(windows), sizes.num_patches, sizes.embed_dim)
-    for numbers, values in features.compute(features.loader(VAL, windows), [PATCHES]):
-        patches[[windows.index(number) for number in numbers]] = values[PATCHES]
-    sum_of(patches)
+    patches = features.patches_of(VAL, windows)
     if exchange.rank():
         return
     rows = []

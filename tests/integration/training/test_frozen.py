@@ -18,7 +18,7 @@ from tests.support.cli import DIGITS, train_tiny, train_tiny_gpu
 from tests.support.features import FLAGS, TRAIN, backbone, read, run_form, tokens_of
 from training.evaluation import knn_and_probe
 from training.evaluation import rank as rank_module
-from training.evaluation.knn_and_probe import RATES, Labelled, batches_of, epoch_order, knn, probe
+from training.evaluation.knn_and_probe import RATES, Labelled, batches_of, knn, probe, random_order
 from training.evaluation.rank import rank
 
 KS = (10, 20, 100, 200)
@@ -93,7 +93,7 @@ def plain_probe(train, val, rate, seed):
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     epoch, done = 0, 0
     while done < steps:
-        for places in epoch_order(seed, epoch, len(x)).split(size)[: steps - done]:
+        for places in random_order(seed, epoch, len(x)).split(size)[: steps - done]:
             optimizer.zero_grad()
             F.cross_entropy(linear(x[places]), y[places]).backward()
             optimizer.step(), schedule.step()
@@ -114,7 +114,7 @@ def test_probes_are_plain_ones(monkeypatch):
     assert found.top1[RATES[0]] < found.top1[found.best]
     assert (found.images, found.trained_on) == (90, 150)
     assert probe(labelled(*train), labelled(*val), seed=3) == found
-    assert not epoch_order(3, 0, 150).equal(epoch_order(4, 0, 150))
+    assert not random_order(3, 0, 150).equal(random_order(4, 0, 150))
 
 
 def test_probes_of_clusters_and_edges(monkeypatch):

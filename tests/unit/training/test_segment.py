@@ -14,7 +14,7 @@ from training.evaluation.knn_and_probe import (
     RATES,
     Labelled,
     batches_of,
-    epoch_order,
+    random_order,
     shares,
     train_probes,
 )
@@ -52,7 +52,7 @@ def test_probes_minimize_the_cross_entropy_of_pixels(monkeypatch):
     found = train_probes(labelled(features, labels), 5, 3, lambda: None)
     x, y = standardized(features), labels.long()
     size, steps = batches_of(len(x))
-    order = torch.cat([epoch_order(3, epoch, len(x)) for epoch in range(steps)])
+    order = torch.cat([random_order(3, epoch, len(x)) for epoch in range(steps)])
     starts = [len(x) * epoch + n for epoch in range(steps) for n in range(0, len(x), size)]
     for number, rate in enumerate(RATES):
         linear = torch.nn.Linear(x.shape[1], 5)
