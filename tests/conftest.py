@@ -1,10 +1,12 @@
 import contextlib
 import os
+import random
 import shutil
 import signal
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -71,6 +73,14 @@ def temporary_folder(tmp_path_factory):
     """What programs leave in the temporary folder goes with the other folders of the tests."""
     os.environ["TMPDIR"] = str(tmp_path_factory.mktemp("tmp"))
     tempfile.tempdir = None  # it was asked for before, by pytest
+
+
+@pytest.fixture(autouse=True)
+def same_numbers():
+    """What a test draws without a seed of its own is the same in each run of the tests."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

