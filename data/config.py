@@ -226,6 +226,24 @@ class DataConfig:
             *("aug_repeats", "cutmix", "cutmix_minmax", "teacher"),
         ),
     )
+    max_tokens_per_image: int | None = flag(
+        None,
+        "largest number of tokens of an image with native resolution; larger ones are scaled down "
+        "to it (default: those of an image of --image_size, and at most --token_budget)",
+        kind=positive,
+        metavar="N",
+    )
+    resize_to_budget: bool = flag(
+        False,
+        "with native resolution, scale each image, up or down, to about --max_tokens_per_image",
+    )
+    side_scale: tuple[float, float] = flag(
+        (1.0, 1.0),
+        "with native resolution, smallest and largest factor of the sides of a training image, "
+        "drawn evenly for each (NaViT)",
+        kind=bounded(float, 0.1, 10),
+        metavar=("MIN", "MAX"),
+    )
     segment_dir: str | None = flag(
         None,
         "folder or URL of images with masks for --segment_probe and --segment_probe_every: as "

@@ -197,6 +197,31 @@ class ModelConfig:
         names=("--image_size", "--img_size"),
         common=True,
     )
+    native_resolution: bool | None = flag(
+        None,
+        "train on images of any size and shape, whole, in their own aspect ratio: a preset or one "
+        "of timm's models as timm's NaFlexVit, on sequences of patches that hold several images "
+        "(docs/native_resolution.md) (default: on for timm/naflexvit_*)",
+        requires=("objective=classify",),
+        incompatible_with=(
+            *("buckets", "mesh_domain", "teacher", "mixup", "cutmix", "cutmix_minmax"),
+            *("bce_loss", "aug_repeats", "block"),
+        ),
+    )
+    token_budget: int | None = flag(
+        None,
+        "length of a sequence with native resolution, in tokens: patches, class and register "
+        "tokens; --batch_size counts sequences (default: 1024)",
+        kind=bounded(int, 1, 2**20),
+        metavar="N",
+    )
+    max_images_per_sequence: int | None = flag(
+        None,
+        "largest number of images of a sequence with native resolution, up to 255 (default: one "
+        "for each 64 tokens of --token_budget)",
+        kind=bounded(int, 1, 255),
+        metavar="N",
+    )
     dimension: int | None = flag(
         None,
         "number of spatial dimensions of hybrid_vit; 2: images, 3: volumes (default: 2)",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from timm.layers import trunc_normal_
 from timm.models.eva import Eva
+from timm.models.naflexvit import NaFlexVit
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -169,7 +170,7 @@ def vision_transformer_scheme(
                     nn.init.normal_(token, std=1e-6)
         elif isinstance(part, SELF_INITIALIZED):
             part.init_weights()
-        else:
+        elif not isinstance(part, NaFlexVit):  # whose parts have all that is to be filled
             fill(part, name)
             if fix_init:
                 _scale_by_depth(part, name)

@@ -25,7 +25,11 @@ from models.config import (
 if TYPE_CHECKING:
     from models.spec import ModelSpec
 
-FAMILIES = {"hybrid_": "models.hybrid_vit", "timm/": "models.timm_models"}
+FAMILIES = {
+    "hybrid_": "models.hybrid_vit",
+    "timm/naflexvit_": "models.native_vit",
+    "timm/": "models.timm_models",
+}
 """By what its names start with, the module of each family; presets have names of their own."""
 ADDITIONS = {"dino": "models.dino", "mae": "models.mae"}
 """By objective, the module with ``add_to``, which adds to a model what it is trained with."""
@@ -53,6 +57,8 @@ class ListedModel:
 def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
     """Return the model ``name`` with ``overrides``, by timm's names, over its own settings. Raises
     ModelError for an unknown name, a model that cannot be trained here, and unfit arguments."""
+    if overrides.get("native_resolution") and (name in PRESETS or name.startswith("timm/")):
+        return importlib.import_module("models.native_vit").open_native(name, overrides)
     if name in PRESETS:  # of timm's VisionTransformer
         check_taken(name, overrides, VitConfig)
         config = replace(PRESETS[name], **overrides)

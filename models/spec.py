@@ -3,7 +3,7 @@
 import abc
 import functools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,10 @@ from torch.utils.flop_counter import flop_registry
 from models import blocks
 from models.positions import Constant, Grid, PartOfPositions, TokenPart
 
-_TRAINING_SETTINGS = ("weight_init", "fix_init", "head_init_scale", "rope_rescale_coords")
+_TRAINING_SETTINGS = (
+    *("weight_init", "fix_init", "head_init_scale", "rope_rescale_coords"),
+    *("token_budget", "max_images_per_sequence"),
+)
 """Settings, beside rates of dropout, that change no output of a trained model."""
 
 
@@ -69,6 +72,24 @@ class StackRun:
     """A backward pass follows; else it is a teacher's run: a forward pass, with other weights."""
 
 
+@dataclass(frozen=True)
+class SequenceShape:
+    """Sequences of the tokens of several whole images, of any size, in place of images of one
+    size: what a model with native resolution is given (``models/native_vit.py``)."""
+
+    patch: tuple[int, int]
+    """Height and width of a patch in pixels."""
+    prefix: int
+    """How many class and register tokens an image has, before its patches."""
+    tokens: int
+    """Length of a sequence."""
+    images: int
+    """The most images of a sequence."""
+
+    def values_of_patch(self, channels: int) -> int:
+        return math.prod(self.patch) * channels
+
+
 HEADS = ("head.", "mask_token", "decoder_", "dino_head.", "ibot_head.")
 """What the names of parameters start with that a backbone has not: a task's or an objective's."""
 
@@ -97,6 +118,11 @@ class ModelSpec(abc.ABC):
     """The X of ``--rope_rescale_coords``: 1, or rotary positions are rescaled."""
     other_grids: Sequence[Grid] = ()
     """Grids of patches, beside its own, of images that it is always trained with."""
+    packing: SequenceShape | None = None
+    """How images become what it is given, if that is sequences of several."""
+    converted: Mapping[str, str] = {}
+    """By name, the parameters that ``convert`` also makes of those of another class of models, with
+    their names there."""
 
     def __init__(
         self, name: str, overrides: Mapping[str, Any], settings: Mapping[str, Any]
@@ -174,6 +200,14 @@ class ModelSpec(abc.ABC):
 
     def compute_on_grids(self, model: nn.Module, grids: Sequence[Grid], constant: Constant) -> None:
         """Let ``model`` also compute with images of these grids of patches."""
+        raise NotImplementedError
+
+    def convert(
+        self, name: str, values: torch.Tensor, read: Callable[[str], torch.Tensor | None]
+    ) -> torch.Tensor:
+        """Return the values of the parameter ``name``, one of ``converted``, made of those in
+        trained weights. ``read`` returns other tensors there, None of a name that they have not.
+        Raises ModelError if they do not fit."""
         raise NotImplementedError
 
     # The same for all families.

@@ -43,7 +43,7 @@ class TimmSpec(ModelSpec):
         """Raises ModelError if the arguments are incompatible, or timm does not take them."""
         self.kind, self.arguments = kind, dict(arguments)
         complete = timm_private.taken_arguments(kind) | self.arguments
-        super().__init__(name, overrides, {key: _as_json(v) for key, v in complete.items()})
+        super().__init__(name, overrides, {key: as_json(v) for key, v in complete.items()})
         self.preprocessing = None if preprocessing is None else dict(preprocessing)
         self.rope_rescale = self.settings.get("rope_rescale_coords") or 1.0
         check_arguments(complete)
@@ -146,15 +146,15 @@ class TimmSpec(ModelSpec):
         )
 
 
-def _as_json(value: Any) -> Any:
+def as_json(value: Any) -> Any:
     """Return a plain JSON value for an argument: of a class or function its name."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):
-        return [_as_json(item) for item in value]
+        return [as_json(item) for item in value]
     if isinstance(value, functools.partial):
-        keywords = ", ".join(f"{key}={_as_json(item)}" for key, item in value.keywords.items())
-        return f"{_as_json(value.func)}({keywords})"
+        keywords = ", ".join(f"{key}={as_json(item)}" for key, item in value.keywords.items())
+        return f"{as_json(value.func)}({keywords})"
     assert isinstance(value, type | types.FunctionType), value
     return value.__name__
 

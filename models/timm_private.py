@@ -8,8 +8,10 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, fields
 from typing import Any
 
+import timm
 import torch
 from timm.layers import AttentionPoolLatent, AttentionPoolPrr
 from timm.layers.pos_embed_sincos import (
@@ -21,6 +23,11 @@ from timm.layers.pos_embed_sincos import (
 )
 from timm.layers.pos_embed_sincos import init_random_2d_freqs as init_random_2d_freqs
 from timm.models.eva import Eva
+from timm.models.naflexvit import (
+    NaFlexVit,
+    NaFlexVitCfg,
+    _create_naflexvit_from_classic,
+)
 from timm.models.vision_transformer import ResPostBlock, VisionTransformer
 from timm.models.vision_transformer import get_init_weights_vit as get_init_weights_vit
 from timm.optim.muon import _COEFFICIENTS, _is_suitable_for_muon
@@ -209,6 +216,71 @@ def rescale_coords(rope: Any, index: int) -> None:
         return rope._build_embed_cat(rope.feat_shape, rope.bands * factor)
 
     rope.get_embed = get_embed
+
+
+# -- native resolution: NaFlexVit on sequences of several images ------------------------
+
+
+_OF_CLASSIC = ("no_embed_class", "dynamic_img_size", "scale_attn_norm", "scale_mlp_norm")
+"""Arguments of a VisionTransformer that timm converts to those of a NaFlexVit, or drops."""
+
+
+def native_arguments(name: str, classic: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the arguments of the NaFlexVit that timm builds for ``name``, or, where given, for the
+    arguments of a VisionTransformer: all of them, but for the device and the dtype.
+
+    Raises TypeError or ValueError if timm has none.
+    """
+    own = {"in_chans": 3, "num_classes": 1000, "img_size": None}
+    with arguments_given_to(NaFlexVit) as given:
+        if classic is None:
+            convert = {} if name.startswith("naflexvit_") else {"use_naflex": True}
+            timm.create_model(name, device="meta", **convert)
+        else:
+            known = {field.name for field in fields(NaFlexVitCfg)} | own.keys() | {*_OF_CLASSIC}
+            default = taken_arguments(VisionTransformer)
+            for key in classic.keys() - known:
+                if classic[key] != default[key]:
+                    raise TypeError(f"NaFlexVit has no <{key}>")
+            converted = {key: value for key, value in classic.items() if key in known}
+            if converted.get("pos_embed") == "learn":
+                converted["pos_embed"] = "learned"
+            _create_naflexvit_from_classic(name, device="meta", **converted)
+    config = asdict(given.pop("cfg", None) or NaFlexVitCfg())
+    config |= own
+    return config | {key: value for key, value in given.items() if key in config}
+
+
+def nominal_size(model: NaFlexVit, arguments: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the height and width in pixels of the images that its positions are for."""
+    size, patch = arguments["img_size"], model.embeds.patch_size
+    if size is not None:
+        return (size, size) if isinstance(size, int) else tuple(size)
+    rows, columns = model.embeds.pos_embed_grid_size or (16, 16)
+    return rows * patch[0], columns * patch[1]
+
+
+def why_not_packed(model: NaFlexVit, most_positions: int) -> str | None:
+    """Return why what timm does for each grid is not computed for each patch here; or None."""
+    embeds, rope = model.embeds, model.rope
+    if not embeds.is_linear or embeds.norm_input is not None or embeds.enable_patch_interpolator:
+        return "its patch embedding is not one linear layer"
+    if not embeds.channels_last:
+        return "its patches have channels first"
+    if embeds.pos_embed is not None:
+        kind, cubic = embeds.pos_embed_interp_mode, embeds.pos_embed_interp_mode == "bicubic"
+        if embeds.pos_embed_use_grid_sample:
+            return "its positions are resampled by grid_sample"
+        if kind not in ("bilinear", "bicubic") or (cubic and not embeds.pos_embed_antialias):
+            return f"its positions are resampled by {kind} without antialiasing"
+        rows, columns = embeds.pos_embed.shape[1:3]
+        if rows * columns > most_positions:
+            return f"its {rows} x {columns} positions are more than {most_positions:,}"
+    if rope is not None and not isinstance(rope, RotaryEmbeddingCat | RotaryEmbeddingDinoV3):
+        return f"its rotary positions are timm's {type(rope).__name__}"
+    if rope is not None and rope.aug_active:
+        return "<rope_rescale_coords>, and shifted and jittered coordinates, are of whole batches"
+    return None
 
 
 # -- a part of the tokens -------------------------------------------------------------

@@ -222,11 +222,13 @@ def _shard(
     lower = {plan.dtype, plan.reduce_dtype} != {torch.float32}
 
     def placement(parameter: nn.Parameter) -> Shard | None:
-        # What has one entry for each token, (1, tokens, width): along a dimension that the shards
-        # divide. None: as PyTorch does it, along the first.
-        if parameter.dim() != 3 or parameter.shape[0] != 1:
+        # What has one entry for each token, (1, tokens, width), or each place of a grid, (1, rows,
+        # columns, width): along a dimension that the shards divide. None: as PyTorch does it, along
+        # the first.
+        shape = parameter.shape
+        if len(shape) < 3 or shape[0] != 1:
             return None
-        return next((Shard(d) for d in (1, 2) if parameter.shape[d] % shard.size() == 0), None)
+        return next((Shard(d) for d in range(1, len(shape)) if shape[d] % shard.size() == 0), None)
 
     fully_shard(
         unit,

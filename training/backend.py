@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
+from data.packing import PackRequest
 from torch import nn
 
 from data.files import DataFolderError
@@ -255,6 +256,19 @@ def dataset_request(
             pairs=tuple(crop_pairs(objective.crop_sizes)),
             gram_factor=objective.gram_crop_factor,
         )
+    pack, data, packing = None, run.config.data, run.model.packing
+    if packing:
+        assert data.max_tokens_per_image is not None  # resolved
+        pack = PackRequest(
+            patch=packing.patch,
+            prefix=packing.prefix,
+            tokens=packing.tokens,
+            images=packing.images,
+            max_patches=data.max_tokens_per_image - packing.prefix,
+            resize=data.resize_to_budget,
+            side_scale=data.side_scale,
+            drop_rate=run.model.settings["patch_drop_rate"],
+        )
     return DatasetRequest(
         run.config.data,
         channels,
@@ -265,6 +279,7 @@ def dataset_request(
         labels=labels,
         augment=augment,
         crops=crops,
+        pack=pack,
     )
 
 

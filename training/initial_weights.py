@@ -18,7 +18,7 @@ from timm.layers import resample_abs_pos_embed, resample_patch_embed
 from timm.models import adapt_input_conv
 from torch import nn
 
-from models.config import ModelConfig
+from models.config import ModelConfig, ModelError
 from models.dino import HEAD_SETTINGS
 from models.initialize import allocate_own, on_meta
 from models.spec import HEADS, ModelSpec
@@ -253,7 +253,10 @@ def place_trained(
 
 _PATCHES = "patch_embed.proj.weight"
 _HEAD = "head."
-_MAY_BE_NEW = (*HEADS, "cls_token", "reg_token", "attn_pool.", "fc_norm.")
+_MAY_BE_NEW = (
+    *(*HEADS, "cls_token", "reg_token", "attn_pool.", "fc_norm."),
+    *("embeds.cls_token", "embeds.reg_token"),
+)
 """Prefixes of tensors that only the model may have: they start as new ones do."""
 _MAY_BE_DROPPED = (*_MAY_BE_NEW, "norm.")
 """Prefixes of tensors that only the weights may have."""
@@ -284,6 +287,9 @@ def fit(weights: Weights, run: Run, data_classes: list[str] | None) -> InitialWe
 
     # Which tensor each one of the model comes from: the same name or, of the last norm, the other.
     sources = {name: name for name in here if name in there}
+    for name, other in spec.converted.items():
+        if name not in there and other in there:
+            sources[name] = other
     for norm, other in (_NORMS, _NORMS[::-1]):
         for name in here:
             if name.startswith(norm) and name not in there:
@@ -309,6 +315,13 @@ def fit(weights: Weights, run: Run, data_classes: list[str] | None) -> InitialWe
     layouts, resampled = {}, []
     for name, source in sources.items():
         before, now = tuple(there[source]), tuple(here[name])
+        if name in spec.converted and (name != source or before != now):
+            meta = {at: torch.empty(shape, device="meta") for at, shape in there.items()}
+            try:
+                spec.convert(name, meta[source], meta.get)
+            except ModelError as error:
+                raise UsageError(f"{weights.path}: {error}: {_REMEDY}") from None
+            continue
         if name in spec.token_parameters:
             layout = _layout(weights, there, name, spec)
             wanted = _Layout(spec.token_parameters[name], spec.sizes.grid)
@@ -400,6 +413,10 @@ class InitialWeights:
     def __getstate__(self) -> dict:
         return {name: value for name, value in vars(self).items() if name != "weights"}
 
+    def _read_one(self, name: str) -> torch.Tensor | None:
+        known = name in self.weights.shapes()
+        return self.weights.read([name])[name] if known else None
+
     @torch.no_grad()
     def initialize(self, module: nn.Module, name: str) -> None:
         """Allocate on the CPU, and fill, all that is on meta below ``module``.
@@ -419,7 +436,9 @@ class InitialWeights:
         here = dict(module.named_parameters(prefix=name))
         for key in used:
             found, shape = values.pop(self.sources[key]), here[key].shape
-            if key in self.layouts:  # a position embedding, (1, tokens, width)
+            if key in self.spec.converted and (key != self.sources[key] or found.shape != shape):
+                found = self.spec.convert(key, found, self._read_one)
+            elif key in self.layouts:  # a position embedding, (1, tokens, width)
                 there = self.layouts[key]
                 prefix, grid = self.spec.token_parameters[key], self.spec.sizes.grid
                 first, patches = found.float().tensor_split([there.prefix], dim=1)

@@ -260,6 +260,7 @@ def resolve_model(config: RunConfig) -> tuple[RunConfig, ModelSpec]:
                 raise UsageError(
                     f"--linear_probe is incompatible with {flag} {rate:g}: give {flag} 0"
                 )
+    config = _resolve_packing(config, model)
     channels, *spatial = model.sizes.input_shape
     segments = config.use.segment_probe or config.log.segment_probe_every
     if segments and len(spatial) > 2:
@@ -293,6 +294,54 @@ def resolve_model(config: RunConfig) -> tuple[RunConfig, ModelSpec]:
                 f"{model.sizes.num_patches}: they may differ by {_MAX_TOKENS_APART:.0%}"
             )
     return replace(config, model=named), model
+
+
+_NEEDS_PACKING = {"max_tokens_per_image": None, "resize_to_budget": False, "side_scale": (1.0, 1.0)}
+"""What only images of native resolution have, with its default."""
+
+
+def _resolve_packing(config: RunConfig, model: ModelSpec) -> RunConfig:
+    """Return the configuration with the most tokens of an image, where the model is given sequences
+    of several images. Raises UsageError for what such a run cannot do."""
+    data, packing, flags = config.data, model.packing, by_field(DataConfig)
+    if packing is None:
+        for name, default in _NEEDS_PACKING.items():
+            if getattr(data, name) != default:
+                raise UsageError(f"{flags[name].names[0]} requires --native_resolution")
+        return config
+    loss, use, log = config.loss, config.use, config.log
+    refused = {
+        f"--objective {config.objective.objective}": config.objective.objective != "classify",
+        "--buckets": data.buckets,
+        "--aug_repeats": data.aug_repeats > 1,
+        "--mixup and --cutmix": loss.mixes,
+        "--bce_loss": loss.bce_loss,
+        "--teacher": loss.teacher,
+        "--segment_probe": use.segment_probe or log.segment_probe_every,
+        "--pca": use.pca,
+        "--features_of patches": "patches" in (use.features_of or ()),
+        "--save_bad_step": log.save_bad_step,
+    }
+    for given, is_given in refused.items():
+        if is_given:
+            raise UsageError(f"{given} is incompatible with native resolution ({model.name})")
+    low, high = data.side_scale
+    if low > high:
+        raise UsageError(f"--side_scale {low:g} {high:g}: the first must not be above the second")
+    most = data.max_tokens_per_image
+    if most is None:
+        most = min(model.sizes.num_patches + packing.prefix, packing.tokens)
+    elif most > packing.tokens:
+        raise UsageError(
+            f"--max_tokens_per_image {most} is more than --token_budget {packing.tokens}: an image "
+            "is whole in a sequence"
+        )
+    if most <= packing.prefix:
+        raise UsageError(
+            f"--max_tokens_per_image {most} leaves no patch beside the {packing.prefix} class and "
+            f"register tokens of {model.name}"
+        )
+    return replace(config, data=replace(data, max_tokens_per_image=most))
 
 
 def grids(config: RunConfig, model: ModelSpec) -> list[tuple[int, int]]:

@@ -137,8 +137,8 @@ def find_largest_by_place(model: Any) -> None:
     ``amax`` passes it to the values that are equal to the largest one. XLA may compute the values
     once for either side of that comparison, rounded differently, so that none is: 0 / 0.
     """
-    if getattr(model, "global_pool", None) in ("max", "avgmax"):
-        pool = model.pool
+    pool = getattr(model, "pool", None)
+    if pool is not None and getattr(model, "global_pool", None) in ("max", "avgmax"):
 
         def pool_by_place(*args, **kwargs) -> torch.Tensor:
             with _LargestByPlace():

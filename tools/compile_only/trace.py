@@ -238,11 +238,13 @@ def trace_step(run: XlaRun, named: bool = False) -> Step:
     data, optimizer = run.config.data, run.config.optimizer
     share = data.batch_size // backend.batch_shards
     request = dataset_request(run)
-    packed = request.layout and (request.layout.length,)
-    shape = (share, *(packed or request.shape))
+    layout, labels_of_row = request.pack_layout or request.layout, ()
+    if request.pack:
+        labels_of_row = (request.pack.images,)
+    shape = (share, *((layout.length,) if layout else request.shape))
     dtype = getattr(torch, data.image_dtype(len(request.size)))
     images = torch.empty(shape, dtype=dtype, device="meta")
-    batch = images, torch.empty(share, dtype=torch.int64, device="meta")
+    batch = images, torch.empty((share, *labels_of_row), dtype=torch.int64, device="meta")
     objective = open_objective(run, backend)
 
     backend.recorder.settle()

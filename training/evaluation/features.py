@@ -99,14 +99,23 @@ class Features:
     ) -> Iterator[FeatureBatch]:
         """Yield the features of this process's images, batch by batch; all processes must consume
         all of it. It ends early if ``batch_done``, called after each batch, returns True."""
-        backend = self._backend
-        prefix = getattr(self.run.model.meta, "num_prefix_tokens", 0)
+        backend, prefix = self._backend, getattr(self.run.model.meta, "num_prefix_tokens", 0)
+
+        def of_tokens(tokens: torch.Tensor, given: Any) -> dict[str, torch.Tensor]:
+            if packing := self.run.model.packing:
+                from models.native_vit import of_images
+
+                class_token, mean = of_images(tokens, given, packing.images)
+                return {CLASS: class_token, MEAN: mean}
+            patches = tokens[:, prefix:]
+            return {CLASS: tokens[:, 0], MEAN: patches.mean(dim=1), PATCHES: patches}
+
         numbers: deque[np.ndarray] = deque()  # on the host, of the batches that are on their way
         pending: deque[Future[dict[str, torch.Tensor]]] = deque()
 
         def source() -> Iterator[Batch]:
             for batch in loader.epoch(0):
-                numbers.append(batch[1].numpy())
+                numbers.append(batch[1].flatten().numpy())
                 yield batch
 
         def arrived() -> FeatureBatch:
@@ -126,14 +135,11 @@ class Features:
             ):
                 for images, _ in ready:
                     with torch.no_grad():
-                        self._model(self._normalize(images))
-                        tokens = collected.pop()
-                        patches = tokens[:, prefix:].float()
-                        values = {MEAN: patches.mean(dim=1), PATCHES: patches}
-                        if CLASS in kinds:
-                            values[CLASS] = tokens[:, 0].float()
+                        given = self._normalize(images)
+                        self._model(given)
+                        values = of_tokens(collected.pop().float(), given)
                     pending.append(backend.read_images({kind: values[kind] for kind in kinds}))
-                    del values, tokens, patches
+                    del values
                     if len(pending) > _AHEAD:
                         yield arrived()
                     if batch_done():

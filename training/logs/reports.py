@@ -262,6 +262,9 @@ class Reports:
                 self.first_skipped = self._first_step + int(skipped["before_first"]) + 1
             record = {name: value[0] for name, value in values.items()} | record
             record["skipped_steps"] = self.skipped_steps
+            if "tokens" in record and "sec_per_iter" in record:  # a batch is so many sequences
+                for what in ("images", "tokens"):
+                    record[f"{what}_per_s"] = record[what] / record["sec_per_iter"]
             self.newest = record
             self._losses.append(record["loss"])
             if "sec_per_iter" in record:
@@ -291,6 +294,8 @@ class Reports:
             if "images_per_s" in record:
                 parts.append(f"sec/iter: {record['sec_per_iter']:.4f}{mean_time}{comparison}")
                 parts.append(f"images/s: {record['images_per_s']:.1f}")
+                if "tokens_per_s" in record:
+                    parts.append(f"tokens/s: {record['tokens_per_s']:,.0f}")
                 parts.append(f"data wait: {record['data_wait']:.1%}")
             if "mfu" in record:
                 parts.append(f"MFU: {record['mfu']:.1%}")

@@ -18,7 +18,7 @@ from torch import nn
 
 from data.loader import PADDING
 from data.transforms import drawn_from
-from training.backend import Backend, pass_seed
+from training.backend import Backend, dataset_request, pass_seed
 from training.evaluation.evaluate import TOP, Measure, classes_before
 from training.logs.records import Evaluation
 from training.objectives.config import LossConfig
@@ -94,6 +94,48 @@ class Classification(Objective):
         """Return what measures loss and accuracy. With ``report_of``, the images of a global batch,
         it also collects what each image was taken for."""
         return Accuracy(self._normalize, self._backend, report_of)
+
+
+class PackedClassification(Classification):
+    """The same of sequences that hold several images, or fewer than they have places for: each
+    image counts alike, whichever sequence of the step it is in."""
+
+    def __init__(self, run: Run, backend: Backend, say: Callable[[str], None]) -> None:
+        super().__init__(run, backend, say)
+        self._sequences = run.config.data.batch_size
+        layout, packing = dataset_request(run).pack_layout, run.model.packing
+        assert layout is not None
+        assert packing is not None
+        self._layout, self._places = layout, packing.images
+        self._counts: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def loss(
+        self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor, pass_index: int
+    ) -> torch.Tensor:
+        """Return this replica's and pass's part of the mean over the images of the step: the mean
+        over all replicas and passes is that. ``images``: rows of bytes (``PackLayout``); labels:
+        (sequences, places for images)."""
+        packed = self._normalize(images)
+        logits = model(packed).float()
+        losses = F.cross_entropy(
+            logits,
+            labels.flatten(),
+            ignore_index=PADDING,
+            reduction="sum",
+            label_smoothing=self._smoothing,
+        )
+        in_step = self._layout.unpack(images)[3]  # the same number in each row
+        self._counts.append((in_step.mean(), (packed.segments > 0).sum().float()))
+        return losses * (self._sequences / len(labels) / in_step).mean()
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        """Return how many images, and tokens that are no padding, the step had."""
+        counts, self._counts = self._counts, []
+        in_step, tokens = zip(*counts, strict=True)
+        return {"images": in_step[0], "tokens": self._backend.sum(torch.stack(tokens).sum())}
+
+    def measure(self, images: int = 0, report_of: int = 0) -> Accuracy:
+        return super().measure(images, report_of * self._places)
 
 
 def smoothed(labels: torch.Tensor, classes: int, smoothing: float) -> torch.Tensor:
@@ -223,7 +265,7 @@ class Accuracy(Measure):
     def of_batch(
         self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        logits = model(self._normalize(images)).float()
+        logits, labels = model(self._normalize(images)).float(), labels.flatten()
         loss = F.cross_entropy(logits, labels, ignore_index=PADDING, reduction="sum")
         present, before = labels != PADDING, classes_before(logits, labels)
         counts = [(present & (before < k)).sum().float() for k in (1, TOP)]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import nn
 
-from training.backend import Backend
+from training.backend import Backend, dataset_request
 from training.evaluation.evaluate import Measure
 from training.initial_weights import weights_of_teacher
 from training.schedule import StepRates
@@ -26,10 +26,12 @@ if TYPE_CHECKING:
 
 OBJECTIVES = {
     "classify": "training.objectives.classify:Classification",
+    "classify packed": "training.objectives.classify:PackedClassification",
     "mae": "training.objectives.mae:Reconstruction",
     "dino": "training.objectives.dino:SelfDistillation",
 }
-"""Module and class of each objective, by its name. It is imported when it is chosen."""
+"""Module and class of each objective, by its name; "packed": of sequences of several images. It is
+imported when it is chosen."""
 
 Constant = Callable[[torch.Tensor], torch.Tensor]
 """Puts a small tensor of the CPU whole on every device, as ``Backend.constant`` does."""
@@ -118,18 +120,32 @@ def open_objective(
     run: Run, backend: Backend, say: Callable[[str], None] = lambda line: None
 ) -> Objective:
     """Return the objective of ``run``. It must be made before the first step is recorded."""
-    module, _, name = OBJECTIVES[run.config.objective.objective].partition(":")
+    chosen = run.config.objective.objective + (" packed" if run.model.packing else "")
+    module, _, name = OBJECTIVES[chosen].partition(":")
     objective = cast(Objective, getattr(import_module(module), name)(run, backend, say))
     if run.teacher:
         objective.teacher = Teacher(run, backend, say)
     return objective
 
 
-def normalizer(run: Run, constant: Constant) -> Callable[[torch.Tensor], torch.Tensor]:
+def normalizer(run: Run, constant: Constant) -> Callable[[torch.Tensor], Any]:
     """Return the function (x / 255 - mean) / std, by channel, of uint8 images, in fp32. Images in
-    fp32 were normalized as they were read, and are returned as they are."""
+    fp32 were normalized as they were read, and are returned as they are. Of sequences of several
+    images, packed as bytes, it makes what the model is given."""
     channels, *spatial = run.model.sizes.input_shape
     mean, std = map(torch.tensor, run.config.data.preprocessing.of_channels(channels))
+    if layout := dataset_request(run).pack_layout:
+        from models.native_vit import Packed
+
+        pixels = layout.patch_bytes // channels
+        scale, offset = (constant(x.repeat(pixels)) for x in (1 / (255 * std), -mean / std))
+
+        def unpack(rows: torch.Tensor) -> Packed:
+            patches, places, segments, _ = layout.unpack(rows)
+            return Packed(patches.float() * scale + offset, places, segments)
+
+        return unpack
+
     by_channel = (-1, *[1] * len(spatial))
     scale, offset = (constant(x.view(by_channel)) for x in (1 / (255 * std), -mean / std))
 
