@@ -4,31 +4,31 @@ A batch holds images of one bucket. So a model sees whole images of any aspect r
 is only one shape of batches, and on XLA one compiled program, for each bucket.
 """
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
-from tqdm import tqdm
 
-from data.decode import image_size
-from data.files import HEAD, BrokenImageError, DataFolderError
-from data.index import Table, load_or_build
+from data.files import DataFolderError
 from data.loader import PADDING, GlobalBatchSampler, Key
+from data.sequences import in_sequences
+from data.sizes import image_sizes
 from data.source import DatasetRequest, DataSource, Split
 from data.transforms import ImageSplit
 
 
 def source_of(request: DatasetRequest, name: str, splits: Mapping[str, ImageSplit]) -> DataSource:
-    """Return the source of these splits, in buckets with ``--buckets``.
+    """Return the source of these splits, in buckets with ``--buckets``, or in the sequences that
+    are requested.
 
     Raises DataFolderError if no bucket has as many training images as a batch.
     """
     config = request.config
+    if request.pack:
+        return in_sequences(request, name, splits)
     if not config.buckets:
         return DataSource(name, splits)
     in_buckets = {name: BucketSplit(request, split) for name, split in splits.items()}
@@ -128,45 +128,3 @@ def nearest_bucket(images: np.ndarray, buckets: Sequence[tuple[int, int]]) -> np
     distances = np.abs(image_ratios[:, None] - bucket_ratios).round(9)
     nearest = distances.argmin(axis=1).astype(np.int16)
     return np.where(images.min(axis=1) > 0, nearest, np.int16(0))
-
-
-def image_sizes(split: ImageSplit, threads: int = 16) -> np.ndarray:
-    """Return the height and width of each image of a split in pixels, (n, 2), int32; 0 x 0 for an
-    image that cannot be read. An index file has them as long as the images have the same names."""
-    config, digest = split.request.config, split.digest()
-    part = 256  # images that a thread reads at a time
-
-    def sizes_of(first: int) -> list[tuple[int, int]]:
-        sizes = []
-        for number in range(first, min(first + part, len(split))):
-            size = 0, 0
-            for most in (HEAD, None):  # mostly the first bytes are enough
-                try:
-                    size = image_size(split.read(number, most))
-                    break
-                except BrokenImageError:  # training and evaluation report it when they read it
-                    continue
-            sizes.append(size)
-        return sizes
-
-    def build() -> Table:
-        sizes: list[tuple[int, int]] = []
-        title = f"reading the sizes of {os.path.join(config.data_dir, split.name)}"
-        with (
-            ThreadPoolExecutor(threads) as pool,  # most of the time they wait for images far away
-            tqdm(total=len(split), desc=title, unit=" images", delay=5, disable=None) as bar,
-        ):
-            for some_sizes in pool.map(sizes_of, range(0, len(split), part)):
-                sizes += some_sizes
-                bar.update(len(some_sizes))
-        return Table({"sizes": np.array(sizes, np.int32).reshape(-1, 2)}, {"digest": digest})
-
-    table = load_or_build(
-        config,
-        f"{split.name}-sizes",
-        config.data_dir,
-        build,
-        lambda table: None if table.info["digest"] == digest else "its images are others",
-        counted="sizes",
-    )
-    return table.arrays["sizes"]

@@ -53,15 +53,17 @@ that has more rows than its header says, up to the mark of its end."""
 # -- one image -------------------------------------------------------------------------
 
 
-def open_image(encoded: bytes) -> OpenImage:
-    """Return the image that the bytes of a file hold. Raises BrokenImageError."""
+def open_image(encoded: bytes, *, lines: bool = False) -> OpenImage:
+    """Return the image that the bytes of a file hold. Raises BrokenImageError, without ``lines``
+    also for an image more than 1,000 times as long as wide."""
     if encoded.startswith(_JPEG):
         with contextlib.suppress(ValueError):  # Pillow says what is wrong
             height, width, colours, _ = simplejpeg.decode_jpeg_header(encoded)
             if colours in _JPEG_COLOURS:
-                _check_shape(height, width)
+                if not lines:
+                    _check_shape(height, width)
                 return Jpeg(encoded, (height, width))
-    return Pixels(np.array(read_image(encoded)))
+    return Pixels(np.array(read_image(encoded, lines=lines)))
 
 
 class Pixels:
@@ -99,7 +101,7 @@ class Jpeg:
         try:
             return self._decode(self.encoded, self.size[0], shrink)
         except ValueError:  # Pillow reads some of them, or says what is wrong
-            image = read_image(self.encoded)
+            image = read_image(self.encoded, lines=True)  # checked when it was opened
             return np.array(image.reduce(shrink) if shrink > 1 else image)
 
     def _first_rows(self, shrink: int, rows: int) -> np.ndarray | None:
@@ -159,12 +161,14 @@ def image_size(encoded: bytes) -> tuple[int, int]:
         raise BrokenImageError(reason_of(error)) from error
 
 
-def read_image(source: str | Path | bytes) -> Image.Image:
-    """Return the image in a file, or in the bytes of one, as 8-bit RGB. Raises BrokenImageError."""
+def read_image(source: str | Path | bytes, *, lines: bool = False) -> Image.Image:
+    """Return the image in a file, or in the bytes of one, as 8-bit RGB. Raises BrokenImageError,
+    see ``open_image``."""
     file = io.BytesIO(source) if isinstance(source, bytes) else source
     try:
         with Image.open(file, formats=_formats()) as image:
-            _check_shape(image.height, image.width)
+            if not lines:
+                _check_shape(image.height, image.width)
             image.load()
             whole: Image.Image = image
             is_wide = image.mode == "I" and image.format in _SIXTEEN_BITS_AS_I

@@ -25,6 +25,7 @@ import torch
 import xxhash
 from PIL import Image
 
+from data.buckets import source_of
 from data.decode import Pixels
 from data.files import DataFolderError
 from data.source import DatasetRequest, DataSource, Split
@@ -52,7 +53,7 @@ def open_digits(request: DatasetRequest) -> DataSource:
         split: DigitsSplit(request, split, transform, [d for d in digits if d[0] == split])
         for split, transform in transforms.items()
     }
-    return DataSource(name, splits)
+    return source_of(request, name, splits)
 
 
 class DigitsSplit(ImageSplit):
@@ -64,8 +65,11 @@ class DigitsSplit(ImageSplit):
         super().__init__(request, name, transform, [digit for _, digit, *_ in digits], CLASSES)
         self._pixels = [pixels for *_, pixels in digits]
 
-    def open(self, number: int) -> Pixels:
+    def open(self, number: int, *, lines: bool = False) -> Pixels:
         return Pixels(np.repeat(self._pixels[number][:, :, None], 3, axis=2))
+
+    def known_sizes(self) -> np.ndarray:
+        return np.array([pixels.shape for pixels in self._pixels], np.int32)
 
     def digest(self) -> str:
         return xxhash.xxh3_64(b"".join(image.tobytes() for image in self._pixels)).hexdigest()

@@ -1,4 +1,7 @@
-"""A source of all-zero images with label 0, as many as ImageNet has: for smoke runs and timing."""
+"""A source of all-zero images with label 0, as many as ImageNet has: for smoke runs and timing.
+
+Sequences are as full as images of the request's size make them.
+"""
 
 import math
 from typing import Any
@@ -6,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.loader import PADDING, BatchLoader, ConstantLoader, Share
+from data.loader import PADDING, Batch, BatchLoader, ConstantLoader, Share
+from data.packing import grids, kept_patches, places_of
 from data.source import DatasetRequest, DataSource, Split
 
 LENGTHS = {"train": 1_281_167, "val": 50_000}
@@ -14,7 +18,8 @@ LENGTHS = {"train": 1_281_167, "val": 50_000}
 
 def open_fake(request: DatasetRequest) -> DataSource:
     """Return a source that reads nothing and gives the same batch of zeros again and again."""
-    return DataSource("fake data (zeros)", {name: Zeros(request, name) for name in request.splits})
+    kind = ZerosInSequences if request.pack else Zeros
+    return DataSource("fake data (zeros)", {name: kind(request, name) for name in request.splits})
 
 
 class Zeros(Split):
@@ -44,3 +49,56 @@ class Zeros(Split):
     def facts(self) -> dict[str, Any]:
         kind = "training" if self.name == "train" else "validation"
         return {f"the number of {kind} images": len(self)}
+
+
+class ZerosInSequences(Zeros):
+    """The same images in sequences, of which each has as many as have room."""
+
+    def __init__(self, request: DatasetRequest, name: str) -> None:
+        super().__init__(request, name)
+        assert request.pack
+        assert request.pack_layout
+        self._pack, self._layout = request.pack, request.pack_layout
+        self.shape, self.label_shape = (self._layout.length,), (self._pack.images,)
+        self._grid = grids(np.array([request.size]), self._pack)[0]
+        drop_rate = self._pack.drop_rate if self.is_train else 0
+        self._patches = int(kept_patches(self._grid.prod(), drop_rate))
+        room = self._pack.tokens // (self._pack.prefix + self._patches)
+        self._images = min(room, self._pack.images)
+        """How many images a full sequence has."""
+        self.sequences = len(self) // self._images
+
+    def batches(self, batch_size: int, share: Share) -> BatchLoader:
+        """Training drops a short last batch; validation fills it up with sequences without
+        images."""
+        full, rest = divmod(len(self), batch_size * self._images)
+        batch = self._batch(batch_size * self._images, batch_size, share)
+        if self.is_train or not rest:
+            return ConstantLoader(full, batch)
+        return ConstantLoader(full + 1, batch, self._batch(rest, batch_size, share))
+
+    def _batch(self, images: int, batch_size: int, share: Share) -> Batch:
+        """Return this share of a global batch of so many images, in sequences from the first on."""
+        count = batch_size // share.shards if share.loads else 0
+        rows = torch.from_numpy(np.zeros((count, self._layout.length), np.uint8))
+        labels = torch.full((count, *self.label_shape), PADDING)
+        behind_patches = self._pack.tokens * self._layout.patch_bytes
+        packed = [self._sequence(inside, images) for inside in range(self._images + 1)]
+        for number in range(count):
+            before = (share.shard * count + number) * self._images
+            inside = min(max(images - before, 0), self._images)
+            rows[number, behind_patches:] = packed[inside][behind_patches:]
+            labels[number, :inside] = 0
+        return rows, labels
+
+    def _sequence(self, images: int, images_in_batch: int) -> torch.Tensor:
+        """Return the packed sequence of so many images."""
+        tokens, prefix = self._pack.tokens, self._pack.prefix
+        of_image = places_of(self._grid.tolist(), prefix, torch.arange(self._patches))
+        used = images * len(of_image)
+        places = torch.zeros((tokens, 4), dtype=torch.int32)
+        places[:used] = of_image.repeat(images, 1)
+        segments = torch.zeros(tokens, dtype=torch.uint8)
+        segments[:used] = torch.arange(1, images + 1).repeat_interleave(len(of_image))
+        patches = torch.zeros((tokens, self._layout.patch_bytes), dtype=torch.uint8)
+        return self._layout.pack(patches, places, segments, images_in_batch)

@@ -39,12 +39,13 @@ PADDING = -1
 
 Key = tuple[int, ...]
 """What a dataset is indexed by: epoch and image index, and the number of the bucket, or of the pair
-of crop sizes, if there are any."""
+of crop sizes, if there are any; of sequences of images (``data/packing.py``), epoch, images in the
+global batch, and the indices of the sequence's images."""
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 """A batch on the CPU: images (share, channels, rows, width), of volumes (share, channels, slices,
-height, width), of packed crops (share, bytes); labels (share,) int64. Images are uint8, or
-normalised fp32."""
+height, width), of packed crops or sequences (share, bytes); labels (share,) int64, of sequences
+(share, images). Images are uint8, or normalised fp32."""
 
 
 def numbered(batch: Batch, first: int) -> Batch:
@@ -58,8 +59,9 @@ def numbered(batch: Batch, first: int) -> Batch:
 BadImage = tuple[str, str, int]
 """The path of an image that cannot be read, the reason in one line, and its label."""
 
-Sample = tuple[torch.Tensor, int, list[BadImage]]
-"""An image, its label, and the unreadable images that it replaces."""
+Sample = tuple[torch.Tensor, int | list[int], list[BadImage]]
+"""An image and its label, or a sequence of images and theirs, and the unreadable images that were
+replaced."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from data.buckets import image_sizes
 from data.decode import read_mask
 from data.digits import CLASSES, MosaicsSplit, open_mosaics
 from data.files import (
@@ -32,6 +31,7 @@ from data.files import (
 )
 from data.image_folder import FolderSplit
 from data.index import FolderIndex, Strings, class_folders, index_split
+from data.sizes import image_sizes
 from data.source import DatasetRequest, DataSource
 from data.tables import open_masks
 from data.transforms import ImageSplit, transforms_of
@@ -53,9 +53,8 @@ class StoredWindows(WindowSplit):
     ) -> None:
         """``masks``: as many as ``images``, in the same order. ``ignored``: the labels that count
         for nothing."""
-        # A table is read row group by row group, by one thread.
-        self.reading_threads = 16 if isinstance(masks, FolderSplit) else 1
-        super().__init__(request, images.name, image_sizes(images, self.reading_threads))
+        self.reading_threads = masks.reading_threads
+        super().__init__(request, images.name, image_sizes(images))
         self._images, self._masks, self._ignored = images, masks, np.array(ignored)
         self._mode = v2.InterpolationMode(request.config.preprocessing.interpolation_of_val)
         self._last: tuple[int, torch.Tensor] | None = None
@@ -138,7 +137,7 @@ def open_masked(request: DatasetRequest) -> MaskedSource:
     config, root = request.config, request.config.segment_dir
     if len(request.size) != 2:
         raise DataFolderError("masks are of images, and the model takes volumes")
-    request = replace(request, labels=False, augment=False, crops=None)
+    request = replace(request, labels=False, augment=False, crops=None, pack=None)
     if root is None:
         mosaics = open_mosaics(request)
         windows = {name: MosaicWindows(split) for name, split in mosaics.splits.items()}  # type: ignore[arg-type]

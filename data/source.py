@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 from data import loader
 from data.config import GIVE_FLOATS, OPENED_BY, DataConfig
 from data.files import BrokenImageError, DataFolderError, MissingSplitError, first_of, printable
+from data.packing import PackLayout, PackRequest
 
 Result = TypeVar("Result")
 FILES = "the names or order of the files in train/"
@@ -136,6 +137,9 @@ class DatasetRequest:
     are: once, in order, unreadable ones left out."""
     crops: CropRequest | None = None
     """Crops of each augmented training image, packed (``CropLayout``), instead of one image."""
+    pack: PackRequest | None = None
+    """Sequences of tokens, each of one or several whole images (``PackLayout``), in training and
+    validation, instead of images of one size."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -146,6 +150,11 @@ class DatasetRequest:
     def layout(self) -> CropLayout | None:
         """Return how the crops of training images are packed; None without crops."""
         return CropLayout(self.shape, self.crops) if self.crops and self.augment else None
+
+    @property
+    def pack_layout(self) -> PackLayout | None:
+        """Return how sequences of images are packed; None without sequences."""
+        return PackLayout(self.channels, self.pack) if self.pack else None
 
     @property
     def of_pairs(self) -> list[DatasetRequest]:
@@ -196,6 +205,8 @@ def open_data(request: DatasetRequest) -> DataSource:
     kind = request.config.data_source
     if request.crops and (len(request.size) != 2 or kind in GIVE_FLOATS):
         raise DataFolderError(f"crops are made of photographs, and --data_source {kind} has arrays")
+    if request.pack:
+        _check_pack(request, request.pack)
     layouts = {pair.layout for pair in request.of_pairs if pair.layout}
     if len({layout.length for layout in layouts}) < len(layouts):
         raise DataFolderError(
@@ -207,12 +218,32 @@ def open_data(request: DatasetRequest) -> DataSource:
     module, _, name = OPENED_BY[kind].partition(":")
     source: DataSource = getattr(import_module(module), name)(request)
     drops_last = request.with_train and request.augment
-    if drops_last and source.train_length < request.config.batch_size:
+    count, what = source.train_length, "training images"
+    if request.pack and request.with_train:
+        count, what = source.splits["train"].sequences, "sequences of training images"
+    if drops_last and count < request.config.batch_size:
         raise DataFolderError(
-            f"{source.name} has {source.train_length} training images, fewer than one batch: "
-            f"use --batch_size {source.train_length} or less"
+            f"{source.name} has {count} {what}, fewer than one batch: use --batch_size {count} or "
+            "less"
         )
     return source
+
+
+def _check_pack(request: DatasetRequest, pack: PackRequest) -> None:
+    """Raise DataFolderError if there can be no such sequences."""
+    kind = request.config.data_source
+    if request.crops:
+        raise DataFolderError("crops are images of one size, not sequences of whole images")
+    if len(request.size) != 2 or kind in GIVE_FLOATS:
+        raise DataFolderError(
+            f"sequences are made of photographs, and --data_source {kind} has arrays"
+        )
+    least = pack.prefix + 1
+    if pack.tokens < least:
+        raise DataFolderError(
+            f"a sequence of {pack.tokens} tokens has no room for an image: one patch and "
+            f"{pack.prefix} class and register tokens are {least}"
+        )
 
 
 # -- one split: train or val -----------------------------------------------------------
@@ -227,6 +258,8 @@ class Split(Dataset):
     """The dtype of the images: uint8, or fp32 that is normalised already."""
     reads_rows = False
     """Whether some rows of an image can be read alone."""
+    sequences = 0
+    """How many sequences of images the first epoch has; 0: images are not in sequences."""
     gives_numbers = False
     """Whether an image comes with its number in place of its label."""
 
@@ -248,6 +281,8 @@ class Split(Dataset):
         """``is_train``: images are shuffled, augmented, and replaced if they are broken."""
         self.shape: tuple[int, ...] = request.shape
         """The shape of what ``make`` returns."""
+        self.label_shape: tuple[int, ...] = ()
+        """The shape of the labels that come with it."""
         if self.is_train and request.layout:
             self.shape = (request.layout.length,)
         self.rows, self.of_some_rows = range(request.size[0]), False
@@ -278,28 +313,42 @@ class Split(Dataset):
         epoch, index, *in_size = key
         if in_size:
             return self.in_sizes[in_size[0]][epoch, index]
+        image, label, bad = self.readable(
+            epoch, index, lambda number: self.make(number, epoch, index)
+        )
+        if image is None:
+            return torch.zeros(self.shape, dtype=self.dtype), label, bad
+        if self.of_some_rows and not self.reads_rows:
+            image = image[:, self.rows.start : self.rows.stop]
+        return image, label, bad
+
+    def readable(
+        self, epoch: int, index: int, make: Callable[[int], torch.Tensor]
+    ) -> tuple[torch.Tensor | None, int, list[loader.BadImage]]:
+        """Return what ``make`` returns for an image's number, the image's label, and the unreadable
+        ones: of the image ``index``, or in training of the first readable one in its place. None
+        and PADDING of padding, and in validation of a broken image. Raises DataFolderError if too
+        many are."""
         bad: list[loader.BadImage] = []
-        if index != loader.PADDING:
-            for attempt in range(1 + ATTEMPTS if self.is_train else 1):
-                number = index
-                if attempt:
-                    number = substitute(self.seed, epoch, index, attempt, len(self))
-                try:
-                    label = number if self.gives_numbers else int(self.labels[number])
-                    image = self.make(number, epoch, index)
-                    if self.of_some_rows and not self.reads_rows:
-                        image = image[:, self.rows.start : self.rows.stop]
-                    return image, label, bad
-                except BrokenImageError as error:
-                    name = printable(self.name_of(number))
-                    bad.append((name, str(error), int(self.labels[number])))
-            if self.is_train:
-                name, reason, _ = bad[0]
-                raise DataFolderError(
-                    f"{name} is not a readable image ({reason}), nor are {ATTEMPTS} others that "
-                    "were tried in its place"
-                )
-        return torch.zeros(self.shape, dtype=self.dtype), loader.PADDING, bad
+        if index == loader.PADDING:
+            return None, loader.PADDING, bad
+        for attempt in range(1 + ATTEMPTS if self.is_train else 1):
+            number = index
+            if attempt:
+                number = substitute(self.seed, epoch, index, attempt, len(self))
+            try:
+                label = number if self.gives_numbers else int(self.labels[number])
+                return make(number), label, bad
+            except BrokenImageError as error:
+                name = printable(self.name_of(number))
+                bad.append((name, str(error), int(self.labels[number])))
+        if self.is_train:
+            name, reason, _ = bad[0]
+            raise DataFolderError(
+                f"{name} is not a readable image ({reason}), nor are {ATTEMPTS} others that "
+                "were tried in its place"
+            )
+        return None, loader.PADDING, bad
 
     def numbered(self) -> Self:
         """Return the same images, each with its number in place of its label."""
@@ -336,7 +385,8 @@ class Split(Dataset):
         )
         if not share.loads:
             images = torch.zeros(share.shape_of(batch_size, self.shape), dtype=self.dtype)
-            return loader.ConstantLoader(len(sampler), (images, torch.zeros(0, dtype=torch.int64)))
+            labels = torch.zeros((0, *self.label_shape), dtype=torch.int64)
+            return loader.ConstantLoader(len(sampler), (images, labels))
         workers = self._workers(share)
         if not self.is_train:
             workers = min(workers, len(sampler))

@@ -30,6 +30,7 @@ import numpy as np
 import xxhash
 
 from data import files
+from data.buckets import source_of
 from data.files import (
     BrokenImageError,
     DataFolderError,
@@ -166,6 +167,9 @@ def _concatenated(parts: Sequence[_Labels], where: str) -> _Labels:
 class TableSplit(ImageSplit):
     """One split of the rows of a table."""
 
+    reading_threads = 1
+    """A table is read row group by row group."""
+
     def __init__(
         self,
         request: DatasetRequest,
@@ -206,13 +210,14 @@ class TableSplit(ImageSplit):
         return encoded
 
 
-def _source(root: str, splits: Mapping[str, TableSplit]) -> DataSource:
+def _source(request: DatasetRequest, splits: Mapping[str, TableSplit]) -> DataSource:
     """Return the source of these splits. Raises DataFolderError if their classes differ."""
+    root = request.config.data_dir
     one, other = (list(splits.values())[at].classes for at in (0, -1))
     if one != other:
         how = other_classes(one or [], other or []) or "they have another order"
         raise DataFolderError(f"the names of the classes of train and val differ in {root}: {how}")
-    return DataSource(root, splits)
+    return source_of(request, root, splits)
 
 
 # -- parquet ---------------------------------------------------------------------------
@@ -226,7 +231,7 @@ def open_parquet(request: DatasetRequest) -> DataSource:
         )
     transforms = transforms_of(request)
     splits = request.find_splits(lambda name: ParquetSplit(request, name, transforms[name]))
-    return _source(request.config.data_dir, splits)
+    return _source(request, splits)
 
 
 class ParquetSplit(TableSplit):
@@ -442,7 +447,7 @@ def open_huggingface(request: DatasetRequest) -> DataSource:
         where = os.path.join(root, saved_name)
         return HuggingFaceSplit(request, split, transforms[split], saved[saved_name], where)
 
-    return _source(root, request.find_splits(find))
+    return _source(request, request.find_splits(find))
 
 
 class HuggingFaceSplit(TableSplit):

@@ -39,6 +39,9 @@ Box = tuple[int, int, int, int]
 Transform = Callable[[OpenImage], torch.Tensor]
 """From an image to (channels, height, width), or to packed crops, (bytes,): uint8. Raises
 BrokenImageError."""
+SizedTransform = Callable[[OpenImage, Size], torch.Tensor]
+"""From an image and a height and width to (channels, height, width): uint8. Raises
+BrokenImageError."""
 Given = TypeVar("Given")
 Made = TypeVar("Made")
 
@@ -54,6 +57,9 @@ _WHITE = 255
 class ImageSplit(Split):
     """One split of images, each read as the bytes of a JPEG, PNG or the like, and then decoded."""
 
+    reading_threads = 16
+    """How many threads may read images at a time."""
+
     def __init__(
         self, request: DatasetRequest, name: str, transform: Transform, labels: Any, *others: Any
     ) -> None:
@@ -66,9 +72,15 @@ class ImageSplit(Split):
         bytes are enough. Raises BrokenImageError."""
         raise NotImplementedError
 
-    def open(self, number: int) -> OpenImage:
-        """Return the image ``number``, perhaps not decoded yet. Raises BrokenImageError."""
-        return open_image(self.read(number))
+    def open(self, number: int, *, lines: bool = False) -> OpenImage:
+        """Return the image ``number``, perhaps not decoded yet. Raises BrokenImageError, see
+        ``open_image``."""
+        return open_image(self.read(number), lines=lines)
+
+    def known_sizes(self) -> np.ndarray | None:
+        """Return the height and width of each image in pixels, (n, 2), int32, if they are known
+        without reading any."""
+        return None
 
     def with_request(self, request: DatasetRequest) -> Self:
         part = copy.copy(self)
@@ -113,6 +125,17 @@ def transforms_of(request: DatasetRequest) -> dict[str, Transform]:
     return {"train": train, "val": val}
 
 
+def sized_transforms_of(request: DatasetRequest) -> dict[str, SizedTransform]:
+    """Return the transform of each split of the request, to any size. Raises DataFolderError, see
+    ``TrainTransform``."""
+    config, channels = request.config, request.channels
+    mode = v2.InterpolationMode(config.preprocessing.interpolation_of_val)
+    whole = functools.partial(whole_image, mode, channels)
+    if not (request.with_train and request.augment):
+        return dict.fromkeys(request.splits, whole)
+    return {"train": TrainTransform(config, request.size, channels).in_shape, "val": whole}
+
+
 # -- validation ------------------------------------------------------------------------
 
 
@@ -140,6 +163,14 @@ def val_transform(preprocessing: Preprocessing, size: Size, channels: int) -> Tr
     colours = v2.Grayscale() if channels == 1 else v2.Identity()
     whole = operator.methodcaller("pixels"), Image.fromarray
     return v2.Compose([*whole, resize, crop, colours, v2.PILToTensor()])
+
+
+def whole_image(
+    mode: v2.InterpolationMode, channels: int, image: OpenImage, size: Size
+) -> torch.Tensor:
+    """Return the whole image, resized by Pillow: (channels, height, width), uint8."""
+    picture = v2.functional.resize(Image.fromarray(image.pixels()), list(size), mode)
+    return pil_to_tensor(v2.functional.rgb_to_grayscale(picture) if channels == 1 else picture)
 
 
 def _resize_in_proportion(
@@ -183,11 +214,20 @@ class TrainTransform:
         )
 
     def __call__(self, image: OpenImage) -> torch.Tensor:
+        return self._augmented(image, self._size, self._ratio)
+
+    def in_shape(self, image: OpenImage, size: Size) -> torch.Tensor:
+        """Return the image in another size; the ratio of its crop is relative to its own."""
+        height, width = image.size
+        low, high = (ratio * width / height for ratio in self._ratio)
+        return self._augmented(image, size, (low, high))
+
+    def _augmented(self, image: OpenImage, size: Size, ratio: tuple[float, float]) -> torch.Tensor:
         # The order of the random draws is a part of what a seed means: do not change it.
         flips = torch.rand(()).item() < self._hflip
         flips_over = self._vflip > 0 and torch.rand(()).item() < self._vflip
-        box = random_box(image.size, self._scale, self._ratio)
-        (crop,) = resized_parts(image, [(box, self._size)], self._modes)
+        box = random_box(image.size, self._scale, ratio)
+        (crop,) = resized_parts(image, [(box, size)], self._modes)
         crop = crop.flip(-1) if flips else crop
         crop = crop.flip(-2) if flips_over else crop
         if self._on_pictures:

@@ -1,0 +1,295 @@
+"""Whole images of any size as sequences of tokens: the grid of an image, the images of a sequence.
+
+An image keeps its size and shape, as far as whole patches allow (``grids``). Images share sequences
+of a fixed number of tokens, as in NaViT (https://arxiv.org/abs/2307.06304): ``pack`` decides which,
+by their numbers of tokens alone. ``PackLayout`` has the row of bytes that a sequence is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from data.loader import GlobalBatchSampler, Key
+
+
+@dataclass(frozen=True)
+class PackRequest:
+    """How whole images become sequences of tokens (NaViT, https://arxiv.org/abs/2307.06304)."""
+
+    patch: tuple[int, int]
+    """Height and width of a patch in pixels."""
+    prefix: int
+    """Class and register tokens of an image, before its patches."""
+    tokens: int
+    """Of a sequence, at most 65,535."""
+    images: int
+    """Most images of a sequence, at most 255."""
+    max_patches: int
+    """Most patches of an image; larger images are scaled down."""
+    resize: bool
+    """Scale every image, up or down, to about ``max_patches``."""
+    side_scale: tuple[float, float] = (1.0, 1.0)
+    """In training an image's sides are multiplied by a factor drawn evenly from these."""
+    drop_rate: float = 0.0
+    """Share of patches that are left out of each training image; which ones is drawn."""
+
+    @property
+    def most_patches(self) -> int:
+        """Return how many patches an image has at most: with its prefix it fits a sequence."""
+        return min(self.max_patches, self.tokens - self.prefix)
+
+
+_BYTE = 256
+_NUMBERS = 4
+"""Of a token's place: row and column of the patch, rows and columns of its image's grid."""
+_COUNT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class PackLayout:
+    """Where the patches of a sequence, and what else there is to know of its tokens, are in its row
+    of bytes, so that a batch is one tensor. Numbers of several bytes have the lowest first."""
+
+    channels: int
+    request: PackRequest
+
+    @property
+    def patch_bytes(self) -> int:
+        """Return how many bytes a patch has: its values, row by row, the channel fastest."""
+        return math.prod(self.request.patch) * self.channels
+
+    @property
+    def _lengths(self) -> list[int]:
+        """Return how many bytes patches, places, segments and the number of images have."""
+        tokens = self.request.tokens
+        return [tokens * self.patch_bytes, tokens * _NUMBERS * 2, tokens, _COUNT_BYTES]
+
+    @property
+    def length(self) -> int:
+        """Return how many bytes a packed sequence has."""
+        return sum(self._lengths)
+
+    def pack(
+        self, patches: torch.Tensor, places: torch.Tensor, segments: torch.Tensor, images: int
+    ) -> torch.Tensor:
+        """Return (length,) uint8 of one sequence: ``patches`` (tokens, patch_bytes) uint8,
+        ``places`` (tokens, 4), ``segments`` (tokens,), and the number of images in the whole global
+        batch."""
+        halves = torch.stack([places % _BYTE, places // _BYTE], dim=-1)
+        count = torch.tensor([*images.to_bytes(_COUNT_BYTES, "little")])
+        parts = (patches, halves, segments, count)
+        return torch.cat([part.to(torch.uint8).flatten() for part in parts])
+
+    def unpack(
+        self, rows: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return, of packed sequences (B, length), the patches (B, tokens, patch_bytes) uint8, the
+        places (B, tokens, 4) int32, the segments (B, tokens) int32, and the number of images in the
+        whole global batch (B,) fp32. Slices, reshapes and simple arithmetic alone: it can be a part
+        of a step on any device."""
+        patches, halves, segments, count = rows.split(self._lengths, 1)
+        tokens = self.request.tokens
+        low, high = halves.unflatten(1, (tokens, _NUMBERS, 2)).to(torch.int32).unbind(-1)
+        # fp32 is exact below 2**24 images.
+        bytes_of_count = count.to(torch.float32).unbind(1)
+        images = sum(value * _BYTE**at for at, value in enumerate(bytes_of_count))
+        return (
+            patches.unflatten(1, (tokens, self.patch_bytes)),
+            low + high * _BYTE,
+            segments.to(torch.int32),
+            images,
+        )
+
+
+# -- the grid of an image ----------------------------------------------------------------
+#
+# Only operations that IEEE 754 rounds exactly: every process and machine makes the same grids.
+
+
+def grids(sizes: np.ndarray, request: PackRequest) -> np.ndarray:
+    """Return the rows and columns of patches, (n, 2) int32, of images of these heights and widths
+    in pixels, (n, 2). The product is ``most_patches`` at most.
+
+    The ideal is an image's own size in patches, or that size scaled to ``most_patches``, and
+    neither side shorter than a patch. Of the up to four grids around it, the one is chosen whose
+    sides have to be stretched or shrunk least. An image that cannot be read, 0 x 0, has the largest
+    square one: in training another image takes its place.
+    """
+    most = request.most_patches
+    ideal = np.where(sizes > 0, sizes / np.array(request.patch, np.float64), most).T
+    ideal = (ideal * _scales(ideal, request)).clip(1, most)
+    lower = np.floor(ideal)
+    best, least = lower, _stretch(lower, ideal)
+    for more in ((1, 0), (0, 1), (1, 1)):
+        grid = lower + np.array(more)[:, None]
+        stretch = np.where(grid[0] * grid[1] <= most, _stretch(grid, ideal), np.inf)
+        better = stretch < least
+        best, least = np.where(better, grid, best), np.minimum(stretch, least)
+    return np.ascontiguousarray(best.T, np.int32)
+
+
+def _scales(ideal: np.ndarray, request: PackRequest) -> np.ndarray:
+    """Return by which factor the sides of each image, in patches, (2, n), are scaled."""
+    scales = np.sqrt(request.most_patches / (ideal[0] * ideal[1]))
+    return scales if request.resize else np.minimum(scales, 1)
+
+
+def _stretch(grid: np.ndarray, ideal: np.ndarray) -> np.ndarray:
+    """Return by which factor the side that changes most is stretched or shrunk, (n,)."""
+    return np.maximum(grid / ideal, ideal / grid).max(axis=0)
+
+
+def too_large(sizes: np.ndarray, request: PackRequest) -> int:
+    """Return how many images have more than ``most_patches`` patches and are scaled down."""
+    ideal = np.maximum(sizes, 1).T / np.array(request.patch)[:, None]
+    return int((ideal[0] * ideal[1] > request.most_patches).sum())
+
+
+def kept_patches(patches: np.ndarray, drop_rate: float) -> np.ndarray:
+    """Return how many of each image's patches are kept, at least one."""
+    return np.maximum(patches - np.rint(patches * drop_rate).astype(patches.dtype), 1)
+
+
+def patches_of(image: torch.Tensor, patch: tuple[int, int]) -> torch.Tensor:
+    """Return the patches of an image (channels, height, width), which are whole ones: row by row,
+    (patches, patch height * patch width * channels), the channel fastest, as timm's NaFlex has
+    them."""
+    height, width = patch
+    parts = image.unflatten(2, (-1, width)).unflatten(1, (-1, height))
+    return parts.permute(1, 3, 2, 4, 0).reshape(-1, height * width * len(image))
+
+
+def places_of(grid: Sequence[int], prefix: int, patches: torch.Tensor) -> torch.Tensor:
+    """Return the places of an image's tokens, (prefix + n, 4) int32: those of class and register
+    tokens, which are numbered, and then of n of its patches, which are numbered row by row."""
+    rows, columns = grid
+    places = torch.zeros((prefix + len(patches), _NUMBERS), dtype=torch.int32)
+    places[:prefix, 0] = torch.arange(prefix)
+    places[prefix:, 0] = patches // columns
+    places[prefix:, 1] = patches % columns
+    places[prefix:, 2], places[prefix:, 3] = rows, columns
+    return places
+
+
+# -- the images of a sequence ------------------------------------------------------------
+
+
+WINDOW = 512
+"""Consecutive images that are packed with each other alone."""
+_TOGETHER = 128
+"""Windows that are packed at a time: their numbers stay in a core's cache."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The images of each sequence of an epoch."""
+
+    images: np.ndarray
+    """The numbers of images, those of a sequence one after another."""
+    firsts: np.ndarray
+    """Where in them each sequence begins."""
+    counts: np.ndarray
+    """How many images each has."""
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __getitem__(self, sequence: int) -> list[int]:
+        first = self.firsts[sequence]
+        return self.images[first : first + self.counts[sequence]].tolist()
+
+
+def pack(
+    images: np.ndarray,
+    tokens: np.ndarray,
+    request: PackRequest,
+    generator: torch.Generator | None = None,
+) -> Packing:
+    """Return the sequences of ``images``, numbers in the order of an epoch, of which each has so
+    many ``tokens``, none more than a sequence.
+
+    Each ``WINDOW`` consecutive images are packed by first-fit decreasing: from the largest on, each
+    into the first sequence with room. First-fit would put the full sequences first: those of a
+    window are in an order drawn from ``generator``, without one in that of their first images.
+    """
+    sequence = np.concatenate(
+        [
+            first + _first_fit(tokens[first : first + WINDOW * _TOGETHER], request)
+            for first in range(0, len(tokens), WINDOW * _TOGETHER)
+        ]
+    )
+    by_sequence = sequence.argsort(kind="stable")
+    sequence = sequence[by_sequence]
+    firsts = np.flatnonzero(np.diff(sequence, prepend=-1))
+    counts = np.diff(firsts, append=len(sequence))
+    if generator is None:
+        order = by_sequence[firsts].argsort()
+    else:
+        drawn = torch.rand(len(firsts), generator=generator, dtype=torch.float64).numpy()
+        order = (sequence[firsts] // WINDOW + drawn).argsort(kind="stable")
+    return Packing(images[by_sequence], firsts[order], counts[order])
+
+
+def _first_fit(tokens: np.ndarray, request: PackRequest) -> np.ndarray:
+    """Return the sequence of each image, (n,) int64; those of a window are numbered from its first
+    image's number on. All windows take one step after another together."""
+    windows = -(-len(tokens) // WINDOW)
+    sizes = np.zeros((windows, WINDOW), np.int32)  # what fills up the last window needs no room
+    sizes.flat[: len(tokens)] = tokens
+    by_size = (-sizes).argsort(axis=1, kind="stable")
+    free = np.full((windows, WINDOW), request.tokens, np.int32)
+    count = np.zeros((windows, WINDOW), np.int16)
+    sequence = np.empty((windows, WINDOW), np.int64)
+    rows, opened = np.arange(windows), 0
+    for column in by_size.T:
+        size = sizes[rows, column]
+        # One sequence more than any window has opened yet has room for each.
+        chosen = (free[:, : opened + 1] >= size[:, None]).argmax(axis=1)
+        opened = min(max(opened, int(chosen.max()) + 1), WINDOW - 1)
+        count[rows, chosen] += size > 0
+        is_full = count[rows, chosen] == request.images
+        free[rows, chosen] = np.where(is_full, -1, free[rows, chosen] - size)
+        sequence[rows, column] = chosen
+    sequence += rows[:, None] * WINDOW
+    return sequence.reshape(-1)[: len(tokens)]
+
+
+class PackSampler(GlobalBatchSampler):
+    """Divides global batches of sequences over processes. Yields lists of (epoch, images in the
+    global batch, image index, image index, ...), one for each sequence.
+
+    Every training epoch has as many sequences as the first one, without its last short batch,
+    though other draws need a few more or fewer: extra ones are dropped, and missing ones are filled
+    with the first of the same epoch. Evaluation has every image once, in order, and fills the last
+    batch with sequences without images. Broken images are counted as images of the batch: whether
+    one is, is not known before it is read.
+    """
+
+    def __init__(
+        self, pack_epoch: Callable[[int], Packing], sequences: int, batch_size: int, **how: Any
+    ) -> None:
+        """``pack_epoch``: returns the sequences of an epoch. ``sequences``: how many the first
+        epoch has. The others: see ``GlobalBatchSampler``, without ``repeats`` and ``pairs``."""
+        super().__init__(sequences, batch_size, **how)
+        self._pack_epoch = pack_epoch
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        packing, first = self._pack_epoch(self.epoch), self.shard * self.share
+        for number in range(self.first_batch, len(self)):
+            places = range(number * self.batch_size, (number + 1) * self.batch_size)
+            sequences = [self._images(packing, place) for place in places]
+            images = sum(map(len, sequences))
+            yield [
+                (self.epoch, images, *numbers) for numbers in sequences[first : first + self.share]
+            ]
+
+    def _images(self, packing: Packing, place: int) -> Sequence[int]:
+        if self.shuffle:
+            return packing[place % len(packing)]
+        return packing[place] if place < len(packing) else []
