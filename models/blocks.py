@@ -1,6 +1,7 @@
 """What a block is made of: its attention's product, whether blocks are alike, the logical axes of
 its parameters, and whether TransformerEngine's layer or FP8 products may take their place."""
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,8 +18,10 @@ from torch.overrides import TorchFunctionMode
 # model.
 
 
-Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""A function of queries, keys and values that computes what attention does with them."""
+Product = Callable[..., torch.Tensor]
+"""A function of queries, keys and values that computes what attention does with them. One that can
+keep the images of packed sequences apart also takes ``segments``, the number of each token's
+image: int32 (batch, tokens), or None."""
 
 
 def attentions(module: nn.Module) -> Iterator[nn.Module]:
@@ -46,6 +49,7 @@ class _ByProduct(TorchFunctionMode):
     def __init__(self, product: Product) -> None:
         super().__init__()
         self._product = product
+        self._takes_segments = "segments" in inspect.signature(product).parameters
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is F.scaled_dot_product_attention:
@@ -53,9 +57,18 @@ class _ByProduct(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _attention(self, q, k, v, attn_mask=None, dropout_p: float = 0.0, is_causal: bool = False):
-        if attn_mask is not None or dropout_p or is_causal:
-            raise NotImplementedError("attention has no mask and no dropout here")
-        return self._product(q, k, v)
+        if dropout_p or is_causal:
+            raise NotImplementedError("attention has no dropout and is not causal here")
+        if attn_mask is None:
+            return self._product(q, k, v)
+        if not (is_segments(attn_mask) and self._takes_segments):
+            raise NotImplementedError("attention has no such mask here")
+        return self._product(q, k, v, segments=attn_mask)
+
+
+def is_segments(attn_mask: torch.Tensor) -> bool:
+    """Return whether a mask is the number of each token's image, int32 (batch, tokens)."""
+    return attn_mask.dtype == torch.int32 and attn_mask.dim() == 2
 
 
 def combine_parts(

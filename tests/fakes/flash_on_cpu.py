@@ -7,6 +7,7 @@ kernel is replaced by the JAX function that was lowered.
 import functools
 import json
 
+import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import torch
@@ -29,9 +30,10 @@ _IN_SPANS = 1200
 """Tokens of the case whose queries are divided into spans."""
 
 
+@functools.cache
 def interpreted(s: FlashSizes, scale: float, *, backward: bool):
     name = "flash_backward" if backward else "flash_forward"
-    function = getattr(pallas, name)(s, scale)
+    function = jax.jit(getattr(pallas, name)(s, scale))
 
     def call(arguments: list[torch.Tensor]) -> list[torch.Tensor]:
         given = (

@@ -9,6 +9,7 @@ import functools
 import json
 import sys
 
+import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import torch
@@ -52,13 +53,16 @@ ROTARY = [
 ]
 
 
+@functools.cache
 def interpreted(sizes: WholeSizes, *, backward: bool):
-    name = "whole_backward" if backward else "whole_forward"
+    function = jax.jit((pallas.whole_backward if backward else pallas.whole_forward)(sizes))
 
     def call(arguments: list[torch.Tensor]) -> list[torch.Tensor]:
-        given = (jnp.asarray(x.detach().float().numpy()) for x in arguments)
-        dtype = str(sizes.dtype).removeprefix("torch.")
-        result = getattr(pallas, name)(sizes)(*(x.astype(dtype) for x in given))
+        given = (
+            jnp.asarray(x.detach().float().numpy()).astype(str(x.dtype).removeprefix("torch."))
+            for x in arguments
+        )
+        result = function(*given)
         values = torch.from_numpy(jnp.asarray(result, jnp.float32).__array__().copy())
         return [values.to(sizes.dtype)]
 

@@ -35,8 +35,7 @@ def kernel(s: FlashSizes, scale: float, *, backward: bool) -> Kernel:
     key: Array = (s.key_shape, s.dtype)
     statistic: Array = (s.statistic_shape, torch.float32)
     arguments = [query, key, key]
-    if s.masked:
-        arguments.append((s.valid_shape, torch.int32))
+    arguments += [(s.mask_shape, torch.int32)] * (s.masked + s.segmented)
     # Between HBM and a kernel: a block whenever the grid's choice changes.
     query_bytes, key_bytes = (
         math.prod(shape) * s.dtype.itemsize for shape in (s.shape, s.key_shape)
@@ -68,12 +67,17 @@ class Flash:
 
     Queries, keys, values, output and their gradients are whole, (batch, tokens, heads x width), as
     ``merge_heads`` makes them. Statistics are log(sum(exp(scores))) of each query, fp32 (batch,
-    heads, tokens). ``valid`` is 1 for keys that are no padding, int32 (batch, keys), or None.
+    heads, tokens). ``mask``, int32 (batch, keys) or None, is 1 for keys that are no padding, 0 for
+    others; or ``segmented``, the number of each token's segment, from 0 on: queries attend to the
+    keys of their own.
     """
 
-    def __init__(self, heads: int, width: int, scale: float, shards: Shards) -> None:
+    def __init__(
+        self, heads: int, width: int, scale: float, shards: Shards, *, segmented: bool = False
+    ) -> None:
         """``heads``: of all devices; ``width``: of a head, as the model has it."""
         self._heads, self._width, self._scale, self._shards = heads, width, scale, shards
+        self._segmented = segmented
         self._local_heads = heads // shards.count(shards.heads)
         self._padded_width = padded_width(self._local_heads, width)
 
@@ -89,16 +93,16 @@ class Flash:
         """Do the inverse of ``merge_heads``."""
         return x.unflatten(2, (self._heads, -1))[..., : self._width].transpose(1, 2)
 
-    def forward(self, q, k, v, valid) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q, k, v, mask) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output and statistics."""
-        sizes, arguments = self._local(q, k, v, valid)
+        sizes, arguments = self._local(q, k, v, mask)
         output, statistics = kernel(sizes, self._scale, backward=False)(arguments)
         return self._shards.whole(output, -1), self._shards.whole(statistics.flatten(1, 2), 1)
 
-    def backward(self, q, k, v, valid, statistics, inner, grad) -> list[torch.Tensor]:
+    def backward(self, q, k, v, mask, statistics, inner, grad) -> list[torch.Tensor]:
         """Return the gradients of q, k and v; ``inner`` is the sum of the output times its
         gradient for each query, shaped as statistics."""
-        sizes, arguments = self._local(q, k, v, valid)
+        sizes, arguments = self._local(q, k, v, mask)
         for x in (statistics, inner):
             arguments.append(self._shards.part(x, 1).reshape(sizes.statistic_shape))
         arguments.append(self._shards.part(grad, -1))
@@ -108,7 +112,7 @@ class Flash:
             return [grad_q, *(x.float().sum(1).to(x.dtype) for x in grads_kv)]
         return [grad_q, *(x.squeeze(1) for x in grads_kv)]
 
-    def _local(self, q, k, v, valid) -> tuple[FlashSizes, list[torch.Tensor]]:
+    def _local(self, q, k, v, mask) -> tuple[FlashSizes, list[torch.Tensor]]:
         """Return the sizes of what a device computes, and its part of these."""
         batch, tokens, _ = q.shape
         keys, shards = k.shape[1], self._shards
@@ -119,17 +123,18 @@ class Flash:
             keys,
             self._padded_width,
             q.dtype,
-            masked=valid is not None,
+            masked=mask is not None,
+            segmented=self._segmented,
         )
         arguments = [shards.part(x, -1) for x in (q, k, v)]
-        if padding := sizes.valid_shape[2] - keys:
+        if sizes.key_blocks * sizes.key_block > keys and mask is None:
             sizes = replace(sizes, masked=True)
-            if valid is None:
-                valid = torch.ones((batch, keys), dtype=torch.int32, device=q.device)
-            valid = F.pad(valid, (0, padding))
-        if valid is not None:
+            mask = torch.ones((batch, keys), dtype=torch.int32, device=q.device)
+        if mask is not None:
+            # Behind the last key: of a segment that no query has.
+            mask = F.pad(mask, (0, sizes.mask_shape[2] - keys), value=-1)
             # Made outside of the parts: made inside the manual region, the partitioner aborts.
-            arguments.append(shards.part(valid[:, None]))
+            arguments += [shards.part(mask[:, None])] * (1 + self._segmented)
         return sizes, arguments
 
 
@@ -144,27 +149,34 @@ def use_flash(module: nn.Module, shards: Shards = ONE_DEVICE) -> None:
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shards: Shards = ONE_DEVICE
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    shards: Shards = ONE_DEVICE,
+    segments: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute softmax(q k' / sqrt(width)) v in autocast's dtype: (batch, heads, tokens, width)."""
+    """Compute softmax(q k' / sqrt(width)) v in autocast's dtype: (batch, heads, tokens, width), with
+    ``segments``, int32 (batch, tokens) from 0 on, within each of them."""
     _, heads, _, width = q.shape
-    dtype, flash = autocast_dtype(v), Flash(heads, width, width**-0.5, shards)
+    dtype = autocast_dtype(v)
+    flash = Flash(heads, width, width**-0.5, shards, segmented=segments is not None)
     merged = (flash.merge_heads(x.to(dtype)) for x in (q, k, v))
-    return flash.split_heads(_FlashAttention.apply(flash, *merged))
+    return flash.split_heads(_FlashAttention.apply(flash, segments, *merged))
 
 
 class _FlashAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, flash: Flash, q, k, v):
-        output, statistics = flash.forward(q, k, v, None)
-        ctx.save_for_backward(q, k, v, output, statistics)
+    def forward(ctx, flash: Flash, segments, q, k, v):
+        output, statistics = flash.forward(q, k, v, segments)
+        ctx.save_for_backward(q, k, v, segments, output, statistics)
         ctx.flash = flash
         return output
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, output, statistics = ctx.saved_tensors
+        q, k, v, segments, output, statistics = ctx.saved_tensors
         grad, heads = grad.to(q.dtype), statistics.shape[1]
         products = output.float() * grad.float()
         inner = products.unflatten(2, (heads, -1)).sum(-1).transpose(1, 2)
-        return None, *ctx.flash.backward(q, k, v, None, statistics, inner, grad)
+        grads = ctx.flash.backward(q, k, v, segments, statistics, inner, grad)
+        return None, None, *grads

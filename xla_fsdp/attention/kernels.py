@@ -144,7 +144,8 @@ _QUERY_GRADIENT_BYTES = 4 * 2**20
 class FlashSizes:
     """Sizes of what one device computes: attention of ``tokens`` queries to ``keys`` keys.
 
-    ``width``: of a head, as ``padded_width``; ``masked``: some keys are padding.
+    ``width``: of a head, as ``padded_width``; ``masked``: some keys are padding, or, ``segmented``,
+    of another segment than a query.
     """
 
     batch: int
@@ -154,6 +155,7 @@ class FlashSizes:
     width: int
     dtype: torch.dtype
     masked: bool = False
+    segmented: bool = False
 
     def __post_init__(self) -> None:
         # Columns that a program computes: whole registers.
@@ -172,14 +174,15 @@ class FlashSizes:
         self.block = round_up(-(-self.tokens // (self.spans * self.span_blocks)), LANES)
         self.blocks = -(-self.tokens // self.block)
         # Shapes: of the output and the gradient of queries; of keys and values; of what each span
-        # of queries adds to their gradients; of one number of each query; of which keys are valid,
-        # in whole blocks.
+        # of queries adds to their gradients; of one number of each query; of the mask, in whole
+        # blocks of keys and of queries.
         columns = self.heads * self.width
         self.shape = (self.batch, self.tokens, columns)
         self.key_shape = (self.batch, self.keys, columns)
         self.key_gradient_shape = (self.batch, self.spans, self.keys, columns)
         self.statistic_shape = (self.batch, self.groups, self.heads_together, self.tokens)
-        self.valid_shape = (self.batch, 1, self.key_blocks * self.key_block)
+        rows = max(self.key_blocks * self.key_block, self.blocks * self.block)
+        self.mask_shape = (self.batch, 1, rows)
 
 
 def padded_width(heads: int, width: int) -> int:
@@ -217,6 +220,7 @@ class WholeSizes:
 
     ``packed``: queries, keys and values are one array, (batch, tokens, 3 x heads x width).
     ``apart``: how far apart two columns are that are rotated together; 0: nothing is rotated.
+    ``segmented``: queries attend to the keys of their own segment.
     """
 
     batch: int
@@ -226,6 +230,7 @@ class WholeSizes:
     dtype: torch.dtype
     packed: bool = False
     apart: int = 0
+    segmented: bool = False
 
     def __post_init__(self) -> None:
         columns = self.heads * self.width
@@ -249,6 +254,7 @@ class WholeSizes:
         self.shifts = (behind,) if before == behind else (behind, before)
         # Shape of what queries and keys are rotated by: cosines, and sines for each shift.
         self.angles = (1 + len(self.shifts), self.query_blocks * self.queries, self.lanes)
+        self.segments = (self.batch, 1, self.tokens)
 
     def images(self, *, backward: bool) -> int:
         """Return how many images a program computes, a divisor of the batch."""
@@ -258,7 +264,7 @@ class WholeSizes:
 
     def vector_memory(self, *, backward: bool = True) -> int:
         """Return bytes that are enough for a program: each block twice, as the next one arrives
-        meanwhile, scores in a few forms, rotated queries and keys once."""
+        meanwhile, scores in a few forms, rotated queries and keys once, what hides scores."""
         blocks = _BACKWARD_BLOCKS if backward else _FORWARD_BLOCKS
         images, rows = self.images(backward=backward), {"q": self.queries, "k": self.tokens}
         row_bytes = self.lanes * self.dtype.itemsize
@@ -267,4 +273,5 @@ class WholeSizes:
         if self.apart:
             held += row_bytes * (self.queries + self.tokens)
             angles = 2 * 4 * math.prod(self.angles)
-        return angles + images * (held + self.lanes // self.width * scores * 2)
+        forms = 2 * (self.lanes // self.width) + self.segmented
+        return angles + images * (held + forms * scores)

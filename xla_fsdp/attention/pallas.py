@@ -82,24 +82,28 @@ def _compiler_params(parallel: int, ordered: int, **limits: Any) -> pltpu.Compil
 # A program of the grid computes the heads of a register, for a block of queries and a block of
 # keys. Statistics are one number of each query, (images, groups of heads, heads of a group,
 # tokens). The last block of queries or keys may read past the end, where anything may be: such rows
-# are set to zero, or what they would add to a sum is. What padded keys get as gradients is finite,
-# and dropped. Exponentials are powers of 2, which is what the hardware has.
+# are set to zero, or what they would add to a sum is. Exponentials are powers of 2, which is what
+# the hardware has.
+#
+# A mask has one number of each key, (images, 1, keys), above 0 where it is no padding. With segments
+# it is given twice, for a block of keys and for one of queries: they attend to equal numbers.
 
 
 _LOWEST = -1e30
-"""The score of a key that is padding: finite, so that a row of nothing else is no NaN."""
+"""The score of a key that a query does not attend to: finite, so that a row of nothing else is no
+NaN."""
 _ROWS = 256
 """Keys whose scores are computed at once, backward: those of a whole block would all be stored."""
 
 
 def flash_forward(s: FlashSizes, scale: float) -> Callable:
-    """Return a function (q, k, v[, valid]) -> output, statistics, log(sum(exp(scores))), that
-    calls the kernel; ``valid``: 1 for keys that are no padding, 0 for others."""
-    query, key, valid, statistic = _flash_blocks(s, lambda *grid: grid)
+    """Return a function (q, k, v[, mask[, mask]]) -> output, statistics, log(sum(exp(scores))),
+    that calls the kernel."""
+    query, key, masks, statistic = _flash_blocks(s, lambda *grid: grid)
     return pl.pallas_call(
         functools.partial(_flash_forward, s, scale),
         grid=(s.batch, s.groups, s.blocks, s.key_blocks),
-        in_specs=[query, key, key, *valid],
+        in_specs=[query, key, key, *masks],
         out_specs=[query, statistic],
         out_shape=[
             jax.ShapeDtypeStruct(s.shape, _jax_name(s.dtype)),
@@ -115,7 +119,8 @@ def flash_forward(s: FlashSizes, scale: float) -> Callable:
 
 
 def flash_backward(s: FlashSizes, scale: float) -> Callable:
-    """Return a function (q, k, v[, valid], statistics, inner, gradient) -> those of q, k and v.
+    """Return a function (q, k, v[, mask[, mask]], statistics, inner, gradient) -> those of q, k
+    and v.
 
     ``inner`` is the sum of the output times its gradient, shaped as statistics. Gradients of keys
     and values are sums over the queries of each span, (batch, spans, keys, heads x width).
@@ -130,7 +135,7 @@ def flash_backward(s: FlashSizes, scale: float) -> Callable:
         _, _, block, _ = place(image, group, span, key_block, block)
         return image, block, group
 
-    query, key, valid, statistic = _flash_blocks(s, place)
+    query, key, masks, statistic = _flash_blocks(s, place)
     key_gradient = pl.BlockSpec(
         (1, 1, s.key_block, s.lanes),
         lambda image, group, span, key_block, _: (image, span, key_block, group),
@@ -138,7 +143,7 @@ def flash_backward(s: FlashSizes, scale: float) -> Callable:
     return pl.pallas_call(
         functools.partial(_flash_backward, s, scale),
         grid=(s.batch, s.groups, s.spans, s.key_blocks, s.span_blocks),
-        in_specs=[query, key, key, *valid, statistic, statistic, query],
+        in_specs=[query, key, key, *masks, statistic, statistic, query],
         out_specs=[pl.BlockSpec((1, s.block, s.lanes), written), key_gradient, key_gradient],
         out_shape=[
             jax.ShapeDtypeStruct(s.shape, _jax_name(s.dtype)),
@@ -156,19 +161,21 @@ def flash_backward(s: FlashSizes, scale: float) -> Callable:
 def _flash_blocks(
     s: FlashSizes, place: Callable
 ) -> tuple[pl.BlockSpec, pl.BlockSpec, list[pl.BlockSpec], pl.BlockSpec]:
-    """Return the blocks of queries, of keys or values, of which keys are valid (none if all
-    are), of statistics. ``place``: image, group of heads, block of queries and block of keys of
-    a program."""
+    """Return the blocks of queries, of keys or values, of the masks, of statistics. ``place``:
+    image, group of heads, block of queries and block of keys of a program."""
 
     def spec(shape: tuple[int, ...], index: Callable) -> pl.BlockSpec:
         return pl.BlockSpec(shape, lambda *grid: index(*place(*grid)))
 
     statistic_shape = (1, 1, s.heads_together, s.block)
-    valid = spec((1, 1, s.key_block), lambda image, _, __, block: (image, 0, block))
+    masks = [
+        spec((1, 1, s.key_block), lambda image, _, __, block: (image, 0, block)),
+        spec((1, 1, s.block), lambda image, _, block, __: (image, 0, block)),
+    ]
     return (
         spec((1, s.block, s.lanes), lambda image, group, block, _: (image, block, group)),
         spec((1, s.key_block, s.lanes), lambda image, group, _, block: (image, block, group)),
-        [valid] if s.masked else [],
+        masks[: s.masked + s.segmented],
         spec(statistic_shape, lambda image, group, block, _: (image, group, 0, block)),
     )
 
@@ -177,7 +184,7 @@ def _flash_forward(
     s: FlashSizes, scale: float, q_ref: Any, k_ref: Any, v_ref: Any, *refs: Any
 ) -> None:
     """Add a block of keys to the sums of a block of queries so far: online softmax."""
-    *valid, output_ref, statistics_ref, largest_ref, sums_ref, total_ref = refs
+    *masks, output_ref, statistics_ref, largest_ref, sums_ref, total_ref = refs
     block = pl.program_id(3)
 
     @pl.when(block == 0)
@@ -187,15 +194,15 @@ def _flash_forward(
         total_ref[...] = jnp.zeros_like(total_ref)
 
     q, k, v = q_ref[0], k_ref[0], v_ref[0]
+    if s.key_blocks * s.key_block > s.keys:
+        k, v = (_first_rows(x, s.keys - block * s.key_block) for x in (k, v))
     if s.masked:
-        is_valid = _column(valid[0][0]) > 0
-        k, v = (jnp.where(is_valid, x, jnp.zeros_like(x)) for x in (k, v))
-        padding_scores = (1 - valid[0][0].astype("float32")) * _LOWEST
+        hidden = _hidden(masks[0][0].astype("float32"), *(_column(ref[0]) for ref in masks[1:]))
     added, rescaled = None, None
     for number, head in enumerate(_heads(s.lanes, s.width)):
         scores = _product(head.only(q), k, 1, 1)  # (queries, keys)
         if s.masked:
-            scores += padding_scores
+            scores += hidden
         before = largest_ref[number][:, :1]
         largest = jnp.maximum(before, scores.max(1, keepdims=True))
         weights = jnp.exp2((scores - largest) * (scale * math.log2(math.e)))
@@ -227,7 +234,7 @@ def _flash_backward(
     Scores are (keys, queries) here: three of the five products use them as they are, and numbers of
     a query are added to columns.
     """
-    *valid, statistics_ref, inner_ref, grad_ref, dq_ref, dk_ref, dv_ref = refs[:-3]
+    *masks, statistics_ref, inner_ref, grad_ref, dq_ref, dk_ref, dv_ref = refs[:-3]
     dq_sum, dk_sum, dv_sum = refs[-3:]
     span, key_block, block = (pl.program_id(axis) for axis in (2, 3, 4))
 
@@ -244,24 +251,27 @@ def _flash_backward(
     number = span * s.span_blocks + block
     if s.spans * s.span_blocks * s.block > s.tokens:
         left = s.tokens - number * s.block
-        q, grad = (jnp.where(_iota(s.block, 1) < left, x, jnp.zeros_like(x)) for x in (q, grad))
+        q, grad = (_first_rows(x, left) for x in (q, grad))
         is_query = _iota(1, s.block) < left
         statistics = jnp.where(is_query, statistics, -_LOWEST)
         inner = jnp.where(is_query, inner, 0.0)
     statistics = statistics * math.log2(math.e)
     if s.masked:
-        is_valid = _column(valid[0][0]) > 0
+        key_numbers = _column(masks[0][0])
     for start in range(0, s.key_block, _ROWS):
         rows = slice(start, min(start + _ROWS, s.key_block))
         k, v = k_ref[0, rows, :], v_ref[0, rows, :]
+        if s.key_blocks * s.key_block > s.keys:
+            k, v = (_first_rows(x, s.keys - key_block * s.key_block - start) for x in (k, v))
         if s.masked:
-            k, v = (jnp.where(is_valid[rows], x, jnp.zeros_like(x)) for x in (k, v))
+            queries = [ref[0].astype("float32") for ref in masks[1:]]
+            hidden = _hidden(key_numbers[rows], *queries)
         for index, head in enumerate(_heads(s.lanes, s.width)):
             head_q, head_grad = head.only(q), head.only(grad)
             scores = _product(k, head_q, 1, 1)
             powers = scores * (scale * math.log2(math.e)) - statistics[index : index + 1]
-            if s.masked:  # finite for padding as well, whose keys are zeros
-                powers = jnp.minimum(powers, 0.0)
+            if s.masked:
+                powers += hidden
             weights = jnp.exp2(powers)
             grad_weights = _product(v, head_grad, 1, 1)
             grad_scores = (weights * (grad_weights - inner[index : index + 1])).astype(q.dtype)
@@ -277,6 +287,17 @@ def _flash_backward(
     def _() -> None:
         dk_ref[0, 0] = (dk_sum[...] * scale).astype(dk_ref.dtype)
         dv_ref[0, 0] = dv_sum[...].astype(dv_ref.dtype)
+
+
+def _hidden(keys: Any, queries: Any = None) -> Any:
+    """Return what is added to the scores of keys that queries do not attend to; of the masks of keys
+    and, with segments, of queries, one is a row and one a column."""
+    return jnp.where(keys > 0 if queries is None else keys == queries, 0.0, _LOWEST)
+
+
+def _first_rows(x: Any, count: Any) -> Any:
+    """Set the rows behind the first ``count`` to zero."""
+    return jnp.where(_iota(x.shape[0], 1) < count, x, jnp.zeros_like(x))
 
 
 def _column(row: Any) -> Any:
@@ -297,7 +318,7 @@ def _column(row: Any) -> Any:
 
 
 def whole_forward(s: WholeSizes) -> Callable:
-    """Return a function (q, k, v[, angles]) -> output; it calls the kernel."""
+    """Return a function (q, k, v[, angles][, segments, segments]) -> output, that calls the kernel."""
     images = s.images(backward=False)
     return pl.pallas_call(
         functools.partial(_whole_forward, s),
@@ -311,7 +332,8 @@ def whole_forward(s: WholeSizes) -> Callable:
 
 
 def whole_backward(s: WholeSizes) -> Callable:
-    """Return a function (q, k, v, gradient[, angles]) -> gradients; it calls the kernel.
+    """Return a function (q, k, v, gradient[, angles][, segments, segments]) -> gradients, that
+    calls the kernel.
 
     Over the grid's third axis a program writes gradients: of queries, which it computes first with
     those of keys and values, then of keys, then of values. So all of them go to one array.
@@ -339,17 +361,20 @@ def whole_backward(s: WholeSizes) -> Callable:
 
 def _whole_blocks(s: WholeSizes, images: int, arguments: str) -> list[pl.BlockSpec]:
     """Return the block that a program reads of each argument: of queries, "q", or all tokens,
-    "k"; and of the angles, if it rotates."""
+    "k"; and of the angles, if it rotates; and of the segments of both."""
     last = s.query_blocks - 1
+
+    def query_block(*rest: Any) -> Any:
+        if len(rest) == 1 or not last:
+            return rest[-1]
+        gradient, block = rest  # once gradients are only written, no new block is read
+        return jnp.where(gradient == 0, block, last)
 
     def block_of(kind: str, place: int) -> pl.BlockSpec:
         first = place * s.groups if s.packed else 0
 
         def queries(i: Any, j: Any, *rest: Any) -> tuple:
-            if len(rest) == 1 or not last:
-                return i, rest[-1], first + j
-            gradient, block = rest  # once gradients are only written, no new block is read
-            return i, jnp.where(gradient == 0, block, last), first + j
+            return i, query_block(*rest), first + j
 
         if kind == "q":
             return pl.BlockSpec((images, s.queries, s.lanes), queries)
@@ -359,6 +384,11 @@ def _whole_blocks(s: WholeSizes, images: int, arguments: str) -> list[pl.BlockSp
     blocks = [block_of(kind, place % 3) for place, kind in enumerate(arguments)]
     if s.apart:
         blocks.append(pl.BlockSpec(s.angles, lambda *_: (0, 0, 0)))
+    if s.segmented:
+        blocks += [
+            pl.BlockSpec((images, 1, s.queries), lambda i, _, *rest: (i, 0, query_block(*rest))),
+            pl.BlockSpec((images, 1, s.tokens), lambda i, *_: (i, 0, 0)),
+        ]
     return blocks
 
 
@@ -443,17 +473,22 @@ def _query_rows(s: WholeSizes, block: Any) -> Any:
 
 def _whole_forward(s: WholeSizes, *refs: Any) -> None:
     q_ref, k_ref, v_ref, *rest = refs
+    angles_ref = rest.pop(0) if s.apart else None
+    segments = [rest.pop(0), rest.pop(0)] if s.segmented else []
+    output_ref, *rotated = rest
     if s.apart:
-        angles_ref, output_ref, *rotated = rest
         _rotate(s, [q_ref, k_ref], rotated, angles_ref, _query_rows(s, pl.program_id(2)))
         q_ref, k_ref = rotated
-    else:
-        (output_ref,) = rest
     for image in range(q_ref.shape[0]):
         output = _Sums()
+        if segments:
+            queries, keys = (ref[image] for ref in segments)
+            hidden = _hidden(keys.astype("float32"), _column(queries))
         for head in _heads(s.lanes, s.width):
             q, k, v = (ref[image, :, head.lanes] for ref in (q_ref, k_ref, v_ref))
             scores = _product(head.only(q), k, 1, 1)  # (queries, keys)
+            if segments:
+                scores += hidden
             weights = jnp.exp((scores - scores.max(1, keepdims=True)) * s.width**-0.5)
             sums = weights.sum(1, keepdims=True)
             output.add(head, _product(weights.astype(v.dtype), head.only(v), 1, 0) / sums)
@@ -462,11 +497,10 @@ def _whole_forward(s: WholeSizes, *refs: Any) -> None:
 
 def _whole_backward(s: WholeSizes, *refs: Any) -> None:
     """Compute all three gradients of a block of queries, those of keys as a sum over blocks."""
-    inputs, rest = list(refs[:4]), refs[4:]
-    if s.apart:
-        angles_ref, written, key_sums, value_sums, *rotated = rest
-    else:
-        written, key_sums, value_sums = rest
+    inputs, rest = list(refs[:4]), list(refs[4:])
+    angles_ref = rest.pop(0) if s.apart else None
+    segments = [rest.pop(0), rest.pop(0)] if s.segmented else []
+    written, key_sums, value_sums, *rotated = rest
     kind, block = pl.program_id(2), pl.program_id(3)
     rows = _query_rows(s, block)
 
@@ -477,18 +511,19 @@ def _whole_backward(s: WholeSizes, *refs: Any) -> None:
             inputs[:2] = rotated
         for image in range(inputs[0].shape[0]):
             totals = _Sums(), _Sums(), _Sums()
+            if segments:
+                queries, keys = (ref[image] for ref in segments)
+                hidden = _hidden(_column(keys), queries.astype("float32"))
             for head in _heads(s.lanes, s.width):
                 q, k, v, grad = (ref[image, :, head.lanes] for ref in inputs)
                 if s.tokens % s.queries:  # the last block reads past the end: anything may be there
-                    first = block * s.queries
-                    q, grad = (
-                        jnp.where(_iota(s.queries, 1) + first < s.tokens, x, jnp.zeros_like(x))
-                        for x in (q, grad)
-                    )
+                    q, grad = (_first_rows(x, s.tokens - block * s.queries) for x in (q, grad))
                 q, k, grad = (head.only(x) for x in (q, k, grad))
                 # Scores are (keys, queries) here: three of the five products use them as they are,
                 # and a query's sum is over rows, which are added without exchanging lanes.
                 scores = _product(k, q, 1, 1)
+                if segments:
+                    scores += hidden
                 weights = jnp.exp((scores - scores.max(0, keepdims=True)) * s.width**-0.5)
                 weights = weights / weights.sum(0, keepdims=True)
                 grad_weights = _product(v, grad, 1, 1)

@@ -16,7 +16,7 @@ from timm.layers import Attention, AttentionRope, apply_rot_embed_cat
 from timm.models.eva import EvaAttention
 from torch import nn
 
-from models.blocks import attentions, use_product
+from models.blocks import attentions, is_segments, use_product
 from xla_fsdp.attention.kernels import (
     DEFAULT_VECTOR_MEMORY,
     ONE_DEVICE,
@@ -35,7 +35,8 @@ def kernel(s: WholeSizes, *, backward: bool) -> Kernel:
     """Return the kernel (q, k, v) -> output, or (q, k, v, gradient of it) -> their gradients.
 
     Packed, all three are the same array; gradients are packed as these are, or stacked. The angles
-    that queries and keys are rotated by come last, if they are.
+    that queries and keys are rotated by come after these, if they are, and the segments of tokens
+    last, twice.
     """
     from xla_fsdp.attention import pallas  # imports JAX
 
@@ -51,6 +52,8 @@ def kernel(s: WholeSizes, *, backward: bool) -> Kernel:
     arrays = len(arguments) + branches
     if s.apart:
         arguments.append((s.angles, torch.float32))
+    if s.segmented:
+        arguments += [(s.segments, torch.int32)] * 2
     scores = s.batch * s.heads * s.tokens**2
     return lower(
         function(s),
@@ -84,8 +87,8 @@ def use_whole(
         is_causal: bool = False,
     ) -> torch.Tensor:
         """Compute what timm's attention does, but never with heads in front of tokens."""
-        if attn_mask is not None or is_causal:
-            raise NotImplementedError("attention has no mask here")
+        if is_causal or not (attn_mask is None or is_segments(attn_mask)):
+            raise NotImplementedError("attention has no mask but segments here")
         gate = attn.gate(x).sigmoid() if attn.gate is not None else None
         qkv: Qkv
         if attn.qkv is None:
@@ -98,7 +101,7 @@ def use_whole(
                 qkv = attn.qkv(x) + bias
             else:
                 qkv = F.linear(x, attn.qkv.weight, bias)
-        y = attend(attn, qkv, rope, shards=shards, save=save)
+        y = attend(attn, qkv, rope, attn_mask, shards=shards, save=save)
         y = attn.norm(y)
         return attn.proj_drop(attn.proj(y if gate is None else y * gate))
 
@@ -116,13 +119,15 @@ def attention(
     v: torch.Tensor,
     shards: Shards = ONE_DEVICE,
     save: SaveInput | None = None,
+    segments: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute softmax(q k' / sqrt(width)) v in autocast's dtype: (batch, heads, tokens, width)."""
+    """Compute softmax(q k' / sqrt(width)) v in autocast's dtype: (batch, heads, tokens, width), with
+    ``segments``, int32 (batch, tokens), within each of them."""
     heads = q.shape[1]
     tensors = [x.transpose(1, 2).flatten(2) for x in (q, k, v)]
-    sizes = _sizes(heads, shards, tensors)
+    sizes = replace(_sizes(heads, shards, tensors), segmented=segments is not None)
     cast = (x.to(sizes.dtype) for x in tensors)
-    output = (save or SaveInput()).result(_Attention.apply, sizes, shards, None, *cast)
+    output = (save or SaveInput()).result(_Attention.apply, sizes, shards, None, segments, *cast)
     return output.unflatten(2, (heads, -1)).transpose(1, 2)
 
 
@@ -130,16 +135,18 @@ def attend(
     attn: Any,
     qkv: Qkv,
     rope: torch.Tensor | None = None,
+    segments: torch.Tensor | None = None,
     *,
     shards: Shards,
     save: SaveInput | None,
 ) -> torch.Tensor:
-    """Compute timm's attention, (batch, tokens, heads x width), from the results of its layers.
+    """Compute timm's attention, (batch, tokens, heads x width), from the results of its layers; with
+    ``segments``, int32 (batch, tokens), within each of them.
 
     See ``queries_keys_values``.
     """
-    tensors = [qkv] if isinstance(qkv, torch.Tensor) else [*qkv]
-    sizes, angles = _sizes(attn.num_heads, shards, tensors), None
+    tensors, angles = [qkv] if isinstance(qkv, torch.Tensor) else [*qkv], None
+    sizes = replace(_sizes(attn.num_heads, shards, tensors), segmented=segments is not None)
     if rope is not None and rope.dim() == 2:  # the same for all images and heads, and not learned
         rotating = replace(sizes, apart=sizes.width // 2 if attn.rotate_half else 1)
         # Kernels can rotate whole registers, in any TPU's memory.
@@ -150,7 +157,7 @@ def attend(
         tensors = [x.flatten(2) for x in queries_keys_values(attn, qkv, rope)]
         sizes = replace(sizes, packed=False)
     cast = (x.to(sizes.dtype) for x in tensors)
-    return (save or SaveInput()).result(_Attention.apply, sizes, shards, angles, *cast)
+    return (save or SaveInput()).result(_Attention.apply, sizes, shards, angles, segments, *cast)
 
 
 def _angles(s: WholeSizes, rope: torch.Tensor, prefix: int) -> torch.Tensor:
@@ -206,25 +213,27 @@ def _sizes(heads: int, shards: Shards, tensors: Sequence[torch.Tensor]) -> Whole
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, sizes: WholeSizes, shards: Shards, angles, *tensors_and_saved):
+    def forward(ctx, sizes: WholeSizes, shards: Shards, angles, segments, *tensors_and_saved):
         *tensors, saved_result = tensors_and_saved
-        ctx.save_for_backward(angles, *tensors)
+        ctx.save_for_backward(angles, segments, *tensors)
         ctx.sizes, ctx.shards = sizes, shards
         if saved_result is not None:
             return saved_result
-        return _call_kernel(sizes, shards, angles, tensors)[0]
+        return _call_kernel(sizes, shards, angles, segments, tensors)[0]
 
     @staticmethod
     def backward(ctx, grad):
-        angles, *tensors = ctx.saved_tensors
+        angles, segments, *tensors = ctx.saved_tensors
         grad = grad.to(tensors[0].dtype)
-        return None, None, None, *_call_kernel(ctx.sizes, ctx.shards, angles, tensors, grad), None
+        grads = _call_kernel(ctx.sizes, ctx.shards, angles, segments, tensors, grad)
+        return None, None, None, None, *grads, None
 
 
 def _call_kernel(
     sizes: WholeSizes,
     shards: Shards,
     angles: torch.Tensor | None,
+    segments: torch.Tensor | None,
     tensors: Sequence[torch.Tensor],
     *grad: torch.Tensor,
 ) -> list[torch.Tensor]:
@@ -238,6 +247,8 @@ def _call_kernel(
         parts[:0] = [qkv] * 3 if sizes.packed else qkv.chunk(3, -1)
     if angles is not None:
         parts.append(shards.manual(angles, (None,) * angles.dim()))
+    if segments is not None:
+        parts += [shards.part(segments[:, None])] * 2
     (result,) = kernel(sizes, backward=bool(grad))(parts)
     results = [result] if result.dim() == 3 else [*result.unbind(0)]
     if is_one and len(results) > 1:
