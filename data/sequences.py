@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import xxhash
 
+from data.decode import OpenImage
 from data.loader import (
     PADDING,
     BadImage,
@@ -34,7 +35,7 @@ from data.packing import (
 )
 from data.sizes import image_sizes
 from data.source import DatasetRequest, DataSource, Split
-from data.transforms import ImageSplit, SizedTransform, seeded, sized_transforms_of
+from data.transforms import ImageSplit, SizedTransform, Transform, seeded, sized_transforms_of
 
 
 def in_sequences(
@@ -171,6 +172,26 @@ class PackedSplit(Split):
             return torch.arange(patches)
         drawn = np.random.default_rng((self.seed, epoch, index)).permutation(patches)[:kept]
         return torch.from_numpy(np.sort(drawn))
+
+
+def sequence_of_one(request: DatasetRequest) -> Transform:
+    """Return what makes the packed sequence of one image, as validation sees it."""
+    layout, pack, transform = request.pack_layout, request.pack, sized_transforms_of(request)["val"]
+    assert layout
+    assert pack
+
+    def sequence(image: OpenImage) -> torch.Tensor:
+        (grid,) = grids(np.array([image.size]), pack).tolist()
+        size = tuple(count * side for count, side in zip(grid, pack.patch, strict=True))
+        values = patches_of(transform(image, size), pack.patch)
+        count = pack.prefix + len(values)
+        patches = torch.zeros((pack.tokens, layout.patch_bytes), dtype=torch.uint8)
+        places = torch.zeros((pack.tokens, 4), dtype=torch.int32)
+        patches[pack.prefix : count] = values
+        places[:count] = places_of(grid, pack.prefix, torch.arange(len(values)))
+        return layout.pack(patches, places, torch.arange(pack.tokens) < count, 1)
+
+    return sequence
 
 
 def _remark(splits: Sequence[PackedSplit]) -> str:

@@ -16,8 +16,10 @@ from tqdm import tqdm
 from data.decode import find_images, read_batches
 from data.files import printable
 from data.index import class_folders, in_order
+from data.sequences import sequence_of_one
 from data.source import DataSource, open_data
 from data.transforms import val_transform
+from models.registry import open_model
 from training.backend import Backend, data_errors_as_usage_errors, dataset_request, val_loader
 from training.checkpoints.compatible import check_same_classes, check_unnamed_classes
 from training.config import RunConfig
@@ -66,6 +68,9 @@ def predict_images(config: RunConfig, weights: Weights) -> None:
             f"{config.objective.objective}: fine-tune it with --init_from first"
         )
     config, spec = resolve_model(config)
+    if spec.packing:  # each image has a sequence, no longer than the largest image
+        tokens = {"token_budget": config.data.max_tokens_per_image, "max_images_per_sequence": 1}
+        spec = open_model(spec.name, spec.overrides | tokens)
     run = Run[Any](config, None, spec, Mesh())
     assert config.use.predict is not None
     folders = class_folders(config.data.data_dir, "train") or []
@@ -85,7 +90,10 @@ def predict_images(config: RunConfig, weights: Weights) -> None:
         _log(weights.note)
 
     channels, *size = spec.sizes.input_shape
-    transform = val_transform(config.data.preprocessing, tuple(size), channels)
+    if spec.packing:
+        transform = sequence_of_one(dataset_request(run, augment=False))
+    else:
+        transform = val_transform(config.data.preprocessing, tuple(size), channels)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     check_weights(weights, verify=config.checkpoints.verify_checkpoint)
     model = spec.build()
