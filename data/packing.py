@@ -7,6 +7,7 @@ by their numbers of tokens alone. ``PackLayout`` has the row of bytes that a seq
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -76,15 +77,31 @@ class PackLayout:
         return sum(self._lengths)
 
     def pack(
-        self, patches: torch.Tensor, places: torch.Tensor, segments: torch.Tensor, images: int
+        self, patches: torch.Tensor, places: np.ndarray, segments: np.ndarray, images: int
     ) -> torch.Tensor:
         """Return (length,) uint8 of one sequence: ``patches`` (tokens, patch_bytes) uint8,
         ``places`` (tokens, 4), ``segments`` (tokens,), and the number of images in the whole global
         batch."""
-        halves = torch.stack([places % _BYTE, places // _BYTE], dim=-1)
-        count = torch.tensor([*images.to_bytes(_COUNT_BYTES, "little")])
-        parts = (patches, halves, segments, count)
-        return torch.cat([part.to(torch.uint8).flatten() for part in parts])
+        row = self.empty()
+        self.patches_in(row).copy_(patches)
+        self.write_tokens(row, places, segments, images)
+        return row
+
+    def empty(self) -> torch.Tensor:
+        """Return a row of zeros, (length,) uint8: a sequence without images."""
+        return torch.from_numpy(np.zeros(self.length, np.uint8))
+
+    def patches_in(self, row: torch.Tensor) -> torch.Tensor:
+        """Return the patches of a row, (tokens, patch_bytes), to write into."""
+        return row[: self._lengths[0]].view(-1, self.patch_bytes)
+
+    def write_tokens(
+        self, row: torch.Tensor, places: np.ndarray, segments: np.ndarray, images: int
+    ) -> None:
+        """Write all but the patches into a row; see ``pack``."""
+        numbers = places.astype("<u2"), segments.astype(np.uint8), np.array([images], "<u4")
+        written = np.concatenate([part.reshape(-1).view(np.uint8) for part in numbers])
+        row[self._lengths[0] :] = torch.from_numpy(written)
 
     def unpack(
         self, rows: torch.Tensor
@@ -157,23 +174,22 @@ def kept_patches(patches: np.ndarray, drop_rate: float) -> np.ndarray:
 
 
 def patches_of(image: torch.Tensor, patch: tuple[int, int]) -> torch.Tensor:
-    """Return the patches of an image (channels, height, width), which are whole ones: row by row,
-    (patches, patch height * patch width * channels), the channel fastest, as timm's NaFlex has
-    them."""
-    height, width = patch
-    parts = image.unflatten(2, (-1, width)).unflatten(1, (-1, height))
-    return parts.permute(1, 3, 2, 4, 0).reshape(-1, height * width * len(image))
+    """Return the patches of an image (channels, height, width), which are whole ones, as a view of
+    it: (rows, columns, patch height, patch width, channels), the order of timm's NaFlex."""
+    (channels, *sides), (height, width) = image.shape, patch
+    rows, columns = sides[0] // height, sides[1] // width
+    return image.view(channels, rows, height, columns, width).permute(1, 3, 2, 4, 0)
 
 
-def places_of(grid: Sequence[int], prefix: int, patches: torch.Tensor) -> torch.Tensor:
-    """Return the places of an image's tokens, (prefix + n, 4) int32: those of class and register
-    tokens, which are numbered, and then of n of its patches, which are numbered row by row."""
-    rows, columns = grid
-    places = torch.zeros((prefix + len(patches), _NUMBERS), dtype=torch.int32)
-    places[:prefix, 0] = torch.arange(prefix)
-    places[prefix:, 0] = patches // columns
-    places[prefix:, 1] = patches % columns
-    places[prefix:, 2], places[prefix:, 3] = rows, columns
+@functools.lru_cache(maxsize=4096)
+def places_of(rows: int, columns: int, prefix: int) -> np.ndarray:
+    """Return the places of the tokens of an image with this grid, (prefix + rows * columns, 4),
+    int32: those of class and register tokens, and then of its patches, row by row."""
+    places = np.zeros((prefix + rows * columns, _NUMBERS), np.int32)
+    places[:prefix, 0] = np.arange(prefix)
+    places[prefix:, 0], places[prefix:, 1] = np.divmod(np.arange(rows * columns), columns)
+    places[prefix:, 2:] = rows, columns
+    places.flags.writeable = False
     return places
 
 

@@ -5,6 +5,7 @@ own grids of patches, and written into the sequence's row of bytes.
 """
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -65,6 +66,7 @@ class PackedSplit(Split):
         self._split, self._transform = split, transform
         self.sizes = image_sizes(split)
         """Height and width of each image in pixels, (images, 2), int32; 0 x 0 if unreadable."""
+        self._grids = grids(self.sizes, self.pack)
         self._factors: tuple[int, np.ndarray] = (-1, np.ones(0))
         everything = np.arange(len(self))
         self.tokens = int(self._tokens(self.grids(everything, 0)).sum())
@@ -78,7 +80,7 @@ class PackedSplit(Split):
         return self._split.digest()
 
     def facts(self) -> dict[str, Any]:
-        of_grids = xxhash.xxh3_64_hexdigest(grids(self.sizes, self.pack).data)
+        of_grids = xxhash.xxh3_64_hexdigest(self._grids.data)
         return self._split.facts() | {
             f"the grids of patches of the images in {self.name}/": of_grids,
             f"the packing of the images in {self.name}/": str(self.pack),
@@ -88,10 +90,9 @@ class PackedSplit(Split):
 
     def grids(self, numbers: Sequence[int] | np.ndarray, epoch: int) -> np.ndarray:
         """Return the rows and columns of patches of some images in an epoch, (n, 2), int32."""
-        sizes = self.sizes[numbers]
-        if self.is_train and self.pack.side_scale != (1, 1):
-            sizes = sizes * self._side_factors(epoch)[numbers, None]
-        return grids(sizes, self.pack)
+        if not self.is_train or self.pack.side_scale == (1, 1):
+            return self._grids[numbers]
+        return grids(self.sizes[numbers] * self._side_factors(epoch)[numbers, None], self.pack)
 
     def _side_factors(self, epoch: int) -> np.ndarray:
         """Return by what the sides of each image are multiplied in an epoch, (images,), fp64."""
@@ -135,42 +136,42 @@ class PackedSplit(Split):
 
     def __getitem__(self, key: Key) -> Sample:
         epoch, images_in_batch, *indices = key
-        tokens, prefix = self.pack.tokens, self.pack.prefix
-        patches = torch.zeros((tokens, self._layout.patch_bytes), dtype=torch.uint8)
-        places = torch.zeros((tokens, 4), dtype=torch.int32)
-        segments = torch.zeros(tokens, dtype=torch.uint8)
+        row, tokens, prefix = self._layout.empty(), self.pack.tokens, self.pack.prefix
+        patches = self._layout.patches_in(row)
+        places, segments = np.zeros((tokens, 4), np.int32), np.zeros(tokens, np.uint8)
         labels, bad = [PADDING] * self.pack.images, list[BadImage]()
         of_grids, end = self.grids(indices, epoch), 0
         counts = self._tokens(of_grids).tolist()
-        for image, (index, grid, count) in enumerate(
-            zip(indices, of_grids.tolist(), counts, strict=True)
-        ):
+        for image, (index, grid) in enumerate(zip(indices, of_grids.tolist(), strict=True)):
+            first, end = end, end + counts[image]
             make = functools.partial(self._patches, epoch=epoch, index=index, grid=grid)
             values, labels[image], unreadable = self.readable(epoch, index, make)
             bad += unreadable
-            first, end = end, end + count
             if values is None:
                 continue
-            chosen = self._chosen(epoch, index, len(values), count - prefix)
-            patches[first + prefix : end] = values[chosen]
-            places[first:end] = places_of(grid, prefix, chosen)
-            segments[first:end] = image + 1
-        return self._layout.pack(patches, places, segments, images_in_batch), labels, bad
+            of_image, written = places_of(*grid, prefix), patches[first + prefix : end]
+            if end - first == len(of_image):
+                written.view(values.shape).copy_(values)
+            else:
+                kept = self._kept(epoch, index, math.prod(grid), len(written))
+                written.copy_(values.flatten(2).flatten(0, 1)[kept])
+                of_image = np.concatenate([of_image[:prefix], of_image[prefix:][kept]])
+            places[first:end], segments[first:end] = of_image, image + 1
+        self._layout.write_tokens(row, places, segments, images_in_batch)
+        return row, labels, bad
 
     def _patches(self, number: int, epoch: int, index: int, grid: list[int]) -> torch.Tensor:
-        """Return the patches of the image ``number`` in place of ``index``, (rows * columns,
-        bytes). Raises BrokenImageError."""
+        """Return the patches of the image ``number`` in place of ``index``, (rows, columns, patch
+        height, patch width, channels). Raises BrokenImageError."""
         image = self._split.open(number, lines=True)
         size = tuple(count * side for count, side in zip(grid, self.pack.patch, strict=True))
         resized = seeded(lambda image: self._transform(image, size), image, self.seed, epoch, index)
         return patches_of(resized, self.pack.patch)
 
-    def _chosen(self, epoch: int, index: int, patches: int, kept: int) -> torch.Tensor:
-        """Return which patches of an image are kept, in their order."""
-        if kept == patches:
-            return torch.arange(patches)
-        drawn = np.random.default_rng((self.seed, epoch, index)).permutation(patches)[:kept]
-        return torch.from_numpy(np.sort(drawn))
+    def _kept(self, epoch: int, index: int, patches: int, kept: int) -> np.ndarray:
+        """Return which patches of an image are kept, (kept,), in their order."""
+        drawn = np.random.default_rng((self.seed, epoch, index)).permutation(patches)
+        return np.sort(drawn[:kept])
 
 
 def _remark(splits: Sequence[PackedSplit]) -> str:
