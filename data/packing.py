@@ -134,20 +134,25 @@ def grids(sizes: np.ndarray, request: PackRequest) -> np.ndarray:
     in pixels, (n, 2). The product is ``most_patches`` at most.
 
     The ideal is an image's own size in patches, or that size scaled to ``most_patches``, and
-    neither side shorter than a patch. Of the up to four grids around it, the one is chosen whose
-    sides have to be stretched or shrunk least. An image that cannot be read, 0 x 0, has the largest
-    square one: in training another image takes its place.
+    neither side shorter than a patch. The grid is the one for which the side that changes most has
+    to be stretched or shrunk least. An image that cannot be read, 0 x 0, has the largest square
+    one: in training another image takes its place.
     """
     most = request.most_patches
     ideal = np.where(sizes > 0, sizes / np.array(request.patch, np.float64), most).T
     ideal = (ideal * _scales(ideal, request)).clip(1, most)
     lower = np.floor(ideal)
     best, least = lower, _stretch(lower, ideal)
+    # The best one has each side rounded down or up, or as long as the other side leaves room for.
     for more in ((1, 0), (0, 1), (1, 1)):
-        grid = lower + np.array(more)[:, None]
-        stretch = np.where(grid[0] * grid[1] <= most, _stretch(grid, ideal), np.inf)
-        better = stretch < least
-        best, least = np.where(better, grid, best), np.minimum(stretch, least)
+        rows, columns = np.minimum(lower + np.array(more)[:, None], most)
+        fewer_rows, fewer_columns = (
+            np.minimum(side, most // other) for side, other in ((rows, columns), (columns, rows))
+        )
+        for grid in (np.stack([rows, fewer_columns]), np.stack([fewer_rows, columns])):
+            stretch = _stretch(grid, ideal)
+            better = stretch < least
+            best, least = np.where(better, grid, best), np.minimum(stretch, least)
     return np.ascontiguousarray(best.T, np.int32)
 
 
