@@ -1,8 +1,8 @@
 """Whole images of any size as sequences of tokens: the grid of an image, the images of a sequence.
 
 An image keeps its size and shape, as far as whole patches allow (``grids``). Images share sequences
-of a fixed number of tokens, as in NaViT (https://arxiv.org/abs/2307.06304): ``pack`` decides which,
-by their numbers of tokens alone. ``PackLayout`` has the row of bytes that a sequence is.
+of a fixed number of tokens, as in NaViT (https://arxiv.org/abs/2307.06304): ``pack_images`` decides
+which, by their numbers of tokens alone. ``PackLayout`` has the row of bytes that a sequence is.
 """
 
 from __future__ import annotations
@@ -203,8 +203,8 @@ def places_of(rows: int, columns: int, prefix: int) -> np.ndarray:
 
 WINDOW = 512
 """Consecutive images that are packed with each other alone."""
-_TOGETHER = 128
-"""Windows that are packed at a time: their numbers stay in a core's cache."""
+_TOGETHER = 2**16
+"""Images that are packed at a time: their numbers stay in a core's cache."""
 
 
 @dataclass(frozen=True)
@@ -226,23 +226,25 @@ class Packing:
         return self.images[first : first + self.counts[sequence]].tolist()
 
 
-def pack(
+def pack_images(
     images: np.ndarray,
     tokens: np.ndarray,
     request: PackRequest,
     generator: torch.Generator | None = None,
+    window: int = WINDOW,
 ) -> Packing:
     """Return the sequences of ``images``, numbers in the order of an epoch, of which each has so
     many ``tokens``, none more than a sequence.
 
-    Each ``WINDOW`` consecutive images are packed by first-fit decreasing: from the largest on, each
+    Each ``window`` consecutive images are packed by first-fit decreasing: from the largest on, each
     into the first sequence with room. First-fit would put the full sequences first: those of a
     window are in an order drawn from ``generator``, without one in that of their first images.
     """
+    together = max(_TOGETHER // window, 1) * window
     sequence = np.concatenate(
         [
-            first + _first_fit(tokens[first : first + WINDOW * _TOGETHER], request)
-            for first in range(0, len(tokens), WINDOW * _TOGETHER)
+            first + _first_fit(tokens[first : first + together], request, window)
+            for first in range(0, len(tokens), together)
         ]
     )
     by_sequence = sequence.argsort(kind="stable")
@@ -253,31 +255,31 @@ def pack(
         order = by_sequence[firsts].argsort()
     else:
         drawn = torch.rand(len(firsts), generator=generator, dtype=torch.float64).numpy()
-        order = (sequence[firsts] // WINDOW + drawn).argsort(kind="stable")
+        order = (sequence[firsts] // window + drawn).argsort(kind="stable")
     return Packing(images[by_sequence], firsts[order], counts[order])
 
 
-def _first_fit(tokens: np.ndarray, request: PackRequest) -> np.ndarray:
+def _first_fit(tokens: np.ndarray, request: PackRequest, window: int) -> np.ndarray:
     """Return the sequence of each image, (n,) int64; those of a window are numbered from its first
     image's number on. All windows take one step after another together."""
-    windows = -(-len(tokens) // WINDOW)
-    sizes = np.zeros((windows, WINDOW), np.int32)  # what fills up the last window needs no room
+    windows = -(-len(tokens) // window)
+    sizes = np.zeros((windows, window), np.int32)  # what fills up the last window needs no room
     sizes.flat[: len(tokens)] = tokens
     by_size = (-sizes).argsort(axis=1, kind="stable")
-    free = np.full((windows, WINDOW), request.tokens, np.int32)
-    count = np.zeros((windows, WINDOW), np.int16)
-    sequence = np.empty((windows, WINDOW), np.int64)
+    free = np.full((windows, window), request.tokens, np.int32)
+    count = np.zeros((windows, window), np.int16)
+    sequence = np.empty((windows, window), np.int64)
     rows, opened = np.arange(windows), 0
     for column in by_size.T:
         size = sizes[rows, column]
         # One sequence more than any window has opened yet has room for each.
         chosen = (free[:, : opened + 1] >= size[:, None]).argmax(axis=1)
-        opened = min(max(opened, int(chosen.max()) + 1), WINDOW - 1)
+        opened = min(max(opened, int(chosen.max()) + 1), window - 1)
         count[rows, chosen] += size > 0
         is_full = count[rows, chosen] == request.images
         free[rows, chosen] = np.where(is_full, -1, free[rows, chosen] - size)
         sequence[rows, column] = chosen
-    sequence += rows[:, None] * WINDOW
+    sequence += rows[:, None] * window
     return sequence.reshape(-1)[: len(tokens)]
 
 

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 import xxhash
 
+from data.decode import open_image
+from data.files import BrokenImageError
 from data.loader import (
     PADDING,
     BadImage,
@@ -24,11 +26,12 @@ from data.loader import (
     Share,
 )
 from data.packing import (
+    WINDOW,
     Packing,
     PackSampler,
     grids,
     kept_patches,
-    pack,
+    pack_images,
     patches_of,
     places_of,
     too_large,
@@ -67,9 +70,12 @@ class PackedSplit(Split):
         self.sizes = image_sizes(split)
         """Height and width of each image in pixels, (images, 2), int32; 0 x 0 if unreadable."""
         self._grids = grids(self.sizes, self.pack)
+        self._together = split.sampler(1, shuffle=self.is_train).read_together
+        self._encoded: dict[int, bytes | BrokenImageError] = {}
+        """The images of the sequences that are read together."""
         self._factors: tuple[int, np.ndarray] = (-1, np.ones(0))
         everything = np.arange(len(self))
-        self.tokens = int(self._tokens(self.grids(everything, 0)).sum())
+        self.tokens = int(self._tokens(self.grids_of(everything, 0)).sum())
         """The tokens of all images in the first epoch."""
         self.sequences = len(self.pack_epoch(0))
 
@@ -88,7 +94,7 @@ class PackedSplit(Split):
 
     # -- which images are in a sequence ------------------------------------------------
 
-    def grids(self, numbers: Sequence[int] | np.ndarray, epoch: int) -> np.ndarray:
+    def grids_of(self, numbers: Sequence[int] | np.ndarray, epoch: int) -> np.ndarray:
         """Return the rows and columns of patches of some images in an epoch, (n, 2), int32."""
         if not self.is_train or self.pack.side_scale == (1, 1):
             return self._grids[numbers]
@@ -108,25 +114,26 @@ class PackedSplit(Split):
 
     def pack_epoch(self, epoch: int) -> Packing:
         """Return the sequences of an epoch: of training images in random order, else in order."""
-        tokens = self._tokens(self.grids(np.arange(len(self)), epoch))
+        tokens = self._tokens(self.grids_of(np.arange(len(self)), epoch))
         if not self.is_train:
-            return pack(np.arange(len(self)), tokens, self.pack)
+            return pack_images(np.arange(len(self)), tokens, self.pack)
         sampler = self._split.sampler(1, shuffle=True, seed=self.seed)
         sampler.set_position(epoch)
         generator = sampler.generator()
         order = sampler.shuffled(generator).numpy()
-        return pack(order, tokens[order], self.pack, generator)
+        # Images that are stored together are read together, see ``__getitems__``.
+        window = self._together if self._together > 1 else WINDOW
+        return pack_images(order, tokens[order], self.pack, generator, window)
 
     def sampler(self, batch_size: int, **how: Any) -> GlobalBatchSampler:
         how = {name: value for name, value in how.items() if name not in ("repeats", "pairs")}
         sampler = PackSampler(self.pack_epoch, self.sequences, batch_size, **how)
-        images = self._split.sampler(1, shuffle=self.is_train).read_together
-        sampler.read_together = -(-images * self.sequences // len(self))
+        sampler.read_together = -(-self._together * self.sequences // len(self))
         return sampler
 
     def batches_of(self, numbers: Sequence[int], batch_size: int, share: Share) -> BatchLoader:
         images = np.array(numbers)
-        packing = pack(images, self._tokens(self.grids(images, 0)), self.pack)
+        packing = pack_images(images, self._tokens(self.grids_of(images, 0)), self.pack)
         how = {"shuffle": False, "shard": share.shard, "shards": share.shards}
         sampler = PackSampler(lambda _epoch: packing, len(packing), batch_size, **how)
         workers = self._workers(share) if len(sampler) > 1 else 0
@@ -134,13 +141,26 @@ class PackedSplit(Split):
 
     # -- a sequence ---------------------------------------------------------------------
 
+    def __getitems__(self, keys: list[Key]) -> list[Sample]:
+        """Return several sequences. Their images are read in the order in which they are stored: a
+        table reads a row group for each one that is not of the same group as the last."""
+        if self._together > 1:
+            for number in sorted({number for key in keys for number in key[2:]}):
+                try:
+                    self._encoded[number] = self._split.read(number)
+                except BrokenImageError as error:
+                    self._encoded[number] = error
+        samples = [self[key] for key in keys]
+        self._encoded.clear()
+        return samples
+
     def __getitem__(self, key: Key) -> Sample:
         epoch, images_in_batch, *indices = key
         row, tokens, prefix = self._layout.empty(), self.pack.tokens, self.pack.prefix
         patches = self._layout.patches_in(row)
         places, segments = np.zeros((tokens, 4), np.int32), np.zeros(tokens, np.uint8)
         labels, bad = [PADDING] * self.pack.images, list[BadImage]()
-        of_grids, end = self.grids(indices, epoch), 0
+        of_grids, end = self.grids_of(indices, epoch), 0
         counts = self._tokens(of_grids).tolist()
         for image, (index, grid) in enumerate(zip(indices, of_grids.tolist(), strict=True)):
             first, end = end, end + counts[image]
@@ -163,7 +183,13 @@ class PackedSplit(Split):
     def _patches(self, number: int, epoch: int, index: int, grid: list[int]) -> torch.Tensor:
         """Return the patches of the image ``number`` in place of ``index``, (rows, columns, patch
         height, patch width, channels). Raises BrokenImageError."""
-        image = self._split.open(number, lines=True)
+        encoded = self._encoded.get(number)
+        if isinstance(encoded, BrokenImageError):
+            raise encoded
+        if encoded is None:
+            image = self._split.open(number, lines=True)
+        else:
+            image = open_image(encoded, lines=True)
         size = tuple(count * side for count, side in zip(grid, self.pack.patch, strict=True))
         resized = seeded(lambda image: self._transform(image, size), image, self.seed, epoch, index)
         return patches_of(resized, self.pack.patch)

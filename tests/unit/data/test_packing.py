@@ -16,8 +16,17 @@ from data.config import DataConfig
 from data.files import DataFolderError
 from data.loader import PADDING, Share
 from data.pack import pack as pack_shards
-from data.packing import Packing, PackLayout, PackRequest, PackSampler, grids, pack, too_large
+from data.packing import (
+    Packing,
+    PackLayout,
+    PackRequest,
+    PackSampler,
+    grids,
+    pack_images,
+    too_large,
+)
 from data.source import CropRequest, DatasetRequest, open_data
+from data.tables import ParquetSplit
 from data.transforms import TrainTransform, seeded
 from tests.support.table_files import write_tables
 
@@ -130,7 +139,7 @@ def test_packing_is_first_fit_decreasing_in_each_window(count, images):
     for first in range(0, count, 512):
         for inside in first_fit_decreasing(tokens[first : first + 512].tolist(), request):
             expected.add(frozenset(int(numbers[first + image]) for image in inside))
-    in_order = pack(numbers, tokens, request)
+    in_order = pack_images(numbers, tokens, request)
     found = [in_order[number] for number in range(len(in_order))]
     assert {frozenset(inside) for inside in found} == expected
     assert sorted(itertools.chain(*found)) == sorted(numbers.tolist())
@@ -140,7 +149,8 @@ def test_packing_is_first_fit_decreasing_in_each_window(count, images):
     assert all(inside == sorted(inside) for inside in places)
 
     shuffled = [
-        pack(numbers, tokens, request, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
+        pack_images(numbers, tokens, request, torch.Generator().manual_seed(seed))
+        for seed in (1, 1, 2)
     ]
     orders = [[packing[number] for number in range(len(packing))] for packing in shuffled]
     assert orders[0] == orders[1]
@@ -151,7 +161,7 @@ def test_packing_is_first_fit_decreasing_in_each_window(count, images):
 def test_full_sequences_are_not_the_first():
     tokens = np.random.default_rng(0).integers(1, 64, 512)
     request = replace(REQUEST, tokens=64, images=255)
-    packing = pack(np.arange(512), tokens, request, torch.Generator().manual_seed(0))
+    packing = pack_images(np.arange(512), tokens, request, torch.Generator().manual_seed(0))
     used = np.array([tokens[packing[number]].sum() for number in range(len(packing))])
     assert used.sum() > 0.95 * 64 * len(used)
     assert (used[: len(used) // 2] < 64).sum() > 1
@@ -266,11 +276,11 @@ def test_patches_in_training_are_those_of_the_augmented_image(folder):
             count = grid[0] * grid[1]
             assert len(places) == max(1, count - round(0.3 * count))
             dropped += int((places > torch.arange(len(places))).any())
-            assert grid == tuple(data.grids([number], 2)[0])
+            assert grid == tuple(data.grids_of([number], 2)[0])
             found[number] = grid
     assert dropped > 10
     assert len(found) > 0.8 * TRAIN  # without the last short batch
-    others = data.grids(list(found), 3).tolist()
+    others = data.grids_of(list(found), 3).tolist()
     assert sum(tuple(b) != a for a, b in zip(found.values(), others, strict=True)) > 10
 
 
@@ -388,6 +398,27 @@ def test_shards_and_tables_have_the_sequences_of_the_folder(digits, tmp_path):
                 assert all(map(torch.equal, one, two)), (source, split)
         packing = other.splits["train"].pack_epoch(1)
         assert sorted(packing.images.tolist()) == list(range(other.train_length))
+
+
+def test_a_row_group_is_read_once_for_all_sequences_that_are_read_together(
+    digits, tmp_path, monkeypatch
+):
+    write_tables(digits, tmp_path)
+    request = PackRequest((4, 4), 1, 20, 4, 4, False, (1.0, 1.0), 0.0)
+    split = opened(tmp_path / "parquet", request, data_source="parquet").splits["train"]
+    keys, groups = next(iter(split.sampler(32, shuffle=True, seed=5))), []
+    read_group = ParquetSplit._read_group
+    monkeypatch.setattr(
+        ParquetSplit,
+        "_read_group",
+        lambda self, *group: groups.append(group) or read_group(self, *group),
+    )
+    alone = [split[key] for key in keys]
+    one_by_one, _ = len(groups), groups.clear()
+    for one, other in zip(alone, split.__getitems__(keys), strict=True):
+        assert torch.equal(one[0], other[0])
+        assert one[1:] == other[1:]
+    assert len(set(groups)) == len(groups) < one_by_one
 
 
 @pytest.mark.parametrize("source", ["digits", "mnist"])
