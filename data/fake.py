@@ -82,23 +82,21 @@ class ZerosInSequences(Zeros):
         count = batch_size // share.shards if share.loads else 0
         rows = torch.from_numpy(np.zeros((count, self._layout.length), np.uint8))
         labels = torch.full((count, *self.label_shape), PADDING)
-        behind_patches = self._pack.tokens * self._layout.patch_bytes
-        packed = [self._sequence(inside, images) for inside in range(self._images + 1)]
+        tokens = [self._tokens(inside) for inside in range(self._images + 1)]
         for number in range(count):
             before = (share.shard * count + number) * self._images
             inside = min(max(images - before, 0), self._images)
-            rows[number, behind_patches:] = packed[inside][behind_patches:]
+            self._layout.write_tokens(rows[number], *tokens[inside], images)
             labels[number, :inside] = 0
         return rows, labels
 
-    def _sequence(self, images: int, images_in_batch: int) -> torch.Tensor:
-        """Return the packed sequence of so many images."""
-        tokens, prefix = self._pack.tokens, self._pack.prefix
-        of_image = places_of(self._grid.tolist(), prefix, torch.arange(self._patches))
+    def _tokens(self, images: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the places and segments of the tokens of a sequence of so many images."""
+        places = np.zeros((self._pack.tokens, 4), np.int32)
+        segments = np.zeros(self._pack.tokens, np.uint8)
+        of_image = places_of(*self._grid.tolist(), self._pack.prefix)
+        of_image = of_image[: self._pack.prefix + self._patches]
         used = images * len(of_image)
-        places = torch.zeros((tokens, 4), dtype=torch.int32)
-        places[:used] = of_image.repeat(images, 1)
-        segments = torch.zeros(tokens, dtype=torch.uint8)
-        segments[:used] = torch.arange(1, images + 1).repeat_interleave(len(of_image))
-        patches = torch.zeros((tokens, self._layout.patch_bytes), dtype=torch.uint8)
-        return self._layout.pack(patches, places, segments, images_in_batch)
+        places[:used] = np.tile(of_image, (images, 1))
+        segments[:used] = np.arange(1, images + 1).repeat(len(of_image))
+        return places, segments

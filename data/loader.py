@@ -374,7 +374,11 @@ class _PartDataset(Dataset):
 
     def __getitem__(self, keys: list[Key]) -> _Part:
         try:
-            images, labels, bad = zip(*(self.samples[key] for key in keys), strict=True)
+            if hasattr(self.samples, "__getitems__"):  # PyTorch's name for reading several at once
+                samples = self.samples.__getitems__(keys)
+            else:
+                samples = [self.samples[key] for key in keys]
+            images, labels, bad = zip(*samples, strict=True)
         except DataFolderError as error:
             return error
         return (torch.stack(images), torch.tensor(labels)), list(itertools.chain(*bad))

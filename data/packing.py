@@ -1,12 +1,13 @@
 """Whole images of any size as sequences of tokens: the grid of an image, the images of a sequence.
 
 An image keeps its size and shape, as far as whole patches allow (``grids``). Images share sequences
-of a fixed number of tokens, as in NaViT (https://arxiv.org/abs/2307.06304): ``pack`` decides which,
-by their numbers of tokens alone. ``PackLayout`` has the row of bytes that a sequence is.
+of a fixed number of tokens, as in NaViT (https://arxiv.org/abs/2307.06304): ``pack_images`` decides
+which, by their numbers of tokens alone. ``PackLayout`` has the row of bytes that a sequence is.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -76,15 +77,31 @@ class PackLayout:
         return sum(self._lengths)
 
     def pack(
-        self, patches: torch.Tensor, places: torch.Tensor, segments: torch.Tensor, images: int
+        self, patches: torch.Tensor, places: np.ndarray, segments: np.ndarray, images: int
     ) -> torch.Tensor:
         """Return (length,) uint8 of one sequence: ``patches`` (tokens, patch_bytes) uint8,
         ``places`` (tokens, 4), ``segments`` (tokens,), and the number of images in the whole global
         batch."""
-        halves = torch.stack([places % _BYTE, places // _BYTE], dim=-1)
-        count = torch.tensor([*images.to_bytes(_COUNT_BYTES, "little")])
-        parts = (patches, halves, segments, count)
-        return torch.cat([part.to(torch.uint8).flatten() for part in parts])
+        row = self.empty()
+        self.patches_in(row).copy_(patches)
+        self.write_tokens(row, places, segments, images)
+        return row
+
+    def empty(self) -> torch.Tensor:
+        """Return a row of zeros, (length,) uint8: a sequence without images."""
+        return torch.from_numpy(np.zeros(self.length, np.uint8))
+
+    def patches_in(self, row: torch.Tensor) -> torch.Tensor:
+        """Return the patches of a row, (tokens, patch_bytes), to write into."""
+        return row[: self._lengths[0]].view(-1, self.patch_bytes)
+
+    def write_tokens(
+        self, row: torch.Tensor, places: np.ndarray, segments: np.ndarray, images: int
+    ) -> None:
+        """Write all but the patches into a row; see ``pack``."""
+        numbers = places.astype("<u2"), segments.astype(np.uint8), np.array([images], "<u4")
+        written = np.concatenate([part.reshape(-1).view(np.uint8) for part in numbers])
+        row[self._lengths[0] :] = torch.from_numpy(written)
 
     def unpack(
         self, rows: torch.Tensor
@@ -117,20 +134,25 @@ def grids(sizes: np.ndarray, request: PackRequest) -> np.ndarray:
     in pixels, (n, 2). The product is ``most_patches`` at most.
 
     The ideal is an image's own size in patches, or that size scaled to ``most_patches``, and
-    neither side shorter than a patch. Of the up to four grids around it, the one is chosen whose
-    sides have to be stretched or shrunk least. An image that cannot be read, 0 x 0, has the largest
-    square one: in training another image takes its place.
+    neither side shorter than a patch. The grid is the one for which the side that changes most has
+    to be stretched or shrunk least. An image that cannot be read, 0 x 0, has the largest square
+    one: in training another image takes its place.
     """
     most = request.most_patches
     ideal = np.where(sizes > 0, sizes / np.array(request.patch, np.float64), most).T
     ideal = (ideal * _scales(ideal, request)).clip(1, most)
     lower = np.floor(ideal)
     best, least = lower, _stretch(lower, ideal)
+    # The best one has each side rounded down or up, or as long as the other side leaves room for.
     for more in ((1, 0), (0, 1), (1, 1)):
-        grid = lower + np.array(more)[:, None]
-        stretch = np.where(grid[0] * grid[1] <= most, _stretch(grid, ideal), np.inf)
-        better = stretch < least
-        best, least = np.where(better, grid, best), np.minimum(stretch, least)
+        rows, columns = np.minimum(lower + np.array(more)[:, None], most)
+        fewer_rows, fewer_columns = (
+            np.minimum(side, most // other) for side, other in ((rows, columns), (columns, rows))
+        )
+        for grid in (np.stack([rows, fewer_columns]), np.stack([fewer_rows, columns])):
+            stretch = _stretch(grid, ideal)
+            better = stretch < least
+            best, least = np.where(better, grid, best), np.minimum(stretch, least)
     return np.ascontiguousarray(best.T, np.int32)
 
 
@@ -157,23 +179,22 @@ def kept_patches(patches: np.ndarray, drop_rate: float) -> np.ndarray:
 
 
 def patches_of(image: torch.Tensor, patch: tuple[int, int]) -> torch.Tensor:
-    """Return the patches of an image (channels, height, width), which are whole ones: row by row,
-    (patches, patch height * patch width * channels), the channel fastest, as timm's NaFlex has
-    them."""
-    height, width = patch
-    parts = image.unflatten(2, (-1, width)).unflatten(1, (-1, height))
-    return parts.permute(1, 3, 2, 4, 0).reshape(-1, height * width * len(image))
+    """Return the patches of an image (channels, height, width), which are whole ones, as a view of
+    it: (rows, columns, patch height, patch width, channels), the order of timm's NaFlex."""
+    (channels, *sides), (height, width) = image.shape, patch
+    rows, columns = sides[0] // height, sides[1] // width
+    return image.view(channels, rows, height, columns, width).permute(1, 3, 2, 4, 0)
 
 
-def places_of(grid: Sequence[int], prefix: int, patches: torch.Tensor) -> torch.Tensor:
-    """Return the places of an image's tokens, (prefix + n, 4) int32: those of class and register
-    tokens, which are numbered, and then of n of its patches, which are numbered row by row."""
-    rows, columns = grid
-    places = torch.zeros((prefix + len(patches), _NUMBERS), dtype=torch.int32)
-    places[:prefix, 0] = torch.arange(prefix)
-    places[prefix:, 0] = patches // columns
-    places[prefix:, 1] = patches % columns
-    places[prefix:, 2], places[prefix:, 3] = rows, columns
+@functools.lru_cache(maxsize=4096)
+def places_of(rows: int, columns: int, prefix: int) -> np.ndarray:
+    """Return the places of the tokens of an image with this grid, (prefix + rows * columns, 4),
+    int32: those of class and register tokens, and then of its patches, row by row."""
+    places = np.zeros((prefix + rows * columns, _NUMBERS), np.int32)
+    places[:prefix, 0] = np.arange(prefix)
+    places[prefix:, 0], places[prefix:, 1] = np.divmod(np.arange(rows * columns), columns)
+    places[prefix:, 2:] = rows, columns
+    places.flags.writeable = False
     return places
 
 
@@ -182,8 +203,8 @@ def places_of(grid: Sequence[int], prefix: int, patches: torch.Tensor) -> torch.
 
 WINDOW = 512
 """Consecutive images that are packed with each other alone."""
-_TOGETHER = 128
-"""Windows that are packed at a time: their numbers stay in a core's cache."""
+_TOGETHER = 2**16
+"""Images that are packed at a time: their numbers stay in a core's cache."""
 
 
 @dataclass(frozen=True)
@@ -205,23 +226,25 @@ class Packing:
         return self.images[first : first + self.counts[sequence]].tolist()
 
 
-def pack(
+def pack_images(
     images: np.ndarray,
     tokens: np.ndarray,
     request: PackRequest,
     generator: torch.Generator | None = None,
+    window: int = WINDOW,
 ) -> Packing:
     """Return the sequences of ``images``, numbers in the order of an epoch, of which each has so
     many ``tokens``, none more than a sequence.
 
-    Each ``WINDOW`` consecutive images are packed by first-fit decreasing: from the largest on, each
+    Each ``window`` consecutive images are packed by first-fit decreasing: from the largest on, each
     into the first sequence with room. First-fit would put the full sequences first: those of a
     window are in an order drawn from ``generator``, without one in that of their first images.
     """
+    together = max(_TOGETHER // window, 1) * window
     sequence = np.concatenate(
         [
-            first + _first_fit(tokens[first : first + WINDOW * _TOGETHER], request)
-            for first in range(0, len(tokens), WINDOW * _TOGETHER)
+            first + _first_fit(tokens[first : first + together], request, window)
+            for first in range(0, len(tokens), together)
         ]
     )
     by_sequence = sequence.argsort(kind="stable")
@@ -232,31 +255,31 @@ def pack(
         order = by_sequence[firsts].argsort()
     else:
         drawn = torch.rand(len(firsts), generator=generator, dtype=torch.float64).numpy()
-        order = (sequence[firsts] // WINDOW + drawn).argsort(kind="stable")
+        order = (sequence[firsts] // window + drawn).argsort(kind="stable")
     return Packing(images[by_sequence], firsts[order], counts[order])
 
 
-def _first_fit(tokens: np.ndarray, request: PackRequest) -> np.ndarray:
+def _first_fit(tokens: np.ndarray, request: PackRequest, window: int) -> np.ndarray:
     """Return the sequence of each image, (n,) int64; those of a window are numbered from its first
     image's number on. All windows take one step after another together."""
-    windows = -(-len(tokens) // WINDOW)
-    sizes = np.zeros((windows, WINDOW), np.int32)  # what fills up the last window needs no room
+    windows = -(-len(tokens) // window)
+    sizes = np.zeros((windows, window), np.int32)  # what fills up the last window needs no room
     sizes.flat[: len(tokens)] = tokens
     by_size = (-sizes).argsort(axis=1, kind="stable")
-    free = np.full((windows, WINDOW), request.tokens, np.int32)
-    count = np.zeros((windows, WINDOW), np.int16)
-    sequence = np.empty((windows, WINDOW), np.int64)
+    free = np.full((windows, window), request.tokens, np.int32)
+    count = np.zeros((windows, window), np.int16)
+    sequence = np.empty((windows, window), np.int64)
     rows, opened = np.arange(windows), 0
     for column in by_size.T:
         size = sizes[rows, column]
         # One sequence more than any window has opened yet has room for each.
         chosen = (free[:, : opened + 1] >= size[:, None]).argmax(axis=1)
-        opened = min(max(opened, int(chosen.max()) + 1), WINDOW - 1)
+        opened = min(max(opened, int(chosen.max()) + 1), window - 1)
         count[rows, chosen] += size > 0
         is_full = count[rows, chosen] == request.images
         free[rows, chosen] = np.where(is_full, -1, free[rows, chosen] - size)
         sequence[rows, column] = chosen
-    sequence += rows[:, None] * WINDOW
+    sequence += rows[:, None] * window
     return sequence.reshape(-1)[: len(tokens)]
 
 

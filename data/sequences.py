@@ -5,6 +5,7 @@ own grids of patches, and written into the sequence's row of bytes.
 """
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,8 @@ import numpy as np
 import torch
 import xxhash
 
-from data.decode import OpenImage
+from data.decode import OpenImage, open_image
+from data.files import BrokenImageError
 from data.loader import (
     PADDING,
     BadImage,
@@ -24,11 +26,12 @@ from data.loader import (
     Share,
 )
 from data.packing import (
+    WINDOW,
     Packing,
     PackSampler,
     grids,
     kept_patches,
-    pack,
+    pack_images,
     patches_of,
     places_of,
     too_large,
@@ -66,9 +69,13 @@ class PackedSplit(Split):
         self._split, self._transform = split, transform
         self.sizes = image_sizes(split)
         """Height and width of each image in pixels, (images, 2), int32; 0 x 0 if unreadable."""
+        self._grids = grids(self.sizes, self.pack)
+        self._together = split.sampler(1, shuffle=self.is_train).read_together
+        self._encoded: dict[int, bytes | BrokenImageError] = {}
+        """The images of the sequences that are read together."""
         self._factors: tuple[int, np.ndarray] = (-1, np.ones(0))
         everything = np.arange(len(self))
-        self.tokens = int(self._tokens(self.grids(everything, 0)).sum())
+        self.tokens = int(self._tokens(self.grids_of(everything, 0)).sum())
         """The tokens of all images in the first epoch."""
         self.sequences = len(self.pack_epoch(0))
 
@@ -79,7 +86,7 @@ class PackedSplit(Split):
         return self._split.digest()
 
     def facts(self) -> dict[str, Any]:
-        of_grids = xxhash.xxh3_64_hexdigest(grids(self.sizes, self.pack).data)
+        of_grids = xxhash.xxh3_64_hexdigest(self._grids.data)
         return self._split.facts() | {
             f"the grids of patches of the images in {self.name}/": of_grids,
             f"the packing of the images in {self.name}/": str(self.pack),
@@ -87,12 +94,11 @@ class PackedSplit(Split):
 
     # -- which images are in a sequence ------------------------------------------------
 
-    def grids(self, numbers: Sequence[int] | np.ndarray, epoch: int) -> np.ndarray:
+    def grids_of(self, numbers: Sequence[int] | np.ndarray, epoch: int) -> np.ndarray:
         """Return the rows and columns of patches of some images in an epoch, (n, 2), int32."""
-        sizes = self.sizes[numbers]
-        if self.is_train and self.pack.side_scale != (1, 1):
-            sizes = sizes * self._side_factors(epoch)[numbers, None]
-        return grids(sizes, self.pack)
+        if not self.is_train or self.pack.side_scale == (1, 1):
+            return self._grids[numbers]
+        return grids(self.sizes[numbers] * self._side_factors(epoch)[numbers, None], self.pack)
 
     def _side_factors(self, epoch: int) -> np.ndarray:
         """Return by what the sides of each image are multiplied in an epoch, (images,), fp64."""
@@ -108,25 +114,26 @@ class PackedSplit(Split):
 
     def pack_epoch(self, epoch: int) -> Packing:
         """Return the sequences of an epoch: of training images in random order, else in order."""
-        tokens = self._tokens(self.grids(np.arange(len(self)), epoch))
+        tokens = self._tokens(self.grids_of(np.arange(len(self)), epoch))
         if not self.is_train:
-            return pack(np.arange(len(self)), tokens, self.pack)
+            return pack_images(np.arange(len(self)), tokens, self.pack)
         sampler = self._split.sampler(1, shuffle=True, seed=self.seed)
         sampler.set_position(epoch)
         generator = sampler.generator()
         order = sampler.shuffled(generator).numpy()
-        return pack(order, tokens[order], self.pack, generator)
+        # Images that are stored together are read together, see ``__getitems__``.
+        window = self._together if self._together > 1 else WINDOW
+        return pack_images(order, tokens[order], self.pack, generator, window)
 
     def sampler(self, batch_size: int, **how: Any) -> GlobalBatchSampler:
         how = {name: value for name, value in how.items() if name not in ("repeats", "pairs")}
         sampler = PackSampler(self.pack_epoch, self.sequences, batch_size, **how)
-        images = self._split.sampler(1, shuffle=self.is_train).read_together
-        sampler.read_together = -(-images * self.sequences // len(self))
+        sampler.read_together = -(-self._together * self.sequences // len(self))
         return sampler
 
     def batches_of(self, numbers: Sequence[int], batch_size: int, share: Share) -> BatchLoader:
         images = np.array(numbers)
-        packing = pack(images, self._tokens(self.grids(images, 0)), self.pack)
+        packing = pack_images(images, self._tokens(self.grids_of(images, 0)), self.pack)
         how = {"shuffle": False, "shard": share.shard, "shards": share.shards}
         sampler = PackSampler(lambda _epoch: packing, len(packing), batch_size, **how)
         workers = self._workers(share) if len(sampler) > 1 else 0
@@ -134,44 +141,63 @@ class PackedSplit(Split):
 
     # -- a sequence ---------------------------------------------------------------------
 
+    def __getitems__(self, keys: list[Key]) -> list[Sample]:
+        """Return several sequences. Their images are read in the order in which they are stored: a
+        table reads a row group for each one that is not of the same group as the last."""
+        if self._together > 1:
+            for number in sorted({number for key in keys for number in key[2:]}):
+                try:
+                    self._encoded[number] = self._split.read(number)
+                except BrokenImageError as error:
+                    self._encoded[number] = error
+        samples = [self[key] for key in keys]
+        self._encoded.clear()
+        return samples
+
     def __getitem__(self, key: Key) -> Sample:
         epoch, images_in_batch, *indices = key
-        tokens, prefix = self.pack.tokens, self.pack.prefix
-        patches = torch.zeros((tokens, self._layout.patch_bytes), dtype=torch.uint8)
-        places = torch.zeros((tokens, 4), dtype=torch.int32)
-        segments = torch.zeros(tokens, dtype=torch.uint8)
+        row, tokens, prefix = self._layout.empty(), self.pack.tokens, self.pack.prefix
+        patches = self._layout.patches_in(row)
+        places, segments = np.zeros((tokens, 4), np.int32), np.zeros(tokens, np.uint8)
         labels, bad = [PADDING] * self.pack.images, list[BadImage]()
-        of_grids, end = self.grids(indices, epoch), 0
+        of_grids, end = self.grids_of(indices, epoch), 0
         counts = self._tokens(of_grids).tolist()
-        for image, (index, grid, count) in enumerate(
-            zip(indices, of_grids.tolist(), counts, strict=True)
-        ):
+        for image, (index, grid) in enumerate(zip(indices, of_grids.tolist(), strict=True)):
+            first, end = end, end + counts[image]
             make = functools.partial(self._patches, epoch=epoch, index=index, grid=grid)
             values, labels[image], unreadable = self.readable(epoch, index, make)
             bad += unreadable
-            first, end = end, end + count
             if values is None:
                 continue
-            chosen = self._chosen(epoch, index, len(values), count - prefix)
-            patches[first + prefix : end] = values[chosen]
-            places[first:end] = places_of(grid, prefix, chosen)
-            segments[first:end] = image + 1
-        return self._layout.pack(patches, places, segments, images_in_batch), labels, bad
+            of_image, written = places_of(*grid, prefix), patches[first + prefix : end]
+            if end - first == len(of_image):
+                written.view(values.shape).copy_(values)
+            else:
+                kept = self._kept(epoch, index, math.prod(grid), len(written))
+                written.copy_(values.flatten(2).flatten(0, 1)[kept])
+                of_image = np.concatenate([of_image[:prefix], of_image[prefix:][kept]])
+            places[first:end], segments[first:end] = of_image, image + 1
+        self._layout.write_tokens(row, places, segments, images_in_batch)
+        return row, labels, bad
 
     def _patches(self, number: int, epoch: int, index: int, grid: list[int]) -> torch.Tensor:
-        """Return the patches of the image ``number`` in place of ``index``, (rows * columns,
-        bytes). Raises BrokenImageError."""
-        image = self._split.open(number, lines=True)
+        """Return the patches of the image ``number`` in place of ``index``, (rows, columns, patch
+        height, patch width, channels). Raises BrokenImageError."""
+        encoded = self._encoded.get(number)
+        if isinstance(encoded, BrokenImageError):
+            raise encoded
+        if encoded is None:
+            image = self._split.open(number, lines=True)
+        else:
+            image = open_image(encoded, lines=True)
         size = tuple(count * side for count, side in zip(grid, self.pack.patch, strict=True))
         resized = seeded(lambda image: self._transform(image, size), image, self.seed, epoch, index)
         return patches_of(resized, self.pack.patch)
 
-    def _chosen(self, epoch: int, index: int, patches: int, kept: int) -> torch.Tensor:
-        """Return which patches of an image are kept, in their order."""
-        if kept == patches:
-            return torch.arange(patches)
-        drawn = np.random.default_rng((self.seed, epoch, index)).permutation(patches)[:kept]
-        return torch.from_numpy(np.sort(drawn))
+    def _kept(self, epoch: int, index: int, patches: int, kept: int) -> np.ndarray:
+        """Return which patches of an image are kept, (kept,), in their order."""
+        drawn = np.random.default_rng((self.seed, epoch, index)).permutation(patches)
+        return np.sort(drawn[:kept])
 
 
 def sequence_of_one(request: DatasetRequest) -> Transform:
@@ -181,15 +207,16 @@ def sequence_of_one(request: DatasetRequest) -> Transform:
     assert pack
 
     def sequence(image: OpenImage) -> torch.Tensor:
-        (grid,) = grids(np.array([image.size]), pack).tolist()
-        size = tuple(count * side for count, side in zip(grid, pack.patch, strict=True))
-        values = patches_of(transform(image, size), pack.patch)
-        count = pack.prefix + len(values)
-        patches = torch.zeros((pack.tokens, layout.patch_bytes), dtype=torch.uint8)
-        places = torch.zeros((pack.tokens, 4), dtype=torch.int32)
-        patches[pack.prefix : count] = values
-        places[:count] = places_of(grid, pack.prefix, torch.arange(len(values)))
-        return layout.pack(patches, places, torch.arange(pack.tokens) < count, 1)
+        ((rows, columns),) = grids(np.array([image.size]), pack).tolist()
+        of_image, row = places_of(rows, columns, pack.prefix), layout.empty()
+        values = patches_of(
+            transform(image, (rows * pack.patch[0], columns * pack.patch[1])), pack.patch
+        )
+        layout.patches_in(row)[pack.prefix : len(of_image)] = values.reshape(rows * columns, -1)
+        places, segments = np.zeros((pack.tokens, 4), np.int32), np.zeros(pack.tokens, np.uint8)
+        places[: len(of_image)], segments[: len(of_image)] = of_image, 1
+        layout.write_tokens(row, places, segments, 1)
+        return row
 
     return sequence
 

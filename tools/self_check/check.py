@@ -237,7 +237,8 @@ def check_rows(devices: Devices, table: CheckTable) -> None:
     """
     backend, batch_size = devices.backend, devices.run.config.data.batch_size
     micro_batches = devices.batches[0]
-    layout = dataset_request(devices.run).layout
+    request = dataset_request(devices.run)
+    layout = request.pack_layout or request.layout
     shape = (1, layout.length) if layout else devices.run.model.sizes.input_shape
     if layout or micro_batches[0][0].shape[2] == shape[1]:  # whole, or a global tensor of them
         here, times = range(shape[1]), 1
@@ -262,12 +263,13 @@ def check_rows(devices: Devices, table: CheckTable) -> None:
 def _weights_of_rows(batch: Batch, shape: Sequence[int], rows: range) -> torch.Tensor:
     """Return each image's weight, or the part of it that these ``rows`` of pixels have.
 
-    ``shape``: of an image; of packed crops 1, bytes.
+    ``shape``: of an image; of packed crops, or a sequence, 1, bytes.
     """
     images, labels = batch
     ramp = torch.linspace(-1.0, 1.0, math.prod(shape), device=images.device).view(*shape)
     part = ramp[:, rows.start : rows.stop]
-    return (images.float().view(len(images), *part.shape) * part).flatten(1).sum(1) * (labels + 1)
+    weights = (images.float().view(len(images), *part.shape) * part).flatten(1).sum(1)
+    return weights * (labels + 1).view(len(labels), -1).sum(1)  # a sequence has several labels
 
 
 def check_numbers(

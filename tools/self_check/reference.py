@@ -117,7 +117,7 @@ class _Training:
             self._models[TEACHER] = teacher
         # Labels are compared by PyTorch itself. Other objectives compute here as on one device.
         self._objective = None
-        if not run.config.objective.uses_labels:
+        if run.model.packing or not run.config.objective.uses_labels:
             same = nn.Identity()
             alone = SimpleNamespace(constant=same, sum=same, mean=same, teacher=teacher)
             self._objective = open_objective(run, cast(Backend, alone))

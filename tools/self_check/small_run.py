@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from data.loader import Batch, Share, numbered
+from data.loader import PADDING, Batch, Key, Sample, Share, numbered
+from data.packing import places_of
 from data.source import DatasetRequest, DataSource, Split, max_masked
 from models.config import ModelError
 from models.initialize import allocate
@@ -52,6 +54,28 @@ class _Images(Split):
         return noise
 
 
+class _Sequences(_Images):
+    """The same in sequences, each of ``_IN_SEQUENCE`` images of different grids of patches."""
+
+    def __getitem__(self, key: Key) -> Sample:
+        _, index = key
+        layout, prefix = self.request.pack_layout, self.request.pack.prefix  # type: ignore[union-attr]
+        assert layout
+        tokens = layout.request.tokens
+        places, segments, end = np.zeros((tokens, 4), np.int32), np.zeros(tokens, np.uint8), 0
+        for image in range(_IN_SEQUENCE):
+            rows, columns = 1 + (index + image) % _SIDE, 1 + (index // _SIDE) % _SIDE
+            first, end = end, end + prefix + rows * columns
+            places[first:end], segments[first:end] = places_of(rows, columns, prefix), image + 1
+        generator = _generator(self.seed, "sequence", index)
+        shape = (tokens, layout.patch_bytes)
+        patches = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
+        labels = [int(self.labels[(index + image) % len(self)]) for image in range(_IN_SEQUENCE)]
+        images = self.request.config.batch_size * _IN_SEQUENCE
+        row = layout.pack(patches, places, segments, images)
+        return row, [*labels, PADDING], []
+
+
 UPDATES = 3
 """Number of updates compared; one extra batch tests resuming."""
 
@@ -66,7 +90,8 @@ def batches(run: Run, backend: Backend | None, *, places: bool) -> Iterator[Batc
     config = replace(run.config.data, num_workers=0)
     dtype = getattr(torch, config.image_dtype(len(sizes.input_shape) - 1))
     request = replace(dataset_request(run), config=config)
-    images = _Images(request, length, dtype, sizes.num_classes)
+    kind = _Sequences if request.pack else _Images
+    images = kind(request, length, dtype, sizes.num_classes)
     source = DataSource("made up", {"train": images, "val": images})
     if backend is None:
         loader, first = source.train_loader(config.batch_size, Share()), 0
@@ -118,6 +143,8 @@ _LAYER_SCALE = 0.1
 _MASK_RATIOS = (0.1, 0.9)
 """Between which some of 4 x 4 patches are masked, and some are not."""
 _LOCAL_CROPS = 2
+_IN_SEQUENCE, _SIDE = 3, 3
+"""Images of a sequence, which has a place for one more; the most rows, and columns, of one."""
 
 
 def shrink(run: Run) -> Run:
@@ -160,6 +187,12 @@ def shrink(run: Run) -> Run:
         "mlp_ratio": (hidden + 0.5) / width,  # timm rounds down
         "num_classes": _CLASSES,
     }
+    if packing := run.model.packing:
+        most = _SIDE * _SIDE + min(packing.prefix, 3)  # a class token, two registers
+        small |= {
+            "token_budget": _IN_SEQUENCE * most + 1,  # and padding
+            "max_images_per_sequence": _IN_SEQUENCE + 1,
+        }
     for name, value in (("reg_tokens", 2), ("num_reg_tokens", 2), ("init_values", _LAYER_SCALE)):
         if settings.get(name):
             small[name] = value
@@ -194,6 +227,8 @@ def shrink(run: Run) -> Run:
         text = f"--self_check cannot make --model {run.model.name} small"
         raise UsageError(f"{text}: {error.told(MODEL_FLAG)}") from None
     small_run = replace(run, config=config, model=model, backend_config=run.backend_config.shrunk())
+    if model.packing:
+        small_run = small_run.with_data(max_tokens_per_image=model.packing.tokens)
     return small_run.with_data(
         grad_accum_steps=passes, micro_batch_size=None, batch_size=batch_size, aug_repeats=1
     )
