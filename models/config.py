@@ -202,11 +202,6 @@ class ModelConfig:
         "train on images of any size and shape, whole, in their own aspect ratio: a preset or one "
         "of timm's models as timm's NaFlexVit, on sequences of patches that hold several images "
         "(docs/native_resolution.md) (default: on for timm/naflexvit_*)",
-        requires=("objective=classify",),
-        incompatible_with=(
-            *("buckets", "mesh_domain", "teacher", "mixup", "cutmix", "cutmix_minmax"),
-            *("bce_loss", "aug_repeats", "block"),
-        ),
     )
     token_budget: int | None = flag(
         None,

@@ -117,6 +117,8 @@ def _resolve(
         raise UsageError("--reduce_dtype fp16 requires --precision fp16, whose loss is scaled")
 
     config, model = resolve_model(config)  # after what is known at once: timm takes a second
+    if model.packing and backend_config.channels_last:
+        raise UsageError("--channels_last is incompatible with native resolution: drop it")
     if mesh.domain > 1:
         config = _resolve_domain(config, backend_config, mesh, model)
     compiled: Literal["none", "block", "around attention"] = "none"

@@ -312,6 +312,7 @@ def _resolve_packing(config: RunConfig, model: ModelSpec) -> RunConfig:
     loss, use, log = config.loss, config.use, config.log
     refused = {
         f"--objective {config.objective.objective}": config.objective.objective != "classify",
+        f"--mesh_domain {config.sharding.mesh_domain}": config.sharding.mesh_domain > 1,
         "--buckets": data.buckets,
         "--aug_repeats": data.aug_repeats > 1,
         "--mixup and --cutmix": loss.mixes,
