@@ -98,7 +98,7 @@ class PackedSplit(Split):
         """Return the rows and columns of patches of some images in an epoch, (n, 2), int32."""
         if not self.is_train or self.pack.side_scale == (1, 1):
             return self._grids[numbers]
-        return grids(self.sizes[numbers] * self._side_factors(epoch)[numbers, None], self.pack)
+        return grids(self.sizes[numbers], self.pack, self._side_factors(epoch)[numbers])
 
     def _side_factors(self, epoch: int) -> np.ndarray:
         """Return by what the sides of each image are multiplied in an epoch, (images,), fp64."""

@@ -107,7 +107,10 @@ def test_grids_that_one_expects():
     sizes = [(224, 224), (160, 320), (375, 500), (1, 5000), (5000, 1), (3, 3), (0, 0)]
     expected = [(14, 14), (10, 20), (14, 18), (1, 256), (256, 1), (1, 1), (16, 16)]
     assert grids(np.array(sizes), request).tolist() == [list(grid) for grid in expected]
+    halved = grids(np.array(sizes[:3]), request, np.array([0.5, 0.5, 1.1]))
+    assert halved.tolist() == [[7, 7], [5, 10], [14, 18]]
     larger = replace(request, resize=True)
+    assert grids(np.array([(32, 32), (4000, 4000)]), larger, 0.5).tolist() == [[8, 8], [8, 8]]
     assert grids(np.array([(32, 32), (4000, 4000)]), larger).tolist() == [[16, 16], [16, 16]]
 
 
