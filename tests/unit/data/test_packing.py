@@ -27,7 +27,7 @@ from data.packing import (
 )
 from data.source import CropRequest, DatasetRequest, open_data
 from data.tables import ParquetSplit
-from data.transforms import TrainTransform, seeded
+from data.transforms import TrainTransform, random_box, seeded
 from tests.support.table_files import write_tables
 
 pytestmark = pytest.mark.fast
@@ -112,6 +112,13 @@ def test_grids_that_one_expects():
     larger = replace(request, resize=True)
     assert grids(np.array([(32, 32), (4000, 4000)]), larger, 0.5).tolist() == [[8, 8], [8, 8]]
     assert grids(np.array([(32, 32), (4000, 4000)]), larger).tolist() == [[16, 16], [16, 16]]
+
+
+def test_a_crop_of_a_line_has_pixels():
+    for height, width in ((1, 5000), (5000, 1)):
+        for by in (0.2, 5):
+            ratio = (by * width / height, by * width / height)
+            assert min(random_box((height, width), (0.9, 1.0), ratio)[2:]) >= 1
 
 
 # -- packing -----------------------------------------------------------------------------
