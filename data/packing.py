@@ -36,7 +36,8 @@ class PackRequest:
     resize: bool
     """Scale every image, up or down, to about ``max_patches``."""
     side_scale: tuple[float, float] = (1.0, 1.0)
-    """In training an image's sides are multiplied by a factor drawn evenly from these."""
+    """In training an image's sides are multiplied by a factor drawn evenly from these, those that
+    ``resize`` gives it with that."""
     drop_rate: float = 0.0
     """Share of patches that are left out of each training image; which ones is drawn."""
 
@@ -129,18 +130,21 @@ class PackLayout:
 # Only operations that IEEE 754 rounds exactly: every process and machine makes the same grids.
 
 
-def grids(sizes: np.ndarray, request: PackRequest) -> np.ndarray:
+def grids(sizes: np.ndarray, request: PackRequest, factors: np.ndarray | float = 1.0) -> np.ndarray:
     """Return the rows and columns of patches, (n, 2) int32, of images of these heights and widths
     in pixels, (n, 2). The product is ``most_patches`` at most.
 
-    The ideal is an image's own size in patches, or that size scaled to ``most_patches``, and
-    neither side shorter than a patch. The grid is the one for which the side that changes most has
-    to be stretched or shrunk least. An image that cannot be read, 0 x 0, has the largest square
-    one: in training another image takes its place.
+    The ideal is an image's own size in patches, with ``resize`` that size scaled to
+    ``most_patches``, in any case times ``factors``, (n,), scaled down to ``most_patches`` if it is
+    larger, and neither side shorter than a patch. The grid is the one for which the side that
+    changes most has to be stretched or shrunk least. An image that cannot be read, 0 x 0, has the
+    largest square one: in training another image takes its place.
     """
     most = request.most_patches
     ideal = np.where(sizes > 0, sizes / np.array(request.patch, np.float64), most).T
-    ideal = (ideal * _scales(ideal, request)).clip(1, most)
+    largest = np.sqrt(most / (ideal[0] * ideal[1]))
+    scales = np.minimum(factors * (largest if request.resize else 1), largest)
+    ideal = (ideal * scales).clip(1, most)
     lower = np.floor(ideal)
     best, least = lower, _stretch(lower, ideal)
     # The best one has each side rounded down or up, or as long as the other side leaves room for.
@@ -154,12 +158,6 @@ def grids(sizes: np.ndarray, request: PackRequest) -> np.ndarray:
             better = stretch < least
             best, least = np.where(better, grid, best), np.minimum(stretch, least)
     return np.ascontiguousarray(best.T, np.int32)
-
-
-def _scales(ideal: np.ndarray, request: PackRequest) -> np.ndarray:
-    """Return by which factor the sides of each image, in patches, (2, n), are scaled."""
-    scales = np.sqrt(request.most_patches / (ideal[0] * ideal[1]))
-    return scales if request.resize else np.minimum(scales, 1)
 
 
 def _stretch(grid: np.ndarray, ideal: np.ndarray) -> np.ndarray:

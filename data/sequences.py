@@ -86,10 +86,15 @@ class PackedSplit(Split):
         return self._split.digest()
 
     def facts(self) -> dict[str, Any]:
-        of_grids = xxhash.xxh3_64_hexdigest(self._grids.data)
+        of_grids, how = xxhash.xxh3_64_hexdigest(self._grids.data), self.pack
+        low, high = how.side_scale
         return self._split.facts() | {
             f"the grids of patches of the images in {self.name}/": of_grids,
-            f"the packing of the images in {self.name}/": str(self.pack),
+            f"the packing of the images in {self.name}/": (
+                f"{how.tokens} tokens and at most {how.images} images a sequence, {how.prefix} "
+                f"class and register tokens an image, sides times {low:g} to {high:g}, "
+                f"{how.drop_rate:g} of the patches left out"
+            ),
         }
 
     # -- which images are in a sequence ------------------------------------------------
@@ -98,7 +103,7 @@ class PackedSplit(Split):
         """Return the rows and columns of patches of some images in an epoch, (n, 2), int32."""
         if not self.is_train or self.pack.side_scale == (1, 1):
             return self._grids[numbers]
-        return grids(self.sizes[numbers] * self._side_factors(epoch)[numbers, None], self.pack)
+        return grids(self.sizes[numbers], self.pack, self._side_factors(epoch)[numbers])
 
     def _side_factors(self, epoch: int) -> np.ndarray:
         """Return by what the sides of each image are multiplied in an epoch, (images,), fp64."""
@@ -126,6 +131,7 @@ class PackedSplit(Split):
         return pack_images(order, tokens[order], self.pack, generator, window)
 
     def sampler(self, batch_size: int, **how: Any) -> GlobalBatchSampler:
+        # Each image is once in an epoch's sequences, and those have one size.
         how = {name: value for name, value in how.items() if name not in ("repeats", "pairs")}
         sampler = PackSampler(self.pack_epoch, self.sequences, batch_size, **how)
         sampler.read_together = -(-self._together * self.sequences // len(self))

@@ -321,9 +321,9 @@ def random_box(size: Size, scale: tuple[float, float], ratio: tuple[float, float
             return top, left, tall, wide
     tall, wide = height, width
     if width / height < ratio[0]:
-        tall = round(width / ratio[0])
+        tall = max(1, round(width / ratio[0]))
     elif width / height > ratio[1]:
-        wide = round(height * ratio[1])
+        wide = max(1, round(height * ratio[1]))
     return (height - tall) // 2, (width - wide) // 2, tall, wide
 
 

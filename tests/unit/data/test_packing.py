@@ -27,7 +27,7 @@ from data.packing import (
 )
 from data.source import CropRequest, DatasetRequest, open_data
 from data.tables import ParquetSplit
-from data.transforms import TrainTransform, seeded
+from data.transforms import TrainTransform, random_box, seeded
 from tests.support.table_files import write_tables
 
 pytestmark = pytest.mark.fast
@@ -107,8 +107,18 @@ def test_grids_that_one_expects():
     sizes = [(224, 224), (160, 320), (375, 500), (1, 5000), (5000, 1), (3, 3), (0, 0)]
     expected = [(14, 14), (10, 20), (14, 18), (1, 256), (256, 1), (1, 1), (16, 16)]
     assert grids(np.array(sizes), request).tolist() == [list(grid) for grid in expected]
+    halved = grids(np.array(sizes[:3]), request, np.array([0.5, 0.5, 1.1]))
+    assert halved.tolist() == [[7, 7], [5, 10], [14, 18]]
     larger = replace(request, resize=True)
+    assert grids(np.array([(32, 32), (4000, 4000)]), larger, 0.5).tolist() == [[8, 8], [8, 8]]
     assert grids(np.array([(32, 32), (4000, 4000)]), larger).tolist() == [[16, 16], [16, 16]]
+
+
+def test_a_crop_of_a_line_has_pixels():
+    for height, width in ((1, 5000), (5000, 1)):
+        for by in (0.2, 5):
+            ratio = (by * width / height, by * width / height)
+            assert min(random_box((height, width), (0.9, 1.0), ratio)[2:]) >= 1
 
 
 # -- packing -----------------------------------------------------------------------------
