@@ -1,8 +1,8 @@
-"""run_vit_training.py on CPU devices, with plain products in the place of TPU kernels; attention
-is within segments of an image's tokens, which the image decides.
+"""run_vit_training.py, where attention is within segments of an image's tokens, which the image
+decides: timm's models compute as one of packed sequences does.
 
-What is tested is how they reach every block's attention: timm's models compute as one of packed
-sequences does.
+What is tested is how segments reach every block's attention. To train on CPU devices, plain products
+take the place of TPU kernels.
 """
 
 import sys
@@ -52,5 +52,6 @@ def install():
 
 if __name__ == "__main__":
     install()
-    kernels_on_cpu.install()
+    if "--compile_only" not in sys.argv:
+        kernels_on_cpu.install()
     sys.exit(run_vit_training.main(sys.argv[1:]))
