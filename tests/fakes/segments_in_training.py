@@ -1,7 +1,7 @@
 """run_vit_training.py, where attention is within segments of an image's tokens, which the image
 decides: timm's models compute as one of packed sequences does.
 
-What is tested is how segments reach every block's attention. To train on CPU devices, plain products
+What is tested is how segments reach every block's attention. On CPU devices plain products
 take the place of TPU kernels.
 """
 
