@@ -7,6 +7,7 @@ one. Modules keep timm's names; what they compute is changed from outside.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,6 +41,7 @@ def parallelize_spmd(
 ) -> nn.Module:
     """Make ``model`` one program for all devices, sharded by marks that the partitioner follows."""
     mesh = plan.mesh
+    _choose_mask(model, plan)
     for stack in plan.model.stacks:
         blocks = [(name, block) for name, block in units[:-1] if name.rpartition(".")[0] == stack]
         entry: nn.Module  # what has the input of the first block
@@ -190,6 +192,7 @@ def parallelize_nested(
     end_graph: Callable[..., None],
 ) -> nn.Module:
     """Wrap each block, then the model, in torch_xla's FSDP: a program a device, ``device``."""
+    _choose_mask(model, plan)
     blocks: list[nn.Module] = []
     for name, block in units[:-1]:
         initialize(block, name)
@@ -245,6 +248,13 @@ def _nested_unit(module: nn.Module, plan: XlaPlan, device: torch.device) -> nn.M
     if not by_row:
         scatter_gradients_as_rows(unit, devices)
     return unit
+
+
+def _choose_mask(model: Any, plan: XlaPlan) -> None:
+    """Let a model of packed sequences give its blocks segments where attention is by kernels;
+    elsewhere it gives them a matrix of booleans."""
+    if hasattr(model, "mask_is_segments"):
+        model.mask_is_segments = plan.attention in ("flash", "whole")
 
 
 def _trains(module: nn.Module) -> bool:

@@ -5,6 +5,7 @@ of a block gathers its input, whose tokens are sharded along "tensor" too, and s
 its output.
 """
 
+import math
 import types
 from collections.abc import Mapping
 
@@ -58,7 +59,7 @@ def shard_heads_and_columns(
         attn,
         x: torch.Tensor,
         rope: torch.Tensor | None = None,
-        attn_mask: None = None,
+        attn_mask: torch.Tensor | None = None,
         is_causal: bool = False,
     ) -> torch.Tensor:
         x = gather(x, layout.mark_tokens, layout.mark_rows)
@@ -73,17 +74,19 @@ def shard_heads_and_columns(
             qkv = [by_columns(x, getattr(attn, name), f"attn.{name}") for name in names]
         # The product with a part of the heads on each device: (batch, tokens, heads x width).
         if plan.attention == "whole":
-            y = whole.attend(attn, qkv, rope, shards=shards, save=save)
+            y = whole.attend(attn, qkv, rope, attn_mask, shards=shards, save=save)
         else:
             q, k, v = whole.queries_keys_values(attn, qkv, rope)
             if plan.attention == "flash":
                 q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-                y = flash.attention(q, k, v, shards).transpose(1, 2).flatten(2)
+                y = flash.attention(q, k, v, shards, attn_mask).transpose(1, 2).flatten(2)
             else:
                 # As PyTorch does, with dropout. Not by F.scaled_dot_product_attention: it folds
                 # batch and heads into one dimension, which cannot be sharded along two axes; einsum
                 # is one product to XLA.
                 scores = torch.einsum("bqhd,bkhd->bhqk", q * attn.scale, k)
+                if attn_mask is not None:
+                    scores = scores.masked_fill(attn_mask.logical_not(), -math.inf)
                 weights = attn.attn_drop(scores.softmax(dim=-1))
                 y = torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(2)
         y = attn.norm(mark_both(y, layout.mark_columns))

@@ -14,12 +14,33 @@ from xla_fsdp.attention import flash, whole
 
 
 def of_whole(sizes, parts):
-    """Queries, keys and values, (images, heads, tokens, width), of what the kernels are given."""
+    """Queries, keys and values, (images, heads, tokens, width), of what the kernels are given, and
+    the angles of their rotation, and which keys a query attends to, or None."""
     assert [tuple(part.shape) for part in parts[:3]] == [sizes.input_shape] * 3
     q, k, v = parts[0].chunk(3, -1) if sizes.packed else parts[:3]
+    parts, angles, seen = list(parts), None, None
+    if sizes.segmented:
+        seen = same_segment(*parts[-2:], sizes.segments)
+        del parts[-2:]
     if sizes.apart:
-        q, k = (rotated(sizes, each.float(), parts[-1]) for each in (q, k))
-    return [apart(sizes, each) for each in (q, k, v)]
+        angles = parts[-1]
+        q, k = (rotated(sizes, each.float(), angles) for each in (q, k))
+    return *(apart(sizes, each) for each in (q, k, v)), angles, seen
+
+
+def same_segment(queries, keys, shape):
+    """Which keys a query attends to, (images, 1, queries, keys), by their segments."""
+    assert tuple(queries.shape) == tuple(keys.shape) == shape
+    assert queries.dtype == keys.dtype == torch.int32
+    return queries[..., None] == keys[:, :, None, :]
+
+
+def softmax(scores, seen):
+    """Without a constant, see ``scaled``."""
+    if seen is None:
+        return scores.softmax(-1)
+    weights = (scores - scores.amax(-1, keepdim=True)).exp() * seen.to(scores.dtype)
+    return weights / weights.sum(-1, keepdim=True)
 
 
 def rotated(sizes, x, angles, *, back=False):
@@ -49,8 +70,8 @@ def scaled(q, width, unpadded=None):
 
 def whole_forward(sizes):
     def call(parts):
-        q, k, v = of_whole(sizes, parts)
-        weights = (scaled(q, sizes.width) @ k.mT).softmax(-1)
+        q, k, v, _, seen = of_whole(sizes, parts)
+        weights = softmax(scaled(q, sizes.width) @ k.mT, seen)
         return [together(weights @ v, sizes.dtype)]
 
     return call
@@ -58,16 +79,16 @@ def whole_forward(sizes):
 
 def whole_backward(sizes):
     def call(parts):
-        q, k, v = of_whole(sizes, parts)
+        q, k, v, angles, seen = of_whole(sizes, parts)
         assert tuple(parts[3].shape) == sizes.shape
         grad, q = apart(sizes, parts[3]), scaled(q, sizes.width)
-        weights = (q @ k.mT).softmax(-1)
+        weights = softmax(q @ k.mT, seen)
         inner = ((weights @ v) * grad).sum(-1, keepdim=True)
         of_scores = weights * (grad @ v.mT - inner)
         grads = (of_scores @ scaled(k, sizes.width), of_scores.mT @ q, weights.mT @ grad)
         found = [together(each, torch.float32) for each in grads]
         if sizes.apart:
-            found[:2] = [rotated(sizes, each, parts[-1], back=True) for each in found[:2]]
+            found[:2] = [rotated(sizes, each, angles, back=True) for each in found[:2]]
         found = [each.to(sizes.dtype) for each in found]
         return [torch.cat(found, -1) if sizes.packed else torch.stack(found)]
 
@@ -75,22 +96,26 @@ def whole_backward(sizes):
 
 
 def of_flash(sizes, parts):
-    """Queries, keys and values, (images, heads, tokens, width), and which keys are valid."""
+    """Queries, keys and values, (images, heads, tokens, width), and 1 for keys that a query attends
+    to."""
     shapes = [sizes.shape, sizes.key_shape, sizes.key_shape]
     assert [tuple(part.shape) for part in parts[:3]] == shapes
-    valid = (parts[0][:, :1, :1] * 0 + 1).float()
-    if sizes.masked:
-        assert tuple(parts[3].shape) == sizes.valid_shape
-        valid = parts[3][:, :, : sizes.keys].float()
-    return *(apart(sizes, part) for part in parts[:3]), valid[:, None]
+    seen = (parts[0][:, None, :1, :1] * 0 + 1).float()
+    if sizes.segmented:
+        both = same_segment(parts[4], parts[3], sizes.mask_shape)
+        seen = both[:, :, : sizes.tokens, : sizes.keys].float()
+    elif sizes.masked:
+        assert tuple(parts[3].shape) == sizes.mask_shape
+        seen = (parts[3][:, None, :, : sizes.keys] > 0).float()
+    return *(apart(sizes, part) for part in parts[:3]), seen
 
 
 def flash_forward(sizes, scale):
     def call(parts):
-        q, k, v, valid = of_flash(sizes, parts)
+        q, k, v, seen = of_flash(sizes, parts)
         scores = scaled(q, sizes.width, round(scale**-2)) @ k.mT
         largest = scores.amax(-1, keepdim=True)
-        weights = (scores - largest).exp() * valid
+        weights = (scores - largest).exp() * seen
         sums = weights.sum(-1, keepdim=True)
         statistics = (largest + sums.log())[..., 0]
         output = together(weights / sums @ v, sizes.dtype)
@@ -101,13 +126,13 @@ def flash_forward(sizes, scale):
 
 def flash_backward(sizes, scale):
     def call(parts):
-        q, k, v, valid = of_flash(sizes, parts)
-        *rows, grad = parts[4 if sizes.masked else 3 :]
+        q, k, v, seen = of_flash(sizes, parts)
+        *rows, grad = parts[3 + sizes.masked + sizes.segmented :]
         assert [tuple(row.shape) for row in rows] == [sizes.statistic_shape] * 2
         statistics, inner = (row.flatten(1, 2)[..., None] for row in rows)
         grad, width = apart(sizes, grad), round(scale**-2)
         q = scaled(q, sizes.width, width)
-        weights = (q @ k.mT - statistics).exp() * valid
+        weights = (q @ k.mT - statistics).exp() * seen
         of_scores = weights * (grad @ v.mT - inner)
         of_keys = (of_scores.mT @ q, weights.mT @ grad)
         found = [of_scores @ scaled(k, sizes.width, width), *of_keys]
@@ -118,11 +143,15 @@ def flash_backward(sizes, scale):
     return call
 
 
-if __name__ == "__main__":
-    hinders = resolve_xla._why_no_kernels
-    resolve_xla._why_no_kernels = lambda config, sizes, generation: hinders(config, sizes, 5)
+def install():
     whole.kernel = lambda s, backward: (whole_backward if backward else whole_forward)(s)
     flash.kernel = lambda s, scale, backward: (flash_backward if backward else flash_forward)(
         s, scale
     )
+    hinders = resolve_xla._why_no_kernels
+    resolve_xla._why_no_kernels = lambda config, sizes, generation: hinders(config, sizes, 5)
+
+
+if __name__ == "__main__":
+    install()
     sys.exit(run_vit_training.main(sys.argv[1:]))

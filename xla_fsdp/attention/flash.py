@@ -155,8 +155,8 @@ def attention(
     shards: Shards = ONE_DEVICE,
     segments: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute softmax(q k' / sqrt(width)) v in autocast's dtype: (batch, heads, tokens, width), with
-    ``segments``, int32 (batch, tokens) from 0 on, within each of them."""
+    """Compute softmax(q k' / sqrt(width)) v in autocast's dtype: (batch, heads, tokens, width).
+    ``segments``, int32 (batch, tokens) from 0 on: tokens attend to those of their own segment."""
     _, heads, _, width = q.shape
     dtype = autocast_dtype(v)
     flash = Flash(heads, width, width**-0.5, shards, segmented=segments is not None)

@@ -85,8 +85,9 @@ def _compiler_params(parallel: int, ordered: int, **limits: Any) -> pltpu.Compil
 # are set to zero, or what they would add to a sum is. Exponentials are powers of 2, which is what
 # the hardware has.
 #
-# A mask has one number of each key, (images, 1, keys), above 0 where it is no padding. With segments
-# it is given twice, for a block of keys and for one of queries: they attend to equal numbers.
+# A mask has one number of each key, (images, 1, keys), above 0 where it is no padding. With
+# segments it is given twice, for a block of keys and for one of queries: these attend to the keys
+# of the same number.
 
 
 _LOWEST = -1e30
@@ -290,8 +291,8 @@ def _flash_backward(
 
 
 def _hidden(keys: Any, queries: Any = None) -> Any:
-    """Return what is added to the scores of keys that queries do not attend to; of the masks of keys
-    and, with segments, of queries, one is a row and one a column."""
+    """Return what is added to scores to hide keys that queries do not attend to; of the masks of
+    keys and, with segments, of queries, one is a row and one a column."""
     return jnp.where(keys > 0 if queries is None else keys == queries, 0.0, _LOWEST)
 
 
@@ -318,7 +319,8 @@ def _column(row: Any) -> Any:
 
 
 def whole_forward(s: WholeSizes) -> Callable:
-    """Return a function (q, k, v[, angles][, segments, segments]) -> output, that calls the kernel."""
+    """Return a function (q, k, v[, angles][, segments, segments]) -> output; it calls the
+    kernel."""
     images = s.images(backward=False)
     return pl.pallas_call(
         functools.partial(_whole_forward, s),
@@ -332,8 +334,8 @@ def whole_forward(s: WholeSizes) -> Callable:
 
 
 def whole_backward(s: WholeSizes) -> Callable:
-    """Return a function (q, k, v, gradient[, angles][, segments, segments]) -> gradients, that
-    calls the kernel.
+    """Return a function (q, k, v, gradient[, angles][, segments, segments]) -> gradients; it calls
+    the kernel.
 
     Over the grid's third axis a program writes gradients: of queries, which it computes first with
     those of keys and values, then of keys, then of values. So all of them go to one array.

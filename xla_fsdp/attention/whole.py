@@ -121,8 +121,8 @@ def attention(
     save: SaveInput | None = None,
     segments: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute softmax(q k' / sqrt(width)) v in autocast's dtype: (batch, heads, tokens, width), with
-    ``segments``, int32 (batch, tokens), within each of them."""
+    """Compute softmax(q k' / sqrt(width)) v in autocast's dtype: (batch, heads, tokens, width).
+    ``segments``, int32 (batch, tokens): tokens attend to those of their own segment."""
     heads = q.shape[1]
     tensors = [x.transpose(1, 2).flatten(2) for x in (q, k, v)]
     sizes = replace(_sizes(heads, shards, tensors), segmented=segments is not None)
@@ -140,10 +140,9 @@ def attend(
     shards: Shards,
     save: SaveInput | None,
 ) -> torch.Tensor:
-    """Compute timm's attention, (batch, tokens, heads x width), from the results of its layers; with
-    ``segments``, int32 (batch, tokens), within each of them.
+    """Compute timm's attention, (batch, tokens, heads x width), from the results of its layers.
 
-    See ``queries_keys_values``.
+    See ``queries_keys_values``, and ``attention`` for ``segments``.
     """
     tensors, angles = [qkv] if isinstance(qkv, torch.Tensor) else [*qkv], None
     sizes = replace(_sizes(attn.num_heads, shards, tensors), segmented=segments is not None)
