@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from data.image_sizes import ImageSizes
 from data.loader import PADDING, BatchLoader, ConstantLoader, Share
 from data.source import DatasetRequest, DataSource, Split
 
@@ -25,7 +26,9 @@ class Zeros(Split):
     def __init__(self, request: DatasetRequest, name: str) -> None:
         super().__init__(request, name, np.broadcast_to(np.int64(0), LENGTHS[name]))
 
-    def batches(self, batch_size: int, share: Share) -> BatchLoader:
+    def batches(
+        self, batch_size: int, share: Share, sizes: ImageSizes | None = None
+    ) -> BatchLoader:
         """Training drops a short last batch; validation fills it up with padding, by its labels."""
         full, rest = divmod(len(self), batch_size)
         dtype = getattr(torch, self.request.config.image_dtype(len(self.request.size)))

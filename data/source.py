@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from torch.utils.data import Dataset
 from data import loader
 from data.config import GIVE_FLOATS, OPENED_BY, DataConfig
 from data.files import BrokenImageError, DataFolderError, MissingSplitError, first_of, printable
+from data.image_sizes import ImageSizes
 
 Result = TypeVar("Result")
 FILES = "the names or order of the files in train/"
@@ -253,8 +255,8 @@ class Split(Dataset):
         self.rows, self.of_some_rows = range(request.size[0]), False
         """The rows that are given of an image; without ``reads_rows``, ``make`` returns all."""
         self.in_sizes: list[Split] = []
-        """The same images in several sizes, buckets or pairs of crop sizes; a key then ends with
-        the number of one."""
+        """The same images in several sizes, such as buckets or pairs of crop sizes; a key then ends
+        with the number of one."""
 
     def name_of(self, number: int) -> str:
         """Return where a user finds the image ``number``: its path, as a rule."""
@@ -315,16 +317,26 @@ class Split(Dataset):
         """Return what decides the order of the images."""
         return loader.GlobalBatchSampler(len(self), batch_size, **how)
 
-    def batches(self, batch_size: int, share: loader.Share) -> loader.BatchLoader:
+    def batches(
+        self, batch_size: int, share: loader.Share, sizes: ImageSizes | None = None
+    ) -> loader.BatchLoader:
         """Return the loader of this ``share`` of each global batch. Training images are shuffled.
-        Validation images come once, in order; padding fills up the last batch."""
+        Validation images come once, in order; padding fills up the last batch. ``sizes``: of the
+        images of each step; None: all have the request's."""
         config, dataset = self.request.config, copy.copy(self)
         if share.rows is not None:
             dataset.rows, dataset.of_some_rows = share.rows, True
             dataset.shape = share.shape_of(batch_size, self.shape)[1:]
         pairs = self.request.of_pairs if self.is_train else []
-        if pairs:
-            dataset.in_sizes = [self.with_request(pair) for pair in pairs]
+        requests = sizes.requests(self.request) if sizes else pairs
+        if requests:
+            dataset.in_sizes = [self.with_request(request) for request in requests]
+
+        def size_of(epoch: int, number: int) -> int:
+            if sizes:
+                return sizes.number(epoch * len(sampler) + number)
+            return random.Random(f"{self.seed} crop sizes {epoch} {number}").randrange(len(pairs))
+
         sampler = self.sampler(
             batch_size,
             shuffle=self.is_train,
@@ -332,7 +344,7 @@ class Split(Dataset):
             shard=share.shard,
             shards=share.shards,
             repeats=config.aug_repeats if self.is_train else 1,
-            pairs=len(pairs),
+            size_of=size_of if requests else None,
         )
         if not share.loads:
             images = torch.zeros(share.shape_of(batch_size, self.shape), dtype=self.dtype)
@@ -402,9 +414,15 @@ class DataSource:
             len(splits.get(name, ())) for name in ("train", "val")
         )
 
-    def train_loader(self, batch_size: int, share: loader.Share) -> loader.BatchLoader:
+    def train_loader(
+        self, batch_size: int, share: loader.Share, sizes: ImageSizes | None = None
+    ) -> loader.BatchLoader:
         """Return the loader of training images, see ``Split.batches``."""
-        return self.splits["train"].batches(batch_size, share)
+        return self.splits["train"].batches(batch_size, share, sizes)
+
+    def steps_of_epoch(self, batch_size: int) -> int:
+        """Return how many global batches of training images an epoch has."""
+        return len(self.train_loader(batch_size, loader.Share(loads=False)))
 
     def val_loader(self, batch_size: int, share: loader.Share) -> loader.BatchLoader:
         """Return the loader of validation images. Raises KeyError if there are none (``val_length``
