@@ -11,12 +11,8 @@ import itertools
 import random
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from data.config import DataConfig
-
-if TYPE_CHECKING:
-    from data.source import DatasetRequest
 
 MAGNITUDE = re.compile(r"(?<=-m)\d+(?=-|$)")
 """The magnitude in the name of a policy of RandAugment."""
@@ -53,23 +49,16 @@ class ImageSizes:
     def side(self, step: int) -> int:
         return self.sides[self.number(step)]
 
-    def requests(self, request: DatasetRequest) -> list[DatasetRequest]:
-        """Return the request for images of each of ``sides``, else as ``request``."""
-        requests = []
-        for side in self.sides:
-            config = replace(request.config, aa=self._policy(request.config, side))
-            requests.append(replace(request, size=(side, side), config=config))
-        return requests
-
-    def _policy(self, config: DataConfig, side: int) -> str | None:
-        """Return ``--aa`` for images of a side. With ``--aa_min_magnitude`` the magnitude is linear
-        in the side, as in EfficientNetV2, whose sides are at equal distances."""
+    def config_of(self, config: DataConfig, side: int) -> DataConfig:
+        """Return ``config`` for images of a side. With ``--aa_min_magnitude`` the magnitude of
+        RandAugment is linear in the side, as in EfficientNetV2, whose sides are at equal
+        distances."""
         least, smallest, largest = config.aa_min_magnitude, min(self.sides), max(self.sides)
         if not config.aa or least is None or smallest == largest:
-            return config.aa
+            return config
 
         def scaled(match: re.Match) -> str:
             share = (side - smallest) / (largest - smallest)
             return str(round(least + (int(match[0]) - least) * share))
 
-        return MAGNITUDE.sub(scaled, config.aa)
+        return replace(config, aa=MAGNITUDE.sub(scaled, config.aa))

@@ -123,7 +123,6 @@ class GlobalBatchSampler(Sampler[list[Key]]):
         shard: int = 0,
         shards: int = 1,
         repeats: int = 1,
-        size_of: SizeOfBatch | None = None,
         numbers: Sequence[int] | None = None,
     ) -> None:
         """``numbers``: without ``shuffle``, the images in their order; None: from 0 on."""
@@ -132,7 +131,8 @@ class GlobalBatchSampler(Sampler[list[Key]]):
         self.length, self.batch_size, self.shuffle, self.seed = length, batch_size, shuffle, seed
         self.shard, self.share = shard, batch_size // shards
         self.epoch, self.first_batch, self.repeats = 0, 0, repeats
-        self.size_of, self.numbers = size_of, range(length) if numbers is None else numbers
+        self.numbers = range(length) if numbers is None else numbers
+        self.size_of: SizeOfBatch | None = None
 
     def set_position(self, epoch: int, first_batch: int = 0) -> None:
         """Start the next iteration at batch ``first_batch`` of ``epoch``."""

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import random
 from collections import Counter
@@ -327,16 +328,6 @@ class Split(Dataset):
         if share.rows is not None:
             dataset.rows, dataset.of_some_rows = share.rows, True
             dataset.shape = share.shape_of(batch_size, self.shape)[1:]
-        pairs = self.request.of_pairs if self.is_train else []
-        requests = sizes.requests(self.request) if sizes else pairs
-        if requests:
-            dataset.in_sizes = [self.with_request(request) for request in requests]
-
-        def size_of(epoch: int, number: int) -> int:
-            if sizes:
-                return sizes.number(epoch * len(sampler) + number)
-            return random.Random(f"{self.seed} crop sizes {epoch} {number}").randrange(len(pairs))
-
         sampler = self.sampler(
             batch_size,
             shuffle=self.is_train,
@@ -344,8 +335,18 @@ class Split(Dataset):
             shard=share.shard,
             shards=share.shards,
             repeats=config.aug_repeats if self.is_train else 1,
-            size_of=size_of if requests else None,
         )
+        pairs = self.request.of_pairs if self.is_train else []
+        if sizes:
+            requests = (
+                replace(self.request, size=(side, side), config=sizes.config_of(config, side))
+                for side in sizes.sides
+            )
+            dataset.in_sizes = [self.with_request(request) for request in requests]
+            sampler.size_of = lambda epoch, batch: sizes.number(epoch * len(sampler) + batch)
+        elif pairs:
+            dataset.in_sizes = [self.with_request(pair) for pair in pairs]
+            sampler.size_of = functools.partial(_drawn_pair, self.seed, len(pairs))
         if not share.loads:
             images = torch.zeros(share.shape_of(batch_size, self.shape), dtype=self.dtype)
             return loader.ConstantLoader(len(sampler), (images, torch.zeros(0, dtype=torch.int64)))
@@ -385,6 +386,11 @@ class Split(Dataset):
             FILES if is_train else "the names or order of the files in val/": self.digest(),
             f"the checksum of the {kind} images' labels": xxhash.xxh3_64_hexdigest(labels),
         }
+
+
+def _drawn_pair(seed: int, pairs: int, epoch: int, batch: int) -> int:
+    """Return the number of the pair of crop sizes of a batch, one of so many."""
+    return random.Random(f"{seed} crop sizes {epoch} {batch}").randrange(pairs)
 
 
 ATTEMPTS = 10

@@ -446,9 +446,9 @@ def check_batch(run: Run) -> None:
         raise UsageError("cutmix is for images: of volumes use --mixup")
     if loss.cutmix_minmax is not None:
         low, high = loss.cutmix_minmax
-        for size in run.config.data.image_sizes or [shape[1:]]:
-            if any(int(side * low) >= int(side * high) for side in size):
+        for height, width in run.config.data.image_sizes or [(shape[1], shape[2])]:
+            if any(int(side * low) >= int(side * high) for side in (height, width)):
                 raise UsageError(
                     f"--cutmix_minmax {low:g} {high:g} leaves no side of a box to be drawn in "
-                    f"images of {size[0]} x {size[1]}: the second must be larger"
+                    f"images of {height} x {width}: the second must be larger"
                 )

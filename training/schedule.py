@@ -137,7 +137,7 @@ class Schedule:
             newest=None if self.momentum is None else 1 - self.momentum.at(step),
             teacher_temp=self.teacher_temp.at(step),
             rope_factors=self.rope_factors.at(step),
-            image_side=self.image_sizes and self.image_sizes.side(step),
+            image_side=self.image_sizes.side(step) if self.image_sizes else None,
         )
 
     @property
