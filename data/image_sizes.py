@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
+import sys
 from dataclasses import dataclass, replace
 
 from data.config import DataConfig
@@ -48,6 +49,11 @@ class ImageSizes:
 
     def side(self, step: int) -> int:
         return self.sides[self.number(step)]
+
+    def only(self, side: int) -> ImageSizes:
+        """Return the same for a training in which all images have this side."""
+        shares = tuple(float(other == side) for other in self.sides)
+        return replace(self, shares=shares, steps=sys.maxsize)
 
     def config_of(self, config: DataConfig, side: int) -> DataConfig:
         """Return ``config`` for images of a side. With ``--aa_min_magnitude`` the magnitude of

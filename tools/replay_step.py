@@ -163,7 +163,9 @@ def read_images(run: Run, bad_step: BadStep, data: DataSource) -> Images:
     """Return the images of the step's batch. Raises DataFolderError."""
     batch_size, train = run.config.data.batch_size, data.splits["train"]
     side = bad_step.step_rates.image_side
-    sizes = None if side is None else ImageSizes((side,), (1.0,), 0, 1)
+    sizes = ImageSizes.of(run.config.data, run.config.seed, 0)
+    if sizes and side:
+        sizes = sizes.only(side)
     loader = train.numbered().batches(batch_size, Share(), sizes)
     first = bad_step.images_in_epoch // batch_size
     if first >= len(loader):

@@ -231,7 +231,7 @@ class Reports:
     def step_flops(self, shape: Sequence[int]) -> float:
         """Return the FLOPs of a step on all devices, as MFU counts them. ``shape``: of images whose
         last two dimensions are their size, if they may have several; else it is the model's own."""
-        height, width = (0, *shape)[-2:]
+        height, width = shape[-2:]
         per_image = self._flops_by_size.get((height, width), self._flops_per_image)
         return per_image * self._batch_size
 
