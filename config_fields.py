@@ -157,6 +157,18 @@ def height_by_width(text: str) -> str:
     return f"{height}x{width}"
 
 
+def side_and_share(text: str) -> str:
+    """Read SIDE:SHARE, pixels and a part of 1, or SIDE alone; return it without leading zeros."""
+    side, sign, share = text.partition(":")
+    try:
+        pixels = bounded(int, 1, 16384)(side)
+        return f"{pixels}:{bounded(float, 1e-6, 1)(share):.10g}" if sign else f"{pixels}"
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"{_shown(text)!r} is not SIDE:SHARE, pixels and a share of training, as 192:0.4"
+        ) from None
+
+
 def global_by_local(text: str) -> str:
     """Read GxL, the sides of global and local crops in pixels."""
     try:

@@ -20,6 +20,7 @@ from config_fields import (
     number,
     path_or_url,
     positive,
+    side_and_share,
 )
 
 OPENED_BY = {
@@ -244,6 +245,23 @@ class DataConfig:
         kind=bounded(float, 0.1, 10),
         metavar=("MIN", "MAX"),
     )
+    image_size_schedule: list[str] | None = flag(
+        None,
+        "sides of square training images in pixels, each with its share of the steps up to the end "
+        "of --num_epochs or --max_steps, one after the other: 128:0.4 192:0.4 224:0.2; without "
+        "shares each batch has one of them, drawn at random; evaluation stays at --image_size "
+        "(docs/augmentation.md) (default: the model's own size)",
+        kind=side_and_share,
+        metavar="SIDE:SHARE",
+        requires=(
+            "data_source=folder|data_source=webdataset|data_source=parquet|"
+            "data_source=huggingface|data_source=digits|data_source=mnist",
+            "objective=classify",
+        ),
+        incompatible_with=(
+            *("buckets", "mesh_domain", "block", "compile_only", "expect", "self_check", "plan"),
+        ),
+    )
     segment_dir: str | None = flag(
         None,
         "folder or URL of images with masks for --segment_probe and --segment_probe_every: as "
@@ -315,6 +333,15 @@ class DataConfig:
         "(default: none)",
         kind=policy,
         metavar="POLICY",
+    )
+    aa_min_magnitude: int | None = flag(
+        None,
+        "magnitude of RandAugment for the smallest size of --image_size_schedule; it rises in "
+        "proportion to the side, to that of --aa for the largest one, as in EfficientNetV2 "
+        "(default: that of --aa for all)",
+        kind=bounded(int, 0, 100),
+        metavar="M",
+        requires=("image_size_schedule",),
     )
     color_jitter: float | tuple[float, ...] = flag(
         0.0,
@@ -410,6 +437,19 @@ class DataConfig:
         """Return the height and width of each of ``buckets``; none without the flag."""
         sizes = (bucket.split("x") for bucket in self.buckets or ())
         return [(int(height), int(width)) for height, width in sizes]
+
+    @property
+    def size_schedule(self) -> list[tuple[int, float | None]]:
+        """Return the side and the share of each item of ``image_size_schedule``; none without the
+        flag."""
+        items = (item.partition(":") for item in self.image_size_schedule or ())
+        return [(int(side), float(share) if share else None) for side, _, share in items]
+
+    @property
+    def image_sizes(self) -> list[tuple[int, int]]:
+        """Return the height and width of images that are trained on in several sizes; none where
+        all have the model's own."""
+        return self.bucket_sizes or [(side, side) for side, _ in self.size_schedule]
 
     @property
     def pass_size(self) -> int:

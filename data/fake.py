@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from data.image_sizes import ImageSizes
 from data.loader import PADDING, Batch, BatchLoader, ConstantLoader, Share
 from data.packing import grids, kept_patches, places_of
 from data.source import DatasetRequest, DataSource, Split
@@ -30,7 +31,9 @@ class Zeros(Split):
     def __init__(self, request: DatasetRequest, name: str) -> None:
         super().__init__(request, name, np.broadcast_to(np.int64(0), LENGTHS[name]))
 
-    def batches(self, batch_size: int, share: Share) -> BatchLoader:
+    def batches(
+        self, batch_size: int, share: Share, sizes: ImageSizes | None = None
+    ) -> BatchLoader:
         """Training drops a short last batch; validation fills it up with padding, by its labels."""
         full, rest = divmod(len(self), batch_size)
         dtype = getattr(torch, self.request.config.image_dtype(len(self.request.size)))
@@ -68,7 +71,9 @@ class ZerosInSequences(Zeros):
         """How many images a full sequence has."""
         self.sequences = len(self) // self._images
 
-    def batches(self, batch_size: int, share: Share) -> BatchLoader:
+    def batches(
+        self, batch_size: int, share: Share, sizes: ImageSizes | None = None
+    ) -> BatchLoader:
         """Training drops a short last batch; validation fills it up with sequences without
         images."""
         full, rest = divmod(len(self), batch_size * self._images)

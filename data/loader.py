@@ -15,7 +15,6 @@ import mmap
 import multiprocessing
 import os
 import queue
-import random
 import signal
 import socket
 import sys
@@ -38,9 +37,12 @@ PADDING = -1
 """The index of padding in place of an image, and the label that data sources give it."""
 
 Key = tuple[int, ...]
-"""What a dataset is indexed by: epoch and image index, and the number of the bucket, or of the pair
-of crop sizes, if there are any; of sequences of images (``data/packing.py``), epoch, images in the
-global batch, and the indices of the sequence's images."""
+"""What a dataset is indexed by: epoch and image index, and the number of the bucket, or of the size
+of the batch's images or crops, if there are several; of sequences of images (``data/packing.py``),
+epoch, images in the global batch, and the indices of the sequence's images."""
+
+SizeOfBatch = Callable[[int, int], int]
+"""The number of the size that a batch has, by the epoch and the batch's number in it."""
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 """A batch on the CPU: images (share, channels, rows, width), of volumes (share, channels, slices,
@@ -103,8 +105,8 @@ class GlobalBatchSampler(Sampler[list[Key]]):
     fit. Within a batch all first repeats come first, then all second ones: so the repeats of an
     image are on different devices if there are enough.
 
-    With ``pairs`` of crop sizes each batch has one of so many, drawn by the seed, the epoch and the
-    batch's number; its number ends each key.
+    With several sizes of images or crops each batch has one; its number, ``size_of``, ends each
+    key.
 
     Training (``shuffle=True``) drops the last short batch, as PyTorch/XLA's ViT-10B example does.
     Evaluation fills it up with ``PADDING``.
@@ -123,7 +125,6 @@ class GlobalBatchSampler(Sampler[list[Key]]):
         shard: int = 0,
         shards: int = 1,
         repeats: int = 1,
-        pairs: int = 0,
         numbers: Sequence[int] | None = None,
     ) -> None:
         """``numbers``: without ``shuffle``, the images in their order; None: from 0 on."""
@@ -132,7 +133,8 @@ class GlobalBatchSampler(Sampler[list[Key]]):
         self.length, self.batch_size, self.shuffle, self.seed = length, batch_size, shuffle, seed
         self.shard, self.share = shard, batch_size // shards
         self.epoch, self.first_batch, self.repeats = 0, 0, repeats
-        self.pairs, self.numbers = pairs, range(length) if numbers is None else numbers
+        self.numbers = range(length) if numbers is None else numbers
+        self.size_of: SizeOfBatch | None = None
 
     def set_position(self, epoch: int, first_batch: int = 0) -> None:
         """Start the next iteration at batch ``first_batch`` of ``epoch``."""
@@ -164,10 +166,9 @@ class GlobalBatchSampler(Sampler[list[Key]]):
                 position, repeat = divmod(place, repeats)
                 image = int(order[position]) if position < self.length else PADDING
                 keys.append((self.epoch * repeats + repeat, image))
-            if self.pairs:
-                drawn = random.Random(f"{self.seed} crop sizes {self.epoch} {number}")
-                pair = drawn.randrange(self.pairs)
-                keys = [(*key, pair) for key in keys]
+            if self.size_of:
+                size = self.size_of(self.epoch, number)
+                keys = [(*key, size) for key in keys]
             yield keys
 
 

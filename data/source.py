@@ -7,7 +7,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
+import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +24,7 @@ from torch.utils.data import Dataset
 from data import loader
 from data.config import GIVE_FLOATS, OPENED_BY, DataConfig
 from data.files import BrokenImageError, DataFolderError, MissingSplitError, first_of, printable
+from data.image_sizes import ImageSizes
 from data.packing import PackLayout, PackRequest
 
 Result = TypeVar("Result")
@@ -288,8 +291,8 @@ class Split(Dataset):
         self.rows, self.of_some_rows = range(request.size[0]), False
         """The rows that are given of an image; without ``reads_rows``, ``make`` returns all."""
         self.in_sizes: list[Split] = []
-        """The same images in several sizes, buckets or pairs of crop sizes; a key then ends with
-        the number of one."""
+        """The same images in several sizes, such as buckets or pairs of crop sizes; a key then ends
+        with the number of one."""
 
     def name_of(self, number: int) -> str:
         """Return where a user finds the image ``number``: its path, as a rule."""
@@ -364,16 +367,16 @@ class Split(Dataset):
         """Return what decides the order of the images."""
         return loader.GlobalBatchSampler(len(self), batch_size, **how)
 
-    def batches(self, batch_size: int, share: loader.Share) -> loader.BatchLoader:
+    def batches(
+        self, batch_size: int, share: loader.Share, sizes: ImageSizes | None = None
+    ) -> loader.BatchLoader:
         """Return the loader of this ``share`` of each global batch. Training images are shuffled.
-        Validation images come once, in order; padding fills up the last batch."""
+        Validation images come once, in order; padding fills up the last batch. ``sizes``: of the
+        images of each step; None: all have the request's."""
         config, dataset = self.request.config, copy.copy(self)
         if share.rows is not None:
             dataset.rows, dataset.of_some_rows = share.rows, True
             dataset.shape = share.shape_of(batch_size, self.shape)[1:]
-        pairs = self.request.of_pairs if self.is_train else []
-        if pairs:
-            dataset.in_sizes = [self.with_request(pair) for pair in pairs]
         sampler = self.sampler(
             batch_size,
             shuffle=self.is_train,
@@ -381,8 +384,18 @@ class Split(Dataset):
             shard=share.shard,
             shards=share.shards,
             repeats=config.aug_repeats if self.is_train else 1,
-            pairs=len(pairs),
         )
+        pairs = self.request.of_pairs if self.is_train else []
+        if sizes:
+            requests = (
+                replace(self.request, size=(side, side), config=sizes.config_of(config, side))
+                for side in sizes.sides
+            )
+            dataset.in_sizes = [self.with_request(request) for request in requests]
+            sampler.size_of = lambda epoch, batch: sizes.number(epoch * len(sampler) + batch)
+        elif pairs:
+            dataset.in_sizes = [self.with_request(pair) for pair in pairs]
+            sampler.size_of = functools.partial(_drawn_pair, self.seed, len(pairs))
         if not share.loads:
             images = torch.zeros(share.shape_of(batch_size, self.shape), dtype=self.dtype)
             labels = torch.zeros((0, *self.label_shape), dtype=torch.int64)
@@ -425,6 +438,11 @@ class Split(Dataset):
         }
 
 
+def _drawn_pair(seed: int, pairs: int, epoch: int, batch: int) -> int:
+    """Return the number of the pair of crop sizes of a batch, one of so many."""
+    return random.Random(f"{seed} crop sizes {epoch} {batch}").randrange(pairs)
+
+
 ATTEMPTS = 10
 """How many images are tried instead of a broken one before the run ends."""
 
@@ -452,9 +470,15 @@ class DataSource:
             len(splits.get(name, ())) for name in ("train", "val")
         )
 
-    def train_loader(self, batch_size: int, share: loader.Share) -> loader.BatchLoader:
+    def train_loader(
+        self, batch_size: int, share: loader.Share, sizes: ImageSizes | None = None
+    ) -> loader.BatchLoader:
         """Return the loader of training images, see ``Split.batches``."""
-        return self.splits["train"].batches(batch_size, share)
+        return self.splits["train"].batches(batch_size, share, sizes)
+
+    def steps_of_epoch(self, batch_size: int) -> int:
+        """Return how many global batches of training images an epoch has."""
+        return len(self.train_loader(batch_size, loader.Share(loads=False)))
 
     def val_loader(self, batch_size: int, share: loader.Share) -> loader.BatchLoader:
         """Return the loader of validation images. Raises KeyError if there are none (``val_length``

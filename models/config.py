@@ -207,7 +207,7 @@ class ModelConfig:
         None,
         "length of a sequence with native resolution, in tokens: patches, class and register "
         "tokens; --batch_size counts sequences (default: 1024)",
-        kind=bounded(int, 1, 2**20),
+        kind=bounded(int, 1, 2**16 - 1),
         metavar="N",
     )
     max_images_per_sequence: int | None = flag(

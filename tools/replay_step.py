@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from config_fields import local_path, positive
 from data.config import DataConfig
 from data.files import printable
+from data.image_sizes import ImageSizes
 from data.loader import Batch, Share
 from data.source import DataSource, open_data
 from torch_fsdp.config import Fsdp2Config
@@ -161,7 +162,11 @@ class Images:
 def read_images(run: Run, bad_step: BadStep, data: DataSource) -> Images:
     """Return the images of the step's batch. Raises DataFolderError."""
     batch_size, train = run.config.data.batch_size, data.splits["train"]
-    loader = train.numbered().batches(batch_size, Share())
+    side = bad_step.step_rates.image_side
+    sizes = ImageSizes.of(run.config.data, run.config.seed, 0)
+    if sizes and side:
+        sizes = sizes.only(side)
+    loader = train.numbered().batches(batch_size, Share(), sizes)
     first = bad_step.images_in_epoch // batch_size
     if first >= len(loader):
         raise UsageError(

@@ -55,8 +55,9 @@ def read_run(flags: Sequence[str]) -> Run[Any]:
     config, model = resolve_model(config)
     if len(model.sizes.input_shape) != 3:
         raise UsageError("volumes cannot be drawn")
-    if config.data.buckets:
-        raise UsageError("--buckets: images are drawn in the model's own size, drop it")
+    if config.data.image_sizes:
+        given = "--buckets" if config.data.buckets else "--image_size_schedule"
+        raise UsageError(f"{given}: images are drawn in the model's own size, drop it")
     run = Run(config, None, model, Mesh()).with_data(
         batch_size=IMAGES, grad_accum_steps=1, num_workers=0
     )
@@ -78,7 +79,7 @@ def columns(run: Run[Any]) -> list[Column]:
     for number, (images, labels) in enumerate(draws):
         shares, title = smoothed(labels, classes, config.smoothing), f"draw {number + 1}"
         if mixing:
-            mix = mixing.draw(number)
+            mix = mixing.draw(number, images.shape)
             images, shares = mixing.images(images, mix), mixing.labels(shares, mix)
             _, label_share, top, bottom, *_ = mix.tolist()
             kind = "cutmix" if bottom > top else "mixup"

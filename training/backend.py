@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
-from data.packing import PackRequest
 from torch import nn
 
 from data.files import DataFolderError
+from data.image_sizes import ImageSizes
 from data.loader import Batch, BatchLoader, Share
+from data.packing import PackRequest
 from data.source import ANY_CLASSES, CropRequest, DatasetRequest, DataSource
 from models.config import crop_pairs
 from training.errors import UsageError
@@ -292,9 +293,12 @@ def data_errors_as_usage_errors() -> Iterator[None]:
         raise UsageError(str(error)) from None
 
 
-def train_loader(data: DataSource, backend: Backend, batch_size: int) -> BatchLoader:
-    """Return the loader of training images, of global batches of ``batch_size``."""
-    open_share = functools.partial(data.train_loader, batch_size)
+def train_loader(
+    data: DataSource, backend: Backend, batch_size: int, sizes: ImageSizes | None = None
+) -> BatchLoader:
+    """Return the loader of training images, of global batches of ``batch_size``; ``sizes``: of the
+    images of each step."""
+    open_share = functools.partial(data.train_loader, batch_size, sizes=sizes)
     return backend.loader(open_share, batch_size, reads_rows=data.reads_rows)
 
 

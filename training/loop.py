@@ -74,6 +74,8 @@ class StepDone(NamedTuple):
     lr: float
     values: dict[str, torch.Tensor]
     """What ``train_step`` returned."""
+    shape: torch.Size
+    """The shape of a micro-batch's images."""
     is_first: bool
     """It compiled, or was the first of this start."""
     is_last: bool
@@ -146,7 +148,7 @@ def train_loop(
                 is_last = at.step >= session.last_step
                 if is_last:
                     epoch.close()  # its loader is to leave the machine to what follows
-                done = StepDone(at, before.epoch, rates.lr, values, is_first, is_last)
+                done = StepDone(at, before.epoch, rates.lr, values, shape, is_first, is_last)
                 for hook in hooks:
                     hook.after_step(done)
                     hook.reached(at)
@@ -230,6 +232,7 @@ class StepLog(Hook):
         reports, timer, waited = session.reports, session.timer, self.batches.last_wait_s
         timer.steps += 1
         timer.waited += waited
+        timer.flops += reports.step_flops(done.shape)
         reports.events.stepped(step, waited)
         self._slow_hosts.stepped(self.batches.last_read_s, session.backend.own_seconds())
         interval = session.config.log.log_step_interval
@@ -248,6 +251,29 @@ class StepLog(Hook):
                 reports.events.steps()
             timer.restart()
         reports.step_done()
+
+
+@dataclass
+class SizeLog(Hook):
+    """Says from which step on images have another size, or which sizes are drawn."""
+
+    session: Session
+    batches: TrainBatches
+    schedule: Schedule
+    _side: int | None = field(default=None, init=False)
+
+    def reached(self, at: Position) -> None:
+        sizes, say = self.schedule.image_sizes, self.session.reports.say
+        assert sizes is not None
+        if at.step >= self.session.last_step:
+            return
+        side = sizes.side(self.batches.number(at))
+        if sizes.shares and side != self._side:
+            say(f"images are {side} x {side} from step {at.step + 1:,} on")
+        elif self._side is None:
+            sides = ", ".join(f"{side} x {side}" for side in sorted({*sizes.sides}))
+            say(f"the images of each step have one of the sizes {sides}, drawn at random")
+        self._side = side
 
 
 @dataclass

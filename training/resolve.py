@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
 from data.config import ALWAYS_ALIKE, NOT_AUGMENTED, DataConfig, Preprocessing
+from data.image_sizes import MAGNITUDE
 from models.config import DEFAULT_MODEL, ModelConfig, ModelError
 from models.registry import open_model, with_additions
 from training.config import RunConfig
@@ -75,14 +76,26 @@ class Run(Generic[BackendConfig]):
     def train_flops_per_image(self) -> float:
         """FLOPs of one image as MFU counts them; a linear probe has (almost) no backward pass, and
         those of ``teacher`` do not count."""
-        forward_and_back = self.model.train_flops_per_image
+        return self._train_flops_of(self.model)
+
+    @property
+    def train_flops_by_size(self) -> dict[tuple[int, int], float]:
+        """The same by the height and width of images that may have several sizes; {} where all have
+        the model's own."""
+        sizes = {}
+        for size in self.config.data.image_sizes:
+            model = model_of(replace(self.config.model, img_size=size), self.config.objective)
+            sizes[size] = self._train_flops_of(model)
+        return sizes
+
+    def _train_flops_of(self, model: ModelSpec) -> float:
+        forward_and_back = model.train_flops_per_image
         if self.teacher:  # which computes in place of the model's average, if that is a teacher
-            runs = self.model.runs
-            forward_and_back -= sum(each.train_flops for each in runs if not each.learns)
+            forward_and_back -= sum(each.train_flops for each in model.runs if not each.learns)
         return forward_and_back / 3 if self.config.optimizer.linear_probe else forward_and_back
 
     def build_model(self, constant: Callable[[Tensor], Tensor]) -> Module:
-        """Return the model on the meta device, for images of all buckets and crops.
+        """Return the model on the meta device, for images of all sizes and crops.
 
         ``constant`` puts a tensor on the devices, as ``Backend.constant``.
         """
@@ -162,6 +175,21 @@ def resolve_common(config: RunConfig) -> RunConfig:
         )
     if data.scale[1] == 0:
         raise UsageError("--scale 0 0 leaves no image to crop")
+    if data.size_schedule:
+        shares = [share for _, share in data.size_schedule if share is not None]
+        if 0 < len(shares) < len(data.size_schedule):
+            raise UsageError("--image_size_schedule: give each size a share, or none of them")
+        if shares and round(sum(shares), 2) != 1:
+            raise UsageError(
+                f"--image_size_schedule: the shares add up to {sum(shares):.4g}: they must be 1 "
+                "together"
+            )
+    policy = data.aa or ""
+    is_rand_augment = policy.startswith("rand") and MAGNITUDE.search(policy)
+    if data.aa_min_magnitude is not None and not is_rand_augment:
+        raise UsageError(
+            "--aa_min_magnitude requires RandAugment with a magnitude: --aa rand-m9-mstd0.5-inc1"
+        )
 
     # Schedules.
     schedule, peak = config.schedule, config.optimizer.lr
@@ -235,8 +263,7 @@ def with_preprocessing(config: RunConfig, defaults: Preprocessing) -> RunConfig:
 _ANY_CHANNELS = ("volumes", "fake")
 """Sources whose images can have any number of channels; others are color or gray."""
 _MAX_TOKENS_APART = 0.25
-"""Largest relative difference between a bucket's tokens and the model's own. Memory is that of the
-largest bucket; figures such as MFU are those of the model's own size."""
+"""Largest relative difference between a bucket's tokens and the model's own."""
 
 
 def model_of(config: ModelConfig, objective: ObjectiveConfig | None = None) -> ModelSpec:
@@ -244,6 +271,11 @@ def model_of(config: ModelConfig, objective: ObjectiveConfig | None = None) -> M
     alone. Raises UsageError for an unknown or impossible one."""
     try:
         spec = open_model(config.model or DEFAULT_MODEL, config.overrides())
+        if spec.packing and objective and objective.objective != "classify":
+            raise ModelError(
+                f"--objective {objective.objective} is incompatible with native resolution "
+                f"({spec.name}): crops have one size"
+            )
         return with_additions(spec, objective.objective, flat(objective)) if objective else spec
     except ModelError as error:
         raise UsageError(error.told(MODEL_FLAG)) from None
@@ -268,31 +300,8 @@ def resolve_model(config: RunConfig) -> tuple[RunConfig, ModelSpec]:
         raise UsageError(f"{given} is of images, and the model takes volumes")
     if (segments or source not in _ANY_CHANNELS) and channels not in (1, 3):
         raise UsageError(f"--in_chans {channels} is neither 3 (RGB) nor 1 (gray)")
-    sizes = config.data.bucket_sizes
-    if not sizes:
-        return replace(config, model=named), model
-
-    # --buckets, which the model must be able to be trained with.
-    if reason := model.why_one_grid():
-        raise UsageError(f"--buckets is incompatible with --model {model.name}: {reason}")
-    if config.sharding.grad_ckpt == "auto":
-        raise UsageError("--buckets is incompatible with --grad_ckpt auto: choose a value")
-    (height, width), (rows, columns) = model.sizes.input_shape[1:], model.sizes.grid
-    if (height, width) not in sizes:
-        raise UsageError(f"--buckets must have the model's own size, {height}x{width}, among them")
-    high, wide = height // rows, width // columns
-    for h, w in sizes:
-        if sizes.count((h, w)) > 1:
-            raise UsageError(f"--buckets has {h}x{w} twice")
-        if h % high or w % wide:
-            raise UsageError(f"--buckets: {h}x{w} is no whole number of patches of {high}x{wide}")
-    for (h, w), (rows, columns) in zip(sizes, grids(config, model), strict=True):
-        apart = abs(rows * columns / model.sizes.num_patches - 1)
-        if apart > _MAX_TOKENS_APART:
-            raise UsageError(
-                f"--buckets: {h}x{w} has {rows * columns} patches, the model's own size "
-                f"{model.sizes.num_patches}: they may differ by {_MAX_TOKENS_APART:.0%}"
-            )
+    if config.data.image_sizes:
+        _check_sizes(config, model)
     return replace(config, model=named), model
 
 
@@ -311,11 +320,11 @@ def _resolve_packing(config: RunConfig, model: ModelSpec) -> RunConfig:
         return config
     loss, use, log = config.loss, config.use, config.log
     refused = {
-        f"--objective {config.objective.objective}": config.objective.objective != "classify",
         f"--mesh_domain {config.sharding.mesh_domain}": config.sharding.mesh_domain > 1,
         "--buckets": data.buckets,
+        "--image_size_schedule": data.image_size_schedule,
         "--aug_repeats": data.aug_repeats > 1,
-        "--mixup and --cutmix": loss.mixes,
+        "--mixup" if loss.mixup else "--cutmix": loss.mixes,
         "--bce_loss": loss.bce_loss,
         "--teacher": loss.teacher,
         "--segment_probe": use.segment_probe or log.segment_probe_every,
@@ -345,17 +354,49 @@ def _resolve_packing(config: RunConfig, model: ModelSpec) -> RunConfig:
     return replace(config, data=replace(data, max_tokens_per_image=most))
 
 
+def _check_sizes(config: RunConfig, model: ModelSpec) -> None:
+    """Raise UsageError if the model cannot be trained with ``--buckets`` or
+    ``--image_size_schedule``."""
+    sizes, buckets = config.data.image_sizes, config.data.bucket_sizes
+    given = "--buckets" if buckets else "--image_size_schedule"
+    if reason := model.why_one_grid():
+        raise UsageError(f"{given} is incompatible with --model {model.name}: {reason}")
+    if config.sharding.grad_ckpt == "auto":
+        raise UsageError(f"{given} is incompatible with --grad_ckpt auto: choose a value")
+    (height, width), (rows, columns) = model.sizes.input_shape[1:], model.sizes.grid
+    if buckets and (height, width) not in buckets:
+        raise UsageError(f"--buckets must have the model's own size, {height}x{width}, among them")
+    if not buckets and height != width:
+        raise UsageError(
+            "--image_size_schedule has square images, and those of the model are "
+            f"{height} x {width}: use --buckets, or a square --image_size"
+        )
+    high, wide = height // rows, width // columns
+    for h, w in sizes:
+        if buckets.count((h, w)) > 1:
+            raise UsageError(f"--buckets has {h}x{w} twice")
+        if h % high or w % wide:
+            raise UsageError(f"{given}: {h}x{w} is no whole number of patches of {high}x{wide}")
+    for h, w in buckets:
+        patches = (h // high) * (w // wide)
+        if abs(patches / model.sizes.num_patches - 1) > _MAX_TOKENS_APART:
+            raise UsageError(
+                f"--buckets: {h}x{w} has {patches} patches, the model's own size "
+                f"{model.sizes.num_patches}: they may differ by {_MAX_TOKENS_APART:.0%}"
+            )
+
+
 def grids(config: RunConfig, model: ModelSpec) -> list[tuple[int, int]]:
-    """Return the grid of patches of each bucket; [] without buckets."""
-    if not config.data.bucket_sizes:  # volumes, with three sides, have none
+    """Return the grid of patches of each size that images may have; [] where all have the model's
+    own."""
+    if not config.data.image_sizes:  # volumes, with three sides, have none
         return []
     image, (rows, columns) = model.sizes.input_shape[1:], model.sizes.grid
-    return [(h * rows // image[0], w * columns // image[1]) for h, w in config.data.bucket_sizes]
+    return [(h * rows // image[0], w * columns // image[1]) for h, w in config.data.image_sizes]
 
 
 def sizes_of_largest(config: RunConfig, model: ModelSpec) -> ModelSizes:
-    """Return the model's sizes with as many tokens as images of the largest bucket, or the largest
-    crops, have."""
+    """Return the model's sizes with as many tokens as the largest images or crops have."""
     sizes = model.sizes
     found = [*grids(config, model), *model.other_grids]
     most = max([sizes.num_patches, *(rows * columns for rows, columns in found)])
@@ -460,8 +501,9 @@ def check_batch(run: Run) -> None:
         raise UsageError("cutmix is for images: of volumes use --mixup")
     if loss.cutmix_minmax is not None:
         low, high = loss.cutmix_minmax
-        if any(int(side * low) >= int(side * high) for side in shape[1:]):
-            raise UsageError(
-                f"--cutmix_minmax {low:g} {high:g} leaves no side of a box to be drawn in images "
-                f"of {shape[1]} x {shape[2]}: the second must be larger"
-            )
+        for height, width in run.config.data.image_sizes or [(shape[1], shape[2])]:
+            if any(int(side * low) >= int(side * high) for side in (height, width)):
+                raise UsageError(
+                    f"--cutmix_minmax {low:g} {high:g} leaves no side of a box to be drawn in "
+                    f"images of {height} x {width}: the second must be larger"
+                )

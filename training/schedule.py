@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from data.image_sizes import ImageSizes
 from training.errors import UsageError
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class StepRates:
     rope_factors: tuple[float, float] | None = None
     """The factors of the coordinates of rotary positions: of images or global crops, and of local
     crops; None: these stay as they are."""
+    image_side: int | None = None
+    """The side of the images in pixels, where ``--image_size_schedule`` says it."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,8 @@ class Schedule:
     """The share that a teacher keeps of itself in a step; None without one."""
     teacher_temp: Ramp = Ramp(1.0, 1.0, 0)
     rope_factors: RopeFactors = RopeFactors(1.0, 0)
+    image_sizes: ImageSizes | None = None
+    """The sizes of the images; None: all have the model's own."""
     end: int | None = None
     """The run's last step, in batches of the present size since the start of training;
     ``--max_steps`` may put it before ``total_steps``. None: the same."""
@@ -132,6 +137,7 @@ class Schedule:
             newest=None if self.momentum is None else 1 - self.momentum.at(step),
             teacher_temp=self.teacher_temp.at(step),
             rope_factors=self.rope_factors.at(step),
+            image_side=self.image_sizes.side(step) if self.image_sizes else None,
         )
 
     @property
@@ -194,6 +200,7 @@ def make_schedule(run: Run, steps_per_epoch: int, at: Position) -> tuple[Schedul
     # All but the learning rate; the temperature alone does not change along half a cosine over
     # the steps of --num_epochs.
     others: dict[str, Any] = {"rope_factors": rope_factors(run)}
+    others["image_sizes"] = ImageSizes.of(config.data, config.seed, end)
     if how.weight_decay_end is not None:
         factor = how.weight_decay_end / config.optimizer.weight_decay
         others["weight_decay"] = Ramp(1.0, factor, total, "cosine")

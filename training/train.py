@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from torch import nn
 
-from data.loader import Share
 from data.source import DataSource, open_data
 from models.initialize import leave_room
 from training import loop
@@ -71,7 +70,7 @@ def prepare_training(start: Start, run: Run) -> tuple[Run, Callable[[Run, Backen
         data = open_data(dataset_request(run, labels=config.objective.uses_labels))
     if start.saved:
         check_continues(start.saved, run, data)
-    epoch_steps = len(data.train_loader(config.data.batch_size, Share(loads=False)))
+    epoch_steps = data.steps_of_epoch(config.data.batch_size)
     make_schedule(run, epoch_steps, start.position(run, data, epoch_steps))
     initial = None
     if start.weights:
@@ -119,9 +118,10 @@ def train(
         start, local = confirm_start(planned, run, data, backend)
         notes = [*start.notes, *fetch_history(run, is_main=is_main)]
         bad_images = open_bad_images(run, data, is_main=is_main)
-        loader = train_loader(data, backend, config.data.batch_size)
-        at = start.position(run, data, len(loader))
-        schedule, last_step = make_schedule(run, len(loader), at)
+        epoch_steps = data.steps_of_epoch(config.data.batch_size)
+        at = start.position(run, data, epoch_steps)
+        schedule, last_step = make_schedule(run, epoch_steps, at)
+        loader = train_loader(data, backend, config.data.batch_size, schedule.image_sizes)
         with exchange.failing_together():
             continues = start.kind in ("local", "here")
             history = read_history(run.ckpt_dir, at.step, continues=continues)
@@ -187,6 +187,8 @@ def train(
             )
             saves = loop.Saves(session, saver)
             hooks: list[loop.Hook] = [profiler, loop.StepLog(session, batches)]
+            if schedule.image_sizes:
+                hooks.append(loop.SizeLog(session, batches, schedule))
             if config.log.save_bad_step:  # before anything stops the run
                 hooks.append(SaveBadStep(run, session, saver, batches, schedule, at))
             hooks += [loop.StopCheck(session, batches, saver), saves]

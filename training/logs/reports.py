@@ -8,7 +8,7 @@ import platform
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -54,9 +54,12 @@ class StepTimer:
     steps: int = 0
     waited: float = 0.0
     """The seconds of waiting for batches."""
+    flops: float = 0.0
+    """Those of the steps, as MFU counts them."""
 
     def restart(self) -> None:
         self.started, self.steps, self.waited = time.perf_counter(), 0, 0.0
+        self.flops = 0.0
 
     def seconds(self) -> float:
         return time.perf_counter() - self.started
@@ -118,6 +121,7 @@ class Reports:
         self._batch_size = run.config.data.batch_size
         self._flops_per_image = run.train_flops_per_image
         device_peak = backend.peak_flops()
+        self._flops_by_size = run.train_flops_by_size if device_peak else {}
         self._peak_flops = device_peak * backend.device_count if device_peak else None
         self._pending: deque[tuple[dict[str, Any], Future[dict[str, list[float]]]]] = deque()
         """Log steps whose loss and norm are still on the device: the rest of their records."""
@@ -224,6 +228,13 @@ class Reports:
             self._bar.update(1)
         self.flush(wait=False)
 
+    def step_flops(self, shape: Sequence[int]) -> float:
+        """Return the FLOPs of a step on all devices, as MFU counts them. ``shape``: of images whose
+        last two dimensions are their size, if they may have several; else it is the model's own."""
+        height, width = shape[-2:]
+        per_image = self._flops_by_size.get((height, width), self._flops_per_image)
+        return per_image * self._batch_size
+
     def log(
         self,
         step: int,
@@ -243,8 +254,7 @@ class Reports:
             record["images_per_s"] = timer.steps * self._batch_size / seconds
             record["data_wait"] = timer.waited / seconds
             if self._peak_flops:
-                flops = record["images_per_s"] * self._flops_per_image
-                record["mfu"] = flops / self._peak_flops
+                record["mfu"] = timer.flops / seconds / self._peak_flops
         record |= slowest | self._backend.counters()
         record |= {f"memory_{name}": size for name, size in self._backend.memory().items()}
         self._pending.append((record, values))

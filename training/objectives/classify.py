@@ -65,7 +65,7 @@ class Classification(Objective):
         if self._soft_labels:
             labels = smoothed(labels, self._classes, self._smoothing)
         if self._mixing is not None:
-            mix = self._mixing.draw(pass_index)
+            mix = self._mixing.draw(pass_index, images.shape)
             images, labels = self._mixing.images(images, mix), self._mixing.labels(labels, mix)
         teacher_logits = None
         if self.teacher is not None:
@@ -200,13 +200,16 @@ class Mixing:
         self._config, self._seed = run.config.loss, run.config.seed
         self._constant, self._rows = constant, rows
         self._spatial = run.model.sizes.input_shape[1:]
+        self._has_part = len(rows) < self._spatial[0]
         self._images_a_device = run.config.data.pass_size // run.mesh.batch_parts
 
-    def draw(self, pass_index: int) -> torch.Tensor:
-        """Return the numbers of a ``Mix``, (6,), on the devices. They follow from the seed and the
-        number of the pass since the start of training."""
+    def draw(self, pass_index: int, shape: torch.Size) -> torch.Tensor:
+        """Return the numbers of a ``Mix``, (6,), on the devices, for images of a ``shape``. They
+        follow from the seed and the number of the pass since the start of training."""
+        # Where devices share images, these have the model's own size.
+        height, width = (self._spatial if self._has_part else shape)[-2:]
         with drawn_from(pass_seed(self._seed, pass_index, _SEED_STREAM) % 2**32):
-            mix = _draw_mix(self._config, *self._spatial[-2:])
+            mix = _draw_mix(self._config, height, width)
         # One tensor: one transfer, and no Python number that a graph would be compiled for.
         return self._constant(torch.tensor(mix, dtype=torch.float32))
 

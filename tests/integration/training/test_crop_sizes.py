@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from data.files import DataFolderError
-from data.loader import GlobalBatchSampler, Share
+from data.loader import Share
 from data.source import open_data
 from tests.references import plain_dino
 from tests.support.cli import tiny, train_tiny
@@ -52,9 +52,12 @@ def test_each_batch_has_the_crops_of_one_pair():
 
 
 def test_a_pair_that_is_given_twice_is_drawn_twice_as_often():
-    sampler = GlobalBatchSampler(8000, 2, shuffle=True, seed=3, pairs=4)
-    counts = Counter(keys[0][-1] for keys in sampler)
-    assert [counts[pair] for pair in range(4)] == pytest.approx([1000] * 4, rel=0.1)
+    loader, counts = open_data(request_of(*PAIRS)).train_loader(2, Share()), Counter[int]()
+    for epoch in range(8):
+        loader._sampler.set_position(epoch)
+        counts.update(keys[0][-1] for keys in loader._sampler)
+    expected = 8 * len(loader) / 4
+    assert [counts[pair] for pair in range(4)] == pytest.approx([expected] * 4, rel=0.1)
 
 
 def test_processes_have_parts_of_the_same_batches():

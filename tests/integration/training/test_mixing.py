@@ -67,11 +67,12 @@ def test_rows_of_images_are_cut_where_those_of_the_whole_are():
     images = torch.randn(16, 3, 16, 16)
     whole = Mixing(run, torch.Tensor.contiguous, range(16))
     for pass_index in range(10):
-        mix, parts = whole.draw(pass_index), []
+        mix, parts = whole.draw(pass_index, images.shape), []
         for rows in (range(5), range(5, 6), range(6, 16)):
             part = Mixing(run, torch.Tensor.contiguous, rows)
-            assert part.draw(pass_index).equal(mix)
-            parts.append(part.images(images[:, :, rows.start : rows.stop], mix))
+            some_rows = images[:, :, rows.start : rows.stop]
+            assert part.draw(pass_index, some_rows.shape).equal(mix)
+            parts.append(part.images(some_rows, mix))
         assert torch.cat(parts, dim=2).equal(whole.images(images, mix))
 
 

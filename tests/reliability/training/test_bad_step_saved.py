@@ -14,6 +14,7 @@ from tests.support.mae import MAE
 from tests.support.marks import long
 from tools import replay_step
 
+SIZES = "--image_size_schedule 8:0.4 12:0.6 --aa rand-m9 --aa_min_magnitude 3".split()
 GPU, XLA = "--backend cuda", "--backend xla --cpu_devices 2"
 FAKES = {GPU: "tests.fakes.bad_step_gpu", XLA: "tests.fakes.bad_step"}
 SAVING = "--save_bad_step --eval_batches 1 --warmup_steps 0".split()
@@ -68,7 +69,7 @@ def test_a_weight_that_is_nan(flags, processes, spoiled, tmp_path):
     ("backend", "processes", "flags"),
     [
         (GPU, 2, [*DINO, *"--grad_accum_steps 2 --koleo_group 2 --local_crops 1".split()]),
-        (GPU, 1, "--mixup 0.8 --grad_accum_steps 2 --drop_path_rate 0".split()),
+        (GPU, 1, ["--mixup", "0.8", "--grad_accum_steps", "2", *SIZES]),
         (XLA, 1, MAE),
         long(XLA, 1, [*DINO, "--precision", "bf16"]),
         long(GPU, 2, [*MAE, "--grad_accum_steps", "2", "--model_ema"]),

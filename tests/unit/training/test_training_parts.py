@@ -152,7 +152,10 @@ def run_in(folder, *, batch_size, flops_per_image):
     config = RunConfig(data=DataConfig(batch_size=batch_size))
     folders = {"log_dir": folder, "ckpt_dir": folder}
     model = SimpleNamespace(sizes=SimpleNamespace(embed_dim=32))
-    flops = {"train_flops_per_image": flops_per_image}
+    flops = {
+        "train_flops_per_image": flops_per_image,
+        "train_flops_by_size": {(8, 8): flops_per_image / 4},
+    }
     return SimpleNamespace(config=config, model=model, **flops, **folders)
 
 
@@ -171,6 +174,8 @@ def test_reports_write_every_form(tmp_path, capsys):
     timer = StepTimer(steps=20)
     timer.started -= 10.0
     timer.waited = 1.0
+    shapes = 10 * [(500, 3, 16, 16)] + 10 * [(500, 3, 8, 8)]
+    timer.flops = sum(map(run.step_flops, shapes))
     run.log(20, 1, 1e-3, timer, value(loss=1.0, grad_norm=0.5), {})
     run.evaluation(20, 1, Evaluation(0.9, 75.0, 90.0, 50))
     run.close()
@@ -179,7 +184,7 @@ def test_reports_write_every_form(tmp_path, capsys):
     assert "images_per_s" not in first
     assert second["images_per_s"] == pytest.approx(2000, rel=0.05)
     assert second["data_wait"] == pytest.approx(0.1, rel=0.05)
-    assert second["mfu"] == pytest.approx(2000 * 1e9 / (4 * 100e12), rel=0.05)
+    assert second["mfu"] == pytest.approx(2000 * (1e9 + 0.25e9) / 2 / (4 * 100e12), rel=0.05)
     assert evaluation == {
         "step": 20,
         "epoch": 1,
@@ -190,7 +195,7 @@ def test_reports_write_every_form(tmp_path, capsys):
     }
     line = capsys.readouterr().out.splitlines()[1]
     assert re.search(r"loss: 1\.0000 \(mean of 2: 1\.5000\), .*sec/iter: 0\.50", line)
-    assert re.search(r"images/s: 20\d\d.*MFU: 0\.5%, device memory: 3\.00 GiB$", line)
+    assert re.search(r"images/s: 20\d\d.*MFU: 0\.3%, device memory: 3\.00 GiB$", line)
     assert curves.read_bytes().startswith(b"\x89PNG")
     assert list((tmp_path / "tensorboard").iterdir())
 
