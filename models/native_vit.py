@@ -60,10 +60,10 @@ class PackedVit(NaFlexVit):
             if hasattr(block.attn, "num_prefix_tokens"):  # rotated as positions say: not at all
                 block.attn.num_prefix_tokens = 0
 
-    def forward(self, packed: Packed) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, packed: Packed) -> torch.Tensor:
         return self.forward_head(self.forward_features(packed), packed)
 
-    def forward_features(self, packed: Packed) -> torch.Tensor:  # type: ignore[override]
+    def forward_features(self, packed: Packed) -> torch.Tensor:
         """Return the tokens after all blocks and the norm, (sequences, tokens, width)."""
         x = self.norm_pre(self.embeds.pos_drop(self._embed(packed)))
         shared = {"attn_mask": self.mask_of(packed.segments)}
@@ -76,7 +76,7 @@ class PackedVit(NaFlexVit):
             x = self.blocks(x, shared=shared)
         return self.norm(x)
 
-    def forward_head(  # type: ignore[override]
+    def forward_head(
         self, tokens: torch.Tensor, packed: Packed, pre_logits: bool = False
     ) -> torch.Tensor:
         """Return logits, or what the head is given, of each place for an image: (sequences x
@@ -311,11 +311,12 @@ class NativeSpec(ModelSpec):
         super().__init__(name, overrides, {key: as_json(v) for key, v in settings.items()})
         self.preprocessing = None if preprocessing is None else dict(preprocessing)
         check_width(arguments)
+        meta: Any = self.meta
         if arguments["global_pool"] == "token" and not arguments["class_token"]:
             raise ModelError("<global_pool> token requires <class_token>")
-        if reason := timm_private.why_not_packed(self.meta, _MOST_POSITIONS):
+        if reason := timm_private.why_not_packed(meta, _MOST_POSITIONS):
             raise ModelError(f"{name} with native resolution: {reason}")
-        if difference := blocks_differ(list(self.meta.blocks), settings=False):
+        if difference := blocks_differ([*meta.blocks], settings=False):
             raise ModelError(f"{name} has blocks that differ: {difference}")
         prefix = self.packing.prefix
         if self.packing.tokens <= prefix:
@@ -366,10 +367,10 @@ class NativeSpec(ModelSpec):
         return values
 
     @functools.cached_property
-    def packing(self) -> SequenceShape:
+    def packing(self) -> SequenceShape:  # type: ignore[override]
+        model: Any = self.meta
         tokens, images = (self.sequences[key] for key in _SEQUENCES)
-        patch = self.meta.embeds.patch_size
-        return SequenceShape(tuple(patch), self.meta.num_prefix_tokens, tokens, images)
+        return SequenceShape(model.embeds.patch_size, model.num_prefix_tokens, tokens, images)
 
     def build(self) -> nn.Module:
         # Patches are dropped on the host, before images become sequences.
@@ -491,8 +492,8 @@ def open_native(name: str, overrides: Mapping[str, Any]) -> NativeSpec:
             arguments = timm_private.native_arguments(name, classic)
         elif (
             not name.startswith(FAMILY)
-            and (known := timm_models.open_model(timms, given))
-            and (known.kind is VisionTransformer)
+            and isinstance(known := timm_models.open_model(timms, given), timm_models.TimmSpec)
+            and known.kind is VisionTransformer
         ):
             arguments = timm_private.native_arguments(timms, known.arguments)
         else:

@@ -253,8 +253,8 @@ def _nested_unit(module: nn.Module, plan: XlaPlan, device: torch.device) -> nn.M
 def _choose_mask(model: Any, plan: XlaPlan) -> None:
     """Let a model of packed sequences give its blocks segments where attention is by kernels;
     elsewhere it gives them a matrix of booleans."""
-    if hasattr(model, "mask_is_segments"):
-        model.mask_is_segments = plan.attention in ("flash", "whole")
+    if hasattr(model, "mask_of") and plan.attention in ("flash", "whole"):
+        model.mask_of = lambda segments: segments
 
 
 def _trains(module: nn.Module) -> bool:

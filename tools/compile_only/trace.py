@@ -238,9 +238,8 @@ def trace_step(run: XlaRun, named: bool = False) -> Step:
     data, optimizer = run.config.data, run.config.optimizer
     share = data.batch_size // backend.batch_shards
     request = dataset_request(run)
-    layout, labels_of_row = request.pack_layout or request.layout, ()
-    if request.pack:
-        labels_of_row = (request.pack.images,)
+    layout = request.pack_layout or request.layout
+    labels_of_row = [request.pack.images] if request.pack else []
     shape = (share, *((layout.length,) if layout else request.shape))
     dtype = getattr(torch, data.image_dtype(len(request.size)))
     images = torch.empty(shape, dtype=dtype, device="meta")

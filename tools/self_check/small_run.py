@@ -188,9 +188,9 @@ def shrink(run: Run) -> Run:
         "num_classes": _CLASSES,
     }
     if packing := run.model.packing:
-        most = _SIDE * _SIDE + min(packing.prefix, 3)  # a class token, two registers
+        tokens = _SIDE * _SIDE + min(packing.prefix, 3)  # a class token, two registers
         small |= {
-            "token_budget": _IN_SEQUENCE * most + 1,  # and padding
+            "token_budget": _IN_SEQUENCE * tokens + 1,  # and padding
             "max_images_per_sequence": _IN_SEQUENCE + 1,
         }
     for name, value in (("reg_tokens", 2), ("num_reg_tokens", 2), ("init_values", _LAYER_SCALE)):
