@@ -469,11 +469,11 @@ def test_the_order_is_known_by_grids_and_packing(folder):
     ]
     assert facts[0] == facts[1]
     assert len({tuple(map(str, one.values())) for one in facts}) == 3
-    names = [name for name in facts[0] if facts[0][name] != facts[3][name]]
-    assert names == [
-        "the grids of patches of the images in train/",
-        "the packing of the images in train/",
-    ]
+    of_packing, of_grids = (
+        [name for name in facts[0] if facts[0][name] != other[name]] for other in facts[2:]
+    )
+    assert of_packing == ["the packing of the images in train/"]
+    assert of_grids == ["the grids of patches of the images in train/"]
 
 
 CROPS = CropRequest((8, 8), 2, (0.32, 1.0), (0.05, 0.32), (4, 4), (0.25, 0.5))
