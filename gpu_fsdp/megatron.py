@@ -25,6 +25,7 @@ from models.spec import Units
 from torch_fsdp.devices import Device
 from torch_fsdp.parallel_plan import OUTER, SHARD, TimmBlocks, TorchRun, parallelize_block
 from torch_fsdp.torch_backend import TorchBackend
+from torch_fsdp.varlen import use_varlen
 from training.backend import InitializeModule
 from training.checkpoints.state import Chunk, ShardedTensor, flat_range_boxes
 from training.optimizers import Updates
@@ -70,6 +71,10 @@ class MegatronBackend(TorchBackend):
         if config.meta_init is None and self._zero and limit is not None:
             size = 4 * sum(parameter.numel() for parameter in model.parameters())
             meta_init = size > _META_SHARE * limit
+
+        # Sequences of several images: attention by variable-length kernels.
+        if plan.varlen:
+            use_varlen(model, self._run.model)
 
         # Each block: TransformerEngine's or timm's, recomputation, torch.compile.
         blocks = [parallelize_block(model, n, block, plan, device) for n, block in units[:-1]]

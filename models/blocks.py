@@ -2,12 +2,21 @@
 its parameters, and whether TransformerEngine's layer or FP8 products may take their place."""
 
 import inspect
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers import Attention, AttentionRope, DropPath, GluMlp, Mlp, SwiGLU
+from timm.layers import (
+    Attention,
+    AttentionRope,
+    DropPath,
+    GluMlp,
+    Mlp,
+    SwiGLU,
+    apply_rot_embed_cat,
+)
 from timm.models.eva import EvaAttention, EvaBlock, EvaBlockPostNorm
 from timm.models.vision_transformer import Block, ResPostBlock
 from torch import nn
@@ -69,6 +78,74 @@ class _ByProduct(TorchFunctionMode):
 def is_segments(attn_mask: torch.Tensor) -> bool:
     """Return whether a mask is the number of each token's image, int32 (batch, tokens)."""
     return attn_mask.dtype == torch.int32 and attn_mask.dim() == 2
+
+
+Qkv = torch.Tensor | Sequence[torch.Tensor]
+"""Queries, keys and values, (batch, tokens, heads x width): in one tensor, or each in its own."""
+Attend = Callable[[Any, Qkv, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
+"""A function of a module of timm's attention, what its layers make of tokens, rotary positions and
+the mask, both None if there are none: what the layers after it are given, (batch, tokens, heads x
+width)."""
+
+
+def use_attend(attention: nn.Module, attend: Attend) -> bool:
+    """Let one module of timm's attention compute all between its layers by ``attend``, without
+    heads in front of tokens, if its layers are known here; return whether they are."""
+    as_many_keys = getattr(attention, "num_kv_groups", 1) == 1
+    if type(attention) not in (Attention, AttentionRope, EvaAttention) or not as_many_keys:
+        return False
+
+    def forward(
+        attn: Any,
+        x: torch.Tensor,
+        rope: torch.Tensor | None = None,
+        attn_mask: torch.Tensor | None = None,
+        is_causal: bool = False,
+    ) -> torch.Tensor:
+        if is_causal:
+            raise NotImplementedError("attention is not causal here")
+        gate = attn.gate(x).sigmoid() if attn.gate is not None else None
+        qkv: Qkv
+        if attn.qkv is None:
+            qkv = [layer(x) for layer in (attn.q_proj, attn.k_proj, attn.v_proj)]
+        elif getattr(attn, "q_bias", None) is None:
+            qkv = attn.qkv(x)
+        else:
+            bias = torch.cat([attn.q_bias, attn.k_bias, attn.v_bias])  # Eva has it beside the layer
+            if attn.qkv_bias_separate:
+                qkv = attn.qkv(x) + bias
+            else:
+                qkv = F.linear(x, attn.qkv.weight, bias)
+        y = attn.norm(attend(attn, qkv, rope, attn_mask))
+        return attn.proj_drop(attn.proj(y if gate is None else y * gate))
+
+    attention.forward = types.MethodType(forward, attention)
+    return True
+
+
+def queries_keys_values(
+    attn: Any, qkv: Qkv, rope: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries, keys and values, (batch, tokens, heads, width), normalised and rotated.
+
+    ``qkv`` are the three, (batch, tokens, heads x width), or all in one, side by side or as
+    (batch, tokens, 3, heads x width). ``rope`` is (patches, 2 x width), and before these may have
+    heads, and images before heads; class and register tokens are not rotated.
+    """
+    if isinstance(qkv, torch.Tensor):
+        qkv = qkv.chunk(3, -1) if qkv.dim() == 3 else qkv.unbind(2)
+    q, k, v = (part.unflatten(2, (attn.num_heads, -1)) for part in qkv)
+    q, k = attn.q_norm(q), attn.k_norm(k)
+    if rope is None:
+        return q, k, v
+    rope = rope.unsqueeze(1) if rope.dim() == 2 else rope.transpose(-2, -3)
+
+    def rotate(x: torch.Tensor) -> torch.Tensor:
+        prefix, patches = x.tensor_split([attn.num_prefix_tokens], 1)
+        patches = apply_rot_embed_cat(patches, rope, half=attn.rotate_half)
+        return torch.cat([prefix, patches], 1).type_as(v)
+
+    return rotate(q), rotate(k), v
 
 
 def combine_parts(

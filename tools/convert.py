@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 from config_fields import local_path
 from models.config import VitConfig
+from models.native_vit import NativeSpec
 from models.timm_models import EVA_NAMES, TimmSpec
 from training import hub, weights
 from training.checkpoints import format as checkpoint
@@ -43,6 +44,8 @@ PROGRAM = "tools.convert"
 SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_SIZE = "5GB"
+_NATIVE = "naflexvit_base_patch16_gap"
+"""timm's name of a NaFlexVit, of which all arguments are given."""
 _ALIGNMENT = 64
 """Bytes."""
 
@@ -216,15 +219,23 @@ def timm_config(run: checkpoint.SavedRun) -> dict[str, Any] | None:
     As timm writes it for Hugging Face; None for a model that is not timm's. Raises UsageError.
     """
     spec = model_of(run.model)
-    if not isinstance(spec, TimmSpec):
+    is_native = isinstance(spec, NativeSpec)
+    if not isinstance(spec, TimmSpec | NativeSpec):
         return None
-    if spec.name.startswith("timm/"):
+    names: list[str]
+    if isinstance(spec, NativeSpec):
+        architecture, names = _NATIVE, [*spec.arguments]
+        if any(spec.arguments[name] != spec.settings[name] for name in names if "layer" in name):
+            return None  # a layer that has no name
+    elif spec.name.startswith("timm/"):
         architecture = spec.name.removeprefix("timm/").partition(".")[0]
         names = [name if name in spec.settings else EVA_NAMES[name] for name in spec.overrides]
     else:  # a preset of ours: all arguments are given
         architecture = spec.name if timm.is_model(spec.name) else "vit_base_patch16_224"
         names = [field.name for field in fields(VitConfig) if field.name != "weight_init"]
-    arguments = {name: spec.settings[name] for name in names if spec.settings[name] is not None}
+    arguments = {
+        name: spec.settings[name] for name in names if is_native or spec.settings[name] is not None
+    }
     sizes, preprocessing = spec.sizes, weights.preprocessing_of(run.arguments, run.path)
     classes = sizes.num_classes if run.objective.objective == "classify" else 0  # without a head
     mean, std = preprocessing.of_channels(sizes.input_shape[0])
@@ -235,7 +246,7 @@ def timm_config(run: checkpoint.SavedRun) -> dict[str, Any] | None:
         "model_args": arguments | {"num_classes": classes},
         "pretrained_cfg": {
             "input_size": list(sizes.input_shape),
-            "fixed_input_size": True,
+            "fixed_input_size": not is_native,
             "num_classes": classes,
             "mean": mean,
             "std": std,
@@ -247,7 +258,8 @@ def timm_config(run: checkpoint.SavedRun) -> dict[str, Any] | None:
         },
     }
     if sizes.input_shape[0] == 3:  # else timm would sum its weights over the channels
-        config["pretrained_cfg"]["first_conv"] = "patch_embed.proj"
+        first = "embeds.proj" if is_native else "patch_embed.proj"
+        config["pretrained_cfg"]["first_conv"] = first
     return config | ({"label_names": run.classes} if run.classes else {})
 
 

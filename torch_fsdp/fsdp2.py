@@ -25,6 +25,7 @@ from torch_fsdp.devices import Device
 from torch_fsdp.domain import DomainGroup, LargestOver, SumOver, attend_over_processes
 from torch_fsdp.parallel_plan import OUTER, SHARD, TorchRun, parallelize_block
 from torch_fsdp.torch_backend import TorchBackend
+from torch_fsdp.varlen import use_varlen
 from training.backend import InitializeModule
 from training.checkpoints.state import Chunk, ShardedTensor
 
@@ -65,6 +66,8 @@ class Fsdp2Backend(TorchBackend):
             self._form = f"FSDP2 ZeRO-{self._zero}, each block a unit"
         if self._plan.domain_attention:
             self._form += f", {self._plan.domain_attention} attention over domain"
+        if self._plan.varlen:
+            self._form += ", attention of variable length"
 
     def parallelize(
         self, model: nn.Module, units: Units, initialize: InitializeModule
@@ -76,6 +79,10 @@ class Fsdp2Backend(TorchBackend):
         # Domain parallelism: attention sees the tokens of all processes that share an image.
         if self._domain and plan.domain_attention:
             attend_over_processes(model, plan.domain_attention, self._domain)
+
+        # Sequences of several images: attention by variable-length kernels.
+        if plan.varlen:
+            use_varlen(model, run.model)
 
         # Each block: its weights; its kind, recomputation, torch.compile; and then its shards.
         blocks = []

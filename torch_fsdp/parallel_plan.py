@@ -89,6 +89,9 @@ class TorchPlan:
     domain_attention: str | None
     """How attention sees the tokens of all processes that share an image: "ring" or "ulysses"; None
     where no processes share one."""
+    varlen: bool
+    """Whether attention of sequences of several images computes each image's scores alone, by
+    ``torch_fsdp/varlen.py``."""
     blocks: TimmBlocks
     """timm's blocks, or what replaces them."""
     grad_ckpt: str

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import torch.distributed as dist
 
 from models.config import ModelError
-from torch_fsdp import devices
+from torch_fsdp import devices, varlen
 from torch_fsdp.config import ZERO_FLAGS, Fsdp2Config
 from torch_fsdp.devices import Device
 from torch_fsdp.parallel_plan import DTYPES, Form, TimmBlocks, TorchPlan, TorchRun
@@ -126,6 +126,13 @@ def _resolve(
         compiled = "around attention" if mesh.domain > 1 else "block"
     plan = TorchPlan(
         domain_attention=config.sharding.domain_attention if mesh.domain > 1 else None,
+        varlen=(
+            model.packing is not None
+            and isinstance(device, devices.Cuda)
+            and config.sharding.precision != "fp32"
+            and not model.sizes.attn_drop_rate
+            and varlen.is_available()
+        ),
         blocks=blocks,
         grad_ckpt=sharding.grad_ckpt,
         compile=compiled,

@@ -13,6 +13,7 @@ import torch
 from timm.layers import GluMlp, SwiGLU
 from torch import nn
 
+from models.blocks import Qkv, queries_keys_values
 from xla_fsdp.attention import flash, whole
 from xla_fsdp.layout import MeshLayout, gather, mark_both, scatter
 from xla_fsdp.products import add_bias, product
@@ -63,7 +64,7 @@ def shard_heads_and_columns(
         is_causal: bool = False,
     ) -> torch.Tensor:
         x = gather(x, layout.mark_tokens, layout.mark_rows)
-        qkv: whole.Qkv
+        qkv: Qkv
         if attn.qkv is not None:
             bias = None
             if getattr(attn, "q_bias", None) is not None:  # Eva has the bias beside the layer
@@ -76,7 +77,7 @@ def shard_heads_and_columns(
         if plan.attention == "whole":
             y = whole.attend(attn, qkv, rope, attn_mask, shards=shards, save=save)
         else:
-            q, k, v = whole.queries_keys_values(attn, qkv, rope)
+            q, k, v = queries_keys_values(attn, qkv, rope)
             if plan.attention == "flash":
                 q, k, v = (x.transpose(1, 2) for x in (q, k, v))
                 y = flash.attention(q, k, v, shards, attn_mask).transpose(1, 2).flatten(2)

@@ -5,18 +5,22 @@ As ``flash.py``, with Pallas kernels that hold whole sequences in vector memory.
 
 import functools
 import math
-import types
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers import Attention, AttentionRope, apply_rot_embed_cat
-from timm.models.eva import EvaAttention
 from torch import nn
 
-from models.blocks import attentions, is_segments, use_product
+from models.blocks import (
+    Qkv,
+    attentions,
+    is_segments,
+    queries_keys_values,
+    use_attend,
+    use_product,
+)
 from xla_fsdp.attention.kernels import (
     DEFAULT_VECTOR_MEMORY,
     ONE_DEVICE,
@@ -70,46 +74,20 @@ def kernel(s: WholeSizes, *, backward: bool) -> Kernel:
 # In a model. ``save`` says which results are saved for the backward pass.
 
 
-Qkv = torch.Tensor | Sequence[torch.Tensor]
-"""Queries, keys and values: in one tensor, or each in its own."""
-
-
 def use_whole(
     module: nn.Module, shards: Shards = ONE_DEVICE, save: SaveInput | None = None
 ) -> None:
     """Let timm's attention in a block compute its product by the kernels (``use_product``)."""
 
-    def forward(
-        attn: Any,
-        x: torch.Tensor,
-        rope: torch.Tensor | None = None,
-        attn_mask: torch.Tensor | None = None,
-        is_causal: bool = False,
+    def attend_here(
+        attn: Any, qkv: Qkv, rope: torch.Tensor | None, segments: torch.Tensor | None
     ) -> torch.Tensor:
-        """Compute what timm's attention does, but never with heads in front of tokens."""
-        if is_causal or not (attn_mask is None or is_segments(attn_mask)):
+        if not (segments is None or is_segments(segments)):
             raise NotImplementedError("attention has no mask but segments here")
-        gate = attn.gate(x).sigmoid() if attn.gate is not None else None
-        qkv: Qkv
-        if attn.qkv is None:
-            qkv = [layer(x) for layer in (attn.q_proj, attn.k_proj, attn.v_proj)]
-        elif getattr(attn, "q_bias", None) is None:
-            qkv = attn.qkv(x)
-        else:
-            bias = torch.cat([attn.q_bias, attn.k_bias, attn.v_bias])  # Eva has it beside the layer
-            if attn.qkv_bias_separate:
-                qkv = attn.qkv(x) + bias
-            else:
-                qkv = F.linear(x, attn.qkv.weight, bias)
-        y = attend(attn, qkv, rope, attn_mask, shards=shards, save=save)
-        y = attn.norm(y)
-        return attn.proj_drop(attn.proj(y if gate is None else y * gate))
+        return attend(attn, qkv, rope, segments, shards=shards, save=save)
 
     for part in attentions(module):
-        as_many_keys = getattr(part, "num_kv_groups", 1) == 1
-        if type(part) in (Attention, AttentionRope, EvaAttention) and as_many_keys:
-            part.forward = types.MethodType(forward, part)
-        else:
+        if not use_attend(part, attend_here):
             use_product(part, functools.partial(attention, shards=shards, save=save))
 
 
@@ -171,31 +149,6 @@ def _angles(s: WholeSizes, rope: torch.Tensor, prefix: int) -> torch.Tensor:
     sines = torch.stack([torch.stack(pair, 2).flatten(1) for pair in pairs])
     tables = [F.pad(cosines[None], around, value=1.0), F.pad(sines, around)]
     return torch.cat(tables).repeat(1, 1, s.lanes // s.width)
-
-
-def queries_keys_values(
-    attn: Any, qkv: Qkv, rope: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries, keys and values, (batch, tokens, heads, width), normalised and rotated.
-
-    ``qkv`` are the three, (batch, tokens, heads x width), or all in one, side by side or as
-    (batch, tokens, 3, heads x width). ``rope`` is (patches, 2 x width), and before these may have
-    heads, and images before heads; class and register tokens are not rotated.
-    """
-    if isinstance(qkv, torch.Tensor):
-        qkv = qkv.chunk(3, -1) if qkv.dim() == 3 else qkv.unbind(2)
-    q, k, v = (part.unflatten(2, (attn.num_heads, -1)) for part in qkv)
-    q, k = attn.q_norm(q), attn.k_norm(k)
-    if rope is None:
-        return q, k, v
-    rope = rope.unsqueeze(1) if rope.dim() == 2 else rope.transpose(-2, -3)
-
-    def rotate(x: torch.Tensor) -> torch.Tensor:
-        prefix, patches = x.tensor_split([attn.num_prefix_tokens], 1)
-        patches = apply_rot_embed_cat(patches, rope, half=attn.rotate_half)
-        return torch.cat([prefix, patches], 1).type_as(v)
-
-    return rotate(q), rotate(k), v
 
 
 def _sizes(heads: int, shards: Shards, tensors: Sequence[torch.Tensor]) -> WholeSizes:
