@@ -1,6 +1,7 @@
 """Attention within segments: values by JAX's interpreter, every way that they take to a block's
 attention, the step by the real TPU compiler."""
 
+import functools
 import json
 
 import pytest
@@ -27,17 +28,20 @@ def test_values():
         assert edge["alone"] < 1e-4
 
 
-@pytest.fixture(scope="module")
-def by_pytorch(tmp_path_factory):
-    """The curves with PyTorch's own attention and a matrix of booleans, by model."""
-    return {
-        model: train_tiny_gpu(tmp_path_factory.mktemp("plain"), *flags, *STEPS, program=PROGRAM)
-        for model, flags in MODELS.items()
-    }
-
-
 ROTARY = "--model timm/vit_small_patch16_rope_224 --embed_dim 48 --mlp_ratio 4".split()
 MODELS = {"plain": [], "rotary": ROTARY}
+
+
+@pytest.fixture(scope="module")
+def by_pytorch(tmp_path_factory):
+    """A function: the curves of a model with PyTorch's own attention and a matrix of booleans."""
+
+    @functools.cache
+    def train(model):
+        folder = tmp_path_factory.mktemp("plain")
+        return train_tiny_gpu(folder, *MODELS[model], *STEPS, program=PROGRAM)
+
+    return train
 
 
 @pytest.mark.parametrize(
@@ -66,7 +70,7 @@ def test_training(devices, model, flags, by_pytorch, tmp_path):
     result = train_tiny(tmp_path, *given, devices=devices, program=PROGRAM)
     assert "Involuntary full rematerialization" not in result.stderr
     for name in ("loss", "grad_norm"):
-        expected = by_pytorch[model].column(name)
+        expected = by_pytorch(model).column(name)
         assert result.column(name) == pytest.approx(expected, rel=1e-4)
 
 
