@@ -75,8 +75,8 @@ def test_training(devices, model, flags, by_pytorch, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("form", ["whole", "flash"])
-def test_compiled_for_tpu(form):
+@pytest.mark.parametrize(("form", "most"), [("whole", 1.25), ("flash", 1.5)])
+def test_compiled_for_tpu(form, most):
     """Neither scores nor a mask are in HBM, and the kernels take little longer."""
     flags = (
         "--compile_only --json --tpu_topology v5e:2x2 --precision bf16 --embed_dim 256 "
@@ -93,4 +93,4 @@ def test_compiled_for_tpu(form):
     mask = (16 // 4) * 1024**2  # of truth values, for all heads
     assert within["hbm_bytes"] - without["hbm_bytes"] < mask
     assert within["peak_hbm_bytes"] - without["peak_hbm_bytes"] < mask
-    assert 1 <= within["expected_kernels_s"] / without["expected_kernels_s"] < 1.25
+    assert 1 <= within["expected_kernels_s"] / without["expected_kernels_s"] < most
