@@ -44,6 +44,10 @@ VALUES: dict[str, tuple[str, ...]] = {
     "images_per_read": ("1", "8"),
     "model": ("vit_10b", "vit_tiny_patch16_224", "hybrid_vit", EVA),
     "img_size": ("16", "16 32"),
+    "token_budget": ("40", "65535"),
+    "max_images_per_sequence": ("1", "255"),
+    "max_tokens_per_image": ("5", "12"),
+    "side_scale": ("0.5 1", "2 2"),
     "dimension": ("2",),
     "patch_size": ("4", "8"),
     "in_chans": ("3", "1"),
@@ -216,6 +220,15 @@ def with_it(typed: str, folder: Path) -> dict[str, str]:
         "--aa_min_magnitude 0": {"aa": "--aa rand-m9-mstd0.5-inc1"},
         "--aa_min_magnitude 9": {"aa": "--aa rand-m9-mstd0.5-inc1"},
         "--dimension 2": {"model": "--model hybrid_vit"},
+        **{
+            typed: {"native_resolution": "--native_resolution", "img_size": "--image_size 16"}
+            for typed in (
+                *("--token_budget 40", "--token_budget 65535"),
+                *("--max_images_per_sequence 1", "--max_images_per_sequence 255"),
+                *("--max_tokens_per_image 5", "--max_tokens_per_image 12"),
+                *("--side_scale 0.5 1", "--side_scale 2 2", "--resize_to_budget"),
+            )
+        },
         "--rope_rescale_coords 1": {"model": f"--model {EVA}"},
         "--rope_rescale_coords 2": {"model": f"--model {EVA}"},
         "--global_pool token": {"class_token": "--class_token"},

@@ -108,11 +108,17 @@ def find_work(config: RunConfig, model: ModelSpec, train_images: int | None) -> 
         except DataFolderError as error:
             raise UsageError(str(error)) from None
         counted = f"--data_source {data.data_source}"
-    if images < batch_size:
+    images_a_step = batch_size
+    if packing := model.packing:  # sequences, of images as large as they may be
+        assert data.max_tokens_per_image is not None  # resolved
+        in_sequence = min(packing.tokens // data.max_tokens_per_image, packing.images)
+        images_a_step *= in_sequence
+        counted += f"; {in_sequence} images of {data.max_tokens_per_image} tokens a sequence"
+    if images < images_a_step:
         raise UsageError(
             f"{images:,} training images ({counted}) are fewer than --batch_size {batch_size}"
         )
-    steps = config.num_epochs * (images // batch_size)  # what is left of an epoch is dropped
+    steps = config.num_epochs * (images // images_a_step)  # what is left of an epoch is dropped
     if config.max_steps is not None:
         steps = min(steps, config.max_steps)
     return Work(images, counted, batch_size, config.num_epochs, steps)
