@@ -12,6 +12,7 @@ from torch import nn
 from torch.profiler import profile
 
 from data.files import make_folder
+from data.image_sizes import ImageSizes
 from data.loader import BatchLoader
 from training.backend import Backend
 from training.checkpoints.choose import folder_of
@@ -259,12 +260,11 @@ class SizeLog(Hook):
 
     session: Session
     batches: TrainBatches
-    schedule: Schedule
+    sizes: ImageSizes
     _side: int | None = field(default=None, init=False)
 
     def reached(self, at: Position) -> None:
-        sizes, say = self.schedule.image_sizes, self.session.reports.say
-        assert sizes is not None
+        sizes, say = self.sizes, self.session.reports.say
         if at.step >= self.session.last_step:
             return
         side = sizes.side(self.batches.number(at))

@@ -188,7 +188,7 @@ def train(
             saves = loop.Saves(session, saver)
             hooks: list[loop.Hook] = [profiler, loop.StepLog(session, batches)]
             if schedule.image_sizes:
-                hooks.append(loop.SizeLog(session, batches, schedule))
+                hooks.append(loop.SizeLog(session, batches, schedule.image_sizes))
             if config.log.save_bad_step:  # before anything stops the run
                 hooks.append(SaveBadStep(run, session, saver, batches, schedule, at))
             hooks += [loop.StopCheck(session, batches, saver), saves]
