@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.image_sizes import ImageSizes
 from data.loader import PADDING, Batch, BatchLoader, ConstantLoader, Share
 from data.packing import grids, kept_patches, places_of
+from data.size_schedule import SizeSchedule
 from data.source import DatasetRequest, DataSource, Split
 
 LENGTHS = {"train": 1_281_167, "val": 50_000}
@@ -32,7 +32,7 @@ class Zeros(Split):
         super().__init__(request, name, np.broadcast_to(np.int64(0), LENGTHS[name]))
 
     def batches(
-        self, batch_size: int, share: Share, sizes: ImageSizes | None = None
+        self, batch_size: int, share: Share, sizes: SizeSchedule | None = None
     ) -> BatchLoader:
         """Training drops a short last batch; validation fills it up with padding, by its labels."""
         full, rest = divmod(len(self), batch_size)
@@ -72,7 +72,7 @@ class ZerosInSequences(Zeros):
         self.sequences = len(self) // self._images
 
     def batches(
-        self, batch_size: int, share: Share, sizes: ImageSizes | None = None
+        self, batch_size: int, share: Share, sizes: SizeSchedule | None = None
     ) -> BatchLoader:
         """Training drops a short last batch; validation fills it up with sequences without
         images."""

@@ -24,8 +24,8 @@ from torch.utils.data import Dataset
 from data import loader
 from data.config import GIVE_FLOATS, OPENED_BY, DataConfig
 from data.files import BrokenImageError, DataFolderError, MissingSplitError, first_of, printable
-from data.image_sizes import ImageSizes
 from data.packing import PackLayout, PackRequest
+from data.size_schedule import SizeSchedule
 
 Result = TypeVar("Result")
 FILES = "the names or order of the files in train/"
@@ -368,7 +368,7 @@ class Split(Dataset):
         return loader.GlobalBatchSampler(len(self), batch_size, **how)
 
     def batches(
-        self, batch_size: int, share: loader.Share, sizes: ImageSizes | None = None
+        self, batch_size: int, share: loader.Share, sizes: SizeSchedule | None = None
     ) -> loader.BatchLoader:
         """Return the loader of this ``share`` of each global batch. Training images are shuffled.
         Validation images come once, in order; padding fills up the last batch. ``sizes``: of the
@@ -471,7 +471,7 @@ class DataSource:
         )
 
     def train_loader(
-        self, batch_size: int, share: loader.Share, sizes: ImageSizes | None = None
+        self, batch_size: int, share: loader.Share, sizes: SizeSchedule | None = None
     ) -> loader.BatchLoader:
         """Return the loader of training images, see ``Split.batches``."""
         return self.splits["train"].batches(batch_size, share, sizes)

@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves
 from config_fields import local_path, positive
 from data.config import DataConfig
 from data.files import printable
-from data.image_sizes import ImageSizes
 from data.loader import Batch, Share
+from data.size_schedule import SizeSchedule
 from data.source import DataSource, open_data
 from torch_fsdp.config import Fsdp2Config
 from torch_fsdp.parallel_plan import DTYPES
@@ -163,7 +163,7 @@ def read_images(run: Run, bad_step: BadStep, data: DataSource) -> Images:
     """Return the images of the step's batch. Raises DataFolderError."""
     batch_size, train = run.config.data.batch_size, data.splits["train"]
     side = bad_step.step_rates.image_side
-    sizes = ImageSizes.of(run.config.data, run.config.seed, 0)
+    sizes = SizeSchedule.of(run.config.data, run.config.seed, 0)
     if sizes and side:
         sizes = sizes.only(side)
     loader = train.numbered().batches(batch_size, Share(), sizes)

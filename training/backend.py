@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from data.files import DataFolderError
-from data.image_sizes import ImageSizes
 from data.loader import Batch, BatchLoader, Share
 from data.packing import PackRequest
+from data.size_schedule import SizeSchedule
 from data.source import ANY_CLASSES, CropRequest, DatasetRequest, DataSource
 from models.config import crop_pairs
 from training.errors import UsageError
@@ -294,7 +294,7 @@ def data_errors_as_usage_errors() -> Iterator[None]:
 
 
 def train_loader(
-    data: DataSource, backend: Backend, batch_size: int, sizes: ImageSizes | None = None
+    data: DataSource, backend: Backend, batch_size: int, sizes: SizeSchedule | None = None
 ) -> BatchLoader:
     """Return the loader of training images, of global batches of ``batch_size``; ``sizes``: of the
     images of each step."""

@@ -12,8 +12,8 @@ from torch import nn
 from torch.profiler import profile
 
 from data.files import make_folder
-from data.image_sizes import ImageSizes
 from data.loader import BatchLoader
+from data.size_schedule import SizeSchedule
 from training.backend import Backend
 from training.checkpoints.choose import folder_of
 from training.checkpoints.local_tier import LocalTier
@@ -260,7 +260,7 @@ class SizeLog(Hook):
 
     session: Session
     batches: TrainBatches
-    sizes: ImageSizes
+    sizes: SizeSchedule
     _side: int | None = field(default=None, init=False)
 
     def reached(self, at: Position) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
 from data.config import ALWAYS_ALIKE, NOT_AUGMENTED, DataConfig, Preprocessing
-from data.image_sizes import MAGNITUDE
+from data.size_schedule import MAGNITUDE
 from models.config import DEFAULT_MODEL, ModelConfig, ModelError
 from models.registry import open_model, with_additions
 from training.config import RunConfig

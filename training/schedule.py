@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from data.image_sizes import ImageSizes
+from data.size_schedule import SizeSchedule
 from training.errors import UsageError
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class Schedule:
     """The share that a teacher keeps of itself in a step; None without one."""
     teacher_temp: Ramp = Ramp(1.0, 1.0, 0)
     rope_factors: RopeFactors = RopeFactors(1.0, 0)
-    image_sizes: ImageSizes | None = None
+    image_sizes: SizeSchedule | None = None
     """The sizes of the images; None: all have the model's own."""
     end: int | None = None
     """The run's last step, in batches of the present size since the start of training;
@@ -200,7 +200,7 @@ def make_schedule(run: Run, steps_per_epoch: int, at: Position) -> tuple[Schedul
     # All but the learning rate; the temperature alone does not change along half a cosine over
     # the steps of --num_epochs.
     others: dict[str, Any] = {"rope_factors": rope_factors(run)}
-    others["image_sizes"] = ImageSizes.of(config.data, config.seed, end)
+    others["image_sizes"] = SizeSchedule.of(config.data, config.seed, end)
     if how.weight_decay_end is not None:
         factor = how.weight_decay_end / config.optimizer.weight_decay
         others["weight_decay"] = Ramp(1.0, factor, total, "cosine")

@@ -12,8 +12,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torchvision.transforms.v2.functional import normalize
 
 from data.config import DataConfig
-from data.image_sizes import ImageSizes
 from data.loader import Share
+from data.size_schedule import SizeSchedule
 from data.source import open_data
 from tests.fakes.filled import filled
 from tests.support.cli import tiny, train_tiny, train_tiny_gpu, train_tiny_megatron
@@ -36,7 +36,7 @@ CUT = "--cutmix 1 --mixup 0.5 --grad_accum_steps 2".split()
 
 
 def sizes_of(*items, steps, **others):
-    return ImageSizes.of(DataConfig(image_size_schedule=list(items), **others), 3, steps)
+    return SizeSchedule.of(DataConfig(image_size_schedule=list(items), **others), 3, steps)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_magnitudes_of_rand_augment_rise_with_the_side():
 
 def batches(run, count, share=None, first=0, schedule=None):
     """Batches of the first epoch, in sizes of a training of so many steps as ``schedule``."""
-    sizes = schedule and ImageSizes.of(run.config.data, run.config.seed, schedule)
+    sizes = schedule and SizeSchedule.of(run.config.data, run.config.seed, schedule)
     loader = open_data(dataset_request(run)).train_loader(16, share or Share(), sizes)
     return list(itertools.islice(loader.epoch(0, first), count))
 
@@ -158,7 +158,7 @@ def plain_losses(run, alone, sides, processes=1, devices=1, teacher=None):
 def test_losses_are_plain_timms(train, flags, how, alone, tmp_path):
     result = train(tmp_path, *STEPS, *flags, **how)
     run = on_gpus([*tiny(tmp_path), *STEPS, *flags])
-    sizes, sides = ImageSizes.of(run.config.data, 0, 10), SIDES
+    sizes, sides = SizeSchedule.of(run.config.data, 0, 10), SIDES
     if not sizes.shares:
         sides = [sizes.side(step) for step in range(10)]
         assert "have one of the sizes 8 x 8, 12 x 12, 16 x 16, drawn at random" in result.stdout
@@ -182,7 +182,7 @@ def test_a_compilation_for_each_size_then_none(flags, devices, executions, tmp_p
     mixed = "--image_size_schedule 8 12 16 --max_steps 16 --eval_batches 1".split()
     result = train_tiny(tmp_path, *mixed, *flags.split(), devices=devices)
     sizes = sizes_of("8", "12", "16", steps=16)
-    sides = [ImageSizes(sizes.sides, (), 0, 16).side(step) for step in range(16)]
+    sides = [SizeSchedule(sizes.sides, (), 0, 16).side(step) for step in range(16)]
     assert {*sides[:8]} == {8, 12, 16}
     is_new = [side not in sides[:step] for step, side in enumerate(sides)]
     compiled, executed = result.column("compilations"), result.column("executions")

@@ -20,7 +20,7 @@ MAGNITUDE = re.compile(r"(?<=-m)\d+(?=-|$)")
 
 
 @dataclass(frozen=True)
-class ImageSizes:
+class SizeSchedule:
     """The sizes of square images over a training of ``steps`` batches, counted from its start."""
 
     sides: tuple[int, ...]
@@ -32,7 +32,7 @@ class ImageSizes:
     steps: int
 
     @classmethod
-    def of(cls, config: DataConfig, seed: int, steps: int) -> ImageSizes | None:
+    def of(cls, config: DataConfig, seed: int, steps: int) -> SizeSchedule | None:
         """Return what ``--image_size_schedule`` asks for; None without the flag."""
         if not config.size_schedule:
             return None
@@ -50,7 +50,7 @@ class ImageSizes:
     def side(self, step: int) -> int:
         return self.sides[self.number(step)]
 
-    def only(self, side: int) -> ImageSizes:
+    def only(self, side: int) -> SizeSchedule:
         """Return the same for a training in which all images have this side."""
         shares = tuple(float(other == side) for other in self.sides)
         return replace(self, shares=shares, steps=sys.maxsize)
