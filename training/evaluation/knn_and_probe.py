@@ -96,7 +96,7 @@ OfImages = KnnAccuracy | ProbeAccuracy | FeatureRank
 could be read."""
 
 
-class StopCheck:
+class PartCheck:
     """Remembers whether ``part_done`` has said once that all is to stop."""
 
     def __init__(self, part_done: Callable[[], bool | None]) -> None:
@@ -117,7 +117,7 @@ def measure(
     """Return what is found ``by`` KNN, PROBE and RANK, of class tokens, or else means of patches;
     None if ``part_done``, called after each batch and part, returned True. All processes must call
     this. RANK alone reads no more training images than it needs, and no others."""
-    check = StopCheck(part_done)
+    check = PartCheck(part_done)
     kind = CLASS if features.run.model.has_class_token else MEAN
 
     by_split: list[Labelled] = []

@@ -34,7 +34,7 @@ from training.evaluation.knn_and_probe import (
     RATES,
     Labelled,
     Probes,
-    StopCheck,
+    PartCheck,
     count_classes,
     random_order,
     shares,
@@ -316,7 +316,7 @@ def measure(
     """Return how well patch features tell the classes of pixels; None if ``part_done``, called
     after each batch and part, returned True. ``features``: of a ``MaskedSource``. ``picture``: the
     file to draw into. All processes must call this."""
-    data, parts = features.data, StopCheck(part_done)
+    data, parts = features.data, PartCheck(part_done)
     assert isinstance(data, MaskedSource)
     train_split, val_split = (data.splits[name] for name in (TRAIN, VAL))
 
@@ -370,7 +370,7 @@ def _val_areas(
     masks: Masks,
     probes: Probes,
     bank: Labelled,
-    parts: StopCheck,
+    parts: PartCheck,
 ) -> tuple[list[Areas], int]:
     """Return what each probe, and last k-NN, make of this process's validation images, and how many
     of these there are."""
@@ -392,7 +392,7 @@ def _val_areas(
 
 
 def _with_votes(
-    batches: Iterable[FeatureBatch], bank: Labelled, classes: int, parts: StopCheck
+    batches: Iterable[FeatureBatch], bank: Labelled, classes: int, parts: PartCheck
 ) -> Iterator[tuple[np.ndarray, list[torch.Tensor]]]:
     """Yield the numbers of windows, with their patches, (windows, patches, width), and the share of
     the votes of the nearest patches for each class, (windows, patches, classes). All processes must
