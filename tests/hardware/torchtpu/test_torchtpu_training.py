@@ -23,6 +23,7 @@ from tests.support.cli import (
 from tests.support.curves import assert_same_curves, assert_same_training
 from tests.support.dino import DINO
 from tests.support.mae import MAE
+from tests.support.native_images import flags, write_images
 
 
 def test_compiled_blocks(tiny_on_tpu, tiny_on_gpu):
@@ -124,6 +125,21 @@ def test_self_distillation(tmp_path):
     for name in ("loss", "loss_dino", "loss_ibot", "loss_koleo", "loss_gram"):
         assert here.column(name) == pytest.approx(there.column(name), rel=1e-5), name
     assert len(set(here.column("compilations")[1:])) == 1  # the second step has some of its own
+
+
+@pytest.mark.long
+def test_native_resolution(tmp_path):
+    """Sequences of several images: other ones in each step, in graphs of the same shapes."""
+    folder = write_images(tmp_path / "images")
+    here, there = (
+        train(tmp_path / train.__name__, *flags(folder))
+        for train in (train_tiny_tpu, train_tiny_gpu)
+    )
+    assert_same_curves(here, there, rel=1e-5)
+    losses = [run.evaluations[0]["val_loss"] for run in (here, there)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert here.column("images") == there.column("images")
+    assert len(set(here.column("compilations"))) == 1
 
 
 # -- stopping and resuming -------------------------------------------------------------------------
