@@ -483,7 +483,8 @@ def open_native(name: str, overrides: Mapping[str, Any]) -> NativeSpec:
     """Return a NaFlexVit in place of the model ``name``, a preset or timm's, with ``overrides``
     over its own arguments. Raises ModelError if timm has none, or the arguments do not fit."""
     given = {key: value for key, value in overrides.items() if key not in _SEQUENCES}
-    given.pop("native_resolution", None)
+    if given.pop("native_resolution", True) is False:
+        raise ModelError(f"{name} has native resolution alone: drop --no-native_resolution")
     timms = name.removeprefix("timm/")
     try:
         if name in PRESETS:

@@ -166,6 +166,10 @@ def test_flops_are_those_of_images_of_the_models_own_size():
     assert native.train_flops_per_image == pytest.approx(5 * plain.train_flops_per_image, rel=0.02)
 
 
+def test_the_flag_may_be_off():
+    assert open_model("vit_tiny_patch16_224", {"native_resolution": False}).packing is None
+
+
 @pytest.mark.parametrize(
     ("name", "overrides", "reason"),
     [
@@ -173,6 +177,7 @@ def test_flops_are_those_of_images_of_the_models_own_size():
         ("timm/naflexvit_base_patch16_radio_v3", {}, "128 x 128 positions"),
         ("timm/naflexvit_base_patch16_gap", {"token_budget": 4}, "leaves no patch"),
         ("timm/naflexvit_base_patch16_gap", {"qkv_biases": True}, "does not take"),
+        ("timm/naflexvit_base_patch16_gap", {"native_resolution": False}, "resolution alone"),
         ("vit_tiny_patch16_224", {"token_budget": 256}, "does not take"),
         ("vit_tiny_patch16_224", NATIVE | {"img_size": 100}, "no multiple|not a multiple"),
         ("hybrid_vit", NATIVE, "does not take"),
