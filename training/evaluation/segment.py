@@ -33,8 +33,8 @@ from training.evaluation.features import PATCHES, FeatureBatch, Features
 from training.evaluation.knn_and_probe import (
     RATES,
     Labelled,
-    Probes,
     PartCheck,
+    Probes,
     count_classes,
     random_order,
     shares,
