@@ -82,7 +82,7 @@ def test_killed_while_writing(trained, tmp_path, monkeypatch):
     whole = program(tmp_path / "whole", *flags)
     assert whole.returncode == 0, whole.stderr
     run = tmp_path / "run"
-    monkeypatch.setenv("SAVES", "slow 10 -1 60")
+    monkeypatch.setenv("SAVES", "slow 10 -1 600")
     command = [sys.executable, "-m", DISTURBED, *tiny(run), *QUICK, "--backend", "cuda", *flags]
     # Without the one at the epoch's end, which would wait for that of step 10.
     command += ["--ckpt_epoch_interval", "9"]
