@@ -55,6 +55,8 @@ def read_run(flags: Sequence[str]) -> Run[Any]:
     config, model = resolve_model(config)
     if len(model.sizes.input_shape) != 3:
         raise UsageError("volumes cannot be drawn")
+    if model.packing:
+        raise UsageError("images of native resolution have many sizes: drop --native_resolution")
     if config.data.image_sizes:
         given = "--buckets" if config.data.buckets else "--image_size_schedule"
         raise UsageError(f"{given}: images are drawn in the model's own size, drop it")
