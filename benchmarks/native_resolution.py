@@ -9,8 +9,8 @@ The sets are made of scikit-learn's digits, as images of many sizes and shapes:
 - strips: a digit, which is the label, in one of 2 to 6 cells of 8 to 12 pixels a side, in a row or
   a column; the others are empty. In a square a cell is as narrow as its share.
 
-The ways to train on them, all with one model and as many images; the square is the
-smallest that has no fewer patches than the images have on average:
+The ways to train on them, with one model, and as many images a step and in all. Squares are the
+smallest with no fewer patches than the images have on average:
 
 - native: each image in its own size (--native_resolution)
 - squash: the whole image resized to a square (--crop_mode squash)
@@ -33,7 +33,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,8 @@ def write_images(root: Path, kind: str, copies: int, limit: int | None) -> None:
 # -- the runs -----------------------------------------------------------------------------
 
 PATCH, TOKENS, MOST_IMAGES, IMAGES_A_STEP = 4, 192, 24, 32
+SEQUENCES_TIMED = (144, 576)
+"""Tokens of a sequence in timed steps: 4 and 16 images of 6 x 6 patches."""
 MODEL = (
     f"--model vit_tiny_patch16_224 --patch_size {PATCH} --embed_dim 64 --num_heads 2 "
     "--num_blocks 2 --no-class_token --global_pool avg --no_grad_ckpt"
@@ -188,8 +190,8 @@ class Step:
 
     backend: str
     tokens: int
-    native: list[float]
-    square: list[float]
+    native: list[float] = field(default_factory=list)
+    square: list[float] = field(default_factory=list)
 
     @property
     def ratio(self) -> float:
@@ -328,15 +330,15 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    options = parse()
+    options, name = parse(), commit()
     runs: list[Run] = []
-    steps = [Step(backend, tokens, [], []) for backend in options.backends for tokens in (144, 576)]
-    print(f"commit {commit()}, one core of {platform.machine()}, seeds {options.seeds}")
+    steps = [Step(backend, tokens) for backend in options.backends for tokens in SEQUENCES_TIMED]
+    print(f"commit {name}, {platform.machine()}, one core")
 
     def write() -> None:
         if options.json:
-            rows = {"runs": [*map(asdict, runs)], "steps": [*map(asdict, steps)]}
-            options.json.write_text(json.dumps({"commit": commit(), **rows}, indent=1) + "\n")
+            figures = {"runs": [*map(asdict, runs)], "steps": [*map(asdict, steps)]}
+            options.json.write_text(json.dumps({"commit": name, **figures}, indent=1) + "\n")
 
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
