@@ -46,6 +46,7 @@ from tqdm import tqdm
 from benchmarks.common import ROOT, commit, markdown
 from config_fields import local_path
 from data.digits import CLASSES, read_digits
+from data.packing import PackRequest, grids
 from training.logs.figures import pyplot, save_figure
 from training.logs.records import read_metrics
 
@@ -152,8 +153,9 @@ def train(folder: Path, *flags: str) -> tuple[list[dict[str, Any]], float]:
 
 def mean_patches(folder: Path) -> float:
     """Return how many patches the images of a folder have on average, in their own sizes."""
-    sizes = np.array([Image.open(path).size for path in folder.rglob("*.png")])
-    return np.maximum(np.rint(sizes / PATCH), 1).prod(axis=1).mean()
+    sizes = [Image.open(path).size[::-1] for path in folder.rglob("*.png")]
+    request = PackRequest((PATCH, PATCH), 0, TOKENS, MOST_IMAGES, TOKENS, resize=False)
+    return grids(np.array(sizes), request).prod(axis=1).mean()
 
 
 def square_side(patches: float) -> int:
