@@ -255,7 +255,7 @@ def seen(image: Image.Image, way: str, side: int) -> Image.Image:
     """Return an image as a way shows it to the model."""
     width, height = image.size
     if way == "native":
-        return image.resize(tuple(max(1, round(length / PATCH)) * PATCH for length in image.size))
+        return image.resize([max(1, round(length / PATCH)) * PATCH for length in image.size])
     least = min(width, height)
     left, top = (width - least) // 2, (height - least) // 2
     box = (left, top, left + least, top + least) if way == "crop" else None
