@@ -204,6 +204,16 @@ RUN: dict[str, Run] = {
         leaves=("cpu.csv", "cpu.png"),
         long=True,
     ),
+    "python benchmarks/native_resolution.py": Run(
+        (
+            r"^\| strips \| native \| [\d.]+ \|",
+            r"^\| stretched \| crop \| [\d.]+ \|",
+            r"^\| xla \| 576 \| [\d.]+ \| [\d.]+ \| [\d.]+ \|$",
+        ),
+        leaves=("native.json", "native.png"),
+        long=True,
+        shorter="--seeds 1 --epochs 1 --digits 160 --steps 1 --repeats 1",
+    ),
     "python3 run_vit_training.py --use_ema": Run((r"top-5: [\d.]+ %$",), trained=True, long=True),
     "python3 run_vit_training.py --self_check --fake_data": Run(
         (r"^pass  checkpoint read ", r"^self check passed: 13 checks, "), long=True

@@ -1,11 +1,15 @@
 """The benchmarks still measure: one short run of each form. What they measure is for docs/."""
 
 import csv
+import json
+import math
 
 import pytest
+from PIL import Image
 
 from benchmarks import domain_parallel
 from benchmarks.domain_parallel_rows import COLUMNS, OOM
+from benchmarks.native_resolution import write_images
 from tests.support.cli import TINY_MODEL, run_program
 from training.errors import UsageError
 
@@ -110,3 +114,36 @@ def test_domain_parallel_combinations(monkeypatch):
     for wrong in ("--processes 3 --domain_size 2", "--processes 2", f"{sizes} --image_size_stop 1"):
         with pytest.raises(UsageError):
             ways(wrong)
+
+
+NATIVE = "--seeds 1 --epochs 4 --copies 1 --digits 128 --steps 1 --repeats 1 --backends fsdp2"
+
+
+@pytest.mark.long
+def test_native_resolution(tmp_path):
+    """Two short trainings and steps: the table has the figures of the JSON, and what it says of
+    tokens holds for the images."""
+    rows, picture = tmp_path / "rows.json", tmp_path / "picture.png"
+    command = ["benchmarks/native_resolution.py", *NATIVE.split(), "--images", "strips"]
+    done = run_program(*command, "--json", str(rows), "--plot", str(picture), warm=False)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(rows.read_text())
+    runs = {run["way"]: run for run in figures["runs"]}
+    assert [*runs] == ["native", "squash", "crop"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    write_images(tmp_path / "strips", "strips", 1, 128)
+    patches = [
+        math.prod(round(side / 4) for side in Image.open(path).size)
+        for path in (tmp_path / "strips" / "train").rglob("*.png")
+    ]
+    assert len(patches) == 128
+    # Those of a batch, which is a part of them.
+    assert runs["native"]["tokens_an_image"] == pytest.approx(sum(patches) / 128, rel=0.3)
+    assert 0 <= runs["native"]["padding"] < 0.2
+    assert runs["squash"]["tokens_an_image"] == math.ceil((sum(patches) / 128) ** 0.5) ** 2
+    for name, run in runs.items():
+        assert f"| strips | {name} | {run['top1']:.1f} | " in done.stdout
+    for step in figures["steps"]:
+        (native,), (square,) = step["native"], step["square"]
+        row = f"| fsdp2 | {step['tokens']} | {native:.3f} | {square:.3f} | {native / square:.2f} |"
+        assert row in done.stdout
