@@ -11,7 +11,8 @@ from tests.support.native_images import flags, write_images
 
 PROGRAM = "tests.fakes.kernels_on_cpu"
 ROTARY = "--model timm/vit_small_patch16_rope_224 --mlp_ratio 4".split()
-MODELS = {"plain": [], "rotary": ROTARY}
+LONG = "--token_budget 600 --max_images_per_sequence 16 --batch_size 2".split()
+MODELS = {"plain": [], "rotary": ROTARY, "several blocks of queries": LONG}
 
 
 @pytest.mark.long
@@ -27,6 +28,7 @@ def test_values():
     for edge in found["edges"]:
         assert edge["one_segment"]
         assert edge["alone"] < 1e-4
+        assert edge["mixed"] < 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +60,7 @@ def by_pytorch(folder, tmp_path_factory):
                 (1, "plain", "--attention flash --xla_fsdp nested"),
                 (2, "rotary", "--attention whole --mesh_tensor 2 --grad_ckpt selective"),
                 (2, "plain", "--attention flash --mesh_tensor 2"),
+                (2, "several blocks of queries", "--attention whole"),
             ]
         ),
     ],
