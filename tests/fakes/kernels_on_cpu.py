@@ -24,7 +24,7 @@ def of_whole(sizes, parts):
         seen = same_segment(*parts[-2:], sizes.segments)[..., : sizes.tokens, : sizes.tokens]
         del parts[-2:]
     if windows is not None:
-        seen &= in_windows(sizes, windows)
+        seen = seen & in_windows(sizes, windows, parts[0])
     if sizes.apart:
         angles = parts[-1]
         q, k = (rotated(sizes, each.float(), angles) for each in (q, k))
@@ -38,14 +38,15 @@ def same_segment(queries, keys, shape):
     return queries[..., None] == keys[:, :, None, :]
 
 
-def in_windows(sizes, windows):
-    """Which keys are in the windows of queries, (images, 1, queries, keys)."""
+def in_windows(sizes, windows, q):
+    """Which keys are in the windows of queries, (images, 1, queries, keys). Without a constant, see
+    ``scaled``."""
     assert tuple(windows.shape) == sizes.window_shape
     assert windows.dtype == torch.int32
-    number, start = windows.unflatten(1, (-1, 2))[..., None].unbind(2)
-    lengths = sum((number == n) * length for n, length in enumerate(sizes.windows))
-    places = torch.arange(sizes.tokens, device=windows.device)
-    inside = (places >= start) & (places < start + lengths)
+    ones = (q - q)[..., 0].exp()
+    places = (ones.cumsum(1) - ones)[:, None]
+    keys, start = windows.unflatten(1, (-1, 2))[..., None].unbind(2)
+    inside = (places >= start) & (places < start + keys)
     return inside.repeat_interleave(sizes.queries, 1)[:, None, : sizes.tokens]
 
 

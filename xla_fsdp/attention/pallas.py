@@ -486,13 +486,13 @@ def _for_each_image(
             compute(image, slice(0, s.tokens))
             continue
         place = program * images + image
-        number, start = windows_ref[place, 2 * block], windows_ref[place, 2 * block + 1]
-        for index, window in enumerate(s.windows):
+        keys, start = windows_ref[place, 2 * block], windows_ref[place, 2 * block + 1]
+        for window in s.windows:
             rows = slice(0, s.tokens)
             if window < s.tokens:
                 rows = pl.ds(pl.multiple_of(start, WINDOW_STEP), window)
 
-            @pl.when(number == index)
+            @pl.when(keys == window)
             def _(image: int = image, rows: Any = rows) -> None:
                 compute(image, rows)
 

@@ -64,8 +64,7 @@ def kernel(s: WholeSizes, *, backward: bool) -> Kernel:
     keys, stand_ins = [s.tokens], list[Callable]()
     if s.windows:
         arguments.append((s.window_shape, torch.int32))
-        numbers = windows(s, _usual_segments(s.tokens))[0, ::2]
-        keys = [s.windows[number] for number in numbers.tolist()]
+        keys = windows(s, _usual_segments(s.tokens))[0, ::2].tolist()
         stand_ins = [function(replace(s, window=window)) for window in keys]
     scores = s.batch * s.heads * s.tokens * sum(keys) // len(keys)
     return lower(
@@ -88,8 +87,8 @@ def _usual_segments(tokens: int) -> torch.Tensor:
 
 
 def windows(s: WholeSizes, segments: torch.Tensor) -> torch.Tensor:
-    """Return the number in ``s.windows``, and the first key, of the window of each block of
-    queries: the smallest that has all keys of its segments, int32 (batch, 2 x blocks).
+    """Return how many keys, and the first key, of the window of each block of queries: the smallest
+    of ``s.windows`` that has all keys of its segments, int32 (batch, 2 x blocks).
 
     ``segments``: (batch, tokens). Windows have all that is needed whatever their order is. They are
     the smallest if segments are numbered along the sequence and padding, 0, is behind them.
@@ -102,12 +101,12 @@ def windows(s: WholeSizes, segments: torch.Tensor) -> torch.Tensor:
     places = torch.arange(s.tokens, dtype=torch.int32, device=segments.device)
     first = places.where(needed, s.tokens).amin(2)
     end = (places + 1).where(needed, 0).amax(2)
-    number, start = torch.full_like(first, len(s.windows) - 1), torch.zeros_like(first)
-    for index, window in reversed([*enumerate(s.windows[:-1])]):
+    keys, start = torch.full_like(first, s.tokens), torch.zeros_like(first)
+    for window in reversed(s.windows[:-1]):
         at = first.clamp(max=s.tokens - window) // WINDOW_STEP * WINDOW_STEP
-        fits = end <= at + window
-        number, start = number.where(~fits, index), start.where(~fits, at)
-    return torch.stack([number, start], 2).flatten(1)
+        too_small = end > at + window
+        keys, start = keys.where(too_small, window), start.where(too_small, at)
+    return torch.stack([keys, start], 2).flatten(1)
 
 
 # ------------------------------------------------------------------------------------------------
