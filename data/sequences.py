@@ -55,7 +55,11 @@ def in_sequences(
 class PackedSplit(Split):
     """One split as sequences: a dataset by (epoch, images in the global batch, image index, image
     index, ...), of packed sequences and the labels of their images. In training a broken image is
-    replaced by another one, resized to the same grid; in validation its tokens are padding."""
+    replaced by another one, resized to the same grid; in validation its tokens are padding.
+
+    Segments are numbered along a sequence, and padding is behind them, but for broken images:
+    attention on TPUs (``xla_fsdp.attention.whole.windows``) is correct in any order, and short in
+    this one."""
 
     def __init__(
         self, request: DatasetRequest, split: ImageSplit, transform: SizedTransform

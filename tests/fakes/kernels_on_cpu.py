@@ -19,9 +19,12 @@ def of_whole(sizes, parts):
     assert [tuple(part.shape) for part in parts[:3]] == [sizes.input_shape] * 3
     q, k, v = parts[0].chunk(3, -1) if sizes.packed else parts[:3]
     parts, angles, seen = list(parts), None, None
+    windows = parts.pop() if sizes.windows else None
     if sizes.segmented:
-        seen = same_segment(*parts[-2:], sizes.segments)
+        seen = same_segment(*parts[-2:], sizes.segments)[..., : sizes.tokens, : sizes.tokens]
         del parts[-2:]
+    if windows is not None:
+        seen = seen & in_windows(sizes, windows, parts[0])
     if sizes.apart:
         angles = parts[-1]
         q, k = (rotated(sizes, each.float(), angles) for each in (q, k))
@@ -33,6 +36,18 @@ def same_segment(queries, keys, shape):
     assert tuple(queries.shape) == tuple(keys.shape) == shape
     assert queries.dtype == keys.dtype == torch.int32
     return queries[..., None] == keys[:, :, None, :]
+
+
+def in_windows(sizes, windows, q):
+    """Which keys are in the windows of queries, (images, 1, queries, keys). Without a constant, see
+    ``scaled``."""
+    assert tuple(windows.shape) == sizes.window_shape
+    assert windows.dtype == torch.int32
+    ones = (q - q)[..., 0].exp()
+    places = (ones.cumsum(1) - ones)[:, None]
+    keys, start = windows.unflatten(1, (-1, 2))[..., None].unbind(2)
+    inside = (places >= start) & (places < start + keys)
+    return inside.repeat_interleave(sizes.queries, 1)[:, None, : sizes.tokens]
 
 
 def softmax(scores, seen):

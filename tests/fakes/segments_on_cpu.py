@@ -27,7 +27,9 @@ CASES = {
         (100, 2, 64, "float32", [[30, 7, 50], [100]]),
         (100, 2, 80, "float32", [[30, 7, 50], []]),
         (256, 4, 64, "bfloat16", [[1, 1, 200], [128, 128]]),
+        # Windows of 256 and 512 keys, from the first key on and further behind, and all keys.
         (700, 2, 64, "float32", [[400, 200], [256, 256, 100]]),
+        (1000, 2, 64, "float32", [[248] * 4, [100, 400, 250, 250]]),
     ],
 }
 _IN_SPANS = 1408
@@ -84,7 +86,8 @@ def compare(form: str, tokens: int, heads: int, width: int, dtype: str, lengths)
 
 
 def edges(form: str) -> dict:
-    """All tokens in one segment, which may be padding; each token in its own."""
+    """All tokens in one segment, which may be padding; each token in its own; segments that are in
+    no order."""
     torch.manual_seed(0)
     tokens, attention = 300, ATTENTION[form]
     *inputs, weights = (torch.randn(2, 2, tokens, 64) for _ in range(4))
@@ -93,9 +96,18 @@ def edges(form: str) -> dict:
     without = gradients(attention, inputs, weights)
     alone = gradients(attention, inputs, weights, segments=row + torch.arange(tokens).int())
     expected = (inputs[2], 0, 0, weights)
+    tokens = 600
+    *inputs, weights = (torch.randn(1, 2, tokens, 64) for _ in range(4))
+    mixed = {"segments": torch.randint(0, 5, (1, tokens)).int()}
+    pairs = zip(
+        gradients(attention, inputs, weights, **mixed),
+        gradients(by_pytorch, inputs, weights, **mixed),
+        strict=True,
+    )
     return {
         "one_segment": all(map(torch.equal, in_one, without)),
         "alone": max((a - b).abs().max().item() for a, b in zip(alone, expected, strict=True)),
+        "mixed": max(((a - b).norm() / b.norm()).item() for a, b in pairs),
     }
 
 

@@ -27,7 +27,7 @@ from tools.compile_only.hlo import types_of
 from training.errors import UsageError
 from training.processes.parent import end_with
 from xla_fsdp import environment, jax_private
-from xla_fsdp.attention.kernels import BRANCHES
+from xla_fsdp.attention.kernels import COUNTED, Counted
 from xla_fsdp.tpu import CHIPS, VARIABLE, Topology, raise_if_refused
 
 JAX_WITHOUT_TPU = {
@@ -302,7 +302,8 @@ def hbm_needed(message: str, argument_bytes: int) -> int | None:
 # The compiler writes an estimate of cycles into the configuration of each fusion, and none into
 # that of a kernel. But its dumps name how many bundles of instructions a kernel's loop has; a core
 # starts one a cycle. So each kernel is compiled once more by itself, and the cycles of all its
-# programs are written into its call, where those of a fusion are.
+# programs are written into its call, where those of a fusion are. Where each program runs only one
+# of many branches, the kernel is counted by stand-ins of one branch each (``Counted``).
 #
 # Not in it: what the matrix units still have to do when products come faster than they compute
 # them, and waiting for operands. So a kernel takes at least what its FLOPs and bytes do.
@@ -327,36 +328,44 @@ def write_kernel_cycles(hlo: str, topology: Topology, variables: dict[str, str])
         calls.append((call, config["custom_call_config"]))
     if not calls:
         return hlo
-    cycles: dict[str, int] = {}
+    cycles: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
         variables = {**variables, VARIABLE: f"{variables.get(VARIABLE, '')} {dump}"}
-        with _libtpu_process(variables, os.devnull) as process:
+        with (
+            _libtpu_process(variables, os.devnull) as process,
+            contextlib.suppress(BrokenProcessPool),
+        ):
             for call, config in calls:
-                body = config["body"]
-                if body in cycles:
-                    continue
-                try:
-                    process.submit(_compile_kernel, call, config, topology).result()
-                except BrokenProcessPool:
-                    break
-                bundles: list[int] = []
-                rounds: list[int] = []
-                for file in sorted(Path(folder).iterdir()):  # what this compilation has dumped
-                    if file.name.endswith("final_bundles.txt"):
-                        text = file.read_text(errors="replace")
-                        count = _BUNDLES.search(text)
-                        bundles += [int(count[1])] if count else []
-                        rounds += map(int, _ROUNDS.findall(text))
-                    file.unlink()
-                looped = max(1, max(rounds, default=1 + _FILL) - _FILL)
-                cycles[body] = round(max(bundles, default=0) * looped / BRANCHES.get(body, 1))
+                counted = COUNTED.get(config["body"], Counted())
+                bodies = counted.stand_ins() if counted.stand_ins else [config["body"]]
+                for body in {*bodies} - {*cycles}:
+                    process.submit(
+                        _compile_kernel, call, {**config, "body": body}, topology
+                    ).result()
+                    cycles[body] = _cycles_dumped(folder) / counted.branches
+                cycles[config["body"]] = sum(map(cycles.__getitem__, bodies)) / len(bodies)
     timed = {}
     for call, config in calls:
         if cycles.get(config["body"]):
-            estimate = f'"estimated_cycles":"{cycles[config["body"]]}","custom_call_config":'
+            estimate = f'"estimated_cycles":"{cycles[config["body"]]:.0f}","custom_call_config":'
             timed[call] = call.replace('"custom_call_config":', estimate, 1)
     return _CALL.sub(lambda call: timed.get(call[0], call[0]), hlo)
+
+
+def _cycles_dumped(folder: str) -> int:
+    """Return the cycles of all programs of the kernel that was compiled last, which has dumped into
+    this folder; empty it."""
+    bundles: list[int] = []
+    rounds: list[int] = []
+    for file in sorted(Path(folder).iterdir()):
+        if file.name.endswith("final_bundles.txt"):
+            text = file.read_text(errors="replace")
+            count = _BUNDLES.search(text)
+            bundles += [int(count[1])] if count else []
+            rounds += map(int, _ROUNDS.findall(text))
+        file.unlink()
+    return max(bundles, default=0) * max(1, max(rounds, default=1 + _FILL) - _FILL)
 
 
 def _compile_kernel(call: str, config: dict[str, Any], topology: Topology) -> None:

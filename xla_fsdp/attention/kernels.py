@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -20,10 +20,21 @@ from xla_fsdp import jax_private, torch_xla_private
 if TYPE_CHECKING:
     import torch_xla.distributed.spmd as xs
 
-BRANCHES: dict[str, int] = {}
-"""The branches of each kernel that was lowered here, by its code: a compiled program, whose cycles
-``--compile_only`` counts, has its kernels as code alone."""
 
+@dataclass(frozen=True)
+class Counted:
+    """How ``--compile_only`` counts the cycles of a kernel."""
+
+    branches: int = 1
+    """How many branches a program of it has, each taken equally often."""
+    stand_ins: Callable[[], list[str]] | None = None
+    """Makes the code of kernels that have but one of its ways each, which programs take equally
+    often in what the expectation assumes; None: all programs run all of its own code."""
+
+
+COUNTED: dict[str, Counted] = {}
+"""Of each kernel that was lowered here, by its code: a compiled program, whose cycles are counted,
+has its kernels as code alone."""
 
 Array = tuple[tuple[int, ...], torch.dtype]
 Kernel = Callable[[list[torch.Tensor]], list[torch.Tensor]]
@@ -39,9 +50,29 @@ def lower(
     transcendentals: int,
     bytes_accessed: int,
     branches: int = 1,
+    stand_ins: Sequence[Callable] = (),
 ) -> Kernel:
-    """Lower a JAX function of one Pallas kernel for arrays of these shapes and dtypes;
-    ``branches``: how many branches a program of it has, each taken equally often."""
+    """Lower a JAX function of one Pallas kernel for arrays of these shapes and dtypes; ``branches``
+    and ``stand_ins``, functions of the same arrays: as of ``Counted``."""
+    config = _kernel_config(function, arguments)
+    config["custom_call_config"]["cost_estimate"] = {
+        "flops": flops,
+        "transcendentals": transcendentals,
+        "bytes_accessed": bytes_accessed,
+    }
+
+    def stand_in_bodies() -> list[str]:
+        configs = (_kernel_config(stand_in, arguments) for stand_in in stand_ins)
+        return [config["custom_call_config"]["body"] for config in configs]
+
+    body = config["custom_call_config"]["body"]
+    COUNTED[body] = Counted(branches, stand_in_bodies if stand_ins else None)
+    shapes, dtypes = [list(shape) for shape, _ in results], [dtype for _, dtype in results]
+    text = json.dumps(config)
+    return lambda inputs: torch_xla_private.call_tpu_kernel(inputs, text, shapes, dtypes)
+
+
+def _kernel_config(function: Callable, arguments: list[Array]) -> dict[str, Any]:
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # it only lowers: a TPU, if any, is torch_xla's
@@ -50,16 +81,7 @@ def lower(
     ]
     text = torch_xla_private.kernel_config(jax_private.lower_for_tpu(function, arrays))
     assert text is not None
-    config = json.loads(text)
-    config["custom_call_config"]["cost_estimate"] = {
-        "flops": flops,
-        "transcendentals": transcendentals,
-        "bytes_accessed": bytes_accessed,
-    }
-    BRANCHES[config["custom_call_config"]["body"]] = branches
-    shapes, dtypes = [list(shape) for shape, _ in results], [dtype for _, dtype in results]
-    text = json.dumps(config)
-    return lambda inputs: torch_xla_private.call_tpu_kernel(inputs, text, shapes, dtypes)
+    return json.loads(text)
 
 
 MeshAxes = str | tuple[str, ...] | None
@@ -203,6 +225,11 @@ def round_up(size: Number, multiple: int) -> Number:
 _MOST_UNDIVIDED = 512
 """Queries that are computed at once; more are computed in blocks."""
 _QUERY_BLOCK = 256
+_WINDOWS = (256, 512)
+"""Keys that a block of queries is computed with, if its segments have no others. Each more is as
+much more code to compile."""
+WINDOW_STEP = 16
+"""A window starts at a multiple of this: rows of a register of bf16 numbers."""
 _FORWARD_HEADS, _BACKWARD_HEADS = 8, 4
 """Heads of 256 queries and keys that one program of the grid computes: while the units wait for one
 of them they work on another. By libtpu's schedules more gains little."""
@@ -221,6 +248,7 @@ class WholeSizes:
     ``packed``: queries, keys and values are one array, (batch, tokens, 3 x heads x width).
     ``apart``: how far apart two columns are that are rotated together; 0: nothing is rotated.
     ``segmented``: queries attend to the keys of their own segment.
+    ``window``: the only one of ``windows`` that programs can compute; 0: they have all.
     """
 
     batch: int
@@ -231,6 +259,7 @@ class WholeSizes:
     packed: bool = False
     apart: int = 0
     segmented: bool = False
+    window: int = 0
 
     def __post_init__(self) -> None:
         columns = self.heads * self.width
@@ -243,6 +272,13 @@ class WholeSizes:
         # Queries that a program computes.
         self.queries = self.tokens if self.tokens <= _MOST_UNDIVIDED else _QUERY_BLOCK
         self.query_blocks = -(-self.tokens // self.queries)
+        # How many keys a block of queries may be computed with: those of its segments are in one of
+        # these windows.
+        self.windows: tuple[int, ...] = ()
+        if self.window:
+            self.windows = (self.window,)
+        elif self.segmented and self.query_blocks > 1:
+            self.windows = (*(size for size in _WINDOWS if size < self.tokens), self.tokens)
         # Shapes: of queries, keys, values or the output; of the array that queries are in; of all
         # three gradients.
         self.shape = (self.batch, self.tokens, columns)
@@ -254,7 +290,8 @@ class WholeSizes:
         self.shifts = (behind,) if before == behind else (behind, before)
         # Shape of what queries and keys are rotated by: cosines, and sines for each shift.
         self.angles = (1 + len(self.shifts), self.query_blocks * self.queries, self.lanes)
-        self.segments = (self.batch, 1, self.tokens)
+        self.segments = (self.batch, 1, round_up(self.tokens, LANES))
+        self.window_shape = (self.batch, 2 * self.query_blocks)
 
     def images(self, *, backward: bool) -> int:
         """Return how many images a program computes, a divisor of the batch."""

@@ -24,6 +24,7 @@ from xla_fsdp.attention.kernels import (
     DEFAULT_VECTOR_MEMORY,
     LANES,
     SUBLANES,
+    WINDOW_STEP,
     FlashSizes,
     WholeSizes,
 )
@@ -313,14 +314,18 @@ def _column(row: Any) -> Any:
 # and a block of queries. The backward pass computes scores again from queries and keys, so that
 # nothing else is saved.
 #
+# Several blocks of queries with segments: a program computes a block with a window of keys, the
+# smallest of a few that has all of its segments. Each has its own code, as a loop over keys would
+# wait for the matrix units in each round.
+#
 # Rotary positions are applied here as well: between the products and a kernel, XLA would copy what
 # it rotates. Columns are shifted so that each meets the other one of its pair; the sine is zero
 # where the shift brings a column of another pair.
 
 
 def whole_forward(s: WholeSizes) -> Callable:
-    """Return a function (q, k, v[, angles][, segments, segments]) -> output; it calls the
-    kernel."""
+    """Return a function (q, k, v[, angles][, segments, segments[, windows]]) -> output; it calls
+    the kernel."""
     images = s.images(backward=False)
     return pl.pallas_call(
         functools.partial(_whole_forward, s),
@@ -334,8 +339,8 @@ def whole_forward(s: WholeSizes) -> Callable:
 
 
 def whole_backward(s: WholeSizes) -> Callable:
-    """Return a function (q, k, v, gradient[, angles][, segments, segments]) -> gradients; it calls
-    the kernel.
+    """Return a function (q, k, v, gradient[, angles][, segments, segments[, windows]]) ->
+    gradients; it calls the kernel.
 
     Over the grid's third axis a program writes gradients: of queries, which it computes first with
     those of keys and values, then of keys, then of values. So all of them go to one array.
@@ -363,7 +368,7 @@ def whole_backward(s: WholeSizes) -> Callable:
 
 def _whole_blocks(s: WholeSizes, images: int, arguments: str) -> list[pl.BlockSpec]:
     """Return the block that a program reads of each argument: of queries, "q", or all tokens,
-    "k"; and of the angles, if it rotates; and of the segments of both."""
+    "k"; and of the angles, if it rotates; of the segments of both; and all windows."""
     last = s.query_blocks - 1
 
     def query_block(*rest: Any) -> Any:
@@ -389,8 +394,10 @@ def _whole_blocks(s: WholeSizes, images: int, arguments: str) -> list[pl.BlockSp
     if s.segmented:
         blocks += [
             pl.BlockSpec((images, 1, s.queries), lambda i, _, *rest: (i, 0, query_block(*rest))),
-            pl.BlockSpec((images, 1, s.tokens), lambda i, *_: (i, 0, 0)),
+            pl.BlockSpec((images, *s.segments[1:]), lambda i, *_: (i, 0, 0)),
         ]
+    if s.windows:
+        blocks.append(pl.BlockSpec(memory_space=pltpu.SMEM))
     return blocks
 
 
@@ -433,29 +440,24 @@ class _Sums:
             here = (*place, image, slice(None), slice(start, start + x.shape[1]))
             ref[here] = x.astype(ref.dtype)
 
-    def add_to(self, ref: Any, image: int, block: Any) -> None:
-        """Add to what earlier blocks of queries have left there; None: there is only one."""
+    def add_to(self, ref: Any, image: int, rows: Any, *, first: bool) -> None:
+        """Add to what is there at ``rows``; ``first``: there is nothing yet."""
         for start, x in self._by_register.items():
-            here = (image, slice(0, x.shape[0]), slice(start, start + x.shape[1]))
-            if block is None:
+            here = (image, rows, slice(start, start + x.shape[1]))
+            if first:
                 ref[here] = x.astype(ref.dtype)
-                continue
-
-            @pl.when(block == 0)
-            def _(x: Any = x, here: tuple = here) -> None:
-                ref[here] = x
-
-            @pl.when(block > 0)
-            def _(x: Any = x, here: tuple = here) -> None:
+            else:
                 ref[here] += x
 
 
-def _rotate(s: WholeSizes, inputs: list[Any], rotated: list[Any], ref: Any, rows: Any) -> list[Any]:
-    """Rotate a block of queries, at ``rows``, and all keys; return the angles of each."""
-    angles = [
-        [ref[table, tokens, :] for table in range(s.angles[0])]
-        for tokens in (rows, slice(0, s.tokens))
-    ]
+def _angles(s: WholeSizes, ref: Any, rows: Any) -> list[Any]:
+    """Return the cosines of the tokens at ``rows``, and their sines for each shift."""
+    return [ref[table, rows, :] for table in range(s.angles[0])]
+
+
+def _rotate(s: WholeSizes, inputs: list[Any], rotated: list[Any], ref: Any, rows: Any) -> None:
+    """Rotate a block of queries, at ``rows``, and all keys."""
+    angles = [_angles(s, ref, tokens) for tokens in (rows, slice(0, s.tokens))]
     for x_ref, rotated_ref, (cosines, *sines) in zip(inputs, rotated, angles, strict=True):
         for image in range(x_ref.shape[0]):
             x = x_ref[image].astype("float32")
@@ -463,7 +465,6 @@ def _rotate(s: WholeSizes, inputs: list[Any], rotated: list[Any], ref: Any, rows
             for shift, sine in zip(s.shifts, sines, strict=True):
                 result += pltpu.roll(x, shift, 1) * sine
             rotated_ref[image] = result.astype(rotated_ref.dtype)
-    return angles
 
 
 def _query_rows(s: WholeSizes, block: Any) -> Any:
@@ -473,21 +474,58 @@ def _query_rows(s: WholeSizes, block: Any) -> Any:
     return pl.ds(pl.multiple_of(block * s.queries, s.queries), s.queries)
 
 
+def _for_each_image(
+    s: WholeSizes, refs: Any, program: Any, block: Any, compute: Callable[[int, Any], None]
+) -> None:
+    """Call ``compute`` with each image of a program and with the rows of the keys that a block of
+    queries needs: all, or the window that the last of ``refs``, see ``whole.windows``, has for
+    it. ``program``: along the grid's first axis."""
+    images, windows_ref = refs[0].shape[0], refs[-1]
+    for image in range(images):
+        if not s.windows:
+            compute(image, slice(0, s.tokens))
+            continue
+        place = program * images + image
+        keys, start = windows_ref[place, 2 * block], windows_ref[place, 2 * block + 1]
+        for window in s.windows:
+            rows = slice(0, s.tokens)
+            if window < s.tokens:
+                rows = pl.ds(pl.multiple_of(start, WINDOW_STEP), window)
+
+            @pl.when(keys == window)
+            def _(image: int = image, rows: Any = rows) -> None:
+                compute(image, rows)
+
+
+def _key_segments(ref: Any, image: int, rows: Any) -> Any:
+    """Return the segments of the keys at ``rows``, (1, keys), fp32."""
+    numbers = ref[image].astype("float32")
+    if isinstance(rows, slice):
+        return numbers[:, rows]
+    tokens = numbers.shape[1]
+    shift = jax.lax.rem(tokens - rows.start, tokens)
+    numbers = pltpu.roll(jnp.broadcast_to(numbers, (SUBLANES, tokens)), shift, 1)
+    return numbers[:1, : rows.size]
+
+
 def _whole_forward(s: WholeSizes, *refs: Any) -> None:
     q_ref, k_ref, v_ref, *rest = refs
     angles_ref = rest.pop(0) if s.apart else None
     segments = [rest.pop(0), rest.pop(0)] if s.segmented else []
+    windows_ref = rest.pop(0) if s.windows else None
     output_ref, *rotated = rest
     if s.apart:
         _rotate(s, [q_ref, k_ref], rotated, angles_ref, _query_rows(s, pl.program_id(2)))
         q_ref, k_ref = rotated
-    for image in range(q_ref.shape[0]):
+
+    def compute(image: int, key_rows: Any) -> None:
         output = _Sums()
         if segments:
-            queries, keys = (ref[image] for ref in segments)
-            hidden = _hidden(keys.astype("float32"), _column(queries))
+            keys = _key_segments(segments[1], image, key_rows)
+            hidden = _hidden(keys, _column(segments[0][image]))
         for head in _heads(s.lanes, s.width):
-            q, k, v = (ref[image, :, head.lanes] for ref in (q_ref, k_ref, v_ref))
+            q = q_ref[image, :, head.lanes]
+            k, v = (ref[image, key_rows, head.lanes] for ref in (k_ref, v_ref))
             scores = _product(head.only(q), k, 1, 1)  # (queries, keys)
             if segments:
                 scores += hidden
@@ -496,28 +534,39 @@ def _whole_forward(s: WholeSizes, *refs: Any) -> None:
             output.add(head, _product(weights.astype(v.dtype), head.only(v), 1, 0) / sums)
         output.write(output_ref, image)
 
+    _for_each_image(s, [q_ref, windows_ref], pl.program_id(0), pl.program_id(2), compute)
+
 
 def _whole_backward(s: WholeSizes, *refs: Any) -> None:
     """Compute all three gradients of a block of queries, those of keys as a sum over blocks."""
     inputs, rest = list(refs[:4]), list(refs[4:])
     angles_ref = rest.pop(0) if s.apart else None
     segments = [rest.pop(0), rest.pop(0)] if s.segmented else []
+    windows_ref = rest.pop(0) if s.windows else None
     written, key_sums, value_sums, *rotated = rest
-    kind, block = pl.program_id(2), pl.program_id(3)
+    program, kind, block = (pl.program_id(axis) for axis in (0, 2, 3))
     rows = _query_rows(s, block)
 
     @pl.when(kind == 0)
     def _() -> None:
         if s.apart:
-            angles = _rotate(s, inputs[:2], rotated, angles_ref, rows)
+            _rotate(s, inputs[:2], rotated, angles_ref, rows)
             inputs[:2] = rotated
-        for image in range(inputs[0].shape[0]):
+        if s.query_blocks > 1:
+
+            @pl.when(block == 0)
+            def _() -> None:
+                for sums in (key_sums, value_sums):
+                    sums[...] = jnp.zeros_like(sums)
+
+        def compute(image: int, key_rows: Any) -> None:
             totals = _Sums(), _Sums(), _Sums()
             if segments:
-                queries, keys = (ref[image] for ref in segments)
-                hidden = _hidden(_column(keys), queries.astype("float32"))
+                keys = _key_segments(segments[1], image, key_rows)
+                hidden = _hidden(_column(keys), segments[0][image].astype("float32"))
             for head in _heads(s.lanes, s.width):
-                q, k, v, grad = (ref[image, :, head.lanes] for ref in inputs)
+                q, grad = (inputs[n][image, :, head.lanes] for n in (0, 3))
+                k, v = (inputs[n][image, key_rows, head.lanes] for n in (1, 2))
                 if s.tokens % s.queries:  # the last block reads past the end: anything may be there
                     q, grad = (_first_rows(x, s.tokens - block * s.queries) for x in (q, grad))
                 q, k, grad = (head.only(x) for x in (q, k, grad))
@@ -540,11 +589,13 @@ def _whole_backward(s: WholeSizes, *refs: Any) -> None:
                 for total, x in zip(totals, grads, strict=True):
                     total.add(head, x)
             if s.apart:
-                for total, x_angles in zip(totals[:2], angles, strict=True):
-                    total.rotate_back(s, x_angles)
+                for total, its_rows in zip(totals[:2], (rows, key_rows), strict=True):
+                    total.rotate_back(s, _angles(s, angles_ref, its_rows))
             totals[0].write(written, image, () if s.packed else (0,))
             for total, sums in zip(totals[1:], (key_sums, value_sums), strict=True):
-                total.add_to(sums, image, block if s.query_blocks > 1 else None)
+                total.add_to(sums, image, key_rows, first=s.query_blocks == 1)
+
+        _for_each_image(s, [*inputs, windows_ref], program, block, compute)
 
     for place, sums in enumerate((key_sums, value_sums), 1):
 

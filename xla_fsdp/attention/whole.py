@@ -5,7 +5,7 @@ As ``flash.py``, with Pallas kernels that hold whole sequences in vector memory.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from models.blocks import (
 from xla_fsdp.attention.kernels import (
     DEFAULT_VECTOR_MEMORY,
     ONE_DEVICE,
+    WINDOW_STEP,
     Array,
     Kernel,
     Shards,
@@ -39,8 +40,10 @@ def kernel(s: WholeSizes, *, backward: bool) -> Kernel:
     """Return the kernel (q, k, v) -> output, or (q, k, v, gradient of it) -> their gradients.
 
     Packed, all three are the same array; gradients are packed as these are, or stacked. The angles
-    that queries and keys are rotated by come after these, if they are, and the segments of tokens
-    last, twice.
+    that queries and keys are rotated by come after these, if they are, then the segments of tokens,
+    twice, and their ``windows``.
+
+    Where the cost depends on the windows, it is noted for ``_usual_segments``.
     """
     from xla_fsdp.attention import pallas  # imports JAX
 
@@ -58,7 +61,12 @@ def kernel(s: WholeSizes, *, backward: bool) -> Kernel:
         arguments.append((s.angles, torch.float32))
     if s.segmented:
         arguments += [(s.segments, torch.int32)] * 2
-    scores = s.batch * s.heads * s.tokens**2
+    keys, stand_ins = [s.tokens], list[Callable]()
+    if s.windows:
+        arguments.append((s.window_shape, torch.int32))
+        keys = windows(s, _usual_segments(s.tokens))[0, ::2].tolist()
+        stand_ins = [function(replace(s, window=window)) for window in keys]
+    scores = s.batch * s.heads * s.tokens * sum(keys) // len(keys)
     return lower(
         function(s),
         arguments,
@@ -67,7 +75,38 @@ def kernel(s: WholeSizes, *, backward: bool) -> Kernel:
         transcendentals=scores,
         bytes_accessed=arrays * math.prod(s.shape) * s.dtype.itemsize,
         branches=branches,
+        stand_ins=stand_ins,
     )
+
+
+def _usual_segments(tokens: int) -> torch.Tensor:
+    """Return the segments that ``--compile_only`` assumes, (1, tokens): of four images of the same
+    size, and a padding of about 1/32."""
+    numbers = torch.arange(tokens) // (31 * tokens // 128) + 1
+    return torch.where(numbers > 4, 0, numbers).int()[None]
+
+
+def windows(s: WholeSizes, segments: torch.Tensor) -> torch.Tensor:
+    """Return how many keys, and the first key, of the window of each block of queries: the smallest
+    of ``s.windows`` that has all keys of its segments, int32 (batch, 2 x blocks).
+
+    ``segments``: (batch, tokens). Windows have all that is needed whatever their order is. They are
+    the smallest if segments are numbered along the sequence and padding, 0, is behind them.
+    """
+    numbers = segments.where(segments > 0, torch.iinfo(torch.int32).max)
+    behind = numbers[:, -1:].expand(-1, s.query_blocks * s.queries - s.tokens)
+    blocks = torch.cat([numbers, behind], 1).unflatten(1, (-1, s.queries))
+    least, most = (x[..., None] for x in (blocks.amin(2), blocks.amax(2)))
+    needed = (numbers[:, None] >= least) & (numbers[:, None] <= most)
+    places = torch.arange(s.tokens, dtype=torch.int32, device=segments.device)
+    first = places.where(needed, s.tokens).amin(2)
+    end = (places + 1).where(needed, 0).amax(2)
+    keys, start = torch.full_like(first, s.tokens), torch.zeros_like(first)
+    for window in reversed(s.windows[:-1]):
+        at = first.clamp(max=s.tokens - window) // WINDOW_STEP * WINDOW_STEP
+        too_small = end > at + window
+        keys, start = keys.where(too_small, window), start.where(too_small, at)
+    return torch.stack([keys, start], 2).flatten(1)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -200,7 +239,10 @@ def _call_kernel(
     if angles is not None:
         parts.append(shards.manual(angles, (None,) * angles.dim()))
     if segments is not None:
-        parts += [shards.part(segments[:, None])] * 2
+        padded = F.pad(segments, (0, sizes.segments[2] - sizes.tokens))
+        parts += [shards.part(padded[:, None])] * 2
+    if segments is not None and sizes.windows:
+        parts.append(shards.part(windows(sizes, segments)))
     (result,) = kernel(sizes, backward=bool(grad))(parts)
     results = [result] if result.dim() == 3 else [*result.unbind(0)]
     if is_one and len(results) > 1:

@@ -11,7 +11,8 @@ from tests.support.native_images import flags, write_images
 
 PROGRAM = "tests.fakes.kernels_on_cpu"
 ROTARY = "--model timm/vit_small_patch16_rope_224 --mlp_ratio 4".split()
-MODELS = {"plain": [], "rotary": ROTARY}
+LONG = "--token_budget 600 --max_images_per_sequence 16 --batch_size 2".split()
+MODELS = {"plain": [], "rotary": ROTARY, "several blocks of queries": LONG}
 
 
 @pytest.mark.long
@@ -27,6 +28,7 @@ def test_values():
     for edge in found["edges"]:
         assert edge["one_segment"]
         assert edge["alone"] < 1e-4
+        assert edge["mixed"] < 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +60,7 @@ def by_pytorch(folder, tmp_path_factory):
                 (1, "plain", "--attention flash --xla_fsdp nested"),
                 (2, "rotary", "--attention whole --mesh_tensor 2 --grad_ckpt selective"),
                 (2, "plain", "--attention flash --mesh_tensor 2"),
+                (2, "several blocks of queries", "--attention whole"),
             ]
         ),
     ],
@@ -72,10 +75,10 @@ def test_training(devices, model, how, by_pytorch, folder, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("form", ["whole", "flash"])
-def test_compiled_for_tpu(form):
-    """Neither scores nor a mask are in HBM, and a step takes little longer than one of as many
-    tokens of square images, an image a sequence."""
+@pytest.mark.parametrize(("form", "least", "most"), [("whole", 0.4, 0.8), ("flash", 1, 1.25)])
+def test_compiled_for_tpu(form, least, most):
+    """Neither scores nor a mask are in HBM. Beside an image of as many tokens in each sequence,
+    ``whole`` computes half of the products, and ``flash`` takes little longer."""
     model = (
         "--compile_only --json --tpu_topology v5e:2x2 --fake_data --precision bf16 --embed_dim 256 "
         "--num_heads 4 --num_blocks 2 --image_size 512 --patch_size 16 --num_classes 128 "
@@ -91,5 +94,5 @@ def test_compiled_for_tpu(form):
     assert f"{form} attention" in packed["sharding"]
     mask = (16 // 4) * 1024**2  # of truth values, for all heads
     assert packed["peak_hbm_bytes"] - square["peak_hbm_bytes"] < 2 * mask
-    assert 1 <= packed["expected_kernels_s"] / square["expected_kernels_s"] < 1.25
+    assert least <= packed["expected_kernels_s"] / square["expected_kernels_s"] < most
     assert packed["expected_step_s"] / square["expected_step_s"] < 1.25
