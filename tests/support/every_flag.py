@@ -44,7 +44,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "images_per_read": ("1", "8"),
     "model": ("vit_10b", "vit_tiny_patch16_224", "hybrid_vit", EVA),
     "img_size": ("16", "16 32"),
-    "token_budget": ("40", "65535"),
+    "token_budget": ("40", "300"),
     "max_images_per_sequence": ("1", "255"),
     "max_tokens_per_image": ("5", "12"),
     "side_scale": ("0.5 1", "2 2"),
@@ -223,7 +223,7 @@ def with_it(typed: str, folder: Path) -> dict[str, str]:
         **{
             typed: {"native_resolution": "--native_resolution", "img_size": "--image_size 16"}
             for typed in (
-                *("--token_budget 40", "--token_budget 65535"),
+                *("--token_budget 40", "--token_budget 300"),
                 *("--max_images_per_sequence 1", "--max_images_per_sequence 255"),
                 *("--max_tokens_per_image 5", "--max_tokens_per_image 12"),
                 *("--side_scale 0.5 1", "--side_scale 2 2", "--resize_to_budget"),

@@ -17,6 +17,7 @@ from data.source import open_data
 from tests.fakes.filled import filled
 from tests.references.plain_steps import warm_cosine
 from tests.support.cli import (
+    HAS_XLA,
     run_program,
     train_tiny,
     train_tiny_gpu,
@@ -183,7 +184,8 @@ def test_uses_of_a_trained_model(folder, tmp_path):
             assert probabilities[label] == pytest.approx(probability, rel=1e-4)
 
     loss = F.cross_entropy(torch.stack(expected), torch.tensor(labels).long()).item()
-    for backend in (["--backend", "cuda"], ["--backend", "xla", "--cpu_devices", "2"]):
+    on_xla = [["--backend", "xla", "--cpu_devices", "2"]] if HAS_XLA else []
+    for backend in (["--backend", "cuda"], *on_xla):
         told = ["--eval_only", "--json", "--eval_report", str(tmp_path / f"report{backend[1]}")]
         done = run_program("run_vit_training.py", *told, "--resume", str(trained), *data, *backend)
         assert done.returncode == 0, done.stderr
