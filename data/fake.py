@@ -97,11 +97,5 @@ class ZerosInSequences(Zeros):
 
     def _tokens(self, images: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the places and segments of the tokens of a sequence of so many images."""
-        places = np.zeros((self._pack.tokens, 4), np.int32)
-        segments = np.zeros(self._pack.tokens, np.uint8)
         of_image = places_of(*self._grid.tolist(), self._pack.prefix)
-        of_image = of_image[: self._pack.prefix + self._patches]
-        used = images * len(of_image)
-        places[:used] = np.tile(of_image, (images, 1))
-        segments[:used] = np.arange(1, images + 1).repeat(len(of_image))
-        return places, segments
+        return self._layout.tokens_of([of_image[: self._pack.prefix + self._patches]] * images)

@@ -96,6 +96,16 @@ class PackLayout:
         """Return the patches of a row, (tokens, patch_bytes), to write into."""
         return row[: self._lengths[0]].view(-1, self.patch_bytes)
 
+    def tokens_of(self, images: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the places, (tokens, 4), and the segments, (tokens,), of a sequence of images one
+        after the other, padding behind them. ``images``: the places of each one's tokens."""
+        places = np.zeros((self.request.tokens, _NUMBERS), np.int32)
+        segments, end = np.zeros(self.request.tokens, np.uint8), 0
+        for number, of_image in enumerate(images, 1):
+            first, end = end, end + len(of_image)
+            places[first:end], segments[first:end] = of_image, number
+        return places, segments
+
     def write_tokens(
         self, row: torch.Tensor, places: np.ndarray, segments: np.ndarray, images: int
     ) -> None:
@@ -111,18 +121,20 @@ class PackLayout:
         places (B, tokens, 4) int32, the segments (B, tokens) int32, and the number of images in the
         whole global batch (B,) fp32. Slices, reshapes and simple arithmetic alone: it can be a part
         of a step on any device."""
-        patches, halves, segments, count = rows.split(self._lengths, 1)
+        patches, halves, segments, _ = rows.split(self._lengths, 1)
         tokens = self.request.tokens
         low, high = halves.unflatten(1, (tokens, _NUMBERS, 2)).to(torch.int32).unbind(-1)
-        # fp32 is exact below 2**24 images.
-        bytes_of_count = count.to(torch.float32).unbind(1)
-        images = sum(value * _BYTE**at for at, value in enumerate(bytes_of_count))
         return (
             patches.unflatten(1, (tokens, self.patch_bytes)),
             low + high * _BYTE,
             segments.to(torch.int32),
-            images,
+            self.images_in_batch(rows),
         )
+
+    def images_in_batch(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the last of what ``unpack`` does: fp32, exact below 2**24 images."""
+        bytes_of_count = rows[:, -_COUNT_BYTES:].to(torch.float32).unbind(1)
+        return torch.stack([x * _BYTE**at for at, x in enumerate(bytes_of_count)]).sum(0)
 
 
 # -- the grid of an image ----------------------------------------------------------------

@@ -223,9 +223,7 @@ def sequence_of_one(request: DatasetRequest) -> Transform:
             transform(image, (rows * pack.patch[0], columns * pack.patch[1])), pack.patch
         )
         layout.patches_in(row)[pack.prefix : len(of_image)] = values.reshape(rows * columns, -1)
-        places, segments = np.zeros((pack.tokens, 4), np.int32), np.zeros(pack.tokens, np.uint8)
-        places[: len(of_image)], segments[: len(of_image)] = of_image, 1
-        layout.write_tokens(row, places, segments, 1)
+        layout.write_tokens(row, *layout.tokens_of([of_image]), 1)
         return row
 
     return sequence

@@ -37,9 +37,7 @@ def image_sizes(split: ImageSplit) -> np.ndarray:
         sizes: list[tuple[int, int]] = []
         title = f"reading the sizes of {os.path.join(config.data_dir, split.name)}"
         with (
-            ThreadPoolExecutor(
-                split.reading_threads
-            ) as pool,  # mostly they wait, for images far away
+            ThreadPoolExecutor(split.reading_threads) as pool,  # they wait for images far away
             tqdm(total=len(split), desc=title, unit=" images", delay=5, disable=None) as bar,
         ):
             for some_sizes in pool.map(sizes_of, range(0, len(split), part)):

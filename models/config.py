@@ -162,6 +162,8 @@ PRESETS: dict[str, VitConfig] = {
 }
 
 DEFAULT_MODEL = "vit_10b"
+NATIVE_FAMILY = "timm/naflexvit_"
+"""What the names of models start with that have native resolution alone."""
 
 
 # ------------------------------------------------------------------------------------------------

@@ -23,7 +23,15 @@ from torch import nn
 
 from models import timm_models, timm_private
 from models.blocks import blocks_differ
-from models.config import PRESETS, ModelError, VitConfig, check_patches, check_taken, check_width
+from models.config import (
+    NATIVE_FAMILY,
+    PRESETS,
+    ModelError,
+    VitConfig,
+    check_patches,
+    check_taken,
+    check_width,
+)
 from models.initialize import initialize, vision_transformer_scheme
 from models.spec import ModelSizes, ModelSpec, SequenceShape, StackRun, train_flops_of
 from models.timm_models import as_json, preprocessing_of
@@ -459,7 +467,6 @@ class NativeSpec(ModelSpec):
 # ------------------------------------------------------------------------------------------------
 # The family.
 
-FAMILY = "timm/naflexvit_"
 _NAMES = {"scale_attn_norm": "scale_attn_inner_norm"}
 """NaFlexVit's names of arguments that VisionTransformer has, too."""
 _CLASSES = 1000
@@ -467,15 +474,15 @@ _CLASSES = 1000
 
 
 def names() -> list[str]:
-    """Return the ends of timm's names of NaFlexVits, behind ``FAMILY``."""
-    prefix = FAMILY.removeprefix("timm/")
+    """Return the ends of timm's names of NaFlexVits, behind ``NATIVE_FAMILY``."""
+    prefix = NATIVE_FAMILY.removeprefix("timm/")
     return sorted(name.removeprefix(prefix) for name in timm.list_models(module="naflexvit"))
 
 
 def open_model(name: str, overrides: Mapping[str, Any]) -> NativeSpec | None:
-    """Return the NaFlexVit ``name``, behind ``FAMILY``; None if timm has no such model. Raises
-    ModelError as ``open_native``."""
-    full_name = FAMILY + name
+    """Return the NaFlexVit ``name``, behind ``NATIVE_FAMILY``; None if timm has no such model.
+    Raises ModelError as ``open_native``."""
+    full_name = NATIVE_FAMILY + name
     return open_native(full_name, overrides) if timm.is_model(full_name[5:]) else None
 
 
@@ -492,7 +499,7 @@ def open_native(name: str, overrides: Mapping[str, Any]) -> NativeSpec:
             classic = asdict(replace(PRESETS[name], **given))
             arguments = timm_private.native_arguments(name, classic)
         elif (
-            not name.startswith(FAMILY)
+            not name.startswith(NATIVE_FAMILY)
             and isinstance(known := timm_models.open_model(timms, given), timm_models.TimmSpec)
             and known.kind is VisionTransformer
         ):

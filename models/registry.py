@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from models.config import (
+    NATIVE_FAMILY,
     PRESETS,
     ModelError,
     VitConfig,
@@ -25,10 +26,9 @@ from models.config import (
 if TYPE_CHECKING:
     from models.spec import ModelSpec
 
-_NATIVE_ALONE = "timm/naflexvit_"
 FAMILIES = {
     "hybrid_": "models.hybrid_vit",
-    _NATIVE_ALONE: "models.native_vit",
+    NATIVE_FAMILY: "models.native_vit",
     "timm/": "models.timm_models",
 }
 """By what its names start with, the module of each family; presets have names of their own."""
@@ -58,7 +58,7 @@ class ListedModel:
 def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
     """Return the model ``name`` with ``overrides``, by timm's names, over its own settings. Raises
     ModelError for an unknown name, a model that cannot be trained here, and unfit arguments."""
-    if overrides.get("native_resolution") is False and not name.startswith(_NATIVE_ALONE):
+    if overrides.get("native_resolution") is False and not name.startswith(NATIVE_FAMILY):
         overrides = {key: value for key, value in overrides.items() if key != "native_resolution"}
     if overrides.get("native_resolution") and (name in PRESETS or name.startswith("timm/")):
         return importlib.import_module("models.native_vit").open_native(name, overrides)

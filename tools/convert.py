@@ -219,14 +219,13 @@ def timm_config(run: checkpoint.SavedRun) -> dict[str, Any] | None:
     As timm writes it for Hugging Face; None for a model that is not timm's. Raises UsageError.
     """
     spec = model_of(run.model)
-    is_native = isinstance(spec, NativeSpec)
-    if not isinstance(spec, TimmSpec | NativeSpec):
-        return None
-    names: list[str]
+    is_native, names = isinstance(spec, NativeSpec), list[str]()
     if isinstance(spec, NativeSpec):
         architecture, names = _NATIVE, [*spec.arguments]
         if any(spec.arguments[name] != spec.settings[name] for name in names if "layer" in name):
             return None  # a layer that has no name
+    elif not isinstance(spec, TimmSpec):
+        return None
     elif spec.name.startswith("timm/"):
         architecture = spec.name.removeprefix("timm/").partition(".")[0]
         names = [name if name in spec.settings else EVA_NAMES[name] for name in spec.overrides]

@@ -311,14 +311,16 @@ def fit(weights: Weights, run: Run, data_classes: list[str] | None) -> InitialWe
         if wrong := [name for name in differing if not name.startswith(allowed)]:
             raise UsageError(f"{weights.path} {has} {listed(wrong)}, {which}: {advice}")
 
+    def on_meta_there(name: str) -> torch.Tensor | None:
+        return torch.empty(there[name], device="meta") if name in there else None
+
     # Which ones change their shape: position embeddings and the patch embedding may.
     layouts, resampled = {}, []
     for name, source in sources.items():
         before, now = tuple(there[source]), tuple(here[name])
         if name in spec.converted and (name != source or before != now):
-            meta = {at: torch.empty(shape, device="meta") for at, shape in there.items()}
             try:
-                spec.convert(name, meta[source], meta.get)
+                spec.convert(name, torch.empty(before, device="meta"), on_meta_there)
             except ModelError as error:
                 raise UsageError(f"{weights.path}: {error}: {_REMEDY}") from None
             continue

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -61,18 +60,19 @@ class _Sequences(_Images):
         _, index = key
         layout, prefix = self.request.pack_layout, self.request.pack.prefix  # type: ignore[union-attr]
         assert layout
-        tokens = layout.request.tokens
-        places, segments, end = np.zeros((tokens, 4), np.int32), np.zeros(tokens, np.uint8), 0
-        for image in range(_IN_SEQUENCE):
-            rows, columns = 1 + (index + image) % _SIDE, 1 + (index // _SIDE) % _SIDE
-            first, end = end, end + prefix + rows * columns
-            places[first:end], segments[first:end] = places_of(rows, columns, prefix), image + 1
+        columns = 1 + (index // _SIDE) % _SIDE
+        tokens = layout.tokens_of(
+            [
+                places_of(1 + (index + image) % _SIDE, columns, prefix)
+                for image in range(_IN_SEQUENCE)
+            ]
+        )
         generator = _generator(self.seed, "sequence", index)
-        shape = (tokens, layout.patch_bytes)
+        shape = (layout.request.tokens, layout.patch_bytes)
         patches = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
         labels = [int(self.labels[(index + image) % len(self)]) for image in range(_IN_SEQUENCE)]
         images = self.request.config.batch_size * _IN_SEQUENCE
-        row = layout.pack(patches, places, segments, images)
+        row = layout.pack(patches, *tokens, images)
         return row, [*labels, PADDING], []
 
 

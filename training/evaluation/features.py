@@ -138,7 +138,8 @@ class Features:
                         given = self._normalize(images)
                         self._model(given)
                         values = of_tokens(collected.pop().float(), given)
-                    pending.append(backend.read_images({kind: values[kind] for kind in kinds}))
+                        values = {kind: values[kind] for kind in kinds}  # no others are computed
+                    pending.append(backend.read_images(values))
                     del values
                     if len(pending) > _AHEAD:
                         yield arrived()

@@ -124,7 +124,7 @@ class PackedClassification(Classification):
             reduction="sum",
             label_smoothing=self._smoothing,
         )
-        in_step = self._layout.unpack(images)[3]  # the same number in each row
+        in_step = self._layout.images_in_batch(images)  # the same number in each row
         self._counts.append((in_step.mean(), (packed.segments > 0).sum().float()))
         return losses * (self._sequences / len(labels) / in_step).mean()
 
