@@ -87,6 +87,11 @@ def wait_in_thread(executor: ThreadPoolExecutor, port: str, rank: int, **more: o
     return executor.submit(wait_for_nodes, arguments(port, rank, **more))
 
 
+def wait_for_node_1(port: str) -> None:
+    store = TCPStore("127.0.0.1", int(port), is_master=False, wait_for_workers=False)
+    wait_until(lambda: store.check(["node/1"]))
+
+
 @pytest.fixture
 def executor():
     with ThreadPoolExecutor(4) as threads:
@@ -96,6 +101,7 @@ def executor():
 def test_refusals_say_what_to_change(executor):
     port = free_port()
     nodes = [wait_in_thread(executor, port, rank) for rank in (0, 1)]
+    wait_for_node_1(port)  # else the first of those below could settle what run it is
     with pytest.raises(Mistake, match="NNODES is '2' here, but '3' on the other nodes at 127"):
         wait_for_nodes(arguments(port, 1, nodes=2))
     with pytest.raises(Mistake, match="RDZV_ID is 'a' here, but '' on the other nodes at"):
@@ -112,8 +118,7 @@ def test_two_nodes_with_one_number(executor, monkeypatch):
     port = free_port()
     nodes = [wait_in_thread(executor, port, 0)]
     first = wait_in_thread(executor, port, 1)
-    store = TCPStore("127.0.0.1", int(port), is_master=False, wait_for_workers=False)
-    wait_until(lambda: store.check(["node/1"]))
+    wait_for_node_1(port)
     nodes.append(wait_in_thread(executor, port, 1))
     with pytest.raises(Mistake, match=r"NODE_RANK=1 is this node's and that of .* \(process "):
         first.result()
