@@ -4,7 +4,7 @@
 compiler is asked about a few. It counts what the TPU compiler makes of a step: blocks run one after
 the other, a matrix product reaches a share of the chip's peak and has its sizes padded to the
 matrix unit, all else runs at the bandwidth of HBM, and collectives run beside it as far as there is
-work to hide them. The constants were fitted on the compiler's figures (docs/planning.md).
+work to hide them. The constants were fitted on the compiler's figures (docs/evidence/planning.md).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PRODUCTS, _PRODUCTS_WITH_KERNELS = 0.75, 0.88
 """Share of peak FLOP/s that a product of padded sizes reaches, with PyTorch's attention; and with
 kernels of attention, around which nothing is transposed."""
 _FLASH_SPEED = 0.73
-"""Of flash attention's kernels relative to other products (docs/tpu_speed.md)."""
+"""Of flash attention's kernels relative to other products (docs/evidence/tpu_speed.md)."""
 
 # Traffic between HBM and the chip. "Passes": how often values go to or from HBM in one forward
 # pass of a block.

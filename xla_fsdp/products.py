@@ -3,7 +3,7 @@
 PyTorch's linear layer folds images and tokens into one dimension, of which the partitioner cannot
 shard the tokens alone: it would gather them, or compute what is wrong (docs/findings.md). Here they
 stay two, and in norms as well. And the sum that a bias' gradient is would double the time of the
-product that it is computed with (docs/tpu_speed.md): here it is alone.
+product that it is computed with (docs/evidence/tpu_speed.md): here it is alone.
 """
 
 from __future__ import annotations
