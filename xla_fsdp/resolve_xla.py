@@ -236,7 +236,7 @@ FLASH_FROM = 1025
 """Tokens from which auto takes flash attention."""
 GATHER_UP_TO = 16_384
 """Tokens up to which auto gathers keys over "domain": there the TPU compiler expects a step that is
-shorter than a ring's, and memory is the same (docs/domain_parallelism.md)."""
+shorter than a ring's, and memory is the same (docs/evidence/domain_parallelism.md)."""
 WIDEST_HEAD = 256
 """The kernels hold rows this wide in a TPU core's vector memory."""
 
