@@ -37,6 +37,7 @@ def navigation() -> str:
 
 def add_navigation(app: Sphinx, name: str, source: list[str]) -> None:
     if name == root_doc:
+        app.env.note_dependency(ROOT / f"{INDEX}.md")
         source[0] += "\n\n" + navigation()
 
 
