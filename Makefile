@@ -11,7 +11,7 @@ RUN ?= runs/digits-$(shell date +%Y%m%d-%H%M%S)
 # The TPU compiler beside torch_xla's: xla_fsdp/tpu.py names the version, too.
 LIBTPU := 0.0.52
 
-.PHONY: help install tpu-compiler data train train-domain train-mae train-dino test test-gpu-path test-fast test-long test-torchtpu test-slurm rehearse coverage lint format bench bench-start bench-checkpoint bench-gpu bench-domain faults clean
+.PHONY: help install tpu-compiler data train train-domain train-mae train-dino test test-gpu-path test-fast test-long test-torchtpu test-slurm rehearse coverage lint docs format bench bench-start bench-checkpoint bench-gpu bench-domain faults clean
 
 help:
 	@echo "make train   set up, then train a small ViT on handwritten digits (about 3 minutes)"
@@ -26,7 +26,8 @@ help:
 	@echo "make rehearse  the tests that rehearse TPU pods (half an hour)"
 	@echo "make coverage  all of these suites; then which lines no test executes (hours)"
 	@echo "make test-slurm  launch/slurm.sbatch under real Slurm daemons of this machine (as root)"
-	@echo "make lint    ruff, mypy, and words that help, messages and docs do not use"
+	@echo "make docs    build README.md and docs/ as a site, in site/"
+	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff format the code"
 	@echo "make bench   time a training step"
 	@echo "make bench-start  time starts of make train's model"
@@ -35,7 +36,7 @@ help:
 	@echo "make bench-domain  large images over 1 to 8 GPUs (--mesh_domain): latency and memory"
 	@echo "make tpu-compiler  fetch the newer TPU compiler, for tpu7x: 480 MB into .libtpu/"
 	@echo "make faults  spoil real runs at random moments (hours)"
-	@echo "make clean   remove .venv, .venv-newer, datasets/ and runs/"
+	@echo "make clean   remove .venv, .venv-newer, datasets/, runs/ and site/"
 
 install: $(INSTALLED)
 
@@ -155,6 +156,12 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# A broken link is an error.
+docs: $(INSTALLED)
+	$(BIN)/python -m sphinx -q -W --keep-going -j 2 -b html -c docs . site
+	cp site/README.html site/index.html
+	@echo "Open site/index.html in a browser."
+
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -185,4 +192,4 @@ faults: $(INSTALLED) datasets/digits
 	$(BIN)/python -m tests.reliability.faults $(ARGS)
 
 clean:
-	rm -rf .venv .venv-newer datasets runs
+	rm -rf .venv .venv-newer datasets runs site

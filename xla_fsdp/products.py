@@ -1,9 +1,9 @@
 """Matrix products of a block as XLA computes them best: apart from what is around them.
 
 PyTorch's linear layer folds images and tokens into one dimension, of which the partitioner cannot
-shard the tokens alone: it would gather them, or compute what is wrong (docs/findings.md). Here they
-stay two, and in norms as well. And the sum that a bias' gradient is would double the time of the
-product that it is computed with (docs/evidence/tpu_speed.md): here it is alone.
+shard the tokens alone: it gathers them, or computes wrong results (docs/evidence/findings.md). Here
+they stay two dimensions, in norms as well. XLA also sums a bias gradient within the product beside
+it, which doubles the product's time (docs/evidence/tpu_speed.md): here it is a product of its own.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class _Normalize(torch.autograd.Function):
 def normalize_unfolded(module: nn.Module) -> None:
     """Let the norms of ``module`` keep images and tokens apart. torch_xla's fold them: where a
     device has one image and an uneven part of its tokens, the partitioner then takes padding for
-    tokens (docs/findings.md)."""
+    tokens (docs/evidence/findings.md)."""
     for part in module.modules():
         if type(part).forward in (nn.LayerNorm.forward, timm.layers.LayerNorm.forward):
             assert isinstance(part, nn.LayerNorm)
