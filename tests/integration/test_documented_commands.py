@@ -13,8 +13,13 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.new_machine import Machine
-from tests.support.cli import train_tiny_gpu
-from tests.support.documented_commands import Command, documented_commands, known_flags
+from tests.support.cli import ROOT, train_tiny_gpu
+from tests.support.documented_commands import (
+    Command,
+    commands_of,
+    documented_commands,
+    known_flags,
+)
 from tests.support.stopping import ALONE, stop
 from tests.support.trained_models import put_trained
 from tests.support.typed_with_fakes import (
@@ -273,6 +278,7 @@ RUN: dict[str, Run] = {
         trained=True,
         long=True,
     ),
+    "mkdir -p ~/vit_10b": Run(leaves=("../vit_10b",)),
     "make format": Run((r"^All checks passed!$", r"^\d+ files left unchanged$")),
     "make bench": Run(
         (ROW % ("spmd", 1), ROW % ("nested", 1)), long=True, shorter=f"ARGS='{ONE_STEP}'"
@@ -286,10 +292,69 @@ RUN: dict[str, Run] = {
     "make clean": Run(removes=(".venv", "datasets", "runs")),
 }
 
+TUTORIALS: dict[str, dict[str, Run]] = {
+    "docs/tutorials/finetune_small_folder.md": {
+        "python3 -m data.digits": Run((r"^digits: datasets/digits$",)),
+        "for class in": Run(leaves=("../photos/digit_9/*.png",)),
+        "n=0; for image in": Run(leaves=("../small/train/digit_9/*", "../small/val/digit_9/*")),
+        "python3 run_vit_training.py @recipes/mnist.args --backend": Run(
+            (r"^training completed: step 310, val top-1 (8\d|9\d)\.\d+ %, ",)
+        ),
+        "python3 run_vit_training.py --eval_only --knn": Run(
+            (
+                r"^k-NN on val: [5-7]\d\.\d+ % \(k 10\), .* of 120 images, by 480 of train$",
+                r"^linear probe on val: [78]\d\.\d+ % of 120 images, ",
+            )
+        ),
+        "python3 run_vit_training.py --init_from ~/runs/mnist": Run(
+            (
+                r"^initial weights of .*mnist: 53 tensors as they are; dropped: head.*; new: head",
+                r"^epoch 1 step 1, lr: 0, loss: 2\.[34]\d+, ",
+                r"^training completed: step 300, val top-1 (9[2-9]|100)\.\d+ %, ",
+            ),
+            leaves=("../runs/small/curves.png",),
+        ),
+        "python3 run_vit_training.py @recipes/mnist.args --data_source": Run(
+            (r"^training completed: step 300, val top-1 (8\d|9[01])\.\d+ %, ",)
+        ),
+        "python3 run_vit_training.py --resume ~/runs/small": Run(
+            (r"^datasets/digits/val/7/0017\.png\n +\d+\.\d+%  digit_7$",)
+        ),
+        "python3 -m tools.convert": Run((r"^converted \S+/small/step_300: 55 tensors, ",)),
+        "python3 -c 'import os, timm": Run((r"^\['digit_0', 'digit_1', ",)),
+    },
+    "docs/tutorials/mae_then_knn.md": {
+        "python3 -m data.digits": Run((r"^digits: datasets/digits$",)),
+        "python3 run_vit_training.py @recipes/digits_mae.args --num_epochs": Run(
+            (r"^training completed: step 440, val loss 0\.[12]\d+, ",),
+            leaves=("../runs/mae/reconstructions.png",),
+        ),
+        "python3 run_vit_training.py --eval_only --knn --probe --resume ~/runs/mae": Run(
+            (r"^k-NN on val: (8\d|9\d)\.\d+ % \(k 10\)", r"^linear probe on val: 9[2-9]\.\d+ % ")
+        ),
+        "python3 run_vit_training.py @recipes/digits_mae.args --max_steps": Run(
+            (r"^training completed: step 1, ",)
+        ),
+        "python3 run_vit_training.py --eval_only --knn --probe --resume ~/runs/untrained": Run(
+            (r"^k-NN on val: 7\d\.\d+ % \(k 10\)", r"^linear probe on val: 9\d\.\d+ % ")
+        ),
+        "python3 run_vit_training.py --features ~/features --pca": Run(
+            (r"^features .* of 1,797 images: ",), leaves=("../features/pca.png",)
+        ),
+        "python3 run_vit_training.py --init_from ~/runs/mae": Run(
+            (r"^training completed: step 88, val top-1 9\d\.\d+ %, ",)
+        ),
+        "python3 run_vit_training.py --init_from ~/runs/untrained": Run(
+            (r"^training completed: step 88, val top-1 [5-8]\d\.\d+ %, ",)
+        ),
+    },
+}
+"""Pages whose commands are typed one after the other on one machine, each by its beginning."""
+
 CHECKS: dict[str, Callable[[Machine, Command, Path], None]] = {
     r"make ": make_knows,
     r"gcloud config set project": gcloud_sets_it,
-    r"gcloud (compute|config)": gcloud_takes,
+    r"gcloud (compute|config|storage)": gcloud_takes,
     r"docker build": docker_builds,
     r"docker run": docker_runs,
     r"python3 -m pip install": names_packages,
@@ -311,22 +376,30 @@ NEEDS_A_PERSON = "gcloud auth login"
 DOCUMENTED = [command for command in documented_commands() if command.text != NEEDS_A_PERSON]
 
 
-def beginning(command: Command) -> str | None:
-    """The entry that it has in RUN: the longest that it begins with, word for word."""
+def beginning(command: Command, entries: dict[str, Run] = RUN) -> str | None:
+    """The entry that it has: the longest that it begins with, word for word."""
     fitting = [
         start
-        for start in RUN
+        for start in entries
         if f"{command.text} ".startswith(start)
         and (start == command.text or not start.startswith("make "))
     ]
     return max(fitting, key=len, default=None)
 
 
+def in_a_tutorial(command: Command) -> bool:
+    return beginning(command, TUTORIALS.get(command.document, {})) is not None
+
+
 def check_of(command: Command) -> Callable[[Machine, Command, Path], None] | None:
     return next((check for start, check in CHECKS.items() if re.match(start, command.text)), None)
 
 
-COMMANDS = [command for command in DOCUMENTED if not command.text.startswith(MESSAGE)]
+COMMANDS = [
+    command
+    for command in DOCUMENTED
+    if not command.text.startswith(MESSAGE) and not in_a_tutorial(command)
+]
 TO_RUN = [
     pytest.param(command, RUN[start], id=start, marks=[pytest.mark.long] * RUN[start].long)
     for command in COMMANDS
@@ -343,6 +416,9 @@ def test_every_command_is_typed():
     assert not strangers, "documented, but neither in RUN nor in CHECKS"
     entries = [start for command in COMMANDS if (start := beginning(command))]
     assert sorted(entries) == sorted(RUN), "each entry of RUN is for one documented command"
+    for page, steps in TUTORIALS.items():
+        entries = [start for c in commands_of(ROOT / page) if (start := beginning(c, steps))]
+        assert sorted(entries) == sorted(steps), f"each entry is for one command of {page}"
 
 
 # -- typed ----------------------------------------------------------------------------
@@ -365,8 +441,22 @@ def test_command(command, how, machine, request):
         put_trained(machine, request.getfixturevalue("trained"))
     if how.shorter:
         command = dataclasses.replace(command, typed=f"{command.text} {how.shorter}")
+    type_it(machine, command, how)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page", TUTORIALS)
+def test_tutorial(page, machine):
+    steps = TUTORIALS[page]
+    for command in commands_of(ROOT / page):
+        if start := beginning(command, steps):
+            type_it(machine, command, steps[start])
+
+
+def type_it(machine: Machine, command: Command, how: Run) -> None:
     command = dataclasses.replace(command, typed=machine.with_its_folders(command.typed))
-    done = machine.run(command, timeout=3 * 3600 if how.long else 900)
+    long = how.long or command.document in TUTORIALS
+    done = machine.run(command, timeout=3 * 3600 if long else 900)
     assert done.returncode == 0, done.stdout + done.stderr
     for pattern in how.shows:
         assert re.search(pattern, done.stdout, re.MULTILINE), done.stdout

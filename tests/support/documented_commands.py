@@ -39,13 +39,17 @@ def documented_commands() -> list[Command]:
     """Each once, where it is first named."""
     found: dict[str, Command] = {}
     for document in DOCUMENTS:
-        text = document.read_text()
-        name = str(document.relative_to(ROOT))
-        for command in [*_in_fences(text, name), *_in_sentences(_FENCE.sub("", text), name)]:
+        for command in commands_of(document):
             found.setdefault(command.text, command)
     for target in re.findall(r'@echo "(make \S+)', (ROOT / "Makefile").read_text()):
         found.setdefault(target, Command(target, target, "make help"))
     return list(found.values())
+
+
+def commands_of(document: Path) -> list[Command]:
+    """Those in its fences in their order, then those in its sentences."""
+    text, name = document.read_text(), str(document.relative_to(ROOT))
+    return [*_in_fences(text, name), *_in_sentences(_FENCE.sub("", text), name)]
 
 
 def _in_fences(text: str, document: str) -> Iterator[Command]:
