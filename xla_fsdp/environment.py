@@ -15,16 +15,16 @@ from xla_fsdp.torch_xla_private import METADATA_URL, TPU_PCI_DEVICES, TPU_PCI_VE
 
 _OFF = ("", "0", "false")
 _BF16 = "unset it and use --precision bf16"
-_NO_TORCHRUN = "XLA needs no torchrun, start without it or unset RANK and WORLD_SIZE"
+_NO_TORCHRUN = "start without torchrun, or unset RANK and WORLD_SIZE"
 _REFUSED = {
     "XLA_USE_BF16": (_OFF, _BF16),
     "XLA_DOWNCAST_BF16": (_OFF, _BF16),
     "XLA_USE_FP16": (_OFF, _BF16),
     "XLA_DOWNCAST_FP16": (_OFF, _BF16),
-    "XLA_USE_32BIT_LONG": (_OFF, "unset it, checkpoints have integers of 64 bits"),
-    "XLA_RNG_BIT_GENERATOR": (("", "default"), "unset it, dropout would draw other numbers"),
+    "XLA_USE_32BIT_LONG": (_OFF, "unset it, checkpoints contain 64-bit integers"),
+    "XLA_RNG_BIT_GENERATOR": (("", "default"), "unset it, it changes dropout's random numbers"),
     "XLA_USE_EAGER_DEBUG_MODE": (_OFF, "unset it, eager tensors cannot be sharded"),
-    "PT_XLA_DEBUG": (("0", "1"), "torch_xla reads it as a number, use 1"),
+    "PT_XLA_DEBUG": (("0", "1"), "torch_xla parses it as an integer, use 1"),
     "RANK": (("", "0"), _NO_TORCHRUN),
     "WORLD_SIZE": (("", "1"), _NO_TORCHRUN),
 }
@@ -60,7 +60,7 @@ def check_device() -> None:
     if device not in ("TPU", "CPU"):
         others = ", or use --backend cuda for GPUs" if device in ("CUDA", "GPU", "ROCM") else ""
         raise UsageError(
-            f"PJRT_DEVICE={device}: --backend xla runs on TPU and CPU, unset it{others}"
+            f"PJRT_DEVICE={device}: --backend xla supports TPU and CPU only: unset it{others}"
         )
     if device == "CPU":
         return
@@ -70,17 +70,18 @@ def check_device() -> None:
         )
     library = os.environ.get("TPU_LIBRARY_PATH")
     if library and not Path(library).is_file():
-        raise UsageError(f"TPU_LIBRARY_PATH={library}: there is no such file, unset it")
+        raise UsageError(f"TPU_LIBRARY_PATH={library}: file not found: correct or unset it")
     if not library and importlib.util.find_spec("libtpu") is None:
         raise UsageError(
-            "a TPU requires the package libtpu: python3 -m pip install -r requirements-tpu.txt"
+            "this host has TPU chips, but the package libtpu is not installed: "
+            "python3 -m pip install -r requirements-tpu.txt"
         )
     if os.environ.get("TPU_SKIP_MDS_QUERY"):  # torch_xla takes "0" as set, too
         kind = os.environ.get("TPU_ACCELERATOR_TYPE", "")
         if not re.fullmatch(r"(v|tpu)\d[a-z]*-\d+", kind):
             raise UsageError(
-                f"TPU_SKIP_MDS_QUERY is set, so TPU_ACCELERATOR_TYPE={kind} must name the slice: "
-                "v5litepod-8, for example; or unset TPU_SKIP_MDS_QUERY"
+                f"TPU_ACCELERATOR_TYPE={kind} does not name a slice, which TPU_SKIP_MDS_QUERY "
+                "requires: set it, for example to v5litepod-8, or unset TPU_SKIP_MDS_QUERY"
             )
         return
     try:
@@ -90,8 +91,8 @@ def check_device() -> None:
     except OSError as error:
         raise UsageError(
             f"the TPU VM's metadata server does not answer ({getattr(error, 'reason', error)}): "
-            "give a container the host's network (docker run --net host), or set "
-            "TPU_SKIP_MDS_QUERY=1, TPU_ACCELERATOR_TYPE (v5litepod-8, for example), TPU_WORKER_ID "
+            "run a container on the host's network (docker run --net host), or set "
+            "TPU_SKIP_MDS_QUERY=1, TPU_ACCELERATOR_TYPE (for example v5litepod-8), TPU_WORKER_ID "
             "and TPU_WORKER_HOSTNAMES"
         ) from None
 

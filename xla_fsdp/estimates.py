@@ -279,11 +279,11 @@ def resolve_policy(
         for name in POLICIES
     }
     if policy == "offload" and device == "CPU":
-        policy, why = "full", "--grad_ckpt offload: the CPU is the host, nothing moves"
+        policy, why = "full", "--grad_ckpt offload: nothing to offload to on the CPU"
     elif policy == "auto" and not xla.scan_blocks:
         policy, why = "full", "--grad_ckpt auto: blocks are not scanned"
     elif policy == "auto" and chip is None:
-        policy, why = "full", "--grad_ckpt auto: what fits is known for TPUs alone"
+        policy, why = "full", "--grad_ckpt auto: memory is estimated for TPUs only"
     elif policy == "auto":
         assert chip is not None
         usable, estimates = _USABLE * chip.hbm_bytes, dict[str, Estimate]()
@@ -299,8 +299,8 @@ def resolve_policy(
         fitting = [name for name, need in estimates.items() if need.peak_bytes <= usable]
         if fitting:
             policy = min(fitting, key=lambda name: estimates[name].step_s)
-            why = f"--grad_ckpt auto: by arithmetic the fastest that fits, {figures}"
+            why = f"--grad_ckpt auto: the fastest that fits by estimate: {figures}"
         else:
             policy = min(estimates, key=lambda name: estimates[name].peak_bytes)
-            why = f"--grad_ckpt auto: by arithmetic nothing fits, this needs least, {figures}"
+            why = f"--grad_ckpt auto: nothing fits by estimate, this needs the least: {figures}"
     return (configs[policy], f" ({why})") if why else (config, "")

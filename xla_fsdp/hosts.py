@@ -77,8 +77,8 @@ def part_of_host(mesh: Mesh, order: Sequence[int], local: Collection[int], heigh
     if len(groups) * len(along) * mesh.tensor != len(places):
         domain = f"--mesh_domain {mesh.domain} x " if mesh.domain > 1 else ""
         raise UsageError(
-            f"{domain}--mesh_tensor {mesh.tensor} must divide the {len(places)} devices of a host"
-            + (", or be a multiple of them" if domain else "")
+            f"{domain}--mesh_tensor {mesh.tensor} must divide {len(places)}, the number of devices "
+            "per host" + (", or be a multiple of it" if domain else "")
         )
     share = -(-height // mesh.domain)
     rows = range(min(along[0] * share, height), min((along[-1] + 1) * share, height))

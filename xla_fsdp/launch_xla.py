@@ -41,8 +41,8 @@ class forbid_autograd(TorchFunctionMode):
     ) -> Any:
         if func in (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad):
             raise RuntimeError(
-                "a backward pass before XLA has started: autograd would not know XLA's devices. "
-                "Do it in another process, or without autograd (as models/spec.py counts)"
+                "backward pass before XLA has started: autograd would not see XLA's devices; run "
+                "it in another process, or compute without autograd (as models/spec.py does)"
             )
         return func(*args, **(kwargs or {}))
 
@@ -123,19 +123,19 @@ while not select.select([0], [], [], pause)[0]:  # until stdin ends
 def _report_startup_wait() -> Iterator[None]:
     """Print what the TPU runtime waits for while it starts inside: in compiled code that holds
     Python's lock. So another process prints, and signals have their default action meanwhile."""
-    waited_for = "it starts when this program runs on all hosts of the slice"
+    waited_for = "it starts once this program runs on all hosts of the slice"
     try:
         hosts = torch_xla_private.host_tpu().get_worker_ips()
         this = torch_xla_private.host_tpu().worker_id()
     except Exception:  # noqa: BLE001 - whatever the metadata server answers: only a message
         hosts, this = [], 0
     if len(hosts) == 1:
-        waited_for = "another program may hold the chips"
+        waited_for = "another process may be using the chips"
     elif hosts:
         waited_for = (
-            f"it starts when this program runs on all {len(hosts)} hosts of the slice, of which "
-            f"this is {this} (0: {hosts[0]}, ... {len(hosts) - 1}: {hosts[-1]}); the log of one "
-            "that is missing says why"
+            f"it starts once this program runs on all {len(hosts)} hosts of the slice; this is "
+            f"host {this} (0: {hosts[0]}, ... {len(hosts) - 1}: {hosts[-1]}); see the log of any "
+            "host that is missing"
         )
     command = [sys.executable, "-I", "-S", "-c", _PRINT]
     command += [waited_for, str(FIRST_SECONDS), str(EVERY_SECONDS)]

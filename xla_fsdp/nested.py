@@ -31,9 +31,9 @@ class NestedBackend(XlaBackend):
 
     def _describe_form(self) -> str:
         if not self._fsdp:
-            return "data parallel, a process a device (--run_without_fsdp)"
+            return "data parallel, one process per device (--run_without_fsdp)"
         zero = "ZeRO-3" if self._plan.reshard_after_forward else "ZeRO-2"
-        form = f"nested FSDP ({zero}), each block a unit"
+        form = f"nested FSDP ({zero}), one unit per block"
         form += ", flat parameters" if self._plan.flatten_parameters else ""
         return form + (", sharded on the host" if self._plan.shard_on_cpu else "")
 

@@ -93,7 +93,7 @@ def resolve(config: RunConfig, xla: XlaConfig) -> XlaRun:
         try:
             resolve_for_slice(config, xla, None, run.model, slices)
         except UsageError as error:
-            raise UsageError(f"on {slices} slices, of --elastic {least}:{most}: {error}") from None
+            raise UsageError(f"with {slices} slices (--elastic {least}:{most}): {error}") from None
     # From the flags, not from ``run``: another model may be scanned or not, its attention another.
     teacher_xla = replace(xla, xla_fsdp=run.backend_config.xla_fsdp, mark_step_every_n_blocks=0)
     return with_teacher(run, lambda config: resolve_for_slice(config, teacher_xla, None))
@@ -113,7 +113,7 @@ def resolve_for_slice(
     device = "TPU" if topology else device_type()
     config = resolve_common(replace(config, backend="xla"))
     if config.sharding.precision == "fp16":
-        raise UsageError("--precision fp16 requires --backend cuda: on XLA use bf16")
+        raise UsageError("--precision fp16 requires --backend cuda: with xla use bf16")
     xla = _resolve_form(config, xla, device)
     if topology:
         mesh = make_mesh(config.sharding, topology.devices)
@@ -129,13 +129,14 @@ def resolve_for_slice(
             mesh = make_mesh(config.sharding, devices)
             if mesh.dcn % slices:
                 raise UsageError(
-                    f"--mesh_dcn {mesh.dcn} is no multiple of the {slices} slices of this run "
+                    f"--mesh_dcn {mesh.dcn} is not a multiple of {slices}, the number of slices "
                     "(MEGASCALE_NUM_SLICES): use --mesh_dcn slices"
                 )
             here = host_tpu().num_available_devices()
             if mesh.devices > here and here % mesh.tensor:
                 raise UsageError(
-                    f"--mesh_tensor {mesh.tensor} must divide the {here} devices of a host"
+                    f"--mesh_tensor {mesh.tensor} must divide {here}, the number of devices per "
+                    "host"
                 )
     config = with_passes(config, mesh)
     if model is None:  # after what is known at once: timm takes a second
@@ -151,12 +152,12 @@ def resolve_for_slice(
         if sizes.num_heads % mesh.tensor:
             raise UsageError(f"{tensor} does not divide --num_heads {sizes.num_heads}")
         if sizes.hidden % mesh.tensor:
-            raise UsageError(f"{tensor} does not divide the MLP's width, {sizes.hidden}")
+            raise UsageError(f"{tensor} does not divide the MLP width {sizes.hidden}")
 
     # --domain_attention.
     hindered = None
     if sizes.attn_drop_rate:
-        hindered = f"has no dropout, here --att_dropout {sizes.attn_drop_rate}: use gather"
+        hindered = f"does not support --att_dropout {sizes.attn_drop_rate}: use gather"
     if mesh.tensor > 1:
         hindered = f"is incompatible with {tensor}: use gather"
     refused = {"ring": hindered, "ulysses": "requires --backend cuda: use ring or gather"}
@@ -190,18 +191,18 @@ def _resolve_form(config: RunConfig, xla: XlaConfig, device: str) -> XlaConfig:
         for name in ("mesh_dcn", "mesh_fsdp", "mesh_domain", "mesh_tensor"):
             if getattr(sharding, name) != known[name].field.default:
                 raise UsageError(
-                    f"{known[name].names[0]} requires --xla_fsdp spmd: nested FSDP shards over all "
-                    "devices"
+                    f"{known[name].names[0]} requires --xla_fsdp spmd: nested FSDP always shards "
+                    "over all devices"
                 )
     elif not sharding.reshard_after_forward:
         raise UsageError("--no_reshard_after_forward requires --xla_fsdp nested, not spmd")
     if device == "CPU" and xla.xla_fsdp == "nested" and xla.cpu_devices > 1:
         raise UsageError(
-            f"nested FSDP runs on 1 CPU device, not {xla.cpu_devices} (XLA's CPU collectives "
-            "hang between processes): use --cpu_devices 1 or --xla_fsdp spmd"
+            f"--xla_fsdp nested is incompatible with --cpu_devices {xla.cpu_devices} (XLA's CPU "
+            "collectives hang between processes): use --cpu_devices 1 or --xla_fsdp spmd"
         )
     if config.optimizer.optimizer == "muon" and xla.xla_fsdp == "nested":
-        raise UsageError("--optimizer muon requires --xla_fsdp spmd: it updates whole matrices")
+        raise UsageError("--optimizer muon requires --xla_fsdp spmd, as it updates whole matrices")
     return xla
 
 
@@ -214,21 +215,22 @@ def _resolve_scan(config: RunConfig, xla: XlaConfig, model: ModelSpec) -> XlaCon
     policy = config.sharding.grad_ckpt
     if not scan:
         reason = hindered_by or differ or "--no-scan_blocks"
-        needs = f"requires scanned blocks, here is {reason}"
+        needs = f"requires scanned blocks, which this run does not have ({reason})"
         if policy in ("selective", "offload"):
             raise UsageError(f"--grad_ckpt {policy} {needs}: use --grad_ckpt full")
         if xla.matmul == "int8":
-            raise UsageError(f"--matmul int8 {needs}: drop one")
+            raise UsageError(f"--matmul int8 {needs}: drop it")
         if xla.gather_dtype != "auto":
-            raise UsageError(f"--gather_dtype {xla.gather_dtype} {needs}")
+            raise UsageError(f"--gather_dtype {xla.gather_dtype} {needs}: drop it")
     if policy == "offload" and xla.mark_step_after_forward:  # the host's memory is the graph's own
         raise UsageError(
-            "--grad_ckpt offload is incompatible with --mark_step_after_forward: drop one"
+            "--grad_ckpt offload is incompatible with --mark_step_after_forward: drop one of the "
+            "two"
         )
     if xla.scan_blocks and hindered_by:
         raise UsageError(f"--scan_blocks is incompatible with {hindered_by}: drop one of the two")
     if xla.scan_blocks and differ:
-        raise UsageError(f"--scan_blocks requires blocks that are alike: {differ}")
+        raise UsageError(f"--scan_blocks requires blocks of the same structure: {differ}")
     return replace(xla, scan_blocks=scan)
 
 
@@ -262,12 +264,12 @@ def _resolve_attention(
     if no_kernels:
         pass
     elif largest.num_tokens >= FLASH_FROM:
-        no_whole = f"takes up to {FLASH_FROM - 1:,} tokens, this model has {largest.num_tokens:,}"
+        no_whole = f"supports up to {FLASH_FROM - 1:,} tokens, not {largest.num_tokens:,}"
     elif domain > 1:
         no_whole = f"is incompatible with --mesh_domain {domain}"
     elif needed > (LARGEST_VECTOR_MEMORY if (generation or 0) > 4 else DEFAULT_VECTOR_MEMORY):
         heads = largest.num_heads // tensor
-        no_whole = f"has no room in vector memory for {heads} heads of {largest.head_dim}"
+        no_whole = f"exceeds the vector memory with {heads} heads of width {largest.head_dim}"
 
     if xla.attention != "auto":
         if reason := {"flash": no_kernels, "whole": no_whole}.get(xla.attention):
@@ -280,16 +282,16 @@ def _resolve_attention(
 
 def _why_no_kernels(config: RunConfig, sizes: ModelSizes, generation: int | None) -> str | None:
     if generation is None:
-        return "requires a TPU: its kernels run nowhere else"
+        return "requires a TPU"
     if sizes.attn_drop_rate:
-        return f"has no dropout, here --att_dropout {sizes.attn_drop_rate}"
+        return f"does not support --att_dropout {sizes.attn_drop_rate}"
     tensor, domain = config.sharding.mesh_tensor, config.sharding.mesh_domain
     if tensor > 1 and domain > 1:
-        return f"is incompatible with --mesh_domain {domain} and --mesh_tensor {tensor} at once"
+        return f"does not support --mesh_domain {domain} together with --mesh_tensor {tensor}"
     if sizes.head_dim > WIDEST_HEAD:
-        return f"takes heads up to {WIDEST_HEAD} wide, this model's are {sizes.head_dim}"
+        return f"supports heads up to {WIDEST_HEAD} wide, not {sizes.head_dim}"
     if sizes.value_dim != sizes.head_dim:
-        return f"takes values as wide as keys, this model's are {sizes.value_dim}"
+        return f"requires values as wide as keys ({sizes.head_dim}), not {sizes.value_dim}"
     return None
 
 

@@ -51,7 +51,7 @@ class SpmdBackend(XlaBackend):
         form = "SPMD data parallel, parameters replicated (--run_without_fsdp)"
         if plan.fsdp:
             form = (
-                f"SPMD FSDP (ZeRO-3), each block a unit{', scanned' if plan.scan else ''}, {mesh}"
+                f"SPMD FSDP (ZeRO-3), one unit per block{', scanned' if plan.scan else ''}, {mesh}"
             )
             if mesh.domain > 1:
                 form += f", {self._sharding.domain_attention} attention over domain"

@@ -32,10 +32,10 @@ def complaint(capsys, ckpt_dir, *flags):
     ("flags", "words"),
     [
         ("--compile_only", "--compile_only requires --tpu_topology. Known, for example: v4: 2x2x1"),
-        ("--compile_only --tpu_topology v9:4x4", "--tpu_topology v9:4x4 is unknown. Known, for"),
-        ("--compile_only --tpu_topology v5p:4x4", "v5p:4x4 is not v5p:AxBxC, chips a side: v5p"),
-        ("--compile_only --tpu_topology v5e:3x5", "v5e:3x5: there is no such slice (several"),
-        ("--compile_only --tpu_topology v5e:1000x1000", "v5e:1000x1000: there is no such slice"),
+        ("--compile_only --tpu_topology v9:4x4", "--tpu_topology v9:4x4: unknown kind of TPU"),
+        ("--compile_only --tpu_topology v5p:4x4", "v5p:4x4 must be v5p:AxBxC, the number of"),
+        ("--compile_only --tpu_topology v5e:3x5", "v5e:3x5 does not exist (for several"),
+        ("--compile_only --tpu_topology v5e:1000x1000", "v5e:1000x1000 does not exist"),
         (
             "--compile_only --tpu_topology tpu7x:2x2x1 --tpu_compiler installed",
             "tpu7x:2x2x1 requires --tpu_compiler 0.0.52: libtpu 0.0.21, which is installed, does",
@@ -48,7 +48,7 @@ def complaint(capsys, ckpt_dir, *flags):
         ),
         (
             "--compile_only --tpu_topology v5e:2x4 --grad_ckpt offload --no-scan_blocks",
-            "--grad_ckpt offload requires scanned blocks, here is --no-scan_blocks: use --gr",
+            "does not have (--no-scan_blocks): use --grad_ckpt full",
         ),
         ("--grad_ckpt offload --mark_step_after_forward", "--grad_ckpt offload is incompatible"),
         ("--backend cuda --fsdp fsdp2 --grad_ckpt offload", "--grad_ckpt offload requires --backe"),
@@ -75,7 +75,10 @@ def complaint(capsys, ckpt_dir, *flags):
         ("--precision fp16", "--precision fp16 requires --backend cuda"),
         ("--profile 3", "'3' is not FIRST:LAST"),
         ("--zero_dp_strategy 4", "'4' is none of 0, 1, 2, 3, no_shard, optim"),
-        ("--xla_fsdp nested --cpu_devices 2", "nested FSDP runs on 1 CPU device"),
+        (
+            "--xla_fsdp nested --cpu_devices 2",
+            "--xla_fsdp nested is incompatible with --cpu_devices 2",
+        ),
         ("--mesh_tensor 4 --cpu_devices 4", "--mesh_tensor 4 does not divide --num_heads 2"),
         ("--mesh_tensor 2 --cpu_devices 2 --mlp_ratio 1.05", "--mesh_tensor 2 does not divide"),
         ("--mesh_tensor 2 --cpu_devices 8 --batch_size 10", "--batch_size 10 (global) is no"),
