@@ -74,12 +74,12 @@ class TeBlocks(TimmBlocks):
         }
         for flag, is_set in unsupported.items():
             if is_set:
-                raise UsageError(f"--block te has no {flag}: drop it, or use --block timm")
+                raise UsageError(
+                    f"--block te does not support {flag}: drop it, or use --block timm"
+                )
         if reason := why_no_transformer_engine(run.model.block):
             reason = ModelError(reason).told(MODEL_FLAG)
-            raise UsageError(
-                f"--block te cannot be this model's blocks: {reason}: use --block timm"
-            )
+            raise UsageError(f"--block te does not support this model: {reason}: use --block timm")
         te = import_te()
         check_fused_attention(te, run)
         if self.fp8 == "none":
@@ -188,9 +188,9 @@ def check_fused_attention(te: Any, run: TorchRun) -> None:
         attention(q, k, v)
     except ValueError:
         raise UsageError(
-            f"--block te: TransformerEngine finds no fused attention for heads of {width} in "
-            f"{precision} here: NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 says why, NVTE_UNFUSED_ATTN=1 "
-            "trains without; or use --block timm"
+            f"--block te: TransformerEngine has no fused attention for heads of width {width} in "
+            f"{precision} on this GPU: use --block timm, or set NVTE_UNFUSED_ATTN=1 to train "
+            "without it (NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 logs the reason)"
         ) from None
     finally:
         del os.environ["NVTE_UNFUSED_ATTN"]
@@ -221,7 +221,7 @@ def import_te() -> Any:
     except (OSError, RuntimeError, AssertionError) as error:  # a library or half of it is missing
         reason = str(error).splitlines()[0]
         raise UsageError(
-            f"--block te: TransformerEngine is broken ({reason}): {_INSTALL}"
+            f"--block te: TransformerEngine cannot be imported ({reason}): {_INSTALL}"
         ) from None
     if not torch.cuda.is_available():
         raise UsageError("--block te requires a CUDA GPU: on the CPU use --block timm")
@@ -248,8 +248,8 @@ class Float8Blocks(TimmBlocks):
             )
         if not run.backend_config.compile:
             raise UsageError(
-                f"--fp8 {self.fp8} with timm's blocks requires --compile: alone, rounding to FP8 "
-                "would take longer than the products gain"
+                f"--fp8 {self.fp8} with timm's blocks requires --compile: without it, rounding to "
+                "FP8 takes more time than the products save"
             )
         if reason := devices.choose("cuda").lacks("fp8"):
             raise UsageError(reason)
@@ -279,8 +279,8 @@ def import_float8() -> Any:
         import torchao.float8
     except ImportError:
         raise UsageError(
-            "--fp8 with timm's blocks requires the package torchao and its PyTorch: python3 -m pip "
-            "install -r requirements-gpu.txt"
+            "--fp8 with timm's blocks requires the package torchao and a PyTorch that it supports: "
+            "python3 -m pip install -r requirements-gpu.txt"
         ) from None
     finally:
         logging.disable(disabled)
@@ -290,13 +290,13 @@ def import_float8() -> Any:
 def check_sizes(run: TorchRun, fp8: str) -> None:
     """Raise UsageError if a dimension of a product in the blocks does not suit FP8 kernels."""
     multiple, sizes = FP8_MULTIPLE[fp8], run.model.sizes
-    for name, size in (("--embed_dim", sizes.embed_dim), ("the MLP's width", sizes.hidden)):
+    for name, size in (("--embed_dim", sizes.embed_dim), ("the MLP width", sizes.hidden)):
         if size % multiple:
-            raise UsageError(f"--fp8 {fp8}: {name} {size} is no multiple of {multiple}")
+            raise UsageError(f"--fp8 {fp8}: {name} {size} is not a multiple of {multiple}")
     images = run.config.data.pass_size // run.mesh.batch_parts
     if images * sizes.num_tokens % multiple:
         raise UsageError(
-            f"--fp8 {fp8}: {images} images a pass and GPU x {sizes.num_tokens} tokens is no "
-            f"multiple of {multiple}: choose --batch_size so that a GPU gets a multiple of "
-            f"{multiple} images"
+            f"--fp8 {fp8}: {images} images per pass and GPU x {sizes.num_tokens} tokens is not a "
+            f"multiple of {multiple}: set --batch_size so that each GPU gets a multiple of "
+            f"{multiple} images per pass"
         )

@@ -17,7 +17,7 @@ def outer_strategy(text: str) -> int:
     """Read a strategy that can shard over HSDP's groups, by number or name."""
     strategy = zero_strategy(text)
     if strategy > 1:
-        raise argparse.ArgumentTypeError(f"is 0 (no_shard) or 1 (optim), not {text}")
+        raise argparse.ArgumentTypeError(f"must be 0 (no_shard) or 1 (optim), not {text}")
     return strategy
 
 
@@ -27,8 +27,9 @@ class TorchConfig(Fsdp2Config):
 
     fsdp: Literal["auto", "megatron", "fsdp2"] = flag(
         "auto",
-        "form of FSDP; megatron: NVIDIA's; fsdp2: PyTorch's; auto: megatron on CUDA without "
-        "--objective dino or --teacher, else fsdp2",
+        "FSDP implementation; megatron: NVIDIA's Megatron-FSDP; fsdp2: PyTorch's FSDP2; auto: "
+        "megatron on CUDA without --mesh_domain, --linear_probe, --objective dino or --teacher, "
+        "else fsdp2",
     )
     meta_init: bool | None = flag(
         None,
@@ -37,7 +38,7 @@ class TorchConfig(Fsdp2Config):
     )
     outer_dp_sharding_strategy: int = flag(
         0,
-        "what is sharded over the groups of --mesh_dcn too (megatron); 0 no_shard: nothing; 1 "
+        "what is also sharded across the groups of --mesh_dcn (megatron); 0 no_shard: nothing; 1 "
         "optim: optimizer state",
         kind=outer_strategy,
         metavar="{0,1}",
@@ -45,7 +46,7 @@ class TorchConfig(Fsdp2Config):
     )
     preserve_fp32_weights: bool = flag(
         True,
-        "store weights in --precision only, without an fp32 copy (megatron) (default: with fp32 "
+        "store weights only in --precision, without an fp32 copy (megatron) (default: with an fp32 "
         "copy)",
         names=("--no_preserve_fp32_weights",),
         requires=("fsdp=megatron", "precision=bf16", "reduce_dtype=bf16"),
@@ -65,16 +66,17 @@ class TorchConfig(Fsdp2Config):
     )
     block: Literal["timm", "te"] = flag(
         "timm",
-        "implementation of the transformer block; timm: timm's; te: TransformerLayer of NVIDIA's "
-        "TransformerEngine (experimental: not yet run at scale)",
+        "implementation of the transformer block; timm: timm's; te: the TransformerLayer of "
+        "NVIDIA's TransformerEngine (experimental: not yet run at scale)",
         requires=("backend=cuda", "objective=classify"),
     )
     fp8: Literal["none", "delayed", "current", "rowwise", "mxfp8"] = flag(
         "none",
-        "FP8 matrix products in the blocks, by TransformerEngine with --block te, else by torchao, "
-        "which requires --compile (experimental: not yet run at scale); current: a scale for each "
-        "tensor, of its values; delayed: of those in the steps before (te); rowwise: a scale for "
-        "each row (timm); mxfp8: for every 32 numbers (te, Blackwell)",
+        "FP8 recipe of the matrix products in the blocks, computed by TransformerEngine with "
+        "--block te, else by torchao, which requires --compile (experimental: not yet run at "
+        "scale); current: one scale per tensor, from its values; delayed: one scale per tensor, "
+        "from previous steps (te); rowwise: one scale per row (timm); mxfp8: one scale per 32 "
+        "values (te, Blackwell)",
         requires=("backend=cuda", "precision=bf16", "objective=classify"),
     )
 

@@ -154,10 +154,12 @@ class MegatronBackend(TorchBackend):
         # FP8 by TransformerEngine.
         plan.blocks.wrap_model(self._model)
 
-        over_outer = ", optimizer sharded over dcn too" if config.outer_dp_sharding_strategy else ""
+        over_outer = ""
+        if config.outer_dp_sharding_strategy:
+            over_outer = ", optimizer state also sharded over dcn"
         self._form = (
             f"Megatron-FSDP {f'ZeRO-{self._zero}' if self._zero else 'no sharding'}{over_outer}, "
-            f"each block a unit, {'' if config.preserve_fp32_weights else 'no '}fp32 weights"
+            f"one unit per block, {'' if config.preserve_fp32_weights else 'no '}fp32 weights"
             f"{', meta init' if meta_init else ''}"
         )
         return self._model
@@ -194,7 +196,7 @@ class MegatronBackend(TorchBackend):
             local = self._locals[name]
             grad: Any = parameter.grad
             # An empty part has no gradient, but its step counter shall move with the others'.
-            assert grad is not None or not local.numel(), f"{name} got no gradient"
+            assert grad is not None or not local.numel(), f"{name} has no gradient"
             local.grad = torch.empty_like(local) if grad is None else grad.to_local()
 
     def _after_update(self) -> None:

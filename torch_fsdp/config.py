@@ -25,7 +25,7 @@ def zero_strategy(text: str) -> int:
         return _ZERO_NAMES.index(text)
     if text in ("0", "1", "2", "3"):
         return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is none of 0, 1, 2, 3, {', '.join(_ZERO_NAMES)}")
+    raise argparse.ArgumentTypeError(f"{text!r} is not one of 0, 1, 2, 3, {', '.join(_ZERO_NAMES)}")
 
 
 @dataclass(frozen=True)
@@ -37,27 +37,27 @@ class Fsdp2Config:
 
     zero_dp_strategy: int | None = flag(
         None,
-        "what is sharded, by number or name; 0 no_shard: nothing; 1 optim: optimizer state "
-        "(megatron); 2 optim_grads: gradients too; 3 optim_grads_params: parameters too (default: "
-        "3)",
+        "ZeRO stage, by number or name; 0 no_shard: shard nothing; 1 optim: optimizer state "
+        "(megatron); 2 optim_grads: also gradients; 3 optim_grads_params: also parameters "
+        "(default: 3)",
         kind=zero_strategy,
         metavar="{0,1,2,3}",
     )
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = flag(
         "fp32",
-        "dtype in which gradients are summed over the devices",
+        "dtype in which gradients are reduced across devices",
         shorthands={"--grad_reduce_in_fp32": "fp32"},
     )
     forward_prefetch: int = flag(
         1,
-        "number of blocks gathered ahead in the forward pass (fsdp2); 0: none",
+        "number of blocks whose weights are gathered ahead in the forward pass (fsdp2); 0: none",
         kind=count,
         metavar="N",
         requires=("fsdp=fsdp2",),
     )
     backward_prefetch: int = flag(
         1,
-        "number of blocks gathered ahead in the backward pass (fsdp2); 0: none",
+        "number of blocks whose weights are gathered ahead in the backward pass (fsdp2); 0: none",
         kind=count,
         metavar="N",
         requires=("fsdp=fsdp2",),
@@ -70,7 +70,7 @@ class Fsdp2Config:
     )
     compile: bool | None = flag(
         None,
-        "compile each block with torch.compile (default: on with torchtpu alone)",
+        "compile each block with torch.compile (default: on with torchtpu, else off)",
     )
     channels_last: bool = flag(
         False,

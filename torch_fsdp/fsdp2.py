@@ -63,11 +63,11 @@ class Fsdp2Backend(TorchBackend):
         """Position embeddings that are divided over the processes that share an image."""
         self._form = "FSDP2 as data parallel (no sharding)"
         if self._zero:
-            self._form = f"FSDP2 ZeRO-{self._zero}, each block a unit"
+            self._form = f"FSDP2 ZeRO-{self._zero}, one unit per block"
         if self._plan.domain_attention:
             self._form += f", {self._plan.domain_attention} attention over domain"
         if self._plan.varlen:
-            self._form += ", attention of variable length"
+            self._form += ", variable-length attention"
 
     def parallelize(
         self, model: nn.Module, units: Units, initialize: InitializeModule

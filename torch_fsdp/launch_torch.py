@@ -40,7 +40,8 @@ def launch(body: Callable[[TorchRun, Backend], None], run: TorchRun) -> None:
     ):
         values = ", ".join(f"{name}={value}" for name, value in variables.items())
         raise UsageError(
-            f"{values}: torchrun sets all four; for one process unset RANK and WORLD_SIZE"
+            f"invalid {values}: start with torchrun, which sets all four, or unset RANK and "
+            "WORLD_SIZE to run one process"
         )
     device = devices.choose(run.config.backend)
     device.start(tf32=run.backend_config.tf32)
@@ -138,7 +139,7 @@ def join(rank: int, world_size: int, device: Device) -> Store:
         if store and store.add("count", 0) >= world_size:
             break
         if store and later.check(["count"]):
-            say("other nodes have started their processes once more since: ending this")
+            say("other nodes have restarted their processes: exiting, to be restarted with them")
             sys.exit(1)
 
         seconds = time.monotonic() - started
@@ -153,8 +154,8 @@ def join(rank: int, world_size: int, device: Device) -> Store:
                 missing = f"rank{'s' * (len(ranks) > 1)} {names} of {world_size}"
             if is_late:
                 say(
-                    f"{missing} did not come within {limit} s (JOIN_TIMEOUT): the log of their "
-                    "node says why"
+                    f"{missing} did not join within {limit} s (JOIN_TIMEOUT): see the log of that "
+                    "node"
                 )
                 sys.exit(1)
             say(f"waiting for {missing}, {seconds:.0f} s so far")
@@ -165,8 +166,8 @@ def join(rank: int, world_size: int, device: Device) -> Store:
         noun, command = store.get("accelerator").decode().split("/")
         host = store.get("host without").decode()
         raise UsageError(
-            f"PyTorch finds no {noun} on {host}, but on other nodes: see what {command} says "
-            "there, or start without that node",
+            f"PyTorch finds no {noun} on {host}, unlike on other nodes: check {command} there, or "
+            "start without that node",
             agreed=True,
         )
     return store

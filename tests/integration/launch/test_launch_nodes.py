@@ -164,7 +164,7 @@ def test_a_process_that_never_comes(tmp_path):
         told = [line for line in stderr.splitlines() if line.startswith(beginning)]
         assert len(told) == 2, stderr
         assert told[0].startswith(f"{beginning}waiting for {who}, ")
-        assert told[1].startswith(f"{beginning}{who} did not come within 11 s (JOIN_TIMEOUT)")
+        assert told[1].startswith(f"{beginning}{who} did not join within 11 s (JOIN_TIMEOUT)")
         assert "Traceback" not in stderr
 
 

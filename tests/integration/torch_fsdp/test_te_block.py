@@ -140,5 +140,5 @@ def test_fp8_batch(stand_in, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     on_gpus(flags)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match="24 images a pass and GPU x 197 tokens"):
+    with pytest.raises(UsageError, match="24 images per pass and GPU x 197 tokens"):
         on_gpus(flags)

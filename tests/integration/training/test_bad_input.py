@@ -74,7 +74,7 @@ def complaint(capsys, ckpt_dir, *flags):
         ("--backend xla --dp_outer 2", "--mesh_fsdp 1 x --mesh_tensor 1 is not the 1"),
         ("--precision fp16", "--precision fp16 requires --backend cuda"),
         ("--profile 3", "'3' is not FIRST:LAST"),
-        ("--zero_dp_strategy 4", "'4' is none of 0, 1, 2, 3, no_shard, optim"),
+        ("--zero_dp_strategy 4", "'4' is not one of 0, 1, 2, 3, no_shard, optim"),
         (
             "--xla_fsdp nested --cpu_devices 2",
             "--xla_fsdp nested is incompatible with --cpu_devices 2",
@@ -83,7 +83,7 @@ def complaint(capsys, ckpt_dir, *flags):
         ("--mesh_tensor 2 --cpu_devices 2 --mlp_ratio 1.05", "--mesh_tensor 2 does not divide"),
         ("--mesh_tensor 2 --cpu_devices 8 --batch_size 10", "--batch_size 10 (global) is no"),
         ("--mesh_dcn 2 --xla_fsdp nested", "--mesh_dcn requires --xla_fsdp spmd"),
-        ("--backend cuda --mesh_tensor 2", "--mesh_tensor 2 requires --backend xla, this is cuda"),
+        ("--backend cuda --mesh_tensor 2", "--mesh_tensor 2 requires --backend xla, not cuda"),
         ("--mesh_dcn 0", "must be at least 1 and at most 1000000000 (or slices)"),
         ("--mesh_dcn slice", "'slice' is not a whole number (or slices)"),
         ("--compile_only --tpu_topology v5e:2x2 --mesh_dcn slices", "--mesh_dcn slices requires -"),
@@ -136,11 +136,14 @@ def test_compile_only_without(package, capsys, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--zero_dp_strategy 1", "--fsdp fsdp2 has no --zero_dp_strategy 1"),
-        ("--zero_dp_strategy 0 --dp_outer 2", "--mesh_dcn shapes sharding"),
+        ("--zero_dp_strategy 1", "--fsdp fsdp2 does not support --zero_dp_strategy 1"),
+        (
+            "--zero_dp_strategy 0 --dp_outer 2",
+            "--mesh_dcn is incompatible with --zero_dp_strategy 0",
+        ),
         ("--run_without_fsdp --zero_dp_strategy 3", "means --zero_dp_strategy 0, not 3"),
-        ("--outer_dp_sharding_strategy 2", "is 0 (no_shard) or 1 (optim), not 2"),
-        ("--no-meta_init", "requires --fsdp megatron, this is fsdp2"),
+        ("--outer_dp_sharding_strategy 2", "must be 0 (no_shard) or 1 (optim), not 2"),
+        ("--no-meta_init", "requires --fsdp megatron, not fsdp2"),
         ("--fsdp megatron", "--fsdp megatron requires CUDA: on the CPU use --fsdp fsdp2"),
         ("--cpu_offload", "--cpu_offload requires CUDA"),
         ("--precision fp16", "--precision fp16 requires CUDA"),
@@ -160,10 +163,10 @@ def test_gpu_flags(flags, words, capsys, tmp_path, monkeypatch):
     ("flags", "words"),
     [
         ("--zero_dp_strategy 0 --meta_init", "--meta_init requires --zero_dp_strategy 1, 2 or 3"),
-        ("--reduce_dtype bf16 --dp_outer 4", "requires --mesh_fsdp of 2 or more"),
+        ("--reduce_dtype bf16 --dp_outer 4", "requires --mesh_fsdp 2 or more"),
         (
             "--no_preserve_fp32_weights --precision bf16 --reduce_dtype bf16 --objective dino",
-            "is incompatible with --objective dino, whose teacher is an average in fp32",
+            "is incompatible with --objective dino, whose teacher is an fp32 average",
         ),
     ],
 )
@@ -178,7 +181,7 @@ def test_megatron_flags(flags, words, capsys, tmp_path, monkeypatch):
 def test_neither_cuda_nor_gloo(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.distributed.is_gloo_available", lambda: False)
     line = complaint(capsys, tmp_path / "ckpt", "--backend", "cuda")
-    assert "no CUDA device here, nor PyTorch with gloo" in line
+    assert "no CUDA device found, and this PyTorch lacks gloo" in line
 
 
 def test_wandb_is_not_installed(capsys, tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ ON_GPUS = [
     ("--domain_attention ring", "--domain_attention ring requires --mesh_domain"),
     (
         "--mesh_domain 2 --domain_attention ulysses",
-        "--domain_attention ulysses requires heads that --mesh_domain 2 divides, not 3: use ring",
+        "ulysses requires a number of heads divisible by --mesh_domain 2, not 3: use ring",
     ),
     ("--mesh_domain 2 --domain_attention gather", "requires --backend xla: use ring or ulysses"),
     ("--mesh_domain 2 --mesh_tensor 2", "--mesh_tensor 2 requires --backend xla"),
