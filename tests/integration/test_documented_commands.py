@@ -158,7 +158,10 @@ RUN: dict[str, Run] = {
         long=True,
     ),
     "python3 run_vit_training.py --plan @recipes/dinov3_7b.args": Run(
-        (r"^v6e:16x16 +256 .* arithmetic$", r"^fastest: .*, by arithmetic, not compiled$"),
+        (
+            r"^v6e:16x16 +256 .* arithmetic$",
+            r"^fastest: .*, estimated by arithmetic, not compiled$",
+        ),
         leaves=("runs/plan/tpu.png",),
         long=True,
     ),
@@ -225,7 +228,7 @@ RUN: dict[str, Run] = {
             r"^slice +v5p:4x4x8, 128 chips$",
             r"^model +10,077,917,160 parameters, global batch 1024$",
             r"^verdict +fits, ",
-            r"^HBM a chip, peak +3\.\d\d GiB of 95\.74 GiB$",
+            r"^peak HBM per chip +3\.\d\d GiB of 95\.74 GiB$",
             r"^highest MFU +8\d\.\d %$",
             r"^expected images/s +\d{4}$",
         ),

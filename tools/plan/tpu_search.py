@@ -114,7 +114,9 @@ def candidates(config: RunConfig, xla: XlaConfig, chips_at_most: int) -> Iterato
     ]
     if not topologies:
         fewest = min(parse_topology(name, dcn).chips for name in asked)
-        raise UsageError(f"--chips_at_most {chips_at_most}: the smallest slice has {fewest} chips")
+        raise UsageError(
+            f"--chips_at_most {chips_at_most} is too low: the smallest slice has {fewest} chips"
+        )
     # A field whose flag was given stays as it is, unless it is "auto".
     flags = flat(config, xla)
     tried = {
@@ -123,7 +125,7 @@ def candidates(config: RunConfig, xla: XlaConfig, chips_at_most: int) -> Iterato
     }
     if tried["grad_ckpt"][0] not in POLICIES:
         raise UsageError(
-            f"--plan knows --grad_ckpt {', '.join(POLICIES)}, not {flags['grad_ckpt']}"
+            f"--plan supports --grad_ckpt {', '.join(POLICIES)}, not {flags['grad_ckpt']}"
         )
     for topology, *values in product(topologies, *tried.values()):
         chosen = dict(zip(tried, values, strict=True))

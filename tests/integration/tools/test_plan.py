@@ -361,10 +361,10 @@ def test_a_configuration_is_typed_as_it_was_given(line):
     ("name", "text", "words"),
     [
         ("none.toml", None, "none.toml cannot be read: No such file"),
-        ("a.json", "[v5e", "a.json is not as prices.toml, a table for each chip"),
-        ("a.toml", '[v5e]\nprice = "much"', "is not as prices.toml"),
+        ("a.json", "[v5e", "a.json must have a table per chip with its"),
+        ("a.toml", '[v5e]\nprice = "much"', "as prices.toml has: could not convert"),
         ("a.toml", "[v5e]\nprice = nan", "one that cannot be"),
-        ("a.toml", "[v9]\nprice = 1", "has none of v4, v5e, v5p, v6e"),
+        ("a.toml", "[v9]\nprice = 1", "has no price for any of v4, v5e, v5p, v6e"),
     ],
 )
 def test_a_wrong_file_of_prices(name, text, words, tmp_path, capsys):
@@ -387,7 +387,7 @@ def test_a_wrong_file_of_prices(name, text, words, tmp_path, capsys):
         ("--plan --tpu_topology v5e:4x4 --chips_at_most 8", "the smallest slice has 16 chips"),
         ("--plan --batch_size 7 --mesh_fsdp 4 --tpu_topology v5e:2x2", "--batch_size 7 cannot be"),
         ("--plan --train_images 5", "5 training images (--train_images) are fewer than --batch_si"),
-        ("--compile_only --tpu_topology v5e:2x2,v5e:4x4", "takes one slice, not v5e:2x2,v5e:4x4"),
+        ("--compile_only --tpu_topology v5e:2x2,v5e:4x4", "accepts one slice, not v5e:2x2,v5e:4x4"),
     ],
 )
 def test_refused(flags, words, tmp_path, capsys, monkeypatch):
@@ -510,7 +510,7 @@ def test_the_table_with_prices_of_the_user(tmp_path, capsys):
     for pattern in (
         r"^v5e:2x4 +8 +.* of 15\.8 +[\d.]+ +[\d,]+ +\d+ % +[\d.]+ +\d+ +arithmetic$",
         r"^v6e:2x2 +4 +.* no price +arithmetic$",
-        r"^cheapest: v5e:2x4, [\d.]+ hours, \$\d+, by arithmetic, not compiled$",
+        r"^cheapest: v5e:2x4, [\d.]+ hours, \$\d+, estimated by arithmetic, not compiled$",
         r"^  v5e: \$1\.00 \(no date; no source\)$",
     ):
         assert re.search(pattern, shown, re.MULTILINE), (pattern, shown)

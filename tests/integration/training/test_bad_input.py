@@ -31,14 +31,14 @@ def complaint(capsys, ckpt_dir, *flags):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--compile_only", "--compile_only requires --tpu_topology. Known, for example: v4: 2x2x1"),
+        ("--compile_only", "--compile_only requires --tpu_topology; examples by kind: v4: 2x2x1"),
         ("--compile_only --tpu_topology v9:4x4", "--tpu_topology v9:4x4: unknown kind of TPU"),
         ("--compile_only --tpu_topology v5p:4x4", "v5p:4x4 must be v5p:AxBxC, the number of"),
         ("--compile_only --tpu_topology v5e:3x5", "v5e:3x5 does not exist (for several"),
         ("--compile_only --tpu_topology v5e:1000x1000", "v5e:1000x1000 does not exist"),
         (
             "--compile_only --tpu_topology tpu7x:2x2x1 --tpu_compiler installed",
-            "tpu7x:2x2x1 requires --tpu_compiler 0.0.52: libtpu 0.0.21, which is installed, does",
+            "tpu7x:2x2x1 requires --tpu_compiler 0.0.52: the installed libtpu 0.0.21 does not",
         ),
         ("--compile_only --tpu_topology v5e:2x2 --tpu_compiler 0.0.1", "invalid choice: '0.0.1'"),
         ("--compile_only --tpu_topology v5e:4x4 --hlo_dir setup.cfg", "--hlo_dir setup.cfg is a f"),

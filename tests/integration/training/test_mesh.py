@@ -155,8 +155,8 @@ def test_one_slice_where_there_is_no_tpu():
     ("flags", "told"),
     [
         ("--mesh_dcn slices --batch_size 24", ""),
-        ("--mesh_dcn slices --batch_size 16", "with 3 slices (--elastic 1:3): --batch_size 16"),
-        ("--mesh_dcn 2 --batch_size 24", "with 3 slices (--elastic 1:3): --mesh_dcn 2 "),
+        ("--mesh_dcn slices --batch_size 16", r"with 3 slices \(--elastic 1:3\): --batch_size 16"),
+        ("--mesh_dcn 2 --batch_size 24", r"with 3 slices \(--elastic 1:3\): --mesh_dcn 2 "),
         ("--mesh_dcn slices --mesh_fsdp 4 --batch_size 24", ""),
     ],
 )

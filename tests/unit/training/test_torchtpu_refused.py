@@ -43,7 +43,7 @@ def test_processes_that_no_launcher_of_tpus_has_started(tpu_host, capsys, monkey
     monkeypatch.setenv("TORCH_TPU_TOPOLOGY", "1,2,1")
     line = told_in_one_line(capsys, "--backend", "torchtpu", "--fake_data", *TINY_MODEL)
     told = (
-        "--backend torchtpu in several processes requires TORCH_TPU_SLICEBUILDER_ADDRESSES of the "
+        "--backend torchtpu in several processes requires TORCH_TPU_SLICEBUILDER_ADDRESSES in the "
     )
     assert line.startswith(told)
 

@@ -16,7 +16,7 @@ ON_GPUS = [
     ("--mesh_domain 3", "x --mesh_domain 3 x --mesh_tensor 1 is not the 8 process(es) of this run"),
     ("--mesh_domain 2 --fsdp megatron", "--fsdp megatron requires"),
     ("--mesh_domain 2 --block te", "--block te"),
-    ("--mesh_domain 2 --pos_dropout 0.1", "the same places of their tokens (--pos_dropout)"),
+    ("--mesh_domain 2 --pos_dropout 0.1", "the same positions of their tokens (--pos_dropout)"),
     ("--mesh_domain 2 --patch_drop_rate 0.5", "it has --patch_drop_rate"),
     ("--domain_attention ring", "--domain_attention ring requires --mesh_domain"),
     (
