@@ -194,10 +194,10 @@ RUN: dict[str, Run] = {
         long=True,
     ),
     "python benchmarks/data.py --repeats": Run(
-        (r"^  ratio a core \d\.\d\d",), long=True, shorter="--repeats 1 --seconds 1"
+        (r"^  ratio per core \d\.\d\d",), long=True, shorter="--repeats 1 --seconds 1"
     ),
     "python benchmarks/data.py --crops": Run(
-        (r"^  ratio a core \d\.\d\d",), long=True, shorter="--repeats 1 --seconds 1"
+        (r"^  ratio per core \d\.\d\d",), long=True, shorter="--repeats 1 --seconds 1"
     ),
     "python benchmarks/checkpoint.py": Run(
         (r"\| fsdp2 \| 5 MB/s \|",), long=True, shorter="--repeats 1"
