@@ -14,35 +14,35 @@ LIBTPU := 0.0.52
 .PHONY: help install tpu-compiler data train train-domain train-mae train-dino test test-gpu-path test-fast test-long test-torchtpu test-slurm rehearse coverage lint format bench bench-start bench-checkpoint bench-gpu bench-domain faults clean
 
 help:
-	@echo "make train   set up, then train a small ViT on handwritten digits (about 3 minutes)"
-	@echo "make train-domain  the same with each image over 4 virtual devices (about 5 minutes)"
-	@echo "make train-mae  a masked autoencoder on the digits, without labels (about 5 minutes)"
-	@echo "make train-dino  self-distillation on the digits, without labels (about 5 minutes)"
-	@echo "make test    set up, then run the tests (8 minutes)"
-	@echo "make test-gpu-path  the tests of FSDP2 and Megatron-FSDP on PyTorch 2.14, in .venv-newer"
-	@echo "make test-fast  the tests that start no training (a minute or two), while one edits"
-	@echo "make test-long  the tests that compile, train or wait for long (some four hours; PART=1/3: a third)"
-	@echo "make test-torchtpu  the tests of TorchTPU, in an environment of its own (a few minutes)"
-	@echo "make rehearse  the tests that rehearse TPU pods (half an hour)"
-	@echo "make coverage  all of these suites; then which lines no test executes (hours)"
-	@echo "make test-slurm  launch/slurm.sbatch under real Slurm daemons of this machine (as root)"
-	@echo "make lint    ruff, mypy, and words that help, messages and docs do not use"
-	@echo "make format  let ruff format the code"
-	@echo "make bench   time a training step"
-	@echo "make bench-start  time starts of make train's model"
-	@echo "make bench-checkpoint  what a checkpoint costs training (10 minutes)"
-	@echo "make bench-gpu  the same on NVIDIA GPUs, beside timm's own loop"
-	@echo "make bench-domain  large images over 1 to 8 GPUs (--mesh_domain): latency and memory"
-	@echo "make tpu-compiler  fetch the newer TPU compiler, for tpu7x: 480 MB into .libtpu/"
-	@echo "make faults  spoil real runs at random moments (hours)"
-	@echo "make clean   remove .venv, .venv-newer, datasets/ and runs/"
+	@echo "make train             set up .venv, then train a small ViT on handwritten digits (3 minutes)"
+	@echo "make train-domain      train on mosaics of digits, each image split over 4 virtual devices (5 minutes)"
+	@echo "make train-mae         pretrain a masked autoencoder on the digits, without labels (5 minutes)"
+	@echo "make train-dino        self-distillation (DINO) on the digits, without labels (5 minutes)"
+	@echo "make test              set up .venv, then run the tests (8 minutes)"
+	@echo "make test-gpu-path     test FSDP2 and Megatron-FSDP with PyTorch 2.14 in .venv-newer"
+	@echo "make test-fast         run the tests that start no training (a minute or two), for use while editing"
+	@echo "make test-long         run the slow tests (about four hours; PART=1/3 runs a third of them)"
+	@echo "make test-torchtpu     test TorchTPU in .venv-newer (a few minutes)"
+	@echo "make rehearse          run the tests on emulated TPU pods (half an hour)"
+	@echo "make coverage          run all of these suites, then list the lines that no test executes (hours)"
+	@echo "make test-slurm        test launch/slurm.sbatch with real Slurm daemons on this machine (as root)"
+	@echo "make lint              run ruff and mypy"
+	@echo "make format            fix and format the code with ruff"
+	@echo "make bench             time a training step on XLA"
+	@echo "make bench-start       time the startup of the model of make train"
+	@echo "make bench-checkpoint  measure what a checkpoint costs training (10 minutes)"
+	@echo "make bench-gpu         time a training step on NVIDIA GPUs, compared with timm's own loop"
+	@echo "make bench-domain      measure latency and memory of large images on 1 to 8 GPUs (--mesh_domain)"
+	@echo "make tpu-compiler      download the newer TPU compiler, for tpu7x, into .libtpu/ (480 MB)"
+	@echo "make faults            inject faults into real runs at random moments (hours)"
+	@echo "make clean             remove .venv, .venv-newer, datasets/ and runs/"
 
 install: $(INSTALLED)
 
 # What is there already is used, whoever made it.
 define ENVIRONMENT
 	@test -x $(1)/bin/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in [(3, 11), (3, 12)])' \
-		2> /dev/null || { echo "$(or $(PYTHON),none of $(PYTHONS)) is no Python 3.11 or 3.12 here: make PYTHON=<one>," \
+		2> /dev/null || { echo "Python 3.11 or 3.12 is required (tried: $(or $(PYTHON),$(PYTHONS))): run make PYTHON=<one>," \
 		"or first: python3 -m pip install --target .uv uv && .uv/bin/uv venv --seed --python 3.11 $(1)"; exit 2; }
 	test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
 endef
