@@ -124,10 +124,10 @@ class XlaConfig:
     )
 
     product_multiple: ClassVar[int] = 1
-    """Sizes of matrix products must be multiples of this."""
+    """Dimensions of matrix products must be multiples of this."""
     keeps_fp32_weights: ClassVar[bool] = True
-    """Whether weights are stored in fp32 at any precision."""
+    """Whether weights are stored in fp32 for every ``--precision``."""
 
     def shrunk(self) -> XlaConfig:
-        """Return the same for a model of a few blocks."""
+        """Return this configuration for a model with a few blocks."""
         return replace(self, mark_step_every_n_blocks=min(self.mark_step_every_n_blocks, 1))

@@ -1,5 +1,5 @@
-"""The device, and the variables of the environment that this program refuses: found without
-torch_xla, whose import on a TPU VM may wait for the metadata server for minutes."""
+"""Detects the device and rejects unsupported environment variables, without importing torch_xla,
+whose import on a TPU VM may wait minutes for the metadata server."""
 
 import glob
 import importlib.util
@@ -28,12 +28,12 @@ _REFUSED = {
     "RANK": (("", "0"), _NO_TORCHRUN),
     "WORLD_SIZE": (("", "1"), _NO_TORCHRUN),
 }
-"""By variable: the values that change no number, and what to do about any other."""
+"""For each variable, the values that are accepted, and what to do about any other value."""
 
 
 def check_variables() -> None:
-    """Raise UsageError for a variable with which torch_xla would compute something else than the
-    flags say, or crash."""
+    """Raise UsageError for a variable that makes torch_xla crash or compute something other than
+    the flags ask for."""
     for name, (harmless, advice) in _REFUSED.items():
         value = os.environ.get(name, harmless[0])
         if value not in harmless:
@@ -49,13 +49,13 @@ def device_type() -> str:
         return chosen
     if not _has_tpu_chips():
         return "CPU"
-    # Imported, torch_xla would choose the device by itself, and warn of it.
+    # On import, torch_xla would choose the device by itself and print a warning.
     os.environ.setdefault("PJRT_SELECT_DEFAULT_DEVICE", "0")
     return "TPU"
 
 
 def check_device() -> None:
-    """Raise UsageError if torch_xla could not start the device, or would wait for minutes."""
+    """Raise UsageError if torch_xla could not start the device, or would wait minutes for it."""
     device = device_type()
     if device not in ("TPU", "CPU"):
         others = ", or use --backend cuda for GPUs" if device in ("CUDA", "GPU", "ROCM") else ""
@@ -98,7 +98,7 @@ def check_device() -> None:
 
 
 def _ask_metadata(key: str) -> str:
-    """Return what the VM's metadata server says. Raises OSError if it does not answer."""
+    """Return the VM's metadata for ``key``. Raises OSError if the server does not answer."""
     url, headers = METADATA_URL + key, {"Metadata-Flavor": "Google"}
     with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as answer:
         return answer.read().decode()
@@ -113,20 +113,20 @@ _FROM_TPU_ENV = {
     "TPU_TOPOLOGY_WRAP": "WRAP",
     "TPU_TOPOLOGY_ALT": "ALT",
 }
-"""By variable, what the metadata of a VM on Compute Engine calls it."""
+"""Environment variables, each with its name in the metadata of a Compute Engine VM."""
 
 
 def _set_compute_engine_variables(tpu_env: str) -> None:
-    """Tell torch_xla and libtpu by variables, as GKE does, what the metadata of a VM on Compute
-    Engine says. torch_xla 2.9 knows the names of the Cloud TPU API alone, and fails on import.
+    """Set the variables that torch_xla and libtpu read, as GKE does, from a Compute Engine VM's
+    metadata. torch_xla 2.9 supports only the names of the Cloud TPU API and fails on import.
 
-    Variables that are set stay. Raises OSError if the metadata server does not answer.
+    Variables that are already set are kept. Raises OSError if the metadata server does not answer.
     """
     values = dict(re.findall(r"(?m)^(\w+): *'?(.*?)'?$", tpu_env))
     for variable, name in _FROM_TPU_ENV.items():
         if values.get(name):
             os.environ.setdefault(variable, values[name])
-    workers = _ask_metadata("worker-network-endpoints")  # names, which the network resolves
+    workers = _ask_metadata("worker-network-endpoints")  # host names, resolved by the network
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", workers)
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 
