@@ -1,4 +1,4 @@
-"""The flags of NVIDIA's libraries: Megatron-FSDP, TransformerEngine and FP8, beside FSDP2's."""
+"""The flags of NVIDIA's libraries (Megatron-FSDP, TransformerEngine, FP8), besides FSDP2's."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from config_fields import flag
 from torch_fsdp.config import Fsdp2Config, zero_strategy
 
 FP8_MULTIPLE = {"none": 1, "delayed": 16, "current": 16, "rowwise": 16, "mxfp8": 32}
-"""Every dimension of an FP8 matrix product must be a multiple of this, by recipe."""
+"""For each recipe, the number of which all dimensions of an FP8 product must be multiples."""
 
 
 def outer_strategy(text: str) -> int:
-    """Read a strategy that can shard over HSDP's groups, by number or name."""
+    """Parse a ZeRO stage that can also shard across HSDP's groups, given by number or name."""
     strategy = zero_strategy(text)
     if strategy > 1:
         raise argparse.ArgumentTypeError(f"must be 0 (no_shard) or 1 (optim), not {text}")
@@ -23,7 +23,7 @@ def outer_strategy(text: str) -> int:
 
 @dataclass(frozen=True)
 class TorchConfig(Fsdp2Config):
-    """All flags of PyTorch's own devices: FSDP2's, and those of NVIDIA's libraries."""
+    """All flags of the PyTorch backends: those of FSDP2 and of NVIDIA's libraries."""
 
     fsdp: Literal["auto", "megatron", "fsdp2"] = flag(
         "auto",
@@ -82,14 +82,14 @@ class TorchConfig(Fsdp2Config):
 
     @property
     def keeps_fp32_weights(self) -> bool:
-        """Whether weights are stored in fp32 at any precision."""
+        """Whether weights are stored in fp32 for every ``--precision``."""
         return self.preserve_fp32_weights
 
     @property
     def product_multiple(self) -> int:
-        """Sizes of matrix products must be multiples of this."""
+        """Dimensions of matrix products must be multiples of this."""
         return FP8_MULTIPLE[self.fp8]
 
     def shrunk(self) -> Self:
-        """Return the same for a model of a few blocks."""
+        """Return this configuration for a model with a few blocks."""
         return self

@@ -1,7 +1,7 @@
-"""Where NVIDIA's parts take the place of PyTorch's, and what these require.
+"""Resolves which of NVIDIA's libraries replace PyTorch's parts, and checks their requirements.
 
-``--fsdp megatron`` replaces FSDP2, ``--block te`` timm's blocks, ``--fp8`` their products. All else
-is ``torch_fsdp``'s.
+``--fsdp megatron`` replaces FSDP2, ``--block te`` timm's blocks, ``--fp8`` their matrix products.
+Everything else is in ``torch_fsdp``.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from training.mesh import Mesh
 
 
 def resolve(config: RunConfig, backend_config: TorchConfig) -> TorchRun:
-    """Return the run that the flags ask for on the processes that torchrun has started.
+    """Return the run that the flags describe on the processes that torchrun has started.
 
     Raises UsageError.
     """
     if backend_config.fsdp == "auto":
-        # The first two require it. With a teacher Megatron-FSDP was tested on the CPU alone.
+        # The first two require FSDP2. With a teacher, Megatron-FSDP was tested only on the CPU.
         prefers_fsdp2 = (
             config.sharding.mesh_domain > 1
             or config.optimizer.linear_probe
@@ -81,13 +81,13 @@ def _check_megatron(
 
 
 def check_megatron_runs_here() -> None:
-    """Raise UsageError where Megatron-FSDP cannot run."""
+    """Raise UsageError if Megatron-FSDP cannot run here."""
     if not isinstance(devices.choose("cuda"), devices.Cuda):
         raise UsageError("--fsdp megatron requires CUDA: on the CPU use --fsdp fsdp2")
     try:
-        if importlib.util.find_spec("transformer_engine"):  # which it imports
+        if importlib.util.find_spec("transformer_engine"):  # imported by Megatron-FSDP
             prefer_cudnn_of_pytorch()
-        with warnings.catch_warnings():  # that it does without TransformerEngine and Apex
+        with warnings.catch_warnings():  # about missing TransformerEngine and Apex
             warnings.simplefilter("ignore")
             import megatron_fsdp  # noqa: F401
     except ImportError:
@@ -95,7 +95,7 @@ def check_megatron_runs_here() -> None:
             "--fsdp megatron requires the package megatron-fsdp: python3 -m pip install "
             "-r requirements-gpu.txt, or use --fsdp fsdp2"
         ) from None
-    except (OSError, RuntimeError, AssertionError) as error:  # of TransformerEngine
+    except (OSError, RuntimeError, AssertionError) as error:  # from TransformerEngine
         reason = str(error).splitlines()[0]
         raise UsageError(
             "--fsdp megatron: TransformerEngine is installed but cannot be imported "

@@ -1,6 +1,6 @@
-"""The flags of FSDP2, on NVIDIA GPUs, on the CPU with gloo, and on TPUs by TorchTPU.
+"""The flags of FSDP2, on NVIDIA GPUs, on the CPU with gloo, and on TPUs with TorchTPU.
 
-(The flags of NVIDIA's libraries, which may replace it, are in ``gpu_fsdp/config.py``.)
+(The flags of NVIDIA's libraries, which can replace it, are in ``gpu_fsdp/config.py``.)
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ ZERO_FLAGS = {
     "--run_without_fsdp": ("run_without_fsdp", True, 0),
     "--no_reshard_after_forward": ("reshard_after_forward", False, 2),
 }
-"""Older flags, common to all backends: field, value, and the ``--zero_dp_strategy`` they mean."""
+"""Older flags, common to all backends: field, value and the equivalent ``--zero_dp_strategy``."""
 
 
 def zero_strategy(text: str) -> int:
-    """Read what is sharded, by number or name."""
+    """Parse a ZeRO stage, given by number or name."""
     if text in _ZERO_NAMES:
         return _ZERO_NAMES.index(text)
     if text in ("0", "1", "2", "3"):
@@ -30,7 +30,7 @@ def zero_strategy(text: str) -> int:
 
 @dataclass(frozen=True)
 class Fsdp2Config:
-    """How FSDP2 runs a training; ``TorchConfig``, which adds NVIDIA's flags, is what runs have."""
+    """How FSDP2 runs a training. Runs use ``TorchConfig``, which adds the flags for NVIDIA GPUs."""
 
     group: ClassVar[str] = "GPU (--backend cuda), and TorchTPU (--backend torchtpu)"
     backends: ClassVar[tuple[str, ...]] = ("cuda", "torchtpu")

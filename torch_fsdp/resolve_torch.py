@@ -1,7 +1,7 @@
-"""What a run with FSDP does on the devices that PyTorch finds: decided before any of them starts.
+"""Resolves a run with FSDP on the devices that PyTorch finds, before any of them starts.
 
-``resolve`` makes a ``TorchRun``: every "auto" decided, every check made. Its ``plan`` is what
-``torch_fsdp/fsdp2.py`` does to the model.
+``resolve`` makes a ``TorchRun`` with every "auto" decided and every check made. Its ``plan`` is
+what ``torch_fsdp/fsdp2.py`` does to the model.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 def resolve(
     config: RunConfig, backend_config: Fsdp2Config, form: Form, blocks: TimmBlocks
 ) -> TorchRun:
-    """Return the run that the flags ask for on the processes that torchrun has started.
+    """Return the run that the flags describe on the processes that torchrun has started.
 
     Raises UsageError.
     """
     run = _resolve(config, backend_config, form, blocks)
-    # The teacher computes forward passes alone: ZeRO-2 would never reshard its weights.
+    # A teacher runs only forward passes, after which ZeRO-2 would never reshard its weights.
     teacher_config = replace(run.backend_config, zero_dp_strategy=0 if run.plan.zero == 0 else 3)
     with_its_teacher = with_teacher(
         run, lambda config: _resolve(config, teacher_config, form, TimmBlocks())
@@ -84,7 +84,7 @@ def _resolve(
             f"{device.noun}: use --nproc-per-node {available} or fewer, one process per device"
         )
 
-    # What is sharded, by --zero_dp_strategy or an older flag for 0 or 2 (not both: check_rules).
+    # What is sharded: --zero_dp_strategy, or an older flag for 0 or 2 (check_rules rejects both).
     zero = backend_config.zero_dp_strategy
     for flag, (field, value, means) in ZERO_FLAGS.items():
         if getattr(sharding, field) == value:
@@ -109,7 +109,7 @@ def _resolve(
         int(os.environ.get("WORLD_SIZE", "1")),
         "process(es) of this run: change them, or torchrun's --nproc-per-node and --nnodes",
     )
-    if zero == 0 and form is FSDP2:  # without sharding: replicas alone
+    if zero == 0 and form is FSDP2:  # without sharding, all processes are replicas
         mesh = Mesh(dcn=mesh.fsdp, domain=mesh.domain)
     config = with_passes(config, mesh)
     form.check(config, backend_config, mesh, device)
@@ -124,7 +124,7 @@ def _resolve(
     if reduce_dtype == "fp16" and precision != "fp16":
         raise UsageError("--reduce_dtype fp16 requires --precision fp16, which scales the loss")
 
-    config, model = resolve_model(config)  # after what is known at once: timm takes a second
+    config, model = resolve_model(config)  # after the cheap checks: timm takes a second
     if model.packing and backend_config.channels_last:
         raise UsageError("--channels_last is incompatible with native resolution: drop it")
     if mesh.domain > 1:
@@ -153,7 +153,7 @@ def _resolve(
     check_batch(run)
     blocks.check(run)
 
-    # It must fit each of the numbers of nodes that launch/torchrun.sh may start it on.
+    # The run must be valid on every number of nodes that launch/torchrun.sh may start it on.
     least, _, most = os.environ.get("ELASTIC_NODES", "").partition(":")
     for nodes in range(int(least), int(most) + 1) if most else ():
         try:
@@ -166,11 +166,11 @@ def _resolve(
 def _resolve_domain(
     config: RunConfig, backend_config: Fsdp2Config, mesh: Mesh, model: ModelSpec
 ) -> RunConfig:
-    """Decide ``--domain_attention`` of processes that share images. Raises UsageError."""
+    """Resolve ``--domain_attention`` for processes that share images. Raises UsageError."""
     flag = f"--mesh_domain {mesh.domain}"
     check_rows(mesh, model)
     if backend_config.compile and config.sharding.grad_ckpt == "selective":
-        # Seen with PyTorch 2.9: what is compiled is not run where a policy looks at operations.
+        # With PyTorch 2.9, compiled code is not used where a policy intercepts operations.
         raise UsageError(
             f"--compile with {flag} requires --grad_ckpt full or none: with selective nothing "
             "would be compiled"
