@@ -64,8 +64,8 @@ def read_prices(name: str | None) -> dict[str, Price]:
         raise UsageError(f"--price {path} cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UsageError(
-            f'--price {path} must have a table per chip with its "price" in dollars per hour, as '
-            f"{SHIPPED.name} has: {str(error).splitlines()[0]}"
+            f"--price {path} must have a table per chip, as {SHIPPED.name}, with its "
+            f'"price" in dollars per hour: {str(error).splitlines()[0]}'
         ) from None
     return prices
 

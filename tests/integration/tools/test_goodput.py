@@ -262,7 +262,7 @@ def test_mistakes_of_a_forecast(tmp_path, capsys):
         return line.removeprefix("tools.goodput: error: ")
 
     assert error() == "give a RUN_DIR, or --chips, --save_s and --restart_s for a forecast"
-    assert "for a forecast: give --chips" in error("--save_s", 3)
+    assert error("--save_s", 3) == "--save_s and --restart_s require --chips"
     missing = "set --save_s and --restart_s, or give a RUN_DIR with measurements"
     assert error("--chips", 8) == missing
     write_events(tmp_path, *two_starts()[:2])

@@ -361,9 +361,9 @@ def test_a_configuration_is_typed_as_it_was_given(line):
     ("name", "text", "words"),
     [
         ("none.toml", None, "none.toml cannot be read: No such file"),
-        ("a.json", "[v5e", "a.json must have a table per chip with its"),
-        ("a.toml", '[v5e]\nprice = "much"', "as prices.toml has: could not convert"),
-        ("a.toml", "[v5e]\nprice = nan", "one that cannot be"),
+        ("a.json", "[v5e", "a.json must have a table per chip, as prices"),
+        ("a.toml", '[v5e]\nprice = "much"', "in dollars per hour: could not convert"),
+        ("a.toml", "[v5e]\nprice = nan", "a price is missing or invalid"),
         ("a.toml", "[v9]\nprice = 1", "has no price for any of v4, v5e, v5p, v6e"),
     ],
 )
