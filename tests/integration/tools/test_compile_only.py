@@ -328,7 +328,7 @@ def test_crash_of_libtpu_is_told():
     done = run_program(*where, "--model", "vit_120b", "--batch_size", "512")
     assert done.returncode == 2
     assert "error: libtpu crashed on this step (Check failed: preferred_offset" in done.stderr
-    assert "more HBM than there is: use a smaller batch" in done.stderr
+    assert "more HBM than a chip has: use a smaller batch" in done.stderr
     assert "Traceback" not in done.stderr
 
 

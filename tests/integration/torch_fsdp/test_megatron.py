@@ -36,7 +36,7 @@ from tests.support.resuming import DROPOUT, EPOCHS_OF_5, assert_resumes_at_step_
                 (
                     4,
                     "--dp_outer 2 --outer_dp_sharding_strategy 1 --grad_accum_steps 2",
-                    "over dcn too",
+                    "also sharded over dcn",
                 ),
             )
         ),
