@@ -156,7 +156,7 @@ def parse_topology(name: str, slices: int = 1) -> Topology:
     """Parse a name such as "v5p:4x4x8". Raises UsageError, with the known ones, for any other."""
     kind, _, shape = name.partition(":")
     if kind not in CHIPS:
-        raise UsageError(f"--tpu_topology {name}: unknown kind of TPU; examples by kind: {KNOWN}")
+        raise UsageError(f"--tpu_topology {name}: unknown kind of TPU; shapes by kind: {KNOWN}")
     chip, is_shape = CHIPS[kind], re.fullmatch(r"[1-9][0-9]{0,99}(x[1-9][0-9]{0,99})*", shape)
     sides = tuple(map(int, shape.split("x"))) if is_shape else ()
     examples = f"use for example {_EXAMPLES[kind]}"

@@ -52,7 +52,9 @@ def compile_step(config: RunConfig, xla: XlaConfig) -> int:
     Raises UsageError."""
     libtpu_args = os.environ.get(tpu.VARIABLE, "")  # before torch_xla adds its own
     if not xla.tpu_topology:
-        raise UsageError(f"--compile_only requires --tpu_topology; examples by kind: {KNOWN}")
+        raise UsageError(
+            f"--compile_only requires --tpu_topology, such as v5e:4x4; shapes by kind: {KNOWN}"
+        )
     if "," in xla.tpu_topology:
         raise UsageError(
             f"--compile_only accepts one slice, not {xla.tpu_topology}: use --plan for several"

@@ -31,7 +31,7 @@ def complaint(capsys, ckpt_dir, *flags):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--compile_only", "--compile_only requires --tpu_topology; examples by kind: v4: 2x2x1"),
+        ("--compile_only", "--compile_only requires --tpu_topology, such as v5e:4x4; shapes by"),
         ("--compile_only --tpu_topology v9:4x4", "--tpu_topology v9:4x4: unknown kind of TPU"),
         ("--compile_only --tpu_topology v5p:4x4", "v5p:4x4 must be v5p:AxBxC, the number of"),
         ("--compile_only --tpu_topology v5e:3x5", "v5e:3x5 does not exist (for several"),
