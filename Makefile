@@ -1,14 +1,14 @@
 # `make train` and `make test` set up everything they need in .venv; a second run installs nothing.
 
-# The first that runs: a name on PATH may be a version manager's that has no such version.
+# The first one that runs: on PATH may be a version manager's shim without such a version.
 PYTHONS := python3.11 python3.12
 PYTHON ?= $(firstword $(foreach name,$(PYTHONS),$(shell $(name) -V > /dev/null 2>&1 && echo $(name))))
 BIN := .venv/bin
 INSTALLED := .venv/installed
-# A new folder a run, so that no run is mixed with an earlier one.
+# A new folder for each run, so that it does not continue an earlier one.
 RUN ?= runs/digits-$(shell date +%Y%m%d-%H%M%S)
 
-# The TPU compiler beside torch_xla's: xla_fsdp/tpu.py names the version, too.
+# The newer TPU compiler; keep in sync with xla_fsdp/tpu.py.
 LIBTPU := 0.0.52
 
 .PHONY: help install tpu-compiler data train train-domain train-mae train-dino test test-gpu-path test-fast test-long test-torchtpu test-slurm rehearse coverage lint format bench bench-start bench-checkpoint bench-gpu bench-domain faults clean
@@ -39,7 +39,7 @@ help:
 
 install: $(INSTALLED)
 
-# What is there already is used, whoever made it.
+# An existing environment is used, whatever created it.
 define ENVIRONMENT
 	@test -x $(1)/bin/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in [(3, 11), (3, 12)])' \
 		2> /dev/null || { echo "Python 3.11 or 3.12 is required (tried: $(or $(PYTHON),$(PYTHONS))): run make PYTHON=<one>," \
@@ -54,7 +54,7 @@ $(INSTALLED): requirements-tpu.txt tests/requirements.txt
 		-r requirements-tpu.txt -r tests/requirements.txt
 	touch $@
 
-# What trains on GPUs and by TorchTPU: torch_xla needs older versions of PyTorch and of libtpu.
+# The environment for GPUs and TorchTPU: torch_xla needs older versions of PyTorch and libtpu.
 NEWER := .venv-newer
 
 $(NEWER)/installed: requirements-gpu.txt requirements-gpu-common.txt requirements-torchtpu.txt tests/requirements.txt tests/hardware/torchtpu/plugin.txt
@@ -79,7 +79,7 @@ data: datasets/digits
 datasets/digits: | $(INSTALLED)
 	$(BIN)/python -m data.digits $@
 
-# BACKEND=torchtpu: by TorchTPU, on a plugin that computes on the CPU.
+# BACKEND=torchtpu: train with TorchTPU, on a plugin that computes on the CPU.
 ifeq ($(BACKEND),torchtpu)
 train: $(NEWER)/installed datasets/digits
 	$(NEWER)/bin/python -m tests.hardware.torchtpu.plugin -um tests.fakes.torchtpu_on_cpu \
@@ -102,14 +102,14 @@ train-dino: $(INSTALLED) datasets/digits
 	$(BIN)/python -u run_vit_training.py @recipes/digits_dino.args --data_dir datasets/digits \
 		--cpu_devices 2 --num_workers 2 --ckpt_dir $(subst digits,digits-dino,$(RUN)) $(ARGS)
 
-# COVERAGE=1 notes which lines are executed, for make coverage. TESTS="tests/*/data": only these.
-# PART=2/3: every third of the long tests, from the second on, for several evenings or machines.
+# COVERAGE=1 records the executed lines, for make coverage. TESTS="tests/*/data" runs only these.
+# PART=2/3 runs every third long test from the second on, for several evenings or machines.
 RUN_PYTEST = $(if $(COVERAGE),-m coverage run) -m pytest
 PYTEST = $(BIN)/python $(RUN_PYTEST)
 PYTEST_NEWER = TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(NEWER)/bin/python $(RUN_PYTEST)
-# Tests wait as well as compute: with three at a time two cores are busy.
+# Tests also wait: three at a time keep two cores busy.
 THREE_AT_A_TIME := -n 3 --dist worksteal
-# What the tests of a file share is made once. No file takes long enough to be waited for.
+# Tests of a file run in one process, so that they share fixtures. No file takes very long.
 FILE_BY_FILE := -n 3 --dist loadfile --no-loadscope-reorder
 TESTS ?= tests
 PART ?= 1/1
@@ -118,7 +118,8 @@ SUITES ?= test test-long rehearse test-torchtpu
 test: $(INSTALLED) datasets/digits
 	$(PYTEST) $(FILE_BY_FILE) $(TESTS)
 
-# There is no torch_xla for the newer PyTorch: tests that train on XLA are skipped. No GPU: gloo.
+# Tests that train on XLA are skipped: there is no torch_xla for the newer PyTorch. Without a GPU,
+# the tests use gloo.
 GPU_PATH ?= tests/*/torch_fsdp tests/*/models tests/*/training tests/integration/tools/test_gpu_step.py \
 	tests/integration/launch/test_launch_gpu.py tests/integration/launch/test_launch_nodes.py
 
@@ -131,7 +132,7 @@ test-fast: $(INSTALLED) datasets/digits
 test-long: $(INSTALLED) datasets/digits
 	$(PYTEST) $(THREE_AT_A_TIME) -m long --part $(PART) $(TESTS)
 
-# The first environment, too: runs move between PyTorch/XLA and TorchTPU. MARKS="not long": as CI.
+# Needs both environments: runs move between PyTorch/XLA and TorchTPU. CI uses MARKS="not long".
 MARKS ?= long or not long
 
 test-torchtpu: $(INSTALLED) $(NEWER)/installed datasets/digits
@@ -140,7 +141,7 @@ test-torchtpu: $(INSTALLED) $(NEWER)/installed datasets/digits
 rehearse: $(INSTALLED) datasets/digits
 	$(PYTEST) -m rehearse $(TESTS)
 
-# SUITES="test rehearse": in less time.
+# SUITES="test rehearse" takes less time.
 coverage: $(INSTALLED) datasets/digits
 	rm -rf runs/coverage
 	-for suite in $(SUITES); do $(MAKE) $$suite COVERAGE=1; done

@@ -1,4 +1,4 @@
-"""Measure latency and memory with images split across devices (--mesh_domain), by image size.
+r"""Measure latency and memory with images split across devices (--mesh_domain), by image size.
 
     python benchmarks/domain_parallel.py --image_size_start 1024 --image_size_stop 4096 \
         --image_size_step 1024 --domain_sizes 1 2 4 8 --csv domain.csv --plot domain.png

@@ -1,4 +1,4 @@
-"""Rows of domain_parallel.py: as a table, as CSV, and drawn against the devices of an image."""
+"""Rows of domain_parallel.py: as a table, as CSV, and plotted against devices per image."""
 
 from __future__ import annotations
 

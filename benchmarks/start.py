@@ -1,4 +1,4 @@
-"""Time startup: from the command to the end of the first step, with the parts that runs record.
+r"""Time startup: from the command to the end of the first step, with the parts that runs record.
 
     python benchmarks/start.py --checkouts . ../before --repeats 3 --plot start.png \
         --fake_data --model vit_large_patch16_224 --batch_size 2 --cpu_devices 2

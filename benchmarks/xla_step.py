@@ -1,4 +1,4 @@
-"""Time one training step of the XLA backend (trace, compile, run), compared with plain PyTorch.
+r"""Time one training step of the XLA backend (trace, compile, run), compared with plain PyTorch.
 
     python benchmarks/xla_step.py --devices 1 2 4 --forms plain spmd wrapper nested fsdp2 \
         --model vit_tiny_patch16_224 --batch_size 16

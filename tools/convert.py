@@ -1,9 +1,8 @@
 """Converts weights between DCP, torch.save and safetensors: ``python3 -m tools.convert SRC DST``.
 
-docs/files.md says how, and how DST can be a repository on the Hugging Face Hub. Weights are mapped
-from files: those of SRC, or a scratch file that DCP reads into, or into which they are cast. So the
-kernel can drop from memory what is not used at the moment, and a model larger than the host's
-memory can be converted.
+See docs/files.md, also for a DST on the Hugging Face Hub. Weights are memory-mapped from files:
+those of SRC, or a scratch file for DCP's reads and for casts. The kernel can evict pages that are
+not in use, so a model larger than the host's memory can be converted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Goodput: the share of a run's wall time in useful steps; docs/files.md defines the parts.
+"""Goodput: the share of a run's wall time spent in useful steps; docs/files.md defines the parts.
 
-``python3 -m tools.goodput RUN_DIR`` adds up events.jsonl, prints a table, draws a picture, and
-suggests how often to save. ``--chips`` forecasts what failures will cost a run of that size.
+``python3 -m tools.goodput RUN_DIR`` reads events.jsonl, prints a table, writes a plot, and suggests
+how often to save. ``--chips`` forecasts what failures will cost a run of that size.
 """
 
 import functools

@@ -1,9 +1,8 @@
-"""Finds what was not finite in a step: ``python3 -m tools.replay_step RUN/bad_step_7``.
+"""Finds the origin of NaN or infinity in a step: ``python3 -m tools.replay_step RUN/bad_step_7``.
 
-The folder is that of ``--save_bad_step``. The step is computed again in plain PyTorch, in one
-process on the CPU: the images of its batch, its weights, loss and gradients. Values of every module
-are looked at as they are computed, up to the first that is NaN or infinite. If all are finite in
-fp32 the step is computed again in the run's precision.
+The folder is written by ``--save_bad_step``. The step is recomputed in plain PyTorch, in one CPU
+process, from the images of its batch and its weights. The values of every module are checked, up to
+the first NaN or infinity. If all are finite in fp32, the step is recomputed in the run's precision.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
-"""A page of runs, one HTML file: curves, wall time, events and configurations side by side.
+"""A report about runs as one HTML file: curves, wall time, events and configurations side by side.
 
-``python3 -m tools.report RUN_DIR [RUN_DIR ...]`` reads what the runs have written, also while they
-train. The page, ``tools/report.html`` filled in, needs no network and no other file.
+``python3 -m tools.report RUN_DIR [RUN_DIR ...]`` reads the files that the runs have written, also
+while they train. The page, made from ``tools/report.html``, needs no network and no other files.
 """
 
 import html

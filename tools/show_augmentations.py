@@ -1,8 +1,8 @@
 """Draws augmented images: ``python3 -m tools.show_augmentations FLAGS PICTURE.png``.
 
-The flags are those of a training. Each row is one image, first unchanged, then augmented several
-times; with mixup or cutmix, the images of a column are mixed with each other. For DINO the columns
-are the crops of the image, with the masked patches of the first one.
+FLAGS are those of run_vit_training.py. Each row shows one image, first unchanged, then augmented
+several times; with mixup or CutMix, the images of a column are mixed with each other. For DINO, the
+columns are the crops of the image, with the masked patches of the first one.
 """
 
 import argparse

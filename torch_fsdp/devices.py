@@ -1,6 +1,6 @@
-"""The devices that FSDP2 runs on: what is asked of one beyond PyTorch's own interface to it.
+"""The devices that FSDP2 runs on, with the operations that PyTorch has no common interface for.
 
-docs/contributing.md says how to add another one.
+docs/contributing.md explains how to add a device.
 """
 
 import functools

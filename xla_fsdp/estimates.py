@@ -1,10 +1,10 @@
-"""Bytes and seconds of a training step on a TPU slice by arithmetic: nothing is compiled.
+"""Estimates memory and time of a training step on a TPU slice by arithmetic, without compiling it.
 
-``--grad_ckpt auto`` chooses by it, and ``--plan`` ranks thousands of candidates by it, so that the
-compiler is asked about a few. It counts what the TPU compiler makes of a step: blocks run one after
-the other, a matrix product reaches a share of the chip's peak and has its sizes padded to the
-matrix unit, all else runs at the bandwidth of HBM, and collectives run beside it as far as there is
-work to hide them. The constants were fitted on the compiler's figures (docs/planning.md).
+``--grad_ckpt auto`` chooses a policy with it, and ``--plan`` ranks thousands of candidates, so that
+only a few are compiled. The model follows what the TPU compiler does: blocks run one after the
+other, a matrix product reaches a fraction of the chip's peak with its sizes padded to the matrix
+unit, everything else runs at HBM bandwidth, and collectives overlap with computation as far as
+there is enough of it. The constants were fitted to the compiler's results (docs/planning.md).
 """
 
 from __future__ import annotations

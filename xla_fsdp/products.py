@@ -1,9 +1,9 @@
-"""Matrix products of a block as XLA computes them best: apart from what is around them.
+"""A block's matrix products in the form that XLA shards correctly and computes fastest.
 
-PyTorch's linear layer folds images and tokens into one dimension, of which the partitioner cannot
-shard the tokens alone: it would gather them, or compute what is wrong (docs/findings.md). Here they
-stay two, and in norms as well. And the sum that a bias' gradient is would double the time of the
-product that it is computed with (docs/tpu_speed.md): here it is alone.
+PyTorch's linear layer folds images and tokens into one dimension, in which the partitioner cannot
+shard only the tokens: it would gather them or compute wrong results (docs/findings.md). Here, and
+in norms, they remain two dimensions. The gradient of a bias is a separate sum, as it would double
+the time of a matrix product with which XLA fuses it (docs/tpu_speed.md).
 """
 
 from __future__ import annotations

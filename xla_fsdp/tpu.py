@@ -1,5 +1,5 @@
-"""What is known of TPUs before one is there: the figures of each kind of chip, slices by the names
-that ``--tpu_topology`` takes, and ``LIBTPU_INIT_ARGS``, which libtpu reads when it starts.
+"""Facts about TPUs that need no TPU: the specifications of each kind of chip, the slices that
+``--tpu_topology`` names, and ``LIBTPU_INIT_ARGS``, which libtpu reads when it starts.
 """
 
 import math

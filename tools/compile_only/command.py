@@ -1,4 +1,4 @@
-"""``--compile_only``: trace the training step, compile it for a TPU slice, print the figures."""
+"""``--compile_only``: trace the training step, compile it for a TPU slice, print a report."""
 
 import json
 import math

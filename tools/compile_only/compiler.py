@@ -1,8 +1,7 @@
 """The TPU compiler, without a TPU: libtpu's compile-only client for a topology.
 
-libtpu ends its process where a check of its own fails, so each compilation runs in a process of
-its own. There it may be another version than the one that torch_xla requires, in a folder of its
-own.
+libtpu aborts its process if an internal check fails, so each compilation runs in a separate
+process. That process may use another libtpu version than torch_xla requires, from another folder.
 """
 
 import contextlib

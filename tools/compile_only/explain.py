@@ -1,7 +1,7 @@
-"""``--explain``: what a step's time is spent on, by instruction, module of the model, kind of work.
+"""``--explain``: where a step's time goes, by instruction, module of the model and kind of work.
 
-Names of modules are written into the graph while it is traced. Of the compiled module, the
-costliest instructions are given as a table or JSON, and the time by module as a picture.
+Module names are written into the graph while it is traced. The most expensive instructions of the
+compiled graph are shown as a table or JSON, and the time by module as a plot.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""The flags of ``--plan``: which hardware is searched, and what a plan may cost."""
+"""The flags of ``--plan``: which hardware to search, and the limits of a plan."""
 
 import functools
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ _plan_flag = functools.partial(flag, requires=("plan",), requires_at_default=Tru
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """Which hardware ``--plan`` searches, and what a plan may cost."""
+    """Which hardware ``--plan`` searches, and the limits of a plan."""
 
     group: ClassVar[str] = "plan (--plan)"
 

@@ -1,4 +1,4 @@
-"""``--plan`` for TPUs: search by arithmetic, ask the compiler about a few, print the plans."""
+"""``--plan`` for TPUs: search by arithmetic, compile a few candidates, print the plans."""
 
 import functools
 import hashlib

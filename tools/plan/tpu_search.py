@@ -1,9 +1,8 @@
-"""In which order the compiler is asked, so that few questions find the best plans.
+"""The order in which candidates are compiled, so that few compilations find the best plans.
 
-Each candidate has computed figures, and a correction with an uncertainty from those compiled so
-far. By turns the fastest, the cheapest and the smallest plan is looked for: the candidate is
-compiled that would be it if it were as good as it may be. When none may beat what is compiled, the
-search is over.
+Each candidate has estimated time and memory, corrected, with an uncertainty, by those compiled so
+far. The search takes turns at the fastest, the cheapest and the smallest plan, and compiles the
+candidate with the best optimistic estimate. It ends when no candidate can beat the compiled ones.
 """
 
 import math

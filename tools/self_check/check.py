@@ -1,4 +1,4 @@
-"""The self-check, from its arguments to its verdict: a small run of the same form as the user's.
+"""The self-check: runs a small model with the user's flags and devices, and checks the results.
 
 ``prepare_self_check`` makes the small run (``small_run.py``). Every process then trains it on the
 devices and prints a table: it is compared with plain PyTorch (``reference.py``), the processes

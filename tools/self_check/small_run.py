@@ -1,4 +1,4 @@
-"""The small run of the self-check: the user's flags and devices, a model and a batch of seconds."""
+"""The small run of the self-check: the user's flags and devices, with a tiny model and batch."""
 
 import hashlib
 import math

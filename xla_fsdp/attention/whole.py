@@ -1,6 +1,6 @@
-"""Attention of short sequences on TPUs (``--attention whole``): no score in HBM.
+"""Attention for short sequences on TPUs (``--attention whole``): no attention scores in HBM.
 
-As ``flash.py``, with Pallas kernels that hold whole sequences in vector memory.
+Like ``flash.py``, but its Pallas kernels hold whole sequences in vector memory.
 """
 
 import functools
