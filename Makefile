@@ -11,7 +11,7 @@ RUN ?= runs/digits-$(shell date +%Y%m%d-%H%M%S)
 # The newer TPU compiler; keep in sync with xla_fsdp/tpu.py.
 LIBTPU := 0.0.52
 
-.PHONY: help install tpu-compiler data train train-domain train-mae train-dino test test-gpu-path test-fast test-long test-torchtpu test-slurm rehearse coverage lint format bench bench-start bench-checkpoint bench-gpu bench-domain faults clean
+.PHONY: help install tpu-compiler data train train-domain train-mae train-dino test test-gpu-path test-fast test-long test-torchtpu test-slurm rehearse coverage lint docs format bench bench-start bench-checkpoint bench-gpu bench-domain faults clean
 
 help:
 	@echo "make train             set up .venv, then train a small ViT on handwritten digits (3 minutes)"
@@ -26,6 +26,7 @@ help:
 	@echo "make rehearse          run the tests on emulated TPU pods (half an hour)"
 	@echo "make coverage          run all of these suites, then list the lines that no test executes (hours)"
 	@echo "make test-slurm        test launch/slurm.sbatch with real Slurm daemons on this machine (as root)"
+	@echo "make docs              build README.md and docs/ as a site, in site/"
 	@echo "make lint              run ruff and mypy"
 	@echo "make format            fix and format the code with ruff"
 	@echo "make bench             time a training step on XLA"
@@ -35,7 +36,7 @@ help:
 	@echo "make bench-domain      measure latency and memory of large images on 1 to 8 GPUs (--mesh_domain)"
 	@echo "make tpu-compiler      download the newer TPU compiler, for tpu7x, into .libtpu/ (480 MB)"
 	@echo "make faults            inject faults into real runs at random moments (hours)"
-	@echo "make clean             remove .venv, .venv-newer, datasets/ and runs/"
+	@echo "make clean             remove .venv, .venv-newer, datasets/, runs/ and site/"
 
 install: $(INSTALLED)
 
@@ -156,6 +157,12 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# A broken link is an error.
+docs: $(INSTALLED)
+	$(BIN)/python -m sphinx -q -W --keep-going -j 2 -b html -c docs . site
+	cp site/README.html site/index.html
+	@echo "Open site/index.html in a browser."
+
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -186,4 +193,4 @@ faults: $(INSTALLED) datasets/digits
 	$(BIN)/python -m tests.reliability.faults $(ARGS)
 
 clean:
-	rm -rf .venv .venv-newer datasets runs
+	rm -rf .venv .venv-newer datasets runs site

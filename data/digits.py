@@ -118,7 +118,7 @@ def _divided(pixels: np.ndarray, labels: np.ndarray) -> list[SplitDigit]:
 # -- mosaics: a grid of cells of 8 x 8 pixels, each with one digit -----------------------
 #
 # The label of a mosaic is the digit that occurs most often, which only the whole image shows: a
-# model that sees a part of the rows cannot be right (docs/domain_parallelism.md has figures).
+# model that sees a part of the rows cannot be right (figures: docs/evidence/domain_parallelism.md).
 #
 # The cells of a volume are 8 slices deep: each digit is in all of them, in some darker than in
 # others. Mosaics are not augmented.

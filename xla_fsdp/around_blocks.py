@@ -76,8 +76,8 @@ def convolve_by_product(model: nn.Module, mark: Mark) -> None:
     """Compute convolutions of ``model`` that use each pixel once, in patches, as matrix products.
 
     libtpu 0.0.21 compiles the weight's gradient of such a convolution over large images for many
-    minutes (docs/findings.md). And where rows are sharded, the partitioner gathers whole images for
-    it. ``mark`` marks (images, rows, ...).
+    minutes (docs/evidence/findings.md). And where rows are sharded, the partitioner gathers whole
+    images for it. ``mark`` marks (images, rows, ...).
     """
 
     def convolve(part: nn.Conv2d | nn.Conv3d, images: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,8 @@
 only a few are compiled. The model follows what the TPU compiler does: blocks run one after the
 other, a matrix product reaches a fraction of the chip's peak with its sizes padded to the matrix
 unit, everything else runs at HBM bandwidth, and collectives overlap with computation as far as
-there is enough of it. The constants were fitted to the compiler's results (docs/planning.md).
+there is enough of it. The constants were fitted to the compiler's results
+(docs/evidence/planning.md).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _PRODUCTS, _PRODUCTS_WITH_KERNELS = 0.75, 0.88
 """Share of peak FLOP/s that a product of padded sizes reaches, with PyTorch's attention; and with
 kernels of attention, around which nothing is transposed."""
 _FLASH_SPEED = 0.73
-"""Of flash attention's kernels relative to other products (docs/tpu_speed.md)."""
+"""Of flash attention's kernels relative to other products (docs/evidence/tpu_speed.md)."""
 
 # Traffic between HBM and the chip. "Passes": how often values go to or from HBM in one forward
 # pass of a block.

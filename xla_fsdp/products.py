@@ -1,9 +1,9 @@
 """A block's matrix products in the form that XLA shards correctly and computes fastest.
 
 PyTorch's linear layer folds images and tokens into one dimension, in which the partitioner cannot
-shard only the tokens: it would gather them or compute wrong results (docs/findings.md). Here, and
-in norms, they remain two dimensions. The gradient of a bias is a separate sum, as it would double
-the time of a matrix product with which XLA fuses it (docs/tpu_speed.md).
+shard only the tokens: it gathers them, or computes wrong results (docs/evidence/findings.md). Here,
+and in norms, they remain two dimensions. XLA also sums a bias gradient within the product beside
+it, which doubles the product's time (docs/evidence/tpu_speed.md): here it is a separate product.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class _Normalize(torch.autograd.Function):
 def normalize_unfolded(module: nn.Module) -> None:
     """Let the norms of ``module`` keep images and tokens apart. torch_xla's fold them: where a
     device has one image and an uneven part of its tokens, the partitioner then takes padding for
-    tokens (docs/findings.md)."""
+    tokens (docs/evidence/findings.md)."""
     for part in module.modules():
         if type(part).forward in (nn.LayerNorm.forward, timm.layers.LayerNorm.forward):
             assert isinstance(part, nn.LayerNorm)

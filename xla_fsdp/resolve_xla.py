@@ -242,8 +242,8 @@ FLASH_FROM = 1025
 """The number of tokens from which "auto" selects flash attention."""
 GATHER_UP_TO = 16_384
 """The number of tokens up to which "auto" gathers keys over "domain": by the TPU compiler's
-estimate the step is shorter than with a ring, and memory is the same (docs/domain_parallelism.md).
-"""
+estimate the step is shorter than with a ring, and memory is the same
+(docs/evidence/domain_parallelism.md)."""
 WIDEST_HEAD = 256
 """The largest head width whose rows the kernels hold in a TPU core's vector memory."""
 

@@ -220,7 +220,7 @@ _OURS = {
 }
 _NOT_ON_V4 = {
     # Vector memory that a fusion may use, twice libtpu's own limit: products then have larger
-    # tiles (docs/tpu_speed.md). It is half of what a v5p has, a quarter of v5e's.
+    # tiles (docs/evidence/tpu_speed.md). It is half of what a v5p has, a quarter of v5e's.
     "xla_tpu_scoped_vmem_limit_kib": "32768",
     # Whole gradients are reduced while the next ones are computed, not in between. For v4 the
     # compiler takes many times as long with it (libtpu 0.0.21).

@@ -1,5 +1,6 @@
 """``python -m tests.support.flags_page``: write docs/flags.md, the page of all flags."""
 
+import re
 from pathlib import Path
 
 from run_vit_training import CONFIGS
@@ -8,14 +9,13 @@ from training.flags import FlagField, flag_fields, help_text
 PAGE = Path(__file__).resolve().parents[2] / "docs/flags.md"
 _INTRODUCTION = """# All flags
 
-This page answers: what does each flag of `run_vit_training.py` do, and what is its default?
+Every flag of `run_vit_training.py`, with its default, in the groups of `--help all`.
+[options.md](options.md) explains which flag to use for what.
 
-The groups and their order are those of `--help all`. [options.md](options.md) says which flag is
-for what. `tests/support/flags_page.py` writes this page from the flags' fields, and a test compares
-the two: to change a text here, change the `help` of the field.
+`@FILE` inserts the flags in that file. If a flag is given twice, the last value counts. If a flag
+has several names, messages use the first.
 
-Messages use the first name of a flag. `@FILE` stands for the flags in that file. If a flag is given
-twice, the last value counts.
+This page is generated from the flags' `help` by `tests/support/flags_page.py`.
 """
 
 
@@ -53,7 +53,8 @@ def _names(option: FlagField) -> str:
 def _escaped(text: str) -> str:
     for character in ("\\", "|", "*"):
         text = text.replace(character, f"\\{character}")
-    return text.replace("<", "&lt;")
+    ours = r"--\w+(?![\w-])"  # timm's have hyphens
+    return re.sub(ours, r"`\g<0>`", text.replace("<", "&lt;"))
 
 
 if __name__ == "__main__":

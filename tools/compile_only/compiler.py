@@ -220,7 +220,7 @@ def compile_graph(
             check = re.search(r"Check failed: .*", text)
             why = check[0] if check else text[-300:]
             advice = "try another slice, batch size or mesh"
-            if "preferred_offset" in why:  # docs/findings.md
+            if "preferred_offset" in why:  # docs/evidence/findings.md
                 advice = (
                     "libtpu 0.0.21 does so if a step needs slightly more HBM than a chip has: use "
                     "a smaller batch, --residual_dtype bf16, --mesh_tensor or more chips"

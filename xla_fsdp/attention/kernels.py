@@ -156,8 +156,8 @@ _MOST_ROWS, _MOST_WIDE_ROWS = 1024, 512
 """Rows of queries, and of keys, that a kernel holds at once; where rows are wider than 256 bytes,
 or numbers than 2, the second.
 
-The fewer, the longer it takes: with 384 half as long again as with 1024 (docs/tpu_speed.md). 16 MiB
-of vector memory, which is what v4 has, hold no more."""
+The fewer, the longer it takes: with 384 half as long again as with 1024
+(docs/evidence/tpu_speed.md). 16 MiB of vector memory, which is what v4 has, hold no more."""
 _QUERY_GRADIENT_BYTES = 4 * 2**20
 """Of vector memory, for the gradient of queries, which is summed there in fp32."""
 

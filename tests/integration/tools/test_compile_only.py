@@ -323,7 +323,7 @@ def test_too_large_is_told(tmp_path):
 
 @pytest.mark.long
 def test_crash_of_libtpu_is_told():
-    """Of 0.0.21, as requirements-tpu.txt asks for, without room for the step (docs/findings.md)."""
+    """libtpu 0.0.21 crashes where HBM is slightly too small (docs/evidence/findings.md)."""
     where = "run_vit_training.py --compile_only --tpu_topology v5e:16x16 --precision bf16".split()
     done = run_program(*where, "--model", "vit_120b", "--batch_size", "512")
     assert done.returncode == 2

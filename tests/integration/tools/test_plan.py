@@ -164,7 +164,7 @@ def dino():
 
 
 def test_self_distillation_is_near_the_compiler(dino):
-    """docs/pretraining.md: 3.86 GB, 727 ms. What is around the blocks is left out."""
+    """docs/evidence/pretraining.md: 3.86 GB, 727 ms. What is around the blocks is left out."""
     config, model = dino
     topology = parse_topology("v5e:8x8")
     xla = read_flags(["--compile_only", "--tpu_topology", topology.name]).xla

@@ -1,4 +1,4 @@
-"""Put faults into real runs, and print the tables of docs/reliability.md.
+"""Put faults into real runs, and print the tables of docs/evidence/reliability.md.
 
     python -m tests.reliability.faults        # or make faults, some hours on 2 cores
 

@@ -1,4 +1,4 @@
-"""Results of the tries, and the tables of docs/reliability.md."""
+"""Results of the tries, and the tables of docs/evidence/reliability.md."""
 
 import json
 import os
