@@ -1,49 +1,49 @@
 # `make train` and `make test` set up everything they need in .venv; a second run installs nothing.
 
-# The first that runs: a name on PATH may be a version manager's that has no such version.
+# The first one that runs: on PATH may be a version manager's shim without such a version.
 PYTHONS := python3.11 python3.12
 PYTHON ?= $(firstword $(foreach name,$(PYTHONS),$(shell $(name) -V > /dev/null 2>&1 && echo $(name))))
 BIN := .venv/bin
 INSTALLED := .venv/installed
-# A new folder a run, so that no run is mixed with an earlier one.
+# A new folder for each run, so that it does not continue an earlier one.
 RUN ?= runs/digits-$(shell date +%Y%m%d-%H%M%S)
 
-# The TPU compiler beside torch_xla's: xla_fsdp/tpu.py names the version, too.
+# The newer TPU compiler; keep in sync with xla_fsdp/tpu.py.
 LIBTPU := 0.0.52
 
 .PHONY: help install tpu-compiler data train train-domain train-mae train-dino test test-gpu-path test-fast test-long test-torchtpu test-slurm rehearse coverage lint docs format bench bench-start bench-checkpoint bench-gpu bench-domain faults clean
 
 help:
-	@echo "make train   set up, then train a small ViT on handwritten digits (about 3 minutes)"
-	@echo "make train-domain  the same with each image over 4 virtual devices (about 5 minutes)"
-	@echo "make train-mae  a masked autoencoder on the digits, without labels (about 5 minutes)"
-	@echo "make train-dino  self-distillation on the digits, without labels (about 5 minutes)"
-	@echo "make test    set up, then run the tests (8 minutes)"
-	@echo "make test-gpu-path  the tests of FSDP2 and Megatron-FSDP on PyTorch 2.14, in .venv-newer"
-	@echo "make test-fast  the tests that start no training (a minute or two), while one edits"
-	@echo "make test-long  the tests that compile, train or wait for long (some four hours; PART=1/3: a third)"
-	@echo "make test-torchtpu  the tests of TorchTPU, in an environment of its own (a few minutes)"
-	@echo "make rehearse  the tests that rehearse TPU pods (half an hour)"
-	@echo "make coverage  all of these suites; then which lines no test executes (hours)"
-	@echo "make test-slurm  launch/slurm.sbatch under real Slurm daemons of this machine (as root)"
-	@echo "make docs    build README.md and docs/ as a site, in site/"
-	@echo "make lint    ruff and mypy"
-	@echo "make format  let ruff format the code"
-	@echo "make bench   time a training step"
-	@echo "make bench-start  time starts of make train's model"
-	@echo "make bench-checkpoint  what a checkpoint costs training (10 minutes)"
-	@echo "make bench-gpu  the same on NVIDIA GPUs, beside timm's own loop"
-	@echo "make bench-domain  large images over 1 to 8 GPUs (--mesh_domain): latency and memory"
-	@echo "make tpu-compiler  fetch the newer TPU compiler, for tpu7x: 480 MB into .libtpu/"
-	@echo "make faults  spoil real runs at random moments (hours)"
-	@echo "make clean   remove .venv, .venv-newer, datasets/, runs/ and site/"
+	@echo "make train             set up .venv, then train a small ViT on handwritten digits (3 minutes)"
+	@echo "make train-domain      train on mosaics of digits, each image split over 4 virtual devices (5 minutes)"
+	@echo "make train-mae         pretrain a masked autoencoder on the digits, without labels (5 minutes)"
+	@echo "make train-dino        self-distillation (DINO) on the digits, without labels (5 minutes)"
+	@echo "make test              set up .venv, then run the tests (8 minutes)"
+	@echo "make test-gpu-path     test FSDP2 and Megatron-FSDP with PyTorch 2.14 in .venv-newer"
+	@echo "make test-fast         run the tests that start no training (a minute or two), for use while editing"
+	@echo "make test-long         run the slow tests (about four hours; PART=1/3 runs a third of them)"
+	@echo "make test-torchtpu     test TorchTPU in .venv-newer (a few minutes)"
+	@echo "make rehearse          run the tests on emulated TPU pods (half an hour)"
+	@echo "make coverage          run all of these suites, then list the lines that no test executes (hours)"
+	@echo "make test-slurm        test launch/slurm.sbatch with real Slurm daemons on this machine (as root)"
+	@echo "make docs              build README.md and docs/ as a site, in site/"
+	@echo "make lint              run ruff and mypy"
+	@echo "make format            fix and format the code with ruff"
+	@echo "make bench             time a training step on XLA"
+	@echo "make bench-start       time the startup of the model of make train"
+	@echo "make bench-checkpoint  measure what a checkpoint costs training (10 minutes)"
+	@echo "make bench-gpu         time a training step on NVIDIA GPUs, compared with timm's own loop"
+	@echo "make bench-domain      measure latency and memory of large images on 1 to 8 GPUs (--mesh_domain)"
+	@echo "make tpu-compiler      download the newer TPU compiler, for tpu7x, into .libtpu/ (480 MB)"
+	@echo "make faults            inject faults into real runs at random moments (hours)"
+	@echo "make clean             remove .venv, .venv-newer, datasets/, runs/ and site/"
 
 install: $(INSTALLED)
 
-# What is there already is used, whoever made it.
+# An existing environment is used, whatever created it.
 define ENVIRONMENT
 	@test -x $(1)/bin/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in [(3, 11), (3, 12)])' \
-		2> /dev/null || { echo "$(or $(PYTHON),none of $(PYTHONS)) is no Python 3.11 or 3.12 here: make PYTHON=<one>," \
+		2> /dev/null || { echo "Python 3.11 or 3.12 is required (tried: $(or $(PYTHON),$(PYTHONS))): run make PYTHON=<one>," \
 		"or first: python3 -m pip install --target .uv uv && .uv/bin/uv venv --seed --python 3.11 $(1)"; exit 2; }
 	test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
 endef
@@ -55,7 +55,7 @@ $(INSTALLED): requirements-tpu.txt tests/requirements.txt
 		-r requirements-tpu.txt -r tests/requirements.txt
 	touch $@
 
-# What trains on GPUs and by TorchTPU: torch_xla needs older versions of PyTorch and of libtpu.
+# The environment for GPUs and TorchTPU: torch_xla needs older versions of PyTorch and libtpu.
 NEWER := .venv-newer
 
 $(NEWER)/installed: requirements-gpu.txt requirements-gpu-common.txt requirements-torchtpu.txt tests/requirements.txt tests/hardware/torchtpu/plugin.txt
@@ -80,7 +80,7 @@ data: datasets/digits
 datasets/digits: | $(INSTALLED)
 	$(BIN)/python -m data.digits $@
 
-# BACKEND=torchtpu: by TorchTPU, on a plugin that computes on the CPU.
+# BACKEND=torchtpu: train with TorchTPU, on a plugin that computes on the CPU.
 ifeq ($(BACKEND),torchtpu)
 train: $(NEWER)/installed datasets/digits
 	$(NEWER)/bin/python -m tests.hardware.torchtpu.plugin -um tests.fakes.torchtpu_on_cpu \
@@ -103,14 +103,14 @@ train-dino: $(INSTALLED) datasets/digits
 	$(BIN)/python -u run_vit_training.py @recipes/digits_dino.args --data_dir datasets/digits \
 		--cpu_devices 2 --num_workers 2 --ckpt_dir $(subst digits,digits-dino,$(RUN)) $(ARGS)
 
-# COVERAGE=1 notes which lines are executed, for make coverage. TESTS="tests/*/data": only these.
-# PART=2/3: every third of the long tests, from the second on, for several evenings or machines.
+# COVERAGE=1 records the executed lines, for make coverage. TESTS="tests/*/data" runs only these.
+# PART=2/3 runs every third long test from the second on, for several evenings or machines.
 RUN_PYTEST = $(if $(COVERAGE),-m coverage run) -m pytest
 PYTEST = $(BIN)/python $(RUN_PYTEST)
 PYTEST_NEWER = TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(NEWER)/bin/python $(RUN_PYTEST)
-# Tests wait as well as compute: with three at a time two cores are busy.
+# Tests also wait: three at a time keep two cores busy.
 THREE_AT_A_TIME := -n 3 --dist worksteal
-# What the tests of a file share is made once. No file takes long enough to be waited for.
+# Tests of a file run in one process, so that they share fixtures. No file takes very long.
 FILE_BY_FILE := -n 3 --dist loadfile --no-loadscope-reorder
 TESTS ?= tests
 PART ?= 1/1
@@ -119,7 +119,8 @@ SUITES ?= test test-long rehearse test-torchtpu
 test: $(INSTALLED) datasets/digits
 	$(PYTEST) $(FILE_BY_FILE) $(TESTS)
 
-# There is no torch_xla for the newer PyTorch: tests that train on XLA are skipped. No GPU: gloo.
+# Tests that train on XLA are skipped: there is no torch_xla for the newer PyTorch. Without a GPU,
+# the tests use gloo.
 GPU_PATH ?= tests/*/torch_fsdp tests/*/models tests/*/training tests/integration/tools/test_gpu_step.py \
 	tests/integration/launch/test_launch_gpu.py tests/integration/launch/test_launch_nodes.py
 
@@ -132,7 +133,7 @@ test-fast: $(INSTALLED) datasets/digits
 test-long: $(INSTALLED) datasets/digits
 	$(PYTEST) $(THREE_AT_A_TIME) -m long --part $(PART) $(TESTS)
 
-# The first environment, too: runs move between PyTorch/XLA and TorchTPU. MARKS="not long": as CI.
+# Needs both environments: runs move between PyTorch/XLA and TorchTPU. CI uses MARKS="not long".
 MARKS ?= long or not long
 
 test-torchtpu: $(INSTALLED) $(NEWER)/installed datasets/digits
@@ -141,7 +142,7 @@ test-torchtpu: $(INSTALLED) $(NEWER)/installed datasets/digits
 rehearse: $(INSTALLED) datasets/digits
 	$(PYTEST) -m rehearse $(TESTS)
 
-# SUITES="test rehearse": in less time.
+# SUITES="test rehearse" takes less time.
 coverage: $(INSTALLED) datasets/digits
 	rm -rf runs/coverage
 	-for suite in $(SUITES); do $(MAKE) $$suite COVERAGE=1; done

@@ -1,23 +1,23 @@
-"""Time what a checkpoint costs training: written at once, and beside it, the default.
+"""Measure what a checkpoint costs training: blocking, and asynchronous (the default).
 
     python benchmarks/checkpoint.py --json checkpoint.json --plot checkpoint.png
 
-In one process, --repeats times: a save that training waits for, then one beside training, with
-steps until it is written, and as many when it is. Medians:
+One process does this --repeats times: a blocking save, then an asynchronous one with steps until it
+is complete, then as many steps without a save. The table shows medians:
 
-- s/step: of the steps while nothing is written
-- steps: how many there are while a checkpoint is written
-- waiting: seconds that training stands still for a checkpoint that it waits for
-- copy: seconds that it stands still for one beside training, while the state is copied
+- s/step: seconds per step while nothing is written
+- steps: number of steps while a checkpoint is written
+- waiting: seconds for which a blocking save stops training
+- copy: seconds for which an asynchronous save stops training, to copy the state
 - write: seconds from then until that checkpoint is complete
-- slower: seconds that the steps beside the write took more than as many right after it
-- share: slower / write, and the least and the most of the repeats. 0: the write costs training
-  nothing; 1: all of its time
+- slower: extra seconds of the steps during the write, compared with as many steps after it
+- share: slower / write, with the minimum and maximum of the repeats. 0: the write costs training
+  nothing; 1: it costs as much time as it takes
 
---rates: the storage, in MB/s; 0 is the disk itself; others are the disk behind an fsspec file
-system that sleeps as it is written to, as a network storage does, which takes no CPU. On a CPU
-training and writing share the cores: of the disk itself little can be hidden there. Any flag of
-run_vit_training.py can be added.
+--rates sets the write speed of the storage, in MB/s. 0 is the disk itself. Other rates put the disk
+behind an fsspec file system that sleeps during writes, like network storage, and needs no CPU time.
+On a CPU, training and writing share the cores, so a write to the disk itself can hardly be hidden.
+You can add any flag of run_vit_training.py.
 """
 
 import argparse
@@ -100,14 +100,16 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(8, 4.5), layout="constrained")
     places = range(len(rows))
-    axis.bar([at - 0.2 for at in places], [r["waiting"] for r in rows], 0.4, label="waiting for it")
+    axis.bar([at - 0.2 for at in places], [r["waiting"] for r in rows], 0.4, label="blocking")
     copies = [r["copy"] for r in rows]
-    axis.bar([at + 0.2 for at in places], copies, 0.4, label="beside training: copy")
+    axis.bar([at + 0.2 for at in places], copies, 0.4, label="asynchronous: copy")
     slower = [max(0.0, r["slower"]) for r in rows]
-    axis.bar([at + 0.2 for at in places], slower, 0.4, bottom=copies, label="... and slower steps")
+    axis.bar(
+        [at + 0.2 for at in places], slower, 0.4, bottom=copies, label="asynchronous: slower steps"
+    )
     names = [f"{r['backend']}\n{storage(r)}" for r in rows]
     axis.set_xticks(list(places), names)
-    axis.set_ylabel("seconds a checkpoint costs training")
+    axis.set_ylabel("seconds of training lost per checkpoint")
     axis.grid(axis="y", alpha=0.3)
     axis.legend()
     save_figure(figure, path)
@@ -122,10 +124,10 @@ def read_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[str
     parser.add_argument("--rates", nargs="+", type=float, default=[0.0, 50.0], metavar="MB/S")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
-        "--folder", type=local_path, help="where to write (default: a temporary folder)"
+        "--folder", type=local_path, help="write checkpoints here (default: a temporary folder)"
     )
     parser.add_argument("--json", type=local_path, help="write the rows to this file")
-    parser.add_argument("--plot", type=local_path, help="draw them into this PNG")
+    parser.add_argument("--plot", type=local_path, help="plot the rows to this PNG file")
     return parser.parse_known_args(argv)
 
 

@@ -1,4 +1,4 @@
-"""The measuring process of checkpoint.py: saves that training waits for, and saves beside it.
+"""The measuring process of checkpoint.py: blocking and asynchronous saves.
 
     python -m benchmarks.checkpoint_child FOLDER REPEATS RATE... -- FLAGS
 

@@ -1,4 +1,4 @@
-"""The parts that benchmarks share: processes to measure in, and what names a measurement."""
+"""The parts that benchmarks share: measuring processes, failures, commits and tables."""
 
 import json
 import os

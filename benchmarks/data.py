@@ -1,17 +1,18 @@
-"""Time the input: images a second and core, beside torchvision's ImageFolder in the same run.
+"""Time the input pipeline: images per second and core, compared with torchvision's ImageFolder.
 
     python benchmarks/data.py --repeats 5
     python benchmarks/data.py --crops          # DINO's crops: 2 of 224 and 8 of 96 pixels
 
-The images are JPEGs of 500 x 375 pixels, made of scikit-learn's two photographs: other parts of
-them, mirrored, lighter and darker. Both loaders read them by processes of their own, shuffled, with
-the classic transforms: random resized crop to 224 pixels, bicubic, and a flip; torchvision's also
-makes fp32 of them and normalises, which the program does on the devices. They run in turn. "A core"
-means a second of CPU time of all loader processes and of the one that takes the batches: so other
-programs on the machine change little. Medians of the repeats, and the ratio's lowest and highest.
+The images are JPEGs of 500 x 375 pixels, made from scikit-learn's two photographs by cropping,
+mirroring and changing the brightness. Both loaders run in worker processes, shuffle, and apply the
+classic transforms: random resized crop to 224 pixels (bicubic) and horizontal flip. torchvision's
+also converts to fp32 and normalizes, which the program does on the devices. The loaders take turns.
+"images/s per core" divides by the CPU time of the workers and of the process that takes the
+batches, so that other load on the machine has little effect. The table shows medians of the
+repeats, and the minimum and maximum of the ratio.
 
-With --crops both make DINO's crops instead; torchvision's by its v2 transforms of Pillow's images,
-in the order and with the probabilities that DINOv2 gives (dinov2/data/augmentations.py).
+With --crops, both make DINO's crops instead; torchvision's with its v2 transforms on Pillow images,
+in the order and with the probabilities of DINOv2 (dinov2/data/augmentations.py).
 """
 
 import argparse
@@ -47,13 +48,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--images", type=int, default=512, help="that are made (default: 512)")
-    parser.add_argument("--batch_size", type=int, default=64, help="(default: 64)")
-    parser.add_argument("--workers", type=int, default=1, help="loader processes (default: 1)")
-    parser.add_argument("--repeats", type=int, default=5, help="(default: 5)")
-    parser.add_argument("--seconds", type=float, default=6, help="of each measurement (default: 6)")
-    parser.add_argument("--crops", action="store_true", help="make DINO's crops of the images")
-    parser.add_argument("--json", type=local_path, help="file to write the figures to")
+    parser.add_argument("--images", type=int, default=512, help="number of images (default: 512)")
+    parser.add_argument("--batch_size", type=int, default=64, help="images per batch (default: 64)")
+    parser.add_argument(
+        "--workers", type=int, default=1, help="number of loader processes (default: 1)"
+    )
+    parser.add_argument("--repeats", type=int, default=5, help="number of repeats (default: 5)")
+    parser.add_argument(
+        "--seconds", type=float, default=6, help="duration of a measurement (default: 6)"
+    )
+    parser.add_argument("--crops", action="store_true", help="make DINO's crops")
+    parser.add_argument("--json", type=local_path, help="write the figures to this file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         size = make_images(Path(folder), args.images)
@@ -116,11 +121,11 @@ def time_loaders(
     for name, paces in found.items():
         cpu, wall = (statistics.median(each) for each in zip(*paces, strict=True))
         table[name] = {"images_per_cpu_s": cpu, "images_per_s": wall}
-        print(f"  {name:<12} {cpu:6.0f} images/s a core, {wall:6.0f} images/s in all")
+        print(f"  {name:<12} {cpu:6.0f} images/s per core, {wall:6.0f} images/s in total")
     pairs = zip(found["program"], found["torchvision"], strict=True)
     ratios = [ours[0] / theirs[0] for ours, theirs in pairs]
     ratio = statistics.median(ratios)
-    print(f"  ratio a core {ratio:.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    print(f"  ratio per core {ratio:.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
     table["ratio"] = {"median": ratio, "lowest": min(ratios), "highest": max(ratios)}
     return table
 

@@ -1,22 +1,23 @@
-"""Latency and memory of images that are split over devices (--mesh_domain), for many sizes.
+r"""Measure latency and memory with images split across devices (--mesh_domain), by image size.
 
     python benchmarks/domain_parallel.py --image_size_start 1024 --image_size_stop 4096 \
         --image_size_step 1024 --domain_sizes 1 2 4 8 --csv domain.csv --plot domain.png
     python benchmarks/domain_parallel.py --image_size_start 1024 --domain_sizes 1 2 4 8 \
         --use_mixed_precision --tpu_topology v5e:1x1 v5e:1x2 v5e:2x2 v5e:2x4
 
-The first runs the program's own step (training/step.py) on CUDA, or on CPUs where there is none;
---backend xla on TPUs or virtual CPU devices. Forward pass and training step are measured in
-processes of their own, as each other configuration is, so what does not fit is a row that says OOM.
+The first command runs the program's own step (training/step.py) on CUDA, or on the CPU without a
+GPU; with --backend xla, on TPUs or virtual CPU devices. The forward pass and the training step of
+each configuration run in separate processes, so a configuration that does not fit becomes a row
+with OOM.
 
-With --tpu_topology nothing runs: the TPU compiler tells memory and expected step of the slices
-(run_vit_training.py --compile_only); what it leaves out, tools/compile_only/expected.py says.
+With --tpu_topology nothing runs: the TPU compiler provides memory and expected step time on these
+slices (run_vit_training.py --compile_only). See tools/compile_only/expected.py for its limits.
 
-- s: wall clock from devices idle to devices idle over --num_iterations, divided by them; of a TPU
-  slice the expected step
-- GB, 10^9 bytes: on CUDA torch.cuda.max_memory_allocated of a fresh process; on CPUs by how much
-  the process's peak memory (VmHWM) grew, divided by its virtual devices, compilation included; the
-  largest of all processes
+- s: wall clock per iteration, from devices idle to devices idle, averaged over --num_iterations; on
+  a TPU slice, the expected step time
+- GB (10^9 bytes), the largest of all processes: on CUDA, torch.cuda.max_memory_allocated of a fresh
+  process; on CPUs, the growth of the process's peak memory (VmHWM) divided by its virtual devices,
+  including compilation
 """
 
 import argparse
@@ -106,12 +107,12 @@ def ask_compiler(row: Row, options: argparse.Namespace) -> None:
     row.memory_gb[TRAIN] = report["peak_hbm_bytes"] / 1e9
     if not report["fits"]:
         row.out_of_memory.add(TRAIN)
-        row.note = f"{report['hbm_capacity_bytes'] / 1e9:.1f} GB there are; it needs that or more"
+        row.note = f"does not fit in {report['hbm_capacity_bytes'] / 1e9:.1f} GB"
         return
     row.seconds[TRAIN] = report["expected_step_s"]
     row.note = (
         f"expected MFU {report['expected_mfu']:.0%}; kernels {report['expected_kernels_s']:.4g} s, "
-        f"waiting {report['expected_waiting_s']:.4g} s; no step is shorter than "
+        f"waiting {report['expected_waiting_s']:.4g} s; shortest step (roofline) "
         f"{report['roofline_step_s']:.4g} s"
     )
 
@@ -138,9 +139,9 @@ def rows_of(options: argparse.Namespace) -> list[Row]:
         ddp = _ddp_size(options.ddp_size, domain, devices)
         wrong = None
         if devices not in (None, ddp * domain):
-            wrong = f"{devices} device(s) are not {ddp} (ddp) x {domain} (domain)"
+            wrong = f"the number of devices, {devices}, is not {ddp} (ddp) x {domain} (domain)"
         elif options.batch_size % ddp:
-            wrong = f"--batch_size {options.batch_size} is no multiple of {ddp} (ddp)"
+            wrong = f"--batch_size {options.batch_size} is not a multiple of {ddp} (ddp)"
         if wrong and len(ways) == 1:
             raise UsageError(wrong)
         if not wrong:
@@ -148,7 +149,10 @@ def rows_of(options: argparse.Namespace) -> list[Row]:
                 Row(on, ddp, domain, options.dimension, size, options.batch_size) for size in sizes
             ]
     if not rows:
-        raise UsageError("no ddp x domain is the number of devices, and ddp divides --batch_size")
+        raise UsageError(
+            "no configuration: ddp x domain must be the number of devices, and ddp must divide "
+            "--batch_size"
+        )
     return rows
 
 
@@ -165,54 +169,82 @@ def parse() -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--model", default=HYBRID, help=f"default: {HYBRID}; any other is 2-D")
-    add("--dimension", type=int, choices=(2, 3), default=2, help="default: 2")
-    add("--image_size_start", type=_positive, default=1024, help="pixels a side (default: 1024)")
-    add("--image_size_stop", type=_positive, help="the last size (default: the first)")
-    add("--image_size_step", type=_positive, default=1024, help="default: 1024")
-    add("--batch_size", type=_positive, default=1, help="images of all devices (default: 1)")
-    add("--ddp_size", type=int, default=-1, help="-1: devices / domain size (default)")
+    add("--model", default=HYBRID, help=f"model; all but {HYBRID} are 2-D (default: {HYBRID})")
+    add("--dimension", type=int, choices=(2, 3), default=2, help="image dimensions (default: 2)")
+    add(
+        "--image_size_start",
+        type=_positive,
+        default=1024,
+        help="smallest image side, in pixels (default: 1024)",
+    )
+    add("--image_size_stop", type=_positive, help="largest image side (default: the smallest)")
+    add(
+        "--image_size_step",
+        type=_positive,
+        default=1024,
+        help="difference between image sides (default: 1024)",
+    )
+    add("--batch_size", type=_positive, default=1, help="images on all devices (default: 1)")
+    add(
+        "--ddp_size",
+        type=int,
+        default=-1,
+        help="number of image groups; -1: devices / domain size (default: -1)",
+    )
     domain = parser.add_mutually_exclusive_group()
     domain.add_argument(
         "--domain_size", type=_positive, help="devices that share an image (default: 1)"
     )
-    domain.add_argument("--domain_sizes", nargs="+", type=_positive, help="several of these")
-    add("--backend", choices=("xla", "cuda"), default="cuda", help="default: cuda")
-    add("--processes", type=_positive, help="devices in all (default: ddp x domain)")
-    add("--domain_attention", default="auto", metavar="FORM", help="as run_vit_training.py has it")
-    add("--use_mixed_precision", action="store_true", help="bf16 (default: fp32)")
+    domain.add_argument(
+        "--domain_sizes", nargs="+", type=_positive, help="several values of --domain_size"
+    )
+    add("--backend", choices=("xla", "cuda"), default="cuda", help="backend (default: cuda)")
+    add("--processes", type=_positive, help="total number of devices (default: ddp x domain)")
+    add(
+        "--domain_attention",
+        default="auto",
+        metavar="FORM",
+        help="same as in run_vit_training.py (default: auto)",
+    )
+    add("--use_mixed_precision", action="store_true", help="use bf16 (default: fp32)")
     add("--fsdp", action="store_true", help="shard parameters (default: plain data parallel)")
-    add("--compile", action="store_true", help="torch.compile of the blocks, on CUDA")
-    add("--inference_only", action="store_true", help="only the forward pass")
-    add("--num_warmup", type=int, default=2, help="untimed passes (default: 2)")
-    add("--num_iterations", type=_positive, default=5, help="timed passes (default: 5)")
+    add("--compile", action="store_true", help="compile the blocks with torch.compile")
+    add("--inference_only", action="store_true", help="measure only the forward pass")
+    add("--num_warmup", type=int, default=2, help="number of untimed passes (default: 2)")
+    add("--num_iterations", type=_positive, default=5, help="number of timed passes (default: 5)")
     add(
         "--memory_limit_gb",
         type=float,
         default=0.0,
-        help="what each process may take beyond what it has before the model, on CPUs "
-        "(default: 0, what there is)",
+        help="memory limit of each process on CPUs, in GB beyond its use before the model is "
+        "built; 0: no limit (default: 0)",
     )
-    add("--set", nargs="+", default=[], metavar="NAME=VALUE", help="flags of run_vit_training.py")
-    add("--tpu_topology", nargs="+", metavar="T", help="compile for these slices; run nothing")
-    add("--csv", type=local_path, metavar="FILE", help="write all rows, after each one")
-    add("--plot", type=local_path, metavar="FILE", help="draw them (PNG)")
+    add(
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="more flags of run_vit_training.py, without dashes",
+    )
+    add("--tpu_topology", nargs="+", metavar="T", help="compile for these slices, run nothing")
+    add("--csv", type=local_path, metavar="FILE", help="write the rows to this CSV file")
+    add("--plot", type=local_path, metavar="FILE", help="plot the rows to this PNG file")
     options = parser.parse_args()
     if options.domain_size:
         options.domain_sizes = [options.domain_size]
     if options.compile and (options.backend == "xla" or options.tpu_topology):
-        parser.error("--compile is of --backend cuda; XLA compiles always")
+        parser.error("--compile requires --backend cuda; XLA always compiles")
     if options.inference_only and options.tpu_topology:
         parser.error("--tpu_topology compiles the training step: drop --inference_only")
     if options.num_warmup < 0 or (options.ddp_size < 1 and options.ddp_size != -1):
-        parser.error("--num_warmup is 0 or more, --ddp_size -1, 1 or more")
+        parser.error("--num_warmup must be 0 or more, --ddp_size must be -1, or 1 or more")
     return options
 
 
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"is 1 or more, not {text}")
+        raise argparse.ArgumentTypeError(f"must be 1 or more, not {text}")
     return value
 
 

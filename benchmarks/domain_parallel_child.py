@@ -2,8 +2,8 @@
 
     python -m benchmarks.domain_parallel_child --what train --num_warmup 2 --num_iterations 5 FLAGS
 
-FLAGS are those of run_vit_training.py, which has to be told the backend. On GPUs torchrun starts a
-process a device; on XLA this one has them all. What cannot run here ends with the line
+FLAGS are those of run_vit_training.py, with --backend. On GPUs torchrun starts one process per
+device; on XLA this process has all devices. A configuration that cannot run here ends with the line
 {"reason": ...}.
 """
 

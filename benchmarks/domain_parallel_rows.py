@@ -1,4 +1,4 @@
-"""Rows of domain_parallel.py: as a table, as CSV, and drawn against the devices of an image."""
+"""Rows of domain_parallel.py: as a table, as CSV, and plotted against devices per image."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def plot(path: Path, rows: Sequence[Row], title: str) -> None:
                 axis.plot(gone, [0.97] * len(gone), "x", color=style["color"], transform=at_edge)
     speed.plot(counts, counts, color="grey", linewidth=0.8, label="ideal")
     speed.legend(fontsize=8)
-    words = {latency: "seconds", speed: "speed-up", memory: "peak memory of a device, GB"}
+    words = {latency: "seconds", speed: "speed-up", memory: "peak memory per device, GB"}
     for axis, word in words.items():
         axis.set_xscale("log", base=2)
         axis.set_xticks(counts, [str(count) for count in counts])
@@ -141,7 +141,7 @@ def plot(path: Path, rows: Sequence[Row], title: str) -> None:
 def _line_of(row: Row) -> str:
     """Return the name of the line that a row is a point of: a slice's chips differ along it."""
     kind = row.on.partition(":")[0]
-    each = f"{row.batch // row.ddp} an image group" if row.ddp > 1 else f"batch {row.batch}"
+    each = f"batch {row.batch // row.ddp} per image group" if row.ddp > 1 else f"batch {row.batch}"
     return f"{kind}, {row.values()['size']}, {each}"
 
 

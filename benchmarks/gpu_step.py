@@ -1,24 +1,23 @@
-"""Time one training step of the GPU backend beside timm's plain training loop.
+"""Time one training step of the GPU backend, compared with timm's plain training loop.
 
     python benchmarks/gpu_step.py --json gpu.json --plot gpu.png
 
-`timm` is what a timm user has: timm's model, autocast, fused AdamW, clipping, no sharding, no
-activation checkpointing; `timm+compile` is the same with timm's --torchcompile, and
-`timm+max-autotune` with that mode of torch.compile. All other variants run the step of
-training/loop.py; `tuned` has Inductor tune its kernels by trying them. Each measurement is a
-process of its own (torchrun's, with --nproc-per-node), and the variants of a model take turns
---repeats times. The table gives medians:
+`timm` is what a timm user runs: timm's model, autocast, fused AdamW, gradient clipping, no
+sharding, no activation checkpointing. `timm+compile` adds timm's --torchcompile, and
+`timm+max-autotune` that mode of torch.compile. All other variants run the step of training/loop.py;
+`tuned` lets Inductor autotune its kernels. Each measurement runs in a new process (under torchrun
+with --nproc-per-node), and the variants of a model take turns --repeats times. The table shows
+medians:
 
-- s/step: wall clock from device idle to device idle over --steps steps, divided by them
-- ratio: images/s over those of timm's loop with the same model and batch in the same run
-- MFU: images/s x models.spec.train_flops_per_image (forward and backward, matrix products,
-  nothing recomputed) over the dense peak in torch_fsdp/devices.py for the precision: with FP8
-  that of FP8
+- s/step: wall clock per step, from device idle to device idle, averaged over --steps
+- ratio: images/s relative to timm's loop with the same model and batch in the same run
+- MFU: images/s x models.spec.train_flops_per_image (matrix products of the forward and backward
+  pass, without recomputation) over the dense peak in torch_fsdp/devices.py for the precision; with
+  FP8, over the FP8 peak
 - peak GiB: torch.cuda.max_memory_allocated of a timed step
 
-A variant that does not fit says OOM, one that cannot run here says why. Any flag of
-run_vit_training.py can be added; --precision bf16, --grad_ckpt none and a small --lr
-are preset.
+A variant that does not fit shows OOM; one that cannot run here shows the reason. You can add any
+flag of run_vit_training.py; the defaults are --precision bf16, --grad_ckpt none and a small --lr.
 """
 
 import argparse
@@ -80,7 +79,7 @@ BATCH_SIZES = {
 }
 DEFAULT_MODELS = [name for name in BATCH_SIZES if re.search("base|large|huge|giant_", name)]
 PACKAGES = ("torch", "timm", "megatron-fsdp", "transformer-engine", "torchao")
-COLUMNS = ("model", "variant", "batch a GPU", "s/step", "images/s", "ratio", "MFU", "peak GiB")
+COLUMNS = ("model", "variant", "batch per GPU", "s/step", "images/s", "ratio", "MFU", "peak GiB")
 
 
 @dataclass
@@ -229,7 +228,7 @@ def plot(path: Path, rows: list[Row], about: dict[str, Any]) -> None:
     axes.axhline(1, color="black", linewidth=0.8)
     axes.margins(y=0.2)
     axes.set_xticks(range(len(models)), [f"{m}, batch {_batch(rows, m)}" for m in models])
-    axes.set_ylabel("images/s over those of timm's loop")
+    axes.set_ylabel("images/s relative to timm's loop")
     device = next((row.results[0]["device"] for row in rows if row.results), "nothing ran")
     axes.set_title(f"One training step, {about['processes']} x {device}, {about['commit']}")
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
@@ -251,23 +250,29 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
         "--batch_sizes",
         type=int,
         nargs="+",
-        help="images a GPU, one a model (default: "
+        help="images per GPU, one number per model (default: "
         + ", ".join(f"{model} {size}" for model, size in BATCH_SIZES.items())
         + ")",
     )
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--nproc-per-node", type=int, default=1, help="GPUs (default: 1)")
-    parser.add_argument("--warmup", type=int, default=5, help="untimed steps (default: 5)")
-    parser.add_argument("--steps", type=int, default=20, help="timed steps (default: 20)")
-    parser.add_argument("--repeats", type=int, default=3, help="processes a row (default: 3)")
-    parser.add_argument("--json", type=local_path, metavar="FILE", help="write all raw figures")
+    parser.add_argument("--nproc-per-node", type=int, default=1, help="number of GPUs (default: 1)")
     parser.add_argument(
-        "--plot", type=local_path, metavar="FILE", help="write a bar chart of the ratios (PNG)"
+        "--warmup", type=int, default=5, help="number of untimed steps (default: 5)"
+    )
+    parser.add_argument("--steps", type=int, default=20, help="number of timed steps (default: 20)")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="number of processes per row (default: 3)"
+    )
+    parser.add_argument(
+        "--json", type=local_path, metavar="FILE", help="write all measurements to this JSON file"
+    )
+    parser.add_argument(
+        "--plot", type=local_path, metavar="FILE", help="plot the ratios to this PNG file"
     )
     options, flags = parser.parse_known_args()
     for flag in ("--model", "--batch_size", "--fsdp", "--backend"):
         if any(given.split("=")[0] == flag for given in flags):
-            parser.error(f"{flag} is chosen by --models, --batch_sizes and --variants")
+            parser.error(f"{flag} is set by --models, --batch_sizes and --variants: drop it")
     if min(options.steps, options.repeats) < 1 or options.warmup < 0:
         parser.error("--steps and --repeats must be 1 or more, --warmup 0 or more")
     if options.plot and "timm" not in options.variants:
@@ -276,10 +281,10 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     if options.batch_sizes is None:
         unknown = [model for model in options.models if model not in BATCH_SIZES]
         if unknown:
-            parser.error(f"no default batch size for {unknown[0]}: give --batch_sizes")
+            parser.error(f"no default batch size for {unknown[0]}: set --batch_sizes")
         options.batch_sizes = [BATCH_SIZES[model] for model in options.models]
     if len(options.batch_sizes) != len(options.models):
-        parser.error("--batch_sizes requires one number a model")
+        parser.error("--batch_sizes requires one number per model")
     return options, flags
 
 

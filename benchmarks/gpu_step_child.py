@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu_step_child --loop own --warmup 5 --steps 20 FLAGS
 
-FLAGS are those of run_vit_training.py. Under torchrun each process takes its share of the
-batch. What cannot run here ends with the line {"reason": ...}.
+FLAGS are those of run_vit_training.py. Under torchrun, each process takes its share of the
+batch. A variant that cannot run here ends with the line {"reason": ...}.
 """
 
 import argparse

@@ -1,27 +1,27 @@
-"""Compare native resolution with square images: accuracy on small sets, and seconds a step.
+"""Compare native resolution with square images: accuracy on small data sets, and step time.
 
     python benchmarks/native_resolution.py --json native.json --plot native.png
 
-The sets are made of scikit-learn's digits, as images of many sizes and shapes:
+The data sets consist of scikit-learn's digits, as images of many sizes and shapes:
 
-- stretched: one digit, 10 to 45 pixels a side, 1:2 to 2:1. The label is the digit: its shape says
-  nothing, and a square has all of its detail.
-- strips: a digit, which is the label, in one of 2 to 6 cells of 8 to 12 pixels a side, in a row or
-  a column; the others are empty. In a square a cell is as narrow as its share.
+- stretched: one digit, sides of 10 to 45 pixels, aspect ratio 1:2 to 2:1. The label is the digit;
+  the aspect ratio carries no information, and a square keeps all detail.
+- strips: a row or a column of 2 to 6 cells with sides of 8 to 12 pixels. One cell has a digit, the
+  label; the others are empty. Resized to a square, a cell becomes as narrow as its share.
 
-The ways to train on them, with one model, and as many images a step and in all. Squares are the
-smallest with no fewer patches than the images have on average:
+The ways to train on them use the same model and the same number of images, per step and in total.
+Squares are the smallest with at least as many patches as the images have on average:
 
 - native: each image in its own size (--native_resolution)
 - squash: the whole image resized to a square (--crop_mode squash)
-- crop: timm's, a random crop resized to a square, and for evaluation the center of the image
+- crop: as timm, a random crop resized to a square; for evaluation, the center of the image
 
-Each run is the program's own command line on one core, seeds in turn. The table gives top-1
-accuracy on val/ in percent, mean and least to most of the seeds; tokens an image; the share of the
-batch's tokens that are padding; and seconds of a core of the whole run, median.
+Each run is the program's own command line on one core; seeds take turns. The table shows top-1
+accuracy on val/ in percent (mean, and minimum to maximum of the seeds), tokens per image, the
+fraction of the batch's tokens that are padding, and the median CPU time of a run in seconds.
 
---steps times as many steps of the same model without data (--fake_data), of as many whole images
-and tokens, without padding: native over square, by the number of tokens of a sequence.
+--steps also times this many steps of the same model without data (--fake_data), with the same
+number of whole images and tokens and no padding: native relative to square, by tokens per sequence.
 """
 
 import argparse
@@ -225,7 +225,7 @@ def time_steps(step: Step, count: int) -> None:
 
 
 def table(runs: list[Run]) -> list[str]:
-    rows = [["images", "way", "top-1", "least to most", "tokens an image", "padding", "core s"]]
+    rows = [["images", "way", "top-1", "min to max", "tokens/image", "padding", "CPU s"]]
     for images, way in dict.fromkeys((run.images, run.way) for run in runs):
         same = [run for run in runs if (run.images, run.way) == (images, way)]
         tops = [run.top1 for run in same]
@@ -244,7 +244,7 @@ def table(runs: list[Run]) -> list[str]:
 
 
 def table_of_steps(steps: list[Step]) -> list[str]:
-    rows = [["backend", "tokens a sequence", "native s", "square s", "ratio"]]
+    rows = [["backend", "tokens per sequence", "native s", "square s", "ratio"]]
     for step in steps:
         seconds = [f"{statistics.median(form):.3f}" for form in (step.native, step.square)]
         rows.append([step.backend, str(step.tokens), *seconds, f"{step.ratio:.2f}"])
@@ -309,17 +309,21 @@ def parse() -> argparse.Namespace:
     sets = ["strips", "stretched"]
     parser.add_argument("--images", nargs="+", choices=sets, default=sets)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each (default: 3)")
-    parser.add_argument("--epochs", type=int, default=5, help="of each run (default: 5)")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
+    parser.add_argument("--epochs", type=int, default=5, help="epochs of each run (default: 5)")
+    parser.add_argument("--copies", type=int, default=2, help="images per digit (default: 2)")
+    parser.add_argument("--digits", type=int, help="maximum digits in a split (default: all)")
     parser.add_argument(
-        "--copies", type=int, default=2, help="drawn images of a digit (default: 2)"
+        "--steps", type=int, default=20, help="number of timed steps; 0: none (default: 20)"
     )
-    parser.add_argument("--digits", type=int, help="most digits of a split (default: all)")
-    parser.add_argument("--steps", type=int, default=20, help="timed steps; 0: none (default: 20)")
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs (default: 3)")
+    parser.add_argument("--repeats", type=int, default=3, help="repeats of the timing (default: 3)")
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
-    parser.add_argument("--json", type=local_path, metavar="FILE", help="write all raw figures")
-    parser.add_argument("--plot", type=local_path, metavar="FILE", help="draw accuracies (PNG)")
+    parser.add_argument(
+        "--json", type=local_path, metavar="FILE", help="write all measurements to this JSON file"
+    )
+    parser.add_argument(
+        "--plot", type=local_path, metavar="FILE", help="plot the accuracies to this PNG file"
+    )
     options = parser.parse_args()
     if (
         min(options.epochs, options.copies, options.repeats) < 1

@@ -1,12 +1,12 @@
-"""Time a start: from the command to the end of the first step, with the parts that runs record.
+r"""Time startup: from the command to the end of the first step, with the parts that runs record.
 
     python benchmarks/start.py --checkouts . ../before --repeats 3 --plot start.png \
         --fake_data --model vit_large_patch16_224 --batch_size 2 --cpu_devices 2
 
-Any flag of run_vit_training.py can be added. Each start is a process that is killed after its first
-step, all checkouts in turn ``--repeats`` times; the table has medians. The parts are those of
-events.jsonl (docs/files.md); a checkout from before they were recorded has the total alone. "cores"
-are the seconds of a core that all of it took: on a busy machine compare these.
+You can add any flag of run_vit_training.py. Each start is a process that is killed after its first
+step; the checkouts take turns ``--repeats`` times, and the table shows medians. The parts are those
+in events.jsonl (docs/files.md); a checkout older than these records has only the total. "cores" is
+the total CPU time in seconds: compare it on a busy machine.
 """
 
 import argparse
@@ -79,9 +79,17 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--checkouts", type=local_path, nargs="+", default=[ROOT])
-    parser.add_argument("--repeats", type=int, default=3, help="timed starts (default: 3)")
-    parser.add_argument("--plot", type=local_path)
+    parser.add_argument(
+        "--checkouts",
+        type=local_path,
+        nargs="+",
+        default=[ROOT],
+        help="folders of the versions to compare (default: this one)",
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="number of timed starts (default: 3)"
+    )
+    parser.add_argument("--plot", type=local_path, help="plot the parts to this PNG file")
     options, flags = parser.parse_known_args()
 
     found: list[list[dict[str, float]]] = [[] for _ in options.checkouts]

@@ -1,17 +1,17 @@
-"""Time one training step of the XLA backend: trace, compile, run. Beside it plain PyTorch's.
+r"""Time one training step of the XLA backend (trace, compile, run), compared with plain PyTorch.
 
     python benchmarks/xla_step.py --devices 1 2 4 --forms plain spmd wrapper nested fsdp2 \
         --model vit_tiny_patch16_224 --batch_size 16
 
-Any flag of run_vit_training.py can be added. Each configuration runs in a process of
-its own, all of them in turn ``--repeats`` times, on one batch; the table gives
-medians. Columns: seconds a step (wall, device idle to device idle), the ratio to the
-first row's, seconds in which the host records the graph, seconds to compile the step
-(once), and executions and compilations a step after the first. ``unrolled`` is spmd
-without the scan over blocks, ``wrapper`` torch_xla's SpmdFullyShardedDataParallel in
-place of our own sharding marks. Without XLA, in one process on all cores: ``plain``,
-timm's model in a plain loop with fused AdamW and clipping, and ``fsdp2``, the FSDP2
-backend; both need a model that is one of timm's VisionTransformer.
+You can add any flag of run_vit_training.py. Each configuration runs in a new process on
+one batch; the configurations take turns ``--repeats`` times, and the table shows
+medians. Columns: seconds per step (wall clock, device idle to device idle), the ratio to
+the first row, seconds to trace the graph on the host, seconds to compile the step
+(once), and executions and compilations per step after the first. ``unrolled`` is spmd
+without the scan over blocks; ``wrapper`` is torch_xla's SpmdFullyShardedDataParallel
+instead of this program's sharding marks. Without XLA, in one process on all cores:
+``plain``, timm's model in a plain loop with fused AdamW and gradient clipping, and
+``fsdp2``, the FSDP2 backend; both require a model of timm's class VisionTransformer.
 """
 
 import argparse
@@ -173,17 +173,25 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument(
+        "--devices",
+        type=int,
+        nargs="+",
+        default=[1, 2, 4],
+        help="numbers of devices (default: 1 2 4)",
+    )
     parser.add_argument(
         "--forms",
         nargs="+",
         choices=[*FORMS, *WITHOUT_XLA],
         default=["plain", "spmd", "unrolled", "nested", "fsdp2"],
-        help="nested runs on 1 CPU device only, plain and fsdp2 on the CPU only (default: plain "
-        "spmd unrolled nested fsdp2)",
+        help="configurations to time; nested only on 1 CPU device, plain and fsdp2 only on the CPU "
+        "(default: plain spmd unrolled nested fsdp2)",
     )
-    parser.add_argument("--steps", type=int, default=10, help="timed steps (default: 10)")
-    parser.add_argument("--repeats", type=int, default=3, help="processes a row (default: 3)")
+    parser.add_argument("--steps", type=int, default=10, help="number of timed steps (default: 10)")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="number of processes per row (default: 3)"
+    )
     parser.add_argument("--child", choices=FORMS, help=argparse.SUPPRESS)
     options, flags = parser.parse_known_args()
     if not any(flag.split("=")[0] == "--model" for flag in flags):

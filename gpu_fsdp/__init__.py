@@ -1,1 +1,1 @@
-"""What is NVIDIA's alone: Megatron-FSDP and TransformerEngine's blocks, over ``torch_fsdp``."""
+"""NVIDIA-specific parts over ``torch_fsdp``: Megatron-FSDP, TransformerEngine's blocks, FP8."""

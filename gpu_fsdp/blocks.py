@@ -1,7 +1,7 @@
-"""What takes the place of timm's blocks on NVIDIA's GPUs: TransformerEngine's, or FP8 products.
+"""Replacements of timm's blocks on NVIDIA GPUs: TransformerEngine's layers, or FP8 products.
 
-Both hold the weights of timm's blocks, and checkpoints keep timm's names. In FP8, weights,
-gradients and checkpoints stay as they are: what a product multiplies is rounded just before.
+Both hold the weights of timm's blocks, and checkpoints keep timm's names. With FP8, weights,
+gradients and checkpoints keep their dtypes: only the operands of products are rounded.
 """
 
 import ctypes
@@ -24,11 +24,11 @@ from torch_fsdp.parallel_plan import DTYPES, TimmBlocks, TorchRun
 from training.errors import UsageError
 from training.resolve import MODEL_FLAG
 
-# -- TransformerEngine's TransformerLayer in place of timm's block: --block te -----------------
+# -- TransformerEngine's TransformerLayer instead of timm's block: --block te -------------------
 #
-# The mapping of weights is a renaming: with fused, not interleaved qkv the rows of both are q of
-# all heads, then k, then v. What differs is GELU: TransformerEngine has only the tanh approximation
-# (at most 5e-4 off).
+# Weights only need renaming: with fused, non-interleaved qkv, the rows of both are q of all heads,
+# then k, then v. The only difference is GELU: TransformerEngine has only the tanh approximation
+# (error up to 5e-4).
 
 
 TE_NAME = {
@@ -74,12 +74,12 @@ class TeBlocks(TimmBlocks):
         }
         for flag, is_set in unsupported.items():
             if is_set:
-                raise UsageError(f"--block te has no {flag}: drop it, or use --block timm")
+                raise UsageError(
+                    f"--block te does not support {flag}: drop it, or use --block timm"
+                )
         if reason := why_no_transformer_engine(run.model.block):
             reason = ModelError(reason).told(MODEL_FLAG)
-            raise UsageError(
-                f"--block te cannot be this model's blocks: {reason}: use --block timm"
-            )
+            raise UsageError(f"--block te does not support this model: {reason}: use --block timm")
         te = import_te()
         check_fused_attention(te, run)
         if self.fp8 == "none":
@@ -94,9 +94,9 @@ class TeBlocks(TimmBlocks):
         check_sizes(run, self.fp8)
 
     def replace(self, block: nn.Module, device: str) -> nn.Module:
-        """Return the TransformerLayer that computes what timm's ``block`` does, on ``device``.
+        """Return a TransformerLayer on ``device`` equivalent to timm's ``block``.
 
-        Copies the weights, unless the block is on meta: then the layer is too, and empty.
+        Copies the weights, unless the block is on meta; then the layer is on meta, too.
         """
         te = import_te()
         timm: Any = block
@@ -131,12 +131,12 @@ class TeBlocks(TimmBlocks):
         return layer
 
     def recompute(self, block: nn.Module, mode: str) -> None:
-        """Recompute all of it in the backward pass, with the FP8 scales of the forward pass."""
+        """Recompute the whole block in the backward pass, with the forward pass's FP8 scales."""
         te = import_te()
         block.forward = functools.partial(te.checkpoint, block.forward, use_reentrant=False)
 
     def wrap_model(self, model: nn.Module) -> None:
-        """Compute the layers' matrix products in FP8, if asked for."""
+        """Compute the layers' matrix products in FP8 if ``--fp8`` is set."""
         if self.fp8 == "none":
             return
         te = import_te()
@@ -161,11 +161,11 @@ class TeBlocks(TimmBlocks):
 
 
 def check_fused_attention(te: Any, run: TorchRun) -> None:
-    """Raises UsageError where TransformerEngine finds no fused attention for the model's heads.
+    """Raise UsageError if TransformerEngine has no fused attention for the model's heads.
 
-    It would then keep all scores, and a step of ViT-L takes half as long again, which only a debug
-    log says. In fp32 it has no other one; and who sets NVTE_UNFUSED_ATTN has chosen. The first
-    process of a host tries it out, on its first device, for all.
+    It would silently fall back to unfused attention, which stores all scores and makes a step of
+    ViT-L 1.5 times as long. Skipped in fp32, which has no fused attention, and if the user has set
+    NVTE_UNFUSED_ATTN. The first process of each host checks this on its first device.
     """
     precision = run.config.sharding.precision
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
@@ -188,21 +188,21 @@ def check_fused_attention(te: Any, run: TorchRun) -> None:
         attention(q, k, v)
     except ValueError:
         raise UsageError(
-            f"--block te: TransformerEngine finds no fused attention for heads of {width} in "
-            f"{precision} here: NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 says why, NVTE_UNFUSED_ATTN=1 "
-            "trains without; or use --block timm"
+            f"--block te: TransformerEngine has no fused attention for heads of width {width} in "
+            f"{precision} on this GPU: use --block timm, or set NVTE_UNFUSED_ATTN=1 to train "
+            "without it (NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 logs the reason)"
         ) from None
     finally:
         del os.environ["NVTE_UNFUSED_ATTN"]
 
 
 def prefer_cudnn_of_pytorch() -> None:
-    """Let TransformerEngine, imported after this, use the cuDNN that PyTorch brought with it.
+    """Make TransformerEngine, imported after this call, use the cuDNN that PyTorch ships.
 
-    It looks for the system's first. Two versions in one process do not go together: its attention
-    is the slow one then, or its import fails.
+    It would look for the system's first. With two versions in one process, its import fails or it
+    falls back to slow attention.
     """
-    if "CUDNN_HOME" in os.environ:  # the user's, or set here before
+    if "CUDNN_HOME" in os.environ:  # set by the user, or by an earlier call
         return
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec and spec.submodule_search_locations) or ():
@@ -212,26 +212,26 @@ def prefer_cudnn_of_pytorch() -> None:
 
 
 def import_te() -> Any:
-    """Return the package transformer_engine.pytorch. Raises UsageError where it cannot be used."""
+    """Return the package transformer_engine.pytorch. Raises UsageError if it cannot be used."""
     try:
         prefer_cudnn_of_pytorch()
         import transformer_engine.pytorch as te
     except ImportError:
         raise UsageError(f"--block te: TransformerEngine is not installed: {_INSTALL}") from None
-    except (OSError, RuntimeError, AssertionError) as error:  # a library or half of it is missing
+    except (OSError, RuntimeError, AssertionError) as error:  # incomplete installation
         reason = str(error).splitlines()[0]
         raise UsageError(
-            f"--block te: TransformerEngine is broken ({reason}): {_INSTALL}"
+            f"--block te: TransformerEngine cannot be imported ({reason}): {_INSTALL}"
         ) from None
     if not torch.cuda.is_available():
         raise UsageError("--block te requires a CUDA GPU: on the CPU use --block timm")
     return te
 
 
-# -- timm's blocks with their products in FP8, by torchao: --fp8 without --block te ------------
+# -- timm's blocks with FP8 products by torchao: --fp8 without --block te ------------------------
 #
-# With scales of the values that are there: one a tensor ("current") or one a row ("rowwise"). Only
-# with torch.compile is the rounding part of the kernels around it.
+# Scales come from the current values: one per tensor ("current") or per row ("rowwise"). Rounding
+# is fused with the surrounding kernels only under torch.compile.
 
 
 _TORCHAO_NAME = {"current": "tensorwise", "rowwise": "rowwise"}
@@ -248,8 +248,8 @@ class Float8Blocks(TimmBlocks):
             )
         if not run.backend_config.compile:
             raise UsageError(
-                f"--fp8 {self.fp8} with timm's blocks requires --compile: alone, rounding to FP8 "
-                "would take longer than the products gain"
+                f"--fp8 {self.fp8} with timm's blocks requires --compile: without it, rounding to "
+                "FP8 takes more time than the products save"
             )
         if reason := devices.choose("cuda").lacks("fp8"):
             raise UsageError(reason)
@@ -267,20 +267,20 @@ class Float8Blocks(TimmBlocks):
 
 
 def config_of(fp8: str) -> Any:
-    """Return torchao's configuration of the recipe "current" or "rowwise"."""
+    """Return torchao's configuration for the recipe "current" or "rowwise"."""
     return import_float8().Float8LinearConfig.from_recipe_name(_TORCHAO_NAME[fp8])
 
 
 def import_float8() -> Any:
-    """Return the package torchao.float8. Raise UsageError where it cannot be imported."""
+    """Return the package torchao.float8. Raises UsageError if it cannot be imported."""
     disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # it and PyTorch warn of each other's versions
+    logging.disable(logging.WARNING)  # torchao and PyTorch warn about each other's versions
     try:
         import torchao.float8
     except ImportError:
         raise UsageError(
-            "--fp8 with timm's blocks requires the package torchao and its PyTorch: python3 -m pip "
-            "install -r requirements-gpu.txt"
+            "--fp8 with timm's blocks requires the package torchao and a PyTorch that it supports: "
+            "python3 -m pip install -r requirements-gpu.txt"
         ) from None
     finally:
         logging.disable(disabled)
@@ -288,15 +288,15 @@ def import_float8() -> Any:
 
 
 def check_sizes(run: TorchRun, fp8: str) -> None:
-    """Raise UsageError if a dimension of a product in the blocks does not suit FP8 kernels."""
+    """Raise UsageError if FP8 kernels do not support a dimension of a product in the blocks."""
     multiple, sizes = FP8_MULTIPLE[fp8], run.model.sizes
-    for name, size in (("--embed_dim", sizes.embed_dim), ("the MLP's width", sizes.hidden)):
+    for name, size in (("--embed_dim", sizes.embed_dim), ("the MLP width", sizes.hidden)):
         if size % multiple:
-            raise UsageError(f"--fp8 {fp8}: {name} {size} is no multiple of {multiple}")
+            raise UsageError(f"--fp8 {fp8}: {name} {size} is not a multiple of {multiple}")
     images = run.config.data.pass_size // run.mesh.batch_parts
     if images * sizes.num_tokens % multiple:
         raise UsageError(
-            f"--fp8 {fp8}: {images} images a pass and GPU x {sizes.num_tokens} tokens is no "
-            f"multiple of {multiple}: choose --batch_size so that a GPU gets a multiple of "
-            f"{multiple} images"
+            f"--fp8 {fp8}: {images} images per pass and GPU x {sizes.num_tokens} tokens is not a "
+            f"multiple of {multiple}: set --batch_size so that each GPU gets a multiple of "
+            f"{multiple} images per pass"
         )

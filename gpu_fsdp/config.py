@@ -1,4 +1,4 @@
-"""The flags of NVIDIA's libraries: Megatron-FSDP, TransformerEngine and FP8, beside FSDP2's."""
+"""The flags of NVIDIA's libraries (Megatron-FSDP, TransformerEngine, FP8), besides FSDP2's."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from config_fields import flag
 from torch_fsdp.config import Fsdp2Config, zero_strategy
 
 FP8_MULTIPLE = {"none": 1, "delayed": 16, "current": 16, "rowwise": 16, "mxfp8": 32}
-"""Every dimension of an FP8 matrix product must be a multiple of this, by recipe."""
+"""For each recipe, the number of which all dimensions of an FP8 product must be multiples."""
 
 
 def outer_strategy(text: str) -> int:
-    """Read a strategy that can shard over HSDP's groups, by number or name."""
+    """Parse a ZeRO stage that can also shard across HSDP's groups, given by number or name."""
     strategy = zero_strategy(text)
     if strategy > 1:
-        raise argparse.ArgumentTypeError(f"is 0 (no_shard) or 1 (optim), not {text}")
+        raise argparse.ArgumentTypeError(f"must be 0 (no_shard) or 1 (optim), not {text}")
     return strategy
 
 
 @dataclass(frozen=True)
 class TorchConfig(Fsdp2Config):
-    """All flags of PyTorch's own devices: FSDP2's, and those of NVIDIA's libraries."""
+    """All flags of the PyTorch backends: those of FSDP2 and of NVIDIA's libraries."""
 
     fsdp: Literal["auto", "megatron", "fsdp2"] = flag(
         "auto",
-        "form of FSDP; megatron: NVIDIA's; fsdp2: PyTorch's; auto: megatron on CUDA without "
-        "--objective dino or --teacher, else fsdp2",
+        "FSDP implementation; megatron: NVIDIA's Megatron-FSDP; fsdp2: PyTorch's FSDP2; auto: "
+        "megatron on CUDA without --mesh_domain, --linear_probe, --objective dino or --teacher, "
+        "else fsdp2",
     )
     meta_init: bool | None = flag(
         None,
@@ -37,7 +38,7 @@ class TorchConfig(Fsdp2Config):
     )
     outer_dp_sharding_strategy: int = flag(
         0,
-        "what is sharded over the groups of --mesh_dcn too (megatron); 0 no_shard: nothing; 1 "
+        "what is also sharded across the groups of --mesh_dcn (megatron); 0 no_shard: nothing; 1 "
         "optim: optimizer state",
         kind=outer_strategy,
         metavar="{0,1}",
@@ -45,7 +46,7 @@ class TorchConfig(Fsdp2Config):
     )
     preserve_fp32_weights: bool = flag(
         True,
-        "store weights in --precision only, without an fp32 copy (megatron) (default: with fp32 "
+        "store weights only in --precision, without an fp32 copy (megatron) (default: with an fp32 "
         "copy)",
         names=("--no_preserve_fp32_weights",),
         requires=("fsdp=megatron", "precision=bf16", "reduce_dtype=bf16"),
@@ -65,29 +66,30 @@ class TorchConfig(Fsdp2Config):
     )
     block: Literal["timm", "te"] = flag(
         "timm",
-        "implementation of the transformer block; timm: timm's; te: TransformerLayer of NVIDIA's "
-        "TransformerEngine (experimental: not yet run at scale)",
+        "implementation of the transformer block; timm: timm's; te: the TransformerLayer of "
+        "NVIDIA's TransformerEngine (experimental: not yet run at scale)",
         requires=("backend=cuda", "objective=classify"),
     )
     fp8: Literal["none", "delayed", "current", "rowwise", "mxfp8"] = flag(
         "none",
-        "FP8 matrix products in the blocks, by TransformerEngine with --block te, else by torchao, "
-        "which requires --compile (experimental: not yet run at scale); current: a scale for each "
-        "tensor, of its values; delayed: of those in the steps before (te); rowwise: a scale for "
-        "each row (timm); mxfp8: for every 32 numbers (te, Blackwell)",
+        "FP8 recipe of the matrix products in the blocks, computed by TransformerEngine with "
+        "--block te, else by torchao, which requires --compile (experimental: not yet run at "
+        "scale); current: one scale per tensor, from its values; delayed: one scale per tensor, "
+        "from previous steps (te); rowwise: one scale per row (timm); mxfp8: one scale per 32 "
+        "values (te, Blackwell)",
         requires=("backend=cuda", "precision=bf16", "objective=classify"),
     )
 
     @property
     def keeps_fp32_weights(self) -> bool:
-        """Whether weights are stored in fp32 at any precision."""
+        """Whether weights are stored in fp32 for every ``--precision``."""
         return self.preserve_fp32_weights
 
     @property
     def product_multiple(self) -> int:
-        """Sizes of matrix products must be multiples of this."""
+        """Dimensions of matrix products must be multiples of this."""
         return FP8_MULTIPLE[self.fp8]
 
     def shrunk(self) -> Self:
-        """Return the same for a model of a few blocks."""
+        """Return this configuration for a model with a few blocks."""
         return self

@@ -1,10 +1,9 @@
-"""NVIDIA's Megatron-FSDP, blocks as its units: sharding, the step and the checkpoints.
+"""NVIDIA's Megatron-FSDP with one unit per block: sharding, steps and checkpoints.
 
-The optimizer is this program's, on each process's parts: the package's own wrapper takes a step
-while it is made. The loss is divided here and gradients are only summed.
+The optimizer is this program's, on each process's parts, as the package's own wrapper makes a step
+when it is created. The loss is divided here, and gradients are only summed.
 
-(FSDP2 is ``torch_fsdp/fsdp2.py``. What a block becomes with both is in
-``torch_fsdp/parallel_plan.py``.)
+(FSDP2 is in ``torch_fsdp/fsdp2.py``; ``torch_fsdp/parallel_plan.py`` modifies blocks for both.)
 """
 
 import copy
@@ -30,13 +29,13 @@ from training.backend import InitializeModule
 from training.checkpoints.state import Chunk, ShardedTensor, flat_range_boxes
 from training.optimizers import Updates
 
-with warnings.catch_warnings():  # that it does without TransformerEngine and Apex
+with warnings.catch_warnings():  # about missing TransformerEngine and Apex
     warnings.simplefilter("ignore")
     from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
 
 _TENSOR = "tp"
 _META_SHARE = 0.25
-"""The share of the device's memory above which a model is not put there whole before sharding."""
+"""The fraction of device memory above which a model is initialized part by part."""
 
 
 class MegatronBackend(TorchBackend):
@@ -45,7 +44,7 @@ class MegatronBackend(TorchBackend):
 
     def __init__(self, run: TorchRun, device: Device) -> None:
         super().__init__(run, device)
-        # The package wants a tensor-parallel dimension, if only of size 1.
+        # The package requires a tensor-parallel dimension, even of size 1.
         shape = (run.mesh.dcn, run.mesh.fsdp, 1)
         self._mesh = dist.init_device_mesh(
             device.where.type, shape, mesh_dim_names=(OUTER, SHARD, _TENSOR)
@@ -56,7 +55,7 @@ class MegatronBackend(TorchBackend):
             over_all = self._backend_config.outer_dp_sharding_strategy != 0
             self.shards = (dist.get_rank() if over_all else self._mesh.get_local_rank(SHARD),)
         self._rounded: dict[str, torch.Tensor] = {}
-        """The parts that a teacher computes with, where its average is in fp32 and they are not."""
+        """The parts that a teacher computes with, if they are not in fp32 as its average is."""
 
     def parallelize(
         self, model: nn.Module, units: Units, initialize: InitializeModule
@@ -64,22 +63,22 @@ class MegatronBackend(TorchBackend):
         config, plan, device = self._backend_config, self._plan, self._device.where
         initial = InitialValues(model, units, initialize, plan.blocks)
 
-        # With meta_init the package has the weights filled part by part while it shards them, so
-        # that no device has all of them.
+        # With meta_init, the package initializes the weights part by part while it shards them, so
+        # that no device holds the whole model.
         limit = self._device.memory().get("limit")
         meta_init = bool(config.meta_init)
         if config.meta_init is None and self._zero and limit is not None:
             size = 4 * sum(parameter.numel() for parameter in model.parameters())
             meta_init = size > _META_SHARE * limit
 
-        # Sequences of several images: attention by variable-length kernels.
+        # Sequences of several images: variable-length attention kernels.
         if plan.varlen:
             use_varlen(model, self._run.model)
 
         # Each block: TransformerEngine's or timm's, recomputation, torch.compile.
         blocks = [parallelize_block(model, n, block, plan, device) for n, block in units[:-1]]
 
-        # Weights and inputs, in the precision that is computed in.
+        # Weights and inputs in the compute dtype.
         model.to(plan.dtype)
         _fill(model, initial, plan.dtype, device, meta_init=meta_init)
 
@@ -89,20 +88,22 @@ class MegatronBackend(TorchBackend):
             )
         )
 
-        # What is sharded and gathered as one. With the patch embedding a unit by itself, no part
-        # starts inside a row of another parameter, on which the package fails for some widths.
+        # The units, which are sharded and gathered as a whole. With the patch embedding as a
+        # separate unit, no shard starts inside a row of another parameter, on which the package
+        # fails for some widths.
         unit_kinds = {*(type(block) for block in blocks), PatchEmbed}
         is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
         if is_frozen or self._run.config.objective.has_teacher:
-            # The heads have layers of many widths. And a layer after the blocks that is no unit has
-            # the first blocks gathered again, which a frozen model would hold until the next step.
+            # The heads have layers of many widths. Besides, after a layer that follows the blocks
+            # and is not a unit, the package gathers the first blocks again, and a frozen model
+            # would hold them until the next step.
             unit_kinds |= {
                 type(module)
                 for module in model.modules()
                 if module is not model and next(module.parameters(recurse=False), None) is not None
             }
 
-        # Shards. Without fp32 weights gradients have the weights' precision.
+        # Sharding. Without fp32 weights, gradients have the dtype of the weights.
         policy = MixedPrecisionPolicy(None, None, None)
         if config.preserve_fp32_weights:
             policy = MixedPrecisionPolicy(torch.float32, torch.float32, plan.reduce_dtype)
@@ -125,13 +126,13 @@ class MegatronBackend(TorchBackend):
             overlap_param_gather=config.overlap_param_gather,
             sync_model_each_microbatch=False,
             preproc_state_dict_for_dcp_ckpt=False,
-            # Gradients are summed, the loss is divided by the backend: the package's own scaling in
-            # 0.6.1 is wrong for a sharded outer dimension.
+            # Sum gradients; the backend divides the loss. The package's own scaling in 0.6.1 is
+            # wrong for a sharded outer dimension.
             calculate_per_token_loss=True,
         )
         megatron_private.remove_guards_of_casts(self._model)
 
-        # The parameters by their plain names, and the processes that shard them.
+        # The parameters by names in the plain model, and the processes that shard them.
         distributed = megatron_private.optimizer_parameters(self._model)
         for name, _ in self._model.module.named_parameters():
             self._parameters[plan.blocks.timm_name(name)] = distributed[name]
@@ -140,8 +141,8 @@ class MegatronBackend(TorchBackend):
             groups = [self._dp_group]
         self._sharded_alike = [(self._parameters.keys(), groups)]
 
-        # The exact values of fp32 weights: the package took them from ones rounded to bf16. Frozen
-        # ones are in bf16 alone.
+        # Restore the exact fp32 weights, which the package has copied from ones rounded to bf16.
+        # Frozen weights exist only in bf16.
         if plan.dtype != torch.float32 and config.preserve_fp32_weights:
             with torch.no_grad():
                 for name, parameter in self._parameters.items():
@@ -154,10 +155,12 @@ class MegatronBackend(TorchBackend):
         # FP8 by TransformerEngine.
         plan.blocks.wrap_model(self._model)
 
-        over_outer = ", optimizer sharded over dcn too" if config.outer_dp_sharding_strategy else ""
+        over_outer = ""
+        if config.outer_dp_sharding_strategy:
+            over_outer = ", optimizer state also sharded over dcn"
         self._form = (
             f"Megatron-FSDP {f'ZeRO-{self._zero}' if self._zero else 'no sharding'}{over_outer}, "
-            f"each block a unit, {'' if config.preserve_fp32_weights else 'no '}fp32 weights"
+            f"one unit per block, {'' if config.preserve_fp32_weights else 'no '}fp32 weights"
             f"{', meta init' if meta_init else ''}"
         )
         return self._model
@@ -166,11 +169,11 @@ class MegatronBackend(TorchBackend):
         if self._run.config.objective.has_teacher:
             teacher = self._frozen[0]
             assert isinstance(teacher, MegatronBackend)
-            # The average is taken of one part after the other: the teacher's must be the student's.
+            # The average is computed part by part, so teacher and student must have equal parts.
             local_range = megatron_private.local_range
             for name, parameter in self._parameters.items():
                 assert local_range(parameter) == local_range(teacher._parameters[name]), name
-            if self._plan.dtype != torch.float32:  # in bf16 an average would stay where it is
+            if self._plan.dtype != torch.float32:  # bf16 is too coarse to accumulate an average
                 teacher._rounded = {name: part.detach() for name, part in teacher._locals.items()}
                 teacher._locals = {
                     name: nn.Parameter(part.float()) for name, part in teacher._rounded.items()
@@ -180,8 +183,8 @@ class MegatronBackend(TorchBackend):
     # -- a step -----------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
-        # After the last micro-batch the package reduces what it has not yet; without overlap
-        # finish_grad_sync does, and both would add gradients up twice.
+        # After the last micro-batch, the package reduces the remaining gradients. Without overlap,
+        # finish_grad_sync does that; doing both would count gradients twice.
         is_last = is_last and self._backend_config.overlap_grad_reduce
         megatron_private.set_last_micro_batch(self._model, is_last)
         (loss / self.batch_shards).backward()
@@ -193,8 +196,8 @@ class MegatronBackend(TorchBackend):
                 continue
             local = self._locals[name]
             grad: Any = parameter.grad
-            # An empty part has no gradient, but its step counter shall move with the others'.
-            assert grad is not None or not local.numel(), f"{name} got no gradient"
+            # An empty part has no gradient, but its step counter must advance with the others.
+            assert grad is not None or not local.numel(), f"{name} has no gradient"
             local.grad = torch.empty_like(local) if grad is None else grad.to_local()
 
     def _after_update(self) -> None:
@@ -206,7 +209,7 @@ class MegatronBackend(TorchBackend):
 
     def close(self) -> None:
         super().close()
-        model = getattr(self, "_model", None)  # not yet there where a mistake has ended the run
+        model = getattr(self, "_model", None)  # missing if the run has failed before
         if model is not None:
             megatron_private.remove_gradient_hooks(model)
 
@@ -215,7 +218,7 @@ class MegatronBackend(TorchBackend):
     @torch.no_grad()
     def _after_load(self) -> None:
         if self._zero:
-            with warnings.catch_warnings():  # of gathers for heads, which features do without
+            with warnings.catch_warnings():  # about gathers for heads that features do not use
                 warnings.simplefilter("ignore")
                 self._model.synchronize_param_gather()
         for name, rounded in self._rounded.items():
@@ -236,10 +239,10 @@ class MegatronBackend(TorchBackend):
 
 
 class InitialValues:
-    """The values that ``initialize`` gives each parameter, made on the CPU one unit at a time.
+    """The initial values of all parameters, computed by ``initialize`` on the CPU unit by unit.
 
-    The package asks for single modules, in an order of its own. This holds the values of one unit:
-    asking unit by unit computes each of them once.
+    The package initializes single modules, in its own order. This caches the values of one unit, so
+    that access unit by unit computes each unit once.
     """
 
     def __init__(
@@ -285,7 +288,7 @@ def _fill(
     *,
     meta_init: bool,
 ) -> None:
-    """Give parameters and buffers their values: at once, or with ``meta_init`` parameters later."""
+    """Initialize buffers and parameters; with ``meta_init``, parameters are initialized later."""
 
     @torch.no_grad()
     def fill(name: str, module: nn.Module) -> None:
@@ -300,9 +303,9 @@ def _fill(
     for name, module in list(model.named_modules()):
         if next(module.parameters(recurse=False), None) is None:
             continue
-        if meta_init:  # the package calls it once it has given the module memory
+        if meta_init:  # the package calls this after it has allocated the module
             module.reset_parameters = functools.partial(fill, name, module)
         else:
             module.to_empty(device=device, recurse=False)
             fill(name, module)
-    fill("", model)  # the buffers that are still empty
+    fill("", model)  # the remaining buffers

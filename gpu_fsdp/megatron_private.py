@@ -1,4 +1,4 @@
-"""What is used of megatron-fsdp beyond its documented interface, in one place."""
+"""All uses of megatron-fsdp's undocumented interface."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ WRITTEN_FOR = {"megatron-fsdp": "0.6.1"}
 
 
 def optimizer_parameters(model: Any) -> dict[str, DTensor]:
-    """Return, by its name in the module, the DTensor that the optimizer is to update of each."""
+    """Return the DTensors that the optimizer updates, by the names of their parameters."""
     return dict(model.param_and_grad_buffer.optimizer_named_parameters)
 
 
 def local_range(parameter: DTensor) -> slice:
-    """Return which of a parameter's elements, flattened, this process updates."""
+    """Return the range of a parameter's flattened elements that this process updates."""
     return getattr(parameter, "megatron_fsdp_slice", slice(0, parameter.numel()))
 
 
 def set_last_micro_batch(model: Any, is_last: bool) -> None:
-    """Let the hooks know of the coming backward pass whether they are to reduce what is left."""
+    """Tell the hooks whether the next backward pass must reduce all remaining gradients."""
     model.is_last_microbatch = is_last
 
 
 def remove_guards_of_casts(model: Any) -> None:
-    """Give parameters back PyTorch's ``to`` and ``cpu``.
+    """Restore PyTorch's ``to`` and ``cpu`` on parameters.
 
-    The package's own look at the parameter's storage, which torch.compile cannot trace, only to
-    warn of a use that this program has none of.
+    The package's versions inspect the parameter's storage, which torch.compile cannot trace, only
+    to warn about a use that does not occur here.
     """
     for parameter in model.raw_param.values():
         for method in ("to", "cpu"):
@@ -37,6 +37,6 @@ def remove_guards_of_casts(model: Any) -> None:
 
 
 def remove_gradient_hooks(model: Any) -> None:
-    """Remove the hooks in the parameters, which hold the model and would keep it alive."""
+    """Remove the parameters' gradient hooks, whose references would keep the model alive."""
     for hook in model.grad_acc_hooks.values():
         hook.remove()

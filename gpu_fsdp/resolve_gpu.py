@@ -1,7 +1,7 @@
-"""Where NVIDIA's parts take the place of PyTorch's, and what these require.
+"""Resolves which of NVIDIA's libraries replace PyTorch's parts, and checks their requirements.
 
-``--fsdp megatron`` replaces FSDP2, ``--block te`` timm's blocks, ``--fp8`` their products. All else
-is ``torch_fsdp``'s.
+``--fsdp megatron`` replaces FSDP2, ``--block te`` timm's blocks, ``--fp8`` their matrix products.
+Everything else is in ``torch_fsdp``.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from training.mesh import Mesh
 
 
 def resolve(config: RunConfig, backend_config: TorchConfig) -> TorchRun:
-    """Return the run that the flags ask for on the processes that torchrun has started.
+    """Return the run that the flags describe on the processes that torchrun has started.
 
     Raises UsageError.
     """
     if backend_config.fsdp == "auto":
-        # The first two require it. With a teacher Megatron-FSDP was tested on the CPU alone.
+        # The first two require FSDP2. With a teacher, Megatron-FSDP was tested only on the CPU.
         prefers_fsdp2 = (
             config.sharding.mesh_domain > 1
             or config.optimizer.linear_probe
@@ -41,9 +41,9 @@ def resolve(config: RunConfig, backend_config: TorchConfig) -> TorchRun:
         fsdp: Literal["megatron", "fsdp2"] = "fsdp2" if prefers_fsdp2 or not has_gpu else "megatron"
         backend_config = replace(backend_config, fsdp=fsdp)
     if backend_config.fsdp == "megatron" and config.backend == "torchtpu":
-        raise UsageError("--fsdp megatron requires --backend cuda, this is torchtpu")
+        raise UsageError("--fsdp megatron requires --backend cuda, not torchtpu")
     if backend_config.fsdp == "fsdp2" and backend_config.meta_init is False:
-        raise UsageError("--no-meta_init requires --fsdp megatron, this is fsdp2")
+        raise UsageError("--no-meta_init requires --fsdp megatron, not fsdp2")
     form = MEGATRON if backend_config.fsdp == "megatron" else FSDP2
     blocks = TimmBlocks()
     if backend_config.block == "te":
@@ -58,39 +58,36 @@ def _check_megatron(
 ) -> None:
     assert isinstance(backend_config, TorchConfig)
     if config.optimizer.linear_probe:
-        raise UsageError("--linear_probe requires --fsdp fsdp2, this is megatron")
+        raise UsageError("--linear_probe requires --fsdp fsdp2, not megatron")
     check_megatron_runs_here()
     if backend_config.zero_dp_strategy == 0 and backend_config.meta_init:
         raise UsageError(
-            "--meta_init requires --zero_dp_strategy 1, 2 or 3: Megatron-FSDP refuses 0"
+            "--meta_init requires --zero_dp_strategy 1, 2 or 3, not 0, with --fsdp megatron"
         )
     if mesh.domain > 1:
-        raise UsageError(
-            f"--mesh_domain {mesh.domain} requires --fsdp fsdp2: Megatron-FSDP shards no images "
-            "here"
-        )
+        raise UsageError(f"--mesh_domain {mesh.domain} requires --fsdp fsdp2, not megatron")
     if config.objective.has_teacher and not backend_config.preserve_fp32_weights:
         raise UsageError(
             "--no_preserve_fp32_weights is incompatible with --objective dino, whose teacher is an "
-            "average in fp32: drop one of the two"
+            "fp32 average of the weights: drop one of the two"
         )
     if config.sharding.precision == "fp16":
         raise UsageError("--precision fp16 requires --fsdp fsdp2: with megatron use bf16")
     if backend_config.reduce_dtype != "fp32" and mesh.fsdp == 1:
         raise UsageError(
-            f"--reduce_dtype {backend_config.reduce_dtype} requires --mesh_fsdp of 2 or more with "
+            f"--reduce_dtype {backend_config.reduce_dtype} requires --mesh_fsdp 2 or more with "
             "--fsdp megatron"
         )
 
 
 def check_megatron_runs_here() -> None:
-    """Raise UsageError where Megatron-FSDP cannot run."""
+    """Raise UsageError if Megatron-FSDP cannot run here."""
     if not isinstance(devices.choose("cuda"), devices.Cuda):
         raise UsageError("--fsdp megatron requires CUDA: on the CPU use --fsdp fsdp2")
     try:
-        if importlib.util.find_spec("transformer_engine"):  # which it imports
+        if importlib.util.find_spec("transformer_engine"):  # imported by Megatron-FSDP
             prefer_cudnn_of_pytorch()
-        with warnings.catch_warnings():  # that it does without TransformerEngine and Apex
+        with warnings.catch_warnings():  # about missing TransformerEngine and Apex
             warnings.simplefilter("ignore")
             import megatron_fsdp  # noqa: F401
     except ImportError:
@@ -98,11 +95,11 @@ def check_megatron_runs_here() -> None:
             "--fsdp megatron requires the package megatron-fsdp: python3 -m pip install "
             "-r requirements-gpu.txt, or use --fsdp fsdp2"
         ) from None
-    except (OSError, RuntimeError, AssertionError) as error:  # of TransformerEngine
+    except (OSError, RuntimeError, AssertionError) as error:  # from TransformerEngine
         reason = str(error).splitlines()[0]
         raise UsageError(
-            "--fsdp megatron: TransformerEngine is installed but broken "
-            f"({reason}): repair or uninstall it"
+            "--fsdp megatron: TransformerEngine is installed but cannot be imported "
+            f"({reason}): reinstall or uninstall it"
         ) from None
 
 

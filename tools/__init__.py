@@ -1,1 +1,1 @@
-"""Tools around training: they import the program, which imports none of them."""
+"""Tools around training. They import the training code, which never imports them."""

@@ -1,9 +1,8 @@
 """Converts weights between DCP, torch.save and safetensors: ``python3 -m tools.convert SRC DST``.
 
-docs/files.md says how, and how DST can be a repository on the Hugging Face Hub. Weights are mapped
-from files: those of SRC, or a scratch file that DCP reads into, or into which they are cast. So the
-kernel can drop from memory what is not used at the moment, and a model larger than the host's
-memory can be converted.
+See docs/files.md, also for a DST on the Hugging Face Hub. Weights are memory-mapped from files:
+those of SRC, or a scratch file for DCP's reads and for casts. The kernel can evict pages that are
+not in use, so a model larger than the host's memory can be converted.
 """
 
 from __future__ import annotations
@@ -279,7 +278,7 @@ def check_repository(name: str, *, public: bool) -> None:
         except RepositoryNotFoundError:
             return
     if is_public and not public:
-        raise UsageError(f"{name} is there already, and public: give --public, or another name")
+        raise UsageError(f"{name} already exists and is public: add --public, or use another name")
 
 
 def push(folder: Path, name: str, *, public: bool) -> str:
@@ -374,18 +373,21 @@ def output_format(options: Any) -> tuple[str, str | None]:
     form = options.to or by_suffix
     if form is None:
         raise UsageError(
-            f"{dst}: name a file .safetensors, .pt, .pth or .bin, or give --to dcp or --to "
-            "safetensors for a folder"
+            f"{dst}: use the suffix .safetensors, .pt, .pth or .bin for a file, or --to dcp or "
+            "--to safetensors for a folder"
         )
     max_shard_size: str | None = options.max_shard_size
     if form == "safetensors" and not by_suffix:
         max_shard_size = max_shard_size or SHARD_SIZE
     elif max_shard_size:
-        raise UsageError("--max_shard_size is for a folder: --to safetensors and a name for it")
+        raise UsageError(
+            "--max_shard_size requires a folder of .safetensors files: use --to safetensors and a "
+            "DST without a suffix"
+        )
     if dst.exists() or dst.is_symlink():
-        raise UsageError(f"{dst} is there already: name another, or remove it")
+        raise UsageError(f"{dst} already exists: use another name, or remove it")
     if not dst.parent.is_dir():
-        raise UsageError(f"{dst.parent} is not a folder: make it first")
+        raise UsageError(f"{dst.parent} is not a folder: create it first")
     return form, max_shard_size
 
 
@@ -397,53 +399,55 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "src",
         type=local_path,
-        help="a checkpoint step_N, a run's --ckpt_dir (its newest), another folder of DCP, a file "
-        "of torch.save, a .safetensors file, a folder of them in Hugging Face's layout, or "
-        "hf-hub:OWNER/NAME[@REVISION] on the Hugging Face Hub",
+        help="a checkpoint step_N, a run's --ckpt_dir (its newest checkpoint), any other DCP "
+        "folder, a torch.save file, a .safetensors file, a folder of them in Hugging Face's "
+        "layout, or hf-hub:OWNER/NAME[@REVISION] on the Hugging Face Hub",
     )
     parser.add_argument(
         "dst",
         type=local_path,
-        help="what does not exist yet: a file .safetensors, .pt, .pth or .bin, or a folder; with "
+        help="a file .safetensors, .pt, .pth or .bin, or a folder, which must not exist yet; with "
         "--push hf-hub:OWNER/NAME",
     )
     parser.add_argument(
         "--push",
         action="store_true",
-        help="upload the weights to a repository DST on the Hugging Face Hub, which is made, "
-        "private, if there is none; it needs HF_TOKEN or `hf auth login`, and room for a copy in "
-        "TMPDIR",
+        help="upload the weights to the repository DST on the Hugging Face Hub, which is created "
+        "as private if it does not exist; requires HF_TOKEN or `hf auth login`, and space for a "
+        "copy in TMPDIR",
     )
     parser.add_argument(
         "--public",
         action="store_true",
-        help="let all read the repository of --push (default: its owner alone)",
+        help="create the repository of --push as public, or push to a public one (default: private "
+        "only)",
     )
     parser.add_argument(
         "--to",
         choices=("dcp", "torch", "safetensors"),
-        help="format of a DST without such a suffix; dcp: a checkpoint's folder; safetensors: a "
+        help="format of a DST without such a suffix; dcp: a checkpoint folder; safetensors: a "
         "folder in Hugging Face's layout (default: by DST's suffix)",
     )
     parser.add_argument(
         "--dtype",
         choices=tuple(DTYPES),
-        help="convert floating-point values to this dtype (default: as they are)",
+        help="convert floating-point values to this dtype (default: unchanged)",
     )
     parser.add_argument(
         "--max_shard_size",
         metavar="SIZE",
-        help=f"largest file of a safetensors folder, such as 500MB (default: {SHARD_SIZE})",
+        help="maximum size of each file in a safetensors folder, for example 500MB (default: "
+        f"{SHARD_SIZE})",
     )
     parser.add_argument(
         "--use_ema",
         action="store_true",
-        help="convert the moving average of the weights (EMA) that SRC holds, not the weights",
+        help="convert the moving average of the weights (EMA) in SRC instead of the weights",
     )
     parser.add_argument(
         "--no_verify_checkpoint",
         action="store_true",
-        help="do not compare a checkpoint's files with their checksums first (default: compared)",
+        help="skip the verification of a checkpoint's checksums (default: verify)",
     )
     options = parser.parse_args(argv)
     name = str(options.dst)
@@ -451,14 +455,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.public and not options.push:
             raise UsageError("--public requires --push")
         if hub.is_on_hub(name) != options.push:
-            other = "give DST as hf-hub:OWNER/NAME" if options.push else "give --push, too"
-            raise UsageError(f"{name}: {other}")
+            if options.push:
+                raise UsageError(f"--push requires a DST hf-hub:OWNER/NAME, not {name}")
+            raise UsageError(f"{name} requires --push")
         if not options.push:
             print(convert(options, *output_format(options)))
             return 0
         hub.check_name(name, "DST")
         if "@" in name or options.to not in (None, "safetensors"):
-            raise UsageError(f"{name}: --push writes .safetensors files, and a new revision")
+            raise UsageError(
+                f"{name}: --push always writes .safetensors files, as a new revision: drop --to "
+                "and @REVISION"
+            )
         check_repository(name, public=options.public)
         with tempfile.TemporaryDirectory() as folder:
             options.dst = Path(folder) / "weights"

@@ -1,7 +1,7 @@
-"""Goodput: the share of a run's wall time in useful steps; docs/files.md defines the parts.
+"""Goodput: the share of a run's wall time spent in useful steps; docs/files.md defines the parts.
 
-``python3 -m tools.goodput RUN_DIR`` adds up events.jsonl, prints a table, draws a picture, and
-suggests how often to save. ``--chips`` forecasts what failures will cost a run of that size.
+``python3 -m tools.goodput RUN_DIR`` reads events.jsonl, prints a table, writes a plot, and suggests
+how often to save. ``--chips`` forecasts what failures will cost a run of that size.
 """
 
 import functools
@@ -304,7 +304,7 @@ def forecast(options: Namespace, account: Account | None) -> dict[str, float]:
         restart_s = sum(span.seconds for span in before if span.part in (OTHER, FIRST))
     times = {"--save_s": save_s, "--restart_s": restart_s}
     if missing := [name for name, value in times.items() if value is None]:
-        raise UsageError(f"give {' and '.join(missing)}, or a RUN_DIR that has measured it")
+        raise UsageError(f"set {' and '.join(missing)}, or give a RUN_DIR with measurements")
     mtbf_s = _YEAR_S / (options.chips * options.failures_per_chip_year)
     interval_s = daly(save_s, mtbf_s)
     goodput = expected_goodput(interval_s, save_s, restart_s, mtbf_s)
@@ -376,13 +376,14 @@ def table(name: str, account: Account) -> str:
     lines.append(f"  goodput {account.goodput:.2%}: {account.steps:,} steps{per_step}{lost}")
     if mean := mean_of(account.storage):
         lines.append(
-            f"  {len(account.storage)} checkpoints, the mean: {mean['bytes'] / 2**20:,.2f} MiB of "
-            f"all hosts, written in {duration(mean['write_s'])}"
+            f"  {len(account.storage)} checkpoints, on average {mean['bytes'] / 2**20:,.2f} MiB "
+            f"from all hosts, written in {duration(mean['write_s'])}"
         )
     if mean := mean_of(account.local):
         lines.append(
-            f"  {len(account.local)} local checkpoints, the mean: {mean['bytes'] / 2**20:,.2f} MiB "
-            f"of all hosts, {duration(mean['write_s'])} on the slowest disk, "
+            f"  {len(account.local)} local checkpoints, on average "
+            f"{mean['bytes'] / 2**20:,.2f} MiB from all hosts, written in "
+            f"{duration(mean['write_s'])} on the slowest disk and copied in "
             f"{duration(mean['copy_s'])} to the slowest peer"
         )
 
@@ -398,8 +399,8 @@ def table(name: str, account: Account) -> str:
             times.append([restart.seconds for restart in known])
             means: list[float | None] = [sum(column) / len(column) for column in times]
             rows.append((f"mean of {len(known)}", means))
-        head = "".join(f" {part:>8}" for part in (*columns, "in all"))
-        lines.append("  restarts, seconds from the last sign of life on:")
+        head = "".join(f" {part:>8}" for part in (*columns, "total"))
+        lines.append("  restarts, in seconds from the last sign of life:")
         lines.append(f"    {'first step':<12}{head}")
         for first, values in rows:
             cells = (f"{'-' if value is None else f'{value:.2f}':>8}" for value in values)
@@ -408,7 +409,7 @@ def table(name: str, account: Account) -> str:
     suggestion = suggest(account)
     if not suggestion:
         lines.append(
-            "  no save interval can be suggested: no checkpoint was written, or no step taken"
+            "  no save interval suggested: the run has written no checkpoint, or made no step"
         )
         return "\n".join(lines)
     save_s, mtbf_s, _, interval_s, every = suggestion.values()
@@ -418,13 +419,13 @@ def table(name: str, account: Account) -> str:
         mtbf += f" (failures seen: {failures})"
     else:
         mtbf = (
-            f"none seen in {mtbf}, computed as if the first came now: save less often if failures "
-            "are rarer"
+            f"no failure in {mtbf}, computed as if the first happened now; save less often if "
+            "failures are rarer"
         )
     lines += [
-        f"  save every {duration(interval_s)}, --ckpt_step_interval {every}: saving and lost work "
-        f"then cost {waste:.2%}",
-        f"    by Young's sqrt(2 x {duration(save_s)} a checkpoint x MTBF); MTBF: {mtbf}",
+        f"  suggestion: save every {duration(interval_s)}, --ckpt_step_interval {every}; "
+        f"checkpoints and lost work then cost {waste:.2%}",
+        f"    from Young's sqrt(2 x {duration(save_s)} per checkpoint x MTBF); MTBF: {mtbf}",
     ]
     return "\n".join(lines)
 
@@ -524,36 +525,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the tables and draw the picture; return the exit code."""
     parser = OneLineParser(
         _PROGRAM,
-        "Print which share of a run's wall time went to useful steps, and where the rest went; "
-        "with --chips, forecast what failures will cost a run of that size.",
+        "Print the share of a run's wall time spent in useful steps, and where the rest went; with "
+        "--chips, forecast what failures will cost a run of that size.",
     )
     add = parser.add_argument
     add("runs", nargs="*", type=local_path, metavar="RUN_DIR", help="a run's --ckpt_dir")
-    add("--json", action="store_true", help="print only JSON (default: off)")
+    add("--json", action="store_true", help="print JSON instead of text (default: off)")
     add(
         "--picture",
         type=local_path,
         metavar="FILE",
-        help=f"write the picture here (default: {_PICTURE} in the first RUN_DIR)",
+        help=f"write the plot to this file (default: {_PICTURE} in the first RUN_DIR)",
     )
     add(
         "--chips",
         type=bounded(int, 1, 10**6),
         metavar="N",
-        help="forecast the goodput of a run on so many chips, or GPUs",
+        help="forecast the goodput of a run on this many chips or GPUs",
     )
     add(
         "--save_s",
         type=bounded(float, 1e-3, 1e7),
         metavar="S",
-        help="seconds that a checkpoint stops training (default: as RUN_DIR has measured)",
+        help="seconds for which a checkpoint stops training (default: as measured in RUN_DIR)",
     )
     add(
         "--restart_s",
         type=seconds,
         metavar="S",
-        help="seconds from a failure to the first step of the next start, loading and waiting for "
-        "a replacement included (default: as RUN_DIR has measured)",
+        help="seconds from a failure to the first step of the next start, including loading and "
+        "waiting for a replacement (default: as measured in RUN_DIR)",
     )
     add(
         "--failures_per_chip_year",
@@ -561,8 +562,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=FAILURES_PER_CHIP_YEAR,
         metavar="X",
         help="failures that end the run, per chip and year of running (default: "
-        f"{FAILURES_PER_CHIP_YEAR:.3f}, those of Llama 3 405B's training, arXiv 2407.21783: 419 in "
-        "54 days on 16,384 GPUs)",
+        f"{FAILURES_PER_CHIP_YEAR:.3f}, from the training of Llama 3 405B, arXiv 2407.21783: 419 "
+        "in 54 days on 16,384 GPUs)",
     )
     options = parser.parse_args(argv)
     forecasts = options.chips is not None
@@ -572,7 +573,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     accounts: dict[Path, Account] = {}
     try:
         if not forecasts and (options.save_s is not None or options.restart_s is not None):
-            raise UsageError("--save_s and --restart_s are for a forecast: give --chips")
+            raise UsageError("--save_s and --restart_s require --chips")
         if not options.runs and not forecasts:
             raise UsageError("give a RUN_DIR, or --chips, --save_s and --restart_s for a forecast")
         for run in options.runs:
@@ -583,8 +584,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 accounts[run] = account = account_of(events)
             except FileNotFoundError:
                 raise UsageError(
-                    f"{run} has no {EVENTS_FILE}, which runs of earlier versions did not write: "
-                    "resumed by this one, it has one from then on"
+                    f"{run} has no {EVENTS_FILE}, which earlier versions did not write: once "
+                    "resumed with this version, the run writes it"
                 ) from None
             except (OSError, ValueError) as error:
                 raise UsageError(f"{run / EVENTS_FILE} cannot be read: {error}") from None

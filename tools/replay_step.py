@@ -1,9 +1,8 @@
-"""Finds what was not finite in a step: ``python3 -m tools.replay_step RUN/bad_step_7``.
+"""Finds the origin of NaN or infinity in a step: ``python3 -m tools.replay_step RUN/bad_step_7``.
 
-The folder is that of ``--save_bad_step``. The step is computed again in plain PyTorch, in one
-process on the CPU: the images of its batch, its weights, loss and gradients. Values of every module
-are looked at as they are computed, up to the first that is NaN or infinite. If all are finite in
-fp32 the step is computed again in the run's precision.
+The folder is written by ``--save_bad_step``. The step is recomputed in plain PyTorch, in one CPU
+process, from the images of its batch and its weights. The values of every module are checked, up to
+the first NaN or infinity. If all are finite in fp32, the step is recomputed in the run's precision.
 """
 
 import contextlib
@@ -147,7 +146,7 @@ class Images:
         """Return one line about their values."""
         images = self.batch[0]
         shape = " x ".join(map(str, images.shape[1:]))
-        text = f"images: {len(images)} of {self.total} of the batch, {shape}, {images.dtype}"
+        text = f"images: {len(images)} of the batch's {self.total}, {shape}, {images.dtype}"
         if not images.is_floating_point():
             return text.replace("torch.", "")
         largest = images.flatten(1).abs().nan_to_num(torch.inf, torch.inf).amax(1)
@@ -155,7 +154,7 @@ class Images:
         name = f" in {self.names[place]}" if self.names else f" in image {place}"
         text += f", largest |value| {largest[place]:.3g}{name}"
         if largest[place] > _LARGE_PIXEL:
-            text += f", where {_LARGE_PIXEL:g} is already unusual: look at this image first"
+            text += f" (above {_LARGE_PIXEL:g} is unusual: check this image first)"
         return text.replace("torch.", "")
 
 
@@ -170,8 +169,8 @@ def read_images(run: Run, bad_step: BadStep, data: DataSource) -> Images:
     first = bad_step.images_in_epoch // batch_size
     if first >= len(loader):
         raise UsageError(
-            f"the step is of batch {first + 1} of its epoch, and {data.name} has {len(loader)}: "
-            "give the run's images by --data_dir"
+            f"the step used batch {first + 1} of its epoch, but {data.name} has {len(loader)} "
+            "batches: set --data_dir to the run's images"
         )
     images, numbers = next(iter(loader.epoch(bad_step.epoch, first)))
     labels = torch.from_numpy(np.asarray(train.labels)[numbers.numpy()].astype(np.int64))
@@ -263,7 +262,7 @@ class Watch:
             return max(-low, high)
         nan, infinite = int(tensor.isnan().sum()), int(tensor.isinf().sum())
         others = tensor.detach().float()[tensor.isfinite()].abs()
-        largest = f", largest of the others {others.max():.3g}" if others.numel() else ""
+        largest = f", largest finite |value| {others.max():.3g}" if others.numel() else ""
         raise NotFinite(
             f"{what}: {nan:,} NaN and {infinite:,} infinite of {tensor.numel():,} values{largest}"
         )
@@ -323,9 +322,9 @@ def replay(step: Replayed, images: Images, precision: str) -> bool:
         print(f"in {precision} all values are finite: loss {loss:.6g}, gradient norm {norm:.4g}")
     except NotFinite as error:
         is_finite = False
-        print(f"in {precision} the first that is not finite: {error}")
+        print(f"in {precision} the first tensor that is not finite: {error}")
     if watch.largest:
-        print("largest |values| of outputs until then:")
+        print("largest |value| in module outputs computed so far:")
         for name in heapq.nlargest(_SHOWN, watch.largest, watch.largest.__getitem__):
             print(f"  {watch.largest[name]:10.4g}  {name}")
     return is_finite
@@ -344,17 +343,18 @@ def describe(bad_step: BadStep, run: Run) -> Iterator[str]:
         if name in ("loss", "grad_norm") or name.startswith("loss_")
     )
     yield (
-        f"step {bad_step.step}: epoch {bad_step.epoch + 1}, batch {batch + 1} of it, global batch "
-        f"{run.config.data.batch_size}; step {logged.get('step')} was logged with {values}"
+        f"step {bad_step.step}: batch {batch + 1} of epoch {bad_step.epoch + 1}, global batch "
+        f"{run.config.data.batch_size}; logged at step {logged.get('step')}: {values}"
     )
     if bad_step.is_exact:
-        yield f"weights: those before step {bad_step.step}"
+        yield f"weights: exactly those before step {bad_step.step}"
         return
     before = bad_step.checkpoint_before
     yield (
-        f"weights: those after step {bad_step.saved_after}, not those of step {bad_step.step}, "
-        f"after which {bad_step.good_steps_since} step(s) were finite; for the exact ones train "
-        f"again from {before or 'the start'}, in another --ckpt_dir, with the run's flags and "
+        f"weights: those after step {bad_step.saved_after}, not exactly those of step "
+        f"{bad_step.step}, as {bad_step.good_steps_since} finite step(s) followed it; for the "
+        f"exact ones, train again from {before or 'the start'} in another --ckpt_dir with the "
+        "run's flags and "
         + (f"--resume RUN/{before} " if before else "")
         + "--log_step_interval 1 --save_bad_step"
     )
@@ -364,33 +364,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Compute the step again as the command line says; return the exit code."""
     parser = OneLineParser(
         PROGRAM,
-        "Compute a step that was not finite again, in plain PyTorch on the CPU, and name the first "
-        "module with a value that is NaN or infinite.",
+        "Recompute a step whose loss or gradient norm was not finite, in plain PyTorch on the CPU, "
+        "and name the first module with a NaN or infinite value.",
     )
     parser.add_argument(
-        "folder", type=local_path, help="bad_step_N in a run's --ckpt_dir, of --save_bad_step"
+        "folder", type=local_path, help="bad_step_N in a run's --ckpt_dir, from --save_bad_step"
     )
     parser.add_argument(
         "--data_dir",
         metavar="FOLDER",
-        help="the run's images, if they are elsewhere now (default: where the run had them)",
+        help="the run's images, if they have moved (default: where the run read them)",
     )
     parser.add_argument(
         "--images",
         type=positive,
         metavar="N",
-        help="compute only the first N images of the batch, where memory or time are short "
-        "(default: all)",
+        help="compute only the first N images of the batch, to save memory and time (default: all)",
     )
     parser.add_argument(
         "--precision",
         choices=tuple(DTYPES),
-        help="compute only in this precision (default: fp32 and, if all is finite, the run's)",
+        help="compute only in this precision (default: fp32, then the run's if all values are "
+        "finite)",
     )
     parser.add_argument(
         "--no_verify_checkpoint",
         action="store_true",
-        help="do not compare the weights with their checksums first (default: compared)",
+        help="skip the verification of the weights' checksums (default: verify)",
     )
     options = parser.parse_args(argv)
     try:
@@ -416,7 +416,7 @@ def _replay(options: Any) -> None:
         print(line)
     data = open_data(dataset_request(run, labels=run.config.objective.uses_labels))
     if difference := other_order(saved, run, data):
-        print(f"note: these images are not the run's: {difference}")
+        print(f"note: these are not the run's images: {difference}")
     images = read_images(run, bad_step, data)
     if options.images and options.images < images.total:
         run, images = first_images(run, images, options.images)

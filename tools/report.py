@@ -1,7 +1,7 @@
-"""A page of runs, one HTML file: curves, wall time, events and configurations side by side.
+"""A report about runs as one HTML file: curves, wall time, events and configurations side by side.
 
-``python3 -m tools.report RUN_DIR [RUN_DIR ...]`` reads what the runs have written, also while they
-train. The page, ``tools/report.html`` filled in, needs no network and no other file.
+``python3 -m tools.report RUN_DIR [RUN_DIR ...]`` reads the files that the runs have written, also
+while they train. The page, made from ``tools/report.html``, needs no network and no other files.
 """
 
 import html
@@ -77,12 +77,12 @@ def read_run(folder: Path, name: str) -> RecordedRun:
         raise UsageError(f"{folder} is not a run's folder: it has none of {', '.join(readers)}")
     run = RecordedRun(name)
     for file, read in readers.items():
-        problem = "there is none"
+        problem = "not found"
         if (folder / file).exists():
             try:
                 problem = read(run, folder / file)
             except (OSError, ValueError) as error:
-                problem = f"it cannot be read: {reason_of(error)}"
+                problem = f"cannot be read: {reason_of(error)}"
         if problem:
             run.left_out.append(f"{name}: {file}: {problem}")
     return run
@@ -103,7 +103,7 @@ def _read_curves(run: RecordedRun, path: Path) -> str:
         pairs = np.array(numbers).reshape(-1, 2)
         pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
         run.curves[name] = Curve(pairs[:, 0], pairs[:, 1])
-    return damaged_lines(damaged) or ("" if points else "it is empty")
+    return damaged_lines(damaged) or ("" if points else "empty")
 
 
 def _read_account(run: RecordedRun, path: Path) -> str:
@@ -145,18 +145,18 @@ _TITLES = {
     "val_knn_200": ("k-NN, k 200", "%"),
     "val_probe": ("Linear probe", "%"),
     "train_rankme": ("Effective rank of features (RankMe)", ""),
-    "train_feature_std": ("Deviation of features of length 1, times the root of the width", ""),
-    "teacher_entropy": ("Entropy of the teacher's probabilities, of the largest", ""),
-    "token_std": ("Deviation of class tokens of length 1, times the root of the width", ""),
-    "val_segment_miou": ("Segmentation, mIoU of a linear probe", "%"),
-    "val_segment_knn_miou": ("Segmentation, mIoU of k-NN", "%"),
+    "train_feature_std": ("Standard deviation of normalized features x sqrt(width)", ""),
+    "teacher_entropy": ("Entropy of the teacher's probabilities", "fraction of maximum"),
+    "token_std": ("Standard deviation of normalized class tokens x sqrt(width)", ""),
+    "val_segment_miou": ("Segmentation mIoU, linear probe", "%"),
+    "val_segment_knn_miou": ("Segmentation mIoU, k-NN", "%"),
     "images_per_s": ("Throughput", "images/s"),
-    "mfu": ("MFU", "share of the peak"),
-    "data_wait": ("Waiting for data", "share of the time"),
-    "loss_dino": ("Loss of class tokens, before its weight", ""),
-    "loss_ibot": ("Loss of masked patches, before its weight", ""),
-    "loss_koleo": ("KoLeo, before its weight", ""),
-    "loss_gram": ("Loss of Gram matrices, before its weight", ""),
+    "mfu": ("MFU", "fraction of peak"),
+    "data_wait": ("Waiting for data", "fraction of time"),
+    "loss_dino": ("DINO loss (class tokens), unweighted", ""),
+    "loss_ibot": ("iBOT loss (masked patches), unweighted", ""),
+    "loss_koleo": ("KoLeo loss, unweighted", ""),
+    "loss_gram": ("Gram loss, unweighted", ""),
     "lr": ("Learning rate", ""),
     "grad_norm": ("Gradient norm before clipping", ""),
 }
@@ -206,7 +206,7 @@ def panel(name: str, curves: Mapping[int, Curve], names: Sequence[str], last_ste
     margin = 0.04 * (high - low) or 0.05 * abs(high) or 1.0
     bottom, top = float(low - margin), float(high + margin)
     largest = max(values.max() for values in arrays)
-    above = f"up to {largest:.4g} above the frame" if largest > top else ""
+    above = f"maximum {largest:.4g} is cut off" if largest > top else ""
 
     def across(step: Any) -> Any:
         return _LEFT + step / last_step * (_RIGHT - _LEFT)
@@ -293,7 +293,7 @@ def lanes(runs: Mapping[int, RecordedRun]) -> str:
     """Return where each run's time went, from its first start on, and its events above that."""
     accounts = {number: run.account for number, run in runs.items() if run.account}
     if not accounts:
-        return "<p>No run has events.jsonl, which says where the time went.</p>"
+        return "<p>No run has an events.jsonl, which records where the time went.</p>"
     first = {number: min(s.began for s in a.spans) for number, a in accounts.items() if a.spans}
     ends = [s.ended - first[number] for number, a in accounts.items() for s in a.spans]
     longest = max(ends, default=0.0) or 1.0
@@ -363,14 +363,14 @@ class _Sign(NamedTuple):
 _SIGNS = {
     "start": _Sign("start", 6, '<path class="start" d="M-4,-5 L5,0 L-4,5 Z"/>'),
     "resize": _Sign(
-        "start on another number of devices",
+        "start on a different number of devices",
         6,
         '<path class="resize" d="M-4,-1 L0,-5 L4,-1 M-4,1 L0,5 L4,1"/>',
     ),
     "save": _Sign("checkpoint", 4, '<path class="save" d="M0,-5 L0,5"/>'),
     "eval": _Sign("evaluation", 8, '<circle class="eval" r="3.5"/>'),
     "failure": _Sign(
-        "failure: the last sign of life", 6, '<path class="failure" d="M-5,-5 L5,5 M-5,5 L5,-5"/>'
+        "failure (last sign of life)", 6, '<path class="failure" d="M-5,-5 L5,5 M-5,5 L5,-5"/>'
     ),
     "other": _Sign("other event", 6, '<path class="other" d="M0,-5 L5,0 L0,5 L-5,0 Z"/>'),
 }
@@ -395,7 +395,7 @@ def _marks(run: RecordedRun, began: float, pixel_s: float, top: float) -> list[s
             devices = devices if is_number(devices, _MOST_DEVICES) else None
             on = f" on {devices:,.0f} devices" if devices else ""
             if devices and before and devices != before:
-                kind, on = "resize", f"{on}, before on {before:,.0f}"
+                kind, on = "resize", f"{on} (previously {before:,.0f})"
             mark(kind, float(event["process_started"]), f"start after step {step}{on}")
             before = devices or before
         elif kind == "eval" or (kind == "save" and event.get("written")):
@@ -404,11 +404,11 @@ def _marks(run: RecordedRun, began: float, pixel_s: float, top: float) -> list[s
             known = {name: event[name] for name in event if name not in ("event", "time")}
             mark("other", float(event["time"]), f"{kind} {json.dumps(known)}"[:_LONGEST_SETTING])
     for time in run.account.failed_at if run.account else ():
-        mark("failure", time, "failure: the last sign of life")
+        mark("failure", time, _SIGNS["failure"].name)
     parts = []
     order = list(_SIGNS)
     for (kind, x), lines in sorted(texts.items(), key=lambda item: order.index(item[0][0])):
-        more = f"\n... {len(lines):,} in all" if len(lines) > _MARKS_NAMED else ""
+        more = f"\n... {len(lines):,} in total" if len(lines) > _MARKS_NAMED else ""
         title = html.escape("\n".join(lines[:_MARKS_NAMED]) + more)
         parts.append(
             f'<g transform="translate({_LANES_LEFT + x},{top})">{_SIGNS[kind].drawn}'
@@ -451,10 +451,10 @@ def summary(runs: Mapping[int, RecordedRun]) -> str:
             cells["goodput"] = f"{account.goodput:.2%}"
             cells["starts"] = str(account.starts)
             cells["failures"] = str(len(account.failed_at))
-            cells["steps lost"] = f"{account.lost_steps:,}"
+            cells["lost steps"] = f"{account.lost_steps:,}"
             cells["checkpoints"] = f"{len(account.saves):,}"
         if curve := run.curves.get("images_per_s"):
-            cells["images/s, median"] = f"{np.median(curve.values):,.4g}"
+            cells["median images/s"] = f"{np.median(curve.values):,.4g}"
         if curve := run.curves.get("loss"):
             cells["last loss"] = f"{curve.values[-1]:.4f}"
         for name, title in _BEST.items():
@@ -484,7 +484,7 @@ def settings(runs: Mapping[int, RecordedRun]) -> str:
     """Return the configurations side by side: first what differs, then, folded, what does not."""
     have = {number: run for number, run in runs.items() if run.settings}
     if not have:
-        return "<p>No run has run.json, which holds the configuration.</p>"
+        return "<p>No run has a run.json, which records the configuration.</p>"
     names = list(dict.fromkeys(name for run in have.values() for name in run.settings))
     rows: dict[bool, list[list[str]]] = {True: [], False: []}
     for name in names:
@@ -500,11 +500,13 @@ def settings(runs: Mapping[int, RecordedRun]) -> str:
     same = _table(head, rows[False], "settings")
     if len(have) == 1:
         return f'<div class="scroll">{same}</div>'
-    differing = _table(head, rows[True], "settings") if rows[True] else "<p>None differs.</p>"
+    differing = (
+        _table(head, rows[True], "settings") if rows[True] else "<p>All settings are the same.</p>"
+    )
     return (
-        "<p>Settings that differ; marked: other than in most runs.</p>"
-        f'<div class="scroll">{differing}</div><details><summary>{len(rows[False])} settings that '
-        f'are the same</summary><div class="scroll">{same}</div></details>'
+        "<p>Settings that differ; values that most runs do not have are highlighted.</p>"
+        f'<div class="scroll">{differing}</div><details><summary>{len(rows[False])} identical '
+        f'settings</summary><div class="scroll">{same}</div></details>'
     )
 
 
@@ -534,7 +536,7 @@ def page(recorded: Sequence[RecordedRun], made: datetime) -> str:
     shown = {
         "title": html.escape(", ".join(names)),
         "heading": "A run" if len(runs) == 1 else f"{len(runs)} runs",
-        "made": f"Made on {made:%Y-%m-%d %H:%M} UTC from what the runs had written by then.",
+        "made": f"Created on {made:%Y-%m-%d %H:%M} UTC from what the runs had written by then.",
         "hidden": "\n".join(
             f"body:has(#show{n}:not(:checked)) svg .r{n} {{ display: none; }}" for n in runs
         ),
@@ -569,8 +571,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the page; return the exit code."""
     parser = OneLineParser(
         _PROGRAM,
-        "Write a page about runs, one HTML file that needs no network: curves, where the time "
-        "went, events, configurations side by side.",
+        "Write a report about runs as one self-contained HTML file: curves, where the time went, "
+        "events, and configurations side by side.",
     )
     parser.add_argument(
         "runs",
@@ -583,16 +585,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--output",
         type=local_path,
         metavar="FILE",
-        help=f"write the page here (default: {_REPORT} in the first RUN_DIR)",
+        help=f"write the report to this file (default: {_REPORT} in the first RUN_DIR)",
     )
     options = parser.parse_args(argv)
     try:
         if len(options.runs) > MOST_RUNS:
-            raise UsageError(
-                f"{len(options.runs)} runs are given: a page is for {MOST_RUNS} at most"
-            )
+            raise UsageError(f"{len(options.runs)} runs given: a report shows at most {MOST_RUNS}")
         if len({folder.resolve() for folder in options.runs}) < len(options.runs):
-            raise UsageError("a folder is given twice: drop one of the two")
+            raise UsageError("the same folder is given twice: drop one of the two")
         names = goodput.short_names(options.runs)
         runs = [
             read_run(folder, printable(name))
@@ -605,7 +605,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 with open(path, "rb", opener=no_link) as file:
                     if _MARK not in file.read(4096):
                         raise UsageError(
-                            f"{path} is not a report, and is not overwritten: give another --output"
+                            f"{path} is not a report and will not be overwritten: set another "
+                            "--output"
                         )
             replace_file(path, text.encode(errors="replace"))
         except OSError as error:

@@ -1,8 +1,8 @@
 """Draws augmented images: ``python3 -m tools.show_augmentations FLAGS PICTURE.png``.
 
-The flags are those of a training. Each row is one image, first unchanged, then augmented several
-times; with mixup or cutmix, the images of a column are mixed with each other. For DINO the columns
-are the crops of the image, with the masked patches of the first one.
+FLAGS are those of run_vit_training.py. Each row shows one image, first unchanged, then augmented
+several times; with mixup or CutMix, the images of a column are mixed with each other. For DINO, the
+columns are the crops of the image, with the masked patches of the first one.
 """
 
 import argparse
@@ -54,12 +54,12 @@ def read_run(flags: Sequence[str]) -> Run[Any]:
     config = resolve_common(parse(list(flags), {"run": RunConfig})["run"])
     config, model = resolve_model(config)
     if len(model.sizes.input_shape) != 3:
-        raise UsageError("volumes cannot be drawn")
+        raise UsageError("only 2-D images can be drawn, not volumes")
     if model.packing:
-        raise UsageError("images of native resolution have many sizes: drop --native_resolution")
+        raise UsageError("only images of one size can be drawn: drop --native_resolution")
     if config.data.image_sizes:
         given = "--buckets" if config.data.buckets else "--image_size_schedule"
-        raise UsageError(f"{given}: images are drawn in the model's own size, drop it")
+        raise UsageError(f"images are drawn in the model's own size: drop {given}")
     run = Run(config, None, model, Mesh()).with_data(
         batch_size=IMAGES, grad_accum_steps=1, num_workers=0
     )
@@ -172,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     *flags, name = (sys.argv[1:] if argv is None else argv) or [""]
     try:
         if not name.endswith(".png"):
-            raise UsageError("the last word must be the picture to write, a .png")
+            raise UsageError("the last argument must be the file to write, a .png")
         try:
             path = local_path(name)
         except argparse.ArgumentTypeError as error:

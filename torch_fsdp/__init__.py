@@ -1,1 +1,1 @@
-"""FSDP2 on any device that PyTorch knows: CUDA, the CPU with gloo, others; a process a device."""
+"""FSDP2 on any PyTorch device (CUDA, the CPU with gloo, others), one process per device."""

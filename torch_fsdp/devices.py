@@ -1,6 +1,6 @@
-"""The devices that FSDP2 runs on: what is asked of one beyond PyTorch's own interface to it.
+"""The devices that FSDP2 runs on, with the operations that PyTorch has no common interface for.
 
-docs/contributing.md says how to add another one.
+docs/contributing.md explains how to add a device.
 """
 
 import functools
@@ -173,9 +173,9 @@ class Cuda(Device):
 
     def lacks(self, precision: str) -> str | None:
         if precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
-            return f"{self.name} has no bf16: use --precision fp16 or fp32"
+            return f"{self.name} does not support bf16: use --precision fp16 or fp32"
         if precision == "fp8" and torch.cuda.get_device_capability() < (8, 9):
-            return f"{self.name} has no FP8: use --fp8 none"
+            return f"{self.name} does not support FP8: use --fp8 none"
         return None
 
     @property
@@ -282,8 +282,8 @@ class Tpu(Device):
         missing = [name for name in needed if name not in os.environ]
         if missing and os.environ.get("WORLD_SIZE", "1") != "1":
             return (
-                f"--backend torchtpu in several processes requires {' and '.join(missing)} of the "
-                "environment, which launch.xla_dist sets; for torchrun, before it: "
+                f"--backend torchtpu in several processes requires {' and '.join(missing)} in the "
+                "environment: start with launch.xla_dist, which sets them, or before torchrun run: "
                 'set -a; eval "$(python3 -m torch.tpu.distributed)"; set +a'
             )
         if precision == "fp16":
@@ -316,9 +316,9 @@ def choose(backend: str) -> Device:
             return device
     if torch_tpu_private.tpus_of_host() is None:
         raise UsageError(
-            "--backend torchtpu requires the package torch_tpu, in an environment of its own: "
+            "--backend torchtpu requires the package torch_tpu, in a separate environment: "
             "python3 -m pip install -r requirements-torchtpu.txt"
         )
     raise UsageError(
-        "--backend torchtpu: this host has no TPU that torch_tpu finds: see what tpu-info says"
+        "--backend torchtpu: torch_tpu finds no TPU on this host: check the output of tpu-info"
     )

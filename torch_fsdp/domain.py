@@ -1,7 +1,7 @@
-"""Domain parallelism by processes: each has some rows of an image, and their tokens.
+"""Domain parallelism over processes: each has some rows of an image and their tokens.
 
-Attention must see the tokens of all processes that share the image (ring or Ulysses attention), and
-each process loads its rows, alone or for all of them.
+Attention must see the tokens of all processes that share the image (ring or Ulysses attention).
+Each process loads only its own rows, or whole images whose rows it sends to the others.
 """
 
 import functools

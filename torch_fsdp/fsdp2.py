@@ -1,6 +1,6 @@
-"""FSDP2, PyTorch's ``fully_shard``, each block a unit: sharding, the step and the checkpoints.
+"""FSDP2 (PyTorch's ``fully_shard``) with one unit per block: sharding, steps and checkpoints.
 
-(Megatron-FSDP is ``gpu_fsdp/megatron.py``.)
+(Megatron-FSDP is in ``gpu_fsdp/megatron.py``.)
 """
 
 import math
@@ -30,16 +30,16 @@ from training.backend import InitializeModule
 from training.checkpoints.state import Chunk, ShardedTensor
 
 DOMAIN = "domain"
-"""The axis of the rows of an image."""
+"""The mesh axis that shards the rows of an image."""
 
 
 class Fsdp2Backend(TorchBackend):
     def __init__(self, run: TorchRun, device: Device) -> None:
         super().__init__(run, device)
         mesh, kind = run.mesh, device.where.type
-        # The axis "fsdp" of _mesh includes "domain": processes that share an image shard parameters
-        # too. That of _image_mesh does not. Any process may have any part of the batch, but those
-        # that share an image have consecutive ranks.
+        # The axis "fsdp" of _mesh includes "domain": processes that share an image also shard
+        # parameters. In _image_mesh "domain" is a separate axis. Parts of the batch may be assigned
+        # to processes in any order, but those that share an image have consecutive ranks.
         shape = (mesh.dcn, mesh.fsdp * mesh.domain) if self._zero else (mesh.devices, 1)
         ranks = torch.arange(mesh.devices).view(shape)
         if mesh.domain == 1:
@@ -60,31 +60,34 @@ class Fsdp2Backend(TorchBackend):
                 ),
             )
         self._positions: dict[str, PartOfPositions] = {}
-        """Position embeddings that are divided over the processes that share an image."""
+        """Position embeddings that are split over the processes that share an image."""
         self._form = "FSDP2 as data parallel (no sharding)"
         if self._zero:
-            self._form = f"FSDP2 ZeRO-{self._zero}, each block a unit"
+            self._form = f"FSDP2 ZeRO-{self._zero}, one unit per block"
         if self._plan.domain_attention:
             self._form += f", {self._plan.domain_attention} attention over domain"
         if self._plan.varlen:
-            self._form += ", attention of variable length"
+            self._form += ", variable-length attention"
 
     def parallelize(
         self, model: nn.Module, units: Units, initialize: InitializeModule
     ) -> nn.Module:
-        """The host and the device hold one unit at a time: it is filled on the CPU, and of its copy
-        on the device only this process's part stays."""
+        """Initialize, modify and shard the model.
+
+        Host and device hold one whole unit at a time: it is initialized on the CPU and copied to
+        the device, where only this process's part is kept.
+        """
         run, plan, device = self._run, self._plan, self._device
 
         # Domain parallelism: attention sees the tokens of all processes that share an image.
         if self._domain and plan.domain_attention:
             attend_over_processes(model, plan.domain_attention, self._domain)
 
-        # Sequences of several images: attention by variable-length kernels.
+        # Sequences of several images: variable-length attention kernels.
         if plan.varlen:
             use_varlen(model, run.model)
 
-        # Each block: its weights; its kind, recomputation, torch.compile; and then its shards.
+        # Each block: weights; implementation, recomputation, torch.compile; then sharding.
         blocks = []
         for name, block in units[:-1]:
             initialize(block, name)
@@ -93,7 +96,7 @@ class Fsdp2Backend(TorchBackend):
             _move(block, device)
             blocks.append(_shard(block, run, self._mesh))
 
-        # Around the blocks: embedding, norm, head. Only what is still on meta: the blocks are done.
+        # Around the blocks: embedding, norm, head, the modules still on meta.
         initialize(model, "")
         _move(model, device)
 
@@ -101,23 +104,23 @@ class Fsdp2Backend(TorchBackend):
         if self._domain:
             self._shard_positions(model, self._domain)
 
-        # The root: what has no shards yet.
+        # The root: the parameters that are not sharded yet.
         _shard(model, run, self._mesh, is_root=True)
 
-        # Prefetching: how many blocks are unsharded ahead of the one that computes.
+        # Prefetching: how many blocks are unsharded ahead of the current one.
         ahead, behind = run.backend_config.forward_prefetch, run.backend_config.backward_prefetch
         for i, sharded in enumerate(blocks):
             if ahead:
                 sharded.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + ahead])
-            # An empty list means PyTorch's own order, one ahead. The block itself, which is
-            # unsharded already, means none.
+            # An empty list selects PyTorch's default, one block ahead. The block itself, which is
+            # already unsharded, disables prefetching.
             before = blocks[max(0, i - behind) : i][::-1]
             sharded.set_modules_to_backward_prefetch(before or [sharded])
 
-        # What the kind of block changes in the whole model.
+        # Changes to the whole model that the implementation of the blocks needs.
         plan.blocks.wrap_model(model)
 
-        # The parameters by their plain names, and the processes that shard them.
+        # The parameters by names in the plain model, and the processes that shard them.
         self._model = model
         positions = {id(part.values): name for name, part in self._positions.items()}
         for name, parameter in model.named_parameters():
@@ -127,7 +130,7 @@ class Fsdp2Backend(TorchBackend):
         names, shard_group = self._parameters.keys(), self._mesh.get_group(SHARD)
         self._sharded_alike = [(names, [shard_group])]
         if self._zero == 0 and self._domain and self._positions:
-            # Without sharding all parameters are replicated, but positions differ along "domain".
+            # Without sharding, all parameters are replicated, but positions differ along "domain".
             self._sharded_alike = [
                 (names - self._positions.keys(), [shard_group]),
                 (self._positions.keys(), [self._domain.group]),
@@ -135,10 +138,10 @@ class Fsdp2Backend(TorchBackend):
         return model
 
     def _shard_positions(self, model: nn.Module, domain: DomainGroup) -> None:
-        """Give each process the positions of its tokens, sharded over those with the same tokens.
+        """Give each process the positions of its tokens, sharded over processes with the same ones.
 
-        FSDP averages other gradients over dcn x fsdp x domain, these over dcn x fsdp: so divide by
-        domain.
+        FSDP averages these gradients over dcn x fsdp, but all others over dcn x fsdp x domain, so
+        divide these by the size of domain.
         """
         first, count = sum(domain.patches[: domain.index]), domain.patches[domain.index]
         part = TokenPart(
@@ -163,8 +166,8 @@ class Fsdp2Backend(TorchBackend):
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         root = self._model
         assert isinstance(root, FSDPModule)
-        # Between micro-batches: gradients are reduced and scattered each time, so that no process
-        # has all of them, but all-reduced over the replicas once; ZeRO-2 keeps unsharded weights.
+        # Gradient accumulation: reduce-scatter gradients after each micro-batch, so that no process
+        # holds them whole, but all-reduce over replicas only once. ZeRO-2 keeps weights unsharded.
         root.set_requires_all_reduce(is_last)
         root.set_is_last_backward(is_last)
         if self._zero != 3:
@@ -180,8 +183,8 @@ class Fsdp2Backend(TorchBackend):
     # -- checkpoints ------------------------------------------------------------------
 
     def _after_load(self) -> None:
-        # A forward pass leaves the root unsharded for its backward pass, which an evaluation has
-        # not: these weights are stale.
+        # A forward pass leaves the root unsharded for the backward pass. After an evaluation, which
+        # has none, these weights would be stale.
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -204,9 +207,9 @@ class Fsdp2Backend(TorchBackend):
 
 
 def _move(unit: nn.Module, device: Device) -> None:
-    """Move what is not on the device yet, nor sharded, there.
+    """Move the tensors that are not sharded and not yet on the device to the device.
 
-    ``fully_shard`` would do so by setting a parameter's data, which PyTorch refuses for a TPU.
+    ``fully_shard`` would set a parameter's data to move it, which PyTorch rejects for a TPU.
     """
     for module in unit.modules():
         for name, values in [
@@ -225,13 +228,13 @@ def _shard(
     unit: nn.Module, run: TorchRun, mesh: DeviceMesh, *, is_root: bool = False
 ) -> FSDPModule:
     plan = run.plan
-    shard = mesh[SHARD]  # of the mesh with all axes: PyTorch warns of a slice of a slice
+    shard = mesh[SHARD]  # sliced from the whole mesh: PyTorch warns about a slice of a slice
     lower = {plan.dtype, plan.reduce_dtype} != {torch.float32}
 
     def placement(parameter: nn.Parameter) -> Shard | None:
-        # What has one entry for each token, (1, tokens, width), or each place of a grid, (1, rows,
-        # columns, width): along a dimension that the shards divide. None: as PyTorch does it, along
-        # the first.
+        # Shard a parameter with an entry per token, (1, tokens, width), or per grid position, (1,
+        # rows, columns, width), along a dimension divisible by the number of shards. None selects
+        # PyTorch's default, the first dimension.
         shape = parameter.shape
         if len(shape) < 3 or shape[0] != 1:
             return None
@@ -241,7 +244,7 @@ def _shard(
         unit,
         mesh=mesh[OUTER, SHARD] if mesh.size(0) > 1 else shard,
         shard_placement_fn=placement,
-        # The root's weights would be unsharded again at once by the backward pass.
+        # The backward pass would unshard the root's weights again immediately.
         reshard_after_forward=plan.zero == 3 and not is_root,
         mp_policy=MixedPrecisionPolicy(
             param_dtype=plan.dtype if lower else None,
@@ -251,8 +254,8 @@ def _shard(
         offload_policy=CPUOffloadPolicy() if run.backend_config.cpu_offload else OffloadPolicy(),
     )
     assert isinstance(unit, FSDPModule)
-    # Uneven parts get their final, padded storage only when first unsharded; the optimizer must
-    # not hold the one before.
+    # Uneven shards get their final, padded storage when they are first unsharded; do that before
+    # the optimizer holds references to them.
     unit.unshard()
     unit.reshard()
     return unit

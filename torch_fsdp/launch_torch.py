@@ -1,4 +1,4 @@
-"""Connect the processes that torchrun started, and run a function on a backend in each."""
+"""Connects the processes that torchrun started, and runs a function with a backend in each."""
 
 import gc
 import os
@@ -24,7 +24,7 @@ from training.processes.exchange import silence_gloo
 
 
 def launch(body: Callable[[TorchRun, Backend], None], run: TorchRun) -> None:
-    """Call ``body(run, backend)`` in this process, one of those that torchrun started, or alone.
+    """Call ``body(run, backend)`` in this process, either started by torchrun or the only one.
 
     Raises UsageError.
     """
@@ -40,7 +40,8 @@ def launch(body: Callable[[TorchRun, Backend], None], run: TorchRun) -> None:
     ):
         values = ", ".join(f"{name}={value}" for name, value in variables.items())
         raise UsageError(
-            f"{values}: torchrun sets all four; for one process unset RANK and WORLD_SIZE"
+            f"invalid {values}: start with torchrun, which sets all four, or unset RANK and "
+            "WORLD_SIZE to run one process"
         )
     device = devices.choose(run.config.backend)
     device.start(tf32=run.backend_config.tf32)
@@ -62,12 +63,12 @@ def launch(body: Callable[[TorchRun, Backend], None], run: TorchRun) -> None:
         body(run, backend)
         dist.barrier()  # no process leaves while another still talks to it
     finally:
-        # A gloo thread that frees a finished collective's tensors while Python shuts down aborts
-        # the process. With all users of its groups gone, its threads end here.
+        # A gloo thread that frees the tensors of a finished collective during Python's shutdown
+        # aborts the process. End these threads here, by freeing all users of their groups.
         backend.close()
         del backend
         gc.collect()
-        # PyTorch 2.14 has caches of DTensor that hold meshes, and each mesh holds its groups.
+        # In PyTorch 2.14, DTensor caches hold meshes, and each mesh holds its groups.
         for thing in gc.get_objects():
             if type(thing) is DeviceMesh:
                 getattr(thing, "_pg_registry", {}).clear()
@@ -75,22 +76,22 @@ def launch(body: Callable[[TorchRun, Backend], None], run: TorchRun) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# Waiting for the other processes in Python: prints who is missing, obeys signals, and ends in time.
+# Waits for the other processes in Python: prints which are missing, handles signals, times out.
 #
-# ``init_process_group`` waits in compiled code: silent, deaf to Ctrl-C, for half an hour.
+# ``init_process_group`` would wait silently in compiled code for 30 minutes and ignore Ctrl-C.
 
 SAY_SECONDS = 10.0
 _LIMIT_SECONDS = 600
 _NAMES_SHOWN = 8
-_STORE_TIMEOUT = timedelta(minutes=30)  # PyTorch's own for what the process group does with it
+_STORE_TIMEOUT = timedelta(minutes=30)  # PyTorch's default, for later use by the process group
 
 
 def join(rank: int, world_size: int, device: Device) -> Store:
     """Wait for all processes at MASTER_ADDR:MASTER_PORT; return the store of this start.
 
-    Ends the process with code 1 after JOIN_TIMEOUT seconds (600; 0: never), so that launchers try
-    again. Raises UsageError in all processes if some have an accelerator and some not: collectives
-    would wait for all, and ``--fsdp auto`` might even choose different forms.
+    Exits with code 1 after JOIN_TIMEOUT seconds (default: 600; 0: never), so that launchers try
+    again. Raises UsageError in all processes if only some have an accelerator: collectives would
+    hang, and ``--fsdp auto`` might choose different forms.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -108,7 +109,7 @@ def join(rank: int, world_size: int, device: Device) -> Store:
         try:
             if store is None:
                 is_server = rank == 0 and not by_agent
-                if not is_server:  # TCPStore would wait for its server deaf to signals
+                if not is_server:  # TCPStore would ignore signals while it waits for the server
                     socket.create_connection((address, port), timeout=5).close()
                 store = TCPStore(
                     address,
@@ -120,9 +121,9 @@ def join(rank: int, world_size: int, device: Device) -> Store:
                     multi_tenant=True,
                 )
                 # torchrun keeps its store when it restarts processes (pytorch #135712), and the new
-                # ones would read the addresses of the old ones there: so each start has a prefix of
-                # its own. Without the agent's store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE) rank 0
-                # serves a new one at each start, and the nodes' restart counts may differ.
+                # processes would read the addresses of the old ones, so each start has its own
+                # prefix. Without the agent's store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE), rank 0
+                # serves a new store at each start, and the nodes' restart counts may differ.
                 start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if by_agent else 0
                 later = PrefixStore(f"start_{start + 1}", store)
                 store = PrefixStore(f"start_{start}", store)
@@ -138,7 +139,7 @@ def join(rank: int, world_size: int, device: Device) -> Store:
         if store and store.add("count", 0) >= world_size:
             break
         if store and later.check(["count"]):
-            say("other nodes have started their processes once more since: ending this")
+            say("other nodes have restarted their processes: exiting, to be restarted with them")
             sys.exit(1)
 
         seconds = time.monotonic() - started
@@ -153,8 +154,8 @@ def join(rank: int, world_size: int, device: Device) -> Store:
                 missing = f"rank{'s' * (len(ranks) > 1)} {names} of {world_size}"
             if is_late:
                 say(
-                    f"{missing} did not come within {limit} s (JOIN_TIMEOUT): the log of their "
-                    "node says why"
+                    f"{missing} did not join within {limit} s (JOIN_TIMEOUT): see the log of that "
+                    "node"
                 )
                 sys.exit(1)
             say(f"waiting for {missing}, {seconds:.0f} s so far")
@@ -165,8 +166,8 @@ def join(rank: int, world_size: int, device: Device) -> Store:
         noun, command = store.get("accelerator").decode().split("/")
         host = store.get("host without").decode()
         raise UsageError(
-            f"PyTorch finds no {noun} on {host}, but on other nodes: see what {command} says "
-            "there, or start without that node",
+            f"PyTorch finds no {noun} on {host}, unlike on other nodes: check {command} there, or "
+            "start without that node",
             agreed=True,
         )
     return store

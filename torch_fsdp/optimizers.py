@@ -1,7 +1,7 @@
-"""What updates a process's parts of the parameters: AdamW, Lion, Muon, and the fp16 loss scale.
+"""Optimizers for a process's parts of the parameters (AdamW, Lion, Muon), and the fp16 loss scale.
 
-Each takes ``skipped``, a scalar on the device, 1.0 or 0.0: at 1.0 weights, moments and counters
-keep all their bits. The host reads nothing.
+Each takes ``skipped``, a device scalar of 1.0 or 0.0. If it is 1.0, weights, moments and counters
+do not change. The host never reads it.
 """
 
 import functools

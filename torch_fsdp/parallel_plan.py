@@ -1,7 +1,7 @@
-"""What is done to the model: the plan that ``resolve_torch`` makes, and what a block becomes.
+"""How the model is parallelized: the plan that ``resolve_torch`` makes, and its steps for a block.
 
-Recomputation and torch.compile replace ``block.forward`` and leave the module as it is. So
-parameter names stay those of the plain model, and FSDP's hooks stay outside of what is compiled.
+Recomputation and torch.compile replace ``block.forward`` and keep the module. So parameters keep
+the names of the plain model, and FSDP's hooks stay outside the compiled code.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from training.mesh import Mesh
 from training.resolve import Run
 
 OUTER, SHARD = "dcn", "fsdp"
-"""The axes of a mesh: of replicas, and of the shards of a replica."""
+"""The mesh axes: replicas, and the shards of a replica."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _aten: Any = torch.ops.aten
@@ -42,12 +42,12 @@ _MATRIX_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten._scaled_mm.defa
 
 @dataclass(frozen=True)
 class TimmBlocks:
-    """timm's own blocks. A subclass replaces them by others that hold the same weights."""
+    """timm's own blocks. Subclasses replace them with others that hold the same weights."""
 
     implementation: ClassVar[str] = "timm"
     """The name of the blocks in ``--block``."""
     fp8: str = "none"
-    """The recipe of their FP8 products in ``--fp8``."""
+    """The recipe of their FP8 products, as in ``--fp8``."""
 
     def __str__(self) -> str:
         products = f" in FP8 ({self.fp8})" if self.fp8 != "none" else ""
@@ -57,7 +57,7 @@ class TimmBlocks:
         """Raise UsageError if such blocks cannot run here, or not with this model and batch."""
 
     def replace(self, block: nn.Module, device: str) -> nn.Module:
-        """Return the block that takes the place of timm's ``block``."""
+        """Return the block that replaces timm's ``block``."""
         return block
 
     def recompute(self, block: nn.Module, mode: str) -> None:
@@ -67,7 +67,7 @@ class TimmBlocks:
             options["context_fn"] = _selective_contexts
         forward = block.forward
         if inspect.ismethod(forward):
-            # Blocks that are alike then share a graph: a method belongs to one of them.
+            # Lets identical blocks share a graph; a bound method belongs to one block.
             forward = functools.partial(forward.__func__, block)
         block.forward = functools.partial(checkpoint, forward, use_reentrant=False, **options)
 
@@ -81,31 +81,31 @@ class TimmBlocks:
 
 @dataclass(frozen=True)
 class TorchPlan:
-    """How the plain model becomes a parallel one (``parallelize_block`` has the order).
+    """How the plain model becomes a parallel one (see ``parallelize_block`` for the order).
 
-    What only one form of FSDP has, it takes from ``TorchRun.backend_config``.
+    Options of only one form of FSDP are in ``TorchRun.backend_config``.
     """
 
     domain_attention: str | None
     """How attention sees the tokens of all processes that share an image: "ring" or "ulysses"; None
-    where no processes share one."""
+    if no processes share one."""
     varlen: bool
-    """Whether attention of sequences of several images computes each image's scores alone, by
-    ``torch_fsdp/varlen.py``."""
+    """Whether attention over sequences of several images uses variable-length kernels
+    (``torch_fsdp/varlen.py``), which compute only scores within an image."""
     blocks: TimmBlocks
-    """timm's blocks, or what replaces them."""
+    """timm's blocks, or their replacement."""
     grad_ckpt: str
     """Which activations of a block are recomputed: "none", "selective" or "full"."""
     compile: Literal["none", "block", "around attention"]
-    """What torch.compile makes one graph of. It cannot compile an exchange between processes."""
+    """What torch.compile compiles as one graph. It cannot compile communication."""
     compiler: str
     """The backend of torch.compile."""
     dtype: torch.dtype
-    """Of weights and activations in products."""
+    """The dtype of weights and activations in products."""
     reduce_dtype: torch.dtype
-    """Of gradients while they are reduced."""
+    """The dtype in which gradients are reduced."""
     zero: int
-    """What is sharded: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too."""
+    """What is sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Form:
     backend: str
     """Its subclass of ``TorchBackend``, as "module:class": imported when devices start."""
     check: Callable[[RunConfig, Fsdp2Config, Mesh, Device], None]
-    """Raise UsageError for flags that this form cannot follow."""
+    """Raise UsageError for flags that this form does not support."""
     written_for: Mapping[str, str] = field(default_factory=dict)
     """The versions of packages whose private names it uses."""
 
@@ -129,12 +129,9 @@ class TorchRun(Run[Fsdp2Config]):
 def parallelize_block(
     model: nn.Module, name: str, block: nn.Module, plan: TorchPlan, device: torch.device
 ) -> nn.Module:
-    """Return the block that is to be sharded instead of timm's ``block``.
-
-    ``name`` is its name in ``model``.
-    """
+    """Apply the plan to timm's ``block``, ``name`` in ``model``; return the block to shard."""
     if plan.compile == "around attention":
-        # Inside of the recomputation: one that has graph breaks would not be compiled at all.
+        # Inside the recomputation, as checkpointed code with graph breaks would not be compiled.
         block.forward = _compiled(block.forward, plan.compiler)
     block = plan.blocks.replace(block, str(device))
     model.set_submodule(name, block)
@@ -149,8 +146,8 @@ def _compiled(
     forward: Callable[..., Any], compiler: str, *, fullgraph: bool = False
 ) -> Callable[..., Any]:
     """Return ``forward`` compiled, with a graph for each size of its inputs."""
-    # All blocks are one function to PyTorch, which compiles 8 graphs of a function and no more:
-    # here each size of images is one, each rate of drop path, and training and evaluation.
+    # To PyTorch all blocks are one function, of which it compiles at most 8 graphs by default. Here
+    # each image size, each drop path rate, and training and evaluation need separate graphs.
     limits = torch._dynamo.config
     limits.recompile_limit = limits.accumulated_recompile_limit = 4096  # more than any run needs
     return torch.compile(forward, backend=compiler, fullgraph=fullgraph, dynamic=False)
@@ -158,8 +155,8 @@ def _compiled(
 
 def _selective_contexts() -> Any:
     """Save the results of attention and of every second matrix product, as torchtitan does: they
-    take the most time for their memory."""
-    products = {True: 0, False: 0}  # in the recomputation, in the forward pass
+    save the most time for their memory."""
+    products = {True: 0, False: 0}  # counts, in the recomputation and in the forward pass
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if op in _ATTENTION:

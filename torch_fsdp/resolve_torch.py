@@ -1,7 +1,7 @@
-"""What a run with FSDP does on the devices that PyTorch finds: decided before any of them starts.
+"""Resolves a run with FSDP on the devices that PyTorch finds, before any of them starts.
 
-``resolve`` makes a ``TorchRun``: every "auto" decided, every check made. Its ``plan`` is what
-``torch_fsdp/fsdp2.py`` does to the model.
+``resolve`` makes a ``TorchRun`` with every "auto" decided and every check made. Its ``plan`` is
+what ``torch_fsdp/fsdp2.py`` does to the model.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 def resolve(
     config: RunConfig, backend_config: Fsdp2Config, form: Form, blocks: TimmBlocks
 ) -> TorchRun:
-    """Return the run that the flags ask for on the processes that torchrun has started.
+    """Return the run that the flags describe on the processes that torchrun has started.
 
     Raises UsageError.
     """
     run = _resolve(config, backend_config, form, blocks)
-    # The teacher computes forward passes alone: ZeRO-2 would never reshard its weights.
+    # A teacher runs only forward passes, after which ZeRO-2 would never reshard its weights.
     teacher_config = replace(run.backend_config, zero_dp_strategy=0 if run.plan.zero == 0 else 3)
     with_its_teacher = with_teacher(
         run, lambda config: _resolve(config, teacher_config, form, TimmBlocks())
@@ -60,26 +60,31 @@ def _resolve(
     backend, sharding = config.backend, config.sharding
     device = devices.choose(backend)
     if sharding.grad_ckpt == "offload":
-        raise UsageError(f"--grad_ckpt offload requires --backend xla, this is {backend}: use full")
+        raise UsageError(
+            f"--grad_ckpt offload requires --backend xla, not {backend}: use --grad_ckpt full"
+        )
     if sharding.grad_ckpt == "auto":
         sharding = replace(sharding, grad_ckpt="full")
         config = replace(config, sharding=sharding)
     if sharding.mesh_tensor > 1:
         raise UsageError(
-            f"--mesh_tensor {sharding.mesh_tensor} requires --backend xla, this is {backend}"
+            f"--mesh_tensor {sharding.mesh_tensor} requires --backend xla, not {backend}"
         )
 
     # The devices of this host.
     if device.is_host and not dist.is_gloo_available():
-        raise UsageError("--backend cuda: no CUDA device here, nor PyTorch with gloo for the CPU")
+        raise UsageError(
+            "--backend cuda: no CUDA device found, and this PyTorch lacks gloo, which training on "
+            "the CPU requires"
+        )
     started, available = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), device.count()
     if available is not None and started > available:
         raise UsageError(
             f"torchrun started {started} processes on this node, which has {available} x "
-            f"{device.noun}: a process each, --nproc-per-node {available} or fewer"
+            f"{device.noun}: use --nproc-per-node {available} or fewer, one process per device"
         )
 
-    # What is sharded, by --zero_dp_strategy or an older flag for 0 or 2 (not both: check_rules).
+    # What is sharded: --zero_dp_strategy, or an older flag for 0 or 2 (check_rules rejects both).
     zero = backend_config.zero_dp_strategy
     for flag, (field, value, means) in ZERO_FLAGS.items():
         if getattr(sharding, field) == value:
@@ -88,7 +93,10 @@ def _resolve(
             zero = means
     for name in ("mesh_dcn", "mesh_fsdp"):
         if zero == 0 and getattr(sharding, name) not in (None, 1):
-            raise UsageError(f"--{name} shapes sharding, --zero_dp_strategy 0 has none: drop one")
+            raise UsageError(
+                f"--{name} is incompatible with --zero_dp_strategy 0, which shards nothing: drop "
+                "one of the two"
+            )
     zero = 3 if zero is None else zero
     backend_config = replace(
         backend_config,
@@ -101,7 +109,7 @@ def _resolve(
         int(os.environ.get("WORLD_SIZE", "1")),
         "process(es) of this run: change them, or torchrun's --nproc-per-node and --nnodes",
     )
-    if zero == 0 and form is FSDP2:  # without sharding: replicas alone
+    if zero == 0 and form is FSDP2:  # without sharding, all processes are replicas
         mesh = Mesh(dcn=mesh.fsdp, domain=mesh.domain)
     config = with_passes(config, mesh)
     form.check(config, backend_config, mesh, device)
@@ -114,9 +122,9 @@ def _resolve(
     if backend_config.tf32 and not isinstance(device, devices.Cuda):
         raise UsageError("--tf32 requires CUDA")
     if reduce_dtype == "fp16" and precision != "fp16":
-        raise UsageError("--reduce_dtype fp16 requires --precision fp16, whose loss is scaled")
+        raise UsageError("--reduce_dtype fp16 requires --precision fp16, which scales the loss")
 
-    config, model = resolve_model(config)  # after what is known at once: timm takes a second
+    config, model = resolve_model(config)  # after the cheap checks: timm takes a second
     if model.packing and backend_config.channels_last:
         raise UsageError("--channels_last is incompatible with native resolution: drop it")
     if mesh.domain > 1:
@@ -145,39 +153,41 @@ def _resolve(
     check_batch(run)
     blocks.check(run)
 
-    # It must fit each of the numbers of nodes that launch/torchrun.sh may start it on.
+    # The run must be valid on every number of nodes that launch/torchrun.sh may start it on.
     least, _, most = os.environ.get("ELASTIC_NODES", "").partition(":")
     for nodes in range(int(least), int(most) + 1) if most else ():
         try:
             run.on(nodes * int(os.environ["LOCAL_WORLD_SIZE"]))
         except UsageError as error:
-            raise UsageError(f"on {nodes} nodes, of NNODES={least}:{most}: {error}") from None
+            raise UsageError(f"with {nodes} nodes (NNODES={least}:{most}): {error}") from None
     return run
 
 
 def _resolve_domain(
     config: RunConfig, backend_config: Fsdp2Config, mesh: Mesh, model: ModelSpec
 ) -> RunConfig:
-    """Decide ``--domain_attention`` of processes that share images. Raises UsageError."""
+    """Resolve ``--domain_attention`` for processes that share images. Raises UsageError."""
     flag = f"--mesh_domain {mesh.domain}"
     check_rows(mesh, model)
     if backend_config.compile and config.sharding.grad_ckpt == "selective":
-        # Seen with PyTorch 2.9: what is compiled is not run where a policy looks at operations.
+        # With PyTorch 2.9, compiled code is not used where a policy intercepts operations.
         raise UsageError(
-            f"--compile with {flag} requires --grad_ckpt full or none: selective would leave "
-            "nothing compiled"
+            f"--compile with {flag} requires --grad_ckpt full or none: with selective nothing "
+            "would be compiled"
         )
     reason = model.why_no_token_part()
     for name in ("pos_drop_rate", "proj_drop_rate", "attn_drop_rate"):
         if model.settings[name]:
-            reason = f"processes would drop the same places of their tokens (<{name}>)"
+            reason = f"all processes would drop the same positions of their tokens (<{name}>)"
     if reason:
         reason = ModelError(reason).told(MODEL_FLAG)
         raise UsageError(f"{flag} on GPUs is incompatible with --model {model.name}: {reason}")
     heads = model.sizes.num_heads
     refused = {"gather": "requires --backend xla: use ring or ulysses"}
     if heads % mesh.domain:
-        refused["ulysses"] = f"requires heads that {flag} divides, not {heads}: use ring"
+        refused["ulysses"] = (
+            f"requires a number of heads divisible by {flag}, not {heads}: use ring"
+        )
     return resolve_domain(config, mesh, refused, auto="ring" if "ulysses" in refused else "ulysses")
 
 
@@ -185,11 +195,13 @@ def _check_fsdp2(
     config: RunConfig, backend_config: Fsdp2Config, mesh: Mesh, device: Device
 ) -> None:
     if backend_config.zero_dp_strategy == 1:
-        raise UsageError("--fsdp fsdp2 has no --zero_dp_strategy 1: use 2 or 3, or --fsdp megatron")
+        raise UsageError(
+            "--fsdp fsdp2 does not support --zero_dp_strategy 1: use 2 or 3, or --fsdp megatron"
+        )
     if backend_config.cpu_offload and config.optimizer.optimizer == "muon":
         raise UsageError("--optimizer muon is incompatible with --cpu_offload: drop one of the two")
     if backend_config.cpu_offload and device.is_host:
-        raise UsageError("--cpu_offload requires CUDA: here all is in host memory anyway")
+        raise UsageError("--cpu_offload requires CUDA: on the CPU all is in host memory already")
 
 
 FSDP2 = Form("torch_fsdp.fsdp2:Fsdp2Backend", _check_fsdp2)

@@ -1,4 +1,4 @@
-"""What both forms of FSDP share: steps, transfers, reports, checkpoints."""
+"""The parts that both forms of FSDP share: steps, transfers, reports, checkpoints."""
 
 import abc
 import itertools
@@ -32,15 +32,15 @@ from training.schedule import StepRates
 class TorchBackend(abc.ABC):
     """The parts of ``training.backend.Backend`` that do not depend on the form of FSDP.
 
-    The optimizer works on plain tensors, each process's own part of each parameter: DTensors would
-    cost the host their dispatch at every step.
+    The optimizer works on plain tensors, this process's part of each parameter: DTensors would add
+    dispatch overhead on the host at every step.
     """
 
     _sharded_alike: list[tuple[Collection[str], list[dist.ProcessGroup]]]
-    """All parameters' names, in groups, with the processes that shard each group."""
+    """The names of all parameters in groups, each with the processes that shard it."""
     shards: tuple[int, ...]
     _form: str
-    """The form of FSDP in the line that describes a run."""
+    """The form of FSDP, for the line that describes a run."""
 
     def __init__(self, run: TorchRun, device: Device) -> None:
         self._run, self._device, self._plan = run, device, run.plan
@@ -55,13 +55,13 @@ class TorchBackend(abc.ABC):
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read")
         self._rounds_moments = run.config.optimizer.optimizer_dtype == "bf16"
         self._parameters: dict[str, DTensor] = {}
-        """What the form shards, by names in the plain model."""
+        """The sharded parameters, by names in the plain model."""
         self._locals: dict[str, nn.Parameter] = {}
         """This process's part of each parameter, by names in the plain model."""
         self._clock: BlockClock | None = None
         self._ema: WeightAverage | None = None
         self._frozen: list[TorchBackend] = []
-        """Those of the models that ``shard_frozen`` was given."""
+        """The backends of the models passed to ``shard_frozen``."""
         self._follower: TorchBackend | None = None
         self.teacher: nn.Module | None = None
         self._skipped = torch.zeros(len(COUNTS)).to(device.where)
@@ -74,26 +74,26 @@ class TorchBackend(abc.ABC):
     def parallelize(
         self, model: nn.Module, units: Units, initialize: InitializeModule
     ) -> nn.Module:
-        """Fill, change and shard the model, in the order in which things are applied; set
+        """Initialize, modify and shard the model, in the order of application; set
         ``_parameters``, ``_sharded_alike`` and ``_form``."""
 
     @abc.abstractmethod
     def _collect_gradients(self) -> None:
-        """Give each of ``_locals`` its part of the complete gradient."""
+        """Set the gradient of each of ``_locals`` to its part of the complete gradient."""
 
     @abc.abstractmethod
     def _global_view(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """Return ``values``, laid out as a local parameter, as a part of the global tensor."""
+        """Return ``values``, laid out like a local parameter, as a part of the global tensor."""
 
     @abc.abstractmethod
     def _after_load(self) -> None:
-        """Update what the model computes with: ``_locals`` have new values."""
+        """Update the weights that the model computes with after ``_locals`` got new values."""
 
     @abc.abstractmethod
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None: ...
 
     def _after_update(self) -> None:
-        """Free the gradients that ``_collect_gradients`` read, and compute with new weights."""
+        """Free the gradients that ``_collect_gradients`` read, and apply the new weights."""
         for parameter in self._parameters.values():
             parameter.grad = None
 
@@ -170,7 +170,7 @@ class TorchBackend(abc.ABC):
             return open_share(
                 Share(self.batch_shard, self.batch_shards, rows, of_host=host_processes)
             )
-        # Those that share an image divide the images among them, and send each other the rows.
+        # Processes that share images load some of them each, and send each other the rows.
         shared_images = images // self.batch_shards
         sources, index = math.gcd(mesh.domain, shared_images), dist.get_rank() % mesh.domain
         share = Share(
@@ -180,7 +180,7 @@ class TorchBackend(abc.ABC):
             of_host=host_processes,
         )
         rows_by_process = [image_rows(self._run, place) for place in range(mesh.domain)]
-        # A separate group, for tensors on the CPU.
+        # A separate group for CPU tensors.
         ranks = torch.arange(mesh.devices).view(-1, mesh.domain).tolist()
         with silence_gloo():
             group, _ = dist.new_subgroups_by_enumeration(ranks, backend="gloo")
@@ -197,7 +197,7 @@ class TorchBackend(abc.ABC):
         return images, labels
 
     def constant(self, values: torch.Tensor) -> torch.Tensor:
-        return values.to(self._device.where, non_blocking=True)  # or it would wait for the device
+        return values.to(self._device.where, non_blocking=True)  # do not wait for the device
 
     def begin_pass(self, pass_index: int) -> None:
         seed = pass_seed(self._run.config.seed, pass_index, self.batch_shard)
@@ -217,11 +217,11 @@ class TorchBackend(abc.ABC):
         mesh = self._run.mesh
         if self._zero == 0 or mesh.dcn > 1 or mesh.domain > 1:
             # Several processes hold the same part of a parameter, or compute the loss of the same
-            # images: each has computed a norm of its own, and they must decide alike.
+            # images. Each has computed its own norm, but all must make the same decision.
             dist.all_reduce(skipped, op=dist.ReduceOp.MAX)
         bad = skipped
         if self._loss_scale is not None:
-            # No overflow of gradients is a bad step while the scale can still shrink.
+            # An overflow of gradients is not a bad step as long as the scale can still shrink.
             bad_loss = not_finite(loss, loss)
             bad = torch.maximum(bad_loss, skipped * self._loss_scale.is_least())
             self._loss_scale.update(overflowed=skipped, counts=1 - bad_loss)
@@ -239,9 +239,9 @@ class TorchBackend(abc.ABC):
         return norm, self._skipped
 
     def _clip_grad_norm(self, max_norm: float) -> torch.Tensor:
-        """Scale gradients down to ``max_norm``, if above 0; returns their norm before, a scalar.
+        """Clip gradients to ``max_norm``, if above 0; return their norm before clipping, a scalar.
 
-        PyTorch's own clips by each DTensor's norm; uneven parts need one sum of squares.
+        PyTorch's own function uses each DTensor's norm; uneven parts need one sum of squares.
         """
         squares = []
         for names, groups in self._sharded_alike:
@@ -266,10 +266,10 @@ class TorchBackend(abc.ABC):
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         total = value.clone()
         dist.all_reduce(total)
-        return total / self._run.mesh.devices_a_part  # which have all added the same
+        return total / self._run.mesh.devices_a_part  # devices of a part have added the same value
 
     def end_step(self) -> None:  # noqa: B027
-        """Do nothing: an eager device runs each operation as it is called."""
+        """Do nothing: eager devices run each operation when it is called."""
 
     def read(self, values: Mapping[str, torch.Tensor]) -> Future[dict[str, list[float]]]:
         names, host = list(values), self._device.read([v.detach() for v in values.values()])
@@ -282,7 +282,7 @@ class TorchBackend(abc.ABC):
         return self._reader.submit(lambda: dict(zip(names, host(), strict=True)))
 
     def close(self) -> None:
-        """Free what Python's garbage collector cannot find; nothing works afterwards."""
+        """Free what Python's garbage collector cannot; the backend is unusable afterwards."""
         self._reader.shutdown()
         for backend in self._frozen:
             backend.close()
@@ -316,7 +316,7 @@ class TorchBackend(abc.ABC):
         return self._device.counters() if self.compiles else {}
 
     def compile_seconds(self) -> float:
-        return 0.0  # of TorchTPU's, which compiles where it also runs, not known
+        return 0.0  # unknown for TorchTPU, which compiles as part of running
 
     def own_seconds(self) -> list[float]:
         return [] if self._clock is None else self._clock.take()
@@ -340,8 +340,8 @@ class TorchBackend(abc.ABC):
             torch.finfo(self._plan.reduce_dtype).eps,
         ]
         if self._backend_config.tf32:
-            distances.append(torch.finfo(torch.float16).eps)  # as many bits as TF32
-        if self._rounds_moments:  # rounded up or down, so by a whole distance
+            distances.append(torch.finfo(torch.float16).eps)  # TF32 has as many mantissa bits
+        if self._rounds_moments:  # stochastic rounding is off by up to a whole unit
             distances.append(2 * torch.finfo(torch.bfloat16).eps)
         if self._plan.blocks.fp8 != "none":
             distances.append(torch.finfo(torch.float8_e4m3fn).eps)
@@ -356,7 +356,7 @@ class TorchBackend(abc.ABC):
     # -- checkpoints ------------------------------------------------------------------
 
     def state(self, *, with_optimizer: bool = True) -> State:
-        """Return the very tensors that steps compute with, by names in the plain model."""
+        """Return the tensors that steps use (not copies), by names in the plain model."""
         model, optimizer = {}, {}
         for name, part in self._locals.items():
             model[name] = self._global_view(name, part.detach())
@@ -390,12 +390,12 @@ class TorchBackend(abc.ABC):
 
 
 class BlockClock:
-    """Measures the seconds of each step in which this process computes and waits for no other one:
-    the forward and backward passes of the model's blocks, which are most of a step.
+    """Measures, for each step, the seconds in which this process computes without waiting for
+    others: the forward and backward passes of the model's blocks, which are most of a step.
 
-    FSDP gathers a block's weights before its pass and reduces gradients after it, so inside of one
-    no process waits for another (but for those that share an image, ``--mesh_domain``). Hooks
-    that are registered after FSDP's run inside of them.
+    FSDP gathers a block's weights before its pass and reduces gradients after it, so within a pass
+    no process waits for another (except for those that share an image, ``--mesh_domain``). These
+    hooks are registered after FSDP's, so they run inside them.
     """
 
     def __init__(self, blocks: Iterable[nn.Module], device: Device) -> None:
@@ -403,7 +403,7 @@ class BlockClock:
         self._spans: list[tuple[Mark, Mark]] = []
         """The start and end of each pass of a block, in the current step."""
         self._steps: deque[list[tuple[Mark, Mark]]] = deque(maxlen=64)
-        """Of the steps before; bounded, since ``take`` may be called late, or never."""
+        """The passes of previous steps; bounded, since ``take`` may be called late or never."""
         self._before: tuple[Mark, torch.Tensor] | None = None
         for block in blocks:
             block.register_forward_pre_hook(self._starts)
@@ -418,18 +418,18 @@ class BlockClock:
         (started, x), self._before = self._before, None
         self._spans.append((started, self._device.mark()))
         if not (x.requires_grad and output.requires_grad):
-            return  # it has no backward pass, or the first one of a frozen part
+            return  # no backward pass, or the first block after a frozen part
         backward: list[Mark] = []
         output.register_hook(lambda _: backward.append(self._device.mark()))
         x.register_hook(lambda _: self._spans.append((backward[-1], self._device.mark())))
 
     def end_step(self) -> None:
-        """End a step: what follows is of the next one."""
+        """End the current step."""
         self._steps.append(self._spans)
         self._spans = []
 
     def take(self) -> list[float]:
-        """Return the seconds of the steps, in order, that are known by now, each once."""
+        """Return the seconds of the finished steps, in order, that were not returned before."""
         finished = []
         while self._steps:
             seconds = self._device.seconds_of(self._steps[0])

@@ -1,7 +1,7 @@
-"""What is used of torch_tpu beyond its documented interface, in one place.
+"""All uses of torch_tpu's undocumented interface.
 
-With another version than it was written for, read these against torch_tpu's sources again. It is
-imported only where TorchTPU is asked for: importing torch_tpu loads the TPU's runtime.
+Before using another version of torch_tpu, compare these functions with its source. It is imported
+only if TorchTPU is selected, because importing torch_tpu loads the TPU runtime.
 """
 
 import importlib.util

@@ -1,7 +1,7 @@
-"""Attention of sequences that hold several images, by PyTorch's variable-length attention.
+"""Attention for sequences that hold several images, with PyTorch's variable-length attention.
 
-Its kernels compute each image's scores alone, where products with a mask compute those of all
-tokens with all. They run on CUDA devices, in bf16 and fp16.
+Its kernels compute only the scores within each image; masked attention computes those of all pairs
+of tokens. They run on CUDA devices, in bf16 and fp16.
 """
 
 import functools

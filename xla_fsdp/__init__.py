@@ -1,1 +1,1 @@
-"""The PyTorch/XLA backend: SPMD FSDP, or nested FSDP with a process a device."""
+"""The PyTorch/XLA backend: SPMD FSDP, or nested FSDP with one process per device."""

@@ -1,4 +1,4 @@
-"""Changes what modules compute, from outside: bf16, breaks of the graph, parts around blocks."""
+"""Changes what modules compute, from outside: bf16, graph breaks, modules around the blocks."""
 
 import functools
 from collections.abc import Callable

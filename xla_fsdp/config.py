@@ -17,115 +17,117 @@ class XlaConfig:
 
     cpu_devices: int = flag(
         1,
-        "number of virtual devices where XLA runs on the CPU (default: CPU_NUM_DEVICES of the "
-        "environment, or 1)",
+        "number of virtual devices if XLA runs on the CPU (default: the environment variable "
+        "CPU_NUM_DEVICES, or 1)",
         kind=bounded(int, 1, 1024),
         env="CPU_NUM_DEVICES",
         common=True,
     )
     xla_fsdp: Literal["auto", "spmd", "nested"] = flag(
         "auto",
-        "form of FSDP; spmd: one program over all devices; nested: XlaFullyShardedDataParallel, "
-        "one process a device; auto: nested where --no_reshard_after_forward, --flatten_parameters "
-        "or --shard_on_cpu requires it, else spmd",
+        "FSDP implementation; spmd: one program for all devices; nested: "
+        "XlaFullyShardedDataParallel, one process per device; auto: nested if "
+        "--no_reshard_after_forward, --flatten_parameters or --shard_on_cpu is set, else spmd",
     )
     flatten_parameters: bool = flag(
         False,
-        "flatten the parameters of each unit into one (nested FSDP)",
+        "flatten the parameters of each FSDP unit into one tensor (nested FSDP)",
         requires=("xla_fsdp=nested", "objective=classify"),
         incompatible_with=("run_without_fsdp",),
     )
     shard_on_cpu: bool = flag(
         False,
-        "shard each block on the host, before it is copied to the device (nested FSDP)",
+        "shard each block on the host before copying it to the device (nested FSDP)",
         requires=("xla_fsdp=nested",),
         incompatible_with=("run_without_fsdp",),
     )
     scan_blocks: bool | None = flag(
         None,
         "compile the blocks as one loop, so that compile time does not grow with depth (SPMD) "
-        "(default: on where all blocks are alike and the graph is not broken between them)",
+        "(default: on if all blocks have the same structure and no graph break separates them)",
     )
     attention: Literal["auto", "sdpa", "flash", "whole"] = flag(
         "auto",
-        "attention; sdpa: PyTorch's, with all scores in memory; flash: Pallas kernels that hold a "
-        "few scores at a time (TPU, without --att_dropout); whole: Pallas kernels that hold all "
-        "scores of an image, up to 1024 tokens; auto: on TPU whole, or flash for more tokens; on "
-        "the CPU sdpa (flash and whole are experimental: not yet run on a TPU)",
+        "attention implementation; sdpa: PyTorch's, which stores all attention scores; flash: "
+        "Pallas kernels that hold a few scores at a time (TPU, without --att_dropout); whole: "
+        "Pallas kernels that hold all scores of an image, up to 1024 tokens (TPU, without "
+        "--att_dropout); auto: on a TPU whole, or flash above 1024 tokens, where the kernels "
+        "support the model, else sdpa (flash and whole are experimental: not yet run on a TPU)",
     )
     residual_dtype: Literal["fp32", "bf16"] = flag(
         "fp32",
-        "dtype of the residual stream with --precision bf16; fp32: as autocast; bf16: half the "
-        "bytes of each block's saved activations and of what its norms read",
+        "dtype of the residual stream with --precision bf16; fp32: as with autocast; bf16: halves "
+        "the bytes of each block's saved input and of what its norms read",
         requires=("precision=bf16", "xla_fsdp=spmd"),
     )
     matmul: Literal["precision", "int8"] = flag(
         "precision",
-        "dtype of the forward matrix products of the blocks' linear layers; precision: that of "
-        "--precision; int8: int8 with a scale for each row of weights and activations, which v5e "
-        "and v6e multiply at twice the throughput, and half the gathered bytes (int8 is "
-        "experimental: not yet run on a TPU)",
+        "dtype of the forward matrix products of the blocks' linear layers; precision: same as "
+        "--precision; int8: one scale per row of weights and activations, twice the matrix "
+        "throughput of bf16 on v5e and v6e and half the gathered bytes (int8 is experimental: not "
+        "yet run on a TPU)",
         requires=("precision=bf16", "xla_fsdp=spmd"),
     )
     gather_dtype: Literal["auto", "fp8"] = flag(
         "auto",
-        "dtype in which the matrices of scanned blocks are gathered; auto: that of --precision; "
-        "fp8: e4m3 with a scale a row, half the bytes of bf16; gradients are not in fp8 (fp8 is "
-        "experimental: not yet run on a TPU)",
+        "dtype in which the matrices of scanned blocks are gathered; auto: same as --precision; "
+        "fp8: e4m3 with one scale per row, half the bytes of bf16; gradients are not in fp8 (fp8 "
+        "is experimental: not yet run on a TPU)",
         requires=("xla_fsdp=spmd",),
         incompatible_with=("run_without_fsdp", "matmul"),
     )
     mark_step_after_forward: bool = flag(
         False,
-        "break the graph between forward and backward, for very large models that exceed the TPU's "
-        "scalar memory (smem)",
+        "break the graph between the forward and backward pass, for very large models that exceed "
+        "the TPU's scalar memory (SMEM)",
     )
     mark_step_every_n_blocks: int = flag(
         0,
-        "break the graph after every N blocks, in forward and backward; 0: never",
+        "break the graph after every N blocks, in the forward and backward pass; 0: never",
         kind=count,
     )
     compile_only: bool = flag(
         False,
-        "compile the step for --tpu_topology, on any machine, instead of training; prints whether "
-        "it fits and how fast it could be (see --json); exit code 3 if it does not fit",
+        "compile the training step for --tpu_topology, on any machine, instead of training, and "
+        "print whether it fits and how fast it could be (see --json); exit code 3 if it does not "
+        "fit",
     )
     tpu_topology: str | None = flag(
         None,
-        "TPU slice of --compile_only, chips along each side: v4:4x4x4 (64 chips), v5e:16x16 (256), "
-        "v5p:4x4x8 (128), v6e:1x1, tpu7x:2x2x1, ...; of --plan several, with commas (default: "
-        "none)",
+        "TPU slice for --compile_only, with the number of chips along each side: v4:4x4x4 (64 "
+        "chips), v5e:16x16 (256), v5p:4x4x8 (128), v6e:1x1, tpu7x:2x2x1, ...; --plan accepts "
+        "several, separated by commas (default: none)",
         metavar="KIND:AxB[xC]",
         requires=("compile_only|plan",),
     )
     tpu_compiler: Literal["auto", "installed", "0.0.52"] = flag(
         "auto",
-        "version of libtpu that compiles for --tpu_topology; installed: the one that torch_xla "
-        "requires; 0.0.52: a newer one, which users of TorchTPU have and `make tpu-compiler` "
-        "fetches; auto: 0.0.52 for tpu7x, which the installed one does not know, else installed",
+        "libtpu version that compiles for --tpu_topology; installed: the one that torch_xla "
+        "requires; 0.0.52: a newer one, as with TorchTPU, which `make tpu-compiler` downloads; "
+        "auto: 0.0.52 for tpu7x, which the installed version does not support, else installed",
         requires=("compile_only|plan",),
     )
     explain: bool = flag(
         False,
-        "also print the 20 slowest instructions of the step that --compile_only compiled, each "
-        "with its module of the model and what bounds it; with --hlo_dir also draw the step's time "
-        "by module, explain.png",
+        "also print the 20 slowest instructions of the step that --compile_only compiles, each "
+        "with its module of the model and its bottleneck; with --hlo_dir, also plot the step's "
+        "time by module (explain.png)",
         requires=("compile_only",),
     )
     hlo_dir: str | None = flag(
         None,
-        "folder for the scheduled HLO module of each graph of --compile_only, as text (default: "
-        "none)",
+        "write the scheduled HLO module of each graph that --compile_only compiles to this folder, "
+        "as text (default: none)",
         kind=path_or_url,
         metavar="FOLDER",
         requires=("compile_only",),
     )
 
     product_multiple: ClassVar[int] = 1
-    """Sizes of matrix products must be multiples of this."""
+    """Dimensions of matrix products must be multiples of this."""
     keeps_fp32_weights: ClassVar[bool] = True
-    """Whether weights are stored in fp32 at any precision."""
+    """Whether weights are stored in fp32 for every ``--precision``."""
 
     def shrunk(self) -> XlaConfig:
-        """Return the same for a model of a few blocks."""
+        """Return this configuration for a model with a few blocks."""
         return replace(self, mark_step_every_n_blocks=min(self.mark_step_every_n_blocks, 1))

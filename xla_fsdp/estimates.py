@@ -1,10 +1,11 @@
-"""Bytes and seconds of a training step on a TPU slice by arithmetic: nothing is compiled.
+"""Estimates memory and time of a training step on a TPU slice by arithmetic, without compiling it.
 
-``--grad_ckpt auto`` chooses by it, and ``--plan`` ranks thousands of candidates by it, so that the
-compiler is asked about a few. It counts what the TPU compiler makes of a step: blocks run one after
-the other, a matrix product reaches a share of the chip's peak and has its sizes padded to the
-matrix unit, all else runs at the bandwidth of HBM, and collectives run beside it as far as there is
-work to hide them. The constants were fitted on the compiler's figures (docs/evidence/planning.md).
+``--grad_ckpt auto`` chooses a policy with it, and ``--plan`` ranks thousands of candidates, so that
+only a few are compiled. The model follows what the TPU compiler does: blocks run one after the
+other, a matrix product reaches a fraction of the chip's peak with its sizes padded to the matrix
+unit, everything else runs at HBM bandwidth, and collectives overlap with computation as far as
+there is enough of it. The constants were fitted to the compiler's results
+(docs/evidence/planning.md).
 """
 
 from __future__ import annotations
@@ -279,11 +280,11 @@ def resolve_policy(
         for name in POLICIES
     }
     if policy == "offload" and device == "CPU":
-        policy, why = "full", "--grad_ckpt offload: the CPU is the host, nothing moves"
+        policy, why = "full", "--grad_ckpt offload: nothing to offload to on the CPU"
     elif policy == "auto" and not xla.scan_blocks:
         policy, why = "full", "--grad_ckpt auto: blocks are not scanned"
     elif policy == "auto" and chip is None:
-        policy, why = "full", "--grad_ckpt auto: what fits is known for TPUs alone"
+        policy, why = "full", "--grad_ckpt auto: memory is estimated for TPUs only"
     elif policy == "auto":
         assert chip is not None
         usable, estimates = _USABLE * chip.hbm_bytes, dict[str, Estimate]()
@@ -299,8 +300,8 @@ def resolve_policy(
         fitting = [name for name, need in estimates.items() if need.peak_bytes <= usable]
         if fitting:
             policy = min(fitting, key=lambda name: estimates[name].step_s)
-            why = f"--grad_ckpt auto: by arithmetic the fastest that fits, {figures}"
+            why = f"--grad_ckpt auto: the fastest that fits by estimate: {figures}"
         else:
             policy = min(estimates, key=lambda name: estimates[name].peak_bytes)
-            why = f"--grad_ckpt auto: by arithmetic nothing fits, this needs least, {figures}"
+            why = f"--grad_ckpt auto: nothing fits by estimate, this needs the least: {figures}"
     return (configs[policy], f" ({why})") if why else (config, "")

@@ -1,4 +1,4 @@
-"""Which devices belong to a host, and which part of a batch they need. Imports no torch_xla."""
+"""Which devices belong to a host, and which part of a batch they need. Needs no torch_xla."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from training.mesh import Mesh
 
 
 def device_order(attributes: Sequence[dict[str, Any]], local: Collection[int] = ()) -> list[int]:
-    """Return the numbers of all devices: slice by slice, and in each as one slice alone has them.
+    """Return the ids of all devices, slice by slice, each slice in the order of a single slice.
 
-    With ``local``, this host's devices, also host by host, so that "tensor" stays inside a host.
-    (torch_xla's HybridMesh puts neighbours of different hosts together; those would need the same
-    images.) ``attributes`` are torch_xla's: "name" (TPU:5), "coords" (x, y, z), on several slices
-    "slice_index". All hosts have as many chips each way as this one.
+    With ``local`` (this host's devices), the order is also host by host, so that "tensor" stays
+    within a host. (torch_xla's HybridMesh groups neighbors from different hosts, which would then
+    need the same images.) ``attributes`` come from torch_xla: "name" (TPU:5), "coords" (x, y, z)
+    and, with several slices, "slice_index". All hosts must have the shape of this one.
     """
     places = {int(device["name"].rpartition(":")[2]): device for device in attributes}
     corners = list(zip(*(places[number]["coords"] for number in local), strict=True))
@@ -32,18 +32,18 @@ def device_order(attributes: Sequence[dict[str, Any]], local: Collection[int] = 
 
 @dataclass(frozen=True)
 class HostPart:
-    """What a host's devices need of a global batch: some of its parts, some rows of each image."""
+    """What a host's devices need of a global batch: some batch parts, some rows of each image."""
 
     groups: tuple[int, ...]
-    """The numbers of these parts, in order."""
+    """The indices of these parts, in order."""
     batch_parts: int
-    """Parts of the whole batch."""
+    """Number of parts of the whole batch."""
     rows: range
     """The rows of each image, as XLA shards them: the last devices may have fewer."""
 
     @property
     def shard(self) -> int:
-        """Return the number of this share of the images, of ``shards`` equal ones."""
+        """Return the index of this host's share among ``shards`` equal shares of the images."""
         return self.groups[0] // len(self.groups)
 
     @property
@@ -51,9 +51,9 @@ class HostPart:
         return self.batch_parts // len(self.groups)
 
     def in_global_batch(self, share: torch.Tensor, height: int | None = None) -> torch.Tensor:
-        """Return a global batch with the host's images in their places, the rest uninitialized:
-        it is not sent, nor allocated. ``share`` has ``rows`` of images of ``height`` rows; None:
-        it has labels, or whole images."""
+        """Return a global batch with the host's images in place and the rest uninitialized, which
+        is neither sent nor allocated. ``share`` has the ``rows`` of images of ``height`` rows; if
+        ``height`` is None, it has labels or whole images."""
         size, (_, *shape) = len(share) // len(self.groups), share.shape
         whole_images = height is None or height == len(self.rows)
         if height is not None and not whole_images:
@@ -68,17 +68,19 @@ class HostPart:
 
 
 def part_of_host(mesh: Mesh, order: Sequence[int], local: Collection[int], height: int) -> HostPart:
-    """Return what the devices ``local`` need of a batch of images with ``height`` rows;
-    ``order`` are the numbers of all devices in the mesh's order. Raises UsageError if they share
-    these rows of these parts with other hosts."""
+    """Return what the devices ``local`` need of a batch of images with ``height`` rows.
+
+    ``order`` has the ids of all devices in mesh order. Raises UsageError if other hosts need the
+    same rows of the same parts.
+    """
     places = [place for place, number in enumerate(order) if number in local]
     groups = sorted({mesh.batch_part(place) for place in places})
     along = sorted({place // mesh.tensor % mesh.domain for place in places})
     if len(groups) * len(along) * mesh.tensor != len(places):
         domain = f"--mesh_domain {mesh.domain} x " if mesh.domain > 1 else ""
         raise UsageError(
-            f"{domain}--mesh_tensor {mesh.tensor} must divide the {len(places)} devices of a host"
-            + (", or be a multiple of them" if domain else "")
+            f"{domain}--mesh_tensor {mesh.tensor} must divide {len(places)}, the number of devices "
+            "per host" + (", or be a multiple of it" if domain else "")
         )
     share = -(-height // mesh.domain)
     rows = range(min(along[0] * share, height), min((along[-1] + 1) * share, height))

@@ -1,7 +1,7 @@
-"""What is used of jax and jaxlib beyond their documented interface, in one place.
+"""All uses of the undocumented interface of jax and jaxlib.
 
-JAX is imported when these are called, and not before: ``compile_only`` first sets the environment
-that keeps it off the TPU. Modules, operations and values of MLIR are jaxlib's.
+JAX is imported only when these functions are called, because ``compile_only`` must first set the
+environment that keeps it off the TPU. MLIR modules, operations and values are jaxlib's.
 """
 
 from collections.abc import Callable, Sequence

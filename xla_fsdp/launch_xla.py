@@ -1,4 +1,4 @@
-"""Starts XLA, and calls a function with a backend in every process."""
+"""Starts XLA and calls a function with a backend in every process."""
 
 import contextlib
 import multiprocessing
@@ -30,10 +30,11 @@ Body = Callable[[XlaRun, Backend], None]
 
 
 class forbid_autograd(TorchFunctionMode):
-    """Refuse backward passes inside, for all that runs before XLA has started.
+    """Context manager that forbids backward passes, for code that runs before XLA has started.
 
-    Autograd makes a queue for each device when it first runs, even on meta; XLA's do not exist yet.
-    The first backward pass on XLA then ends the process ("device_ready_queues_", torch 2.9.0).
+    Autograd creates its device queues on its first run, even on meta tensors. XLA devices that do
+    not exist by then have none, and the first backward pass on XLA aborts the process
+    ("device_ready_queues_", torch 2.9.0).
     """
 
     def __torch_function__(
@@ -41,32 +42,31 @@ class forbid_autograd(TorchFunctionMode):
     ) -> Any:
         if func in (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad):
             raise RuntimeError(
-                "a backward pass before XLA has started: autograd would not know XLA's devices. "
-                "Do it in another process, or without autograd (as models/spec.py counts)"
+                "backward pass before XLA has started: autograd would not see XLA's devices; run "
+                "it in another process, or compute without autograd (as models/spec.py does)"
             )
         return func(*args, **(kwargs or {}))
 
 
 _PORT = 12355
-"""The default of MASTER_PORT, as torch_xla's."""
+"""The default of MASTER_PORT, as in torch_xla."""
 
 
 def launch(body: Body, run: XlaRun) -> None:
-    """Call ``body(run, backend)`` in one process a host (SPMD), or one a device (nested FSDP)."""
+    """Call ``body(run, backend)`` in one process per host (SPMD) or per device (nested FSDP)."""
     device = device_type()
     os.environ["PJRT_DEVICE"] = device
     cpu_devices = run.backend_config.cpu_devices
     os.environ["CPU_NUM_DEVICES"] = str(cpu_devices)
-    # XLA on the CPU has a thread for each core; virtual devices wait for each other and need more.
+    # XLA on the CPU has one thread per core; virtual devices wait for each other and need more.
     os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, 8 * cpu_devices)))
     import torch_xla.runtime as xr
 
     if device == "TPU":
         tpu.set_libtpu_flags()
     elif version("torch_xla") == torch_xla_private.WRITTEN_FOR["torch_xla"]:
-        # Unless XLA_FLAGS says otherwise, compile without XLA's newer code for fusions, with which
-        # it takes twice as long (docs/evidence/benchmarks.md). Another version may lack the flag,
-        # and would end the process over it.
+        # Unless XLA_FLAGS sets it, disable XLA's newer fusion emitters, which double the compile
+        # time (docs/evidence/benchmarks.md). Other versions may lack the flag and would abort.
         flags = {"xla_cpu_use_fusion_emitters": "false"}
         os.environ["XLA_FLAGS"] = tpu.add_flags(os.environ.get("XLA_FLAGS", ""), flags)
 
@@ -80,13 +80,13 @@ def launch(body: Body, run: XlaRun) -> None:
         body(run, SpmdBackend(run))
         return
 
-    # Nested FSDP: a process a device; a single device runs in this one.
+    # Nested FSDP: one process per device; a single device runs in this process.
     import torch_xla
 
     received: list[int] = []
 
     def pass_to_children(number: int, frame: FrameType | None) -> None:
-        """Pass a signal on to the children: it may reach the parent alone, Ctrl-C reaches all."""
+        """Forward a signal to the children: it may reach only the parent. Ctrl-C reaches all."""
         received.append(number)
         for child in multiprocessing.active_children():
             if child.pid:
@@ -102,7 +102,7 @@ def launch(body: Body, run: XlaRun) -> None:
     except BrokenProcessPool:
         if not received:
             raise
-        raise StoppedBySignal(received[0]) from None  # before there was anything to write
+        raise StoppedBySignal(received[0]) from None  # before training had any state to save
 
 
 FIRST_SECONDS, EVERY_SECONDS = 30.0, 60.0
@@ -121,21 +121,24 @@ while not select.select([0], [], [], pause)[0]:  # until stdin ends
 
 @contextlib.contextmanager
 def _report_startup_wait() -> Iterator[None]:
-    """Print what the TPU runtime waits for while it starts inside: in compiled code that holds
-    Python's lock. So another process prints, and signals have their default action meanwhile."""
-    waited_for = "it starts when this program runs on all hosts of the slice"
+    """Print what the TPU runtime is waiting for while it starts inside this context.
+
+    It starts in compiled code that holds the GIL, so a child process prints, and signals have their
+    default action meanwhile.
+    """
+    waited_for = "it starts once this program runs on all hosts of the slice"
     try:
         hosts = torch_xla_private.host_tpu().get_worker_ips()
         this = torch_xla_private.host_tpu().worker_id()
-    except Exception:  # noqa: BLE001 - whatever the metadata server answers: only a message
+    except Exception:  # noqa: BLE001 - used only for a message
         hosts, this = [], 0
     if len(hosts) == 1:
-        waited_for = "another program may hold the chips"
+        waited_for = "another process may be using the chips"
     elif hosts:
         waited_for = (
-            f"it starts when this program runs on all {len(hosts)} hosts of the slice, of which "
-            f"this is {this} (0: {hosts[0]}, ... {len(hosts) - 1}: {hosts[-1]}); the log of one "
-            "that is missing says why"
+            f"it starts once this program runs on all {len(hosts)} hosts of the slice; this is "
+            f"host {this} (0: {hosts[0]}, ... {len(hosts) - 1}: {hosts[-1]}); see the log of any "
+            "host that is missing"
         )
     command = [sys.executable, "-I", "-S", "-c", _PRINT]
     command += [waited_for, str(FIRST_SECONDS), str(EVERY_SECONDS)]
@@ -153,11 +156,11 @@ def _report_startup_wait() -> Iterator[None]:
 
 
 def _init_process_group() -> None:
-    """Make the group of all processes, for plans of checkpoints; warn once of other versions.
+    """Create the process group, which plans checkpoints, and warn once about untested versions.
 
-    torch_xla lets process 0 hold its store, and looks for it at MASTER_ADDR; but the runtime may
-    have given that number to any host. So where a launcher says which host MASTER_ADDR is, that one
-    (NODE_RANK 0) holds the store, in SPMD, whose hosts have one process each.
+    torch_xla's process 0 serves the store, at MASTER_ADDR, but the runtime may assign number 0 to
+    any host. So with SPMD, which has one process per host, the host that the launcher has made
+    MASTER_ADDR (NODE_RANK 0) serves the store.
     """
     import torch.distributed as dist
     import torch_xla.runtime as xr
@@ -184,8 +187,8 @@ def _run_nested(
     run: XlaRun,
     parent: int | None,
 ) -> None:
-    """Call the body in one of the processes; ``parent`` starts them, None if it is the only one.
-    Unpickling ``_installed`` has installed its signal handlers."""
+    """Call the body in one of the processes. ``parent`` is the pid of the process that starts them,
+    None for a single process. Unpickling ``_installed`` has installed the signal handlers."""
     if parent is not None:
         end_with(parent)
     _init_process_group()

@@ -1,7 +1,7 @@
-"""How the tensors of an SPMD program are sharded over its mesh: specs, marks and transfers.
+"""How the tensors of an SPMD program are sharded over its mesh: specs, annotations and transfers.
 
-Marks are set directly rather than by torch_xla's SpmdFullyShardedDataParallel: as fast to within
-5 % (docs/evidence/benchmarks.md), and parameters keep the names of the plain model.
+Tensors are annotated directly instead of by torch_xla's SpmdFullyShardedDataParallel: the speed is
+the same to within 5 % (docs/evidence/benchmarks.md), and parameters keep the plain model's names.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,5 +1,5 @@
-"""Nested FSDP: torch_xla's XlaFullyShardedDataParallel around each block and the model, a
-process a device. bf16 is autocast, not FSDP's compute_dtype: with that, convolutions fail
+"""Nested FSDP: torch_xla's XlaFullyShardedDataParallel around each block and the model, with one
+process per device. bf16 uses autocast, as convolutions fail with FSDP's compute_dtype
 (torch_xla 2.9)."""
 
 import functools
@@ -31,9 +31,9 @@ class NestedBackend(XlaBackend):
 
     def _describe_form(self) -> str:
         if not self._fsdp:
-            return "data parallel, a process a device (--run_without_fsdp)"
+            return "data parallel, one process per device (--run_without_fsdp)"
         zero = "ZeRO-3" if self._plan.reshard_after_forward else "ZeRO-2"
-        form = f"nested FSDP ({zero}), each block a unit"
+        form = f"nested FSDP ({zero}), one unit per block"
         form += ", flat parameters" if self._plan.flatten_parameters else ""
         return form + (", sharded on the host" if self._plan.shard_on_cpu else "")
 
@@ -42,8 +42,8 @@ class NestedBackend(XlaBackend):
             model, units, initialize, self._plan, self._device, self.constant, self._break_graph
         )
 
-        # The root stays unsharded for the backward pass, of which an evaluation has none: its
-        # weights would be an input of the next step, and its graph another one.
+        # FSDP keeps the root unsharded for the backward pass. After an evaluation, which has none,
+        # these weights would be another input of the next step and cause a recompilation.
         def after_forward(*_: object) -> None:
             if not torch.is_grad_enabled():
                 self._reshard()
@@ -52,8 +52,8 @@ class NestedBackend(XlaBackend):
         return self._model
 
     def constant(self, values: torch.Tensor) -> torch.Tensor:
-        # By .to(), torch_xla 2.9 sends equal single numbers once: a learning rate equal to one that
-        # the step has anyway would be the same input, and the graph another one.
+        # With .to(), torch_xla 2.9 sends equal scalars only once: a learning rate that equals
+        # another scalar of the step would become the same input and cause a recompilation.
         (sent,) = xm.send_cpu_data_to_device([values], self._device)
         return sent
 
@@ -90,7 +90,7 @@ class NestedBackend(XlaBackend):
 
     @functools.cached_property
     def _shards(self) -> dict[str, tuple[nn.Parameter, list[tuple[str, torch.Size]]]]:
-        """Each sharded parameter by its name, and the plain parameters that it holds, in order.
+        """The sharded parameters by name, each with the plain parameters that it holds, in order.
         (FSDP's get_original_names_and_sharded_parameters repeats the root's for each unit.)"""
         shards = {}
         for unit_name, unit in self._model.named_modules():
@@ -109,7 +109,7 @@ class NestedBackend(XlaBackend):
         if not self._fsdp:
             return {name: values}
         values = values.flatten()  # rows, where it is sharded by rows
-        # This rank holds a range of the flattened, concatenated, padded parameters.
+        # This rank holds a range of the flattened, concatenated and padded parameters.
         first = self.batch_shard * values.numel()
         last, base = first + values.numel(), 0
         saved: dict[str, torch.Tensor] = {}
@@ -128,7 +128,7 @@ class NestedBackend(XlaBackend):
         sharded = [part for part in saved if isinstance(part, ShardedTensor)]
         if sharded:
             values = tensor.detach().cpu()
-            flat, at = values.view(-1), 0  # chunks fill it from its front; padding comes last
+            flat, at = values.view(-1), 0  # chunks come first, padding last
             for chunk in (chunk for part in sharded for chunk in part.chunks):
                 flat[at : at + chunk.data.numel()] = chunk.data.flatten()
                 at += chunk.data.numel()

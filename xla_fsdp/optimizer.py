@@ -1,6 +1,6 @@
-"""Optimizers and the average of the weights, whose whole update is one unchanging XLA graph.
+"""Optimizers and weight averaging, whose whole update is one XLA graph that never changes.
 
-So learning rate, counters and the random bits that round moments are tensors on the device.
+So the learning rate, counters and the random bits for stochastic rounding are device tensors.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,8 +1,8 @@
-"""How a plain Vision Transformer becomes a parallel one on XLA: one function for each form of FSDP.
+"""Turns a plain Vision Transformer into a parallel one on XLA: one function per form of FSDP.
 
 ``units`` are those of ``ModelSpec.units``: the blocks, and last the model around them. They are
-filled, changed and sent to the devices one after the other, so that the host never holds more than
-one. Modules keep timm's names; what they compute is changed from outside.
+initialized, modified and sent to the devices one at a time, so the host never holds more than one.
+Modules keep timm's names; hooks and replaced methods change what they compute.
 """
 
 import functools
@@ -39,12 +39,12 @@ def parallelize_spmd(
     layout: MeshLayout,
     end_graph: Callable[..., None],
 ) -> nn.Module:
-    """Make ``model`` one program for all devices, sharded by marks that the partitioner follows."""
+    """Make ``model`` one program for all devices, with sharding annotations for the partitioner."""
     mesh = plan.mesh
     _choose_mask(model, plan)
     for stack in plan.model.stacks:
         blocks = [(name, block) for name, block in units[:-1] if name.rpartition(".")[0] == stack]
-        entry: nn.Module  # what has the input of the first block
+        entry: nn.Module  # the module that receives the first block's input
         if plan.scan:
             entry = scan_blocks(model, stack, blocks, initialize, plan, layout, end_graph)
         else:
@@ -52,17 +52,17 @@ def parallelize_spmd(
             for name, block in blocks:
                 initialize(block, name)
                 fill_buffers(block, layout.constant)
-                # SaveInput saves nothing outside of a scan; --grad_ckpt is full or none here.
+                # Without a scan --grad_ckpt is full or none, and SaveInput does nothing.
                 change_block(block, plan, layout, SaveInput())
-                # Rematerialize after attention is changed, and before what wraps the whole block.
+                # Rematerialize after changing attention and before wrapping the whole block.
                 if plan.remat == "full" and _trains(block):
                     checkpoint_module(block)
                 layout.place(block)
-                # Domain: tokens stay sharded between blocks, and vectors are gathered before use.
+                # Domain: tokens stay sharded between blocks; small parameters are gathered.
                 if mesh.domain > 1 and mesh.tensor == 1:
                     around_blocks.gather_small_parameters(block, layout.gather_small)
                 around_blocks.after_forward(block, layout.mark_tokens)
-                end_graph()  # the device has this unit before the host makes the next one
+                end_graph()  # send this unit before the host creates the next one
         if plan.residual_bf16:  # residuals stay bf16 if the first block's input is bf16
             around_blocks.before_forward(entry, lambda x: x.to(torch.bfloat16))
 
@@ -76,7 +76,7 @@ def parallelize_spmd(
         normalize_unfolded(model)
     mark_images = functools.partial(mark_both, mark=layout.mark_images)
     mark_rows = functools.partial(mark_both, mark=layout.mark_rows)
-    # Pooling by attention: its linear layers, too, keep images and tokens apart.
+    # Attention pooling: its linear layers also keep images and tokens as separate dimensions.
     pool = getattr(model, "attn_pool", None)
     if pool is not None and mesh.domain * mesh.tensor > 1:
         multiply_unfolded(pool.kv, layout)
@@ -84,7 +84,7 @@ def parallelize_spmd(
             mark = mark_rows if layer is pool.kv else mark_images
             around_blocks.before_forward(layer, mark)
             around_blocks.after_forward(layer, mark)
-    # Several axes: small parameters are gathered before use, results have whole images.
+    # Several axes: gather small parameters before use; results have whole images.
     if len(mesh.axis_sizes) > 1 or mesh.domain > 1:
         in_blocks = tuple(f"{stack}." for stack in plan.model.stacks)
         around_blocks.gather_small_parameters(model, layout.gather_small, excluded=in_blocks)
@@ -94,9 +94,9 @@ def parallelize_spmd(
         around_blocks.drop_patches_of_whole_images(model, layout.mark_images)
     if plan.bf16:
         around_blocks.compute_in_bf16(model)
-    # Breaks of the graph come last: outside of all that belongs to a block.
+    # Graph breaks come last, outside of everything that wraps a block.
     if plan.break_graph_every:
-        assert not plan.scan  # resolve_xla excludes it: scanned blocks are no part of the model
+        assert not plan.scan  # excluded by resolve_xla: scanned blocks are not modules of the model
         around_blocks.break_graph_every(
             plan.break_graph_every, [block for _, block in units[:-1]], end_graph
         )
@@ -105,25 +105,25 @@ def parallelize_spmd(
 
 
 def change_block(block: nn.Module, plan: XlaPlan, layout: MeshLayout, save: SaveInput) -> None:
-    """Change how a block computes: attention, linear layers, norms."""
+    """Change how a block computes attention, linear layers and norms."""
     mesh, image_shards = plan.mesh, layout.shards(*plan.mesh.logical_spec("batch"))
-    # For "tensor". With a scan this packs the template, and scan_blocks the blocks that fill it.
+    # For "tensor". With a scan, this packs the template; scan_blocks packs the blocks that fill it.
     pack(block, layout.packed)
 
     # Domain: attention among the devices that share an image. (With "tensor", or with dropout in
-    # attention, the partitioner finds the exchange by itself.)
+    # attention, the partitioner chooses the communication.)
     if plan.domain_attention:
         sharded.use_over_domain(block, plan, layout)
     # Tensor: each device computes some heads and some columns of the MLP.
     elif mesh.tensor > 1:
         shard_heads_and_columns(block, plan, layout, save)
-    # Attention: by kernels on each device's own images; "sdpa" leaves it to PyTorch.
+    # Attention by kernels on each device's own images; "sdpa" leaves it to PyTorch.
     elif plan.attention == "flash":
         use_flash(block, image_shards)
     elif plan.attention == "whole":
         use_whole(block, image_shards, save)
 
-    # Linear layers keep images and tokens apart, so that each can be sharded.
+    # Linear layers keep images and tokens as separate dimensions, so that each can be sharded.
     if plan.scan and mesh.tensor == 1:
         multiply_unfolded(block, layout, save)
     elif mesh.domain > 1 and mesh.tensor == 1:
@@ -141,14 +141,16 @@ def scan_blocks(
     layout: MeshLayout,
     end_graph: Callable[..., None],
 ) -> ScannedBlocks:
-    """Put in the place of a stack of blocks a loop with one that has all parameters, stacked.
-    The loop rematerializes, gathers weights and marks tokens itself, in each round."""
+    """Replace a stack of blocks by a loop over one block with stacked parameters.
+
+    In each iteration the loop itself rematerializes, gathers weights and annotates tokens.
+    """
     save = SAVED_BY[plan.remat]()
     layers = blocks[0][1].named_modules() if plan.int8 else ()
     int8_weights = {f"{name}.weight" for name, layer in layers if type(layer) is nn.Linear}
 
     def gather(name: str, weight: torch.Tensor) -> torch.Tensor:
-        # Products in int8 gather their weights themselves, after rounding.
+        # int8 products gather their weights themselves, after quantization.
         return weight if name in int8_weights else layout.gather(weight, name)
 
     scanned = ScannedBlocks(
@@ -161,20 +163,20 @@ def scan_blocks(
     )
     for index, (name, block) in enumerate(blocks):
         initialize(block, name)
-        pack(block, layout.packed)  # the source, as change_block has packed the template
-        # Shard and place: into the stack, whose shards are on the devices already.
+        pack(block, layout.packed)  # the source; change_block has packed the template
+        # Copy into the stack, whose shards are already on the devices.
         scanned.fill(index, block)
-        block.to("meta")  # the host needs no second copy
-        end_graph()  # the device has this unit before the host makes the next one
+        block.to("meta")  # free the host's copy
+        end_graph()  # send this unit before the host creates the next one
     plan.model.put_blocks(model, stack, scanned)
     return scanned
 
 
 def _must_unfold_norms(plan: XlaPlan) -> bool:
-    """Return True where a norm that folds images and tokens would take padding for tokens.
+    """Return whether a norm that folds images and tokens would treat padding as tokens.
 
-    It would if parts of the tokens are uneven, and a device has one image or shares it along
-    "domain" (where the partitioner may also replicate what comes after it).
+    This happens if the token shards are uneven and a device has a single image or shares one along
+    "domain" (where the partitioner may also replicate the following operations).
     """
     mesh = plan.mesh
     drops_patches = bool(plan.model.settings.get("patch_drop_rate"))
@@ -191,7 +193,7 @@ def parallelize_nested(
     constant: Constant,
     end_graph: Callable[..., None],
 ) -> nn.Module:
-    """Wrap each block, then the model, in torch_xla's FSDP: a program a device, ``device``."""
+    """Wrap each block, then the model, in torch_xla's FSDP on this process's ``device``."""
     _choose_mask(model, plan)
     blocks: list[nn.Module] = []
     for name, block in units[:-1]:
@@ -202,13 +204,13 @@ def parallelize_nested(
             use_flash(block)
         elif plan.attention == "whole":
             use_whole(block)
-        # Rematerialize inside of the unit, so that weights are gathered once more for it.
+        # Rematerialize inside the unit, so that its weights are gathered again for it.
         if plan.remat == "full" and _trains(block):
             checkpoint_module(block)
         unit = _nested_unit(block, plan, device)
         model.set_submodule(name, unit)
         blocks.append(unit)
-        end_graph()  # the device has this unit before the host makes the next one
+        end_graph()  # send this unit before the host creates the next one
 
     # Around the blocks: embedding, norm, head.
     initialize(model, units[-1][0])
@@ -218,7 +220,7 @@ def parallelize_nested(
     root = _nested_unit(model, plan, device)
     if plan.bf16:
         around_blocks.compute_in_bf16(root)
-    # Breaks of the graph are outside of the units.
+    # Graph breaks are outside the units.
     if plan.break_graph_every:
         around_blocks.break_graph_every(plan.break_graph_every, blocks, end_graph)
     end_graph(wait=True)
@@ -228,9 +230,9 @@ def parallelize_nested(
 def _nested_unit(module: nn.Module, plan: XlaPlan, device: torch.device) -> nn.Module:
     if not plan.fsdp:
         return module.to(device)
-    # Shard rows of each parameter where the devices divide them. A flat shard has another layout on
-    # a TPU, so each gathered weight and gradient would be copied. (Padding a first dimension, of 1
-    # in the position embedding, could take many times the memory.)
+    # Shard each parameter by rows if the number of devices divides them. A flat shard has another
+    # layout on a TPU, so each gathered weight and gradient would be copied. (Padding the first
+    # dimension, which is 1 in the position embedding, could multiply the memory.)
     devices = plan.mesh.devices
     left = [p for p in module.parameters() if not is_sharded(p)]
     by_row = not plan.flatten_parameters and all(p.shape[0] % devices == 0 for p in left)
@@ -240,9 +242,10 @@ def _nested_unit(module: nn.Module, plan: XlaPlan, device: torch.device) -> nn.M
         flatten_parameters=plan.flatten_parameters,
         shard_param_on_dim_0=by_row,
         execute_sharding_on_init=False,  # the graph ends after each unit anyway
-        # Pinned, a gathering is an all-reduce of padded whole weights, other on each rank.
+        # With pinned layouts, a gather is an all-reduce of padded whole weights, another on each
+        # rank.
         pin_layout_in_collective_ops=False,
-        # FSDP's own linear layer runs its backward in fp32 under autocast.
+        # FSDP's own linear layer runs its backward pass in fp32 under autocast.
         _use_xla_patched_linear=not plan.bf16,
     )
     if not by_row:
@@ -251,8 +254,8 @@ def _nested_unit(module: nn.Module, plan: XlaPlan, device: torch.device) -> nn.M
 
 
 def _choose_mask(model: Any, plan: XlaPlan) -> None:
-    """Let a model of packed sequences give its blocks segments where attention is by kernels;
-    elsewhere it gives them a matrix of booleans."""
+    """Let a model of packed sequences pass segments to its blocks if attention runs in kernels; by
+    default it passes a boolean mask."""
     if hasattr(model, "mask_of") and plan.attention in ("flash", "whole"):
         model.mask_of = lambda segments: segments
 

@@ -1,9 +1,9 @@
-"""Matrix products of a block as XLA computes them best: apart from what is around them.
+"""A block's matrix products in the form that XLA shards correctly and computes fastest.
 
-PyTorch's linear layer folds images and tokens into one dimension, of which the partitioner cannot
-shard the tokens alone: it gathers them, or computes wrong results (docs/evidence/findings.md). Here
-they stay two dimensions, in norms as well. XLA also sums a bias gradient within the product beside
-it, which doubles the product's time (docs/evidence/tpu_speed.md): here it is a product of its own.
+PyTorch's linear layer folds images and tokens into one dimension, in which the partitioner cannot
+shard only the tokens: it gathers them, or computes wrong results (docs/evidence/findings.md). Here,
+and in norms, they remain two dimensions. XLA also sums a bias gradient within the product beside
+it, which doubles the product's time (docs/evidence/tpu_speed.md): here it is a separate product.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a block saves for the backward pass, and what it rematerializes: ``--grad_ckpt``.
 
-The backward loop records each block's forward pass once more. What was saved then takes the place
-of what is computed, and XLA drops what only led there.
+The backward loop records each block's forward pass again. Saved values replace computed ones, and
+XLA eliminates the operations that are no longer needed.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Decides a run on XLA before any device starts: form of FSDP, mesh, attention, what is saved."""
+"""Resolves a run on XLA before any device starts: form of FSDP, mesh, attention, what is saved."""
 
 from __future__ import annotations
 
@@ -41,34 +41,36 @@ XlaRun = Run[XlaConfig]
 
 
 class XlaPlan:
-    """How a plain model becomes a parallel one, every choice made: ``parallelize`` follows it."""
+    """How a plain model becomes a parallel one, fully decided; ``parallelize`` carries it out."""
 
     def __init__(self, run: XlaRun) -> None:
         config, xla, self.model, self.mesh = run.config, run.backend_config, run.model, run.mesh
         sharding, mesh = config.sharding, run.mesh
-        self.fsdp = not sharding.run_without_fsdp  # else each device has all parameters
+        self.fsdp = not sharding.run_without_fsdp  # if not, parameters are replicated
         self.attention = xla.attention
-        # "ring" or "gather" among the devices that share an image; None where none do, or where the
-        # partitioner finds a way by itself: with --mesh_tensor, with dropout in attention.
+        # "ring" or "gather" among the devices that share an image. None if no devices share one, or
+        # if the partitioner chooses: with --mesh_tensor, or with dropout in attention.
         exchanges = mesh.domain > 1 and mesh.tensor == 1 and not run.model.sizes.attn_drop_rate
         self.domain_attention = sharding.domain_attention if exchanges else None
         self.remat = sharding.grad_ckpt
-        self.scan = bool(xla.scan_blocks)  # all blocks are one loop of the graph
+        self.scan = bool(xla.scan_blocks)  # compile all blocks as one loop
         self.bf16, self.residual_bf16 = sharding.precision == "bf16", xla.residual_dtype == "bf16"
         self.int8, self.gather_fp8 = xla.matmul == "int8", xla.gather_dtype == "fp8"
         self.break_graph_every = xla.mark_step_every_n_blocks  # blocks; 0: never
         self.pass_size = config.data.pass_size
-        # A step is several graphs that leave gradients to each other.
+        # Whether a step consists of several graphs that pass gradients on.
         passes = config.data.grad_accum_steps
         self.gradients_outlive_graph = passes > 1 or self.break_graph_every > 0
-        # Of nested FSDP alone:
+        # Nested FSDP only:
         self.reshard_after_forward = sharding.reshard_after_forward
         self.flatten_parameters, self.shard_on_cpu = xla.flatten_parameters, xla.shard_on_cpu
 
 
 def tensor_dims(dimensions: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
-    """Return the dimension that "tensor" shards of a block's parameters, as ``pack`` makes them,
-    by name. ``dimensions`` are ``models.blocks.logical_axes``."""
+    """Return, for each of a block's parameters that "tensor" shards, the sharded dimension.
+
+    The parameters are those that ``pack`` makes; ``dimensions`` are ``models.blocks.logical_axes``.
+    """
     return {
         name: index
         for name, kinds in dimensions.items()
@@ -78,23 +80,23 @@ def tensor_dims(dimensions: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
 
 
 def packed_parts(dimensions: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
-    """Return the parameters that ``pack`` makes (parts, rows, ...), and how many parts each has."""
+    """Return the parameters that ``pack`` reshapes to (parts, rows, ...), with their parts."""
     return {name: FOLDED[kinds[0]] for name, kinds in dimensions.items() if kinds[0] in FOLDED}
 
 
 def resolve(config: RunConfig, xla: XlaConfig) -> XlaRun:
-    """Return the run of these flags on this machine or its slices. Raises UsageError."""
+    """Return the run that these flags describe on this machine or its slices. Raises UsageError."""
     check_variables()
     check_device()
     run = resolve_for_slice(config, xla, None)
-    # The run has to fit all numbers of slices that ``launch.xla_dist --elastic`` may start it on.
+    # The run must be valid on every number of slices that ``launch.xla_dist --elastic`` may use.
     least, _, most = os.environ.get("ELASTIC_SLICES", "").partition(":")
     for slices in range(int(least), int(most) + 1) if most else ():
         try:
             resolve_for_slice(config, xla, None, run.model, slices)
         except UsageError as error:
-            raise UsageError(f"on {slices} slices, of --elastic {least}:{most}: {error}") from None
-    # From the flags, not from ``run``: another model may be scanned or not, its attention another.
+            raise UsageError(f"with {slices} slices (--elastic {least}:{most}): {error}") from None
+    # From the flags, not from ``run``: scan and attention may resolve differently for the teacher.
     teacher_xla = replace(xla, xla_fsdp=run.backend_config.xla_fsdp, mark_step_every_n_blocks=0)
     return with_teacher(run, lambda config: resolve_for_slice(config, teacher_xla, None))
 
@@ -106,14 +108,16 @@ def resolve_for_slice(
     model: ModelSpec | None = None,
     slices: int | None = None,
 ) -> XlaRun:
-    """Return the run on a slice that is not here, or (``topology`` None) on this machine, with
-    so many ``slices`` or as many as there are. ``model``: if it is open already. Raises
-    UsageError."""
+    """Return the run on the slice ``topology``, which need not exist here, or on this machine.
+
+    ``slices``: the number of slices (default: those of this machine's job). ``model``: the model if
+    it is already open. Raises UsageError.
+    """
     torch_xla_private.prepare_import()
     device = "TPU" if topology else device_type()
     config = resolve_common(replace(config, backend="xla"))
     if config.sharding.precision == "fp16":
-        raise UsageError("--precision fp16 requires --backend cuda: on XLA use bf16")
+        raise UsageError("--precision fp16 requires --backend cuda: with xla use bf16")
     xla = _resolve_form(config, xla, device)
     if topology:
         mesh = make_mesh(config.sharding, topology.devices)
@@ -124,25 +128,26 @@ def resolve_for_slice(
             config = replace(config, sharding=replace(config.sharding, mesh_dcn=slices))
         if device == "CPU":
             mesh = make_mesh(config.sharding, xla.cpu_devices)
-        else:  # torch_xla counts the devices of this slice
+        else:  # torch_xla counts the devices of this slice only
             devices = host_tpu().num_expected_global_devices() * slices
             mesh = make_mesh(config.sharding, devices)
             if mesh.dcn % slices:
                 raise UsageError(
-                    f"--mesh_dcn {mesh.dcn} is no multiple of the {slices} slices of this run "
+                    f"--mesh_dcn {mesh.dcn} is not a multiple of {slices}, the number of slices "
                     "(MEGASCALE_NUM_SLICES): use --mesh_dcn slices"
                 )
             here = host_tpu().num_available_devices()
             if mesh.devices > here and here % mesh.tensor:
                 raise UsageError(
-                    f"--mesh_tensor {mesh.tensor} must divide the {here} devices of a host"
+                    f"--mesh_tensor {mesh.tensor} must divide {here}, the number of devices per "
+                    "host"
                 )
     config = with_passes(config, mesh)
-    if model is None:  # after what is known at once: timm takes a second
+    if model is None:  # after the cheap checks: timm takes a second
         config, model = resolve_model(config)
     xla = _resolve_scan(config, xla, model)
 
-    # Whether the mesh can shard the model.
+    # Check that the mesh can shard the model.
     check_rows(mesh, model)
     sizes, tensor = model.sizes, f"--mesh_tensor {mesh.tensor}"
     if mesh.tensor > 1:
@@ -151,19 +156,19 @@ def resolve_for_slice(
         if sizes.num_heads % mesh.tensor:
             raise UsageError(f"{tensor} does not divide --num_heads {sizes.num_heads}")
         if sizes.hidden % mesh.tensor:
-            raise UsageError(f"{tensor} does not divide the MLP's width, {sizes.hidden}")
+            raise UsageError(f"{tensor} does not divide the MLP width {sizes.hidden}")
 
     # --domain_attention.
     hindered = None
     if sizes.attn_drop_rate:
-        hindered = f"has no dropout, here --att_dropout {sizes.attn_drop_rate}: use gather"
+        hindered = f"does not support --att_dropout {sizes.attn_drop_rate}: use gather"
     if mesh.tensor > 1:
         hindered = f"is incompatible with {tensor}: use gather"
     refused = {"ring": hindered, "ulysses": "requires --backend cuda: use ring or gather"}
     gathers = hindered or sizes.num_tokens <= GATHER_UP_TO
     config = resolve_domain(config, mesh, refused, auto="gather" if gathers else "ring")
 
-    # What depends on the kind of TPU.
+    # Choices that depend on the TPU generation.
     generation, chip = None, None
     if device == "TPU":
         generation = topology.generation if topology else host_tpu().version()
@@ -177,7 +182,7 @@ def resolve_for_slice(
 
 
 def _resolve_form(config: RunConfig, xla: XlaConfig, device: str) -> XlaConfig:
-    """Decide ``--xla_fsdp``. Raises UsageError for flags that are incompatible with it, or with
+    """Resolve ``--xla_fsdp``. Raises UsageError for flags that are incompatible with it, or with
     each other."""
     sharding = config.sharding
     if xla.xla_fsdp == "auto":
@@ -190,23 +195,23 @@ def _resolve_form(config: RunConfig, xla: XlaConfig, device: str) -> XlaConfig:
         for name in ("mesh_dcn", "mesh_fsdp", "mesh_domain", "mesh_tensor"):
             if getattr(sharding, name) != known[name].field.default:
                 raise UsageError(
-                    f"{known[name].names[0]} requires --xla_fsdp spmd: nested FSDP shards over all "
-                    "devices"
+                    f"{known[name].names[0]} requires --xla_fsdp spmd: nested FSDP always shards "
+                    "over all devices"
                 )
     elif not sharding.reshard_after_forward:
         raise UsageError("--no_reshard_after_forward requires --xla_fsdp nested, not spmd")
     if device == "CPU" and xla.xla_fsdp == "nested" and xla.cpu_devices > 1:
         raise UsageError(
-            f"nested FSDP runs on 1 CPU device, not {xla.cpu_devices} (XLA's CPU collectives "
-            "hang between processes): use --cpu_devices 1 or --xla_fsdp spmd"
+            f"--xla_fsdp nested is incompatible with --cpu_devices {xla.cpu_devices} (XLA's CPU "
+            "collectives hang between processes): use --cpu_devices 1 or --xla_fsdp spmd"
         )
     if config.optimizer.optimizer == "muon" and xla.xla_fsdp == "nested":
-        raise UsageError("--optimizer muon requires --xla_fsdp spmd: it updates whole matrices")
+        raise UsageError("--optimizer muon requires --xla_fsdp spmd, as it updates whole matrices")
     return xla
 
 
 def _resolve_scan(config: RunConfig, xla: XlaConfig, model: ModelSpec) -> XlaConfig:
-    """Decide ``--scan_blocks``. Raises UsageError for flags that require or exclude it."""
+    """Resolve ``--scan_blocks``. Raises UsageError for flags that require or exclude it."""
     breaks = "--mark_step_every_n_blocks" if xla.mark_step_every_n_blocks else None
     hindered_by = "--xla_fsdp nested" if xla.xla_fsdp == "nested" else breaks
     differ = None if hindered_by else model.why_blocks_differ()
@@ -214,37 +219,39 @@ def _resolve_scan(config: RunConfig, xla: XlaConfig, model: ModelSpec) -> XlaCon
     policy = config.sharding.grad_ckpt
     if not scan:
         reason = hindered_by or differ or "--no-scan_blocks"
-        needs = f"requires scanned blocks, here is {reason}"
+        needs = f"requires scanned blocks, which this run does not have ({reason})"
         if policy in ("selective", "offload"):
             raise UsageError(f"--grad_ckpt {policy} {needs}: use --grad_ckpt full")
         if xla.matmul == "int8":
-            raise UsageError(f"--matmul int8 {needs}: drop one")
+            raise UsageError(f"--matmul int8 {needs}: drop it")
         if xla.gather_dtype != "auto":
-            raise UsageError(f"--gather_dtype {xla.gather_dtype} {needs}")
+            raise UsageError(f"--gather_dtype {xla.gather_dtype} {needs}: drop it")
     if policy == "offload" and xla.mark_step_after_forward:  # the host's memory is the graph's own
         raise UsageError(
-            "--grad_ckpt offload is incompatible with --mark_step_after_forward: drop one"
+            "--grad_ckpt offload is incompatible with --mark_step_after_forward: drop one of the "
+            "two"
         )
     if xla.scan_blocks and hindered_by:
         raise UsageError(f"--scan_blocks is incompatible with {hindered_by}: drop one of the two")
     if xla.scan_blocks and differ:
-        raise UsageError(f"--scan_blocks requires blocks that are alike: {differ}")
+        raise UsageError(f"--scan_blocks requires blocks of the same structure: {differ}")
     return replace(xla, scan_blocks=scan)
 
 
 FLASH_FROM = 1025
-"""Tokens from which auto takes flash attention."""
+"""The number of tokens from which "auto" selects flash attention."""
 GATHER_UP_TO = 16_384
-"""Tokens up to which auto gathers keys over "domain": there the TPU compiler expects a step that is
-shorter than a ring's, and memory is the same (docs/evidence/domain_parallelism.md)."""
+"""The number of tokens up to which "auto" gathers keys over "domain": by the TPU compiler's
+estimate the step is shorter than with a ring, and memory is the same
+(docs/evidence/domain_parallelism.md)."""
 WIDEST_HEAD = 256
-"""The kernels hold rows this wide in a TPU core's vector memory."""
+"""The largest head width whose rows the kernels hold in a TPU core's vector memory."""
 
 
 def _resolve_attention(
     config: RunConfig, xla: XlaConfig, model: ModelSpec, generation: int | None
 ) -> XlaConfig:
-    """Decide ``--attention``; ``generation`` is the TPU's, None without one. Raises UsageError
+    """Resolve ``--attention``. ``generation`` is the TPU's, None without a TPU. Raises UsageError
     for kernels that cannot be used."""
     stacks = [*model.stacks.values()]
     if len(stacks) == 1:
@@ -262,12 +269,12 @@ def _resolve_attention(
     if no_kernels:
         pass
     elif largest.num_tokens >= FLASH_FROM:
-        no_whole = f"takes up to {FLASH_FROM - 1:,} tokens, this model has {largest.num_tokens:,}"
+        no_whole = f"supports up to {FLASH_FROM - 1:,} tokens, not {largest.num_tokens:,}"
     elif domain > 1:
         no_whole = f"is incompatible with --mesh_domain {domain}"
     elif needed > (LARGEST_VECTOR_MEMORY if (generation or 0) > 4 else DEFAULT_VECTOR_MEMORY):
         heads = largest.num_heads // tensor
-        no_whole = f"has no room in vector memory for {heads} heads of {largest.head_dim}"
+        no_whole = f"exceeds the vector memory with {heads} heads of width {largest.head_dim}"
 
     if xla.attention != "auto":
         if reason := {"flash": no_kernels, "whole": no_whole}.get(xla.attention):
@@ -280,27 +287,27 @@ def _resolve_attention(
 
 def _why_no_kernels(config: RunConfig, sizes: ModelSizes, generation: int | None) -> str | None:
     if generation is None:
-        return "requires a TPU: its kernels run nowhere else"
+        return "requires a TPU"
     if sizes.attn_drop_rate:
-        return f"has no dropout, here --att_dropout {sizes.attn_drop_rate}"
+        return f"does not support --att_dropout {sizes.attn_drop_rate}"
     tensor, domain = config.sharding.mesh_tensor, config.sharding.mesh_domain
     if tensor > 1 and domain > 1:
-        return f"is incompatible with --mesh_domain {domain} and --mesh_tensor {tensor} at once"
+        return f"does not support --mesh_domain {domain} together with --mesh_tensor {tensor}"
     if sizes.head_dim > WIDEST_HEAD:
-        return f"takes heads up to {WIDEST_HEAD} wide, this model's are {sizes.head_dim}"
+        return f"supports heads up to {WIDEST_HEAD} wide, not {sizes.head_dim}"
     if sizes.value_dim != sizes.head_dim:
-        return f"takes values as wide as keys, this model's are {sizes.value_dim}"
+        return f"requires values as wide as keys ({sizes.head_dim}), not {sizes.value_dim}"
     return None
 
 
 def slice_count() -> int:
-    """Return the number of TPU slices, from the environment or the TPU VM's metadata, as libtpu."""
+    """Return the number of TPU slices from the environment or the VM's metadata, like libtpu."""
     name = "MEGASCALE_NUM_SLICES"
     return int(os.environ.get(name) or host_tpu().get_tpu_env().get(name) or 1)
 
 
 def check_installed() -> None:
-    """Raise UsageError if there is no torch_xla."""
+    """Raise UsageError if torch_xla is not installed."""
     if importlib.util.find_spec("torch_xla") is None:
         raise UsageError(
             "--backend xla requires the package torch_xla: "

@@ -1,8 +1,8 @@
-"""All transformer blocks as one: parameters stacked, computed by a loop inside the graph.
+"""Runs all transformer blocks as one loop inside the graph, over stacked parameters.
 
-Graph, compilation and the host's tracing no longer grow with the depth, and the compiler cannot
-gather a block's weights before its turn or keep them after it: ZeRO-3's memory without barriers.
-The backward loop recomputes each block from its input and what the forward loop has saved of it.
+Graph size, compile time and tracing time do not grow with depth. The compiler cannot gather a
+block's weights early or keep them afterwards, so memory is that of ZeRO-3 without barriers. The
+backward loop recomputes each block from its input and the values that the forward loop saved.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""SPMD FSDP: one program for all devices, weights sharded by marks on a plain model."""
+"""SPMD FSDP: one program for all devices, weights sharded by annotations on a plain model."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from xla_fsdp.torch_xla_private import REPLICATED, local_shard_indices
 from xla_fsdp.xla_backend import XlaBackend
 
 _STACKED = ".block."
-"""Between the name of a stack of blocks and a parameter's name in a block."""
+"""Separates the name of a stack of blocks from a parameter's name in a block."""
 
 
 class SpmdBackend(XlaBackend):
@@ -40,7 +40,7 @@ class SpmdBackend(XlaBackend):
         self.shards = tuple(sorted({place % replica for place in places}))
         self._host: HostPart | None = None
         height = run.model.sizes.input_shape[1]
-        # Where no devices share images, torch_xla divides a host's among them by itself.
+        # If no devices share images, torch_xla divides a host's images among its devices.
         if self.batch_shards > 1 and self._mesh.devices_a_part > 1:
             self._host = part_of_host(self._mesh, order, local, height)
             self.batch_shard, self.batch_shards = self._host.shard, self._host.shards
@@ -51,7 +51,7 @@ class SpmdBackend(XlaBackend):
         form = "SPMD data parallel, parameters replicated (--run_without_fsdp)"
         if plan.fsdp:
             form = (
-                f"SPMD FSDP (ZeRO-3), each block a unit{', scanned' if plan.scan else ''}, {mesh}"
+                f"SPMD FSDP (ZeRO-3), one unit per block{', scanned' if plan.scan else ''}, {mesh}"
             )
             if mesh.domain > 1:
                 form += f", {self._sharding.domain_attention} attention over domain"
@@ -98,11 +98,11 @@ class SpmdBackend(XlaBackend):
         return value  # the program's tensors are global
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
-        return self._mark_replicated(value)  # global, too; and every host can read it
+        return self._mark_replicated(value)  # already global; replicated, every host can read it
 
     def read_images(self, values: Mapping[str, torch.Tensor]) -> Future[dict[str, torch.Tensor]]:
-        mark = self._layout.mark_images  # so each device has whole images
-        marked = {name: mark(x * 1) for name, x in values.items()}  # x may have another mark
+        mark = self._layout.mark_images  # each device gets whole images
+        marked = {name: mark(x * 1) for name, x in values.items()}  # x may have an annotation
         if xr.process_count() == 1:
             return super().read_images(marked)
         self.end_step()
@@ -119,9 +119,9 @@ class SpmdBackend(XlaBackend):
     def _muon_directions(
         self, parameters: Sequence[nn.Parameter], momenta: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        # Parameters are sharded; a Newton-Schulz iteration multiplies a whole matrix by itself. So
-        # all matrices of one shape are a batch, sharded along its first dimension: each device
-        # orthogonalizes some. A matrix may have three dimensions: queries, keys and values.
+        # Parameters are sharded, but a Newton-Schulz iteration multiplies a whole matrix by itself.
+        # So all matrices of one shape form a batch, sharded along its first dimension: each device
+        # orthogonalizes some of them. A matrix may have three dimensions: queries, keys and values.
         specs, mark = self._layout.specs, self._layout.mark  # specs of parameters and momenta
         dtype = optimizers.ns_dtype(self._sharding.precision)
         alike: dict[tuple, list[tuple[nn.Parameter, torch.Tensor]]] = {}
@@ -137,11 +137,11 @@ class SpmdBackend(XlaBackend):
             stacks = [x if x.dim() > len(shape) else x.unsqueeze(0) for x in shards]
             batch = torch.cat(stacks) if len(stacks) > 1 else stacks[0]
             count, first = len(batch), tuple(self._mesh.axis_sizes) if len(batch) > 1 else ()
-            if first:  # unequal parts would come back by way of the whole, too
+            if first:  # pad: uneven shards would be gathered on the way back
                 missing = batch.new_zeros(-count % self._mesh.devices, *batch.shape[1:])
                 batch = torch.cat([batch, missing])
-            # To dimension 0 along one axis after the other: all at once, the partitioner would
-            # gather the batch on each device.
+            # Move the sharding to dimension 0 one axis at a time: in a single step, the partitioner
+            # would gather the batch on each device.
             way: list[Spec] = []
             for n in range(len(first)):
                 there = first[:n]
@@ -164,8 +164,8 @@ class SpmdBackend(XlaBackend):
 
     # -- state ------------------------------------------------------------------------
     #
-    # Stacked parameters are (depth, ...) on the devices, packed ones (parts, rows, ...).
-    # Checkpoints have those of the plain model.
+    # On the devices, stacked parameters are (depth, ...) and packed ones (parts, rows, ...).
+    # Checkpoints have the parameters of the plain model.
 
     def _plain_names(self, name: str) -> list[str]:
         stack, is_stacked, in_block = name.partition(_STACKED)
@@ -175,7 +175,7 @@ class SpmdBackend(XlaBackend):
         return [f"{stack}.{i}.{in_block}" for i in range(depth)]
 
     def _packed_parts(self, name: str) -> int:
-        """Return into how many parts a parameter was unfolded, 0 if it is as in the plain model."""
+        """Return the number of parts of a packed parameter; 0 for one as in the plain model."""
         blocks, _, rest = name.partition(".")
         return self._layout.packed.get(rest.partition(".")[2], 0) if blocks == "blocks" else 0
 
@@ -192,10 +192,10 @@ class SpmdBackend(XlaBackend):
             if shard.indices is REPLICATED:
                 return dict(zip(names, shard.data if stacked else [shard.data], strict=True))
             offsets = tuple(index.start for index in shard.indices)
-            chunks[offsets] = Chunk(offsets, shard.data)  # unpadded: sharded evenly
+            chunks[offsets] = Chunk(offsets, shard.data)  # no padding: sharded evenly
         value = ShardedTensor(tensor.shape, tensor.dtype, list(chunks.values()))
         if self._packed_parts(name):
-            # Make of (..., parts, rows, ...) (..., parts * rows, ...): a chunk becomes one a part.
+            # Reshape (..., parts, rows, ...) to (..., parts * rows, ...), one chunk per part.
             dim = int(stacked)
             before, (count, rows, *after) = value.shape[:dim], value.shape[dim:]
             unpacked = []
@@ -216,11 +216,11 @@ class SpmdBackend(XlaBackend):
         }
 
     def _to_device(self, name: str, tensor: torch.Tensor, saved: list[torch.Tensor]) -> None:
-        stacked = _STACKED in name and tensor.dim() > 0  # AdamW's step is one for all
+        stacked = _STACKED in name and tensor.dim() > 0  # AdamW's step is a scalar
         sharded = [tensor for tensor in saved if isinstance(tensor, ShardedTensor)]
         if not sharded:  # on one device, or replicated
             replicated = self.constant(torch.stack(saved) if stacked else saved[0])
-            with torch.no_grad():  # (torch_xla's _replace_xla_tensor is undone by the next sync)
+            with torch.no_grad():  # (the next sync would undo torch_xla's _replace_xla_tensor)
                 tensor.copy_(replicated)
             return
         target, parts = xs.XLAShardedTensor(tensor.detach()), self._packed_parts(name)

@@ -1,4 +1,4 @@
-"""Tensor parallelism in a timm block, as in Megatron: heads and MLP columns over devices.
+"""Tensor parallelism in a timm block, as in Megatron: heads and MLP columns are sharded.
 
 The first product of attention and of the MLP is sharded by columns, the second by rows. Each half
 of a block gathers its input, whose tokens are sharded along "tensor" too, and scatters the sum of

@@ -1,7 +1,7 @@
-"""What is used of torch_xla beyond its documented interface, in one place.
+"""All uses of torch_xla's undocumented interface.
 
-Nothing is imported or looked up before it is called: importing torch_xla takes seconds and chooses
-a device, and another version may lack one name of many.
+Names are imported and looked up only when they are used: importing torch_xla takes seconds and
+chooses a device, and other versions may lack some of the names.
 """
 
 from __future__ import annotations

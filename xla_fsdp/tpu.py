@@ -1,5 +1,5 @@
-"""What is known of TPUs before one is there: the figures of each kind of chip, slices by the names
-that ``--tpu_topology`` takes, and ``LIBTPU_INIT_ARGS``, which libtpu reads when it starts.
+"""Facts about TPUs that need no TPU: the specifications of each kind of chip, the slices that
+``--tpu_topology`` names, and ``LIBTPU_INIT_ARGS``, which libtpu reads when it starts.
 """
 
 import math
@@ -156,13 +156,16 @@ def parse_topology(name: str, slices: int = 1) -> Topology:
     """Parse a name such as "v5p:4x4x8". Raises UsageError, with the known ones, for any other."""
     kind, _, shape = name.partition(":")
     if kind not in CHIPS:
-        raise UsageError(f"--tpu_topology {name} is unknown. Known, for example: {KNOWN}")
+        raise UsageError(f"--tpu_topology {name}: unknown kind of TPU; shapes by kind: {KNOWN}")
     chip, is_shape = CHIPS[kind], re.fullmatch(r"[1-9][0-9]{0,99}(x[1-9][0-9]{0,99})*", shape)
     sides = tuple(map(int, shape.split("x"))) if is_shape else ()
-    examples = f"{kind} has, for example, {_EXAMPLES[kind]}"
+    examples = f"use for example {_EXAMPLES[kind]}"
     if len(sides) != chip.dimensions:
         axes = "AxBxC"[: 2 * chip.dimensions - 1]
-        raise UsageError(f"--tpu_topology {name} is not {kind}:{axes}, chips a side: {examples}")
+        raise UsageError(
+            f"--tpu_topology {name} must be {kind}:{axes}, the number of chips along each side: "
+            f"{examples}"
+        )
     if sides[0] % 2 or sides[1] % 2:  # a host has 2 x 2 chips
         exists = shape in _OF_A_HOST
     else:  # whichever way round
@@ -171,7 +174,8 @@ def parse_topology(name: str, slices: int = 1) -> Topology:
     pairs = zip(sorted(sides), _LARGEST[kind], strict=True)
     if not exists or any(side > most for side, most in pairs):
         raise UsageError(
-            f"--tpu_topology {name}: there is no such slice (several are --mesh_dcn N): {examples}"
+            f"--tpu_topology {name} does not exist (for several slices set --mesh_dcn N): "
+            f"{examples}"
         )
     return Topology(name, chip, sides, slices)
 
@@ -191,14 +195,16 @@ def takes_newer_libtpu(asked: str, topology: Topology) -> bool:
     what = f"--tpu_topology {topology.name}" if is_new_chip else f"--tpu_compiler {asked}"
     if asked == "installed" and is_new_chip:
         raise UsageError(
-            f"{what} requires --tpu_compiler {NEWER_LIBTPU}: libtpu {version('libtpu')}, which is "
-            "installed, does not know it"
+            f"{what} requires --tpu_compiler {NEWER_LIBTPU}: the installed libtpu "
+            f"{version('libtpu')} does not support it"
         )
     if asked == "installed" or (asked == "auto" and not is_new_chip):
         return False
     if not NEWER_LIBRARY.exists():
         folder = NEWER_LIBRARY.parents[1]
-        raise UsageError(f"{what} requires libtpu {NEWER_LIBTPU} in {folder}: make tpu-compiler")
+        raise UsageError(
+            f"{what} requires libtpu {NEWER_LIBTPU} in {folder}: run `make tpu-compiler`"
+        )
     return True
 
 

@@ -1,4 +1,4 @@
-"""What both forms of FSDP on XLA share: steps, transfers, counters, checkpoints."""
+"""The parts that both forms of FSDP on XLA share: steps, transfers, counters, checkpoints."""
 
 import functools
 import itertools
@@ -36,25 +36,26 @@ from xla_fsdp.resolve_xla import XlaPlan, XlaRun
 
 @dataclass(frozen=True)
 class HostState(State):
-    """A state copied to the host, which knows the tensors that it came from."""
+    """A state copied to the host, with references to the tensors that it was copied from."""
 
     is_copy = True
     origins: list[tuple[str, torch.Tensor, list[torch.Tensor]]] = field(default_factory=list)
-    """Of each tensor on the devices: the name of its parameter, the tensor, and its copies on the
+    """For each tensor on the devices: the name of its parameter, the tensor, and its copies on the
     host, one for each plain tensor in it."""
 
 
 class XlaBackend(Backend):
-    """What does not depend on the form of FSDP, and, where it does, tensors of a device's own."""
+    """Everything that does not depend on the form of FSDP. Methods that do have defaults for
+    tensors that belong to one device."""
 
     compiles = True
     _model: nn.Module
     _rng_stream = 0
-    """The stream of random numbers that this process draws dropout from. Under SPMD every host
-    traces the same program."""
+    """The random stream from which this process draws dropout masks. Under SPMD, every host traces
+    the same program."""
     _part = 0
-    """This process's number among those that hold different parts of a parameter, which is a
-    tensor of its own to each of them."""
+    """The index of this process among those that hold different parts of a parameter as separate
+    tensors."""
 
     def __init__(self, run: XlaRun) -> None:
         self._run, self._xla, self._sharding = run, run.backend_config, run.config.sharding
@@ -64,10 +65,10 @@ class XlaBackend(Backend):
         self._memory = DeviceMemory(self._device)
         self._ema: WeightAverage | None = None
         self._gradients: list[tuple[nn.Parameter, torch.Tensor]] = []
-        """Of gradients that outlive a graph: the tensors, laid out like their parameters, that each
-        backward pass adds to. Else there are none, and a step's graph makes its own."""
+        """If gradients outlive a graph: the tensors, laid out like their parameters, in which the
+        backward passes accumulate them. Otherwise empty; gradients are internal to the graph."""
         self._cleared: list[int] = []
-        """The version of each of them (PyTorch's count of changes in place) before a step."""
+        """The version of each of them (PyTorch's in-place modification counter) before a step."""
         self._frozen: list[XlaBackend] = []
         self._follower: XlaBackend | None = None
         self.teacher: nn.Module | None = None
@@ -75,8 +76,8 @@ class XlaBackend(Backend):
         self._decay_changes = run.config.schedule.weight_decay_end is not None
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read")
         self._synced_s = self._passes_s = 0.0
-        """Seconds in ``torch_xla.sync``; of the step that is traced now, in its passes."""
-        self._own_seconds: deque[float] = deque(maxlen=64)  # if nobody asks for them
+        """Seconds in ``torch_xla.sync`` in total; seconds in the passes of the current step."""
+        self._own_seconds: deque[float] = deque(maxlen=64)  # bounded: it may never be read
         self.is_main = xr.process_index() == 0
         self.device_count = xr.global_runtime_device_count()
 
@@ -89,20 +90,22 @@ class XlaBackend(Backend):
     def _muon_directions(
         self, parameters: Sequence[nn.Parameter], momenta: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Return Muon's updates before the learning rate: its momenta, orthogonalized (SPMD)."""
+        """Return Muon's updates before the learning rate: orthogonalized momenta (SPMD only)."""
         raise NotImplementedError
 
     def _plain_names(self, name: str) -> list[str]:
-        """Return the names in the plain model of what a parameter on the devices holds."""
+        """Return the plain model's names of the parameters that this one on the devices holds."""
         raise NotImplementedError
 
     def _to_host(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Copy a parameter, or a tensor laid out like it, to the CPU: by the names in the plain
-        model plain tensors, or ShardedTensors of what is here."""
+        """Copy a parameter, or a tensor laid out like it, to the CPU.
+
+        Returns, by names in the plain model, plain tensors, or ShardedTensors of the local shards.
+        """
         raise NotImplementedError
 
     def _to_device(self, name: str, tensor: torch.Tensor, saved: list[torch.Tensor]) -> None:
-        """Copy back what ``_to_host`` returned, after new values were read into it."""
+        """Copy back the tensors that ``_to_host`` returned, after loading new values into them."""
         raise NotImplementedError
 
     def _zeros_like(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -148,7 +151,7 @@ class XlaBackend(Backend):
         assert self._follower is not None
         teacher = self._frozen[0]._named_parameters()
         for name, parameter in self._follower._named_parameters().items():
-            parameter.copy_(teacher[name] * 1.0)  # XLA would share the weights themselves
+            parameter.copy_(teacher[name] * 1.0)  # without * 1.0, XLA would share the buffer
         self._follower._reshard()
         self.end_step()
 
@@ -169,7 +172,7 @@ class XlaBackend(Backend):
         )
         trained = [p for group in self._optimizer.param_groups for p in group["params"]]
         self._rounding_keys: torch.Tensor | None = None
-        if self._rounds_moments:  # random bits follow from an int32 number for each parameter
+        if self._rounds_moments:  # an int32 key per parameter determines the random bits
             names = {parameter: name for name, parameter in self._named_parameters().items()}
             keys = [optimizers.key_of(self._run.config.seed, names[p], self._part) for p in trained]
             self._rounding_keys = self.constant(torch.tensor(keys, dtype=torch.int32))
@@ -178,10 +181,10 @@ class XlaBackend(Backend):
             zeros = (self._zeros_like(parameter, torch.float32) for parameter in trained)
             self._gradients = list(zip(trained, zeros, strict=True))
         self._clear_gradients()
-        # The first step's graph must be that of all later ones. Views of a tensor that was never
-        # written to are stored apart where the graph breaks, so all are written here. And a graph's
-        # results are in the order in which their tensors were written, so those that train are
-        # written last, group after group, as in each step.
+        # The first step's graph must equal that of all later steps, or it would be compiled twice.
+        # Graph breaks store views of a never-written tensor separately, so write to all tensors. A
+        # graph's results are ordered by when their tensors were written, so write the trained ones
+        # last, group by group, as in a step.
         with torch.no_grad():
             for parameter in (*self._named_parameters().values(), *trained):
                 parameter.mul_(1.0)
@@ -208,8 +211,8 @@ class XlaBackend(Backend):
         return open_share(Share(self.batch_shard, self.batch_shards, rows, of_host=host_processes))
 
     def begin_pass(self, pass_index: int) -> None:
-        # torch_xla changes its random state at each execution, and changes it otherwise with
-        # checkpointing than without. Set here, masks depend on seed and step alone.
+        # torch_xla advances its random state at each execution, differently with and without
+        # checkpointing. Setting it here makes masks depend only on seed and step.
         xm.set_rng_state(pass_seed(self._run.config.seed, pass_index, self._rng_stream))
         self._passes_s -= time.perf_counter() - self._synced_s
 
@@ -218,8 +221,8 @@ class XlaBackend(Backend):
             self._break_graph()
         loss.backward()
         self._passes_s += time.perf_counter() - self._synced_s
-        # One graph for all passes would hold the activations of all. They are one and the same
-        # graph, as the first adds to gradients, too, and the last leaves the update to another.
+        # One graph for all passes would hold the activations of all passes. All passes use the same
+        # graph: the first one also adds to gradients, and the update is in another graph.
         if self._run.config.data.grad_accum_steps > 1:
             self._break_graph()
 
@@ -236,7 +239,7 @@ class XlaBackend(Backend):
             del last, backbone
         set_lr(self._optimizer, rates.lr, self.constant, factors)
         for (parameter, gradient), version in zip(self._gradients, self._cleared, strict=True):
-            if gradient._version == version:  # the loss does not depend on it: nothing decays
+            if gradient._version == version:  # unused parameter: no update, no weight decay
                 parameter.grad = None
         norm = self._clip_grad_norm(max_norm if max_norm > 0 else float("inf"))
         skipped = optimizers.not_finite(loss, norm)
@@ -249,10 +252,10 @@ class XlaBackend(Backend):
         )
         if self._ema is not None:
             self._ema.update(skipped, newest if self._has_teacher else None)
-        # A new tensor: the last step's may still wait to be read.
+        # A new tensor, as the previous one may not have been read yet.
         self._skipped = self._mark_replicated(optimizers.count_skipped(self._skipped, skipped))
         self._clear_gradients()
-        del skipped, factors, decay, newest  # or they would be results of the step
+        del skipped, factors, decay, newest  # otherwise they would be outputs of the step's graph
         self.end_step()
         self._own_seconds.append(self._passes_s)
         self._passes_s = 0.0
@@ -269,12 +272,12 @@ class XlaBackend(Backend):
         return self._ema.in_place_of_weights(self._reshard)
 
     def end_step(self) -> None:
-        # XLA's virtual CPU devices share a few threads: those of one program, waiting in a
-        # collective, can starve those of the next, and both wait for ever.
+        # XLA's virtual CPU devices share a few threads. Threads of one program that wait in a
+        # collective can starve those of the next program: a deadlock.
         self._break_graph(wait=self._device_type == "CPU" and self.device_count > 1)
 
     def _break_graph(self, wait: bool = False) -> None:
-        """End the graph here: compile and start what was recorded so far."""
+        """End the graph: compile and start the operations recorded so far."""
         started = time.perf_counter()
         torch_xla.sync(wait=wait)
         self._synced_s += time.perf_counter() - started
@@ -283,7 +286,7 @@ class XlaBackend(Backend):
     largest_of_all = staticmethod(largest_of_all)
 
     def read(self, values: Mapping[str, torch.Tensor]) -> Future[dict[str, list[float]]]:
-        # In a thread: .cpu() waits for the step that makes the value, and only for it.
+        # In a thread, as .cpu() waits for the step that computes the value (and only for that one).
         return self._reader.submit(
             lambda tensors: {name: t.cpu().flatten().tolist() for name, t in tensors.items()},
             dict(values),
@@ -294,7 +297,7 @@ class XlaBackend(Backend):
         return self._reader.submit(lambda: {name: value.cpu() for name, value in values.items()})
 
     def barrier(self) -> None:
-        if dist.is_initialized():  # by launch, where there are several processes
+        if dist.is_initialized():  # by launch, if there are several processes
             dist.barrier()
 
     # -- reports ----------------------------------------------------------------------
@@ -310,12 +313,12 @@ class XlaBackend(Backend):
         }
 
     def compile_seconds(self) -> float:
-        compiled = met.metric_data("CompileTime")  # count, nanoseconds in all, samples
+        compiled = met.metric_data("CompileTime")  # count, total nanoseconds, samples
         return compiled[1] / 1e9 if compiled else 0.0
 
     def own_seconds(self) -> list[float]:
-        # What devices do inside of a program is not visible on the host: this is the host's time
-        # for the passes until they are handed over.
+        # The host cannot see how devices spend time within a program. This is the host's time for
+        # the passes, until they are dispatched.
         seconds = list(self._own_seconds)
         self._own_seconds.clear()
         return seconds
@@ -337,16 +340,16 @@ class XlaBackend(Backend):
         return {name: sum(map(self._local_bytes, held)) for name, held in tensors.items()}
 
     def unit_roundoff(self) -> float:
-        # A TPU takes fp32 products as bf16, too.
+        # A TPU computes fp32 products in bf16, too.
         lower = self._sharding.precision == "bf16" or self._device_type == "TPU"
         used = [torch.finfo(torch.bfloat16 if lower else torch.float32).eps]
         used += [torch.finfo(torch.float8_e4m3fn).eps] if self._xla.gather_dtype == "fp8" else []
-        # Rounded up or down at random: by up to a whole distance.
+        # Stochastic rounding is off by up to a whole unit.
         used += [2 * torch.finfo(torch.bfloat16).eps] if self._rounds_moments else []
         return max(used) / 2
 
     def peak_flops(self) -> float | None:
-        # fp32 products run as bf16 passes on the same unit: the peak is one at either precision.
+        # fp32 products run as bf16 passes on the same unit, so both precisions have one peak.
         return tpu.peak_of(tpu.kind_here()) if self._device_type == "TPU" else None
 
     def describe(self) -> str:
@@ -370,7 +373,7 @@ class XlaBackend(Backend):
     # -- checkpoints ------------------------------------------------------------------
 
     def state(self, *, with_optimizer: bool = True) -> State:
-        """Copy the state to the host, each device tensor as its parts in the plain model."""
+        """Copy the state to the host, under the names of the plain model."""
         xm.wait_device_ops()
         model: dict[str, torch.Tensor] = {}
         optimizer: dict[str, dict[str, torch.Tensor]] = {}
@@ -386,7 +389,7 @@ class XlaBackend(Backend):
             model |= values
             state = self._optimizer.state.get(parameter, {}) if with_optimizer else {}
             for entry, tensor in state.items():
-                if entry == "step":  # one number for all
+                if entry == "step":  # one number for all plain parameters
                     step = tensor.cpu()
                     origins.append((name, tensor, [step] * len(values)))
                     copies: dict[str, torch.Tensor] = dict.fromkeys(values, step)
@@ -419,7 +422,7 @@ class XlaBackend(Backend):
         torch_xla.sync(wait=True)
 
 
-# -- device memory in use: reading it never ends a run or delays it -----------------------
+# -- device memory in use: reading it never fails or delays a run --------------------------
 
 
 _READ_LIBTPU = """
@@ -432,16 +435,16 @@ for _ in sys.stdin:
     metrics = [tpumonitoring.get_metric(f"hbm_capacity_{kind}") for kind in ("usage", "total")]
     print(json.dumps([list(metric.data()) for metric in metrics]), flush=True)
 """
-"""A program (project's folder, parent): for each line of its input it prints, of all devices, the
-bytes in use and the bytes that there are."""
+"""A program (arguments: project folder, parent pid) that prints, for each line on its stdin, the
+bytes in use and the total bytes of all devices."""
 
 
 class DeviceMemory:
-    """Reads figures of torch_xla, or of libtpu where torch_xla has none: 2.9 under SPMD
-    (pytorch/xla issue #9022).
+    """Reads device memory from torch_xla, or from libtpu if torch_xla does not provide it, as 2.9
+    under SPMD (pytorch/xla issue #9022).
 
-    libtpu's metrics are read in a process of their own, because libtpu ends the process that has
-    loaded it if one of its checks fails. An answer is logged a log step later.
+    libtpu's metrics are read in a separate process, because libtpu aborts the process that has
+    loaded it if one of its checks fails. Its values are logged one log step later.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -452,7 +455,7 @@ class DeviceMemory:
         self._waits = False
 
     def read(self) -> dict[str, int]:
-        """Return the bytes in use as ``training.backend.Backend.memory`` does."""
+        """Return the bytes in use, as ``training.backend.Backend.memory``."""
         if not self._is_known:
             return {}
         if self._libtpu is None:
@@ -460,7 +463,7 @@ class DeviceMemory:
                 info = xm.get_memory_info(self._device)
                 names = {"used": "bytes_used", "peak": "peak_bytes_used", "limit": "bytes_limit"}
                 return {name: info[key] for name, key in names.items() if key in info}
-            except Exception:  # noqa: BLE001 - torch_xla does not say what it raises
+            except Exception:  # noqa: BLE001 - torch_xla does not document what it raises
                 arguments = [str(Path(__file__).resolve().parents[1]), str(os.getpid())]
                 self._libtpu = subprocess.Popen(
                     [sys.executable, "-P", "-c", _READ_LIBTPU, *arguments],
@@ -468,7 +471,7 @@ class DeviceMemory:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
                     text=True,
-                    start_new_session=True,  # signals to the run's group are not for it
+                    start_new_session=True,  # do not receive signals to the run's process group
                 )
         if self._waits:  # the last answer is overdue
             return {}
@@ -479,13 +482,13 @@ class DeviceMemory:
     def _ask(self, libtpu: subprocess.Popen[str]) -> None:
         assert libtpu.stdin
         assert libtpu.stdout
-        try:  # the fullest device: libtpu has a text for each
+        try:  # take the fullest device; libtpu returns a string for each
             libtpu.stdin.write("\n")
             libtpu.stdin.flush()
             answer = json.loads(libtpu.stdout.readline())
             used, total = ([int(float(text)) for text in texts] for texts in answer)
             most, limit = max(zip(used, total, strict=True), default=(0, 0))
             self._newest = {"used": most, "limit": limit} if limit else {}
-        except (OSError, TypeError, ValueError):  # also where the process has ended
+        except (OSError, TypeError, ValueError):  # including an exited process
             self._newest = {}
         self._waits = False

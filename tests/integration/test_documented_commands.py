@@ -163,7 +163,10 @@ RUN: dict[str, Run] = {
         long=True,
     ),
     "python3 run_vit_training.py --plan @recipes/dinov3_7b.args": Run(
-        (r"^v6e:16x16 +256 .* arithmetic$", r"^fastest: .*, by arithmetic, not compiled$"),
+        (
+            r"^v6e:16x16 +256 .* arithmetic$",
+            r"^fastest: .*, estimated by arithmetic, not compiled$",
+        ),
         leaves=("runs/plan/tpu.png",),
         long=True,
     ),
@@ -196,10 +199,10 @@ RUN: dict[str, Run] = {
         long=True,
     ),
     "python benchmarks/data.py --repeats": Run(
-        (r"^  ratio a core \d\.\d\d",), long=True, shorter="--repeats 1 --seconds 1"
+        (r"^  ratio per core \d\.\d\d",), long=True, shorter="--repeats 1 --seconds 1"
     ),
     "python benchmarks/data.py --crops": Run(
-        (r"^  ratio a core \d\.\d\d",), long=True, shorter="--repeats 1 --seconds 1"
+        (r"^  ratio per core \d\.\d\d",), long=True, shorter="--repeats 1 --seconds 1"
     ),
     "python benchmarks/checkpoint.py": Run(
         (r"\| fsdp2 \| 5 MB/s \|",), long=True, shorter="--repeats 1"
@@ -230,7 +233,7 @@ RUN: dict[str, Run] = {
             r"^slice +v5p:4x4x8, 128 chips$",
             r"^model +10,077,917,160 parameters, global batch 1024$",
             r"^verdict +fits, ",
-            r"^HBM a chip, peak +3\.\d\d GiB of 95\.74 GiB$",
+            r"^peak HBM per chip +3\.\d\d GiB of 95\.74 GiB$",
             r"^highest MFU +8\d\.\d %$",
             r"^expected images/s +\d{4}$",
         ),

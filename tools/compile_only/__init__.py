@@ -1,1 +1,1 @@
-"""``--compile_only``: what the TPU compiler says of the training step, without a TPU."""
+"""``--compile_only``: compile the training step with the TPU compiler, without a TPU."""

@@ -1,4 +1,4 @@
-"""``--compile_only``: trace the training step, compile it for a TPU slice, print the figures."""
+"""``--compile_only``: trace the training step, compile it for a TPU slice, print a report."""
 
 import json
 import math
@@ -52,10 +52,12 @@ def compile_step(config: RunConfig, xla: XlaConfig) -> int:
     Raises UsageError."""
     libtpu_args = os.environ.get(tpu.VARIABLE, "")  # before torch_xla adds its own
     if not xla.tpu_topology:
-        raise UsageError(f"--compile_only requires --tpu_topology. Known, for example: {KNOWN}")
+        raise UsageError(
+            f"--compile_only requires --tpu_topology, such as v5e:4x4; shapes by kind: {KNOWN}"
+        )
     if "," in xla.tpu_topology:
         raise UsageError(
-            f"--compile_only takes one slice, not {xla.tpu_topology}: --plan takes several"
+            f"--compile_only accepts one slice, not {xla.tpu_topology}: use --plan for several"
         )
     compiler.check_installed("--compile_only")
     private_modules = (torch_xla_private, jax_private, timm_private)
@@ -68,8 +70,8 @@ def compile_step(config: RunConfig, xla: XlaConfig) -> int:
     )
     if is_broken and run.config.sharding.grad_ckpt != "full":
         raise UsageError(
-            "--compile_only with a broken graph requires --grad_ckpt full: of activations that are "
-            "saved, PyTorch does not show all"
+            "--compile_only with a broken graph requires --grad_ckpt full: PyTorch does not expose "
+            "all saved activations"
         )
     newer = tpu.takes_newer_libtpu(xla.tpu_compiler, topology)
     libtpu = tpu.NEWER_LIBTPU if newer else version("libtpu")
@@ -80,7 +82,9 @@ def compile_step(config: RunConfig, xla: XlaConfig) -> int:
         except FileExistsError:
             raise UsageError(f"--hlo_dir {xla.hlo_dir} is a file, not a folder") from None
         except OSError as error:
-            raise UsageError(f"--hlo_dir {xla.hlo_dir} cannot be made: {error.strerror}") from None
+            raise UsageError(
+                f"--hlo_dir {xla.hlo_dir} cannot be created: {error.strerror}"
+            ) from None
 
     # Trace.
     parameters, batch_size = run.model.parameter_count, run.config.data.batch_size
@@ -299,9 +303,9 @@ def as_table(report: dict[str, Any]) -> str:
     if report["fits"]:
         verdict = f"fits, {to_spare:.1f} GB to spare"
     elif to_spare > 0:  # the user has set a limit
-        verdict = "does not fit in what LIBTPU_INIT_ARGS leaves"
+        verdict = "does not fit within the limit that LIBTPU_INIT_ARGS sets"
     else:
-        verdict = f"does not fit by {-to_spare:.1f} GB or more"
+        verdict = f"does not fit, needs at least {-to_spare:.1f} GB more"
     slices, chips, several = report["slices"], report["chips"], report["graphs"] > 1
     devices = report["devices"]
     unit = "chip" if devices == chips else "device"
@@ -315,43 +319,43 @@ def as_table(report: dict[str, Any]) -> str:
         "sharding": report["sharding"],
     }
     if several:
-        rows["graphs a step"] = (
-            f"{report['graphs']}, {report['distinct_graphs']} different; below, memory "
-            "of the largest, all else of the step"
+        rows["graphs per step"] = (
+            f"{report['graphs']}, {report['distinct_graphs']} distinct; memory below: largest "
+            "graph, all else: whole step"
         )
     rows |= {
         "verdict": verdict,
-        f"HBM a {unit}, peak": f"{gib('peak_hbm_bytes')} of {gib('hbm_capacity_bytes')}",
+        f"peak HBM per {unit}": f"{gib('peak_hbm_bytes')} of {gib('hbm_capacity_bytes')}",
         "  arguments": gib("argument_bytes"),
-        "  of these, state": gib("state_bytes"),
+        "    of which state": gib("state_bytes"),
         "  outputs": gib("output_bytes"),
         "  temporaries": gib("temporary_bytes"),
     }
     if several:
-        rows["  resident beside it"] = gib("resident_bytes")
-    rows["FLOPs a chip"] = f"{report['flops_per_chip']:.3e}, at peak {ms('compute_s')}"
+        rows["  other resident data"] = gib("resident_bytes")
+    rows["FLOPs per chip"] = f"{report['flops_per_chip']:.3e}, {ms('compute_s')} at peak"
 
     if report["expected_step_s"] is not None:
-        rows[f"HBM traffic a {unit}"] = f"{gib('hbm_bytes')}, at peak {ms('hbm_s')}"
-        rows[f"collectives a {unit}"] = f"at peak {ms('collective_s')}"
+        rows[f"HBM traffic per {unit}"] = f"{gib('hbm_bytes')}, {ms('hbm_s')} at peak"
+        rows[f"collectives per {unit}"] = f"{ms('collective_s')} at peak"
         for kind, size in sorted(report["collective_bytes"].items()):
             count, asynchronous = (
                 report[name][kind] for name in ("collectives", "asynchronous_collectives")
             )
             rows[f"  {kind}"] = f"{size / _GIB:.2f} GiB in {count}, {asynchronous} asynchronous"
         if slices > 1:
-            rows["between slices (DCN)"] = f"{gib('dcn_bytes')}, at peak {ms('dcn_s')}"
+            rows["between slices (DCN)"] = f"{gib('dcn_bytes')}, {ms('dcn_s')} at peak"
         parts = {
             "kernels": "expected_kernels_s",
             "waiting for collectives": "expected_waiting_s",
-            "for DMA": "expected_dma_s",
-            "for the host's memory": "expected_host_s",
-            "for other slices": "expected_dcn_s",
+            "waiting for DMA": "expected_dma_s",
+            "waiting for host memory": "expected_host_s",
+            "waiting for other slices": "expected_dcn_s",
         }
         within = ", ".join(f"{text} {ms(name)}" for text, name in parts.items() if report[name])
-        how = "by the compiler's cycles" + (f"; of it {within}" if within else "")
+        how = "from the compiler's cycle counts" + (f": {within}" if within else "")
         if report["expected_unknown"]:
-            how += f"; {report['expected_unknown']} instructions by their bytes"
+            how += f"; {report['expected_unknown']} instructions estimated from their bytes"
         if report["topology"].startswith("tpu7x:"):
             error = "not compared with a measured step"
         elif report["topology"].startswith("v6e:"):

@@ -1,8 +1,7 @@
 """The TPU compiler, without a TPU: libtpu's compile-only client for a topology.
 
-libtpu ends its process where a check of its own fails, so each compilation runs in a process of
-its own. There it may be another version than the one that torch_xla requires, in a folder of its
-own.
+libtpu aborts its process if an internal check fails, so each compilation runs in a separate
+process. That process may use another libtpu version than torch_xla requires, from another folder.
 """
 
 import contextlib
@@ -44,7 +43,8 @@ def check_installed(mode: str) -> None:
     for name in ("torch_xla", "libtpu", "jax", "jaxlib"):
         if importlib.util.find_spec(name) is None:
             raise UsageError(
-                f"{mode} requires {name}: python3 -m pip install -r requirements-tpu.txt"
+                f"{mode} requires the package {name}: python3 -m pip install -r "
+                "requirements-tpu.txt"
             )
     environment.check_variables()
 
@@ -133,7 +133,7 @@ def devices_of(topology: Topology) -> list[Any]:
         devices = topologies.get_topology_desc(topology.name, "tpu", **options).devices
     except Exception as error:  # noqa: BLE001 - jaxlib's own type, of no public name
         raise UsageError(
-            f"--tpu_topology {topology.name}: libtpu knows no such slice ({_first_line(error)})"
+            f"--tpu_topology {topology.name}: libtpu rejects this slice ({_first_line(error)})"
         ) from None
     assert len(devices) == topology.devices, (len(devices), topology)
     return devices
@@ -222,7 +222,7 @@ def compile_graph(
             advice = "try another slice, batch size or mesh"
             if "preferred_offset" in why:  # docs/evidence/findings.md
                 advice = (
-                    "libtpu 0.0.21 does so where a step needs somewhat more HBM than there is: use "
+                    "libtpu 0.0.21 does so if a step needs slightly more HBM than a chip has: use "
                     "a smaller batch, --residual_dtype bf16, --mesh_tensor or more chips"
                 )
             raise UsageError(f"libtpu crashed on this step ({why}): {advice}") from None
@@ -249,11 +249,11 @@ def _compile(
             sizes = (value.size // tiles(arguments[n]) for n, value in graph.arguments.items())
             needed = hbm_needed(str(error), sum(sizes))
             if needed is None:
-                text = f"the TPU compiler refuses the step: {_first_line(error)}"
+                text = f"the TPU compiler rejects the step: {_first_line(error)}"
                 if "memory space vmem" in text:
                     limit = 32768 if topology.chip is CHIPS["tpu7x"] else 16384
                     flag = f"{VARIABLE}=--xla_tpu_scoped_vmem_limit_kib={limit}"
-                    text += f"; try {flag}, libtpu's own limit"
+                    text += f"; try libtpu's default limit, {flag}"
                 raise UsageError(text) from None
             seconds = time.perf_counter() - start
             capacity = topology.chip.hbm_bytes

@@ -1,7 +1,7 @@
-"""``--explain``: what a step's time is spent on, by instruction, module of the model, kind of work.
+"""``--explain``: where a step's time goes, by instruction, module of the model and kind of work.
 
-Names of modules are written into the graph while it is traced. Of the compiled module, the
-costliest instructions are given as a table or JSON, and the time by module as a picture.
+Module names are written into the graph while it is traced. The most expensive instructions of the
+compiled graph are shown as a table or JSON, and the time by module as a plot.
 """
 
 import re
@@ -307,10 +307,10 @@ def draw(costs: list[Cost], report: Mapping[str, Any], path: Path) -> None:
         axis.text(end, row, f" {end / total / 10:.1f} %", va="center", fontsize=8)
     axis.invert_yaxis()
     axis.set_xlim(0, 1.1 * max(left))
-    axis.set_xlabel("ms a step on each device, by the compiler's cycles")
+    axis.set_xlabel("ms per step on each device, from the compiler's cycle counts")
     axis.set_title(
         f"{report['parameters']:,} parameters, batch {report['batch_size']}, {report['topology']}: "
-        f"{total * 1e3:.4g} ms a step"
+        f"{total * 1e3:.4g} ms per step"
     )
     axis.legend(loc="lower right", fontsize=8)
     save_figure(figure, path)

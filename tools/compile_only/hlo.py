@@ -1,8 +1,8 @@
-"""What a module of XLA needs: bytes in HBM, bytes and numbers of collectives, FLOPs of products.
+"""The cost of an XLA module: HBM bytes, bytes and number of collectives, FLOPs of matrix products.
 
-Modules are read as text: the compiled one, which is what one device runs in the order of its
-schedule, and the traced one, of all devices together. XLA's own cost analysis counts the body of a
-loop once; here each computation counts as often as it runs.
+Modules are parsed from text: the compiled one, which one device runs in the order of its schedule,
+and the traced one, for all devices together. XLA's own cost analysis counts the body of a loop
+once; here each computation counts as often as it runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The program's own training step as graphs, with nothing allocated at the model's size.
+"""Traces the program's own training step into graphs, without allocating the model.
 
-The backend runs as it does in training, except that what would be data on the devices is a
-placeholder, and that a graph is saved where it would be run.
+The backend runs as in training, except that device data are placeholders and graphs are saved
+instead of executed.
 """
 
 import functools

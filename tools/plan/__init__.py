@@ -1,1 +1,1 @@
-"""``--plan``: which slice, and which flags, train a model at what cost."""
+"""``--plan``: find the slices and flags to train a model, with their time and cost."""

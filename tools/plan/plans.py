@@ -59,13 +59,13 @@ def read_prices(name: str | None) -> dict[str, Price]:
             for kind, table in tables.items()
         }
         if not prices or not all(0 <= price.per_hour < math.inf for price in prices.values()):
-            raise ValueError("no price, or one that cannot be")
+            raise ValueError("a price is missing or invalid")
     except OSError as error:
         raise UsageError(f"--price {path} cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UsageError(
-            f'--price {path} is not as {SHIPPED.name}, a table for each chip with its "price", '
-            f"dollars an hour: {str(error).splitlines()[0]}"
+            f"--price {path} must have a table per chip, as {SHIPPED.name}, with its "
+            f'"price" in dollars per hour: {str(error).splitlines()[0]}'
         ) from None
     return prices
 
@@ -98,7 +98,7 @@ def find_work(config: RunConfig, model: ModelSpec, train_images: int | None) -> 
     if train_images is not None:
         images, counted = train_images, "--train_images"
     elif data.data_source == "fake" or (is_in_files and not Path(data.data_dir).is_dir()):
-        images, counted = IMAGENET, "ImageNet's; --train_images is another number"
+        images, counted = IMAGENET, "ImageNet's; set --train_images for another number"
     else:
         channels, *size = model.sizes.input_shape
         classes, labels = model.sizes.num_classes, config.objective.uses_labels
@@ -113,7 +113,7 @@ def find_work(config: RunConfig, model: ModelSpec, train_images: int | None) -> 
         assert data.max_tokens_per_image is not None  # resolved
         in_sequence = min(packing.tokens // data.max_tokens_per_image, packing.images)
         images_a_step *= in_sequence
-        counted += f"; {in_sequence} images of {data.max_tokens_per_image} tokens a sequence"
+        counted += f"; {in_sequence} images of {data.max_tokens_per_image} tokens per sequence"
     if images < images_a_step:
         raise UsageError(
             f"{images:,} training images ({counted}) are fewer than --batch_size {batch_size}"
@@ -146,7 +146,7 @@ def read_request(
     """Return what the flags ask for, on hardware of these kinds. Raises UsageError."""
     prices = read_prices(plan.price)
     if not set(kinds) & set(prices):
-        raise UsageError(f"--price {plan.price} has none of {', '.join(kinds)}")
+        raise UsageError(f"--price {plan.price} has no price for any of {', '.join(kinds)}")
     resolve_common(config)  # for its checks
     replicas(config.sharding)  # the same
     config, model = resolve_model(config)
@@ -238,13 +238,13 @@ def print_plans(request: Request, plans: list[HardwarePlan], notes: list[str]) -
     picture, drawn = Path(request.plan.plan_dir) / "tpu.png", False
     if plans:
         with drawing(picture, lambda line: print(line, file=sys.stderr)):
-            _draw(plans, chosen, f"To train {title}", picture)
+            _draw(plans, chosen, f"Plans for training {title}", picture)
             drawn = True
     teacher_flops = sum(run.train_flops for run in model.runs if not run.learns)
     if teacher_flops:
         student_flops = model.train_flops_per_image - teacher_flops
         counted = f"{student_flops / 1e9:,.0f} and {teacher_flops / 1e9:,.0f}"
-        notes = [*notes, f"MFU counts student and teacher, {counted} billion FLOPs of an image"]
+        notes = [*notes, f"MFU counts student and teacher: {counted} billion FLOPs per image"]
     if request.config.use.json:
         report = {
             "work": asdict(work),
@@ -261,8 +261,8 @@ def print_plans(request: Request, plans: list[HardwarePlan], notes: list[str]) -
     print(f"{work.steps:,} steps, {work.images:,} training images ({work.counted})")
     print(*notes, sep="\n")
     if not plans:
-        within = f" in {request.plan.hours:g} hours" if request.plan.hours else ""
-        print(f"\nnothing fits{within}: more --chips_at_most, or other hardware")
+        within = f" within --hours {request.plan.hours:g}" if request.plan.hours else ""
+        print(f"\nnothing fits{within}: raise --chips_at_most, or use other hardware")
         return NOTHING_FITS
     rows = [_HEAD]
     for plan in sorted(plans[:_ROWS], key=lambda plan: (cost(plan), plan.expected_step_s)):
@@ -289,14 +289,14 @@ def print_plans(request: Request, plans: list[HardwarePlan], notes: list[str]) -
         )
         print("  ".join(cells).rstrip())
     if len(plans) > _ROWS:
-        print(f"and {len(plans) - _ROWS} more (--json has all)")
+        print(f"... and {len(plans) - _ROWS} more (--json lists all)")
     for name, plan in chosen.items():
         dollars = "no price" if plan.cost_usd is None else f"${plan.cost_usd:,.0f}"
-        by = "" if plan.compiled else ", by arithmetic, not compiled"
+        by = "" if plan.compiled else ", estimated by arithmetic, not compiled"
         print(f"\n{name}: {plan.hardware}, {plan.hours:,.1f} hours, {dollars}{by}")
         for action, command in plan.commands.items():
             print(f"  {action}: {command}")
-    print("\nprices of a chip for an hour (--price FILE has others):")
+    print("\nprices per chip-hour (override with --price FILE):")
     for kind in sorted({plan.kind for plan in plans}):
         price = request.prices.get(kind)
         known_price = f"${price.per_hour:.2f} ({price.date}; {price.source})" if price else "none"

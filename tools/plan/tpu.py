@@ -1,4 +1,4 @@
-"""``--plan`` for TPUs: search by arithmetic, ask the compiler about a few, print the plans."""
+"""``--plan`` for TPUs: search by arithmetic, compile a few candidates, print the plans."""
 
 import functools
 import hashlib
@@ -112,14 +112,14 @@ class Compilations:
                 os.killpg(child.pid, signal.SIGKILL)
                 raise
         code = child.returncode
-        last_line = (stderr.strip().splitlines() or ["no word"])[-1]
+        last_line = (stderr.strip().splitlines() or ["no output"])[-1]
         if code in (0, DOES_NOT_FIT):
             answer = json.loads(stdout.splitlines()[-1])
         elif code == _USAGE:
             answer = {"refused": last_line.partition("error: ")[2]}
         else:
             raise UsageError(
-                f"--plan: a compilation ended with code {code} ({last_line[:200]}): "
+                f"--plan: a compilation ended with exit code {code} ({last_line[:200]}): "
                 f"{' '.join(words)}"
             )
         path = self._path(words)
@@ -230,8 +230,8 @@ def plan_slices(config: RunConfig, xla: XlaConfig, plan: PlanConfig) -> int:
     options = [option for option in options if option.candidate.kind not in left_out]
     if not options:
         raise UsageError(
-            f"--batch_size {config.data.batch_size} cannot be divided over the devices of "
-            "any slice by these flags: change it, or --tpu_topology"
+            f"--batch_size {config.data.batch_size} cannot be divided among the devices of any "
+            "slice with these flags: change it, or --tpu_topology"
         )
     longest_s = (plan.hours or math.inf) * 3600 / request.work.steps
     search = Search(options, step_at_most_s=longest_s)
@@ -255,9 +255,10 @@ def plan_slices(config: RunConfig, xla: XlaConfig, plan: PlanConfig) -> int:
 
     fit = sum(answer.fits for answer in search.found.values())
     notes = [
-        f"{len(search.options):,} candidates fit by arithmetic or nearly, {len(search.found)} were "
-        f"compiled ({compilations.compiled} now, the others before), {fit} of them fit",
-        "seconds are the TPU compiler's expectation, no measurement (docs/compile_only.md)",
+        f"{len(search.options):,} candidates fit or nearly fit by arithmetic; "
+        f"{len(search.found)} of them were compiled ({compilations.compiled} now, the rest "
+        f"earlier), and {fit} of these fit",
+        "step times are the TPU compiler's estimates, not measurements (docs/compile_only.md)",
         *left_out.values(),
     ]
     return plans.print_plans(request, found_plans, notes)

@@ -1,9 +1,8 @@
-"""In which order the compiler is asked, so that few questions find the best plans.
+"""The order in which candidates are compiled, so that few compilations find the best plans.
 
-Each candidate has computed figures, and a correction with an uncertainty from those compiled so
-far. By turns the fastest, the cheapest and the smallest plan is looked for: the candidate is
-compiled that would be it if it were as good as it may be. When none may beat what is compiled, the
-search is over.
+Each candidate has estimated time and memory, corrected, with an uncertainty, by those compiled so
+far. The search takes turns at the fastest, the cheapest and the smallest plan, and compiles the
+candidate with the best optimistic estimate. It ends when no candidate can beat the compiled ones.
 """
 
 import math
@@ -114,7 +113,9 @@ def candidates(config: RunConfig, xla: XlaConfig, chips_at_most: int) -> Iterato
     ]
     if not topologies:
         fewest = min(parse_topology(name, dcn).chips for name in asked)
-        raise UsageError(f"--chips_at_most {chips_at_most}: the smallest slice has {fewest} chips")
+        raise UsageError(
+            f"--chips_at_most {chips_at_most} is too low: the smallest slice has {fewest} chips"
+        )
     # A field whose flag was given stays as it is, unless it is "auto".
     flags = flat(config, xla)
     tried = {
@@ -123,7 +124,7 @@ def candidates(config: RunConfig, xla: XlaConfig, chips_at_most: int) -> Iterato
     }
     if tried["grad_ckpt"][0] not in POLICIES:
         raise UsageError(
-            f"--plan knows --grad_ckpt {', '.join(POLICIES)}, not {flags['grad_ckpt']}"
+            f"--plan supports --grad_ckpt {', '.join(POLICIES)}, not {flags['grad_ckpt']}"
         )
     for topology, *values in product(topologies, *tried.values()):
         chosen = dict(zip(tried, values, strict=True))

@@ -1,1 +1,1 @@
-"""``--self_check``: a small run of the same form, compared with plain PyTorch."""
+"""``--self_check``: compare a small run with the user's flags with plain PyTorch."""

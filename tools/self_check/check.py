@@ -1,4 +1,4 @@
-"""The self-check, from its arguments to its verdict: a small run of the same form as the user's.
+"""The self-check: runs a small model with the user's flags and devices, and checks the results.
 
 ``prepare_self_check`` makes the small run (``small_run.py``). Every process then trains it on the
 devices and prints a table: it is compared with plain PyTorch (``reference.py``), the processes
@@ -100,7 +100,7 @@ def _self_check(asked: Run, data: DataSource, run: Run, backend: Backend) -> Non
     except UsageError:
         raise
     except Exception as error:
-        table.line(False, "crashed", f"in what would come here: {reason_of(error)}")
+        table.line(False, "crashed", f"in the next check: {reason_of(error)}")
         raise
     finally:
         watchdog.pause()
@@ -145,13 +145,13 @@ def _check_devices(
         f"model: {config.model.model}, {real.parameter_count:,} parameters, shrunk to "
         f"{run.model.parameter_count:,}: {sizes.depth} blocks, {sizes.embed_dim} wide, "
         f"{sizes.num_heads} head(s), {sizes.num_tokens} tokens; "
-        f"{run.config.data.batch_size} images a step"
+        f"{run.config.data.batch_size} images per step"
         + (f" in {passes} passes" if passes > 1 else "")
-        + ("; dropout off, its masks would differ" if drops else "")
-        + ("; updated by AdamW, all parameters alike" if other_updates else "")
+        + ("; dropout off, as its masks would differ" if drops else "")
+        + ("; AdamW with the same settings for all parameters" if other_updates else "")
     )
     table.say(
-        "figures: relative distance from plain PyTorch on the CPU, in brackets what is allowed"
+        "numbers: relative difference from plain PyTorch on the CPU, with the tolerance in brackets"
     )
 
     # A collective each way between the processes: sum, largest, and everyone's own value.
@@ -163,7 +163,7 @@ def _check_devices(
     ranks, hosts = zip(*exchange.gather([rank, socket.gethostname()]), strict=True)
     good = total.tolist() == [count * (count + 1) / 2, count] and largest == count - 1
     good &= ranks == tuple(range(count))
-    text = f"sum, largest and gather over {count} process(es) on {len(set(hosts))} host(s)"
+    text = f"sum, maximum and gather over {count} process(es) on {len(set(hosts))} host(s)"
     table.line(all(exchange.gather(good)), "hosts", text)
     watchdog.alive()
 
@@ -256,7 +256,7 @@ def check_rows(devices: Devices, table: CheckTable) -> None:
     for name, value in (("sum", totals["sum"][0]), ("mean", totals["mean"][0] * batch_size)):
         off = abs(value - expected) / rows.abs().mean().item()
         off = max(map(float, exchange.gather(repr(off))))
-        what = f"{name} over the devices of a batch of {batch_size}, a row as the unit"
+        what = f"{name} of a batch of {batch_size} across devices, in units of one row"
         table.within(f"rows, {name}", off, _ROW, what)
 
 
@@ -287,10 +287,14 @@ def check_numbers(
     everyone = exchange.gather([repr(number) for number in devices.losses + devices.norms])
     numbers = [[float(text) for text in of_process] for of_process in everyone]
     off = max(reference.apart(of_process, numbers[0]) for of_process in numbers)
-    what = f"apart, losses and norms of {len(numbers)} process(es)"
+    what = f"difference between the losses and norms of {len(numbers)} process(es)"
     table.within("processes agree", off, EQUAL, what)
     if checkpoints.folder is None:
-        table.line(None, "gradients", "nor moments and weights: they are read from a checkpoint")
+        table.line(
+            None,
+            "gradients",
+            "not checked, nor moments and weights: they are read from a checkpoint",
+        )
         return
     if not allowed:
         return
@@ -308,8 +312,8 @@ def check_numbers(
             start = expected[0].get(kind) if run.backend_config.keeps_fp32_weights else None
             far = reference.distance(found[update][kind], expected[update][kind], start)
             limit = allowed.state(update, kind, start)
-            figures.append((far.whole, limit.whole, "all together"))
-            figures.append((far.worst, limit.worst, f"the worst: {far.name}"))
+            figures.append((far.whole, limit.whole, "all tensors together"))
+            figures.append((far.worst, limit.worst, f"worst tensor: {far.name}"))
         # Print the one nearest to its limit; what is not finite is above any limit.
         off, most, which = max(
             figures, key=lambda f: f[0] / f[1] if math.isfinite(f[0]) else math.inf
@@ -324,7 +328,7 @@ def check_resuming(
     backend, path = devices.backend, folder_of(folder, UPDATES)
     if backend.is_main:
         sizes = [file.stat().st_size for file in path.iterdir() if file.is_file()]
-        text = f"{len(sizes)} files, {sum(sizes) / 1e6:,.1f} MB, checksums as in the manifest"
+        text = f"{len(sizes)} files, {sum(sizes) / 1e6:,.1f} MB, checksums match the manifest"
         table.line(True, "checkpoint written", text)
 
     first = devices.update(UPDATES + 1)
@@ -336,19 +340,19 @@ def check_resuming(
         one, other = checkpoints.states[UPDATES], checkpoints.states[UPDATES + 1]
         tensors = [(kind, name) for kind, of in one.items() for name in of]
         unlike = [(k, n) for k, n in tensors if not torch.equal(one[k][n], other[k][n])]
-        text = f"{len(tensors)} tensors loaded over those of another update: the same bits"
+        text = f"{len(tensors)} tensors bit-identical after loading them over a later state"
         if unlike:
             kind, name = unlike[0]
             text = (
-                f"{len(unlike)} of {len(tensors)} tensors differ once loaded and written again; "
-                f"the first: {kind} of {name}"
+                f"{len(unlike)} of {len(tensors)} tensors differ after loading and saving again; "
+                f"first: {kind} of {name}"
             )
         table.line(not unlike, "checkpoint read", text)
 
     again = devices.update(UPDATES + 1)
     off = reference.apart(list(again), list(first))
     everyone = exchange.gather(repr(off))
-    what = "apart, loss and norm of an update before and after the loading"
+    what = "difference of an update's loss and norm before and after loading"
     allowed = max(EQUAL, backend.unit_roundoff())  # GPUs may sum in another order
     table.within("resumed", max(map(float, everyone)), allowed, what)
 
@@ -380,7 +384,7 @@ def own_folder(run: Run, backend: Backend, table: CheckTable) -> Iterator[Path |
                         ) from None
         except (RunFailed, UsageError) as error:
             problem = str(error)
-        text = problem or f"{ckpt_dir} can be written to, and is no other job's"
+        text = problem or f"{ckpt_dir} is writable and not in use by another job"
         table.line(not problem, "checkpoint folder", text)
         yield None if problem else folder
     finally:
@@ -436,7 +440,7 @@ class Checkpoints:
         state = {name: {kind: tensors[kind][name] for kind in MOMENTS} for name in weights}
         try:
             if problem := damage(path):
-                raise UsageError(f"the checkpoint that was written is damaged: {problem}")
+                raise UsageError(f"the checkpoint just written is damaged: {problem}")
             load_into(tree(State(weights, state, {}, tensors.get(TEACHER)), {}), path)
         except (OSError, ValueError, RuntimeError, dcp.CheckpointException) as error:
             raise UsageError(f"{path} cannot be read: {reason_of(error)}") from None

@@ -1,6 +1,6 @@
 """The reference of the self-check: the same updates in plain PyTorch on the CPU, unsharded.
 
-And what is allowed: how far rounding alone may take the devices from there.
+Also computes the tolerances: by how much rounding alone may change the devices' results.
 """
 
 import math

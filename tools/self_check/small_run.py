@@ -1,4 +1,4 @@
-"""The small run of the self-check: the user's flags and devices, a model and a batch of seconds."""
+"""The small run of the self-check: the user's flags and devices, with a tiny model and batch."""
 
 import hashlib
 import math
@@ -224,7 +224,7 @@ def shrink(run: Run) -> Run:
         model = open_model(run.model.name, run.model.overrides | small)
         model = with_additions(model, objective.objective, flat(objective))
     except ModelError as error:
-        text = f"--self_check cannot make --model {run.model.name} small"
+        text = f"--self_check cannot shrink --model {run.model.name}"
         raise UsageError(f"{text}: {error.told(MODEL_FLAG)}") from None
     small_run = replace(run, config=config, model=model, backend_config=run.backend_config.shrunk())
     if model.packing:

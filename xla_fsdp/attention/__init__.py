@@ -1,1 +1,1 @@
-"""Which product of attention a TPU computes, and the Pallas kernels of flash attention."""
+"""Attention on TPUs: which implementation a block uses, and the Pallas kernels."""

@@ -1,4 +1,4 @@
-"""Flash attention on TPUs (``--attention flash``): no matrix of scores in HBM.
+"""Flash attention on TPUs (``--attention flash``): attention scores are never stored in HBM.
 
 Pallas kernels (``pallas.py``) hold a block of queries and a block of keys in vector memory. They
 take (batch, tokens, heads x width), as the products beside attention write and read. What a model

@@ -1,4 +1,4 @@
-"""Attention where several devices share the tokens of an image, along "domain"."""
+"""Attention across devices that share the tokens of an image, along the mesh axis "domain"."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Attention of short sequences on TPUs (``--attention whole``): no score in HBM.
+"""Attention for short sequences on TPUs (``--attention whole``): no attention scores in HBM.
 
-As ``flash.py``, with Pallas kernels that hold whole sequences in vector memory.
+Like ``flash.py``, but its Pallas kernels hold whole sequences in vector memory.
 """
 
 import functools
@@ -122,7 +122,7 @@ def use_whole(
         attn: Any, qkv: Qkv, rope: torch.Tensor | None, segments: torch.Tensor | None
     ) -> torch.Tensor:
         if not (segments is None or is_segments(segments)):
-            raise NotImplementedError("attention has no mask but segments here")
+            raise NotImplementedError("whole attention supports no mask other than segments")
         return attend(attn, qkv, rope, segments, shards=shards, save=save)
 
     for part in attentions(module):

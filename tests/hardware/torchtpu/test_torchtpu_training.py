@@ -29,7 +29,7 @@ from tests.support.native_images import flags, write_images
 def test_compiled_blocks(tiny_on_tpu, tiny_on_gpu):
     assert_same_training(tiny_on_tpu, tiny_on_gpu)
     told = tiny_on_tpu.run_file["backend"]
-    assert told.startswith("TPU: 1 cpu device(s), TorchTPU, FSDP2 ZeRO-3, each block a unit")
+    assert told.startswith("TPU: 1 cpu device(s), TorchTPU, FSDP2 ZeRO-3, one unit per block")
     assert told.endswith("torch.compile")
 
 

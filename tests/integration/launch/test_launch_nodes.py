@@ -164,7 +164,7 @@ def test_a_process_that_never_comes(tmp_path):
         told = [line for line in stderr.splitlines() if line.startswith(beginning)]
         assert len(told) == 2, stderr
         assert told[0].startswith(f"{beginning}waiting for {who}, ")
-        assert told[1].startswith(f"{beginning}{who} did not come within 11 s (JOIN_TIMEOUT)")
+        assert told[1].startswith(f"{beginning}{who} did not join within 11 s (JOIN_TIMEOUT)")
         assert "Traceback" not in stderr
 
 
@@ -313,7 +313,7 @@ def test_a_host_that_never_starts_the_tpu_runtime(tmp_path):
     )
     flags = ["--fake_data", "--batch_size", "8", "--ckpt_dir", tmp_path / "run"]
     run = start(sys.executable, "-c", program, *flags, **slice_of_two)
-    told = "all 2 hosts of the slice, of which this is 1 (0: a, ... 1: b)"
+    told = "all 2 hosts of the slice; this is host 1 (0: a, ... 1: b)"
     read_until(run, told)
     read_until(run, told)
     run.send_signal(signal.SIGINT)

@@ -112,7 +112,7 @@ def test_families_on_forms(family, form, tmp_path):
         ),
         (
             "--model timm/vit_small_patch16_dinov3 --backend cuda --block te",
-            "cannot be this model's blocks: its blocks are of timm's EvaBlock, not Block",
+            "does not support this model: its blocks are of timm's EvaBlock, not Block",
         ),
     ],
 )

@@ -173,7 +173,7 @@ def test_sparse_cores_of_tpu7x_gather_and_scatter(tpu7x):
     assert scattered == pytest.approx(2 * weights * 7 / 8, rel=0.25)
     for kind in ("all-gather", "reduce-scatter"):
         assert tpu7x["asynchronous_collectives"][kind] >= 0.9 * tpu7x["collectives"][kind]
-    assert "HBM a device, peak" in as_table(tpu7x)
+    assert "peak HBM per device" in as_table(tpu7x)
     assert re.search(r"^slice +tpu7x:2x2x1, 4 chips, 8 devices$", as_table(tpu7x), re.MULTILINE)
 
 
@@ -328,7 +328,7 @@ def test_crash_of_libtpu_is_told():
     done = run_program(*where, "--model", "vit_120b", "--batch_size", "512")
     assert done.returncode == 2
     assert "error: libtpu crashed on this step (Check failed: preferred_offset" in done.stderr
-    assert "more HBM than there is: use a smaller batch" in done.stderr
+    assert "more HBM than a chip has: use a smaller batch" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -360,4 +360,4 @@ def test_report_without_the_graphs_after_one_that_does_not_fit():
     assert report["flops_per_chip"] == (4e12 + 2 * 6e12) / 4
     assert report["hbm_bytes"] is report["collectives"] is None
     assert report["roofline_step_s"] is report["expected_step_s"] is None
-    assert "does not fit by 5.6 GB or more" in as_table(report)
+    assert "does not fit, needs at least 5.6 GB more" in as_table(report)

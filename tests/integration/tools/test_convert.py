@@ -222,14 +222,16 @@ def test_mistakes(trained, weights, tmp_path, capsys):
         assert "is a URL: give a place on this machine" in capsys.readouterr().err
     (tmp_path / "there.pt").write_text("mine")
     source = trained.ckpt_dir / "step_2"
-    assert said(source, tmp_path / "there.pt").endswith("there already: name another, or remove it")
+    assert said(source, tmp_path / "there.pt").endswith(
+        "there.pt already exists: use another name, or remove it"
+    )
     assert (tmp_path / "there.pt").read_text() == "mine"
-    assert "give --to dcp or --to safetensors" in said(source, tmp_path / "x")
+    assert "or --to dcp or --to safetensors" in said(source, tmp_path / "x")
     assert "--to dcp is incompatible with" in said(source, tmp_path / "x.pt", "--to", "dcp")
-    assert "make it first" in said(source, tmp_path / "none" / "x.pt")
+    assert "create it first" in said(source, tmp_path / "none" / "x.pt")
     assert "no such checkpoint, folder or file" in said(tmp_path / "none", tmp_path / "x.pt")
     size = ("--max_shard_size", "1GB")
-    assert "--max_shard_size is for a folder" in said(source, tmp_path / "x.pt", *size)
+    assert "--max_shard_size requires a folder" in said(source, tmp_path / "x.pt", *size)
     assert "is neither a checkpoint nor the folder of a run" in said(tmp_path, tmp_path / "x.pt")
     assert "cannot read the checkpoint" in said(tmp_path / "there.pt", tmp_path / "x.safetensors")
     torch.save({"a": torch.ones(2), "b": print}, tmp_path / "code.pt")

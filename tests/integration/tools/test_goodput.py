@@ -180,7 +180,7 @@ def test_mistakes(tmp_path, capsys):
         main(["gs://bucket/run"])
     assert "gs://bucket/run is a URL: give a place on this" in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    assert f"{tmp_path} has no events.jsonl, which runs of earlier versions" in said(tmp_path)
+    assert f"{tmp_path} has no events.jsonl, which earlier versions did not" in said(tmp_path)
     (tmp_path / EVENTS_FILE).write_text('{"event": "start", "time": 3}\n')
     assert "events.jsonl cannot be read" in said(tmp_path)
     write_events(tmp_path / "run", *two_starts()[:1])
@@ -262,8 +262,8 @@ def test_mistakes_of_a_forecast(tmp_path, capsys):
         return line.removeprefix("tools.goodput: error: ")
 
     assert error() == "give a RUN_DIR, or --chips, --save_s and --restart_s for a forecast"
-    assert "for a forecast: give --chips" in error("--save_s", 3)
-    missing = "give --save_s and --restart_s, or a RUN_DIR that has measured it"
+    assert error("--save_s", 3) == "--save_s and --restart_s require --chips"
+    missing = "set --save_s and --restart_s, or give a RUN_DIR with measurements"
     assert error("--chips", 8) == missing
     write_events(tmp_path, *two_starts()[:2])
     assert error(tmp_path, "--chips", 8) == missing

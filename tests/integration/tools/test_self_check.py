@@ -182,7 +182,7 @@ def test_folder_of_a_run_stays_as_it_is_and_another_job_is_noticed(tmp_path):
         (
             "--model timm/vit_base_patch16_sapiens2 --image_size 64 --patch_size 16 "
             "--embed_dim 768 --num_heads 12 --num_blocks 12",
-            "--self_check cannot make --model timm/vit_base_patch16_sapiens2 small: timm cannot",
+            "--self_check cannot shrink --model timm/vit_base_patch16_sapiens2: timm cannot",
         ),
         ("--batch_size 15 --cpu_devices 2", "no multiple of the 2 devices"),
     ],

@@ -24,7 +24,7 @@ def test_same_losses_as_xla(tmp_path):
     ("processes", "flags", "told"),
     [
         (1, "--grad_ckpt selective", "activation checkpointing selective"),
-        long(2, "", "ZeRO-3, each block a unit, mesh fsdp 2"),
+        long(2, "", "ZeRO-3, one unit per block, mesh fsdp 2"),
         long(2, "--zero_dp_strategy 2 --forward_prefetch 0 --backward_prefetch 0", "ZeRO-2"),
         (2, "--no_reshard_after_forward --no_grad_ckpt", "ZeRO-2"),
         long(2, "--zero_dp_strategy no_shard", "(no sharding), mesh dcn 2"),

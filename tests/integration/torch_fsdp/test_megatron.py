@@ -18,13 +18,13 @@ from tests.support.resuming import DROPOUT, EPOCHS_OF_5, assert_resumes_at_step_
 @pytest.mark.parametrize(
     ("processes", "flags", "told"),
     [
-        (1, "", "Megatron-FSDP ZeRO-3, each block a unit, fp32 weights, mesh"),
+        (1, "", "Megatron-FSDP ZeRO-3, one unit per block, fp32 weights, mesh"),
         long(2, "--zero_dp_strategy no_shard --no-overlap_grad_reduce", "no sharding"),
         (2, "--zero_dp_strategy 1 --no-overlap_param_gather --no-overlap_grad_reduce", "ZeRO-1"),
         (2, "--no_reshard_after_forward --no_grad_ckpt", "ZeRO-2"),
         long(2, "--zero_dp_strategy 3 --meta_init", "fp32 weights, meta init"),
         long(2, "--dp_outer 2 --zero_dp_strategy 2", "mesh dcn 2"),
-        long(4, "--dp_outer 2 --outer_dp_sharding_strategy optim", "optimizer sharded over dcn"),
+        long(4, "--dp_outer 2 --outer_dp_sharding_strategy optim", "state also sharded over dcn"),
         long(4, "--dp_outer 2 --meta_init", "mesh dcn 2 x fsdp 2"),
         # Accumulating over micro-batches equals the large batch, too.
         long(2, "--zero_dp_strategy 1 --no-overlap_grad_reduce --grad_accum_steps 2", "ZeRO-1"),
@@ -36,7 +36,7 @@ from tests.support.resuming import DROPOUT, EPOCHS_OF_5, assert_resumes_at_step_
                 (
                     4,
                     "--dp_outer 2 --outer_dp_sharding_strategy 1 --grad_accum_steps 2",
-                    "over dcn too",
+                    "also sharded over dcn",
                 ),
             )
         ),

@@ -79,8 +79,8 @@ def test_with_megatron(flags, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--block te --compile", "has no --compile"),
-        ("--block te --grad_ckpt selective", "has no --grad_ckpt selective"),
+        ("--block te --compile", "does not support --compile"),
+        ("--block te --grad_ckpt selective", "does not support --grad_ckpt selective"),
         ("--block te --init_values 1e-5", "it has layer scale (--init_values): use --block"),
         ("--block te --no-qkv_bias", "its --qkv_bias is not as its --proj_bias"),
         ("--block te --mlp_dropout 0.1", "it has --mlp_dropout"),
@@ -99,7 +99,7 @@ def test_slow_attention_is_refused(stand_in, monkeypatch):
     monkeypatch.setattr(STAND_IN.DotProductAttention, "fused", False)
     flags = [*TINY_MODEL, "--batch_size", "16", "--block", "te"]
     on_gpus(flags)
-    with pytest.raises(UsageError, match="no fused attention for heads of 16 in bf16 here"):
+    with pytest.raises(UsageError, match="no fused attention for heads of width 16 in bf16 on"):
         on_gpus([*flags, "--precision", "bf16"])
     assert "NVTE_UNFUSED_ATTN" not in os.environ
     monkeypatch.setenv("NVTE_UNFUSED_ATTN", "1")
@@ -140,5 +140,5 @@ def test_fp8_batch(stand_in, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     on_gpus(flags)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match="24 images a pass and GPU x 197 tokens"):
+    with pytest.raises(UsageError, match="24 images per pass and GPU x 197 tokens"):
         on_gpus(flags)

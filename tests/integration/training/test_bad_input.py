@@ -31,14 +31,14 @@ def complaint(capsys, ckpt_dir, *flags):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--compile_only", "--compile_only requires --tpu_topology. Known, for example: v4: 2x2x1"),
-        ("--compile_only --tpu_topology v9:4x4", "--tpu_topology v9:4x4 is unknown. Known, for"),
-        ("--compile_only --tpu_topology v5p:4x4", "v5p:4x4 is not v5p:AxBxC, chips a side: v5p"),
-        ("--compile_only --tpu_topology v5e:3x5", "v5e:3x5: there is no such slice (several"),
-        ("--compile_only --tpu_topology v5e:1000x1000", "v5e:1000x1000: there is no such slice"),
+        ("--compile_only", "--compile_only requires --tpu_topology, such as v5e:4x4; shapes by"),
+        ("--compile_only --tpu_topology v9:4x4", "--tpu_topology v9:4x4: unknown kind of TPU"),
+        ("--compile_only --tpu_topology v5p:4x4", "v5p:4x4 must be v5p:AxBxC, the number of"),
+        ("--compile_only --tpu_topology v5e:3x5", "v5e:3x5 does not exist (for several"),
+        ("--compile_only --tpu_topology v5e:1000x1000", "v5e:1000x1000 does not exist"),
         (
             "--compile_only --tpu_topology tpu7x:2x2x1 --tpu_compiler installed",
-            "tpu7x:2x2x1 requires --tpu_compiler 0.0.52: libtpu 0.0.21, which is installed, does",
+            "tpu7x:2x2x1 requires --tpu_compiler 0.0.52: the installed libtpu 0.0.21 does not",
         ),
         ("--compile_only --tpu_topology v5e:2x2 --tpu_compiler 0.0.1", "invalid choice: '0.0.1'"),
         ("--compile_only --tpu_topology v5e:4x4 --hlo_dir setup.cfg", "--hlo_dir setup.cfg is a f"),
@@ -48,7 +48,7 @@ def complaint(capsys, ckpt_dir, *flags):
         ),
         (
             "--compile_only --tpu_topology v5e:2x4 --grad_ckpt offload --no-scan_blocks",
-            "--grad_ckpt offload requires scanned blocks, here is --no-scan_blocks: use --gr",
+            "does not have (--no-scan_blocks): use --grad_ckpt full",
         ),
         ("--grad_ckpt offload --mark_step_after_forward", "--grad_ckpt offload is incompatible"),
         ("--backend cuda --fsdp fsdp2 --grad_ckpt offload", "--grad_ckpt offload requires --backe"),
@@ -74,13 +74,16 @@ def complaint(capsys, ckpt_dir, *flags):
         ("--backend xla --dp_outer 2", "--mesh_fsdp 1 x --mesh_tensor 1 is not the 1"),
         ("--precision fp16", "--precision fp16 requires --backend cuda"),
         ("--profile 3", "'3' is not FIRST:LAST"),
-        ("--zero_dp_strategy 4", "'4' is none of 0, 1, 2, 3, no_shard, optim"),
-        ("--xla_fsdp nested --cpu_devices 2", "nested FSDP runs on 1 CPU device"),
+        ("--zero_dp_strategy 4", "'4' is not one of 0, 1, 2, 3, no_shard, optim"),
+        (
+            "--xla_fsdp nested --cpu_devices 2",
+            "--xla_fsdp nested is incompatible with --cpu_devices 2",
+        ),
         ("--mesh_tensor 4 --cpu_devices 4", "--mesh_tensor 4 does not divide --num_heads 2"),
         ("--mesh_tensor 2 --cpu_devices 2 --mlp_ratio 1.05", "--mesh_tensor 2 does not divide"),
         ("--mesh_tensor 2 --cpu_devices 8 --batch_size 10", "--batch_size 10 (global) is no"),
         ("--mesh_dcn 2 --xla_fsdp nested", "--mesh_dcn requires --xla_fsdp spmd"),
-        ("--backend cuda --mesh_tensor 2", "--mesh_tensor 2 requires --backend xla, this is cuda"),
+        ("--backend cuda --mesh_tensor 2", "--mesh_tensor 2 requires --backend xla, not cuda"),
         ("--mesh_dcn 0", "must be at least 1 and at most 1000000000 (or slices)"),
         ("--mesh_dcn slice", "'slice' is not a whole number (or slices)"),
         ("--compile_only --tpu_topology v5e:2x2 --mesh_dcn slices", "--mesh_dcn slices requires -"),
@@ -125,19 +128,23 @@ def test_compile_only_without(package, capsys, tmp_path, monkeypatch):
     need_xla()
     monkeypatch.setitem(sys.modules, package, None)
     words = complaint(capsys, tmp_path / "ckpt", "--compile_only", "--tpu_topology", "v5e:2x2")
-    assert f"--compile_only requires {package}: python3 -m pip install -r requirements-tpu" in words
+    missing = f"requires the package {package}: python3 -m pip install -r requirements-tpu"
+    assert f"--compile_only {missing}" in words
     words = complaint(capsys, tmp_path / "ckpt", "--plan")
-    assert f"--plan requires {package}: python3 -m pip install -r requirements-tpu" in words
+    assert f"--plan {missing}" in words
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--zero_dp_strategy 1", "--fsdp fsdp2 has no --zero_dp_strategy 1"),
-        ("--zero_dp_strategy 0 --dp_outer 2", "--mesh_dcn shapes sharding"),
+        ("--zero_dp_strategy 1", "--fsdp fsdp2 does not support --zero_dp_strategy 1"),
+        (
+            "--zero_dp_strategy 0 --dp_outer 2",
+            "--mesh_dcn is incompatible with --zero_dp_strategy 0",
+        ),
         ("--run_without_fsdp --zero_dp_strategy 3", "means --zero_dp_strategy 0, not 3"),
-        ("--outer_dp_sharding_strategy 2", "is 0 (no_shard) or 1 (optim), not 2"),
-        ("--no-meta_init", "requires --fsdp megatron, this is fsdp2"),
+        ("--outer_dp_sharding_strategy 2", "must be 0 (no_shard) or 1 (optim), not 2"),
+        ("--no-meta_init", "requires --fsdp megatron, not fsdp2"),
         ("--fsdp megatron", "--fsdp megatron requires CUDA: on the CPU use --fsdp fsdp2"),
         ("--cpu_offload", "--cpu_offload requires CUDA"),
         ("--precision fp16", "--precision fp16 requires CUDA"),
@@ -157,10 +164,10 @@ def test_gpu_flags(flags, words, capsys, tmp_path, monkeypatch):
     ("flags", "words"),
     [
         ("--zero_dp_strategy 0 --meta_init", "--meta_init requires --zero_dp_strategy 1, 2 or 3"),
-        ("--reduce_dtype bf16 --dp_outer 4", "requires --mesh_fsdp of 2 or more"),
+        ("--reduce_dtype bf16 --dp_outer 4", "requires --mesh_fsdp 2 or more"),
         (
             "--no_preserve_fp32_weights --precision bf16 --reduce_dtype bf16 --objective dino",
-            "is incompatible with --objective dino, whose teacher is an average in fp32",
+            "is incompatible with --objective dino, whose teacher is an fp32 average",
         ),
     ],
 )
@@ -175,7 +182,7 @@ def test_megatron_flags(flags, words, capsys, tmp_path, monkeypatch):
 def test_neither_cuda_nor_gloo(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.distributed.is_gloo_available", lambda: False)
     line = complaint(capsys, tmp_path / "ckpt", "--backend", "cuda")
-    assert "no CUDA device here, nor PyTorch with gloo" in line
+    assert "no CUDA device found, and this PyTorch lacks gloo" in line
 
 
 def test_wandb_is_not_installed(capsys, tmp_path, monkeypatch):

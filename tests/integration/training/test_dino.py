@@ -118,12 +118,12 @@ def test_other_weights_temperatures_and_momenta(train, tmp_path):
 @pytest.mark.parametrize(
     ("processes", "flags", "told"),
     [
-        long(2, "", "Megatron-FSDP ZeRO-3, each block a unit, fp32 weights, mesh fsdp 2"),
+        long(2, "", "Megatron-FSDP ZeRO-3, one unit per block, fp32 weights, mesh fsdp 2"),
         long(1, "--zero_dp_strategy 2 --grad_ckpt none", "ZeRO-2"),
         long(2, "--zero_dp_strategy 2 --grad_ckpt selective", "ZeRO-2"),
         long(2, "--zero_dp_strategy 0 --no-overlap_grad_reduce", "no sharding"),
         long(4, "--mesh_dcn 2", "mesh dcn 2 x fsdp 2"),
-        long(4, "--mesh_dcn 2 --outer_dp_sharding_strategy 1", "optimizer sharded over dcn too"),
+        long(4, "--mesh_dcn 2 --outer_dp_sharding_strategy 1", "optimizer state also sharded"),
     ],
 )
 def test_megatron(processes, flags, told, expected, tmp_path):

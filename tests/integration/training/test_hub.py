@@ -363,7 +363,7 @@ def test_a_folder_is_pushed(server, hub_here, tmp_path, monkeypatch, capsys):
         (tmp_path / "weights" / name).write_bytes(content)
     words = [str(tmp_path / "weights"), "hf-hub:us/new"]
     assert convert(words) == 2
-    assert "give --push, too" in capsys.readouterr().err
+    assert "requires --push" in capsys.readouterr().err
     assert convert([*words, "--push"]) == 2
     assert "log in with `hf auth login` or HF_TOKEN" in capsys.readouterr().err
     monkeypatch.setenv("HF_TOKEN", TOKEN)
@@ -379,7 +379,7 @@ def test_a_folder_is_pushed(server, hub_here, tmp_path, monkeypatch, capsys):
     put(server, "us/seen", files)
     capsys.readouterr()
     assert convert([words[0], "hf-hub:us/seen", "--push"]) == 2
-    assert "is there already, and public" in capsys.readouterr().err
+    assert "already exists and is public" in capsys.readouterr().err
     assert convert([words[0], "hf-hub:us/seen", "--push", "--public"]) == 0
     assert convert([words[0], "hf-hub:us/open", "--push", "--public"]) == 0
     assert not server.repositories["us/open"].private

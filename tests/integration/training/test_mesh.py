@@ -134,7 +134,9 @@ def two_slices(monkeypatch):
 
 
 def test_replicas_follow_slices(two_slices, monkeypatch):
-    with pytest.raises(UsageError, match="--mesh_dcn 1 is no multiple of the 2 slices"):
+    with pytest.raises(
+        UsageError, match="--mesh_dcn 1 is not a multiple of 2, the number of slices"
+    ):
         on_xla("--batch_size 8")
     run = on_xla("--mesh_dcn slices --batch_size 8")
     assert run.mesh == Mesh(dcn=2, fsdp=4)
@@ -153,8 +155,8 @@ def test_one_slice_where_there_is_no_tpu():
     ("flags", "told"),
     [
         ("--mesh_dcn slices --batch_size 24", ""),
-        ("--mesh_dcn slices --batch_size 16", "on 3 slices, of --elastic 1:3: --batch_size 16"),
-        ("--mesh_dcn 2 --batch_size 24", "on 3 slices, of --elastic 1:3: --mesh_dcn 2 "),
+        ("--mesh_dcn slices --batch_size 16", r"with 3 slices \(--elastic 1:3\): --batch_size 16"),
+        ("--mesh_dcn 2 --batch_size 24", r"with 3 slices \(--elastic 1:3\): --mesh_dcn 2 "),
         ("--mesh_dcn slices --mesh_fsdp 4 --batch_size 24", ""),
     ],
 )
@@ -183,7 +185,7 @@ def test_devices_along_tensor_share_a_host():
     assert (part.groups, part.shard, part.shards, part.rows) == ((5,), 5, 8, range(32))
     part = part_of_host(Mesh(dcn=2, fsdp=8, tensor=2), order, here, 32)
     assert (part.groups, part.shard, part.shards) == ((10, 11), 5, 8)
-    with pytest.raises(UsageError, match="must divide the 4 devices of a host"):
+    with pytest.raises(UsageError, match="must divide 4, the number of devices per host"):
         part_of_host(Mesh(dcn=2, fsdp=2, tensor=8), order, here, 32)
     share = torch.arange(6).view(6, 1)
     whole = HostPart((1, 3), 4, range(0)).in_global_batch(share)
@@ -214,7 +216,7 @@ def test_rows_of_a_host_are_those_of_its_devices():
     """XLA pads 13 rows over 4 devices to 4 each: the last one has 1."""
     parts = [part_of_host(Mesh(domain=4), range(4), {2 * n, 2 * n + 1}, 13) for n in range(2)]
     assert [part.rows for part in parts] == [range(8), range(8, 13)]
-    with pytest.raises(UsageError, match="or be a multiple of them"):
+    with pytest.raises(UsageError, match="or be a multiple of it"):
         part_of_host(Mesh(fsdp=2, domain=3), range(6), range(4), 12)
 
 

@@ -258,7 +258,7 @@ def test_fake_data_and_self_check(train, folder, tmp_path):
         ("--model hybrid_vit", "hybrid_vit does not take --native_resolution"),
         ("--model timm/vit_small_patch16_rope_mixed_224", "timm's RotaryEmbeddingMixed"),
         ("--data_source volumes", "--data_source volumes has arrays"),
-        ("--backend cuda --block te", "--block te has no native resolution"),
+        ("--backend cuda --block te", "--block te does not support native resolution"),
         ("--backend cuda --channels_last", "--channels_last is incompatible with native"),
     ],
 )

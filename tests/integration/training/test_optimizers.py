@@ -237,7 +237,7 @@ def test_betas_and_flops_follow():
     [
         ("--optimizer muon --flatten_parameters", "--optimizer muon requires --xla_fsdp spmd"),
         ("--linear_probe --drop_path_rate 0.1", "incompatible with --drop_path_rate 0.1: give"),
-        ("--backend cuda --fsdp megatron --linear_probe", "requires --fsdp fsdp2, this is mega"),
+        ("--backend cuda --fsdp megatron --linear_probe", "requires --fsdp fsdp2, not megatron"),
         ("--backend cuda --optimizer muon --cpu_offload", "is incompatible with --cpu_offload"),
     ],
 )

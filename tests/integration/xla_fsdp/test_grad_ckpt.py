@@ -51,8 +51,8 @@ def test_what_is_kept_changes_nothing(where, policy, in_full, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "policy", "said"),
     [
-        ("--grad_ckpt offload", "full", "the CPU is the host, nothing moves"),
-        ("--grad_ckpt auto", "full", "what fits is known for TPUs alone"),
+        ("--grad_ckpt offload", "full", "nothing to offload to on the CPU"),
+        ("--grad_ckpt auto", "full", "memory is estimated for TPUs only"),
         ("--grad_ckpt auto --no-scan_blocks", "full", "blocks are not scanned"),
     ],
 )

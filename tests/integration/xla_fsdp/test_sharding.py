@@ -34,7 +34,7 @@ def test_spmd_on_several_devices(devices, tiny_on_xla, tmp_path):
 def test_form_on_one_device(flags, tiny_on_xla, tmp_path):
     result = train_tiny(tmp_path, *flags.split())
     if "run_without" in flags:
-        expected = "a process a device"
+        expected = "one process per device"
     elif any(flag in flags for flag in ("nested", "flatten", "no_reshard")):
         expected = "nested FSDP"
     else:

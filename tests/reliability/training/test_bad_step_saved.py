@@ -59,8 +59,11 @@ def test_a_weight_that_is_nan(flags, processes, spoiled, tmp_path):
     assert f"python3 -m tools.replay_step {folder} finds where" in output
     assert description(folder)["logged"]["loss"] == "nan"
     said = replay(folder)
-    assert said.startswith("step 1: epoch 1, batch 1 of it, global batch 16; step 1 was logged ")
-    assert "first that is not finite: weight blocks.1.mlp.fc1.weight: 1 NaN and 0 infinite" in said
+    assert said.startswith("step 1: batch 1 of epoch 1, global batch 16; logged at step 1: ")
+    assert (
+        "first tensor that is not finite: weight blocks.1.mlp.fc1.weight: 1 NaN and 0 infinite"
+        in said
+    )
     assert "is there" not in output
     assert f"{folder} is there: no other bad step is saved in this run" in train(*run, code=3)
 
@@ -90,7 +93,7 @@ def test_the_same_step_is_computed(backend, processes, flags, tmp_path):
     assert logged["step"] == 3
     assert logged["grad_norm"] == "inf"
     said = replay(folder)
-    assert "weights: those before step 3\n" in said
+    assert "weights: exactly those before step 3\n" in said
     loss, norm = re.search(
         r"in fp32 all values are finite: loss (\S+), gradient norm (\S+)", said
     ).groups()
@@ -110,9 +113,9 @@ def test_later_steps_were_good(tmp_path):
     folder = tmp_path / "run" / "bad_step_4"
     assert description(folder)["good_steps_since"] == 1
     said = replay(folder, "--images", 3)
-    assert "weights: those after step 5, not those of step 4" in said
+    assert "weights: those after step 5, not exactly those of step 4" in said
     assert "--resume RUN/step_2 --log_step_interval 1 --save_bad_step" in said
-    assert "images: 3 of 16 of the batch" in said
+    assert "images: 3 of the batch's 16" in said
     again = [*flags, "--resume", tmp_path / "run" / "step_2", "--log_step_interval", 1]
     train(tmp_path / "again", *again, **how)
     exact = convert(tmp_path / "again" / "bad_step_4", tmp_path / "exact.pt")["model"]
@@ -137,9 +140,9 @@ def test_an_image_with_huge_values(tmp_path):
     train(tmp_path / "run", *GPU.split(), *flags.split(), *source, "--max_bad_steps", 1, code=3)
     said = replay(tmp_path / "run" / "bad_step_1")
     assert re.search(
-        r"largest \|value\| \d(\.\d+)?e\+3\d in \S+/1/5.npy, where 1000 is already", said
+        r"largest \|value\| \d(\.\d+)?e\+3\d in \S+/1/5.npy \(above 1000 is unusual", said
     )
-    assert "in fp32 the first that is not finite: " in said
+    assert "in fp32 the first tensor that is not finite: " in said
 
 
 def test_a_folder_that_cannot_be_written(spoiled, tmp_path):

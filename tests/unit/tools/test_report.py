@@ -60,7 +60,7 @@ def test_goodput_is_that_of_its_own_tool(tmp_path, capsys):
     assert by_part == pytest.approx(seconds | {"useful steps": steps})
     assert np.allclose(shares.sum(axis=0)[: 1180 // 7], 7.0)
     # The failure is at the last sign of life, 1778 s, and the next start at 1900 s.
-    assert "failure: the last sign of life, 1970-01-01 00:29:38 UTC" in text
+    assert "failure (last sign of life), 1970-01-01 00:29:38 UTC" in text
     assert "start after step 200, 1970-01-01 00:31:40 UTC" in text
     assert "checkpoint at step 200, 1970-01-01 00:25:28 UTC" in text
 
@@ -109,7 +109,7 @@ def test_what_is_damaged_is_left_out(tmp_path, capsys):
         "left out: run: metrics.jsonl: 8 damaged lines",
         "left out: run: events.jsonl: 4 damaged lines",
     ]
-    assert lines[2].startswith("left out: run: run.json: it cannot be read: ")
+    assert lines[2].startswith("left out: run: run.json: cannot be read: ")
     assert "<td>30</td>" in text  # the last step
     assert all(line.removeprefix("left out: ") in html.unescape(text) for line in lines)
 
@@ -124,10 +124,10 @@ def test_a_file_that_is_empty_or_missing_or_a_pipe(file, tmp_path, capsys):
     assert len([line for line in lines if line.startswith(f"left out: run: {file}: ")]) == 1
     (folder / file).unlink()
     _, lines = report(capsys, folder)
-    assert f"left out: run: {file}: there is none" in lines
+    assert f"left out: run: {file}: not found" in lines
     os.mkfifo(folder / file)  # reading it would wait for ever
     _, lines = report(capsys, folder)
-    assert any(line.startswith(f"left out: run: {file}: it cannot be read: ") for line in lines)
+    assert any(line.startswith(f"left out: run: {file}: cannot be read: ") for line in lines)
 
 
 def test_mistakes(tmp_path, capsys):
@@ -138,7 +138,7 @@ def test_mistakes(tmp_path, capsys):
     assert not (run / "report.html").exists()
     assert "none is not a folder" in refused(capsys, tmp_path / "none")
     assert "is given twice" in refused(capsys, run, tmp_path / "run" / ".." / "run")
-    assert refused(capsys, *[run] * 9) == "9 runs are given: a page is for 8 at most"
+    assert refused(capsys, *[run] * 9) == "9 runs given: a report shows at most 8"
     assert "cannot write" in refused(capsys, run, "--output", tmp_path / "none" / "page.html")
     with pytest.raises(SystemExit, match="2"):
         main(["s3://bucket/run"])
@@ -147,7 +147,7 @@ def test_mistakes(tmp_path, capsys):
 def test_nothing_but_a_report_is_overwritten(tmp_path, capsys):
     run, page = write_run(tmp_path / "run", steps=30), tmp_path / "page.html"
     page.write_text("mine")
-    assert "is not a report, and is not overwritten" in refused(capsys, run, "--output", page)
+    assert "is not a report and will not be overwritten" in refused(capsys, run, "--output", page)
     assert page.read_text() == "mine"
     page.unlink()
     first, _ = report(capsys, run, "--output", page)

@@ -20,7 +20,7 @@ def tpu_host(monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--fsdp megatron", "--fsdp megatron requires --backend cuda, this is torchtpu"),
+        ("--fsdp megatron", "--fsdp megatron requires --backend cuda, not torchtpu"),
         ("--precision fp16", "--precision fp16 requires --backend cuda: on a TPU use bf16"),
         ("--compile_only --tpu_topology v5e:2x2", "--compile_only compiles the step of --backend"),
     ],
@@ -43,7 +43,7 @@ def test_processes_that_no_launcher_of_tpus_has_started(tpu_host, capsys, monkey
     monkeypatch.setenv("TORCH_TPU_TOPOLOGY", "1,2,1")
     line = told_in_one_line(capsys, "--backend", "torchtpu", "--fake_data", *TINY_MODEL)
     told = (
-        "--backend torchtpu in several processes requires TORCH_TPU_SLICEBUILDER_ADDRESSES of the "
+        "--backend torchtpu in several processes requires TORCH_TPU_SLICEBUILDER_ADDRESSES in the "
     )
     assert line.startswith(told)
 
@@ -51,8 +51,8 @@ def test_processes_that_no_launcher_of_tpus_has_started(tpu_host, capsys, monkey
 @pytest.mark.parametrize(
     ("installed", "words"),
     [
-        (False, "--backend torchtpu requires the package torch_tpu, in an environment of its own"),
-        (True, "--backend torchtpu: this host has no TPU that torch_tpu finds: see what tpu-info"),
+        (False, "--backend torchtpu requires the package torch_tpu, in a separate environment"),
+        (True, "--backend torchtpu: torch_tpu finds no TPU on this host: check the output of tpu"),
     ],
 )
 def test_without_a_tpu(installed, words, capsys, monkeypatch):

@@ -31,17 +31,17 @@ def told(capsys, folder, monkeypatch, variables, *flags):
         ("XLA_DOWNCAST_BF16=1", BF16),
         ("XLA_USE_FP16=1", f"incompatible with XLA_USE_FP16=1: {BF16}"),
         ("XLA_DOWNCAST_FP16=1", BF16),
-        ("XLA_USE_32BIT_LONG=1", "unset it, checkpoints have integers of 64 bits"),
-        ("XLA_RNG_BIT_GENERATOR=philox", "unset it, dropout would draw other numbers"),
-        ("XLA_RNG_BIT_GENERATOR=three_fry", "unset it, dropout would draw other numbers"),
+        ("XLA_USE_32BIT_LONG=1", "unset it, checkpoints contain 64-bit integers"),
+        ("XLA_RNG_BIT_GENERATOR=philox", "unset it, it changes dropout's random numbers"),
+        ("XLA_RNG_BIT_GENERATOR=three_fry", "unset it, it changes dropout's random numbers"),
         ("XLA_USE_EAGER_DEBUG_MODE=1", "unset it, eager tensors cannot be sharded"),
-        ("PT_XLA_DEBUG=true", "torch_xla reads it as a number, use 1"),
-        ("RANK=1", "XLA needs no torchrun, start without it or unset RANK and WORLD_SIZE"),
-        ("WORLD_SIZE=2", "XLA needs no torchrun"),
-        ("RANK=0 WORLD_SIZE=2", "incompatible with WORLD_SIZE=2: XLA needs no torchrun"),
+        ("PT_XLA_DEBUG=true", "torch_xla parses it as an integer, use 1"),
+        ("RANK=1", "start without torchrun, or unset RANK and WORLD_SIZE"),
+        ("WORLD_SIZE=2", "start without torchrun"),
+        ("RANK=0 WORLD_SIZE=2", "incompatible with WORLD_SIZE=2: start without torchrun"),
         ("PJRT_DEVICE=TPU", NO_TPU),
-        ("PJRT_DEVICE=CUDA", "runs on TPU and CPU, unset it, or use --backend cuda for GPUs"),
-        ("PJRT_DEVICE=cpu", "PJRT_DEVICE=cpu: --backend xla runs on TPU and CPU, unset it"),
+        ("PJRT_DEVICE=CUDA", "supports TPU and CPU only: unset it, or use --backend cuda for GPUs"),
+        ("PJRT_DEVICE=cpu", "PJRT_DEVICE=cpu: --backend xla supports TPU and CPU only: unset it"),
     ],
 )
 def test_refused(variables, words, capsys, tmp_path, monkeypatch):
@@ -94,8 +94,11 @@ def test_refused_where_a_step_is_traced(mode, capsys, tmp_path, monkeypatch):
     [
         ("PJRT_DEVICE=TPU", NO_SERVER),
         ("PJRT_DEVICE=", NO_SERVER),  # as if it were not set
-        ("TPU_SKIP_MDS_QUERY=1", "TPU_ACCELERATOR_TYPE= must name the slice: v5litepod-8, for"),
-        ("TPU_LIBRARY_PATH=/no/libtpu.so", "TPU_LIBRARY_PATH=/no/libtpu.so: there is no such file"),
+        (
+            "TPU_SKIP_MDS_QUERY=1",
+            "TPU_ACCELERATOR_TYPE= does not name a slice, which TPU_SKIP_MDS_Q",
+        ),
+        ("TPU_LIBRARY_PATH=/no/libtpu.so", "TPU_LIBRARY_PATH=/no/libtpu.so: file not found"),
     ],
 )
 def test_of_a_tpu_host(variables, words, capsys, tmp_path, monkeypatch):
@@ -111,4 +114,4 @@ def test_a_tpu_without_libtpu(capsys, tmp_path, monkeypatch):
         of_xla.importlib.util, "find_spec", lambda name: None if name == "libtpu" else found(name)
     )
     line = told(capsys, tmp_path, monkeypatch, "PJRT_DEVICE=TPU")
-    assert "a TPU requires the package libtpu: python3 -m pip install -r" in line
+    assert "the package libtpu is not installed: python3 -m pip install -r" in line

@@ -16,12 +16,12 @@ ON_GPUS = [
     ("--mesh_domain 3", "x --mesh_domain 3 x --mesh_tensor 1 is not the 8 process(es) of this run"),
     ("--mesh_domain 2 --fsdp megatron", "--fsdp megatron requires"),
     ("--mesh_domain 2 --block te", "--block te"),
-    ("--mesh_domain 2 --pos_dropout 0.1", "the same places of their tokens (--pos_dropout)"),
+    ("--mesh_domain 2 --pos_dropout 0.1", "the same positions of their tokens (--pos_dropout)"),
     ("--mesh_domain 2 --patch_drop_rate 0.5", "it has --patch_drop_rate"),
     ("--domain_attention ring", "--domain_attention ring requires --mesh_domain"),
     (
         "--mesh_domain 2 --domain_attention ulysses",
-        "--domain_attention ulysses requires heads that --mesh_domain 2 divides, not 3: use ring",
+        "ulysses requires a number of heads divisible by --mesh_domain 2, not 3: use ring",
     ),
     ("--mesh_domain 2 --domain_attention gather", "requires --backend xla: use ring or ulysses"),
     ("--mesh_domain 2 --mesh_tensor 2", "--mesh_tensor 2 requires --backend xla"),
@@ -34,7 +34,7 @@ ON_XLA = [
     ("--mesh_domain 2 --domain_attention ulysses", "requires --backend cuda: use ring or gather"),
     (
         "--mesh_domain 2 --domain_attention ring --att_dropout 0.1",
-        "--domain_attention ring has no dropout, here --att_dropout 0.1: use gather",
+        "--domain_attention ring does not support --att_dropout 0.1: use gather",
     ),
     ("--mesh_domain 2 --xla_fsdp nested --cpu_devices 1", "--mesh_domain requires --xla_fsdp spmd"),
     ("--mesh_domain 2 --fsdp fsdp2", "--fsdp requires --backend cuda"),
@@ -49,27 +49,27 @@ EVERYWHERE = [
 ]
 COMPILE = "--compile_only --tpu_topology v5e:2x2"
 KERNELS = [
-    ("xla", "--attention flash", "--attention flash requires a TPU: its kernels run nowhere else"),
+    ("xla", "--attention flash", "--attention flash requires a TPU: use --attention sdpa"),
     ("cuda", "--attention flash", "--attention requires --backend xla, this is cuda"),
     (
         "xla",
         f"{COMPILE} --attention flash --mesh_tensor 2 --mesh_domain 2 --num_heads 2",
-        "--attention flash is incompatible with --mesh_domain 2 and --mesh_tensor 2 at once",
+        "--attention flash does not support --mesh_domain 2 together with --mesh_tensor 2",
     ),
     (
         "xla",
         f"{COMPILE} --attention flash --att_dropout 0.1",
-        "--attention flash has no dropout, here --att_dropout 0.1",
+        "--attention flash does not support --att_dropout 0.1",
     ),
     (
         "xla",
         f"{COMPILE} --attention flash --embed_dim 320 --num_heads 1",
-        "--attention flash takes heads up to 256 wide, this model's are 320",
+        "--attention flash supports heads up to 256 wide, not 320",
     ),
     (
         "xla",
         f"{COMPILE} --attention whole --image_size 560 --patch_size 14",
-        "--attention whole takes up to 1,024 tokens, this model has 1,600",
+        "--attention whole supports up to 1,024 tokens, not 1,600",
     ),
     (
         "xla",
@@ -85,7 +85,7 @@ KERNELS = [
     (
         "xla",
         "--matmul int8 --precision bf16 --no-scan_blocks",
-        "--matmul int8 requires scanned blocks, here is",
+        "--matmul int8 requires scanned blocks, which this run does not have (--no-scan_blocks)",
     ),
 ]
 CASES = [
