@@ -85,7 +85,7 @@ def flag_of(field: dataclasses.Field) -> Flag | None:
 def not_empty(word: str) -> str:
     """Read a word: the kind of all flags without one. An empty one mostly is an unset variable."""
     if not word.strip():
-        raise argparse.ArgumentTypeError("it must not be empty: is a variable of the shell unset?")
+        raise argparse.ArgumentTypeError("must not be empty (is a shell variable unset?)")
     return word
 
 
@@ -135,7 +135,7 @@ def count_or_percent(text: str) -> int | str:
     try:
         return count(text)
     except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{error} (or a percentage, as 1%)") from None
+        raise argparse.ArgumentTypeError(f"{error} (or a percentage such as 1%)") from None
 
 
 def positive_or_slices(text: str) -> int | str:
@@ -152,7 +152,7 @@ def height_by_width(text: str) -> str:
         height, width = map(bounded(int, 1, 16384), text.split("x"))
     except (ValueError, argparse.ArgumentTypeError):
         raise argparse.ArgumentTypeError(
-            f"{_shown(text)!r} is not HxW, height and width in pixels, as 192x256"
+            f"{_shown(text)!r} is not HxW, height and width in pixels, such as 192x256"
         ) from None
     return f"{height}x{width}"
 
@@ -165,7 +165,8 @@ def side_and_share(text: str) -> str:
         return f"{pixels}:{bounded(float, 1e-6, 1)(share):.10g}" if sign else f"{pixels}"
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(
-            f"{_shown(text)!r} is not SIDE:SHARE, pixels and a share of training, as 192:0.4"
+            f"{_shown(text)!r} is not SIDE:SHARE, a side in pixels and a fraction of training, "
+            "such as 192:0.4"
         ) from None
 
 
@@ -175,7 +176,8 @@ def global_by_local(text: str) -> str:
         return height_by_width(text)
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(
-            f"{_shown(text)!r} is not GxL, sides of global and local crops in pixels, as 512x112"
+            f"{_shown(text)!r} is not GxL, the sides of global and local crops in pixels, such as "
+            "512x112"
         ) from None
 
 
@@ -186,7 +188,9 @@ def step_range(text: str) -> tuple[int, int]:
     except (ValueError, argparse.ArgumentTypeError):
         first, last = 1, 0
     if first > last:
-        raise argparse.ArgumentTypeError(f"{_shown(text)!r} is not FIRST:LAST, two steps from 1 on")
+        raise argparse.ArgumentTypeError(
+            f"{_shown(text)!r} is not FIRST:LAST, steps counted from 1, such as 10:12"
+        )
     return first, last
 
 
@@ -196,9 +200,9 @@ def path_or_url(word: str) -> str:
     expanded = os.path.expanduser(not_empty(word))
     if expanded.startswith("~"):
         user = word.partition("/")[0]
-        missing = f"there is no user {user[1:]}" if user[1:] else "HOME is not set"
+        missing = f"no user {user[1:]}" if user[1:] else "HOME is not set"
         raise argparse.ArgumentTypeError(
-            f"{_shown(word)}: {missing}; a folder with this name is ./{_shown(word)}"
+            f"{_shown(word)}: {missing}; for a folder with this name, use ./{_shown(word)}"
         )
     return expanded
 
@@ -212,6 +216,6 @@ def local_path(word: str) -> Path:
     """Read a file or folder of this machine; refuses a URL."""
     if "://" in word:
         raise argparse.ArgumentTypeError(
-            f"{_shown(word)} is a URL: give a place on this machine, and copy from or to there"
+            f"{_shown(word)} is a URL: give a local path, and copy the files from or to the URL"
         )
     return Path(path_or_url(word))

@@ -167,9 +167,7 @@ def _with_initial_model(config: RunConfig) -> RunConfig:
 def _require_xla(flags: Flags, mode: str) -> None:
     check_foreign(flags.backend_configs, "xla", flags.run.given)
     if flags.run.backend in ("cuda", "torchtpu"):
-        raise errors.UsageError(
-            f"{mode} compiles the step of --backend xla, this is {flags.run.backend}"
-        )
+        raise errors.UsageError(f"{mode} requires --backend xla, not {flags.run.backend}")
 
 
 # -- on a backend ----------------------------------------------------------------------------------
@@ -198,7 +196,7 @@ def choose_backend(choice: BackendChoice) -> BackendChoice:
         return "xla" if has_xla and not Cuda().count() else "cuda"
     if errors.is_first_of_torchrun():
         version = errors.installed_version(package)
-        print(f"{PROGRAM}: --backend auto: {backend}, by {package} {version}", file=sys.stderr)
+        print(f"{PROGRAM}: --backend auto: using {backend} ({package} {version})", file=sys.stderr)
     return backend
 
 

@@ -70,7 +70,7 @@ class BadStep:
 
 def read_bad_step(folder: Path) -> BadStep:
     """Return what ``bad_step.json`` in a folder says. Raises UsageError if there is none."""
-    remedy = "give a folder bad_step_N, which --save_bad_step has written"
+    remedy = "pass a folder bad_step_N that --save_bad_step has written"
     try:
         values = read_object(folder / FILE)
         bad_step = BadStep(**{f.name: values[f.name] for f in dataclasses.fields(BadStep)})
@@ -120,11 +120,11 @@ class SaveBadStep(Hook):
         say, is_main = session.reports.say, session.backend.is_main
         found, problems = attempt(lambda: self._look_into(run_folder) if is_main else None)
         if any(problems):
-            say(f"warning: no bad step is saved: {_first(problems)}")
+            say(f"warning: the bad step cannot be saved: {_first(problems)}")
             return
         there, newest = found[0]
         if there:
-            say(f"note: {run_folder / there} is there: no other bad step is saved in this run")
+            say(f"note: {run_folder / there} exists: a run saves only its first bad step")
             return
         bad_step = self._describe(step, newest)
         folder = run_folder / f"bad_step_{bad_step.step}"
@@ -137,8 +137,8 @@ class SaveBadStep(Hook):
             say(f"warning: {folder} cannot be written ({_first(problems)}): training continues")
             return
         say(
-            f"bad step: step {bad_step.step} was the first that was not finite; "
-            f"python3 -m tools.replay_step {folder} finds where"
+            f"bad step: step {bad_step.step} is the first whose loss or gradient norm is not "
+            f"finite; to find the module, run python3 -m tools.replay_step {folder}"
         )
 
     def _look_into(self, run_folder: Path) -> tuple[str | None, str | None]:

@@ -99,8 +99,8 @@ def warn_of_others(*written_for: Mapping[str, str]) -> None:
     ]
     if others:
         print(
-            f"run_vit_training.py: warning: {', '.join(others)}, for which this program's use of "
-            "private functions was written: what fails oddly may be that",
+            f"run_vit_training.py: warning: untested versions: {', '.join(others)}; this program "
+            "calls private functions of these packages, which may explain unexpected errors",
             file=sys.stderr,
             flush=True,
         )

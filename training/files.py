@@ -39,7 +39,7 @@ def folder_at(text: str) -> Path:
     if problem := files.problem_of_url(text):
         raise UsageError(f"{text}: {problem}")
     if not rest.strip("/"):
-        raise UsageError(f"{text} names no folder: give one, as {protocol}://bucket/run")
+        raise UsageError(f"{text} names no folder: use a URL such as {protocol}://bucket/run")
     return cast(Path, UrlPath(text.rstrip("/")))
 
 
@@ -306,7 +306,7 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
                     holder = f"process {job['pid']} on {job['host']}, since {job['since']}"
                 self.release()
                 problem = (
-                    f"--ckpt_dir {self._folder} is in use by {holder}: end that run first, or "
+                    f"--ckpt_dir {self._folder} is in use by {holder}: stop that run first, or "
                     "choose another folder"
                 )
                 raise RunFailed(problem, FOLDER_IN_USE) if is_restart else UsageError(problem)
@@ -347,10 +347,10 @@ def check_own(folder: Path, flag: str = "--ckpt_dir", *, shared: bool = False) -
             user = pwd.getpwuid(owner).pw_name
         except KeyError:
             user = f"user {owner}"
-        allow = ", or use what is there as it is with --shared_ckpt_dir"
+        allow = ", or allow this one with --shared_ckpt_dir"
         raise UsageError(
-            f"{flag} {folder}: {path} is {user}'s: give a folder of your own"
-            f"{allow if flag == '--ckpt_dir' else ''}"
+            f"{flag} {folder}: {path} is owned by {user}: use a folder of your "
+            f"own{allow if flag == '--ckpt_dir' else ''}"
         )
 
 
@@ -390,8 +390,8 @@ def check_same_folder(ckpt_dir: Path, token: str) -> None:
                 return
         if time.monotonic() > deadline:
             raise UsageError(
-                f"--ckpt_dir {ckpt_dir} is not the folder that the first process sees under this "
-                "name: give one that all nodes share"
+                f"--ckpt_dir {ckpt_dir} is not the same folder as in the first process: use a "
+                "folder that all nodes share"
             )
         time.sleep(0.2)
 
@@ -496,9 +496,9 @@ class LogUploads:
                 problem = error.strerror or str(error)
             if problem and not self._failing:
                 self._say(
-                    f"warning: logs cannot be copied to {self._url} ({problem}); they are in "
-                    f"{self._folder}, training continues"
+                    f"warning: logs cannot be copied to {self._url} ({problem}); training "
+                    f"continues, logs are in {self._folder}"
                 )
             elif self._failing and not problem:
-                self._say(f"note: logs are copied to {self._url} again")
+                self._say(f"note: copying logs to {self._url} again")
             self._failing = problem is not None

@@ -161,7 +161,7 @@ def check_rules(config: RunConfig, *others: Any, only: Collection[str] | None = 
             ):
                 texts = [f"{known[n].names[0]} {wanted}".rstrip() for n, wanted in alternatives]
                 field, wanted = alternatives[-1]
-                is_now = f", this is {values[field]}" if wanted and len(texts) == 1 else ""
+                is_now = f", not {values[field]}" if wanted and len(texts) == 1 else ""
                 required = " or ".join([", ".join(texts[:-1]), texts[-1]] if texts[1:] else texts)
                 raise UsageError(f"{typed} requires {required}{is_now}")
         for other in option.flag.incompatible_with:
@@ -189,7 +189,7 @@ def check_foreign(others: Iterable[Any], backend: str, given: Collection[str]) -
                     if condition.startswith("backend=")
                 ] or config.backends
                 raise UsageError(
-                    f"{option.names[0]} requires --backend {' or '.join(owners)}, this is {backend}"
+                    f"{option.names[0]} requires --backend {' or '.join(owners)}, not {backend}"
                 )
 
 
@@ -226,7 +226,7 @@ def _expanded(words: Iterable[_Word], including: tuple[Path, ...] = ()) -> Itera
             continue
         path = Path(os.path.realpath(os.path.expanduser(file[1:])))
         if path in including:
-            raise _Mistake(f"{file} includes itself: remove the @ line that closes the circle")
+            raise _Mistake(f"{file} includes itself: remove the @FILE line that makes it circular")
         try:
             with open(os.path.expanduser(file[1:]), "rb") as opened:  # may be a pipe, of @<(...)
                 content = opened.read(_LARGEST_FILE + 1)
@@ -234,9 +234,7 @@ def _expanded(words: Iterable[_Word], including: tuple[Path, ...] = ()) -> Itera
             reason = getattr(error, "strerror", None) or str(error)
             raise _Mistake(f"{file}: {reason} (@FILE stands for the flags in FILE)") from None
         if len(content) > _LARGEST_FILE:
-            raise _Mistake(
-                f"{file} has more than {_LARGEST_FILE:,} bytes: it is not a file of flags"
-            )
+            raise _Mistake(f"{file} is larger than {_LARGEST_FILE:,} bytes: is it a file of flags?")
         try:
             lines = content.decode("utf-8-sig").splitlines()
         except UnicodeDecodeError as error:
@@ -385,7 +383,7 @@ def parse(argv: Sequence[str] | None, configs: Mapping[str, type]) -> dict[str, 
                 try:
                     values[option.field.name] = (option.flag.kind or not_empty)(os.environ[env])
                 except argparse.ArgumentTypeError as error:
-                    raise _Mistake(f"{env} of the environment: {error}") from None
+                    raise _Mistake(f"environment variable {env}: {error}") from None
     except _Mistake as mistake:
         tell(mistake, " (see --help)")
         sys.exit(2)
@@ -421,15 +419,13 @@ def _print_help(which: str, known: Sequence[FlagField]) -> NoReturn:
     else:
         shown = [option for option in known if option.flag.common]
     if not shown:
-        raise _Mistake(
-            f"--help {which}: no flag has this word; there are the groups all, {', '.join(groups)}"
-        )
+        raise _Mistake(f"--help {which}: no flag matches; the groups are all, {', '.join(groups)}")
     text = build_parser(shown).format_help()
     rest = text.partition("\n\n")[2]  # the usage would be all flags once more
     print(f"usage: {PROGRAM} [flags]   {PROGRAM} @FILE [flags]: FILE holds flags\n\n{rest}")
     print(
-        "help:\n  -h, --help [WORD]  the common flags, or those with WORD in their name or text; "
-        f"all: all {len(known)}\n                     flags; or those of a group: "
+        "help:\n  -h, --help [WORD]  show the common flags, or those with WORD in their name or "
+        f"help;\n                     all: all {len(known)} flags; GROUP: the flags of a group: "
         f"{', '.join(groups)}"
     )
     sys.exit(0)

@@ -78,8 +78,8 @@ def download(name: str, flag: str) -> tuple[str, Path]:
                 files = api.list_repo_files(repository, revision=commit)
                 if not (weights := weight_files(files)):
                     raise UsageError(
-                        f"{flag} {name}: this repository has no {ONE_FILE}, nor one other file of "
-                        "weights: download the file that is meant, and name it here"
+                        f"{flag} {name}: this repository has neither {ONE_FILE} nor exactly one "
+                        "other file of weights: download the file that you want, and pass its path"
                     )
                 wanted = [*weights, CONFIG_FILE, PREPROCESSOR_FILE]
                 folder = Path(snapshot_download(repository, revision=commit, allow_patterns=wanted))
@@ -87,12 +87,12 @@ def download(name: str, flag: str) -> tuple[str, Path]:
             folder = cached(revision or None)
             if folder is None:
                 raise UsageError(
-                    f"{flag} {name} is not complete in {constants.HF_HUB_CACHE}, and cannot be "
-                    f"downloaded: {error}"
+                    f"{flag} {name} is not complete in the cache {constants.HF_HUB_CACHE}, and "
+                    f"cannot be downloaded: {error}"
                 ) from None
             if is_first_of_torchrun():
                 print(
-                    f"note: {flag} {name} is the one in {constants.HF_HUB_CACHE}, of commit "
+                    f"note: using {flag} {name} from the cache {constants.HF_HUB_CACHE}, commit "
                     f"{folder.name[:12]}: {error}",
                     file=sys.stderr,
                 )
@@ -104,7 +104,7 @@ def download(name: str, flag: str) -> tuple[str, Path]:
 def check_name(name: str, flag: str) -> None:
     """Raise UsageError if ``name`` is no name of a repository, with or without a revision."""
     if not re.fullmatch(rf"{PREFIX}[\w.-]+/[\w.-]+(@[^@\s]+)?", name):
-        raise UsageError(f"{flag} {name}: give {PREFIX}OWNER/NAME or {PREFIX}OWNER/NAME@REVISION")
+        raise UsageError(f"{flag} {name}: use {PREFIX}OWNER/NAME or {PREFIX}OWNER/NAME@REVISION")
 
 
 class HubUnreachable(Exception):
@@ -131,22 +131,22 @@ def refusals(what: str) -> Iterator[None]:
         yield
     except GatedRepoError:
         raise UsageError(
-            f"{what}: this repository is gated: accept its conditions on its page of "
+            f"{what}: this repository is gated: accept its conditions on its page at "
             f"{constants.ENDPOINT}, and log in with `hf auth login` or HF_TOKEN"
         ) from None
     except RevisionNotFoundError:
-        raise UsageError(f"{what}: this repository has no such revision") from None
+        raise UsageError(f"{what}: no such revision in this repository") from None
     except HFValidationError:
-        raise UsageError(f"{what}: the Hub has no such names") from None
+        raise UsageError(f"{what}: not a valid repository name") from None
     except LocalTokenNotFoundError:
-        raise UsageError(f"{what}: log in with `hf auth login` or HF_TOKEN") from None
+        raise UsageError(f"{what}: not logged in: use `hf auth login` or HF_TOKEN") from None
     except (HfHubHTTPError, httpx2.HTTPError, RevisionResolutionError, OSError) as error:
         if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
             message = error.server_message or ""
             if isinstance(error, RepositoryNotFoundError) and "redential" not in message:
                 raise UsageError(_NOT_FOUND.format(what=what)) from None
             raise UsageError(
-                f"{what}: the Hub refuses the token of HF_TOKEN or `hf auth login`"
+                f"{what}: the Hub rejects the token of HF_TOKEN or `hf auth login`"
             ) from None
         if isinstance(error, RepositoryNotFoundError):
             raise UsageError(_NOT_FOUND.format(what=what)) from None
@@ -158,6 +158,6 @@ def refusals(what: str) -> Iterator[None]:
 
 
 _NOT_FOUND = (
-    "{what}: the Hub has no such repository, or this user may not read it: is the name right, and "
-    "are you logged in (`hf auth login` or HF_TOKEN)?"
+    "{what}: no such repository on the Hub, or you have no access to it: check the name, and log "
+    "in with `hf auth login` or HF_TOKEN"
 )

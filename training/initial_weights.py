@@ -63,11 +63,9 @@ def find_trained(config: RunConfig) -> tuple[RunConfig, Weights]:
     checkpoints, use_ema = config.checkpoints, config.use.use_ema
     if checkpoints.init_from is not None:
         if use_ema:
-            raise UsageError(
-                "--use_ema requires --resume, and --init_from is given: use --resume PATH"
-            )
+            raise UsageError("--use_ema requires --resume, not --init_from: use --resume PATH")
         if "resume" in config.given:
-            raise UsageError("--init_from and --resume name weights both: drop one of the two")
+            raise UsageError("--init_from and --resume both name weights: drop one of the two")
         config, weights = with_init_from(config)
     else:
         weights = find_weights(
@@ -160,7 +158,7 @@ def with_pretrained(config: RunConfig) -> RunConfig:
         return config
     assert name is not None  # --pretrained requires it
     if "resume" in config.given and (use.predict or use.eval_only or use.features):
-        raise UsageError("--pretrained and --resume name weights both: drop one of the two")
+        raise UsageError("--pretrained and --resume both name weights: drop one of the two")
     model_of(config.model)  # raises if there is no such model
     try:
         trained = timm.get_pretrained_cfg(name.removeprefix("timm/"))
@@ -168,8 +166,8 @@ def with_pretrained(config: RunConfig) -> RunConfig:
         trained = None
     if trained is None or not trained.hf_hub_id:
         raise UsageError(
-            f"--pretrained: timm has no weights of --model {name} on the Hub "
-            "(timm.list_pretrained() lists what it has)"
+            f"--pretrained: timm has no pretrained weights for --model {name} on the Hub "
+            "(timm.list_pretrained() lists those that exist)"
         )
     weights, checkpoints = f"{PREFIX}{trained.hf_hub_id}", replace(checkpoints, pretrained=False)
     if use.predict or (use.eval_only and not use.judges_features):
@@ -262,7 +260,7 @@ _MAY_BE_DROPPED = (*_MAY_BE_NEW, "norm.")
 """Prefixes of tensors that only the weights may have."""
 _NORMS = ("norm.", "fc_norm.")
 """The last norm, before and after pooling: a model has one of the two, and gets the other's."""
-_REMEDY = "give --model, and its flags, as it was trained"
+_REMEDY = "use the --model and model flags that it was trained with"
 
 
 @dataclass(frozen=True)
@@ -306,7 +304,7 @@ def fit(weights: Weights, run: Run, data_classes: list[str] | None) -> InitialWe
     advice = remedy(here, there, _REMEDY)
     for differing, allowed, has, which in (
         (missing, _MAY_BE_NEW, "has no", "which the model has"),
-        (dropped, _MAY_BE_DROPPED, "has", "which the model has not"),
+        (dropped, _MAY_BE_DROPPED, "has", "which the model does not have"),
     ):
         if wrong := [name for name in differing if not name.startswith(allowed)]:
             raise UsageError(f"{weights.path} {has} {listed(wrong)}, {which}: {advice}")
@@ -341,12 +339,12 @@ def fit(weights: Weights, run: Run, data_classes: list[str] | None) -> InitialWe
             continue
         if before != now:
             raise UsageError(
-                f"{source} is {before} in {weights.path}, {now} in the model: {_REMEDY}"
+                f"{source} has shape {before} in {weights.path}, {now} in the model: {_REMEDY}"
             )
 
     moved = [f"{name} from {at}" for name, at in sources.items() if name != at]
     note = f"initial weights of {weights.name or weights.path}: "
-    note += f"{len(sources) - len(resampled) - len(moved)} tensors as they are"
+    note += f"{len(sources) - len(resampled) - len(moved)} tensors unchanged"
     for what, names in (
         ("resampled", resampled),
         ("moved", moved),
@@ -380,8 +378,8 @@ def _layout(
         if side and side * side == tokens - prefix:
             return _Layout(prefix, (side, side))
     raise UsageError(
-        f"{name} of {weights.path} has {tokens} tokens, which are no square of patches: "
-        "--init_from a checkpoint, which knows its grid"
+        f"{name} of {weights.path} has {tokens} tokens, which do not form a square grid of "
+        "patches: use --init_from with a checkpoint, which records its grid"
     )
 
 
@@ -483,7 +481,7 @@ def with_teacher(run: Run[Any], resolve: Callable[[RunConfig], Run[Any]]) -> Run
         if weights.run is not None:  # a checkpoint knows its model
             model = weights.run.model
             if model.model != name:
-                raise UsageError(f"{weights.path} is of --model {model.model}")
+                raise UsageError(f"{weights.path} was trained with --model {model.model}")
             trained_for = weights.run.objective
             if is_dino and not trained_for.has_teacher:
                 raise UsageError(
@@ -522,25 +520,26 @@ def with_teacher(run: Run[Any], resolve: Callable[[RunConfig], Run[Any]]) -> Run
     if there.input_shape != here.input_shape:
         images, wanted = (" x ".join(map(str, each.input_shape)) for each in (here, there))
         raise UsageError(
-            f"--teacher {name} is for images of {wanted} (channels first), the student for "
-            f"{images}: give the student --image_size and --in_chans of the teacher"
+            f"--teacher {name} takes images of {wanted} (channels first), the student {images}: "
+            "train the student with the teacher's --image_size and --in_chans"
         )
     if is_dino:
         for flag in ("dino_prototypes", "ibot_prototypes"):
             if (asked := getattr(config.objective, flag)) != (has := getattr(objective, flag)):
                 raise UsageError(
-                    f"--{flag} {asked}: --teacher {name} compares with {has}: give the same"
+                    f"--{flag} {asked}: --teacher {name} has {has}: use the same number"
                 )
         if there.grid != here.grid:
             grids = (" x ".join(map(str, each.grid)) for each in (there, here))
             raise UsageError(
-                f"--teacher {name} has {next(grids)} patches, the student {next(grids)}: they are "
-                "compared patch by patch, so give the student --patch_size of the teacher"
+                f"--teacher {name} has {next(grids)} patches, the student {next(grids)}, but the "
+                "two are compared patch by patch: train the student with the teacher's "
+                "--patch_size"
             )
     elif there.num_classes != here.num_classes:
         raise UsageError(
             f"--teacher {name} has {there.num_classes} classes, the student {here.num_classes}: "
-            "give another teacher, or --num_classes"
+            "use another teacher, or change --num_classes"
         )
     return replace(run, teacher=teacher)
 

@@ -194,7 +194,9 @@ class StepProfiler(Hook):
         if self._written:
             say(f"profile of steps {self._first} to {self._last}: {self._folder}")
         elif self._last:
-            say(f"no profile: this run had none of the steps {self._first} to {self._last}")
+            say(
+                f"no profile: this run did not reach any of the steps {self._first} to {self._last}"
+            )
 
     def _write(self) -> None:
         if self._profile is None:
@@ -269,10 +271,10 @@ class SizeLog(Hook):
             return
         side = sizes.side(self.batches.number(at))
         if sizes.shares and side != self._side:
-            say(f"images are {side} x {side} from step {at.step + 1:,} on")
+            say(f"image size {side} x {side} from step {at.step + 1:,}")
         elif self._side is None:
             sides = ", ".join(f"{side} x {side}" for side in sorted({*sizes.sides}))
-            say(f"the images of each step have one of the sizes {sides}, drawn at random")
+            say(f"image size of each step drawn at random from {sides}")
         self._side = side
 
 

@@ -181,8 +181,8 @@ def replicas(sharding: ShardingConfig) -> int:
     if isinstance(sharding.mesh_dcn, int):
         return sharding.mesh_dcn
     raise UsageError(
-        f"--mesh_dcn {sharding.mesh_dcn} requires --backend xla on slices that are here: give a "
-        "number"
+        f"--mesh_dcn {sharding.mesh_dcn} requires --backend xla and attached TPU slices: use a "
+        "number instead"
     )
 
 
@@ -196,7 +196,7 @@ def make_mesh(sharding: ShardingConfig, devices: int, what: str = "device(s) of 
     if mesh.devices != devices:
         between = f" x --mesh_domain {domain}" if domain > 1 else ""
         raise UsageError(
-            f"--mesh_dcn {dcn} x --mesh_fsdp {fsdp}{between} x --mesh_tensor {tensor} is not the "
-            f"{devices} {what}"
+            f"--mesh_dcn {dcn} x --mesh_fsdp {fsdp}{between} x --mesh_tensor {tensor} is "
+            f"{mesh.devices}, not the {devices} {what}"
         )
     return mesh

@@ -137,9 +137,9 @@ def resolve_common(config: RunConfig) -> RunConfig:
     ranges = {flags[name].names[0]: getattr(dino, name) for name in crops}
     for name, (low, high) in ({"--scale": data.scale, "--ratio": data.ratio} | ranges).items():
         if low > high:
-            raise UsageError(f"{name} {low} {high}: the first must not be above the second")
+            raise UsageError(f"{name} {low} {high}: the minimum must not exceed the maximum")
         if not high and name in ranges:
-            raise UsageError(f"{name} 0 0 leaves nothing: give more")
+            raise UsageError(f"{name} 0 0: the maximum must be above 0")
     for name, values in (("--mean", data.mean), ("--std", data.std)):
         wrong = next((each for each in values or () if not 0 <= each <= 1), None)
         if wrong is not None and source != "volumes":
@@ -154,41 +154,41 @@ def resolve_common(config: RunConfig) -> RunConfig:
     for name, by in unused:
         value = getattr(data, name)
         if value != flags[name].field.default:
-            raise UsageError(f"{flags[name].typed(value)} does nothing with {by}: drop it")
+            raise UsageError(f"{flags[name].typed(value)} has no effect with {by}: drop it")
     if data.aug_repeats > data.batch_size:
         raise UsageError(
-            f"--aug_repeats {data.aug_repeats} is more than --batch_size {data.batch_size}: an "
-            "image is that many times in one batch"
+            f"--aug_repeats {data.aug_repeats} exceeds --batch_size {data.batch_size}: each image "
+            "appears that many times in a batch"
         )
     jitter = data.jitter_of_each
     if len(jitter) not in (3, 4):
         raise UsageError(
-            "--color_jitter takes one number, three (brightness, contrast, saturation) or four "
-            f"(and hue), not {len(jitter)}"
+            "--color_jitter takes 1 number, 3 (brightness, contrast, saturation) or 4 (and hue), "
+            f"not {len(jitter)}"
         )
     if any(hue > _MAX_HUE for hue in jitter[3:]):
-        raise UsageError(f"--color_jitter: the hue, {jitter[3]:g}, must be at most {_MAX_HUE}")
+        raise UsageError(f"--color_jitter: hue {jitter[3]:g} must be at most {_MAX_HUE}")
     if data.aa and data.color_jitter and "3a" not in data.aa:
         raise UsageError(
-            f"--color_jitter is incompatible with --aa {data.aa}, which has such changes itself "
-            "(timm leaves it out then): drop one of the two"
+            f"--color_jitter is incompatible with --aa {data.aa}, which changes colors itself "
+            "(timm ignores --color_jitter then): drop one of the two"
         )
     if data.scale[1] == 0:
-        raise UsageError("--scale 0 0 leaves no image to crop")
+        raise UsageError("--scale 0 0: the maximum must be above 0")
     if data.size_schedule:
         shares = [share for _, share in data.size_schedule if share is not None]
         if 0 < len(shares) < len(data.size_schedule):
-            raise UsageError("--image_size_schedule: give each size a share, or none of them")
+            raise UsageError("--image_size_schedule: give a share for every size, or for none")
         if shares and round(sum(shares), 2) != 1:
             raise UsageError(
-                f"--image_size_schedule: the shares add up to {sum(shares):.4g}: they must be 1 "
-                "together"
+                f"--image_size_schedule: the shares add up to {sum(shares):.4g}, not 1"
             )
     policy = data.aa or ""
     is_rand_augment = policy.startswith("rand") and MAGNITUDE.search(policy)
     if data.aa_min_magnitude is not None and not is_rand_augment:
         raise UsageError(
-            "--aa_min_magnitude requires RandAugment with a magnitude: --aa rand-m9-mstd0.5-inc1"
+            "--aa_min_magnitude requires RandAugment with a magnitude, such as --aa "
+            "rand-m9-mstd0.5-inc1"
         )
 
     # Schedules.
@@ -202,29 +202,30 @@ def resolve_common(config: RunConfig) -> RunConfig:
     if schedule.lr_schedule == "wsd" and schedule.decay_steps is None:
         raise UsageError("--lr_schedule wsd requires --decay_steps")
     if schedule.weight_decay_end is not None and not config.optimizer.weight_decay:
-        raise UsageError("--weight_decay_end requires --weight_decay above 0, where it starts")
+        raise UsageError("--weight_decay_end requires --weight_decay above 0, its start value")
 
     # What --objective dino cannot follow, and what features are computed of.
     use, log, saves = config.use, config.log, config.checkpoints
     if is_dino:
         if "scale" in config.given:
             raise UsageError(
-                "--objective dino replaces --scale by --global_crops_scale: drop --scale"
+                "--objective dino uses --global_crops_scale instead of --scale: drop --scale"
             )
         if dino.crop_sizes and source == "fake":
-            raise UsageError("--crop_sizes does nothing with --data_source fake: drop it")
+            raise UsageError("--crop_sizes has no effect with --data_source fake: drop it")
         if config.sharding.grad_ckpt == "auto":
             raise UsageError(
                 "--objective dino is incompatible with --grad_ckpt auto: choose a value"
             )
         if use.eval_only and not use.judges_features:
             raise UsageError(
-                "--eval_only of --objective dino requires --knn, --probe, --rank or --segment_probe"
+                "--eval_only with --objective dino requires --knn, --probe, --rank or "
+                "--segment_probe"
             )
         if saves.ckpt_best or saves.resume in ("best", "lowest_loss"):
             given = "--ckpt_best" if saves.ckpt_best else f"--resume {saves.resume}"
             raise UsageError(
-                f"{given} requires evaluations of a loss, and --objective dino has none: drop it"
+                f"{given} requires a validation loss, which --objective dino does not have: drop it"
             )
     of_features = {
         "--features": use.features,
@@ -274,7 +275,7 @@ def model_of(config: ModelConfig, objective: ObjectiveConfig | None = None) -> M
         if spec.packing and objective and objective.objective != "classify":
             raise ModelError(
                 f"--objective {objective.objective} is incompatible with native resolution "
-                f"({spec.name}): crops have one size"
+                f"({spec.name}): its crops have a fixed size"
             )
         return with_additions(spec, objective.objective, flat(objective)) if objective else spec
     except ModelError as error:
@@ -290,16 +291,16 @@ def resolve_model(config: RunConfig) -> tuple[RunConfig, ModelSpec]:
             if name.endswith("_rate") and name != "drop_rate" and rate:
                 flag = MODEL_FLAG[name]
                 raise UsageError(
-                    f"--linear_probe is incompatible with {flag} {rate:g}: give {flag} 0"
+                    f"--linear_probe is incompatible with {flag} {rate:g}: set {flag} 0"
                 )
     config = _resolve_packing(config, model)
     channels, *spatial = model.sizes.input_shape
     segments = config.use.segment_probe or config.log.segment_probe_every
     if segments and len(spatial) > 2:
         given = "--segment_probe" if config.use.segment_probe else "--segment_probe_every"
-        raise UsageError(f"{given} is of images, and the model takes volumes")
+        raise UsageError(f"{given} requires a model of images, not of volumes")
     if (segments or source not in _ANY_CHANNELS) and channels not in (1, 3):
-        raise UsageError(f"--in_chans {channels} is neither 3 (RGB) nor 1 (gray)")
+        raise UsageError(f"--in_chans {channels}: images have 3 channels (RGB) or 1 (gray)")
     if config.data.image_sizes:
         _check_sizes(config, model)
     return replace(config, model=named), model
@@ -337,19 +338,19 @@ def _resolve_packing(config: RunConfig, model: ModelSpec) -> RunConfig:
             raise UsageError(f"{given} is incompatible with native resolution ({model.name})")
     low, high = data.side_scale
     if low > high:
-        raise UsageError(f"--side_scale {low:g} {high:g}: the first must not be above the second")
+        raise UsageError(f"--side_scale {low:g} {high:g}: the minimum must not exceed the maximum")
     most = data.max_tokens_per_image
     if most is None:
         most = min(model.sizes.num_patches + packing.prefix, packing.tokens)
     elif most > packing.tokens:
         raise UsageError(
-            f"--max_tokens_per_image {most} is more than --token_budget {packing.tokens}: an image "
-            "is whole in a sequence"
+            f"--max_tokens_per_image {most} exceeds --token_budget {packing.tokens}: an image is "
+            "never split over sequences"
         )
     if most <= packing.prefix:
         raise UsageError(
-            f"--max_tokens_per_image {most} leaves no patch beside the {packing.prefix} class and "
-            f"register tokens of {model.name}"
+            f"--max_tokens_per_image {most} leaves no room for patches after the {packing.prefix} "
+            f"class and register tokens of {model.name}"
         )
     return replace(config, data=replace(data, max_tokens_per_image=most))
 
@@ -365,24 +366,24 @@ def _check_sizes(config: RunConfig, model: ModelSpec) -> None:
         raise UsageError(f"{given} is incompatible with --grad_ckpt auto: choose a value")
     (height, width), (rows, columns) = model.sizes.input_shape[1:], model.sizes.grid
     if buckets and (height, width) not in buckets:
-        raise UsageError(f"--buckets must have the model's own size, {height}x{width}, among them")
+        raise UsageError(f"--buckets must include the model's own size, {height}x{width}")
     if not buckets and height != width:
         raise UsageError(
-            "--image_size_schedule has square images, and those of the model are "
-            f"{height} x {width}: use --buckets, or a square --image_size"
+            f"--image_size_schedule requires square images, not the model's {height} x {width}: "
+            "use --buckets, or a square --image_size"
         )
     high, wide = height // rows, width // columns
     for h, w in sizes:
         if buckets.count((h, w)) > 1:
-            raise UsageError(f"--buckets has {h}x{w} twice")
+            raise UsageError(f"--buckets lists {h}x{w} twice")
         if h % high or w % wide:
-            raise UsageError(f"{given}: {h}x{w} is no whole number of patches of {high}x{wide}")
+            raise UsageError(f"{given}: {h}x{w} is not a multiple of the patch size, {high}x{wide}")
     for h, w in buckets:
         patches = (h // high) * (w // wide)
         if abs(patches / model.sizes.num_patches - 1) > _MAX_TOKENS_APART:
             raise UsageError(
                 f"--buckets: {h}x{w} has {patches} patches, the model's own size "
-                f"{model.sizes.num_patches}: they may differ by {_MAX_TOKENS_APART:.0%}"
+                f"{model.sizes.num_patches}: they may differ by at most {_MAX_TOKENS_APART:.0%}"
             )
 
 
@@ -412,7 +413,7 @@ def check_rows(mesh: Mesh, model: ModelSpec) -> None:
     rows = model.sizes.grid[0]
     if mesh.domain > rows:
         raise UsageError(
-            f"--mesh_domain {mesh.domain} is more than the {rows} rows of patches of an image"
+            f"--mesh_domain {mesh.domain} exceeds the {rows} rows of patches of an image"
         )
 
 
@@ -473,19 +474,19 @@ def check_batch(run: Run) -> None:
         below = data.batch_size // parts * parts
         fitting = f"{below} or {below + parts}" if below else f"{parts}"
         raise UsageError(
-            f"--batch_size {data.batch_size} (global) is no multiple of the {mesh.devices} devices"
-            f"{together}{passes}: give {fitting}"
+            f"--batch_size {data.batch_size} (global) is not a multiple of the {mesh.devices} "
+            f"devices{together}{passes}: use {fitting}"
         )
     objective = run.config.objective
     images = data.pass_size // mesh.batch_parts
     if objective.objective == "dino" and objective.koleo_weight and images % objective.koleo_group:
         if images == 1:
             raise UsageError(
-                "the KoLeo loss compares images, and a device has one in a pass: give a larger "
+                "the KoLeo loss compares images, but a device has only one per pass: use a larger "
                 "--batch_size, fewer --grad_accum_steps or --koleo_weight 0"
             )
         raise UsageError(
-            f"--koleo_group {objective.koleo_group} does not divide the {images} images of a "
+            f"--koleo_group {objective.koleo_group} does not divide the {images} images per "
             "device and pass: change it, --batch_size or --grad_accum_steps"
         )
     loss, shape = run.config.loss, run.model.sizes.input_shape
@@ -494,16 +495,16 @@ def check_batch(run: Run) -> None:
     if images % 2:
         named = "--mixup" if loss.mixup else "--cutmix" if loss.cutmix else "--cutmix_minmax"
         raise UsageError(
-            f"{named} mixes the images of a device two by two, and there are {images} in a pass: "
-            "choose --batch_size and --grad_accum_steps so that the number is even"
+            f"{named} mixes pairs of images on a device, but there are {images} images per device "
+            "and pass: choose --batch_size and --grad_accum_steps so that this number is even"
         )
     if loss.cuts and len(shape) != 3:
-        raise UsageError("cutmix is for images: of volumes use --mixup")
+        raise UsageError("CutMix supports 2-D images only: use --mixup for volumes")
     if loss.cutmix_minmax is not None:
         low, high = loss.cutmix_minmax
         for height, width in run.config.data.image_sizes or [(shape[1], shape[2])]:
             if any(int(side * low) >= int(side * high) for side in (height, width)):
                 raise UsageError(
-                    f"--cutmix_minmax {low:g} {high:g} leaves no side of a box to be drawn in "
-                    f"images of {height} x {width}: the second must be larger"
+                    f"--cutmix_minmax {low:g} {high:g} contains no whole number of pixels for "
+                    f"images of {height} x {width}: use a larger maximum"
                 )

@@ -147,14 +147,15 @@ class Schedule:
         end, notes = self.total_steps if self.end is None else self.end, []
         if self.heads_first_steps:
             notes.append(
-                f"the first {self.heads_first_steps:,} steps train the heads alone; in the next "
-                f"{self.backbone_warmup_steps:,} the backbone's learning rate rises to theirs"
+                f"the first {self.heads_first_steps:,} steps train only the heads; over the next "
+                f"{self.backbone_warmup_steps:,} steps, the backbone's learning rate rises to "
+                "that of the heads"
             )
         if end < self.warmup_steps and self.peak:
             notes.append(
-                f"warning: the warmup takes {self.warmup_steps:,} steps, the run ends at {end:,}: "
-                f"the learning rate stays below {self.lr(end):.2g}, --lr {self.peak:g} is not "
-                "reached; give fewer --warmup_steps (or --warmup_epochs)"
+                f"warning: the warmup takes {self.warmup_steps:,} steps but the run ends at step "
+                f"{end:,}: the learning rate stays below {self.lr(end):.2g} and never reaches "
+                f"--lr {self.peak:g}; use fewer --warmup_steps (or --warmup_epochs)"
             )
         return notes
 
@@ -225,8 +226,8 @@ def make_schedule(run: Run, steps_per_epoch: int, at: Position) -> tuple[Schedul
     assert how.decay_steps is not None  # checked (training/resolve.py)
     if warmup + how.decay_steps > end:
         raise UsageError(
-            f"{warmup:,} steps of warmup and --decay_steps {how.decay_steps} are more than the "
-            f"{end:,} steps of the run: give fewer, or more --num_epochs"
+            f"{warmup:,} warmup steps and --decay_steps {how.decay_steps} exceed the {end:,} "
+            "steps of the run: use fewer, or more --num_epochs"
         )
     shape, decay = how.decay_shape, how.decay_steps
     schedule = Schedule(

@@ -158,14 +158,16 @@ def confirm_start(
     )
     with exchange.failing_together():
         if planned.saved and not start.saved:
-            raise UsageError(f"{planned.saved.path} was removed meanwhile: start again")
+            raise UsageError(
+                f"{planned.saved.path} was removed while this run started: start it again"
+            )
     notes = list(start.notes)
     if local:
         notes.append(local.description)
     if start.saved:
         if checkpoints.init_from:
             ignored = f"--init_from {checkpoints.init_from}"
-            notes.append(f"note: {ignored} is ignored: this run is resumed")
+            notes.append(f"note: ignoring {ignored}: resuming this run")
         notes += changes_since(start.saved, run, data)
     elif planned.kind == "weights":
         start = replace(start, kind="weights")
@@ -207,11 +209,11 @@ def _first_undamaged(
         if saved:
             with exchange.failing_together():
                 check(saved)
-            warnings = [f"warning: {text}, so {saved.path.name} is resumed" for text in damaged]
+            warnings = [f"warning: {text}: resuming {saved.path.name} instead" for text in damaged]
             return _resumed(saved, checkpoints, path, (*notes, *warnings))
     if candidates.paths:
         raise UsageError(
-            f"{damaged[0]}: name another one, or use it as it is with --no_verify_checkpoint",
+            f"{damaged[0]}: use another one, or use it unverified with --no_verify_checkpoint",
             agreed=True,
         )
     if damaged:
@@ -232,8 +234,8 @@ def leave_behind(start: Start, local: LocalTier | None, run: Run, *, is_main: bo
             folder = choose.set_aside(run.ckpt_dir, later)
             names = ", ".join(path.name for path in later)
             note = (
-                f"note: this run goes back: {names} set aside in {folder}, where --resume {folder} "
-                "finds them"
+                f"note: this run continues from an earlier step: moved {names} to {folder}; "
+                f"--resume {folder} continues from there"
             )
     note = exchange.from_first(note)
     return [note] if note else []

@@ -142,7 +142,7 @@ class TrainBatches:
         def failed(error: BaseException) -> None:
             if isinstance(error, DataFolderError):
                 self.failed = error
-                print(f"warning: {error}: training stops with a checkpoint", file=sys.stderr)
+                print(f"warning: {error}: saving a checkpoint and stopping", file=sys.stderr)
 
         reading: deque[float] = deque()
 

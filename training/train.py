@@ -170,7 +170,7 @@ def train(
                 parts.done("loaded")
             _describe(run, session, start, at)
             if loader.workers:
-                say(f"loader processes of each training process: {loader.workers}")
+                say(f"loader processes per training process: {loader.workers}")
             for note in schedule.notes if at.step < last_step else ():
                 say(note)
 
@@ -208,7 +208,7 @@ def train(
                     )
                 )
             elif objective.measured:
-                say("there are no validation images: nothing is evaluated")
+                say("no validation images: skipping evaluations")
             hooks += frozen_evaluations(session, run, model, frozen, history.frozen)
 
             # -- train
@@ -253,11 +253,12 @@ def _load(saved: SavedRun, run: Run, session: loop.Session, *, is_part: bool) ->
     has_ema = load_state(session.backend, saved.path, is_part=is_part)
     if run.config.averages and not has_ema:
         session.reports.say(
-            "note: the checkpoint has no EMA of the weights: it starts with these weights"
+            "note: the checkpoint has no EMA of the weights: the EMA starts from the current "
+            "weights"
         )
     if has_ema and not run.config.averages:
         session.reports.say(
-            "note: the checkpoint's EMA of the weights is dropped: --model_ema is not given"
+            "note: dropping the checkpoint's EMA of the weights: --model_ema is not set"
         )
 
 
@@ -270,17 +271,17 @@ def _describe(run: Run, session: loop.Session, start: Start, at: Position) -> No
     devices, state_bytes = backend.describe(), backend.state_bytes()
     say(devices)
     sizes = [f"{n / 2**20:,.2f} MiB of {_STATE.get(kind, kind)}" for kind, n in state_bytes.items()]
-    say(f"state a device: {', '.join(sizes)}")
+    say(f"state per device: {', '.join(sizes)}")
     if saved := start.saved:
         say(f"resuming {saved.path} at step {at.step}, epoch {at.epoch + 1}")
         before = saved.arguments.get("batch_size")
         if before != batch_size:
             say(
-                f"note: --batch_size was {before} before: the run continues at the same place in "
-                "the data and in the schedule, steps are counted on"
+                f"note: --batch_size was {before} before: training continues at the same position "
+                "in the data and the schedule, with consecutive step numbers"
             )
     if session.last_step <= at.step:
-        say(f"nothing is left to train: step {at.step} is reached")
+        say(f"nothing left to train: step {at.step} is reached")
     else:
         say(f"training to step {session.last_step:,}, global batch {batch_size}")
     session.reports.describe(run, devices, state_bytes)
@@ -293,7 +294,7 @@ def _not_finite(run: Run, session: loop.Session, saver: CheckpointSaver, step: i
     """
     limit, skipped = session.config.log.max_bad_steps, session.reports.longest_row_skipped
     if limit and skipped >= limit:
-        what = f"{skipped} steps in a row had a loss or gradient norm that is not finite"
+        what = f"{skipped} consecutive steps had a loss or gradient norm that is not finite"
         return not_finite_error(what, saver.newest)
     what = ""
     with exchange.failing_together():
@@ -333,14 +334,14 @@ def _end(run: Run, session: loop.Session, saver: CheckpointSaver) -> None:
         raise StoppedBySignal(exit_code)
     if exit_code == NO_BATCH:
         raise RunFailed(
-            "the training images cannot be read any more (the warning says why): "
-            f"{again} resumes {newest}",
+            f"the training images can no longer be read (see the warning above): {again} resumes "
+            f"{newest}",
             NO_BATCH,
         )
     if exit_code == BAD_IMAGES:
         raise RunFailed(
-            f"{session.bad_images.excess}; {run.ckpt_dir / BAD_IMAGES_FILE} lists them: remove it "
-            f"when they are mended; {again} then resumes {newest}",
+            f"{session.bad_images.excess}; {run.ckpt_dir / BAD_IMAGES_FILE} lists them: delete "
+            f"that file when they are fixed; {again} then resumes {newest}",
             BAD_IMAGES,
         )
     assert not exit_code  # NOT_FINITE and NOT_SAVED have raised where they were found

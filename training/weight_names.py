@@ -74,7 +74,7 @@ def timm_names(names: Iterable[str]) -> tuple[dict[str, list[str]], str]:
         if is_hugging_face and plain.rpartition(".")[0].endswith(".attn.qkv"):
             parts.sort(key=_place_in_qkv)
         elif len(parts) > 1:
-            raise ValueError(f"{parts[0]} and {parts[1]} would both be {plain}")
+            raise ValueError(f"{parts[0]} and {parts[1]} both map to {plain}")
     if wrappers:
         notes.append(f"{', '.join(wrappers)} removed from names")
     if is_hugging_face:
@@ -115,8 +115,8 @@ def _prefix_of(prefixes: set[str]) -> str:
         teachers = {prefix for prefix in prefixes if "teacher" in prefix.split(".")}
         if len(teachers) != 1:
             raise ValueError(
-                f"it holds several models, {', '.join(sorted(prefixes))}: save the state dict of "
-                "the one that is meant in a file of its own"
+                f"it contains several models, {', '.join(sorted(prefixes))}: save the state dict "
+                "of the one that you want to a separate file"
             )
         prefixes = teachers
     return "" if "" in prefixes else next(iter(prefixes), "")

@@ -56,7 +56,7 @@ from training.resolve import model_of, with_preprocessing
 from training.schedule import Position
 from training.weight_names import timm_names
 
-_REMEDY = "give the model flags it was trained with"
+_REMEDY = "use the model flags that it was trained with"
 
 
 def remedy(here: Collection[str], there: Collection[str], otherwise: str) -> str:
@@ -68,8 +68,8 @@ def remedy(here: Collection[str], there: Collection[str], otherwise: str) -> str
     if 2 * (len(there) - len(others)) >= min(len(here), len(there)):
         return otherwise
     return (
-        f"its names are not timm's, such as {others[0]}: let timm read the file (timm.create_model("
-        "NAME, checkpoint_path=FILE)), and save the model's state_dict()"
+        f"its parameter names are not timm's (such as {others[0]}): load the file with "
+        "timm.create_model(NAME, checkpoint_path=FILE), and save the model's state_dict()"
     )
 
 
@@ -155,10 +155,10 @@ class Weights:
             there, here = tuple(found.pop(name)), tuple(tensor.shape)
             if there != here:
                 raise UsageError(
-                    f"{name} is {there} in {self.path}, {here} in the model: {_REMEDY}"
+                    f"{name} has shape {there} in {self.path}, {here} in the model: {_REMEDY}"
                 )
         for name in found:
-            raise UsageError(f"{self.path} has {name}, which the model has not: {advice}")
+            raise UsageError(f"{self.path} has {name}, which the model does not have: {advice}")
 
     def shapes(self) -> dict[str, torch.Size]:
         """Return the shape of each tensor by its name. Raises UsageError for a damaged folder."""
@@ -220,12 +220,12 @@ def find_weights(
     """Return the weights that ``--resume`` (a folder or a file) and ``--resume_epoch`` name, or
     their moving average. Raises UsageError if there is no such thing, or if it cannot be read."""
     if resume == "none":
-        raise UsageError("--resume none: a trained model is needed, give --resume PATH")
+        raise UsageError("--resume none: a trained model is required, use --resume PATH")
     if resume != "auto" and resume not in BEST and not resume_epoch:
         return weights_named(resume, "--resume", use_ema=use_ema)
     found = named_candidates(ckpt_dir, resume, resume_epoch)
     if not found.paths:
-        raise UsageError(f"--ckpt_dir {ckpt_dir} holds no checkpoint: give one, --resume PATH")
+        raise UsageError(f"--ckpt_dir {ckpt_dir} has no checkpoint: use --resume PATH")
     return _first_of(found, use_ema)
 
 
@@ -254,10 +254,13 @@ def weights_in(path: Path, flag: str, *, use_ema: bool = False) -> Weights:
     with checkpoint.readable(path):
         if path.is_file():
             if is_url(path):
-                raise UsageError(f"{flag} {path}: copy that file to this machine, and name it here")
+                raise UsageError(
+                    f"{flag} {path}: a single file cannot be read from a URL: copy it to this "
+                    "machine, and pass its path"
+                )
             return load_file_of_weights(path, use_ema=use_ema)
         if not path.is_dir():
-            raise UsageError(f"{flag} {path}: there is no such checkpoint, folder or file")
+            raise UsageError(f"{flag} {path}: no such checkpoint, folder or file")
         if files := safetensors_files(path):
             return _load_safetensors(path, files, use_ema)
         has_metadata = (path / checkpoint.METADATA).is_file()
@@ -273,7 +276,8 @@ def weights_in(path: Path, flag: str, *, use_ema: bool = False) -> Weights:
 def no_ema(path: Path) -> UsageError:
     """Return the error for weights without an EMA."""
     return UsageError(
-        f"{path} has no EMA of the weights: give one of a run with --model_ema, or drop --use_ema"
+        f"{path} has no EMA of the weights: use a checkpoint of a run with --model_ema, or drop "
+        "--use_ema"
     )
 
 
@@ -285,7 +289,7 @@ def load_file_of_weights(path: Path, *, use_ema: bool = False) -> Weights:
             return _load_safetensors(path, [path], use_ema)
         content = load_tensors(path)
         if not isinstance(content, Mapping):
-            raise ValueError(f"it holds no state dict: {_SAVE}")
+            raise ValueError(f"it contains no state dict: {_SAVE}")
         training, run = content.get("training"), None
         if isinstance(training, Mapping) and "arguments" in training:
             run = checkpoint.saved_run(path, training)
@@ -323,7 +327,9 @@ def check_is_content(path: Path) -> None:
     """Raise ValueError for a file that Git left in place of a large one."""
     with path.open("rb") as file:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-            raise ValueError("it is a Git LFS pointer: get the file itself with `git lfs pull`")
+            raise ValueError(
+                "it is a Git LFS pointer: download the file itself with `git lfs pull`"
+            )
 
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -362,14 +368,14 @@ def load_tensors(path: Path) -> Any:
                 ignored.append((type("Ignored", (_Ignored,), {}), foreign[1]))
             elif foreign:
                 raise ValueError(
-                    f"only tensors are loaded, it holds {foreign[1]}: {_SAVE}"
+                    f"only tensors are loaded, but it contains {foreign[1]}: {_SAVE}"
                 ) from None
             else:
-                raise ValueError("it is not a file of torch.save") from None
+                raise ValueError("it was not written by torch.save") from None
 
 
 _MOST_IGNORED = 100
-_SAVE = "save the weights alone, by torch.save(model.state_dict(), FILE)"
+_SAVE = "save only the weights, with torch.save(model.state_dict(), FILE)"
 
 
 _EMA_KEYS = (checkpoint.EMA, "state_dict_ema", "model_ema")
@@ -403,7 +409,7 @@ def state_dict_of(content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         }
     tensors = {name: value for name, value in content.items() if _is_tensor(value)}
     if not tensors or len(tensors) < len(content):
-        raise ValueError(f"it holds no state dict of tensors: {_SAVE}")
+        raise ValueError(f"it contains no state dict of tensors: {_SAVE}")
     return tensors
 
 
@@ -432,7 +438,7 @@ def safetensors_files(path: Path) -> list[Path]:
             raise ValueError(f"{INDEX} has no weight_map")
         for name in named.values():
             if not isinstance(name, str) or Path(name).name != name:
-                raise ValueError(f"{INDEX} names {name!r}, which is not a file of the folder")
+                raise ValueError(f"{INDEX} lists {name!r}, which is not a file in its folder")
         return [path / name for name in sorted(set(named.values()))]
     return [path / ONE_FILE] if (path / ONE_FILE).is_file() else []
 
@@ -479,7 +485,7 @@ def check_weights(weights: Weights, *, verify: bool) -> None:
             problem = checkpoint.damage(path)
     if problem:
         raise UsageError(
-            f"{path} is damaged ({problem}): name another one, or use it as it is with "
+            f"{path} is damaged ({problem}): use another one, or use it unverified with "
             "--no_verify_checkpoint",
             agreed=weights.run is not None,
         )
@@ -538,5 +544,5 @@ def with_preprocessing_of(weights: Weights, config: RunConfig) -> tuple[Weights,
     if trained_with is None:
         return weights, with_preprocessing(config, Preprocessing())
     config = with_preprocessing(config, preprocessing_of(trained_with, path))
-    note = f"preprocessing: {config.data.preprocessing} (as {source} has it)"
+    note = f"preprocessing: {config.data.preprocessing} (from {source})"
     return replace(weights, note="; ".join(filter(None, [weights.note, note]))), config

@@ -54,8 +54,8 @@ class AllDamaged(UsageError):
     def __init__(self, passed_over: Sequence[str], *, agreed: bool = False) -> None:
         """``passed_over``: what is wrong with each checkpoint, the newest first."""
         super().__init__(
-            f"{passed_over[0]}, and all others are damaged, too: --resume another one, or choose "
-            "another --ckpt_dir to start a new run",
+            f"{passed_over[0]}, and so are all older checkpoints: use --resume with another one, "
+            "or another --ckpt_dir to start a new run",
             agreed=agreed,
         )
         self.passed_over = tuple(passed_over)
@@ -118,7 +118,7 @@ def check_folders(checkpoints: CheckpointConfig) -> None:
     try:
         if outer := checkpoint_around(folder):
             raise UsageError(
-                f"--ckpt_dir {folder} is inside of the checkpoint {outer.name}: give the run's "
+                f"--ckpt_dir {folder} is inside the checkpoint {outer.name}: use the run's "
                 f"folder, {outer.parent}, or another one"
             )
         check_folder_writable(folder)
@@ -129,9 +129,13 @@ def check_folders(checkpoints: CheckpointConfig) -> None:
     if (local := checkpoints.local_ckpt_dir) is None:
         return
     if is_url(folder_at(local)):
-        raise UsageError(f"--local_ckpt_dir {local} is a URL: give a folder on each host's disk")
+        raise UsageError(
+            f"--local_ckpt_dir {local} is a URL: use a folder on the local disk of each host"
+        )
     if Path(local).resolve() == Path(folder).resolve():
-        raise UsageError(f"--local_ckpt_dir {local} is --ckpt_dir: give another folder")
+        raise UsageError(
+            f"--local_ckpt_dir {local} is the same folder as --ckpt_dir: use another one"
+        )
     check_folder_writable(Path(local), "--local_ckpt_dir")
     if Path(local).exists():
         check_own(Path(local), "--local_ckpt_dir")
@@ -176,13 +180,14 @@ def named_candidates(ckpt_dir: Path, resume: str, resume_epoch: int) -> Candidat
                     if (position.epoch, position.images_in_epoch) == (resume_epoch, 0):
                         return Candidates([path])
             raise UsageError(
-                f"--resume_epoch {resume_epoch}: {ckpt_dir} has no checkpoint of that epoch's end"
+                f"--resume_epoch {resume_epoch}: {ckpt_dir} has no checkpoint from the end of "
+                "that epoch"
             )
         if resume == "none":
             if existing:
                 raise UsageError(
-                    f"--resume none, but {ckpt_dir} holds {existing[-1].name} of an earlier run: "
-                    "choose another --ckpt_dir, or remove its step_* folders"
+                    f"--resume none, but {ckpt_dir} contains {existing[-1].name} of an earlier "
+                    "run: choose another --ckpt_dir, or remove its step_* folders"
                 )
             return Candidates([])
         if resume == "auto":
@@ -198,8 +203,10 @@ def named_candidates(ckpt_dir: Path, resume: str, resume_epoch: int) -> Candidat
     with checkpoint.readable(path):
         if not path.is_dir():
             if path.is_file() or is_on_hub(resume):
-                raise UsageError(f"--resume {resume} is weights alone: give it to --init_from")
-            raise UsageError(f"--resume {resume}: there is no such checkpoint folder")
+                raise UsageError(
+                    f"--resume {resume} contains only weights: use --init_from instead"
+                )
+            raise UsageError(f"--resume {resume}: no such checkpoint folder")
         return candidates_in(path)
 
 
@@ -235,7 +242,7 @@ def _only(path: Path) -> Candidates:
             for file in path.iterdir()
         )
         if not started and not step_folders(path):
-            raise UsageError(f"{path} is neither a checkpoint nor the folder of a run that has one")
+            raise UsageError(f"{path} is neither a checkpoint nor a run's folder with a checkpoint")
         raise UsageError(f"checkpoint {path} is incomplete")
     if problem := checkpoint.quick_problem(path):
         raise UsageError(f"cannot read the checkpoint {path}: {problem}")
@@ -277,8 +284,8 @@ def damage_for_all(path: Path, *, verify: bool) -> str | None:
     for number, (other, host) in enumerate(hosts):
         if other != hosts[0][0]:
             raise UsageError(
-                f"{exchange.name(number, host)} does not see the checkpoint {path} that the "
-                "first process is about to resume: give a folder that all nodes share",
+                f"{exchange.name(number, host)} does not see the checkpoint {path} that the first "
+                "process is about to resume: use a folder that all nodes share",
                 agreed=True,
             )
     problem = None

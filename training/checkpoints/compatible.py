@@ -32,7 +32,7 @@ def with_saved(config: RunConfig, saved: SavedRun) -> RunConfig:
     if "objective" in config.given and here.objective != there.objective:
         raise UsageError(
             f"{saved.path} was trained with --objective {there.objective}, not {here.objective}: "
-            "give the same, or start another training from its weights with --init_from and "
+            "use the same objective, or start a new run from its weights with --init_from and "
             "another --ckpt_dir"
         )
     given = {name: value for name, value in flat(here).items() if name in config.given}
@@ -88,7 +88,7 @@ def preprocessing_of(values: Mapping[str, Any], path: Path) -> Preprocessing:
                 )
             )
         if not is_valid:
-            raise UsageError(f"{path} has {name} {value!r}, which is not known here: give --{name}")
+            raise UsageError(f"{path} has {name} {value!r}, which is not supported: set --{name}")
     given |= {name: tuple(given[name]) for name in ("mean", "std") if name in given}
     return Preprocessing(**given)
 
@@ -109,17 +109,17 @@ def check_continues(saved: SavedRun, run: Run, data: DataSource) -> None:
         names = checkpoint.entries_of(saved.path)
     if not any(name.startswith("optimizer.") for name in names):
         raise UsageError(
-            f"{saved.path} holds weights alone, which are for --predict and --eval_only: training "
-            "resumes a checkpoint that training wrote"
+            f"{saved.path} contains only weights, for --predict and --eval_only: to resume "
+            "training, use a checkpoint that training has saved"
         )
     check_same_training(saved, run.model, run.config)
     check_same_classes(saved.classes, saved.path, data, run)
     difference = other_order(saved, run, data)
     if difference and not run.config.checkpoints.restart_epoch:
         raise UsageError(
-            f"{saved.path} was written in the middle of epoch {saved.position.epoch + 1}, whose "
-            f"images come in another order now ({difference}): some would be trained on twice, "
-            "others not at all: give the same, or --restart_epoch to restart that epoch"
+            f"{saved.path} was saved in the middle of epoch {saved.position.epoch + 1}, and the "
+            f"order of its images has changed since ({difference}): some would be trained on "
+            "twice, others not at all: undo the change, or restart that epoch with --restart_epoch"
         )
 
 
@@ -140,12 +140,12 @@ def check_same_classes(
     for label, (there, here) in enumerate(zip_longest(classes, data.classes)):
         if there != here:
             there, here = told_apart(there or "none", here or "none")
-            order = "; give --class_order or --class_map as in training"
+            order = "; use the --class_order or --class_map of the training"
             raise UsageError(
                 printable(
-                    f"{path} was trained on other classes than those of {data.name}/val: "
-                    f"number {label} is {there} there, {here} here"
-                    f"{order if sorted(classes) == sorted(data.classes) else ''}"
+                    f"{path} was trained on different classes than those of {data.name}/val: "
+                    f"class {label} is {there} in the checkpoint, {here} in the "
+                    f"data{order if sorted(classes) == sorted(data.classes) else ''}"
                 )
             )
 
@@ -165,18 +165,19 @@ def check_unnamed_classes(
     count = model.sizes.num_classes
     if folders and len(folders) < count:
         raise UsageError(
-            f"{path} is for {count:,} classes and does not name them, {config.data_dir} has "
-            f"{len(folders):,} class folders: give --class_map FILE with the names of all, by "
-            "label, or --class_order sorted if these are the first ones"
+            f"{path} has {count:,} classes without names, but {config.data_dir} has "
+            f"{len(folders):,} class folders: use --class_map FILE with the names of all classes "
+            "in the order of their labels, or --class_order sorted if the folders are the first "
+            "classes"
         )
     for label, (ours, theirs) in enumerate(zip(folders, in_order(folders, "natural"), strict=True)):
         if ours != theirs:
             raise UsageError(
                 printable(
-                    f"{path} does not name its classes, and {config.data_dir} has class folders "
-                    f"whose order is not certain: number {label} is {ours} by torchvision, "
-                    f"{theirs} by timm: give --class_order sorted (torchvision) or natural (timm), "
-                    "or --class_map FILE"
+                    f"{path} does not name its classes, and the order of the class folders in "
+                    f"{config.data_dir} is ambiguous: class {label} is {ours} in torchvision's "
+                    f"order, {theirs} in timm's: use --class_order sorted (torchvision) or "
+                    "natural (timm), or --class_map FILE"
                 )
             )
 
@@ -211,10 +212,10 @@ def changes_since(saved: SavedRun, run: Run, data: DataSource) -> list[str]:
     """
     notes = []
     if difference := other_order(saved, run, data):
-        notes.append(f"note: {difference}: epoch {saved.position.epoch + 1} starts again")
+        notes.append(f"note: {difference}: restarting epoch {saved.position.epoch + 1}")
     there, here = flat(saved.objective), flat(run.config.objective)
     return notes + [
-        f"note: {_changed(option.names[0], there[name], here[name])}, from this step on"
+        f"note: {_changed(option.names[0], there[name], here[name])} at this step"
         for name, option in by_field(ObjectiveConfig).items()
         if there[name] != here[name]
     ]
@@ -228,7 +229,7 @@ def _changed(what: str, before: Any, now: Any) -> str:
             return " ".join(map(str, value))
         return "none" if value is None else str(value)
 
-    return f"{what} was {shown(before)}, is {shown(now)}"
+    return f"{what} changed from {shown(before)} to {shown(now)}"
 
 
 def check_same_training(saved: SavedRun, model: ModelSpec, config: RunConfig | None) -> None:
@@ -257,8 +258,8 @@ def check_same_training(saved: SavedRun, model: ModelSpec, config: RunConfig | N
             differences.append(_difference(flags[name], there, here))
     if differences:
         raise UsageError(
-            f"{saved.path} was trained {'; '.join(differences)}: give the same (flags of the model "
-            "may be left out, they are the checkpoint's), or train in another --ckpt_dir"
+            f"{saved.path} was trained {'; '.join(differences)}: use the same flags (model flags "
+            "may be omitted: the checkpoint has them), or another --ckpt_dir"
         )
 
 
@@ -266,8 +267,8 @@ def _difference(option: FlagField, there: Any, here: Any) -> str:
     """Return a flag with both its values; one that is None, or off, is not given at all."""
     absent = [None] if option.has_negation or not option.is_switch else [None, False]
     if there in absent:
-        return f"without {option.names[0]}, this run is with {option.typed(here)}"
+        return f"without {option.names[0]}, but this run has {option.typed(here)}"
     if here in absent:
-        return f"with {option.typed(there)}, this run is without it"
+        return f"with {option.typed(there)}, which this run does not have"
     words = option.words(here)
     return f"with {option.typed(there)}, not {' '.join(words[1:] or words)}"

@@ -271,7 +271,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in _METADATA_NAMES.get(module, ()):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} does not belong into a checkpoint")
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a checkpoint")
 
 
 def read_metadata(path: Path) -> Metadata:
@@ -445,12 +445,12 @@ _SUM = re.compile(r"[0-9a-f]{32}")
 def manifest_entries(files: Any) -> dict[str, Entry]:
     """Return the entries of a manifest, as JSON has them. Raises ValueError for what is none."""
     if not isinstance(files, dict):
-        raise ValueError("a manifest's files are no JSON object")
+        raise ValueError("the files of the manifest are not a JSON object")
     for name, entry in files.items():
         match entry:
             case [int(), str(checksum)] if _FILE_NAME.fullmatch(name) and _SUM.fullmatch(checksum):
                 continue
-        raise ValueError(f"{name[:100]!r} is no entry of a manifest")
+        raise ValueError(f"{name[:100]!r} is not a valid entry of a manifest")
     return {name: (size, checksum) for name, (size, checksum) in files.items()}
 
 

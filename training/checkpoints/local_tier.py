@@ -156,8 +156,8 @@ class LocalTier:
             for part in self._complete_parts():
                 if part.run_id != self._run_id:
                     raise UsageError(
-                        f"--local_ckpt_dir {self.folder} holds a checkpoint of another run, of "
-                        f"--ckpt_dir {part.ckpt_dir}: remove it, or give another folder"
+                        f"--local_ckpt_dir {self.folder} contains a checkpoint of another run, of "
+                        f"--ckpt_dir {part.ckpt_dir}: remove it, or use another folder"
                     )
 
         # Who writes which part, and where a copy of it goes.
@@ -174,13 +174,13 @@ class LocalTier:
         self.description = f"local checkpoints: in {self.folder}"
         """A line for the log."""
         if in_folders > 1:
-            self.description += f", each part on {in_folders} hosts, which hold the same"
+            self.description += f", each part on {in_folders} hosts"
         elif self._peer is None:
             alone = "all processes see the same folder" if self._count > 1 else "one process"
             self.description += f", without copies ({alone})"
         else:
             peer = self._name(self._peer)
-            self.description += f", a copy of each part at a peer (of process 0: {peer})"
+            self.description += f", with a copy of each part on a peer (for process 0: {peer})"
 
         # Accept copies in a thread, at addresses that all processes know.
         if self._count == 1:
@@ -278,16 +278,16 @@ class LocalTier:
                     lost = set(range(self._parts)) - holders[newer[-1]].keys()
                     names = ", ".join(self._name(self._held.index(part)) for part in sorted(lost))
                     notes.append(
-                        f"warning: step {newer[-1][0]} of --local_ckpt_dir is not whole: the parts "
-                        f"of {names} are lost, with their copies"
+                        f"warning: step {newer[-1][0]} in --local_ckpt_dir is incomplete: the "
+                        f"parts of {names} and their copies are lost"
                     )
                 elif has_other_layouts:
                     notes.append(
-                        "note: --local_ckpt_dir has parts of another number of processes a "
-                        "replica, mesh or form of sharding, which are not used"
+                        "note: ignoring parts in --local_ckpt_dir that were saved with another "
+                        "mesh, sharding or number of processes per replica"
                     )
                 elif not any(by_process) and newer_than >= 0:
-                    notes.append("note: no host has a part of a step in --local_ckpt_dir")
+                    notes.append("note: no host has any part of a checkpoint in --local_ckpt_dir")
                 return None, notes
             save = whole[-1]
             problems = self._bring(save, holders[save], rejected, verify=verify)
@@ -334,8 +334,8 @@ class LocalTier:
                     self._send(path, part, save, process)
             except (OSError, EOFError, ValueError, AuthenticationError) as error:
                 problems.append(
-                    f"part {part} of step {step} in --local_ckpt_dir of {self._name(self._rank)} "
-                    f"is not used: {checkpoint.reason_of(error)}"
+                    f"ignoring part {part} of step {step} in --local_ckpt_dir of "
+                    f"{self._name(self._rank)}: {checkpoint.reason_of(error)}"
                 )
                 rejected.add((part, save))
         return [problem for reported in exchange.gather(problems) for problem in reported]
@@ -378,7 +378,7 @@ class LocalTier:
         problems = [(process, done) for process, done in results if done["problem"]]
         for process, done in problems:
             say(
-                f"warning: local checkpoint of step {done['step']}, {self._name(process)}: "
+                f"warning: local checkpoint of step {done['step']} on {self._name(process)}: "
                 f"{done['problem']}; training continues"
             )
         if results:
@@ -405,15 +405,15 @@ class LocalTier:
 
         if busy := [process for process, (is_busy, *_) in enumerate(by_process) if is_busy]:
             say(
-                f"warning: no local checkpoint of step {step}: {self._name(busy[0])} still writes "
-                "the one before"
+                f"warning: no local checkpoint of step {step}: {self._name(busy[0])} is still "
+                "writing the previous one"
             )
         elif self._keepers[self._folder, self._part] == self._rank:
             try:
                 copy = content()
             except Exception as error:  # noqa: BLE001 - out of memory, say: the next one is tried
                 self._writing = Future()
-                problem = f"it could not be copied ({checkpoint.reason_of(error)})"
+                problem = f"the state could not be copied ({checkpoint.reason_of(error)})"
                 self._writing.set_result(_NOTHING_DONE | {"step": step, "problem": problem})
             else:
                 self._writing = in_background(lambda: self._write(step, copy, oldest))
@@ -450,7 +450,7 @@ class LocalTier:
                 result["copy_s"] = time.perf_counter() - written
         except BaseException as error:  # noqa: BLE001 - as in saver.py: it may be DCP's own
             reason = checkpoint.reason_of(error)
-            result["problem"] = f"no copy at {self._name(self._peer or 0)} ({reason})"
+            result["problem"] = f"no copy on {self._name(self._peer or 0)} ({reason})"
             if not is_written:
                 result["problem"] = f"it could not be written to {self.folder} ({reason})"
                 with contextlib.suppress(OSError):

@@ -234,10 +234,10 @@ class CheckpointSaver:
         self._failed += 1
         room = ""  # PyTorch's zip writer does not say that the disk is full
         with contextlib.suppress(OSError, TypeError):  # TypeError: of a URL
-            room = f"; {shutil.disk_usage(self.ckpt_dir).free / 1e6:,.1f} MB are free there"
+            room = f"; {shutil.disk_usage(self.ckpt_dir).free / 1e6:,.1f} MB free"
         text = f"{folder.name} could not be written to {self.ckpt_dir} ({problem}{room})"
         if must or self._failed >= self.max_failed:
-            times = "" if self._failed == 1 else f", {self._failed} have failed in a row"
+            times = "" if self._failed == 1 else f", {self._failed} saves in a row have failed"
             last = f"the newest checkpoint is {self.newest}" if self.newest else "there is none"
             self._ends_with = RunFailed(f"checkpoint {text}{times}: {last}", NOT_SAVED)
             return
@@ -261,5 +261,5 @@ class CheckpointSaver:
         except OSError as error:
             self._not_removed = (
                 f"warning: an old checkpoint cannot be removed ({reason_of(error)}): training "
-                "continues, it is tried again after the next checkpoint"
+                "continues, and the next checkpoint tries again"
             )

@@ -240,8 +240,8 @@ def _held(content: Mapping[str, Any], saved: Mapping[str, Any], prefix: str = ""
         there = {(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks} if entry else set()
         if not there.issuperset(here) and not there.issuperset(whole):
             raise UsageError(
-                f"--local_ckpt_dir has not all of {prefix}{name} that this process holds: remove "
-                "what is in it, so that --ckpt_dir is resumed"
+                f"--local_ckpt_dir lacks a part of {prefix}{name} that this process holds: empty "
+                "it to resume from --ckpt_dir"
             )
         held[name] = value
     return held

@@ -147,7 +147,7 @@ def report_folder(run: Run) -> Path:
     assert run.config.use.eval_report is not None
     folder = folder_at(run.config.use.eval_report)
     if is_url(folder):
-        raise UsageError(f"--eval_report {folder}: give a folder of this machine")
+        raise UsageError(f"--eval_report {folder}: use a folder of this machine")
     check_folder_writable(folder, "--eval_report")
     return folder
 

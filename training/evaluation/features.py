@@ -188,12 +188,12 @@ def prepare_features(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Ba
     out = Path(use.features)
     partial = out.with_name(f"{out.name}.partial")
     if os.path.lexists(out):
-        raise UsageError(f"--features {out} is there already: give another name")
+        raise UsageError(f"--features {out} already exists: choose another name")
     check_folder_writable(out, "--features")
     if out.resolve().is_relative_to(Path(run.config.data.data_dir).resolve()):
         raise UsageError(
-            f"--features {out} is inside of --data_dir {run.config.data.data_dir}, where images "
-            "are looked for: give another place"
+            f"--features {out} is inside --data_dir {run.config.data.data_dir}, which is searched "
+            "for images: choose another place"
         )
     if os.path.lexists(partial) and (
         partial.is_symlink()
@@ -204,20 +204,23 @@ def prepare_features(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Ba
         )
     ):
         raise UsageError(
-            f"{partial}, the folder for what is incomplete, is there already and has something "
-            "else: remove it, or give --features another name"
+            f"{partial}, the folder for incomplete output, already exists and contains other "
+            "files: remove it, or choose another name for --features"
         )
     if out.suffix == _PARQUET and not importlib.util.find_spec("pyarrow"):
         raise UsageError(
             f"--features {out} requires the package pyarrow: python3 -m pip install pyarrow"
         )
     if use.pca and run.config.data.data_source == "volumes":
-        raise UsageError("--pca draws images, --data_source volumes has none: drop one of the two")
+        raise UsageError(
+            "--pca requires images and is incompatible with --data_source volumes: drop one of "
+            "the two"
+        )
     kinds = use.features_of
     if kinds is None:
         kinds = [CLASS, MEAN] if run.model.has_class_token else [MEAN]
     if CLASS in kinds and not run.model.has_class_token:
-        raise UsageError(f"--features_of class: {run.model.name} has no class token here")
+        raise UsageError(f"--features_of class: {run.model.name} has no class token")
     data = open_plainly(run, labels=not use.without_labels)
     initial = fit_backbone(weights, run, data.classes)
     body = functools.partial(
@@ -258,7 +261,7 @@ def _write_features(
             partial.mkdir(parents=True)
     with exchange.failing_together():
         if not partial.is_dir():
-            raise UsageError(f"--features {out}: give a folder that all hosts share")
+            raise UsageError(f"--features {out}: use a folder that all hosts share")
     model, bad_images, say = open_trained(weights, initial, data, run, backend)
     features = Features(model, run, backend, data)
     use, sizes, counts = run.config.use, run.model.sizes, {}

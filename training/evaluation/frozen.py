@@ -137,8 +137,8 @@ def _open_masked(
 
 def _nothing(masked: MaskedSource) -> str:
     return (
-        f"{masked.name} has no image for training, or none for validation, that can be read and "
-        "whose mask has other labels than those of --segment_ignore"
+        f"{masked.name} has no usable image for training, or none for validation: the image must "
+        "be readable, and its mask must have labels other than those of --segment_ignore"
     )
 
 
@@ -205,7 +205,7 @@ def frozen_evaluations(
                 return None
             why = bad_images.excess or ("" if result.values else _nothing(masked))
             if why:  # the images that are trained on are another matter
-                say(f"warning: no figures of segmentation: {why}")
+                say(f"warning: no segmentation results: {why}")
                 return []
             return [result]
 

@@ -43,7 +43,9 @@ class KnnAccuracy:
 
     def __str__(self) -> str:
         by_k = ", ".join(f"{top1:.2f} % (k {k})" for k, top1 in self.top1.items())
-        return f"k-NN on val: {by_k} of {self.images:,} images, by {self.bank:,} of train"
+        return (
+            f"k-NN on val: {by_k} of {self.images:,} images, compared with {self.bank:,} of train"
+        )
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def predict_images(config: RunConfig, weights: Weights) -> None:
     """Print the most likely classes of every image of ``--predict``, in plain PyTorch."""
     if config.objective.objective != "classify":
         raise UsageError(
-            f"--predict requires a classifier, {weights.path} was trained with --objective "
+            f"--predict requires a classifier, but {weights.path} was trained with --objective "
             f"{config.objective.objective}: fine-tune it with --init_from first"
         )
     config, spec = resolve_model(config)
@@ -85,7 +85,7 @@ def predict_images(config: RunConfig, weights: Weights) -> None:
     if images.passed_over:
         kinds = ", ".join(f"{kind} {n:,}" for kind, n in images.passed_over.most_common())
         count = images.passed_over.total()
-        _log(f"skipped in the folders, {count:,} in all: {printable(kinds)}")
+        _log(f"skipped {count:,} other files in the folders: {printable(kinds)}")
     if weights.note:
         _log(weights.note)
 

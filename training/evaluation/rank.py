@@ -45,10 +45,10 @@ class FeatureRank:
 
     def __str__(self) -> str:
         if self.rankme is None:
-            return f"features of {self.images:,} images of train: not finite, no effective rank"
+            return f"features of {self.images:,} images of train are not finite: no effective rank"
         return (
-            f"effective rank of features: {self.rankme:.1f} of {self.width} (RankMe), deviation "
-            f"{self.std:.2f}, of {self.images:,} images of train"
+            f"effective rank of features: {self.rankme:.1f} of {self.width} (RankMe), standard "
+            f"deviation {self.std:.2f}, of {self.images:,} images of train"
         )
 
 

@@ -93,10 +93,10 @@ class Segmentation:
         assert self.knn_areas is not None
         best = self.areas[self.best]
         return (
-            f"segmentation on val: mIoU {best.miou:.2f} %, pixel accuracy {best.accuracy:.2f} % of "
-            f"{self.images:,} images by a linear probe, trained on {self.trained_on:,} patches of "
-            f"train, best with learning rate {self.best:g}; mIoU {self.knn_areas.miou:.2f} % by "
-            f"k-NN, by {self.compared_with:,} of them"
+            f"segmentation on val: mIoU {best.miou:.2f} %, pixel accuracy {best.accuracy:.2f} % "
+            f"of {self.images:,} images by a linear probe, trained on {self.trained_on:,} patches "
+            f"of train, best with learning rate {self.best:g}; mIoU {self.knn_areas.miou:.2f} % "
+            f"by k-NN, compared with {self.compared_with:,} of them"
         )
 
 

@@ -67,7 +67,7 @@ class BadImages:
     def excess(self) -> str | None:
         """The error if more images cannot be read than the limit; the same in all processes."""
         total = sum(map(len, self._labels.values()))
-        advice = f": mend or remove them, or allow more with --max_bad_images {total}"
+        advice = f": fix or remove them, or allow more with --max_bad_images {total}"
         if isinstance(self._limit, int):
             if total <= self._limit:
                 return None
@@ -101,9 +101,11 @@ class BadImages:
         self._listed |= new.keys()
         logged = list(new.items())[:_MOST_LOGGED] if self._file else new.items()
         for path, reason in logged:
-            say(f"warning: {path} cannot be read ({reason}): left out")
+            say(f"warning: {path} cannot be read ({reason}): skipped")
         if len(new) > len(logged):
-            say(f"warning: nor can {len(new) - len(logged):,} others be read: {FILE} lists them")
+            say(
+                f"warning: {len(new) - len(logged):,} more images cannot be read: {FILE} lists them"
+            )
         if new and self._file and self._is_main:
             try:
                 with open(self._file, "a", errors="surrogateescape", opener=no_link) as file:
@@ -135,5 +137,5 @@ def open_bad_images(run: Run, data: DataSource, *, is_main: bool) -> BadImages:
     UsageError in all processes if they are too many already."""
     listed = run.log_dir / FILE
     bad_images = BadImages(run.config.data.max_bad_images, data, listed, is_main=is_main)
-    bad_images.check(f"; {run.ckpt_dir / FILE} lists them: remove it when they are mended")
+    bad_images.check(f"; {run.ckpt_dir / FILE} lists them: delete that file when they are fixed")
     return bad_images

@@ -61,16 +61,16 @@ class CollapseWatch:
                 True,
                 3,
                 "the teacher gives all prototypes nearly the same probability (teacher_entropy "
-                "{value:.3f} of at most 1), so class tokens learn nothing: give a lower "
-                "--teacher_temp and --warmup_teacher_temp, or more --freeze_last_layer_epochs",
+                "{value:.3f}, maximum 1), so class tokens learn nothing: lower --teacher_temp and "
+                "--warmup_teacher_temp, or increase --freeze_last_layer_epochs",
             ),
             _Symptom(
                 "token_std",
                 0.1,
                 False,
                 3,
-                "the class tokens of all images are nearly the same (token_std {value:.3f}, spread "
-                "evenly it is 1): give a lower --lr, or a higher --koleo_weight",
+                "the class tokens of all images are nearly the same (token_std {value:.3f}, 1 if "
+                "evenly spread): lower --lr, or increase --koleo_weight",
             ),
             _Symptom(
                 "train_rankme",
@@ -78,8 +78,8 @@ class CollapseWatch:
                 False,
                 2,
                 f"features use few directions (effective rank {{value:.1f}} of {width}, "
-                "train_rankme): give a lower --lr or other augmentations, or go back to a "
-                "checkpoint from before",
+                "train_rankme): lower --lr, change the augmentations, or go back to an earlier "
+                "checkpoint",
                 falls=True,
             ),
         )
@@ -89,4 +89,4 @@ class CollapseWatch:
         for sign in self._signs:
             value = record.get(sign.name)
             if value is not None and sign.changes(value, early=record["epoch"] <= 1):
-                yield f"warning: a collapse: {sign.text.format(value=value)} (docs/pretraining.md)"
+                yield f"warning: collapse: {sign.text.format(value=value)} (docs/pretraining.md)"

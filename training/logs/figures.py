@@ -64,9 +64,9 @@ _PANELS = {
     "Gradients": {"grad_norm": "norm before clipping"},
     "Throughput": {"images_per_s": "images/s"},
     "Spread of features": {
-        "teacher_entropy": "teacher's entropy; collapsed: 1",
-        "token_std": "class tokens' deviation; collapsed: 0",
-        "train_feature_std": "features' deviation; collapsed: 0",
+        "teacher_entropy": "teacher entropy (collapsed: 1)",
+        "token_std": "std of class tokens (collapsed: 0)",
+        "train_feature_std": "std of features (collapsed: 0)",
     },
     "Effective rank of features": {"train_rankme": "RankMe"},
 }
@@ -76,12 +76,12 @@ _UNITS = {
     "Validation accuracy": "%",
     "Gradients": "norm",
     "Throughput": "images/s",
-    "Spread of features": "share of the largest",
+    "Spread of features": "fraction of the maximum",
     "Effective rank of features": "directions",
 }
 _IF_MEASURED = ("Spread of features", "Effective rank of features")
 """The panels that are left out of the plot of a run without such figures."""
-_LOSSES = {"classify": "cross-entropy", "mae": "squared error", "dino": "dino, ibot and koleo"}
+_LOSSES = {"classify": "cross-entropy", "mae": "squared error", "dino": "DINO + iBOT + KoLeo"}
 """What the loss is, by objective."""
 
 

@@ -29,8 +29,8 @@ def fetch_history(run: Run, *, is_main: bool) -> list[str]:
                     f"cannot read the logs of {run.ckpt_dir}: {error.strerror}"
                 ) from None
     return [
-        f"note: {run.ckpt_dir} has no locks: a second job on another host is not noticed; logs are "
-        f"copied there from {run.log_dir}"
+        f"note: {run.ckpt_dir} cannot be locked: a second job on another host is not detected; "
+        f"logs are copied there from {run.log_dir}"
     ]
 
 

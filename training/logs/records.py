@@ -59,9 +59,9 @@ class Evaluation:
         lost = printable(", ".join(self.lost_classes[:_CLASSES_SHOWN]))
         if len(self.lost_classes) > 1:
             more = ", ..." if len(self.lost_classes) > _CLASSES_SHOWN else ""
-            lost = f", {len(self.lost_classes):,} classes have none left ({lost}{more})"
+            lost = f", none readable of {len(self.lost_classes):,} classes ({lost}{more})"
         elif lost:
-            lost = f", class {lost} has none left"
+            lost = f", none readable of class {lost}"
         return (
             f"val loss: {self.loss:.4f}, accuracy on val: {self.top1:.2f} % of {images} images"
             f"{lost}, top-5: {self.top5:.2f} %"

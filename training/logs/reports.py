@@ -79,9 +79,9 @@ def read_expectation(run: Run) -> float | None:
     except OSError as error:
         raise UsageError(f"--expect {name} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError):
-        raise UsageError(f"--expect {name} is not what --compile_only --json prints") from None
+        raise UsageError(f"--expect {name} is not the output of --compile_only --json") from None
     if seconds is None:
-        raise UsageError(f"--expect {name} is of a step that does not fit")
+        raise UsageError(f"--expect {name} is for a step that does not fit in device memory")
     here = {
         "batch_size": run.config.data.batch_size,
         "precision": run.config.sharding.precision,
@@ -92,7 +92,8 @@ def read_expectation(run: Run) -> float | None:
     for what, value in here.items():
         if value != expected.get(what):
             raise UsageError(
-                f"--expect {name} is of another run: {what} {expected.get(what)}, here {value}"
+                f"--expect {name} is for another run: {what} is {expected.get(what)} there, "
+                f"{value} here"
             )
     return float(seconds)
 
@@ -203,7 +204,7 @@ class Reports:
     def compiling(self, what: str) -> Iterator[None]:
         """Say that ``what`` compiles inside, and how long it took."""
         devices = self._backend.device_count
-        self.say(f"compiling the {what} for {devices} device(s); the first one takes a while ...")
+        self.say(f"compiling the {what} for {devices} device(s); this takes a while ...")
         start = time.perf_counter()
         yield
         if self._active:
@@ -317,7 +318,7 @@ class Reports:
             if skipped["total"] > self._skipped:
                 self.say(
                     f"warning: {skipped['total'] - self._skipped:.0f} step(s) since the last log "
-                    "were skipped: loss or gradient norm was not finite"
+                    "were skipped: their loss or gradient norm was not finite"
                 )
             self._skipped = skipped["total"]
             self._warn_of_collapse(record)
@@ -328,7 +329,7 @@ class Reports:
             compilations = record.get("compilations", 0)
             if 0 <= self._compilations < compilations:
                 new = compilations - self._compilations
-                self.say(f"note: {new} new compilation(s) since last log")
+                self.say(f"note: {new} new compilation(s) since the last log step")
             self._compilations = compilations
 
     def evaluation(
@@ -341,7 +342,7 @@ class Reports:
             ema_values = {f"ema_{name}": value for name, value in ema.values.items()}
             del ema_values["ema_val_images"]
             values |= ema_values
-            text += f"; of the EMA: val loss {ema.loss:.4f}"
+            text += f"; EMA: val loss {ema.loss:.4f}"
             if ema.top1 is not None:
                 text += f", accuracy {ema.top1:.2f} %, top-5 {ema.top5:.2f} %"
         pictures = (ema or result).pictures

@@ -39,7 +39,7 @@ class Guarded:
         with self._failing("cannot be written"):
             self._sink.write(record)
             if self._lost:
-                self._say(f"note: {self._name} is written again, {self._lost} record(s) are lost")
+                self._say(f"note: {self._name} is written again; {self._lost} record(s) were lost")
             self._lost = 0
 
     def write_picture(self, name: str, pixels: np.ndarray, step: int) -> None:

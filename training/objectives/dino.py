@@ -69,7 +69,9 @@ class SelfDistillation(Objective):
         group, usual = self._config.koleo_group, ObjectiveConfig.koleo_group
         adapted = ""
         if group != usual and "koleo_group" not in run.config.given:
-            adapted = f", --koleo_group {group} as {usual} does not fit a device's images"
+            adapted = (
+                f", --koleo_group {group} because {usual} does not divide the images per device"
+            )
         say(
             f"objective: dino, 2 global and {spec.local_crops} local crops, up to {slots} of "
             f"{spec.sizes.num_patches} patches masked"

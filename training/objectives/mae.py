@@ -48,8 +48,8 @@ class Reconstruction(Objective):
         parameters = spec.encoder.meta.named_parameters()
         encoder = sum(parameter.numel() for name, parameter in parameters if name in names)
         say(
-            f"objective: mae, {spec.shown} of {spec.sizes.num_patches} patches seen, encoder of "
-            f"{encoder:,} parameters"
+            f"objective: mae, {spec.shown} of {spec.sizes.num_patches} patches visible, encoder "
+            f"with {encoder:,} parameters"
         )
 
     def loss(

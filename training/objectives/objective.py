@@ -90,8 +90,8 @@ class Teacher:
         check_weights(weights, verify=checkpoints.verify_checkpoint)
         preprocessing = run.teacher.config.data.preprocessing
         say(
-            f"teacher: {spec.name}, {spec.parameter_count:,} parameters, of {weights.path}, "
-            f"preprocessing: {preprocessing}"
+            f"teacher: {spec.name}, {spec.parameter_count:,} parameters, weights of "
+            f"{weights.path}, preprocessing: {preprocessing}"
         )
         model = run.teacher.build_model(backend.constant).requires_grad_(False)
         self.model = backend.shard_frozen(run.teacher, model, weights.fill)

@@ -161,8 +161,8 @@ def check_alike(run: Run, data: DataSource) -> None:
                 prefix = f"number {place} is "
             raise UsageError(
                 f"the processes of this run differ in {what}: {prefix}{values[0]!r} for "
-                f"{name(0, first_host)}, {prefix}{values[1]!r} for {name(number, host)}: "
-                "start all with the same command, code, packages and data",
+                f"{name(0, first_host)}, {prefix}{values[1]!r} for {name(number, host)}: start "
+                "all of them with the same command, code, packages and data",
                 agreed=True,
             )
 
@@ -257,9 +257,9 @@ class SlowHosts:
             if read - usual_read > computed - usual_computed:
                 doing, part_s = "reads", read
             say(
-                f"warning: {name(process, self._hosts[process])} is slow: {seconds:.3f} s of each "
-                f"of the last {_STEPS} steps are its own, the median is {median:.3f} s; it {doing} "
-                f"slowly, {part_s:.3f} s a step"
+                f"warning: {name(process, self._hosts[process])} is slow: over the last {_STEPS} "
+                f"steps, its own time is {seconds:.3f} s per step, the median of all processes "
+                f"{median:.3f} s; it {doing} slowly, {part_s:.3f} s per step"
             )
         for process in sorted(self._named - slow):
             say(f"note: {name(process, self._hosts[process])} is no longer slow")

@@ -76,7 +76,7 @@ def drop_unread_output(program: str) -> Iterator[None]:
     """Drop what cannot be written to stdout and stderr, for what is worth doing with no reader."""
 
     def warn(error: OSError) -> None:
-        reason = f"stdout cannot be written ({error.strerror}): its lines are dropped"
+        reason = f"stdout cannot be written ({error.strerror}): dropping its output"
         print(f"{program}: warning: {reason}", file=sys.stderr, flush=True)
 
     with _replaced("stderr", lambda error: None), _replaced("stdout", warn):

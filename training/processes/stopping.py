@@ -124,7 +124,7 @@ class StopRequest:
 
     def listen(self) -> None:
         """Note signals from now on. Before the first step, compiling too, they end the program."""
-        notice = "\nstopping after this step, with a checkpoint; Ctrl-C (again): at once\n"
+        notice = "\nstopping after this step, with a checkpoint; press Ctrl-C to stop at once\n"
         process_signals.listen(notice if self._backend.is_main else "")
 
     def ask(self, failure: int) -> None:
