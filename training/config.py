@@ -1,7 +1,7 @@
-"""The flags that every backend has, as typed, frozen values; one dataclass a group of ``--help``.
+"""The flags common to all backends, as typed, frozen values; one dataclass per ``--help`` group.
 
-A field is a flag (``config_fields.flag``). None means that the program decides:
-``training/resolve.py`` then replaces it, so a resolved configuration has no None that a run uses.
+Each field is a flag (``config_fields.flag``). None means that the program decides:
+``training/resolve.py`` replaces it, so a run never sees None for a value that it uses.
 """
 
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ from training.objectives.config import CLASSIFIES, LossConfig, ObjectiveConfig
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """How weights are updated."""
+    """How the weights are updated."""
 
     group: ClassVar[str] = "optimization"
 
@@ -193,7 +193,7 @@ class EmaConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """How often a run logs and evaluates, and what ends it as failed."""
+    """How often a run logs and evaluates, and when it ends as failed."""
 
     group: ClassVar[str] = "logging and evaluation"
 
@@ -289,7 +289,7 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class UseConfig:
-    """What is done with a trained model instead of training."""
+    """What to do with a trained model instead of training."""
 
     group: ClassVar[str] = "use a trained model instead of training"
 
@@ -396,7 +396,7 @@ class UseConfig:
 
     @property
     def judges_features(self) -> bool:
-        """Whether frozen features are measured instead of predictions."""
+        """Whether frozen features are evaluated instead of predictions."""
         return self.knn or self.probe or self.rank or self.segment_probe
 
 
@@ -482,7 +482,7 @@ BackendChoice = Literal["auto", "xla", "cuda", "torchtpu"]
 
 @dataclass(frozen=True)
 class RunConfig:
-    """All flags that every backend has: its own, and those of the groups nested in it."""
+    """All flags common to all backends: its own, and those of the nested groups."""
 
     group: ClassVar[str] = "run"
 
@@ -544,8 +544,8 @@ class RunConfig:
     use: UseConfig = field(default_factory=UseConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     given: frozenset[str] = field(default=frozenset(), compare=False)
-    """The fields, of this and of all backends' configurations, whose flags are on the command line,
-    whatever their values; the environment does not count."""
+    """The fields of this and all backends' configurations that are set on the command line, even to
+    their defaults. Values from the environment do not count."""
 
     @property
     def averages(self) -> bool:

@@ -1,8 +1,8 @@
-"""From flags to a ``Run``: every choice made and every check passed before a device starts.
+"""From flags to a ``Run``: make every choice and every check before a device starts.
 
 A backend's ``resolve`` (``xla_fsdp/resolve_xla.py``, ``torch_fsdp/resolve_torch.py``) makes a
-``Run`` by these functions and its own choices. Nothing below the entrypoint asks again what "auto"
-means.
+``Run`` from these functions and its own choices. Nothing below the entrypoint has to interpret
+"auto".
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 MODEL_FLAG = {
     name: option.names[0] for name, option in by_field(ModelConfig, ObjectiveConfig).items()
 }
-"""The flag of each model argument, by timm's name, and of what an objective adds to a model."""
+"""The flag of each model argument, by timm's name, and of what an objective adds."""
 
 
 BackendConfig = TypeVar("BackendConfig")
@@ -41,26 +41,26 @@ BackendConfig = TypeVar("BackendConfig")
 
 @dataclass(frozen=True)
 class Run(Generic[BackendConfig]):
-    """A run with every choice made: what everything below the entrypoint is given."""
+    """A fully resolved run, which everything below the entrypoint receives."""
 
     config: RunConfig
     backend_config: BackendConfig
     """The backend's own configuration, a frozen dataclass of flags.
 
-    Each one has ``keeps_fp32_weights``, True if weights are stored in fp32 at any precision,
-    ``product_multiple``, of which sizes of matrix products must be multiples, and ``shrunk()``, the
-    same for a model of a few blocks."""
+    Each one has ``keeps_fp32_weights`` (True if weights are stored in fp32 at any precision),
+    ``product_multiple`` (sizes of matrix products must be multiples of it) and ``shrunk()`` (the
+    same configuration for a model of a few blocks)."""
     model: ModelSpec
     mesh: Mesh
     why: Mapping[str, str] = field(default_factory=dict)
-    """By field, for the line that describes the run: the reason for what "auto" became."""
+    """By field, why "auto" was resolved as it was; shown in the line that describes the run."""
     teacher: Self | None = None
-    """The run of ``--teacher`` on the same devices, of which the model and the preprocessing are
-    used; None without a teacher, and where nothing is trained."""
+    """The run of ``--teacher`` on the same devices; only its model and preprocessing are used. None
+    without a teacher, or if nothing is trained."""
 
     @property
     def values(self) -> dict[str, Any]:
-        """All flags' final values by their fields' names, for checkpoints, records and messages."""
+        """The final values of all flags by field name, for checkpoints, records and messages."""
         return flat(self.config, self.backend_config)
 
     @property
@@ -69,19 +69,19 @@ class Run(Generic[BackendConfig]):
 
     @property
     def log_dir(self) -> Path:
-        """The local folder for logs: ``ckpt_dir``, if that is no URL."""
+        """The local folder for logs: ``ckpt_dir``, unless that is a URL."""
         return log_folder(self.ckpt_dir)
 
     @property
     def train_flops_per_image(self) -> float:
-        """FLOPs of one image as MFU counts them; a linear probe has (almost) no backward pass, and
-        those of ``teacher`` do not count."""
+        """FLOPs of one image as counted for MFU. A linear probe has (almost) no backward pass; the
+        FLOPs of ``teacher`` are not counted."""
         return self._train_flops_of(self.model)
 
     @property
     def train_flops_by_size(self) -> dict[tuple[int, int], float]:
-        """The same by the height and width of images that may have several sizes; {} where all have
-        the model's own."""
+        """The same by height and width, if images may have several sizes; {} if all have the
+        model's own size."""
         sizes = {}
         for size in self.config.data.image_sizes:
             model = model_of(replace(self.config.model, img_size=size), self.config.objective)
@@ -90,7 +90,7 @@ class Run(Generic[BackendConfig]):
 
     def _train_flops_of(self, model: ModelSpec) -> float:
         forward_and_back = model.train_flops_per_image
-        if self.teacher:  # which computes in place of the model's average, if that is a teacher
+        if self.teacher:  # which replaces the model's average as the teacher, if there is one
             forward_and_back -= sum(each.train_flops for each in model.runs if not each.learns)
         return forward_and_back / 3 if self.config.optimizer.linear_probe else forward_and_back
 
@@ -105,11 +105,11 @@ class Run(Generic[BackendConfig]):
         return model
 
     def with_data(self, **changes: Any) -> Self:
-        """Return the same with other values in ``config.data``."""
+        """Return the same run with these values changed in ``config.data``."""
         return replace(self, config=replace(self.config, data=replace(self.config.data, **changes)))
 
     def on(self, devices: int) -> Self:
-        """Return the same on the devices found. Raises UsageError if the flags do not fit them."""
+        """Return the same run on these devices. Raises UsageError if the flags do not fit them."""
         if devices == self.mesh.devices:
             return self
         teacher = self.teacher and self.teacher.on(devices)
@@ -121,7 +121,7 @@ class Run(Generic[BackendConfig]):
 
 
 # ------------------------------------------------------------------------------------------------
-# What needs neither a model nor devices.
+# Choices that need neither a model nor devices.
 
 _BETAS = {"adamw": (0.9, 0.999), "lion": (0.9, 0.99), "muon": (0.9, 0.95)}
 """Default betas by optimizer; Lion's and Muon's are timm's."""
@@ -129,8 +129,8 @@ _MAX_HUE = 0.5
 
 
 def resolve_common(config: RunConfig) -> RunConfig:
-    """Return the configuration with what no backend decides. Raises UsageError."""
-    # Crops, normalization and augmentations, which must fit each other and the images' source.
+    """Make all choices that do not depend on the backend. Raises UsageError."""
+    # Crops, normalization and augmentations, which must fit each other and the data source.
     data, dino, is_dino = config.data, config.objective, config.objective.objective == "dino"
     source, flags = data.data_source, by_field(DataConfig, ObjectiveConfig)
     crops = ("global_crops_scale", "local_crops_scale", "ibot_mask_ratio") if is_dino else ()
@@ -148,7 +148,7 @@ def resolve_common(config: RunConfig) -> RunConfig:
     if source in NOT_AUGMENTED:
         names = ["vflip", "train_interpolation", "aa", "color_jitter", "reprob"]
         unused += [(name, f"--data_source {source}") for name in names]
-    if is_dino:  # crops have distortions of their own
+    if is_dino:  # its crops have their own distortions
         names = ["vflip", "aa", "color_jitter", "reprob"]
         unused += [(name, "--objective dino") for name in names]
     for name, by in unused:
@@ -204,7 +204,7 @@ def resolve_common(config: RunConfig) -> RunConfig:
     if schedule.weight_decay_end is not None and not config.optimizer.weight_decay:
         raise UsageError("--weight_decay_end requires --weight_decay above 0, its start value")
 
-    # What --objective dino cannot follow, and what features are computed of.
+    # What --objective dino does not support, and evaluations that need images.
     use, log, saves = config.use, config.log, config.checkpoints
     if is_dino:
         if "scale" in config.given:
@@ -252,24 +252,24 @@ def resolve_common(config: RunConfig) -> RunConfig:
 
 
 def with_preprocessing(config: RunConfig, defaults: Preprocessing) -> RunConfig:
-    """Return the configuration with these values of preprocessing flags that have none."""
+    """Return the configuration with ``defaults`` for preprocessing flags that have no value."""
     data = config.data
     missing = {n: value for n, value in asdict(defaults).items() if getattr(data, n) is None}
     return replace(config, data=replace(data, **missing))
 
 
 # ------------------------------------------------------------------------------------------------
-# The model, and the images that it is trained with.
+# The model, and the images that it trains on.
 
 _ANY_CHANNELS = ("volumes", "fake")
-"""Sources whose images can have any number of channels; others are color or gray."""
+"""Sources whose images can have any number of channels; others have 3 or 1."""
 _MAX_TOKENS_APART = 0.25
 """Largest relative difference between a bucket's tokens and the model's own."""
 
 
 def model_of(config: ModelConfig, objective: ObjectiveConfig | None = None) -> ModelSpec:
-    """Return the model of the flags, with what its objective adds to it; without one: the model
-    alone. Raises UsageError for an unknown or impossible one."""
+    """Return the model that the flags name, with what the objective adds to it, if one is given.
+    Raises UsageError for an unknown or impossible model."""
     try:
         spec = open_model(config.model or DEFAULT_MODEL, config.overrides())
         if spec.packing and objective and objective.objective != "classify":
@@ -283,7 +283,7 @@ def model_of(config: ModelConfig, objective: ObjectiveConfig | None = None) -> M
 
 
 def resolve_model(config: RunConfig) -> tuple[RunConfig, ModelSpec]:
-    """Return the configuration with a model named, and that model. Raises UsageError."""
+    """Return the configuration with its model named, and that model. Raises UsageError."""
     named = replace(config.model, model=config.model.model or DEFAULT_MODEL)
     model, source = model_of(named, config.objective), config.data.data_source
     if config.optimizer.linear_probe:  # frozen blocks compute as in evaluation
@@ -307,12 +307,12 @@ def resolve_model(config: RunConfig) -> tuple[RunConfig, ModelSpec]:
 
 
 _NEEDS_PACKING = {"max_tokens_per_image": None, "resize_to_budget": False, "side_scale": (1.0, 1.0)}
-"""What only images of native resolution have, with its default."""
+"""Flags that only apply to native resolution, with their defaults."""
 
 
 def _resolve_packing(config: RunConfig, model: ModelSpec) -> RunConfig:
-    """Return the configuration with the most tokens of an image, where the model is given sequences
-    of several images. Raises UsageError for what such a run cannot do."""
+    """Return the configuration with the largest number of tokens per image, if the model takes
+    sequences of several images. Raises UsageError for what such a run does not support."""
     data, packing, flags = config.data, model.packing, by_field(DataConfig)
     if packing is None:
         for name, default in _NEEDS_PACKING.items():
@@ -388,7 +388,7 @@ def _check_sizes(config: RunConfig, model: ModelSpec) -> None:
 
 
 def grids(config: RunConfig, model: ModelSpec) -> list[tuple[int, int]]:
-    """Return the grid of patches of each size that images may have; [] where all have the model's
+    """Return the grid of patches of each size that images may have; [] if all have the model's
     own."""
     if not config.data.image_sizes:  # volumes, with three sides, have none
         return []
@@ -397,7 +397,7 @@ def grids(config: RunConfig, model: ModelSpec) -> list[tuple[int, int]]:
 
 
 def sizes_of_largest(config: RunConfig, model: ModelSpec) -> ModelSizes:
-    """Return the model's sizes with as many tokens as the largest images or crops have."""
+    """Return the model's sizes, with the number of tokens of the largest images or crops."""
     sizes = model.sizes
     found = [*grids(config, model), *model.other_grids]
     most = max([sizes.num_patches, *(rows * columns for rows, columns in found)])
@@ -405,7 +405,7 @@ def sizes_of_largest(config: RunConfig, model: ModelSpec) -> ModelSizes:
 
 
 # ------------------------------------------------------------------------------------------------
-# What depends on the devices.
+# Choices that depend on the devices.
 
 
 def check_rows(mesh: Mesh, model: ModelSpec) -> None:
@@ -423,10 +423,10 @@ def resolve_domain(
     refused: Mapping[str, str | None],
     auto: Literal["ring", "ulysses", "gather"],
 ) -> RunConfig:
-    """Return the configuration with ``--domain_attention`` decided, if devices share images.
+    """Return the configuration with ``--domain_attention`` resolved, if devices share images.
 
-    ``refused``: the reason why a form cannot be used here; ``auto``: the form that auto becomes.
-    Raises UsageError.
+    ``refused``: why a form cannot be used here; ``auto``: the form that auto resolves to. Raises
+    UsageError.
     """
     form = config.sharding.domain_attention
     if mesh.domain == 1:
@@ -438,8 +438,8 @@ def resolve_domain(
 
 
 def with_passes(config: RunConfig, mesh: Mesh) -> RunConfig:
-    """Return the configuration with the passes of a step that ``--micro_batch_size`` asks for, and
-    the ``--koleo_group`` of such a pass, unless it is given."""
+    """Return the configuration with the number of passes per step that ``--micro_batch_size``
+    needs, and a ``--koleo_group`` that fits such a pass, unless it is set."""
     images, most = config.data.batch_size // mesh.batch_parts, config.data.micro_batch_size
     if most is not None:
         passes = next(
@@ -456,8 +456,8 @@ def with_passes(config: RunConfig, mesh: Mesh) -> RunConfig:
 
 
 def check_batch(run: Run) -> None:
-    """Raise UsageError if the batch cannot be divided over devices and passes, or a device's part
-    of it cannot be mixed."""
+    """Raise UsageError if the batch cannot be divided over devices and passes, or if a device's
+    part cannot be mixed (mixup, CutMix)."""
     data, mesh = run.config.data, run.mesh
     parts = mesh.batch_parts * data.grad_accum_steps
     if data.batch_size % parts:

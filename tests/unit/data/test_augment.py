@@ -249,7 +249,7 @@ def test_columns_show_what_is_trained_on(tmp_path):
         ("--aug_repeats 17 --batch_size 16", "--aug_repeats 17 exceeds --batch_size 16: each"),
         ("--color_jitter 0.4 0.4", "--color_jitter takes 1 number, 3"),
         ("--color_jitter 0 0 0 0.6", "--color_jitter: hue 0.6 must be at most 0.5"),
-        ("--color_jitter 0.4 --aa v0", "--color_jitter is incompatible with --aa v0, which has"),
+        ("--color_jitter 0.4 --aa v0", "--color_jitter is incompatible with --aa v0, which"),
         ("--data_source digits --aa rand-n99-t3aw", "--aa rand-n99-t3aw cannot be drawn: "),
     ],
 )

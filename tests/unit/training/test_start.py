@@ -128,7 +128,9 @@ def test_a_restart_of_the_same_job_resumes_its_newest_checkpoint(run, tmp_path, 
         if flags[1] == elsewhere:
             assert planned(run, *flags)[1].continues_from == elsewhere
         else:
-            with pytest.raises(UsageError, match=r"holds step_10 of an earlier run|no checkpoint"):
+            with pytest.raises(
+                UsageError, match=r"contains step_10 of an earlier run|no checkpoint"
+            ):
                 planned(run, *flags)
 
 
