@@ -1,8 +1,8 @@
-"""Weights on the Hugging Face Hub, by name: ``hf-hub:OWNER/NAME[@REVISION]``.
+"""Download weights from the Hugging Face Hub: ``hf-hub:OWNER/NAME[@REVISION]``.
 
-``huggingface_hub`` downloads them into its usual cache, where its lock lets one process of a host
-download and the others wait. A name with a commit, which is what a run saves of it, needs no
-network once its files are there.
+``huggingface_hub`` downloads them to its usual cache; its lock lets one process per host download
+while the others wait. A name with a commit, which runs record, needs no network once the files are
+cached.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 """Weights in Hugging Face's layout: one file, or shards that the index lists."""
 CONFIG_FILE, PREPROCESSOR_FILE = "config.json", "preprocessor_config.json"
-"""Files beside the weights that describe them, as timm and transformers write them."""
+"""Files next to the weights that describe them, as written by timm and transformers."""
 _PICKLES = (".bin", ".pt", ".pth")
 
 
@@ -33,8 +33,8 @@ def is_on_hub(name: str) -> bool:
 
 
 def weight_files(names: Iterable[str]) -> list[str]:
-    """Return which files of a repository are its weights: those of Hugging Face's layout, else the
-    only .safetensors file, else PyTorch's; none if that is not clear, or one is missing."""
+    """Return the weight files of a repository: those of Hugging Face's layout, else the only
+    .safetensors file, else PyTorch's; [] if ambiguous or if one is missing."""
     names = [name for name in names if "/" not in name]
     if INDEX in names:
         shards = {name: int(match[1]) for name in names if (match := _SHARD.fullmatch(name))}
@@ -49,20 +49,20 @@ def weight_files(names: Iterable[str]) -> list[str]:
 
 
 def download(name: str, flag: str) -> tuple[str, Path]:
-    """Return the weights that ``flag`` names on the Hub, from its cache or downloaded into it: the
-    name with the commit, and the file or folder of files. Raises UsageError."""
+    """Return the weights that ``flag`` names on the Hub, cached or downloaded: the name with the
+    commit, and the file or the folder of files. Raises UsageError."""
     repository, _, revision = name.removeprefix(PREFIX).partition("@")
     check_name(name, flag)
-    # Only now: with all it needs, the package takes a fifth of a second.
+    # Imported late: with its dependencies, the package takes 0.2 s.
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
     from huggingface_hub.utils import disable_progress_bars
 
     if os.environ.get("LOCAL_RANK", "0") != "0" or not sys.stderr.isatty():
-        disable_progress_bars()  # other processes wait for the first one
+        disable_progress_bars()  # the other processes wait for the first one
 
     def cached(revision: str | None) -> Path | None:
-        # Without patterns it would want files of the repository that nobody needs here.
+        # Without patterns it would require files of the repository that are not needed here.
         options: dict[str, Any] = {"local_files_only": True, "allow_patterns": []}
         try:
             folder = Path(snapshot_download(repository, revision=revision, **options))
@@ -102,19 +102,19 @@ def download(name: str, flag: str) -> tuple[str, Path]:
 
 
 def check_name(name: str, flag: str) -> None:
-    """Raise UsageError if ``name`` is no name of a repository, with or without a revision."""
+    """Raise UsageError unless ``name`` names a repository, with or without a revision."""
     if not re.fullmatch(rf"{PREFIX}[\w.-]+/[\w.-]+(@[^@\s]+)?", name):
         raise UsageError(f"{flag} {name}: use {PREFIX}OWNER/NAME or {PREFIX}OWNER/NAME@REVISION")
 
 
 class HubUnreachable(Exception):
-    """Raised where the Hub does not answer, with the reason."""
+    """Raised if the Hub does not answer, with the reason."""
 
 
 @contextlib.contextmanager
 def refusals(what: str) -> Iterator[None]:
-    """Turn what the Hub refuses into a UsageError that begins with ``what``, and the failures of a
-    network into HubUnreachable."""
+    """Turn refusals of the Hub into a UsageError that begins with ``what``, and network failures
+    into HubUnreachable."""
     import httpx2
     from huggingface_hub import constants
     from huggingface_hub.errors import (

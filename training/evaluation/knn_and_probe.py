@@ -292,29 +292,29 @@ class Probes(NamedTuple):
     mean: torch.Tensor
     """(width,)."""
     scale: torch.Tensor
-    """One over the deviation, (width,)."""
+    """One over the standard deviation, (width,)."""
     weights: torch.Tensor
     """(rates, width + 1, classes); the last row is the bias."""
 
     def standardized(self, features: torch.Tensor) -> torch.Tensor:
-        """Return what the layers see of features, (rows, width): (rows, width + 1), with a 1 at the
-        end."""
+        """Return the input of the layers for features (rows, width): (rows, width + 1), with a 1 at
+        the end."""
         return F.pad((features - self.mean) * self.scale, (0, 1), value=1.0)
 
     def logits(self, features: torch.Tensor) -> torch.Tensor:
-        """Return (rates, rows, classes) of features, (rows, width)."""
+        """Return logits (rates, rows, classes) for features (rows, width)."""
         return torch.matmul(self.standardized(features), self.weights)
 
 
 def train_probes(
     train: Labelled, classes: int, seed: int, part_done: Callable[[], bool | None]
 ) -> Probes | None:
-    """Train probes on the features of all processes, to minimize the mean cross-entropy over their
-    labels; None if ``part_done``, called after each step, returns True."""
+    """Train probes on the features of all processes with the mean cross-entropy; return None if
+    ``part_done``, called after each step, returns True."""
     probes = _new_probes(train, classes)
     weights, velocity = probes.weights, torch.zeros_like(probes.weights)
     rates = torch.tensor(RATES)[:, None, None]
-    place_of = torch.full((train.images,), -1)  # in this process, by the image's number
+    place_of = torch.full((train.images,), -1)  # in this process, by image index
     place_of[train.numbers] = torch.arange(len(train.numbers))
     size, steps = batches_of(train.images)
     per_epoch = -(-train.images // size)
@@ -326,7 +326,7 @@ def train_probes(
         places = places[places >= 0]
         x = probes.standardized(train.features[places])
         targets = shares(train.labels[places], classes)
-        # The gradient of the sum of the cross-entropies, of all probes at once.
+        # The gradient of the summed cross-entropies, for all probes at once.
         wrong = torch.matmul(x, weights).softmax(dim=-1)
         wrong = wrong * targets.sum(dim=1, keepdim=True) - targets
         gradient = sum_of(torch.matmul(x.T, wrong))
@@ -339,8 +339,8 @@ def train_probes(
 
 
 def _new_probes(train: Labelled, classes: int) -> Probes:
-    """Return probes of zeros, which standardize by the training features of all processes: one that
-    is the same for all images stays 0."""
+    """Return zero probes that standardize by the training features of all processes; constant
+    features become 0."""
     parts = train.features.split(2**14)  # in fp64, part by part
     zeros = torch.zeros(train.features.shape[1], dtype=torch.float64)
     count = total(len(train.features))
@@ -352,8 +352,8 @@ def _new_probes(train: Labelled, classes: int) -> Probes:
 
 
 def shares(labels: torch.Tensor, classes: int) -> torch.Tensor:
-    """Return the share of each class in the labels of each row, (rows,) or (rows, pixels): (rows,
-    classes), fp32. Labels below 0 are of no class."""
+    """Return the fraction of each class in the labels of each row, (rows,) or (rows, pixels), as
+    (rows, classes), fp32. Negative labels are ignored."""
     labels = (labels[:, None] if labels.dim() == 1 else labels).long()
     counts = torch.zeros(len(labels), classes + 1)  # the first column: no class
     counts.scatter_add_(1, labels.clamp(min=-1) + 1, torch.ones(labels.shape))
@@ -371,7 +371,7 @@ def sum_of(values: torch.Tensor) -> torch.Tensor:
 
 
 def total(count: int) -> int:
-    """Return the sum of all processes' counts; all must call it."""
+    """Return the sum of the counts of all processes; all must call it."""
     return sum(exchange.gather(count))
 
 
