@@ -425,7 +425,7 @@ def _print_help(which: str, known: Sequence[FlagField]) -> NoReturn:
         raise _Mistake(f"--help {which}: no flag matches; the groups are all, {', '.join(groups)}")
     text = build_parser(shown).format_help()
     rest = text.partition("\n\n")[2]  # the usage would list all flags again
-    print(f"usage: {PROGRAM} [flags]   {PROGRAM} @FILE [flags]: FILE holds flags\n\n{rest}")
+    print(f"usage: {PROGRAM} [flags]   {PROGRAM} @FILE [flags]: FILE contains flags\n\n{rest}")
     print(
         "help:\n  -h, --help [WORD]  show the common flags, or those with WORD in their name or "
         f"help;\n                     all: all {len(known)} flags; GROUP: the flags of a group: "

@@ -215,7 +215,7 @@ def resolve_common(config: RunConfig) -> RunConfig:
             raise UsageError("--crop_sizes has no effect with --data_source fake: drop it")
         if config.sharding.grad_ckpt == "auto":
             raise UsageError(
-                "--objective dino is incompatible with --grad_ckpt auto: choose a value"
+                "--objective dino is incompatible with --grad_ckpt auto: choose another value"
             )
         if use.eval_only and not use.judges_features:
             raise UsageError(
@@ -363,7 +363,7 @@ def _check_sizes(config: RunConfig, model: ModelSpec) -> None:
     if reason := model.why_one_grid():
         raise UsageError(f"{given} is incompatible with --model {model.name}: {reason}")
     if config.sharding.grad_ckpt == "auto":
-        raise UsageError(f"{given} is incompatible with --grad_ckpt auto: choose a value")
+        raise UsageError(f"{given} is incompatible with --grad_ckpt auto: choose another value")
     (height, width), (rows, columns) = model.sizes.input_shape[1:], model.sizes.grid
     if buckets and (height, width) not in buckets:
         raise UsageError(f"--buckets must include the model's own size, {height}x{width}")

@@ -217,7 +217,7 @@ class CheckpointSaver:
         """Report the outcome of a checkpoint, and note if the run cannot continue."""
         if done.not_finite:  # later ones will not be finite either
             what = f"{done.not_finite} is not finite after step {step_of(folder)}"
-            self._ends_with = not_finite_error(f"{what}, which is not saved", self.newest)
+            self._ends_with = not_finite_error(f"{what}, so this step is not saved", self.newest)
             return
         problem = next(filter(None, done.problems), None)
         if problem is None:
