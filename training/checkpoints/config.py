@@ -79,7 +79,7 @@ class CheckpointConfig:
     local_ckpt_dir: str | None = flag(
         None,
         "also save checkpoints to this folder on a RAM disk or local SSD of each host, with a "
-        "copy on a peer host; a restart resumes from there if the hosts have a newer step than "
+        "copy on a peer host; training resumes from there if the hosts have a newer step than "
         "--ckpt_dir",
         kind=path_or_url,
         metavar="FOLDER",
