@@ -1,17 +1,18 @@
 """Decide what a training run starts from.
 
 ``plan_start`` decides in each process before any device starts, and ``confirm_start`` makes all
-processes agree once they are connected. The first of five cases that applies:
+processes agree once they are connected. The first of these cases that applies is used:
 
 1. "local": resume from ``--local_ckpt_dir``, if it has a complete step that is newer than the
-newest undamaged checkpoint of case 2. Only for ``--resume auto``, or after a restart. Finding out
-takes all hosts, so only ``confirm_start`` decides it, and the configuration never comes from such a
-step: model and preprocessing are those of case 2, or of the flags.
+   newest undamaged checkpoint of case 2. Only for ``--resume auto``, or after a restart. Finding
+   out takes all hosts, so only ``confirm_start`` decides it, and the configuration never comes from
+   such a step: model and preprocessing are those of case 2, or of the flags.
 2. "here": resume from ``--ckpt_dir``: after a restart from its newest checkpoint, whatever
-``--resume`` names; otherwise as ``--resume`` (auto, best, lowest_loss) or ``--resume_epoch`` says.
+   ``--resume`` names; otherwise as ``--resume`` (auto, best, lowest_loss) or ``--resume_epoch``
+   says.
 3. "elsewhere": resume from ``--resume FOLDER``.
 4. "weights": start from trained weights, ``--init_from``. Only if there is nothing to resume, so
-that running the same command again continues the run.
+   that running the same command again continues the run.
 5. "new": start from new weights.
 
 A restart is made by the launcher, with the same RUN_JOB_ID; a command that is run again is a new

@@ -4,14 +4,14 @@ A checkpoint is a folder ``step_<n>`` in PyTorch's distributed checkpoint format
 the number of optimizer steps of the run so far:
 
     model.<name>                                    weights
-    ema.<name>                                      their moving average, with --model_ema
+    ema.<name>                                      their EMA, with --model_ema
     optimizer.state.<name>.{step,exp_avg,exp_avg_sq}  AdamW
     training.{step,epoch,images_in_epoch}           position; the schedule follows from it
     training.rng                                    state of PyTorch's CPU generator
     training.arguments                              the flags, as UTF-8 JSON
-    training.classes                                class names likewise, of an image folder
-    training.order                                  what decides the images' order, likewise
-    training.format                                 version of all this; 2 has a manifest
+    training.classes                                class names as JSON, for image folders
+    training.order                                  what determines the images' order, as JSON
+    training.format                                 format version; 2 has a manifest
 
 All entries are tensors, so loading them runs no code. Randomness on the device is derived in each
 step from the seed and the step number.
