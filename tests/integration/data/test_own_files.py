@@ -150,7 +150,7 @@ def test_what_another_user_has_planted_is_neither_resumed_nor_written_to(
     source = shutil.copytree(trained.ckpt_dir, everybodys.parent / "source")
     source.chmod(0o755)
     assert as_other(lambda: shutil.copytree(source, planted)) == ""
-    assert f"{planted} is user {OTHER}'s" in refusal(capsys, planted)
+    assert f"{planted} is owned by user {OTHER}" in refusal(capsys, planted)
     (planted / ".lock").unlink()
     assert as_other(lambda: (planted / ".lock").symlink_to(precious)) == ""
     assert "it is a link" in refusal(capsys, planted)
@@ -186,7 +186,7 @@ def test_what_root_has_made_is_nobody_elses(everybodys):
     os.chown(mount, OTHER + 1, OTHER)
     refused = as_other(lambda: FolderLock(mount).acquire(is_restart=False))
     assert refused.startswith(
-        f"UsageError: --ckpt_dir {mount}: {mount} is user {OTHER + 1}'s: give"
+        f"UsageError: --ckpt_dir {mount}: {mount} is owned by user {OTHER + 1}: use"
     )
 
 

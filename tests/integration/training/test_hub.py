@@ -309,7 +309,7 @@ def test_without_a_network_the_cache_is_used_and_named(server, hub_here, capsys,
     capsys.readouterr()
     assert hub.download(NAME, "--init_from") == before
     commit = before[0].partition("@")[2]
-    assert f"of commit {commit[:12]}: [Errno 111] Connection refused" in capsys.readouterr().err
+    assert f"commit {commit[:12]}: [Errno 111] Connection refused" in capsys.readouterr().err
 
 
 def test_resuming_weights_alone_is_refused(capsys, tmp_path):
