@@ -1,11 +1,11 @@
-"""Fields of configuration dataclasses that are flags of the command line.
+"""Declare fields of configuration dataclasses as command-line flags.
 
     @dataclass(frozen=True)
     class DataConfig:
         num_workers: int = flag(4, "number of loader processes", kind=count)
 
-``training/flags.py`` makes the parser from such fields. This module imports no other one of the
-project, so that ``data/`` and ``models/`` can declare flags.
+``training/flags.py`` builds the parser from these fields. This module imports no other module of
+the project, so ``data/`` and ``models/`` can declare flags, too.
 """
 
 import argparse
@@ -22,7 +22,7 @@ _KEY = "flag"
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """The arguments of ``flag`` for one field, which explains them."""
+    """The arguments of ``flag`` for one field; see there."""
 
     help: str
     kind: Callable[[str], Any] | None = None
@@ -41,41 +41,42 @@ class Flag:
 
 
 def flag(default: Any, help: str, **properties: Any) -> Any:
-    """Make a field of a frozen dataclass that is set by a flag with the field's name.
+    """Declare a field of a frozen dataclass that is set by a flag of the same name.
 
-    The field's type says what is read: ``bool`` a switch (with ``--no-`` if it is on, or None, by
-    default), ``Literal`` one of its values, ``tuple[float, float]`` two numbers, ``list[str]`` one
-    or more words. Where an empty word has a meaning, "" is one of the values of a ``Literal``.
+    The field's type determines what is parsed: ``bool`` is a switch (with a ``--no-`` form if it is
+    on, or None, by default), ``Literal`` one of its values, ``tuple[float, float]`` two numbers,
+    ``list[str]`` one or more words. If an empty word has a meaning, "" is one of the values of a
+    ``Literal``.
 
-    ``help`` starts with what the flag does or sets, a verb or a noun. The default is appended
-    unless the text has one.
+    ``help`` starts with a verb or noun that says what the flag does or sets. The default is
+    appended unless the text mentions it.
 
     properties
     ----------
     kind: argparse type that converts a word; required for numbers and for paths.
-    names: the flag's names if they differ from the field's; messages use the first. A switch that
-        is on by default and named ``--no_...`` is turned off by it.
+    names: the flag's names, if not the field's; messages use the first. A switch that is on by
+        default and named ``--no_...`` turns it off.
     metavar: what ``--help`` shows for the value.
-    shorthands: flags without a value, each with the value that it sets.
-    env: environment variable that gives the default.
-    bare: the value of the flag without one.
-    several: one or more values; one alone is itself, more are a tuple.
-    choices: the words allowed, if they are not in the type.
-    common: shown by ``--help`` alone.
-    requires: conditions that must hold where the value is not the default, each "field" or
+    shorthands: flags without a value, and the value that each one sets.
+    env: environment variable with the default.
+    bare: the value if the flag is given without one.
+    several: takes one or more values; a single one is stored as is, more as a tuple.
+    choices: the allowed words, if the type does not list them.
+    common: shown by plain ``--help``.
+    requires: conditions that must hold if the value is not the default, each "field" or
         "field=value", with "|" between alternatives.
-    requires_at_default: whether they must hold also where the flag is given at its default: of a
-        part of what another flag turns on, whose default is no "off". Other flags may be given at
-        their defaults anywhere: that turns off what a file of flags has turned on.
-    incompatible_with: fields that must then be at their defaults.
-    replaces: fields with the same meaning, whose flags must then not be given, even at their
-        defaults.
+    requires_at_default: whether the conditions must also hold if the flag is set to its default.
+        Use this for a setting of a feature whose default does not mean "off". Other flags may be
+        set to their defaults anywhere, to turn off what a file of flags has turned on.
+    incompatible_with: fields that must be at their defaults if this one is not.
+    replaces: fields with the same meaning, whose flags must not be set together with this one, not
+        even to their defaults.
     """
     return dataclasses.field(default=default, metadata={_KEY: Flag(help=help, **properties)})
 
 
 def flag_of(field: dataclasses.Field) -> Flag | None:
-    """Return the ``Flag`` of a field; None if the field is no flag."""
+    """Return the ``Flag`` of a field; None if the field is not a flag."""
     return field.metadata.get(_KEY)
 
 
@@ -83,14 +84,15 @@ def flag_of(field: dataclasses.Field) -> Flag | None:
 
 
 def not_empty(word: str) -> str:
-    """Read a word: the kind of all flags without one. An empty one mostly is an unset variable."""
+    """Parse a word: the default kind. An empty word is usually an unset shell variable."""
     if not word.strip():
-        raise argparse.ArgumentTypeError("it must not be empty: is a variable of the shell unset?")
+        raise argparse.ArgumentTypeError("must not be empty (is a shell variable unset?)")
     return word
 
 
 def bounded(kind: type, low: float, high: float, *, open_high: bool = False) -> Callable:
-    """Return an argparse type that reads a finite number from ``low`` to ``high`` (or below it)."""
+    """Return an argparse type for a finite number from ``low`` to (with ``open_high``: below)
+    ``high``."""
 
     def convert(text: str):
         try:
@@ -128,18 +130,18 @@ seconds = bounded(float, 0, 1e8)
 
 
 def count_or_percent(text: str) -> int | str:
-    """Read a number of things, or a percentage of them with its sign."""
+    """Parse a count, or a percentage with its sign."""
     number, sign, rest = text.partition("%")
     if sign and not rest:
         return f"{bounded(float, 0, 100)(number):.10g}%"
     try:
         return count(text)
     except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{error} (or a percentage, as 1%)") from None
+        raise argparse.ArgumentTypeError(f"{error} (or a percentage such as 1%)") from None
 
 
 def positive_or_slices(text: str) -> int | str:
-    """Read a number of at least 1, or the word "slices"."""
+    """Parse a number of at least 1, or the word "slices"."""
     try:
         return text if text == "slices" else positive(text)
     except argparse.ArgumentTypeError as error:
@@ -147,71 +149,75 @@ def positive_or_slices(text: str) -> int | str:
 
 
 def height_by_width(text: str) -> str:
-    """Read HxW, the pixels of an image; return it without leading zeros."""
+    """Parse HxW, the size of an image in pixels; return it without leading zeros."""
     try:
         height, width = map(bounded(int, 1, 16384), text.split("x"))
     except (ValueError, argparse.ArgumentTypeError):
         raise argparse.ArgumentTypeError(
-            f"{_shown(text)!r} is not HxW, height and width in pixels, as 192x256"
+            f"{_shown(text)!r} is not HxW, height and width in pixels, such as 192x256"
         ) from None
     return f"{height}x{width}"
 
 
 def side_and_share(text: str) -> str:
-    """Read SIDE:SHARE, pixels and a part of 1, or SIDE alone; return it without leading zeros."""
+    """Parse SIDE:SHARE, pixels and a fraction, or just SIDE; return it without leading zeros."""
     side, sign, share = text.partition(":")
     try:
         pixels = bounded(int, 1, 16384)(side)
         return f"{pixels}:{bounded(float, 1e-6, 1)(share):.10g}" if sign else f"{pixels}"
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(
-            f"{_shown(text)!r} is not SIDE:SHARE, pixels and a share of training, as 192:0.4"
+            f"{_shown(text)!r} is not SIDE:SHARE, a side in pixels and a fraction of training, "
+            "such as 192:0.4"
         ) from None
 
 
 def global_by_local(text: str) -> str:
-    """Read GxL, the sides of global and local crops in pixels."""
+    """Parse GxL, the sides of global and local crops in pixels."""
     try:
         return height_by_width(text)
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(
-            f"{_shown(text)!r} is not GxL, sides of global and local crops in pixels, as 512x112"
+            f"{_shown(text)!r} is not GxL, the sides of global and local crops in pixels, such as "
+            "512x112"
         ) from None
 
 
 def step_range(text: str) -> tuple[int, int]:
-    """Read FIRST:LAST: steps counted from 1, both included."""
+    """Parse FIRST:LAST, a range of steps counted from 1, both included."""
     try:
         first, last = map(positive, text.split(":"))
     except (ValueError, argparse.ArgumentTypeError):
         first, last = 1, 0
     if first > last:
-        raise argparse.ArgumentTypeError(f"{_shown(text)!r} is not FIRST:LAST, two steps from 1 on")
+        raise argparse.ArgumentTypeError(
+            f"{_shown(text)!r} is not FIRST:LAST, steps counted from 1, such as 10:12"
+        )
     return first, last
 
 
 def path_or_url(word: str) -> str:
-    """Read the name of a file or folder, or a URL, with a leading ``~`` or ``~user`` expanded,
-    which a shell does neither after ``=``, as in ``--ckpt_dir=~/runs``, nor in an @FILE."""
+    """Parse a path or URL, and expand a leading ``~`` or ``~user``: a shell does not expand it
+    after ``=``, as in ``--ckpt_dir=~/runs``, or in an @FILE."""
     expanded = os.path.expanduser(not_empty(word))
     if expanded.startswith("~"):
         user = word.partition("/")[0]
-        missing = f"there is no user {user[1:]}" if user[1:] else "HOME is not set"
+        missing = f"no user {user[1:]}" if user[1:] else "HOME is not set"
         raise argparse.ArgumentTypeError(
-            f"{_shown(word)}: {missing}; a folder with this name is ./{_shown(word)}"
+            f"{_shown(word)}: {missing}; for a folder with this name, use ./{_shown(word)}"
         )
     return expanded
 
 
 def local_name(word: str) -> str:
-    """Read the name of a file or folder of this machine; refuses a URL."""
+    """Parse a local path; refuse a URL."""
     return str(local_path(word))
 
 
 def local_path(word: str) -> Path:
-    """Read a file or folder of this machine; refuses a URL."""
+    """Parse a local path as a ``Path``; refuse a URL."""
     if "://" in word:
         raise argparse.ArgumentTypeError(
-            f"{_shown(word)} is a URL: give a place on this machine, and copy from or to there"
+            f"{_shown(word)} is a URL: give a local path, and copy the files from or to the URL"
         )
     return Path(path_or_url(word))

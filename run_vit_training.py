@@ -1,4 +1,4 @@
-"""Train and use a Vision Transformer; ``--help`` lists the flags, README.md the first commands."""
+"""Train and use a Vision Transformer. ``--help`` lists the flags; start with README.md."""
 
 import faulthandler
 import functools
@@ -27,24 +27,24 @@ from xla_fsdp.config import XlaConfig
 # -- flags -----------------------------------------------------------------------------------------
 
 BACKEND_CONFIGS = {"xla": XlaConfig, "torch": TorchConfig}
-"""The configuration of each folder of backends; its ``backends`` are their names. A new one is a
-folder with one of these, a function ``resolve`` and a function ``launch``, and its lines here, in
-``choose_backend`` and in ``run_on_backend``."""
+"""The configuration class of each backend package; its ``backends`` lists the names of the backends
+in that package. To add one, create a package with a configuration, ``resolve`` and ``launch``, and
+register it here, in ``choose_backend`` and in ``run_on_backend``."""
 
 CONFIGS = {"run": RunConfig, **BACKEND_CONFIGS, "plan": PlanConfig}
-"""All flags, by the names that ``Flags`` has for them."""
+"""All configuration classes, keyed by the field names of ``Flags``."""
 
 MODE_FLAGS = (
     *(field.name for config in (UseConfig, PlanConfig) for field in fields(config)),
     *("resume_epoch", "init_from", "pretrained", "self_check", "plan", "teacher"),
     *("tpu_topology", "explain", "hlo_dir"),
 )
-"""Fields of flags that choose what the program does; their rules are checked before all others."""
+"""Fields of flags that select what the program does. Their rules are checked first."""
 
 
 @dataclass(frozen=True)
 class Flags:
-    """Holds the command line, read but not resolved."""
+    """The parsed command line, not yet resolved."""
 
     run: RunConfig
     xla: XlaConfig
@@ -57,19 +57,19 @@ class Flags:
 
 
 def read_flags(argv: Sequence[str] | None = None) -> Flags:
-    """Read the flags of a command line; end the program with exit code 2 on a wrong one."""
+    """Parse a command line; exit with code 2 on an invalid one."""
     return Flags(**parse(argv, CONFIGS))
 
 
 def check_mode_flags(flags: Flags) -> None:
-    """Raise UsageError if the rules of a flag that chooses what the program does do not hold."""
+    """Check the rules of the flags that select what the program does. Raises UsageError."""
     check_rules(flags.run, *flags.backend_configs, flags.plan, only=MODE_FLAGS)
 
 
-# -- what the program does: a function each --------------------------------------------------------
+# -- what the program does, one function per mode --------------------------------------------------
 #
-# Those that run on devices give ``run_on_backend`` a function ``prepare``, which checks everything
-# that can be checked before a device starts, and returns the body of every process.
+# Modes that run on devices pass ``run_on_backend`` a function ``prepare``, which checks everything
+# that can be checked before a device starts, and returns the function to run in every process.
 
 
 def train(flags: Flags) -> None:
@@ -93,8 +93,8 @@ def evaluate(flags: Flags) -> None:
 
 
 def judge_features(flags: Flags) -> None:
-    """``--eval_only`` with ``--knn``, ``--probe``, ``--rank`` or ``--segment_probe``: print what
-    features alone show."""
+    """``--eval_only`` with ``--knn``, ``--probe``, ``--rank`` or ``--segment_probe``: evaluate the
+    features."""
     from training.evaluation.frozen import prepare_frozen
     from training.initial_weights import find_trained
 
@@ -129,7 +129,7 @@ def predict(flags: Flags) -> None:
 
 
 def compile_only(flags: Flags) -> int:
-    """``--compile_only``: compile the step for TPUs that are not here."""
+    """``--compile_only``: compile the step for TPUs without having them."""
     from tools.compile_only.command import compile_step
 
     _require_xla(flags, "--compile_only")
@@ -137,7 +137,7 @@ def compile_only(flags: Flags) -> int:
 
 
 def plan(flags: Flags) -> int:
-    """``--plan``: search the hardware and the flags for a training."""
+    """``--plan``: search for hardware and flags to train a model."""
     from tools.plan.tpu import plan_slices
 
     _require_xla(flags, "--plan")
@@ -158,7 +158,7 @@ def list_models(pattern: str) -> int:
 
 
 def _with_initial_model(config: RunConfig) -> RunConfig:
-    """Return the configuration with the model of ``--init_from``, if that is given."""
+    """Return the configuration with the model of ``--init_from``, if it is set."""
     from training.initial_weights import with_init_from
 
     return with_init_from(config)[0] if config.checkpoints.init_from else config
@@ -167,22 +167,20 @@ def _with_initial_model(config: RunConfig) -> RunConfig:
 def _require_xla(flags: Flags, mode: str) -> None:
     check_foreign(flags.backend_configs, "xla", flags.run.given)
     if flags.run.backend in ("cuda", "torchtpu"):
-        raise errors.UsageError(
-            f"{mode} compiles the step of --backend xla, this is {flags.run.backend}"
-        )
+        raise errors.UsageError(f"{mode} requires --backend xla, not {flags.run.backend}")
 
 
 # -- on a backend ----------------------------------------------------------------------------------
 
 Prepare = Callable[[Any], tuple[Any, Callable[[Any, Any], None]]]
-"""Given a resolved run, returns (run, body). The run is what came in, except for --self_check,
-which starts the backend for a small one. The body is called with it and the backend in every
+"""Takes a resolved run and returns (run, body). The run is unchanged, except for --self_check,
+which starts the backend for a small one. The body is called with the run and the backend in every
 process."""
 
 
 def choose_backend(choice: BackendChoice) -> BackendChoice:
-    """Return the backend that was asked for. For auto that is a TPU's, else CUDA's where there is a
-    GPU or no torch_xla (then PyTorch on the CPU), else XLA on the CPU."""
+    """Return the backend to use. With auto: a TPU backend if there is a TPU, else CUDA if there is
+    a GPU or torch_xla is not installed (PyTorch then runs on the CPU), else XLA on the CPU."""
     if choice != "auto":
         return choice
     from torch_fsdp.devices import Cuda, Tpu
@@ -198,12 +196,12 @@ def choose_backend(choice: BackendChoice) -> BackendChoice:
         return "xla" if has_xla and not Cuda().count() else "cuda"
     if errors.is_first_of_torchrun():
         version = errors.installed_version(package)
-        print(f"{PROGRAM}: --backend auto: {backend}, by {package} {version}", file=sys.stderr)
+        print(f"{PROGRAM}: --backend auto: using {backend} ({package} {version})", file=sys.stderr)
     return backend
 
 
 def run_on_backend(flags: Flags, config: RunConfig, prepare: Prepare) -> None:
-    """Resolve the run on its backend, prepare it, and run its body in every process."""
+    """Resolve the run for its backend, prepare it, and run its body in every process."""
     backend = choose_backend(config.backend)
     check_foreign(flags.backend_configs, backend, config.given)
     launch: Callable[[Callable[[Any, Any], None], Any], None]
@@ -221,7 +219,7 @@ def run_on_backend(flags: Flags, config: RunConfig, prepare: Prepare) -> None:
         run, body = prepare(resolve_gpu.resolve(replace(config, backend=backend), flags.torch))
     from training.processes.exchange import tag_errors_with_rank
 
-    gc.freeze()  # what is there stays: it is never searched for garbage
+    gc.freeze()  # objects that exist by now stay alive: never scan them for garbage
     gc.enable()
     launch(functools.partial(tag_errors_with_rank, body), run)
 
@@ -231,13 +229,14 @@ def run_on_backend(flags: Flags, config: RunConfig, prepare: Prepare) -> None:
 
 @exit_quietly_on_broken_pipe(PROGRAM)
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read the flags, and do what they ask for; return the exit code."""
+    """Parse the flags and do what they ask for; return the exit code."""
     forward_torchrun_signals()
-    # PyTorch would import torch_tpu wherever that is installed. Without a TPU it starts its runtime
-    # at the first backward pass all the same, which looks for Google's metadata server for minutes.
+    # PyTorch would import torch_tpu wherever it is installed. Even without a TPU, torch_tpu starts
+    # its runtime at the first backward pass and spends minutes looking for Google's metadata
+    # server.
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-    # Set USER when the uid has no passwd entry (common in containers): PyTorch 2.9 ends with a
-    # traceback as it looks for a folder of that name (torch/_inductor/runtime/cache_dir_utils.py).
+    # Set USER when the uid has no passwd entry (common in containers): else PyTorch 2.9 fails in
+    # torch/_inductor/runtime/cache_dir_utils.py, which names a folder after the user.
     try:
         getpass.getuser()
     except (KeyError, OSError):
@@ -261,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(flags: Flags) -> int:
-    """Choose what the flags ask for, do it, and return the exit code."""
+    """Select the mode that the flags ask for and run it; return the exit code."""
     config, use = flags.run, flags.run.use
     if config.list_models is not None:
         return list_models(config.list_models)
@@ -271,8 +270,8 @@ def _run(flags: Flags) -> int:
     if config.plan:
         return plan(flags)
 
-    # Imports make a million objects that stay. To search them for garbage again and again takes a
-    # tenth of their time (docs/evidence/benchmarks.md).
+    # Imports create a million objects that stay alive. Scanning them for garbage repeatedly takes a
+    # tenth of the import time (docs/evidence/benchmarks.md).
     gc.disable()
     if use.predict:
         predict(flags)
@@ -286,17 +285,17 @@ def _run(flags: Flags) -> int:
         mode = evaluate
     elif config.self_check:
         mode = self_check
-    with drop_unread_output(PROGRAM):  # or launchers would restart a run that nobody watches
+    with drop_unread_output(PROGRAM):  # else launchers restart a run that nobody watches
         mode(flags)
     return 0
 
 
 if __name__ == "__main__":
     open_closed_streams()
-    faulthandler.enable()  # a crash in compiled code tells which line of Python called it
+    faulthandler.enable()  # print the Python stack on a crash in compiled code
     try:
         exit_code = main()
-    except Exception:  # noqa: BLE001 - as Python would, but at once: a restart waits for this end
+    except Exception:  # noqa: BLE001 - as Python does, but exit at once: a restart waits
         sys.excepthook(*sys.exc_info())
         end_at_once(1)
     sys.exit(exit_code)

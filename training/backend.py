@@ -1,7 +1,7 @@
-"""What the training loop asks of a backend: place the model, run steps, hand over state.
+"""The interface of a backend: place the model, run steps, give access to the state.
 
-Each backend is one folder that implements ``Backend``. At the end: what a run requests of its data
-source, and the loaders of what a backend puts on its devices.
+Each backend is a package that implements ``Backend``. The end of this module builds what a run
+requests from its data source, and the loaders for a backend's devices.
 """
 
 from __future__ import annotations
@@ -37,59 +37,59 @@ InitializeModule = Callable[[nn.Module, str], None]
 
 
 def pass_seed(seed: int, pass_index: int, stream: int) -> int:
-    """Return the dropout seed of one forward pass: a 56-bit hash of the run's seed, the pass's
-    number and the stream that draws."""
+    """Return the dropout seed of one forward pass: a 56-bit hash of the run's seed, the pass number
+    and the random stream."""
     digest = hashlib.sha256(f"{seed}/{pass_index}/{stream}".encode()).digest()
     return int.from_bytes(digest[:7], "little")
 
 
 @dataclass(frozen=True)
 class State:
-    """A backend's tensors in a checkpoint, by names and shapes of the plain model.
+    """A backend's tensors in a checkpoint, with the names and shapes of the plain model.
 
-    Each is whole, or a ``training.checkpoints.state.ShardedTensor`` of this process's part.
-    Loading a checkpoint writes into them in place.
+    Each is a whole tensor, or a ``training.checkpoints.state.ShardedTensor`` with this process's
+    part. Loading a checkpoint writes into them in place.
     """
 
     is_copy: ClassVar[bool] = False
-    """Whether the tensors are copies on the host, which later steps do not change."""
+    """Whether the tensors are copies on the host that later steps do not change."""
     model: dict[str, torch.Tensor]
-    """The weights by their names."""
+    """The weights by name."""
     optimizer: dict[str, dict[str, torch.Tensor]] | None
-    """By the weight's name: AdamW's "step", "exp_avg" and "exp_avg_sq", Lion's "exp_avg", Muon's
-    "momentum_buffer"; only for trained weights. None if it was not asked for."""
+    """By weight name: AdamW's "step", "exp_avg" and "exp_avg_sq", Lion's "exp_avg", Muon's
+    "momentum_buffer"; only for trained weights. None if not requested."""
     step: dict[str, torch.Tensor]
-    """What else the next step depends on: tensors on the CPU, by names that the backend chooses."""
+    """What else the next step depends on: CPU tensors, under names that the backend chooses."""
     ema: dict[str, torch.Tensor] | None = None
-    """The moving average of the weights (EMA) by their names; None without one, or if it was not
-    asked for. A backend that loads a state without it starts the average at the weights."""
+    """The EMA of the weights by name; None without one, or if not requested. A backend that loads a
+    state without it starts the EMA at the weights."""
     gram: dict[str, torch.Tensor] | None = None
-    """The weights of a frozen model that follows the teacher, by their names; None without one. A
-    backend that loads a state without it leaves that model as it is."""
+    """The weights of a frozen model that follows the teacher, by name; None without one. A backend
+    that loads a state without it leaves that model unchanged."""
 
 
 class Backend(Protocol):
     """Places a plain model on devices and runs its steps there.
 
-    Tensors that a backend returns live on the device; only ``read`` brings them to the host.
+    Tensors that a backend returns live on the device; only ``read`` copies them to the host.
     """
 
     is_main: bool
     """Whether this process prints and writes the reports."""
     batch_shard: int
-    """Which part of each global batch this process puts on its devices."""
+    """The index of the part of each global batch that this process puts on its devices."""
     batch_shards: int
-    """The number of such parts; several processes may share one, each with other rows."""
+    """The number of such parts. Several processes may share one, each with different rows."""
     image_rows: range
     """The rows of each image (slices of a volume) that this process puts on its devices."""
     shards: tuple[int, ...]
-    """The shards of the state that this process holds, by numbers from 0 on: processes of other
-    replicas that hold the same have the same numbers."""
+    """The numbers of the state shards that this process holds, from 0. Processes of other replicas
+    that hold the same shards have the same numbers."""
     device_count: int
     teacher: nn.Module | None
-    """The first model that ``shard_frozen`` has returned."""
+    """The first model that ``shard_frozen`` returned."""
     compiles: bool
-    """Whether the first step of a kind takes long, because it is compiled."""
+    """Whether the first step of each kind takes long because it is compiled."""
 
     def describe(self) -> str:
         """Return one line with the devices, sharding and precision chosen."""
@@ -99,7 +99,7 @@ class Backend(Protocol):
     def shard(
         self, model: nn.Module, units: list[tuple[str, nn.Module]], initialize: InitializeModule
     ) -> nn.Module:
-        """Fill, shard and place the model, one unit after the other; return the sharded model."""
+        """Fill, shard and place the model, unit by unit; return the sharded model."""
 
     def shard_frozen(
         self,
@@ -109,38 +109,38 @@ class Backend(Protocol):
         *,
         follows_teacher: bool = False,
     ) -> nn.Module:
-        """Fill, shard and place ``model``, the model of ``run``, beside the trained one.
+        """Fill, shard and place ``model``, the model of ``run``, in addition to the trained one.
 
-        It computes as in evaluation and has no optimizer. If the objective has a teacher, that is
-        the first one, before ``build_optimizer``: then its parameters are the EMA of the trained
-        ones, and so are part of ``state``. Those of others are not, but for one of the same model
-        that ``follows_teacher``: ``copy_teacher`` changes it.
+        It runs in evaluation mode and has no optimizer. If the objective has a teacher, the teacher
+        is placed first, before ``build_optimizer``: its parameters are the EMA of the trained ones,
+        and part of ``state``. The parameters of other frozen models are not part of it, except for
+        one of the same model that ``follows_teacher``, which ``copy_teacher`` updates.
         """
 
     def copy_teacher(self) -> None:
-        """Give the frozen model that follows the teacher the teacher's present weights."""
+        """Copy the teacher's current weights to the frozen model that follows it."""
 
     def build_optimizer(self, updates: Updates, *, betas: tuple[float, float], eps: float) -> None:
-        """Make the optimizer of the sharded model, with its state allocated. Parameters that are
-        not in ``updates`` must have had ``requires_grad`` off in ``shard``."""
+        """Create the optimizer of the sharded model and allocate its state. Parameters that are not
+        in ``updates`` must have had ``requires_grad`` off in ``shard``."""
 
     # Data.
 
     def loader(
         self, open_share: Callable[[Share], BatchLoader], images: int, *, reads_rows: bool
     ) -> BatchLoader:
-        """Open a loader of what ``put`` expects of global batches of ``images`` images.
+        """Open a loader of the shares that ``put`` expects, of global batches of ``images`` images.
 
-        ``open_share`` opens one for a share of each batch; ``reads_rows``: it reads only the rows
-        of an image that it is asked for.
+        ``open_share`` opens a loader for a share of each batch; ``reads_rows``: it reads only the
+        requested rows of an image.
         """
 
     def put(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy this process's share of a global batch to the devices: ``image_rows`` of its images,
-        and their labels."""
+        and the labels."""
 
     def constant(self, values: torch.Tensor) -> torch.Tensor:
-        """Put a small CPU tensor, whole, on every device."""
+        """Replicate a small CPU tensor on every device."""
 
     # A step.
 
@@ -149,23 +149,24 @@ class Backend(Protocol):
         start of training."""
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
-        """Add the loss's gradients; with ``is_last`` they are complete afterwards."""
+        """Accumulate the gradients of the loss; with ``is_last`` they are complete afterwards."""
 
     def optimizer_step(
         self, rates: StepRates, max_norm: float, loss: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Clip to the global norm (0 or less: don't), update, clear gradients, end the step.
+        """Clip to the global norm (0 or less: no clipping), update, clear gradients, end the step.
 
-        ``loss`` is the step's, over all replicas. If it or the norm is not finite, weights and
-        optimizer state stay unchanged on all replicas. Returns the norm before clipping, and the
-        counts of steps skipped for that (``training.optimizers``) since the start of this process.
+        ``loss`` is the loss of the step, over all replicas. If the loss or the norm is not finite,
+        weights and optimizer state stay unchanged on all replicas. Returns the norm before
+        clipping, and the counts of steps skipped for this reason (``training.optimizers``) since
+        this process started.
         """
 
     def end_step(self) -> None:
-        """Send the recorded graph to the device; eager backends have nothing to do."""
+        """Send the recorded graph to the device; eager backends do nothing."""
 
     def ema_weights(self) -> AbstractContextManager[None]:
-        """Inside, the model computes with the EMA of its weights (``RunConfig.averages``)."""
+        """Let the model compute with the EMA of its weights (``RunConfig.averages``) inside."""
 
     # Values and waiting.
 
@@ -176,31 +177,31 @@ class Backend(Protocol):
         """Return the sum over all replicas of a per-replica sum."""
 
     def read(self, values: Mapping[str, torch.Tensor]) -> Future[dict[str, list[float]]]:
-        """Start to read the values of small tensors; blocks neither the device nor this thread."""
+        """Start reading the values of small tensors, without blocking the device or this thread."""
 
     def read_images(self, values: Mapping[str, torch.Tensor]) -> Future[dict[str, torch.Tensor]]:
-        """Send the recorded graph to the device, and start to copy to the host what ``values`` have
-        of the images that this process has put there, in their order.
+        """Send the recorded graph to the device, and start copying to the host the entries of
+        ``values`` that belong to the images that this process has put there, in order.
 
-        Each value has an entry for each image of a batch along dimension 0.
+        Dimension 0 of each value is the images of a batch.
         """
 
     def wait(self) -> None:
         """Wait until the device is idle."""
 
     def barrier(self) -> None:
-        """Wait until every process is here."""
+        """Wait until every process has reached this call."""
 
     def largest_of_all(self, value: int) -> Callable[[], int]:
-        """Start to find the largest value of all processes; return a function that waits for it."""
+        """Start computing the maximum over all processes; return a function that waits for it."""
 
     # State of a checkpoint.
 
     def state(self, *, with_optimizer: bool = True) -> State:
-        """Return the weights and, if asked for, all else that the next step depends on."""
+        """Return the weights and, if requested, everything else that the next step depends on."""
 
     def load_state(self, state: State) -> None:
-        """Continue from what ``state`` returned, after other values were read into it."""
+        """Continue from ``state``, as returned by ``state()``, after values were loaded into it."""
 
     # Facts.
 
@@ -208,28 +209,30 @@ class Backend(Protocol):
         """Return running counts worth logging: compilations, transfers, ..."""
 
     def compile_seconds(self) -> float:
-        """Return the seconds of compilation so far; 0 where they are not known."""
+        """Return the seconds of compilation so far; 0 if unknown."""
 
     def own_seconds(self) -> list[float]:
-        """Return of each step whose time is known by now, in order and each once, the seconds in
-        which this process computed without waiting for another one. Never waits for the device.
+        """Return, for each step whose time has become known since the last call, in order, the
+        seconds that this process computed without waiting for another one. Never waits for the
+        device.
 
-        With one process there may be none.
+        With one process the list may be empty.
         """
 
     def memory(self) -> dict[str, int]:
-        """Return bytes of device memory (used, peak, limit); {} where the device reports none."""
+        """Return bytes of device memory (used, peak, limit); {} if the device does not report
+        them."""
 
     def state_bytes(self) -> dict[str, int]:
-        """Return the bytes on the first device of parameters, of optimizer state and, if there are
-        any, of the EMA and the teacher."""
+        """Return the bytes on the first device of parameters, of optimizer state and, if present,
+        of the EMA and the teacher."""
 
     def unit_roundoff(self) -> float:
-        """Return the largest unit roundoff of the dtypes a step uses: of matrix products, summed
-        gradients, unsharded weights and moments."""
+        """Return the largest unit roundoff of the dtypes that a step uses for matrix products,
+        gradient sums, unsharded weights and moments."""
 
     def peak_flops(self) -> float | None:
-        """Return the peak FLOP/s of one device at this precision; None where it is unknown."""
+        """Return the peak FLOP/s of one device at this precision; None if unknown."""
 
 
 # -- the data of a run -----------------------------------------------------------------------------
@@ -238,9 +241,9 @@ class Backend(Protocol):
 def dataset_request(
     run: Run, *, with_train: bool = True, labels: bool = True, augment: bool = True
 ) -> DatasetRequest:
-    """Return what a run requests of its source of images; see ``DatasetRequest``.
+    """Return what a run requests from its data source; see ``DatasetRequest``.
 
-    Without ``augment`` they may have any number of classes: nothing is trained.
+    Without ``augment`` the images may have any number of classes: nothing is trained.
     """
     sizes, objective = run.model.sizes, run.config.objective
     channels, *size = sizes.input_shape
@@ -286,7 +289,7 @@ def dataset_request(
 
 @contextlib.contextmanager
 def data_errors_as_usage_errors() -> Iterator[None]:
-    """Turn a folder that cannot be used, found by what reads data inside, into a UsageError."""
+    """Turn a DataFolderError that is raised inside into a UsageError."""
     try:
         yield
     except DataFolderError as error:
@@ -296,13 +299,13 @@ def data_errors_as_usage_errors() -> Iterator[None]:
 def train_loader(
     data: DataSource, backend: Backend, batch_size: int, sizes: SizeSchedule | None = None
 ) -> BatchLoader:
-    """Return the loader of training images, of global batches of ``batch_size``; ``sizes``: of the
-    images of each step."""
+    """Return the loader of training images, in global batches of ``batch_size``; ``sizes``: the
+    image sizes of each step."""
     open_share = functools.partial(data.train_loader, batch_size, sizes=sizes)
     return backend.loader(open_share, batch_size, reads_rows=data.reads_rows)
 
 
 def val_loader(data: DataSource, backend: Backend, batch_size: int) -> BatchLoader:
-    """Return the loader of validation images, of global batches of ``batch_size``."""
+    """Return the loader of validation images, in global batches of ``batch_size``."""
     open_share = functools.partial(data.val_loader, batch_size)
     return backend.loader(open_share, batch_size, reads_rows=data.reads_rows)

@@ -1,7 +1,7 @@
-"""``--save_bad_step``: what the first step that is not finite was computed from, in a folder.
+"""``--save_bad_step``: save the inputs of the first non-finite step in a folder.
 
-``bad_step_N`` in ``--ckpt_dir`` is a checkpoint of weights alone, with the position before step N,
-and ``bad_step.json`` beside it. ``tools/replay_step.py`` computes the step again.
+``bad_step_N`` in ``--ckpt_dir`` is a weights-only checkpoint with the position before step N, and
+``bad_step.json``. ``tools/replay_step.py`` replays the step.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ class BadStep:
     """The first step of a start whose loss or gradient norm was not finite."""
 
     step: int
-    """Its number, from 1."""
+    """The number of the step, from 1."""
     epoch: int
     """The epoch of its batch, from 0."""
     images_in_epoch: int
-    """How many images of the epoch came before it."""
+    """The number of images before it in the epoch."""
     passes: list[int]
-    """The numbers of its passes since the start of training: with the seed they decide dropout,
-    masks and which images are mixed."""
+    """The numbers of its passes since the start of training; with the seed, they determine dropout,
+    masks and mixing."""
     rates: dict[str, Any]
     """Its ``StepRates``."""
     batch_shards: int
-    """Into how many parts the processes divided the batch, each of which is divided into passes."""
+    """The number of parts that the batch was divided into, each of which is divided into passes."""
     mesh: dict[str, int]
     saved_after: int
     """The step after which the weights were saved."""
     good_steps_since: int
-    """How many of the steps ``step`` to ``saved_after`` were finite, and changed the weights."""
+    """How many steps from ``step`` to ``saved_after`` were finite and changed the weights."""
     checkpoint_before: str | None
-    """The name of the newest checkpoint before the step; None: there was none."""
+    """The name of the newest checkpoint before the step; None if there was none."""
     logged: dict[str, Any]
-    """The record of the log step that showed it: loss, gradient norm, parts of the loss."""
+    """The record of the log step that revealed it: loss, gradient norm, parts of the loss."""
 
     @property
     def is_exact(self) -> bool:
-        """Whether the weights are those that the step was computed with."""
+        """Whether the weights are exactly those that the step was computed with."""
         return not self.good_steps_since
 
     @property
@@ -69,8 +69,8 @@ class BadStep:
 
 
 def read_bad_step(folder: Path) -> BadStep:
-    """Return what ``bad_step.json`` in a folder says. Raises UsageError if there is none."""
-    remedy = "give a folder bad_step_N, which --save_bad_step has written"
+    """Return the content of ``bad_step.json`` in a folder. Raises UsageError if there is none."""
+    remedy = "pass a folder bad_step_N that --save_bad_step has written"
     try:
         values = read_object(folder / FILE)
         bad_step = BadStep(**{f.name: values[f.name] for f in dataclasses.fields(BadStep)})
@@ -87,10 +87,10 @@ def read_bad_step(folder: Path) -> BadStep:
 
 
 class SaveBadStep(Hook):
-    """Writes the folder once, in all processes together, at the log step that shows a bad step.
+    """Writes the folder once, in all processes together, at the log step that reveals a bad step.
 
-    Log steps wait for their values here: so all processes know the same, and with
-    ``--log_step_interval 1`` the weights are always those of the bad step.
+    Log steps wait for their values, so that all processes know the same; with ``--log_step_interval
+    1``, the weights are always exactly those of the bad step.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class SaveBadStep(Hook):
         schedule: Schedule,
         start: Position,
     ) -> None:
-        """``start``: where this start of the run continues."""
+        """``start``: the position that this start continues from."""
         self._run, self._session, self._saver = run, session, saver
         self._batches, self._schedule, self._start = batches, schedule, start
         self._is_done = False
@@ -120,11 +120,11 @@ class SaveBadStep(Hook):
         say, is_main = session.reports.say, session.backend.is_main
         found, problems = attempt(lambda: self._look_into(run_folder) if is_main else None)
         if any(problems):
-            say(f"warning: no bad step is saved: {_first(problems)}")
+            say(f"warning: the bad step cannot be saved: {_first(problems)}")
             return
         there, newest = found[0]
         if there:
-            say(f"note: {run_folder / there} is there: no other bad step is saved in this run")
+            say(f"note: {run_folder / there} exists: a run saves only its first bad step")
             return
         bad_step = self._describe(step, newest)
         folder = run_folder / f"bad_step_{bad_step.step}"
@@ -137,13 +137,13 @@ class SaveBadStep(Hook):
             say(f"warning: {folder} cannot be written ({_first(problems)}): training continues")
             return
         say(
-            f"bad step: step {bad_step.step} was the first that was not finite; "
-            f"python3 -m tools.replay_step {folder} finds where"
+            f"bad step: step {bad_step.step} is the first whose loss or gradient norm is not "
+            f"finite; to find the module, run python3 -m tools.replay_step {folder}"
         )
 
     def _look_into(self, run_folder: Path) -> tuple[str | None, str | None]:
-        """Return the name of the bad step that the run has already, and of its newest checkpoint
-        before this one. Raises OSError."""
+        """Return the name of a bad step that the run has already saved, and of its newest
+        checkpoint before this step. Raises OSError."""
         first = self._session.reports.first_skipped
         names = (path for path in run_folder.iterdir() if _NAME.fullmatch(path.name))
         there = next((path.name for path in names if is_complete(path)), None)
@@ -179,7 +179,7 @@ class SaveBadStep(Hook):
         content: dict[str, Any] = {}
 
         def read_state() -> None:
-            # A teacher is the average of the weights, which comes with the optimizer's state.
+            # A teacher is the EMA of the weights, which comes with the optimizer state.
             with_average = self._run.config.objective.has_teacher
             state = backend.state(with_optimizer=with_average)
             content.update(tree(replace(state, optimizer=None), training))
@@ -203,7 +203,7 @@ def _first(problems: list[str | None]) -> str | None:
 
 
 def _as_texts(value: Any) -> Any:
-    """Return values of JSON with numbers that are not finite, which JSON has not, as texts."""
+    """Return JSON values with non-finite numbers, which JSON lacks, as strings."""
     if isinstance(value, Mapping):
         return {name: _as_texts(inner) for name, inner in value.items()}
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

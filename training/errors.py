@@ -1,4 +1,4 @@
-"""The errors that end a run early, with their exit codes, and a warning about package versions."""
+"""Errors that end a run early, with their exit codes; and a warning about package versions."""
 
 import os
 import sys
@@ -7,33 +7,33 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 NO_BATCH = FOLDER_IN_USE = 1
-"""The exit code of ``RunFailed`` where a restart may help, as after a crash: the data cannot be
-read any more (a disk has gone, say); a lost machine still has the folder."""
+"""Exit codes of ``RunFailed`` if a restart may help, as after a crash: the data can no longer be
+read (e.g. a disk is gone), or a lost machine still holds the folder's lock."""
 NOT_FINITE, NOT_SAVED, BAD_IMAGES = 3, 4, 5
-"""Where it does not: a loss or a weight is not finite; no checkpoint could be written; too many
-images could not be read."""
+"""Exit codes if a restart does not help: a loss or weight is not finite, no checkpoint could be
+written, or too many images could not be read."""
 SIGNAL = 128
-"""Plus a signal's number it is the exit code of a program that this signal has ended."""
+"""Added to a signal number, the exit code of a program ended by that signal."""
 
 
 class UsageError(Exception):
-    """Raised for a wrong argument, file or folder: ends the program with exit code 2 and one line,
-    which says what is wrong and what to change."""
+    """Raised for an invalid argument, file or folder: ends the program with exit code 2 and one
+    line that says what is wrong and what to change."""
 
     def __init__(self, message: str, *, agreed: bool = False) -> None:
-        """Make the error. ``agreed``: all processes raise this one, so only one prints it."""
+        """Create the error. ``agreed``: all processes raise it, so only one prints it."""
         super().__init__(message)
         self.agreed = agreed
         self.process: str | None = None
-        """The process that raised it, if the others may not have."""
+        """The process that raised it, if others may not have."""
 
 
 class RunFailed(Exception):
-    """Raised by all processes together when training cannot continue, through no mistake in the
-    arguments: ends with one line and an exit code of its own."""
+    """Raised by all processes together when training cannot continue although the arguments are
+    valid: ends with one line and its own exit code."""
 
     def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message, exit_code)  # by which it is made again in another process
+        super().__init__(message, exit_code)  # so that it can be unpickled in another process
         self.exit_code = exit_code
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ class RunFailed(Exception):
 
 
 def not_finite_error(what: str, newest: Path | None) -> RunFailed:
-    """Return the error of a run whose numbers are NaN or infinite, as another start's would be.
+    """Return the error of a run with NaN or infinite values, which a restart would repeat.
     ``what``: the first half of the message; ``newest``: the last good checkpoint."""
     return RunFailed(
         f"{what}: the last good checkpoint is {newest or 'none'}; try a lower --lr, more "
@@ -51,13 +51,13 @@ def not_finite_error(what: str, newest: Path | None) -> RunFailed:
 
 
 class SelfCheckFailed(Exception):
-    """Raised by all processes together when a line of ``--self_check`` has failed."""
+    """Raised by all processes together when a check of ``--self_check`` failed."""
 
     exit_code = 1
 
 
 class StoppedBySignal(Exception):
-    """Raised when training ended early, as asked, with a checkpoint."""
+    """Raised when training ended early on a signal, with a checkpoint."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__(exit_code)
@@ -65,22 +65,22 @@ class StoppedBySignal(Exception):
 
 
 def is_first_of_torchrun() -> bool:
-    """Return True in the one process, of all that torchrun started, that prints for all."""
+    """Return True in the one process started by torchrun that prints for all."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def prints_here(error: UsageError) -> bool:
-    """Return True if this process is to print the error: once for all, if all have it. Before the
-    processes have connected that is the first one of each node, by torchrun's LOCAL_RANK."""
+    """Return True if this process should print the error: only one does if all have it. Before the
+    processes are connected, the first one of each node prints it, by torchrun's LOCAL_RANK."""
     if error.agreed:
         return is_first_of_torchrun()
-    # LOCAL_RANK alone is another launcher's.
+    # LOCAL_RANK alone is set by another launcher.
     is_first = "RANK" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0"
     return error.process is not None or is_first
 
 
 def installed_version(package: str) -> str | None:
-    """Return the version of a package as pip knows it, None if it is not installed."""
+    """Return the installed version of a package, None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -88,8 +88,8 @@ def installed_version(package: str) -> str | None:
 
 
 def warn_of_others(*written_for: Mapping[str, str]) -> None:
-    """Warn on stderr, in one line, of installed packages of another version than ``written_for``,
-    which maps packages to versions; "2.9.0+cu128" counts as "2.9.0"."""
+    """Warn on stderr, in one line, about installed packages whose version differs from
+    ``written_for`` (package to version); "2.9.0+cu128" counts as "2.9.0"."""
     others = [
         f"{package} is {installed}, not {expected}"
         for versions in written_for
@@ -99,8 +99,8 @@ def warn_of_others(*written_for: Mapping[str, str]) -> None:
     ]
     if others:
         print(
-            f"run_vit_training.py: warning: {', '.join(others)}, for which this program's use of "
-            "private functions was written: what fails oddly may be that",
+            f"run_vit_training.py: warning: untested versions: {', '.join(others)}; this program "
+            "calls private functions of these packages, which may explain unexpected errors",
             file=sys.stderr,
             flush=True,
         )

@@ -1,4 +1,4 @@
-"""A run's folder, on a disk or on a URL (gs://, s3://, ...): its paths, its lock, its logs."""
+"""A run's folder, on a disk or at a URL (gs://, s3://, ...): paths, lock and logs."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from training.errors import FOLDER_IN_USE, RunFailed, UsageError
 
 
 def folder_at(text: str) -> Path:
-    """Return the folder that a flag names: a local one, or a ``UrlPath``, which is used like one.
-    Raises UsageError for a kind of URL that is not known, or whose package is not installed."""
+    """Return the folder that a flag names: a local path, or a ``UrlPath`` with the same interface.
+    Raises UsageError for an unknown kind of URL, or one whose package is not installed."""
     text = text.removeprefix("file://")
     protocol, separator, rest = text.partition("://")
     if not separator:
@@ -39,17 +39,17 @@ def folder_at(text: str) -> Path:
     if problem := files.problem_of_url(text):
         raise UsageError(f"{text}: {problem}")
     if not rest.strip("/"):
-        raise UsageError(f"{text} names no folder: give one, as {protocol}://bucket/run")
+        raise UsageError(f"{text} names no folder: use a URL such as {protocol}://bucket/run")
     return cast(Path, UrlPath(text.rstrip("/")))
 
 
 @dataclass(frozen=True, order=True)
 class UrlPath:
-    """A file or folder at a URL, with the methods of pathlib that runs use, by fsspec.
+    """A file or folder at a URL, with the pathlib methods that runs use, via fsspec.
 
-    They raise OSError, whatever the storage raises: a storage that does not answer never looks like
-    one without files, which would start a new run over an existing one. In a bucket a folder exists
-    as long as it has a file, and a file exists, and is complete, once it is closed.
+    Methods raise OSError, whatever the storage raises: a storage that does not answer must not look
+    like an empty one, or a new run would overwrite an existing one. In a bucket, a folder exists as
+    long as it has a file, and a file exists, complete, once it is closed.
     """
 
     url: str
@@ -70,14 +70,14 @@ class UrlPath:
 
     @contextlib.contextmanager
     def storage(self) -> Iterator[tuple[Any, str]]:
-        """Yield fsspec's file system and the path in it; turn what they raise into OSError."""
+        """Yield fsspec's file system and the path in it; turn exceptions into OSError."""
         with _os_errors(self.url):
-            # Cached listings would hide what other processes have written since.
+            # Cached listings would hide what other processes have written.
             yield files.open_storage(self.url, use_listings_cache=False)
 
     def _kind(self) -> str | None:
         """Return "file", "directory", or None if there is neither."""
-        # fsspec's own ``exists`` and ``isfile`` are False if a storage does not answer.
+        # fsspec's ``exists`` and ``isfile`` return False if a storage does not answer.
         try:
             with self.storage() as (storage, path):
                 return storage.info(path)["type"]
@@ -100,7 +100,7 @@ class UrlPath:
         return iter(sorted(self / name for name in names))
 
     def stat(self) -> SimpleNamespace:
-        """Return the size in bytes as ``st_size``, and nothing else."""
+        """Return only the size in bytes, as ``st_size``."""
         with self.storage() as (storage, path):
             return SimpleNamespace(st_size=storage.size(path))
 
@@ -113,7 +113,7 @@ class UrlPath:
 
     @contextlib.contextmanager
     def open(self, mode: str = "rb") -> Iterator[IO[bytes]]:
-        """Open the file; other errors raised in the body, e.g. of damaged content, pass through."""
+        """Open the file; other errors in the body, e.g. for damaged content, pass through."""
         with self.storage() as (storage, path):
             file = storage.open(path, mode)
         try:
@@ -147,10 +147,10 @@ class UrlPath:
             storage.cp_file(path, to)
 
     def check_writable(self, *, removable: bool = False) -> None:
-        """Write an empty file into the folder and remove it, if that is allowed. Raises OSError if
+        """Write an empty file to the folder, and remove it if that is permitted. Raises OSError if
         writing, replacing or, with ``removable``, removing fails."""
         probe = self / ".write_test"
-        for _ in range(2):  # on Google's storage only who may remove a file may replace it
+        for _ in range(2):  # Google Cloud Storage requires the permission to delete for replacing
             probe.write_bytes(b"")
         try:
             probe.unlink(missing_ok=True)  # another process may have done it
@@ -164,7 +164,7 @@ class UrlPath:
 
 @dataclass(eq=False)
 class _Stream:
-    """An open file of a storage. Its methods raise OSError, whatever the storage raises."""
+    """An open file of a storage, whose methods raise OSError, whatever the storage raises."""
 
     _file: Any
     _url: str
@@ -176,8 +176,8 @@ class _Stream:
 
 @contextlib.contextmanager
 def _os_errors(url: str) -> Iterator[None]:
-    """Turn what the body raises into an OSError with number, text and file name, as pathlib's;
-    never EIO, which is a disk's error for a damaged file."""
+    """Turn exceptions in the body into an OSError with number, text and file name, like pathlib's;
+    never EIO, with which disks report a damaged file."""
     try:
         yield
     except Exception as error:
@@ -193,8 +193,8 @@ def _os_errors(url: str) -> Iterator[None]:
 
 
 def is_unreachable(error: BaseException) -> bool:
-    """Return True if an error says nothing about the file itself, which may be undamaged: a storage
-    did not answer, a permission is missing. False if the file is missing or damaged."""
+    """Return True if an error says nothing about the file itself, which may be undamaged: the
+    storage did not answer, or a permission is missing. False if the file is missing or damaged."""
     about_the_file = errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO
     return isinstance(error, OSError) and error.errno not in about_the_file
 
@@ -210,12 +210,12 @@ def is_url(path: Path) -> bool:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder and its content, at a URL or not. Raises OSError if anything is left, after
+    """Remove a folder and its content, local or at a URL. Raises OSError if anything is left, after
     removing what can be removed."""
     if url := as_url(folder):
         with contextlib.suppress(FileNotFoundError), url.storage() as (storage, path):
             storage.rm(path, recursive=True)
-            # s3fs 2026.9 removes what it can, and is silent about the rest.
+            # s3fs 2026.9 removes what it can, and does not report the rest.
             if left := storage.find(path):
                 raise PermissionError(f"{len(left)} of its files could not be removed")
         return
@@ -227,9 +227,9 @@ def remove_tree(folder: Path) -> None:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a small file: it is complete afterwards, or as it was before. Raises OSError."""
+    """Write a small file atomically. Raises OSError."""
     content = content.encode() if isinstance(content, str) else content
-    if is_url(path):  # there a file appears when it is closed
+    if is_url(path):  # files at URLs appear when they are closed
         path.write_bytes(content)
         return
     files.replace_file(path, content)
@@ -237,7 +237,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises OSError, and ValueError if it holds none."""
+    """Return the JSON object in a file. Raises OSError, or ValueError if it contains none."""
     if is_url(path):
         return files.parse_object(path.read_bytes())
     with open(path, "rb", opener=files.regular) as file:
@@ -245,10 +245,10 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def sync_folder(path: Path) -> None:
-    """Sync a folder's entries to the disk, if the file system can do that."""
+    """Sync a folder's entries to disk, if the file system supports that."""
     if is_url(path):
         return
-    with contextlib.suppress(OSError):  # network file systems may not know it for folders
+    with contextlib.suppress(OSError):  # network file systems may not support it for folders
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
@@ -261,28 +261,28 @@ def sync_folder(path: Path) -> None:
 LOCK_FILE = ".lock"
 _HELD = {errno.EACCES, errno.EAGAIN}
 _PATIENCE_S, _RESTART_PATIENCE_S = 3.0, 120.0
-"""The seconds to wait for a job that is just ending, and in a restart: an NFS server may keep the
-lock of a node that has crashed for a lease (90 s by default)."""
+"""The seconds to wait for a job that is just ending, and in a restart: an NFS server may hold the
+lock of a crashed node for a lease (90 s by default)."""
 _VISIBLE_WITHIN_S = 30.0
-"""The seconds after which a network file system shows a new file on all hosts."""
+"""The seconds within which a network file system shows a new file on all hosts."""
 
 
 class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
-    """Locks a folder for one job, in its first process, until that process ends, however it ends.
+    """Locks a folder for one job, in its first process, until that process ends for any reason.
 
-    It is a POSIX record lock, which NFS passes on to its server. It is released when the process
-    closes any descriptor of the file, so nothing else in the process may open it.
+    This is a POSIX record lock, which also works over NFS. It is released when the process closes
+    any descriptor of the file, so nothing else in the process may open it.
     """
 
     def __init__(self, ckpt_dir: Path, *, inside: Path | None = None, shared: bool = False) -> None:
-        """``inside``: the local folder to lock in place of a URL, which has no locks; a copy of the
-        file is written to the URL. ``shared``: the folder may be another user's."""
+        """``inside``: the local folder to lock instead of a URL, which has no locks; a copy of the
+        lock file is written to the URL. ``shared``: the folder may be another user's."""
         self._folder, self._place, self._shared = ckpt_dir, inside or ckpt_dir, shared
         self._file: int | None = None
 
     def acquire(self, *, is_restart: bool) -> str:
-        """Lock the folder; return a token that is written into the file. Raises UsageError if the
-        folder is another user's, or if another job holds the lock, but RunFailed in a restart."""
+        """Lock the folder; return a token that is written to the lock file. Raises UsageError if
+        the folder is another user's or another job holds the lock (in a restart: RunFailed)."""
         try:
             self._place.mkdir(parents=True, exist_ok=True)
             check_own(self._place, shared=self._shared)
@@ -306,7 +306,7 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
                     holder = f"process {job['pid']} on {job['host']}, since {job['since']}"
                 self.release()
                 problem = (
-                    f"--ckpt_dir {self._folder} is in use by {holder}: end that run first, or "
+                    f"--ckpt_dir {self._folder} is in use by {holder}: stop that run first, or "
                     "choose another folder"
                 )
                 raise RunFailed(problem, FOLDER_IN_USE) if is_restart else UsageError(problem)
@@ -332,8 +332,8 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
 
 
 def check_own(folder: Path, flag: str = "--ckpt_dir", *, shared: bool = False) -> None:
-    """Raise UsageError if a folder, or what is directly in it, is another user's (not root's), and
-    not ``shared``: a checkpoint in it would be resumed, whoever has forged it. Raises OSError."""
+    """Raise UsageError if a folder or an entry of it is owned by another user (except root), unless
+    ``shared``: a forged checkpoint in it would be resumed. Raises OSError."""
     if shared:
         return
     with tempfile.TemporaryFile(dir=folder) as probe:
@@ -347,15 +347,15 @@ def check_own(folder: Path, flag: str = "--ckpt_dir", *, shared: bool = False) -
             user = pwd.getpwuid(owner).pw_name
         except KeyError:
             user = f"user {owner}"
-        allow = ", or use what is there as it is with --shared_ckpt_dir"
+        allow = ", or allow this one with --shared_ckpt_dir"
         raise UsageError(
-            f"{flag} {folder}: {path} is {user}'s: give a folder of your own"
-            f"{allow if flag == '--ckpt_dir' else ''}"
+            f"{flag} {folder}: {path} is owned by {user}: use a folder of your "
+            f"own{allow if flag == '--ckpt_dir' else ''}"
         )
 
 
 def check_folder_writable(folder: Path, flag: str = "--ckpt_dir") -> None:
-    """Raise UsageError if the folder that ``flag`` names is not writable; leave nothing there."""
+    """Raise UsageError if the folder that ``flag`` names is not writable; leave no files behind."""
     if url := as_url(folder):
         try:
             url.mkdir()
@@ -382,7 +382,7 @@ def check_folder_writable(folder: Path, flag: str = "--ckpt_dir") -> None:
 
 
 def check_same_folder(ckpt_dir: Path, token: str) -> None:
-    """Raise UsageError if this process does not see the file that the first one has locked."""
+    """Raise UsageError if this process does not see the lock file of the first process."""
     deadline = time.monotonic() + _VISIBLE_WITHIN_S
     while True:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -390,8 +390,8 @@ def check_same_folder(ckpt_dir: Path, token: str) -> None:
                 return
         if time.monotonic() > deadline:
             raise UsageError(
-                f"--ckpt_dir {ckpt_dir} is not the folder that the first process sees under this "
-                "name: give one that all nodes share"
+                f"--ckpt_dir {ckpt_dir} is not the same folder as in the first process: use a "
+                "folder that all nodes share"
             )
         time.sleep(0.2)
 
@@ -402,7 +402,7 @@ Result = TypeVar("Result")
 
 
 def in_background(work: Callable[[], Result]) -> Future[Result]:
-    """Run a function in its own thread, a daemon: a process that fails does not wait for it."""
+    """Run a function in a daemon thread, so that a failing process does not wait for it."""
     future: Future[Result] = Future()
 
     def run() -> None:
@@ -419,13 +419,13 @@ def in_background(work: Callable[[], Result]) -> Future[Result]:
 
 
 _EVERY_S = 30.0
-"""Seconds between copies: files of a bucket cannot grow, so each copy writes a whole file."""
+"""Seconds between copies. Files in a bucket cannot grow, so each copy writes whole files."""
 _NOT_COPIED = {LOCK_FILE, "profile"}
 
 
 def log_folder(ckpt_dir: Path) -> Path:
-    """Return where a run's logs are written: ``ckpt_dir``, or a local folder if that is a URL, the
-    same for each start on a machine. Raises UsageError if there is no place for it."""
+    """Return the folder for a run's logs: ``ckpt_dir``, or if that is a URL a local folder, the
+    same for each start on a machine. Raises UsageError if none can be found."""
     if not is_url(ckpt_dir):
         return ckpt_dir
     number = hashlib.sha256(str(ckpt_dir).encode()).hexdigest()[:16]
@@ -436,10 +436,10 @@ def log_folder(ckpt_dir: Path) -> Path:
 
 
 def fetch_logs(folder: Path, url: Path, names: tuple[str, ...]) -> None:
-    """Replace the local folder's logs by the files of these names at the URL, where they exist.
+    """Replace the logs in the local folder with the files of these names at the URL, if they exist.
     Raises OSError."""
     for path, copy in _copies(folder, url):
-        # An earlier start that was killed here may not have copied the end of a file.
+        # An earlier start that was killed may not have copied the end of a file.
         content = path.read_bytes()
         copied = copy.read_bytes() if copy.exists() else content
         if content.startswith(copied) and content != copied:
@@ -451,7 +451,7 @@ def fetch_logs(folder: Path, url: Path, names: tuple[str, ...]) -> None:
 
 
 def _copies(folder: Path, url: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield each log in a local folder, and where it is copied to."""
+    """Yield each log file in a local folder, and its copy's path."""
     for path in sorted(folder.iterdir()):
         if path.name not in _NOT_COPIED and path.suffix != ".tmp":
             copy = url / path.name
@@ -461,7 +461,7 @@ def _copies(folder: Path, url: Path) -> Iterator[tuple[Path, Path]]:
 class LogUploads:
     """Copies the changed files of a local folder of logs to a URL, in a background thread.
 
-    No failure ends a run: it is logged once, and the copy is tried again.
+    A failure never ends a run: it is logged once, and the copy is retried.
     """
 
     def __init__(self, folder: Path, url: Path, say: Callable[[str], None]) -> None:
@@ -473,16 +473,15 @@ class LogUploads:
         self._failing = False
 
     def begin(self, *, soon: bool = True) -> None:
-        """Start to copy, unless a copy is running; return at once. Without ``soon``, start none
-        within ``_EVERY_S`` seconds of the last one."""
+        """Start copying, unless a copy is running; return at once. Without ``soon``, do not start
+        within ``_EVERY_S`` seconds of the last copy."""
         is_recent = not soon and time.monotonic() - self._started < _EVERY_S
         if not is_recent and (self._running is None or self._running.done()):
             self._started = time.monotonic()
             self._running = in_background(self.copy)
 
     def copy(self) -> None:
-        """Copy all files that have changed, once a running copy has ended. Any thread may call
-        this."""
+        """Copy all changed files, after a running copy has ended. Any thread may call this."""
         problem = None
         with self._lock:
             try:
@@ -496,9 +495,9 @@ class LogUploads:
                 problem = error.strerror or str(error)
             if problem and not self._failing:
                 self._say(
-                    f"warning: logs cannot be copied to {self._url} ({problem}); they are in "
-                    f"{self._folder}, training continues"
+                    f"warning: logs cannot be copied to {self._url} ({problem}); training "
+                    f"continues, logs are in {self._folder}"
                 )
             elif self._failing and not problem:
-                self._say(f"note: logs are copied to {self._url} again")
+                self._say(f"note: copying logs to {self._url} again")
             self._failing = problem is not None

@@ -1,7 +1,7 @@
-"""The command line: the flags of configuration fields, files of flags, rules between flags, help.
+"""The command line: flags from configuration fields, files of flags, rules between flags, help.
 
-``parse`` reads a command line into configurations; ``check_rules`` checks what the flags require
-and exclude. A field becomes a flag by ``config_fields.flag``.
+``parse`` turns a command line into configurations; ``check_rules`` checks what the flags require
+and exclude. ``config_fields.flag`` declares a field as a flag.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class FlagField:
     """The names of the flag; messages use the first."""
     is_switch: bool
     has_negation: bool
-    """Whether ``--no-x`` exists beside ``--x``: where the default is on, or decided later."""
+    """Whether ``--no-x`` exists in addition to ``--x``: if the default is on, or decided later."""
     bare_names: dict[str, Any]
-    """The names that take no value, each with the value that it sets."""
+    """The names that take no value, and the value that each one sets."""
     choices: tuple[str, ...]
-    """The words allowed; () where any word may be."""
+    """The allowed words; () if any word is allowed."""
 
     def words(self, value: Any) -> list[str]:
-        """Return the words of a command line that give the field this value."""
+        """Return the command-line words that set the field to this value."""
         if isinstance(value, (list, tuple)):
             words = list(map(str, value))
             joined = ":" in (self.flag.metavar or "")
@@ -65,13 +65,13 @@ class FlagField:
         return [self.names[0]]
 
     def typed(self, value: Any) -> str:
-        """Return how a user gives the field this value, for messages."""
+        """Return what a user types to set the field to this value, for messages."""
         return " ".join(self.words(value))
 
 
 @functools.cache
 def flag_fields(config: type) -> tuple[FlagField, ...]:
-    """Return the flags of a configuration class and of those nested in it, in their order. Its
+    """Return the flags of a configuration class and of the classes nested in it, in order. The
     class attribute ``group`` is the title of their group in ``--help``."""
     hints = typing.get_type_hints(config)
     flags: list[FlagField] = []
@@ -104,12 +104,12 @@ def flag_fields(config: type) -> tuple[FlagField, ...]:
 
 
 def by_field(*configs: type) -> dict[str, FlagField]:
-    """Return the flags of several configuration classes by their fields' names."""
+    """Return the flags of several configuration classes, keyed by field name."""
     return {option.field.name: option for config in configs for option in flag_fields(config)}
 
 
 def flat(*configs: Any) -> dict[str, Any]:
-    """Return the values of configurations, and of those nested in them, by fields' names."""
+    """Return the values of configurations and of those nested in them, keyed by field name."""
     values: dict[str, Any] = {}
     for config in configs:
         for field in dataclasses.fields(config):
@@ -122,8 +122,8 @@ def flat(*configs: Any) -> dict[str, Any]:
 
 
 def from_values(config: type, values: Mapping[str, Any]) -> Any:
-    """Make a configuration from values by field name, as ``flat`` or JSON has them. Fields without
-    a value get their defaults; unknown names are ignored."""
+    """Make a configuration from values keyed by field name, as returned by ``flat`` or read from
+    JSON. Missing fields get their defaults; unknown names are ignored."""
     known, hints = {o.field.name: o for o in flag_fields(config)}, typing.get_type_hints(config)
     chosen: dict[str, Any] = {}
     for field in dataclasses.fields(config):
@@ -141,9 +141,9 @@ def from_values(config: type, values: Mapping[str, Any]) -> Any:
 
 
 def check_rules(config: RunConfig, *others: Any, only: Collection[str] | None = None) -> None:
-    """Raise UsageError for a flag whose rules do not hold. ``others``: the configurations of
-    backends and tools. All must be resolved, as rules are about final values, but for the fields
-    ``only``."""
+    """Check the rules of all flags. Raises UsageError. ``others``: the configurations of backends
+    and tools. ``only``: the fields to check, if not all. Rules are about final values, so the
+    fields checked must be resolved."""
     values, known = flat(config, *others), by_field(type(config), *map(type, others))
     for name, option in known.items():
         counts_at_default = option.flag.requires_at_default and name in config.given
@@ -153,7 +153,7 @@ def check_rules(config: RunConfig, *others: Any, only: Collection[str] | None = 
         typed = option.typed(values[name])
         for requirement in option.flag.requires:
             alternatives = [text.partition("=")[::2] for text in requirement.split("|")]
-            # A field that is not known is of a backend that this run is not on.
+            # An unknown field belongs to another backend than this run's.
             if not any(
                 (str(values[n]) == wanted if wanted else values[n] != known[n].field.default)
                 for n, wanted in alternatives
@@ -161,7 +161,7 @@ def check_rules(config: RunConfig, *others: Any, only: Collection[str] | None = 
             ):
                 texts = [f"{known[n].names[0]} {wanted}".rstrip() for n, wanted in alternatives]
                 field, wanted = alternatives[-1]
-                is_now = f", this is {values[field]}" if wanted and len(texts) == 1 else ""
+                is_now = f", not {values[field]}" if wanted and len(texts) == 1 else ""
                 required = " or ".join([", ".join(texts[:-1]), texts[-1]] if texts[1:] else texts)
                 raise UsageError(f"{typed} requires {required}{is_now}")
         for other in option.flag.incompatible_with:
@@ -175,8 +175,9 @@ def check_rules(config: RunConfig, *others: Any, only: Collection[str] | None = 
 
 
 def check_foreign(others: Iterable[Any], backend: str, given: Collection[str]) -> None:
-    """Raise UsageError for a flag of another backend than ``backend``: it would have no effect.
-    ``others``: the configurations of all backends; ``given``: the fields on the command line."""
+    """Raise UsageError for a flag of another backend than ``backend``, which would have no effect.
+    ``others``: the configurations of all backends; ``given``: the fields set on the command
+    line."""
     for config in others:
         if backend in config.backends:
             continue
@@ -189,7 +190,7 @@ def check_foreign(others: Iterable[Any], backend: str, given: Collection[str]) -
                     if condition.startswith("backend=")
                 ] or config.backends
                 raise UsageError(
-                    f"{option.names[0]} requires --backend {' or '.join(owners)}, this is {backend}"
+                    f"{option.names[0]} requires --backend {' or '.join(owners)}, not {backend}"
                 )
 
 
@@ -201,11 +202,11 @@ _LARGEST_FILE = 2**20  # bytes
 
 
 class _Mistake(UsageError):
-    """Raised for a command line that cannot be read; the message is one line."""
+    """Raised for an invalid command line; the message is one line."""
 
 
 class _Word(NamedTuple):
-    """A word of the command line; of one from a file, the file and its line."""
+    """A word of the command line, with its file and line if it is from a file."""
 
     text: str
     file: str = ""
@@ -217,8 +218,8 @@ class _Word(NamedTuple):
 
 
 def _expanded(words: Iterable[_Word], including: tuple[Path, ...] = ()) -> Iterator[_Word]:
-    """Yield words, with each ``@FILE`` replaced by those in the file. ``including``: the files that
-    include these words."""
+    """Yield words, with each ``@FILE`` replaced by the words in the file. ``including``: the files
+    that include these words."""
     for word in words:
         file = word.text
         if not file.startswith("@"):
@@ -226,17 +227,15 @@ def _expanded(words: Iterable[_Word], including: tuple[Path, ...] = ()) -> Itera
             continue
         path = Path(os.path.realpath(os.path.expanduser(file[1:])))
         if path in including:
-            raise _Mistake(f"{file} includes itself: remove the @ line that closes the circle")
+            raise _Mistake(f"{file} includes itself: remove the @FILE line that makes it circular")
         try:
-            with open(os.path.expanduser(file[1:]), "rb") as opened:  # may be a pipe, of @<(...)
+            with open(os.path.expanduser(file[1:]), "rb") as opened:  # may be a pipe, as in @<(...)
                 content = opened.read(_LARGEST_FILE + 1)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise _Mistake(f"{file}: {reason} (@FILE stands for the flags in FILE)") from None
         if len(content) > _LARGEST_FILE:
-            raise _Mistake(
-                f"{file} has more than {_LARGEST_FILE:,} bytes: it is not a file of flags"
-            )
+            raise _Mistake(f"{file} is larger than {_LARGEST_FILE:,} bytes: is it a file of flags?")
         try:
             lines = content.decode("utf-8-sig").splitlines()
         except UnicodeDecodeError as error:
@@ -244,10 +243,11 @@ def _expanded(words: Iterable[_Word], including: tuple[Path, ...] = ()) -> Itera
             raise _Mistake(
                 f"{file}, line {number}: not UTF-8 text: save the file as UTF-8"
             ) from None
-        # Words are quoted as in a shell, # starts a comment, a backslash at a line's end continues.
+        # Quoting works as in a shell, # starts a comment, a backslash at the end continues a line.
         continued = ""
         for number, text in enumerate([*lines, ""], 1):
-            # Blanks after a backslash do not count; after a blank it only says: more words follow.
+            # Blanks after a backslash are ignored. A backslash after a blank only means that more
+            # words follow.
             line = continued + re.sub(r"\s\\$", "", text.rstrip())
             continued = ""
             try:
@@ -267,23 +267,23 @@ _METAVARS: dict[Any, str] = {int: "N", float: "X"}
 
 
 class FlagParser(argparse.ArgumentParser):
-    """Reads words; raises ``_Mistake`` on a wrong one."""
+    """A parser that raises ``_Mistake`` on an invalid word."""
 
     options: dict[str, FlagField]
     flags: list[_Word]
-    """The flags on the command line that have not been read yet."""
+    """The flags on the command line that have not been parsed yet."""
     given: dict[tuple[str, str], dict[str, Any]]
-    """The values read, by field and file, and by the flag's name."""
+    """The values parsed, by field and file, then by flag name."""
 
     def error(self, message: str) -> NoReturn:
         raise _Mistake(f"{self.flags[0].place if self.flags else ''}{message}")
 
 
 class _Set(argparse.Action):
-    """Sets a field to the value read, or to the one that a name without a value stands for.
+    """Sets a field to the parsed value, or to the value that a name without one stands for.
 
-    Two flags may not set one field to different values. The same flag given again replaces the
-    first, and so does one after the file with the first.
+    Two different flags may not set a field to different values. A flag given again overrides the
+    earlier one, as does a flag after the file that contains the earlier one.
     """
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
@@ -306,11 +306,11 @@ class _Set(argparse.Action):
 
 
 def build_parser(shown: Sequence[FlagField]) -> FlagParser:
-    """Return the parser of these flags; its Namespace holds only what was given."""
+    """Return the parser of these flags; its Namespace contains only those that are set."""
     parser = FlagParser(prog=PROGRAM, description=_DESCRIPTION, allow_abbrev=False, add_help=False)
     parser.options = {option.field.name: option for option in shown}
     parser.flags, parser.given = [], {}
-    hidden = argparse.SUPPRESS  # what it prints says what it does
+    hidden = argparse.SUPPRESS  # the printed text explains it
     parser.add_argument("-h", "--help", nargs="?", const="", default=hidden, help=hidden)
     groups: dict[str, Any] = {}
     for option in shown:
@@ -357,8 +357,8 @@ def help_text(option: FlagField) -> str:
 
 
 def parse(argv: Sequence[str] | None, configs: Mapping[str, type]) -> dict[str, Any]:
-    """Read the command line into an instance of each configuration class, by the same names; a
-    field ``given`` gets the names of all fields that are set. Exits with code 2 on a wrong
+    """Parse the command line into an instance of each configuration class, keyed by the same names;
+    a field ``given`` gets the names of all fields that are set. Exits with code 2 on an invalid
     argument, and with 0 after ``--help``."""
     known = [option for config in configs.values() for option in flag_fields(config)]
     names = {name for option in known for name in (*option.names, *option.bare_names)}
@@ -385,7 +385,7 @@ def parse(argv: Sequence[str] | None, configs: Mapping[str, type]) -> dict[str, 
                 try:
                     values[option.field.name] = (option.flag.kind or not_empty)(os.environ[env])
                 except argparse.ArgumentTypeError as error:
-                    raise _Mistake(f"{env} of the environment: {error}") from None
+                    raise _Mistake(f"environment variable {env}: {error}") from None
     except _Mistake as mistake:
         tell(mistake, " (see --help)")
         sys.exit(2)
@@ -393,8 +393,9 @@ def parse(argv: Sequence[str] | None, configs: Mapping[str, type]) -> dict[str, 
 
 
 def tell(error: UsageError, hint: str = "") -> None:
-    """Print a user's mistake in one line, in the process that is to print it. The others wait:
-    torchrun ends all with the first that ends, and might end the one that prints."""
+    """Print a usage error in one line, in the process that should print it. The others wait:
+    torchrun terminates all processes as soon as one exits, and might terminate the one that
+    prints."""
     if prints_here(error):
         where = f"{error.process}: " if error.process else ""
         print(f"{PROGRAM}: error: {where}{error}{hint}", file=sys.stderr)
@@ -403,14 +404,14 @@ def tell(error: UsageError, hint: str = "") -> None:
 
 
 def _print_help(which: str, known: Sequence[FlagField]) -> NoReturn:
-    """Print the common flags, all, those of a group, or those with a word; exit with code 0."""
+    """Print the common flags, all flags, a group, or those that match a word; exit with code 0."""
     groups = {option.group.split()[0].rstrip(":,").lower(): option.group for option in known}
     word, shown = which.lower(), []
     if word == "all":
         shown = list(known)
     elif word in groups:
         shown = [option for option in known if option.group == groups[word]]
-    elif word:  # in a flag's names, or at the start of a word of its help or choices
+    elif word:  # in a flag's name, or at the start of a word in its help or choices
         word = word.lstrip("-")
         start = re.compile(rf"(?<![a-z0-9]){re.escape(word)}")
         for option in known:
@@ -421,22 +422,20 @@ def _print_help(which: str, known: Sequence[FlagField]) -> NoReturn:
     else:
         shown = [option for option in known if option.flag.common]
     if not shown:
-        raise _Mistake(
-            f"--help {which}: no flag has this word; there are the groups all, {', '.join(groups)}"
-        )
+        raise _Mistake(f"--help {which}: no flag matches; the groups are all, {', '.join(groups)}")
     text = build_parser(shown).format_help()
-    rest = text.partition("\n\n")[2]  # the usage would be all flags once more
-    print(f"usage: {PROGRAM} [flags]   {PROGRAM} @FILE [flags]: FILE holds flags\n\n{rest}")
+    rest = text.partition("\n\n")[2]  # the usage would list all flags again
+    print(f"usage: {PROGRAM} [flags]   {PROGRAM} @FILE [flags]: FILE contains flags\n\n{rest}")
     print(
-        "help:\n  -h, --help [WORD]  the common flags, or those with WORD in their name or text; "
-        f"all: all {len(known)}\n                     flags; or those of a group: "
+        "help:\n  -h, --help [WORD]  show the common flags, or those with WORD in their name or "
+        f"help;\n                     all: all {len(known)} flags; GROUP: the flags of a group: "
         f"{', '.join(groups)}"
     )
     sys.exit(0)
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """The parser of a small tool: ends on a wrong argument with one line and exit code 2."""
+    """The parser of a small tool: exits with one line and code 2 on an invalid argument."""
 
     def __init__(self, program: str, description: str) -> None:
         super().__init__(prog=program, description=description, allow_abbrev=False)

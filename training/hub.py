@@ -1,8 +1,8 @@
-"""Weights on the Hugging Face Hub, by name: ``hf-hub:OWNER/NAME[@REVISION]``.
+"""Download weights from the Hugging Face Hub: ``hf-hub:OWNER/NAME[@REVISION]``.
 
-``huggingface_hub`` downloads them into its usual cache, where its lock lets one process of a host
-download and the others wait. A name with a commit, which is what a run saves of it, needs no
-network once its files are there.
+``huggingface_hub`` downloads them to its usual cache; its lock lets one process per host download
+while the others wait. A name with a commit, which runs record, needs no network once the files are
+cached.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 """Weights in Hugging Face's layout: one file, or shards that the index lists."""
 CONFIG_FILE, PREPROCESSOR_FILE = "config.json", "preprocessor_config.json"
-"""Files beside the weights that describe them, as timm and transformers write them."""
+"""Files next to the weights that describe them, as written by timm and transformers."""
 _PICKLES = (".bin", ".pt", ".pth")
 
 
@@ -33,8 +33,8 @@ def is_on_hub(name: str) -> bool:
 
 
 def weight_files(names: Iterable[str]) -> list[str]:
-    """Return which files of a repository are its weights: those of Hugging Face's layout, else the
-    only .safetensors file, else PyTorch's; none if that is not clear, or one is missing."""
+    """Return the weight files of a repository: those of Hugging Face's layout, else the only
+    .safetensors file, else PyTorch's; [] if ambiguous or if one is missing."""
     names = [name for name in names if "/" not in name]
     if INDEX in names:
         shards = {name: int(match[1]) for name in names if (match := _SHARD.fullmatch(name))}
@@ -49,20 +49,20 @@ def weight_files(names: Iterable[str]) -> list[str]:
 
 
 def download(name: str, flag: str) -> tuple[str, Path]:
-    """Return the weights that ``flag`` names on the Hub, from its cache or downloaded into it: the
-    name with the commit, and the file or folder of files. Raises UsageError."""
+    """Return the weights that ``flag`` names on the Hub, cached or downloaded: the name with the
+    commit, and the file or the folder of files. Raises UsageError."""
     repository, _, revision = name.removeprefix(PREFIX).partition("@")
     check_name(name, flag)
-    # Only now: with all it needs, the package takes a fifth of a second.
+    # Imported late: with its dependencies, the package takes 0.2 s.
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
     from huggingface_hub.utils import disable_progress_bars
 
     if os.environ.get("LOCAL_RANK", "0") != "0" or not sys.stderr.isatty():
-        disable_progress_bars()  # other processes wait for the first one
+        disable_progress_bars()  # the other processes wait for the first one
 
     def cached(revision: str | None) -> Path | None:
-        # Without patterns it would want files of the repository that nobody needs here.
+        # Without patterns it would require files of the repository that are not needed here.
         options: dict[str, Any] = {"local_files_only": True, "allow_patterns": []}
         try:
             folder = Path(snapshot_download(repository, revision=revision, **options))
@@ -78,8 +78,8 @@ def download(name: str, flag: str) -> tuple[str, Path]:
                 files = api.list_repo_files(repository, revision=commit)
                 if not (weights := weight_files(files)):
                     raise UsageError(
-                        f"{flag} {name}: this repository has no {ONE_FILE}, nor one other file of "
-                        "weights: download the file that is meant, and name it here"
+                        f"{flag} {name}: this repository has neither {ONE_FILE} nor exactly one "
+                        "other file of weights: download the file that you want, and pass its path"
                     )
                 wanted = [*weights, CONFIG_FILE, PREPROCESSOR_FILE]
                 folder = Path(snapshot_download(repository, revision=commit, allow_patterns=wanted))
@@ -87,12 +87,12 @@ def download(name: str, flag: str) -> tuple[str, Path]:
             folder = cached(revision or None)
             if folder is None:
                 raise UsageError(
-                    f"{flag} {name} is not complete in {constants.HF_HUB_CACHE}, and cannot be "
-                    f"downloaded: {error}"
+                    f"{flag} {name} is not complete in the cache {constants.HF_HUB_CACHE}, and "
+                    f"cannot be downloaded: {error}"
                 ) from None
             if is_first_of_torchrun():
                 print(
-                    f"note: {flag} {name} is the one in {constants.HF_HUB_CACHE}, of commit "
+                    f"note: using {flag} {name} from the cache {constants.HF_HUB_CACHE}, commit "
                     f"{folder.name[:12]}: {error}",
                     file=sys.stderr,
                 )
@@ -102,19 +102,19 @@ def download(name: str, flag: str) -> tuple[str, Path]:
 
 
 def check_name(name: str, flag: str) -> None:
-    """Raise UsageError if ``name`` is no name of a repository, with or without a revision."""
+    """Raise UsageError unless ``name`` names a repository, with or without a revision."""
     if not re.fullmatch(rf"{PREFIX}[\w.-]+/[\w.-]+(@[^@\s]+)?", name):
-        raise UsageError(f"{flag} {name}: give {PREFIX}OWNER/NAME or {PREFIX}OWNER/NAME@REVISION")
+        raise UsageError(f"{flag} {name}: use {PREFIX}OWNER/NAME or {PREFIX}OWNER/NAME@REVISION")
 
 
 class HubUnreachable(Exception):
-    """Raised where the Hub does not answer, with the reason."""
+    """Raised if the Hub does not answer, with the reason."""
 
 
 @contextlib.contextmanager
 def refusals(what: str) -> Iterator[None]:
-    """Turn what the Hub refuses into a UsageError that begins with ``what``, and the failures of a
-    network into HubUnreachable."""
+    """Turn refusals of the Hub into a UsageError that begins with ``what``, and network failures
+    into HubUnreachable."""
     import httpx2
     from huggingface_hub import constants
     from huggingface_hub.errors import (
@@ -131,22 +131,22 @@ def refusals(what: str) -> Iterator[None]:
         yield
     except GatedRepoError:
         raise UsageError(
-            f"{what}: this repository is gated: accept its conditions on its page of "
+            f"{what}: this repository is gated: accept its conditions on its page at "
             f"{constants.ENDPOINT}, and log in with `hf auth login` or HF_TOKEN"
         ) from None
     except RevisionNotFoundError:
-        raise UsageError(f"{what}: this repository has no such revision") from None
+        raise UsageError(f"{what}: no such revision in this repository") from None
     except HFValidationError:
-        raise UsageError(f"{what}: the Hub has no such names") from None
+        raise UsageError(f"{what}: not a valid repository name") from None
     except LocalTokenNotFoundError:
-        raise UsageError(f"{what}: log in with `hf auth login` or HF_TOKEN") from None
+        raise UsageError(f"{what}: not logged in: use `hf auth login` or HF_TOKEN") from None
     except (HfHubHTTPError, httpx2.HTTPError, RevisionResolutionError, OSError) as error:
         if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
             message = error.server_message or ""
             if isinstance(error, RepositoryNotFoundError) and "redential" not in message:
                 raise UsageError(_NOT_FOUND.format(what=what)) from None
             raise UsageError(
-                f"{what}: the Hub refuses the token of HF_TOKEN or `hf auth login`"
+                f"{what}: the Hub rejects the token of HF_TOKEN or `hf auth login`"
             ) from None
         if isinstance(error, RepositoryNotFoundError):
             raise UsageError(_NOT_FOUND.format(what=what)) from None
@@ -158,6 +158,6 @@ def refusals(what: str) -> Iterator[None]:
 
 
 _NOT_FOUND = (
-    "{what}: the Hub has no such repository, or this user may not read it: is the name right, and "
-    "are you logged in (`hf auth login` or HF_TOKEN)?"
+    "{what}: no such repository on the Hub, or you have no access to it: check the name, and log "
+    "in with `hf auth login` or HF_TOKEN"
 )

@@ -1,5 +1,5 @@
-"""Trained weights in use: those that flags name, put on the devices; how they become the first ones
-of another model (``--init_from``); and those of teachers, beside the model that trains.
+"""Trained weights in use: place the weights that flags name on the devices, adapt them as initial
+weights of another model (``--init_from``), and resolve the teachers of a training run.
 """
 
 from __future__ import annotations
@@ -52,22 +52,20 @@ from training.weights import (
 
 
 def find_trained(config: RunConfig) -> tuple[RunConfig, Weights]:
-    """Find the weights that the flags name; return also the configuration with the model and the
-    preprocessing that they are of.
+    """Find the weights that the flags name; also return the configuration with their model and
+    preprocessing.
 
-    A checkpoint's own model takes the place of what was not given. Weights of ``--init_from``,
-    whose head may be missing, have the model of the flags. Raises UsageError for a checkpoint that
-    cannot be read, and for one that contradicts the model flags.
+    The checkpoint's model replaces flags that are not set. Weights of ``--init_from``, whose head
+    may be missing, use the model of the flags. Raises UsageError for a checkpoint that cannot be
+    read or that contradicts the model flags.
     """
     config = with_pretrained(config)
     checkpoints, use_ema = config.checkpoints, config.use.use_ema
     if checkpoints.init_from is not None:
         if use_ema:
-            raise UsageError(
-                "--use_ema requires --resume, and --init_from is given: use --resume PATH"
-            )
+            raise UsageError("--use_ema requires --resume, not --init_from: use --resume PATH")
         if "resume" in config.given:
-            raise UsageError("--init_from and --resume name weights both: drop one of the two")
+            raise UsageError("--init_from and --resume both name weights: drop one of the two")
         config, weights = with_init_from(config)
     else:
         weights = find_weights(
@@ -90,11 +88,11 @@ def find_trained(config: RunConfig) -> tuple[RunConfig, Weights]:
 
 
 def with_init_from(config: RunConfig) -> tuple[RunConfig, Weights]:
-    """Return the configuration with the model and the preprocessing of the weights that
-    ``--init_from`` names, but for flags that were given, and these weights.
+    """Return the configuration with the model and preprocessing of the weights of ``--init_from``,
+    except where flags are set, and these weights.
 
-    The model of a file that does not describe it is that of the flags. Of weights on the Hub
-    ``--init_from`` then names the commit. Raises UsageError if there are no such weights.
+    If a file does not describe its model, the flags do. For weights on the Hub, ``--init_from``
+    then names the commit. Raises UsageError if there are no such weights.
     """
     assert config.checkpoints.init_from is not None
     weights = weights_named(config.checkpoints.init_from, "--init_from")
@@ -114,9 +112,9 @@ _DESCRIBED: dict[str, tuple[type, ...]] = {
     "num_heads": (int,),
     "mlp_ratio": (int, float),
 }
-"""Arguments of a model that may be those of ``config.json``, with their types."""
+"""Model arguments that may come from ``config.json``, with their types."""
 _TRANSFORMERS = {"vit": "vit_base_patch16_224", "dinov2": "timm/vit_base_patch14_dinov2"}
-"""The models, of any size, of transformers' kinds."""
+"""The model for each of transformers' model types, of any size."""
 _TRANSFORMERS_NAMES = {
     "img_size": "image_size",
     "in_chans": "num_channels",
@@ -127,8 +125,8 @@ _TRANSFORMERS_NAMES = {
 
 
 def with_described_model(config: RunConfig, weights: Weights) -> RunConfig:
-    """Return the configuration with the model that ``config.json`` beside the weights describes, as
-    timm or transformers write it, unless ``--model`` names one."""
+    """Return the configuration with the model that ``config.json`` next to the weights describes,
+    as timm or transformers write it, unless ``--model`` names one."""
     about, arguments = weights.description, weights.description.get("model_args")
     name, kind = about.get("architecture"), about.get("model_type")
     if config.model.model is not None:
@@ -153,14 +151,14 @@ def with_described_model(config: RunConfig, weights: Weights) -> RunConfig:
 
 def with_pretrained(config: RunConfig) -> RunConfig:
     """Return the configuration with the weights of ``--pretrained`` by their name on the Hub: as
-    ``--init_from`` or, where weights are used as they are, as ``--resume``. Raises UsageError if
-    timm has none of the model."""
+    ``--init_from`` or, where weights are used unchanged, as ``--resume``. Raises UsageError if timm
+    has none for the model."""
     checkpoints, use, name = config.checkpoints, config.use, config.model.model
     if not checkpoints.pretrained:
         return config
     assert name is not None  # --pretrained requires it
     if "resume" in config.given and (use.predict or use.eval_only or use.features):
-        raise UsageError("--pretrained and --resume name weights both: drop one of the two")
+        raise UsageError("--pretrained and --resume both name weights: drop one of the two")
     model_of(config.model)  # raises if there is no such model
     try:
         trained = timm.get_pretrained_cfg(name.removeprefix("timm/"))
@@ -168,8 +166,8 @@ def with_pretrained(config: RunConfig) -> RunConfig:
         trained = None
     if trained is None or not trained.hf_hub_id:
         raise UsageError(
-            f"--pretrained: timm has no weights of --model {name} on the Hub "
-            "(timm.list_pretrained() lists what it has)"
+            f"--pretrained: timm has no pretrained weights for --model {name} on the Hub "
+            "(timm.list_pretrained() lists those that exist)"
         )
     weights, checkpoints = f"{PREFIX}{trained.hf_hub_id}", replace(checkpoints, pretrained=False)
     if use.predict or (use.eval_only and not use.judges_features):
@@ -179,8 +177,8 @@ def with_pretrained(config: RunConfig) -> RunConfig:
 
 def with_commits(config: RunConfig, saved: SavedRun | None) -> RunConfig:
     """Return the configuration with the commits of teachers' weights on the Hub, which each start
-    loads again: those of the checkpoint that is resumed, unless others are named. Raises UsageError
-    if they cannot be had."""
+    loads again: those of the resumed checkpoint, unless flags name others. Raises UsageError if
+    they are not available."""
 
     def with_commit(field: str, name: str | None) -> str | None:
         if name is None or not is_on_hub(name):
@@ -199,8 +197,8 @@ def with_commits(config: RunConfig, saved: SavedRun | None) -> RunConfig:
 
 
 def without_gram_teacher(config: RunConfig) -> RunConfig:
-    """Return the configuration without a checkpoint's Gram teacher, which is for training alone.
-    Flags of one that were given stay, and are refused."""
+    """Return the configuration without a checkpoint's Gram teacher, which is only for training.
+    Flags of a Gram teacher that are set stay, and are refused later."""
     none = flat(ObjectiveConfig())
     gram = {"gram_weights", "gram_weight", "gram_update_steps", "gram_crop_factor"}
     names = gram - config.given
@@ -209,14 +207,14 @@ def without_gram_teacher(config: RunConfig) -> RunConfig:
 
 
 def printer(backend: Backend, *, json: bool = False) -> Callable[[str], None]:
-    """Return what prints a line in the first process; on stderr if stdout is for ``json`` alone."""
+    """Return a function that prints a line in the first process; on stderr with ``json``."""
     if not backend.is_main:
         return lambda line: None
     return functools.partial(print, file=sys.stderr if json else sys.stdout, flush=True)
 
 
 def fit_backbone(weights: Weights, run: Run, classes: list[str] | None) -> InitialWeights | None:
-    """Return how weights of ``--init_from`` become the model's; None for others, which are its own
+    """Return how weights of ``--init_from`` are adapted to the model; None for others, which fit
     already. Raises UsageError, see ``fit``."""
     return fit(weights, run, classes) if run.config.checkpoints.init_from else None
 
@@ -228,9 +226,9 @@ def place_trained(
     say: Callable[[str], None],
     initial: InitialWeights | None = None,
 ) -> nn.Module:
-    """Put the model on the devices with trained weights, and say which; return it.
+    """Place the model on the devices with trained weights, log which, and return it.
 
-    ``initial``: how weights of another model become this one's.
+    ``initial``: how weights of another model are adapted to this one.
     """
     check_weights(weights, verify=run.config.checkpoints.verify_checkpoint)
     model, count = run.build_model(backend.constant), run.model.parameter_count
@@ -249,7 +247,7 @@ def place_trained(
     return sharded
 
 
-# -- The first weights of another model ------------------------------------------------------------
+# -- Initial weights from another model ------------------------------------------------------------
 
 _PATCHES = "patch_embed.proj.weight"
 _HEAD = "head."
@@ -257,12 +255,12 @@ _MAY_BE_NEW = (
     *(*HEADS, "cls_token", "reg_token", "attn_pool.", "fc_norm."),
     *("embeds.cls_token", "embeds.reg_token"),
 )
-"""Prefixes of tensors that only the model may have: they start as new ones do."""
+"""Prefixes of tensors that only the model may have; they are initialized as new."""
 _MAY_BE_DROPPED = (*_MAY_BE_NEW, "norm.")
 """Prefixes of tensors that only the weights may have."""
 _NORMS = ("norm.", "fc_norm.")
-"""The last norm, before and after pooling: a model has one of the two, and gets the other's."""
-_REMEDY = "give --model, and its flags, as it was trained"
+"""The last norm, before or after pooling. A model has one, and may get the other's weights."""
+_REMEDY = "use the --model and model flags that it was trained with"
 
 
 @dataclass(frozen=True)
@@ -270,7 +268,7 @@ class _Layout:
     """Which tokens a position embedding has entries for."""
 
     prefix: int
-    """How many class and register tokens come first."""
+    """The number of class and register tokens, which come first."""
     grid: tuple[int, ...]
 
     def __str__(self) -> str:
@@ -278,14 +276,14 @@ class _Layout:
 
 
 def fit(weights: Weights, run: Run, data_classes: list[str] | None) -> InitialWeights:
-    """Return how the weights become those of the run's model, for data of these classes.
+    """Return how the weights are adapted to the run's model, for data with these classes.
 
-    Raises UsageError naming what the model has and the weights have not, or the other way round.
+    Raises UsageError naming tensors that only the model or only the weights have.
     """
     spec, there = run.model, weights.shapes()
     here = {name: tensor.shape for name, tensor in spec.meta.state_dict().items()}
 
-    # Which tensor each one of the model comes from: the same name or, of the last norm, the other.
+    # The source of each tensor of the model: the same name or, for the last norm, the other one.
     sources = {name: name for name in here if name in there}
     for name, other in spec.converted.items():
         if name not in there and other in there:
@@ -296,7 +294,7 @@ def fit(weights: Weights, run: Run, data_classes: list[str] | None) -> InitialWe
                 source = other + name.removeprefix(norm)
                 if source in there and source not in sources:
                     sources[name] = source
-    # A head is used if it is for the very classes of the data, as far as is known.
+    # The head is used if its classes are those of the data, as far as is known.
     heads = [{n: s for n, s in each.items() if n.startswith(_HEAD)} for each in (here, there)]
     classes = weights.classes_among(data_classes)
     is_other = classes is not None and data_classes not in (None, classes)
@@ -306,7 +304,7 @@ def fit(weights: Weights, run: Run, data_classes: list[str] | None) -> InitialWe
     advice = remedy(here, there, _REMEDY)
     for differing, allowed, has, which in (
         (missing, _MAY_BE_NEW, "has no", "which the model has"),
-        (dropped, _MAY_BE_DROPPED, "has", "which the model has not"),
+        (dropped, _MAY_BE_DROPPED, "has", "which the model does not have"),
     ):
         if wrong := [name for name in differing if not name.startswith(allowed)]:
             raise UsageError(f"{weights.path} {has} {listed(wrong)}, {which}: {advice}")
@@ -314,7 +312,7 @@ def fit(weights: Weights, run: Run, data_classes: list[str] | None) -> InitialWe
     def on_meta_there(name: str) -> torch.Tensor | None:
         return torch.empty(there[name], device="meta") if name in there else None
 
-    # Which ones change their shape: position embeddings and the patch embedding may.
+    # Which tensors change shape: only position embeddings and the patch embedding may.
     layouts, resampled = {}, []
     for name, source in sources.items():
         before, now = tuple(there[source]), tuple(here[name])
@@ -341,12 +339,12 @@ def fit(weights: Weights, run: Run, data_classes: list[str] | None) -> InitialWe
             continue
         if before != now:
             raise UsageError(
-                f"{source} is {before} in {weights.path}, {now} in the model: {_REMEDY}"
+                f"{source} has shape {before} in {weights.path}, {now} in the model: {_REMEDY}"
             )
 
     moved = [f"{name} from {at}" for name, at in sources.items() if name != at]
     note = f"initial weights of {weights.name or weights.path}: "
-    note += f"{len(sources) - len(resampled) - len(moved)} tensors as they are"
+    note += f"{len(sources) - len(resampled) - len(moved)} tensors unchanged"
     for what, names in (
         ("resampled", resampled),
         ("moved", moved),
@@ -380,36 +378,37 @@ def _layout(
         if side and side * side == tokens - prefix:
             return _Layout(prefix, (side, side))
     raise UsageError(
-        f"{name} of {weights.path} has {tokens} tokens, which are no square of patches: "
-        "--init_from a checkpoint, which knows its grid"
+        f"{name} of {weights.path} has {tokens} tokens, which do not form a square grid of "
+        "patches: use --init_from with a checkpoint, which records its grid"
     )
 
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """How trained weights become those of another model; holds none of them, so it can be sent to
+    """How trained weights are adapted to another model. Contains none of them, so it can be sent to
     other processes."""
 
     path: Path
     use_ema: bool
-    """They are the moving average of the weights there."""
+    """Whether they are the EMA of the weights."""
     spec: ModelSpec
     seed: int
     sources: Mapping[str, str]
-    """By the model's name of each tensor that is used, its name among the weights."""
+    """The source of each tensor that is used: its name among the weights, by its name in the
+    model."""
     layouts: Mapping[str, _Layout]
-    """By name, the old layouts of position embeddings that are resampled."""
+    """The old layouts of position embeddings that are resampled, by name."""
     note: str
     """What is used, resampled, dropped and new, in one line."""
 
     @property
     def keeps_head(self) -> bool:
-        """Whether the weights' own head is used: their classes are those of the data."""
+        """Whether the head of the weights is used, as its classes are those of the data."""
         return any(name.startswith(_HEAD) for name in self.sources)
 
     @functools.cached_property
     def weights(self) -> Weights:
-        """The weights, which each process maps itself."""
+        """The weights; each process maps them itself."""
         return weights_in(self.path, "--init_from", use_ema=self.use_ema)
 
     def __getstate__(self) -> dict:
@@ -421,17 +420,17 @@ class InitialWeights:
 
     @torch.no_grad()
     def initialize(self, module: nn.Module, name: str) -> None:
-        """Allocate on the CPU, and fill, all that is on meta below ``module``.
+        """Allocate on the CPU and fill everything that is on meta below ``module``.
 
-        What the weights do not have starts as in a new model. An ``InitializeModule``: no more of
-        the weights is in memory than what a unit takes.
+        Tensors that the weights do not have are initialized as in a new model. An
+        ``InitializeModule``: only the weights of one unit are in memory at a time.
         """
         used: list[str] = []
         for full_name, part in list(on_meta(module, name)):
             own = [key for key, _ in part.named_parameters(prefix=full_name, recurse=False)]
             known = [key for key in own if key in self.sources]
             if known == own:
-                allocate_own(part)  # and not filled at random in vain
+                allocate_own(part)  # no random values that are overwritten
             used += known
         self.spec.initialize(module, name, seed=self.seed)
         values = self.weights.read([self.sources[key] for key in used])
@@ -448,7 +447,7 @@ class InitialWeights:
                     patches = resample_abs_pos_embed(
                         patches, list(grid), list(there.grid), num_prefix_tokens=0
                     )
-                if there.prefix != prefix:  # zeros are the same as to have none
+                if there.prefix != prefix:  # zeros have the effect of no embedding
                     first = first.new_zeros(1, prefix, first.shape[-1])
                 found = torch.cat([first, patches], dim=1)
             else:
@@ -459,15 +458,15 @@ class InitialWeights:
             here[key].copy_(found)
 
 
-# -- Trained models beside the one that trains, decided before any device starts -------------------
+# -- Teachers of a training run, resolved before any device starts ---------------------------------
 
 
 def with_teacher(run: Run[Any], resolve: Callable[[RunConfig], Run[Any]]) -> Run[Any]:
-    """Return the run with that of its teacher, if it has one and is a training.
+    """Return the run with the run of its teacher, if it trains with one.
 
-    ``resolve`` makes a run of a configuration as the backend does. Raises UsageError for a teacher
-    that cannot run so, whose weights do not fit it, or that is for other images or classes than
-    the student.
+    ``resolve`` makes a run from a configuration, as the backend does. Raises UsageError for a
+    teacher that cannot run this way, whose weights do not fit it, or whose images or classes differ
+    from the student's.
     """
     config, name = run.config, run.config.loss.teacher
     if name is None or config.use.eval_only or config.use.features or config.self_check:
@@ -480,10 +479,10 @@ def with_teacher(run: Run[Any], resolve: Callable[[RunConfig], Run[Any]]) -> Run
     weights = weights_of_teacher(config.loss.teacher_weights, "--teacher_weights")
     objective, is_dino = config.objective, config.objective.has_teacher
     try:
-        if weights.run is not None:  # a checkpoint knows its model
+        if weights.run is not None:  # a checkpoint records its model
             model = weights.run.model
             if model.model != name:
-                raise UsageError(f"{weights.path} is of --model {model.model}")
+                raise UsageError(f"{weights.path} was trained with --model {model.model}")
             trained_for = weights.run.objective
             if is_dino and not trained_for.has_teacher:
                 raise UsageError(
@@ -492,7 +491,7 @@ def with_teacher(run: Run[Any], resolve: Callable[[RunConfig], Run[Any]]) -> Run
             if is_dino:
                 heads = {setting: getattr(trained_for, setting) for setting in HEAD_SETTINGS}
                 objective = replace(objective, **heads)
-        else:  # made for the student's images and classes
+        else:  # built for the student's images and classes
             channels, *spatial = run.model.sizes.input_shape
             model = ModelConfig(
                 model=name,
@@ -501,7 +500,7 @@ def with_teacher(run: Run[Any], resolve: Callable[[RunConfig], Run[Any]]) -> Run
                 in_chans=channels,
                 num_classes=run.model.sizes.num_classes,
             )
-        # It is used, not trained: no optimizer state and no gradients, sharded as ZeRO-3.
+        # The teacher is not trained: no optimizer state and no gradients, sharded as ZeRO-3.
         teacher_config = replace(
             config,
             model=model,
@@ -512,7 +511,7 @@ def with_teacher(run: Run[Any], resolve: Callable[[RunConfig], Run[Any]]) -> Run
             optimizer=replace(config.optimizer, linear_probe=False),
             checkpoints=replace(config.checkpoints, resume=str(weights.path), resume_epoch=0),
             sharding=replace(config.sharding, grad_ckpt="full", reshard_after_forward=True),
-            given=frozenset(),  # what was given is the student's
+            given=frozenset(),  # flags that are set are the student's
         )
         teacher = resolve(with_preprocessing_of(weights, teacher_config)[1])
         weights.check_fits(teacher.model)
@@ -522,32 +521,33 @@ def with_teacher(run: Run[Any], resolve: Callable[[RunConfig], Run[Any]]) -> Run
     if there.input_shape != here.input_shape:
         images, wanted = (" x ".join(map(str, each.input_shape)) for each in (here, there))
         raise UsageError(
-            f"--teacher {name} is for images of {wanted} (channels first), the student for "
-            f"{images}: give the student --image_size and --in_chans of the teacher"
+            f"--teacher {name} takes images of {wanted} (channels first), the student {images}: "
+            "train the student with the teacher's --image_size and --in_chans"
         )
     if is_dino:
         for flag in ("dino_prototypes", "ibot_prototypes"):
             if (asked := getattr(config.objective, flag)) != (has := getattr(objective, flag)):
                 raise UsageError(
-                    f"--{flag} {asked}: --teacher {name} compares with {has}: give the same"
+                    f"--{flag} {asked}: --teacher {name} has {has}: use the same number"
                 )
         if there.grid != here.grid:
             grids = (" x ".join(map(str, each.grid)) for each in (there, here))
             raise UsageError(
-                f"--teacher {name} has {next(grids)} patches, the student {next(grids)}: they are "
-                "compared patch by patch, so give the student --patch_size of the teacher"
+                f"--teacher {name} has {next(grids)} patches, the student {next(grids)}, but the "
+                "two are compared patch by patch: train the student with the teacher's "
+                "--patch_size"
             )
     elif there.num_classes != here.num_classes:
         raise UsageError(
             f"--teacher {name} has {there.num_classes} classes, the student {here.num_classes}: "
-            "give another teacher, or --num_classes"
+            "use another teacher, or change --num_classes"
         )
     return replace(run, teacher=teacher)
 
 
 def weights_of_teacher(path: str, flag: str) -> Weights:
-    """Return the weights that ``flag`` names by ``path``: of a checkpoint of ``--objective dino``
-    its teacher's. Raises UsageError if there are none."""
+    """Return the weights that ``flag`` names by ``path``; from a checkpoint of ``--objective
+    dino``, those of its teacher. Raises UsageError if there are none."""
     found = weights_named(path, flag)
     if found.tensors is None and found.run and found.run.objective.has_teacher:
         found = replace(found, kind=EMA)
@@ -555,9 +555,9 @@ def weights_of_teacher(path: str, flag: str) -> Weights:
 
 
 def gram_teacher(run: Run[Any]) -> InitialWeights:
-    """Return the weights of ``--gram_weights``, as those of the run's model.
+    """Return the weights of ``--gram_weights``, adapted to the run's model.
 
-    Raises UsageError for what is no such thing, or of another model.
+    Raises UsageError if they do not exist or are of another model.
     """
     assert run.config.objective.gram_weights is not None
     found = weights_of_teacher(run.config.objective.gram_weights, "--gram_weights")

@@ -1,4 +1,4 @@
-"""The training loop, the same for every backend, and the hooks that it calls around each step."""
+"""The training loop, shared by all backends, and the hooks that it calls around each step."""
 
 import contextlib
 import functools
@@ -33,7 +33,7 @@ from training.step import TrainBatches, train_step
 
 @dataclass(frozen=True)
 class Session:
-    """What one start of a run has from its first step to its last, shared by loop and hooks."""
+    """What the loop and the hooks share from the first step of a start to the last."""
 
     config: RunConfig
     backend: Backend
@@ -42,9 +42,9 @@ class Session:
     watchdog: Watchdog
     bad_images: BadImages
     last_step: int
-    """The number of the step that the run ends with."""
+    """The number of the last step of the run."""
     timer: StepTimer = field(default_factory=StepTimer, init=False)
-    """Measures the throughput; restarted after what was no training."""
+    """Measures the throughput; restarted after everything that is not training."""
 
     def __enter__(self) -> None:
         pass
@@ -55,7 +55,7 @@ class Session:
 
     @contextlib.contextmanager
     def first_run(self, what: str, is_first: bool) -> Iterator[None]:
-        """Run ``what`` inside; if the first of its kind compiles, say so and wait for it."""
+        """Run ``what`` inside; if the first one compiles, log that and wait for it."""
         if not (is_first and self.backend.compiles):
             yield
             return
@@ -66,7 +66,7 @@ class Session:
 
 
 class StepDone(NamedTuple):
-    """A step that was just made."""
+    """A step that has just been made."""
 
     at: Position
     """Where training stands after it."""
@@ -78,26 +78,26 @@ class StepDone(NamedTuple):
     shape: torch.Size
     """The shape of a micro-batch's images."""
     is_first: bool
-    """It compiled, or was the first of this start."""
+    """Whether it compiled, or was the first step of this start."""
     is_last: bool
 
 
 class Hook:
-    """Something that is done around the steps of a training.
+    """An action around the steps of a training run.
 
-    All processes call their hooks in the same order. A hook stops training by setting
-    ``Session.stop.exit_code``, in all processes alike.
+    All processes call their hooks in the same order. To stop training, a hook sets
+    ``Session.stop.exit_code`` to the same value in all processes.
     """
 
     def reached(self, at: Position) -> None:
-        """Called where training stands: once before it, also if no step is left, and after each
+        """Called at each position: once before training, even if no step is left, and after each
         step."""
 
     def before_step(self, step: int, *, is_first: bool) -> None:
-        """Called when the step's batch is there; ``step`` counts from 1."""
+        """Called when the batch of the step is ready; ``step`` counts from 1."""
 
     def after_step(self, done: StepDone) -> None:
-        """Called after the step was handed to the device, which may still compute it."""
+        """Called after the step was dispatched; the device may still be computing it."""
 
 
 def train_loop(
@@ -109,8 +109,8 @@ def train_loop(
     schedule: Schedule,
     at: Position,
 ) -> Position:
-    """Train from ``at`` to the last step, or until a hook stops it; return where training stands.
-    When a hook stops training, those after it are not called."""
+    """Train from ``at`` to the last step, or until a hook stops training; return the position
+    reached. When a hook stops training, the hooks after it are not called."""
     backend, stop, watchdog = session.backend, session.stop, session.watchdog
     config = session.config
     shapes: set[torch.Size] = set()
@@ -126,7 +126,8 @@ def train_loop(
             for micro_batches in epoch:
                 rates = schedule.at(batches.number(at))
                 shape = micro_batches[0][0].shape
-                # The first step of this start or, where steps are compiled, with such images.
+                # The first step of this start or, on a backend that compiles, the first with this
+                # shape.
                 is_first = not shapes or (backend.compiles and shape not in shapes)
                 shapes.add(shape)
                 for hook in hooks:
@@ -148,7 +149,7 @@ def train_loop(
                 before, at = at, batches.after(at)
                 is_last = at.step >= session.last_step
                 if is_last:
-                    epoch.close()  # its loader is to leave the machine to what follows
+                    epoch.close()  # its loader should not compete with what follows
                 done = StepDone(at, before.epoch, rates.lr, values, shape, is_first, is_last)
                 for hook in hooks:
                     hook.after_step(done)
@@ -158,7 +159,7 @@ def train_loop(
     return at
 
 
-# -- hooks, in the order in which train.py lists them ----------------------------------------------
+# -- hooks, in the order of train.py ---------------------------------------------------------------
 
 PROFILE_DIR = "profile"
 _MEMORY_EVENTS = 100_000
@@ -189,12 +190,14 @@ class StepProfiler(Hook):
             self._write()
 
     def finish(self, say: Callable[[str], None]) -> None:
-        """Write what was profiled, also if training ended before ``last``, and say where it is."""
+        """Write the profile, even if training ended before ``last``, and log where it is."""
         self._write()
         if self._written:
             say(f"profile of steps {self._first} to {self._last}: {self._folder}")
         elif self._last:
-            say(f"no profile: this run had none of the steps {self._first} to {self._last}")
+            say(
+                f"no profile: this run did not reach any of the steps {self._first} to {self._last}"
+            )
 
     def _write(self) -> None:
         if self._profile is None:
@@ -222,7 +225,7 @@ class StepLog(Hook):
     _compile_s: float = field(default=0.0, init=False)
 
     def before_step(self, step: int, *, is_first: bool) -> None:
-        if is_first:  # its time is the compiler's: it is measured apart, with its batch
+        if is_first:  # mostly compilation: measured separately, with its batch
             self.session.reports.events.steps()
             self.session.timer.restart()
             self.session.timer.started -= self.batches.last_wait_s
@@ -256,7 +259,7 @@ class StepLog(Hook):
 
 @dataclass
 class SizeLog(Hook):
-    """Says from which step on images have another size, or which sizes are drawn."""
+    """Logs the step at which the image size changes, or the sizes that are drawn."""
 
     session: Session
     batches: TrainBatches
@@ -269,16 +272,16 @@ class SizeLog(Hook):
             return
         side = sizes.side(self.batches.number(at))
         if sizes.shares and side != self._side:
-            say(f"images are {side} x {side} from step {at.step + 1:,} on")
+            say(f"image size {side} x {side} from step {at.step + 1:,}")
         elif self._side is None:
             sides = ", ".join(f"{side} x {side}" for side in sorted({*sizes.sides}))
-            say(f"the images of each step have one of the sizes {sides}, drawn at random")
+            say(f"image size of each step drawn at random from {sides}")
         self._side = side
 
 
 @dataclass
 class StopCheck(Hook):
-    """Stops training on a signal, or where it cannot continue: the checkpoint is ``Saves``'s."""
+    """Stops training on a signal, or if it cannot continue; ``Saves`` writes the checkpoint."""
 
     session: Session
     batches: TrainBatches
@@ -290,7 +293,7 @@ class StopCheck(Hook):
             session.reports.flush()
         limit = session.config.log.max_bad_steps
         diverges = bool(limit) and session.reports.longest_row_skipped >= limit
-        if done.is_last:  # too late to stop, but weights that are not finite are not to be saved
+        if done.is_last:  # too late to stop, but do not save weights that are not finite
             if diverges:
                 stop.exit_code = NOT_FINITE
             return
@@ -306,8 +309,8 @@ class StopCheck(Hook):
 
 
 class Saves(Hook):
-    """Saves checkpoints after the steps, minutes and epochs that the flags name, and at the end;
-    stops training if the last step was not finite."""
+    """Saves checkpoints after the steps, minutes and epochs set by the flags, and at the end. Stops
+    training if the last step was not finite."""
 
     def __init__(self, session: Session, saver: CheckpointSaver) -> None:
         self._config, self._session, self.saver = session.config.checkpoints, session, saver
@@ -324,7 +327,7 @@ class Saves(Hook):
             self._session.stop.exit_code = NOT_FINITE
 
     def save(self, at: Position, *, must: bool = False) -> None:
-        """Write a checkpoint; with ``must`` wait for it, and fail if it cannot be written."""
+        """Write a checkpoint. With ``must``, wait for it, and fail if it cannot be written."""
         session = self._session
         session.reports.flush()
         session.reports.upload()
@@ -338,7 +341,7 @@ class Saves(Hook):
 
 @dataclass
 class LocalSaves(Hook):
-    """Saves to the hosts' own disks every ``--local_ckpt_step_interval`` steps, but the last."""
+    """Saves to the hosts' local disks every ``--local_ckpt_step_interval`` steps, but the last."""
 
     session: Session
     saver: CheckpointSaver
@@ -351,7 +354,8 @@ class LocalSaves(Hook):
         session.reports.flush()
         session.watchdog.alive()
         with session.reports.events.span("local_save") as event:
-            # Before any process writes: they wait for this one, which writes the log for all.
+            # Before any process writes: the others wait for this one, which writes the logs for
+            # all.
             session.reports.sync()
             session.reports.upload()
             copy = functools.partial(self.saver.content, done.at, copy=True)
@@ -360,31 +364,31 @@ class LocalSaves(Hook):
 
 
 def last_epoch(at: Position) -> int:
-    """Return the number, from 1 on, of the epoch whose images were trained on last."""
+    """Return the number, from 1, of the epoch that was trained on last."""
     return at.epoch + 1 if at.images_in_epoch or not at.epoch else at.epoch
 
 
 @dataclass
 class Evaluations(Hook):
-    """Evaluates the model after the steps and epochs that the flags name, and at the end."""
+    """Evaluates the model after the steps and epochs set by the flags, and at the end."""
 
     session: Session
     model: nn.Module
     objective: Objective
     loader: BatchLoader
     images: int
-    """How many validation images there are."""
+    """The number of validation images."""
     saves: Saves
     done: set[int]
-    """The steps after which the run's folder has an evaluation."""
+    """The steps for which the run's folder already has an evaluation."""
     best: float
-    """The highest ``score`` so far; the EMA's, if there is one."""
+    """The highest ``score`` so far; that of the EMA, if there is one."""
     _count: int = field(default=0, init=False)
 
     def reached(self, at: Position) -> None:
-        """Evaluate the model, and its EMA if there is one, if that is due, and report it; save the
-        best. Stop training if the evaluation was stopped by a signal, if too many images cannot be
-        read, or if the last one is not finite."""
+        """If an evaluation is due, evaluate the model, and its EMA if there is one, report the
+        results and save the best. Stop training if a signal interrupts the evaluation, if too many
+        images cannot be read, or if the last evaluation is not finite."""
         session, config = self.session, self.session.config.log
         interval = config.test_step_interval
         is_due = bool(at.step and interval) and at.step % interval == 0
@@ -420,7 +424,7 @@ class Evaluations(Hook):
         session.timer.restart()
 
     def _measure(self) -> Evaluation | None:
-        """Evaluate the model with its present weights; return None if a signal has stopped it."""
+        """Evaluate the model with its current weights; return None if interrupted by a signal."""
         session, is_first, count = self.session, self._count == 0, len(self.loader)
         batches = min(session.config.log.eval_batches or count, count)
         with (

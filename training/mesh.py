@@ -2,7 +2,7 @@
 
 Glossary: an *axis* belongs to the mesh ("fsdp"), a *dimension* to a tensor. A *logical axis* names
 what a dimension counts ("tokens", "heads"). A *spec* lists, for each dimension of a tensor, the
-mesh axes that shard it. All backends and the data loader share this module; it needs no device.
+mesh axes that shard it. All backends and the data loader use this module; it needs no device.
 """
 
 import math
@@ -38,7 +38,7 @@ _PARAMETER_AXES: Axes = ("fsdp", "domain")
 
 @dataclass(frozen=True)
 class Mesh:
-    """The number of devices along each axis. A device's place is its index in row-major order.
+    """The number of devices along each axis. The place of a device is its index in row-major order.
 
     ``dcn``: replicas of the parameters, on different slices if there are several. ``fsdp``: shards
     parameters, which are gathered before use, and the batch. ``domain``: shards the tokens of an
@@ -56,7 +56,7 @@ class Mesh:
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """Return the size of each axis that has several devices; of one device {"fsdp": 1}."""
+        """Return the size of each axis with several devices; {"fsdp": 1} for a single device."""
         sizes = {axis: getattr(self, axis) for axis in AXES}
         return {a: size for a, size in sizes.items() if size > 1} or {"fsdp": 1}
 
@@ -65,20 +65,20 @@ class Mesh:
 
     @property
     def counts_by_host(self) -> bool:
-        """Return True if places are ordered by slice and host, not by the devices' numbers."""
+        """Return True if places are ordered by slice and host rather than by device number."""
         return self.devices != self.fsdp
 
-    # The batch and its images: which part of them a device works on.
+    # Which part of the batch and of its images a device works on.
 
     @property
     def batch_parts(self) -> int:
-        """Return into how many parts a batch is divided. Devices that differ along the other axes
-        only work on the same images."""
+        """Return the number of parts that a batch is divided into. Devices that differ only along
+        the other axes work on the same images."""
         return math.prod(getattr(self, axis) for axis in LOGICAL_AXIS_RULES["batch"])
 
     @property
     def devices_a_part(self) -> int:
-        """Return how many adjacent devices work on the same part of a batch."""
+        """Return the number of adjacent devices that work on the same part of a batch."""
         return self.devices // self.batch_parts
 
     def batch_part(self, place: int) -> int:
@@ -86,8 +86,8 @@ class Mesh:
         return place // self.devices_a_part
 
     def rows_of(self, rows: int, place: int) -> range:
-        """Return which of an image's ``rows`` adjacent rows the device at this place works on: of
-        14 rows, 4 devices have 4, 4, 3 and 3."""
+        """Return the range of an image's ``rows`` rows that the device at this place works on. For
+        example, 4 devices divide 14 rows into 4, 4, 3 and 3."""
         index = place // self.tensor % self.domain
         least, more = divmod(rows, self.domain)
         first = index * least + min(index, more)
@@ -104,18 +104,18 @@ class Mesh:
         return self.spec(*(LOGICAL_AXIS_RULES[name] for name in logical_axes))
 
     def shard_count(self, spec: Sequence[Axes]) -> int:
-        """Return into how many different shards a tensor of this spec is divided."""
+        """Return the number of different shards that a tensor with this spec is divided into."""
         return math.prod(self.axis_sizes[axis] for axes in spec for axis in axes)
 
     @property
     def domain_batch_axes(self) -> Axes:
-        """Return the axes that shard dimension 0 of (domain x images, ...), as attention over
-        "domain" has it."""
+        """Return the axes that shard dimension 0 of (domain x images, ...), the layout in attention
+        over "domain"."""
         return tuple(a for axes in self.logical_spec("tokens", "batch") for a in axes)
 
     def saved_activation_spec(self, shape: Sequence[int], images: int, tokens: int) -> Spec | None:
         """Return the spec of a block's tensor saved for the backward pass; None if the shape does
-        not show which dimension is the batch. ``images``, ``tokens``: of one forward pass over all
+        not reveal the batch dimension. ``images``, ``tokens``: numbers of one forward pass over all
         devices."""
         rest: Spec = ((),) * (len(shape) - 1)
         if not shape or shape[0] % images:
@@ -131,10 +131,10 @@ class Mesh:
     def parameter_spec(self, shape: Sequence[int], tensor_dim: int | None = None) -> Spec:
         """Return the spec of a parameter at rest. Its block computes with ``tensor_dim`` sharded.
 
-        Shards are even: the largest dimension that is a multiple of the devices is sharded, over
-        all axes or else over "fsdp" alone; without one the parameter is replicated. Where "tensor"
-        shards a dimension, "fsdp" and "domain" shard another one, or the shards of the same one:
-        gathering over these two then leaves what "tensor" asks for.
+        Shards are even: the largest dimension that is a multiple of the number of devices is
+        sharded over all axes, or else over "fsdp" alone; if there is none, the parameter is
+        replicated. If "tensor" shards a dimension, "fsdp" and "domain" shard another one, or the
+        shards of the same one, so that gathering over these two leaves the "tensor" shards.
         """
         along: dict[int, Axes] = {}
         candidates = self._parameter_axes()
@@ -151,8 +151,8 @@ class Mesh:
         return self._sharded_along(along, len(shape))
 
     def position_embedding_spec(self, shape: Sequence[int]) -> Spec:
-        """Return the spec of a parameter (1, tokens, width), sharded as the tokens are, and along
-        "fsdp". Tokens are a multiple of "domain"."""
+        """Return the spec of a parameter (1, tokens, width), sharded like the tokens and along
+        "fsdp". The number of tokens is a multiple of "domain"."""
         width_axes = ("fsdp",) if shape[2] % self.fsdp == 0 else ()
         return self._sharded_along({1: ("domain",), 2: width_axes}, len(shape))
 
@@ -163,8 +163,8 @@ class Mesh:
 
     @property
     def min_shards(self) -> int:
-        """Return the least number of shards: a parameter is replicated if no dimension is a
-        multiple of it."""
+        """Return the smallest number of shards; a parameter without a dimension that is a multiple
+        of it is replicated."""
         return self.shard_count([self._parameter_axes()[-1]])
 
     def _parameter_axes(self) -> list[Axes]:
@@ -177,26 +177,26 @@ class Mesh:
 
 
 def replicas(sharding: ShardingConfig) -> int:
-    """Return ``--mesh_dcn``. Raises UsageError if it is still to be found out."""
+    """Return ``--mesh_dcn``. Raises UsageError if it is not known yet."""
     if isinstance(sharding.mesh_dcn, int):
         return sharding.mesh_dcn
     raise UsageError(
-        f"--mesh_dcn {sharding.mesh_dcn} requires --backend xla on slices that are here: give a "
-        "number"
+        f"--mesh_dcn {sharding.mesh_dcn} requires --backend xla and attached TPU slices: use a "
+        "number instead"
     )
 
 
 def make_mesh(sharding: ShardingConfig, devices: int, what: str = "device(s) of this run") -> Mesh:
-    """Return the mesh of the ``--mesh_*`` flags; ``--mesh_fsdp`` defaults to the devices left.
-    Raises UsageError if the sizes do not multiply to ``devices``, which the message calls
-    ``what``."""
+    """Return the mesh of the ``--mesh_*`` flags; ``--mesh_fsdp`` defaults to the remaining devices.
+    Raises UsageError if the product of the sizes is not ``devices``; ``what`` describes them in the
+    message."""
     dcn, domain, tensor = replicas(sharding), sharding.mesh_domain, sharding.mesh_tensor
     fsdp = sharding.mesh_fsdp or max(1, devices // (dcn * domain * tensor))
     mesh = Mesh(dcn=dcn, fsdp=fsdp, domain=domain, tensor=tensor)
     if mesh.devices != devices:
         between = f" x --mesh_domain {domain}" if domain > 1 else ""
         raise UsageError(
-            f"--mesh_dcn {dcn} x --mesh_fsdp {fsdp}{between} x --mesh_tensor {tensor} is not the "
-            f"{devices} {what}"
+            f"--mesh_dcn {dcn} x --mesh_fsdp {fsdp}{between} x --mesh_tensor {tensor} is "
+            f"{mesh.devices}, not the {devices} {what}"
         )
     return mesh

@@ -1,4 +1,4 @@
-"""What both backends' optimizers have in common, whatever shards the parameters.
+"""What the optimizers of all backends share, independent of how parameters are sharded.
 
 In this order: how each parameter is updated (AdamW, Lion or Muon), Muon's arithmetic, the moving
 average of the weights (EMA), stochastic rounding to bf16, and the count of skipped steps.
@@ -31,8 +31,8 @@ MOMENTS: dict[Rule, tuple[str, ...]] = {
     "lion": ("exp_avg",),
     "muon": ("momentum_buffer",),
 }
-"""The state of each rule, tensors of the parameter's shape, by their names in PyTorch's and timm's
-optimizers and in checkpoints."""
+"""The state tensors of each rule, with the shape of the parameter, by their names in PyTorch's and
+timm's optimizers and in checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -44,19 +44,19 @@ class Update:
     lr_scale: float = 1.0
     """The factor of the learning rate."""
     matrix: tuple[int, int] | None = None
-    """Rows and columns of the matrix as which Muon sees the parameter; None with other rules."""
+    """Rows and columns of the matrix that Muon treats the parameter as; None for other rules."""
     factor: Literal["last_layer", "backbone"] | None = None
-    """The field of ``StepRates`` that its learning rate has as a factor, too."""
+    """The field of ``StepRates`` that also multiplies its learning rate."""
 
 
 Updates = Mapping[str, Update]
-"""How each trained parameter is updated, by its name in the plain model; others are frozen."""
+"""How each trained parameter is updated, by its name in the plain model. Others are frozen."""
 
 
 def updates_of(config: OptimizerConfig, model: ModelSpec, *, heads_first: bool = False) -> Updates:
-    """Return how ``config`` updates each parameter of ``model``; its learning rate is scaled by
-    ``layer_decay`` to the power of the number of layers between the parameter's and the last
-    one. ``heads_first``: ``StepRates.backbone`` scales that of the backbone."""
+    """Return how ``config`` updates each parameter of ``model``. Learning rates are scaled by
+    ``layer_decay`` to the power of the number of layers between the parameter's layer and the last
+    one. ``heads_first``: ``StepRates.backbone`` also scales that of the backbone."""
     shapes = {name: parameter.shape for name, parameter in model.meta.named_parameters()}
     without_decay = undecayed(shapes, config.no_decay or (), model.no_weight_decay)
     last = max(model.layers.values())
@@ -95,8 +95,8 @@ def allocate_state(
     zeros_like: Callable[[Tensor], Tensor],
     scalar: Callable[[Tensor], Tensor],
 ) -> None:
-    """Give each parameter of an optimizer its state: zeros, by the "rule" of its group.
-    ``zeros_like`` and ``scalar`` return moments and a counter for a parameter."""
+    """Allocate zeros as the state of each parameter of an optimizer, according to the "rule" of its
+    group. ``zeros_like`` and ``scalar`` return moments and a counter for a parameter."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             counter = {"step": scalar(parameter)} if group["rule"] == "adamw" else {}
@@ -107,11 +107,11 @@ def allocate_state(
 def undecayed(
     shapes: Mapping[str, torch.Size], kinds: Collection[str], embeddings: Collection[str]
 ) -> set[str]:
-    """Return the parameters without weight decay: those of these ``kinds``.
+    """Return the names of the parameters without weight decay: those of these ``kinds``.
 
-    "biases": whose names end with it; "norms": all others of one dimension, such as the scales of
-    norms and of layers; "embeddings": whose names match one of the patterns ``embeddings``. All
-    three together are what timm does not decay.
+    "biases": names that end with "bias"; "norms": other parameters of one dimension, such as the
+    scales of norms and layers; "embeddings": names that match one of the patterns ``embeddings``.
+    timm excludes all three from weight decay.
     """
     names = set()
     for name, shape in shapes.items():
@@ -129,7 +129,7 @@ def undecayed(
 # -- Muon's arithmetic for unsharded matrices, by timm's functions ---------------------------------
 
 MOMENTUM = 0.95
-"""Of the moving average of gradients; timm's default."""
+"""The momentum of the gradients; timm's default."""
 
 
 def ns_dtype(precision: str) -> torch.dtype:
@@ -138,28 +138,29 @@ def ns_dtype(precision: str) -> torch.dtype:
 
 
 def orthogonalized(matrices: Tensor, eps: float) -> Tensor:
-    """Return matrices, (..., rows, columns) with at most one dimension before, made nearly
-    orthogonal by as many Newton-Schulz iterations as ``timm.optim.Muon`` makes by default."""
+    """Return nearly orthogonalized matrices, (..., rows, columns) with at most one leading
+    dimension, computed with the default number of Newton-Schulz iterations of
+    ``timm.optim.Muon``."""
     return zeropower_via_newtonschulz(
         matrices, DEFAULT_NS_STEPS, MUON_COEFFICIENTS, eps=eps, dtype=matrices.dtype
     )
 
 
 def lr_factor(matrix: tuple[int, int]) -> float:
-    """Return what the learning rate of a matrix is multiplied by: 0.2 times the root of its longer
-    side, ``timm.optim.Muon``'s default, which makes an update as long as a typical one of AdamW."""
+    """Return the factor of a matrix's learning rate: 0.2 times the square root of its longer side,
+    the default of ``timm.optim.Muon``, which makes updates about as large as AdamW's."""
     return get_lr_scale(torch.Size(matrix))
 
 
 # -- The moving average of the weights (EMA) ------------------------------------------------------
 
 UPDATES = "ema_updates"
-"""The name, in ``State.step``, of the number of updates of the average."""
+"""The name in ``State.step`` of the number of EMA updates."""
 _WARMUP_POWER = 2 / 3  # timm's default
 
 
 class WeightAverage:
-    """An fp32 average of each parameter, laid out like it, by timm's formula (``ModelEmaV3``)."""
+    """An fp32 EMA of each parameter, with its layout, by timm's formula (``ModelEmaV3``)."""
 
     def __init__(
         self,
@@ -172,21 +173,21 @@ class WeightAverage:
         ``updates`` is a scalar 0.0 on the device."""
         self._weights, self.values, self._config = dict(weights), dict(values), config
         self.updates = updates
-        """How many updates the average has seen."""
+        """The number of updates averaged so far."""
         self.start()
 
     @torch.no_grad()
     def start(self) -> None:
-        """Set the average to the present weights."""
+        """Set the average to the current weights."""
         for name, weights in self._weights.items():
             self.values[name].copy_(weights * 1.0)  # XLA would share the weights themselves
 
     @torch.no_grad()
     def update(self, skipped: Tensor, newest: Tensor | float | None = None) -> None:
-        """Average the weights after an update; no change if it was ``skipped``: 1.0, else 0.0.
+        """Update the average after a step; no change if the step was ``skipped`` (1.0, else 0.0).
 
-        ``newest``: the share of the newest weights. None: they count 1 in the first update, then
-        1 - decay; with warmup n^(-2/3) in update n, where that is more.
+        ``newest``: the fraction that the newest weights contribute. None: 1 in the first update,
+        then 1 - decay; with warmup, n^(-2/3) in update n if that is larger.
         """
         takes = 1 - skipped.to(self.updates.device)  # with --cpu_offload the host
         self.updates.add_(takes)
@@ -202,7 +203,7 @@ class WeightAverage:
     @contextlib.contextmanager
     def in_place_of_weights(self, exchanged: Callable[[], None]) -> Iterator[None]:
         """Let the model compute with the average inside. ``exchanged`` is called after weights and
-        average were swapped, at the start and at the end."""
+        average are swapped, at the start and at the end."""
 
         def exchange() -> None:
             with torch.no_grad():
@@ -229,14 +230,14 @@ class WeightAverage:
 
 # -- Stochastic rounding to bf16 ------------------------------------------------------------------
 #
-# Numbers are rounded up or down at random, so that on average nothing is lost. A moving average
-# that keeps 99.9 % of itself changes by less than half of bf16's spacing: rounded to nearest it
-# would stay where it is for ever. The random bits are a hash of an entry's index and of a key: they
-# need no generator, whose state would have to be saved, and each device computes those of its own
+# Numbers are rounded up or down at random, so that nothing is lost on average. A moving average
+# that keeps 99.9 % of itself changes by less than half of bf16's spacing: with rounding to nearest
+# it would never change. The random bits are a hash of an entry's index and a key: this needs no
+# generator, whose state would have to be saved, and each device computes the bits of its own
 # entries.
 
 _DISCARDED = 0xFFFF
-"""The bits of an fp32 number that bf16 has not."""
+"""The bits of an fp32 number that bf16 drops."""
 _LARGEST = torch.finfo(torch.bfloat16).max
 _MURMUR = (-2048144789, -1028477387)
 """The factors of MurmurHash3's last step, by which each bit of a number changes each bit of its
@@ -257,8 +258,9 @@ def key_of(seed: int, *names: object) -> int:
 def random_bits(shape: Sequence[int], device: torch.device, key: Tensor, step: Tensor) -> Tensor:
     """Return 32 random bits for each entry of a tensor, int32, on the device. They follow from the
     entry's index, ``key`` (int32) and the number of the ``step``, scalars on the device."""
-    # Flat indices, modulo 2**32. Computed from the indices along each dimension: a single count
-    # would be a constant of the compiled program as large as the tensor, the same on all devices.
+    # Flat indices, modulo 2**32, computed from the indices along each dimension. A single arange
+    # would be a constant in the compiled program, as large as the whole tensor and the same on all
+    # devices.
     index = torch.zeros((), dtype=torch.int32, device=device)
     for size in shape:
         if size <= _RUN:
@@ -272,10 +274,10 @@ def random_bits(shape: Sequence[int], device: torch.device, key: Tensor, step: T
 
 
 def to_bf16(x: Tensor, bits: Tensor, same_bits: Bitcast = Tensor.view) -> Tensor:
-    """Round fp32 numbers to one of their two neighbours in bf16, the nearer one more often.
+    """Round fp32 numbers to one of their two bf16 neighbors, the nearer one more often.
 
-    ``bits`` are random, int32: the lower 16 are used. Numbers that bf16 has are unchanged, and what
-    is not finite; what is larger than bf16's largest number becomes that.
+    ``bits``: random int32, of which the lower 16 are used. Numbers that bf16 represents exactly and
+    non-finite ones are unchanged; numbers above bf16's maximum become that.
     """
     x_bits = same_bits(x, torch.int32)
     noise = torch.where(x.abs() < _LARGEST, bits & _DISCARDED, 0)
@@ -285,7 +287,7 @@ def to_bf16(x: Tensor, bits: Tensor, same_bits: Bitcast = Tensor.view) -> Tensor
 
 
 def upper(bits: Tensor) -> Tensor:
-    """Return the other half of random bits, those that ``to_bf16`` does not use."""
+    """Return the half of the random bits that ``to_bf16`` does not use."""
     return _shifted_right(bits, 16)
 
 
@@ -320,12 +322,12 @@ def _shifted_right(x: Tensor, count: int) -> Tensor:
 
 # -- Steps that are skipped because loss or gradient norm is not finite ---------------------------
 #
-# Counted on the device: a backend computes these beside the step, and the loop reads the counts
-# with a log step's loss.
+# Counted on the device: a backend computes these along with the step, and the loop reads the counts
+# together with the loss of a log step.
 
 COUNTS = ("total", "in_a_row", "longest_row", "before_first")
-"""The names of the elements of the counts, in their order: float32 (4,), zeros at first. The last
-one counts the steps before the first that was skipped."""
+"""The names of the elements of the counts, float32 (4,), initially zeros. The last one counts the
+steps before the first skipped one."""
 
 
 def not_finite(loss: Tensor, norm: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""From flags to a ``Run``: every choice made and every check passed before a device starts.
+"""From flags to a ``Run``: make every choice and every check before a device starts.
 
 A backend's ``resolve`` (``xla_fsdp/resolve_xla.py``, ``torch_fsdp/resolve_torch.py``) makes a
-``Run`` by these functions and its own choices. Nothing below the entrypoint asks again what "auto"
-means.
+``Run`` from these functions and its own choices. Nothing below the entrypoint has to interpret
+"auto".
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 MODEL_FLAG = {
     name: option.names[0] for name, option in by_field(ModelConfig, ObjectiveConfig).items()
 }
-"""The flag of each model argument, by timm's name, and of what an objective adds to a model."""
+"""The flag of each model argument, by timm's name, and of what an objective adds."""
 
 
 BackendConfig = TypeVar("BackendConfig")
@@ -41,26 +41,26 @@ BackendConfig = TypeVar("BackendConfig")
 
 @dataclass(frozen=True)
 class Run(Generic[BackendConfig]):
-    """A run with every choice made: what everything below the entrypoint is given."""
+    """A fully resolved run, which everything below the entrypoint receives."""
 
     config: RunConfig
     backend_config: BackendConfig
     """The backend's own configuration, a frozen dataclass of flags.
 
-    Each one has ``keeps_fp32_weights``, True if weights are stored in fp32 at any precision,
-    ``product_multiple``, of which sizes of matrix products must be multiples, and ``shrunk()``, the
-    same for a model of a few blocks."""
+    Each one has ``keeps_fp32_weights`` (True if weights are stored in fp32 at any precision),
+    ``product_multiple`` (sizes of matrix products must be multiples of it) and ``shrunk()`` (the
+    same configuration for a model of a few blocks)."""
     model: ModelSpec
     mesh: Mesh
     why: Mapping[str, str] = field(default_factory=dict)
-    """By field, for the line that describes the run: the reason for what "auto" became."""
+    """By field, why "auto" was resolved as it was; shown in the line that describes the run."""
     teacher: Self | None = None
-    """The run of ``--teacher`` on the same devices, of which the model and the preprocessing are
-    used; None without a teacher, and where nothing is trained."""
+    """The run of ``--teacher`` on the same devices; only its model and preprocessing are used. None
+    without a teacher, or if nothing is trained."""
 
     @property
     def values(self) -> dict[str, Any]:
-        """All flags' final values by their fields' names, for checkpoints, records and messages."""
+        """The final values of all flags by field name, for checkpoints, records and messages."""
         return flat(self.config, self.backend_config)
 
     @property
@@ -69,19 +69,19 @@ class Run(Generic[BackendConfig]):
 
     @property
     def log_dir(self) -> Path:
-        """The local folder for logs: ``ckpt_dir``, if that is no URL."""
+        """The local folder for logs: ``ckpt_dir``, unless that is a URL."""
         return log_folder(self.ckpt_dir)
 
     @property
     def train_flops_per_image(self) -> float:
-        """FLOPs of one image as MFU counts them; a linear probe has (almost) no backward pass, and
-        those of ``teacher`` do not count."""
+        """FLOPs of one image as counted for MFU. A linear probe has (almost) no backward pass; the
+        FLOPs of ``teacher`` are not counted."""
         return self._train_flops_of(self.model)
 
     @property
     def train_flops_by_size(self) -> dict[tuple[int, int], float]:
-        """The same by the height and width of images that may have several sizes; {} where all have
-        the model's own."""
+        """The same by height and width, if images may have several sizes; {} if all have the
+        model's own size."""
         sizes = {}
         for size in self.config.data.image_sizes:
             model = model_of(replace(self.config.model, img_size=size), self.config.objective)
@@ -90,7 +90,7 @@ class Run(Generic[BackendConfig]):
 
     def _train_flops_of(self, model: ModelSpec) -> float:
         forward_and_back = model.train_flops_per_image
-        if self.teacher:  # which computes in place of the model's average, if that is a teacher
+        if self.teacher:  # which replaces the model's average as the teacher, if there is one
             forward_and_back -= sum(each.train_flops for each in model.runs if not each.learns)
         return forward_and_back / 3 if self.config.optimizer.linear_probe else forward_and_back
 
@@ -105,11 +105,11 @@ class Run(Generic[BackendConfig]):
         return model
 
     def with_data(self, **changes: Any) -> Self:
-        """Return the same with other values in ``config.data``."""
+        """Return the same run with these values changed in ``config.data``."""
         return replace(self, config=replace(self.config, data=replace(self.config.data, **changes)))
 
     def on(self, devices: int) -> Self:
-        """Return the same on the devices found. Raises UsageError if the flags do not fit them."""
+        """Return the same run on these devices. Raises UsageError if the flags do not fit them."""
         if devices == self.mesh.devices:
             return self
         teacher = self.teacher and self.teacher.on(devices)
@@ -121,7 +121,7 @@ class Run(Generic[BackendConfig]):
 
 
 # ------------------------------------------------------------------------------------------------
-# What needs neither a model nor devices.
+# Choices that need neither a model nor devices.
 
 _BETAS = {"adamw": (0.9, 0.999), "lion": (0.9, 0.99), "muon": (0.9, 0.95)}
 """Default betas by optimizer; Lion's and Muon's are timm's."""
@@ -129,17 +129,17 @@ _MAX_HUE = 0.5
 
 
 def resolve_common(config: RunConfig) -> RunConfig:
-    """Return the configuration with what no backend decides. Raises UsageError."""
-    # Crops, normalization and augmentations, which must fit each other and the images' source.
+    """Make all choices that do not depend on the backend. Raises UsageError."""
+    # Crops, normalization and augmentations, which must fit each other and the data source.
     data, dino, is_dino = config.data, config.objective, config.objective.objective == "dino"
     source, flags = data.data_source, by_field(DataConfig, ObjectiveConfig)
     crops = ("global_crops_scale", "local_crops_scale", "ibot_mask_ratio") if is_dino else ()
     ranges = {flags[name].names[0]: getattr(dino, name) for name in crops}
     for name, (low, high) in ({"--scale": data.scale, "--ratio": data.ratio} | ranges).items():
         if low > high:
-            raise UsageError(f"{name} {low} {high}: the first must not be above the second")
+            raise UsageError(f"{name} {low} {high}: the minimum must not exceed the maximum")
         if not high and name in ranges:
-            raise UsageError(f"{name} 0 0 leaves nothing: give more")
+            raise UsageError(f"{name} 0 0: the maximum must be above 0")
     for name, values in (("--mean", data.mean), ("--std", data.std)):
         wrong = next((each for each in values or () if not 0 <= each <= 1), None)
         if wrong is not None and source != "volumes":
@@ -148,47 +148,47 @@ def resolve_common(config: RunConfig) -> RunConfig:
     if source in NOT_AUGMENTED:
         names = ["vflip", "train_interpolation", "aa", "color_jitter", "reprob"]
         unused += [(name, f"--data_source {source}") for name in names]
-    if is_dino:  # crops have distortions of their own
+    if is_dino:  # its crops have their own distortions
         names = ["vflip", "aa", "color_jitter", "reprob"]
         unused += [(name, "--objective dino") for name in names]
     for name, by in unused:
         value = getattr(data, name)
         if value != flags[name].field.default:
-            raise UsageError(f"{flags[name].typed(value)} does nothing with {by}: drop it")
+            raise UsageError(f"{flags[name].typed(value)} has no effect with {by}: drop it")
     if data.aug_repeats > data.batch_size:
         raise UsageError(
-            f"--aug_repeats {data.aug_repeats} is more than --batch_size {data.batch_size}: an "
-            "image is that many times in one batch"
+            f"--aug_repeats {data.aug_repeats} exceeds --batch_size {data.batch_size}: each image "
+            "appears that many times in a batch"
         )
     jitter = data.jitter_of_each
     if len(jitter) not in (3, 4):
         raise UsageError(
-            "--color_jitter takes one number, three (brightness, contrast, saturation) or four "
-            f"(and hue), not {len(jitter)}"
+            "--color_jitter takes 1 number, 3 (brightness, contrast, saturation) or 4 (and hue), "
+            f"not {len(jitter)}"
         )
     if any(hue > _MAX_HUE for hue in jitter[3:]):
-        raise UsageError(f"--color_jitter: the hue, {jitter[3]:g}, must be at most {_MAX_HUE}")
+        raise UsageError(f"--color_jitter: hue {jitter[3]:g} must be at most {_MAX_HUE}")
     if data.aa and data.color_jitter and "3a" not in data.aa:
         raise UsageError(
-            f"--color_jitter is incompatible with --aa {data.aa}, which has such changes itself "
-            "(timm leaves it out then): drop one of the two"
+            f"--color_jitter is incompatible with --aa {data.aa}, which changes colors itself "
+            "(timm ignores --color_jitter then): drop one of the two"
         )
     if data.scale[1] == 0:
-        raise UsageError("--scale 0 0 leaves no image to crop")
+        raise UsageError("--scale 0 0: the maximum must be above 0")
     if data.size_schedule:
         shares = [share for _, share in data.size_schedule if share is not None]
         if 0 < len(shares) < len(data.size_schedule):
-            raise UsageError("--image_size_schedule: give each size a share, or none of them")
+            raise UsageError("--image_size_schedule: give a share for every size, or for none")
         if shares and round(sum(shares), 2) != 1:
             raise UsageError(
-                f"--image_size_schedule: the shares add up to {sum(shares):.4g}: they must be 1 "
-                "together"
+                f"--image_size_schedule: the shares add up to {sum(shares):.4g}, not 1"
             )
     policy = data.aa or ""
     is_rand_augment = policy.startswith("rand") and MAGNITUDE.search(policy)
     if data.aa_min_magnitude is not None and not is_rand_augment:
         raise UsageError(
-            "--aa_min_magnitude requires RandAugment with a magnitude: --aa rand-m9-mstd0.5-inc1"
+            "--aa_min_magnitude requires RandAugment with a magnitude, such as --aa "
+            "rand-m9-mstd0.5-inc1"
         )
 
     # Schedules.
@@ -202,29 +202,30 @@ def resolve_common(config: RunConfig) -> RunConfig:
     if schedule.lr_schedule == "wsd" and schedule.decay_steps is None:
         raise UsageError("--lr_schedule wsd requires --decay_steps")
     if schedule.weight_decay_end is not None and not config.optimizer.weight_decay:
-        raise UsageError("--weight_decay_end requires --weight_decay above 0, where it starts")
+        raise UsageError("--weight_decay_end requires --weight_decay above 0, its start value")
 
-    # What --objective dino cannot follow, and what features are computed of.
+    # What --objective dino does not support, and evaluations that need images.
     use, log, saves = config.use, config.log, config.checkpoints
     if is_dino:
         if "scale" in config.given:
             raise UsageError(
-                "--objective dino replaces --scale by --global_crops_scale: drop --scale"
+                "--objective dino uses --global_crops_scale instead of --scale: drop --scale"
             )
         if dino.crop_sizes and source == "fake":
-            raise UsageError("--crop_sizes does nothing with --data_source fake: drop it")
+            raise UsageError("--crop_sizes has no effect with --data_source fake: drop it")
         if config.sharding.grad_ckpt == "auto":
             raise UsageError(
-                "--objective dino is incompatible with --grad_ckpt auto: choose a value"
+                "--objective dino is incompatible with --grad_ckpt auto: choose another value"
             )
         if use.eval_only and not use.judges_features:
             raise UsageError(
-                "--eval_only of --objective dino requires --knn, --probe, --rank or --segment_probe"
+                "--eval_only with --objective dino requires --knn, --probe, --rank or "
+                "--segment_probe"
             )
         if saves.ckpt_best or saves.resume in ("best", "lowest_loss"):
             given = "--ckpt_best" if saves.ckpt_best else f"--resume {saves.resume}"
             raise UsageError(
-                f"{given} requires evaluations of a loss, and --objective dino has none: drop it"
+                f"{given} requires a validation loss, which --objective dino does not have: drop it"
             )
     of_features = {
         "--features": use.features,
@@ -251,30 +252,30 @@ def resolve_common(config: RunConfig) -> RunConfig:
 
 
 def with_preprocessing(config: RunConfig, defaults: Preprocessing) -> RunConfig:
-    """Return the configuration with these values of preprocessing flags that have none."""
+    """Return the configuration with ``defaults`` for preprocessing flags that have no value."""
     data = config.data
     missing = {n: value for n, value in asdict(defaults).items() if getattr(data, n) is None}
     return replace(config, data=replace(data, **missing))
 
 
 # ------------------------------------------------------------------------------------------------
-# The model, and the images that it is trained with.
+# The model, and the images that it trains on.
 
 _ANY_CHANNELS = ("volumes", "fake")
-"""Sources whose images can have any number of channels; others are color or gray."""
+"""Sources whose images can have any number of channels; others have 3 or 1."""
 _MAX_TOKENS_APART = 0.25
 """Largest relative difference between a bucket's tokens and the model's own."""
 
 
 def model_of(config: ModelConfig, objective: ObjectiveConfig | None = None) -> ModelSpec:
-    """Return the model of the flags, with what its objective adds to it; without one: the model
-    alone. Raises UsageError for an unknown or impossible one."""
+    """Return the model that the flags name, with what the objective adds to it, if one is given.
+    Raises UsageError for an unknown or impossible model."""
     try:
         spec = open_model(config.model or DEFAULT_MODEL, config.overrides())
         if spec.packing and objective and objective.objective != "classify":
             raise ModelError(
                 f"--objective {objective.objective} is incompatible with native resolution "
-                f"({spec.name}): crops have one size"
+                f"({spec.name}): its crops have a fixed size"
             )
         return with_additions(spec, objective.objective, flat(objective)) if objective else spec
     except ModelError as error:
@@ -282,7 +283,7 @@ def model_of(config: ModelConfig, objective: ObjectiveConfig | None = None) -> M
 
 
 def resolve_model(config: RunConfig) -> tuple[RunConfig, ModelSpec]:
-    """Return the configuration with a model named, and that model. Raises UsageError."""
+    """Return the configuration with its model named, and that model. Raises UsageError."""
     named = replace(config.model, model=config.model.model or DEFAULT_MODEL)
     model, source = model_of(named, config.objective), config.data.data_source
     if config.optimizer.linear_probe:  # frozen blocks compute as in evaluation
@@ -290,28 +291,28 @@ def resolve_model(config: RunConfig) -> tuple[RunConfig, ModelSpec]:
             if name.endswith("_rate") and name != "drop_rate" and rate:
                 flag = MODEL_FLAG[name]
                 raise UsageError(
-                    f"--linear_probe is incompatible with {flag} {rate:g}: give {flag} 0"
+                    f"--linear_probe is incompatible with {flag} {rate:g}: set {flag} 0"
                 )
     config = _resolve_packing(config, model)
     channels, *spatial = model.sizes.input_shape
     segments = config.use.segment_probe or config.log.segment_probe_every
     if segments and len(spatial) > 2:
         given = "--segment_probe" if config.use.segment_probe else "--segment_probe_every"
-        raise UsageError(f"{given} is of images, and the model takes volumes")
+        raise UsageError(f"{given} requires a model of images, not of volumes")
     if (segments or source not in _ANY_CHANNELS) and channels not in (1, 3):
-        raise UsageError(f"--in_chans {channels} is neither 3 (RGB) nor 1 (gray)")
+        raise UsageError(f"--in_chans {channels}: images have 3 channels (RGB) or 1 (gray)")
     if config.data.image_sizes:
         _check_sizes(config, model)
     return replace(config, model=named), model
 
 
 _NEEDS_PACKING = {"max_tokens_per_image": None, "resize_to_budget": False, "side_scale": (1.0, 1.0)}
-"""What only images of native resolution have, with its default."""
+"""Flags that only apply to native resolution, with their defaults."""
 
 
 def _resolve_packing(config: RunConfig, model: ModelSpec) -> RunConfig:
-    """Return the configuration with the most tokens of an image, where the model is given sequences
-    of several images. Raises UsageError for what such a run cannot do."""
+    """Return the configuration with the largest number of tokens per image, if the model takes
+    sequences of several images. Raises UsageError for what such a run does not support."""
     data, packing, flags = config.data, model.packing, by_field(DataConfig)
     if packing is None:
         for name, default in _NEEDS_PACKING.items():
@@ -337,19 +338,19 @@ def _resolve_packing(config: RunConfig, model: ModelSpec) -> RunConfig:
             raise UsageError(f"{given} is incompatible with native resolution ({model.name})")
     low, high = data.side_scale
     if low > high:
-        raise UsageError(f"--side_scale {low:g} {high:g}: the first must not be above the second")
+        raise UsageError(f"--side_scale {low:g} {high:g}: the minimum must not exceed the maximum")
     most = data.max_tokens_per_image
     if most is None:
         most = min(model.sizes.num_patches + packing.prefix, packing.tokens)
     elif most > packing.tokens:
         raise UsageError(
-            f"--max_tokens_per_image {most} is more than --token_budget {packing.tokens}: an image "
-            "is whole in a sequence"
+            f"--max_tokens_per_image {most} exceeds --token_budget {packing.tokens}: an image is "
+            "never split over sequences"
         )
     if most <= packing.prefix:
         raise UsageError(
-            f"--max_tokens_per_image {most} leaves no patch beside the {packing.prefix} class and "
-            f"register tokens of {model.name}"
+            f"--max_tokens_per_image {most} leaves no room for patches after the {packing.prefix} "
+            f"class and register tokens of {model.name}"
         )
     return replace(config, data=replace(data, max_tokens_per_image=most))
 
@@ -362,32 +363,32 @@ def _check_sizes(config: RunConfig, model: ModelSpec) -> None:
     if reason := model.why_one_grid():
         raise UsageError(f"{given} is incompatible with --model {model.name}: {reason}")
     if config.sharding.grad_ckpt == "auto":
-        raise UsageError(f"{given} is incompatible with --grad_ckpt auto: choose a value")
+        raise UsageError(f"{given} is incompatible with --grad_ckpt auto: choose another value")
     (height, width), (rows, columns) = model.sizes.input_shape[1:], model.sizes.grid
     if buckets and (height, width) not in buckets:
-        raise UsageError(f"--buckets must have the model's own size, {height}x{width}, among them")
+        raise UsageError(f"--buckets must include the model's own size, {height}x{width}")
     if not buckets and height != width:
         raise UsageError(
-            "--image_size_schedule has square images, and those of the model are "
-            f"{height} x {width}: use --buckets, or a square --image_size"
+            f"--image_size_schedule requires square images, not the model's {height} x {width}: "
+            "use --buckets, or a square --image_size"
         )
     high, wide = height // rows, width // columns
     for h, w in sizes:
         if buckets.count((h, w)) > 1:
-            raise UsageError(f"--buckets has {h}x{w} twice")
+            raise UsageError(f"--buckets lists {h}x{w} twice")
         if h % high or w % wide:
-            raise UsageError(f"{given}: {h}x{w} is no whole number of patches of {high}x{wide}")
+            raise UsageError(f"{given}: {h}x{w} is not a multiple of the patch size, {high}x{wide}")
     for h, w in buckets:
         patches = (h // high) * (w // wide)
         if abs(patches / model.sizes.num_patches - 1) > _MAX_TOKENS_APART:
             raise UsageError(
                 f"--buckets: {h}x{w} has {patches} patches, the model's own size "
-                f"{model.sizes.num_patches}: they may differ by {_MAX_TOKENS_APART:.0%}"
+                f"{model.sizes.num_patches}: they may differ by at most {_MAX_TOKENS_APART:.0%}"
             )
 
 
 def grids(config: RunConfig, model: ModelSpec) -> list[tuple[int, int]]:
-    """Return the grid of patches of each size that images may have; [] where all have the model's
+    """Return the grid of patches of each size that images may have; [] if all have the model's
     own."""
     if not config.data.image_sizes:  # volumes, with three sides, have none
         return []
@@ -396,7 +397,7 @@ def grids(config: RunConfig, model: ModelSpec) -> list[tuple[int, int]]:
 
 
 def sizes_of_largest(config: RunConfig, model: ModelSpec) -> ModelSizes:
-    """Return the model's sizes with as many tokens as the largest images or crops have."""
+    """Return the model's sizes, with the number of tokens of the largest images or crops."""
     sizes = model.sizes
     found = [*grids(config, model), *model.other_grids]
     most = max([sizes.num_patches, *(rows * columns for rows, columns in found)])
@@ -404,7 +405,7 @@ def sizes_of_largest(config: RunConfig, model: ModelSpec) -> ModelSizes:
 
 
 # ------------------------------------------------------------------------------------------------
-# What depends on the devices.
+# Choices that depend on the devices.
 
 
 def check_rows(mesh: Mesh, model: ModelSpec) -> None:
@@ -412,7 +413,7 @@ def check_rows(mesh: Mesh, model: ModelSpec) -> None:
     rows = model.sizes.grid[0]
     if mesh.domain > rows:
         raise UsageError(
-            f"--mesh_domain {mesh.domain} is more than the {rows} rows of patches of an image"
+            f"--mesh_domain {mesh.domain} exceeds the {rows} rows of patches of an image"
         )
 
 
@@ -422,10 +423,10 @@ def resolve_domain(
     refused: Mapping[str, str | None],
     auto: Literal["ring", "ulysses", "gather"],
 ) -> RunConfig:
-    """Return the configuration with ``--domain_attention`` decided, if devices share images.
+    """Return the configuration with ``--domain_attention`` resolved, if devices share images.
 
-    ``refused``: the reason why a form cannot be used here; ``auto``: the form that auto becomes.
-    Raises UsageError.
+    ``refused``: why a form cannot be used here; ``auto``: the form that auto resolves to. Raises
+    UsageError.
     """
     form = config.sharding.domain_attention
     if mesh.domain == 1:
@@ -437,8 +438,8 @@ def resolve_domain(
 
 
 def with_passes(config: RunConfig, mesh: Mesh) -> RunConfig:
-    """Return the configuration with the passes of a step that ``--micro_batch_size`` asks for, and
-    the ``--koleo_group`` of such a pass, unless it is given."""
+    """Return the configuration with the number of passes per step that ``--micro_batch_size``
+    needs, and a ``--koleo_group`` that fits such a pass, unless it is set."""
     images, most = config.data.batch_size // mesh.batch_parts, config.data.micro_batch_size
     if most is not None:
         passes = next(
@@ -455,8 +456,8 @@ def with_passes(config: RunConfig, mesh: Mesh) -> RunConfig:
 
 
 def check_batch(run: Run) -> None:
-    """Raise UsageError if the batch cannot be divided over devices and passes, or a device's part
-    of it cannot be mixed."""
+    """Raise UsageError if the batch cannot be divided over devices and passes, or if a device's
+    part cannot be mixed (mixup, CutMix)."""
     data, mesh = run.config.data, run.mesh
     parts = mesh.batch_parts * data.grad_accum_steps
     if data.batch_size % parts:
@@ -473,19 +474,19 @@ def check_batch(run: Run) -> None:
         below = data.batch_size // parts * parts
         fitting = f"{below} or {below + parts}" if below else f"{parts}"
         raise UsageError(
-            f"--batch_size {data.batch_size} (global) is no multiple of the {mesh.devices} devices"
-            f"{together}{passes}: give {fitting}"
+            f"--batch_size {data.batch_size} (global) is not a multiple of the {mesh.devices} "
+            f"devices{together}{passes}: use {fitting}"
         )
     objective = run.config.objective
     images = data.pass_size // mesh.batch_parts
     if objective.objective == "dino" and objective.koleo_weight and images % objective.koleo_group:
         if images == 1:
             raise UsageError(
-                "the KoLeo loss compares images, and a device has one in a pass: give a larger "
+                "the KoLeo loss compares images, but a device has only one per pass: use a larger "
                 "--batch_size, fewer --grad_accum_steps or --koleo_weight 0"
             )
         raise UsageError(
-            f"--koleo_group {objective.koleo_group} does not divide the {images} images of a "
+            f"--koleo_group {objective.koleo_group} does not divide the {images} images per "
             "device and pass: change it, --batch_size or --grad_accum_steps"
         )
     loss, shape = run.config.loss, run.model.sizes.input_shape
@@ -494,16 +495,16 @@ def check_batch(run: Run) -> None:
     if images % 2:
         named = "--mixup" if loss.mixup else "--cutmix" if loss.cutmix else "--cutmix_minmax"
         raise UsageError(
-            f"{named} mixes the images of a device two by two, and there are {images} in a pass: "
-            "choose --batch_size and --grad_accum_steps so that the number is even"
+            f"{named} mixes pairs of images on a device, but there are {images} images per device "
+            "and pass: choose --batch_size and --grad_accum_steps so that this number is even"
         )
     if loss.cuts and len(shape) != 3:
-        raise UsageError("cutmix is for images: of volumes use --mixup")
+        raise UsageError("CutMix supports 2-D images only: use --mixup for volumes")
     if loss.cutmix_minmax is not None:
         low, high = loss.cutmix_minmax
         for height, width in run.config.data.image_sizes or [(shape[1], shape[2])]:
             if any(int(side * low) >= int(side * high) for side in (height, width)):
                 raise UsageError(
-                    f"--cutmix_minmax {low:g} {high:g} leaves no side of a box to be drawn in "
-                    f"images of {height} x {width}: the second must be larger"
+                    f"--cutmix_minmax {low:g} {high:g} contains no whole number of pixels for "
+                    f"images of {height} x {width}: use a larger maximum"
                 )

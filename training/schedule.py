@@ -1,5 +1,5 @@
-"""The numbers of each step that schedules give: the learning rate, a linear warmup and then one of
-several curves, and what else changes from step to step."""
+"""The scheduled values of each step: the learning rate (a linear warmup, then one of several
+curves) and other values that change from step to step."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ SHAPES: dict[str, Callable[[float], float]] = {
     "sqrt": lambda x: 1 - math.sqrt(x),
     "constant": lambda x: 1.0,
 }
-"""The curves from 1, at x = 0, down to 0, at x = 1; "constant" stays at 1."""
+"""Curves from 1 at x = 0 to 0 at x = 1; "constant" stays at 1."""
 
 
 @dataclass(frozen=True)
 class StepRates:
-    """The numbers of one step that schedules give, on the host."""
+    """The scheduled values of one step, on the host."""
 
     lr: float
     """The learning rate."""
@@ -47,21 +47,21 @@ class StepRates:
     weight_decay: float = 1.0
     """The factor of each parameter's weight decay."""
     newest: float | None = None
-    """The share of the newest weights in their moving average after the step; None: as
-    ``--model_ema_decay`` says."""
+    """The fraction that the newest weights contribute to their EMA after the step; None: as set by
+    ``--model_ema_decay``."""
     teacher_temp: float = 1.0
-    """The temperature of a teacher's probabilities."""
+    """The softmax temperature of the teacher."""
     rope_factors: tuple[float, float] | None = None
-    """The factors of the coordinates of rotary positions: of images or global crops, and of local
-    crops; None: these stay as they are."""
+    """The factors of the coordinates of rotary positions, for images or global crops, and for local
+    crops; None: unchanged."""
     image_side: int | None = None
-    """The side of the images in pixels, where ``--image_size_schedule`` says it."""
+    """The side of the images in pixels, with ``--image_size_schedule``."""
 
 
 @dataclass(frozen=True)
 class RopeFactors:
-    """The random factors of a step, from 1 / ``limit`` to ``limit``, uniform in their logarithm;
-    none if ``limit`` is 1."""
+    """The random factors of a step, log-uniform from 1 / ``limit`` to ``limit``; none if ``limit``
+    is 1."""
 
     limit: float
     seed: int
@@ -110,25 +110,25 @@ class Schedule:
     in the last D steps, where x is (s - (T - D)) / D. "sqrt" and "linear" are the shapes of
     https://arxiv.org/abs/2405.18392."""
     frozen_steps: int = 0
-    """So many steps at the start do not change the last layers."""
+    """Number of steps at the start that do not change the last layers."""
     heads_first_steps: int = 0
-    """So many steps at the start change the heads alone."""
+    """Number of steps at the start that train only the heads."""
     backbone_warmup_steps: int = 0
-    """In so many steps after these the factor of the backbone's learning rate rises from 0 to 1."""
+    """Number of steps after these over which the backbone's learning rate rises from 0."""
     weight_decay: Ramp = Ramp(1.0, 1.0, 0)
     """The factor of each parameter's weight decay."""
     momentum: Ramp | None = None
-    """The share that a teacher keeps of itself in a step; None without one."""
+    """The momentum of the teacher; None without one."""
     teacher_temp: Ramp = Ramp(1.0, 1.0, 0)
     rope_factors: RopeFactors = RopeFactors(1.0, 0)
     image_sizes: SizeSchedule | None = None
     """The sizes of the images; None: all have the model's own."""
     end: int | None = None
-    """The run's last step, in batches of the present size since the start of training;
-    ``--max_steps`` may put it before ``total_steps``. None: the same."""
+    """The last step of the run, in batches of the current size since the start of training;
+    ``--max_steps`` may set it before ``total_steps``. None: ``total_steps``."""
 
     def at(self, step: int) -> StepRates:
-        """Return all numbers of a step."""
+        """Return all scheduled values of a step."""
         return StepRates(
             lr=self.lr(step),
             last_layer=float(step >= self.frozen_steps),
@@ -147,20 +147,21 @@ class Schedule:
         end, notes = self.total_steps if self.end is None else self.end, []
         if self.heads_first_steps:
             notes.append(
-                f"the first {self.heads_first_steps:,} steps train the heads alone; in the next "
-                f"{self.backbone_warmup_steps:,} the backbone's learning rate rises to theirs"
+                f"the first {self.heads_first_steps:,} steps train only the heads; over the next "
+                f"{self.backbone_warmup_steps:,} steps, the backbone's learning rate rises to "
+                "that of the heads"
             )
         if end < self.warmup_steps and self.peak:
             notes.append(
-                f"warning: the warmup takes {self.warmup_steps:,} steps, the run ends at {end:,}: "
-                f"the learning rate stays below {self.lr(end):.2g}, --lr {self.peak:g} is not "
-                "reached; give fewer --warmup_steps (or --warmup_epochs)"
+                f"warning: the warmup takes {self.warmup_steps:,} steps but the run ends at step "
+                f"{end:,}: the learning rate stays below {self.lr(end):.2g} and never reaches "
+                f"--lr {self.peak:g}; use fewer --warmup_steps (or --warmup_epochs)"
             )
         return notes
 
     def backbone(self, step: int) -> float:
-        """Return the factor of the backbone's learning rate: that of a linear warmup, as ``lr``'s,
-        which starts when the heads alone have been trained."""
+        """Return the factor of the backbone's learning rate: a linear warmup, like that of ``lr``,
+        which starts after the steps that train only the heads."""
         trained = step - self.heads_first_steps
         if 0 <= trained < self.backbone_warmup_steps:
             return trained / self.backbone_warmup_steps
@@ -180,12 +181,12 @@ class Schedule:
 
 
 def make_schedule(run: Run, steps_per_epoch: int, at: Position) -> tuple[Schedule, int]:
-    """Return the schedule that the flags of ``run`` ask for, of a training that continues ``at``
-    a position, and the number of its last step.
+    """Return the schedule that the flags of ``run`` set, for training from the position ``at``, and
+    the number of the last step.
 
-    The schedule's steps are batches of the present size since the start of training; the run's are
-    updates, and with another batch size than before as many more as are left in the data. Raises
-    UsageError if warmup and decay of WSD are longer than the run.
+    The steps of the schedule are batches of the current size since the start of training; the steps
+    of the run are updates. After a change of the batch size, the run makes as many more updates as
+    there are batches left. Raises UsageError if warmup and decay of WSD are longer than the run.
     """
     config = run.config
     done = at.epoch * steps_per_epoch + at.images_in_epoch // config.data.batch_size
@@ -225,8 +226,8 @@ def make_schedule(run: Run, steps_per_epoch: int, at: Position) -> tuple[Schedul
     assert how.decay_steps is not None  # checked (training/resolve.py)
     if warmup + how.decay_steps > end:
         raise UsageError(
-            f"{warmup:,} steps of warmup and --decay_steps {how.decay_steps} are more than the "
-            f"{end:,} steps of the run: give fewer, or more --num_epochs"
+            f"{warmup:,} warmup steps and --decay_steps {how.decay_steps} exceed the {end:,} "
+            "steps of the run: use fewer, or more --num_epochs"
         )
     shape, decay = how.decay_shape, how.decay_steps
     schedule = Schedule(
@@ -236,7 +237,7 @@ def make_schedule(run: Run, steps_per_epoch: int, at: Position) -> tuple[Schedul
 
 
 def rope_factors(run: Run) -> RopeFactors:
-    """Return what draws the factors of rotary positions. A linear probe has none: its frozen blocks
-    compute as in evaluation."""
+    """Return the source of random factors of rotary positions. A linear probe has none: its frozen
+    blocks run in evaluation mode."""
     limit = 1.0 if run.config.optimizer.linear_probe else run.model.rope_rescale
     return RopeFactors(limit, run.config.seed)

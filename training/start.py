@@ -1,20 +1,22 @@
-"""What a training starts from.
+"""Decide what a training run starts from.
 
-``plan_start`` decides it in each process before any device starts, and ``confirm_start`` makes it
-the same for all processes once they have met. There are five cases, the first that applies:
+``plan_start`` decides in each process before any device starts, and ``confirm_start`` makes all
+processes agree once they are connected. The first of these cases that applies is used:
 
-1. "local": resume here, from ``--local_ckpt_dir``, if a step is complete there that is newer than
-   the newest undamaged checkpoint of 2. Only for ``--resume auto``, or after a restart. It takes
-   all hosts to know, so ``confirm_start`` alone decides it, and the configuration never comes from
-   such a step: model and preprocessing are those of 2, or of the flags.
-2. "here": resume from ``--ckpt_dir``: after a restart its newest checkpoint, whatever ``--resume``
-   names; else as ``--resume`` (auto, best, lowest_loss) or ``--resume_epoch`` says.
+1. "local": resume from ``--local_ckpt_dir``, if it has a complete step that is newer than the
+   newest undamaged checkpoint of case 2. Only for ``--resume auto``, or after a restart. Finding
+   out takes all hosts, so only ``confirm_start`` decides it, and the configuration never comes from
+   such a step: model and preprocessing are those of case 2, or of the flags.
+2. "here": resume from ``--ckpt_dir``: after a restart from its newest checkpoint, whatever
+   ``--resume`` names; otherwise as ``--resume`` (auto, best, lowest_loss) or ``--resume_epoch``
+   says.
 3. "elsewhere": resume from ``--resume FOLDER``.
 4. "weights": start from trained weights, ``--init_from``. Only if there is nothing to resume, so
-   that the same command continues the run when it is started again.
+   that running the same command again continues the run.
 5. "new": start from new weights.
 
-A restart is the launcher's, with the same RUN_JOB_ID; a command that is given again is a new job.
+A restart is made by the launcher, with the same RUN_JOB_ID; a command that is run again is a new
+job.
 """
 
 from collections.abc import Callable
@@ -47,31 +49,31 @@ from training.weights import Weights
 
 @dataclass(frozen=True)
 class Start:
-    """What a training starts from: one of the cases above."""
+    """What a training run starts from: one of the cases above."""
 
     kind: Literal["local", "here", "elsewhere", "weights", "new"]
     saved: SavedRun | None = None
-    """What is resumed (1 to 3); of a "local" step this process's part."""
+    """What is resumed (cases 1 to 3); for a "local" step, this process's part."""
     weights: Weights | None = None
-    """The weights of ``--init_from`` (4), found but not read."""
+    """The weights of ``--init_from`` (case 4), found but not read."""
     continues_from: Path | None = None
-    """The checkpoint that the run goes on from: later ones of ``--ckpt_dir`` are not its own. It is
+    """The checkpoint that the run continues: later ones in ``--ckpt_dir`` are not its own. It is
     older than a "local" step."""
     notes: tuple[str, ...] = ()
     """Lines for the log."""
 
     def position(self, run: Run, data: DataSource, epoch_steps: int) -> Position:
-        """Return where in the data the training starts, in batches of this run's size.
+        """Return the position in the data where training starts, in batches of this run's size.
 
-        ``epoch_steps``: how many batches an epoch has now. A step is an update, counted over the
-        whole run. With another batch size the run continues at the same place in the data, and so
-        in the schedule.
+        ``epoch_steps``: the number of batches per epoch in this run. A step is an update, counted
+        over the whole run. With a different batch size the run continues at the same position in
+        the data, and so in the schedule.
         """
         if not self.saved:
             return Position()
         at, batch_size = self.saved.position, run.config.data.batch_size
         epoch, batches = at.epoch, at.images_in_epoch // batch_size
-        if other_order(self.saved, run, data):  # with --restart_epoch; else it was refused
+        if other_order(self.saved, run, data):  # with --restart_epoch; refused without it
             batches = 0
         if batches >= epoch_steps:
             epoch, batches = epoch + 1, 0
@@ -82,11 +84,11 @@ class Start:
 
 
 def plan_start(config: RunConfig) -> tuple[RunConfig, Start]:
-    """Return what this process would start from (cases 2 to 5), and the configuration with the
-    model, objective and preprocessing of that, but for flags that were given.
+    """Return what this process would start from (cases 2 to 5), and the configuration with its
+    model, objective and preprocessing, except where flags are set.
 
-    Raises UsageError for a folder that cannot be a run's, for a checkpoint or weights that cannot
-    be read, and for flags that contradict their model.
+    Raises UsageError for an invalid run folder, for a checkpoint or weights that cannot be read,
+    and for flags that contradict their model.
     """
     choose.check_folders(config.checkpoints)
     saved, _ = choose.find_checkpoint(config.checkpoints)
@@ -117,8 +119,8 @@ def _resumed(
 
 
 def enter_folder(ckpt_dir: Path, lock: files.FolderLock, *, is_main: bool) -> None:
-    """Lock the folder for this job. Raises in all processes if that is not possible: RunFailed in a
-    restart whose folder is still in use, perhaps by a lost machine, else UsageError."""
+    """Lock the folder for this job. Raises in all processes if that fails: RunFailed in a restart
+    whose folder is still in use, perhaps by a lost machine; otherwise UsageError."""
     token = ""
     with exchange.failing_together():
         if is_main:
@@ -132,12 +134,12 @@ def enter_folder(ckpt_dir: Path, lock: files.FolderLock, *, is_main: bool) -> No
 def confirm_start(
     planned: Start, run: Run, data: DataSource, backend: Backend
 ) -> tuple[Start, LocalTier | None]:
-    """Return what all processes start from, and the hosts' own disks with ``--local_ckpt_dir``.
+    """Return what all processes start from, and the local tier with ``--local_ckpt_dir``.
 
-    Until here each process was for itself. Call it with ``--ckpt_dir`` locked: who had the lock
-    until now may have written checkpoints and removed some. The first process names the
-    candidates; all check them, and take the first that is undamaged (2, 3), or a newer local step
-    (1). Raises UsageError in all processes.
+    Up to here, each process decided for itself. Call this with ``--ckpt_dir`` locked: the previous
+    holder of the lock may have written and removed checkpoints. The first process names the
+    candidates; all processes check them, and use the first undamaged one (cases 2 and 3) or a newer
+    local step (case 1). Raises UsageError in all processes.
     """
     checkpoints, candidates = run.config.checkpoints, choose.Candidates([])
     resumes_newest = False
@@ -158,14 +160,16 @@ def confirm_start(
     )
     with exchange.failing_together():
         if planned.saved and not start.saved:
-            raise UsageError(f"{planned.saved.path} was removed meanwhile: start again")
+            raise UsageError(
+                f"{planned.saved.path} was removed while this run started: start it again"
+            )
     notes = list(start.notes)
     if local:
         notes.append(local.description)
     if start.saved:
         if checkpoints.init_from:
             ignored = f"--init_from {checkpoints.init_from}"
-            notes.append(f"note: {ignored} is ignored: this run is resumed")
+            notes.append(f"note: ignoring {ignored}: resuming this run")
         notes += changes_since(start.saved, run, data)
     elif planned.kind == "weights":
         start = replace(start, kind="weights")
@@ -181,16 +185,16 @@ def _first_undamaged(
     local: LocalTier | None,
     checkpoints: CheckpointConfig,
 ) -> Start:
-    """Return the start from the newest undamaged candidate or, if that is newer, from the newest
-    step of ``local``; a new one if there is nothing to resume.
+    """Return the start from the newest undamaged candidate, or from the newest step of ``local`` if
+    that is newer; a new start if there is nothing to resume.
 
     ``check`` raises UsageError for what does not fit the run. Raises UsageError in all processes if
     all candidates are damaged and ``local`` has no step.
     """
     verify, damaged = checkpoints.verify_checkpoint, list(candidates.passed_over)
-    notes: dict[str, None] = {}  # each once: the hosts' disks are asked again after a damaged one
+    notes: dict[str, None] = {}  # each once: ``local`` is asked again after a damaged candidate
     for path in [*candidates.paths, None]:
-        # After a restart any local step is newer than what a flag names.
+        # After a restart, any local step is newer than a checkpoint that a flag names.
         step = choose.step_of(path) if path and not candidates.explicit else _BEFORE_ALL
         saved = None
         if local:  # case 1
@@ -207,11 +211,11 @@ def _first_undamaged(
         if saved:
             with exchange.failing_together():
                 check(saved)
-            warnings = [f"warning: {text}, so {saved.path.name} is resumed" for text in damaged]
+            warnings = [f"warning: {text}: resuming {saved.path.name} instead" for text in damaged]
             return _resumed(saved, checkpoints, path, (*notes, *warnings))
     if candidates.paths:
         raise UsageError(
-            f"{damaged[0]}: name another one, or use it as it is with --no_verify_checkpoint",
+            f"{damaged[0]}: use another one, or use it unverified with --no_verify_checkpoint",
             agreed=True,
         )
     if damaged:
@@ -220,9 +224,8 @@ def _first_undamaged(
 
 
 def leave_behind(start: Start, local: LocalTier | None, run: Run, *, is_main: bool) -> list[str]:
-    """Move the checkpoints of ``--ckpt_dir`` that this run does not continue, and remove local
-    steps; return a line for the log if any are moved. Raises UsageError in all processes if that is
-    not possible."""
+    """Move away the checkpoints in ``--ckpt_dir`` that this run does not continue, and remove local
+    steps; return a log line if any were moved. Raises UsageError in all processes on failure."""
     if local:
         kept = start.saved.position.step if start.saved and start.kind == "local" else None
         local.forget(kept)
@@ -232,8 +235,8 @@ def leave_behind(start: Start, local: LocalTier | None, run: Run, *, is_main: bo
             folder = choose.set_aside(run.ckpt_dir, later)
             names = ", ".join(path.name for path in later)
             note = (
-                f"note: this run goes back: {names} set aside in {folder}, where --resume {folder} "
-                "finds them"
+                f"note: this run continues from an earlier step: moved {names} to {folder}; "
+                f"--resume {folder} continues from there"
             )
     note = exchange.from_first(note)
     return [note] if note else []

@@ -1,4 +1,4 @@
-"""One training step, and the batches that steps take; used by training, tools and benchmarks."""
+"""A training step, and the batches it consumes; used by training, tools and benchmarks."""
 
 import contextlib
 import functools
@@ -23,8 +23,8 @@ from training.schedule import Position, StepRates
 def shard_and_optimize(
     run: Run, backend: Backend, initialize: InitializeModule | None = None
 ) -> nn.Module:
-    """Build the model, fill it, shard it on the backend, and make its optimizer there.
-    ``initialize`` fills it; without one it gets the run's random first weights."""
+    """Build the model, fill it, shard it on the backend, and create its optimizer there.
+    ``initialize`` fills it; by default with the run's random initial weights."""
     if initialize is None:
         initialize = functools.partial(run.model.initialize, seed=run.config.seed)
     optimizer, heads_first = run.config.optimizer, run.config.schedule.freeze_backbone_epochs > 0
@@ -36,8 +36,8 @@ def shard_and_optimize(
 
 
 def shard(run: Run, backend: Backend, initialize: InitializeModule, updates: Updates) -> nn.Module:
-    """Build the model, let ``initialize`` fill it, and shard it on the backend; its teacher, too.
-    Parameters that are not in ``updates`` are frozen."""
+    """Build the model, let ``initialize`` fill it, and shard it on the backend, together with its
+    teacher. Parameters that are not in ``updates`` are frozen."""
     model = run.build_model(backend.constant)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in updates)
@@ -58,7 +58,7 @@ def train_step(
     rates: StepRates,
     max_norm: float,
 ) -> dict[str, torch.Tensor]:
-    """Update the weights once; ``step`` is the number of updates before. Returns, on the device,
+    """Update the weights once; ``step`` is the number of previous updates. Returns, on the device,
     the mean "loss", "grad_norm" before clipping, the counts "skipped" and ``Objective.parts``."""
     begin_step(model, objective, backend, rates)
     loss = forward_backward(model, objective, backend, step, micro_batches)
@@ -69,7 +69,7 @@ def train_step(
 
 
 def begin_step(model: nn.Module, objective: Objective, backend: Backend, rates: StepRates) -> None:
-    """Give the objective and the model the numbers of the step that starts."""
+    """Pass this step's rates to the objective and the model."""
     objective.begin_step(rates)
     if rates.rope_factors:
         set_rope_factors(model, backend.constant(torch.tensor(rates.rope_factors)))
@@ -89,14 +89,14 @@ def forward_backward(
 
 
 def put_micro_batches(backend: Backend, batch: Batch, count: int) -> list[Batch]:
-    """Put a process's share of a batch on the devices, as ``count`` micro-batches."""
+    """Put this process's share of a batch on the devices, as ``count`` micro-batches."""
     images, labels = (part.chunk(count) for part in batch)
     return [backend.put(micro_batch) for micro_batch in zip(images, labels, strict=True)]
 
 
 class TrainBatches:
-    """Iterates over the training images from any position, each batch as micro-batches;
-    ``numbered``: with each image's place in the global batch instead of its label."""
+    """Iterates over the training images from any position, each batch as micro-batches. With
+    ``numbered``, labels are replaced by the position of each image in the global batch."""
 
     def __init__(
         self,
@@ -114,18 +114,19 @@ class TrainBatches:
             share = batch_size // backend.batch_shards
             self._places = backend.batch_shard * share + torch.arange(share)
         self.last_wait_s = 0.0
-        """The seconds that the newest batch was waited for."""
+        """The seconds spent waiting for the latest batch."""
         self.last_read_s = 0.0
-        """As far as it was not read yet, rather than on its way to the devices."""
+        """The part of them in which the batch was still being read, not transferred to the
+        devices."""
         self.failed: DataFolderError | None = None
-        """Why no batch follows those that are ready; known while these are still trained on."""
+        """Why no batch follows those that are ready; set while these are still being trained on."""
 
     def number(self, at: Position) -> int:
-        """Return how many batches come before ``at`` since the start of training."""
+        """Return the number of batches between the start of training and ``at``."""
         return at.epoch * len(self.loader) + at.images_in_epoch // self._batch_size
 
     def after(self, at: Position) -> Position:
-        """Return the position one step, and so one batch, later."""
+        """Return the position one step (one batch) later."""
         batches_done = at.images_in_epoch // self._batch_size + 1
         if batches_done == len(self.loader):
             return Position(at.step + 1, at.epoch + 1, 0)
@@ -142,7 +143,7 @@ class TrainBatches:
         def failed(error: BaseException) -> None:
             if isinstance(error, DataFolderError):
                 self.failed = error
-                print(f"warning: {error}: training stops with a checkpoint", file=sys.stderr)
+                print(f"warning: {error}: saving a checkpoint and stopping", file=sys.stderr)
 
         reading: deque[float] = deque()
 

@@ -1,4 +1,4 @@
-"""The sizes of a model from which the bytes and seconds of a training step are estimated."""
+"""Sizes of a model, for estimating the bytes and seconds of a training step."""
 
 import functools
 import operator
@@ -12,34 +12,34 @@ from training.config import RunConfig
 
 @dataclass(frozen=True)
 class StepSizes:
-    """Sizes of what a step computes with a stack of blocks (``ModelSpec.runs``), as plain numbers:
-    estimates need no model."""
+    """Sizes of what a step computes with a stack of blocks (``ModelSpec.runs``), as plain numbers,
+    so that estimates need no model."""
 
     depth: int
     width: int
     hidden: int
-    """Width of the MLP if it has two matrices. A gated one has three: then that of two matrices
-    with as many values."""
+    """Width of an MLP of two matrices; for a gated MLP, which has three, the width of two matrices
+    with the same number of values."""
     heads: int
     head_dim: int
     tokens: int
-    """Tokens of a sequence, in training."""
+    """Tokens per sequence in training."""
     sequences: int
-    """Sequences of an image: an image is one, or has crops."""
+    """Sequences per image: one, or one per crop."""
     block_parameters: int
     """Parameters of one block."""
     other_parameters: int
-    """Parameters around the blocks, where they count to this run."""
+    """Parameters outside the blocks that are assigned to this run."""
     has_state: bool
-    """The optimizer's state of these parameters, and all averages of them, count to this run."""
+    """Whether the optimizer state and EMA of these parameters are assigned to this run."""
     learns: bool
-    """A backward pass follows; else this is the forward pass of a teacher."""
+    """Whether there is a backward pass; otherwise this is the forward pass of a teacher."""
     outputs: int
-    """Values that the model returns of an image's sequences."""
+    """Values that the model returns per image."""
     pixels: int
-    """Values of a sequence's image or crop."""
+    """Values of the image or crop of a sequence."""
     train_flops: float
-    """FLOPs of one image, as MFU counts them; those of all runs are the model's."""
+    """FLOPs per image, as counted for MFU; the sum over all runs is the model's."""
 
     @property
     def parameters(self) -> int:
@@ -60,9 +60,9 @@ def state_bytes(config: RunConfig) -> int:
 
 @functools.cache
 def step_sizes(model: ModelSpec) -> tuple[StepSizes, ...]:
-    """Return the sizes of all that a step computes: what is estimated of them adds up to it.
+    """Return the sizes of everything that a step computes; estimates for them add up to the step's.
 
-    The state of a stack counts to its first run; that of a teacher, an average, does too.
+    The state of a stack is assigned to its first run, including that of a teacher that is an EMA.
     """
     parameters = {
         stack: sum(p.numel() for block in getattr(model.meta, stack) for p in block.parameters())
@@ -99,5 +99,5 @@ Estimated = TypeVar("Estimated")
 
 
 def summed(estimate: Callable[[StepSizes], Estimated], runs: Iterable[StepSizes]) -> Estimated:
-    """Return the sum of what is estimated of all that a step computes."""
+    """Return the sum of an estimate over everything that a step computes."""
     return functools.reduce(operator.add, map(estimate, runs))

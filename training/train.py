@@ -61,8 +61,8 @@ from training.weights import check_weights
 
 
 def prepare_training(start: Start, run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
-    """Check everything that can be checked without a device; return the run and the body of every
-    process. Raises UsageError."""
+    """Check everything that can be checked without a device; return the run and the function to run
+    in every process. Raises UsageError."""
     parts = StartParts()
     parts.done("imports")
     config, expected_s = run.config, read_expectation(run)
@@ -84,7 +84,7 @@ def prepare_training(start: Start, run: Run) -> tuple[Run, Callable[[Run, Backen
         gram_teacher(run)
     frozen = open_frozen(run, kinds_in_training(config.log))
     parts.done("data")
-    planned = replace(start, weights=None)  # what is sent to other processes holds no tensors
+    planned = replace(start, weights=None)  # no tensors are sent to other processes
     return run, functools.partial(train, planned, initial, data, frozen, expected_s, parts)
 
 
@@ -100,19 +100,19 @@ def train(
 ) -> None:
     """Train on ``backend``, or resume and train; the body of every process.
 
-    ``initial``: trained weights of a new training. ``frozen``: what features are evaluated
-    of. ``expected_s``: the seconds of a step that ``--expect`` names. ``parts``: how long the start
-    has taken so far.
+    ``initial``: trained weights that a new run starts from. ``frozen``: the data that features are
+    evaluated on. ``expected_s``: the seconds per step in the file of ``--expect``. ``parts``: how
+    long the parts of the startup took so far.
 
-    Raises UsageError in all processes if they cannot start; StoppedBySignal or RunFailed if
-    training ends before its last step.
+    Raises UsageError in all processes if training cannot start; StoppedBySignal or RunFailed if it
+    ends before its last step.
     """
     config, is_main = run.config, backend.is_main
     parts.done("devices")
     shared = config.checkpoints.shared_ckpt_dir
     # ``enter_folder`` locks it.
     with FolderLock(run.ckpt_dir, inside=run.log_dir, shared=shared) as lock:
-        # -- agree: what all processes start from, and where in the data
+        # -- agree on what all processes start from, and where in the data
         exchange.check_alike(run, data)
         enter_folder(run.ckpt_dir, lock, is_main=is_main)
         start, local = confirm_start(planned, run, data, backend)
@@ -125,10 +125,10 @@ def train(
         with exchange.failing_together():
             continues = start.kind in ("local", "here")
             history = read_history(run.ckpt_dir, at.step, continues=continues)
-        notes += leave_behind(start, local, run, is_main=is_main)  # last: nothing refuses any more
+        notes += leave_behind(start, local, run, is_main=is_main)  # last: nothing refuses after it
         parts.done("agreed")
 
-        # -- what the loop and its hooks share
+        # -- shared by the loop and its hooks
         reports = Reports(
             run,
             backend,
@@ -157,7 +157,7 @@ def train(
             store_logs=reports.store,
         )
         with session, saver, data_errors_as_usage_errors():
-            # -- model: on the devices, with the values of what is resumed or loaded
+            # -- model: on the devices, with resumed or loaded values
             for line in (*notes, f"data: {data}"):
                 say(line)
             if history.left_out:
@@ -170,11 +170,11 @@ def train(
                 parts.done("loaded")
             _describe(run, session, start, at)
             if loader.workers:
-                say(f"loader processes of each training process: {loader.workers}")
+                say(f"loader processes per training process: {loader.workers}")
             for note in schedule.notes if at.step < last_step else ():
                 say(note)
 
-            # -- hooks: what is done around each step, in this order
+            # -- hooks: called around each step, in this order
             batches = TrainBatches(
                 loader,
                 backend,
@@ -189,7 +189,7 @@ def train(
             hooks: list[loop.Hook] = [profiler, loop.StepLog(session, batches)]
             if schedule.image_sizes:
                 hooks.append(loop.SizeLog(session, batches, schedule.image_sizes))
-            if config.log.save_bad_step:  # before anything stops the run
+            if config.log.save_bad_step:  # before any hook that stops the run
                 hooks.append(SaveBadStep(run, session, saver, batches, schedule, at))
             hooks += [loop.StopCheck(session, batches, saver), saves]
             if local:
@@ -208,25 +208,25 @@ def train(
                     )
                 )
             elif objective.measured:
-                say("there are no validation images: nothing is evaluated")
+                say("no validation images: skipping evaluations")
             hooks += frozen_evaluations(session, run, model, frozen, history.frozen)
 
             # -- train
             with stop, reports.events.training(last_step):
                 if at.step >= last_step:
-                    saver.tidy()  # after a start that was killed after its last checkpoint
+                    saver.tidy()  # if an earlier start was killed after its last checkpoint
                 at = loop.train_loop(session, model, objective, hooks, batches, schedule, at)
                 if stop.exit_code == NOT_FINITE:
                     raise _not_finite(run, session, saver, at.step)
                 if stop.exit_code:
                     saves.save(at, must=True)
-                elif bad_images.excess:  # found with the last step
+                elif bad_images.excess:  # found in the last step
                     stop.exit_code = BAD_IMAGES
             if local and not stop.exit_code:
                 local.remove_all()
             profiler.finish(say)
 
-        # -- end: say how, and exit with the code of that
+        # -- end: report how training ended, and exit with the matching code
         _end(run, session, saver)
 
 
@@ -236,8 +236,8 @@ def _place_model(
     start: Start,
     initial: InitialWeights | None,
 ) -> nn.Module:
-    """Return the sharded model on the devices, with new or loaded values: nothing that costs time
-    where a checkpoint's follow."""
+    """Return the sharded model on the devices, with new or loaded values. If a checkpoint is loaded
+    afterwards, do not spend time on initial values."""
     say = session.reports.say
     initialize = leave_room if start.saved else None
     say(f"model: {run.model.name}, {run.model.parameter_count:,} parameters")
@@ -249,15 +249,16 @@ def _place_model(
 
 
 def _load(saved: SavedRun, run: Run, session: loop.Session, *, is_part: bool) -> None:
-    """Continue with the state of a checkpoint, or of this process's part of a local one."""
+    """Load the state of a checkpoint, or of this process's part of a local one."""
     has_ema = load_state(session.backend, saved.path, is_part=is_part)
     if run.config.averages and not has_ema:
         session.reports.say(
-            "note: the checkpoint has no EMA of the weights: it starts with these weights"
+            "note: the checkpoint has no EMA of the weights: the EMA starts from the current "
+            "weights"
         )
     if has_ema and not run.config.averages:
         session.reports.say(
-            "note: the checkpoint's EMA of the weights is dropped: --model_ema is not given"
+            "note: dropping the checkpoint's EMA of the weights: --model_ema is not set"
         )
 
 
@@ -265,35 +266,35 @@ _STATE = {"optimizer": "optimizer state", "ema": "EMA"}
 
 
 def _describe(run: Run, session: loop.Session, start: Start, at: Position) -> None:
-    """Say what runs on which devices, and from where to where."""
+    """Log what runs on which devices, and from which step to which."""
     backend, say, batch_size = session.backend, session.reports.say, run.config.data.batch_size
     devices, state_bytes = backend.describe(), backend.state_bytes()
     say(devices)
     sizes = [f"{n / 2**20:,.2f} MiB of {_STATE.get(kind, kind)}" for kind, n in state_bytes.items()]
-    say(f"state a device: {', '.join(sizes)}")
+    say(f"state per device: {', '.join(sizes)}")
     if saved := start.saved:
         say(f"resuming {saved.path} at step {at.step}, epoch {at.epoch + 1}")
         before = saved.arguments.get("batch_size")
         if before != batch_size:
             say(
-                f"note: --batch_size was {before} before: the run continues at the same place in "
-                "the data and in the schedule, steps are counted on"
+                f"note: --batch_size was {before} before: training continues at the same position "
+                "in the data and the schedule, with consecutive step numbers"
             )
     if session.last_step <= at.step:
-        say(f"nothing is left to train: step {at.step} is reached")
+        say(f"nothing left to train: step {at.step} is reached")
     else:
         say(f"training to step {session.last_step:,}, global batch {batch_size}")
     session.reports.describe(run, devices, state_bytes)
 
 
 def _not_finite(run: Run, session: loop.Session, saver: CheckpointSaver, step: int) -> RunFailed:
-    """Return the error of a run that ends after ``step`` because its numbers are not finite.
+    """Return the error of a run that ends after ``step`` because its values are not finite.
 
-    If that is the last step its checkpoint is set aside: resumed, it would be taken for a good one.
+    If that is the last step, set its checkpoint aside: otherwise it would be resumed as a good one.
     """
     limit, skipped = session.config.log.max_bad_steps, session.reports.longest_row_skipped
     if limit and skipped >= limit:
-        what = f"{skipped} steps in a row had a loss or gradient norm that is not finite"
+        what = f"{skipped} consecutive steps had a loss or gradient norm that is not finite"
         return not_finite_error(what, saver.newest)
     what = ""
     with exchange.failing_together():
@@ -303,15 +304,15 @@ def _not_finite(run: Run, session: loop.Session, saver: CheckpointSaver, step: i
             if last.exists():
                 aside = choose.set_aside(run.ckpt_dir, [last])
                 what += f", so {last.name} was set aside in {aside}"
-    what = exchange.from_first(what)  # all wait for what was moved
+    what = exchange.from_first(what)  # all processes wait until the checkpoint is moved
     newest = next(reversed(choose.complete_checkpoints(run.ckpt_dir)), None)
     return not_finite_error(what, newest)
 
 
 def _end(run: Run, session: loop.Session, saver: CheckpointSaver) -> None:
-    """Say how training ended.
+    """Report how training ended.
 
-    Raises StoppedBySignal or RunFailed if it was not at the last step.
+    Raises StoppedBySignal or RunFailed if it did not reach the last step.
     """
     newest, exit_code, is_main = saver.newest, session.stop.exit_code, session.backend.is_main
     checkpoints = run.config.checkpoints
@@ -329,21 +330,21 @@ def _end(run: Run, session: loop.Session, saver: CheckpointSaver) -> None:
                 f"{again} resumes there",
                 flush=True,
             )
-        session.backend.barrier()  # torchrun ends all when one has ended
+        session.backend.barrier()  # torchrun terminates all processes when one exits
         raise StoppedBySignal(exit_code)
     if exit_code == NO_BATCH:
         raise RunFailed(
-            "the training images cannot be read any more (the warning says why): "
-            f"{again} resumes {newest}",
+            f"the training images can no longer be read (see the warning above): {again} resumes "
+            f"{newest}",
             NO_BATCH,
         )
     if exit_code == BAD_IMAGES:
         raise RunFailed(
-            f"{session.bad_images.excess}; {run.ckpt_dir / BAD_IMAGES_FILE} lists them: remove it "
-            f"when they are mended; {again} then resumes {newest}",
+            f"{session.bad_images.excess}; {run.ckpt_dir / BAD_IMAGES_FILE} lists them: delete "
+            f"that file when they are fixed; {again} then resumes {newest}",
             BAD_IMAGES,
         )
-    assert not exit_code  # NOT_FINITE and NOT_SAVED have raised where they were found
+    assert not exit_code  # NOT_FINITE and NOT_SAVED were raised where they were found
     if is_main:
         evaluation, plot = session.reports.last_evaluation, session.reports.plot
         figure = "" if evaluation is None else f"{evaluation}, "

@@ -1,4 +1,4 @@
-"""Names of tensors as other programs save them, and which tensors make up each one of timm's.
+"""Map the tensor names of other programs to timm's.
 
 Wrappers of PyTorch, a model inside another one, and Hugging Face's ViT change names, not values.
 """
@@ -37,23 +37,23 @@ _HUGGING_FACE = [
 version 5 (``layers.0``): https://github.com/huggingface/transformers, models/vit and dinov2."""
 
 NAMED = 3
-"""So many names a message lists."""
+"""The number of names that a message lists."""
 
 
 def listed(names: Iterable[str], most: int = NAMED) -> str:
-    """Return the first names in words, and how many there are besides."""
+    """Return the first names as text, and how many more there are."""
     names = sorted(names)
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def timm_names(names: Iterable[str]) -> tuple[dict[str, list[str]], str]:
-    """Return timm's name of each tensor of the model in a file, and what was changed, for the log.
+    """Return timm's names of the model's tensors in a file, and a note for the log on what changed.
 
-    Each has the names in the file whose tensors make it up, one after the other along the first
-    dimension: query, key and value are one tensor in timm. Names that are timm's stay; where the
-    model has a path before its names (``backbone.``), what is outside of it is left out, except for
-    a head beside it. Raises ValueError if two models, or two tensors of one name, are in the file.
+    Each name maps to the names in the file whose tensors, concatenated along the first dimension,
+    form it: query, key and value are one tensor in timm. Names that are already timm's stay. If the
+    model's names have a prefix (``backbone.``), tensors without it are left out, except for a head
+    next to it. Raises ValueError if the file has two models, or two tensors for one name.
     """
     names, notes, left_out = list(names), [], []
     is_hugging_face = any(_HUGGING_FACE_PATCHES in name for name in names)
@@ -74,7 +74,7 @@ def timm_names(names: Iterable[str]) -> tuple[dict[str, list[str]], str]:
         if is_hugging_face and plain.rpartition(".")[0].endswith(".attn.qkv"):
             parts.sort(key=_place_in_qkv)
         elif len(parts) > 1:
-            raise ValueError(f"{parts[0]} and {parts[1]} would both be {plain}")
+            raise ValueError(f"{parts[0]} and {parts[1]} both map to {plain}")
     if wrappers:
         notes.append(f"{', '.join(wrappers)} removed from names")
     if is_hugging_face:
@@ -106,17 +106,17 @@ def _place_in_qkv(name: str) -> int:
 
 
 def _prefix_of(prefixes: set[str]) -> str:
-    """Return the path of the model in a file, of those that are found there.
+    """Return the prefix of the model, from those found in a file.
 
-    Of a student and its teacher it is the teacher, as DINO evaluates it. Raises ValueError if
-    there are several.
+    Given a student and its teacher, it is the teacher's, which DINO evaluates. Raises ValueError if
+    the choice is ambiguous.
     """
     if len(prefixes) > 1 and "" not in prefixes:
         teachers = {prefix for prefix in prefixes if "teacher" in prefix.split(".")}
         if len(teachers) != 1:
             raise ValueError(
-                f"it holds several models, {', '.join(sorted(prefixes))}: save the state dict of "
-                "the one that is meant in a file of its own"
+                f"it contains several models, {', '.join(sorted(prefixes))}: save the state dict "
+                "of the one that you want to a separate file"
             )
         prefixes = teachers
     return "" if "" in prefixes else next(iter(prefixes), "")

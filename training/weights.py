@@ -1,7 +1,7 @@
 """Trained weights: find them, read them, and return the preprocessing that they were trained with.
 
-They are in a checkpoint folder, or in a file of any program: of torch.save, or .safetensors; in a
-folder, or on the Hub (``training/hub.py``).
+They are in a checkpoint folder, or in a torch.save or .safetensors file of any program, local or on
+the Hub (``training/hub.py``).
 """
 
 import argparse
@@ -56,49 +56,49 @@ from training.resolve import model_of, with_preprocessing
 from training.schedule import Position
 from training.weight_names import timm_names
 
-_REMEDY = "give the model flags it was trained with"
+_REMEDY = "use the model flags that it was trained with"
 
 
 def remedy(here: Collection[str], there: Collection[str], otherwise: str) -> str:
-    """Return what to do about weights whose names, ``there``, are not the model's, ``here``.
+    """Return advice for weights whose names (``there``) are not the model's (``here``).
 
-    ``otherwise``: what to do where most names agree.
+    ``otherwise``: the advice if most names agree.
     """
     others = [name for name in there if name not in here]
     if 2 * (len(there) - len(others)) >= min(len(here), len(there)):
         return otherwise
     return (
-        f"its names are not timm's, such as {others[0]}: let timm read the file (timm.create_model("
-        "NAME, checkpoint_path=FILE)), and save the model's state_dict()"
+        f"its parameter names are not timm's (such as {others[0]}): load the file with "
+        "timm.create_model(NAME, checkpoint_path=FILE), and save the model's state_dict()"
     )
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights that were found: names and shapes are known, the values not yet read."""
+    """Weights that were found: names and shapes are known, values are not read yet."""
 
     path: Path
     run: SavedRun | None
     """The run that made them, as the checkpoint describes it; None for a bare state dict."""
     tensors: Mapping[str, torch.Tensor] | None
-    """By timm's names, memory-mapped from the files; None for a checkpoint folder, read by DCP."""
+    """By timm's names, memory-mapped from the files; None for a folder, which DCP reads."""
     note: str = ""
     """One line for the user about how they are used."""
     kind: str = checkpoint.WEIGHTS
-    """WEIGHTS, or EMA: the moving average that a folder has."""
+    """WEIGHTS, or EMA for the EMA in a folder."""
     preprocessing: Mapping[str, Any] = field(default_factory=dict)
-    """What a checkpoint of timm's trainer says of it, by timm's names."""
+    """The preprocessing recorded in a checkpoint of timm's training script, by timm's names."""
     name: str = ""
-    """What a flag named them by; of weights on the Hub with their commit."""
+    """The name that the flag gave; for weights on the Hub, with the commit."""
 
     @property
     def classes(self) -> list[str] | None:
-        """The names of the classes that they were trained on, by label; None: not known."""
+        """The names of the classes that they were trained on, by label; None: unknown."""
         return self.run.classes if self.run else None
 
     @functools.cached_property
     def description(self) -> Mapping[str, Any]:
-        """The content of ``config.json`` beside files of another program, as timm and transformers
+        """The content of ``config.json`` next to files of another program, as timm and transformers
         write it; {} without one."""
         return {} if self.run else self._json_beside(CONFIG_FILE)
 
@@ -111,8 +111,8 @@ class Weights:
 
     @property
     def class_names(self) -> list[str] | None:
-        """What to call the classes, by label: ``classes``, else the names that ``description`` has,
-        which may be no folders' names; None: not known."""
+        """Display names of the classes, by label: ``classes``, else the names in ``description``,
+        which may not be names of folders; None: unknown."""
         if self.run:
             return self.run.classes
         names, trained = self.description.get("label_names"), self.description.get("pretrained_cfg")
@@ -125,27 +125,27 @@ class Weights:
 
     @property
     def class_count(self) -> int | None:
-        """How many classes ``description`` says that the head has; None: it does not say."""
+        """The number of classes of the head according to ``description``; None: unknown."""
         count = self.description.get("num_classes")
         return count if isinstance(count, int) and count > 0 else len(self._id2label) or None
 
     @property
     def _id2label(self) -> Mapping[str, Any]:
-        """transformers' names of classes by label; {} without a head."""
+        """The class names of transformers, by label; {} without a head."""
         kinds, by_label = (self.description.get(name) for name in ("architectures", "id2label"))
         has_head = "ForImageClassification" in str(kinds)
         return by_label if has_head and isinstance(by_label, Mapping) else {}
 
     def classes_among(self, folders: list[str] | None) -> list[str] | None:
-        """Return the names of the classes by label if they can be compared with those of
-        ``folders``: ``classes``, or names that another program gave the same folders."""
+        """Return the names of the classes by label, if they can be compared with ``folders``:
+        ``classes``, or names that another program gave to the same folders."""
         names = None if self.run else self.class_names
         if names and folders and sorted(names) == sorted(folders):
             return names
         return self.classes
 
     def check_fits(self, model: ModelSpec) -> None:
-        """Raises UsageError naming the first tensor that is not one of the model's."""
+        """Raise UsageError naming the first tensor that does not match the model."""
         found = self.shapes()
         wanted = model.meta.state_dict()
         advice = remedy(wanted, found, _REMEDY)
@@ -155,10 +155,10 @@ class Weights:
             there, here = tuple(found.pop(name)), tuple(tensor.shape)
             if there != here:
                 raise UsageError(
-                    f"{name} is {there} in {self.path}, {here} in the model: {_REMEDY}"
+                    f"{name} has shape {there} in {self.path}, {here} in the model: {_REMEDY}"
                 )
         for name in found:
-            raise UsageError(f"{self.path} has {name}, which the model has not: {advice}")
+            raise UsageError(f"{self.path} has {name}, which the model does not have: {advice}")
 
     def shapes(self) -> dict[str, torch.Size]:
         """Return the shape of each tensor by its name. Raises UsageError for a damaged folder."""
@@ -176,7 +176,7 @@ class Weights:
         return found
 
     def initialize(self, module: nn.Module, name: str) -> None:
-        """Allocate on CPU what is on meta below ``module``, with the file's values.
+        """Allocate on the CPU what is on meta below ``module``, with the values of the file.
 
         A folder's values come later, by ``load_state``. ``name`` is the module's name in the
         model; an ``InitializeModule``.
@@ -187,7 +187,7 @@ class Weights:
 
     @torch.no_grad()
     def fill(self, module: nn.Module, name: str) -> None:
-        """As ``initialize``, but with a folder's values, too: in memory are only the module's."""
+        """Like ``initialize``, but also with a folder's values; only the module's are in memory."""
         own = {
             key: parameter
             for full_name, part in allocate(module, name)
@@ -199,7 +199,7 @@ class Weights:
     def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Return these tensors, whole on the CPU, by name.
 
-        A file's are mapped, and must not be changed; a folder's are read, in fp32.
+        Tensors of a file are mapped and must not be changed; those of a folder are read in fp32.
         """
         if self.tensors is not None:
             return {name: self.tensors[name] for name in names}
@@ -218,14 +218,14 @@ def find_weights(
     ckpt_dir: Path, resume: str, resume_epoch: int, *, use_ema: bool = False
 ) -> Weights:
     """Return the weights that ``--resume`` (a folder or a file) and ``--resume_epoch`` name, or
-    their moving average. Raises UsageError if there is no such thing, or if it cannot be read."""
+    their EMA. Raises UsageError if they do not exist or cannot be read."""
     if resume == "none":
-        raise UsageError("--resume none: a trained model is needed, give --resume PATH")
+        raise UsageError("--resume none: a trained model is required, use --resume PATH")
     if resume != "auto" and resume not in BEST and not resume_epoch:
         return weights_named(resume, "--resume", use_ema=use_ema)
     found = named_candidates(ckpt_dir, resume, resume_epoch)
     if not found.paths:
-        raise UsageError(f"--ckpt_dir {ckpt_dir} holds no checkpoint: give one, --resume PATH")
+        raise UsageError(f"--ckpt_dir {ckpt_dir} has no checkpoint: use --resume PATH")
     return _first_of(found, use_ema)
 
 
@@ -237,7 +237,7 @@ def _first_of(candidates: Candidates, use_ema: bool) -> Weights:
 
 
 def weights_named(name: str, flag: str, *, use_ema: bool = False) -> Weights:
-    """Return the weights that ``flag`` names, on the Hub or as ``weights_in`` finds them. Raises
+    """Return the weights that ``flag`` names, on the Hub or found by ``weights_in``. Raises
     UsageError."""
     path = folder_at(name)
     if is_on_hub(name):
@@ -248,16 +248,19 @@ def weights_named(name: str, flag: str, *, use_ema: bool = False) -> Weights:
 def weights_in(path: Path, flag: str, *, use_ema: bool = False) -> Weights:
     """Return the weights in a checkpoint, in the newest one of a run's folder, or in files.
 
-    ``use_ema``: their moving average. Raises UsageError, naming ``flag``, if there is no such
-    thing, or if it cannot be read.
+    ``use_ema``: their EMA. Raises UsageError, naming ``flag``, if they do not exist or cannot be
+    read.
     """
     with checkpoint.readable(path):
         if path.is_file():
             if is_url(path):
-                raise UsageError(f"{flag} {path}: copy that file to this machine, and name it here")
+                raise UsageError(
+                    f"{flag} {path}: a single file cannot be read from a URL: copy it to this "
+                    "machine, and pass its path"
+                )
             return load_file_of_weights(path, use_ema=use_ema)
         if not path.is_dir():
-            raise UsageError(f"{flag} {path}: there is no such checkpoint, folder or file")
+            raise UsageError(f"{flag} {path}: no such checkpoint, folder or file")
         if files := safetensors_files(path):
             return _load_safetensors(path, files, use_ema)
         has_metadata = (path / checkpoint.METADATA).is_file()
@@ -273,19 +276,20 @@ def weights_in(path: Path, flag: str, *, use_ema: bool = False) -> Weights:
 def no_ema(path: Path) -> UsageError:
     """Return the error for weights without an EMA."""
     return UsageError(
-        f"{path} has no EMA of the weights: give one of a run with --model_ema, or drop --use_ema"
+        f"{path} has no EMA of the weights: use a checkpoint of a run with --model_ema, or drop "
+        "--use_ema"
     )
 
 
 def load_file_of_weights(path: Path, *, use_ema: bool = False) -> Weights:
-    """Return the weights in one file, mapped from it, or their moving average. Raises UsageError if
-    it cannot be read, or has none."""
+    """Return the weights in a file, or their EMA, mapped from it. Raises UsageError if the file
+    cannot be read or does not contain them."""
     with checkpoint.readable(path):
         if path.suffix == ".safetensors":
             return _load_safetensors(path, [path], use_ema)
         content = load_tensors(path)
         if not isinstance(content, Mapping):
-            raise ValueError(f"it holds no state dict: {_SAVE}")
+            raise ValueError(f"it contains no state dict: {_SAVE}")
         training, run = content.get("training"), None
         if isinstance(training, Mapping) and "arguments" in training:
             run = checkpoint.saved_run(path, training)
@@ -320,17 +324,19 @@ def _of_tensors(path: Path, run: SavedRun | None, tensors: Mapping[str, torch.Te
 
 
 def check_is_content(path: Path) -> None:
-    """Raise ValueError for a file that Git left in place of a large one."""
+    """Raise ValueError for a Git LFS pointer, which stands for a large file."""
     with path.open("rb") as file:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-            raise ValueError("it is a Git LFS pointer: get the file itself with `git lfs pull`")
+            raise ValueError(
+                "it is a Git LFS pointer: download the file itself with `git lfs pull`"
+            )
 
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 class _Ignored(dict):
-    """Stands for an object that is no tensor, and for the function that would make it."""
+    """Stands for an object that is not a tensor, and for the function that would create it."""
 
     def __new__(cls, *args: Any) -> "_Ignored":
         return super().__new__(cls)
@@ -345,35 +351,35 @@ class _Ignored(dict):
 def load_tensors(path: Path) -> Any:
     """Return what torch.save wrote, mapped from the file.
 
-    Only tensors, what PyTorch trusts and ``argparse.Namespace`` are loaded. The rest, such as a
-    NumPy number, is left empty: none of its code runs. Raises ValueError for what is no such file.
+    Loads only tensors, types that PyTorch trusts and ``argparse.Namespace``. Other objects, such as
+    NumPy scalars, are left empty, and none of their code runs. Raises ValueError for other files.
     """
     check_is_content(path)
-    mapped = zipfile.is_zipfile(path)  # files from before PyTorch 1.6 are not, and are read
+    mapped = zipfile.is_zipfile(path)  # files from before PyTorch 1.6 cannot be mapped
     ignored: list[Any] = []
     while True:
         try:
             with torch.serialization.safe_globals([argparse.Namespace, *ignored]):
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-        except pickle.UnpicklingError as error:  # whose text advises to load it unsafely
+        except pickle.UnpicklingError as error:  # its text recommends loading the file unsafely
             foreign = re.search(r"GLOBAL (\S+)", str(error))
             known = [name for _, name in ignored]
             if foreign and foreign[1] not in known and len(known) < _MOST_IGNORED:
                 ignored.append((type("Ignored", (_Ignored,), {}), foreign[1]))
             elif foreign:
                 raise ValueError(
-                    f"only tensors are loaded, it holds {foreign[1]}: {_SAVE}"
+                    f"only tensors are loaded, but it contains {foreign[1]}: {_SAVE}"
                 ) from None
             else:
-                raise ValueError("it is not a file of torch.save") from None
+                raise ValueError("it was not written by torch.save") from None
 
 
 _MOST_IGNORED = 100
-_SAVE = "save the weights alone, by torch.save(model.state_dict(), FILE)"
+_SAVE = "save only the weights, with torch.save(model.state_dict(), FILE)"
 
 
 _EMA_KEYS = (checkpoint.EMA, "state_dict_ema", "model_ema")
-"""The EMA's name in a file that ``dcp_to_torch`` made of a checkpoint, and in timm's files."""
+"""The name of the EMA in files made by ``dcp_to_torch`` and by timm."""
 
 
 def ema_of(path: Path, content: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -387,7 +393,7 @@ def ema_of(path: Path, content: Mapping[str, Any]) -> Mapping[str, Any]:
 def state_dict_of(content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the model's part of a file's content, under the names there.
 
-    Names from several state dicts, of a student and a teacher for example, start with its key.
+    Names from several state dicts, e.g. of a student and a teacher, start with the dict's key.
     """
     inside = [content.get(key) for key in ("model", "state_dict")]
     dicts = {
@@ -403,7 +409,7 @@ def state_dict_of(content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         }
     tensors = {name: value for name, value in content.items() if _is_tensor(value)}
     if not tensors or len(tensors) < len(content):
-        raise ValueError(f"it holds no state dict of tensors: {_SAVE}")
+        raise ValueError(f"it contains no state dict of tensors: {_SAVE}")
     return tensors
 
 
@@ -417,12 +423,12 @@ def _is_tensor(value: Any) -> bool:
 # ``model.safetensors.index.json`` lists.
 
 _RUN = "training"
-"""The entry of a file's metadata with what our checkpoints call ``training.*``, as JSON."""
+"""The metadata entry with what our checkpoints store as ``training.*``, as JSON."""
 
 
 def safetensors_files(path: Path) -> list[Path]:
-    """Return a model's files that ``path`` names; none if it is no such file or folder. Raises
-    ValueError for an index that names no files of its folder."""
+    """Return the .safetensors files that ``path`` names; [] if it is not such a file or folder.
+    Raises ValueError for an index that does not list files in its folder."""
     if path.is_file():
         return [path] if path.suffix == ".safetensors" else []
     if (path / INDEX).is_file():
@@ -432,13 +438,13 @@ def safetensors_files(path: Path) -> list[Path]:
             raise ValueError(f"{INDEX} has no weight_map")
         for name in named.values():
             if not isinstance(name, str) or Path(name).name != name:
-                raise ValueError(f"{INDEX} names {name!r}, which is not a file of the folder")
+                raise ValueError(f"{INDEX} lists {name!r}, which is not a file in its folder")
         return [path / name for name in sorted(set(named.values()))]
     return [path / ONE_FILE] if (path / ONE_FILE).is_file() else []
 
 
 def metadata_of(file: Path) -> dict[str, str]:
-    """Return the strings that a file has beside its tensors. Raises anything if it is damaged."""
+    """Return the metadata strings of a file. Raises any exception if it is damaged."""
     with safe_open(file, framework="pt") as opened:
         return opened.metadata() or {}
 
@@ -451,7 +457,7 @@ def run_as_metadata(run: SavedRun) -> dict[str, str]:
 
 def run_in_metadata(path: Path, metadata: Mapping[str, str]) -> SavedRun | None:
     """Return the run that ``run_as_metadata`` wrote; None if another program wrote the file. Raises
-    anything if it is damaged."""
+    any exception if it is damaged."""
     if _RUN not in metadata:
         return None
     try:
@@ -465,9 +471,9 @@ def run_in_metadata(path: Path, metadata: Mapping[str, str]) -> SavedRun | None:
 
 
 def check_weights(weights: Weights, *, verify: bool) -> None:
-    """Compare a checkpoint's files with its manifest, each process its share of them.
+    """Compare a checkpoint's files with its manifest; each process checks its share of them.
 
-    Without ``verify`` only check that all processes see the same. Raises UsageError in all of them.
+    Without ``verify``, only check that all processes see the same one. Raises UsageError in all.
     """
     path, problem = weights.path, None
     if weights.tensors is not None:
@@ -479,7 +485,7 @@ def check_weights(weights: Weights, *, verify: bool) -> None:
             problem = checkpoint.damage(path)
     if problem:
         raise UsageError(
-            f"{path} is damaged ({problem}): name another one, or use it as it is with "
+            f"{path} is damaged ({problem}): use another one, or use it unverified with "
             "--no_verify_checkpoint",
             agreed=weights.run is not None,
         )
@@ -493,8 +499,7 @@ _RESAMPLING = dict(enumerate(("nearest", "lanczos", "bilinear", "bicubic", "box"
 
 
 def _of_transformers(weights: Weights) -> dict[str, Any]:
-    """Return the preprocessing that transformers has written beside the weights, by timm's
-    names."""
+    """Return the preprocessing that transformers saved next to the weights, by timm's names."""
     content = weights._json_beside(PREPROCESSOR_FILE)
     values = {"mean": content.get("image_mean"), "std": content.get("image_std")}
     if (resampling := content.get("resample")) in _RESAMPLING:
@@ -510,18 +515,18 @@ def _of_transformers(weights: Weights) -> dict[str, Any]:
 
 
 def with_preprocessing_of(weights: Weights, config: RunConfig) -> tuple[Weights, RunConfig]:
-    """Return the configuration with the preprocessing of these weights where no flags were given,
+    """Return the configuration with the preprocessing of these weights, except where flags are set,
     and the weights with a note about it.
 
-    Weights of another program: as their file says, else as timm has it for the model, else that of
-    new weights. Raises UsageError if they have invalid values.
+    For weights of another program, it is what their file says, else what timm has for the model,
+    else that of new weights. Raises UsageError for invalid values.
     """
     if weights.run:
         return weights, with_saved_preprocessing(config, weights.run)
     path, source = weights.path, weights.name or str(weights.path)
     trained_with: Mapping[str, Any] | None = weights.preprocessing
-    # timm's ``pretrained_cfg`` in the metadata of .safetensors files or beside them, or what
-    # transformers has beside them.
+    # timm's ``pretrained_cfg`` in the metadata of .safetensors files or next to them, or what
+    # transformers saved next to them.
     about: list[Any] = [weights.description, _of_transformers(weights)]
     if files := safetensors_files(path):
         with contextlib.suppress(ValueError):
@@ -538,5 +543,5 @@ def with_preprocessing_of(weights: Weights, config: RunConfig) -> tuple[Weights,
     if trained_with is None:
         return weights, with_preprocessing(config, Preprocessing())
     config = with_preprocessing(config, preprocessing_of(trained_with, path))
-    note = f"preprocessing: {config.data.preprocessing} (as {source} has it)"
+    note = f"preprocessing: {config.data.preprocessing} (from {source})"
     return replace(weights, note="; ".join(filter(None, [weights.note, note]))), config

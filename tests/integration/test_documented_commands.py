@@ -127,7 +127,7 @@ RUN: dict[str, Run] = {
     ),
     "python3 run_vit_training.py --eval_only --knn": Run(
         (
-            r"^k-NN on val: [\d.]+ % \(k 10\), .* of 359 images, by 1,438 of train$",
+            r"^k-NN on val: [\d.]+ % \(k 10\), .* of 359 images, compared with 1,438 of train$",
             r"^linear probe on val: [\d.]+ % of 359 images, trained on 1,438 of train, best with ",
         ),
         trained=True,
@@ -193,7 +193,7 @@ RUN: dict[str, Run] = {
             ),
             r"\| megatron \| 4 \| --fsdp megatron requires CUDA: on the CPU use --fsdp fsdp2 \|",
             r"\| te \| 4 \| --block te: TransformerEngine is not installed",
-            r"\| te\+fp8 \| 4 \| --fp8 delayed requires --precision bf16, this is fp32",
+            r"\| te\+fp8 \| 4 \| --fp8 delayed requires --precision bf16, not fp32",
         ),
         leaves=("cpu.json", "cpu.png"),
         long=True,

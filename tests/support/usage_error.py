@@ -17,7 +17,7 @@ def told_in_one_line(capsys, *flags: object) -> str:
     assert output.out == ""
     (line,) = output.err.splitlines()
     assert line.startswith("run_vit_training.py: error: ")
-    if " requires --backend xla, this is cuda" in line:  # which it is where there is no torch_xla
+    if " requires --backend xla, " in line:  # which it is where there is no torch_xla
         need_xla()
     assert sys.modules.get("torch_xla") is None
     return line.removeprefix("run_vit_training.py: error: ")

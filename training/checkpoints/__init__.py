@@ -1,1 +1,1 @@
-"""Checkpoint folders: what is in them, how they are read safely, which are resumed and removed."""
+"""Checkpoint folders: their format, safe reading, and which ones to resume or remove."""

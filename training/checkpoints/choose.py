@@ -1,4 +1,4 @@
-"""The checkpoints in a run's folder: which one to resume, which ones to remove or set aside."""
+"""Choose which checkpoints in a run's folder to resume, remove or set aside."""
 
 import itertools
 import os
@@ -34,28 +34,28 @@ BEST: dict[str, Callable[[dict[str, Any]], float]] = {
     "best": score,
     "lowest_loss": lambda record: -decisive(record, "val_loss"),
 }
-"""What ``--resume`` can choose evaluations by: the highest is the best."""
+"""The criteria by which ``--resume`` can choose evaluations; higher is better."""
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """The checkpoints that may be resumed, in the order in which they are tried."""
+    """The checkpoints that may be resumed, in the order in which to try them."""
 
     paths: list[Path]
     passed_over: tuple[str, ...] = ()
-    """Why newer checkpoints are not resumed, a line each."""
+    """Why newer checkpoints are not resumed, one line each."""
     explicit: bool = True
-    """Whether a flag names this one, so that no other will do."""
+    """Whether a flag names this checkpoint, so that no other may replace it."""
 
 
 class AllDamaged(UsageError):
-    """Raised if a run has checkpoints, and none of them can be read."""
+    """Raised if a run has checkpoints but none of them can be read."""
 
     def __init__(self, passed_over: Sequence[str], *, agreed: bool = False) -> None:
-        """``passed_over``: what is wrong with each checkpoint, the newest first."""
+        """``passed_over``: what is wrong with each checkpoint, newest first."""
         super().__init__(
-            f"{passed_over[0]}, and all others are damaged, too: --resume another one, or choose "
-            "another --ckpt_dir to start a new run",
+            f"{passed_over[0]}, and so are all older checkpoints: use --resume with another one, "
+            "or another --ckpt_dir to start a new run",
             agreed=agreed,
         )
         self.passed_over = tuple(passed_over)
@@ -71,7 +71,7 @@ def folder_of(ckpt_dir: Path, step: int) -> Path:
 
 
 def step_folders(ckpt_dir: Path) -> list[Path]:
-    """Return everything in a run's folder with the name of a checkpoint, by its step."""
+    """Return everything in a run's folder that has a checkpoint's name, sorted by step."""
     if not ckpt_dir.is_dir():
         return []
     return sorted((path for path in ckpt_dir.iterdir() if _NAME.fullmatch(path.name)), key=step_of)
@@ -83,9 +83,9 @@ def complete_checkpoints(ckpt_dir: Path) -> list[Path]:
 
 
 def checkpoint_around(folder: Path) -> Path | None:
-    """Return the checkpoint that a folder is, or is in at any depth; None if there is none.
+    """Return the checkpoint that a folder is, or is inside of at any depth; None if there is none.
 
-    It is recognized by DCP's metadata, or by its name in a run's folder: it may be incomplete.
+    Recognized by DCP's metadata, or by its name in a run's folder, as it may be incomplete.
     """
     outer = folder.resolve()
     while outer.name:
@@ -98,10 +98,10 @@ def checkpoint_around(folder: Path) -> Path | None:
 
 
 def is_restart(ckpt_dir: Path) -> bool:
-    """Return True if this job has started in this folder before, and is started again.
+    """Return True if this job has started in this folder before and is being restarted.
 
-    The launchers set a job's name, the same over its restarts; ``run.json`` has it. Raises
-    OSError if that cannot be reached.
+    Launchers set a job name that stays the same across restarts; ``run.json`` records it. Raises
+    OSError if that file cannot be reached.
     """
     job = os.environ.get("RUN_JOB_ID")
     try:
@@ -113,12 +113,12 @@ def is_restart(ckpt_dir: Path) -> bool:
 
 
 def check_folders(checkpoints: CheckpointConfig) -> None:
-    """Raise UsageError for a ``--ckpt_dir`` or ``--local_ckpt_dir`` that cannot be a run's."""
+    """Raise UsageError for a ``--ckpt_dir`` or ``--local_ckpt_dir`` that a run cannot use."""
     folder = folder_at(checkpoints.ckpt_dir)
     try:
         if outer := checkpoint_around(folder):
             raise UsageError(
-                f"--ckpt_dir {folder} is inside of the checkpoint {outer.name}: give the run's "
+                f"--ckpt_dir {folder} is inside the checkpoint {outer.name}: use the run's "
                 f"folder, {outer.parent}, or another one"
             )
         check_folder_writable(folder)
@@ -129,20 +129,24 @@ def check_folders(checkpoints: CheckpointConfig) -> None:
     if (local := checkpoints.local_ckpt_dir) is None:
         return
     if is_url(folder_at(local)):
-        raise UsageError(f"--local_ckpt_dir {local} is a URL: give a folder on each host's disk")
+        raise UsageError(
+            f"--local_ckpt_dir {local} is a URL: use a folder on the local disk of each host"
+        )
     if Path(local).resolve() == Path(folder).resolve():
-        raise UsageError(f"--local_ckpt_dir {local} is --ckpt_dir: give another folder")
+        raise UsageError(
+            f"--local_ckpt_dir {local} is the same folder as --ckpt_dir: use another one"
+        )
     check_folder_writable(Path(local), "--local_ckpt_dir")
     if Path(local).exists():
         check_own(Path(local), "--local_ckpt_dir")
 
 
 def find_checkpoint(checkpoints: CheckpointConfig) -> tuple[SavedRun | None, Candidates]:
-    """Return the checkpoint that the flags name (cases 2 and 3 of ``training/start.py``), and all
+    """Return the checkpoint that the flags name (cases 2 and 3 of ``training/start.py``), and those
     that may replace it.
 
-    If all are damaged, but steps of ``--local_ckpt_dir`` count, return no checkpoint and no
-    candidates but the reasons: a local step may still be found.
+    If all are damaged but steps of ``--local_ckpt_dir`` may be resumed, return only the reasons: a
+    local step may still be found.
     """
     folder = folder_at(checkpoints.ckpt_dir)
     try:
@@ -155,20 +159,20 @@ def find_checkpoint(checkpoints: CheckpointConfig) -> tuple[SavedRun | None, Can
 
 
 def resumes_newest(checkpoints: CheckpointConfig) -> bool:
-    """Return True if the newest step of the run is asked for, wherever it is saved."""
+    """Return True if the newest step of the run should be resumed, wherever it is saved."""
     is_auto = checkpoints.resume == "auto" and not checkpoints.resume_epoch
     return is_auto or is_restart(folder_at(checkpoints.ckpt_dir))
 
 
 def named_candidates(ckpt_dir: Path, resume: str, resume_epoch: int) -> Candidates:
-    """Return the checkpoints that ``--resume`` and ``--resume_epoch`` name, none for a new run.
+    """Return the checkpoints that ``--resume`` and ``--resume_epoch`` select; none for a new run.
 
-    Looks at names and sizes; whoever resumes one reads its content. Raises UsageError.
+    Checks only names and sizes; the content is checked when one is resumed. Raises UsageError.
     """
     with checkpoint.readable(ckpt_dir, "--ckpt_dir"):
         existing = complete_checkpoints(ckpt_dir)
         if existing and is_restart(ckpt_dir):
-            resume, resume_epoch = "auto", 0  # what the job has done since is not to be lost
+            resume, resume_epoch = "auto", 0  # do not lose what the job has done since
         if resume_epoch:
             for path in reversed(existing):
                 if checkpoint.quick_problem(path) is None:
@@ -176,13 +180,14 @@ def named_candidates(ckpt_dir: Path, resume: str, resume_epoch: int) -> Candidat
                     if (position.epoch, position.images_in_epoch) == (resume_epoch, 0):
                         return Candidates([path])
             raise UsageError(
-                f"--resume_epoch {resume_epoch}: {ckpt_dir} has no checkpoint of that epoch's end"
+                f"--resume_epoch {resume_epoch}: {ckpt_dir} has no checkpoint from the end of "
+                "that epoch"
             )
         if resume == "none":
             if existing:
                 raise UsageError(
-                    f"--resume none, but {ckpt_dir} holds {existing[-1].name} of an earlier run: "
-                    "choose another --ckpt_dir, or remove its step_* folders"
+                    f"--resume none, but {ckpt_dir} contains {existing[-1].name} of an earlier "
+                    "run: choose another --ckpt_dir, or remove its step_* folders"
                 )
             return Candidates([])
         if resume == "auto":
@@ -198,13 +203,15 @@ def named_candidates(ckpt_dir: Path, resume: str, resume_epoch: int) -> Candidat
     with checkpoint.readable(path):
         if not path.is_dir():
             if path.is_file() or is_on_hub(resume):
-                raise UsageError(f"--resume {resume} is weights alone: give it to --init_from")
-            raise UsageError(f"--resume {resume}: there is no such checkpoint folder")
+                raise UsageError(
+                    f"--resume {resume} contains only weights: use --init_from instead"
+                )
+            raise UsageError(f"--resume {resume}: no such checkpoint folder")
         return candidates_in(path)
 
 
 def candidates_in(path: Path) -> Candidates:
-    """Return the checkpoint ``path``, or those of the run whose --ckpt_dir it is, the newest first.
+    """Return the checkpoint ``path``, or those of the run whose --ckpt_dir it is, newest first.
 
     Raises UsageError if it is neither.
     """
@@ -227,7 +234,7 @@ def _newest_first(existing: list[Path]) -> Candidates:
 
 
 def _only(path: Path) -> Candidates:
-    """Return ``path`` as the one candidate. Raises UsageError unless it is a complete checkpoint,
+    """Return ``path`` as the only candidate. Raises UsageError unless it is a complete checkpoint
     whose files have the right sizes."""
     if not checkpoint.is_complete(path):
         started = any(
@@ -235,7 +242,7 @@ def _only(path: Path) -> Candidates:
             for file in path.iterdir()
         )
         if not started and not step_folders(path):
-            raise UsageError(f"{path} is neither a checkpoint nor the folder of a run that has one")
+            raise UsageError(f"{path} is neither a checkpoint nor a run's folder with a checkpoint")
         raise UsageError(f"checkpoint {path} is incomplete")
     if problem := checkpoint.quick_problem(path):
         raise UsageError(f"cannot read the checkpoint {path}: {problem}")
@@ -243,7 +250,7 @@ def _only(path: Path) -> Candidates:
 
 
 def first_readable(candidates: Candidates) -> tuple[SavedRun | None, Candidates]:
-    """Return the first candidate whose description can be read, and what is left of the candidates.
+    """Return the first candidate whose description can be read, and the remaining candidates.
 
     Raises UsageError if there are candidates and none can be read, or if one cannot be reached.
     """
@@ -253,7 +260,7 @@ def first_readable(candidates: Candidates) -> tuple[SavedRun | None, Candidates]
             saved, left = checkpoint.read_saved_run(path), candidates.paths[number:]
             return saved, replace(candidates, paths=left, passed_over=tuple(passed_over))
         except checkpoint.Unreachable:
-            raise  # an older one must not take the place of one that may be undamaged
+            raise  # it may be undamaged: do not resume an older one instead
         except UsageError as error:
             passed_over.append(str(error))
     if candidates.paths:
@@ -262,10 +269,11 @@ def first_readable(candidates: Candidates) -> tuple[SavedRun | None, Candidates]
 
 
 def damage_for_all(path: Path, *, verify: bool) -> str | None:
-    """Return what is wrong with a checkpoint's files, None: nothing; the same in all processes.
+    """Return what is wrong with a checkpoint's files, None if nothing; the same in all processes.
 
-    With ``verify`` they are compared with the manifest, each process its share of them. Raises
-    UsageError in all processes if two of them do not see the same checkpoint. All must call it.
+    With ``verify``, compare the files with the manifest; each process checks its share. Raises
+    UsageError in all processes if two of them do not see the same checkpoint. All processes must
+    call it.
     """
     seen = None
     with exchange.failing_together():
@@ -277,8 +285,8 @@ def damage_for_all(path: Path, *, verify: bool) -> str | None:
     for number, (other, host) in enumerate(hosts):
         if other != hosts[0][0]:
             raise UsageError(
-                f"{exchange.name(number, host)} does not see the checkpoint {path} that the "
-                "first process is about to resume: give a folder that all nodes share",
+                f"{exchange.name(number, host)} does not see the checkpoint {path} that the first "
+                "process is about to resume: use a folder that all nodes share",
                 agreed=True,
             )
     problem = None
@@ -295,10 +303,9 @@ def damage_for_all(path: Path, *, verify: bool) -> str | None:
 
 
 def clear(folder: Path) -> None:
-    """Make an empty folder for a checkpoint, without what an interrupted one left. Raises OSError.
+    """Make an empty folder for a checkpoint; remove what an interrupted one left. Raises OSError.
 
-    Files that a bucket does not remove stay: those of the same name are overwritten, and the
-    manifest names no others.
+    Files that a bucket refuses to remove stay: they are overwritten, or not listed in the manifest.
     """
     if folder.exists():
         try:
@@ -310,9 +317,10 @@ def clear(folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint, complete or not; its manifest first, so that it is never a broken one.
+    """Remove a checkpoint, complete or not; its manifest first, so that it never looks complete.
 
-    Of a link only the link: its target may be another run's. Raises OSError if anything is left.
+    For a symbolic link, remove only the link: the target may belong to another run. Raises OSError
+    if anything is left.
     """
     if not is_url(folder) and folder.is_symlink():
         folder.unlink(missing_ok=True)
@@ -324,8 +332,8 @@ def remove(folder: Path) -> None:
 def prune(ckpt_dir: Path, keep: int, spared: Collection[Path]) -> None:
     """Remove all checkpoints but the ``keep`` newest (0: remove none) and those in ``spared``.
 
-    Incomplete ones are removed too, if a newer one is complete. Raises OSError if one cannot be
-    removed, after it has removed the others.
+    Also removes incomplete ones, if a newer one is complete. Raises OSError if one cannot be
+    removed, after removing the others.
     """
     if not keep:
         return
@@ -344,9 +352,9 @@ def prune(ckpt_dir: Path, keep: int, spared: Collection[Path]) -> None:
 
 
 def later_checkpoints(ckpt_dir: Path, start: Path | None) -> list[Path]:
-    """Return a folder's complete checkpoints that a run that starts at ``start`` does not continue.
+    """Return a folder's complete checkpoints that a run resumed from ``start`` does not continue.
 
-    If ``start`` is in another folder, or None, these are all of them.
+    If ``start`` is None or in another folder, return all of them.
     """
     complete = complete_checkpoints(ckpt_dir)
     if start is None or start.parent.resolve() != ckpt_dir.resolve():
@@ -357,13 +365,13 @@ def later_checkpoints(ckpt_dir: Path, start: Path | None) -> list[Path]:
 def set_aside(ckpt_dir: Path, paths: Collection[Path]) -> Path:
     """Move checkpoints into a new subfolder, with a copy of the metrics; return that folder.
 
-    It can be resumed like any run's folder. Raises UsageError if that is not possible.
+    It can be resumed like any run's folder. Raises UsageError on failure.
     """
     folders = (ckpt_dir / f"set_aside_{number}" for number in itertools.count(1))
     folder = next(each for each in folders if not each.exists())
     try:
         if url := as_url(ckpt_dir):
-            url.check_writable(removable=True)  # else a copy would stay there at each start
+            url.check_writable(removable=True)  # otherwise each start would leave a copy there
         folder.mkdir()
         if (ckpt_dir / METRICS_FILE).exists():
             (folder / METRICS_FILE).write_bytes((ckpt_dir / METRICS_FILE).read_bytes())

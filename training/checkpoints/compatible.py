@@ -1,5 +1,5 @@
-"""Whether a checkpoint, or weights, fit a run: asked before any device starts, and of what the
-processes agreed on; and what a run takes over from a checkpoint.
+"""Check whether a checkpoint or weights fit a run, before any device starts and again once the
+processes agree on a checkpoint; and take over settings from a checkpoint.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,17 +22,17 @@ from training.flags import FlagField, by_field, flat
 from training.objectives.config import ObjectiveConfig
 from training.resolve import Run, model_of, with_preprocessing
 
-# -- what a run takes over, unless flags say otherwise ---------------------------------------------
+# -- settings taken over, unless flags are set -----------------------------------------------------
 
 
 def with_saved(config: RunConfig, saved: SavedRun) -> RunConfig:
-    """Return the configuration with the checkpoint's model, objective and preprocessing, but for
-    flags that were given. Raises UsageError if another objective was."""
+    """Return the configuration with the checkpoint's model, objective and preprocessing, except
+    where flags are set. Raises UsageError if another objective is set."""
     there, here = saved.objective, config.objective
     if "objective" in config.given and here.objective != there.objective:
         raise UsageError(
             f"{saved.path} was trained with --objective {there.objective}, not {here.objective}: "
-            "give the same, or start another training from its weights with --init_from and "
+            "use the same objective, or start a new run from its weights with --init_from and "
             "another --ckpt_dir"
         )
     given = {name: value for name, value in flat(here).items() if name in config.given}
@@ -42,7 +42,7 @@ def with_saved(config: RunConfig, saved: SavedRun) -> RunConfig:
 
 
 def with_saved_model(model: ModelConfig, saved: SavedRun) -> ModelConfig:
-    """Return the checkpoint's model with the flags that were given over it; unchanged if they name
+    """Return the checkpoint's model, overridden by flags that are set; unchanged if they name
     another model."""
     if model.model not in (None, saved.model.model):
         return model
@@ -50,8 +50,8 @@ def with_saved_model(model: ModelConfig, saved: SavedRun) -> ModelConfig:
 
 
 def with_saved_preprocessing(config: RunConfig, saved: SavedRun) -> RunConfig:
-    """Return the configuration with the checkpoint's preprocessing, and its order of the classes,
-    where no flags were given. Raises UsageError if it has invalid values."""
+    """Return the configuration with the checkpoint's preprocessing and class order, except where
+    flags are set. Raises UsageError for invalid values."""
     order, data = saved.arguments.get("class_order"), config.data
     numbers_folders = data.data_source in ("folder", "volumes") and not data.labels
     if numbers_folders and order and data.class_order is None and data.class_map is None:
@@ -61,13 +61,13 @@ def with_saved_preprocessing(config: RunConfig, saved: SavedRun) -> RunConfig:
 
 PREPROCESSING = tuple(field.name for field in fields(Preprocessing))
 _LARGEST_IN_VOLUMES = 1e30
-"""Values of images are from 0 to 1, those of volumes any numbers, such as Hounsfield units."""
+"""Images have values from 0 to 1, volumes any numbers, such as Hounsfield units."""
 
 
 def preprocessing_of(values: Mapping[str, Any], path: Path) -> Preprocessing:
-    """Return the default preprocessing with ``values`` over it, which are from ``path``.
+    """Return the default preprocessing, overridden by ``values``, which are from ``path``.
 
-    Raises UsageError for invalid ones.
+    Raises UsageError for invalid values.
     """
     given: dict[str, Any] = {n: values[n] for n in PREPROCESSING if values.get(n) not in (None, "")}
     largest = _LARGEST_IN_VOLUMES if values.get("data_source") == "volumes" else 1.0
@@ -88,7 +88,7 @@ def preprocessing_of(values: Mapping[str, Any], path: Path) -> Preprocessing:
                 )
             )
         if not is_valid:
-            raise UsageError(f"{path} has {name} {value!r}, which is not known here: give --{name}")
+            raise UsageError(f"{path} has {name} {value!r}, which is not supported: set --{name}")
     given |= {name: tuple(given[name]) for name in ("mean", "std") if name in given}
     return Preprocessing(**given)
 
@@ -97,40 +97,40 @@ def preprocessing_of(values: Mapping[str, Any], path: Path) -> Preprocessing:
 
 _ORDER_FLAGS = ("data_source", "seed", "aug_repeats", "buckets")
 _SAME_ORDER = {"folder", "webdataset"}
-"""Sources that may have the same images in the same order, under other names."""
+"""Sources that may have the same images in the same order under different names."""
 _STATE_FLAGS = ("optimizer", "linear_probe")
-"""Flags that decide which state an optimizer has."""
+"""Flags that determine which state an optimizer has."""
 
 
 def check_continues(saved: SavedRun, run: Run, data: DataSource) -> None:
-    """Raise UsageError if training cannot continue from a checkpoint: if it has no optimizer's
-    state, is of another model, optimizer or other classes, or if its epoch cannot be continued."""
+    """Raise UsageError if training cannot continue from a checkpoint: if it has no optimizer state,
+    is for another model, optimizer or other classes, or if its epoch cannot be continued."""
     with checkpoint.readable(saved.path):
         names = checkpoint.entries_of(saved.path)
     if not any(name.startswith("optimizer.") for name in names):
         raise UsageError(
-            f"{saved.path} holds weights alone, which are for --predict and --eval_only: training "
-            "resumes a checkpoint that training wrote"
+            f"{saved.path} contains only weights, for --predict and --eval_only: to resume "
+            "training, use a checkpoint that training has saved"
         )
     check_same_training(saved, run.model, run.config)
     check_same_classes(saved.classes, saved.path, data, run)
     difference = other_order(saved, run, data)
     if difference and not run.config.checkpoints.restart_epoch:
         raise UsageError(
-            f"{saved.path} was written in the middle of epoch {saved.position.epoch + 1}, whose "
-            f"images come in another order now ({difference}): some would be trained on twice, "
-            "others not at all: give the same, or --restart_epoch to restart that epoch"
+            f"{saved.path} was saved in the middle of epoch {saved.position.epoch + 1}, and the "
+            f"order of its images has changed since ({difference}): some would be trained on "
+            "twice, others not at all: undo the change, or restart that epoch with --restart_epoch"
         )
 
 
 def check_same_classes(
     classes: Sequence[str] | None, path: Path, data: DataSource, run: Run
 ) -> None:
-    """Raise UsageError if ``classes``, by label those that the weights in ``path`` were trained on,
+    """Raise UsageError if ``classes``, which the weights in ``path`` were trained on (by label),
     are not those of ``data``.
 
-    Labels are positions among the folders: one folder less, and all after it are wrong. None: the
-    weights do not say, see ``check_unnamed_classes``.
+    Labels are positions in the list of folders: if one folder is missing, all later ones are wrong.
+    None: the weights do not name their classes, see ``check_unnamed_classes``.
     """
     if data.classes is None:
         return
@@ -140,12 +140,12 @@ def check_same_classes(
     for label, (there, here) in enumerate(zip_longest(classes, data.classes)):
         if there != here:
             there, here = told_apart(there or "none", here or "none")
-            order = "; give --class_order or --class_map as in training"
+            order = "; use the --class_order or --class_map of the training"
             raise UsageError(
                 printable(
-                    f"{path} was trained on other classes than those of {data.name}/val: "
-                    f"number {label} is {there} there, {here} here"
-                    f"{order if sorted(classes) == sorted(data.classes) else ''}"
+                    f"{path} was trained on different classes than those of {data.name}/val: "
+                    f"class {label} is {there} in the checkpoint, {here} in the "
+                    f"data{order if sorted(classes) == sorted(data.classes) else ''}"
                 )
             )
 
@@ -153,10 +153,10 @@ def check_same_classes(
 def check_unnamed_classes(
     folders: list[str], path: Path, config: DataConfig, model: ModelSpec
 ) -> None:
-    """Raise UsageError if the labels of these class folders may not be those of the weights in
-    ``path``, which do not name their classes, and no flag says how they are numbered.
+    """Raise UsageError if the labels of these class folders may differ from those of the weights in
+    ``path``, which do not name their classes, and no flag sets the numbering.
 
-    They may not if timm numbers the folders otherwise than torchvision, or if there are fewer
+    They may differ if timm and torchvision number the folders differently, or if there are fewer
     folders than classes.
     """
     is_chosen = config.class_order or config.class_map
@@ -165,32 +165,34 @@ def check_unnamed_classes(
     count = model.sizes.num_classes
     if folders and len(folders) < count:
         raise UsageError(
-            f"{path} is for {count:,} classes and does not name them, {config.data_dir} has "
-            f"{len(folders):,} class folders: give --class_map FILE with the names of all, by "
-            "label, or --class_order sorted if these are the first ones"
+            f"{path} has {count:,} classes without names, but {config.data_dir} has "
+            f"{len(folders):,} class folders: use --class_map FILE with the names of all classes "
+            "in the order of their labels, or --class_order sorted if the folders are the first "
+            "classes"
         )
     for label, (ours, theirs) in enumerate(zip(folders, in_order(folders, "natural"), strict=True)):
         if ours != theirs:
             raise UsageError(
                 printable(
-                    f"{path} does not name its classes, and {config.data_dir} has class folders "
-                    f"whose order is not certain: number {label} is {ours} by torchvision, "
-                    f"{theirs} by timm: give --class_order sorted (torchvision) or natural (timm), "
-                    "or --class_map FILE"
+                    f"{path} does not name its classes, and the order of the class folders in "
+                    f"{config.data_dir} is ambiguous: class {label} is {ours} in torchvision's "
+                    f"order, {theirs} in timm's: use --class_order sorted (torchvision) or "
+                    "natural (timm), or --class_map FILE"
                 )
             )
 
 
 def other_order(saved: SavedRun, run: Run, data: DataSource) -> str | None:
-    """Return what changes the order of an epoch's images since the checkpoint, with both values.
+    """Return what has changed the order of an epoch's images since the checkpoint, with both
+    values.
 
-    None if nothing does, or if the checkpoint is of an epoch's end. What an older checkpoint does
-    not record counts as unchanged.
+    None if nothing has, or if the checkpoint is from the end of an epoch. Values that an older
+    checkpoint does not record count as unchanged.
     """
     if not saved.position.images_in_epoch:
         return None
     there, here, flags = saved.arguments, run.values, by_field(RunConfig)
-    # Where batches are not of one bucket each, positions are those of any batch size.
+    # With buckets, positions depend on the batch size; otherwise they do not.
     names = [*_ORDER_FLAGS, *(["batch_size"] if here["buckets"] else [])]
     names += ["images_per_read"] if saved.order is None else []  # which has its final value
     values = {flags[name].names[0]: (there[name], here[name]) for name in names if name in there}
@@ -205,37 +207,38 @@ def other_order(saved: SavedRun, run: Run, data: DataSource) -> str | None:
 
 
 def changes_since(saved: SavedRun, run: Run, data: DataSource) -> list[str]:
-    """Return lines for the log: what the run does otherwise than before the checkpoint.
+    """Return log lines about what the run does differently than before the checkpoint.
 
-    Any flag of the objective may change, within an epoch too: the images are the same.
+    Any flag of the objective may change, even within an epoch: the images stay the same.
     """
     notes = []
     if difference := other_order(saved, run, data):
-        notes.append(f"note: {difference}: epoch {saved.position.epoch + 1} starts again")
+        notes.append(f"note: {difference}: restarting epoch {saved.position.epoch + 1}")
     there, here = flat(saved.objective), flat(run.config.objective)
     return notes + [
-        f"note: {_changed(option.names[0], there[name], here[name])}, from this step on"
+        f"note: {_changed(option.names[0], there[name], here[name])} at this step"
         for name, option in by_field(ObjectiveConfig).items()
         if there[name] != here[name]
     ]
 
 
 def _changed(what: str, before: Any, now: Any) -> str:
-    """Return in words that a value, or several, has changed; None: there is none."""
+    """Describe the change of a value, or of a list of values; None is shown as "none"."""
 
     def shown(value: Any) -> str:
         if isinstance(value, list | tuple):
             return " ".join(map(str, value))
         return "none" if value is None else str(value)
 
-    return f"{what} was {shown(before)}, is {shown(now)}"
+    return f"{what} changed from {shown(before)} to {shown(now)}"
 
 
 def check_same_training(saved: SavedRun, model: ModelSpec, config: RunConfig | None) -> None:
     """Raise UsageError naming all model arguments that differ from the checkpoint's.
 
-    Dropout rates and the scheme of initialisation may change: weights fit all the same. Likewise
-    for flags by which the optimizer has another state; ``config`` None: weights alone are used.
+    Dropout rates and the initialization scheme may change, as weights still fit. Also checks the
+    flags that determine the optimizer state, unless ``config`` is None because only weights are
+    used.
     """
     before = model_of(saved.model, saved.objective)
     known = by_field(ModelConfig, ObjectiveConfig)
@@ -257,17 +260,18 @@ def check_same_training(saved: SavedRun, model: ModelSpec, config: RunConfig | N
             differences.append(_difference(flags[name], there, here))
     if differences:
         raise UsageError(
-            f"{saved.path} was trained {'; '.join(differences)}: give the same (flags of the model "
-            "may be left out, they are the checkpoint's), or train in another --ckpt_dir"
+            f"{saved.path} was trained {'; '.join(differences)}: use the same flags (model flags "
+            "may be omitted: the checkpoint has them), or another --ckpt_dir"
         )
 
 
 def _difference(option: FlagField, there: Any, here: Any) -> str:
-    """Return a flag with both its values; one that is None, or off, is not given at all."""
+    """Describe a flag with both values; a value of None, or off, is shown as the absence of the
+    flag."""
     absent = [None] if option.has_negation or not option.is_switch else [None, False]
     if there in absent:
-        return f"without {option.names[0]}, this run is with {option.typed(here)}"
+        return f"without {option.names[0]}, but this run has {option.typed(here)}"
     if here in absent:
-        return f"with {option.typed(there)}, this run is without it"
+        return f"with {option.typed(there)}, which this run does not have"
     words = option.words(here)
     return f"with {option.typed(there)}, not {' '.join(words[1:] or words)}"

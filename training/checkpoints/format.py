@@ -1,25 +1,25 @@
-"""What a checkpoint is: its entries, its files, its manifest; and how they are read safely.
+"""The checkpoint format: entries, files and manifest, and how to read them safely.
 
-A checkpoint is a folder ``step_<n>`` in PyTorch's distributed checkpoint format (DCP), n the number
-of optimizer steps of the run so far:
+A checkpoint is a folder ``step_<n>`` in PyTorch's distributed checkpoint format (DCP), where n is
+the number of optimizer steps of the run so far:
 
     model.<name>                                    weights
-    ema.<name>                                      their moving average, with --model_ema
+    ema.<name>                                      their EMA, with --model_ema
     optimizer.state.<name>.{step,exp_avg,exp_avg_sq}  AdamW
     training.{step,epoch,images_in_epoch}           position; the schedule follows from it
     training.rng                                    state of PyTorch's CPU generator
     training.arguments                              the flags, as UTF-8 JSON
-    training.classes                                class names likewise, of an image folder
-    training.order                                  what decides the images' order, likewise
-    training.format                                 version of all this; 2 has a manifest
+    training.classes                                class names as JSON, for image folders
+    training.order                                  what determines the images' order, as JSON
+    training.format                                 format version; 2 has a manifest
 
-All entries are tensors: loading them runs nothing. What is random on the device is drawn again each
+All entries are tensors, so loading them runs no code. Randomness on the device is derived in each
 step from the seed and the step number.
 
-Its ``manifest.json`` has the size and the checksum of each file (XXH3, 128 bits: faster than any
-disk) and is written last. So a checkpoint is complete when it has one, also on storage where a
-folder cannot be renamed at once (buckets). Sizes are compared whenever a checkpoint is looked for,
-checksums before it is resumed.
+``manifest.json`` contains the size and the checksum of each file (XXH3, 128 bits: faster than any
+disk) and is written last. A checkpoint is therefore complete if it has one, even on storage without
+atomic renames of folders (buckets). Sizes are compared whenever checkpoints are listed, checksums
+before one is resumed.
 """
 
 import contextlib
@@ -61,17 +61,17 @@ from training.schedule import Position
 
 FORMAT = 2
 WEIGHTS, EMA, GRAM = "model", "ema", "gram"
-"""Prefixes of the names of weights, of their moving average, and of a Gram teacher."""
+"""Name prefixes of weights, of their EMA, and of a Gram teacher."""
 TRAINING = "training"
-"""The prefix of all that describes the run."""
+"""The prefix of everything that describes the run."""
 _OPTIONAL = ("classes", "order")
 RNG = "rng"
 
 
 def tree(state: State, training: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return what DCP writes, or reads into: dictionaries whose paths are entries' names.
+    """Return what DCP writes or reads into: nested dictionaries whose paths are the entry names.
 
-    ``training`` holds the ``training.*`` entries, which are left out if there are none.
+    ``training``: the ``training.*`` entries; omitted if empty.
     """
     content: dict[str, Any] = {WEIGHTS: state.model}
     if state.ema is not None:
@@ -85,18 +85,18 @@ def tree(state: State, training: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """What a checkpoint says of the run that wrote it, read without any device."""
+    """What a checkpoint records about the run that wrote it, read without any device."""
 
     path: Path
     position: Position
     arguments: dict[str, Any]
     classes: list[str] | None = None
-    """The names by label; None if the data had none, or an earlier version wrote the checkpoint."""
+    """The class names by label; None if the data had none or an earlier version wrote this."""
     order: dict[str, Any] | None = None
-    """What decides, beside ``arguments``, the order of its training images (``DataSource.order``);
-    None if an earlier version wrote the checkpoint."""
+    """What determines the order of the training images besides ``arguments``
+    (``DataSource.order``); None if an earlier version wrote the checkpoint."""
     is_part: bool = False
-    """``path`` has what this process alone holds of the state (``--local_ckpt_dir``)."""
+    """Whether ``path`` contains only this process's part of the state (``--local_ckpt_dir``)."""
 
     @property
     def model(self) -> ModelConfig:
@@ -105,7 +105,7 @@ class SavedRun:
 
     @property
     def objective(self) -> ObjectiveConfig:
-        """The flags of what it was trained for."""
+        """The flags of its objective."""
         return from_values(ObjectiveConfig, self.arguments)
 
 
@@ -126,7 +126,7 @@ def training_tensors(
 
 
 def saved_run(path: Path, training: Mapping[str, torch.Tensor]) -> SavedRun:
-    """Return what ``training_tensors`` were made of; raises anything if they are none."""
+    """The inverse of ``training_tensors``. Raises any exception for other tensors."""
     position = Position(*(int(training[field.name]) for field in dataclasses.fields(Position)))
     texts = {
         name: json.loads(bytes(training[name].tolist()))
@@ -136,22 +136,22 @@ def saved_run(path: Path, training: Mapping[str, torch.Tensor]) -> SavedRun:
     return SavedRun(path, position, **texts)
 
 
-# -- files, in local folders and on URLs alike ----------------------------------------------------
+# -- files, in local folders and at URLs ----------------------------------------------------------
 
 METADATA = ".metadata"
-"""The file that DCP writes when all parts of a checkpoint are there: names, shapes, places."""
+"""The file that DCP writes when all parts of a checkpoint are written: names, shapes, locations."""
 Name = str | os.PathLike
-"""How DCP names a file: on URLs by a text, as its metadata has the folder's name."""
+"""The type of DCP's file names: a string at URLs, like the folder's name in its metadata."""
 Entry = tuple[int, str]
 """A file's size in bytes and its checksum, XXH3 of 128 bits in hexadecimal digits."""
 
 
 class _Files(FileSystem):
-    """The files of a folder or URL for DCP, with checksums of what is written to them."""
+    """DCP's access to the files of a folder or URL; computes checksums of what is written."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Entry] = {}
-        """Of each file written so far, by name."""
+        """The size and checksum of each file written so far, by name."""
 
     @contextlib.contextmanager
     def create_stream(self, path: Name, mode: str) -> Iterator[io.IOBase]:
@@ -175,12 +175,12 @@ class _Files(FileSystem):
 
 
 _BUFFER = 1 << 20
-"""Bytes that are written together: torch.save writes each tensor in dozens of small pieces, each of
-which takes Python's lock."""
+"""Size of a buffered write in bytes: torch.save writes each tensor in dozens of small pieces, and
+each one would take Python's GIL."""
 
 
 class _Summed(io.RawIOBase):
-    """A stream, with the size and the checksum of what is written to it, from front to back."""
+    """A write-only sequential stream that tracks the size and checksum of what is written."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream, self.size, self.digest = stream, 0, xxhash.xxh3_128()
@@ -205,7 +205,7 @@ class _Summed(io.RawIOBase):
 
 class _Buffered(io.BufferedWriter):
     def fileno(self) -> int:
-        self.flush()  # DCP syncs what the file has
+        self.flush()  # DCP syncs the file
         return super().fileno()
 
 
@@ -215,8 +215,8 @@ class FolderWriter(dcp.FileSystemWriter):
     def __init__(self, folder: Path, *, from_cuda: bool) -> None:
         """``from_cuda``: tensors of the checkpoint are on a GPU."""
         super().__init__(str(folder), sync_files=not is_url(folder))
-        # What copies ahead would ask CUDA for device 0, in a thread of any process, and not every
-        # other device can copy to the host without waiting.
+        # Copying ahead would use CUDA device 0 from a thread of every process, and not every other
+        # device can copy to the host asynchronously.
         if not from_cuda:
             self.per_thread_copy_ahead = 0
         files = _Files()
@@ -226,8 +226,8 @@ class FolderWriter(dcp.FileSystemWriter):
         """The sizes and checksums of the files that this process has written, by name."""
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the metadata under its own name; DCP would write another file and rename it, for
-        which a bucket copies and removes, which may not be allowed."""
+        """Write the metadata under its final name. DCP would write another file and rename it; in a
+        bucket that is a copy and a removal, which may not be permitted."""
         content = pickle.dumps(
             dataclasses.replace(
                 metadata,
@@ -242,7 +242,7 @@ class FolderWriter(dcp.FileSystemWriter):
         self.sums[METADATA] = len(content), xxhash.xxh3_128(content).hexdigest()
 
 
-# -- reading without running anything that is in a checkpoint --------------------------------------
+# -- reading without running code from a checkpoint ------------------------------------------------
 
 _METADATA_NAMES = {
     "torch.distributed.checkpoint.metadata": {
@@ -265,18 +265,18 @@ _METADATA_NAMES = {
 class _MetadataUnpickler(pickle.Unpickler):
     """Builds DCP's own metadata classes and nothing else.
 
-    ``BytesStorageMetadata`` is not among them: what it describes is unpickled by DCP as it is read.
+    ``BytesStorageMetadata`` is not allowed: DCP unpickles the entries that it describes.
     """
 
     def find_class(self, module: str, name: str) -> Any:
         if name in _METADATA_NAMES.get(module, ()):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} does not belong into a checkpoint")
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a checkpoint")
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Return the metadata of a checkpoint folder, whose entries are all tensors in its own files.
-    Raises anything if it is damaged, or not such metadata."""
+    """Return the metadata of a checkpoint folder whose entries are all tensors in its own files.
+    Raises any exception if it is damaged or anything else."""
     metadata = _MetadataUnpickler(io.BytesIO((path / METADATA).read_bytes())).load()
     if not isinstance(metadata, Metadata):
         raise pickle.UnpicklingError("not the metadata of a checkpoint")
@@ -290,17 +290,17 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def entries_of(path: Path) -> dict[str, TensorStorageMetadata]:
-    """Return shape, dtype and parts of each entry by its name. Raises as ``read_metadata``."""
+    """Return shape, dtype and chunks of each entry by name. Raises like ``read_metadata``."""
     return cast(dict[str, TensorStorageMetadata], read_metadata(path).state_dict_metadata)
 
 
 def named_files(path: Path) -> set[str]:
-    """Return the files that a checkpoint's metadata names. Raises as ``read_metadata``."""
+    """Return the files that a checkpoint's metadata names. Raises like ``read_metadata``."""
     return {info.relative_path for info in read_metadata(path).storage_data.values()}
 
 
 class SafeReader(dcp.FileSystemReader):
-    """Reads as DCP's file reader, but no metadata that runs code; PyTorch 2.9 unpickles any."""
+    """DCP's file reader, but never unpickles metadata that runs code, as PyTorch 2.9 does."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder))
@@ -321,21 +321,21 @@ def load_into(
     no_dist: bool = True,
     planner: dcp.DefaultLoadPlanner | None = None,
 ) -> None:
-    """Read entries of a checkpoint into the tensors of ``content``. Raises anything. ``no_dist``:
-    this process reads alone; else all call it."""
+    """Read entries of a checkpoint into the tensors of ``content``. Raises any exception.
+    ``no_dist``: this process reads alone; otherwise all processes must call it."""
     with quiet_dcp():
         dcp.load(content, storage_reader=SafeReader(path), planner=planner, no_dist=no_dist)
 
 
 def silence_dcp() -> None:
-    """Silence, from now on, DCP's warnings about ``no_dist=True`` and about its own old calls."""
+    """Permanently silence DCP's warnings about ``no_dist=True`` and its own deprecated calls."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
 
 
 @contextlib.contextmanager
 def quiet_dcp() -> Iterator[None]:
-    """Silence them inside; not for use in a thread, as Python has one list for all threads."""
+    """Silence these warnings inside. Not thread-safe: warning filters are global."""
     with warnings.catch_warnings():
         silence_dcp()
         yield
@@ -357,18 +357,18 @@ def read_saved_run(path: Path) -> SavedRun:
 
 
 class Unreachable(UsageError):
-    """Raised for a checkpoint that may be undamaged, but that this process cannot reach."""
+    """Raised for a checkpoint that this process cannot reach, and that may be undamaged."""
 
 
 @contextlib.contextmanager
 def readable(path: Path, what: str = "the checkpoint") -> Iterator[None]:
-    """Raise UsageError for whatever goes wrong inside, where a checkpoint is read; Unreachable if
-    the error says nothing about the checkpoint itself."""
+    """Turn any exception while reading a checkpoint inside into UsageError; into Unreachable if it
+    says nothing about the checkpoint itself."""
     try:
         yield
     except UsageError:
         raise
-    # A damaged file can fail in any way.
+    # A damaged file can raise any exception.
     except (Exception, dcp.CheckpointException) as error:  # noqa: BLE001
         kind = Unreachable if is_unreachable(_cause(error)) else UsageError
         reason = reason_of(error).removesuffix(f": {path}")
@@ -376,7 +376,7 @@ def readable(path: Path, what: str = "the checkpoint") -> Iterator[None]:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return what DCP has wrapped, by rank, in an error of its own."""
+    """Return the exception that DCP has wrapped, by rank, in its own."""
     if isinstance(error, dcp.CheckpointException):
         return next(iter(error.failures.values()))[0]
     return error
@@ -412,8 +412,9 @@ def entries(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
 
 
 def write_manifest(folder: Path, files: dict[str, Entry]) -> None:
-    """Complete a written checkpoint, synced to the disk. Raises OSError if the manifest cannot be
-    written, or if a file that the metadata names is missing: it was written to another disk."""
+    """Complete a checkpoint that is written and synced to disk. Raises OSError if the manifest
+    cannot be written, or if a file that the metadata names is missing because it was written to
+    another disk."""
     missing = named_files(folder) - files.keys()
     missing |= {name for name in files if not (folder / name).is_file()}
     if missing:
@@ -426,8 +427,8 @@ def write_manifest(folder: Path, files: dict[str, Entry]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Entry] | None:
-    """Return sizes and checksums by file; None if there is no manifest. Raises ValueError for a
-    damaged one, OSError if it cannot be reached."""
+    """Return sizes and checksums by file; None if there is no manifest. Raises ValueError if it is
+    damaged, OSError if it cannot be reached."""
     try:
         return manifest_entries(read_object(folder / MANIFEST)["files"])
     except FileNotFoundError:
@@ -443,20 +444,20 @@ _SUM = re.compile(r"[0-9a-f]{32}")
 
 
 def manifest_entries(files: Any) -> dict[str, Entry]:
-    """Return the entries of a manifest, as JSON has them. Raises ValueError for what is none."""
+    """Return the entries of a manifest from JSON. Raises ValueError for invalid ones."""
     if not isinstance(files, dict):
-        raise ValueError("a manifest's files are no JSON object")
+        raise ValueError("the files of the manifest are not a JSON object")
     for name, entry in files.items():
         match entry:
             case [int(), str(checksum)] if _FILE_NAME.fullmatch(name) and _SUM.fullmatch(checksum):
                 continue
-        raise ValueError(f"{name[:100]!r} is no entry of a manifest")
+        raise ValueError(f"{name[:100]!r} is not a valid entry of a manifest")
     return {name: (size, checksum) for name, (size, checksum) in files.items()}
 
 
 def is_complete(folder: Path) -> bool:
-    """Return True if a checkpoint is complete; it may have been damaged since. Raises OSError if it
-    cannot be reached."""
+    """Return True if a checkpoint was completed; it may have been damaged since. Raises OSError if
+    it cannot be reached."""
     if (folder / MANIFEST).exists():
         return True
     if not (folder / METADATA).is_file():
@@ -466,12 +467,12 @@ def is_complete(folder: Path) -> bool:
     except Exception as error:  # a damaged file can fail in any way
         if is_unreachable(error):
             raise
-        return True  # of an earlier version, most likely: reading it will show
+        return True  # probably of an earlier version: reading it will tell
 
 
 def quick_problem(folder: Path) -> str | None:
-    """Return what is wrong with a complete checkpoint by its files' names and sizes alone, None if
-    nothing is. Raises OSError if it cannot be reached: then it may be undamaged."""
+    """Return what is wrong with a complete checkpoint, judging by file names and sizes; None if
+    nothing. Raises OSError if it cannot be reached, in which case it may be undamaged."""
     try:
         files = read_manifest(folder)
         if files is None:  # of an earlier version
@@ -493,9 +494,9 @@ def quick_problem(folder: Path) -> str | None:
 
 
 def damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
-    """Return what is wrong with the content of every ``parts``-th file, from number ``part`` on;
-    None if nothing is, or without checksums. Raises OSError if it cannot be reached, ValueError for
-    a damaged manifest."""
+    """Return what is wrong with the content of every ``parts``-th file, starting with number
+    ``part``; None if nothing, or if there are no checksums. Raises OSError if the checkpoint cannot
+    be reached, ValueError for a damaged manifest."""
     for name, (_, expected) in sorted((read_manifest(folder) or {}).items())[part::parts]:
         try:
             is_undamaged = checksum(folder / name) == expected

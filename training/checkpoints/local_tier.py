@@ -1,24 +1,24 @@
-"""Checkpoints on each host's own disk, with copies at peers: ``--local_ckpt_dir``.
+"""Checkpoints on the local disks of the hosts, with copies on peers: ``--local_ckpt_dir``.
 
-A save is divided into parts: what one process holds of the state. Each process writes its part,
-and what is replicated, into a folder of its host, as a checkpoint that can be read by itself:
+A save is divided into parts, one for each process's share of the state. Each process writes its
+part, including replicated state, into a folder of its host, as a self-contained checkpoint:
 
     part_<number>/step_<n>/   as in training/checkpoints/format.py
-    part_<number>/step_<n>/part.json   the run, the start of it, and how the state was sharded
-    .folder                   a random word by which hosts find out if they see the same folder
+    part_<number>/step_<n>/part.json   the run, its start, and how the state was sharded
+    .folder                   a random word that shows whether hosts see the same folder
 
-With several replicas of the parameters a part has the same number in each of them, so it is in
-several folders. If it is in one alone, its process sends a copy to its peer, a process with another
-folder, which keeps it in the same place. A step is whole if each part of it is in some folder. Only
-parts of one start belong together.
+With several replicas of the parameters, a part has the same number in each of them, so several
+folders contain it. If only one folder contains it, its process sends a copy to its peer, a process
+with another folder, which stores it under the same path. A step is whole if each of its parts is in
+some folder. Only parts from the same start belong together.
 
-    part      what one process holds of the state; processes that hold the same shards have the same
+    part      one process's share of the state; processes that hold the same shards have the same
     keeper    of a part in a folder: the one process that writes and reads it there
     holder    of a part of a save: a process whose folder has it, complete
     peer      of a process: the one with another folder that it sends a copy of its part to
 
-Copies go over TCP connections between the hosts, whose ends prove to each other that they know a
-key, which the first process has sent through the run's process group. Nothing that arrives is run.
+Copies are sent over TCP connections between the hosts. Both ends prove that they know a key, which
+the first process distributes through the run's process group. Received data is never executed.
 """
 
 from __future__ import annotations
@@ -58,24 +58,25 @@ from training.processes import exchange
 from training.resolve import Run
 
 RUN_ID_FILE = "run_id"
-"""In --ckpt_dir: a random word, by which a run knows its parts, and since it has gone back to an
-older checkpoint another one: parts from before do not count, on a host that comes back later."""
+"""In --ckpt_dir: a random word that identifies the parts of the run, and a second word that changes
+when the run goes back to an older checkpoint, so that earlier parts, on a host that comes back
+later, are ignored."""
 PART_FILE, _FOLDER_FILE = "part.json", ".folder"
 _STAY = 2
-"""How many whole steps stay, the newest ones."""
+"""The number of newest whole steps to keep."""
 _ENDS_WITHIN_S = 30.0
-"""The longest that the end of a run waits for parts that are still being written."""
+"""How long the end of a run waits for parts that are still being written."""
 _SOMEWHERE = "192.0.2.1"
-"""An address that nobody has (RFC 5737): on the way there is a host's first network."""
+"""An address reserved for documentation (RFC 5737), reached through a host's default network."""
 _CHUNK = 1 << 24
 _LONGEST_HEADER = 1 << 20
 _PART_NAME = re.compile(r"part_(\d+)")
 
 _NOTHING_DONE: dict[str, Any] = {"bytes": 0, "write_s": 0.0, "copy_s": 0.0, "problem": None}
-"""What a process has done for a save, besides its step."""
+"""What a process has done for a save, in addition to its step."""
 
 Save = tuple[int, str]
-"""A step, and the random word of the start that has saved it."""
+"""A step, and the random word of the start that saved it."""
 
 
 @dataclass(frozen=True)
@@ -89,20 +90,20 @@ class Part:
     run_id: str
     ckpt_dir: str
     lineage: str
-    """The second word in RUN_ID_FILE: another one since the run has gone back."""
+    """The second word in RUN_ID_FILE, which changes when the run goes back."""
 
 
 class LocalTier:
-    """Saves and finds parts of checkpoints on the hosts' own disks, in all processes of a run.
+    """Saves and finds parts of checkpoints on the hosts' local disks, in all processes of a run.
 
-    After the start it cannot end training: what goes wrong is reported, and the next save tried.
+    After the start it never ends training: failures are reported, and the next save is tried.
     """
 
     def __init__(self, run: Run, shards: tuple[int, ...], *, resumes: bool) -> None:
-        """Open the folder of this process, and agree with the others on peers and on a key. All
-        processes must call this, with ``--ckpt_dir`` locked. ``shards``: those that the process
-        holds. ``resumes``: the newest step of the run is asked for, so that one of these folders
-        may be resumed. Raises UsageError in all processes if a folder cannot be used."""
+        """Open the folder of this process, and agree with the others on peers and a key. All
+        processes must call this, with ``--ckpt_dir`` locked. ``shards``: the shards that this
+        process holds. ``resumes``: the newest step of the run is to be resumed, which may be a
+        local one. Raises UsageError in all processes if a folder cannot be used."""
         assert run.config.checkpoints.local_ckpt_dir is not None
         self.folder = Path(run.config.checkpoints.local_ckpt_dir)
         self._resumes = resumes
@@ -113,7 +114,7 @@ class LocalTier:
         self._held = [parts.index(held) for held in shards_held]
         """The part of each process."""
         self._part, self._parts = self._held[self._rank], len(parts)
-        # All that decides what a part holds. The number of replicas does not.
+        # Everything that determines what a part holds; the number of replicas does not.
         layout = [
             parts,
             asdict(replace(run.mesh, dcn=1)),
@@ -126,10 +127,10 @@ class LocalTier:
         self._ckpt_dir = str(run.ckpt_dir)
         self._lock = threading.Lock()
         self._have: set[tuple[int, Save]] = set()
-        """The parts, each with its save, that this process knows to be complete in its folder."""
+        """The parts that this process knows to be complete in its folder, each with its save."""
         self._writing: Future[dict[str, Any]] | None = None
 
-        # The random words of the run and of the folder, which the first start makes.
+        # The random words of the run and of the folder; the first start creates them.
         self._id_file = run.ckpt_dir / RUN_ID_FILE
         folder_file, run_words = self.folder / _FOLDER_FILE, ""
         with exchange.failing_together():
@@ -139,7 +140,7 @@ class LocalTier:
                 if not self._id_file.exists():
                     replace_file(self._id_file, secrets.token_hex(8))
                 run_words = self._id_file.read_text(errors="replace")
-            # Under its own name at once: another process of this host may read it.
+            # Create the final file atomically: another process of this host may read it.
             with contextlib.suppress(FileExistsError):
                 new_file = self.folder / f"{_FOLDER_FILE}_{secrets.token_hex(8)}"
                 new_file.write_text(secrets.token_hex(8))
@@ -156,16 +157,16 @@ class LocalTier:
             for part in self._complete_parts():
                 if part.run_id != self._run_id:
                     raise UsageError(
-                        f"--local_ckpt_dir {self.folder} holds a checkpoint of another run, of "
-                        f"--ckpt_dir {part.ckpt_dir}: remove it, or give another folder"
+                        f"--local_ckpt_dir {self.folder} contains a checkpoint of another run, of "
+                        f"--ckpt_dir {part.ckpt_dir}: remove it, or use another folder"
                     )
 
-        # Who writes which part, and where a copy of it goes.
+        # Which process writes which part, and where its copy goes.
         places = exchange.gather([self._folder, socket.gethostname()])
         folders, self._hosts = [folder for folder, _ in places], [host for _, host in places]
         self._keepers: dict[tuple[str, int], int] = {}
-        """By folder and part that its processes hold: the first of these, who writes and reads it.
-        Of other parts there that is the folder's first process."""
+        """By folder and part held by its processes: the first of these processes, which writes and
+        reads it. For other parts in the folder, the folder's first process does that."""
         for process, (folder, number) in enumerate(zip(folders, self._held, strict=True)):
             self._keepers.setdefault((folder, number), process)
         self._first = folders.index(self._folder)  # of the processes that see this folder
@@ -174,13 +175,13 @@ class LocalTier:
         self.description = f"local checkpoints: in {self.folder}"
         """A line for the log."""
         if in_folders > 1:
-            self.description += f", each part on {in_folders} hosts, which hold the same"
+            self.description += f", each part on {in_folders} hosts"
         elif self._peer is None:
             alone = "all processes see the same folder" if self._count > 1 else "one process"
             self.description += f", without copies ({alone})"
         else:
             peer = self._name(self._peer)
-            self.description += f", a copy of each part at a peer (of process 0: {peer})"
+            self.description += f", with a copy of each part on a peer (for process 0: {peer})"
 
         # Accept copies in a thread, at addresses that all processes know.
         if self._count == 1:
@@ -205,14 +206,14 @@ class LocalTier:
         return folder_of(self.folder / f"part_{part}", step)
 
     def _steps(self) -> Iterator[tuple[int, Path]]:
-        """Yield the number of a part and the folder of a step, complete or not."""
+        """Yield each part's number and the folder of each of its steps, complete or not."""
         for folder in sorted(self.folder.iterdir()):
             if name := _PART_NAME.fullmatch(folder.name):
                 for path in step_folders(folder):
                     yield int(name[1]), path
 
     def _complete_parts(self) -> list[Part]:
-        """Return the complete parts in the folder, by names and sizes of their files alone."""
+        """Return the complete parts in the folder, judging by file names and sizes."""
         parts = []
         for number, path in self._steps():
             with contextlib.suppress(OSError, ValueError, KeyError):
@@ -233,8 +234,8 @@ class LocalTier:
             return []
 
     def _remove(self, stays: Callable[[int], bool]) -> None:
-        """Remove what is in the folder of the steps that are not to stay; of the processes of a
-        folder one does it. Raises OSError."""
+        """Remove the steps in the folder for which ``stays`` is False; only the folder's first
+        process does it. Raises OSError."""
         if self._first == self._rank:
             for _, path in self._steps():
                 if not stays(step_of(path)):
@@ -243,11 +244,10 @@ class LocalTier:
     # -- at the start ------------------------------------------------------------------------------
 
     def resume(self, newer_than: int, *, verify: bool) -> tuple[SavedRun | None, list[str]]:
-        """Find the newest whole step after ``newer_than``; bring each process its part.
+        """Find the newest whole step after ``newer_than``, and copy each process's part to it.
 
-        Returns what this process's part says of the run, in a folder that this process alone reads,
-        or None if no step is whole or none may be resumed; and lines for the log. ``verify``:
-        compare checksums. All processes must call this.
+        Returns the run as recorded in this process's part, or None if no step is whole or may be
+        resumed; and lines for the log. ``verify``: compare checksums. All processes must call this.
         """
         notes: list[str] = []
         rejected: set[tuple[int, Save]] = set()
@@ -278,16 +278,16 @@ class LocalTier:
                     lost = set(range(self._parts)) - holders[newer[-1]].keys()
                     names = ", ".join(self._name(self._held.index(part)) for part in sorted(lost))
                     notes.append(
-                        f"warning: step {newer[-1][0]} of --local_ckpt_dir is not whole: the parts "
-                        f"of {names} are lost, with their copies"
+                        f"warning: step {newer[-1][0]} in --local_ckpt_dir is incomplete: the "
+                        f"parts of {names} and their copies are lost"
                     )
                 elif has_other_layouts:
                     notes.append(
-                        "note: --local_ckpt_dir has parts of another number of processes a "
-                        "replica, mesh or form of sharding, which are not used"
+                        "note: ignoring parts in --local_ckpt_dir that were saved with another "
+                        "mesh, sharding or number of processes per replica"
                     )
                 elif not any(by_process) and newer_than >= 0:
-                    notes.append("note: no host has a part of a step in --local_ckpt_dir")
+                    notes.append("note: no host has any part of a checkpoint in --local_ckpt_dir")
                 return None, notes
             save = whole[-1]
             problems = self._bring(save, holders[save], rejected, verify=verify)
@@ -314,12 +314,12 @@ class LocalTier:
         *,
         verify: bool,
     ) -> list[str]:
-        """Give each folder the parts of a whole save that its processes hold; return the problems
-        of all processes. Parts of this process that cannot be used go into ``rejected``.
-        ``holders``: by part, the processes that keep it."""
+        """Copy to each folder the parts of a whole save that its processes hold; return the
+        problems of all processes. Adds parts of this process that cannot be used to ``rejected``.
+        ``holders``: by part, the processes that have it."""
         step = save[0]
         receivers: dict[int, list[int]] = {}
-        """By part that is used of this process's folder: the processes to which it is sent."""
+        """By part used from this process's folder: the processes that it is sent to."""
         for (_, part), keeper in self._keepers.items():
             is_there = keeper in holders[part]
             if (keeper if is_there else holders[part][0]) == self._rank:
@@ -334,16 +334,16 @@ class LocalTier:
                     self._send(path, part, save, process)
             except (OSError, EOFError, ValueError, AuthenticationError) as error:
                 problems.append(
-                    f"part {part} of step {step} in --local_ckpt_dir of {self._name(self._rank)} "
-                    f"is not used: {checkpoint.reason_of(error)}"
+                    f"ignoring part {part} of step {step} in --local_ckpt_dir of "
+                    f"{self._name(self._rank)}: {checkpoint.reason_of(error)}"
                 )
                 rejected.add((part, save))
         return [problem for reported in exchange.gather(problems) for problem in reported]
 
     def forget(self, step: int | None) -> None:
-        """Remove all parts but those of ``step``, which this start continues; None: all. If none
-        could be resumed, parts of hosts that are away do not count any more either. All processes
-        must call this before the first save."""
+        """Remove all parts except those of ``step``, which this start continues; None: all. If no
+        step could be resumed, parts on absent hosts become invalid, too. All processes must call
+        this before the first save."""
         if not self._resumes:
             self._lineage = exchange.from_first(secrets.token_hex(4))
         with exchange.failing_together():
@@ -358,11 +358,11 @@ class LocalTier:
     def save(
         self, step: int, content: Callable[[], dict[str, Any]], say: Callable[[str], None]
     ) -> dict[str, float]:
-        """Start to write this process's part of ``content()``, a copy of the state, and to send it.
+        """Start writing this process's part of ``content()``, a copy of the state, and sending it.
 
-        All processes must call this. If one still writes the part before, none writes this one.
-        Returns of the save before ``bytes`` of all parts, and the seconds of the slowest process:
-        ``write_s`` on its disk, ``copy_s`` to its peer; {} if there is none.
+        All processes must call this. If one is still writing the previous part, none writes this
+        one. Returns, for the previous save, ``bytes`` of all parts and the seconds of the slowest
+        process: ``write_s`` to its disk, ``copy_s`` to its peer; {} if there was none.
         """
         result = None
         is_busy = self._writing is not None and not self._writing.done()
@@ -372,13 +372,13 @@ class LocalTier:
             have = sorted(self._have)
         by_process = exchange.gather([is_busy, result, have])
 
-        # What became of the save before.
+        # The outcome of the previous save.
         figures: dict[str, float] = {}
         results = [(process, done) for process, (_, done, _) in enumerate(by_process) if done]
         problems = [(process, done) for process, done in results if done["problem"]]
         for process, done in problems:
             say(
-                f"warning: local checkpoint of step {done['step']}, {self._name(process)}: "
+                f"warning: local checkpoint of step {done['step']} on {self._name(process)}: "
                 f"{done['problem']}; training continues"
             )
         if results:
@@ -393,7 +393,7 @@ class LocalTier:
                 f"{copied}"
             )
 
-        # Nothing before the oldest whole step that stays.
+        # Forget everything before the oldest whole step to keep.
         parts: dict[Save, set[int]] = {}
         for *_, process_has in by_process:
             for part, (saved_step, start_id) in process_has:
@@ -405,22 +405,22 @@ class LocalTier:
 
         if busy := [process for process, (is_busy, *_) in enumerate(by_process) if is_busy]:
             say(
-                f"warning: no local checkpoint of step {step}: {self._name(busy[0])} still writes "
-                "the one before"
+                f"warning: no local checkpoint of step {step}: {self._name(busy[0])} is still "
+                "writing the previous one"
             )
         elif self._keepers[self._folder, self._part] == self._rank:
             try:
                 copy = content()
-            except Exception as error:  # noqa: BLE001 - out of memory, say: the next one is tried
+            except Exception as error:  # noqa: BLE001 - e.g. out of memory: the next save is tried
                 self._writing = Future()
-                problem = f"it could not be copied ({checkpoint.reason_of(error)})"
+                problem = f"the state could not be copied ({checkpoint.reason_of(error)})"
                 self._writing.set_result(_NOTHING_DONE | {"step": step, "problem": problem})
             else:
                 self._writing = in_background(lambda: self._write(step, copy, oldest))
         return figures
 
     def _write(self, step: int, content: dict[str, Any], oldest: int) -> dict[str, Any]:
-        """Write this process's part and send it; in a thread. Returns what ``save`` reports."""
+        """Write this process's part and send it, in a thread. Returns what ``save`` reports."""
         path, save, is_written = self._path(self._part, step), (step, self._start_id), False
         result = _NOTHING_DONE | {"step": step}
         try:
@@ -450,15 +450,15 @@ class LocalTier:
                 result["copy_s"] = time.perf_counter() - written
         except BaseException as error:  # noqa: BLE001 - as in saver.py: it may be DCP's own
             reason = checkpoint.reason_of(error)
-            result["problem"] = f"no copy at {self._name(self._peer or 0)} ({reason})"
+            result["problem"] = f"no copy on {self._name(self._peer or 0)} ({reason})"
             if not is_written:
                 result["problem"] = f"it could not be written to {self.folder} ({reason})"
                 with contextlib.suppress(OSError):
-                    remove(path)  # the next one may need its room
+                    remove(path)  # the next one may need the space
         return result
 
     def remove_all(self) -> None:
-        """Remove all parts, unless one is still being written: the run has its last checkpoint in
+        """Remove all parts, unless one is still being written: the run's last checkpoint is in
         --ckpt_dir. All processes must call this."""
         if self._writing is not None:
             wait([self._writing], timeout=_ENDS_WITHIN_S)
@@ -472,14 +472,14 @@ class LocalTier:
         while True:
             try:
                 connection = self._listener.accept()
-            except OSError:  # too many open files, say: its sender reports it
+            except OSError:  # e.g. too many open files; the sender reports it
                 time.sleep(1)
                 continue
             threading.Thread(target=self._receive, args=[connection], daemon=True).start()
 
     def _send(self, path: Path, part: int, save: Save, to: int) -> None:
-        """Send the files of a part to a process; return when it has compared and written them.
-        Raises OSError, EOFError, ValueError (damaged) or AuthenticationError if it has not."""
+        """Send the files of a part to a process; return when it has verified and written them.
+        Raises OSError, EOFError, ValueError (damaged) or AuthenticationError on failure."""
         files = checkpoint.read_manifest(path) or {}
         header = {"to": to, "part": part, "step": save[0], "start": save[1], "files": files}
         with Client(self._addresses[to], authkey=self._key) as connection:
@@ -492,7 +492,7 @@ class LocalTier:
                 raise OSError(answer)
 
     def _receive(self, connection: Connection) -> None:
-        """Write a part that another process sends, and answer with what went wrong, if anything."""
+        """Write a part that another process sends, and answer with the problem, if any."""
         with contextlib.suppress(Exception), connection:  # its sender reports what fails here
             deliver_challenge(connection, self._key)
             answer_challenge(connection, self._key)
@@ -500,7 +500,7 @@ class LocalTier:
             part, save = int(header["part"]), (int(header["step"]), str(header["start"]))
             files = checkpoint.manifest_entries(header["files"])
             if header["to"] != self._rank or part not in range(self._parts):
-                return  # of another host behind the same address, say
+                return  # e.g. for another host behind the same address
             path, problem = self._path(part, save[0]), None
             with self._lock:
                 self._have.discard((part, save))
@@ -524,8 +524,8 @@ class LocalTier:
 def _receive_files(
     connection: Connection, path: Path, files: dict[str, checkpoint.Entry]
 ) -> str | None:
-    """Write files that arrive one after the other; return what went wrong with them, if anything,
-    after reading all of them. Raises EOFError or OSError if the connection ends before."""
+    """Write files that arrive one after the other; return the problem, if any, after reading all of
+    them. Raises EOFError or OSError if the connection ends early."""
     problem = None
     try:
         clear(path)
@@ -554,7 +554,7 @@ def _receive_files(
 
 
 def _address_towards(other: str) -> str:
-    """Return the address of this host under which ``other`` sees it."""
+    """Return the address of this host as seen by ``other``."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((other, 9))  # nothing is sent
@@ -564,10 +564,11 @@ def _address_towards(other: str) -> str:
 
 
 def _peer_of(rank: int, folders: Sequence[str], replicas: int) -> int | None:
-    """Return the process that gets a copy of ``rank``'s part, None without another folder.
+    """Return the process that gets a copy of ``rank``'s part; None if there is no other folder.
 
-    ``folders``: by process, a word for its folder. With several replicas of the parameters the peer
-    is in the next one, where its folder is not in the same rack or slice; else in the next folder.
+    ``folders``: by process, a word that identifies its folder. With several replicas of the
+    parameters, the peer is in the next replica, which is on another rack or slice; otherwise in the
+    next folder.
     """
     hosts: dict[str, list[int]] = {}
     for process, word in enumerate(folders):

@@ -1,4 +1,4 @@
-"""Writes checkpoints, all processes together, while training waits or asynchronously."""
+"""Write checkpoints, in all processes together, synchronously or asynchronously."""
 
 import contextlib
 import functools
@@ -31,16 +31,16 @@ from training.schedule import Position
 
 @dataclass(frozen=True)
 class Written:
-    """What came of writing a checkpoint."""
+    """The outcome of writing a checkpoint."""
 
     problems: list[str | None]
-    """Of each process, None if it has none."""
+    """The problem of each process; None if it has none."""
     not_finite: str | None = None
-    """The name of an entry that is NaN or infinite: then nothing is written."""
+    """The name of an entry with NaN or infinite values; nothing is written then."""
     bytes: int = 0
-    """Of all files."""
+    """The size of all files."""
     seconds: float = 0.0
-    """Until it was complete: those of the slowest process, for which all wait."""
+    """The time until it was complete, including the wait for the slowest process."""
 
 
 def write_checkpoint(
@@ -53,11 +53,12 @@ def write_checkpoint(
     group: dist.ProcessGroup | None = None,
     must_be_finite: bool = True,
 ) -> Written:
-    """Write what ``state_content`` returned, in stages after which all processes know of all.
+    """Write what ``state_content`` returned, in stages whose outcomes all processes exchange.
 
-    All call it, with their process ``group`` (None: PyTorch's default one). The first one calls
-    ``store_logs`` before the checkpoint is complete, and ``written`` after; it removes what there
-    is of one that cannot be completed. ``must_be_finite``: write nothing if a value is not.
+    All processes must call it, with their process ``group`` (None: PyTorch's default). The first
+    process calls ``store_logs`` before the checkpoint is complete and ``written`` afterwards; it
+    removes a checkpoint that cannot be completed. ``must_be_finite``: write nothing if a value is
+    not finite.
     """
 
     def complete() -> None:
@@ -80,8 +81,8 @@ def write_checkpoint(
     seconds = time.perf_counter() - began
     if is_main:
         if any(problems):
-            with contextlib.suppress(OSError):  # as from what could not be written to either
-                remove(folder)  # the next one may need its room
+            with contextlib.suppress(OSError):  # the storage may refuse this, too
+                remove(folder)  # the next one may need the space
         else:
             written()
     return Written(problems, None, sum(size for size, _ in files.values()), seconds)
@@ -90,13 +91,13 @@ def write_checkpoint(
 def attempt(
     stage: Callable[[], Any], group: dist.ProcessGroup | None = None
 ) -> tuple[list[Any], list[str | None]]:
-    """Run one stage in this process; return what each process's returned (JSON), and its problem,
-    None if it has none."""
+    """Run a stage in this process; return the results of all processes (JSON), and their problems,
+    None if they have none."""
     done, problem = None, None
     try:
         done = stage()
-    # A full disk shows as OSError, as an error of the zip writer, or wrapped by DCP, whose own
-    # error is no Exception.
+    # A full disk raises OSError, an error of the zip writer, or either wrapped by DCP, whose
+    # exception is not a subclass of Exception.
     except (Exception, dcp.CheckpointException) as error:  # noqa: BLE001
         problem = reason_of(error)
     outcomes = exchange.gather([done, problem], group)
@@ -105,10 +106,10 @@ def attempt(
 
 @dataclass
 class CheckpointSaver:
-    """Saves checkpoints of a run; reports which could not be saved, and ends a run that never can.
+    """Saves checkpoints of a run, reports failures, and ends the run if they persist.
 
-    With ``asynchronous`` a thread writes a copy of the state while training continues. One
-    checkpoint is written at a time: the next one waits for it, in all processes alike.
+    With ``asynchronous``, a thread writes a copy of the state while training continues. One
+    checkpoint is written at a time; in all processes, the next one waits for it.
     """
 
     ckpt_dir: Path
@@ -122,23 +123,22 @@ class CheckpointSaver:
     """The newest checkpoint of the run, written or resumed."""
     asynchronous: bool = False
     spared: Path | None = None
-    """The checkpoint that is never removed, however old: the best one."""
+    """The checkpoint that is never removed: the best one."""
     order: dict[str, Any] | None = None
-    """What decides the order of the training images, see ``SavedRun``."""
+    """What determines the order of the training images; see ``SavedRun``."""
     store_logs: Callable[[], None] = lambda: None
-    """Makes the records of the run outlast this process, so that no checkpoint has steps that they
-    lack."""
+    """Stores the run's records durably, so that they always contain the steps of every
+    checkpoint."""
     _failed: int = field(default=0, init=False)
     _ends_with: RunFailed | None = field(default=None, init=False)
     """Why the run cannot continue."""
     _being_written: tuple[Path, Future[Written]] | None = field(default=None, init=False)
     figures: list[dict[str, float]] = field(default_factory=list, init=False)
-    """Of each completed checkpoint its ``step``, its ``bytes`` and the seconds of writing it,
-    ``write_s``."""
+    """The ``step``, ``bytes`` and ``write_s`` (seconds of writing) of each completed checkpoint."""
     _group: dist.ProcessGroup | None = field(default=None, init=False)
-    """The thread's own: collectives of a group meet in the order in which they are called."""
+    """For the thread: the collectives of a group must be called in the same order everywhere."""
     _not_removed: str | None = field(default=None, init=False)
-    """A warning, if old checkpoints could not be removed at the last try."""
+    """A warning, if old checkpoints could not be removed in the last attempt."""
 
     def __enter__(self) -> Self:
         silence_dcp()
@@ -148,7 +148,7 @@ class CheckpointSaver:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Wait for what is being written, unless this process may have failed alone."""
+        """Wait for the checkpoint being written, unless this process may have failed alone."""
         together = error is None or isinstance(error, RunFailed)
         together |= isinstance(error, UsageError) and error.agreed
         if self._being_written and not together:
@@ -160,9 +160,8 @@ class CheckpointSaver:
 
     def save(self, position: Position, *, must: bool = False) -> bool:
         """Write a checkpoint, unless there is a complete one of this step; return True if it was
-        written, or is being written now. With ``must`` it is complete when this returns. Raises
-        RunFailed if a value is not finite, and after ``max_failed`` failures in a row or, with
-        ``must``, after one."""
+        written or is being written. With ``must``, it is complete on return. Raises RunFailed if a
+        value is not finite, and after ``max_failed`` consecutive failures (with ``must``: one)."""
         self.finish()
         folder = folder_of(self.ckpt_dir, position.step)
         if folder == self.newest:
@@ -191,19 +190,19 @@ class CheckpointSaver:
         return self._being_written is not None or folder == self.newest
 
     def content(self, position: Position, *, copy: bool) -> dict[str, Any]:
-        """Return what ``state_content`` makes of the run's state and of ``position``."""
+        """Return ``state_content`` for the run's state and ``position``."""
         tensors = training_tensors(position, self.arguments, self.classes, self.order)
         return state_content(self.backend, tensors, copy=copy)
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written, if one is. Raises as ``save``."""
+        """Wait for the checkpoint being written, if any. Raises like ``save``."""
         self._settle()
         if self._ends_with:
             raise self._ends_with
 
     def failed_too_often(self) -> bool:
-        """Return True if the run cannot continue, as far as this process knows, which never waits:
-        others get to know the same after another step."""
+        """Return True if the run cannot continue, as far as this process knows. Never waits: the
+        other processes may learn of it a step later."""
         if self._being_written and self._being_written[1].done():
             self._settle()
         return self._ends_with is not None
@@ -215,10 +214,10 @@ class CheckpointSaver:
             self._count(folder, writing.result())
 
     def _count(self, folder: Path, done: Written, *, must: bool = False) -> None:
-        """Report what became of a checkpoint, and note if the run cannot continue."""
-        if done.not_finite:  # nor will a later one be finite
+        """Report the outcome of a checkpoint, and note if the run cannot continue."""
+        if done.not_finite:  # later ones will not be finite either
             what = f"{done.not_finite} is not finite after step {step_of(folder)}"
-            self._ends_with = not_finite_error(f"{what}, which is not saved", self.newest)
+            self._ends_with = not_finite_error(f"{what}, so this step is not saved", self.newest)
             return
         problem = next(filter(None, done.problems), None)
         if problem is None:
@@ -234,10 +233,10 @@ class CheckpointSaver:
         self._failed += 1
         room = ""  # PyTorch's zip writer does not say that the disk is full
         with contextlib.suppress(OSError, TypeError):  # TypeError: of a URL
-            room = f"; {shutil.disk_usage(self.ckpt_dir).free / 1e6:,.1f} MB are free there"
+            room = f"; {shutil.disk_usage(self.ckpt_dir).free / 1e6:,.1f} MB free"
         text = f"{folder.name} could not be written to {self.ckpt_dir} ({problem}{room})"
         if must or self._failed >= self.max_failed:
-            times = "" if self._failed == 1 else f", {self._failed} have failed in a row"
+            times = "" if self._failed == 1 else f", {self._failed} saves in a row have failed"
             last = f"the newest checkpoint is {self.newest}" if self.newest else "there is none"
             self._ends_with = RunFailed(f"checkpoint {text}{times}: {last}", NOT_SAVED)
             return
@@ -247,19 +246,19 @@ class CheckpointSaver:
         )
 
     def tidy(self) -> None:
-        """Remove what is left of a start that was killed after it had written ``newest``."""
+        """Finish the cleanup of a start that was killed after it had written ``newest``."""
         if self.newest and self.backend.is_main:
             self._prune(self.newest, self.spared)
             if self._not_removed:
                 self.say(self._not_removed)
 
     def _prune(self, newest: Path, spared: Path | None) -> None:
-        """Remove old checkpoints; a warning is logged later, as this may be another thread."""
+        """Remove old checkpoints. A warning is logged later, as this may run in another thread."""
         self._not_removed = None
         try:
             prune(self.ckpt_dir, self.keep, [newest, *([spared] if spared else [])])
         except OSError as error:
             self._not_removed = (
                 f"warning: an old checkpoint cannot be removed ({reason_of(error)}): training "
-                "continues, it is tried again after the next checkpoint"
+                "continues, and the next checkpoint tries again"
             )

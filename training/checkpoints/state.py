@@ -1,4 +1,4 @@
-"""How a backend's state gets into a checkpoint's files and back, by PyTorch's DCP."""
+"""Save a backend's state to checkpoint files and load it, with PyTorch's DCP."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ from training.checkpoints.format import (
 )
 from training.errors import UsageError
 
-# -- tensors that are spread over devices, as DCP sees them ----------------------------------------
+# -- sharded tensors for DCP -----------------------------------------------------------------------
 
 
 @dataclass
 class Chunk:
-    """A rectangular piece of a global tensor: where it starts, and its values on the CPU."""
+    """A rectangular piece of a global tensor: its offsets, and its values on the CPU."""
 
     offsets: tuple[int, ...]
     data: torch.Tensor
 
 
 class ShardedTensor(torch.Tensor):
-    """Holds the chunks of one global tensor that this process has.
+    """The chunks of a global tensor that this process holds.
 
-    Implements the methods by which DCP's default planners save and load any sharded tensor: any
-    other sharding of the same tensor can read the checkpoint. Nothing can be computed with it.
+    Implements the methods that DCP's default planners use to save and load sharded tensors, so that
+    the checkpoint can be loaded with any other sharding. Supports no computation.
     """
 
     chunks: list[Chunk]
@@ -88,9 +88,8 @@ class ShardedTensor(torch.Tensor):
 def flat_range_boxes(
     shape: Sequence[int], start: int, end: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Divide the row-major range [start, end) of a tensor, such as one of FSDP's flat shards, into
-    rectangles. Yields (offsets, sizes, flat start) of at most 2 * len(shape) - 1 boxes, in
-    order."""
+    """Divide the row-major range [start, end) of a tensor, such as a flat shard of FSDP, into
+    boxes. Yields (offsets, sizes, flat start) of at most 2 * len(shape) - 1 boxes, in order."""
     if not shape and start < end:
         yield (), (), start
         return
@@ -116,7 +115,7 @@ def state_content(
 ) -> dict[str, Any]:
     """Return a checkpoint's content: the backend's state, ``training``, the CPU's random state.
 
-    With ``copy`` it is a copy in the host's memory, which does not change when training continues.
+    With ``copy``, it is a copy in host memory that does not change when training continues.
     """
     state = backend.state()
     content = tree(state, {**training, **state.step, RNG: torch.get_rng_state()})
@@ -134,7 +133,7 @@ def _copied(value: Any) -> Any:
 
 
 def bytes_of(value: Any) -> int:
-    """Return the bytes that this process has of all tensors in a nested dictionary."""
+    """Return the number of bytes that this process holds of the tensors in a nested dictionary."""
     return sum(tensor.nbytes for tensor in _tensors(value))
 
 
@@ -149,8 +148,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def not_finite(content: Mapping[str, Any]) -> str | None:
-    """Return the name of an entry of ``state_content`` that is NaN or infinite, as far as this
-    process holds it; None if all are finite."""
+    """Return the name of an entry of ``state_content`` that has NaN or infinite values in this
+    process; None if all are finite."""
     for name, value in content.items():
         if isinstance(value, Mapping):
             if inside := not_finite(value):
@@ -158,7 +157,7 @@ def not_finite(content: Mapping[str, Any]) -> str | None:
             continue
         for tensor in _tensors(value):
             if tensor.is_floating_point() and tensor.numel():
-                # Only the CPU and CUDA are sure to have ``aminmax``, which passes NaN on.
+                # Only the CPU and CUDA certainly support ``aminmax``, which propagates NaN.
                 ends = (tensor if tensor.is_cuda else tensor.cpu()).detach().aminmax()
                 if not torch.stack(ends).isfinite().all():
                     return name
@@ -172,12 +171,13 @@ def write_state(
     *,
     alone: bool = False,
 ) -> dict[str, Entry]:
-    """Write what ``state_content`` returned, without the manifest; return the manifest's entries
-    for the files of this process. All call it, with their process group; with ``alone`` one does,
-    and writes what it holds, replicated tensors too. Raises OSError, RuntimeError or DCP's
-    CheckpointException."""
+    """Write what ``state_content`` returned, without the manifest; return the manifest entries of
+    this process's files. All processes must call it, with their process group. With ``alone``, one
+    process calls it and writes everything that it holds, including replicated tensors. Raises
+    OSError, RuntimeError or DCP's CheckpointException."""
     storage = FolderWriter(folder, from_cuda=any(tensor.is_cuda for tensor in _tensors(content)))
-    # torch.save's own sums, CRC-32, take as long as all else it does, and no reader looks at them.
+    # torch.save's CRC-32 checksums take as long as everything else it does, and no reader checks
+    # them.
     with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
         no_dist = alone or not dist.is_initialized()
         dcp.save(content, storage_writer=storage, no_dist=no_dist, process_group=group)
@@ -192,11 +192,11 @@ def load_state(
     use_ema: bool = False,
     is_part: bool = False,
 ) -> bool:
-    """Load a checkpoint's values into the backend; all processes call it. Returns True if the
-    checkpoint has an EMA. Raises anything if it is damaged.
+    """Load the values of a checkpoint into the backend; all processes must call it. Returns True if
+    the checkpoint has an EMA. Raises any exception if it is damaged.
 
-    ``with_optimizer``: also all that the next step depends on. ``use_ema``: the weights become the
-    checkpoint's EMA. ``is_part``: each process has a ``folder`` of its own, written ``alone``.
+    ``with_optimizer``: also load everything else that the next step depends on. ``use_ema``: load
+    the EMA as the weights. ``is_part``: each process has its own ``folder``, written ``alone``.
     """
     saved = entries_of(folder)
     has_ema = any(name.startswith(f"{EMA}.") for name in saved)
@@ -221,10 +221,10 @@ def load_state(
 
 
 def _held(content: Mapping[str, Any], saved: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a nested dictionary of tensors without those that this process holds nothing of.
+    """Return a nested dictionary of tensors without those that this process holds no part of.
 
-    Raises UsageError unless the entries ``saved`` have each chunk of the others: DCP would read
-    what is there of it, and leave the rest as it is.
+    Raises UsageError unless the entries ``saved`` contain each chunk of the others: DCP would
+    silently leave missing parts unchanged.
     """
     held: dict[str, Any] = {}
     for name, value in content.items():
@@ -240,8 +240,8 @@ def _held(content: Mapping[str, Any], saved: Mapping[str, Any], prefix: str = ""
         there = {(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks} if entry else set()
         if not there.issuperset(here) and not there.issuperset(whole):
             raise UsageError(
-                f"--local_ckpt_dir has not all of {prefix}{name} that this process holds: remove "
-                "what is in it, so that --ckpt_dir is resumed"
+                f"--local_ckpt_dir lacks a part of {prefix}{name} that this process holds: empty "
+                "it to resume from --ckpt_dir"
             )
         held[name] = value
     return held

@@ -1,1 +1,1 @@
-"""Use a trained model: evaluate it, predict with it, compute and judge its features."""
+"""Use a trained model: evaluate it, predict with it, compute and evaluate its features."""

@@ -1,8 +1,8 @@
-"""Evaluation: a measure of the model over a validation set, and a report by class.
+"""Evaluation: measure the model on a validation set, and report results by class.
 
-``evaluate`` runs the model, ``write_report`` says what the images of each class were taken for
-(``--eval_report``). When a training evaluates, ``Evaluations`` decides (``training/loop.py``); what
-is measured, its objective (``training/objectives``).
+``evaluate`` runs the model; ``write_report`` reports what the images of each class were classified
+as (``--eval_report``). ``Evaluations`` (``training/loop.py``) decides when a training run
+evaluates; the objective (``training/objectives``) decides what is measured.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ from training.resolve import Run
 from training.weights import Weights
 
 TOP = 5
-"""The k of top-k accuracy, beside 1."""
+"""The k of top-k accuracy, in addition to 1."""
 _AHEAD = 8
-"""How many batches the host may be ahead of the devices: enough that these never wait."""
+"""How many batches the host may be ahead of the devices; enough that they never wait."""
 
 
 class Measure(abc.ABC):
-    """What is measured in one evaluation; padding (label -1) counts for nothing."""
+    """What is measured in one evaluation. Padding (label -1) is ignored."""
 
     numbered: ClassVar[bool] = False
-    """Whether images come with their numbers in the validation set instead of labels."""
+    """Whether images come with their index in the validation set instead of a label."""
 
     @abc.abstractmethod
     def of_batch(
         self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Run the model on a batch; return values on the devices, over all replicas, to be read."""
+        """Run the model on a batch; return values over all replicas, on the devices."""
 
     @abc.abstractmethod
     def add(self, values: Mapping[str, list[float]]) -> None:
-        """Add a batch's values, as they were read from the devices."""
+        """Add the values of a batch, after they were read from the devices."""
 
     @abc.abstractmethod
     def result(self) -> Evaluation:
@@ -72,9 +72,10 @@ def evaluate(
     batches: int = 0,
     batch_done: Callable[[], bool | None] = lambda: None,
 ) -> Evaluation | None:
-    """Run the model over ``loader`` (0: all its batches) and return what ``measure`` finds.
+    """Run the model on ``batches`` batches of ``loader`` (0: all) and return what ``measure``
+    finds.
 
-    Returns None if ``batch_done``, called after each batch, returns True: to stop.
+    Stops and returns None if ``batch_done``, called after each batch, returns True.
     """
 
     def source() -> Iterator[Batch]:
@@ -107,9 +108,9 @@ def open_trained(
     run: Run,
     backend: Backend,
 ) -> tuple[nn.Module, BadImages, Callable[[str], None]]:
-    """Put trained weights on the devices; return the model, the unreadable images, and what prints
-    a line. ``initial``: how weights of another model become this one's. Raises UsageError in all
-    processes if these differ."""
+    """Place trained weights on the devices; return the model, the unreadable images, and a function
+    that prints a line. ``initial``: how weights of another model are adapted to this one. Raises
+    UsageError in all processes if they differ."""
     say = printer(backend, json=run.config.use.json)
     check_alike(run, data)
     say(f"data: {data}")
@@ -121,13 +122,13 @@ def open_trained(
 
 
 def classes_before(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return for each image how many classes its logits, (images, classes), rank above its label.
+    """Return, for each image, how many classes the logits (images, classes) rank above its label.
 
-    Of equal logits the first class ranks highest; NaN ranks above all: a model that has diverged is
-    right about nothing. Without sorting or gathering, each device compares its own images' logits.
+    The first of equal logits ranks highest. NaN ranks above all, so a model that has diverged is
+    never right. Needs no sorting or gathering: each device compares the logits of its own images.
     """
     classes = torch.arange(logits.shape[-1], device=logits.device)
-    label = labels.clamp(min=0)[:, None]  # padding gets some rank, too, which does not count
+    label = labels.clamp(min=0)[:, None]  # padding gets an arbitrary rank, which is ignored
     label_logit = torch.where(classes == label, logits, 0.0).sum(dim=-1, keepdim=True)
     first_of_equals = (logits == label_logit) & (classes < label)
     return (~(logits <= label_logit) | first_of_equals).sum(dim=-1)
@@ -138,7 +139,7 @@ def classes_before(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 PER_CLASS, CONFUSION, PICTURE = "per_class.csv", "confusion.csv", "confusion.png"
 _LARGEST_MATRIX = 50
-"""The most classes whose names can be read along a confusion matrix."""
+"""The largest number of classes for which a confusion matrix is drawn."""
 _NAME_LENGTH = 24
 
 
@@ -147,7 +148,7 @@ def report_folder(run: Run) -> Path:
     assert run.config.use.eval_report is not None
     folder = folder_at(run.config.use.eval_report)
     if is_url(folder):
-        raise UsageError(f"--eval_report {folder}: give a folder of this machine")
+        raise UsageError(f"--eval_report {folder}: use a folder of this machine")
     check_folder_writable(folder, "--eval_report")
     return folder
 
@@ -156,18 +157,18 @@ def write_report(
     predictions: np.ndarray, names: Sequence[str], folder: Path, say: Callable[[str], None]
 ) -> None:
     """Write per_class.csv, confusion.csv and confusion.png: what the images of each class were
-    taken for. Raises OSError, but for the picture, which ``say`` says.
+    classified as. Raises OSError, except for the picture, whose failure is logged with ``say``.
 
-    ``predictions``: labels, predicted classes and ``classes_before`` of all images, (3, images);
-    ``names``: of the classes, by label.
+    ``predictions``: labels, predicted classes and ``classes_before`` of all images, (3, images).
+    ``names``: names of the classes, by label.
     """
     labels, predicted, before = predictions
     count = len(names)
-    # By class: how many images it has, and how many of them have their label first, or among five.
+    # By class: the number of images, and of those with the label in the top 1 and in the top 5.
     images, in_top1, in_top5 = (
         np.bincount(labels[before < most], minlength=count) for most in (count + 1, 1, TOP)
     )
-    # A row for each label and predicted class that occur together, and how often.
+    # A row for each pair of label and predicted class that occurs, with its count.
     unique, often = np.unique(np.stack([labels, predicted], axis=1), axis=0, return_counts=True)
     pairs = np.column_stack([unique, often])
     mistakes = pairs[pairs[:, 0] != pairs[:, 1]]
@@ -206,7 +207,7 @@ def write_report(
         share = 100 * matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
         side = 3.0 + 0.3 * count
         figure, axis = plt.subplots(figsize=(side + 1.5, side), layout="constrained")
-        # By the square root: of a good model the few mistakes are what matters.
+        # A square-root scale, to show the few mistakes of a good model.
         image = axis.imshow(share, cmap="Blues", norm=PowerNorm(0.5, 0, 100))
         figure.colorbar(image, label="% of the class's images", shrink=0.8)
         shown = [printable(name)[:_NAME_LENGTH].replace("$", r"\$") for name in names]

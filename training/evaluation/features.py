@@ -1,8 +1,7 @@
-"""Features of images, computed on the backend by a trained model without its head: ``--features``.
+"""Compute features of images on the backend, with a trained model without its head: ``--features``.
 
-A model's features are what it computes before its head, timm's ``forward_features``. The devices
-compute those of a batch of images, and each process reads those of its own share. ``--pca`` draws
-those of patches.
+Features are what a model computes before its head, timm's ``forward_features``. The devices compute
+the features of a batch, and each process reads those of its share. ``--pca`` draws patch features.
 """
 
 from __future__ import annotations
@@ -42,28 +41,27 @@ from training.weights import Weights
 
 CLASS, MEAN, PATCHES = "class", "mean", "patches"
 _AHEAD = 2
-"""How many batches of features may be on their way to the host."""
+"""How many batches of features may be in transfer to the host."""
 
 FeatureBatch = tuple[np.ndarray, dict[str, torch.Tensor]]
-"""The numbers of images, (images,), and their features by kind (CLASS, MEAN, PATCHES), fp32 on the
+"""The indices of images, (images,), and their features by kind (CLASS, MEAN, PATCHES), fp32 on the
 host: (images, width), or (images, patches, width)."""
 
 # -- computing them --------------------------------------------------------------------------------
 
 
 class Features:
-    """Computes features of the images of a source, in each process those of its own share."""
+    """Computes features of the images of a data source; each process gets those of its share."""
 
     def __init__(self, model: nn.Module, run: Run, backend: Backend, data: DataSource) -> None:
-        """Must be made before the first step is recorded. ``data``: training images are not
-        augmented."""
+        """Must be created before the first step is recorded. ``data``: without augmentation."""
         self.run, self.data = run, data
         self._model, self._backend = model, backend
         self._normalize = normalizer(run, backend.constant)
 
     def loader(self, split: str, only: Sequence[int] | None = None) -> BatchLoader:
-        """Open a loader of a split's images, each with its number in place of its label. ``only``:
-        the numbers of a few; None: all."""
+        """Open a loader of the images of a split, each with its index instead of its label.
+        ``only``: the indices of the images to load; None: all."""
         size, images = self.run.config.data.pass_size, self.data.splits[split].numbered()
         open_share = functools.partial(images.batches, size)
         if only is not None:
@@ -72,8 +70,8 @@ class Features:
 
     @contextlib.contextmanager
     def _tokens_before_head(self) -> Iterator[list[torch.Tensor]]:
-        """Collect the tokens, (images, tokens, width), that each forward pass gives its head. The
-        model runs as it always does, so that every form of sharding gathers its weights."""
+        """Collect the tokens, (images, tokens, width), that each forward pass feeds to the head.
+        The model runs unchanged, so every form of sharding gathers its weights as usual."""
         spec = self.run.model
         inner = next(part for part in self._model.modules() if isinstance(part, type(spec.meta)))
         name, collected = spec.head_method, list[torch.Tensor]()
@@ -97,8 +95,8 @@ class Features:
         kinds: Sequence[str],
         batch_done: Callable[[], bool | None] = lambda: None,
     ) -> Iterator[FeatureBatch]:
-        """Yield the features of this process's images, batch by batch; all processes must consume
-        all of it. It ends early if ``batch_done``, called after each batch, returns True."""
+        """Yield the features of this process's images, batch by batch. All processes must exhaust
+        the iterator. It ends early if ``batch_done``, called after each batch, returns True."""
         backend, prefix = self._backend, getattr(self.run.model.meta, "num_prefix_tokens", 0)
 
         def of_tokens(tokens: torch.Tensor, given: Any) -> dict[str, torch.Tensor]:
@@ -110,7 +108,7 @@ class Features:
             patches = tokens[:, prefix:]
             return {CLASS: tokens[:, 0], MEAN: patches.mean(dim=1), PATCHES: patches}
 
-        numbers: deque[np.ndarray] = deque()  # on the host, of the batches that are on their way
+        numbers: deque[np.ndarray] = deque()  # on the host, of the batches in transfer
         pending: deque[Future[dict[str, torch.Tensor]]] = deque()
 
         def source() -> Iterator[Batch]:
@@ -151,8 +149,8 @@ class Features:
             self._model.train(was_training)
 
     def patches_of(self, split: str, numbers: Sequence[int]) -> torch.Tensor:
-        """Return the patch features of a few images of a split, on every host: (images, patches,
-        width), zeros for an image that cannot be read. All processes must call it."""
+        """Return the patch features of these images of a split, on every host: (images, patches,
+        width), zeros for an unreadable image. All processes must call it."""
         sizes = self.run.model.sizes
         patches = torch.zeros(len(numbers), sizes.num_patches, sizes.embed_dim)
         if not len(numbers):
@@ -166,15 +164,16 @@ class Features:
 
 @data_errors_as_usage_errors()
 def open_plainly(run: Run, *, labels: bool = True) -> DataSource:
-    """Open the images of ``run`` without augmentation, of any number of classes. Raises UsageError
-    if there are none."""
+    """Open the images of ``run`` without augmentation, with any number of classes. Raises
+    UsageError if there are none."""
     return open_data(dataset_request(run, labels=labels, augment=False))
 
 
 # -- --features ------------------------------------------------------------------------------------
 
 _FILE_BYTES = 2**28
-"""The most bytes of features in a file, unless one batch has more; a process holds three such."""
+"""Largest size of the features in a file, unless one batch has more; a process holds three of
+them."""
 _DESCRIPTION, _PICTURE = "features.json", "pca.png"
 _PARQUET = ".parquet"
 _DRAWN = 8
@@ -188,12 +187,12 @@ def prepare_features(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Ba
     out = Path(use.features)
     partial = out.with_name(f"{out.name}.partial")
     if os.path.lexists(out):
-        raise UsageError(f"--features {out} is there already: give another name")
+        raise UsageError(f"--features {out} already exists: choose another name")
     check_folder_writable(out, "--features")
     if out.resolve().is_relative_to(Path(run.config.data.data_dir).resolve()):
         raise UsageError(
-            f"--features {out} is inside of --data_dir {run.config.data.data_dir}, where images "
-            "are looked for: give another place"
+            f"--features {out} is inside --data_dir {run.config.data.data_dir}, which is searched "
+            "for images: choose another place"
         )
     if os.path.lexists(partial) and (
         partial.is_symlink()
@@ -204,20 +203,23 @@ def prepare_features(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Ba
         )
     ):
         raise UsageError(
-            f"{partial}, the folder for what is incomplete, is there already and has something "
-            "else: remove it, or give --features another name"
+            f"{partial}, the folder for incomplete output, already exists and contains other "
+            "files: remove it, or choose another name for --features"
         )
     if out.suffix == _PARQUET and not importlib.util.find_spec("pyarrow"):
         raise UsageError(
             f"--features {out} requires the package pyarrow: python3 -m pip install pyarrow"
         )
     if use.pca and run.config.data.data_source == "volumes":
-        raise UsageError("--pca draws images, --data_source volumes has none: drop one of the two")
+        raise UsageError(
+            "--pca requires images and is incompatible with --data_source volumes: drop one of "
+            "the two"
+        )
     kinds = use.features_of
     if kinds is None:
         kinds = [CLASS, MEAN] if run.model.has_class_token else [MEAN]
     if CLASS in kinds and not run.model.has_class_token:
-        raise UsageError(f"--features_of class: {run.model.name} has no class token here")
+        raise UsageError(f"--features_of class: {run.model.name} has no class token")
     data = open_plainly(run, labels=not use.without_labels)
     initial = fit_backbone(weights, run, data.classes)
     body = functools.partial(
@@ -228,8 +230,8 @@ def prepare_features(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Ba
 
 @contextlib.contextmanager
 def _writing(out: Path) -> Iterator[None]:
-    """Raise in all processes a UsageError if one of them cannot write inside. It must not contain a
-    collective call."""
+    """Raise UsageError in all processes if one of them cannot write inside. The body must not
+    contain a collective call."""
     with exchange.failing_together():
         try:
             yield
@@ -250,7 +252,7 @@ def _write_features(
     run: Run,
     backend: Backend,
 ) -> None:
-    """Write the features into ``partial``, which is renamed when it is complete."""
+    """Write the features into ``partial``, and rename it when it is complete."""
     with _writing(out):
         if backend.is_main:
             if partial.exists():
@@ -258,7 +260,7 @@ def _write_features(
             partial.mkdir(parents=True)
     with exchange.failing_together():
         if not partial.is_dir():
-            raise UsageError(f"--features {out}: give a folder that all hosts share")
+            raise UsageError(f"--features {out}: use a folder that all hosts share")
     model, bad_images, say = open_trained(weights, initial, data, run, backend)
     features = Features(model, run, backend, data)
     use, sizes, counts = run.config.use, run.model.sizes, {}
@@ -269,7 +271,7 @@ def _write_features(
         failed: OSError | None = None
         for index, batches in enumerate(_batches_of_files(features.compute(loader, kinds))):
             if failed is not None:
-                continue  # until the end: the other processes wait for this one's features
+                continue  # the other processes wait for this one's features
             path = partial / f"{split}-{exchange.rank():05}-{index:05}{suffix}"
             try:
                 written += _write_file(path, batches, images, with_labels=not use.without_labels)
@@ -325,8 +327,8 @@ def _batches_of_files(batches: Iterable[FeatureBatch]) -> Iterator[list[FeatureB
 def _write_file(
     path: Path, batches: list[FeatureBatch], images: Split, *, with_labels: bool
 ) -> int:
-    """Write batches, which are emptied, in the form that the path's suffix names; return how many
-    images they are of. Raises OSError."""
+    """Write the batches, and clear them, in the format of the path's suffix; return the number of
+    images. Raises OSError."""
     numbers = np.concatenate([batch_numbers for batch_numbers, _ in batches])
     tensors = {kind: torch.cat([values[kind] for _, values in batches]) for kind in batches[0][1]}
     batches.clear()  # the memory is needed
@@ -353,16 +355,16 @@ def _write_file(
 
 # -- --pca: the first three principal components of patches as red, green and blue -----------------
 #
-# As figure 1 of DINOv2 (arXiv 2304.07193), but without removing the background: patches that a
-# model takes for similar have similar colors, in all images of the picture.
+# Like figure 1 of DINOv2 (arXiv 2304.07193), but without removing the background: patches with
+# similar features have similar colors, across all images of the picture.
 
 
 def _draw(
     images: Split, numbers: list[int], patches: torch.Tensor, grid: tuple[int, ...]
 ) -> np.ndarray:
-    """Return the picture of images of which the ``patches`` are features, (images, patches, width);
-    (height, width, 3), uint8: a row for each that can be read, with the image and the colors of its
-    patches. ``grid``: rows and columns of patches."""
+    """Return a picture of images and their patch features, (images, patches, width), as (height,
+    width, 3), uint8: a row per readable image, with the image and the colors of its patches.
+    ``grid``: rows and columns of patches."""
     loaded = [images[0, number] for number in numbers]
     readable = [i for i, (_, label, _) in enumerate(loaded) if label != PADDING]
     pixels = torch.stack([loaded[i][0].expand(3, -1, -1) for i in readable]) / 255
@@ -372,8 +374,8 @@ def _draw(
 
 def components(features: torch.Tensor) -> torch.Tensor:
     """Return the first three principal components of features, (images, patches, width), over all
-    patches of all images, each from 0 to 1: (images, patches, 3), fp32. The largest weight of each
-    component is positive. One that is the same everywhere is 0."""
+    patches of all images, each scaled to 0 to 1: (images, patches, 3), fp32. The largest weight of
+    each component is positive. A constant component is 0."""
     rows = features.flatten(0, 1).double()
     rows = rows - rows.mean(dim=0)
     _, directions = torch.linalg.eigh(rows.T @ rows)  # in ascending order

@@ -1,8 +1,7 @@
-"""Evaluations of a backbone by its frozen features, alone (``--eval_only``) and in training.
+"""Evaluate a backbone by its frozen features, alone (``--eval_only``) or during training.
 
-By features of images: k-NN, linear probes and the effective rank (``knn_and_probe.py``). By
-features of patches: segmentation, of a data set with masks (``segment.py``), which is imported only
-where it is asked for.
+Features of images: k-NN, linear probes and the effective rank (``knn_and_probe.py``). Features of
+patches: segmentation of a data set with masks (``segment.py``, imported only when needed).
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ Result: TypeAlias = "OfImages | Segmentation"
 
 
 class FrozenData(NamedTuple):
-    """What features are computed of."""
+    """The data that features are computed on."""
 
     images: DataSource | None
     """For KNN, PROBE and RANK: the run's images, without augmentation."""
@@ -51,7 +50,7 @@ class FrozenData(NamedTuple):
 
     @property
     def first(self) -> DataSource:
-        """Return the first of those that are there."""
+        """Return the first source that exists."""
         first = self.images or self.masked
         assert first is not None
         return first
@@ -59,7 +58,7 @@ class FrozenData(NamedTuple):
 
 @data_errors_as_usage_errors()
 def open_frozen(run: Run, kinds: Collection[str]) -> FrozenData:
-    """Open what evaluations of these ``kinds`` need. Raises UsageError."""
+    """Open the data that evaluations of these ``kinds`` need. Raises UsageError."""
     by_labels = bool({KNN, PROBE} & {*kinds})
     images = open_plainly(run, labels=by_labels) if by_labels or RANK in kinds else None
     if SEGMENT not in kinds:
@@ -73,7 +72,7 @@ def open_frozen(run: Run, kinds: Collection[str]) -> FrozenData:
 
 
 def prepare_frozen(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
-    """Return the run with its data, and the body of every process. Raises UsageError."""
+    """Return the run, and the function to run in every process. Raises UsageError."""
     use = run.config.use
     folder = report_folder(run) if use.eval_report else None
     asked = {RANK: use.rank, KNN: use.knn, PROBE: use.probe, SEGMENT: use.segment_probe}
@@ -128,8 +127,8 @@ def _evaluate(
 def _open_masked(
     run: Run, backend: Backend, masked: MaskedSource, say: Callable[[str], None]
 ) -> BadImages:
-    """Return the unreadable images of a second source. Raises UsageError in all processes if it
-    differs from process to process."""
+    """Return the unreadable images of a second source. Raises UsageError in all processes if the
+    source differs between them."""
     exchange.check_alike(run, masked)
     say(f"data with masks: {masked}")
     return BadImages(run.config.data.max_bad_images, masked, is_main=backend.is_main)
@@ -137,14 +136,14 @@ def _open_masked(
 
 def _nothing(masked: MaskedSource) -> str:
     return (
-        f"{masked.name} has no image for training, or none for validation, that can be read and "
-        "whose mask has other labels than those of --segment_ignore"
+        f"{masked.name} has no usable image for training, or none for validation: the image must "
+        "be readable, and its mask must have labels other than those of --segment_ignore"
     )
 
 
 def _checked(results: Sequence[Result], bad_images: BadImages, nothing: str) -> Sequence[Result]:
     """Return the results. Raises UsageError in all processes if too few images could be read;
-    ``nothing``: what to say if there are no figures."""
+    ``nothing``: the message if there are no results."""
     bad_images.check()
     if not all(result.values for result in results):
         raise UsageError(nothing, agreed=True)
@@ -154,12 +153,12 @@ def _checked(results: Sequence[Result], bad_images: BadImages, nothing: str) -> 
 # -- in training -----------------------------------------------------------------------------------
 
 Measure = Callable[[list[str], Callable[[], bool]], Sequence[Result] | None]
-"""Returns what evaluations of these kinds have found; None if what it calls after each batch and
-part has returned True."""
+"""Returns the results of evaluations of these kinds; None if the function that it calls after each
+batch and part returned True."""
 
 
 def kinds_in_training(log: LogConfig) -> list[str]:
-    """Return the kinds of evaluations that a training makes."""
+    """Return the kinds of evaluations that a training run makes."""
     return [kind for kind, interval in _intervals(log).items() if interval]
 
 
@@ -179,9 +178,9 @@ def frozen_evaluations(
     data: FrozenData,
     done: Mapping[str, Collection[int]],
 ) -> list[Hook]:
-    """Return the hooks of a training that evaluate features. Must be called before the first step
-    is recorded. ``done``: by each of ``FROZEN``, the steps after which the run's folder has such an
-    evaluation. Raises UsageError, in all processes, if these have other masks."""
+    """Return the hooks that evaluate features during training. Must be called before the first step
+    is recorded. ``done``: by each of ``FROZEN``, the steps for which the run's folder has such an
+    evaluation. Raises UsageError in all processes if their masks differ."""
     backend, say, hooks = session.backend, session.reports.say, list[Hook]()
     if data.images:
         features_of_images = Features(model, run, backend, data.images)
@@ -204,8 +203,8 @@ def frozen_evaluations(
             if result is None:
                 return None
             why = bad_images.excess or ("" if result.values else _nothing(masked))
-            if why:  # the images that are trained on are another matter
-                say(f"warning: no figures of segmentation: {why}")
+            if why:  # unlike unreadable training images, this does not end the run
+                say(f"warning: no segmentation results: {why}")
                 return []
             return [result]
 
@@ -215,13 +214,13 @@ def frozen_evaluations(
 
 @dataclass
 class FrozenEvaluations(Hook):
-    """Evaluates the model, or its EMA if there is one, after so many steps, and after the last."""
+    """Evaluates the model, or its EMA if there is one, every so many steps and after the last."""
 
     session: Session
     kinds: Sequence[str]
     measure: Measure
     done: Mapping[str, Collection[int]]
-    """By kind, the steps after which the run's folder has such an evaluation."""
+    """By kind, the steps for which the run's folder has such an evaluation."""
     _is_first: bool = field(default=True, init=False)
 
     def reached(self, at: Position) -> None:

@@ -1,8 +1,8 @@
-"""Evaluations of a backbone by its frozen features: k-NN, linear probes, and the effective rank
+"""Evaluate a backbone by its frozen features: k-NN, linear probes, and the effective rank
 (``rank.py``), which needs no labels.
 
 The features of all training and validation images are computed on the devices, once for all three.
-Each process then has those of the images that it has loaded, on its host.
+Each host then has the features of the images that its processes loaded.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from training.processes import exchange
 
 @dataclass(frozen=True)
 class KnnAccuracy:
-    """How many validation images their nearest training images name right."""
+    """How many validation images are classified correctly by their nearest training images."""
 
     top1: dict[int, float]
-    """The percentage by the number k of neighbors that vote; empty without images."""
+    """The accuracy in percent by the number k of neighbors that vote; empty without images."""
     images: int
     """How many validation images were asked about."""
     bank: int
-    """How many training images they were compared with."""
+    """The number of training images they were compared with."""
 
     @property
     def values(self) -> dict[str, float]:
@@ -43,23 +43,26 @@ class KnnAccuracy:
 
     def __str__(self) -> str:
         by_k = ", ".join(f"{top1:.2f} % (k {k})" for k, top1 in self.top1.items())
-        return f"k-NN on val: {by_k} of {self.images:,} images, by {self.bank:,} of train"
+        return (
+            f"k-NN on val: {by_k} of {self.images:,} images, compared with {self.bank:,} of train"
+        )
 
 
 @dataclass(frozen=True)
 class ProbeAccuracy:
-    """How many validation images linear probes name right, which training images have trained."""
+    """How many validation images are classified correctly by linear probes trained on training
+    images."""
 
     top1: dict[float, float]
-    """The percentage by learning rate; empty without images."""
+    """The accuracy in percent by learning rate; empty without images."""
     images: int
     """How many validation images were asked about."""
     trained_on: int
-    """How many training images there were."""
+    """The number of training images."""
 
     @property
     def best(self) -> float:
-        """The learning rate of the best probe, the smallest one of those."""
+        """The learning rate of the best probe; the smallest if several are equally good."""
         return max(self.top1, key=self.top1.__getitem__)
 
     @property
@@ -78,26 +81,26 @@ class ProbeAccuracy:
 
 
 class Labelled(NamedTuple):
-    """Images of a split, or patches of images, those of this process: features and labels on the
-    host."""
+    """This process's images of a split, or patches of images: features and labels on the host."""
 
     numbers: torch.Tensor
-    """The place of each among all, int64."""
+    """The index of each among all, int64."""
     features: torch.Tensor
     """(images, width), fp32."""
     labels: torch.Tensor
-    """(images,), int64; of patches (patches, pixels), int16, below 0 where a pixel has none."""
+    """(images,), int64; for patches (patches, pixels), int16, negative for pixels without a
+    label."""
     images: int
-    """How many there are, over all processes, with those that cannot be read."""
+    """The number over all processes, including unreadable ones."""
 
 
 OfImages = KnnAccuracy | ProbeAccuracy | FeatureRank
-"""What an evaluation by features of images finds: ``values`` has its figures, none if no image
-could be read."""
+"""The result of an evaluation by features of images; ``values`` is empty if no image could be
+read."""
 
 
 class PartCheck:
-    """Remembers whether ``part_done`` has said once that all is to stop."""
+    """Remembers whether ``part_done`` has ever returned True, to stop."""
 
     def __init__(self, part_done: Callable[[], bool | None]) -> None:
         self._part_done, self.stopped = part_done, False
@@ -114,9 +117,9 @@ def measure(
     say: Callable[[str], None],
     part_done: Callable[[], bool | None] = lambda: None,
 ) -> list[OfImages] | None:
-    """Return what is found ``by`` KNN, PROBE and RANK, of class tokens, or else means of patches;
-    None if ``part_done``, called after each batch and part, returned True. All processes must call
-    this. RANK alone reads no more training images than it needs, and no others."""
+    """Return the results of KNN, PROBE and RANK (those in ``by``), from class tokens, or else from
+    means of patch tokens; None if ``part_done``, called after each batch and part, returned True.
+    All processes must call this. RANK alone reads only the training images that it needs."""
     check = PartCheck(part_done)
     kind = CLASS if features.run.model.has_class_token else MEAN
 
@@ -149,7 +152,7 @@ def measure(
     return None if None in results else cast(list[OfImages], results)
 
 
-# -- k-NN: how well the nearest training images name a validation image's class --------------------
+# -- k-NN: classify validation images by their nearest training images -----------------------------
 #
 # The vote is DINO's (arXiv 2104.14294, appendix F.1): the k training images with the highest cosine
 # similarity s vote for their classes with weight exp(s / 0.07).
@@ -158,14 +161,15 @@ NEIGHBORS = (10, 20, 100, 200)
 """The numbers k of neighbors that vote, each at most the number of training images."""
 TEMPERATURE = 0.07
 _SIMILARITIES = 2**25
-"""How many similarities, in fp32, a process computes at a time: 128 MiB."""
+"""The number of similarities, in fp32, that a process computes at a time: 128 MiB."""
 
 
 def knn(
     bank: Labelled, queries: Labelled, part_done: Callable[[], bool | None] = lambda: None
 ) -> KnnAccuracy | None:
-    """Return how many of the ``queries`` of all processes their neighbors among the ``bank`` of all
-    name right; None if ``part_done``, called after each part, returns True. All must call it."""
+    """Return the accuracy of classifying all processes' ``queries`` by their neighbors in all
+    processes' ``bank``; None if ``part_done``, called after each part, returns True. All processes
+    must call it."""
     in_bank, asked = total(len(bank.labels)), total(len(queries.labels))
     if not in_bank or not asked:
         return KnnAccuracy({}, asked, in_bank)
@@ -197,14 +201,15 @@ def votes(
     for owner, (_, count) in enumerate(sizes):
         is_mine = owner == exchange.rank()
         for start in range(0, count, part):
-            # Some queries of the owner, of length 1, to all processes.
+            # Send some normalized queries of the owner to all processes.
             chunk = torch.empty(min(part, count - start), bank.features.shape[1])
             if is_mine:
                 chunk = F.normalize(queries[start : start + part], dim=1)
             if len(sizes) > 1:
                 dist.broadcast(chunk, owner)
 
-            # The nearest images here; in the owner then those of all processes, the nearest first.
+            # Find the nearest images here; the owner then merges those of all processes, nearest
+            # first.
             near = torch.full((len(chunk), most), -torch.inf)
             labels = torch.zeros(len(chunk), most, dtype=torch.int64)
             near[:, :here], places = (chunk @ bank.features.T).div_(lengths).topk(here)
@@ -228,30 +233,30 @@ def votes(
 
 # -- Linear probes: how well one linear layer distinguishes the classes ----------------------------
 #
-# Several are trained at once, each with its own learning rate, and the best one on the validation
-# images counts. They are trained on the hosts, by SGD with momentum and a cosine schedule. Features
-# are standardized by the training images' mean and deviation, as the normalization without
-# parameters before MAE's linear probe does (arXiv 2111.06377, appendix A.1).
+# Several probes are trained at once, each with its own learning rate; the best one on the
+# validation images is reported. They are trained on the hosts, with SGD with momentum and a cosine
+# schedule. Features are standardized by the mean and standard deviation of the training images,
+# like the parameter-free normalization before MAE's linear probe (arXiv 2111.06377, appendix A.1).
 
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
-"""The learning rates, one for each probe."""
+"""The learning rates, one per probe."""
 BATCH_SIZE = 1024
 EPOCHS = 10
 LEAST_STEPS = 500
-"""Steps of few images, whose epochs are short."""
+"""The minimum number of steps, for few images, whose epochs are short."""
 MOMENTUM = 0.9
 
 
 def batches_of(images: int) -> tuple[int, int]:
-    """Return how many images a batch has, of so many training images, and how many steps there are:
-    ``EPOCHS``, and at least ``LEAST_STEPS``."""
+    """Return the batch size for this number of training images, and the number of steps:
+    ``EPOCHS``, but at least ``LEAST_STEPS``."""
     size = min(BATCH_SIZE, images)
     return size, max(LEAST_STEPS, EPOCHS * -(-images // size))
 
 
 def random_order(seed: int, number: int, count: int) -> torch.Tensor:
-    """Return the numbers below ``count`` in a random order, another one for each ``number``: of the
-    training images for each epoch, of the patches for each image."""
+    """Return the integers below ``count`` in a random order that depends on ``number``: training
+    images by epoch, patches by image."""
     state = np.random.SeedSequence((seed, number)).generate_state(1, np.uint64)
     generator = torch.Generator().manual_seed(int(state[0]) >> 1)
     return torch.randperm(count, generator=generator)
@@ -263,9 +268,9 @@ def probe(
     seed: int,
     part_done: Callable[[], bool | None] = lambda: None,
 ) -> ProbeAccuracy | None:
-    """Train probes on the ``train`` images of all processes, and measure them on those of ``val``;
-    None if ``part_done``, called after each step, returns True. All processes must call it. The
-    seed and the images alone decide the batches."""
+    """Train probes on the ``train`` images of all processes, and evaluate them on the ``val``
+    images; return None if ``part_done``, called after each step, returns True. All processes must
+    call it. Batches depend only on the seed and the images."""
     seen, asked = total(len(train.labels)), total(len(val.labels))
     if not seen or not asked:
         return ProbeAccuracy({}, asked, seen)
@@ -287,29 +292,29 @@ class Probes(NamedTuple):
     mean: torch.Tensor
     """(width,)."""
     scale: torch.Tensor
-    """One over the deviation, (width,)."""
+    """One over the standard deviation, (width,)."""
     weights: torch.Tensor
     """(rates, width + 1, classes); the last row is the bias."""
 
     def standardized(self, features: torch.Tensor) -> torch.Tensor:
-        """Return what the layers see of features, (rows, width): (rows, width + 1), with a 1 at the
-        end."""
+        """Return the input of the layers for features (rows, width): (rows, width + 1), with a 1 at
+        the end."""
         return F.pad((features - self.mean) * self.scale, (0, 1), value=1.0)
 
     def logits(self, features: torch.Tensor) -> torch.Tensor:
-        """Return (rates, rows, classes) of features, (rows, width)."""
+        """Return logits (rates, rows, classes) for features (rows, width)."""
         return torch.matmul(self.standardized(features), self.weights)
 
 
 def train_probes(
     train: Labelled, classes: int, seed: int, part_done: Callable[[], bool | None]
 ) -> Probes | None:
-    """Train probes on the features of all processes, to minimize the mean cross-entropy over their
-    labels; None if ``part_done``, called after each step, returns True."""
+    """Train probes on the features of all processes with the mean cross-entropy; return None if
+    ``part_done``, called after each step, returns True."""
     probes = _new_probes(train, classes)
     weights, velocity = probes.weights, torch.zeros_like(probes.weights)
     rates = torch.tensor(RATES)[:, None, None]
-    place_of = torch.full((train.images,), -1)  # in this process, by the image's number
+    place_of = torch.full((train.images,), -1)  # in this process, by image index
     place_of[train.numbers] = torch.arange(len(train.numbers))
     size, steps = batches_of(train.images)
     per_epoch = -(-train.images // size)
@@ -321,7 +326,7 @@ def train_probes(
         places = places[places >= 0]
         x = probes.standardized(train.features[places])
         targets = shares(train.labels[places], classes)
-        # The gradient of the sum of the cross-entropies, of all probes at once.
+        # The gradient of the summed cross-entropies, for all probes at once.
         wrong = torch.matmul(x, weights).softmax(dim=-1)
         wrong = wrong * targets.sum(dim=1, keepdim=True) - targets
         gradient = sum_of(torch.matmul(x.T, wrong))
@@ -334,8 +339,8 @@ def train_probes(
 
 
 def _new_probes(train: Labelled, classes: int) -> Probes:
-    """Return probes of zeros, which standardize by the training features of all processes: one that
-    is the same for all images stays 0."""
+    """Return zero probes that standardize by the training features of all processes; constant
+    features become 0."""
     parts = train.features.split(2**14)  # in fp64, part by part
     zeros = torch.zeros(train.features.shape[1], dtype=torch.float64)
     count = total(len(train.features))
@@ -347,8 +352,8 @@ def _new_probes(train: Labelled, classes: int) -> Probes:
 
 
 def shares(labels: torch.Tensor, classes: int) -> torch.Tensor:
-    """Return the share of each class in the labels of each row, (rows,) or (rows, pixels): (rows,
-    classes), fp32. Labels below 0 are of no class."""
+    """Return the fraction of each class in the labels of each row, (rows,) or (rows, pixels), as
+    (rows, classes), fp32. Negative labels are ignored."""
     labels = (labels[:, None] if labels.dim() == 1 else labels).long()
     counts = torch.zeros(len(labels), classes + 1)  # the first column: no class
     counts.scatter_add_(1, labels.clamp(min=-1) + 1, torch.ones(labels.shape))
@@ -366,7 +371,7 @@ def sum_of(values: torch.Tensor) -> torch.Tensor:
 
 
 def total(count: int) -> int:
-    """Return the sum of all processes' counts; all must call it."""
+    """Return the sum of the counts of all processes; all must call it."""
     return sum(exchange.gather(count))
 
 

@@ -1,6 +1,6 @@
-"""Use a trained model: name what images show (--predict), or measure it on val/ (--eval_only).
+"""Use a trained model: classify images (--predict), or evaluate it on val/ (--eval_only).
 
-Writes no file unless asked.
+Writes no files unless requested.
 """
 
 import functools
@@ -44,14 +44,14 @@ _BATCH_SIZE = 32
 
 
 def _log(line: str) -> None:
-    """Print on stderr, above the progress bar: stdout has the result alone."""
+    """Print on stderr, above the progress bar: stdout is for the result."""
     tqdm.write(line, file=sys.stderr)
 
 
 def _named_classes(names: list[str] | None, num_classes: int) -> list[str]:
     """Return names by label: these, else "class <label>"."""
     names = names or []
-    if len(names) > num_classes:  # the folder is another model's
+    if len(names) > num_classes:  # the folders belong to another model
         names = []
     return names + [f"class {label}" for label in range(len(names), num_classes)]
 
@@ -61,14 +61,14 @@ def _named_classes(names: list[str] | None, num_classes: int) -> list[str]:
 
 @data_errors_as_usage_errors()
 def predict_images(config: RunConfig, weights: Weights) -> None:
-    """Print the most likely classes of every image of ``--predict``, in plain PyTorch."""
+    """Print the most probable classes of each image of ``--predict``, with plain PyTorch."""
     if config.objective.objective != "classify":
         raise UsageError(
-            f"--predict requires a classifier, {weights.path} was trained with --objective "
+            f"--predict requires a classifier, but {weights.path} was trained with --objective "
             f"{config.objective.objective}: fine-tune it with --init_from first"
         )
     config, spec = resolve_model(config)
-    if spec.packing:  # each image has a sequence, no longer than the largest image
+    if spec.packing:  # one sequence per image, no longer than the largest image
         tokens = {"token_budget": config.data.max_tokens_per_image, "max_images_per_sequence": 1}
         spec = open_model(spec.name, spec.overrides | tokens)
     run = Run[Any](config, None, spec, Mesh())
@@ -85,7 +85,7 @@ def predict_images(config: RunConfig, weights: Weights) -> None:
     if images.passed_over:
         kinds = ", ".join(f"{kind} {n:,}" for kind, n in images.passed_over.most_common())
         count = images.passed_over.total()
-        _log(f"skipped in the folders, {count:,} in all: {printable(kinds)}")
+        _log(f"skipped {count:,} other files in the folders: {printable(kinds)}")
     if weights.note:
         _log(weights.note)
 
@@ -137,7 +137,7 @@ def predict_images(config: RunConfig, weights: Weights) -> None:
     if config.use.json:
         print(json.dumps(results, indent=2))
 
-    # Of images that were named themselves, the last one ends the program, after all results.
+    # After all results, unreadable images that were named explicitly end the program.
     mistakes = [line for path, line in broken.items() if path in images.named]
     for line in mistakes[:-1]:
         _log(line)
@@ -152,7 +152,7 @@ def predict_images(config: RunConfig, weights: Weights) -> None:
 
 @data_errors_as_usage_errors()
 def prepare_evaluation(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
-    """Return the run with its data, and the body of every process. Raises UsageError."""
+    """Return the run, and the function to run in every process. Raises UsageError."""
     if run.config.use.eval_report:
         report_folder(run)
     labels = run.config.objective.uses_labels

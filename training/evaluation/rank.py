@@ -1,8 +1,8 @@
-"""How many directions a backbone's features use, which needs no labels: their effective rank.
+"""The effective rank of a backbone's features: how many directions they use. Needs no labels.
 
 RankMe (arXiv 2210.02885, equation 1): the exponential of the entropy of the features' singular
-values, each as a share of their sum. It is 1 if all features lie along one line, and the smaller of
-their number and their width if they use all directions alike. The paper computes it of 25,600
+values, normalized by their sum. It is 1 if all features lie along one line, and the smaller of
+their number and their width if they use all directions equally. The paper computes it on 25,600
 training images.
 """
 
@@ -18,22 +18,22 @@ from training.processes import exchange
 
 MOST_IMAGES = 25_600
 _EPS = 1e-7
-"""The paper's, added to each share."""
+"""Added to each normalized singular value, as in the paper."""
 _PART = 2**14
-"""Images whose features are in fp64 at a time."""
+"""The number of images whose features are in fp64 at a time."""
 
 
 @dataclass(frozen=True)
 class FeatureRank:
-    """The effective rank of features, and how far they are spread."""
+    """The effective rank of features, and how widely they are spread."""
 
     rankme: float | None
-    """None without images, or if a feature is not finite."""
+    """RankMe; None without images, or if a feature is not finite."""
     std: float
-    """The standard deviation of features of length 1, the mean over entries, times the root of the
-    width: 1 if they are spread evenly over the unit sphere, 0 if all are the same."""
+    """The standard deviation of normalized features, averaged over entries, times the square root
+    of the width: 1 if they are spread evenly over the unit sphere, 0 if all are equal."""
     images: int
-    """How many training images there were."""
+    """The number of training images."""
     width: int
 
     @property
@@ -45,19 +45,19 @@ class FeatureRank:
 
     def __str__(self) -> str:
         if self.rankme is None:
-            return f"features of {self.images:,} images of train: not finite, no effective rank"
+            return f"features of {self.images:,} images of train are not finite: no effective rank"
         return (
-            f"effective rank of features: {self.rankme:.1f} of {self.width} (RankMe), deviation "
-            f"{self.std:.2f}, of {self.images:,} images of train"
+            f"effective rank of features: {self.rankme:.1f} of {self.width} (RankMe), standard "
+            f"deviation {self.std:.2f}, of {self.images:,} images of train"
         )
 
 
 def rank(features: torch.Tensor) -> FeatureRank:
-    """Return the effective rank of the features of all processes, (images, width) fp32, each those
-    of its own images. All processes must call it.
+    """Return the effective rank of the features of all processes, each (images, width) fp32 for its
+    own images. All processes must call it.
 
-    No feature is moved: singular values are the roots of the eigenvalues of the Gram matrix
-    (width, width), which the processes add up in fp64.
+    No features are exchanged: singular values are the square roots of the eigenvalues of the Gram
+    matrix (width, width), which is summed over the processes in fp64.
     """
     width = features.shape[1]
     gram = torch.zeros(width, width, dtype=torch.float64)

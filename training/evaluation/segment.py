@@ -1,12 +1,12 @@
-"""Segmentation from patch features: how well they tell the class of each pixel.
+"""Segmentation from patch features: how well they predict the class of each pixel.
 
-The protocol is that of DINOv2's linear segmentation (arXiv 2304.07193, section 7.4): one linear
-layer gives each patch token logits, which are interpolated to pixels. Windows of the model's size
+The protocol is DINOv2's linear segmentation (arXiv 2304.07193, section 7.4): a linear layer
+computes logits for each patch token, which are interpolated to pixels. Windows of the model's size
 overlap, and their logits are averaged (``data/windows.py``). The layer is trained on patches
-instead of pixels, as ``train_probes`` trains those of images: a patch's target is the share of each
-class among its pixels. Beside it k-NN, without training: the nearest training patches vote.
+instead of pixels, with ``train_probes``: the target of a patch is the fraction of each class among
+its pixels. In addition, k-NN without training: the nearest training patches vote.
 
-A process has the patches of the images that it has loaded, and all windows of a validation image.
+Each process has the patches of the images that it loaded, with all windows of a validation image.
 """
 
 from __future__ import annotations
@@ -49,31 +49,31 @@ from training.logs.records import SEGMENT
 from training.processes import exchange
 
 PATCHES_TRAINED = 2**20
-"""The most training patches, over all images and processes: 4 GiB of features of width 1024."""
+"""The maximum number of training patches, in all processes: 4 GiB with width 1024."""
 PATCHES_COMPARED = 2**16
-"""The most of them that validation patches are compared with, by k-NN."""
+"""The maximum number of them that k-NN compares validation patches with."""
 NEIGHBORS = 20
 _STRIP = 2**24
-"""How many logits of pixels, in fp32, are in memory at a time: 64 MiB."""
+"""The number of pixel logits, in fp32, in memory at a time: 64 MiB."""
 
 
 @dataclass(frozen=True)
 class Segmentation:
-    """How well the pixels of validation images are told by linear probes, and by k-NN."""
+    """How well linear probes and k-NN classify the pixels of validation images."""
 
     areas: dict[float, Areas]
-    """By learning rate, those of a probe; empty without labels."""
+    """The areas of each probe by learning rate; empty without labels."""
     knn_areas: Areas | None
     images: int
-    """How many validation images were asked about."""
+    """The number of validation images."""
     trained_on: int
-    """How many training patches there were."""
+    """The number of training patches."""
     compared_with: int
-    """How many of them k-NN has compared with."""
+    """The number of training patches that k-NN compared with."""
 
     @property
     def best(self) -> float:
-        """The learning rate of the best probe by mean IoU, the smallest one of those."""
+        """The learning rate of the best probe by mean IoU; the smallest if there are several."""
         return max(self.areas, key=lambda rate: self.areas[rate].miou)
 
     @property
@@ -93,22 +93,22 @@ class Segmentation:
         assert self.knn_areas is not None
         best = self.areas[self.best]
         return (
-            f"segmentation on val: mIoU {best.miou:.2f} %, pixel accuracy {best.accuracy:.2f} % of "
-            f"{self.images:,} images by a linear probe, trained on {self.trained_on:,} patches of "
-            f"train, best with learning rate {self.best:g}; mIoU {self.knn_areas.miou:.2f} % by "
-            f"k-NN, by {self.compared_with:,} of them"
+            f"segmentation on val: mIoU {best.miou:.2f} %, pixel accuracy {best.accuracy:.2f} % "
+            f"of {self.images:,} images by a linear probe, trained on {self.trained_on:,} patches "
+            f"of train, best with learning rate {self.best:g}; mIoU {self.knn_areas.miou:.2f} % "
+            f"by k-NN, compared with {self.compared_with:,} of them"
         )
 
 
 class Areas:
-    """How many pixels each class has in masks, in predictions, and in both."""
+    """The number of pixels of each class in masks, in predictions, and in both."""
 
     def __init__(self, pixels: torch.Tensor | None = None) -> None:
         """``pixels``: (3, labels), int64: in both, in masks, in predictions."""
         self.pixels = torch.zeros(3, LABELS, dtype=torch.int64) if pixels is None else pixels
 
     def add(self, labels: torch.Tensor, predicted: torch.Tensor) -> None:
-        """Count pixels, of equal shape; a label below 0 counts for nothing."""
+        """Count pixels; negative labels are ignored."""
         counts = labels >= 0
         labels, predicted = labels[counts], predicted[counts]
         for row, classes in zip(
@@ -118,8 +118,8 @@ class Areas:
 
     @property
     def iou(self) -> np.ndarray:
-        """The intersection over union of each label, from 0 to 1; NaN for one that is neither in
-        masks nor in predictions."""
+        """The intersection over union of each label, from 0 to 1; NaN if it is neither in masks nor
+        in predictions."""
         both, in_masks, in_predictions = self.pixels.double().numpy()
         union = in_masks + in_predictions - both
         return np.divide(both, union, out=np.full(len(union), np.nan), where=union > 0)
@@ -132,7 +132,7 @@ class Areas:
 
     @property
     def accuracy(self) -> float:
-        """The percentage of pixels whose class is predicted."""
+        """The percentage of correctly classified pixels."""
         both, in_masks, _ = self.pixels.sum(dim=1).tolist()
         return 100 * both / in_masks
 
@@ -141,14 +141,14 @@ class Areas:
 
 
 class Masks:
-    """Reads the masks of a split's images, several at a time; knows those that cannot be read."""
+    """Reads the masks of a split's images, several at a time, and records unreadable ones."""
 
     def __init__(self, split: WindowSplit) -> None:
         self._split, self._bad = split, list[BadImage]()
         self._pool = ThreadPoolExecutor(split.reading_threads)
 
     def read(self, images: Iterable[int]) -> dict[int, np.ndarray]:
-        """Return the masks of those images whose masks can be read, by the images' numbers."""
+        """Return the readable masks of these images, by image index."""
         numbers = [*images]
         masks = {}
         for image, mask in zip(numbers, self._pool.map(self._read, numbers), strict=True):
@@ -166,7 +166,7 @@ class Masks:
             return error
 
     def bad_images(self) -> list[BadImage]:
-        """Return the images whose masks could not be read, of those since the last call."""
+        """Return the images whose masks could not be read since the last call."""
         bad, self._bad = self._bad, []
         return bad
 
@@ -183,14 +183,14 @@ def patches_of(window: np.ndarray, grid: Sequence[int]) -> torch.Tensor:
 
 
 def quota(image: int, images: int, patches: int) -> range:
-    """Return the places of an image's patches among all training patches: at most
-    ``PATCHES_TRAINED``, as many of each image as of any other."""
+    """Return the range of an image's patches among all training patches: at most
+    ``PATCHES_TRAINED`` in total, equally many per image."""
     count = min(images * patches, PATCHES_TRAINED)
     return range(image * count // images, (image + 1) * count // images)
 
 
 def chosen_patches(labels: torch.Tensor, most: int, seed: int, image: int) -> torch.Tensor:
-    """Return the numbers of at most ``most`` of an image's patches that have labels, at random.
+    """Return the indices of at most ``most`` random patches of an image that have labels.
     ``labels``: (patches, pixels)."""
     order = random_order(seed, image, len(labels))
     return order[(labels[order] >= 0).any(dim=1)][:most]
@@ -209,7 +209,7 @@ def _train_patches(
     values = [torch.zeros(0, sizes.embed_dim)]
     labels = [torch.zeros(0, pixels, dtype=torch.int16)]
     for windows, batch in batches:
-        images = windows.tolist()  # of each there is one window
+        images = windows.tolist()  # one window per image
         readable = masks.read(images)
         for image, patches in zip(images, batch[PATCHES], strict=True):
             if image not in readable:
@@ -226,8 +226,8 @@ def _train_patches(
 
 
 def _compared(train: Labelled, classes: int) -> Labelled:
-    """Return the patches that k-NN compares with, at equal distances among those trained on, each
-    with the class that most of its pixels have."""
+    """Return the patches that k-NN compares with, evenly spaced among the training patches, each
+    with the most frequent class of its pixels."""
     rows = train.numbers % -(-train.images // PATCHES_COMPARED) == 0
     majority = shares(train.labels[rows], classes).argmax(dim=1)
     return Labelled(train.numbers[rows], train.features[rows], majority, train.images)
@@ -240,8 +240,8 @@ def _compared(train: Labelled, classes: int) -> Labelled:
 def placement(
     length: int, scaled: int, starts: tuple[int, ...], window: int, cells: int, mode: str
 ) -> torch.Tensor:
-    """Return the matrix by which values of patches become values of pixels along one side of an
-    image, (length, windows * cells): each window's are interpolated to its pixels, averaged where
+    """Return the matrix that maps patch values to pixel values along one side of an image, (length,
+    windows * cells): the values of each window are interpolated to its pixels, averaged where
     windows overlap, and interpolated to the size of the mask.
 
     ``length``, ``scaled``: pixels of the mask's side, and of the resized image's; ``starts``: the
@@ -260,8 +260,8 @@ def placement(
 def predict_pixels(
     patches: torch.Tensor, split: WindowSplit, image: int, grid: Sequence[int], mode: str
 ) -> torch.Tensor:
-    """Return the class of each pixel of an image, (height, width), int64: the one with the largest
-    value. ``patches``: values of the patches of its windows, (windows, patches, classes)."""
+    """Return the class with the largest value for each pixel of an image, (height, width), int64.
+    ``patches``: patch values of its windows, (windows, patches, classes)."""
     starts = split.starts(image)
     (tall, wide), classes = grid, patches.shape[-1]
     # (rows of patches in all windows, columns, classes): windows beside windows
@@ -289,8 +289,8 @@ def predict_pixels(
 def _whole_images(
     split: WindowSplit, batches: Iterable[tuple[np.ndarray, Sequence[torch.Tensor]]]
 ) -> Iterator[list[tuple[int, list[torch.Tensor]]]]:
-    """Yield for each batch the images of which all windows have come, with their values. A batch:
-    numbers of windows, and tensors with an entry for each."""
+    """Yield, for each batch, the images whose windows have all arrived, with their values. A batch
+    consists of window indices, and tensors with an entry per window."""
     waiting: dict[int, list[Sequence[torch.Tensor]]] = {}
     for windows, values in batches:
         complete = []
@@ -313,9 +313,9 @@ def measure(
     part_done: Callable[[], bool | None] = lambda: None,
     picture: Path | None = None,
 ) -> Segmentation | None:
-    """Return how well patch features tell the classes of pixels; None if ``part_done``, called
+    """Return how well patch features predict the classes of pixels; None if ``part_done``, called
     after each batch and part, returned True. ``features``: of a ``MaskedSource``. ``picture``: the
-    file to draw into. All processes must call this."""
+    file to draw to. All processes must call this."""
     data, parts = features.data, PartCheck(part_done)
     assert isinstance(data, MaskedSource)
     train_split, val_split = (data.splits[name] for name in (TRAIN, VAL))
@@ -358,7 +358,7 @@ def measure(
 
 
 def _progress(batches: Iterable[FeatureBatch], count: int, what: str) -> Iterable[FeatureBatch]:
-    """Show a bar on a terminal of the first process."""
+    """Show a progress bar on the terminal of the first process."""
     off = None if exchange.rank() == 0 else True
     return tqdm(batches, what, count, leave=False, unit="batch", disable=off, dynamic_ncols=True)
 
@@ -372,8 +372,8 @@ def _val_areas(
     bank: Labelled,
     parts: PartCheck,
 ) -> tuple[list[Areas], int]:
-    """Return what each probe, and last k-NN, make of this process's validation images, and how many
-    of these there are."""
+    """Return the areas of each probe, and last of k-NN, on this process's validation images, and
+    the number of images."""
     grid, classes = features.run.model.sizes.grid, probes.weights.shape[-1]
     areas, images = [Areas() for _ in range(len(RATES) + 1)], 0
     with_votes = _with_votes(batches, bank, classes, parts)
@@ -394,13 +394,13 @@ def _val_areas(
 def _with_votes(
     batches: Iterable[FeatureBatch], bank: Labelled, classes: int, parts: PartCheck
 ) -> Iterator[tuple[np.ndarray, list[torch.Tensor]]]:
-    """Yield the numbers of windows, with their patches, (windows, patches, width), and the share of
-    the votes of the nearest patches for each class, (windows, patches, classes). All processes must
-    consume all of it."""
+    """Yield window indices with their patches, (windows, patches, width), and the fraction of the
+    nearest patches' votes for each class, (windows, patches, classes). All processes must exhaust
+    the iterator."""
     ks = [min(NEIGHBORS, total(len(bank.labels)))]
     for windows, batch in batches:
         patches = batch[PATCHES]
-        if parts.stopped:  # the last batches come all the same
+        if parts.stopped:  # the remaining batches still arrive
             continue
         voted = torch.zeros(patches.shape[:2].numel(), classes)
         for part in votes(bank, patches.flatten(0, 1), ks, classes):
@@ -454,8 +454,8 @@ def _draw_examples(
     path: Path,
     say: Callable[[str], None],
 ) -> None:
-    """Draw a few images, the classes in their masks, and what the one layer of ``layer`` predicts.
-    All processes must call this; the first one draws."""
+    """Draw a few images, their masks, and the predictions of the single probe in ``layer``. All
+    processes must call this; the first one draws."""
     sizes = features.run.model.sizes
     drawn = spread(_DRAWN, split.images)
     windows = [number for image in drawn for number in split.windows_of(image)]
@@ -478,8 +478,8 @@ def _draw_examples(
 
 
 def _colors_of(pixels: torch.Tensor, features: Features) -> np.ndarray:
-    """Return the colors of an image, (channels, height, width), as they are seen: (height, width,
-    3), from 0 to 1."""
+    """Return the colors of an image, (channels, height, width), for display: (height, width, 3),
+    from 0 to 1."""
     colors = pixels / 255
     if pixels.dtype != torch.uint8:  # it is normalized
         preprocessing = features.run.config.data.preprocessing
@@ -495,7 +495,7 @@ def _draw(
     width), with a legend of the classes. Raises OSError."""
     plt = pyplot()
     palette = [*plt.get_cmap("tab20").colors]
-    # Of more classes, hues far from each other.
+    # For more classes, hues far apart.
     others = range(len(palette), LABELS)
     palette += [colorsys.hsv_to_rgb(0.618 * n % 1, 0.5 + n % 3 / 6, 0.9) for n in others]
     colors = np.array([*palette, (1.0, 1.0, 1.0)])  # the last one, -1: ignored

@@ -1,1 +1,1 @@
-"""What a run reports of itself: to people, and in files for later."""
+"""Reports of a run: for people, and in files for later use."""

@@ -1,4 +1,4 @@
-"""The images of a run that cannot be read: listed, counted over all processes, limited."""
+"""The unreadable images of a run: listed, counted over all processes, and limited."""
 
 import contextlib
 import math
@@ -26,14 +26,14 @@ _SPLIT_NAMES = {TRAIN: "training", VAL: "validation"}
 
 
 class Reader(Protocol):
-    """What reads images, such as a loader."""
+    """An object that reads images, such as a loader."""
 
     def bad_images(self) -> list[BadImage]:
-        """Return the images that could not be read, of those since the last call."""
+        """Return the images that could not be read since the last call."""
 
 
 class BadImages:
-    """Knows, in every process, which images of the run's data cannot be read."""
+    """Tracks, in every process, which images of the run's data cannot be read."""
 
     def __init__(
         self,
@@ -43,15 +43,15 @@ class BadImages:
         *,
         is_main: bool,
     ) -> None:
-        """Count unreadable images of ``data`` against ``limit``, as --max_bad_images has it, with
-        those of earlier starts, which ``file`` lists; None: nothing is written. All processes must
-        call this."""
+        """Count unreadable images of ``data`` against ``limit`` (``--max_bad_images``), including
+        those of earlier starts listed in ``file``; None: write no file. All processes must call
+        this."""
         self._limit, self._data, self._file, self._is_main = limit, data, file, is_main
         self._sizes = {TRAIN: data.train_length, VAL: data.val_length}
         self._labels: dict[str, dict[str, int | None]] = {TRAIN: {}, VAL: {}}
-        """The label of each by its path, by split; None where an earlier start has found it."""
+        """The label of each one, by split and path; None if an earlier start found it."""
         listed: list[list[str]] = []
-        if file and is_main:  # it reads the file for all, so that all count alike
+        if file and is_main:  # it reads the file for all, so that all have the same counts
             with (
                 contextlib.suppress(OSError),
                 open(file, errors="surrogateescape", opener=regular) as opened,
@@ -65,9 +65,9 @@ class BadImages:
 
     @property
     def excess(self) -> str | None:
-        """The error if more images cannot be read than the limit; the same in all processes."""
+        """The error message if the limit is exceeded; the same in all processes."""
         total = sum(map(len, self._labels.values()))
-        advice = f": mend or remove them, or allow more with --max_bad_images {total}"
+        advice = f": fix or remove them, or allow more with --max_bad_images {total}"
         if isinstance(self._limit, int):
             if total <= self._limit:
                 return None
@@ -85,13 +85,13 @@ class BadImages:
         return None
 
     def check(self, advice: str = "") -> None:
-        """Raise UsageError, in all processes, if more images cannot be read than the limit."""
+        """Raise UsageError, in all processes, if the limit is exceeded."""
         if excess := self.excess:
             raise UsageError(f"{excess}{advice}", agreed=True)
 
     def collect(self, split: str, reader: Reader, say: Callable[[str], None]) -> None:
-        """List and log the images that a reader of ``split`` has found since the last call. All
-        processes must call this."""
+        """List and log the unreadable images that a reader of ``split`` found since the last call.
+        All processes must call this."""
         new: dict[str, str] = {}
         for part in exchange.gather(reader.bad_images()):
             for path, reason, label in part:
@@ -101,9 +101,11 @@ class BadImages:
         self._listed |= new.keys()
         logged = list(new.items())[:_MOST_LOGGED] if self._file else new.items()
         for path, reason in logged:
-            say(f"warning: {path} cannot be read ({reason}): left out")
+            say(f"warning: {path} cannot be read ({reason}): skipped")
         if len(new) > len(logged):
-            say(f"warning: nor can {len(new) - len(logged):,} others be read: {FILE} lists them")
+            say(
+                f"warning: {len(new) - len(logged):,} more images cannot be read: {FILE} lists them"
+            )
         if new and self._file and self._is_main:
             try:
                 with open(self._file, "a", errors="surrogateescape", opener=no_link) as file:
@@ -118,7 +120,7 @@ class BadImages:
         self, result: Evaluation, names: Sequence[str] | None = None
     ) -> Evaluation:
         """Return an evaluation with the number of unreadable images, and the classes without any
-        other. ``names``: of the classes, by label (default: those of the data)."""
+        readable one. ``names``: names of the classes, by label (default: those of the data)."""
         names = self._data.classes or [] if names is None else names
         unreadable = [label for label in self._labels[VAL].values() if label is not None]
         labels = np.asarray(self._data.splits[VAL].labels)
@@ -131,9 +133,9 @@ class BadImages:
 
 
 def open_bad_images(run: Run, data: DataSource, *, is_main: bool) -> BadImages:
-    """Return the unreadable images that earlier starts have listed, to which this one adds. Raises
-    UsageError in all processes if they are too many already."""
+    """Return the tracker of unreadable images, with those listed by earlier starts. Raises
+    UsageError in all processes if there are already too many."""
     listed = run.log_dir / FILE
     bad_images = BadImages(run.config.data.max_bad_images, data, listed, is_main=is_main)
-    bad_images.check(f"; {run.ckpt_dir / FILE} lists them: remove it when they are mended")
+    bad_images.check(f"; {run.ckpt_dir / FILE} lists them: delete that file when they are fixed")
     return bad_images

@@ -1,7 +1,7 @@
-"""Notices a collapse of features in a run's records, and says so in one line.
+"""Detect a collapse of features from a run's records, and warn in one line.
 
-In self-supervised training a model may find that the same answer to all images costs least. The
-loss hardly shows it; three figures do, at three places.
+In self-supervised training, a model may learn to give the same output for all images. The loss
+hardly shows this, but three metrics do, in three places.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,30 +11,30 @@ from typing import Any
 
 @dataclass
 class _Symptom:
-    """A figure of records that shows a collapse."""
+    """A metric that indicates a collapse."""
 
     name: str
     limit: float
-    """It is collapsed beyond it."""
+    """The value beyond which it counts as collapsed."""
     above: bool
     in_a_row: int
-    """So many records in a row must agree."""
+    """The number of consecutive records that must agree."""
     text: str
-    """What the warning says, with the ``value``."""
+    """The text of the warning, with a placeholder for the ``value``."""
     falls: bool = False
-    """It is low in untrained models, too: only what is not above its first value counts."""
+    """Whether it is also low in untrained models: only values not above the first one count."""
     collapsed: bool | None = None
-    """What the records have confirmed; None: nothing yet."""
+    """What the records confirm so far; None: nothing yet."""
     _first: float | None = None
     _newest: bool | None = None
-    """What the newest record has shown."""
+    """What the newest record shows."""
     _times: int = 0
-    """How many records in a row have shown it."""
+    """The number of consecutive records that show it."""
 
     def changes(self, value: float, *, early: bool) -> bool:
-        """Return True if with this value a collapse is shown for the first time, or again after it
-        had recovered. ``early``: so near to the start of training that features may not differ
-        yet, which is no collapse."""
+        """Return True if this value shows a collapse for the first time, or again after a recovery.
+        ``early``: so early in training that features may not differ yet, which is not a
+        collapse."""
         self._first = value if self._first is None else self._first
         shown = value > self.limit if self.above else value < self.limit
         shown &= not self.falls or value <= self._first
@@ -50,7 +50,7 @@ class _Symptom:
 
 
 class CollapseWatch:
-    """Reads the records of a run, one after the other, from its first epoch on."""
+    """Reads the records of a run, one after the other, from its first epoch."""
 
     def __init__(self, width: int) -> None:
         """``width``: of the features."""
@@ -61,16 +61,16 @@ class CollapseWatch:
                 True,
                 3,
                 "the teacher gives all prototypes nearly the same probability (teacher_entropy "
-                "{value:.3f} of at most 1), so class tokens learn nothing: give a lower "
-                "--teacher_temp and --warmup_teacher_temp, or more --freeze_last_layer_epochs",
+                "{value:.3f}, maximum 1), so class tokens learn nothing: lower --teacher_temp and "
+                "--warmup_teacher_temp, or increase --freeze_last_layer_epochs",
             ),
             _Symptom(
                 "token_std",
                 0.1,
                 False,
                 3,
-                "the class tokens of all images are nearly the same (token_std {value:.3f}, spread "
-                "evenly it is 1): give a lower --lr, or a higher --koleo_weight",
+                "the class tokens of all images are nearly the same (token_std {value:.3f}, 1 if "
+                "evenly spread): lower --lr, or increase --koleo_weight",
             ),
             _Symptom(
                 "train_rankme",
@@ -78,15 +78,15 @@ class CollapseWatch:
                 False,
                 2,
                 f"features use few directions (effective rank {{value:.1f}} of {width}, "
-                "train_rankme): give a lower --lr or other augmentations, or go back to a "
-                "checkpoint from before",
+                "train_rankme): lower --lr, change the augmentations, or go back to an earlier "
+                "checkpoint",
                 falls=True,
             ),
         )
 
     def warnings(self, record: Mapping[str, Any]) -> Iterator[str]:
-        """Yield a line for each sign of a collapse that this record is the first to confirm."""
+        """Yield a line for each symptom that this record is the first to confirm."""
         for sign in self._signs:
             value = record.get(sign.name)
             if value is not None and sign.changes(value, early=record["epoch"] <= 1):
-                yield f"warning: a collapse: {sign.text.format(value=value)} (docs/pretraining.md)"
+                yield f"warning: collapse: {sign.text.format(value=value)} (docs/pretraining.md)"

@@ -1,8 +1,8 @@
-"""events.jsonl: where the wall time of a run goes.
+"""events.jsonl: how a run spends its wall time.
 
-A line is written at log steps, evaluations, checkpoints, and where a start begins and ends. Each
-records where the time since the line before it went; ``tools/goodput.py`` adds them up. Resuming
-does not cut the file.
+A line is written at log steps, evaluations and checkpoints, and when a start begins and ends. Each
+line accounts for the time since the previous one; ``tools/goodput.py`` adds them up. Resuming does
+not truncate the file.
 """
 
 import contextlib
@@ -26,15 +26,14 @@ def process_start() -> float:
 
 @dataclass
 class StartParts:
-    """How long the parts of a start have taken, one after the other, from its process's start
-    on."""
+    """The durations of the successive parts of a start, from the start of the process."""
 
     began: float = field(default_factory=process_start)
     """In seconds since 1970."""
     seconds: dict[str, float] = field(default_factory=dict)
 
     def done(self, part: str) -> None:
-        """Note that a part has ended now, which followed the part before it."""
+        """Note that a part, which began when the previous one ended, ends now."""
         self.seconds[part] = self.since_last()
 
     def since_last(self) -> float:
@@ -58,23 +57,24 @@ class Events:
             self._sink.write({"event": event, "time": time.time(), "step": self._step, **values})
 
     def start(self, parts: StartParts, step: int, devices: int) -> None:
-        """Record a start that continues after ``step``; ``parts`` are complete at its first step"""
+        """Record a start that continues after ``step``; ``parts`` end at its first step."""
         self._step, self._parts = step, parts
         failure = {}
         with contextlib.suppress(KeyError, ValueError):
-            # When the launcher, by its clock, noticed that the start before this one failed.
+            # When the launcher noticed, by its clock, that the previous start had failed.
             failure["failed_at"] = float(os.environ["RUN_FAILED_AT"])
         self._write("start", process_started=parts.began, devices=devices, **failure)
 
     def stepped(self, step: int, waited_s: float) -> None:
-        """Count a step, and the seconds that it waited for its batch; nothing is written."""
+        """Count a step and the seconds that it waited for its batch; write nothing."""
         self._step = step
         self._steps += 1
         self._waited += waited_s
 
     def first_step(self, seconds: float, waited: float, compiled: float) -> None:
-        """Record a first step: ``seconds`` from the request for its batch on, of these ``waited``
-        for the batch and ``compiled``. The first one of all has the parts of the start, too."""
+        """Record a first step: ``seconds`` since the request for its batch, including those
+        ``waited`` for the batch and ``compiled``. The very first one also records the parts of the
+        start."""
         self._steps, self._waited = 0, 0.0
         parts: dict[str, float] = {}
         if self._parts:
@@ -85,7 +85,7 @@ class Events:
         self._write("first_step", seconds=seconds, **({"parts": parts} if parts else {}))
 
     def steps(self) -> None:
-        """Record the steps counted since the last such line."""
+        """Record the steps counted since the last line of this kind."""
         if self._steps:
             self._write("steps", steps=self._steps, waited=self._waited)
             self._steps, self._waited = 0, 0.0
@@ -111,7 +111,7 @@ class Events:
             self._write("stop", how=how)
 
     def sync(self) -> None:
-        """Sync what was recorded to the disk."""
+        """Sync the recorded events to disk."""
         if self._sink:
             self._sink.sync()
 

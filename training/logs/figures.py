@@ -1,4 +1,4 @@
-"""Figures by matplotlib, which is imported where one is drawn: it takes a second, and may fail."""
+"""Figures with matplotlib, which is imported on use: the import takes a second, and may fail."""
 
 import contextlib
 import io
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def pyplot() -> ModuleType:
-    """Return matplotlib.pyplot, which draws into files whatever backend the environment names.
+    """Return matplotlib.pyplot with a backend for files, whatever the environment names.
 
-    Notebooks set MPLBACKEND to a package of theirs, which programs that they start may not have.
+    Notebooks set MPLBACKEND to their own package, which programs that they start may not have.
     """
-    os.environ["MPLBACKEND"] = "Agg"  # matplotlib refuses a name that it does not know on import
+    os.environ["MPLBACKEND"] = "Agg"  # matplotlib fails on import if it does not know the name
     import matplotlib
 
     matplotlib.use("Agg")  # it may have been imported before
@@ -33,7 +33,7 @@ def pyplot() -> ModuleType:
 
 @contextlib.contextmanager
 def drawing(path: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Say why if ``path`` cannot be drawn inside, and continue: its numbers are in tables, too."""
+    """Log why ``path`` cannot be drawn inside, and continue: tables have the same numbers."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - matplotlib, a font, a full disk
@@ -64,30 +64,30 @@ _PANELS = {
     "Gradients": {"grad_norm": "norm before clipping"},
     "Throughput": {"images_per_s": "images/s"},
     "Spread of features": {
-        "teacher_entropy": "teacher's entropy; collapsed: 1",
-        "token_std": "class tokens' deviation; collapsed: 0",
-        "train_feature_std": "features' deviation; collapsed: 0",
+        "teacher_entropy": "teacher entropy (collapsed: 1)",
+        "token_std": "std of class tokens (collapsed: 0)",
+        "train_feature_std": "std of features (collapsed: 0)",
     },
     "Effective rank of features": {"train_rankme": "RankMe"},
 }
-"""By panel, the names of its curves in records, and in the legend."""
+"""By panel, the curves: their names in records and in the legend."""
 _UNITS = {
     "Learning rate": "lr",
     "Validation accuracy": "%",
     "Gradients": "norm",
     "Throughput": "images/s",
-    "Spread of features": "share of the largest",
+    "Spread of features": "fraction of the maximum",
     "Effective rank of features": "directions",
 }
 _IF_MEASURED = ("Spread of features", "Effective rank of features")
-"""The panels that are left out of the plot of a run without such figures."""
-_LOSSES = {"classify": "cross-entropy", "mae": "squared error", "dino": "dino, ibot and koleo"}
-"""What the loss is, by objective."""
+"""The panels that are omitted if the run has no such metrics."""
+_LOSSES = {"classify": "cross-entropy", "mae": "squared error", "dino": "DINO + iBOT + KoLeo"}
+"""The label of the loss axis, by objective."""
 
 
 def plot_curves(records: list[dict[str, Any]], path: Path, objective: str = "classify") -> Path:
-    """Draw loss, learning rate, accuracy (where there is none, gradients) and throughput of a run's
-    records over steps; and signs of a collapse, where these were measured."""
+    """Plot loss, learning rate, accuracy (or else gradient norm) and throughput of a run's records
+    over steps, and signs of a collapse, if measured."""
     measured = {name for record in records for name in record}
     of_features = {"val_knn_10", "val_probe", "val_segment_miou"}
     has_accuracy = objective == "classify" or measured & of_features
@@ -122,24 +122,24 @@ def plot_curves(records: list[dict[str, Any]], path: Path, objective: str = "cla
     return path
 
 
-# -- Images beside each other ----------------------------------------------------------------------
+# -- Images side by side ---------------------------------------------------------------------------
 
 _GAP = 2
 """Pixels between images."""
 _LEAST_SIDE = 96
-"""Pixels of an image in a picture: of a smaller one each pixel is drawn as several."""
+"""The minimum side of an image in a picture, in pixels; smaller images are enlarged."""
 
 
 def spread(most: int, images: int) -> list[int]:
-    """Return the numbers of at most ``most`` of so many images, at equal distances: images of
-    a class may be next to each other."""
+    """Return the indices of at most ``most`` of this many images, evenly spaced, as images of a
+    class may be adjacent."""
     most = min(most, images)
     return [place * images // most for place in range(most)]
 
 
 def side_by_side(columns: Sequence[np.ndarray]) -> np.ndarray:
-    """Return one picture, (height, width, 3), uint8: a row for each image, with one of each column,
-    (images, 3, height, width), from 0 to 1."""
+    """Return a picture, (height, width, 3), uint8, with a row per image. ``columns``: the images of
+    each column, (images, 3, height, width), from 0 to 1."""
     times = -(-_LEAST_SIDE // max(columns[0].shape[2:]))
     gaps = ((0, 0), (0, 0), (0, _GAP), (0, _GAP))
     cells = [

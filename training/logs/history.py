@@ -15,8 +15,8 @@ from training.resolve import Run
 
 
 def fetch_history(run: Run, *, is_main: bool) -> list[str]:
-    """Copy the logs of a ``--ckpt_dir`` that is a URL to the local folder for them; return lines
-    for the log about that. Raises UsageError in all processes if they cannot be read."""
+    """If ``--ckpt_dir`` is a URL, copy its logs to the local log folder; return log lines about
+    that. Raises UsageError in all processes if they cannot be read."""
     if not is_url(run.ckpt_dir):
         return []
     with exchange.failing_together():
@@ -29,8 +29,8 @@ def fetch_history(run: Run, *, is_main: bool) -> list[str]:
                     f"cannot read the logs of {run.ckpt_dir}: {error.strerror}"
                 ) from None
     return [
-        f"note: {run.ckpt_dir} has no locks: a second job on another host is not noticed; logs are "
-        f"copied there from {run.log_dir}"
+        f"note: {run.ckpt_dir} cannot be locked: a second job on another host is not detected; "
+        f"logs are copied there from {run.log_dir}"
     ]
 
 
@@ -39,25 +39,25 @@ class History:
     """What the run has reported in its folder before this start."""
 
     continues: bool
-    """The folder's records are of this run."""
+    """Whether the folder's records belong to this run."""
     evaluated: dict[int, str | None]
-    """By step, the figure of each evaluation that was finite; None of one of no image."""
+    """By step, the summary of each finite evaluation; None for one without images."""
     frozen: Mapping[str, Collection[int]]
-    """By each of ``records.FROZEN``, the steps of the evaluations by frozen features."""
+    """By each of ``records.FROZEN``, the steps with such an evaluation."""
     best: Path | None = None
     """The checkpoint of the best evaluation, if there is one."""
     best_score: float = -math.inf
     """Its ``records.score``."""
     left_out: str = ""
-    """How many lines of the folder's metrics are damaged, in words."""
+    """The number of damaged lines in the folder's metrics, as text."""
 
 
 def read_history(ckpt_dir: Path, step: int, *, continues: bool) -> History:
-    """Return what the folder's metrics say of the steps up to ``step``; later ones are dropped.
+    """Return what the folder's metrics record up to ``step``; later records are dropped.
 
-    ``continues``: the run of the folder goes on. Else its metrics are another run's.
+    ``continues``: the folder's run continues. Otherwise its metrics belong to another run.
     """
-    if not continues:  # what was resumed from elsewhere is not evaluated again
+    if not continues:  # a checkpoint resumed from elsewhere is not evaluated again
         frozen = {kind: {step} for kind in records.FROZEN}
         return History(False, {step: None} if step else {}, frozen)
     metrics = records.read_metrics(ckpt_dir)

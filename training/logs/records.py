@@ -1,4 +1,4 @@
-"""What a run records: its evaluations, metrics.jsonl and events.jsonl, and reading these."""
+"""The records of a run: evaluations, metrics.jsonl and events.jsonl, and how to read them."""
 
 import contextlib
 import io
@@ -22,25 +22,25 @@ _CLASSES_SHOWN = 5
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How good a model was on a validation set."""
+    """The results of a model on a validation set."""
 
     loss: float
-    """The mean cross-entropy, or what else the objective's loss is."""
+    """The mean cross-entropy, or the loss of another objective."""
     top1: float | None = None
-    """The percentage of images whose highest logit is their label; None without labels."""
+    """The top-1 accuracy in percent; None without labels."""
     top5: float | None = None
-    """The percentage of images whose label is among the five highest logits; as ``top1``."""
+    """The top-5 accuracy in percent; None without labels."""
     images: int = 0
     left_out: int = 0
-    """How many images could not be read."""
+    """The number of unreadable images."""
     lost_classes: tuple[str, ...] = ()
-    """The classes of which no image could be read."""
+    """The classes without a readable image."""
     pictures: np.ndarray | None = None
-    """What the model makes of some images, as one picture: (height, width, 3), uint8."""
+    """A picture of the model's output for some images: (height, width, 3), uint8."""
 
     @property
     def is_finite(self) -> bool:
-        """Whether the loss is finite, or is of no image at all."""
+        """Whether the loss is finite, or there were no images."""
         return math.isfinite(self.loss) or not self.images
 
     @property
@@ -59,9 +59,9 @@ class Evaluation:
         lost = printable(", ".join(self.lost_classes[:_CLASSES_SHOWN]))
         if len(self.lost_classes) > 1:
             more = ", ..." if len(self.lost_classes) > _CLASSES_SHOWN else ""
-            lost = f", {len(self.lost_classes):,} classes have none left ({lost}{more})"
+            lost = f", none readable of {len(self.lost_classes):,} classes ({lost}{more})"
         elif lost:
-            lost = f", class {lost} has none left"
+            lost = f", none readable of class {lost}"
         return (
             f"val loss: {self.loss:.4f}, accuracy on val: {self.top1:.2f} % of {images} images"
             f"{lost}, top-5: {self.top5:.2f} %"
@@ -75,27 +75,27 @@ FROZEN = {
     PROBE: f"val_{PROBE}",
     SEGMENT: f"val_{SEGMENT}",
 }
-"""The evaluations by frozen features, with what the names of their figures start with."""
+"""The evaluations by frozen features, and the prefixes of their metrics' names."""
 
 
 # -- Reading ------------------------------------------------------------------------------------
 #
-# A crash cuts off lines, and disks and editors damage them. Here it is decided what a line can be:
-# one that is anything else is left out and counted, so that whoever computes has numbers that are.
+# Crashes truncate lines, and disks and editors damage them. These functions decide what a valid
+# line is. All other lines are skipped and counted, so that readers get valid numbers.
 
 _LONGEST_LINE = 1 << 20
-"""In characters: a longer line is none of a run's."""
+"""In characters; longer lines are invalid."""
 _LARGEST = 1e100
-"""Of any number: larger ones, of a damaged file, would leave no room for others in a plot."""
+"""The largest valid number; larger ones, in a damaged file, would squeeze all others in a plot."""
 _MOST_STEPS = 10**12
 _LAST_TIME = 4e9
-"""In seconds since 1970, and of any number of seconds."""
+"""The largest valid time in seconds since 1970, and number of seconds."""
 _DAY_S = 86400.0
 _LONGEST_START_S = 7 * _DAY_S
 
 
 def is_number(value: Any, most: float = _LAST_TIME, *, least: float = 0.0) -> TypeGuard[float]:
-    """Return True for a number in a range; by default for one that can be a time, or seconds."""
+    """Return True for a number in a range; by default the range of times and seconds."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_number and least <= value <= most
 
@@ -105,7 +105,7 @@ def _is_step(value: Any, *, least: int = 0) -> bool:
 
 
 def is_metric(record: dict[str, Any]) -> bool:
-    """Return True for what can be a record of metrics.jsonl: a step, and numbers or null."""
+    """Return True for a valid record of metrics.jsonl: a step, and numbers or null."""
     return _is_step(record.get("step")) and all(
         value is None or is_number(value, _LARGEST, least=-_LARGEST) for value in record.values()
     )
@@ -116,12 +116,12 @@ _SECONDS = {
     "steps": ("waited",),
     **dict.fromkeys(("first_step", "eval", "save", "local_save"), ("seconds",)),
 }
-"""The times that an event must have, besides its own, by its kind."""
+"""The fields with times that an event must have besides its own time, by kind."""
 
 
 def is_event(event: dict[str, Any]) -> bool:
-    """Return True for what can be an event of events.jsonl; other kinds than those of today have a
-    name and a time."""
+    """Return True for a valid event of events.jsonl. Kinds that are not known need only a name and
+    a time."""
     kind, now, step = event.get("event"), event.get("time"), event.get("step")
     if not isinstance(kind, str) or not is_number(now, time.time() + _DAY_S):
         return False
@@ -135,14 +135,14 @@ def is_event(event: dict[str, Any]) -> bool:
 
 
 class Records(list[dict[str, Any]]):
-    """The records of a file, in its order."""
+    """The records of a file, in order."""
 
     def __init__(self, lines: Iterable[dict[str, Any] | None] = ()) -> None:
         """Take lines of ``read_lines``."""
         lines = list(lines)
         super().__init__(record for record in lines if record is not None)
         self.left_out = len(lines) - len(self)
-        """How many of its lines are no records."""
+        """The number of lines that are not records."""
 
 
 def read_metrics(ckpt_dir: Path) -> Records:
@@ -154,8 +154,8 @@ def read_metrics(ckpt_dir: Path) -> Records:
 def read_events(ckpt_dir: Path) -> Records:
     """Return the events of events.jsonl. Raises OSError."""
     events = Records(read_lines(ckpt_dir / EVENTS_FILE, is_event))
-    # Time never goes back by more than the correction of a clock: an event that is a day before
-    # both its neighbors, or after both, is damaged, and they are not.
+    # Time never goes back by more than a clock correction: an event that is more than a day before
+    # or after both of its neighbors is damaged.
     times = [event["time"] for event in events]
     neighbors = zip(times[:1] + times, times, times[1:] + times[-1:], strict=False)
     medians = [sorted(three)[1] for three in neighbors]
@@ -215,21 +215,21 @@ def frozen_steps(records: list[dict[str, Any]]) -> dict[str, set[int]]:
 
 
 def decisive(record: dict[str, Any], name: str) -> float:
-    """Return an evaluation's "val_top1" or "val_loss": the EMA's if the run had one."""
+    """Return an evaluation's "val_top1" or "val_loss"; that of the EMA if there is one."""
     ema = record.get(f"ema_{name}")
     return record[name] if ema is None else ema
 
 
 def score(record: dict[str, Any]) -> float:
-    """Return how good an evaluation of ``evaluations`` was, more being better: the top-1 or,
-    without labels, the loss with the other sign."""
+    """Return the score of an evaluation of ``evaluations``, higher is better: the top-1 or, without
+    labels, the negated loss."""
     if "val_top1" in record:
         return decisive(record, "val_top1")
     return -decisive(record, "val_loss")
 
 
 def summary(record: dict[str, Any]) -> str:
-    """Return the figure of an evaluation by which runs are compared, for a line."""
+    """Return the main result of an evaluation, for a log line."""
     if "val_top1" in record:
         return f"val top-1 {record['val_top1']:.2f} %"
     return f"val loss {record['val_loss']:.4f}"

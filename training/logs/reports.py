@@ -1,4 +1,4 @@
-"""Shows a run to a person: progress bar, log lines, TensorBoard, metrics.jsonl, curves."""
+"""Report a run: progress bar, log lines, TensorBoard, metrics.jsonl, curves."""
 
 import contextlib
 import functools
@@ -38,12 +38,12 @@ from training.resolve import Run
 
 CURVES_FILE = "curves.png"
 PICTURES = "reconstructions"
-"""The name of pictures in TensorBoard and, with .png, of the newest in the run's folder."""
+"""The name of pictures in TensorBoard and, with .png, of the latest one in the run's folder."""
 _COMPARED = 3
-"""How many log lines show the expected seconds a step beside the measured ones."""
+"""The number of log lines that show the expected seconds per step next to the measured ones."""
 SMOOTHING_WINDOW = 5
-"""Over how many log steps the means of loss and time per step are, which log lines show beside the
-newest values, as PyTorch/XLA's ViT-10B example does."""
+"""The number of log steps over which log lines average loss and time per step, as in PyTorch/XLA's
+ViT-10B example."""
 
 
 @dataclass
@@ -53,9 +53,9 @@ class StepTimer:
     started: float = field(default_factory=time.perf_counter)
     steps: int = 0
     waited: float = 0.0
-    """The seconds of waiting for batches."""
+    """The seconds spent waiting for batches."""
     flops: float = 0.0
-    """Those of the steps, as MFU counts them."""
+    """The FLOPs of the steps, as counted for MFU."""
 
     def restart(self) -> None:
         self.started, self.steps, self.waited = time.perf_counter(), 0, 0.0
@@ -66,8 +66,8 @@ class StepTimer:
 
 
 def read_expectation(run: Run) -> float | None:
-    """Return the seconds of a step in ``--expect``'s file; None without the flag. Raises UsageError
-    if it is no such file, or of another run."""
+    """Return the seconds per step in the file of ``--expect``; None without the flag. Raises
+    UsageError if the file is invalid or for another run."""
     name = run.config.log.expect
     if name is None:
         return None
@@ -79,9 +79,9 @@ def read_expectation(run: Run) -> float | None:
     except OSError as error:
         raise UsageError(f"--expect {name} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError):
-        raise UsageError(f"--expect {name} is not what --compile_only --json prints") from None
+        raise UsageError(f"--expect {name} is not the output of --compile_only --json") from None
     if seconds is None:
-        raise UsageError(f"--expect {name} is of a step that does not fit")
+        raise UsageError(f"--expect {name} is for a step that does not fit in device memory")
     here = {
         "batch_size": run.config.data.batch_size,
         "precision": run.config.sharding.precision,
@@ -92,14 +92,15 @@ def read_expectation(run: Run) -> float | None:
     for what, value in here.items():
         if value != expected.get(what):
             raise UsageError(
-                f"--expect {name} is of another run: {what} {expected.get(what)}, here {value}"
+                f"--expect {name} is for another run: {what} is {expected.get(what)} there, "
+                f"{value} here"
             )
     return float(seconds)
 
 
 class Reports:
-    """Writes the reports in the first process of a run, and nothing in all others. Values of log
-    steps are futures: they are written, in order, when they have arrived."""
+    """Writes the reports in the first process of a run, and does nothing in all others. Values of
+    log steps are futures, written in order as they arrive."""
 
     def __init__(
         self,
@@ -112,9 +113,9 @@ class Reports:
         keep_records: bool = True,
         last_evaluation: str | None = None,
     ) -> None:
-        """Open the reports of a run. ``expected_s``: the seconds of a step that ``--expect`` names.
-        ``keep_records``: those of its folder up to ``first_step`` are of the same run.
-        ``last_evaluation``: the figure of an earlier evaluation of the last step."""
+        """Open the reports of a run. ``expected_s``: the seconds per step from ``--expect``.
+        ``keep_records``: keep the folder's records up to ``first_step``, which are of the same run.
+        ``last_evaluation``: the summary of an earlier evaluation of the last step."""
         active, folder = backend.is_main, run.log_dir
         self._dir, self._backend, self._active = folder, backend, active
         self._first_step = first_step
@@ -124,29 +125,29 @@ class Reports:
         self._flops_by_size = run.train_flops_by_size if device_peak else {}
         self._peak_flops = device_peak * backend.device_count if device_peak else None
         self._pending: deque[tuple[dict[str, Any], Future[dict[str, list[float]]]]] = deque()
-        """Log steps whose loss and norm are still on the device: the rest of their records."""
+        """The records of log steps whose loss and norm are still on the device."""
         self._losses: deque[float] = deque(maxlen=SMOOTHING_WINDOW)
         self._times: deque[float] = deque(maxlen=SMOOTHING_WINDOW)
         self._expected_s, self._compared = expected_s, 0
         self._compilations = -1
         self._skipped = 0.0
         self.plot: Path | None = None
-        """The picture of the curves, once it is written."""
+        """The plot of the curves, once it is written."""
         self.longest_row_skipped = 0
-        """How many steps in a row were not finite, as far as log steps have been read."""
+        """The longest run of consecutive non-finite steps, as of the log steps read so far."""
         self.first_skipped = 0
-        """The number of the first step of this start that was not finite, from 1 on; 0: none."""
+        """The number of this start's first non-finite step, from 1; 0: none."""
         self.skipped_steps = 0
-        """How many steps of this start were not finite."""
+        """The number of non-finite steps in this start."""
         self.newest: dict[str, Any] = {}
-        """The record of the newest log step that was read."""
+        """The record of the latest log step that was read."""
         self.not_finite: str | None = None
-        """What is not finite of the newest step that was read, or of the last evaluation."""
+        """What is not finite in the latest step that was read, or in the last evaluation."""
         self.last_evaluation = last_evaluation
         self._objective = run.config.objective.objective
         self._collapse = CollapseWatch(run.model.sizes.embed_dim)
         self._description: dict[str, Any] = {}
-        """What run.json has."""
+        """The content of run.json."""
         self.events = Events(folder, self.say, active=active)
         self._sinks: list[Guarded] = []
         has_copies = active and folder != run.ckpt_dir
@@ -161,7 +162,7 @@ class Reports:
         if (project := run.config.log.wandb) is not None:
             wandb = functools.partial(WeightsAndBiases, project, folder, run.values)
             self._sinks.append(Guarded("Weights & Biases", wandb, self.say))
-        # Last: an evaluation that it has is not done again, so the others must have it.
+        # Last: evaluations recorded here are not repeated, so the other sinks must have them.
         metrics = functools.partial(JsonLines, folder / METRICS_FILE, kept_up_to)
         self._sinks.append(Guarded(METRICS_FILE, metrics, self.say))
         self._bar = tqdm(  # None: shown on a terminal
@@ -175,7 +176,7 @@ class Reports:
             sys.stdout.flush()
 
     def describe(self, run: Run, devices: str, state_bytes: dict[str, int]) -> None:
-        """Write what this start runs, and on which devices, to run.json."""
+        """Describe what this start runs, and on which devices, in run.json."""
         self._describe(
             job=os.environ.get("RUN_JOB_ID"),
             arguments=run.values,
@@ -201,18 +202,19 @@ class Reports:
 
     @contextlib.contextmanager
     def compiling(self, what: str) -> Iterator[None]:
-        """Say that ``what`` compiles inside, and how long it took."""
+        """Log that ``what`` is compiled inside, and how long that takes."""
         devices = self._backend.device_count
-        self.say(f"compiling the {what} for {devices} device(s); the first one takes a while ...")
+        self.say(f"compiling the {what} for {devices} device(s); this takes a while ...")
         start = time.perf_counter()
         yield
         if self._active:
-            self._bar.unpause()  # the estimate of the time left is without the compiler's
+            self._bar.unpause()  # exclude compilation from the estimate of the remaining time
         self.say(f"compiled and ran the first {what} in {time.perf_counter() - start:.1f} s")
 
     @contextlib.contextmanager
     def evaluating(self, batches: int) -> Iterator[Callable[[], None]]:
-        """Show a bar for an evaluation of so many batches; yields what advances it by one."""
+        """Show a progress bar for an evaluation of this many batches; yields a function to advance
+        it."""
         hide = None if self._active else True  # None: shown on a terminal
         with (
             self.events.span("eval"),
@@ -223,14 +225,14 @@ class Reports:
             self._bar.unpause()
 
     def step_done(self) -> None:
-        """Advance the bar by one step and write what has arrived."""
+        """Advance the bar by one step, and write the values that have arrived."""
         if self._active:
             self._bar.update(1)
         self.flush(wait=False)
 
     def step_flops(self, shape: Sequence[int]) -> float:
-        """Return the FLOPs of a step on all devices, as MFU counts them. ``shape``: of images whose
-        last two dimensions are their size, if they may have several; else it is the model's own."""
+        """Return the FLOPs of a step on all devices, as counted for MFU. ``shape``: the shape of
+        the images, whose last two dimensions are their size, if images may have several sizes."""
         height, width = shape[-2:]
         per_image = self._flops_by_size.get((height, width), self._flops_per_image)
         return per_image * self._batch_size
@@ -244,8 +246,8 @@ class Reports:
         values: Future[dict[str, list[float]]],
         slowest: dict[str, float],
     ) -> None:
-        """Record a log step, without throughput if there is no ``timer``. ``values`` brings
-        ``loss``, ``grad_norm``, ``skipped`` and the parts of the loss; ``slowest``: of the slowest
+        """Record a log step, without throughput if there is no ``timer``. ``values``: ``loss``,
+        ``grad_norm``, ``skipped`` and the parts of the loss; ``slowest``: values of the slowest
         process."""
         record: dict[str, Any] = {"step": step, "epoch": epoch, "lr": lr}
         if timer:
@@ -260,7 +262,8 @@ class Reports:
         self._pending.append((record, values))
 
     def flush(self, *, wait: bool = True) -> None:
-        """Write the log steps recorded so far; without ``wait`` only those with values."""
+        """Write the log steps recorded so far; without ``wait``, only those whose values have
+        arrived."""
         while self._pending and (wait or self._pending[0][1].done()):
             record, read = self._pending.popleft()
             values = read.result()
@@ -272,7 +275,7 @@ class Reports:
                 self.first_skipped = self._first_step + int(skipped["before_first"]) + 1
             record = {name: value[0] for name, value in values.items()} | record
             record["skipped_steps"] = self.skipped_steps
-            if "tokens" in record and "sec_per_iter" in record:  # a batch is so many sequences
+            if "tokens" in record and "sec_per_iter" in record:  # the batch size counts sequences
                 for what in ("images", "tokens"):
                     record[f"{what}_per_s"] = record[what] / record["sec_per_iter"]
             self.newest = record
@@ -317,7 +320,7 @@ class Reports:
             if skipped["total"] > self._skipped:
                 self.say(
                     f"warning: {skipped['total'] - self._skipped:.0f} step(s) since the last log "
-                    "were skipped: loss or gradient norm was not finite"
+                    "were skipped: their loss or gradient norm was not finite"
                 )
             self._skipped = skipped["total"]
             self._warn_of_collapse(record)
@@ -328,7 +331,7 @@ class Reports:
             compilations = record.get("compilations", 0)
             if 0 <= self._compilations < compilations:
                 new = compilations - self._compilations
-                self.say(f"note: {new} new compilation(s) since last log")
+                self.say(f"note: {new} new compilation(s) since the last log step")
             self._compilations = compilations
 
     def evaluation(
@@ -341,7 +344,7 @@ class Reports:
             ema_values = {f"ema_{name}": value for name, value in ema.values.items()}
             del ema_values["ema_val_images"]
             values |= ema_values
-            text += f"; of the EMA: val loss {ema.loss:.4f}"
+            text += f"; EMA: val loss {ema.loss:.4f}"
             if ema.top1 is not None:
                 text += f", accuracy {ema.top1:.2f} %, top-5 {ema.top5:.2f} %"
         pictures = (ema or result).pictures
@@ -355,7 +358,7 @@ class Reports:
         self.record_evaluation(step, epoch, values, text)
 
     def record_evaluation(self, step: int, epoch: int, values: dict[str, float], text: str) -> None:
-        """Record the figures of an evaluation, and say ``text`` of them."""
+        """Record the results of an evaluation, and log ``text``."""
         self.flush()
         self._compilations = -1  # it compiled its own step
         record = {"step": step, "epoch": epoch, **values}
@@ -375,18 +378,18 @@ class Reports:
             self._uploads.begin(soon=False)
 
     def upload(self) -> None:
-        """Start to copy all that was written to ``--ckpt_dir``, if that is a URL."""
+        """Start copying everything written to ``--ckpt_dir``, if that is a URL."""
         if self._uploads:
             self._uploads.begin()
 
     def sync(self) -> None:
-        """Sync all that was written to the disk: it outlasts this machine if that is shared."""
+        """Sync everything written to disk; on a shared disk, it then survives this machine."""
         for sink in self._sinks:
             sink.sync()
         self.events.sync()
 
     def store(self) -> None:
-        """Sync all that was written, and wait until ``--ckpt_dir`` has it, if that is a URL. Any
+        """Sync everything written, and wait until it is in ``--ckpt_dir``, if that is a URL. Any
         thread may call this."""
         self.sync()
         if self._uploads:
@@ -394,7 +397,7 @@ class Reports:
 
     def close(self) -> None:
         """Write what is left, and the plot."""
-        with contextlib.suppress(Exception):  # after an error on the devices they give no values
+        with contextlib.suppress(Exception):  # after a device error there are no values
             self.flush()
         if not self._active:
             return
@@ -404,7 +407,7 @@ class Reports:
         try:
             if metrics := read_metrics(self._dir):
                 self.plot = plot_curves(metrics, self._dir / CURVES_FILE, self._objective)
-        except Exception as error:  # noqa: BLE001 - a picture may not end a run
+        except Exception as error:  # noqa: BLE001 - a plot must not end a run
             self.say(f"warning: {CURVES_FILE} cannot be written ({error})")
         self.events.close()
         if self._uploads:

@@ -1,6 +1,6 @@
-"""Where the records of a run are written: files of JSON lines, TensorBoard, Weights & Biases.
+"""Sinks for the records of a run: JSON lines, TensorBoard, Weights & Biases.
 
-All that is written during training goes through ``Guarded``: a log that fails never ends a run.
+Everything written during training goes through ``Guarded``: a failing log never ends a run.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ from training.logs.records import read_metrics
 
 
 class Guarded:
-    """Wraps a sink, which has ``write`` and ``close``, so that it cannot fail: an error is logged
-    once, and the next record tried."""
+    """Wraps a sink (with ``write`` and ``close``) so that it cannot fail: an error is logged once,
+    and the next record is tried."""
 
     def __init__(self, name: str, open_sink: Callable[[], Any], say: Callable[[str], None]) -> None:
         self._name, self._say = name, say
@@ -39,17 +39,17 @@ class Guarded:
         with self._failing("cannot be written"):
             self._sink.write(record)
             if self._lost:
-                self._say(f"note: {self._name} is written again, {self._lost} record(s) are lost")
+                self._say(f"note: {self._name} is written again; {self._lost} record(s) were lost")
             self._lost = 0
 
     def write_picture(self, name: str, pixels: np.ndarray, step: int) -> None:
-        """Write a picture, (height, width, 3), uint8, where the sink takes one."""
+        """Write a picture, (height, width, 3), uint8, if the sink supports it."""
         if hasattr(self._sink, "write_picture"):
             with self._failing("cannot be written"):
                 self._sink.write_picture(name, pixels, step)
 
     def sync(self) -> None:
-        """Sync what was written to the disk, where the sink does not do that by itself."""
+        """Sync what was written to disk, if the sink does not do that itself."""
         if hasattr(self._sink, "sync"):
             with self._failing("cannot be written"):
                 self._sink.sync()
@@ -63,7 +63,7 @@ class Guarded:
     def _failing(self, what: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - no log may end a run, whatever it is made of
+        except Exception as error:  # noqa: BLE001 - no log may end a run, whatever the error
             self._lost += 1
             if self._lost == 1:
                 reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
@@ -71,7 +71,7 @@ class Guarded:
 
 
 def as_json(record: dict[str, Any]) -> str:
-    """Return one line of JSON; numbers that are not finite, which JSON has not, become null."""
+    """Return a line of JSON; non-finite numbers, which JSON lacks, become null."""
     clean = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in record.items()
@@ -80,11 +80,11 @@ def as_json(record: dict[str, Any]) -> str:
 
 
 class JsonLines:
-    """Appends records to a file in whole lines, whatever happens to the disk."""
+    """Appends records to a file as whole lines, even if the disk fills up."""
 
     def __init__(self, path: Path, last_step: int | None = None) -> None:
-        """With ``last_step`` what the file has of later steps is dropped, which will be written
-        again. Raises OSError."""
+        """With ``last_step``, drop the records of later steps, which will be written again. Raises
+        OSError."""
         if last_step is not None:
             records = [r for r in read_metrics(path.parent) if r["step"] <= last_step]
             text = "".join(as_json(record) + "\n" for record in records)
@@ -95,8 +95,8 @@ class JsonLines:
         self._cut_off = self._size > 0 and os.pread(self._file, 1, self._size - 1) != b"\n"
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append a record, on a line of its own if a crash cut off the last one. Raises OSError,
-        and then has not left a part of it."""
+        """Append a record, on a new line if a crash truncated the last one. Raises OSError without
+        leaving a partial record."""
         line = b"\n" * self._cut_off + as_json(record).encode() + b"\n"
         try:
             written = os.write(self._file, line)
@@ -118,14 +118,14 @@ class JsonLines:
 class TensorBoard:
     """Writes TensorBoard's event file, synchronously in this thread.
 
-    tensorboardX's SummaryWriter has a thread for it, which dies of a full disk; whoever writes next
-    then waits for ever (tensorboardX 2.6.5, event_file_writer.py: a queue of 10).
+    tensorboardX's SummaryWriter uses a thread that dies if the disk is full; later writes then
+    block forever (tensorboardX 2.6.5, event_file_writer.py: a queue of 10).
     """
 
     def __init__(self, folder: Path, *, first_step: int) -> None:
         make_folder(folder)
         self._events = EventsWriter(str(folder / "events"))
-        # TensorBoard hides what an earlier start wrote of later steps.
+        # Makes TensorBoard hide the later steps of an earlier start.
         self._write(Event(session_log=SessionLog(status=SessionLog.START)), first_step + 1)
 
     def write(self, record: dict[str, Any]) -> None:
@@ -145,7 +145,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Logs to a run of Weights & Biases, the same one when the training is resumed."""
+    """Logs to a Weights & Biases run; a resumed training continues the same one."""
 
     def __init__(self, project: str, ckpt_dir: Path, arguments: dict[str, Any]) -> None:
         import wandb  # optional, and slow to import

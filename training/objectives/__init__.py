@@ -1,1 +1,1 @@
-"""What a model is trained for: the interface, its implementations, and their flags."""
+"""Training objectives: the interface, its implementations, and their flags."""

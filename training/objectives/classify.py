@@ -1,7 +1,7 @@
 """Classification: the loss of logits and labels, and the accuracy.
 
-In each step ``Classification`` normalizes images, mixes them with each other (mixup, cutmix), asks
-a teacher (distillation), and computes the loss.
+In each step, ``Classification`` normalizes images, mixes them (mixup, CutMix), runs a teacher
+(distillation), and computes the loss.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Classification(Objective):
-    """Learns the labels of images."""
+    """Trains the model to predict the labels of images."""
 
     def __init__(self, run: Run, backend: Backend, say: Callable[[str], None]) -> None:
         self._config = config = run.config.loss
@@ -38,8 +38,8 @@ class Classification(Objective):
         self._mixing = Mixing(run, backend.constant, backend.image_rows) if config.mixes else None
         self._soft_labels = config.mixes or config.bce_loss
         self._classes, self._smoothing = run.model.sizes.num_classes, config.smoothing
-        # As timm's training script chooses it. Where labels are mixed, or the loss is binary
-        # cross-entropy, they are smoothed already.
+        # Chosen as in timm's training script. With mixed labels or binary cross-entropy, labels are
+        # already smoothed.
         self._label_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = F.cross_entropy
         if config.bce_loss:
             self._label_loss = BinaryCrossEntropy(
@@ -59,8 +59,8 @@ class Classification(Objective):
     def example(
         self, images: torch.Tensor, labels: torch.Tensor, pass_index: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return what the model is shown of a micro-batch; its targets, class indices (images,) or
-        shares (images, classes); and the teacher's logits, if there is one."""
+        """Return the model's input for a micro-batch; its targets, class indices (images,) or
+        probabilities (images, classes); and the teacher's logits, if there is a teacher."""
         images = self._normalize(images)
         if self._soft_labels:
             labels = smoothed(labels, self._classes, self._smoothing)
@@ -76,8 +76,8 @@ class Classification(Objective):
     def loss_of(
         self, logits: torch.Tensor, targets: torch.Tensor, teacher_logits: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the mean loss of (images, classes) logits, a scalar in fp32; the teacher's part is
-        equation (2) or (3) of arXiv 2012.12877."""
+        """Return the mean loss of (images, classes) logits, an fp32 scalar. The distillation loss
+        is equation (2) or (3) of arXiv 2012.12877."""
         logits = logits.float()
         loss = self._label_loss(logits, targets)
         if teacher_logits is None:
@@ -91,14 +91,14 @@ class Classification(Objective):
         return (1 - alpha) * loss + alpha * distilled
 
     def measure(self, images: int = 0, report_of: int = 0) -> Accuracy:
-        """Return what measures loss and accuracy. With ``report_of``, the images of a global batch,
-        it also collects what each image was taken for."""
+        """Return the measure of loss and accuracy. With ``report_of``, the number of images of a
+        global batch, it also collects the prediction for each image."""
         return Accuracy(self._normalize, self._backend, report_of)
 
 
 class PackedClassification(Classification):
-    """The same of sequences that hold several images, or fewer than they have places for: each
-    image counts alike, whichever sequence of the step it is in."""
+    """Classification of packed sequences, which may have free slots: each image has the same
+    weight, whichever sequence of the step it is in."""
 
     def __init__(self, run: Run, backend: Backend, say: Callable[[str], None]) -> None:
         super().__init__(run, backend, say)
@@ -112,9 +112,9 @@ class PackedClassification(Classification):
     def loss(
         self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor, pass_index: int
     ) -> torch.Tensor:
-        """Return this replica's and pass's part of the mean over the images of the step: the mean
-        over all replicas and passes is that. ``images``: rows of bytes (``PackLayout``); labels:
-        (sequences, places for images)."""
+        """Return a value whose mean over all replicas and passes is the mean loss over the images
+        of the step. ``images``: rows of bytes (``PackLayout``); labels: (sequences, slots for
+        images)."""
         packed = self._normalize(images)
         logits = model(packed).float()
         losses = F.cross_entropy(
@@ -129,7 +129,7 @@ class PackedClassification(Classification):
         return losses * (self._sequences / len(labels) / in_step).mean()
 
     def parts(self) -> dict[str, torch.Tensor]:
-        """Return how many images, and tokens that are no padding, the step had."""
+        """Return the number of images and of non-padding tokens in the step."""
         counts, self._counts = self._counts, []
         in_step, tokens = zip(*counts, strict=True)
         return {"images": in_step[0], "tokens": self._backend.sum(torch.stack(tokens).sum())}
@@ -139,8 +139,8 @@ class PackedClassification(Classification):
 
 
 def smoothed(labels: torch.Tensor, classes: int, smoothing: float) -> torch.Tensor:
-    """Return each class's share of each label, (images, classes), fp32, as timm's ``mixup_target``,
-    by comparing, which needs no scatter on the devices."""
+    """Return smoothed one-hot labels, (images, classes), fp32, like timm's ``mixup_target``, but by
+    comparison, without a scatter on the devices."""
     other = smoothing / classes
     is_label = labels[:, None] == torch.arange(classes, device=labels.device)
     return is_label * (1.0 - smoothing) + other
@@ -148,19 +148,19 @@ def smoothed(labels: torch.Tensor, classes: int, smoothing: float) -> torch.Tens
 
 # -- Mixup and cutmix ----------------------------------------------------------------------------
 #
-# As timm's ``Mixup`` in its mode "batch". An image is mixed with another one of the same device, as
-# each process of timm's does: the first with the last, the second with the last but one. So nothing
-# moves between devices. All images of a pass are mixed in the same way; the few numbers that say
-# how come from the host. Shapes and operations are the same for mixup, cutmix and neither.
+# Like timm's ``Mixup`` in mode "batch". An image is mixed with another one on the same device, as
+# in each process of timm: the first with the last, the second with the last but one, so nothing
+# moves between devices. All images of a pass are mixed in the same way; the few parameters come
+# from the host. Shapes and operations are the same for mixup, CutMix and neither.
 
-_SEED_STREAM = -1  # dropout is seeded by the ranks of processes, 0 and up
+_SEED_STREAM = -1  # dropout uses the ranks of processes, from 0, as streams
 
 
 class Mix(NamedTuple):
     """How the images of one pass are mixed."""
 
     image_share: float
-    """The weight of an image in its mixture, outside of the box."""
+    """The weight of an image in the mixture, outside the box."""
     label_share: float
     """The weight of its label in the mixture."""
     top: int = 0
@@ -193,7 +193,7 @@ def _draw_mix(config: LossConfig, height: int, width: int) -> Mix:
 
 
 class Mixing:
-    """Draws how the images of each pass are mixed, and mixes them."""
+    """Draws the mixing parameters of each pass, and mixes its images."""
 
     def __init__(self, run: Run, constant: Constant, rows: range) -> None:
         """``rows``: the rows of each image that are on the devices (``Backend.image_rows``)."""
@@ -204,18 +204,17 @@ class Mixing:
         self._images_a_device = run.config.data.pass_size // run.mesh.batch_parts
 
     def draw(self, pass_index: int, shape: torch.Size) -> torch.Tensor:
-        """Return the numbers of a ``Mix``, (6,), on the devices, for images of a ``shape``. They
-        follow from the seed and the number of the pass since the start of training."""
-        # Where devices share images, these have the model's own size.
+        """Return the values of a ``Mix``, (6,), on the devices, for images of this ``shape``. They
+        depend only on the seed and the number of the pass since the start of training."""
+        # If devices share images, these have the model's own size.
         height, width = (self._spatial if self._has_part else shape)[-2:]
         with drawn_from(pass_seed(self._seed, pass_index, _SEED_STREAM) % 2**32):
             mix = _draw_mix(self._config, height, width)
-        # One tensor: one transfer, and no Python number that a graph would be compiled for.
+        # A single tensor: one transfer, and no Python scalar that would trigger a recompilation.
         return self._constant(torch.tensor(mix, dtype=torch.float32))
 
     def images(self, images: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
-        """Return mixed images, (images, channels, rows, columns), or with slices before the rows,
-        fp32."""
+        """Return mixed images, (images, channels, [slices,] rows, columns), fp32."""
         share, _, top, bottom, left, right = mix.unbind()
         if self._config.cuts:
             height, width = images.shape[-2:]
@@ -234,8 +233,8 @@ class Mixing:
         return labels * mix[1] + self._partners(labels) * (1 - mix[1])
 
     def _partners(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what each entry is mixed with: in SPMD's one tensor, seen as (devices, images of
-        each), nothing moves between devices."""
+        """Return what each entry is mixed with. In SPMD's global tensor, viewed as (devices, images
+        per device), nothing moves between devices."""
         return x.unflatten(0, (-1, self._images_a_device)).flip(1).flatten(0, 1)
 
 
@@ -243,10 +242,10 @@ class Mixing:
 
 
 class Accuracy(Measure):
-    """Adds up the cross-entropy and the images whose label is in the top one and five.
+    """Sums the cross-entropy and the images with the label in the top 1 and the top 5.
 
-    For a report it collects three numbers an image, read some batches later: of 21,000 classes as
-    of ten.
+    For a report, it collects three numbers per image, read some batches later, whatever the number
+    of classes.
     """
 
     def __init__(
@@ -256,13 +255,13 @@ class Accuracy(Measure):
         report_of: int,
     ) -> None:
         self._normalize, self._backend, self._report_of = normalize, backend, report_of
-        # Added up on the host: exact, and no graph depends on how many batches there are.
+        # Summed on the host: exact, and no graph depends on the number of batches.
         self._totals = np.zeros(4)  # loss, in top 1, in top 5, images
         self._parts = 1
         self._predictions: list[np.ndarray] = []
         if report_of:
             is_mine = F.one_hot(torch.tensor(backend.batch_shard), backend.batch_shards).float()
-            # On the device, so that all processes run one program, of which only this differs.
+            # On the device, so that all processes run the same program with different data.
             self._is_mine = backend.constant(is_mine)
 
     def of_batch(
@@ -274,7 +273,7 @@ class Accuracy(Measure):
         counts = [(present & (before < k)).sum().float() for k in (1, TOP)]
         sums = self._backend.sum(torch.stack([loss, *counts, present.sum().float()]))
         values = {"totals": sums}
-        if self._report_of:  # whole on every device; fp32 is exact for class numbers
+        if self._report_of:  # replicated on every device; fp32 is exact for class indices
             rows = torch.stack([labels, logits.argmax(dim=-1), before]).float()
             self._parts = self._report_of // labels.shape[0]  # 1 where tensors are global
             if self._parts > 1:
@@ -295,7 +294,7 @@ class Accuracy(Measure):
 
     def result(self) -> Evaluation:
         loss_sum, in_top1, in_top5, images = self._totals.tolist()
-        count = images or float("nan")  # where no image could be read
+        count = images or float("nan")  # NaN if no image could be read
         return Evaluation(
             loss_sum / count, 100 * in_top1 / count, 100 * in_top5 / count, int(images)
         )

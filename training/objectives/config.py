@@ -32,19 +32,19 @@ class ObjectiveConfig:
 
     objective: Literal["classify", "mae", "dino"] = flag(
         "classify",
-        "what to train for: labels, or without them masked autoencoding (mae) or self-distillation "
-        "(dino), see docs/pretraining.md",
+        "training objective; classify: supervised by labels; mae: masked autoencoding; dino: "
+        "self-distillation (docs/pretraining.md)",
         common=True,
     )
     mask_ratio: float = _mae_flag(
         0.75,
-        "share of an image's patches that are masked: hidden from the encoder, and reconstructed",
+        "fraction of the patches of an image that are hidden from the encoder and reconstructed",
         kind=rate,
     )
     norm_pix_loss: bool = _mae_flag(
         True,
-        "reconstruct pixels that are normalized by the mean and deviation of their patch, instead "
-        "of the image's own",
+        "reconstruct pixels normalized by the mean and standard deviation of their patch, instead "
+        "of the image's pixels",
     )
     decoder_depth: int = _mae_flag(8, "number of blocks of the decoder", kind=bounded(int, 1, 1000))
     decoder_embed_dim: int = _mae_flag(512, "width of the decoder", kind=bounded(int, 1, 2**20))
@@ -53,7 +53,7 @@ class ObjectiveConfig:
     )
     local_crops: int = _dino_flag(
         8,
-        "number of local crops of an image, beside two global ones of --image_size",
+        "number of local crops per image, in addition to two global crops of --image_size",
         kind=bounded(int, 0, 64),
     )
     local_crop_size: int = _dino_flag(
@@ -63,9 +63,9 @@ class ObjectiveConfig:
     )
     crop_sizes: list[str] | None = flag(
         None,
-        "sides of global and local crops in pixels, of which each step has one pair, drawn at "
-        "random; one that is given twice is drawn twice as often; the pair of --image_size and "
-        "--local_crop_size must be among them (default: that one alone)",
+        "sides of global and local crops in pixels; each step samples one pair; repeat a pair to "
+        "sample it more often; --image_size with --local_crop_size must be one of the pairs "
+        "(default: only that pair)",
         kind=global_by_local,
         metavar="GxL",
         requires=("objective=dino",),
@@ -73,93 +73,98 @@ class ObjectiveConfig:
     )
     global_crops_scale: tuple[float, float] = _dino_flag(
         (0.32, 1.0),
-        "smallest and largest share of an image's area in a global crop",
+        "range of the area of a global crop, as a fraction of the image",
         kind=fraction,
         metavar=("MIN", "MAX"),
     )
     local_crops_scale: tuple[float, float] = _dino_flag(
         (0.05, 0.32),
-        "smallest and largest share of an image's area in a local crop",
+        "range of the area of a local crop, as a fraction of the image",
         kind=fraction,
         metavar=("MIN", "MAX"),
     )
     ibot_mask_ratio: tuple[float, float] = _dino_flag(
         (0.1, 0.5),
-        "smallest and largest share of the patches that are masked in one of an image's global "
-        "crops, drawn for each image",
+        "range of the fraction of patches that are masked in one of the two global crops of an "
+        "image, sampled per image",
         kind=fraction,
         metavar=("MIN", "MAX"),
     )
     dino_prototypes: int = _dino_flag(
         65536,
-        "number of prototypes that class tokens are compared with",
+        "number of prototypes of the DINO head, for class tokens",
         kind=bounded(int, 2, 2**24),
     )
     ibot_prototypes: int = _dino_flag(
         65536,
-        "number of prototypes that masked patches are compared with",
+        "number of prototypes of the iBOT head, for masked patches",
         kind=bounded(int, 2, 2**24),
     )
-    dino_head_hidden: int = _dino_flag(2048, "width inside both heads", kind=bounded(int, 1, 2**20))
+    dino_head_hidden: int = _dino_flag(
+        2048, "hidden width of both heads", kind=bounded(int, 1, 2**20)
+    )
     dino_head_bottleneck: int = _dino_flag(
-        256, "width of both heads before the prototypes", kind=bounded(int, 1, 2**20)
+        256, "bottleneck width of both heads, before the prototypes", kind=bounded(int, 1, 2**20)
     )
     student_temp: float = _dino_flag(
         0.1,
-        "temperature of the student's probabilities, by which logits are divided",
+        "softmax temperature of the student",
         kind=positive_number,
     )
     teacher_temp: float = _dino_flag(
         0.07,
-        "temperature of the teacher's probabilities after --warmup_teacher_temp_epochs",
+        "softmax temperature of the teacher after --warmup_teacher_temp_epochs",
         kind=bounded(float, 0.005, 10),
     )
     warmup_teacher_temp: float = _dino_flag(
         0.04,
-        "temperature of the teacher's probabilities at the start; it rises linearly",
+        "softmax temperature of the teacher at the start; increases linearly to --teacher_temp",
         kind=bounded(float, 0.005, 10),
     )
     warmup_teacher_temp_epochs: float = _dino_flag(
         30.0,
-        "number of epochs from --warmup_teacher_temp to --teacher_temp; 0: the latter from the "
-        "start",
+        "number of epochs over which the teacher's temperature goes from --warmup_teacher_temp to "
+        "--teacher_temp; 0: --teacher_temp from the start",
         kind=non_negative,
     )
     teacher_momentum: float = _dino_flag(
         0.992,
-        "share of itself that the teacher, an average of the student's weights, keeps in a step, "
-        "at the start",
+        "EMA momentum of the teacher at the start: the fraction of its weights that the teacher "
+        "keeps at each step",
         kind=fraction,
     )
     teacher_momentum_end: float = _dino_flag(
         1.0,
-        "the same at the last step of --num_epochs, reached along half a cosine; the value of "
-        "--teacher_momentum keeps it constant",
+        "EMA momentum of the teacher at the last step of --num_epochs; follows a cosine from "
+        "--teacher_momentum",
         kind=fraction,
     )
     freeze_last_layer_epochs: float = _dino_flag(
         1.0,
-        "number of epochs at the start in which the learning rate of the prototypes is 0",
+        "keep the learning rate of the prototypes at 0 for the first X epochs",
         kind=non_negative,
     )
-    ibot_weight: float = _dino_flag(1.0, "weight of the loss of masked patches", kind=non_negative)
+    ibot_weight: float = _dino_flag(
+        1.0, "weight of the iBOT loss of masked patches", kind=non_negative
+    )
     koleo_weight: float = _dino_flag(
         0.1,
-        "weight of the KoLeo loss, which spreads the class tokens of different images",
+        "weight of the KoLeo loss, which spreads the class tokens of different images apart",
         kind=non_negative,
     )
     koleo_group: int = _dino_flag(
         16,
-        "number of consecutive images of a batch among which the KoLeo loss finds nearest "
-        "neighbors; must divide the images of a device and pass (default: 16, as DINOv3, or else "
-        "the largest smaller number that does)",
+        "number of consecutive images of a batch among which the KoLeo loss searches for nearest "
+        "neighbors; must divide the number of images per device and pass (default: 16, as in "
+        "DINOv3, or the next smaller divisor)",
         kind=bounded(int, 2, 2**20),
     )
     gram_weights: str | None = flag(
         None,
-        "weights of a Gram teacher: a checkpoint of --objective dino (its teacher), a run's "
-        "--ckpt_dir, or a file of torch.save or .safetensors with timm's names; the similarities "
-        "between the student's patches are then to be those between its patches",
+        "add a Gram loss that pulls the similarities between the student's patch features toward "
+        "those of a Gram teacher with these weights: a checkpoint of --objective dino (its "
+        "teacher is used), a run's --ckpt_dir, or a torch.save or .safetensors file with timm's "
+        "parameter names",
         kind=path_or_url,
         metavar="PATH",
         requires=("objective=dino",),
@@ -167,23 +172,23 @@ class ObjectiveConfig:
     )
     gram_weight: float = flag(
         2.0,
-        "weight of the loss of --gram_weights",
+        "weight of the Gram loss of --gram_weights",
         kind=non_negative,
         requires=("gram_weights",),
         requires_at_default=True,
     )
     gram_update_steps: int = flag(
         0,
-        "replace the Gram teacher every N steps by the teacher as it is then, the average of the "
-        "student's weights; DINOv3: 10000; checkpoints then have the Gram teacher, too; 0: never",
+        "replace the Gram teacher with the current EMA teacher every N steps, and save the Gram "
+        "teacher in checkpoints; DINOv3 uses 10000; 0: never",
         kind=count,
         requires=("gram_weights",),
     )
     gram_crop_factor: float = flag(
         1.0,
-        "height and width of the Gram teacher's crops, which show the same as the global crops, as "
-        "a multiple of those; its patch features are resampled to the student's grid; 2: as "
-        "DINOv3; 1: it sees the global crops themselves",
+        "side of the Gram teacher's crops as a multiple of the global crops' side; both show the "
+        "same part of the image; the teacher's patch features are resampled to the student's "
+        "grid; DINOv3 uses 2; 1: use the global crops",
         kind=bounded(float, 1, 16),
         requires=("gram_weights",),
     )
@@ -210,27 +215,26 @@ class LossConfig:
 
     smoothing: float = flag(
         0.0,
-        "label smoothing: share of each label that is spread over all classes",
+        "label smoothing: fraction of each label that is spread over all classes",
         kind=rate,
         requires=CLASSIFIES,
     )
     mixup: float = flag(
         0.0,
-        "mixup's alpha: the weights of two mixed images are drawn from Beta(alpha, alpha) for each "
-        "batch; 0: off",
+        "alpha of mixup: the mixing weight is drawn from Beta(alpha, alpha) for each batch; 0: off",
         kind=non_negative,
         requires=CLASSIFIES,
     )
     cutmix: float = flag(
         0.0,
-        "CutMix's alpha: the area of the box pasted from another image is drawn from Beta(alpha, "
-        "alpha); 0: off",
+        "alpha of CutMix: the relative area of the box pasted from another image is drawn from "
+        "Beta(alpha, alpha); 0: off",
         kind=non_negative,
         requires=CLASSIFIES,
     )
     cutmix_minmax: tuple[float, float] | None = flag(
         None,
-        "smallest and largest side of CutMix's box, as shares of the image's side; replaces "
+        "range of the side of the CutMix box, as a fraction of the side of the image; instead of "
         "--cutmix",
         kind=fraction,
         metavar=("MIN", "MAX"),
@@ -239,19 +243,19 @@ class LossConfig:
     )
     mixup_prob: float = flag(
         1.0,
-        "probability that a batch is mixed at all",
+        "probability of applying mixup or CutMix to a batch",
         kind=fraction,
         requires=("mixup|cutmix|cutmix_minmax",),
     )
     mixup_switch_prob: float = flag(
         0.5,
-        "probability of CutMix rather than mixup, where both are on",
+        "probability of CutMix rather than mixup if both are on",
         kind=fraction,
         requires=("mixup", "cutmix|cutmix_minmax"),
     )
     bce_loss: bool = flag(
         False,
-        "train with binary cross-entropy, for each class, instead of cross-entropy",
+        "train with binary cross-entropy per class instead of cross-entropy",
         requires=CLASSIFIES,
     )
     bce_sum: bool = flag(
@@ -261,45 +265,46 @@ class LossConfig:
     )
     bce_target_thresh: float | None = flag(
         None,
-        "threshold of binary targets: smoothed and mixed labels above it become 1, others 0 "
-        "(default: none, labels stay as they are)",
+        "binarize the targets of --bce_loss: smoothed and mixed labels above this threshold "
+        "become 1, others 0 (default: none, targets are not binarized)",
         kind=bounded(float, 0, 1, open_high=True),
         requires=("bce_loss",),
     )
     teacher: str | None = flag(
         None,
-        "distillation: the --model of a trained teacher, whose predictions the student learns too "
-        "(--objective dino: instead of those of its own average); it must have the student's image "
-        "size and classes, or patches",
+        "distillation: --model name of a trained teacher, whose predictions are an additional "
+        "target (with --objective dino, they replace those of the EMA teacher); must have the "
+        "student's image size and number of classes (dino: number of patches)",
         metavar="NAME",
         requires=("teacher_weights", "objective=classify|objective=dino"),
         incompatible_with=("plan", "compile_only"),
     )
     teacher_weights: str | None = flag(
         None,
-        "weights of --teacher: a checkpoint (of --objective dino its average), a run's --ckpt_dir, "
-        "or a file of torch.save or .safetensors with timm's names; loaded at each start",
+        "weights of --teacher: a checkpoint (of --objective dino: its EMA teacher is used), a "
+        "run's --ckpt_dir, or a torch.save or .safetensors file with timm's parameter names; "
+        "loaded at each start",
         kind=path_or_url,
         metavar="PATH",
         requires=("teacher",),
     )
     distillation_type: Literal["hard", "soft"] = flag(
         "hard",
-        "target of distillation; hard: the teacher's most probable class, as a second label; soft: "
-        "all its probabilities",
+        "distillation target; hard: the teacher's most probable class, as a second label; soft: "
+        "the teacher's probabilities",
         requires=("teacher", *CLASSIFIES),
         requires_at_default=True,
     )
     distillation_alpha: float = flag(
         0.5,
-        "share of the distillation loss in the loss; the labels' loss has the rest",
+        "weight of the distillation loss; the loss of the labels has weight 1 - X",
         kind=fraction,
         requires=("teacher", *CLASSIFIES),
         requires_at_default=True,
     )
     distillation_tau: float = flag(
         1.0,
-        "temperature of soft distillation, by which the logits of both are divided",
+        "temperature of soft distillation, which divides the logits of teacher and student",
         kind=positive_number,
         requires=("distillation_type=soft",),
     )

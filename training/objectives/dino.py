@@ -1,10 +1,10 @@
-"""Self-distillation: DINO's loss of class tokens, iBOT's of masked patches, KoLeo, and DINOv3's of
-Gram matrices.
+"""Self-distillation: DINO's loss for class tokens, iBOT's for masked patches, KoLeo, and DINOv3's
+Gram loss.
 
-Formulas are those of DINOv2 (arXiv 2304.07193): section 4, and its code for what the paper leaves
-open; Gram matrices: DINOv3 (arXiv 2508.10104), sections 4.2 and 4.3. All are in fp32. The
-teacher is the moving average of the student (``Backend.teacher``); with ``--teacher`` it is a
-trained, larger model, and the average is only evaluated (section 5.2 of the latter).
+Formulas follow DINOv2 (arXiv 2304.07193), section 4, and its code where the paper leaves details
+open; the Gram loss follows DINOv3 (arXiv 2508.10104), sections 4.2 and 4.3. All are in fp32. The
+teacher is the EMA of the student (``Backend.teacher``); with ``--teacher``, it is a trained, larger
+model, and the EMA is only evaluated (DINOv3, section 5.2).
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from training.resolve import Run
 
 _ROUNDS = 3
-"""Of Sinkhorn and Knopp's iteration."""
+"""Iterations of Sinkhorn and Knopp's algorithm."""
 _EXPONENT = 60.0
-"""The largest exponent of a sample's weight in it: what that may add up to fits fp32."""
+"""The largest exponent of a sample's weight in it, so that sums fit in fp32."""
 _EPS = 1e-8
-"""The smallest distance of two class tokens, as in KoLeo's code."""
+"""The smallest distance between two class tokens, as in KoLeo's code."""
 
 
 class SelfDistillation(Objective):
-    """Learns to predict, from crops, what the teacher makes of other crops and of whole ones."""
+    """Trains the student to predict the teacher's output for other crops and for unmasked ones."""
 
     measured = False
 
@@ -51,15 +51,15 @@ class SelfDistillation(Objective):
         self._average = backend.teacher
         layouts = [pair.layout for pair in request.of_pairs or [request] if pair.layout]
         self._layouts = {layout.length: layout for layout in layouts}
-        """By the bytes of a packed image, the pairs of crop sizes that a step may have."""
+        """The pairs of crop sizes that a step may have, by the bytes of a packed image."""
         slots = max_masked(request.crops.grid, request.crops.mask_ratio)
         self._normalize = normalizer(run, backend.constant)
         self._temperature: torch.Tensor | None = None
         self._parts: list[dict[str, torch.Tensor]] = []
-        """Of each pass of the step, the parts of its loss before their weights, and the teacher's
+        """For each pass of the step, the unweighted parts of its loss, and the teacher's
         entropy."""
         self._moments: list[torch.Tensor] = []
-        """Of each pass, ``token_moments`` of the student."""
+        """For each pass, ``token_moments`` of the student."""
         self._weights = {
             "loss_dino": 1.0,
             "loss_ibot": self._config.ibot_weight,
@@ -69,7 +69,9 @@ class SelfDistillation(Objective):
         group, usual = self._config.koleo_group, ObjectiveConfig.koleo_group
         adapted = ""
         if group != usual and "koleo_group" not in run.config.given:
-            adapted = f", --koleo_group {group} as {usual} does not fit a device's images"
+            adapted = (
+                f", --koleo_group {group} because {usual} does not divide the images per device"
+            )
         say(
             f"objective: dino, 2 global and {spec.local_crops} local crops, up to {slots} of "
             f"{spec.sizes.num_patches} patches masked"
@@ -86,7 +88,7 @@ class SelfDistillation(Objective):
             for layout in layouts
             if layout.gram_number
         }
-        """By the bytes of a packed image: from a larger crop's grid to the student's."""
+        """From a larger crop's grid to the student's, by the bytes of a packed image."""
         self._gram: nn.Module | None = None
         if self._config.gram_weights:
             initial = gram_teacher(run)
@@ -99,7 +101,7 @@ class SelfDistillation(Objective):
             )
 
     def begin_step(self, rates: StepRates) -> None:
-        # One number, and yet no scalar: equal scalars would be one input of a compiled step.
+        # A vector, not a scalar: equal scalars would become one input of a compiled step.
         self._temperature = self._backend.constant(torch.tensor([rates.teacher_temp]))
         self._parts.clear()
         self._moments.clear()
@@ -130,7 +132,7 @@ class SelfDistillation(Objective):
             assert self._average is not None
             classes, patches = self._targets(self._average, seen)
         anchor = self._anchor(layout, seen, gram_crops) if self._gram else None
-        student = Compared(*model(crops))  # nested FSDP makes a plain tuple of it
+        student = Compared(*model(crops))  # nested FSDP returns a plain tuple
 
         parts = {"loss_dino": class_loss(student.classes.float() / config.student_temp, classes)}
         if config.ibot_weight:
@@ -152,8 +154,8 @@ class SelfDistillation(Objective):
 
     @torch.no_grad()
     def _targets(self, teacher: nn.Module, seen: Crops) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the teacher's probabilities of class tokens, (images, 2, prototypes), and of
-        masked patches, (images, slots, prototypes): zeros in slots without one."""
+        """Return the teacher's probabilities for class tokens, (images, 2, prototypes), and for
+        masked patches, (images, slots, prototypes); zeros in empty slots."""
         taught, temperature, total = Compared(*teacher(seen)), self._temperature, self._backend.sum
         assert temperature is not None
         classes = sinkhorn(taught.classes.float().flatten(0, 1), temperature, total)
@@ -163,13 +165,13 @@ class SelfDistillation(Objective):
 
     @torch.no_grad()
     def _anchor(self, layout: CropLayout, seen: Crops, larger: torch.Tensor) -> torch.Tensor:
-        """Return the Gram teacher's patch tokens, of the student's grid: of what the teacher has
-        ``seen``, or of its own ``larger`` crops, if there are any."""
+        """Return the Gram teacher's patch tokens on the student's grid, computed from what the
+        teacher has ``seen``, or from its own ``larger`` crops, if there are any."""
         assert self._gram is not None
         if not layout.gram_number:
             return Compared(*self._gram(seen)).patch_tokens
         patches = math.prod(layout.request.of_gram(layout.request.grid))
-        # The mask is of another grid, and the heads compare nothing here.
+        # The mask has another grid, and the heads are not used here.
         crops = seen._replace(
             global_crops=self._normalize(larger).transpose(0, 1),
             mask=seen.mask.new_zeros(len(seen.mask), patches),
@@ -180,7 +182,7 @@ class SelfDistillation(Objective):
 
     def parts(self) -> dict[str, torch.Tensor]:
         names, count = list(self._parts[0]), len(self._parts)
-        # One vector, and so one reduction over the replicas.
+        # A single vector needs a single reduction over the replicas.
         passes = [
             torch.cat([torch.stack([parts[name] for name in names]), moments.flatten()])
             for parts, moments in zip(self._parts, self._moments, strict=True)
@@ -191,7 +193,7 @@ class SelfDistillation(Objective):
 
 
 def taken(mask: torch.Tensor, slots: int) -> torch.Tensor:
-    """Return which of the slots have a masked patch, (images, slots), boolean."""
+    """Return which slots contain a masked patch, (images, slots), boolean."""
     places = torch.arange(slots, dtype=torch.int32, device=mask.device)
     return places < mask.sum(1, keepdim=True, dtype=torch.int32)
 
@@ -203,17 +205,18 @@ def sinkhorn(
     present: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return probabilities of prototypes, (samples, prototypes), such that over all samples of all
-    replicas each prototype is nearly as probable as any other.
+    replicas all prototypes are about equally probable.
 
-    Sinkhorn and Knopp's iteration, as in SwAV (arXiv 2006.09882): columns and rows of
-    exp(logits / temperature) are divided by their sums, in turn. ``logits``: fp32. ``total`` sums
-    over the replicas. ``present``: which samples there are, (samples,); others become zeros.
+    Sinkhorn and Knopp's algorithm, as in SwAV (arXiv 2006.09882): columns and rows of exp(logits /
+    temperature) are alternately divided by their sums. ``logits``: fp32. ``total`` sums over the
+    replicas. ``present``: a mask of the samples, (samples,); others become zeros.
     """
     logits = logits / temperature
     largest = logits.amax(1)
     here = torch.ones_like(largest) if present is None else present.to(largest.dtype)
-    # A low temperature's exponentials do not fit fp32: of each row they are of differences from its
-    # largest, which weighs the row in the first sums of columns. What all rows share cancels out.
+    # At low temperatures, exponentials overflow fp32. So each row is computed relative to its
+    # maximum, which becomes the row's weight in the first column sums. A factor common to all rows
+    # cancels out.
     sum_of_largest, count = total(torch.stack([(largest * here).sum(), here.sum()]))
     exponents = (largest - sum_of_largest / _or_one(count)).clamp(-_EXPONENT, _EXPONENT)
     weights = exponents.exp()
@@ -226,18 +229,18 @@ def sinkhorn(
 
 
 def _or_one(sums: torch.Tensor) -> torch.Tensor:
-    """Return sums to divide by. Those of zeros are 1: the product of small numbers in their place,
-    which XLA makes of several divisions, would be zero."""
+    """Return sums to divide by, with 1 in place of 0. A small number instead would not work: XLA
+    merges several divisions into one by a product, which would underflow to zero."""
     return sums.where(sums > 0, 1.0)
 
 
-# -- what shows a collapse: neither counts into the loss -------------------------------------------
+# -- indicators of a collapse, which are not part of the loss --------------------------------------
 
 
 @torch.no_grad()
 def entropy(probabilities: torch.Tensor) -> torch.Tensor:
-    """Return the mean entropy of each sample's probabilities, (..., prototypes), as a share of the
-    largest, log(prototypes): 1 where all prototypes are equally probable."""
+    """Return the mean entropy of the probabilities, (..., prototypes), divided by its maximum,
+    log(prototypes): 1 if all prototypes are equally probable."""
     # 0 log 0 is 0.
     entropies = -(probabilities * probabilities.clamp(min=1e-30).log()).sum(-1)
     return entropies.mean() / math.log(probabilities.shape[-1])
@@ -245,17 +248,17 @@ def entropy(probabilities: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def token_moments(tokens: torch.Tensor) -> torch.Tensor:
-    """Return the means of the entries of normalized class tokens, (images, crops, width), and of
-    their squares: (2, crops, width), fp32."""
+    """Return the means over images of normalized class tokens, (images, crops, width), and of their
+    squares: (2, crops, width), fp32."""
     units = F.normalize(tokens.float(), dim=-1)
     return torch.stack([units.mean(0), units.square().mean(0)])
 
 
 @torch.no_grad()
 def token_std(moments: torch.Tensor) -> torch.Tensor:
-    """Return the standard deviation of normalized class tokens over images, the mean over crops and
-    entries, times the root of the width: 1 if tokens are spread evenly over the unit sphere, 0 if
-    all are the same (SimSiam, arXiv 2011.10566, figure 2, middle)."""
+    """Return the standard deviation of normalized class tokens over images, averaged over crops and
+    entries, times the square root of the width: 1 if tokens are spread evenly over the unit sphere,
+    0 if all are equal (SimSiam, arXiv 2011.10566, figure 2, middle)."""
     mean, of_squares = moments
     variance = (of_squares - mean.square()).clamp(min=0)
     return variance.sqrt().mean() * math.sqrt(variance.shape[-1])
@@ -265,15 +268,15 @@ def token_std(moments: torch.Tensor) -> torch.Tensor:
 
 
 def class_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross-entropy over all pairs of a global crop that the teacher sees and of
-    another crop that the student sees.
+    """Return the mean cross-entropy over all pairs of a global crop seen by the teacher and a
+    different crop seen by the student.
 
     ``logits``: the student's, divided by its temperature, (images, crops, prototypes), global crops
     first. ``targets``: (images, 2, prototypes).
     """
     logs = F.log_softmax(logits, dim=-1)
     count, crops = targets.shape[1], logits.shape[1]
-    # Of each crop, the targets of all global crops but itself: one sum over prototypes.
+    # For each crop, sum the targets of all other global crops: one sum over prototypes.
     every = targets.sum(1, keepdim=True)
     global_part = ((every - targets) * logs[:, :count]).sum((1, 2))
     local_part = (every * logs[:, count:]).sum((1, 2))
@@ -281,8 +284,9 @@ def class_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def patch_loss(logits: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the cross-entropy of masked patches: the mean over those of an image, then over all
-    global crops, as in DINOv2's code; one of the two of an image has masked patches.
+    """Return the cross-entropy of masked patches, averaged over the patches of an image, then over
+    all global crops, as in DINOv2's code. One of the two global crops of an image has masked
+    patches.
 
     ``logits``: the student's, divided by its temperature, (images, slots, prototypes). ``targets``:
     the same shape, zeros in slots without a patch. ``mask``: (images, patches).
@@ -292,8 +296,8 @@ def patch_loss(logits: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) 
 
 
 def koleo_loss(tokens: torch.Tensor, group: int) -> torch.Tensor:
-    """Return KoLeo's loss (arXiv 1806.03198) of class tokens (images, width), in groups of adjacent
-    images: minus the mean logarithm of the distance to the nearest neighbor on the unit sphere."""
+    """Return the KoLeo loss (arXiv 1806.03198) of class tokens (images, width), in groups of
+    adjacent images: the negative mean log distance to the nearest neighbor on the unit sphere."""
     tokens = F.normalize(tokens, dim=-1).unflatten(0, (-1, group))
     with torch.no_grad():
         cosines = tokens @ tokens.transpose(1, 2)
@@ -301,14 +305,15 @@ def koleo_loss(tokens: torch.Tensor, group: int) -> torch.Tensor:
         nearest = cosines.masked_fill(itself, -2.0).argmax(-1)
         places = torch.arange(group, device=tokens.device)
         chosen = (nearest[..., None] == places).to(tokens.dtype)
-    # A product with ones and zeros, as in models/mae.py: no gather, whose gradient is a scatter.
+    # A product with ones and zeros, as in models/mae.py: the gradient of a gather is a scatter.
     difference = tokens - chosen @ tokens
     return -(difference.square().sum(-1) + _EPS**2).sqrt().log().mean()
 
 
 def gram_loss(tokens: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-    """Return the mean squared difference of the cosines between all pairs of patches of a crop:
-    the squared Frobenius norm of equation (2) of arXiv 2508.10104 over the number of pairs.
+    """Return the mean squared difference of the cosine similarities of all pairs of patches of a
+    crop: the squared Frobenius norm in equation (2) of arXiv 2508.10104, divided by the number of
+    pairs.
 
     ``tokens`` of the student, ``anchor`` of the Gram teacher: (..., patches, width), fp32.
     """

@@ -1,8 +1,7 @@
 """Masked autoencoding (MAE, arXiv 2111.06377): the loss of reconstructed pixels, and the masks.
 
-Which patches of an image are masked follows from the seed, the step and the image's place in the
-global batch, computed on the devices: so all numbers and kinds of devices mask alike, and so does a
-resumed run.
+The mask of an image is computed on the devices from the seed, the step and the image's position in
+the global batch, so it is the same for any number and kind of devices, and in a resumed run.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ if TYPE_CHECKING:
     from training.resolve import Run
 
 _EPS = 1e-6
-"""Added to a patch's variance, as in the authors' code."""
+"""Added to the variance of a patch, as in the authors' code."""
 _PICTURES = 8
 _MOST_PIXELS = 2_000_000
-"""Values of all images in a picture, at most: they are read from the devices."""
+"""The maximum number of values of all images in a picture, which are read from the devices."""
 
 
 class Reconstruction(Objective):
-    """Learns to predict the pixels of patches that the encoder does not see."""
+    """Trains the model to predict the pixels of patches that the encoder does not see."""
 
     numbered = True
 
@@ -48,14 +47,14 @@ class Reconstruction(Objective):
         parameters = spec.encoder.meta.named_parameters()
         encoder = sum(parameter.numel() for name, parameter in parameters if name in names)
         say(
-            f"objective: mae, {spec.shown} of {spec.sizes.num_patches} patches seen, encoder of "
-            f"{encoder:,} parameters"
+            f"objective: mae, {spec.shown} of {spec.sizes.num_patches} patches visible, encoder "
+            f"with {encoder:,} parameters"
         )
 
     def loss(
         self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor, pass_index: int
     ) -> torch.Tensor:
-        # The passes of a step mask as one pass over all of its images would.
+        # The passes of a step use the masks of a single pass over all its images.
         step = pass_index // self._run.config.data.grad_accum_steps
         return self.errors(*self.predict(model, images, labels, "step", step)).mean()
 
@@ -63,10 +62,10 @@ class Reconstruction(Objective):
         self, model: nn.Module, images: torch.Tensor, numbers: torch.Tensor, *draw: object
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the predicted and the true patches, (images, patches, values of a patch), fp32,
-        and which of them the encoder does not see, (images, patches), boolean; ``numbers`` and
-        ``draw`` decide that. With ``--norm_pix_loss`` predictions are normalized by the patch."""
+        and the mask of those hidden from the encoder, (images, patches), boolean, which depends on
+        ``numbers`` and ``draw``. With ``--norm_pix_loss``, predictions are normalized per patch."""
         key = key_of(self._run.config.seed, "mask", *draw)
-        # One number, and yet no scalar: equal scalars would be one input of a compiled step.
+        # A vector, not a scalar: equal scalars would become one input of a compiled step.
         keys = self._backend.constant(torch.tensor([key], dtype=torch.int32))
         ranks = ranks_of(numbers, keys, self._spec.sizes.num_patches)
         images = self._normalize(images)
@@ -74,7 +73,7 @@ class Reconstruction(Objective):
         return model(images, ranks).float(), patches, ranks >= self._spec.shown
 
     def scale(self, patches: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return mean and deviation by which patches are normalized, (images, patches, 1)."""
+        """Return the mean and standard deviation that normalize patches, (images, patches, 1)."""
         if not self._run.config.objective.norm_pix_loss:
             return torch.zeros_like(patches[..., :1]), torch.ones_like(patches[..., :1])
         return patches.mean(-1, keepdim=True), (patches.var(-1, keepdim=True) + _EPS).sqrt()
@@ -95,11 +94,11 @@ class Reconstruction(Objective):
 
 
 def ranks_of(numbers: torch.Tensor, key: torch.Tensor, patches: int) -> torch.Tensor:
-    """Return the place of each patch in a random order of its image's patches, (images, patches).
+    """Return the rank of each patch in a random order of its image's patches, (images, patches).
 
-    ``numbers``: of the images, (images,); ``key``: (1,), int32. The order is by a hash of the
-    patch's number, which differs for different numbers, so that no two patches share a place. A
-    patch's place is how many have smaller hashes: without sorting, each image on its own device.
+    ``numbers``: indices of the images, (images,); ``key``: (1,), int32. The order is by a hash of
+    the patch index that is one-to-one, so no two patches have the same rank. The rank is the number
+    of patches with smaller hashes, which needs no sorting and stays on the image's device.
     """
     image_hashes = hashed(numbers.to(torch.int32) + hashed(key))
     places = torch.arange(patches, dtype=torch.int32, device=numbers.device)
@@ -111,21 +110,21 @@ def ranks_of(numbers: torch.Tensor, key: torch.Tensor, patches: int) -> torch.Te
 
 
 class ReconstructionError(Measure):
-    """Adds up the loss of validation images, masked alike in every evaluation; draws some."""
+    """Sums the loss of validation images, with the same masks in every evaluation; draws some."""
 
     numbered = True
 
     def __init__(self, objective: Reconstruction, run: Run, backend: Backend, images: int) -> None:
-        """``images``: how many are evaluated, of which some are drawn; 0: none is."""
+        """``images``: the number of images evaluated, some of which are drawn; 0: draw none."""
         self._objective, self._run, self._backend = objective, run, backend
         self._totals = np.zeros(2)  # loss, images
         sizes = run.model.sizes
         pixels = math.prod(sizes.input_shape)
         shown = spread(min(_PICTURES, max(1, _MOST_PIXELS // pixels)), images)
         self._shown = backend.constant(torch.tensor(shown))
-        """The numbers of the images that are drawn."""
+        """The indices of the images to draw."""
         self._drawn = backend.constant(torch.zeros(len(shown), 2 * pixels + sizes.num_patches))
-        """Of each of them the patches, the same with those predicted, and which these are."""
+        """For each of them: the patches, the patches with predictions filled in, and the mask."""
 
     def of_batch(
         self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor
@@ -137,8 +136,8 @@ class ReconstructionError(Measure):
         if len(self._shown):
             mean, deviation = self._objective.scale(patches)
             painted = torch.where(hidden[..., None], predicted * deviation + mean, patches)
-            # The images may be on any device: a product with ones and zeros, and a sum over all,
-            # bring them to each.
+            # The images may be on any device: a product with ones and zeros, and a sum over all
+            # devices, copy them to each.
             chosen = (self._shown[:, None] == labels).float()
             parts = [chosen @ x.flatten(1) for x in (patches, painted, hidden.float())]
             self._drawn = self._drawn + self._backend.sum(torch.cat(parts, dim=1))
@@ -153,9 +152,9 @@ class ReconstructionError(Measure):
         return Evaluation(loss / (images or float("nan")), images=int(images), pictures=pictures)
 
     def _picture(self) -> np.ndarray | None:
-        """Return one picture (height, width, 3), uint8: a row for each image, with the image, what
-        is seen of it, and the reconstruction. None for images that have neither one channel nor
-        three, and if none can be read."""
+        """Return a picture (height, width, 3), uint8: a row per image, with the image, its visible
+        patches, and the reconstruction. None if images have neither one nor three channels, or if
+        none can be read."""
         spec = self._run.model
         assert isinstance(spec, MaeSpec)
         sizes, (height, width) = spec.sizes, spec.patch_size

@@ -1,8 +1,8 @@
-"""The objectives: what a model is trained for, a file each, and the registry of them.
+"""Training objectives, one per file, and their registry.
 
-An ``Objective`` runs on the devices, as a part of the step and of evaluations. It decides what a
-model is shown of a batch, the loss of its answer, and what an evaluation measures. A ``Teacher`` is
-a trained model that it may ask.
+An ``Objective`` runs on the devices, as part of the step and of evaluations. It prepares the
+model's input from a batch, computes the loss of the output, and decides what an evaluation
+measures. A ``Teacher`` is a trained model that it may use.
 """
 
 from __future__ import annotations
@@ -30,49 +30,49 @@ OBJECTIVES = {
     "mae": "training.objectives.mae:Reconstruction",
     "dino": "training.objectives.dino:SelfDistillation",
 }
-"""Module and class of each objective, by its name; "packed": of sequences of several images. It is
-imported when it is chosen."""
+"""Module and class of each objective, by name, imported on use; "packed": for sequences of several
+images."""
 
 Constant = Callable[[torch.Tensor], torch.Tensor]
-"""Puts a small tensor of the CPU whole on every device, as ``Backend.constant`` does."""
+"""Replicates a small CPU tensor on every device, like ``Backend.constant``."""
 
 
 class Objective(abc.ABC):
-    """Prepares images on the devices, and computes what to minimize and what to measure."""
+    """Prepares images on the devices, computes the loss, and defines what to measure."""
 
     numbered: ClassVar[bool] = False
-    """Whether images come with their places in the global batch instead of labels."""
+    """Whether images come with their position in the global batch instead of a label."""
     measured: ClassVar[bool] = True
-    """Whether there is anything to evaluate besides features (``--knn_every``)."""
+    """Whether evaluations measure anything besides features (``--knn_every``)."""
     teacher: Teacher | None = None
-    """The trained model of ``--teacher``, which it asks in each pass."""
+    """The trained model of ``--teacher``, used in each pass."""
 
     @abc.abstractmethod
     def __init__(self, run: Run, backend: Backend, say: Callable[[str], None]) -> None:
-        """Put on the devices what the loss needs besides the model; ``say`` logs what that is."""
+        """Put on the devices what the loss needs besides the model, and log it with ``say``."""
 
     def begin_step(self, rates: StepRates) -> None:  # noqa: B027
-        """Take the numbers of the step that starts; called before its passes."""
+        """Take the rates of the step; called before its passes."""
 
     @abc.abstractmethod
     def loss(
         self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor, pass_index: int
     ) -> torch.Tensor:
-        """Return the mean loss of the images of a micro-batch on a replica, a scalar in fp32.
-        ``labels`` are places in the global batch where images are ``numbered``; ``pass_index``
+        """Return the mean loss over the images of a micro-batch on a replica, an fp32 scalar.
+        ``labels`` are positions in the global batch if images are ``numbered``; ``pass_index``
         counts from the start of training."""
 
     def end_step(self, step: int) -> None:  # noqa: B027
-        """Called when the update is handed to the device; ``step`` counts from 1."""
+        """Called after the update is dispatched; ``step`` counts from 1."""
 
     def parts(self) -> dict[str, torch.Tensor]:
-        """Return the parts of the step's loss, and what else is measured of the step, by the names
-        of their metrics; called after its passes. Scalars, each over the global batch."""
+        """Return the parts of the step's loss and other measurements by metric name, scalars over
+        the global batch; called after the passes of the step."""
         return {}
 
     def measure(self, images: int = 0) -> Measure:
-        """Return what measures the model in one evaluation, if it is ``measured``; with ``images``,
-        how many are evaluated, it may also draw some."""
+        """Return the measure of one evaluation, if the objective is ``measured``; with ``images``,
+        the number of images, it may also draw some."""
         raise NotImplementedError
 
 
@@ -80,7 +80,7 @@ class Objective(abc.ABC):
 
 
 class Teacher:
-    """A frozen model, sharded as the student, that is never trained or saved."""
+    """A frozen model, sharded like the student, that is never trained or saved."""
 
     def __init__(self, run: Run[Any], backend: Backend, say: Callable[[str], None]) -> None:
         """Load the teacher of ``run`` onto the devices, and log what it is."""
@@ -90,13 +90,13 @@ class Teacher:
         check_weights(weights, verify=checkpoints.verify_checkpoint)
         preprocessing = run.teacher.config.data.preprocessing
         say(
-            f"teacher: {spec.name}, {spec.parameter_count:,} parameters, of {weights.path}, "
-            f"preprocessing: {preprocessing}"
+            f"teacher: {spec.name}, {spec.parameter_count:,} parameters, weights of "
+            f"{weights.path}, preprocessing: {preprocessing}"
         )
         model = run.teacher.build_model(backend.constant).requires_grad_(False)
         self.model = backend.shard_frozen(run.teacher, model, weights.fill)
-        # From the student's normalization to the teacher's. The weights of mixed images add up to
-        # 1, so that it holds for them, too.
+        # Convert the student's normalization to the teacher's. This also holds for mixed images, as
+        # their weights add up to 1.
         channels, *spatial = run.model.sizes.input_shape
         ours = run.config.data.preprocessing.of_channels(channels)
         theirs = preprocessing.of_channels(channels)
@@ -109,7 +109,8 @@ class Teacher:
             )
 
     def normalized(self, images: torch.Tensor) -> torch.Tensor:
-        """Return images (..., channels, *spatial), normalized for the student, as the teacher's."""
+        """Convert images (..., channels, *spatial) from the student's normalization to the
+        teacher's."""
         if self._affine is None:
             return images
         factor, summand = self._affine
@@ -119,7 +120,7 @@ class Teacher:
 def open_objective(
     run: Run, backend: Backend, say: Callable[[str], None] = lambda line: None
 ) -> Objective:
-    """Return the objective of ``run``. It must be made before the first step is recorded."""
+    """Return the objective of ``run``. Must be called before the first step is recorded."""
     chosen = run.config.objective.objective + (" packed" if run.model.packing else "")
     module, _, name = OBJECTIVES[chosen].partition(":")
     objective = cast(Objective, getattr(import_module(module), name)(run, backend, say))
@@ -129,9 +130,9 @@ def open_objective(
 
 
 def normalizer(run: Run, constant: Constant) -> Callable[[torch.Tensor], Any]:
-    """Return the function (x / 255 - mean) / std, by channel, of uint8 images, in fp32. Images in
-    fp32 were normalized as they were read, and are returned as they are. Of sequences of several
-    images, packed as bytes, it makes what the model is given."""
+    """Return the function (x / 255 - mean) / std, per channel, from uint8 images to fp32. Images in
+    fp32 were normalized on reading, and are returned unchanged. Sequences of several images, packed
+    as bytes, are unpacked to the model's input."""
     channels, *spatial = run.model.sizes.input_shape
     mean, std = map(torch.tensor, run.config.data.preprocessing.of_channels(channels))
     if layout := dataset_request(run).pack_layout:

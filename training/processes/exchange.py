@@ -1,7 +1,7 @@
-"""How the processes of a run exchange values on the hosts, fail together, and compare themselves.
+"""Exchange values between the processes of a run, fail together, and check that they agree.
 
-Uses PyTorch's default process group, which every backend makes where there are several processes.
-What is sent is JSON, so nothing that arrives is run.
+Uses PyTorch's default process group, which every backend creates if there are several processes.
+Messages are JSON, so received data is never executed.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from training.resolve import Run
 
 
 def count() -> int:
-    """Return the number of processes of this run that are connected."""
+    """Return the number of connected processes of this run."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -41,7 +41,7 @@ def rank() -> int:
 
 @contextlib.contextmanager
 def silence_gloo() -> Iterator[None]:
-    """Silence stdout, on which gloo prints a line for every group that is made (PyTorch 2.9)."""
+    """Silence stdout, where gloo prints a line for each new group (PyTorch 2.9)."""
     sys.stdout.flush()
     stdout = os.dup(1)
     with open(os.devnull, "w") as nowhere:
@@ -54,8 +54,8 @@ def silence_gloo() -> Iterator[None]:
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the JSON values of all processes of a group (None: of the default one), by rank; all
-    must call it."""
+    """Return the JSON values of all processes of a group (None: the default one), by rank; all must
+    call it."""
     if count() == 1:
         return [value]
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -78,15 +78,15 @@ def from_first(value: Any) -> Any:
 
 
 def name(number: int | None = None, host: str | None = None) -> str:
-    """Return how a message names a process: "process 3 on node1". Without arguments: this one."""
+    """Return the name of a process in messages, "process 3 on node1"; by default this one."""
     number = rank() if number is None else number
     return f"process {number} on {host or socket.gethostname()}"
 
 
 @contextlib.contextmanager
 def failing_together() -> Iterator[None]:
-    """Raise in all processes a UsageError or RunFailed that one of them raises inside, or an
-    OSError as the former. It must not contain a collective call."""
+    """Raise, in all processes, a UsageError or RunFailed that one of them raises inside; an OSError
+    becomes a UsageError. The body must not contain a collective call."""
     problem: str | None = None
     exit_code: int | None = None
     try:
@@ -95,7 +95,7 @@ def failing_together() -> Iterator[None]:
         problem = str(error)
     except RunFailed as error:
         problem, exit_code = str(error), error.exit_code
-    except OSError as error:  # of a disk or a storage: the others are not to wait for this process
+    except OSError as error:  # of a disk or storage: the others must not wait forever
         what = f"cannot use {error.filename}: " if error.filename else ""
         problem = f"{what}{error.strerror or error}"
     outcomes = gather([problem, exit_code, socket.gethostname()])
@@ -108,7 +108,7 @@ def failing_together() -> Iterator[None]:
 
 
 def tag_errors_with_rank(body: Callable[..., None], *args: Any) -> None:
-    """Call ``body``, of one process among several; a UsageError of it alone says which one."""
+    """Call ``body`` in one of several processes; tag an error of this one alone with its name."""
     try:
         body(*args)
     except UsageError as error:
@@ -117,21 +117,21 @@ def tag_errors_with_rank(body: Callable[..., None], *args: Any) -> None:
         raise
 
 
-# -- what all processes of a run must have in common ----------------------------------------------
+# -- what must be the same in all processes of a run ----------------------------------------------
 
 _PACKAGES = "torch torch_xla megatron-fsdp transformer-engine timm torchvision numpy".split()
 _FREE_FLAGS = {"num_workers", "index_dir", "local_ckpt_dir", "rebuild_index", "step_timeout_s"}
-"""The flags that may differ from host to host: they change no result."""
+"""Flags that may differ between hosts, as they do not change results."""
 _CODE = "run_vit_training.py config_fields.py training models data xla_fsdp torch_fsdp gpu_fsdp"
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of the packages that compute; None for one that is not installed."""
+    """Return the versions of packages that affect results; None if not installed."""
     return {name: installed_version(name) for name in _PACKAGES}
 
 
 def check_alike(run: Run, data: DataSource) -> None:
-    """Raise UsageError in all processes if two are about to train differently."""
+    """Raise UsageError in all processes if two of them would train differently."""
     names = by_field(type(run.config), type(run.backend_config))
     mine: dict[str, Any] = {
         names[field].names[0]: value
@@ -161,8 +161,8 @@ def check_alike(run: Run, data: DataSource) -> None:
                 prefix = f"number {place} is "
             raise UsageError(
                 f"the processes of this run differ in {what}: {prefix}{values[0]!r} for "
-                f"{name(0, first_host)}, {prefix}{values[1]!r} for {name(number, host)}: "
-                "start all with the same command, code, packages and data",
+                f"{name(0, first_host)}, {prefix}{values[1]!r} for {name(number, host)}: start "
+                "all of them with the same command, code, packages and data",
                 agreed=True,
             )
 
@@ -171,23 +171,23 @@ def check_alike(run: Run, data: DataSource) -> None:
 
 
 class MinutesInterval:
-    """Measures minutes by the first process's clock, and lets no process wait for the answer, which
-    is read one step later."""
+    """Measures minutes by the clock of the first process. No process waits for the answer, which is
+    read one step later."""
 
     def __init__(self, backend: Backend, minutes: float) -> None:
-        """Start the first interval; ``minutes`` 0: it is never over."""
+        """Start the first interval; with ``minutes`` 0, it never ends."""
         self._backend, self._seconds = backend, 60 * minutes
         self._answer: Callable[[], int] = lambda: 0
         self.restart()
 
     def restart(self) -> None:
-        """Start the next interval; all processes call it after the same step."""
-        self._answer()  # so that nothing is under way
+        """Start the next interval; all processes must call this after the same step."""
+        self._answer()  # so that no collective is pending
         self._answer = lambda: 0
         self._since = time.monotonic()
 
     def over(self) -> bool:
-        """Return True if the interval is over; all processes call it after each step."""
+        """Return True if the interval is over; all processes must call this after each step."""
         if not self._seconds:
             return False
         here = self._backend.is_main and time.monotonic() - self._since >= self._seconds
@@ -197,25 +197,25 @@ class MinutesInterval:
         return is_over
 
 
-# -- who is slow ---------------------------------------------------------------------------------
+# -- slow hosts ----------------------------------------------------------------------------------
 #
-# In synchronous training all processes take the same time for a step, as the others wait for the
-# slowest one. So each measures what it does without waiting for another: the seconds that a step
-# waited for images to be read, and ``Backend.own_seconds``, in which it computes. Both are
-# intervals of its own clock; clocks of two hosts are never compared. At a log step the processes
-# exchange the medians of the newest steps, on the hosts, and all find the same answer.
+# In synchronous training, a step takes the same time in all processes, as the others wait for the
+# slowest one. So each process measures its own time: the seconds that a step waited for images to
+# be read, and the seconds of computing, ``Backend.own_seconds``. Both are intervals of its own
+# clock; clocks of different hosts are never compared. At a log step the processes exchange the
+# medians over the latest steps, on the hosts, and all come to the same conclusion.
 
 _STEPS = 20
-"""Over how many steps, the newest ones, a process is compared, by the medians of its seconds."""
+"""The number of latest steps over which the medians of processes are compared."""
 _RATIO = 1.1
-"""A process is slow if its own time is longer than the others' median by this factor."""
+"""A process is slow if its own time exceeds the median of all by this factor."""
 _LEAST_SHARE = 0.5
-"""The least share of a step that its own time must be: what is shorter, something else hides."""
+"""The minimum fraction of a step for its own time; shorter times are hidden by device compute."""
 
 
 class SlowHosts:
-    """Names the process that the others wait for, and says whether it reads or computes slowly.
-    With one process it does nothing."""
+    """Reports the process that the others wait for, and whether it reads or computes slowly. Does
+    nothing with a single process."""
 
     def __init__(self) -> None:
         """All processes must call this."""
@@ -225,15 +225,15 @@ class SlowHosts:
         self._named: set[int] = set()
 
     def stepped(self, read_s: float, computed: Sequence[float]) -> None:
-        """Note a step's seconds of waiting for images to be read, and the seconds of computing of
-        steps, this or earlier ones, that were not known before: each once, in order."""
+        """Note the seconds that a step waited for images to be read, and newly known seconds of
+        computing, of this or earlier steps, each once, in order."""
         self._read.append(read_s)
         self._computed.extend(computed)
 
     def compare(self, step_s: float, say: Callable[[str], None]) -> dict[str, float]:
-        """Return what a log step records of the slowest process, {} before times are known; name
-        those that are slow. ``step_s``: the seconds of a step, as this process has measured them.
-        All processes must call this."""
+        """Return what a log step records about the slowest process, {} before times are known;
+        report slow processes. ``step_s``: the seconds per step measured by this process. All
+        processes must call this."""
         if len(self._hosts) == 1:
             return {}
         known = len(self._computed)
@@ -242,7 +242,7 @@ class SlowHosts:
         if not all(known for _, _, known, _ in by_process):
             return {}
         longest = max(step_s for *_, step_s in by_process)
-        # Reading and computing may overlap on a device of its own: a step is never longer.
+        # Reading and computing may overlap, but a step is never longer than measured.
         totals = [min(read + computed, longest) for read, computed, *_ in by_process]
         median = median_low(totals)
         usual_read = median_low(read for read, *_ in by_process)
@@ -257,9 +257,9 @@ class SlowHosts:
             if read - usual_read > computed - usual_computed:
                 doing, part_s = "reads", read
             say(
-                f"warning: {name(process, self._hosts[process])} is slow: {seconds:.3f} s of each "
-                f"of the last {_STEPS} steps are its own, the median is {median:.3f} s; it {doing} "
-                f"slowly, {part_s:.3f} s a step"
+                f"warning: {name(process, self._hosts[process])} is slow: over the last {_STEPS} "
+                f"steps, its own time is {seconds:.3f} s per step, the median of all processes "
+                f"{median:.3f} s; it {doing} slowly, {part_s:.3f} s per step"
             )
         for process in sorted(self._named - slow):
             say(f"note: {name(process, self._hosts[process])} is no longer slow")

@@ -1,6 +1,6 @@
-"""Standard output and error that nobody reads: a pipe to ``head``, a closed terminal, a full disk.
+"""Handle stdout and stderr that nobody reads: a pipe to ``head``, a closed terminal, a full disk.
 
-Only the standard streams are concerned: a pipe to a loader process that breaks is an error.
+Only affects the standard streams: a broken pipe to a loader process is an error.
 """
 
 import contextlib
@@ -15,8 +15,8 @@ from training.errors import SIGNAL
 
 
 def open_closed_streams() -> None:
-    """Open /dev/null in place of standard streams that are closed, as by ``>&-``: the files that
-    are opened next would get their numbers, and what compiled code prints."""
+    """Open /dev/null in place of closed standard streams (``>&-``): otherwise the next opened files
+    would get their descriptors, and the output of compiled code."""
     while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(opened, True)
     os.close(opened)
@@ -27,7 +27,7 @@ def open_closed_streams() -> None:
 
 
 class _StandardStream(io.FileIO):
-    """A standard stream, replaced by /dev/null as soon as a write fails."""
+    """A standard stream that is replaced by /dev/null as soon as a write fails."""
 
     def __init__(self, number: int, lost: Callable[[OSError], None]) -> None:
         """``lost`` is called with the error."""
@@ -73,10 +73,10 @@ def _replaced(name: str, lost: Callable[[OSError], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def drop_unread_output(program: str) -> Iterator[None]:
-    """Drop what cannot be written to stdout and stderr, for what is worth doing with no reader."""
+    """Drop output that cannot be written, for work that is worth doing without a reader."""
 
     def warn(error: OSError) -> None:
-        reason = f"stdout cannot be written ({error.strerror}): its lines are dropped"
+        reason = f"stdout cannot be written ({error.strerror}): dropping its output"
         print(f"{program}: warning: {reason}", file=sys.stderr, flush=True)
 
     with _replaced("stderr", lambda error: None), _replaced("stdout", warn):

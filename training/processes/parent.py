@@ -1,4 +1,4 @@
-"""How a process ends: with the one that started it, however that ends; at once."""
+"""End a process: together with its parent, however that ends; or at once."""
 
 import atexit
 import contextlib
@@ -13,16 +13,17 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with(parent: int) -> None:
-    """Have the system kill this process when ``parent``, which started it, has ended: the ranks of
-    a torchrun that was killed would train on, in the folder that a restart uses."""
+    """Have the kernel kill this process when ``parent``, which started it, has ended. Otherwise the
+    ranks of a killed torchrun would keep training in the folder that a restart uses."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended before the system was told
+    if os.getppid() != parent:  # it has already ended
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def forward_torchrun_signals() -> None:
-    """Have this process end with torchrun, if torchrun has started it, as its environment says:
-    TORCHRUN_PID, which launch/torchrun.sh sets, shows if torchrun has ended already."""
+    """Have this process end together with torchrun, if torchrun started it according to the
+    environment. TORCHRUN_PID, set by launch/torchrun.sh, shows whether torchrun has already
+    ended."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     parent = os.getppid()
@@ -37,10 +38,10 @@ def forward_torchrun_signals() -> None:
 
 
 def end_at_once(exit_code: int) -> NoReturn:
-    """End this process without what Python does after its exit handlers: it waits for every thread,
-    also for one that reads from a device that no longer answers."""
+    """End this process after its exit handlers, without waiting for other threads as Python does,
+    such as one that reads from a device that no longer responds."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # who read it has left
+        with contextlib.suppress(OSError):  # the reader has left
             stream.flush()
     os._exit(exit_code)

@@ -1,4 +1,4 @@
-"""How a run ends early: by a signal or another reason, all together; by a watchdog, if it hangs."""
+"""End a run early: by a signal or failure, in all processes; by a watchdog, if it hangs."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class ProcessSignals:
-    """Decides what SIGTERM, SIGINT and SIGHUP do to this process. Until ``listen`` they end it;
-    after it, the first one is noted, and a SIGINT after that (Ctrl-C pressed twice) ends the
-    process at once."""
+    """Handles SIGTERM, SIGINT and SIGHUP. Until ``listen`` is called, they end the process;
+    afterwards, the first one is noted, and a SIGINT after that (Ctrl-C pressed twice) ends it at
+    once."""
 
     def __init__(self) -> None:
         self.noted = 0
@@ -34,15 +34,16 @@ class ProcessSignals:
         self._before: dict[int, Any] = {}
 
     def __reduce__(self) -> tuple[Callable, tuple]:
-        """Unpickle as the other process's own ``process_signals``, with its handlers installed by
-        its main thread: torch_xla runs nested FSDP in another one, where Python installs none."""
+        """Unpickle as the receiving process's own ``process_signals``, and install its handlers in
+        the main thread: torch_xla runs nested FSDP in another thread, where Python cannot install
+        any."""
         return _install_here, ()
 
     def install(self) -> None:
-        """Install the handlers, but not in a thread, nor for signals that are ignored."""
+        """Install the handlers, except in a thread or for ignored signals."""
         if self._before or threading.current_thread() is not threading.main_thread():
             return
-        for number in STOPS:  # a shell's `program &` and nohup want them ignored
+        for number in STOPS:  # `program &` and nohup ignore them
             if (before := signal.getsignal(number)) is not signal.SIG_IGN:
                 self._before[number] = before
                 signal.signal(number, self._handle)
@@ -79,10 +80,10 @@ def _install_here() -> ProcessSignals:
 
 
 def largest_of_all(value: int) -> Callable[[], int]:
-    """Start to find the largest value of all processes, on the hosts; return what waits for it."""
+    """Start computing the maximum over all processes, on the hosts; return a function to wait."""
     if exchange.count() == 1:
         return lambda: value
-    tensor = torch.tensor([value])  # on the CPU: gloo's, whatever else the devices do
+    tensor = torch.tensor([value])  # on the CPU, for gloo, whatever the devices do
     work = dist.all_reduce(tensor, dist.ReduceOp.MAX, async_op=True)
 
     def wait() -> int:
@@ -94,28 +95,29 @@ def largest_of_all(value: int) -> Callable[[], int]:
 
 
 _FAILURE = 1000
-"""Added to a failure's exit code while processes agree, where the largest number counts: a failure
-counts for more than a signal (its checkpoint may not be written)."""
+"""Added to the exit code of a failure while processes agree on the maximum, so that a failure takes
+precedence over a signal (its checkpoint may not be written)."""
 
 
 class StopRequest:
-    """Answers every process alike, after each step, whether to stop: a checkpoint is written by all
-    together. What is found out after a step is looked at after the next one, so that none waits."""
+    """Tells all processes the same after each step, whether to stop, as they write a checkpoint
+    together. Requests take effect one step later, so that no process waits."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._answer: Callable[[], int] = lambda: 0
         self._asked = 0
         self.exit_code = 0
-        """Why training stops, as an exit code (``training/errors.py``): that of a failure, or
-        SIGNAL + the signal's number; 0: it does not stop."""
+        """Why training stops, as an exit code (``training/errors.py``): of a failure, or SIGNAL +
+        the signal number; 0: training continues."""
 
     def __enter__(self) -> StopRequest:
         process_signals.install()
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        # All processes end now; torchrun sends SIGTERM to those that end after the first one.
+        # All processes are about to exit; torchrun sends SIGTERM to those that exit after the
+        # first.
         if self.exit_code or isinstance(error, RunFailed):
             process_signals.listen("")
             process_signals.noted = process_signals.noted or signal.SIGTERM  # later ones: ignored
@@ -123,16 +125,18 @@ class StopRequest:
             process_signals.restore()
 
     def listen(self) -> None:
-        """Note signals from now on. Before the first step, compiling too, they end the program."""
-        notice = "\nstopping after this step, with a checkpoint; Ctrl-C (again): at once\n"
+        """Note signals from now on. Until the first step is compiled and run, they end the
+        program."""
+        notice = "\nstopping after this step, with a checkpoint; press Ctrl-C to stop at once\n"
         process_signals.listen(notice if self._backend.is_main else "")
 
     def ask(self, failure: int) -> None:
-        """Stop with a failure's exit code; it is enough if one process asks for it."""
+        """Ask to stop with the exit code of a failure; one process is enough."""
         self._asked = _FAILURE + failure
 
     def due(self) -> bool:
-        """Return True if training stops now; all call it after each step and evaluated batch."""
+        """Return True if training stops now; all must call this after each step and evaluated
+        batch."""
         mine, reason = max(process_signals.noted, self._asked), 0
         if exchange.count() == 1:
             reason = mine
@@ -146,25 +150,26 @@ class StopRequest:
 
 
 _BEFORE_FIRST_STEP_S = 600.0
-"""The least seconds of silence that are allowed before the first step."""
+"""The minimum timeout before the first step, in seconds."""
 
 
 class Watchdog:
-    """Ends a silent process after a time, with code 1 and every thread's stack on stderr. It is a
-    thread of Python's faulthandler, which works too where compiled code lets no Python run."""
+    """Ends a process that makes no progress, with exit code 1 and the stacks of all threads on
+    stderr. Uses a thread of Python's faulthandler, which works even if compiled code holds the
+    GIL."""
 
     def __init__(self, seconds: float) -> None:
-        """Allow so many seconds of silence; 0: do nothing."""
+        """Allow this many seconds without progress; 0: off."""
         self._seconds = seconds
 
     def alive(self, *, before_first_step: bool = False) -> None:
-        """Restart the countdown, since something was done; ``before_first_step``: with time for the
-        first batch."""
+        """Restart the countdown after progress; ``before_first_step``: with time for the first
+        batch."""
         if self._seconds:
             limit = max(self._seconds, _BEFORE_FIRST_STEP_S if before_first_step else 0)
             faulthandler.dump_traceback_later(limit, exit=True, file=2)
 
     def pause(self) -> None:
-        """Stop the countdown until ``alive`` is called: what follows takes as long as it takes."""
+        """Stop the countdown until ``alive`` is called, for work that may take any time."""
         if self._seconds:
             faulthandler.cancel_dump_traceback_later()

@@ -222,6 +222,6 @@ def test_wrong_flag(submit):
     assert job.field("Restarts") == "0"
     said = re.findall(r"^run_vit_training.py: error: (.*)", job.output, re.MULTILINE)
     assert (
-        said == ["--batch_size 127 (global) is no multiple of the 2 devices: give 126 or 128"] * 2
+        said == ["--batch_size 127 (global) is not a multiple of the 2 devices: use 126 or 128"] * 2
     )
     assert not folder.exists()

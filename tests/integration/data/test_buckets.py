@@ -243,9 +243,9 @@ def test_a_resume_in_mid_epoch_on_another_backend(folder, tmp_path):
     [
         ("--buckets 16", "'16' is not HxW"),
         ("--buckets 16x0", "'16x0' is not HxW"),
-        ("--buckets 12x20 20x12", "must have the model's own size, 16x16, among them"),
-        ("--buckets 16x16 12x20 12x20", "--buckets has 12x20 twice"),
-        ("--buckets 16x16 10x24", "10x24 is no whole number of patches of 4x4"),
+        ("--buckets 12x20 20x12", "--buckets must include the model's own size, 16x16"),
+        ("--buckets 16x16 12x20 12x20", "--buckets lists 12x20 twice"),
+        ("--buckets 16x16 10x24", "10x24 is not a multiple of the patch size, 4x4"),
         ("--buckets 16x16 24x24", "24x24 has 36 patches, the model's own size 16"),
         ("--buckets 16x16 --pos_embed none", "it has no learned position embedding"),
         ("--buckets 16x16 --grad_ckpt auto", "is incompatible with --grad_ckpt auto"),

@@ -118,7 +118,7 @@ def test_a_folder_of_another_user_is_refused(tmp_path, capsys):
     (tmp_path / "link").symlink_to(tmp_path / "own")
     (tmp_path / "own").mkdir()
     os.chown(tmp_path / "link", OTHER, OTHER, follow_symlinks=False)
-    what = f"is user {OTHER}'s: give a folder of your own, or use what is there as it is with "
+    what = f"is owned by user {OTHER}: use a folder of your own, or allow this one with "
     for folder, path in ((theirs, theirs), (mine, mine / "step_4"), (tmp_path / "link",) * 2):
         line = refusal(capsys, folder)
         assert line == f"--ckpt_dir {folder}: {path} {what}--shared_ckpt_dir"
@@ -134,7 +134,7 @@ def test_a_local_folder_of_another_user_is_refused(tmp_path, capsys):
     os.chown(mine / "part_0", OTHER, OTHER)
     for folder, path in ((theirs, theirs), (mine, mine / "part_0")):
         line = refusal(capsys, tmp_path / "run", "--local_ckpt_dir", folder)
-        whose = f"{path} is user {OTHER}'s: give a folder of your own"
+        whose = f"{path} is owned by user {OTHER}: use a folder of your own"
         assert line == f"--local_ckpt_dir {folder}: {whose}"
         assert not (folder / ".folder").exists()
     assert not (tmp_path / "run").exists()
@@ -150,7 +150,7 @@ def test_what_another_user_has_planted_is_neither_resumed_nor_written_to(
     source = shutil.copytree(trained.ckpt_dir, everybodys.parent / "source")
     source.chmod(0o755)
     assert as_other(lambda: shutil.copytree(source, planted)) == ""
-    assert f"{planted} is user {OTHER}'s" in refusal(capsys, planted)
+    assert f"{planted} is owned by user {OTHER}" in refusal(capsys, planted)
     (planted / ".lock").unlink()
     assert as_other(lambda: (planted / ".lock").symlink_to(precious)) == ""
     assert "it is a link" in refusal(capsys, planted)
@@ -186,7 +186,7 @@ def test_what_root_has_made_is_nobody_elses(everybodys):
     os.chown(mount, OTHER + 1, OTHER)
     refused = as_other(lambda: FolderLock(mount).acquire(is_restart=False))
     assert refused.startswith(
-        f"UsageError: --ckpt_dir {mount}: {mount} is user {OTHER + 1}'s: give"
+        f"UsageError: --ckpt_dir {mount}: {mount} is owned by user {OTHER + 1}: use"
     )
 
 
@@ -233,8 +233,8 @@ def test_no_run_is_kept_inside_of_a_checkpoint(inside, run, capsys):
     before = sorted(run.rglob("*"))
     line = refusal(capsys, run / inside)
     outer = (run / inside).parent
-    assert f"is inside of the checkpoint step_{inside.split('step_')[1].split('/')[0]}" in line
-    assert f"give the run's folder, {outer}, or" in line
+    assert f"is inside the checkpoint step_{inside.split('step_')[1].split('/')[0]}" in line
+    assert f"use the run's folder, {outer}, or" in line
     assert sorted(run.rglob("*")) == before
 
 

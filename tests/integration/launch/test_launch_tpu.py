@@ -606,7 +606,7 @@ def test_mistakes_of_elastic_slices(slices, flags, told):
         ("--tpu=pod --max_restarts -1 -- true", "argument --max_restarts: -1 must be at least"),
         ("--tpu=pod --grace 99999999999 -- true", "99999999999 must be at least 0 and at most 1"),
         ("--tpu= -- true", "argument --tpu: '' is not the name of a TPU VM"),
-        ("--tpu=pod --workdir= -- true", "argument --workdir: it must not be empty"),
+        ("--tpu=pod --workdir= -- true", "argument --workdir: must not be empty"),
         (f"--tpu=pod -- {'x' * 125_000}", "too long for a command line"),
         (
             "--tpu=pod -- .venv/bin/python -u run_vit_training.py --backend=torchtpu --fake_data",

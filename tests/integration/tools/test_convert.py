@@ -104,7 +104,7 @@ def test_around_all_forms(trained, weights, tmp_path, capsys):
 
     # A folder without AdamW's state trains no further, and says so.
     flags = [*tiny(tmp_path / "new"), "--backend", "cuda", "--resume", back]
-    assert "holds weights alone" in told_in_one_line(capsys, *flags)
+    assert "contains only weights" in told_in_one_line(capsys, *flags)
     assert not (tmp_path / "new").exists()
 
 
@@ -219,7 +219,7 @@ def test_mistakes(trained, weights, tmp_path, capsys):
     for words in (["gs://bucket/run", tmp_path / "x.pt"], [trained.ckpt_dir, "file:///x.pt"]):
         with pytest.raises(SystemExit, match="2"):
             main(list(map(str, words)))
-        assert "is a URL: give a place on this machine" in capsys.readouterr().err
+        assert "is a URL: give a local path" in capsys.readouterr().err
     (tmp_path / "there.pt").write_text("mine")
     source = trained.ckpt_dir / "step_2"
     assert said(source, tmp_path / "there.pt").endswith(
@@ -232,7 +232,7 @@ def test_mistakes(trained, weights, tmp_path, capsys):
     assert "no such checkpoint, folder or file" in said(tmp_path / "none", tmp_path / "x.pt")
     size = ("--max_shard_size", "1GB")
     assert "--max_shard_size requires a folder" in said(source, tmp_path / "x.pt", *size)
-    assert "is neither a checkpoint nor the folder of a run" in said(tmp_path, tmp_path / "x.pt")
+    assert "is neither a checkpoint nor a run's folder" in said(tmp_path, tmp_path / "x.pt")
     assert "cannot read the checkpoint" in said(tmp_path / "there.pt", tmp_path / "x.safetensors")
     torch.save({"a": torch.ones(2), "b": print}, tmp_path / "code.pt")
     assert "only tensors are loaded" in said(tmp_path / "code.pt", tmp_path / "x.safetensors")

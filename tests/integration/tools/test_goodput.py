@@ -178,7 +178,7 @@ def test_mistakes(tmp_path, capsys):
     assert "is not a folder" in said(tmp_path / "none")
     with pytest.raises(SystemExit, match="2"):
         main(["gs://bucket/run"])
-    assert "gs://bucket/run is a URL: give a place on this" in capsys.readouterr().err
+    assert "gs://bucket/run is a URL: give a local path" in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     assert f"{tmp_path} has no events.jsonl, which earlier versions did not" in said(tmp_path)
     (tmp_path / EVENTS_FILE).write_text('{"event": "start", "time": 3}\n')

@@ -35,7 +35,7 @@ def test_profile(tmp_path):
 
 def test_profile_of_steps_that_were_not_run(tmp_path):
     result = train_tiny_gpu(tmp_path, "--profile", "5:6", "--max_steps", "2")
-    assert "no profile: this run had none of the steps 5 to 6" in result.stdout
+    assert "no profile: this run did not reach any of the steps 5 to 6" in result.stdout
     assert not (tmp_path / "profile").exists()
 
 

@@ -382,7 +382,7 @@ def test_a_wrong_file_of_prices(name, text, words, tmp_path, capsys):
         ("--chips_at_most 3", "--chips_at_most 3 requires --plan"),
         ("--tpu_topology v5e:2x2", "--tpu_topology v5e:2x2 requires --compile_only or --plan"),
         ("--plan --compile_only", "--plan is incompatible with --compile_only: drop one"),
-        ("--plan --backend cuda", "--plan compiles the step of --backend xla, this is cuda"),
+        ("--plan --backend cuda", "--plan requires --backend xla, not cuda"),
         ("--plan --tpu_topology v9:2x2", "--tpu_topology v9:2x2: unknown kind of TPU"),
         ("--plan --tpu_topology v5e:4x4 --chips_at_most 8", "the smallest slice has 16 chips"),
         ("--plan --batch_size 7 --mesh_fsdp 4 --tpu_topology v5e:2x2", "--batch_size 7 cannot be"),

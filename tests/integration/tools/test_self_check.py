@@ -184,7 +184,7 @@ def test_folder_of_a_run_stays_as_it_is_and_another_job_is_noticed(tmp_path):
             "--embed_dim 768 --num_heads 12 --num_blocks 12",
             "--self_check cannot shrink --model timm/vit_base_patch16_sapiens2: timm cannot",
         ),
-        ("--batch_size 15 --cpu_devices 2", "no multiple of the 2 devices"),
+        ("--batch_size 15 --cpu_devices 2", "not a multiple of the 2 devices"),
     ],
 )
 def test_mistakes(flags, words, tmp_path, capsys):

@@ -72,7 +72,10 @@ def test_a_disk_that_is_full_for_one_process_ends_all(processes, tmp_path, monke
         assert "exitcode  : 4 " in failed.stderr
     assert failed.stdout.count("training continues, 1 of --max_failed_saves 2 failed in a row") == 1
     assert "step_4 could not be written" in failed.stdout
-    assert failed.stderr.count(f"2 have failed in a row: the newest checkpoint is {tmp_path}") == 1
+    assert (
+        failed.stderr.count(f"2 saves in a row have failed: the newest checkpoint is {tmp_path}")
+        == 1
+    )
     assert left(tmp_path) == [2]
 
 

@@ -53,7 +53,7 @@ def complaint(capsys, ckpt_dir, *flags):
         ("--grad_ckpt offload --mark_step_after_forward", "--grad_ckpt offload is incompatible"),
         ("--backend cuda --fsdp fsdp2 --grad_ckpt offload", "--grad_ckpt offload requires --backe"),
         ("--scan_blocks --xla_fsdp nested", "--scan_blocks is incompatible with --xla_fsdp nested"),
-        ("--batch_size 15 --cpu_devices 2", "--batch_size 15 (global) is no multiple of the 2"),
+        ("--batch_size 15 --cpu_devices 2", "--batch_size 15 (global) is not a multiple of the 2"),
         ("--batch_size 2000", "1438 training images, fewer than one batch"),
         ("--image_size 17", "--image_size 17 is not a multiple of --patch_size 4"),
         ("--num_heads 5", "--embed_dim 32 is not a multiple of --num_heads 5"),
@@ -62,16 +62,16 @@ def complaint(capsys, ckpt_dir, *flags):
         ("--patch_drop_rate 0.99", "leaves no patch"),
         ("--data_dir /does/not/exist", "/does/not/exist/train does not exist"),
         ("--num_classes 9", "10 classes, --num_classes is 9"),
-        ("--resume /does/not/exist", "there is no such checkpoint folder"),
+        ("--resume /does/not/exist", "no such checkpoint folder"),
         (
             f"--resume {__file__}",
-            f"--resume {__file__} is weights alone: give it to --init_from",
+            f"--resume {__file__} contains only weights: use --init_from instead",
         ),
-        ("--resume_epoch 3", "no checkpoint of that epoch's end"),
+        ("--resume_epoch 3", "no checkpoint from the end of that epoch"),
         ("--scale 0.9 0.1", "--scale 0.9 0.1"),
-        ("--scale 0 0", "leaves no image"),
-        ("--backend cuda --cpu_devices 2", "--cpu_devices requires --backend xla, this is cuda"),
-        ("--backend xla --dp_outer 2", "--mesh_fsdp 1 x --mesh_tensor 1 is not the 1"),
+        ("--scale 0 0", "--scale 0 0: the maximum must be above 0"),
+        ("--backend cuda --cpu_devices 2", "--cpu_devices requires --backend xla, not cuda"),
+        ("--backend xla --dp_outer 2", "--mesh_fsdp 1 x --mesh_tensor 1 is 2, not the 1"),
         ("--precision fp16", "--precision fp16 requires --backend cuda"),
         ("--profile 3", "'3' is not FIRST:LAST"),
         ("--zero_dp_strategy 4", "'4' is not one of 0, 1, 2, 3, no_shard, optim"),
@@ -81,7 +81,7 @@ def complaint(capsys, ckpt_dir, *flags):
         ),
         ("--mesh_tensor 4 --cpu_devices 4", "--mesh_tensor 4 does not divide --num_heads 2"),
         ("--mesh_tensor 2 --cpu_devices 2 --mlp_ratio 1.05", "--mesh_tensor 2 does not divide"),
-        ("--mesh_tensor 2 --cpu_devices 8 --batch_size 10", "--batch_size 10 (global) is no"),
+        ("--mesh_tensor 2 --cpu_devices 8 --batch_size 10", "--batch_size 10 (global) is not a"),
         ("--mesh_dcn 2 --xla_fsdp nested", "--mesh_dcn requires --xla_fsdp spmd"),
         ("--backend cuda --mesh_tensor 2", "--mesh_tensor 2 requires --backend xla, not cuda"),
         ("--mesh_dcn 0", "must be at least 1 and at most 1000000000 (or slices)"),
@@ -93,9 +93,9 @@ def complaint(capsys, ckpt_dir, *flags):
         ("--lr inf", "'inf' is not a finite number"),
         ("--mean 123 117 104", "123 must be at least 0 and at most 1"),
         (f"--max_steps {'9' * 5000}", f"'{'9' * 40}...' is not a whole number"),
-        ("--in_chans 2", "--in_chans 2 is neither 3 (RGB) nor 1 (gray)"),
+        ("--in_chans 2", "--in_chans 2: images have 3 channels (RGB) or 1 (gray)"),
         ("--embed_dim 32 --mlp_ratio 0.01", "--mlp_ratio 0.01 leaves no MLP"),
-        ("--data_dir=", "argument --data_dir: it must not be empty: is a variable of the shell"),
+        ("--data_dir=", "argument --data_dir: must not be empty (is a shell variable unset?)"),
         ("--batch 16", "unknown flag --batch: did you mean --batch_size?"),
     ],
 )
@@ -112,7 +112,7 @@ def test_a_flag_of_another_backend_beside_the_environment(capsys, tmp_path, monk
     monkeypatch.setenv("CPU_NUM_DEVICES", "2")
     flags = ["--backend", "cuda", "--cpu_devices", "4"]
     words = complaint(capsys, tmp_path / "ckpt", *flags)
-    assert words.startswith("--cpu_devices requires --backend xla, this is cuda")
+    assert words.startswith("--cpu_devices requires --backend xla, not cuda")
     words = complaint(capsys, tmp_path / "ckpt", *flags[:2], "--lr", "1", "--min_lr", "2")
     assert words.startswith("--min_lr 2 is above --lr 1")
 
@@ -217,7 +217,7 @@ def test_local_checkpoints_in_the_runs_own_folder(capsys, tmp_path):
     told = told_in_one_line(
         capsys, "--fake_data", "--ckpt_dir", tmp_path, "--local_ckpt_dir", local
     )
-    assert "is --ckpt_dir: give another folder" in told
+    assert "is the same folder as --ckpt_dir: use another" in told
 
 
 def test_bad_environment(capsys, tmp_path, monkeypatch):

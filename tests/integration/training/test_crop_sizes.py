@@ -113,12 +113,12 @@ def test_one_compilation_a_pair(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        ("--crop_sizes 16", "'16' is not GxL, sides of global and local crops in pixels"),
+        ("--crop_sizes 16", "'16' is not GxL, the sides of global and local crops in pixels"),
         ("--crop_sizes 24x8", "--crop_sizes must have 16x8 among them, --image_size and"),
         ("--crop_sizes 16x8 18x8", "--crop_sizes 18 is no whole number of patches of 4 x 4"),
         ("--crop_sizes 16x8 24x28", "--crop_sizes 24x28: the local crops are the larger ones"),
         ("--crop_sizes 16x8 --image_size 16 24", "global crops must be squares"),
-        ("--crop_sizes 16x8 --fake_data", "--crop_sizes does nothing with --data_source fake"),
+        ("--crop_sizes 16x8 --fake_data", "--crop_sizes has no effect with --data_source fake"),
     ],
 )
 def test_mistakes(flags, line, capsys, tmp_path):

@@ -421,13 +421,13 @@ def test_a_head_without_a_loss_is_not_updated_in_passes(tmp_path):
     [
         ("--local_crop_size 20", "--local_crop_size 20 is larger than the global crops"),
         ("--pos_embed none", "it has no learned position embedding"),
-        ("--koleo_group 3", "--koleo_group 3 does not divide the 8 images of a device and pass"),
-        ("--grad_accum_steps 8", "the KoLeo loss compares images, and a device has one in a pass"),
+        ("--koleo_group 3", "--koleo_group 3 does not divide the 8 images per device and pass"),
+        ("--grad_accum_steps 8", "the KoLeo loss compares images, but a device has only one per"),
         ("--grad_ckpt auto", "--objective dino is incompatible with --grad_ckpt auto"),
-        ("--color_jitter 0.4", "--color_jitter 0.4 does nothing with --objective dino"),
-        ("--scale 0.5 1", "--objective dino replaces --scale by --global_crops_scale"),
-        ("--ckpt_best", "--ckpt_best requires evaluations of a loss"),
-        ("--gram_weights none", "--gram_weights none: there is no such checkpoint, folder or file"),
+        ("--color_jitter 0.4", "--color_jitter 0.4 has no effect with --objective dino"),
+        ("--scale 0.5 1", "--objective dino uses --global_crops_scale instead of --scale"),
+        ("--ckpt_best", "--ckpt_best requires a validation loss"),
+        ("--gram_weights none", "--gram_weights none: no such checkpoint, folder or file"),
         ("--weight_decay 0", "--weight_decay_end requires --weight_decay above 0"),
     ],
 )
@@ -453,4 +453,4 @@ def test_there_is_no_loss_to_evaluate(on_gpu, capsys):
     words = ["--eval_only", "--resume", str(on_gpu.ckpt_dir), "--backend", "cuda"]
     line = told_in_one_line(capsys, *words)
     asked = "requires --knn, --probe, --rank or --segment_probe"
-    assert f"--eval_only of --objective dino {asked}" in line
+    assert f"--eval_only with --objective dino {asked}" in line

@@ -44,7 +44,7 @@ SMALL_DINO = ["--objective", "dino", *SMALL]
         ("{teacher} --ibot_prototypes 40", "--teacher vit_10b compares with 32"),
         ("{teacher} --patch_size 8", "--teacher vit_10b has 4 x 4 patches, the student 2 x 2"),
         ("{teacher} --image_size 24", "--teacher vit_10b is for images of 3 x 16 x 16"),
-        ("{teacher} --distillation_alpha 0.3", "requires --objective classify, this is dino"),
+        ("{teacher} --distillation_alpha 0.3", "requires --objective classify, not dino"),
         ("{teacher} --objective mae", "--teacher vit_10b requires --objective classify or --obj"),
     ],
 )

@@ -142,7 +142,9 @@ def test_begins_and_ends(tmp_path):
     flags = [*EACH_STEP, "--model_ema_decay", "0.9", "--resume", str(tmp_path / "old")]
     begun = train_tiny_gpu(tmp_path / "begun", *flags)
     notes = [line for line in begun.stdout.splitlines() if "EMA" in line and "note:" in line]
-    assert notes == ["note: the checkpoint has no EMA of the weights: it starts with these weights"]
+    assert notes == [
+        "note: the checkpoint has no EMA of the weights: the EMA starts from the current weights"
+    ]
     average, weights = ModelEmaV3(read(tmp_path / "old" / "step_3", "model"), decay=0.9), {}
     for step in (4, 5, 6):
         weights[step] = read(tmp_path / "begun" / f"step_{step}", "model")
@@ -152,11 +154,11 @@ def test_begins_and_ends(tmp_path):
     left = ["--max_steps", "7", "--resume", str(tmp_path / "begun")]
     ended = train_tiny_gpu(tmp_path / "ended", *left)
     (note,) = [line for line in ended.stdout.splitlines() if "EMA" in line]
-    assert note == (
-        "note: the checkpoint's EMA of the weights is dropped: --model_ema is not given"
-    )
+    assert note == ("note: dropping the checkpoint's EMA of the weights: --model_ema is not set")
     assert "ema" not in convert(tmp_path / "ended" / "step_7", tmp_path / "ended.pt")
-    with pytest.raises(UsageError, match="give one of a run with --model_ema, or drop --use_ema"):
+    with pytest.raises(
+        UsageError, match="use a checkpoint of a run with --model_ema, or drop --use_ema"
+    ):
         find_trained(read_flags(["--use_ema", "--eval_only", *tiny(tmp_path / "ended")]).run)
 
 

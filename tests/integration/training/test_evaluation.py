@@ -160,4 +160,4 @@ def test_mistakes(trained, capsys, tmp_path):
     told = said(*evaluate, "--eval_report", tmp_path / "file")
     assert told == f"--eval_report {tmp_path / 'file'} is a file, not a folder"
     told = said(*evaluate, "--eval_report", "memory://report")
-    assert told == "--eval_report memory://report: give a folder of this machine"
+    assert told == "--eval_report memory://report: use a folder of this machine"

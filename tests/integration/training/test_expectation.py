@@ -54,9 +54,9 @@ def assert_compared(train, tmp_path, seconds):
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ({"batch_size": 32}, "is of another run: batch_size 32, here 16"),
-        ({"expected_step_s": None}, "is of a step that does not fit"),
-        ({"expected_step_s": "1"}, "is not what --compile_only --json prints"),
+        ({"batch_size": 32}, "is for another run: batch_size is 32 there, 16 here"),
+        ({"expected_step_s": None}, "is for a step that does not fit"),
+        ({"expected_step_s": "1"}, "is not the output of --compile_only --json"),
         (None, "cannot be read: No such file"),
     ],
 )

@@ -170,10 +170,10 @@ def test_models_without_a_class_token(flags, images, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--features_of", "class"], "--features_of class: vit_10b has no class token here"),
+        (["--features_of", "class"], "--features_of class: vit_10b has no class token"),
         (["--fake_data"], "--features requires images: --fake_data has none"),
-        (["--resume", "x"], "--init_from and --resume name weights both: drop one of the two"),
-        (["--use_ema"], "--use_ema requires --resume, and --init_from is given: use --resume PATH"),
+        (["--resume", "x"], "--init_from and --resume both name weights: drop one of the two"),
+        (["--use_ema"], "--use_ema requires --resume, not --init_from: use --resume PATH"),
         (["--image_size", "24"], None),
     ],
 )
@@ -204,16 +204,13 @@ def test_places_that_cannot_be_written(images, weights, tmp_path, capsys):
     of_others.mkdir()
     (of_others / "photo.jpg").touch()
     for out, message in (
-        *(
-            (tmp_path / each, f"{each}.partial, the folder for what is incomplete")
-            for each in "abc"
-        ),
-        (images / "train" / "out", f"is inside of --data_dir {images}, where images are looked"),
-        (target, "is there already: give another name"),
-        (link, "is there already: give another name"),
-        (dangling, "is there already: give another name"),
+        *((tmp_path / each, f"{each}.partial, the folder for incomplete output") for each in "abc"),
+        (images / "train" / "out", f"is inside --data_dir {images}, which is searched"),
+        (target, "already exists: choose another name"),
+        (link, "already exists: choose another name"),
+        (dangling, "already exists: choose another name"),
         (file / "out", "cannot write to --features"),
-        ("gs://bucket/out", "is a URL: give a place on this machine"),
+        ("gs://bucket/out", "is a URL: give a local path"),
     ):
         flags = ["--features", out, "--init_from", weights, "--data_dir", images]
         assert message in told_in_one_line(capsys, "--backend", "cuda", *FLAGS, *flags)

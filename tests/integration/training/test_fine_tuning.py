@@ -92,7 +92,7 @@ def test_the_same_model_is_taken_whole(tmp_path):
     model, note = begun(spec, tmp_path / "weights.safetensors", classes=["a", "b"])
     for name, each in model.state_dict().items():
         assert torch.equal(each, state[name])
-    assert note.endswith(f"{len(state)} tensors as they are")
+    assert note.endswith(f"{len(state)} tensors unchanged")
 
 
 def test_other_tokens_and_pooling(tmp_path):
@@ -197,14 +197,14 @@ def test_mistakes(source, capsys, tmp_path):
     save_file(read(source.ckpt_dir, 6), path)
     assert (
         "has blocks.0.attn.k_norm.bias, blocks.0.attn.k_norm.weight, blocks.0.attn.q_norm.bias"
-        " and 5 more, which the model has not: give --model" in said("--init_from", path, *tiny)
+        " and 5 more, which the model does not have: use the" in said("--init_from", path, *tiny)
     )
     wider = said("--init_from", path, *tiny, "--qk_norm", "--embed_dim", "48")
-    assert "cls_token is (1, 1, 32) in " in wider
+    assert "cls_token has shape (1, 1, 32) in " in wider
     assert said("--init_from", tmp_path / "none").endswith(
-        f"--init_from {tmp_path / 'none'}: there is no such checkpoint, folder or file"
+        f"--init_from {tmp_path / 'none'}: no such checkpoint, folder or file"
     )
-    neither = f"{DIGITS} is neither a checkpoint nor the folder of a run that has one"
+    neither = f"{DIGITS} is neither a checkpoint nor a run's folder with a checkpoint"
     assert said("--init_from", DIGITS).endswith(neither)
     told = said("--init_from", path, "--eval_only")
     assert told.endswith("is incompatible with --eval_only: drop one of the two")

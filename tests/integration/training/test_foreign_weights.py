@@ -128,7 +128,9 @@ def predicted(capsys, image, *flags):
 # -- the order of the classes ---------------------------------------------------------------------
 
 IMAGE = sorted((DIGITS / "val" / "7").glob("*.png"))[0]
-REFUSED = "whose order is not certain: number 2 is 10 by torchvision, 2 by timm: give --class_order"
+REFUSED = (
+    "is ambiguous: class 2 is 10 in torchvision's order, 2 in timm's: use --class_order sorted"
+)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +151,7 @@ def test_an_uncertain_order_is_refused(use, twelve, trained, capsys, tmp_path):
 def test_fewer_folders_than_classes_are_refused(use, trained, capsys):
     flags = [*FLAGS, "--num_classes", 12, "--data_dir", DIGITS]
     line = told_in_one_line(capsys, *use, *flags, "--resume", trained[0] / "last.pth.tar")
-    told = "last.pth.tar is for 12 classes and does not name them, {} has 10 class folders: give"
+    told = "last.pth.tar has 12 classes without names, but {} has 10 class folders: use"
     assert told.format(DIGITS) in line
     words = [*use, *flags, "--resume", trained[0] / "last.pth.tar", "--class_order", "sorted"]
     assert run_vit_training.main(list(map(str, words))) == 0
@@ -219,7 +221,7 @@ def test_a_run_keeps_its_order(twelve, trained, capsys, tmp_path):
     first = tmp_path / "first"
     source = ("--init_from", trained[0] / "last.pth.tar", "--class_order", "natural")
     out = train(first, *source, "--max_steps", 1)
-    assert "tensors as they are" in out
+    assert "tensors unchanged" in out
     assert "dropped" not in out
     expected = timms_accuracy(trained[1], val_of(twelve))
     again = train(first, "--max_steps", 2)
@@ -233,7 +235,8 @@ def test_a_run_keeps_its_order(twelve, trained, capsys, tmp_path):
     words = [*flags, "--ckpt_dir", first, "--max_steps", 3, "--class_order", "sorted"]
     line = told_in_one_line(capsys, *words)
     assert line.endswith(
-        "number 2 is 2 there, 10 here; give --class_order or --class_map as in training"
+        "class 2 is 2 in the checkpoint, 10 in the data; "
+        "use the --class_order or --class_map of the training"
     )
 
 
@@ -289,23 +292,26 @@ def test_names_with_a_prefix(form, trained, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (lambda state: _wrapped("a.")(state) | _wrapped("b.")(state), "it holds several models, a"),
+        (
+            lambda state: _wrapped("a.")(state) | _wrapped("b.")(state),
+            "it contains several models, a",
+        ),
         (lambda state: state | _wrapped("_orig_mod.")(state), "cls_token and _orig_mod.cls_token"),
         (
             lambda state: torchvision.models.VisionTransformer(
                 16, 4, 2, 2, 32, 128, num_classes=12
             ).state_dict(),
-            "has no cls_token, which the model has: its names are not timm's, such as "
-            "class_token: let timm read the file",
+            "has no cls_token, which the model has: its parameter names are not timm's (such as "
+            "class_token): load the file with timm.create_model(",
         ),
         (
             lambda state: {name: each for name, each in state.items() if "head" not in name},
-            "has no head.weight, which the model has: give the model flags it was trained with",
+            "has no head.weight, which the model has: use the model flags that it was ",
         ),
-        (lambda state: Code(), "only tensors are loaded, it holds exec: save the weights alone"),
+        (lambda state: Code(), "only tensors are loaded, but it contains exec: save only the"),
         (
             lambda state: timm.create_model("vit_tiny_patch16_224", **MODEL),
-            "it holds no state dict of tensors: save the weights alone, by torch.save(model.st",
+            "it contains no state dict of tensors: save only the weights, with torch.save(",
         ),
     ],
 )
@@ -331,7 +337,7 @@ def test_a_pointer_of_git_lfs(name, capsys, tmp_path):
     path = tmp_path / name
     path.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{64 * 'a'}\nsize 9\n")
     line = told_in_one_line(capsys, "--predict", IMAGE, *FLAGS, "--resume", path)
-    told = f"cannot read the checkpoint {path}: it is a Git LFS pointer: get the file itself"
+    told = f"cannot read the checkpoint {path}: it is a Git LFS pointer: download the file"
     assert line.startswith(told)
     assert convert([str(path), str(tmp_path / "x.pt")]) == 2
     assert "it is a Git LFS pointer" in capsys.readouterr().err

@@ -269,15 +269,15 @@ def test_of_what_kind_the_files_are():
 # -- what is refused -------------------------------------------------------------------------------
 
 REFUSED = {
-    "us/none": "the Hub has no such repository, or this user may not read it",
-    "us/private": "the Hub has no such repository, or this user may not read it",
+    "us/none": "no such repository on the Hub, or you have no access to it",
+    "us/private": "no such repository on the Hub, or you have no access to it",
     "us/gated": "is gated: accept its conditions",
-    "us/tiny@v9": "has no such revision",
-    "us/empty": "has no model.safetensors",
-    "us": "give hf-hub:OWNER/NAME or hf-hub:OWNER/NAME@REVISION",
-    "us/tiny@": "give hf-hub:OWNER/NAME or hf-hub:OWNER/NAME@REVISION",
-    "us/../tiny": "give hf-hub:OWNER/NAME or hf-hub:OWNER/NAME@REVISION",
-    "us/--tiny": "the Hub has no such names",
+    "us/tiny@v9": "no such revision in this repository",
+    "us/empty": "has neither model.safetensors nor",
+    "us": "use hf-hub:OWNER/NAME or hf-hub:OWNER/NAME@REVISION",
+    "us/tiny@": "use hf-hub:OWNER/NAME or hf-hub:OWNER/NAME@REVISION",
+    "us/../tiny": "use hf-hub:OWNER/NAME or hf-hub:OWNER/NAME@REVISION",
+    "us/--tiny": "not a valid repository name",
 }
 
 
@@ -292,7 +292,7 @@ def test_refused_in_one_line(server, hub_here, capsys, tmp_path, monkeypatch):
         assert text in told_in_one_line(capsys, *flags, f"hf-hub:{name}")
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     told = told_in_one_line(capsys, *flags, NAME)
-    assert "refuses the token" in told
+    assert "rejects the token" in told
     assert "hf_wrong" not in told
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert hub.download("hf-hub:us/private", "--init_from")[0].startswith("hf-hub:us/private@")
@@ -309,12 +309,12 @@ def test_without_a_network_the_cache_is_used_and_named(server, hub_here, capsys,
     capsys.readouterr()
     assert hub.download(NAME, "--init_from") == before
     commit = before[0].partition("@")[2]
-    assert f"of commit {commit[:12]}: [Errno 111] Connection refused" in capsys.readouterr().err
+    assert f"commit {commit[:12]}: [Errno 111] Connection refused" in capsys.readouterr().err
 
 
 def test_resuming_weights_alone_is_refused(capsys, tmp_path):
     told = told_in_one_line(capsys, *TRAIN, "--ckpt_dir", tmp_path / "run", "--resume", NAME)
-    assert told.endswith(f"--resume {NAME} is weights alone: give it to --init_from")
+    assert told.endswith(f"--resume {NAME} contains only weights: use --init_from instead")
 
 
 # -- --pretrained ----------------------------------------------------------------------------------
@@ -347,7 +347,7 @@ def test_pretrained_without_weights(capsys, tmp_path):
     assert "--pretrained requires --model" in told_in_one_line(capsys, *flags)
     for model in ("vit_10b", "hybrid_vit", "timm/vit_giant_patch14_224"):
         told = told_in_one_line(capsys, *flags, "--model", model)
-        assert f"timm has no weights of --model {model} on the Hub" in told
+        assert f"timm has no pretrained weights for --model {model} on the Hub" in told
     told = told_in_one_line(capsys, *flags, "--model", "vit_10b", "--init_from", NAME)
     assert "--pretrained is incompatible with --init_from" in told
 
@@ -365,7 +365,7 @@ def test_a_folder_is_pushed(server, hub_here, tmp_path, monkeypatch, capsys):
     assert convert(words) == 2
     assert "requires --push" in capsys.readouterr().err
     assert convert([*words, "--push"]) == 2
-    assert "log in with `hf auth login` or HF_TOKEN" in capsys.readouterr().err
+    assert "not logged in: use `hf auth login` or HF_TOKEN" in capsys.readouterr().err
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert convert([*words, "--push"]) == 0
     repository = server.repositories["us/new"]

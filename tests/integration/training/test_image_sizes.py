@@ -161,10 +161,12 @@ def test_losses_are_plain_timms(train, flags, how, alone, tmp_path):
     sizes, sides = SizeSchedule.of(run.config.data, 0, 10), SIDES
     if not sizes.shares:
         sides = [sizes.side(step) for step in range(10)]
-        assert "have one of the sizes 8 x 8, 12 x 12, 16 x 16, drawn at random" in result.stdout
+        assert (
+            "image size of each step drawn at random from 8 x 8, 12 x 12, 16 x 16" in result.stdout
+        )
     else:
         for side, step in ((8, 1), (12, 4), (16, 7)):
-            assert f"images are {side} x {side} from step {step} on\n" in result.stdout
+            assert f"image size {side} x {side} from step {step}\n" in result.stdout
     expected = plain_losses(run, alone, sides, **how)
     assert len({*expected}) == 10
     assert result.column("loss") == pytest.approx(expected, rel=1e-5)
@@ -205,8 +207,8 @@ def test_a_resume_before_a_change_of_size_is_exact(train, how, tmp_path):
     flags = [*EPOCHS_OF_5, "--max_steps", "12", "--image_size_schedule", "8:0.7", "16:0.3"]
     flags += "--mixup 0.2 --cutmix 1 --drop_path_rate 0.2 --eval_batches 1".split()
     whole, resumed = assert_resumes_at_step_7(train, tmp_path, *flags, **how)
-    assert "images are 16 x 16 from step 9 on" in whole.stdout
-    for line in ("images are 8 x 8 from step 8 on", "images are 16 x 16 from step 9 on"):
+    assert "image size 16 x 16 from step 9" in whole.stdout
+    for line in ("image size 8 x 8 from step 8", "image size 16 x 16 from step 9"):
         assert line in resumed.stdout
 
 
@@ -259,25 +261,25 @@ GIVEN = "--image_size_schedule"
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (f"{GIVEN} 8:x", "'8:x' is not SIDE:SHARE, pixels and a share of training"),
+        (f"{GIVEN} 8:x", "'8:x' is not SIDE:SHARE, a side in pixels and a fraction"),
         (f"{GIVEN} 0:1", "'0:1' is not SIDE:SHARE"),
         (f"{GIVEN} 8:0", "'8:0' is not SIDE:SHARE"),
-        (f"{GIVEN} 8 16:0.5", f"{GIVEN}: give each size a share, or none of them"),
-        (f"{GIVEN} 8:0.4 16:0.5", f"{GIVEN}: the shares add up to 0.9: they must be 1 together"),
-        (f"{GIVEN} 10:0.4 16:0.6", f"{GIVEN}: 10x10 is no whole number of patches of 4x4"),
-        (f"{GIVEN} 16 --image_size 16 24", f"{GIVEN} has square images, and those of the model"),
+        (f"{GIVEN} 8 16:0.5", f"{GIVEN}: give a share for every size, or for none"),
+        (f"{GIVEN} 8:0.4 16:0.5", f"{GIVEN}: the shares add up to 0.9, not 1"),
+        (f"{GIVEN} 10:0.4 16:0.6", f"{GIVEN}: 10x10 is not a multiple of the patch size, 4x4"),
+        (f"{GIVEN} 16 --image_size 16 24", f"{GIVEN} requires square images, not the model's"),
         (f"{GIVEN} 8 --pos_embed none", "it has no learned position embedding"),
         (f"{GIVEN} 8 --model timm/eva02_tiny_patch14_224", "it is timm's Eva, not VisionTr"),
         (f"{GIVEN} 8 --model hybrid_vit", "it takes images of its own size alone"),
         (f"{GIVEN} 8 --fake_data", f"{GIVEN} 8 requires --data_source folder, "),
         (f"{GIVEN} 8 --buckets 16x16", f"{GIVEN} 8 is incompatible with --buckets 16x16"),
-        (f"{GIVEN} 8 --objective mae", f"{GIVEN} 8 requires --objective classify, this is mae"),
+        (f"{GIVEN} 8 --objective mae", f"{GIVEN} 8 requires --objective classify, not mae"),
         (f"{GIVEN} 8 --mesh_domain 2", f"{GIVEN} 8 is incompatible with --mesh_domain 2"),
         (f"{GIVEN} 8 --expect x.json", f"{GIVEN} 8 is incompatible with --expect x.json"),
         (f"{GIVEN} 8 --grad_ckpt auto --backend xla", "is incompatible with --grad_ckpt auto"),
         (
             f"{GIVEN} 8 --cutmix_minmax 0.5 0.6",
-            "leaves no side of a box to be drawn in images of 8",
+            "contains no whole number of pixels for images of 8",
         ),
         ("--aa_min_magnitude 3 --aa rand-m9", f"--aa_min_magnitude 3 requires {GIVEN}"),
         (f"{GIVEN} 8 --aa_min_magnitude 3 --aa 3a", "requires RandAugment with a magnitude"),

@@ -116,7 +116,7 @@ def test_folder_of_images_from_a_run(trained, files, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines() == [
-        "skipped in the folders, 3 in all: linked folder 1, .txt 1, no file 1",
+        "skipped 3 other files in the folders: linked folder 1, .txt 1, no file 1",
         f"{images}/cut.png is not a readable image: image file is truncated",
     ]
     paths = [images / "A.PNG", *sorted((images / "b").iterdir()), images / "still.gif", IMAGE]
@@ -231,16 +231,16 @@ def test_no_such_weights(capsys, tmp_path):
         flags = ["--ckpt_dir", tmp_path / "x", "--resume", resume]
         return told_in_one_line(capsys, "--predict", IMAGE, *flags)
 
-    assert "x holds no checkpoint: give one, --resume PATH" in said("auto")
-    assert "--resume none: a trained model is needed" in said("none")
-    assert "there is no such checkpoint, folder or file" in said(tmp_path / "missing.pt")
-    neither = f"{tmp_path} is neither a checkpoint nor the folder of a run that has one"
+    assert "x has no checkpoint: use --resume PATH" in said("auto")
+    assert "--resume none: a trained model is required" in said("none")
+    assert "no such checkpoint, folder or file" in said(tmp_path / "missing.pt")
+    neither = f"{tmp_path} is neither a checkpoint nor a run's folder with a checkpoint"
     assert said(tmp_path) == neither
     (tmp_path / "step_3").mkdir()
     assert f"checkpoint {tmp_path} is incomplete" in said(tmp_path)
-    assert "only tensors are loaded, it holds exec" in said(tmp_path / "code.pt")
+    assert "only tensors are loaded, but it contains exec" in said(tmp_path / "code.pt")
     for name in ("list.pt", "numbers.pt", "namespace.pt"):
-        assert "it holds no state dict" in said(tmp_path / name)
+        assert "it contains no state dict" in said(tmp_path / name)
     for name in ("text.pt", "text.safetensors", "empty.pt"):
         assert "cannot read the checkpoint" in said(tmp_path / name)
     assert not (tmp_path / "x").exists()
@@ -250,10 +250,10 @@ def test_no_such_weights(capsys, tmp_path):
     ("name", "flags", "told"),
     [
         ("step_earlier", "--model vit_tiny_patch16_224", "was trained with --model vit_10b, not"),
-        ("bare.pt", "", "pos_embed is (1, 16, 32) in "),
+        ("bare.pt", "", "pos_embed has shape (1, 16, 32) in "),
         ("bare.pt", "--model vit_tiny_patch16_224", "has no cls_token, which the model has"),
         ("bare.pt", "{tiny} --num_blocks 3", "has no blocks.2.norm1.weight, which the model has:"),
-        ("bare.pt", "{tiny} --num_blocks 1", "has blocks.1.norm1.weight, which the model has not"),
+        ("bare.pt", "{tiny} --num_blocks 1", "has blocks.1.norm1.weight, which the model does not"),
     ],
 )
 def test_weights_of_another_model(name, flags, told, files, capsys):
@@ -268,7 +268,7 @@ def test_bad_images(files, capsys, tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "text.png").write_text("hello")
     assert "missing.png: there is no such file or folder" in said(IMAGE, tmp_path / "missing.png")
-    assert "argument --predict: it must not be empty" in said("")
+    assert "argument --predict: must not be empty" in said("")
     assert "folder holds no images (.jpg" in said(tmp_path / "folder")
     assert said(tmp_path / "text.png").endswith(
         "text.png is not a readable image: no image of a known format"
@@ -352,7 +352,7 @@ def test_eval_only_tells_what_classes_have_no_image_left(trained, words, tmp_pat
     assert "2 validation images cannot be read, more than --max_bad_images 1% (1 of 20)" in err
     code, out, err = evaluated("--max_bad_images", "10%")
     assert code == 0
-    assert " % of 18 of 20 images, class five has none left, top-5: " in err
+    assert " % of 18 of 20 images, none readable of class five, top-5: " in err
     found = json.loads(out)
     assert (found["val_images"], found["bad_images"]) == (18, 2)
     assert found["lost_classes"] == ["five"]
@@ -363,4 +363,4 @@ def test_eval_only_tells_what_classes_have_no_image_left(trained, words, tmp_pat
         for path in (tmp_path / "val" / name).iterdir():
             path.write_text("hello")
     *_, err = evaluated("--max_bad_images", "100%")
-    assert " 12 of 20 images, 3 classes have none left (five, four, nine)" in err
+    assert " 12 of 20 images, none readable of 3 classes (five, four, nine)" in err

@@ -178,12 +178,12 @@ def test_mixed_images_stay_on_their_devices(monkeypatch, tmp_path):
     [
         (
             "--mixup 0.8 --cpu_devices 2 --batch_size 30 --grad_accum_steps 3",
-            "--mixup mixes the images of a device two by two, and there are 5 in a pass: choose",
+            "--mixup mixes pairs of images on a device, but there are 5 images per device and",
         ),
-        ("--cutmix_minmax 0.5 0.5", "--cutmix_minmax 0.5 0.5 leaves no side of a box"),
+        ("--cutmix_minmax 0.5 0.5", "--cutmix_minmax 0.5 0.5 contains no whole number"),
         (
             "--cutmix 1 --dimension 3 --image_size 8 16 16 --model hybrid_vit --num_heads 2",
-            "cutmix is for images: of volumes use --mixup",
+            "CutMix supports 2-D images only: use --mixup for volumes",
         ),
     ],
 )

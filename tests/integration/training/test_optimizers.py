@@ -213,8 +213,8 @@ def test_muon_resumes_elsewhere_and_no_other_optimizer_does(tmp_path):
     last = train_tiny(tmp_path, *flags, "6", "--no-scan_blocks")
     assert last.column("loss") == pytest.approx(expected["loss"], rel=1e-5)
     for given, told in {
-        "--optimizer adamw": "was trained with --optimizer muon, not adamw: give the same",
-        "--linear_probe --layer_decay 1": "was trained without --linear_probe, this run is with --",
+        "--optimizer adamw": "was trained with --optimizer muon, not adamw: use the same",
+        "--linear_probe --layer_decay 1": "was trained without --linear_probe, but this run has --",
     }.items():
         done = run_program("run_vit_training.py", *tiny(tmp_path), *flags, "8", *given.split())
         assert done.returncode == 2

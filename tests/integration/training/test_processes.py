@@ -140,9 +140,7 @@ def test_folders_that_nodes_do_not_share(tmp_path, monkeypatch):
     assert [each.returncode for each in done] == [2, 2]
     (line,) = lines_of(done)
     assert line.startswith("process 1 on ")
-    assert (
-        "is not the folder that the first process sees under this name: give one that all" in line
-    )
+    assert "is not the same folder as in the first process: use a folder that all" in line
     assert not list(tmp_path.rglob("step_*"))
 
 

@@ -59,7 +59,7 @@ def test_dropout_differs_from_step_to_step_and_seed_to_seed(tmp_path):
 
 def test_rerun_of_a_finished_run_changes_nothing(run, trained):
     again = train_tiny_gpu(run, *QUICK, "--max_steps", "5")
-    assert "nothing is left to train: step 10 is reached" in again.stdout
+    assert "nothing left to train: step 10 is reached" in again.stdout
     assert again.records == trained.records
     told = f"val top-1 {trained.evaluations[-1]['val_top1']:.2f} %, checkpoint {run}/step_10"
     assert f"training completed: step 10, {told}" in again.stdout

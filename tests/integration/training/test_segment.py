@@ -151,7 +151,7 @@ def test_alone(form, masked, expected, weights, tmp_path):
     root, _ = masked
     asked = ("--eval_only", "--segment_probe", "--json", "--eval_report", tmp_path / "report")
     done = run_form(form, *asked, "--init_from", weights, *FLAGS, "--segment_dir", root)
-    assert f"train_{BROKEN}.png: it has 8 x 8 pixels, its image 16 x 16): left out" in done.stderr
+    assert f"train_{BROKEN}.png: it has 8 x 8 pixels, its image 16 x 16): skipped" in done.stderr
     check(done, expected, tmp_path / "report")
 
 
@@ -164,7 +164,7 @@ def test_beside_knn_and_probes_of_other_images(masked, expected, weights, images
     assert {"val_knn_10", "val_probe", "val_probe_lr", "val_segment_lr"} < found.keys()
     of_patches = {name: found[name] for name in expected[0]}
     assert of_patches == pytest.approx(expected[0], abs=0.25)
-    assert done.stderr.count("left out") == 2  # a digit, an image whose mask is broken
+    assert done.stderr.count("): skipped") == 2  # a digit, an image whose mask is broken
 
 
 FLAGS_IN_TRAINING = "--segment_probe_every 2 --max_steps 5 --max_bad_images 1".split()
@@ -196,7 +196,7 @@ def test_while_it_trains_on_xla(masked, tmp_path, capsys):
 def test_too_few_masks_end_no_training_and_a_resumed_run_makes_it_up(masked, tmp_path):
     flags = ["--segment_dir", masked[0], *"--segment_probe_every 1 --max_steps 1".split()]
     first = train_tiny_gpu(tmp_path / "run", *map(str, flags), "--max_bad_images", "0")
-    assert "warning: no figures of segmentation: 1 images cannot be read, more th" in first.stdout
+    assert "warning: no segmentation results: 1 images cannot be read, more th" in first.stdout
     without = first.records
     assert not any("val_segment_miou" in record for record in without)
     again = train_tiny_gpu(tmp_path / "run", *map(str, flags), "--max_bad_images", "1")
@@ -220,7 +220,7 @@ SEGMENT_PROBE = "--eval_only --segment_probe --resume nowhere"
         (
             "--segment_probe_every 2 --data_source mosaics --model hybrid_vit --dimension 3 "
             "--image_size 8 16 16",
-            "--segment_probe_every is of images, and the model takes volumes",
+            "--segment_probe_every requires a model of images, not of volumes",
         ),
         (f"{SEGMENT_PROBE} --segment_dir . --knn --eval_report x", "--knn is incompatible with"),
     ],

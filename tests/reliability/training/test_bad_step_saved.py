@@ -56,7 +56,7 @@ def test_a_weight_that_is_nan(flags, processes, spoiled, tmp_path):
     run = [tmp_path, *flags.split(), "--init_from", spoiled, "--max_bad_steps", 2]
     output = train(*run, code=3, processes=processes)
     (folder,) = tmp_path.glob("bad_step_*")
-    assert f"python3 -m tools.replay_step {folder} finds where" in output
+    assert f"to find the module, run python3 -m tools.replay_step {folder}" in output
     assert description(folder)["logged"]["loss"] == "nan"
     said = replay(folder)
     assert said.startswith("step 1: batch 1 of epoch 1, global batch 16; logged at step 1: ")
@@ -64,8 +64,8 @@ def test_a_weight_that_is_nan(flags, processes, spoiled, tmp_path):
         "first tensor that is not finite: weight blocks.1.mlp.fc1.weight: 1 NaN and 0 infinite"
         in said
     )
-    assert "is there" not in output
-    assert f"{folder} is there: no other bad step is saved in this run" in train(*run, code=3)
+    assert "a run saves only" not in output
+    assert f"{folder} exists: a run saves only its first bad step" in train(*run, code=3)
 
 
 @pytest.mark.parametrize(
@@ -160,5 +160,5 @@ def test_a_damaged_description(text, tmp_path, capsys):
         (tmp_path / "bad_step.json").write_text(text)
     assert replay_step.main([str(tmp_path)]) == 2
     problem = r"is damaged" if text is not None else r"cannot be read \(No such file or directory\)"
-    said = rf"tools.replay_step: error: \S+bad_step.json {problem}: give a folder bad_step_N, .*\n"
+    said = rf"tools.replay_step: error: \S+bad_step.json {problem}: pass a folder bad_step_N .*\n"
     assert re.fullmatch(said, capsys.readouterr().err)

@@ -81,7 +81,7 @@ CASES = {
     "a file of that many bytes": ("manifest", b'{"files": {"a": [1e400, "0"]}}', ON_STEP_6),
     "a file of such a name": ("manifest", b'{"files": {"a\\u0000": [1, "%032x"]}}' % 0, ON_STEP_6),
     "a part of lists": ("part", b"[" * 30_000, "step_5 at step 5"),
-    "a run's word in bytes": ("run_word", b"\xff\xfe", "holds a checkpoint of another run"),
+    "a run's word in bytes": ("run_word", b"\xff\xfe", "contains a checkpoint of another run"),
     "a folder's word in bytes": ("folder_word", b"\xff\xfe", ON_STEP_6),
 }
 

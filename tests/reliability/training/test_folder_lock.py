@@ -32,7 +32,7 @@ def holder(tmp_path):
 def test_the_second_job_is_refused_and_a_killed_one_leaves_no_lock(holder, tmp_path, monkeypatch):
     monkeypatch.setattr("training.files._PATIENCE_S", 0.05)
     lock = FolderLock(tmp_path)
-    with pytest.raises(UsageError, match=f"is in use by process {holder.pid} on .*: end that run"):
+    with pytest.raises(UsageError, match=f"is in use by process {holder.pid} on .*: stop that run"):
         lock.acquire(is_restart=False)
     holder.kill()
     token = FolderLock(tmp_path).acquire(is_restart=False)
@@ -88,5 +88,5 @@ def test_another_folder_under_the_same_name_is_refused(tmp_path, monkeypatch):
     token = FolderLock(tmp_path / "a").acquire(is_restart=False)
     FolderLock(tmp_path / "b").acquire(is_restart=False)
     for folder in (tmp_path / "b", tmp_path / "missing"):
-        with pytest.raises(UsageError, match="is not the folder that the first process sees"):
+        with pytest.raises(UsageError, match="is not the same folder as in the first process"):
             check_same_folder(folder, token)

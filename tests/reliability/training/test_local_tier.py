@@ -82,7 +82,7 @@ def assert_resumed(done, uninterrupted, step, where="part_0"):
 @pytest.mark.long
 def test_one_host_lost(hosts, uninterrupted, tmp_path):
     first = hosts(killed=KILLED)
-    assert "a copy of each part at a peer (of process 0: process 1 on " in first.stdout
+    assert "a copy of each part on a peer (for process 0: process 1 on " in first.stdout
     assert "local checkpoint of step 2: " in first.stdout
     assert "MiB, written in " in first.stdout
     held = sorted(str(p.relative_to(hosts.disk(2))) for p in hosts.disk(2).glob("part_*/step_*"))
@@ -101,7 +101,7 @@ def test_host_and_peer_lost(hosts, uninterrupted):
     shutil.rmtree(hosts.disk(1))
     shutil.rmtree(hosts.disk(2))
     done = hosts()
-    assert done.stdout.count("warning: step 8 of --local_ckpt_dir is not whole: ") == 1
+    assert done.stdout.count("warning: step 8 in --local_ckpt_dir is incomplete: ") == 1
     assert "the parts of process 1 on " in done.stdout
     assert_resumed(done, uninterrupted, 5, "run")
 
@@ -116,7 +116,7 @@ def test_fewer_replicas_and_more(each, hosts, tmp_path, monkeypatch):
     two, one = [*curve, "--mesh_dcn", "2"], [*curve, "--mesh_dcn", "1"]
     whole = train_tiny_gpu(tmp_path / "whole", *STEPS, *two, processes=2 * each)
     first = hosts(*two, killed="1 7", processes=2 * each)
-    assert "each part on 2 hosts, which hold the same" in first.stdout
+    assert "each part on 2 hosts" in first.stdout
     assert "copied to peers" not in first.stdout
     for host in (*lost, *left):
         held = [path.name for path in hosts.disk(host).glob("part_*")]
@@ -171,10 +171,10 @@ def test_disk_that_cannot_be_written(hosts, uninterrupted):
     first = hosts(killed=KILLED)
     assert "process 1 on" in first.stdout
     assert "it could not be written to" in first.stdout
-    assert "no copy at process 0 on" in first.stdout
+    assert "no copy on process 0 on" in first.stdout
     assert "training continues" in first.stdout
     done = hosts()
-    assert "step 8 of --local_ckpt_dir is not whole: the parts of process 1 on" in done.stdout
+    assert "step 8 in --local_ckpt_dir is incomplete: the parts of process 1 on" in done.stdout
     assert_resumed(done, uninterrupted, 5, "run")
 
 
@@ -184,10 +184,10 @@ def test_another_run_and_another_form(hosts, uninterrupted, tmp_path):
     words = [*tiny(tmp_path / "other"), "--backend", "cuda", *STEPS, *EVERY_TWO]
     refused = run_program("-m", HOSTS, *words, processes=4)
     (line,) = [each for each in refused.stderr.splitlines() if "error:" in each]
-    assert f"holds a checkpoint of another run, of --ckpt_dir {tmp_path / 'run'}" in line
+    assert f"contains a checkpoint of another run, of --ckpt_dir {tmp_path / 'run'}" in line
     assert not list((tmp_path / "other").glob("step_*"))
     fewer = hosts("--max_steps", "7", processes=2)
-    assert "parts of another number of processes a replica, mesh or form" in fewer.stdout
+    assert "another mesh, sharding or number of processes per replica" in fewer.stdout
     assert f"{tmp_path}/run/step_5 at step 5" in fewer.stdout
 
 

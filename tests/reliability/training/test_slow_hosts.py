@@ -11,8 +11,9 @@ from tests.support.rehearsed import all_ended
 
 SLOW_HOST = "tests.fakes.slow_host"
 NAMED = re.compile(
-    r"warning: process (\d) on (\S+) is slow: ([\d.]+) s of each of the last 20 steps are its own, "
-    r"the median is ([\d.]+) s; it (reads|computes) slowly, ([\d.]+) s a step"
+    r"warning: process (\d) on (\S+) is slow: over the last 20 steps, its own time is ([\d.]+) s "
+    r"per step, the median of all processes ([\d.]+) s; it (reads|computes) slowly, "
+    r"([\d.]+) s per step"
 )
 STEPS = "--max_steps 80 --log_step_interval 20 --num_epochs 9 --test_epoch_interval 99".split()
 

@@ -246,10 +246,10 @@ def test_columns_show_what_is_trained_on(tmp_path):
     ("flags", "told"),
     [
         ("--aa rand-magnitude9", "argument --aa: 'rand-magnitude9' is no policy of timm's: give"),
-        ("--aug_repeats 17 --batch_size 16", "--aug_repeats 17 is more than --batch_size 16: an"),
-        ("--color_jitter 0.4 0.4", "--color_jitter takes one number, three"),
-        ("--color_jitter 0 0 0 0.6", "--color_jitter: the hue, 0.6, must be at most 0.5"),
-        ("--color_jitter 0.4 --aa v0", "--color_jitter is incompatible with --aa v0, which has"),
+        ("--aug_repeats 17 --batch_size 16", "--aug_repeats 17 exceeds --batch_size 16: each"),
+        ("--color_jitter 0.4 0.4", "--color_jitter takes 1 number, 3"),
+        ("--color_jitter 0 0 0 0.6", "--color_jitter: hue 0.6 must be at most 0.5"),
+        ("--color_jitter 0.4 --aa v0", "--color_jitter is incompatible with --aa v0, which"),
         ("--data_source digits --aa rand-n99-t3aw", "--aa rand-n99-t3aw cannot be drawn: "),
     ],
 )

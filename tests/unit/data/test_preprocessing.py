@@ -138,8 +138,8 @@ def test_weights_of_timm(timms, picture, capsys):
     found, said = predicted(capsys, picture, path)
     assert found == pytest.approx(timms_top5(model, picture), rel=1e-4)
     assert said == (
-        "preprocessing: mean 0.5 0.5 0.5, std 0.5 0.5 0.5, crop 0.9, bicubic (as timm's "
-        "vit_tiny_patch16_224 has it)\n"
+        "preprocessing: mean 0.5 0.5 0.5, std 0.5 0.5 0.5, crop 0.9, bicubic (from timm's "
+        "vit_tiny_patch16_224)\n"
     )
 
 
@@ -156,7 +156,7 @@ def test_what_the_file_says_itself(place, timms, picture, capsys, tmp_path):
     expected = timms_top5(model, picture, **changes, crop_mode="squash")
     assert found == pytest.approx(expected, rel=1e-4)
     assert found != pytest.approx(timms_top5(model, picture, **changes), rel=1e-4)
-    assert "crop 1 squash, bicubic (as " in said
+    assert "crop 1 squash, bicubic (from " in said
     found, _ = predicted(
         capsys, picture, tmp_path / "model.safetensors", "--crop_mode", "border", "--crop_pct", 0.9
     )
@@ -174,8 +174,8 @@ def test_another_architecture_than_the_presets_has_new_weights_preprocessing():
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ({"mean": [120, 110, 100]}, "has mean [120, 110, 100], which is not known here: give --m"),
-        ({"crop_mode": "fill"}, "has crop_mode 'fill', which is not known here: give --crop_mode"),
+        ({"mean": [120, 110, 100]}, "has mean [120, 110, 100], which is not supported: set --m"),
+        ({"crop_mode": "fill"}, "has crop_mode 'fill', which is not supported: set --crop_mode"),
     ],
 )
 def test_what_cannot_be(content, told, timms, picture, capsys, tmp_path):

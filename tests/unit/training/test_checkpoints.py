@@ -96,7 +96,7 @@ def test_metadata_cannot_run_code(tmp_path):
 
     for payload in (Attack(), {"state_dict_metadata": Attack()}):
         (tmp_path / ".metadata").write_bytes(pickle.dumps(payload))
-        with pytest.raises(pickle.UnpicklingError, match="does not belong into a checkpoint"):
+        with pytest.raises(pickle.UnpicklingError, match="is not allowed in a checkpoint"):
             SafeReader(tmp_path).read_metadata()
     for module, name in (
         ("torch", "load"),
@@ -109,7 +109,7 @@ def test_metadata_cannot_run_code(tmp_path):
                 "latin1"
             )
         )
-        with pytest.raises(pickle.UnpicklingError, match="does not belong into a checkpoint"):
+        with pytest.raises(pickle.UnpicklingError, match="is not allowed in a checkpoint"):
             SafeReader(tmp_path).read_metadata()
     assert not (tmp_path / "attacked").exists()
 
@@ -130,7 +130,7 @@ def test_an_entry_that_is_no_tensor_is_refused_before_anything_is_read(name, tmp
     training = training_tensors(Position(1, 0, 1), {}, None) | {name: Attack(tmp_path / "attacked")}
     with quiet_dcp():
         dcp.save({"training": training}, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
-    with pytest.raises(UsageError, match="BytesStorageMetadata does not belong into a checkpoint"):
+    with pytest.raises(UsageError, match="BytesStorageMetadata is not allowed in a checkpoint"):
         read_saved_run(folder)
     target = {"training": {name: torch.zeros(1)}}
     with quiet_dcp(), pytest.raises(dcp.CheckpointException):

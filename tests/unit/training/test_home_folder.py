@@ -60,7 +60,7 @@ def test_a_mistake(home, capsys):
     told = told_in_one_line(capsys, "--resume=~/none", "--eval_only", "--fake_data")
     assert f"{home}/none" in told
     told = told_in_one_line(capsys, "--ckpt_dir=~nobody_here/x")
-    assert "there is no user nobody_here; a folder with this name is ./~nobody_here/x" in told
+    assert "no user nobody_here; for a folder with this name, use ./~nobody_here/x" in told
     told = told_in_one_line(capsys, "@~/none.args")
     assert told.startswith("@~/none.args: No such file")
 

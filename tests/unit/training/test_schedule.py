@@ -130,8 +130,8 @@ def test_a_warmup_longer_than_the_run(tmp_path):
 
     schedule = schedule_of(2500)
     (warning,) = schedule.notes
-    assert "the warmup takes 2,500 steps, the run ends at 2: the learning rate" in warning
-    assert "stays below 8e-06, --lr 0.01 is not reached; give fewer" in warning
+    assert "the warmup takes 2,500 steps but the run ends at step 2: the learning" in warning
+    assert "rate stays below 8e-06 and never reaches --lr 0.01; use fewer" in warning
     assert [schedule.lr(step) for step in (0, 1)] == pytest.approx([0, 4e-6])
     assert not schedule_of(2).notes
 
@@ -144,7 +144,7 @@ def test_a_warmup_longer_than_the_run(tmp_path):
         ("--lr_schedule wsd", "--lr_schedule wsd requires --decay_steps"),
         (
             "--lr_schedule wsd --decay_steps 170 --warmup_steps 10 --num_epochs 2",
-            "10 steps of warmup and --decay_steps 170 are more than the 178 steps of the run",
+            "10 warmup steps and --decay_steps 170 exceed the 178 steps of the run",
         ),
     ],
 )
@@ -167,5 +167,5 @@ def test_a_decay_begins_where_a_stable_run_is(tmp_path):
     assert rates(6, 14, 8) == pytest.approx(decayed)
     assert rates(10, 14, 8) == pytest.approx(decayed[4:])
     assert rates(6, 9, 3)[0] == pytest.approx(1e-2)
-    with pytest.raises(UsageError, match="2 steps of warmup and --decay_steps 8 are more than the"):
+    with pytest.raises(UsageError, match="2 warmup steps and --decay_steps 8 exceed the"):
         rates(6, 9, 8)

@@ -100,7 +100,7 @@ def test_the_checkpoint_of_an_epochs_end(run):
     write(run, EPOCH)
     write(run, 12)
     assert planned(run, "--resume_epoch", 1)[1].continues_from == run / "step_11"
-    with pytest.raises(UsageError, match="has no checkpoint of that epoch's end"):
+    with pytest.raises(UsageError, match="has no checkpoint from the end of that epoch"):
         planned(run, "--resume_epoch", 2)
 
 
@@ -128,7 +128,9 @@ def test_a_restart_of_the_same_job_resumes_its_newest_checkpoint(run, tmp_path, 
         if flags[1] == elsewhere:
             assert planned(run, *flags)[1].continues_from == elsewhere
         else:
-            with pytest.raises(UsageError, match=r"holds step_10 of an earlier run|no checkpoint"):
+            with pytest.raises(
+                UsageError, match=r"contains step_10 of an earlier run|no checkpoint"
+            ):
                 planned(run, *flags)
 
 
@@ -143,7 +145,7 @@ def test_trained_weights_begin_a_run_once(tmp_path):
     assert planned(tmp_path / "run", *flags)[1].kind == "here"
     start = confirmed(tmp_path / "run", *flags, plan=plan)
     assert start.kind == "here"
-    ignored = f"note: --init_from {tmp_path}/weights.pt is ignored: this run is resumed"
+    ignored = f"note: ignoring --init_from {tmp_path}/weights.pt: resuming this run"
     assert ignored in start.notes
 
 
@@ -168,15 +170,15 @@ def test_model_objective_and_preprocessing_are_the_checkpoints(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ("--embed_dim 64", "was trained with --embed_dim 32, not 64: give the same"),
-        ("--class_token", "was trained with --no-class_token, not --class_token: give the same"),
+        ("--embed_dim 64", "was trained with --embed_dim 32, not 64: use the same"),
+        ("--class_token", "was trained with --no-class_token, not --class_token: use the same"),
         (
             "--embed_dim 64 --init_values 0.1 --optimizer lion --linear_probe",
-            "with --embed_dim 32, not 64; without --init_values, this run is with --init_values "
-            "0.1; with --optimizer adamw, not lion; without --linear_probe, this run is with --l",
+            "with --embed_dim 32, not 64; without --init_values, but this run has --init_values "
+            "0.1; with --optimizer adamw, not lion; without --linear_probe, but this run has --l",
         ),
         ("--model vit_tiny_patch16_224", "was trained with --model vit_10b, not"),
-        ("--objective mae", "was trained with --objective classify, not mae: give the same, or"),
+        ("--objective mae", "was trained with --objective classify, not mae: use the same obj"),
     ],
 )
 def test_another_training_is_refused(flags, told, run, tmp_path):
@@ -189,14 +191,14 @@ def test_another_training_is_refused(flags, told, run, tmp_path):
 def test_other_classes_and_weights_alone_are_refused(run):
     run_here = on_gpus(words(run))
     saved = replace(read_saved_run(run / "step_10"), classes=["cat", "dog"])
-    with pytest.raises(UsageError, match="number 1 is dog there, cow here"):
+    with pytest.raises(UsageError, match="class 1 is dog in the checkpoint, cow in the data"):
         check_continues(saved, run_here, FakeData(classes=["cat", "cow"]))
-    with pytest.raises(UsageError, match="give --class_order or --class_map as in training"):
+    with pytest.raises(UsageError, match="use the --class_order or --class_map of the training"):
         check_continues(saved, run_here, FakeData(classes=["dog", "cat"]))
     alone = run / "step_12"
     with quiet_dcp():
         dcp.save({"model": {"w": torch.ones(1)}}, checkpoint_id=alone, no_dist=True)
-    with pytest.raises(UsageError, match="holds weights alone"):
+    with pytest.raises(UsageError, match="contains only weights"):
         check_continues(replace(saved, path=alone), run_here, FakeData())
 
 
@@ -210,13 +212,15 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_named(harm, run):
     assert start.continues_from == run / "step_5"
     (warning,) = [note for note in start.notes if note.startswith("warning: ")]
     assert f"{run}/step_10 is damaged (" in warning
-    assert warning.endswith(", so step_5 is resumed")
+    assert warning.endswith(": resuming step_5 instead")
 
 
 def test_a_damaged_checkpoint_that_was_asked_for(run):
     flip(run / "step_10")
     flags = ["--resume", run / "step_10"]
-    with pytest.raises(UsageError, match=r"step_10 is damaged \(.*name another one, or use it as"):
+    with pytest.raises(
+        UsageError, match=r"step_10 is damaged \(.*use another one, or use it unverified"
+    ):
         confirmed(run, *flags)
     assert confirmed(run, *flags, "--no_verify_checkpoint").continues_from == run / "step_10"
 
@@ -227,7 +231,9 @@ def test_all_are_damaged(run, tmp_path):
     for step in ("step_5", "step_10"):
         truncate(run / step)
         flip(copy / step)
-    with pytest.raises(AllDamaged, match="and all others are damaged, too: --resume another one"):
+    with pytest.raises(
+        AllDamaged, match="and so are all older checkpoints: use --resume with another"
+    ):
         planned(run)
     with pytest.raises(UsageError, match="step_10 is damaged"):
         confirmed(copy)
@@ -245,7 +251,7 @@ def test_all_are_damaged(run, tmp_path):
         (lambda f: (f / "__0_0.distcp").write_bytes(b"short"), "cannot read the checkpoint"),
         (lambda f: (f / ".metadata").unlink(), "cannot read the checkpoint"),
         (lambda f: (f / "manifest.json").unlink(), "is incomplete"),
-        (shutil.rmtree, "there is no such checkpoint folder"),
+        (shutil.rmtree, "no such checkpoint folder"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_read(lose, told, run, tmp_path):
@@ -268,7 +274,7 @@ def test_a_checkpoint_that_was_removed_meanwhile(run):
     _, plan = planned(run)
     for step in ("step_5", "step_10"):
         shutil.rmtree(run / step)
-    with pytest.raises(UsageError, match="step_10 was removed meanwhile: start again"):
+    with pytest.raises(UsageError, match="step_10 was removed while this run started"):
         confirmed(run, plan=plan)
 
 
@@ -300,7 +306,7 @@ def test_a_newer_step_of_the_hosts_disks_is_resumed(run):
         Candidates(paths, explicit=False), lambda saved: None, Disks(9), checkpoints
     )
     assert start.kind == "local"
-    assert start.notes[-1].endswith("so step_12 is resumed")
+    assert start.notes[-1].endswith("resuming step_12 instead")
 
 
 # -- going back -----------------------------------------------------------------------
@@ -311,7 +317,9 @@ def test_later_checkpoints_are_set_aside(run):
     start, here = confirmed(run, *flags), on_gpus(words(run, *flags))
     assert leave_behind(start, None, here, is_main=False) == []
     (note,) = leave_behind(start, None, here, is_main=True)
-    assert note.startswith(f"note: this run goes back: step_10 set aside in {run}/set_aside_1, ")
+    assert note.startswith(
+        f"note: this run continues from an earlier step: moved step_10 to {run}/set_aside_1; "
+    )
     assert left(run) == [5]
     assert left(run / "set_aside_1") == [10]
     assert leave_behind(start, None, here, is_main=True) == []
@@ -358,13 +366,13 @@ def test_last_step_with_another_batch_size(tmp_path):
         ("", FakeData(), None),
         ("--batch_size 64", FakeData(), None),
         ("--data_source webdataset", FakeData(files="of tar files"), None),
-        ("--seed 1", FakeData(), "--seed was 0, is 1"),
-        ("--data_source webdataset --seed 1", FakeData(), "--seed was 0, is 1"),
-        ("--aug_repeats 2", FakeData(), "--aug_repeats was 1, is 2"),
-        ("--buckets 16x16", FakeData(), "--buckets was none, is 16x16"),
-        ("--data_source digits", FakeData(), "--data_source was folder, is digits"),
-        ("", FakeData(images=1437), "the number of training images was 1438, is 1437"),
-        ("", FakeData(files="f" * 16), f"{FILES} was 0123456789abcdef, is {'f' * 16}"),
+        ("--seed 1", FakeData(), "--seed changed from 0 to 1"),
+        ("--data_source webdataset --seed 1", FakeData(), "--seed changed from 0 to 1"),
+        ("--aug_repeats 2", FakeData(), "--aug_repeats changed from 1 to 2"),
+        ("--buckets 16x16", FakeData(), "--buckets changed from none to 16x16"),
+        ("--data_source digits", FakeData(), "--data_source changed from folder to digits"),
+        ("", FakeData(images=1437), "the number of training images changed from 1438 to 1437"),
+        ("", FakeData(files="f" * 16), f"{FILES} changed from 0123456789abcdef to {'f' * 16}"),
     ],
 )
 def test_another_order_of_images_in_mid_epoch(flags, data, told, run):
@@ -376,12 +384,12 @@ def test_another_order_of_images_in_mid_epoch(flags, data, told, run):
     if told is None:
         check_continues(saved, here, data)
         return
-    with pytest.raises(UsageError, match="step_10 was written in the middle of epoch 1") as error:
+    with pytest.raises(UsageError, match="step_10 was saved in the middle of epoch 1") as error:
         check_continues(saved, here, data)
     assert f"({told})" in str(error.value)
     restarted = on_gpus(words(run, *flags.split(), "--restart_epoch"))
     check_continues(saved, restarted, data)
-    assert changes_since(saved, restarted, data) == [f"note: {told}: epoch 1 starts again"]
+    assert changes_since(saved, restarted, data) == [f"note: {told}: restarting epoch 1"]
     assert Start("here", saved).position(restarted, data, EPOCH) == Position(10, 0, 0)
 
 
@@ -390,10 +398,13 @@ def test_order_with_buckets_and_of_older_checkpoints(run):
     older = replace(saved, order=None)
     assert other_order(older, on_gpus(words(run)), FakeData(images=7)) is None
     read = replace(older, arguments=saved.arguments | {"images_per_read": 64})
-    assert other_order(read, on_gpus(words(run)), FakeData()) == "--images_per_read was 64, is none"
+    assert (
+        other_order(read, on_gpus(words(run)), FakeData())
+        == "--images_per_read changed from 64 to none"
+    )
     saved.arguments["buckets"] = ["16x16"]  # a batch's size decides which images it has
     here = on_gpus(words(run, "--buckets", "16x16", "--batch_size", 64))
-    assert other_order(saved, here, FakeData()) == "--batch_size was 128, is 64"
+    assert other_order(saved, here, FakeData()) == "--batch_size changed from 128 to 64"
 
 
 def test_flags_of_the_objective_may_change(tmp_path):
@@ -401,5 +412,5 @@ def test_flags_of_the_objective_may_change(tmp_path):
     saved = read_saved_run(write(tmp_path, 5, *dino))
     here = on_gpus(words(tmp_path, *dino, "--crop_sizes", "16x8"))
     assert changes_since(saved, here, FakeData()) == [
-        "note: --crop_sizes was none, is 16x8, from this step on"
+        "note: --crop_sizes changed from none to 16x8 at this step"
     ]

@@ -22,7 +22,7 @@ def tpu_host(monkeypatch):
     [
         ("--fsdp megatron", "--fsdp megatron requires --backend cuda, not torchtpu"),
         ("--precision fp16", "--precision fp16 requires --backend cuda: on a TPU use bf16"),
-        ("--compile_only --tpu_topology v5e:2x2", "--compile_only compiles the step of --backend"),
+        ("--compile_only --tpu_topology v5e:2x2", "--compile_only requires --backend xla, not"),
     ],
 )
 def test_refused(flags, words, tpu_host, capsys, tmp_path):
@@ -86,5 +86,5 @@ def test_auto(packages, devices_here, chosen, capsys, monkeypatch):
     monkeypatch.setattr(Cuda, "count", lambda self: int(devices_here == "GPU"))
     assert run_vit_training.choose_backend("auto") == chosen
     told = capsys.readouterr().err
-    assert told.startswith(f"run_vit_training.py: --backend auto: {chosen}, by ") == on_tpu
+    assert told.startswith(f"run_vit_training.py: --backend auto: using {chosen} (") == on_tpu
     assert Tpu in devices.KINDS["torchtpu"]

@@ -12,8 +12,11 @@ SMALL = (
 )
 HYBRID = "--model hybrid_vit"
 ON_GPUS = [
-    ("--mesh_domain 8", "--mesh_domain 8 is more than the 4 rows of patches of an image"),
-    ("--mesh_domain 3", "x --mesh_domain 3 x --mesh_tensor 1 is not the 8 process(es) of this run"),
+    ("--mesh_domain 8", "--mesh_domain 8 exceeds the 4 rows of patches of an image"),
+    (
+        "--mesh_domain 3",
+        "x --mesh_domain 3 x --mesh_tensor 1 is 6, not the 8 process(es) of this run",
+    ),
     ("--mesh_domain 2 --fsdp megatron", "--fsdp megatron requires"),
     ("--mesh_domain 2 --block te", "--block te"),
     ("--mesh_domain 2 --pos_dropout 0.1", "the same positions of their tokens (--pos_dropout)"),
@@ -28,8 +31,11 @@ ON_GPUS = [
     ("--mesh_domain 2 --compile --grad_ckpt selective", "requires --grad_ckpt full or none"),
 ]
 ON_XLA = [
-    ("--mesh_domain 8", "--mesh_domain 8 is more than the 4 rows of patches of an image"),
-    ("--mesh_domain 3", "x --mesh_domain 3 x --mesh_tensor 1 is not the 8 device(s) of this run"),
+    ("--mesh_domain 8", "--mesh_domain 8 exceeds the 4 rows of patches of an image"),
+    (
+        "--mesh_domain 3",
+        "x --mesh_domain 3 x --mesh_tensor 1 is 6, not the 8 device(s) of this run",
+    ),
     ("--domain_attention ring", "--domain_attention ring requires --mesh_domain"),
     ("--mesh_domain 2 --domain_attention ulysses", "requires --backend cuda: use ring or gather"),
     (
@@ -50,7 +56,7 @@ EVERYWHERE = [
 COMPILE = "--compile_only --tpu_topology v5e:2x2"
 KERNELS = [
     ("xla", "--attention flash", "--attention flash requires a TPU: use --attention sdpa"),
-    ("cuda", "--attention flash", "--attention requires --backend xla, this is cuda"),
+    ("cuda", "--attention flash", "--attention requires --backend xla, not cuda"),
     (
         "xla",
         f"{COMPILE} --attention flash --mesh_tensor 2 --mesh_domain 2 --num_heads 2",
@@ -76,7 +82,7 @@ KERNELS = [
         f"{COMPILE} --attention whole --mesh_domain 2",
         "--attention whole is incompatible with --mesh_domain 2: use --attention sdpa",
     ),
-    ("xla", "--matmul int8", "--matmul int8 requires --precision bf16, this is fp32"),
+    ("xla", "--matmul int8", "--matmul int8 requires --precision bf16, not fp32"),
     (
         "xla",
         "--matmul int8 --precision bf16 --xla_fsdp nested --cpu_devices 1",
