@@ -139,10 +139,9 @@ class DataConfig:
     )
     data_source: str = flag(
         "folder",
-        "source of the images; folder: image files in --data_dir; webdataset: tar shards; "
-        "parquet, huggingface: tables (docs/tables.md); volumes: array files "
-        "(docs/data.md); fake: zeros; digits, mnist: handwritten digits; mosaics: grids of "
-        "digits",
+        "image source; folder: files in --data_dir; webdataset: tar shards; parquet, "
+        "huggingface: tables (docs/tables.md); volumes: array files (docs/data.md); fake: zeros; "
+        "digits; mnist; mosaics: grids of digits",
         metavar="SOURCE",
         shorthands={"--fake_data": "fake"},
         choices=tuple(OPENED_BY),
@@ -286,14 +285,14 @@ class DataConfig:
     )
     num_workers: int | None = flag(
         None,
-        "number of loader processes per training process; 0: load in the training process "
-        "(default: from the number of CPU cores, 1 to 32)",
+        "loader processes per training process; 0: load in the training process (default: by CPU "
+        "cores, 1 to 32)",
         kind=bounded(int, 0, 1024),
         common=True,
     )
     batch_size: int = flag(
         1024,
-        "number of images per optimizer step, across all devices",
+        "global batch size: images per optimizer step",
         kind=positive,
         common=True,
     )

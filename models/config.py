@@ -189,8 +189,8 @@ class ModelConfig:
 
     model: str | None = flag(
         None,
-        "model to train: a preset, hybrid_vit, or timm/NAME for timm's VisionTransformer and Eva "
-        f"models; --list_models lists all (default: {DEFAULT_MODEL})",
+        "preset, hybrid_vit, or timm/NAME for timm's VisionTransformer and Eva models (see "
+        f"--list_models) (default: {DEFAULT_MODEL})",
         metavar="NAME",
         common=True,
     )
