@@ -167,7 +167,7 @@ class MosaicsSplit(Split):
         return xxhash.xxh3_64(described + self._pixels.tobytes()).hexdigest()
 
     def make(self, number: int, epoch: int, index: int) -> torch.Tensor:
-        """Return this part's rows of a mosaic, normalised."""
+        """Return this part's rows of a mosaic, normalized."""
         first, end = self.rows.start // SIZE, math.ceil(self.rows.stop / SIZE)
         pixels = _joined(self._pixels[self._cells(number, first, end)])
         if len(self._grid) > 2:

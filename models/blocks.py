@@ -126,7 +126,7 @@ def use_attend(attention: nn.Module, attend: Attend) -> bool:
 def queries_keys_values(
     attn: Any, qkv: Qkv, rope: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries, keys and values, (batch, tokens, heads, width), normalised and rotated.
+    """Return queries, keys and values, (batch, tokens, heads, width), normalized and rotated.
 
     ``qkv`` are the three, (batch, tokens, heads x width), or all in one, side by side or as
     (batch, tokens, 3, heads x width). ``rope`` is (patches, 2 x width), and before these may have

@@ -105,7 +105,7 @@ def crop_pairs(sizes: Sequence[str] | None) -> list[tuple[int, int]]:
 @dataclass(frozen=True)
 class VitConfig:
     """The arguments of ``timm.models.vision_transformer.VisionTransformer``; the defaults are those
-    of the 10-billion-parameter ViT: no class token, mean over the normalised tokens, learned
+    of the 10-billion-parameter ViT: no class token, mean over the normalized tokens, learned
     positions."""
 
     img_size: int = 224
