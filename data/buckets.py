@@ -35,8 +35,8 @@ def source_of(request: DatasetRequest, name: str, splits: Mapping[str, ImageSpli
     most = max(in_buckets["train"].counts) if "train" in in_buckets else config.batch_size
     if most < config.batch_size:
         raise DataFolderError(
-            f"no bucket of --buckets has as many training images of {name} as one batch: use "
-            f"--batch_size {most} or less, or fewer buckets"
+            f"each bucket of --buckets has fewer training images of {name} than one batch: "
+            f"use --batch_size {most} or less, or fewer buckets"
         )
     counts = [
         f"{bucket}: {' + '.join(f'{split.counts[number]:,}' for split in in_buckets.values())}"

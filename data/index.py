@@ -1,7 +1,7 @@
-"""Which files of a split are images of which class; and index files, which save listing them again.
+"""The images of a split and their classes; and index files, which avoid listing images again.
 
-The images are found in class folders, or anywhere below one folder if they have no labels
-(``index_split``), or a CSV table lists them (``read_labels``). What was found among many files is
+Images are found in class folders, or anywhere below a folder if they have no labels
+(``index_split``), or are listed in a CSV table (``read_labels``). The result for large folders is
 saved as arrays in an index file (``load_or_build``), which all processes map into memory.
 """
 
@@ -54,22 +54,22 @@ _ENCODING = "utf-8", "surrogateescape"  # file names may hold any byte
 
 @dataclass(frozen=True)
 class Strings(Sequence[str]):
-    """Strings in one array of bytes, with a newline between each and the next.
+    """Strings in one array of bytes, separated by newlines.
 
-    Loader processes share it. A list of strings would be copied into each of them: counting the
-    references to a string writes to it.
+    Loader processes share the array. A list of strings would be copied into each process, because
+    reference counting writes to every string.
     """
 
     content: np.ndarray
     """The bytes, uint8."""
     ends: np.ndarray
-    """Where in them each string ends, int64."""
+    """The end of each string in ``content``, int64."""
     folder: str = ""
-    """A folder, or a URL, that is put before each string."""
+    """A folder or URL that is prepended to each string."""
 
     @classmethod
     def of(cls, strings: Iterable[str], folder: str = "") -> Strings:
-        """Return these strings. No two of them are in memory at once if ``strings`` is lazy."""
+        """Build from an iterable; if it is lazy, only one string at a time is in memory."""
         content, ends = bytearray(), array("q")
         for string in strings:
             if ends:
@@ -91,18 +91,19 @@ class Strings(Sequence[str]):
 
 # -- index files -----------------------------------------------------------------------
 #
-# An index file is in safetensors' format. It is written under another name and renamed, so that
-# nobody ever reads half of one. It is a cache: what cannot be trusted is built again.
+# An index file is a safetensors file, written under a temporary name and renamed, so that no
+# process reads an incomplete one. It is a cache: an invalid file is rebuilt.
 
 
 VERSION = 2
 MIN_IMAGES = 10_000
-"""Images from which on an index is saved unasked; finding fewer takes less than a second."""
+"""Minimum number of images for which an index is saved by default; listing fewer takes less than a
+second."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Arrays of numbers, and further information as JSON."""
+    """Arrays of numbers, and additional information as JSON."""
 
     arrays: dict[str, np.ndarray]
     info: dict[str, Any]
@@ -118,16 +119,15 @@ def load_or_build(
     counted: str,
     beside: bool = True,
 ) -> Table:
-    """Return the table in the index file ``name``; if it is unusable, build it and save it.
+    """Return the table in the index file ``name``; if the file is unusable, build and save it.
 
-    The file is in ``--index_dir``, or else beside the images (with ``beside``, on disk), or else in
-    the cache folder. It is saved for many images (the array ``counted`` has an entry for each), for
-    those at a URL, and with ``--index_dir``; but not if the table's info has "settled": False. One
-    process of this host builds it, and the others wait.
+    The file is in ``--index_dir``, else next to the images (if ``beside`` and on disk), else in the
+    cache folder. It is saved for many images (the array ``counted`` has one entry for each), for
+    images at a URL, and with ``--index_dir``, but not if the table's info has "settled": False. One
+    process per host builds it while the others wait.
 
-    ``folder``: the folder or URL that is indexed. ``change`` returns what has changed there since a
-    table was built, None if nothing has. Raises DataFolderError if ``--index_dir`` cannot be
-    written to.
+    ``folder`` is the indexed folder or URL. ``change`` returns what has changed there since a table
+    was built, or None. Raises DataFolderError if ``--index_dir`` is not writable.
     """
     started, root = time.time(), config.data_dir
     name = f"{name}-of-{config.data_source}"
@@ -141,13 +141,13 @@ def load_or_build(
             paths.insert(0, Path(root) / ".vit_fsdp_index" / name)
 
     def load() -> tuple[Table | None, str | None]:
-        """Return the saved table, or why it is unusable; neither if there is none."""
+        """Return the saved table, or the reason why it is unusable; (None, None) without a file."""
         why = None
         for path in paths:
             try:
                 table = _read(path)
                 if table.info["version"] != VERSION:
-                    why = "it is of another version"
+                    why = "its format version is different"
                 elif config.rebuild_index and table.info["built"] < started:
                     why = "--rebuild_index"
                 elif changed := change(table):
@@ -171,7 +171,7 @@ def load_or_build(
         if table:
             return table
         if why:
-            log(f"note: the index of {folder} is rebuilt: {why}")
+            log(f"note: the index of {folder} is being rebuilt: {why}")
         table = build()
         is_far_or_many = is_url(root) or len(table.arrays[counted]) >= MIN_IMAGES
         is_settled = table.info.get("settled", True)
@@ -197,16 +197,16 @@ def load_or_build(
     if config.index_dir is not None:
         raise DataFolderError(f"--index_dir {config.index_dir} cannot be used: {why}")
     log(
-        f"warning: the index of {folder} cannot be saved ({why}): give a folder for it with "
-        "--index_dir"
+        f"warning: the index of {folder} cannot be saved ({why}), so each start lists the images "
+        "again: set --index_dir to a writable folder"
     )
     return table
 
 
 @contextlib.contextmanager
 def _one_process_at_a_time(folder: str) -> Iterator[None]:
-    """Lock a folder, so that no file is left behind, or where that is impossible, as at a URL or on
-    NFS, the temporary folder."""
+    """Lock a folder, which leaves no lock file behind; if it cannot be locked (URL, NFS), lock the
+    temporary folder instead."""
     with contextlib.ExitStack() as stack:
         for lockable in (folder, tempfile.gettempdir()):
             with contextlib.suppress(OSError):
@@ -218,13 +218,14 @@ def _one_process_at_a_time(folder: str) -> Iterator[None]:
 
 
 def _read(path: Path) -> Table:
-    """Return the table in a file, its arrays mapped. Raises OSError or, if damaged, ValueError."""
+    """Return the table in a file with memory-mapped arrays. Raises OSError, or ValueError if it is
+    damaged."""
     try:
         with safe_open(path, "pt") as file:  # "numpy" would copy the arrays
             info = files.parse_object((file.metadata() or {})["info"])
             arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
         if info.pop("checksum") != _checksum(arrays, info):
-            raise ValueError("its checksum is wrong")
+            raise ValueError("its checksum does not match")
     except OSError:
         raise
     except Exception as error:  # noqa: BLE001 - safetensors and PyTorch fail in any way
@@ -253,12 +254,12 @@ class FolderIndex:
     labels: np.ndarray
     """The label of each path, int32."""
     left_out: Counter[str] = field(default_factory=Counter)
-    """How many files of the split are not images, by extension, and how many are hidden."""
+    """Number of files of the split that are not images, by extension, and of hidden files."""
     folders: Sequence[str] = ()
     """The folders that were listed."""
 
     def digest(self) -> str:
-        """Return a checksum of the files' names below the split, in order."""
+        """Return a checksum of the file names below the split, in order."""
         return xxhash.xxh3_64(self.paths.content.data).hexdigest()
 
 
@@ -269,10 +270,13 @@ def check_folder(
     suffixes: tuple[str, ...] = IMG_EXTENSIONS,
     class_map: str | None = None,
 ) -> None:
-    """Raise DataFolderError, before images are listed, for a missing or empty split, class folders
-    that differ between the splits or are not in the file ``class_map``, or too many classes."""
+    """Check class folders before images are listed. Raises DataFolderError for a missing or empty
+    split, class folders that differ between splits or are missing from ``class_map``, or too many
+    classes."""
     if not root:
-        raise DataFolderError("--data_dir is empty: give the folder that holds train/ and val/")
+        raise DataFolderError(
+            "--data_dir is empty: set it to the folder that contains train/ and val/"
+        )
     classes: dict[str, list[str]] = {}
     for split in splits:
         path, names = os.path.join(root, split), class_folders(root, split)
@@ -283,22 +287,21 @@ def check_folder(
         classes[split] = names
         if not names:
             raise DataFolderError(
-                f"{path} holds no class folders: --data_dir requires {split}/<class>/* images "
-                f"({', '.join(suffixes)})"
+                f"{path} contains no class folders: --data_dir requires {split}/<class>/* images "
             )
     if len(splits) > 1 and (difference := other_classes(classes["train"], classes["val"])):
-        raise DataFolderError(f"the class folders of train and val differ in {root}: {difference}")
+        raise DataFolderError(f"{root}: the class folders of train and val differ: {difference}")
     count = len(in_order(classes[splits[0]], class_map=class_map))
     if count > num_classes:
         where = root if class_map is None else f"--class_map {class_map}"
-        raise DataFolderError(f"{where} has {count} classes, --num_classes is {num_classes}")
+        raise DataFolderError(f"{where} has {count} classes, but --num_classes is {num_classes}")
 
 
 def in_order(
     folders: list[str], class_order: str | None = None, class_map: str | None = None
 ) -> list[str]:
-    """Return the names of class folders, which are sorted, in the order of their labels: that of
-    the file ``class_map``, or else ``class_order``. Raises DataFolderError for an unusable file."""
+    """Return the sorted class folders ``folders`` in label order: that of the file ``class_map``,
+    else ``class_order``. Raises DataFolderError for an unusable file."""
     if class_map is None:
         if class_order != "natural":
             return folders
@@ -315,28 +318,30 @@ def in_order(
     name, times = Counter(names).most_common(1)[0]
     if times > 1:
         raise DataFolderError(
-            f"--class_map {class_map} has {name or 'an empty line'} {times} times"
+            f"--class_map {class_map} contains {name or 'an empty line'} {times} times: remove "
+            "the duplicates"
         )
     if missing := sorted(set(folders) - set(names)):
         raise DataFolderError(
-            f"--class_map {class_map} has no {first_of(missing)}, which the images have: it needs "
-            "the name of each class folder, one a line"
+            f"--class_map {class_map} lacks class folders of the images: {first_of(missing)}; add "
+            "a line with the name of each class folder"
         )
     return names
 
 
 def folder_of_images(root: str, split: str) -> str:
-    """Return the folder below which the images of a split without labels are: the one of its name
-    or, without train/ and val/, for training the root. Raises MissingSplitError without one."""
+    """Return the folder with the images of a split without labels: the one with the split's name,
+    or for training the root if it has neither train/ nor val/. Raises MissingSplitError if there is
+    none."""
     if not root:
-        raise DataFolderError("--data_dir is empty: give the folder that holds the images")
+        raise DataFolderError("--data_dir is empty: set it to the folder that contains the images")
     existing = {name for name in SPLITS if class_folders(root, name) is not None}
     if split in existing:
         return os.path.join(root, split)
     if existing or split != "train":
         raise MissingSplitError(
-            f"{os.path.join(root, split)} is not a folder: images without labels are in "
-            f"{split}/, or all images for training in a --data_dir without train/ and val/"
+            f"{os.path.join(root, split)} is not a folder: put images without labels in {split}/, "
+            "or all training images directly in a --data_dir without train/ and val/"
         )
     if class_folders(root, "") is None:
         raise DataFolderError(f"--data_dir {root} is not a folder")
@@ -344,7 +349,8 @@ def folder_of_images(root: str, split: str) -> str:
 
 
 def class_folders(root: str, split: str) -> list[str] | None:
-    """Return the names of a split's class folders, sorted; None if there is no such folder."""
+    """Return the sorted names of a split's class folders; None if the split's folder does not
+    exist."""
     path = os.path.join(root, split)
     if is_url(root):
         return files.subfolders(path)
@@ -356,8 +362,8 @@ def class_folders(root: str, split: str) -> list[str] | None:
 def index_folders(
     request: DatasetRequest, suffixes: tuple[str, ...] = IMG_EXTENSIONS
 ) -> dict[str, FolderIndex]:
-    """Return the images of each requested split of ``--data_dir``, whose names end in ``suffixes``.
-    Raises DataFolderError."""
+    """Return the images, with these ``suffixes``, of each requested split of ``--data_dir``. Raises
+    DataFolderError."""
     config = request.config
     if request.labels:
         check_folder(
@@ -375,10 +381,10 @@ def cached_split(
     *,
     labels: bool = True,
 ) -> FolderIndex:
-    """Return what ``index_split`` returns, read from an index file if the split has not changed.
+    """Return the result of ``index_split``, from an index file if the split has not changed.
 
-    A split on disk has changed if a folder has another modification time than when it was listed;
-    one at a URL, if it has other class folders. Raises DataFolderError.
+    A split on disk has changed if the modification time of a folder differs from when it was
+    listed; a split at a URL, if its class folders differ. Raises DataFolderError.
     """
     root = config.data_dir
     top = os.path.join(root, split) if labels else folder_of_images(root, split)
@@ -389,23 +395,23 @@ def cached_split(
         index = index_split(top, suffixes, labels=labels)
         folders = Strings.of(os.path.relpath(folder, top) for folder in index.folders)
         changed = np.array([os.stat(folder).st_mtime_ns for folder in index.folders], np.int64)
-        # A file that is added right after a folder was listed may not change the folder's time:
-        # an index of folders that changed within the last 2 seconds is not saved.
+        # A file that is added right after a folder was listed may not change the folder's
+        # modification time, so an index is not saved if a folder changed within the last 2 seconds.
         is_settled = not (changed > (started - 2) * 1e9).any()
         names = index.paths
         arrays = {"names": names.content, "ends of names": names.ends, "labels": index.labels}
         arrays |= {"folders": folders.content, "ends of folders": folders.ends, "changed": changed}
-        # Without labels the folders at a URL are listed only to see whether they have changed.
+        # Without labels, folders at a URL are listed only to detect changes.
         listed = files.subfolders(top) if is_url(root) and not labels else index.classes
         info = {"classes": listed, "left_out": index.left_out, "settled": is_settled}
         return Table(arrays, info | {"suffixes": list(suffixes)})
 
     def change(table: Table) -> str | None:
         if table.info["suffixes"] != list(suffixes):
-            return "other files count as images now"
+            return "the set of image file extensions has changed"
         if is_url(root):
             same = files.subfolders(top) == table.info["classes"]
-            return None if same else "the class folders are others"
+            return None if same else "the class folders have changed"
         folders = Strings(table.arrays["folders"], table.arrays["ends of folders"])
         for folder, before in zip(folders, table.arrays["changed"].tolist(), strict=True):
             path, now = os.path.join(top, folder), None
@@ -415,14 +421,14 @@ def cached_split(
                 return f"{printable(os.path.normpath(path))} has changed"
         return None
 
-    # Writing an index beside images would change their folder, if they are in the root itself.
+    # If the images are in the root itself, writing an index there would change the folder.
     is_root = top == root.rstrip("/")
     table = load_or_build(config, name, top, build, change, counted="labels", beside=not is_root)
     paths = Strings(table.arrays["names"], table.arrays["ends of names"], top)
     left_out = Counter[str](table.info["left_out"])
     if not labels:
         return FolderIndex(None, paths, table.arrays["labels"], left_out)
-    # The index has the folders sorted, however they are numbered.
+    # The index stores the folders sorted, whatever the label order.
     folders, numbers = table.info["classes"], table.arrays["labels"]
     classes = in_order(folders, config.class_order, config.class_map)
     if classes != folders:
@@ -436,10 +442,10 @@ def index_split(
 ) -> FolderIndex:
     """Find the images of the split in ``top``, a folder or URL, in one walk.
 
-    They are anywhere below class folders; without ``labels`` anywhere below ``top``, with label 0.
-    Their names end in one of ``suffixes``, in small or capital letters. Links to folders are
-    followed. Raises DataFolderError for a folder that cannot be read, for a class without images,
-    and where a link makes the same images count twice.
+    Images are anywhere below class folders or, without ``labels``, anywhere below ``top``, with
+    label 0. Their names end in one of ``suffixes``, in lower or upper case. Links to folders are
+    followed. Raises DataFolderError for an unreadable folder, for a class without images, and if a
+    link would make images count twice.
     """
     left_out, walked = Counter[str](), dict[str, str]()
     classes, image_labels, empty = [], array("i"), []
@@ -461,26 +467,25 @@ def index_split(
     numbers, folders = np.array(image_labels, np.int32), [*walked.values()]
     if not labels:
         if not len(paths):
-            raise DataFolderError(f"{top} holds no images ({', '.join(suffixes)})")
+            raise DataFolderError(f"{top} contains no images ({', '.join(suffixes)})")
         return FolderIndex(None, paths, numbers, left_out, folders)
     if empty:
         raise DataFolderError(
             f"{top} has class folders without images: {first_of(empty)}; add images "
-            f"({', '.join(suffixes)}) or remove them"
+            f"({', '.join(suffixes)}) or remove the folders"
         )
     return FolderIndex(classes, paths, numbers, left_out, folders)
 
 
 _Files = list[tuple[str, str]]
-"""Files below a split's folder: the folder of each in there, "" for that itself, and its name."""
+"""Files below a split's folder, as (folder relative to the split, name)."""
 
 
 def _list_classes(
     top: str, left_out: Counter[str], walked: dict[str, str], labels: bool
 ) -> Iterator[tuple[str, _Files]]:
-    """Yield the name of each class in a folder or at a URL, and its files; without ``labels`` one
-    class of all. Each folder of this machine that is listed is put in ``walked``, by its real path.
-    """
+    """Yield the name and files of each class in a folder or at a URL; without ``labels``, a single
+    class with all files. Local folders that are listed are added to ``walked``, by real path."""
     if is_url(top):
         by_class: dict[str, _Files] = {}
         for path in files.find_files(top, left_out):
@@ -502,11 +507,11 @@ def _list_classes(
         if _is_folder(entry):
             classes.append(entry.name)
             continue
-        # A class whose disk is not mounted would shift the labels of all after it.
+        # A class folder on an unmounted disk would shift the labels of all classes after it.
         if entry.is_symlink() and not os.path.exists(entry.path):
             raise DataFolderError(
                 f"{entry.path} is a link to {os.readlink(entry.path)}, which cannot be reached: "
-                "mend or remove it"
+                "fix or remove the link"
             )
         left_out["in no class folder"] += 1
     for name in tqdm(classes, f"listing {top}", unit=" classes", delay=5, disable=None):
@@ -514,18 +519,18 @@ def _list_classes(
 
 
 def _walk(path: str, below: str, left_out: Counter[str], walked: dict[str, str]) -> _Files:
-    """Return the files in the folder ``path``, whose name in the split is ``below``, and in each
-    folder below it."""
+    """Return the files in the folder ``path``, named ``below`` in the split, and in its
+    subfolders."""
     real, real_parent = os.path.realpath(path), os.path.realpath(os.path.dirname(path))
     if os.path.islink(path) and os.path.commonpath([real, real_parent]) == real:
         raise DataFolderError(
-            f"{path} is a link to {real}, a folder that it is in itself: images would count twice, "
+            f"{path} is a link to {real}, which contains it, so its images would count twice: "
             "remove the link"
         )
     if real in walked:
         raise DataFolderError(
-            f"{path} and {walked[real]} are the same folder, {real}: images would count twice, "
-            "remove one"
+            f"{path} and {walked[real]} are the same folder, {real}, so its images would count "
+            "twice: remove one of the two"
         )
     walked[real] = path
     names = []
@@ -536,12 +541,12 @@ def _walk(path: str, below: str, left_out: Counter[str], walked: dict[str, str])
         elif entry.is_symlink() or entry.is_file():  # a link is checked when it is read
             names.append((below, entry.name))
         else:  # reading a pipe would wait for ever
-            left_out["no file"] += 1
+            left_out["not a file"] += 1
     return names
 
 
 def _scan(path: str, left_out: Counter[str]) -> list[os.DirEntry[str]]:
-    """Return a folder's entries, sorted by name; hidden ones are counted in ``left_out``."""
+    """Return a folder's entries sorted by name; hidden ones are counted in ``left_out``."""
     with files.reporting(path, "read"), os.scandir(path) as scanned:
         entries = sorted(scanned, key=lambda entry: entry.name)
     visible = [entry for entry in entries if not files.is_hidden(entry.name)]
@@ -560,10 +565,10 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def read_labels(request: DatasetRequest) -> dict[str, FolderIndex]:
-    """Return the files of each requested split of the table ``--labels``, in its order.
+    """Return the files of each requested split of the table ``--labels``, in the table's order.
 
-    Labels are numbered in the order of their sorted names, those of all splits together. Raises
-    DataFolderError for a table that cannot be read or used.
+    Labels are numbered by the sorted class names of all splits. Raises DataFolderError for an
+    unreadable or invalid table.
     """
     file, root = request.config.labels, request.config.data_dir
     assert file is not None
@@ -577,8 +582,8 @@ def read_labels(request: DatasetRequest) -> dict[str, FolderIndex]:
         missing = [name for name in columns if name not in (table.fieldnames or ())]
         if missing:
             raise DataFolderError(
-                f"{file} has no column {missing[0]}: --labels requires path,label,split in its "
-                "first line"
+                f"{file} has no column {missing[0]}: --labels requires a first line with the "
+                "columns path,label,split"
             )
         for row in table:
             path, label, split = ((row[name] or "").strip() for name in columns)
@@ -586,9 +591,11 @@ def read_labels(request: DatasetRequest) -> dict[str, FolderIndex]:
             if not (path and label):
                 raise DataFolderError(f"{where} has no {'label' if path else 'path'}")
             if split not in SPLITS:
-                raise DataFolderError(f"{where} has the split {split!r}: it is train or val")
+                raise DataFolderError(f"{where}: the split is {split!r}, must be train or val")
             if path in rows:
-                raise DataFolderError(f"{where} names {path} again: remove one of the two")
+                raise DataFolderError(
+                    f"{where}: {path} was already listed; remove one of the two lines"
+                )
             rows[path] = label, split
 
     classes = sorted({label for label, _ in rows.values()})
@@ -598,12 +605,13 @@ def read_labels(request: DatasetRequest) -> dict[str, FolderIndex]:
     for name in request.splits:
         images = {path: label for path, (label, split) in rows.items() if split == name}
         if not images:
-            raise DataFolderError(f"{file} has no file whose split is {name}")
+            raise DataFolderError(f"{file} lists no files with split {name}")
         paths = Strings.of(images, root)
         labels = np.array([number_of[label] for label in images.values()], np.int32)
         indices[name] = FolderIndex(classes, paths, labels)
         if not os.path.exists(paths[0]):
             raise DataFolderError(
-                f"{file} names {paths[0]}, which is not there: its paths start at --data_dir"
+                f"{file} lists {paths[0]}, which does not exist: paths must be relative to "
+                "--data_dir"
             )
     return indices

@@ -1,10 +1,10 @@
-"""From a dataset to batches: which images a process loads, in which order, and by which processes.
+"""Samplers and loaders: which images a process loads, in which order, with which loader processes.
 
 - A ``Share`` is the part of each global batch that one process loads.
-- A sampler decides which images make up each global batch, and in which order.
+- A sampler determines the images of each global batch and their order.
 - A ``BatchLoader`` is what the training loop reads. ``DatasetLoader`` reads a dataset with loader
-  processes. Each reads one part of a batch at a time: so the first batch is not the work of one
-  process, and no more is in memory than the parts in flight. Lost processes are replaced.
+  processes. Each reads one part of a batch at a time, so several of them work on the first batch,
+  and memory holds only the parts in flight. Lost processes are replaced.
 """
 
 import contextlib
@@ -34,24 +34,24 @@ from tqdm import tqdm
 from data.files import DataFolderError, reason_of
 
 PADDING = -1
-"""The index of padding in place of an image, and the label that data sources give it."""
+"""The index of padding instead of an image, and the label of padding."""
 
 Key = tuple[int, ...]
-"""What a dataset is indexed by: epoch and image index, and the number of the bucket, or of the size
-of the batch's images or crops, if there are several; of sequences of images (``data/packing.py``),
-epoch, images in the global batch, and the indices of the sequence's images."""
+"""Index into a dataset: epoch and image index, and the number of the bucket or size of the batch if
+there are several. For sequences of images (``data/packing.py``): epoch, number of images in the
+global batch, and the indices of the sequence's images."""
 
 SizeOfBatch = Callable[[int, int], int]
-"""The number of the size that a batch has, by the epoch and the batch's number in it."""
+"""The index of a batch's size, from the epoch and the batch's number in the epoch."""
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-"""A batch on the CPU: images (share, channels, rows, width), of volumes (share, channels, slices,
-height, width), of packed crops or sequences (share, bytes); labels (share,) int64, of sequences
-(share, images). Images are uint8, or normalised fp32."""
+"""A batch on the CPU: images (share, channels, rows, width), volumes (share, channels, slices,
+height, width), or packed crops or sequences (share, bytes); labels (share,) int64, for sequences
+(share, images). Images are uint8, or normalized fp32."""
 
 
 def numbered(batch: Batch, first: int) -> Batch:
-    """Return a batch with the images' numbers, from ``first`` on, in place of labels but
+    """Return the batch with labels replaced by image numbers, counted from ``first``, except
     padding."""
     images, labels = batch
     numbers = torch.arange(first, first + len(labels), dtype=labels.dtype)
@@ -59,30 +59,32 @@ def numbered(batch: Batch, first: int) -> Batch:
 
 
 BadImage = tuple[str, str, int]
-"""The path of an image that cannot be read, the reason in one line, and its label."""
+"""Path of an unreadable image, the reason in one line, and its label."""
 
 Sample = tuple[torch.Tensor, int | list[int], list[BadImage]]
-"""An image and its label, or a sequence of images and theirs, and the unreadable images that were
-replaced."""
+"""An image and its label, or a sequence of images and their labels, and the unreadable images that
+were replaced."""
 
 
 @dataclass(frozen=True)
 class Share:
     """Which images of each global batch one process loads, and which of their rows: positions along
-    the first spatial axis, an image's height, a volume's slices."""
+    the first spatial axis (an image's height, a volume's slices)."""
 
     shard: int = 0
     shards: int = 1
-    """The images are shard number ``shard`` of ``shards`` equal ones of each global batch."""
+    """The process loads shard number ``shard`` of ``shards`` equal shards of each global batch."""
     rows: range | None = None
-    """The contiguous rows of each image; None: all of them."""
+    """Contiguous rows of each image; None: all rows."""
     loads: bool = True
-    """False: other processes hand over the images. The batches, as many, then hold no images."""
+    """False: other processes provide the images; the same number of batches then contains no
+    images."""
     of_host: int = 1
-    """How many training processes share the cores of this host."""
+    """Number of training processes that share this host's cores."""
 
     def shape_of(self, batch_size: int, image_shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the images that are loaded of a global batch of ``batch_size``."""
+        """Return the shape of the images that this process loads for a global batch of
+        ``batch_size``."""
         count = batch_size // self.shards if self.loads else 0
         if self.rows is None:
             return (count, *image_shape)
@@ -96,24 +98,24 @@ class Share:
 class GlobalBatchSampler(Sampler[list[Key]]):
     """Divides the same sequence of global batches over any number of loading processes.
 
-    The order depends on the seed and the epoch alone; a process loads its contiguous share of each
-    global batch. Yields lists of (draw, image index): augmentations are drawn by the number of the
-    draw, which is the epoch.
+    The order depends only on the seed and the epoch; each process loads its contiguous share of
+    each global batch. Yields lists of (draw, image index): the draw, usually the epoch, seeds the
+    augmentations.
 
-    With ``repeats`` each image stands that many times in a row, each time with another draw, and
-    the epoch is no longer than before: timm's ``RepeatAugSampler`` with a selection of all that
-    fit. Within a batch all first repeats come first, then all second ones: so the repeats of an
+    With ``repeats``, each image is repeated consecutively with different draws, and the epoch has
+    the same length as before, like timm's ``RepeatAugSampler`` when all samples are selected.
+    Within a batch all first repeats come first, then all second repeats, so that repeats of an
     image are on different devices if there are enough.
 
-    With several sizes of images or crops each batch has one; its number, ``size_of``, ends each
-    key.
+    With several sizes of images or crops, each batch has one size; its index, ``size_of``, ends
+    each key.
 
-    Training (``shuffle=True``) drops the last short batch, as PyTorch/XLA's ViT-10B example does.
-    Evaluation fills it up with ``PADDING``.
+    Training (``shuffle=True``) drops the last incomplete batch, like PyTorch/XLA's ViT-10B example.
+    Evaluation pads it with ``PADDING``.
     """
 
     read_together = 1
-    """Consecutive images that one loader process should read at least."""
+    """Minimum number of consecutive images that one loader process should read."""
 
     def __init__(
         self,
@@ -127,9 +129,11 @@ class GlobalBatchSampler(Sampler[list[Key]]):
         repeats: int = 1,
         numbers: Sequence[int] | None = None,
     ) -> None:
-        """``numbers``: without ``shuffle``, the images in their order; None: from 0 on."""
+        """``numbers``: without ``shuffle``, the images in order; None: all images from 0."""
         if batch_size % shards:
-            raise ValueError(f"batch size {batch_size} is not divisible by {shards} processes")
+            raise ValueError(
+                f"batch size {batch_size} is not divisible by the number of processes, {shards}"
+            )
         self.length, self.batch_size, self.shuffle, self.seed = length, batch_size, shuffle, seed
         self.shard, self.share = shard, batch_size // shards
         self.epoch, self.first_batch, self.repeats = 0, 0, repeats
@@ -146,12 +150,12 @@ class GlobalBatchSampler(Sampler[list[Key]]):
         return full if self.shuffle else full + bool(rest)
 
     def generator(self) -> torch.Generator:
-        """Return a random generator that depends on the seed and the epoch alone."""
+        """Return a random generator seeded only by the seed and the epoch."""
         seed = (self.seed * 1_000_003 + self.epoch) % 2**63  # the seeds that a generator accepts
         return torch.Generator().manual_seed(seed)
 
     def shuffled(self, generator: torch.Generator) -> torch.Tensor:
-        """Return the indices of the images in a random order drawn from ``generator`` alone."""
+        """Return the image indices in a random order drawn only from ``generator``."""
         return torch.randperm(self.length, generator=generator)
 
     def __iter__(self) -> Iterator[list[Key]]:
@@ -173,23 +177,23 @@ class GlobalBatchSampler(Sampler[list[Key]]):
 
 
 WINDOW = 64
-"""The number of groups whose runs ``RunSampler`` mixes with each other."""
+"""Number of groups whose runs ``RunSampler`` shuffles together."""
 
 
 class RunSampler(GlobalBatchSampler):
-    """Trains on images in a random order in which one reading of a group serves several of them.
+    """Random order in which one read of a group serves several images.
 
-    A group (a row group of a parquet file) can only be read whole. The groups are in random order,
-    and so are the images of each, which are cut into runs of ``run_length`` images. The runs of
+    A group (a row group of a parquet file) can only be read whole. Groups are shuffled, and so are
+    the images of each group, which are then split into runs of ``run_length`` images. The runs of
     each ``WINDOW`` consecutive groups are shuffled. The order does not depend on batches or
     processes.
     """
 
     def __init__(self, groups: Sequence[int], run_length: int, batch_size: int, **how: Any) -> None:
-        """``groups``: how many images each group has; images are numbered through all groups."""
+        """``groups``: number of images per group; images are numbered across all groups."""
         super().__init__(sum(groups), batch_size, **how)
         self._groups, self._run_length = groups, run_length
-        # Runs do not start where a process's part does: in a long part few of them are cut.
+        # Runs are not aligned with the parts of processes: long parts cut few of them.
         self.read_together = max(run_length, 64)
 
     def shuffled(self, generator: torch.Generator) -> torch.Tensor:
@@ -210,32 +214,33 @@ class RunSampler(GlobalBatchSampler):
 
 
 class BatchLoader(Protocol):
-    """Gives batches of one process's share, epoch by epoch, from any position. One that yields the
-    same tensors again shows the device side that nothing has to be copied."""
+    """Provides batches of one process's share, epoch by epoch, from any position. Yielding the same
+    tensors again tells the device side that nothing has to be copied."""
 
     prefetch_depth: int
-    """How many batches to load ahead of the step; 0 for a source that must not run beside it."""
+    """Number of batches to load ahead of the step; 0 for a source that must not run
+    concurrently."""
 
     def __len__(self) -> int:
         """Return how many global batches an epoch has."""
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
-        """Yield the batches of the epoch numbered ``epoch`` from ``first_batch`` on."""
+        """Yield the batches of epoch number ``epoch``, starting at ``first_batch``."""
 
     @property
     def workers(self) -> int:
-        """Return how many loader processes read for this process."""
+        """Return the number of loader processes of this process."""
 
     def bad_images(self) -> list[BadImage]:
-        """Return the unreadable images found in this process's share since the last call."""
+        """Return the unreadable images in this process's share found since the last call."""
 
 
 @dataclass
 class ConstantLoader:
-    """Yields the same batch again and again, and perhaps another one at the end of an epoch."""
+    """Yields the same batch repeatedly, optionally with a different last batch of each epoch."""
 
     batches: int
-    """How many there are in an epoch."""
+    """Number of batches per epoch."""
     batch: Batch
     last: Batch | None = None
     prefetch_depth: int = 0
@@ -254,21 +259,21 @@ class ConstantLoader:
 
 _MAX_PART = 64  # images that a loader process reads at a time
 _MAX_WORKERS = 32
-"""The most chosen: at 1,000 images/s each, more than the chips of any host need so far."""
+"""Upper limit of the default: at 1,000 images/s per worker, more than the chips of any host need so
+far."""
 _MAX_RESTARTS = 3
-"""How often lost processes are replaced without a batch in between."""
+"""Number of times lost processes are replaced without loading a batch in between."""
 
 
 def default_workers(processes: int) -> int:
-    """Return how many loader processes each of the training ``processes`` of a host should have:
-    one for each core that they may use, less one for each training process."""
+    """Return the number of loader processes for each of the host's training ``processes``: one per
+    usable core, minus one per training process."""
     cores = len(os.sched_getaffinity(0))
     return min(max(1, cores // processes - 1), _MAX_WORKERS)
 
 
 class DatasetLoader:
-    """Loads a map-style dataset, of a ``Sample`` for each ``Key``, with loader processes that live
-    for the whole run."""
+    """Loads a map-style dataset (a ``Sample`` per ``Key``) with persistent loader processes."""
 
     def __init__(self, dataset: Dataset, sampler: GlobalBatchSampler, workers: int) -> None:
         self._dataset, self._sampler, self.workers = dataset, sampler, workers
@@ -279,7 +284,7 @@ class DatasetLoader:
         self._parts = _Parts(sampler, min(size, sampler.share))
         self._bad: dict[str, BadImage] = {}  # by path; filled in the thread that prefetches
         self._reported = 0
-        """How many of them ``bad_images`` has returned."""
+        """Number of them that ``bad_images`` has returned."""
         self._loader = self._start()
 
     def __len__(self) -> int:
@@ -287,9 +292,9 @@ class DatasetLoader:
 
     def _start(self) -> DataLoader:
         if self.workers and multiprocessing.get_start_method() == "forkserver":
-            # A backend chooses it whose threads may hold locks, which a process forked from this
-            # one would wait for. Loader processes are forked from the server, which is started
-            # here unless it runs: as they do, it must outlive a signal that stops training.
+            # A backend selects this method if its threads may hold locks on which a forked process
+            # would block. Loader processes are forked from the server, started here unless it is
+            # running; like them, it must survive a signal that stops training.
             multiprocessing.set_forkserver_preload(["torchvision.transforms.v2"])  # with PyTorch
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # inherited
             resource_tracker.ensure_running()  # or the server starts it and unblocks SIGTERM
@@ -337,8 +342,7 @@ class DatasetLoader:
                 if not self.workers or failures > _MAX_RESTARTS:
                     raise
                 tqdm.write(
-                    f"a loader process was lost, all {self.workers} are restarted: "
-                    f"{str(error).splitlines()[0]}",
+                    f"warning: a loader process died, restarting all {self.workers}: ",
                     file=sys.stderr,
                 )
                 self._loader = self._start()
@@ -350,8 +354,8 @@ class DatasetLoader:
 
 
 _Part = tuple[Batch, list[BadImage]] | DataFolderError
-"""A part of a batch, with the unreadable images among it, or why it cannot be loaded: raised in a
-loader process, the message would be wrapped in a traceback."""
+"""A part of a batch with its unreadable images, or the reason why it cannot be loaded: an exception
+raised in a loader process would wrap the message in a traceback."""
 
 
 @dataclass
@@ -387,12 +391,13 @@ class _PartDataset(Dataset):
 
 @dataclass
 class _Sent:
-    """What a loader process sends to its parent, which receives ``part`` itself, or the reason if
-    it cannot be sent: a queue's thread would print that, and the parent would wait forever.
+    """What a loader process sends to its parent. The parent receives ``part``, or the reason why it
+    cannot be sent: otherwise a queue thread would only print the error and the parent would wait
+    forever.
 
-    The images are in anonymous memory, and the parent receives its open file. PyTorch would put
-    them in /dev/shm, which is small in containers (64 MB in Docker's), and a process that writes to
-    a full one is killed.
+    The images are in anonymous memory whose file descriptor is sent to the parent. PyTorch would
+    put them in /dev/shm, which is small in containers (64 MB in Docker by default), and a process
+    that writes to a full one is killed.
     """
 
     part: _Part
@@ -421,22 +426,23 @@ def _receive(
 
 
 _EXHAUSTED = (errno.ENOSPC, errno.EMFILE, errno.ENFILE)
-"""What keeps the parent from starting loader processes, and from receiving anything."""
+"""Errors that keep the parent from starting loader processes, or from receiving anything."""
 
 
 def _transfer_error(error: Exception) -> DataFolderError:
     return DataFolderError(
-        f"loader processes cannot hand over images ({reason_of(error)}): they need open files "
-        "(ulimit -n), a socket in the temporary folder, and a little room in /dev/shm for locks: "
-        "provide these, or use --num_workers 0"
+        f"loader processes cannot send images to the training process ({reason_of(error)}): they "
+        "need file descriptors (ulimit -n), a socket in the temporary folder, and some space in "
+        "/dev/shm; provide these, or use --num_workers 0"
     )
 
 
 def prepare_sockets() -> None:
-    """Create the folder for the sockets by which the loader processes of this process, and of those
-    that it starts, hand over images; multiprocessing removes it when this process ends.
+    """Create the folder for the sockets through which loader processes send images; multiprocessing
+    removes it when this process ends.
 
-    Raises DataFolderError if there can be no sockets: their paths have at most 107 bytes on Linux.
+    Raises DataFolderError if sockets cannot be created: their paths are limited to 107 bytes on
+    Linux.
     """
     try:
         path = f"{get_temp_dir()}/listener-12345678"  # as long as multiprocessing's names
@@ -445,14 +451,14 @@ def prepare_sockets() -> None:
         os.unlink(path)
     except OSError as error:
         raise DataFolderError(
-            f"loader processes need a folder for sockets ({reason_of(error)}): set TMPDIR to a "
-            "folder of yours with a short path, or use --num_workers 0"
+            f"loader processes cannot create a socket ({reason_of(error)}): set TMPDIR to a "
+            "writable folder with a short path, or use --num_workers 0"
         ) from None
 
 
 def _start_worker(_worker_id: int) -> None:
-    """Make a loader process ignore the signals that stop training, and share its parent's memory:
-    only the training process decides to stop, and needs it until its checkpoint is written."""
+    """Make a loader process ignore stop signals, and share its parent's memory: only the training
+    process decides when to stop, and it needs the loader until its checkpoint is saved."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -486,14 +492,14 @@ def prefetch(
     depth: int,
     failed: Callable[[BaseException], None] = lambda error: None,
 ) -> Generator[Any, None, None]:
-    """Yield ``put(batch)`` for each batch; a thread puts up to ``depth`` of them ahead.
+    """Yield ``put(batch)`` for each batch; a thread puts up to ``depth`` batches ahead.
 
-    If the source yields the same tensors again, they are put once. An error of the source or of
-    ``put`` is raised here, in place of its batch. ``failed`` is called with it at once, in the
-    thread, while earlier batches are still to be used.
+    If the source yields the same tensors again, they are put only once. An error of the source or
+    of ``put`` is raised in place of its batch; ``failed`` is called with it immediately, in the
+    thread, while earlier batches are still being consumed.
 
-    Depth 0 uses no thread: for sources that compute in this process, whose random transforms and
-    the model share PyTorch's global generator.
+    Depth 0 uses no thread: for sources that compute in this process, whose random transforms share
+    PyTorch's global generator with the model.
     """
 
     def put_batches() -> Iterator[Any]:

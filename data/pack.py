@@ -105,8 +105,8 @@ def _archived_images(source: str, *, labels: bool) -> tuple[Splits, list[str] | 
             if len(wordnet_names) != len(images) or {*wordnet_names} != {*classes}:
                 raise DataFolderError(
                     f"{archive} has {len(images):,} images and {TRAIN_ARCHIVE} {len(classes):,} "
-                    f"classes, {_DEVKIT} has labels of {len(wordnet_names):,} images and "
-                    f"{len({*wordnet_names}):,} classes"
+                    f"classes, but {_DEVKIT} has labels for {len(wordnet_names):,} images in "
+                    f"{len({*wordnet_names}):,} classes: all archives must be of the same release"
                 )
             label_of = {name: label for label, name in enumerate(classes)}
             images = [
@@ -137,7 +137,7 @@ def _members(archive: str, tar: tarfile.TarFile) -> list[_Image]:
     ]
     images = [image for image in images if image.name.lower().endswith(IMG_EXTENSIONS)]
     if not images:
-        raise ValueError("it holds no images")
+        raise ValueError("it contains no images")
     return sorted(images)
 
 
@@ -192,9 +192,9 @@ def pack(
     DataFolderError.
     """
     if is_url(source):
-        raise DataFolderError(f"{source} is a URL: pack a folder on a disk of this host")
+        raise DataFolderError(f"{source} is a URL: pack a folder on a local disk")
     if not is_url(target) and os.path.exists(target):
-        raise DataFolderError(f"{target} is there already: give another name")
+        raise DataFolderError(f"{target} already exists: choose another target")
     has_archives = os.path.isfile(os.path.join(source, TRAIN_ARCHIVE))
     if has_archives and not os.path.exists(os.path.join(source, "train")):
         splits, classes = _archived_images(source, labels=labels)
@@ -217,7 +217,7 @@ def pack(
             digest.update(b"%b %d %d\n" % (name, image.size, image.label))
         shards += of_split
 
-    # To a URL, in place of what is there already.
+    # To a URL only the shards that are not there yet are written.
     to_write, written_to = shards, target
     if is_url(target):
         sizes = _begin(target, digest.hexdigest())
@@ -263,7 +263,10 @@ def _begin(target: str, digest: str) -> dict[str, int]:
         with contextlib.suppress(files.BrokenImageError, ValueError):
             state = files.parse_object(files.read_bytes(f"{target}/{PACK_FILE}"))
         if state.get("complete") is not False or state.get("of") != digest:
-            raise DataFolderError(f"{target} is there already: give another name")
+            raise DataFolderError(
+                f"{target} already exists and is not an interrupted run of the same command: "
+                "choose another target"
+            )
     system, path = files.open_system(target)
     with files.reporting(target, "written"):
         for split in SPLITS:
@@ -316,30 +319,30 @@ def _size(text: str) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="data.pack", description="Write images as the tar shards of WebDataset."
+        prog="data.pack", description="Write images as WebDataset tar shards."
     )
     parser.add_argument(
         "source",
         type=path_or_url,
         help="folder with train/<class>/* and val/<class>/*, or with ImageNet's archives "
-        f"{TRAIN_ARCHIVE}, {_VAL_ARCHIVE} and {_DEVKIT}, which are not unpacked",
+        f"{TRAIN_ARCHIVE}, {_VAL_ARCHIVE} and {_DEVKIT}, which are read without unpacking",
     )
     parser.add_argument(
         "target",
         type=path_or_url,
-        help="folder to create, or a URL such as gs://bucket/shards; there the same command "
-        "continues after an interruption",
+        help="folder to create, or a URL such as gs://bucket/shards; with a URL, the same "
+        "command resumes after an interruption",
     )
     parser.add_argument(
-        "--shard_size", type=_size, default="256MB", help="largest size of a shard (default: 256MB)"
+        "--shard_size", type=_size, default="256MB", help="maximum size of a shard (default: 256MB)"
     )
     parser.add_argument(
-        "--workers", type=positive, default=4, help="number of processes that write (default: 4)"
+        "--workers", type=positive, default=4, help="number of writer processes (default: 4)"
     )
     parser.add_argument(
         "--without_labels",
         action="store_true",
-        help="pack images without class folders, anywhere below train/ and val/, or below source",
+        help="pack images without labels, from anywhere below train/ and val/, or below source",
     )
     args = parser.parse_args()
     try:

@@ -1,8 +1,10 @@
-"""Whole images of any size as sequences of tokens: the grid of an image, the images of a sequence.
+"""Packing of whole images of any size into token sequences: patch grids, and the images per
+sequence.
 
-An image keeps its size and shape, as far as whole patches allow (``grids``). Images share sequences
-of a fixed number of tokens, as in NaViT (https://arxiv.org/abs/2307.06304): ``pack_images`` decides
-which, by their numbers of tokens alone. ``PackLayout`` has the row of bytes that a sequence is.
+An image keeps its size and aspect ratio as far as whole patches allow (``grids``). Images share
+sequences of a fixed number of tokens, as in NaViT (https://arxiv.org/abs/2307.06304):
+``pack_images`` assigns them by their numbers of tokens alone. ``PackLayout`` defines the row of
+bytes of a sequence.
 """
 
 from __future__ import annotations
@@ -21,66 +23,67 @@ from data.loader import GlobalBatchSampler, Key
 
 @dataclass(frozen=True)
 class PackRequest:
-    """How whole images become sequences of tokens (NaViT, https://arxiv.org/abs/2307.06304)."""
+    """How whole images are packed into token sequences (NaViT,
+    https://arxiv.org/abs/2307.06304)."""
 
     patch: tuple[int, int]
     """Height and width of a patch in pixels."""
     prefix: int
-    """Class and register tokens of an image, before its patches."""
+    """Number of class and register tokens per image, before its patches."""
     tokens: int
-    """Of a sequence, at most 65,535."""
+    """Tokens per sequence, at most 65,535."""
     images: int
-    """Most images of a sequence, at most 255."""
+    """Maximum number of images per sequence, at most 255."""
     max_patches: int
-    """Most patches of an image; larger images are scaled down."""
+    """Maximum number of patches per image; larger images are scaled down."""
     resize: bool
     """Scale every image, up or down, to about ``max_patches``."""
     side_scale: tuple[float, float] = (1.0, 1.0)
-    """In training an image's sides are multiplied by a factor drawn evenly from these, those that
-    ``resize`` gives it with that."""
+    """In training, the sides of each image are scaled by a factor drawn uniformly from this range,
+    after ``resize``."""
     drop_rate: float = 0.0
-    """Share of patches that are left out of each training image; which ones is drawn."""
+    """Fraction of randomly chosen patches dropped from each training image."""
 
     @property
     def most_patches(self) -> int:
-        """Return how many patches an image has at most: with its prefix it fits a sequence."""
+        """Return the maximum number of patches per image: with its prefix it fits a sequence."""
         return min(self.max_patches, self.tokens - self.prefix)
 
 
 _BYTE = 256
 _NUMBERS = 4
-"""Of a token's place: row and column of the patch, rows and columns of its image's grid."""
+"""Numbers per token position: row and column of the patch, rows and columns of its image's grid."""
 _COUNT_BYTES = 4
 
 
 @dataclass(frozen=True)
 class PackLayout:
-    """Where the patches of a sequence, and what else there is to know of its tokens, are in its row
-    of bytes, so that a batch is one tensor. Numbers of several bytes have the lowest first."""
+    """The layout of a sequence in one row of bytes, so that a batch is one tensor: patches, token
+    positions, segments and the number of images. Multi-byte numbers are little-endian."""
 
     channels: int
     request: PackRequest
 
     @property
     def patch_bytes(self) -> int:
-        """Return how many bytes a patch has: its values, row by row, the channel fastest."""
+        """Return the number of bytes of a patch: its values, row by row, the channel fastest."""
         return math.prod(self.request.patch) * self.channels
 
     @property
     def _lengths(self) -> list[int]:
-        """Return how many bytes patches, places, segments and the number of images have."""
+        """Return the number of bytes of patches, positions, segments and the number of images."""
         tokens = self.request.tokens
         return [tokens * self.patch_bytes, tokens * _NUMBERS * 2, tokens, _COUNT_BYTES]
 
     @property
     def length(self) -> int:
-        """Return how many bytes a packed sequence has."""
+        """Return the number of bytes of a packed sequence."""
         return sum(self._lengths)
 
     def pack(
         self, patches: torch.Tensor, places: np.ndarray, segments: np.ndarray, images: int
     ) -> torch.Tensor:
-        """Return (length,) uint8 of one sequence: ``patches`` (tokens, patch_bytes) uint8,
+        """Pack one sequence into (length,) uint8: ``patches`` (tokens, patch_bytes) uint8,
         ``places`` (tokens, 4), ``segments`` (tokens,), and the number of images in the whole global
         batch."""
         row = self.empty()
@@ -93,12 +96,12 @@ class PackLayout:
         return torch.from_numpy(np.zeros(self.length, np.uint8))
 
     def patches_in(self, row: torch.Tensor) -> torch.Tensor:
-        """Return the patches of a row, (tokens, patch_bytes), to write into."""
+        """Return a writable view of the patches of a row, (tokens, patch_bytes)."""
         return row[: self._lengths[0]].view(-1, self.patch_bytes)
 
     def tokens_of(self, images: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the places, (tokens, 4), and the segments, (tokens,), of a sequence of images one
-        after the other, padding behind them. ``images``: the places of each one's tokens."""
+        """Return the positions (tokens, 4) and segments (tokens,) of a sequence of consecutive
+        images, followed by padding. ``images``: the token positions of each image."""
         places = np.zeros((self.request.tokens, _NUMBERS), np.int32)
         segments, end = np.zeros(self.request.tokens, np.uint8), 0
         for number, of_image in enumerate(images, 1):
@@ -109,7 +112,7 @@ class PackLayout:
     def write_tokens(
         self, row: torch.Tensor, places: np.ndarray, segments: np.ndarray, images: int
     ) -> None:
-        """Write all but the patches into a row; see ``pack``."""
+        """Write everything except the patches into a row; see ``pack``."""
         numbers = places.astype("<u2"), segments.astype(np.uint8), np.array([images], "<u4")
         written = np.concatenate([part.reshape(-1).view(np.uint8) for part in numbers])
         row[self._lengths[0] :] = torch.from_numpy(written)
@@ -117,10 +120,10 @@ class PackLayout:
     def unpack(
         self, rows: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return, of packed sequences (B, length), the patches (B, tokens, patch_bytes) uint8, the
-        places (B, tokens, 4) int32, the segments (B, tokens) int32, and the number of images in the
-        whole global batch (B,) fp32. Slices, reshapes and simple arithmetic alone: it can be a part
-        of a step on any device."""
+        """Unpack sequences (B, length) into the patches (B, tokens, patch_bytes) uint8, the
+        positions (B, tokens, 4) int32, the segments (B, tokens) int32, and the number of images in
+        the whole global batch (B,) fp32. Uses only slices, reshapes and simple arithmetic, so it
+        can be part of a step on any device."""
         patches, halves, segments, _ = rows.split(self._lengths, 1)
         tokens = self.request.tokens
         low, high = halves.unflatten(1, (tokens, _NUMBERS, 2)).to(torch.int32).unbind(-1)
@@ -132,25 +135,26 @@ class PackLayout:
         )
 
     def images_in_batch(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the last of what ``unpack`` does: fp32, exact below 2**24 images."""
+        """Return the last result of ``unpack``: fp32, exact below 2**24 images."""
         bytes_of_count = rows[:, -_COUNT_BYTES:].to(torch.float32).unbind(1)
         return torch.stack([x * _BYTE**at for at, x in enumerate(bytes_of_count)]).sum(0)
 
 
 # -- the grid of an image ----------------------------------------------------------------
 #
-# Only operations that IEEE 754 rounds exactly: every process and machine makes the same grids.
+# Uses only operations that IEEE 754 rounds exactly, so every process and machine computes the same
+# grids.
 
 
 def grids(sizes: np.ndarray, request: PackRequest, factors: np.ndarray | float = 1.0) -> np.ndarray:
-    """Return the rows and columns of patches, (n, 2) int32, of images of these heights and widths
-    in pixels, (n, 2). The product is ``most_patches`` at most.
+    """Return the rows and columns of patches, (n, 2) int32, for images with these heights and
+    widths in pixels, (n, 2). Their product is at most ``most_patches``.
 
-    The ideal is an image's own size in patches, with ``resize`` that size scaled to
-    ``most_patches``, in any case times ``factors``, (n,), scaled down to ``most_patches`` if it is
-    larger, and neither side shorter than a patch. The grid is the one for which the side that
-    changes most has to be stretched or shrunk least. An image that cannot be read, 0 x 0, has the
-    largest square one: in training another image takes its place.
+    The ideal grid is the image's own size in patches (with ``resize``, scaled to ``most_patches``),
+    times ``factors``, (n,), scaled down to ``most_patches`` if larger, with each side at least one
+    patch. The result is the grid that requires the least stretching of the side that changes most.
+    An unreadable image, 0 x 0, gets the largest square grid: in training another image takes its
+    place.
     """
     most = request.most_patches
     ideal = np.where(sizes > 0, sizes / np.array(request.patch, np.float64), most).T
@@ -159,7 +163,7 @@ def grids(sizes: np.ndarray, request: PackRequest, factors: np.ndarray | float =
     ideal = (ideal * scales).clip(1, most)
     lower = np.floor(ideal)
     best, least = lower, _stretch(lower, ideal)
-    # The best one has each side rounded down or up, or as long as the other side leaves room for.
+    # The best grid has each side rounded down or up, or as long as the other side leaves room for.
     for more in ((1, 0), (0, 1), (1, 1)):
         rows, columns = np.minimum(lower + np.array(more)[:, None], most)
         fewer_rows, fewer_columns = (
@@ -173,24 +177,25 @@ def grids(sizes: np.ndarray, request: PackRequest, factors: np.ndarray | float =
 
 
 def _stretch(grid: np.ndarray, ideal: np.ndarray) -> np.ndarray:
-    """Return by which factor the side that changes most is stretched or shrunk, (n,)."""
+    """Return the factor by which the side that changes most is stretched or shrunk, (n,)."""
     return np.maximum(grid / ideal, ideal / grid).max(axis=0)
 
 
 def too_large(sizes: np.ndarray, request: PackRequest) -> int:
-    """Return how many images have more than ``most_patches`` patches and are scaled down."""
+    """Return the number of images with more than ``most_patches`` patches, which are scaled
+    down."""
     ideal = np.maximum(sizes, 1).T / np.array(request.patch)[:, None]
     return int((ideal[0] * ideal[1] > request.most_patches).sum())
 
 
 def kept_patches(patches: np.ndarray, drop_rate: float) -> np.ndarray:
-    """Return how many of each image's patches are kept, at least one."""
+    """Return the number of patches kept per image, at least one."""
     return np.maximum(patches - np.rint(patches * drop_rate).astype(patches.dtype), 1)
 
 
 def patches_of(image: torch.Tensor, patch: tuple[int, int]) -> torch.Tensor:
-    """Return the patches of an image (channels, height, width), which are whole ones, as a view of
-    it: (rows, columns, patch height, patch width, channels), the order of timm's NaFlex."""
+    """Return a view of an image (channels, height, width) as whole patches: (rows, columns, patch
+    height, patch width, channels), the order of timm's NaFlex."""
     (channels, *sides), (height, width) = image.shape, patch
     rows, columns = sides[0] // height, sides[1] // width
     return image.view(channels, rows, height, columns, width).permute(1, 3, 2, 4, 0)
@@ -198,8 +203,8 @@ def patches_of(image: torch.Tensor, patch: tuple[int, int]) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def places_of(rows: int, columns: int, prefix: int) -> np.ndarray:
-    """Return the places of the tokens of an image with this grid, (prefix + rows * columns, 4),
-    int32: those of class and register tokens, and then of its patches, row by row."""
+    """Return the token positions of an image with this grid, (prefix + rows * columns, 4), int32:
+    class and register tokens first, then patches row by row."""
     places = np.zeros((prefix + rows * columns, _NUMBERS), np.int32)
     places[:prefix, 0] = np.arange(prefix)
     places[prefix:, 0], places[prefix:, 1] = np.divmod(np.arange(rows * columns), columns)
@@ -212,9 +217,9 @@ def places_of(rows: int, columns: int, prefix: int) -> np.ndarray:
 
 
 WINDOW = 512
-"""Consecutive images that are packed with each other alone."""
+"""Number of consecutive images that are packed together."""
 _TOGETHER = 2**16
-"""Images that are packed at a time: their numbers stay in a core's cache."""
+"""Number of images processed at a time, so that their numbers stay in a core's cache."""
 
 
 @dataclass(frozen=True)
@@ -222,11 +227,11 @@ class Packing:
     """The images of each sequence of an epoch."""
 
     images: np.ndarray
-    """The numbers of images, those of a sequence one after another."""
+    """Image numbers, grouped by sequence."""
     firsts: np.ndarray
-    """Where in them each sequence begins."""
+    """Offset of each sequence in ``images``."""
     counts: np.ndarray
-    """How many images each has."""
+    """Number of images per sequence."""
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -243,12 +248,13 @@ def pack_images(
     generator: torch.Generator | None = None,
     window: int = WINDOW,
 ) -> Packing:
-    """Return the sequences of ``images``, numbers in the order of an epoch, of which each has so
-    many ``tokens``, none more than a sequence.
+    """Pack ``images``, image numbers in the order of an epoch, with these numbers of ``tokens``,
+    each at most one sequence long.
 
-    Each ``window`` consecutive images are packed by first-fit decreasing: from the largest on, each
-    into the first sequence with room. First-fit would put the full sequences first: those of a
-    window are in an order drawn from ``generator``, without one in that of their first images.
+    Each ``window`` consecutive images are packed by first-fit decreasing: starting with the
+    largest, each image goes into the first sequence with enough room. That would put full sequences
+    first, so the sequences of a window are shuffled with ``generator``, or without one ordered by
+    their first images.
     """
     together = max(_TOGETHER // window, 1) * window
     sequence = np.concatenate(
@@ -270,8 +276,8 @@ def pack_images(
 
 
 def _first_fit(tokens: np.ndarray, request: PackRequest, window: int) -> np.ndarray:
-    """Return the sequence of each image, (n,) int64; those of a window are numbered from its first
-    image's number on. All windows take one step after another together."""
+    """Return the sequence of each image, (n,) int64, numbered per window from the number of its
+    first image. All windows are processed together, step by step."""
     windows = -(-len(tokens) // window)
     sizes = np.zeros((windows, window), np.int32)  # what fills up the last window needs no room
     sizes.flat[: len(tokens)] = tokens
@@ -282,7 +288,7 @@ def _first_fit(tokens: np.ndarray, request: PackRequest, window: int) -> np.ndar
     rows, opened = np.arange(windows), 0
     for column in by_size.T:
         size = sizes[rows, column]
-        # One sequence more than any window has opened yet has room for each.
+        # Any image fits into one of the opened sequences or the next one.
         chosen = (free[:, : opened + 1] >= size[:, None]).argmax(axis=1)
         opened = min(max(opened, int(chosen.max()) + 1), window - 1)
         count[rows, chosen] += size > 0
@@ -294,21 +300,22 @@ def _first_fit(tokens: np.ndarray, request: PackRequest, window: int) -> np.ndar
 
 
 class PackSampler(GlobalBatchSampler):
-    """Divides global batches of sequences over processes. Yields lists of (epoch, images in the
-    global batch, image index, image index, ...), one for each sequence.
+    """Divides global batches of sequences over processes. Yields lists with one (epoch, images in
+    the global batch, image index, image index, ...) per sequence.
 
-    Every training epoch has as many sequences as the first one, without its last short batch,
-    though other draws need a few more or fewer: extra ones are dropped, and missing ones are filled
-    with the first of the same epoch. Evaluation has every image once, in order, and fills the last
-    batch with sequences without images. Broken images are counted as images of the batch: whether
-    one is, is not known before it is read.
+    Every training epoch has as many sequences as the first one, without the last incomplete batch.
+    Other epochs may need slightly more or fewer: extra sequences are dropped, and missing ones are
+    filled with the first ones of the same epoch. Evaluation uses every image once, in order, and
+    pads the last batch with empty sequences. Broken images count as images of the batch, because
+    they are detected only when read.
     """
 
     def __init__(
         self, pack_epoch: Callable[[int], Packing], sequences: int, batch_size: int, **how: Any
     ) -> None:
-        """``pack_epoch``: returns the sequences of an epoch. ``sequences``: how many the first
-        epoch has. The others: see ``GlobalBatchSampler``, without ``repeats`` and ``pairs``."""
+        """``pack_epoch``: returns the sequences of an epoch. ``sequences``: their number in the
+        first epoch. Other arguments: see ``GlobalBatchSampler``, without ``repeats`` and
+        ``pairs``."""
         super().__init__(sequences, batch_size, **how)
         self._pack_epoch = pack_epoch
 

@@ -1,7 +1,7 @@
-"""Images with masks, which have the class of each pixel, for ``--segment_probe``.
+"""Images with segmentation masks, for ``--segment_probe``.
 
-``open_masked`` opens the folder ``--segment_dir``, in one of several layouts, or without it makes
-the masks of mosaics. What a model sees of the images are windows (``data/windows.py``).
+``open_masked`` opens the folder ``--segment_dir`` in one of several layouts; without the flag, it
+opens mosaics with their own masks. The model sees windows of the images (``data/windows.py``).
 """
 
 from __future__ import annotations
@@ -38,21 +38,20 @@ from data.transforms import ImageSplit, transforms_of
 from data.windows import WindowSplit
 
 IGNORED = -1
-"""The label of a pixel that counts for nothing."""
+"""The label of ignored pixels."""
 LABELS = 4096
-"""How many labels a mask may have, from 0 on: more are numbers of objects, not of classes."""
+"""Maximum number of labels, starting at 0: larger ones indicate instance instead of class masks."""
 
 # -- images and masks in files or tables -----------------------------------------------
 
 
 class StoredWindows(WindowSplit):
-    """Windows of images that are stored as files or in a table, as their masks are."""
+    """Windows of images that are stored, like their masks, as files or in a table."""
 
     def __init__(
         self, request: DatasetRequest, images: ImageSplit, masks: ImageSplit, ignored: Sequence[int]
     ) -> None:
-        """``masks``: as many as ``images``, in the same order. ``ignored``: the labels that count
-        for nothing."""
+        """``masks``: those of ``images``, in the same order. ``ignored``: labels to ignore."""
         self.reading_threads = masks.reading_threads
         super().__init__(request, images.name, image_sizes(images))
         self._images, self._masks, self._ignored = images, masks, np.array(ignored)
@@ -80,13 +79,13 @@ class StoredWindows(WindowSplit):
             if labels.shape != (height, width):
                 rows, columns = labels.shape
                 raise BrokenImageError(
-                    f"it has {columns} x {rows} pixels, its image {width} x {height}"
+                    f"it is {columns} x {rows} pixels, but its image is {width} x {height}"
                 )
             labels = np.where(np.isin(labels, self._ignored), IGNORED, labels)
             if labels.max() >= LABELS:
                 raise BrokenImageError(
-                    f"it has the label {labels.max()}: classes are numbered up to {LABELS - 1}, "
-                    "and --segment_ignore names other labels"
+                    f"it contains label {labels.max()}: classes are numbered 0 to {LABELS - 1}; "
+                    "list other labels in --segment_ignore"
                 )
         except BrokenImageError as error:
             raise BrokenImageError(f"its mask {self._masks.name_of(image)}: {error}") from None
@@ -98,7 +97,7 @@ class StoredWindows(WindowSplit):
 
 
 class MosaicWindows(WindowSplit):
-    """Mosaics, which have the model's size, and their masks."""
+    """Mosaics of the model's size, and their masks."""
 
     dtype = torch.float32
 
@@ -118,25 +117,27 @@ class MosaicWindows(WindowSplit):
 
 
 class MaskedSource(DataSource):
-    """Images with masks; its splits are their windows."""
+    """Images with masks; the splits consist of windows."""
 
     splits: Mapping[str, WindowSplit]
 
     def __init__(
         self, name: str, splits: Mapping[str, WindowSplit], class_names: Sequence[str] = ()
     ) -> None:
-        """``class_names``: by label; there may be fewer than labels."""
+        """``class_names``: by label; may be fewer than the labels."""
         super().__init__(name, splits)
         self.class_names = list(class_names)
         self.train_length, self.val_length = (splits[split].images for split in ("train", "val"))
 
 
 def open_masked(request: DatasetRequest) -> MaskedSource:
-    """Open the images and masks of ``--segment_dir``, or without it mosaics with theirs. Raises
+    """Open the images and masks of ``--segment_dir``, or mosaics and their masks without it. Raises
     DataFolderError."""
     config, root = request.config, request.config.segment_dir
     if len(request.size) != 2:
-        raise DataFolderError("masks are of images, and the model takes volumes")
+        raise DataFolderError(
+            "segmentation masks require a 2-D model, and this model takes volumes"
+        )
     request = replace(request, labels=False, augment=False, crops=None, pack=None)
     if root is None:
         mosaics = open_mosaics(request)
@@ -152,7 +153,7 @@ def open_masked(request: DatasetRequest) -> MaskedSource:
 
 
 _NAMES = "classes.txt"
-"""A file in ``--segment_dir`` with the names of the classes by label, one a line."""
+"""A file in ``--segment_dir`` with the class names in label order, one per line."""
 
 
 def _class_names(root: str) -> list[str]:
@@ -169,9 +170,9 @@ def _class_names(root: str) -> list[str]:
 
 
 _ADE20K = {"train": ("training", "train"), "val": ("validation", "val")}
-"""The names of a split's folders below images/ and annotations/."""
+"""Names of a split's folders below images/ and annotations/."""
 _PAIRED = tuple(suffix for suffix in IMG_EXTENSIONS if suffix != ".png")
-"""Images that are beside their masks, which are PNGs."""
+"""Extensions of images stored next to their masks, which are PNGs."""
 
 
 def _find_split(request: DatasetRequest, name: str) -> tuple[ImageSplit, ImageSplit]:
@@ -186,7 +187,7 @@ def _find_split(request: DatasetRequest, name: str) -> tuple[ImageSplit, ImageSp
         if split is None:
             either = " or ".join(_ADE20K[name])
             raise DataFolderError(
-                f"{root} has images/ and annotations/, but not {either} in both of them"
+                f"--segment_dir {root}: images/ and annotations/ must both contain {either}"
             )
         tops = [os.path.join(root, top, split) for top in ("images", "annotations")]
         paths = _matched(_by_stem(tops[0], IMG_EXTENSIONS), _by_stem(tops[1], (".png",)), tops[1])
@@ -199,9 +200,9 @@ def _find_split(request: DatasetRequest, name: str) -> tuple[ImageSplit, ImageSp
         paths = _matched(_by_stem(top, _PAIRED), _by_stem(top, (".png",)), top)
     else:
         raise DataFolderError(
-            f"--segment_dir {root} holds no images with masks: give a folder with images/ and "
-            "annotations/ (ADE20K), with JPEGImages/ and SegmentationClass/ (VOC), with train/ and "
-            "val/ of name.jpg beside name.png, or with parquet files"
+            f"--segment_dir {root} contains no images with masks: use a folder with images/ and "
+            "annotations/ (ADE20K), with JPEGImages/ and SegmentationClass/ (VOC), with train/ "
+            "and val/ of name.jpg next to name.png, or with parquet files"
         )
     labels = np.zeros(len(paths), np.int32)
     transform = transforms_of(request)[name]
@@ -213,30 +214,30 @@ def _find_split(request: DatasetRequest, name: str) -> tuple[ImageSplit, ImageSp
 
 
 def _by_stem(top: str, suffixes: tuple[str, ...]) -> dict[str, str]:
-    """Return the paths of the files in a folder and below by what they are there without their
-    suffix, sorted. Raises DataFolderError if there are none."""
+    """Return the sorted paths of the files below a folder, by relative path without suffix. Raises
+    DataFolderError if there are none."""
     paths = index_split(top, suffixes, labels=False).paths
     return {os.path.splitext(path[len(top) :])[0]: path for path in paths}
 
 
 def _matched(images: dict[str, str], masks: dict[str, str], where: str) -> list[tuple[str, str]]:
-    """Return the path of each image and of its mask. Raises DataFolderError if one has none."""
+    """Return pairs of image path and mask path. Raises DataFolderError for an image without a
+    mask."""
     if missing := [path for stem, path in images.items() if stem not in masks]:
         raise DataFolderError(
             f"{len(missing):,} of {len(images):,} images have no mask in {where}: "
-            f"{first_of(missing)}; add a .png of the same name for each, or remove them"
+            f"{first_of(missing)}; add a .png with the same name for each, or remove the images"
         )
     return [(path, masks[stem]) for stem, path in images.items()]
 
 
 def _listed(root: str, name: str) -> list[tuple[str, str]]:
-    """Return the paths of the images and masks that a list of VOC names. Raises
-    DataFolderError."""
+    """Return the paths of images and masks listed in a VOC image set. Raises DataFolderError."""
     path = os.path.join(root, "ImageSets", "Segmentation", f"{name}.txt")
     try:
         names = read_bytes(path).decode(errors="surrogateescape").split()
     except BrokenImageError as error:
-        raise DataFolderError(f"{path}, the list of images, cannot be read: {error}") from None
+        raise DataFolderError(f"cannot read {path}, the list of images: {error}") from None
     pairs = [
         (
             os.path.join(root, "JPEGImages", f"{stem}.jpg"),
@@ -246,6 +247,6 @@ def _listed(root: str, name: str) -> list[tuple[str, str]]:
     ]
     missing = [] if is_url(root) else [p for p in itertools.chain(*pairs) if not os.path.exists(p)]
     if missing or not pairs:
-        what = f"names files that are missing: {first_of(missing)}" if missing else "is empty"
+        what = f"lists missing files: {first_of(missing)}" if missing else "is empty"
         raise DataFolderError(f"{path} {what}")
     return pairs

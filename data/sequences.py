@@ -1,7 +1,7 @@
-"""Images of any size, several of which share a sequence of tokens: a split of such sequences.
+"""Splits of packed sequences: images of any size, several of which share a sequence of tokens.
 
-``data/packing.py`` decides which images make up a sequence. Here they are read, resized to their
-own grids of patches, and written into the sequence's row of bytes.
+``data/packing.py`` decides which images make up a sequence. This module reads them, resizes them to
+their patch grids, and writes them into the sequence's row of bytes.
 """
 
 import functools
@@ -44,7 +44,7 @@ from data.transforms import ImageSplit, SizedTransform, Transform, seeded, sized
 def in_sequences(
     request: DatasetRequest, name: str, splits: Mapping[str, ImageSplit]
 ) -> DataSource:
-    """Return the source of the sequences of these splits."""
+    """Return the source of packed sequences of these splits."""
     transforms = sized_transforms_of(request)
     packed = {
         split: PackedSplit(request, images, transforms[split]) for split, images in splits.items()
@@ -53,18 +53,19 @@ def in_sequences(
 
 
 class PackedSplit(Split):
-    """One split as sequences: a dataset by (epoch, images in the global batch, image index, image
-    index, ...), of packed sequences and the labels of their images. In training a broken image is
-    replaced by another one, resized to the same grid; in validation its tokens are padding.
+    """One split as sequences: a dataset indexed by (epoch, images in the global batch, image index,
+    image index, ...), returning packed sequences and the labels of their images. A broken image is
+    replaced by another image, resized to the same grid, in training, and by padding in validation.
 
-    Segments are numbered along a sequence, and padding is behind them, but for broken images:
-    attention on TPUs (``xla_fsdp.attention.whole.windows``) is correct in any order, and short in
-    this one."""
+    Segments are numbered along a sequence and followed by padding, except for broken images:
+    attention on TPUs (``xla_fsdp.attention.whole.windows``) is correct in any order, but fast in
+    this one.
+    """
 
     def __init__(
         self, request: DatasetRequest, split: ImageSplit, transform: SizedTransform
     ) -> None:
-        """Find the size of each image of ``split``, and pack those of the first epoch."""
+        """Determine the size of each image of ``split``, and pack the first epoch."""
         super().__init__(request, split.name, split.labels, split.classes, split.left_out)
         assert request.pack
         assert request.pack_layout
@@ -76,11 +77,11 @@ class PackedSplit(Split):
         self._grids = grids(self.sizes, self.pack)
         self._together = split.sampler(1, shuffle=self.is_train).read_together
         self._encoded: dict[int, bytes | BrokenImageError] = {}
-        """The images of the sequences that are read together."""
+        """Images of the sequences that are currently read together."""
         self._factors: tuple[int, np.ndarray] = (-1, np.ones(0))
         everything = np.arange(len(self))
         self.tokens = int(self._tokens(self.grids_of(everything, 0)).sum())
-        """The tokens of all images in the first epoch."""
+        """Total number of tokens of all images in the first epoch."""
         self.sequences = len(self.pack_epoch(0))
 
     def name_of(self, number: int) -> str:
@@ -104,25 +105,25 @@ class PackedSplit(Split):
     # -- which images are in a sequence ------------------------------------------------
 
     def grids_of(self, numbers: Sequence[int] | np.ndarray, epoch: int) -> np.ndarray:
-        """Return the rows and columns of patches of some images in an epoch, (n, 2), int32."""
+        """Return the rows and columns of patches of these images in an epoch, (n, 2), int32."""
         if not self.is_train or self.pack.side_scale == (1, 1):
             return self._grids[numbers]
         return grids(self.sizes[numbers], self.pack, self._side_factors(epoch)[numbers])
 
     def _side_factors(self, epoch: int) -> np.ndarray:
-        """Return by what the sides of each image are multiplied in an epoch, (images,), fp64."""
+        """Return the scale factor of each image's sides in an epoch, (images,), fp64."""
         if self._factors[0] != epoch:
             generator = np.random.default_rng((self.seed, epoch))
             self._factors = epoch, generator.uniform(*self.pack.side_scale, len(self))
         return self._factors[1]
 
     def _tokens(self, of_grids: np.ndarray) -> np.ndarray:
-        """Return how many tokens images with these grids have, (n,)."""
+        """Return the number of tokens of images with these grids, (n,)."""
         drop_rate = self.pack.drop_rate if self.is_train else 0
         return self.pack.prefix + kept_patches(of_grids[:, 0] * of_grids[:, 1], drop_rate)
 
     def pack_epoch(self, epoch: int) -> Packing:
-        """Return the sequences of an epoch: of training images in random order, else in order."""
+        """Return the sequences of an epoch: training images in random order, others in order."""
         tokens = self._tokens(self.grids_of(np.arange(len(self)), epoch))
         if not self.is_train:
             return pack_images(np.arange(len(self)), tokens, self.pack)
@@ -135,7 +136,7 @@ class PackedSplit(Split):
         return pack_images(order, tokens[order], self.pack, generator, window)
 
     def sampler(self, batch_size: int, **how: Any) -> GlobalBatchSampler:
-        # Each image is once in an epoch's sequences, and those have one size.
+        # Each image occurs once per epoch, and all sequences have the same size.
         how = {name: value for name, value in how.items() if name not in ("repeats", "pairs")}
         sampler = PackSampler(self.pack_epoch, self.sequences, batch_size, **how)
         sampler.read_together = -(-self._together * self.sequences // len(self))
@@ -152,8 +153,8 @@ class PackedSplit(Split):
     # -- a sequence ---------------------------------------------------------------------
 
     def __getitems__(self, keys: list[Key]) -> list[Sample]:
-        """Return several sequences. Their images are read in the order in which they are stored: a
-        table reads a row group for each one that is not of the same group as the last."""
+        """Return several sequences. Their images are read in storage order, because a table reads a
+        whole row group whenever the group changes."""
         if self._together > 1:
             for number in sorted({number for key in keys for number in key[2:]}):
                 try:
@@ -191,8 +192,8 @@ class PackedSplit(Split):
         return row, labels, bad
 
     def _patches(self, number: int, epoch: int, index: int, grid: list[int]) -> torch.Tensor:
-        """Return the patches of the image ``number`` in place of ``index``, (rows, columns, patch
-        height, patch width, channels). Raises BrokenImageError."""
+        """Return the patches of image ``number``, which replaces image ``index``, (rows, columns,
+        patch height, patch width, channels). Raises BrokenImageError."""
         encoded = self._encoded.get(number)
         if isinstance(encoded, BrokenImageError):
             raise encoded
@@ -205,13 +206,13 @@ class PackedSplit(Split):
         return patches_of(resized, self.pack.patch)
 
     def _kept(self, epoch: int, index: int, patches: int, kept: int) -> np.ndarray:
-        """Return which patches of an image are kept, (kept,), in their order."""
+        """Return the indices of the patches kept, (kept,), in order."""
         drawn = np.random.default_rng((self.seed, epoch, index)).permutation(patches)
         return np.sort(drawn[:kept])
 
 
 def sequence_of_one(request: DatasetRequest) -> Transform:
-    """Return what makes the packed sequence of one image, as validation sees it."""
+    """Return the transform from one image to a packed sequence, as in validation."""
     layout, pack, transform = request.pack_layout, request.pack, sized_transforms_of(request)["val"]
     assert layout
     assert pack
@@ -230,7 +231,7 @@ def sequence_of_one(request: DatasetRequest) -> Transform:
 
 
 def _remark(splits: Sequence[PackedSplit]) -> str:
-    """Return the end of the source's line in the log."""
+    """Return the end of the source's log line."""
     request = splits[0].pack
     counts = " + ".join(f"{split.sequences:,}" for split in splits)
     means = " + ".join(f"{len(split) / split.sequences:.1f}" for split in splits)
@@ -242,6 +243,6 @@ def _remark(splits: Sequence[PackedSplit]) -> str:
         numbers = " + ".join(f"{too_large(split.sizes, request):,}" for split in splits)
         scaled = f"{numbers} images scaled down"
     return (
-        f"; in sequences of {request.tokens:,} tokens: {counts}, of {means} images, {shares} % of "
-        f"their tokens used; {scaled} to {request.most_patches:,} patches"
+        f"; packed into sequences of {request.tokens:,} tokens: {counts} sequences with {means} "
+        f"images each, {shares} % of tokens used; {scaled} to {request.most_patches:,} patches"
     )

@@ -35,7 +35,7 @@ def image_sizes(split: ImageSplit) -> np.ndarray:
 
     def build() -> Table:
         sizes: list[tuple[int, int]] = []
-        title = f"reading the sizes of {os.path.join(config.data_dir, split.name)}"
+        title = f"reading image sizes of {os.path.join(config.data_dir, split.name)}"
         with (
             ThreadPoolExecutor(split.reading_threads) as pool,  # they wait for images far away
             tqdm(total=len(split), desc=title, unit=" images", delay=5, disable=None) as bar,
@@ -50,7 +50,7 @@ def image_sizes(split: ImageSplit) -> np.ndarray:
         f"{split.name}-sizes",
         config.data_dir,
         build,
-        lambda table: None if table.info["digest"] == digest else "its images are others",
+        lambda table: None if table.info["digest"] == digest else "the images have changed",
         counted="sizes",
     )
     return table.arrays["sizes"]

@@ -1,7 +1,7 @@
-"""What a run asks of a source of images, and the base that all sources are made of.
+"""What a run requests from a source of images, and the base class of all splits.
 
-``open_data`` opens the ``DataSource`` that ``--data_source`` names. A source defines how a
-``Split`` finds its images, and how it reads one of them.
+``open_data`` opens the ``DataSource`` selected by ``--data_source``. Each source defines how a
+``Split`` finds its images and how it reads one of them.
 """
 
 from __future__ import annotations
@@ -29,46 +29,47 @@ from data.size_schedule import SizeSchedule
 
 Result = TypeVar("Result")
 FILES = "the names or order of the files in train/"
-"""The name in ``DataSource.order`` of the checksum that also depends on where images are stored."""
+"""The key in ``DataSource.order`` of the checksum that also depends on the storage location."""
 GLOBALS = 2
-"""DINO's global crops of an image."""
+"""Number of DINO's global crops per image."""
 
 
 @dataclass(frozen=True)
 class CropRequest:
-    """Which of DINO's crops a run requires of each training image: two global ones of the request's
-    size, smaller local ones, and a mask for the patches of the first global one (DINOv2,
+    """DINO's crops of each training image: two global crops of the request's size, smaller local
+    crops, and a mask for the patches of the first global crop (DINOv2,
     https://arxiv.org/abs/2304.07193, section 4)."""
 
     local_size: tuple[int, int]
     """Height and width of a local crop in pixels."""
     local_number: int
-    """Local crops of an image."""
+    """Number of local crops per image."""
     global_scale: tuple[float, float]
-    """Smallest and largest area of a global crop, as a share of the image's."""
+    """Minimum and maximum area of a global crop, as a fraction of the image."""
     local_scale: tuple[float, float]
-    """The same of a local crop."""
+    """Minimum and maximum area of a local crop, as a fraction of the image."""
     grid: tuple[int, int]
-    """Rows and columns of patches of a global crop."""
+    """Rows and columns of patches in a global crop."""
     mask_ratio: tuple[float, float]
-    """Smallest and largest share of masked patches in the masked crop, drawn evenly per image."""
+    """Minimum and maximum fraction of masked patches in the masked crop, drawn uniformly per
+    image."""
     pairs: tuple[tuple[int, int], ...] = ()
-    """The sides of square global and local crops, of which each batch has one pair; none: as
+    """Sides of square global and local crops; each batch uses one pair. Empty: only the sizes
     above."""
     gram_factor: float = 1.0
-    """The Gram teacher's crops are this many times as high and wide as global crops; 1: it sees
-    those."""
+    """Size of the Gram teacher's crops relative to global crops, per side; 1: it uses the global
+    crops."""
 
     def of_gram(self, sides: tuple[int, ...]) -> tuple[int, int]:
-        """Return the height and width of the Gram teacher's crops, in pixels or in patches."""
+        """Return the height and width of the Gram teacher's crops, in pixels or patches."""
         height, width = sides
         return round(height * self.gram_factor), round(width * self.gram_factor)
 
 
 @dataclass(frozen=True)
 class CropLayout:
-    """Where the crops and the mask of an image are in its row of bytes, so that a batch is one
-    tensor. ``MultiCrop`` in ``data/transforms.py`` makes them."""
+    """The layout of an image's crops and mask in one row of bytes, so that a batch is one tensor.
+    ``MultiCrop`` in ``data/transforms.py`` creates them."""
 
     shape: tuple[int, ...]
     """Channels, height and width of a global crop."""
@@ -76,7 +77,7 @@ class CropLayout:
 
     @property
     def gram_number(self) -> int:
-        """Return how many crops of its own the Gram teacher has."""
+        """Return the number of separate crops for the Gram teacher."""
         return GLOBALS if self.request.gram_factor > 1 else 0
 
     @property
@@ -93,21 +94,21 @@ class CropLayout:
 
     @property
     def length(self) -> int:
-        """Return how many bytes a packed image has."""
+        """Return the number of bytes of a packed image."""
         return sum(map(math.prod, self._parts))
 
     def pack(self, *parts: torch.Tensor) -> torch.Tensor:
-        """Return (length,) uint8 of one image: its global crops (2, channels, height, width), the
+        """Pack one image into (length,) uint8: its global crops (2, channels, height, width), the
         Gram teacher's (2 or 0) and the local crops (L), uint8, and the mask (patches,), bool."""
         return torch.cat([part.to(torch.uint8).flatten() for part in parts])
 
     def unpack(
         self, packed: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the global crops (2, images, channels, height, width), the Gram teacher's (2 or 0)
-        and the local crops (L), all uint8, and the mask (images, patches), bool, of packed images
-        (images, length). Slices and reshapes alone: it can be a part of a step on any device.
-        """
+        """Unpack images (images, length) into the global crops (2, images, channels, height,
+        width), the Gram teacher's (2 or 0) and the local crops (L), all uint8, and the mask
+        (images, patches), bool. Uses only slices and reshapes, so it can be part of a step on any
+        device."""
         pieces = packed.split([math.prod(part) for part in self._parts], 1)
         *crops, mask = (
             piece.unflatten(1, part) for piece, part in zip(pieces, self._parts, strict=True)
@@ -117,36 +118,37 @@ class CropLayout:
 
 
 def max_masked(grid: tuple[int, int], ratio: tuple[float, float]) -> int:
-    """Return the largest number of patches that ``block_mask`` masks in one image."""
+    """Return the maximum number of patches that ``block_mask`` masks in one image."""
     return max(1, math.floor(ratio[1] * math.prod(grid)))
 
 
 @dataclass(frozen=True)
 class DatasetRequest:
-    """What a run requires of its images."""
+    """What a run requests from a source."""
 
     config: DataConfig
     channels: int
     size: tuple[int, ...]
-    """Height and width of an image in pixels, slices of a volume before them."""
+    """Height and width of an image in pixels; for volumes slices, height and width."""
     num_classes: int
     seed: int
     with_train: bool = True
-    """Whether training images are needed, too."""
+    """Whether training images are needed in addition to validation images."""
     labels: bool = True
-    """Whether images need labels. Without, every image has label 0, and val/ may be missing."""
+    """Whether images need labels. Without labels, every image has label 0, and val/ may be
+    missing."""
     augment: bool = True
-    """Whether training images are shuffled and augmented; else they are read as validation images
-    are: once, in order, unreadable ones left out."""
+    """Whether training images are shuffled and augmented. Otherwise they are read like validation
+    images: once, in order, skipping unreadable ones."""
     crops: CropRequest | None = None
     """Crops of each augmented training image, packed (``CropLayout``), instead of one image."""
     pack: PackRequest | None = None
-    """Sequences of tokens, each of one or several whole images (``PackLayout``), in training and
-    validation, instead of images of one size."""
+    """Sequences of tokens, each with one or several whole images (``PackLayout``), instead of
+    images of one size, in training and validation."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of one image: channels, then the spatial sizes."""
+        """Return the shape of one image: channels, then spatial sizes."""
         return (self.channels, *self.size)
 
     @property
@@ -174,13 +176,13 @@ class DatasetRequest:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Return the names of the splits that are needed."""
+        """Return the names of the required splits."""
         return ("train", "val") if self.with_train else ("val",)
 
     def find_splits(self, find: Callable[[str], Result]) -> dict[str, Result]:
-        """Return what ``find`` returns for each split that is needed, by its name.
+        """Call ``find`` for each required split; return the results by split.
 
-        Where ``find`` raises MissingSplitError the split is left out, if it may be missing.
+        A split for which ``find`` raises MissingSplitError is left out if it is optional.
         """
         results = {}
         for name in self.splits:
@@ -195,26 +197,29 @@ class DatasetRequest:
         """Raise DataFolderError if ``where`` has more classes than the model."""
         if self.labels and count > self.num_classes:
             raise DataFolderError(
-                f"{where} has {count} classes, --num_classes is {self.num_classes}"
+                f"{where} has {count} classes, but --num_classes is {self.num_classes}"
             )
 
 
 ANY_CLASSES = 2**31
-"""More classes than there are: labels are int32."""
+"""A number of classes that is always enough: labels are int32."""
 
 
 def open_data(request: DatasetRequest) -> DataSource:
-    """Open the source that ``--data_source`` names. Raises DataFolderError if it cannot be used."""
+    """Open the source selected by ``--data_source``. Raises DataFolderError if it is unusable."""
     kind = request.config.data_source
     if request.crops and (len(request.size) != 2 or kind in GIVE_FLOATS):
-        raise DataFolderError(f"crops are made of photographs, and --data_source {kind} has arrays")
+        raise DataFolderError(
+            f"--objective dino requires photographs to crop, and --data_source {kind} provides "
+            "arrays"
+        )
     if request.pack:
         _check_pack(request, request.pack)
     layouts = {pair.layout for pair in request.of_pairs if pair.layout}
     if len({layout.length for layout in layouts}) < len(layouts):
         raise DataFolderError(
-            "two pairs of --crop_sizes have the same number of pixels and patches, by which "
-            "batches are distinguished: change one of them"
+            "two pairs of --crop_sizes have the same number of pixels and patches, which are "
+            "used to tell batches apart: change one of them"
         )
     if request.config.num_workers != 0:
         loader.prepare_sockets()
@@ -233,19 +238,21 @@ def open_data(request: DatasetRequest) -> DataSource:
 
 
 def _check_pack(request: DatasetRequest, pack: PackRequest) -> None:
-    """Raise DataFolderError if there can be no such sequences."""
+    """Raise DataFolderError if these sequences are impossible."""
     kind = request.config.data_source
     if request.crops:
-        raise DataFolderError("crops are images of one size, not sequences of whole images")
+        raise DataFolderError(
+            "native resolution packs whole images, and cannot be combined with crops of one size"
+        )
     if len(request.size) != 2 or kind in GIVE_FLOATS:
         raise DataFolderError(
-            f"sequences are made of photographs, and --data_source {kind} has arrays"
+            f"native resolution requires photographs, and --data_source {kind} provides arrays"
         )
     least = pack.prefix + 1
     if pack.tokens < least:
         raise DataFolderError(
-            f"a sequence of {pack.tokens} tokens has no room for an image: one patch and "
-            f"{pack.prefix} class and register tokens are {least}"
+            f"a sequence of {pack.tokens} tokens is too short for an image: one patch plus "
+            f"{pack.prefix} class and register tokens need {least} tokens"
         )
 
 
@@ -254,17 +261,16 @@ def _check_pack(request: DatasetRequest, pack: PackRequest) -> None:
 
 class Split(Dataset):
     """One split (train or val): a map-style dataset of ``Sample``, indexed by a ``Key``. A broken
-    image is replaced: in training by another one, in validation by padding, which counts for
-    nothing."""
+    image is replaced by another image in training, and by ignored padding in validation."""
 
     dtype = torch.uint8
-    """The dtype of the images: uint8, or fp32 that is normalised already."""
+    """Dtype of the images: uint8, or fp32 if they are already normalized."""
     reads_rows = False
-    """Whether some rows of an image can be read alone."""
+    """Whether a subset of an image's rows can be read without the others."""
     sequences = 0
-    """How many sequences of images the first epoch has; 0: images are not in sequences."""
+    """Number of image sequences in the first epoch; 0: images are not packed into sequences."""
     gives_numbers = False
-    """Whether an image comes with its number in place of its label."""
+    """Whether an image is returned with its number instead of its label."""
 
     def __init__(
         self,
@@ -274,39 +280,39 @@ class Split(Dataset):
         classes: list[str] | None = None,
         left_out: Counter[str] | None = None,
     ) -> None:
-        """``labels``: of the images, in order. ``classes``: their names by label, if there are any.
-        ``left_out``: how many files are not images, by extension."""
+        """``labels``: of the images, in order. ``classes``: class names by label, if known.
+        ``left_out``: number of files that are not images, by extension."""
         if not request.labels:
             labels, classes = np.broadcast_to(np.int32(0), len(labels)), None
         self.request, self.name, self.labels, self.classes = request, name, labels, classes
         self.left_out = left_out or Counter[str]()
         self.seed, self.is_train = request.seed, name == "train" and request.augment
-        """``is_train``: images are shuffled, augmented, and replaced if they are broken."""
+        """``is_train``: images are shuffled, augmented, and replaced if broken."""
         self.shape: tuple[int, ...] = request.shape
-        """The shape of what ``make`` returns."""
+        """Shape of the result of ``make``."""
         self.label_shape: tuple[int, ...] = ()
-        """The shape of the labels that come with it."""
+        """Shape of the label of one item."""
         if self.is_train and request.layout:
             self.shape = (request.layout.length,)
         self.rows, self.of_some_rows = range(request.size[0]), False
-        """The rows that are given of an image; without ``reads_rows``, ``make`` returns all."""
+        """The rows of each image to return; without ``reads_rows``, ``make`` returns all rows."""
         self.in_sizes: list[Split] = []
         """The same images in several sizes, such as buckets or pairs of crop sizes; a key then ends
-        with the number of one."""
+        with the index into this list."""
 
     def name_of(self, number: int) -> str:
-        """Return where a user finds the image ``number``: its path, as a rule."""
+        """Return a description of image ``number`` for users, usually its path."""
         return f"{self.name} image {number}"
 
     def make(self, number: int, epoch: int, index: int) -> torch.Tensor:
-        """Return the image ``number``, as the model sees it, in place of ``index``.
+        """Return image ``number`` as the model sees it, as a replacement for image ``index``.
 
-        Random draws depend on the seed, the epoch and ``index`` alone. Raises BrokenImageError.
+        Random draws depend only on the seed, the epoch and ``index``. Raises BrokenImageError.
         """
         raise NotImplementedError
 
     def digest(self) -> str:
-        """Return a checksum of what the images of the split are, in order."""
+        """Return a checksum that identifies the split's images and their order."""
         raise NotImplementedError
 
     def __len__(self) -> int:
@@ -328,10 +334,10 @@ class Split(Dataset):
     def readable(
         self, epoch: int, index: int, make: Callable[[int], torch.Tensor]
     ) -> tuple[torch.Tensor | None, int, list[loader.BadImage]]:
-        """Return what ``make`` returns for an image's number, the image's label, and the unreadable
-        ones: of the image ``index``, or in training of the first readable one in its place. None
-        and PADDING of padding, and in validation of a broken image. Raises DataFolderError if too
-        many are."""
+        """Return the result of ``make``, the image's label, and the unreadable images. In training,
+        an unreadable image ``index`` is replaced by the first readable substitute; in validation,
+        and for padding, the result is (None, PADDING). Raises DataFolderError if too many images
+        are unreadable."""
         bad: list[loader.BadImage] = []
         if index == loader.PADDING:
             return None, loader.PADDING, bad
@@ -348,31 +354,31 @@ class Split(Dataset):
         if self.is_train:
             name, reason, _ = bad[0]
             raise DataFolderError(
-                f"{name} is not a readable image ({reason}), nor are {ATTEMPTS} others that "
-                "were tried in its place"
+                f"{name} cannot be read ({reason}), and neither can {ATTEMPTS} images tried in "
+                "its place"
             )
         return None, loader.PADDING, bad
 
     def numbered(self) -> Self:
-        """Return the same images, each with its number in place of its label."""
+        """Return a copy whose items have the image's number instead of its label."""
         part = copy.copy(self)
         part.gives_numbers = True
         return part
 
     def with_request(self, request: DatasetRequest) -> Self:
-        """Return the same images as another request has them; of photographs alone."""
+        """Return the same images for another request; for photographs only."""
         raise NotImplementedError
 
     def sampler(self, batch_size: int, **how: Any) -> loader.GlobalBatchSampler:
-        """Return what decides the order of the images."""
+        """Return the sampler, which determines the order of the images."""
         return loader.GlobalBatchSampler(len(self), batch_size, **how)
 
     def batches(
         self, batch_size: int, share: loader.Share, sizes: SizeSchedule | None = None
     ) -> loader.BatchLoader:
-        """Return the loader of this ``share`` of each global batch. Training images are shuffled.
-        Validation images come once, in order; padding fills up the last batch. ``sizes``: of the
-        images of each step; None: all have the request's."""
+        """Return the loader for this ``share`` of each global batch. Training images are shuffled.
+        Validation images come once, in order, with padding in the last batch. ``sizes``: the image
+        size of each step; None: all images have the request's size."""
         config, dataset = self.request.config, copy.copy(self)
         if share.rows is not None:
             dataset.rows, dataset.of_some_rows = share.rows, True
@@ -408,8 +414,8 @@ class Split(Dataset):
     def batches_of(
         self, numbers: Sequence[int], batch_size: int, share: loader.Share
     ) -> loader.BatchLoader:
-        """Return the loader of some images, in this order, without loader processes if one batch
-        has them all. Not for shares of a part of each image."""
+        """Return a loader for these images, in this order, without loader processes if they fit one
+        batch. Does not support shares with a subset of rows."""
         sampler = loader.GlobalBatchSampler(
             len(numbers),
             batch_size,
@@ -422,12 +428,13 @@ class Split(Dataset):
         return loader.DatasetLoader(self, sampler, min(workers, len(sampler)))
 
     def _workers(self, share: loader.Share) -> int:
-        """Return how many loader processes a training process has."""
+        """Return the number of loader processes per training process."""
         workers = self.request.config.num_workers
         return loader.default_workers(share.of_host) if workers is None else workers
 
     def facts(self) -> dict[str, Any]:
-        """Return what the images are and, beside flags, their order, by names for a reader."""
+        """Return what identifies the images and, besides flags, determines their order, by readable
+        names."""
         is_train = self.name == "train"
         kind = "training" if is_train else "validation"
         labels = np.ascontiguousarray(self.labels, np.int64).data
@@ -439,17 +446,17 @@ class Split(Dataset):
 
 
 def _drawn_pair(seed: int, pairs: int, epoch: int, batch: int) -> int:
-    """Return the number of the pair of crop sizes of a batch, one of so many."""
+    """Return the index of the pair of crop sizes that a batch uses."""
     return random.Random(f"{seed} crop sizes {epoch} {batch}").randrange(pairs)
 
 
 ATTEMPTS = 10
-"""How many images are tried instead of a broken one before the run ends."""
+"""Number of substitutes tried for a broken image before the run ends."""
 
 
 def substitute(seed: int, epoch: int, index: int, attempt: int, length: int) -> int:
-    """Return another image than ``index``, the ``attempt``-th (from 1 on) to take its place. It
-    depends on the arguments alone, and so not on the number of processes or on resumes."""
+    """Return the ``attempt``-th (from 1) substitute for image ``index``. It depends only on the
+    arguments, so it is the same for any number of processes and after a resume."""
     state = np.random.SeedSequence((seed, epoch, index, attempt)).generate_state(1, np.uint64)
     return (index + 1 + int(state[0]) % max(length - 1, 1)) % length
 
@@ -458,11 +465,11 @@ def substitute(seed: int, epoch: int, index: int, attempt: int, length: int) -> 
 
 
 class DataSource:
-    """Images for training and validation, found but not loaded: one or two splits."""
+    """Images for training and validation, indexed but not loaded: one or two splits."""
 
     def __init__(self, name: str, splits: Mapping[str, Split], remark: str = "") -> None:
-        """``splits``: by name; without labels "val" may be missing. ``remark``: the end of its line
-        in the log."""
+        """``splits``: by name; without labels "val" may be missing. ``remark``: text appended to
+        the source's log line."""
         self.name, self.splits, self._remark = name, splits, remark
         one = next(iter(splits.values()))
         self.classes, self.reads_rows = one.classes, one.reads_rows
@@ -473,25 +480,25 @@ class DataSource:
     def train_loader(
         self, batch_size: int, share: loader.Share, sizes: SizeSchedule | None = None
     ) -> loader.BatchLoader:
-        """Return the loader of training images, see ``Split.batches``."""
+        """Return the loader of training images; see ``Split.batches``."""
         return self.splits["train"].batches(batch_size, share, sizes)
 
     def steps_of_epoch(self, batch_size: int) -> int:
-        """Return how many global batches of training images an epoch has."""
+        """Return the number of global batches of training images per epoch."""
         return len(self.train_loader(batch_size, loader.Share(loads=False)))
 
     def val_loader(self, batch_size: int, share: loader.Share) -> loader.BatchLoader:
         """Return the loader of validation images. Raises KeyError if there are none (``val_length``
-        0)."""
+        is 0)."""
         return self.splits["val"].batches(batch_size, share)
 
     def order(self) -> dict[str, Any]:
-        """Return what decides, beside flags, the order of the training images."""
+        """Return what determines, besides flags, the order of the training images."""
         return self.splits["train"].facts() if "train" in self.splits else {}
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what all processes of a run must have in common about the images."""
-        # The classes come before the checksums: they say more.
+        """Return the facts about the images that must be the same on all processes of a run."""
+        # Classes come before checksums because they are more informative in an error message.
         facts: dict[str, Any] = {"the class folders": self.classes}
         for split in self.splits.values():
             facts |= split.facts()

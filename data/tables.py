@@ -77,7 +77,7 @@ def choose_columns(
     """Return the columns ``given`` (image, label), else the only ones that can be meant; without
     ``labels`` that of images alone. ``features`` is the JSON of ``datasets.Features``; ``where``
     names the table in a DataFolderError."""
-    how, names = "name the two by --columns IMAGE LABEL", ", ".join(features) or "no columns"
+    how, names = "set --columns IMAGE LABEL", ", ".join(features) or "no columns"
     of_type: dict[str, list[str]] = {
         "Image": [],
         "ClassLabel": [],
@@ -98,9 +98,9 @@ def choose_columns(
         image, label = given
     else:
         if len(images) != 1:
-            several = f"several columns of images ({', '.join(images)})"
-            what = several if images else "no column of images"
-            raise DataFolderError(f"{where} has {what}: {how} (it has {names})")
+            several = f"several image columns ({', '.join(images)})"
+            what = several if images else "no image column"
+            raise DataFolderError(f"{where} has {what}: {how} (columns: {names})")
         by_name, strings = (
             [name for name in columns if name in ("label", "labels")]
             for columns in (numbers, of_type["string"])
@@ -108,19 +108,19 @@ def choose_columns(
         candidates = by_name if len(by_name) == 1 else of_type["ClassLabel"] or strings
         if labels and len(candidates) != 1:
             raise DataFolderError(
-                f"{where}: which column holds the labels is unclear; {how} (it has {names})"
+                f"{where}: cannot tell which column contains the labels: {how} (columns: {names})"
             )
         image, label = images[0], candidates[0] if labels else None
     if not labels:
         label = None
     chosen = [(image, images, "images")]
     if label is not None:
-        chosen.append((label, numbers + of_type["string"], "whole numbers or strings"))
+        chosen.append((label, numbers + of_type["string"], "integers or strings"))
     for name, fitting, kind in chosen:
         if name not in features:
-            raise DataFolderError(f"{where} has no column {name}: it has {names}")
+            raise DataFolderError(f"{where} has no column {name} (columns: {names})")
         if name not in fitting:
-            raise DataFolderError(f"{where}: the column {name} does not hold {kind}; {how}")
+            raise DataFolderError(f"{where}: column {name} does not contain {kind}: {how}")
     classes = features[label].get("names") if label is not None else None
     return Columns(image, label, [str(name) for name in classes] if classes else None)
 
@@ -135,13 +135,15 @@ def _labels(values: Any, column: str, where: str) -> _Labels:
     if are_strings:  # a null may be a row, or an entry of the dictionary
         values = values.cast(pa.large_string())
     if values.null_count:
-        raise DataFolderError(f"{where}: {values.null_count:,} rows have no {column}")
+        raise DataFolderError(
+            f"{where}: {values.null_count:,} rows have no value in column {column}"
+        )
     if not are_strings:
         return values.to_numpy().astype(np.int64), None
     encoded = values.combine_chunks().dictionary_encode()
     names = encoded.dictionary.to_pylist()
     if "" in names:
-        raise DataFolderError(f"{where}: some rows have an empty {column}")
+        raise DataFolderError(f"{where}: some rows have an empty string in column {column}")
     return encoded.indices.to_numpy().astype(np.int64), names
 
 
@@ -150,9 +152,7 @@ def _concatenated(parts: Sequence[_Labels], where: str) -> _Labels:
     DataFolderError if some are numbers and others strings."""
     named = [names for _, names in parts if names is not None]
     if named and len(named) < len(parts):
-        raise DataFolderError(
-            f"the labels of {where} are strings in some files, and numbers in others"
-        )
+        raise DataFolderError(f"{where}: labels are strings in some files and integers in others")
     if not named:
         return np.concatenate([labels for labels, _ in parts]), None
     classes = sorted({*itertools.chain(*named)})
@@ -192,7 +192,7 @@ class TableSplit(ImageSplit):
         for label in (labels.min(), labels.max()):
             if not 0 <= label < count:
                 raise DataFolderError(
-                    f"{where} has the label {label}; with --num_classes {count} labels are 0 to "
+                    f"{where} has label {label}, but --num_classes {count} allows labels 0 to "
                     f"{count - 1}"
                 )
 
@@ -206,7 +206,7 @@ class TableSplit(ImageSplit):
         except Exception as error:  # what pyarrow and file systems raise
             raise BrokenImageError(reason_of(error)) from error
         if encoded is None:
-            raise BrokenImageError(f"the column {self.columns.image} has no bytes in this row")
+            raise BrokenImageError(f"column {self.columns.image} is empty in this row")
         return encoded
 
 
@@ -215,8 +215,8 @@ def _source(request: DatasetRequest, splits: Mapping[str, TableSplit]) -> DataSo
     root = request.config.data_dir
     one, other = (list(splits.values())[at].classes for at in (0, -1))
     if one != other:
-        how = other_classes(one or [], other or []) or "they have another order"
-        raise DataFolderError(f"the names of the classes of train and val differ in {root}: {how}")
+        how = other_classes(one or [], other or []) or "their order differs"
+        raise DataFolderError(f"{root}: the class names of train and val differ: {how}")
     return source_of(request, root, splits)
 
 
@@ -247,7 +247,7 @@ class ParquetSplit(TableSplit):
         for path, others in zip(self._paths, columns, strict=True):
             if others != columns[0]:
                 raise DataFolderError(
-                    f"the columns or the names of the classes of {self._paths[0]} and {path} differ"
+                    f"{self._paths[0]} and {path} have different columns or class names"
                 )
         where = f"{config.data_dir} ({_SPLITS[name][0]})"
         super().__init__(request, name, transform, columns[0], labels, where)
@@ -325,7 +325,8 @@ def open_masks(
     DataFolderError."""
     if pa is None:
         raise DataFolderError(
-            "parquet files require the package pyarrow: python3 -m pip install pyarrow"
+            "--segment_dir with parquet files requires the package pyarrow: python3 -m pip "
+            "install pyarrow"
         )
     root = request.config.data_dir
     path = split_files(root, _SPLITS[name])[0]
@@ -336,8 +337,8 @@ def open_masks(
     images = [column for column in pictures if column not in _MASKS]
     if len(masks) != 1 or len(images) != 1:
         raise DataFolderError(
-            f"{path} needs one column of images and one of masks, which is named "
-            f"{' or '.join(_MASKS)}; its columns of images are: {first_of(pictures) or 'none'}"
+            f"{path} must have one image column and one mask column, named {' or '.join(_MASKS)}; "
+            f"its image columns are: {first_of(pictures) or 'none'}"
         )
     columns = (images[0], masks[0])
     image_split, mask_split = (
@@ -359,8 +360,8 @@ def split_files(root: str, names: Sequence[str]) -> list[str]:
             return [f"{root.rstrip('/')}/{path}" for path in chosen]
     what = f"no {' or '.join(f'{name}-*.parquet' for name in names)}" if paths else "no .parquet"
     raise MissingSplitError(
-        f"{root} holds {what} files: --data_dir requires train-*.parquet and validation-*.parquet, "
-        "or folders of these names"
+        f"{root} contains {what} files: --data_dir requires train-*.parquet and "
+        "validation-*.parquet files, or files in folders with these names"
     )
 
 
@@ -429,20 +430,20 @@ def open_huggingface(request: DatasetRequest) -> DataSource:
         saved = datasets.load_from_disk(root)
     except Exception as error:  # it raises what it likes
         raise DataFolderError(
-            f"{root} is not a folder that datasets.DatasetDict.save_to_disk wrote "
-            f"({reason_of(error)})"
+            f"{root} was not saved by datasets.DatasetDict.save_to_disk ({reason_of(error)})"
         ) from error
     if not isinstance(saved, datasets.DatasetDict):
         raise DataFolderError(
-            f"{root} holds a single data set: --data_dir requires a DatasetDict with train and "
-            "validation"
+            f"{root} is a single dataset: --data_dir requires a DatasetDict with train and "
+            "validation splits"
         )
 
     def find(split: str) -> HuggingFaceSplit:
         saved_name = next((name for name in _SPLITS[split] if name in saved), None)
         if saved_name is None:
             raise MissingSplitError(
-                f"{root} has no split {' or '.join(_SPLITS[split])}: it has {', '.join(saved)}"
+                f"{root} has no {' or '.join(_SPLITS[split])} split; its splits are "
+                f"{', '.join(saved)}"
             )
         where = os.path.join(root, saved_name)
         return HuggingFaceSplit(request, split, transforms[split], saved[saved_name], where)

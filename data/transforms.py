@@ -1,7 +1,7 @@
-"""From an encoded image to what the model sees, in uint8: crop, resize, flip, augment, mask.
+"""Image transforms, from encoded images to the model's uint8 input: crop, resize, flip, augment.
 
-Normalising comes later, on the devices. What is drawn at random depends on the seed, the epoch
-and the image alone (``seeded``).
+Normalization happens later, on the devices. Random draws depend only on the seed, the epoch and the
+image (``seeded``).
 """
 
 import contextlib
@@ -35,51 +35,52 @@ from data.source import GLOBALS, CropLayout, DatasetRequest, Split, max_masked
 Size = tuple[int, ...]
 """The height and width of an image in pixels."""
 Box = tuple[int, int, int, int]
-"""A part of an image: its first row and column, its height and width."""
+"""Part of an image: first row, first column, height, width."""
 Transform = Callable[[OpenImage], torch.Tensor]
-"""From an image to (channels, height, width), or to packed crops, (bytes,): uint8. Raises
+"""Maps an image to (channels, height, width), or to packed crops (bytes,): uint8. Raises
 BrokenImageError."""
 SizedTransform = Callable[[OpenImage, Size], torch.Tensor]
-"""From an image and a height and width to (channels, height, width): uint8. Raises
+"""Maps an image, and a height and width, to (channels, height, width): uint8. Raises
 BrokenImageError."""
 Given = TypeVar("Given")
 Made = TypeVar("Made")
 
 _MIN_RATIO = 1.5
-"""How many pixels a side of an image decoded at a fraction of its size has for each that is made:
-then crops differ by 0.5 to 1.6 of 255 from those of whole images, with 1.0 by up to 2.5."""
+"""Minimum ratio of decoded to output pixels per side when decoding at reduced size: crops then
+differ by 0.5 to 1.6 of 255 from crops of full-size images; with 1.0, by up to 2.5."""
 _BY_TENSORS = ("bilinear", "bicubic")
-"""The interpolations that PyTorch computes as Pillow does, and three to four times as fast."""
+"""Interpolations that PyTorch computes like Pillow, three to four times as fast."""
 _SEEDS = 2**32
 _WHITE = 255
 
 
 class ImageSplit(Split):
-    """One split of images, each read as the bytes of a JPEG, PNG or the like, and then decoded."""
+    """One split of images, each read as the bytes of a JPEG, PNG or similar file and then
+    decoded."""
 
     reading_threads = 16
-    """How many threads may read images at a time."""
+    """Number of threads that may read images concurrently."""
 
     def __init__(
         self, request: DatasetRequest, name: str, transform: Transform, labels: Any, *others: Any
     ) -> None:
-        """``labels`` and ``others``: as for ``Split``."""
+        """``labels`` and ``others``: see ``Split``."""
         super().__init__(request, name, labels, *others)
         self.transform = transform
 
     def read(self, number: int, most: int | None = None) -> bytes:
-        """Return the image ``number`` as it is stored, encoded; ``most``: how many of its first
-        bytes are enough. Raises BrokenImageError."""
+        """Return image ``number`` as stored, encoded; ``most``: number of first bytes that suffice.
+        Raises BrokenImageError."""
         raise NotImplementedError
 
     def open(self, number: int, *, lines: bool = False) -> OpenImage:
-        """Return the image ``number``, perhaps not decoded yet. Raises BrokenImageError, see
+        """Return image ``number``, possibly not decoded yet. Raises BrokenImageError, see
         ``open_image``."""
         return open_image(self.read(number), lines=lines)
 
     def known_sizes(self) -> np.ndarray | None:
-        """Return the height and width of each image in pixels, (n, 2), int32, if they are known
-        without reading any."""
+        """Return height and width of each image in pixels, (n, 2), int32, if known without reading
+        images."""
         return None
 
     def with_request(self, request: DatasetRequest) -> Self:
@@ -95,10 +96,10 @@ class ImageSplit(Split):
 def seeded(
     transform: Callable[[Given], Made], image: Given, seed: int, epoch: int, index: int
 ) -> Made:
-    """Return the transformed image; these three numbers alone decide the random draws."""
+    """Return the transformed image; random draws depend only on the three numbers."""
     number = xxhash.xxh3_64_intdigest(struct.pack("<3q", seed, epoch, index))
-    # Only the CPU generator: torch.manual_seed would also queue work for CUDA. And by hand:
-    # torch.random.fork_rng takes a tenth of the time of the image.
+    # Set only the CPU generator, because torch.manual_seed would also queue work for CUDA. Do so by
+    # hand, because torch.random.fork_rng would take a tenth of the image's time.
     generator = torch.default_generator
     before = generator.get_state()
     generator.manual_seed(number >> 1)
@@ -126,8 +127,8 @@ def transforms_of(request: DatasetRequest) -> dict[str, Transform]:
 
 
 def sized_transforms_of(request: DatasetRequest) -> dict[str, SizedTransform]:
-    """Return the transform of each split of the request, to any size. Raises DataFolderError, see
-    ``TrainTransform``."""
+    """Return the transform of each split of the request for any output size. Raises
+    DataFolderError, see ``TrainTransform``."""
     config, channels = request.config, request.channels
     mode = v2.InterpolationMode(config.preprocessing.interpolation_of_val)
     whole = functools.partial(whole_image, mode, channels)
@@ -140,13 +141,12 @@ def sized_transforms_of(request: DatasetRequest) -> dict[str, SizedTransform]:
 
 
 def val_transform(preprocessing: Preprocessing, size: Size, channels: int) -> Transform:
-    """Return timm's transform for evaluation, of a whole image to ``size``, by Pillow;
-    ``crop_mode`` says what is resized to size / crop_pct before the centre is cropped. Raises
-    DataFolderError if the model takes volumes."""
+    """Return timm's evaluation transform to ``size``, computed by Pillow: resize to size / crop_pct
+    as ``crop_mode`` says, then center crop. Raises DataFolderError if the model takes volumes."""
     if len(size) != 2:
         raise DataFolderError(
-            f"the model takes volumes of {' x '.join(map(str, size))}, and these images are flat: "
-            "use --data_source volumes, mosaics or fake"
+            f"the model takes volumes of size {' x '.join(map(str, size))}, but these images are "
+            "2-D: use --data_source volumes, mosaics or fake"
         )
     mode = v2.InterpolationMode(preprocessing.interpolation_of_val)
     scaled = tuple(math.floor(side / preprocessing.crop_pct) for side in size)
@@ -168,7 +168,7 @@ def val_transform(preprocessing: Preprocessing, size: Size, channels: int) -> Tr
 def whole_image(
     mode: v2.InterpolationMode, channels: int, image: OpenImage, size: Size
 ) -> torch.Tensor:
-    """Return the whole image, resized by Pillow: (channels, height, width), uint8."""
+    """Return the whole image resized by Pillow: (channels, height, width), uint8."""
     picture = v2.functional.resize(Image.fromarray(image.pixels()), list(size), mode)
     return pil_to_tensor(v2.functional.rgb_to_grayscale(picture) if channels == 1 else picture)
 
@@ -176,10 +176,10 @@ def whole_image(
 def _resize_in_proportion(
     size: Size, choose: Callable, mode: v2.InterpolationMode, image: Image.Image
 ) -> Image.Image:
-    """Return the image with its proportions: with ``min`` it covers ``size``, with ``max`` it fits
-    into it, as timm's ``ResizeKeepRatio`` does."""
+    """Return the image resized with its aspect ratio: covering ``size`` with ``min``, fitting into
+    it with ``max``, like timm's ``ResizeKeepRatio``."""
     by = choose(image.height / size[0], image.width / size[1])
-    # timm fails where a long, thin image would have no pixel across.
+    # timm fails if a long, thin image would become less than one pixel wide.
     sides = [max(1, round(side / by)) for side in (image.height, image.width)]
     return v2.functional.resize(image, sides, interpolation=mode)
 
@@ -188,8 +188,8 @@ def _resize_in_proportion(
 
 
 class TrainTransform:
-    """Makes a random resized crop and flips it at random, as torchvision's transforms draw them;
-    then come the other augmentations, in the order of timm's ``transforms_imagenet_train``."""
+    """Random resized crop and flips, drawn like torchvision's transforms, then the other
+    augmentations in the order of timm's ``transforms_imagenet_train``."""
 
     def __init__(self, config: DataConfig, size: Size, channels: int) -> None:
         """Raises DataFolderError for augmentations that timm cannot compute."""
@@ -217,13 +217,14 @@ class TrainTransform:
         return self._augmented(image, self._size, self._ratio)
 
     def in_shape(self, image: OpenImage, size: Size) -> torch.Tensor:
-        """Return the image in another size; the ratio of its crop is relative to its own."""
+        """Return the image in another size; the crop's aspect ratio is relative to that of the
+        image."""
         height, width = image.size
         low, high = (ratio * width / height for ratio in self._ratio)
         return self._augmented(image, size, (low, high))
 
     def _augmented(self, image: OpenImage, size: Size, ratio: tuple[float, float]) -> torch.Tensor:
-        # The order of the random draws is a part of what a seed means: do not change it.
+        # The order of random draws is part of what a seed means: do not change it.
         flips = torch.rand(()).item() < self._hflip
         flips_over = self._vflip > 0 and torch.rand(()).item() < self._vflip
         box = random_box(image.size, self._scale, ratio)
@@ -231,7 +232,7 @@ class TrainTransform:
         crop = crop.flip(-1) if flips else crop
         crop = crop.flip(-2) if flips_over else crop
         if self._on_pictures:
-            # Pillow computes these: as timm has it, and most of it faster than on tensors.
+            # Pillow computes these, as in timm, and mostly faster than on tensors.
             picture = Image.fromarray(crop.permute(1, 2, 0).numpy())
             with drawn_from(int(torch.randint(_SEEDS, ()))):
                 for augment in self._on_pictures:
@@ -249,8 +250,8 @@ class TrainTransform:
 
 @dataclass
 class _Canvas:
-    """An image of bytes that looks to timm's erasing like a normalised one; what that writes is
-    rounded to a byte."""
+    """A uint8 image with the interface of a normalized one for timm's random erasing; written
+    values are rounded to bytes."""
 
     image: torch.Tensor
     mean: torch.Tensor
@@ -269,7 +270,7 @@ class _Canvas:
 
 
 def _modes(config: DataConfig) -> list[v2.InterpolationMode]:
-    """Return the interpolations of training images; one is drawn for each."""
+    """Return the interpolations of training images; one of them is drawn for each image."""
     chosen = config.train_interpolation or config.preprocessing.interpolation
     names = _BY_TENSORS if chosen == "random" else (chosen,)
     return [v2.InterpolationMode(name) for name in names]
@@ -278,12 +279,12 @@ def _modes(config: DataConfig) -> list[v2.InterpolationMode]:
 def resized_parts(
     image: OpenImage, parts: Sequence[tuple[Box, Size]], modes: list[v2.InterpolationMode]
 ) -> list[torch.Tensor]:
-    """Return parts of an image, each resized to a size of its own, (3, height, width) uint8, all
-    with the same one of ``modes``, drawn at random.
+    """Return parts of an image, each resized to its own size, (3, height, width) uint8, all with
+    the same randomly drawn one of ``modes``.
 
-    No pixels are decoded that are not needed: if all parts are several times as large as their
-    sizes, the image is decoded at a fraction of its size, and the parts start and end at a pixel of
-    that. Raises BrokenImageError.
+    Decodes only the required pixels: if all parts are several times larger than their output sizes,
+    the image is decoded at reduced size, and the parts are aligned to its pixels. Raises
+    BrokenImageError.
     """
     mode = modes[int(torch.randint(len(modes), ()))] if len(modes) > 1 else modes[0]
     most = min(min(box[2] / size[0], box[3] / size[1]) for box, size in parts) / _MIN_RATIO
@@ -294,7 +295,7 @@ def resized_parts(
     for (top, left, height, width), size in shrunk:
         part = pixels[top : top + height, left : left + width]
         if mode.value in _BY_TENSORS:
-            # PyTorch computes on (height, width, channels) in memory, but would copy a part of the
+            # PyTorch computes on (height, width, channels) in memory, but copies a part of the
             # pixels more slowly than NumPy.
             tensor = torch.from_numpy(np.ascontiguousarray(part)).permute(2, 0, 1)
             resized.append(v2.functional.resize_image(tensor, list(size), mode, antialias=True))
@@ -305,10 +306,9 @@ def resized_parts(
 
 
 def random_box(size: Size, scale: tuple[float, float], ratio: tuple[float, float]) -> Box:
-    """Draw a part of an image of (height, width) as torchvision's ``RandomResizedCrop`` does: its
-    area a share from ``scale``, its width over its height from ``ratio``, even in its logarithm.
-    After ten draws that do not fit it is the largest in the middle. (torchvision takes four times
-    as long.)"""
+    """Draw a crop of an image of (height, width) like torchvision's ``RandomResizedCrop``, four
+    times as fast: its area is a fraction from ``scale``, its width / height log-uniform in
+    ``ratio``. After ten draws that do not fit, use the largest centered crop."""
     height, width = size
     low, high = map(math.log, ratio)
     for _ in range(10):
@@ -331,13 +331,13 @@ def random_box(size: Size, scale: tuple[float, float], ratio: tuple[float, float
 
 
 _BIT_GENERATOR = np.random.MT19937()
-"""Swapped with NumPy's own: that takes a tenth of the time of copying a state."""
+"""Swapped with NumPy's own generator, which takes a tenth of the time of copying its state."""
 
 
 @contextlib.contextmanager
 def drawn_from(seed: int) -> Iterator[None]:
-    """Seed, inside, the global generators of Python's ``random`` and of NumPy, from which timm
-    draws. Afterwards they continue as they were. ``seed`` is below 2**32. Not to be nested."""
+    """Seed the global generators of Python's ``random`` and NumPy, which timm uses, within the
+    block, and restore them afterwards. ``seed`` must be below 2**32. Cannot be nested."""
     python, numpys = random.getstate(), get_bit_generator()
     random.seed(seed)
     set_bit_generator(_BIT_GENERATOR)
@@ -350,8 +350,8 @@ def drawn_from(seed: int) -> Iterator[None]:
 
 
 def _policy(name: str, config: DataConfig, size: tuple[int, ...]) -> Callable:
-    """Return timm's policy of this name, as its ``transforms_imagenet_train`` makes it. Raises
-    DataFolderError if it cannot be computed."""
+    """Return timm's policy of this name, as in its ``transforms_imagenet_train``. Raises
+    DataFolderError if it is invalid."""
     preprocessing = config.preprocessing
     params: dict = {
         "translate_const": int(min(size) * 0.45),
@@ -375,12 +375,13 @@ def _policy(name: str, config: DataConfig, size: tuple[int, ...]) -> Callable:
         with drawn_from(0):
             policy(Image.new("RGB", (32, 32)))
     except ValueError as error:
-        raise DataFolderError(f"--aa {name} cannot be drawn: {error}") from None
+        raise DataFolderError(f"--aa {name} is invalid: {error}") from None
     return policy
 
 
 def _posterize(image: Image.Image, bits_to_keep: int, **others: object) -> Image.Image:
-    """As timm's, also for the 0 bits and fewer of its policies: black, which Pillow 13 refuses."""
+    """Like timm's posterize, but also for 0 or fewer bits, which its policies draw: black, which
+    Pillow 13 refuses."""
     if bits_to_keep < 1:
         return Image.new(image.mode, image.size)
     return auto_augment.posterize(image, bits_to_keep, **others)
@@ -388,32 +389,32 @@ def _posterize(image: Image.Image, bits_to_keep: int, **others: object) -> Image
 
 # -- DINO's crops ----------------------------------------------------------------------
 #
-# Colors are jittered, made gray, blurred and solarized, each with a probability of its own, from
-# DINOv2's code (dinov2/data/augmentations.py). The operations are torchvision's, but faster: values
-# stay fp32, from 0 to 255, until the end, and so differ from torchvision's on fp32 images by the
-# rounding to a byte, at most 0.5 of 255, or 1 at the threshold of solarizing.
+# Color jitter, grayscale, blur and solarization are applied with the probabilities of DINOv2's code
+# (dinov2/data/augmentations.py). The operations are torchvision's, but faster: values stay fp32,
+# from 0 to 255, until the end, so they differ from torchvision's on fp32 images only by rounding to
+# bytes, at most 0.5 of 255, or 1 at the threshold of solarization.
 
 
 _LUMA = torch.tensor((0.2989, 0.587, 0.114))
-"""The weights of red, green and blue in a gray value: torchvision's."""
+"""Weights of red, green and blue in a gray value, as in torchvision."""
 _BRIGHTNESS, _CONTRAST, _SATURATION, _HUE = 0.4, 0.4, 0.2, 0.1
-"""The largest relative change of each; of the hue, the largest part of the color circle."""
+"""Maximum relative change of each; for hue, as a fraction of the color circle."""
 _JITTERED, _GRAY = 0.8, 0.2
-"""The probabilities that the colors of a crop are jittered, and that it is gray."""
+"""Probabilities of color jitter and of grayscale."""
 _RADIUS, _SIGMAS = 4, (0.1, 2.0)
-"""Of the blur, in pixels: it has 2 * 4 + 1 weights."""
+"""Radius and range of sigma of the blur, in pixels; it has 2 * 4 + 1 weights."""
 _LEAST_WEIGHT = 1e-4
-"""Smaller weights of the blur are left out: those of a side change a value by less than 0.05."""
+"""Smaller weights of the blur are dropped; those of one side change a value by less than 0.05."""
 _LEAST_BLOCK = 4
-"""The least area that is drawn for a masked rectangle, in patches, while so many are left."""
+"""Minimum area drawn for a masked rectangle, in patches, while at least that many are left."""
 _LOG_ASPECT = math.log(0.3)
-"""Height over width of a masked rectangle: the logarithm is even between this and its negative."""
+"""Masked rectangles have log(height / width) uniform between this value and its negative."""
 
 
 class MultiCrop:
-    """Makes the packed crops of an image for DINO, each a random resized crop that is flipped and
-    distorted at random, and draws the mask of the first global one. The Gram teacher's crops, if it
-    has its own, are the global ones of more pixels."""
+    """Creates the packed DINO crops of an image, each a random resized crop with random flip and
+    distortion, and the mask of the first global crop. Separate crops for the Gram teacher are the
+    global crops at higher resolution."""
 
     def __init__(self, config: DataConfig, layout: CropLayout) -> None:
         self._layout, self._gray = layout, layout.shape[0] == 1
@@ -449,33 +450,33 @@ class MultiCrop:
 
 @dataclass(frozen=True)
 class Kind:
-    """How often a kind of crop is blurred and solarized."""
+    """Probabilities of blur and solarization for one kind of crop."""
 
     blurred: float
     solarized: float = 0.0
 
 
 FIRST, SECOND, LOCAL = Kind(1.0), Kind(0.1, 0.2), Kind(0.5)
-"""The kinds of DINO's crops: one global crop of an image is the first kind, one the second."""
+"""The kinds of DINO's crops: of an image's global crops, one is FIRST and one SECOND."""
 
 
 @dataclass(frozen=True)
 class Distortion:
-    """What was drawn for one crop."""
+    """The random draws for one crop."""
 
     jitter: tuple[tuple[str, float], ...]
-    """The operations on the colors, in order, each with its factor, of the hue with its shift (a
-    part of the color circle)."""
+    """Color operations in order, each with its factor; for hue, its shift as a fraction of the
+    color circle."""
     gray: bool
     sigma: float | None
     """Standard deviation of the blur in pixels; None: no blur."""
     solarized: bool
     scale: float = 1.0
-    """How many times as many pixels a side of the crop has as one that the blur is for."""
+    """Side length of the crop relative to the crop that the blur is defined for."""
 
 
 def draw_distortion(kind: Kind) -> Distortion:
-    """Draw what to do with a crop of this kind, from the same distributions as torchvision."""
+    """Draw the distortion of a crop of this kind, from the same distributions as torchvision."""
     jittered, brightness, contrast, saturation, hue, gray, blurred, sigma, solarized = torch.rand(
         9, dtype=torch.float64
     ).tolist()
@@ -497,7 +498,7 @@ def draw_distortion(kind: Kind) -> Distortion:
 
 
 def distort(image: torch.Tensor, distortion: Distortion) -> torch.Tensor:
-    """Return the distorted image, (channels, height, width) uint8; of one channel, without
+    """Return the distorted image, (channels, height, width) uint8; single-channel images without
     saturation and hue."""
     colors = len(image) == len(_LUMA)
     if distortion.jitter or (colors and distortion.gray) or distortion.sigma is not None:
@@ -515,11 +516,11 @@ def distort(image: torch.Tensor, distortion: Distortion) -> torch.Tensor:
         if colors and distortion.gray:
             values = _gray(values)
         if distortion.sigma is not None:
-            # Of more pixels the same part of what the image shows: weights end where they did.
+            # At higher resolution the blur covers the same part of the scene.
             values = blur(
                 values, distortion.sigma * distortion.scale, round(_RADIUS * distortion.scale)
             )
-        # NumPy makes bytes of fp32 in a sixth of PyTorch's time.
+        # NumPy converts fp32 to bytes in a sixth of PyTorch's time.
         rounded = torch.from_numpy(values.add_(0.5).numpy().astype(np.uint8))
         image = rounded.expand_as(image)
     # A byte is below 128 if it is less than 255 minus itself.
@@ -527,20 +528,22 @@ def distort(image: torch.Tensor, distortion: Distortion) -> torch.Tensor:
 
 
 def _gray(values: torch.Tensor) -> torch.Tensor:
-    """Return the gray values (1, height, width) of an image, fp32; of gray ones, themselves."""
+    """Return the gray values (1, height, width) of an fp32 image; gray images unchanged."""
     if len(values) == 1:
         return values
     return (_LUMA @ values.flatten(1)).view(1, *values.shape[1:])
 
 
 def shift_hue(values: torch.Tensor, shift: float) -> torch.Tensor:
-    """Return RGB values (3, height, width) with the hue moved by ``shift`` of the color circle, at
-    most a sixth. Brightest and darkest value of each pixel stay: saturation and value of HSV.
+    """Return RGB values (3, height, width) with the hue shifted by ``shift`` of the color circle,
+    at most a sixth. The minimum and maximum of each pixel stay the same: saturation and value in
+    HSV.
 
     Each channel is a trapezoid over the hue h, counted in sixths of the circle from the channel's
-    own hue: with the smallest value m and chroma C, red = m + C clamp(2 - abs(h), 0, 1). The other
-    two channels say what h is: C abs(h) = C + (green - m) + (blue - m) - (red - m), and its sign is
-    that of green - blue. So there is no division, no remainder, and no case by the largest channel.
+    own hue: with the minimum m and chroma C, red = m + C clamp(2 - abs(h), 0, 1). The other two
+    channels determine h: C abs(h) = C + (green - m) + (blue - m) - (red - m), with the sign of
+    green - blue. This needs no division, no remainder, and no case distinction by the largest
+    channel.
     """
     darkest, brightest = values.amin(0, keepdim=True), values.amax(0, keepdim=True)
     chroma = brightest - darkest
@@ -552,9 +555,9 @@ def shift_hue(values: torch.Tensor, shift: float) -> torch.Tensor:
 
 
 def blur(values: torch.Tensor, sigma: float, radius: int) -> torch.Tensor:
-    """Return the values (channels, height, width) after a Gaussian blur, whose weights are those of
-    pixels up to ``radius`` away along each direction, the image reflected beyond its edges. A
-    weight at a time, and its mirrored one: several times as fast as PyTorch's convolution."""
+    """Return the values (channels, height, width) after a Gaussian blur with weights up to
+    ``radius`` pixels along each axis and reflected edges. Applies one weight and its mirror image
+    at a time, several times as fast as PyTorch's convolution."""
     radius = min(radius, *(side - 1 for side in values.shape[1:]))
     weights = [math.exp(-0.5 * (offset / sigma) ** 2) for offset in range(radius + 1)]
     total = 2 * sum(weights) - weights[0]
@@ -572,9 +575,9 @@ def blur(values: torch.Tensor, sigma: float, radius: int) -> torch.Tensor:
 
 
 def block_mask(grid: tuple[int, int], ratio: tuple[float, float]) -> torch.Tensor:
-    """Draw which patches are masked, (patches,) bool: their share is even between both ``ratio``.
-    The mask is made of rectangles, as in iBOT and DINOv2, each around a random patch that is not
-    masked yet; the last one is cut, so that their number is exact."""
+    """Draw the masked patches, (patches,) bool; their fraction is uniform within ``ratio``. The
+    mask consists of rectangles, as in iBOT and DINOv2, each around a random unmasked patch; the
+    last one is truncated so that the number is exact."""
     rows, columns = grid
     share = ratio[0] + torch.rand(()).item() * (ratio[1] - ratio[0])
     wanted = min(max(1, round(share * rows * columns)), max_masked(grid, ratio))

@@ -40,8 +40,8 @@ def open_volumes(request: DatasetRequest) -> DataSource:
     config, root = request.config, request.config.data_dir
     if is_url(root):
         raise DataFolderError(
-            f"--data_dir {root}: --data_source volumes reads parts of files, which have "
-            "to be on a disk of this host"
+            f"--data_dir {root}: --data_source volumes reads parts of files and cannot use URLs: "
+            "copy the files to a local disk"
         )
     indices = index_folders(request, SUFFIXES) if config.labels is None else read_labels(request)
     for index in indices.values():
@@ -83,16 +83,15 @@ class VolumesSplit(Split):
                     fits, channel_axis = True, dimensions
             if not fits:
                 raise DataFolderError(
-                    f"{path} holds an array of {_times(shape)}, which is no image of "
-                    f"{_times(self._size)} with channels: {self._channels}"
+                    f"{path} has shape {_times(shape)}, but the model takes {_times(self._size)} "
+                    f"with {self._channels} channel(s)"
                 )
             size = [n for axis, n in enumerate(shape) if axis != channel_axis]
             margins = [side - needed for side, needed in zip(size, self._size, strict=True)]
             if min(margins) < 0:
                 raise DataFolderError(
-                    f"{path} holds an array of {_times(size)}, smaller than the "
-                    f"{_times(self._size)} that the model takes: leave it out, or give the model a "
-                    "smaller image size"
+                    f"{path} has size {_times(size)}, smaller than the model's "
+                    f"{_times(self._size)}: remove the file, or use a smaller image size"
                 )
             # Draw the crop, and choose this process's rows of it.
             starts, flip = [margin // 2 for margin in margins], False
@@ -115,8 +114,8 @@ class VolumesSplit(Split):
                 # Processes that read other rows may not see the damage: the image would be
                 # replaced here, and not there.
                 raise DataFolderError(
-                    f"{path} is damaged ({error}), and processes that read other rows of it cannot "
-                    "know: mend or remove it"
+                    f"{path} is damaged ({error}), and processes that read its other rows cannot "
+                    "detect this: repair or remove it"
                 ) from None
         values = values[None] if channel_axis is None else np.moveaxis(values, channel_axis, 0)
         if values.dtype.kind in "iu":  # whole numbers: as a share of the largest of their type
@@ -157,10 +156,10 @@ def open_array(path: str) -> Iterator[ArrayFile]:
             os.close(regular(path, os.O_RDONLY))
             suffix = next((suffix for suffix in SUFFIXES if path.lower().endswith(suffix)), None)
             if suffix is None:
-                raise BrokenImageError(f"its name ends in none of {', '.join(SUFFIXES)}")
+                raise BrokenImageError(f"its extension is not one of {', '.join(SUFFIXES)}")
             array = _OPENERS[suffix](path, stack)
             if array.dtype.kind not in "biuf":
-                raise BrokenImageError(f"its values are {array.dtype}, and not numbers")
+                raise BrokenImageError(f"its dtype {array.dtype} is not numeric")
         yield array
 
 
@@ -183,7 +182,7 @@ def check_packages(paths: Iterable[str]) -> None:
             importlib.import_module(package)
         except ImportError:
             raise DataFolderError(
-                f"{suffix} files need the package {package}: python3 -m pip install {package}"
+                f"{suffix} files require the package {package}: python3 -m pip install {package}"
             ) from None
 
 
@@ -202,7 +201,7 @@ def _open_npz(path: str, _stack: contextlib.ExitStack) -> ArrayFile:
             name = archive.files[0]
         if name is None:
             raise BrokenImageError(
-                f"it has {len(archive.files)} arrays, and none is named volume or image"
+                f"it has {len(archive.files)} arrays, and none is named volume or image: rename one"
             )
         array = archive[name]
     return ArrayFile(array.shape, array.dtype, lambda window: array[window])
@@ -223,7 +222,7 @@ def _open_nifti(path: str, _stack: contextlib.ExitStack) -> ArrayFile:
 def _check_length(path: str, needed: int) -> None:
     """Raise BrokenImageError if a file is truncated, which its header does not show."""
     if os.path.getsize(path) < needed:
-        raise BrokenImageError(f"it has {os.path.getsize(path):,} of {needed:,} bytes")
+        raise BrokenImageError(f"it is truncated: {os.path.getsize(path):,} of {needed:,} bytes")
 
 
 # TIFF
@@ -238,7 +237,9 @@ def _open_tiff(path: str, stack: contextlib.ExitStack) -> ArrayFile:
     ends = map(sum, zip(page.dataoffsets, page.databytecounts, strict=True))
     _check_length(path, max(ends, default=0))
     if page.imagedepth > 1:
-        raise BrokenImageError("it is a volume; of TIFF files, images are read")
+        raise BrokenImageError(
+            "it is a TIFF volume; only 2-D TIFF images are supported: save it as NIfTI or .npy"
+        )
     count, _, height, width, samples = page.shaped  # count of planes or of samples is 1
     mapped: np.ndarray | None = None
     if page.is_memmappable:

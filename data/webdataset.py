@@ -50,7 +50,9 @@ def open_shards(request: DatasetRequest) -> DataSource:
     transforms = transforms_of(request)
     config, root = request.config, request.config.data_dir
     if not root:
-        raise DataFolderError("--data_dir is empty: give the folder or URL that holds the shards")
+        raise DataFolderError(
+            "--data_dir is empty: set it to the folder or URL that contains the shards"
+        )
     listing = files.find_files(root)
     if PACK_FILE in listing:
         try:
@@ -62,13 +64,14 @@ def open_shards(request: DatasetRequest) -> DataSource:
                 f"{root}/{PACK_FILE} cannot be read: {reason_of(error)}"
             ) from None
         if not complete:
-            raise DataFolderError(f"{root} is incomplete: run its data.pack again, which goes on")
+            raise DataFolderError(
+                f"{root} is incomplete: run the same data.pack command again to resume"
+            )
     chosen = request.find_splits(lambda split: choose_shards(config, split, listing))
     twice = sorted(set(chosen.get("val", ())).intersection(chosen.get("train", ())))
     if twice:
         raise DataFolderError(
-            f"{twice[0]} in {root} would be in train and in val: give --train_shards and "
-            "--val_shards"
+            f"{twice[0]} in {root} matches both train and val: set --train_shards and --val_shards"
         )
     tables = {
         split: _index(config, split, shards, listing, labels=request.labels)
@@ -81,14 +84,14 @@ def open_shards(request: DatasetRequest) -> DataSource:
             text = files.read_bytes(os.path.join(root, file)).decode()
             classes = json.loads(text) if file.endswith(".json") else text.splitlines()
         if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
-            raise DataFolderError(f"{root}/{file} is not a list of names, one of each class")
+            raise DataFolderError(f"{root}/{file} is not a list of class names")
     elif request.labels:
         names = [table.info["names"] or [] for table in tables.values()]
         classes = names[0] or None
         if difference := other_classes(names[0], names[-1]):
             raise DataFolderError(
-                f"the classes that the shards of train and val name differ in {root} "
-                f"({difference}): put the names of all, by label, into classes.txt there"
+                f"{root}: the class names in the train and val shards differ ({difference}): list "
+                f"the names of all classes, in label order, in {root}/classes.txt"
             )
     splits = {
         split: ShardSplit(request, split, transforms[split], table, classes)
@@ -112,19 +115,20 @@ class ShardSplit(ImageSplit):
         root, shards = request.config.data_dir, table.info["shards"]
         labels, names = table.arrays["label"], table.info["names"]
         if not len(labels):
-            raise DataFolderError(f"there is no image in the shards of {root}")
+            raise DataFolderError(f"{root}: the shards contain no images")
         if names is not None and names != classes:
             number_of = {name: number for number, name in enumerate(classes or ())}
             missing = [name for name in names if name not in number_of]
             if missing:
-                raise DataFolderError(f"a label in {root} is {missing[0]}, which classes.* lacks")
+                raise DataFolderError(
+                    f"{root} has the label {missing[0]}, which is missing from classes.txt or "
+                    "classes.json: add it"
+                )
             labels = np.array([number_of[name] for name in names], np.int32)[labels]
         count = len(classes) if classes else int(labels.max()) + 1
         request.check_classes(count, root)
         if labels.max() >= count:
-            raise DataFolderError(
-                f"a label in {root} is {labels.max()}, of {count} classes by name"
-            )
+            raise DataFolderError(f"{root} has label {labels.max()}, but only {count} class names")
         left_out = Counter[str](table.info["left_out"])
         super().__init__(request, split, transform, labels, classes, left_out)
         self._shards = [os.path.join(root, name) for name, _ in shards]
@@ -156,7 +160,9 @@ def choose_shards(config: DataConfig, split: str, listing: Listing) -> list[str]
         chosen = [f"{head}{number:0{len(first)}}{tail}" for number in numbers]
         for name in chosen:
             if name not in listing:
-                raise DataFolderError(f"{config.data_dir} has no {name} of {flag} {pattern}")
+                raise DataFolderError(
+                    f"{config.data_dir} has no {name}, which {flag} {pattern} includes"
+                )
         if chosen:
             return chosen
     patterns = [pattern] if pattern else [f"{split}/*.tar", f"*{split}*.tar"]
@@ -164,7 +170,7 @@ def choose_shards(config: DataConfig, split: str, listing: Listing) -> list[str]
         if chosen := sorted(fnmatch.filter(listing, wildcards)):
             return chosen
     kind = DataFolderError if pattern else MissingSplitError
-    raise kind(f"{config.data_dir} has no shards {' or '.join(patterns)}: name them with {flag}")
+    raise kind(f"{config.data_dir} has no shards {' or '.join(patterns)}: set {flag}")
 
 
 # -- the index: where each image is in the shards, and its label -----------------------
@@ -204,8 +210,8 @@ def _index(
         number_of = {name: number for number, name in enumerate(names)}
         if names and any(isinstance(label, int) for label in all_labels):
             raise DataFolderError(
-                f"the labels in the shards of {root} are numbers, but also names, such as "
-                f"{names[0]}: give them all as numbers"
+                f"{root}: the labels in the shards mix numbers and names, such as {names[0]}: use "
+                "numbers for all"
             )
         numbers = [number_of[label] if isinstance(label, str) else label for label in all_labels]
         starts_and_sizes = np.concatenate(places)
@@ -260,7 +266,7 @@ def _scan(path: str, *, labels: bool) -> tuple[list[str], np.ndarray, list[Label
             key, suffix = named[1], f".{named[2].lower()}"
             if suffix in IMG_EXTENSIONS:
                 if places.get(key):
-                    raise DataFolderError(f"{path} has two images of the name {key}: remove one")
+                    raise DataFolderError(f"{path} has two images with key {key}: remove one")
                 places[key] = member.offset_data, member.size
             elif suffix in (".cls", ".json"):
                 places.setdefault(key, None)  # samples are in the order of their first files
@@ -275,16 +281,15 @@ def _scan(path: str, *, labels: bool) -> tuple[list[str], np.ndarray, list[Label
                     dotted.setdefault(key, member.name)
         file.seek(tar.offset)  # the end is zeros, or else tarfile took damage for the end
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-            raise tarfile.ReadError("it is cut off or damaged")
+            raise tarfile.ReadError("it is truncated or damaged")
 
     # Further files of a sample, such as KEY.seg.png, are left out; a whole sample is not.
     for key, name in dotted.items():
         if not places.get(key):
             suffix = os.path.splitext(name)[1]
             raise DataFolderError(
-                f"{path}: {name} is not the image of a sample: a key ends at the first dot, which "
-                f"is {key} here, and its image is {key}{suffix}: rename the files without further "
-                "dots"
+                f"{path}: {name} does not belong to a sample: keys end at the first dot, so the "
+                f"image of key {key} must be {key}{suffix}; rename the files to have a single dot"
             )
     images = {key: place for key, place in places.items() if place}
     if len(images) < len(places):
@@ -292,8 +297,8 @@ def _scan(path: str, *, labels: bool) -> tuple[list[str], np.ndarray, list[Label
     for key in images:
         if labels and key not in label_of:
             raise DataFolderError(
-                f"{path}: the image {key} has no label: {key}.cls, or {key}.json with the field "
-                f"{' or '.join(_LABEL_FIELDS)}, is needed beside it"
+                f"{path}: the image {key} has no label: add {key}.cls, or {key}.json with the "
+                f"field {' or '.join(_LABEL_FIELDS)}"
             )
     offsets_and_sizes = np.array(list(images.values()), np.int64).reshape(-1, 2)
     return [*images], offsets_and_sizes, [label_of.get(key, 0) for key in images], left_out
@@ -322,6 +327,6 @@ def _label(name: str, suffix: str, content: bytes) -> Label | None:
             return label
         if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < 2**31:
             return label
-        raise ValueError(f"{label!r} is neither a number from 0 on nor a name")
+        raise ValueError(f"{label!r} is neither a non-negative integer nor a name")
     except (ValueError, TypeError) as error:
-        raise DataFolderError(f"{name} holds no label: {reason_of(error)}") from None
+        raise DataFolderError(f"{name} contains no label: {reason_of(error)}") from None

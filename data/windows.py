@@ -1,7 +1,7 @@
-"""Windows of images: parts of a model's size, of which each process gets all of an image.
+"""Windows of images for segmentation: crops of the model's size.
 
-An image is resized until it just covers a window. In training there is one window at a random
-place, in validation as many as cover the image, which overlap.
+An image is resized to just cover a window. Training uses one window at a random position,
+validation as many overlapping windows as cover the image. One process gets all windows of an image.
 """
 
 from __future__ import annotations
@@ -18,45 +18,45 @@ from data.source import DatasetRequest, Split
 
 
 class WindowSplit(Split):
-    """Windows of the images of one split: one of each image of "train", in validation all, those of
-    an image one after another, row by row."""
+    """Windows of the images of one split: one per image in "train"; in validation all windows of
+    each image, consecutively, row by row."""
 
     reading_threads = 1
-    """How many threads may read masks at a time."""
+    """Number of threads that may read masks concurrently."""
 
     def __init__(self, request: DatasetRequest, name: str, sizes: np.ndarray) -> None:
-        """``sizes``: height and width in pixels of each image, (images, 2)."""
+        """``sizes``: height and width of each image in pixels, (images, 2)."""
         self.sizes, window = sizes, np.array(request.size)
-        # One side is as long as the window's, the other at least as long.
+        # Scale so that one side equals the window's side, and the other is at least as long.
         by = (np.maximum(sizes, 1) / window).min(axis=1, keepdims=True)
         self.scaled = np.maximum(np.rint(sizes / by).astype(np.int64), window)
-        """Height and width of each image that is resized to cover a window."""
-        # Windows start at every two thirds of a side, as in DINOv2's evaluation.
+        """Height and width of each image after resizing to cover a window."""
+        # Stride of two thirds of the window, as in DINOv2's evaluation.
         self._strides = np.maximum(window * 2 // 3, 1)
         counts = np.ones(len(sizes), np.int64)
         if name != "train":
             counts = (-(-(self.scaled - window) // self._strides) + 1).prod(axis=1)
         self.counts = counts
-        """How many windows each image has."""
+        """Number of windows per image."""
         self._ends = np.cumsum(counts)
         super().__init__(request, name, range(int(counts.sum())))
 
     @property
     def images(self) -> int:
-        """Return how many images the windows are of."""
+        """Return the number of images."""
         return len(self.sizes)
 
     def image_of(self, window: int) -> int:
-        """Return the number of the image that a window is of."""
+        """Return the image that a window belongs to."""
         return int(np.searchsorted(self._ends, window, side="right"))
 
     def windows_of(self, image: int) -> range:
-        """Return the numbers of an image's windows."""
+        """Return the indices of an image's windows."""
         return range(int(self._ends[image] - self.counts[image]), int(self._ends[image]))
 
     def starts(self, image: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the first rows and the first columns of an image's windows, in the resized image:
-        there is a window at each pair of them."""
+        """Return the first rows and first columns of an image's windows in the resized image; every
+        combination of the two is a window."""
         free = [int(n) for n in self.scaled[image] - self.request.size]
         if self.name == "train":
             drawn = np.random.default_rng((self.seed, image)).random(2)
@@ -69,7 +69,7 @@ class WindowSplit(Split):
         return rows, columns
 
     def _start(self, window: int) -> tuple[int, int, int]:
-        """Return the image of a window, and its first row and column."""
+        """Return a window's image, first row and first column."""
         image = self.image_of(window)
         rows, columns = self.starts(image)
         row, column = divmod(window - self.windows_of(image).start, len(columns))
@@ -81,18 +81,17 @@ class WindowSplit(Split):
         return self.picture(image)[:, top : top + height, left : left + width]
 
     def picture(self, image: int) -> torch.Tensor:
-        """Return the resized image ``image``, (channels, height, width). Raises
-        BrokenImageError."""
+        """Return the resized image, (channels, height, width). Raises BrokenImageError."""
         raise NotImplementedError
 
     def mask(self, image: int) -> np.ndarray:
-        """Return the labels of the pixels of the image ``image``, which is not resized: (height,
-        width), int16, some ``IGNORED``. Raises BrokenImageError."""
+        """Return the labels of the image's pixels at its original size, (height, width), int16,
+        with ``IGNORED`` for ignored pixels. Raises BrokenImageError."""
         raise NotImplementedError
 
     def mask_of_window(self, window: int, mask: np.ndarray) -> np.ndarray:
-        """Return the part of its image's mask that a window sees, resized like the image, but each
-        pixel the nearest one: (height, width), int16."""
+        """Return a window's part of its image's mask, resized like the image but with
+        nearest-neighbor interpolation: (height, width), int16."""
         image, *starts = self._start(window)
         nearest = [
             ((np.arange(start, start + side) + 0.5) * length / scaled).astype(np.int64)
@@ -107,16 +106,16 @@ class WindowSplit(Split):
 
 
 class WholeImageSampler(GlobalBatchSampler):
-    """Gives all windows of an image to one process, one after another; padding fills up what other
-    processes have more of."""
+    """Assigns all windows of an image to one process, consecutively; processes with fewer windows
+    get padding."""
 
     def __init__(self, counts: np.ndarray, batch_size: int, **how: Any) -> None:
-        """``counts``: how many windows each image has. The others: see ``GlobalBatchSampler``."""
+        """``counts``: number of windows per image. Other arguments: see ``GlobalBatchSampler``."""
         super().__init__(int(counts.sum()), batch_size, **how)
         shards = batch_size // self.share
         windows = np.zeros(shards, np.int64)
         self._windows: list[range] = []
-        """This process's windows, image by image."""
+        """This process's windows, grouped by image."""
         for count, end in zip(counts.tolist(), np.cumsum(counts).tolist(), strict=True):
             shard = int(windows.argmin())  # the process with the fewest so far
             windows[shard] += count

@@ -1,11 +1,12 @@
-"""Get TPUs from Compute Engine, set them up, train on them, and give them back.
+"""Create TPU slices on Compute Engine, set them up, train on them, and delete them.
 
     python3 -m launch.compute_engine --tpu=NAME --topology=tpu7x:4x4x4 --flex_start=7d --delete \\
         [flags of launch.xla_dist] -- COMMAND ...
 
-A slice of several hosts is a managed instance group, made of an instance template and a workload
-policy with the slice's topology; a slice of one host is a VM. All are called NAME, so the same
-command finds them again. With --delete they are deleted at the end, however it came.
+A slice of several hosts is a managed instance group, created from an instance template and a
+workload policy with the slice's topology; a slice of one host is a VM. All of them are named NAME,
+so running the same command again finds them. With --delete they are deleted at the end, also after
+a failure.
 """
 
 import argparse
@@ -57,7 +58,7 @@ _TOO_OLD = ("unrecognized arguments", "Invalid choice")
 
 
 class _Failed(Exception):
-    """Raised if there is no slice to be had, or if a part of the work fails; exit code 1."""
+    """Raised if no slice can be created, or if a step fails; exit code 1."""
 
 
 class _Stopped(Exception):
@@ -84,70 +85,82 @@ def _link(kind: tuple[str, ...]) -> str:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the command line; what is not known is for xla_dist. Raises Mistake."""
+    """Parse the command line; unknown flags are passed to xla_dist. Raises Mistake."""
     parser = LauncherParser(
         prog="python3 -m launch.compute_engine",
         allow_abbrev=False,
         usage="%(prog)s --tpu NAME --topology CHIP:SHAPE [options] [flags of launch.xla_dist] -- "
         "COMMAND ...",
-        description="Create a TPU slice on Compute Engine unless it is there, wait until its VMs "
-        "run, set it up by launch/setup_pod.sh, and run COMMAND in ~/vit-fsdp on all its hosts by "
-        "launch.xla_dist. Exit code: that of the command; 1 if there is no slice to be had; 2 for "
-        "a mistake.",
+        description="Create a TPU slice on Compute Engine unless it exists, wait until its VMs are "
+        "running, set it up with launch/setup_pod.sh, and run COMMAND in ~/vit-fsdp on all "
+        "its hosts with launch.xla_dist. Exit code: that of COMMAND; 1 if no slice could be "
+        "created; 2 for a usage error.",
     )
     add = parser.add_argument
-    add("--tpu", metavar="NAME", type=not_empty, required=True, help="what the slice is called")
+    add("--tpu", metavar="NAME", type=not_empty, required=True, help="name of the slice")
     add(
         "--topology",
         metavar="CHIP:SHAPE",
         required=True,
-        help="chip and chips along each side, as --tpu_topology of --compile_only: v6e:8x8, "
-        "v5p:4x4x8, tpu7x:4x4x4",
+        help="chip type and number of chips along each side, as for --tpu_topology of "
+        "--compile_only: v6e:8x8, v5p:4x4x8, tpu7x:4x4x4",
     )
     add(
         "--slices",
         type=positive,
         default=1,
-        help="number of slices, called NAME-0, NAME-1, ... if there are several, which train "
-        "together (default: 1)",
+        help="number of slices to train on together, named NAME-0, NAME-1, ... if more than one "
+        "(default: 1)",
     )
     # How they are paid for.
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--spot", action="store_true", help="spot VMs (default: on demand)")
+    how.add_argument("--spot", action="store_true", help="use spot VMs (default: on demand)")
     how.add_argument(
         "--flex_start",
         metavar="DURATION",
-        help="VMs that Google's flex-start gives when it has them, for at most so long: 7d, 36h. "
-        "Then they are deleted with their disks (default: on demand)",
+        help="use flex-start VMs, which Google provides when it has capacity, for at most "
+        "DURATION, such as 7d or 36h; they are then deleted with their disks (default: on "
+        "demand)",
     )
     how.add_argument(
-        "--reservation", metavar="NAME", type=not_empty, help="VMs of this reservation"
+        "--reservation", metavar="NAME", type=not_empty, help="use VMs of this reservation"
     )
-    add("--machine_type", type=not_empty, help="of each host (default: the chip's)")
-    add("--image_family", type=not_empty, help=f"in {_IMAGE_PROJECT} (default: the chip's)")
-    add("--disk_size", default="200GB", type=not_empty, help="of each host (default: 200GB)")
+    add("--machine_type", type=not_empty, help="machine type of the hosts (default: the chip's)")
+    add(
+        "--image_family",
+        type=not_empty,
+        help=f"image family in {_IMAGE_PROJECT} (default: the chip's)",
+    )
+    add(
+        "--disk_size",
+        default="200GB",
+        type=not_empty,
+        help="boot disk size of each host (default: 200GB)",
+    )
     add(
         "--vm_flag",
         metavar="FLAG",
         action="append",
         default=[],
-        help="further flag of gcloud for the VMs, as --vm_flag=--subnet=NAME; may be repeated",
+        help="additional gcloud flag for creating the VMs, as in --vm_flag=--subnet=NAME; may be "
+        "repeated",
     )
     add(
         "--delete",
         action="store_true",
-        help="delete all that was created at the end, also after a failure or Ctrl-C, with all "
-        "that is on the disks. Default: only what a failed creation leaves",
+        help="at the end, delete everything that was created, including the data on the disks, "
+        "also after a failure or Ctrl-C (default: delete only what a failed creation leaves "
+        "behind)",
     )
-    add("--torchtpu", action="store_true", help="install TorchTPU (launch/setup_pod.sh)")
+    add("--torchtpu", action="store_true", help="install TorchTPU (see launch/setup_pod.sh)")
     add(
         "--poll",
         metavar="SECONDS",
         type=bounded(float, 0, 86400),
         default=30,
-        help="seconds between two looks whether the VMs run (default: 30)",
+        help="seconds between checks whether the VMs are running (default: 30)",
     )
-    add("--dry_run", action="store_true", help="print all commands, and run none")
+    add("--dry_run", action="store_true", help="print all commands without running them")
     add_place(parser, any_api=False)
     options, command = list(argv), []
     if "--" in options:
@@ -156,24 +169,31 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args, launcher = parser.parse_known_args(options)
     args.launcher, args.command, args.tpu_api = launcher, command, "compute"
     if any(word.partition("=")[0] == "--tpu_api" for word in launcher):
-        raise Mistake("--tpu_api is not for this program, whose slices are on Compute Engine")
+        raise Mistake("--tpu_api cannot be used here: this launcher always uses Compute Engine")
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", args.tpu):
-        raise Mistake(f"--tpu {args.tpu}: Compute Engine takes small letters, digits and -")
+        raise Mistake(
+            f"--tpu {args.tpu}: names on Compute Engine consist of lower-case letters, digits "
+            "and hyphens, at most 52"
+        )
     if args.flex_start and not re.fullmatch(r"(\d+[dhms])+", args.flex_start):
-        raise Mistake(f"--flex_start {args.flex_start} is no duration: give 7d or 36h")
+        raise Mistake(
+            f"--flex_start {args.flex_start} is not a duration: use for example 7d or 36h"
+        )
     chip, _, shape = args.topology.partition(":")
     if chip not in _SEVERAL_HOSTS:
-        older = ": launch/queued_resource.sh has v4 and v5e" if chip in ("v4", "v5e") else ""
+        older = "; for v4 and v5e use launch/queued_resource.sh" if chip in ("v4", "v5e") else ""
         known = ", ".join(_SEVERAL_HOSTS)
-        raise Mistake(f"--topology {args.topology}: Compute Engine has {known}{older}")
+        raise Mistake(
+            f"--topology {args.topology}: chips available on Compute Engine are {known}{older}"
+        )
     sides = [int(side) for side in shape.split("x")] if re.fullmatch(r"\d+(x\d+)*", shape) else []
     dimensions = 2 if chip == "v6e" else 3
     chips = math.prod(sides)
     is_shape = len(sides) == dimensions and sides == sorted(sides)
     if args.topology not in _ONE_HOST and not (is_shape and chips > 4 and chips % 4 == 0):
         raise Mistake(
-            f"--topology {args.topology} is no shape of a slice: give {dimensions} sides, the "
-            "shortest first, of a multiple of 4 chips"
+            f"--topology {args.topology} is not a valid slice shape: give {dimensions} sides in "
+            "ascending order whose product is a multiple of 4 chips"
         )
     args.shape, args.hosts = shape, 1 if args.topology in _ONE_HOST else chips // 4
     args.machine_type = args.machine_type or _ONE_HOST.get(args.topology, _SEVERAL_HOSTS[chip])
@@ -283,8 +303,8 @@ def create_missing(
             has, wants = content["machineType"].rpartition("/")[2], args.machine_type
         if has != wants:
             raise Mistake(
-                f"{resource.kind[0]} {resource.name} is there, of {has}; --topology "
-                f"{args.topology} requires {wants}: give another --tpu, or delete it"
+                f"{resource.kind[0]} {resource.name} already exists with {has}, but --topology "
+                f"{args.topology} requires {wants}: choose another --tpu, or delete it"
             )
 
 
@@ -299,11 +319,13 @@ def wait_for_slices(args: argparse.Namespace) -> None:
                 problems[name] = describe(args, name).problem
             except Mistake as mistake:  # gcloud may fail once in days of waiting
                 if NOT_FOUND in str(mistake):
-                    raise _Failed(f"{name} is gone: {_last_error(args, name) or mistake}") from None
+                    raise _Failed(
+                        f"{name} no longer exists: {_last_error(args, name) or mistake}"
+                    ) from None
                 problems[name] = last[name] or str(mistake)
         for name, problem in problems.items():
             if "QUOTA" in problem.upper() or any(state in problem for state in _ENDED):
-                raise _Failed(f"{name} {problem}: delete it, and ask again")
+                raise _Failed(f"{name} {problem}: delete it and try again")
             if problem and told.get(name) != problem:
                 say(f"{name} {problem}; waiting")
         told = last = problems
@@ -333,8 +355,8 @@ def delete(args: argparse.Namespace, resources: Sequence[Resource]) -> None:
         if done.returncode and NOT_FOUND not in done.stderr:
             sys.stderr.write(done.stderr)
             say(
-                f"error: {resource.kind[0]} {resource.name} may still be there, and cost: "
-                f"{shlex.join(command)}"
+                f"error: {resource.kind[0]} {resource.name} may still exist and incur costs; "
+                f"delete it with: {shlex.join(command)}"
             )
 
 
@@ -346,7 +368,7 @@ def main(argv: Sequence[str]) -> int:
         args = parse(argv)
         args.zone = args.zone or ask(["gcloud", "config", "get-value", "compute/zone"]).strip()
         if not args.zone:
-            raise Mistake("--zone is missing, and gcloud's configuration has none")
+            raise Mistake("--zone is not set, and gcloud has no default zone: pass --zone")
         resources = resources_of(args)
         place = [f"--zone={args.zone}", *([f"--project={args.project}"] if args.project else [])]
         place += ["--internal-ip"] if args.internal_ip else []
@@ -424,7 +446,8 @@ def run(
         if not args.delete and made:
             to_delete = ()
             say(
-                f"{args.tpu} stays, and costs: the same command continues, or deletes with --delete"
+                f"{args.tpu} is still running and incurs costs: run the same command to continue, "
+                "or with --delete to delete it"
             )
     except (_Failed, Mistake) as failure:
         code = 2 if isinstance(failure, Mistake) else 1

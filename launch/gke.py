@@ -1,10 +1,11 @@
-"""Run a JobSet of TPU slices on Google Kubernetes Engine, on fewer of them while some are lost.
+"""Run a JobSet of TPU slices elastically on Google Kubernetes Engine, on all usable slices.
 
     python3 -m launch.gke --elastic 1 launch/gke.yaml
 
-in place of ``kubectl apply -f launch/gke.yaml``: Kubernetes starts all slices of a JobSet or none.
-This asks kubectl which slices can be used. It applies the JobSet with as many replicas, and again
-with fewer or more once that has changed. It needs kubectl, and may itself run anywhere.
+replaces ``kubectl apply -f launch/gke.yaml``, with which Kubernetes starts all slices of a JobSet
+or none. This launcher queries kubectl for the usable slices, applies the JobSet with that many
+replicas, and applies it again with fewer or more when the number changes. It needs kubectl and can
+run anywhere.
 """
 
 import argparse
@@ -56,30 +57,31 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = LauncherParser(
         prog="python3 -m launch.gke",
         allow_abbrev=False,
-        description="Run a JobSet of TPU slices, as launch/gke.yaml, on as many of its slices as "
-        "can be used. Ctrl-C, SIGTERM and SIGHUP delete the JobSet: its programs write a "
-        "checkpoint. A second one leaves at once. If the JobSet runs already, it is followed. Exit "
-        "code: 0 if it completed, 1 if it failed or was deleted.",
+        description="Run a JobSet of TPU slices, such as launch/gke.yaml, on all of its slices "
+        "that are usable. Ctrl-C, SIGTERM and SIGHUP delete the JobSet, and its programs save a "
+        "checkpoint; a second signal exits immediately. If the JobSet is already running, it is "
+        "monitored. Exit code: 0 if it completed, 1 if it failed or was deleted.",
     )
     add = parser.add_argument
     add(
         "file",
         metavar="FILE",
         type=path_or_url,
-        help="the JobSet, in YAML; replicas: the number of slices in all",
+        help="JobSet in YAML; its replicas are the maximum number of slices",
     )
     add(
         "--elastic",
         metavar="MIN",
         type=count,
         required=True,
-        help="train on the slices that can be used, if they are at least MIN, and grow when a "
-        "missing one is there again. A slice is a node pool whose machines are all ready and have "
-        "no pods with TPUs of others. Give the program --mesh_dcn slices and --micro_batch_size",
+        help="train on the usable slices if there are at least MIN, and add a slice when it "
+        "becomes usable again. A slice is a node pool whose nodes are all ready and run no "
+        "TPU pods of other jobs. Pass --mesh_dcn slices and --micro_batch_size to the "
+        "program",
     )
     add_elastic_times(parser)
-    add("--namespace", type=not_empty, help="default: kubectl's")
-    add("--context", type=not_empty, help="the cluster, as kubectl names it; default: kubectl's")
+    add("--namespace", type=not_empty, help="namespace of the JobSet (default: kubectl's)")
+    add("--context", type=not_empty, help="kubectl context of the cluster (default: kubectl's)")
     return parser.parse_args(argv)
 
 
@@ -100,7 +102,7 @@ def items(args: argparse.Namespace, *words: str) -> list[dict[str, Any]]:
     try:
         return list(json.loads(kubectl(args, "get", *words, "--output=json"))["items"])
     except (ValueError, KeyError, TypeError):
-        raise Unanswered(f"kubectl get {words[0]} printed something else than a list") from None
+        raise Unanswered(f"kubectl get {words[0]} did not print a list in JSON") from None
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def read_job_set(args: argparse.Namespace) -> JobSet:
     try:
         content = json.loads(kubectl(args, *words))
         if content["kind"] != "JobSet":
-            raise Mistake(f"{args.file} has not one JobSet alone, but a {content['kind']}")
+            raise Mistake(f"{args.file} contains a {content['kind']}, not exactly one JobSet")
         (job,) = content["spec"]["replicatedJobs"]
         pod = job["template"]["spec"]["template"]["spec"]
         labels, slices = dict(pod["nodeSelector"]), int(job.get("replicas", 1))
@@ -135,15 +137,17 @@ def read_job_set(args: argparse.Namespace) -> JobSet:
         raise Mistake(f"kubectl cannot read {args.file}: {reason}") from None
     except (ValueError, KeyError, TypeError):
         raise Mistake(
-            f"{args.file} is not as launch/gke.yaml: one replicated job with parallelism, "
-            "nodeSelector and containers"
+            f"{args.file} is not like launch/gke.yaml: it must have one replicated job with "
+            "parallelism, nodeSelector and containers"
         ) from None
     if TOPOLOGY_LABEL not in labels:
-        raise Mistake(f"{args.file}: the nodeSelector has no {TOPOLOGY_LABEL}")
+        raise Mistake(f"{args.file}: nodeSelector lacks {TOPOLOGY_LABEL}")
     if slices < 2:
-        raise Mistake(f"{args.file}: --elastic requires several slices: replicas 2 or more")
+        raise Mistake(f"{args.file}: --elastic requires several slices; set replicas to 2 or more")
     if not 1 <= args.elastic <= slices:
-        raise Mistake(f"--elastic {args.elastic} is not 1 to {slices}, the replicas of {args.file}")
+        raise Mistake(
+            f"--elastic {args.elastic} must be between 1 and {slices}, the replicas in {args.file}"
+        )
     selector = ",".join(f"{key}={value}" for key, value in labels.items())
     return JobSet(content, str(content["metadata"]["name"]), slices, machines, selector, grace)
 
@@ -210,12 +214,12 @@ class ElasticJobSet:
                 code = self._look()
             except Unanswered as reason:
                 code = None
-                self._say_once(f"the cluster does not answer, asking on: {reason}")
+                self._say_once(f"the cluster does not respond, retrying: {reason}")
             if code is not None:
                 return code
             self._stop.wait(self._args.elastic_poll)
         if self._slices:
-            say("deleting the JobSet: its programs write a checkpoint")
+            say("deleting the JobSet; its programs save a checkpoint")
             self._end()
         return 128 + (signal.SIGINT if self._stopped_by == signal.SIGINT else signal.SIGTERM)
 
@@ -233,21 +237,21 @@ class ElasticJobSet:
         """Look at the cluster once and do what follows; return the exit code if it has ended."""
         job, args, job_set = self._job, self._args, self._job_set()
         if not job_set and self._slices:
-            say(f"error: the JobSet {job.name} was deleted")
+            say(f"error: JobSet {job.name} was deleted")
             return 1
         if job_set:
             for condition in job_set.get("status", {}).get("conditions", []):
                 if condition["status"] == "True" and condition["type"] in ("Completed", "Failed"):
                     say(
-                        f"the JobSet {job.name} has {condition['type'].lower()}; before it can "
-                        f"start again: kubectl delete jobset {job.name}"
+                        f"JobSet {job.name} has {condition['type'].lower()}; before starting it "
+                        f"again: kubectl delete jobset {job.name}"
                     )
                     return int(condition["type"] == "Failed")
             if not self._slices and job_set["metadata"].get("deletionTimestamp"):
-                self._say_once(f"waiting until the JobSet {job.name}, which is deleted, has ended")
+                self._say_once(f"waiting for the deleted JobSet {job.name} to end")
                 return None
             if not self._slices:
-                say(f"the JobSet {job.name} runs already: following it")
+                say(f"JobSet {job.name} is already running, monitoring it")
             self._slices = job_set["spec"]["replicatedJobs"][0]["replicas"]
 
         nodes = items(args, "nodes", f"--selector={job.selector}")
@@ -260,7 +264,7 @@ class ElasticJobSet:
             return None
         now = time.monotonic()
         self._fewer_since = self._fewer_since or now
-        says = f"{usable} of {job.slices} slices can be used"
+        says = f"{usable} of {job.slices} slices are usable"
         if now - self._fewer_since < args.elastic_wait:
             self._say_once(f"{says}: waiting for more")
         elif usable < args.elastic:
@@ -273,7 +277,10 @@ class ElasticJobSet:
         """Let the JobSet be on so many slices, after it has ended on others."""
         job, names = self._job, f"{slices} of {self._job.slices} slices"
         if self._slices:
-            say(f"from {self._slices} to {names}: ending the JobSet, with a checkpoint if it can")
+            say(
+                f"changing from {self._slices} to {names}: ending the JobSet, with a checkpoint "
+                "if possible"
+            )
             self._end()
         if self._stopped_by:
             return
@@ -288,8 +295,8 @@ class ElasticJobSet:
         kubectl(self._args, "apply", "--filename=-", content=json.dumps(content))
         self._slices, self._fewer_since, self._said = slices, None, ""
         say(
-            f"started {job.name} on {names}; its output: kubectl logs -f --prefix "
-            f"-l {JOB_SET_LABEL}={job.name} --max-log-requests {slices * job.machines}"
+            f"started {job.name} on {names}; follow its output with: kubectl logs -f --prefix -l "
+            f"{JOB_SET_LABEL}={job.name} --max-log-requests {slices * job.machines}"
         )
 
     def _end(self) -> None:
@@ -322,7 +329,7 @@ class ElasticJobSet:
                         if pod["spec"].get("nodeName") not in ready
                     ]
                     if lost:
-                        say(f"forgetting pods on machines that are gone: {', '.join(lost)}")
+                        say(f"force-deleting pods on lost nodes: {', '.join(lost)}")
                         kubectl(args, "delete", "pods", *lost, "--force", "--grace-period=0")
             time.sleep(1)
 

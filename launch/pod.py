@@ -1,4 +1,4 @@
-"""Runs the workers of a pod as local processes, one ssh client each: output, signals, their end."""
+"""Runs the workers of a pod as local ssh client processes: output, signals, exit codes."""
 
 from __future__ import annotations
 
@@ -138,7 +138,10 @@ class Pod:
             return open(os.open(path, flags, 0o666), "ab", buffering=0)
         except OSError as error:
             if not self._lacks_logs:
-                self.say(f"continuing without logs: {self.log_dir}: {error.strerror}")
+                self.say(
+                    f"warning: cannot write logs to {self.log_dir} ({error.strerror}), "
+                    "continuing without logs"
+                )
             self._lacks_logs = True
             return open(os.devnull, "ab", buffering=0)
 
@@ -186,14 +189,14 @@ class Pod:
                 continue
             if isinstance(event, int):  # a signal
                 if self.stopped_by and event == signal.SIGINT:
-                    self.say("Ctrl-C again: killing the programs on the workers")
+                    self.say("second Ctrl-C: killing the programs on the workers")
                     self._kill()
                     continue
                 if not self.stopped_by:
                     self.say(
-                        f"{signal.Signals(event).name} passed on to {len(self._running)} "
-                        "worker(s), which may write a checkpoint and end by themselves; Ctrl-C "
-                        "(again) kills them"
+                        f"forwarded {signal.Signals(event).name} to {len(self._running)} "
+                        "worker(s), which may save a checkpoint before they exit; press Ctrl-C "
+                        "(again) to kill them"
                     )
                 self.stopped_by = self.stopped_by or event
                 self._send(signal.SIGINT if event == signal.SIGINT else signal.SIGTERM)
@@ -206,7 +209,7 @@ class Pod:
                 failed, self.failed_at = code, time.time()
                 if not self.stopped_by:
                     log = self.log_dir / f"worker_{worker.index}.log"
-                    ending = f"; ending the other {len(self._running)}" if self._running else ""
+                    ending = f"; stopping the other {len(self._running)}" if self._running else ""
                     self.say(f"{worker.name} failed with exit code {code}, see {log}{ending}")
                     self._send(signal.SIGTERM)
                     grace = CRASH_SECONDS if is_crash(code) else GRACE_SECONDS
@@ -223,7 +226,7 @@ class Pod:
         """Kill the programs; disconnect the workers that do not report the end of theirs."""
         if self._deadline and self._deadline[1] == 0:
             for worker in self._running:
-                self.say(f"{worker.name} does not answer, disconnecting")
+                self.say(f"{worker.name} does not respond, disconnecting")
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(worker.client.pid, signal.SIGKILL)
             self._deadline = None

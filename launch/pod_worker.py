@@ -1,9 +1,10 @@
-"""One worker's end of ``launch.xla_dist``: runs the program, which never outlives its launcher.
+"""The worker's side of ``launch.xla_dist``: runs the program, which never outlives its launcher.
 
-xla_dist sends the text of this file along with the command, so a worker needs nothing but Python
-3.8. The connection's stdin is the leash: a line is the name of a signal for the program's process
-group; its end, by a broken connection or a dead launcher, stops the program. Neither would reach
-it otherwise: ssh passes no signals on, and sshd lets programs live when a connection breaks.
+xla_dist sends the source of this file along with the command, so a worker needs only Python 3.8.
+The program's lifetime is tied to the connection's stdin: a line is the name of a signal for the
+program's process group, and its end, after a lost connection or a dead launcher, stops the program.
+Otherwise neither would reach the program: ssh forwards no signals, and sshd keeps programs running
+when a connection is lost.
 """
 
 from __future__ import annotations  # for Python 3.8
@@ -44,9 +45,9 @@ def main(task: dict) -> int:
         while processes(job) and time.monotonic() < deadline:
             time.sleep(0.1)
     if left:
-        say(f"ended {len(left)} process(es) that were left here")
+        say(f"stopped {len(left)} process(es) left over from an earlier run")
     if not is_first:
-        say("the connection to this worker broke; its program was stopped")
+        say("the connection to this worker was lost, and its program was stopped")
         return LOST
     try:
         program = subprocess.Popen(

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Copy this checkout to all workers of a TPU pod, and install requirements-tpu.txt there:
+# Copy this checkout to all workers of a TPU pod and install requirements-tpu.txt there:
 #   launch/setup_pod.sh --tpu=NAME [--zone=ZONE] [--project=PROJECT] [--tpu_api=tpu|compute] \
 #       [--internal-ip] [--tunnel-through-iap] [--dir=DIR] [--torchtpu]
-# DIR is in the home folder there (default: vit-fsdp); Python and packages go to DIR/.venv. With
-# --torchtpu they are those of requirements-torchtpu.txt, in DIR/.venv-torchtpu: the two exclude each
-# other. Run it again after a change: files are replaced, none is deleted, installed packages stay.
+# DIR is a folder in the home folder of each worker (default: vit-fsdp); Python and the packages are
+# installed in DIR/.venv. With --torchtpu, requirements-torchtpu.txt is installed in
+# DIR/.venv-torchtpu instead: torch_xla and TorchTPU cannot share an environment. Run the script again
+# after a change: it replaces files, deletes none, and keeps installed packages.
 set -euo pipefail
 
 fail() {
@@ -27,25 +28,25 @@ while (($#)); do
         --zone=?* | --project=?* | --tpu_api=?*) where+=("$1") ;;
         --internal-ip | --tunnel-through-iap) where+=("$1") ;;
         --torchtpu) venv=.venv-torchtpu requirements=requirements-torchtpu.txt ;;
-        *) fail "unknown argument $1: see the head of this file" ;;
+        *) fail "unknown argument $1: see the comment at the top of this file" ;;
     esac
     shift
 done
 [[ -n $tpu ]] || fail "--tpu=NAME is missing"
-[[ $dir =~ ^[A-Za-z0-9_][A-Za-z0-9._-]*$ ]] || fail "--dir=$dir is not the plain name of a folder"
-command -v gcloud > /dev/null || fail "no gcloud on PATH: install it, https://cloud.google.com/sdk/docs"
+[[ $dir =~ ^[A-Za-z0-9_][A-Za-z0-9._-]*$ ]] || fail "--dir=$dir must be a plain folder name"
+command -v gcloud > /dev/null || fail "gcloud not found on PATH: install it, https://cloud.google.com/sdk/docs"
 
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 temporary=$(mktemp -d)
 trap 'rm -rf "$temporary"' EXIT
 archive=$temporary/$dir.tar.gz
-# Tracked and new files, not .venv, datasets or runs; links as what they point to.
+# Program files only, without .venv, datasets and runs; links are replaced by their targets.
 files=(run_vit_training.py config_fields.py requirements-tpu.txt requirements-torchtpu.txt README.md training models data xla_fsdp torch_fsdp gpu_fsdp tools launch recipes)
 tar --exclude=__pycache__ -czhf "$archive" -- "${files[@]}"
 
 python3 -m launch.slices --tpu="$tpu" ${where[@]+"${where[@]}"} "$archive"
 
-# The image's own Python is 3.10 (Ubuntu 22.04) or 3.12 without venv (24.04): uv brings one.
+# The image has Python 3.10 (Ubuntu 22.04) or 3.12 without venv (24.04): uv installs another one.
 # shellcheck disable=SC2016 # expanded on the workers
 install='
 set -e

@@ -1,8 +1,8 @@
-"""The hosts of TPU slices through gcloud: which they are, a command on one, a file to all.
+"""Access to the hosts of TPU slices through gcloud: list them, run a command, copy a file to all.
 
 A slice is a TPU VM of the Cloud TPU API (``gcloud compute tpus tpu-vm``) or, on Compute Engine, a
-managed instance group or a single VM. ``describe`` finds out which; no other module of the
-launchers calls gcloud about a slice that is there.
+managed instance group or a single VM. ``describe`` determines which; no other launcher module calls
+gcloud about an existing slice.
 
     python3 -m launch.slices --tpu NAME FILE      copies a file to all hosts' home folders
 """
@@ -55,9 +55,9 @@ def ask(command: Sequence[str], content: str = "") -> str:
             start_new_session=True,  # Ctrl-C is for the launcher alone
         )
     except FileNotFoundError:
-        raise Mistake(f"no {command[0]} on PATH: install it") from None
+        raise Mistake(f"{command[0]} not found on PATH: install it") from None
     except subprocess.TimeoutExpired:
-        raise Unanswered(f"{command[0]} had no answer within {ASK_SECONDS:.0f} s") from None
+        raise Unanswered(f"{command[0]} did not respond within {ASK_SECONDS:.0f} s") from None
     if answer.returncode:
         lines = [line for line in answer.stderr.splitlines() if line.strip()] or ["no reason given"]
         # gcloud's line and, of Compute Engine, the list of reasons after it.
@@ -99,25 +99,26 @@ def add_place(parser: argparse.ArgumentParser, *, any_api: bool = True) -> None:
     """Add the flags that say where slices are, and how to reach them; with ``any_api`` also which
     of ``APIS`` has them."""
     add = parser.add_argument
-    add("--zone", type=not_empty, help="its zone (default: gcloud's configuration)")
-    add("--project", type=not_empty, help="its project (default: gcloud's configuration)")
+    add("--zone", type=not_empty, help="zone of the slice (default: gcloud's configuration)")
+    add("--project", type=not_empty, help="project of the slice (default: gcloud's configuration)")
     if any_api:
         add(
             "--tpu_api",
             choices=APIS,
-            help="what the slice is of: the Cloud TPU API (tpu), or Compute Engine, where it is an "
-            "instance group or a VM (compute). Default: both are asked",
+            help="API that manages the slice: the Cloud TPU API (tpu), or Compute Engine "
+            "(compute) for an instance group or VM (default: query both)",
         )
     add(
         "--internal-ip",
         action="store_true",
-        help="connect over internal addresses, as from one of the workers (default: external)",
+        help="connect over internal IP addresses, for example from a VM in the same network "
+        "(default: external)",
     )
     add(
         "--tunnel-through-iap",
         action="store_true",
-        help="connect through Google's Identity-Aware Proxy, to VMs of Compute Engine without "
-        "external addresses (default: off)",
+        help="connect to Compute Engine VMs without external addresses through Google's "
+        "Identity-Aware Proxy (default: off)",
     )
 
 
@@ -148,7 +149,7 @@ def _connect(
     """Return a command of gcloud's ssh or scp; a word "NAME:" stands for the worker's home."""
     if slice_.vms is None:
         if args.tunnel_through_iap:
-            raise Mistake("--tunnel-through-iap requires a slice on Compute Engine")
+            raise Mistake("--tunnel-through-iap works only with slices on Compute Engine")
         name, service, number = slice_.name, ["tpus", "tpu-vm"], [f"--worker={worker}"]
     else:
         name, service, number = slice_.vms[worker], [], []
@@ -173,20 +174,20 @@ def describe(args: argparse.Namespace, name: str) -> Slice:
         except Unanswered as reason:
             return str(reason)
         except (AttributeError, KeyError, TypeError, ValueError):
-            return "it was described by something else than the JSON that is known"
+            return "gcloud's description of it is not in the expected JSON format"
 
     with ThreadPoolExecutor(len(asked)) as pool:
         answers = [*pool.map(ask_api, asked)]
     found = [answer for answer in answers if isinstance(answer, Slice)]
     if len(found) > 1:
         raise Mistake(
-            f"--tpu {name} is there twice, in the Cloud TPU API and on Compute Engine: give "
-            "--tpu_api tpu or compute"
+            f"--tpu {name} exists both in the Cloud TPU API and on Compute Engine: pass --tpu_api "
+            "tpu or --tpu_api compute"
         )
     if not found:
         where = ("Cloud TPU API: ", "Compute Engine: ") if len(asked) > 1 else ("",)
         reasons = "; ".join(f"{api}{reason}" for api, reason in zip(where, answers, strict=True))
-        raise Mistake(f"gcloud cannot describe --tpu {name}, check it and --zone: {reasons}")
+        raise Mistake(f"gcloud cannot describe --tpu {name}; check the name and --zone: {reasons}")
     return found[0]
 
 
@@ -242,7 +243,7 @@ def _group_problem(group: Mapping[str, Any], members: Sequence[Mapping[str, Any]
         for member in members
     )
     if not wanted:
-        return "has no VMs, its size is 0: create it again"
+        return "has size 0 and no VMs: create it again"
     if running < wanted or len(members) != wanted:
         # Where a group that is created as a whole says why it still waits, and where each VM does.
         progress = status.get("bulkInstanceOperation", {}).get("lastProgressCheck", {})
@@ -254,10 +255,10 @@ def _group_problem(group: Mapping[str, Any], members: Sequence[Mapping[str, Any]
         why = why or ", ".join(sorted(filter(None, states - {"RUNNING", "NONE"})))
         return f"has {running} of {wanted} VMs running" + (f" ({why})" if why else "")
     if wanted > 1 and not group.get("resourcePolicies", {}).get("workloadPolicy"):
-        return "has no workload policy: its VMs are not connected to a slice"
+        return "has no workload policy, so its VMs do not form a slice"
     for topology in status.get("appliedAcceleratorTopologies", ()):
         if topology["state"] != "ACTIVE":
-            return f"has its topology {topology['acceleratorTopology']} {topology['state']}"
+            return f"has topology {topology['acceleratorTopology']} in state {topology['state']}"
     return ""
 
 
@@ -274,8 +275,8 @@ def _slice_of(name: str, vms: Sequence[Mapping[str, Any]], problem: str, count: 
             kinds.add((tpu_env["TPU_ACCELERATOR_TYPE"], tpu_env["TOPOLOGY"]))
     if problem or len(kinds) != 1 or sorted(workers) != [*range(count)]:
         problem = problem or (
-            f"is not a slice: the metadata of {len(workers)} of its {count} VMs number the workers "
-            "of one (tpu-env, agent-worker-number)"
+            f"is not a slice: only {len(workers)} of its {count} VMs have metadata of one slice's "
+            "workers (tpu-env, agent-worker-number)"
         )
         return Slice(name, "", "", (), problem, ())
     in_order = [workers[number] for number in range(count)]
@@ -304,7 +305,7 @@ def describe_usable(args: argparse.Namespace, name: str, kind: str) -> Slice | s
         if slice_.problem:
             return f"{name} {slice_.problem.partition(',')[0]}"
         if slice_.kind != kind:
-            return f"{name} is {slice_.kind} now, and was {kind}"
+            return f"{name} is now {slice_.kind}, but was {kind}"
         return _start_problem(args, slice_) or slice_
     except (Mistake, OSError, ValueError) as error:  # gcloud may fail once in days
         return str(error)
@@ -329,12 +330,13 @@ def _start_problem(args: argparse.Namespace, slice_: Slice) -> str:
             code = client.wait(timeout=max(0.0, deadline - time.monotonic()))
             if code == _NO_COMMAND:
                 return (
-                    f"worker {worker} of {slice_.name} has no {args.command[0]} in {args.workdir}"
+                    f"worker {worker} of {slice_.name} does not find {args.command[0]} in "
+                    f"{args.workdir}"
                 )
             if code:
                 return f"worker {worker} of {slice_.name} cannot be reached"
     except subprocess.TimeoutExpired:
-        return f"worker {worker} of {slice_.name} does not answer"
+        return f"worker {worker} of {slice_.name} does not respond"
     finally:
         for client in clients:
             if client.poll() is None:
@@ -361,9 +363,11 @@ def copy_to_workers(args: argparse.Namespace, slice_: Slice, file: str) -> None:
 
 def main(argv: Sequence[str]) -> int:
     parser = LauncherParser(prog="python3 -m launch.slices", allow_abbrev=False)
-    parser.add_argument("--tpu", metavar="NAME", type=not_empty, required=True, help="the slice")
+    parser.add_argument(
+        "--tpu", metavar="NAME", type=not_empty, required=True, help="name of the slice"
+    )
     add_place(parser)
-    parser.add_argument("file", help="file to copy to the home folders of all its workers")
+    parser.add_argument("file", help="file to copy to the home folder of each worker")
     try:
         args = parser.parse_args(argv)
         slice_ = describe(args, args.tpu)

@@ -1,8 +1,8 @@
 """Wait for the nodes of a run, then run torchrun's agent in this process; for launch/torchrun.sh.
 
-torchrun's rendezvous, static or c10d, connects the nodes; ``Agent`` extends torchrun's own for what
-has no option: the time for a checkpoint when processes are stopped, and the exit codes after which
-no restart helps.
+torchrun's rendezvous, static or c10d, connects the nodes. ``Agent`` extends torchrun's own agent
+where torchrun has no option: the time to save a checkpoint when processes are stopped, and exit
+codes after which a restart does not help.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def wait_for_nodes(args: argparse.Namespace) -> tuple[TCPStore, bool]:
     Returns the run's store, and whether this process serves it. Raises Mistake and TimedOut.
     """
     serves = is_server(args)
-    server = "the node that has" if args.rdzv_id else "node 0 at"
+    server = "the node at" if args.rdzv_id else "node 0 at"
     who = f"{socket.gethostname()} (process {os.getpid()})"
     store = None
     begin = last_said = time.monotonic()
@@ -102,7 +102,10 @@ def wait_for_nodes(args: argparse.Namespace) -> tuple[TCPStore, bool]:
             if serves:
                 store.set(MISSING, missing_nodes(store, args))
             elif (other := store.get(f"node/{node}").decode()) != who:
-                raise Mistake(f"NODE_RANK={node} is this node's and that of {other}")
+                raise Mistake(
+                    f"NODE_RANK={node} is used both by this node and by {other}: give each node "
+                    "its own"
+                )
             missing = store.get(MISSING).decode()
         except (OSError, DistError) as error:
             store = None
@@ -113,8 +116,8 @@ def wait_for_nodes(args: argparse.Namespace) -> tuple[TCPStore, bool]:
         seconds = time.monotonic() - begin
         if args.limit and seconds >= args.limit:
             raise TimedOut(
-                f"{missing} did not come within {args.limit} s (JOIN_TIMEOUT): see why, and start "
-                "all nodes again"
+                f"timed out after {args.limit} s (JOIN_TIMEOUT) waiting for {missing}: check "
+                "these nodes, then start all nodes again"
             )
         if time.monotonic() - last_said >= SAY_SECONDS:
             last_said = time.monotonic()
@@ -140,8 +143,8 @@ def is_server(args: argparse.Namespace) -> bool:
         if args.rdzv_id:  # the address is another node's, or another node of this machine serves
             return False
         raise Mistake(
-            f"port {args.port} cannot be served on this machine: {error.strerror}: set "
-            "MASTER_PORT, the same on all nodes"
+            f"cannot listen on port {args.port} on this machine ({error.strerror}): set "
+            "MASTER_PORT to a free port, the same on all nodes"
         ) from None
     return True
 
@@ -156,8 +159,8 @@ def register(store: TCPStore, args: argparse.Namespace, who: str) -> int:
     for variable, value in run.items():
         if first[variable] != value:
             raise Mistake(
-                f"{variable} is '{value}' here, but '{first[variable]}' on the other nodes at "
-                f"{args.address}:{args.port}"
+                f"{variable} is '{value}' on this node, but '{first[variable]}' on the other "
+                f"nodes at {args.address}:{args.port}"
             )
     job = f"{socket.gethostname()}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     store.compare_set("job", "", job)
@@ -217,7 +220,7 @@ class Agent(LocalElasticAgent):
             participants = handler._state_holder.state.participants
             has_newcomer = len(participants) == worker_group.group_world_size
         if has_newcomer:
-            say("a node has come: all write a checkpoint and start again with it")
+            say("a node has joined: saving a checkpoint and restarting with it")
         os.environ["RUN_FAILED_AT"] = str(time.time())  # for the processes' account of the restart
         self._stop_seconds = FOREVER if has_newcomer else CRASH_SECONDS
         super()._restart_workers(worker_group)
@@ -330,7 +333,9 @@ def join_slice(args: argparse.Namespace) -> None:
     topology = os.environ.get("TORCH_TPU_TOPOLOGY") or os.environ.get("TPU_TOPOLOGY")  # GKE's: 4x4
     if topology:
         if not re.fullmatch(r"[1-9]\d{0,3}([,x][1-9]\d{0,3}){1,3}", topology):
-            raise Mistake(f"TORCH_TPU_TOPOLOGY={topology} is not chips a side, as 4,4,1")
+            raise Mistake(
+                f"TORCH_TPU_TOPOLOGY={topology} is not a list of chips per side, such as 4,4,1"
+            )
         sides = [int(side) for side in re.split("[,x]", topology)]
         sides += [1] * (3 - len(sides))
         chips = math.prod(sides)
@@ -338,12 +343,14 @@ def join_slice(args: argparse.Namespace) -> None:
             sides.append(2)
         elif devices != chips:
             raise Mistake(
-                f"TORCH_TPU_TOPOLOGY={topology} is {chips} chips, but {hosts} host(s) start "
-                f"{args.torchtpu} process(es) each: set it, or NPROC_PER_NODE"
+                f"TORCH_TPU_TOPOLOGY={topology} has {chips} chips, but {hosts} host(s) start "
+                f"{args.torchtpu} process(es) each: correct it, or set NPROC_PER_NODE"
             )
         os.environ["TORCH_TPU_TOPOLOGY"] = ",".join(map(str, sides))
     elif hosts > 1:  # TorchTPU would take this host's own
-        raise Mistake("several hosts require TORCH_TPU_TOPOLOGY, the slice's chips, as 4,4,1")
+        raise Mistake(
+            "several hosts require TORCH_TPU_TOPOLOGY, the slice's chips per side, such as 4,4,1"
+        )
     os.environ["NODE_RANK"] = str(args.rank or 0)  # else TorchTPU would start the TPU to ask it
     try:
         importlib.import_module("torch_tpu")
@@ -351,8 +358,8 @@ def join_slice(args: argparse.Namespace) -> None:
         public.set_tpu_launch_env(nnodes=hosts, nproc_per_node=args.torchtpu)
     except ImportError as error:
         raise Mistake(
-            f"{sys.executable} cannot import TorchTPU ({error}): "
-            "install requirements-torchtpu.txt, or set PYTHON"
+            f"{sys.executable} cannot import TorchTPU ({error}): install "
+            "requirements-torchtpu.txt, or set PYTHON"
         ) from None
     except (ValueError, RuntimeError) as error:
         raise Mistake(str(error)) from None
@@ -361,17 +368,25 @@ def join_slice(args: argparse.Namespace) -> None:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--nodes", type=int, required=True)
-    parser.add_argument("--rank", type=int, help="this node's; not with --rdzv_id")
-    parser.add_argument("--rdzv_id", default="", help="for nodes that number themselves")
-    parser.add_argument("--least", type=int, help="so many nodes are enough; with --rdzv_id")
+    parser.add_argument("--rank", type=int, help="rank of this node; not with --rdzv_id")
     parser.add_argument(
-        "--elastic_wait", type=int, default=30, help="seconds that these wait for more"
+        "--rdzv_id", default="", help="id of the run, for nodes that number themselves"
     )
-    parser.add_argument("--address", help="the first node's")
+    parser.add_argument(
+        "--least", type=int, help="minimum number of nodes to start with; requires --rdzv_id"
+    )
+    parser.add_argument(
+        "--elastic_wait", type=int, default=30, help="seconds to wait for more than --least nodes"
+    )
+    parser.add_argument("--address", help="address of the first node")
     parser.add_argument("--port", type=int)
-    parser.add_argument("--limit", type=int, default=0, help="seconds; 0: none")
-    parser.add_argument("--torchtpu", metavar="N", type=int, help="TorchTPU, N processes a node")
-    parser.add_argument("torchrun", nargs="+", help="after --: for torchrun")
+    parser.add_argument(
+        "--limit", type=int, default=0, help="seconds to wait for all nodes; 0: no limit"
+    )
+    parser.add_argument(
+        "--torchtpu", metavar="N", type=int, help="use TorchTPU with N processes per node"
+    )
+    parser.add_argument("torchrun", nargs="+", help="arguments for torchrun, after --")
     return parser.parse_args(argv)
 
 
@@ -409,12 +424,12 @@ def main(argv: Sequence[str]) -> int:
         return 1
     except RendezvousTimeoutError:
         say(
-            f"error: fewer than {args.least or args.nodes} nodes were there for {args.limit} s "
+            f"error: fewer than {args.least or args.nodes} nodes joined within {args.limit} s "
             "(JOIN_TIMEOUT)"
         )
         return 1
     except (RendezvousError, DistError) as error:
-        say(f"error: the nodes do not find each other: {error}")
+        say(f"error: the nodes cannot connect to each other: {error}")
         return 1
     except ChildFailedError as failed:
         codes = [failure.exitcode for failure in failed.failures.values()]

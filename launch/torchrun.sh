@@ -1,24 +1,24 @@
 #!/usr/bin/env bash
-# Train on all GPUs of this node, or of several; with --backend torchtpu on all TPU devices of this
-# host, or of all hosts of a slice:
+# Train on all GPUs of this node, or of several nodes; with --backend torchtpu on all TPU devices of
+# this host, or of all hosts of a slice:
 #   launch/torchrun.sh [torchrun options --] <flags of run_vit_training.py>
-# Several nodes: the same command on each, with NNODES, MASTER_ADDR and either NODE_RANK (0, 1, ...)
-# or, for nodes that number themselves and may be restarted one by one, RDZV_ID (the same string on
-# all). Before torchrun starts they wait for each other: every 10 s each prints which are missing;
-# after JOIN_TIMEOUT seconds (600; 0: never) they end with code 1.
-# NNODES=MIN:MAX, with RDZV_ID: any number of nodes from MIN to MAX trains. They start ELASTIC_WAIT
-# seconds (300) after MIN of them are there, or as soon as MAX are. The same if one is lost; one that
-# comes later is taken in: the others write a checkpoint, and all start again with it. Give
-# --micro_batch_size. The node at MASTER_ADDR must stay.
-# The hosts of a TPU slice are numbered by NODE_RANK, and know of each other by NODE_ADDRESSES (all
-# of them, with commas, in that order) and TORCH_TPU_TOPOLOGY (the slice's chips along x, y and z,
-# as 4,4,1). launch.xla_dist sets all of these; on GKE they follow from what GKE sets.
-# Also from the environment: NPROC_PER_NODE (default: all GPUs or TPU devices), MASTER_PORT (29500),
-# MAX_RESTARTS (0): starts all processes again after one failed, from the newest checkpoint;
-# STEP_TIMEOUT_S (1800; 0: off): the default of --step_timeout_s, so that a hang is a failure, too;
+# Several nodes: run the same command on each node, with NNODES, MASTER_ADDR and either NODE_RANK
+# (0, 1, ...) or RDZV_ID (the same string on all nodes; they number themselves, and may be restarted
+# one by one). Before torchrun starts, the nodes wait for each other: every 10 s each one prints which
+# nodes are missing, and after JOIN_TIMEOUT seconds (600; 0: never) all exit with code 1.
+# NNODES=MIN:MAX with RDZV_ID: train on any number of nodes from MIN to MAX. Training starts
+# ELASTIC_WAIT seconds (300) after MIN nodes have joined, or as soon as MAX have. If a node is lost,
+# the others continue in the same way. If a node joins later, the others save a checkpoint and all
+# restart with it. Pass --micro_batch_size. The node at MASTER_ADDR must stay.
+# Hosts of a TPU slice are numbered by NODE_RANK and find each other by NODE_ADDRESSES (the addresses
+# of all hosts in that order, separated by commas) and TORCH_TPU_TOPOLOGY (chips along x, y and z,
+# such as 4,4,1). launch.xla_dist sets all of these; on GKE they are derived from GKE's variables.
+# Other environment variables: NPROC_PER_NODE (default: all GPUs or TPU devices); MASTER_PORT (29500);
+# MAX_RESTARTS (0): how often to restart all processes after one fails, from the newest checkpoint;
+# STEP_TIMEOUT_S (1800; 0: off): default of --step_timeout_s, which turns a hang into a failure;
 # PYTHON (python3).
-# Exit code: 0; 2 to 5 if the program ended with that, after which no restart helps; 128 + n after
-# signal n; else 1.
+# Exit code: 0; 2 to 5 if the program exited with that code, after which a restart does not help;
+# 128 + n after signal n; otherwise 1.
 set -euo pipefail
 
 fail() {
@@ -28,10 +28,10 @@ fail() {
 
 whole() { # whole NAME VALUE LEAST MOST
     [[ $2 =~ ^(0|[1-9][0-9]{0,8})$ ]] && (($2 >= $3 && $2 <= $4)) ||
-        fail "$1=$2 is not a whole number of $3 to $4"
+        fail "$1=$2 must be a whole number from $3 to $4"
 }
 
-options=() # torchrun's: what stands before the first --
+options=() # for torchrun: the arguments before the first --
 for ((i = 1; i <= $#; i++)); do
     if [[ ${!i} == -- ]]; then
         options=("${@:1:i-1}")
@@ -40,7 +40,7 @@ for ((i = 1; i <= $#; i++)); do
     fi
 done
 
-backend=cuda # of several the last, as the program takes it
+backend=cuda # the last one counts, as in the program
 for ((i = 1; i <= $#; i++)); do
     next=$((i + 1))
     case ${!i} in
@@ -54,9 +54,9 @@ python=${PYTHON:-python3}
 command -v "$python" > /dev/null || fail "$python not found: set PYTHON"
 
 if [[ $backend == torchtpu ]]; then
-    [[ -z ${RDZV_ID:-} ]] || fail "--backend torchtpu requires NODE_RANK in place of RDZV_ID"
+    [[ -z ${RDZV_ID:-} ]] || fail "--backend torchtpu requires NODE_RANK instead of RDZV_ID"
     if [[ -z ${NNODES:-} && ${TPU_WORKER_HOSTNAMES:-} == *,* ]]; then
-        # GKE: the hosts of this slice, of one or several.
+        # On GKE: the hosts of this slice, with one slice or several.
         commas=${TPU_WORKER_HOSTNAMES//[^,]/}
         hosts=$((${#commas} + 1))
         NNODES=$((hosts * ${MEGASCALE_NUM_SLICES:-1}))
@@ -71,7 +71,7 @@ unset ELASTIC_NODES
 if [[ $nnodes == *:* ]]; then
     least=${nnodes%%:*} nnodes=${nnodes#*:}
     [[ $least:$nnodes =~ ^[1-9][0-9]{0,4}:[1-9][0-9]{0,4}$ ]] && ((least <= nnodes)) ||
-        fail "NNODES=$NNODES is not MIN:MAX, whole numbers of 1 to 99999, MIN not above MAX"
+        fail "NNODES=$NNODES must be MIN:MAX, whole numbers from 1 to 99999 with MIN <= MAX"
 fi
 whole NNODES "$nnodes" 1 100000
 whole MASTER_PORT "$port" 1 65535
@@ -79,11 +79,11 @@ whole JOIN_TIMEOUT "${JOIN_TIMEOUT:=600}" 0 100000000
 whole MAX_RESTARTS "${MAX_RESTARTS:=0}" 0 1000000
 whole STEP_TIMEOUT_S "${STEP_TIMEOUT_S:=1800}" 0 100000000
 if ((nnodes > 1)); then
-    [[ -n ${MASTER_ADDR:-} ]] || fail "NNODES=$nnodes needs MASTER_ADDR, the first node's address"
+    [[ -n ${MASTER_ADDR:-} ]] || fail "NNODES=$nnodes requires MASTER_ADDR, the address of the first node"
     [[ $MASTER_ADDR =~ ^[[:alnum:].:_-]+$ ]] || fail "MASTER_ADDR=$MASTER_ADDR is not an address"
     if [[ -n $least ]]; then
         [[ -n ${RDZV_ID:-} ]] ||
-            fail "NNODES=$NNODES needs RDZV_ID in place of NODE_RANK: nodes that come number themselves"
+            fail "NNODES=$NNODES requires RDZV_ID instead of NODE_RANK, because joining nodes number themselves"
         whole ELASTIC_WAIT "${ELASTIC_WAIT:=300}" 0 100000000
         ((JOIN_TIMEOUT == 0 || ELASTIC_WAIT < JOIN_TIMEOUT)) ||
             fail "ELASTIC_WAIT=$ELASTIC_WAIT must be less than JOIN_TIMEOUT=$JOIN_TIMEOUT"
@@ -91,52 +91,52 @@ if ((nnodes > 1)); then
     fi
     if [[ -z ${RDZV_ID:-} ]]; then
         [[ $rank =~ ^(0|[1-9][0-9]{0,8})$ ]] && ((rank < nnodes)) ||
-            fail "NNODES=$nnodes needs NODE_RANK of 0 to $((nnodes - 1)) (this is '$rank') or RDZV_ID"
+            fail "NNODES=$nnodes requires RDZV_ID, or NODE_RANK from 0 to $((nnodes - 1)), not '$rank'"
     fi
 fi
 
 processes=${NPROC_PER_NODE:-}
 if [[ -z $processes && $backend == torchtpu ]]; then
-    devices=(/dev/vfio/[0-9]*) # as TorchTPU counts them: two of a TPU7x chip, else one a chip
-    [[ -e ${devices[0]} ]] || fail "no TPU here, /dev/vfio has no device: set NPROC_PER_NODE"
+    devices=(/dev/vfio/[0-9]*) # as TorchTPU counts them: two per TPU7x chip, else one per chip
+    [[ -e ${devices[0]} ]] || fail "no TPU found in /dev/vfio: set NPROC_PER_NODE"
     processes=${#devices[@]}
 elif [[ -z $processes ]]; then
-    # PyTorch's own count, not nvidia-smi's: it heeds CUDA_VISIBLE_DEVICES and a missing driver.
+    # PyTorch's count, unlike nvidia-smi's, respects CUDA_VISIBLE_DEVICES and a missing driver.
     processes=$("$python" -c 'import torch; print(torch.cuda.device_count())' 2> /dev/null) ||
-        fail "$python has no PyTorch: $python -m pip install -r requirements-gpu.txt, or set PYTHON"
+        fail "$python cannot import PyTorch: $python -m pip install -r requirements-gpu.txt, or set PYTHON"
     ((processes > 0)) ||
-        fail "PyTorch sees no GPU here: set NPROC_PER_NODE to train on the CPU, with gloo"
+        fail "PyTorch finds no GPU: set NPROC_PER_NODE to train on the CPU with gloo"
 fi
 whole NPROC_PER_NODE "$processes" 1 256
 
-# What the user has set stays as it is.
-# torchrun would set 1 thread a process, and leave most cores idle that compute on the host (AdamW
-# under --cpu_offload, checkpoints).
+# Variables that the user has set are kept.
+# torchrun would set 1 thread per process, which leaves most cores idle during work on the host
+# (AdamW with --cpu_offload, checkpoints).
 threads=$(($(nproc) / processes))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 [[ $OMP_NUM_THREADS =~ ^[1-9][0-9]{0,4}(,[1-9][0-9]{0,4})*$ ]] ||
-    fail "OMP_NUM_THREADS=$OMP_NUM_THREADS is not a number of threads (or several, with commas)"
+    fail "OMP_NUM_THREADS=$OMP_NUM_THREADS must be a number of threads, or several separated by commas"
 if [[ $backend != torchtpu ]]; then
-    # Gathered blocks of changing sizes break fixed segments into pieces that fit nothing: grow them
-    # instead. PyTorch 2.9 warns of the older name, PYTORCH_CUDA_ALLOC_CONF.
+    # Gathered blocks of varying sizes fragment fixed segments; expandable segments avoid this.
+    # PyTorch 2.9 warns about the older name, PYTORCH_CUDA_ALLOC_CONF.
     if [[ -z ${PYTORCH_CUDA_ALLOC_CONF:-} ]]; then
         export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
     fi
-    # NCCL is silent by default: this prints why a connection failed, nothing else. Which network
-    # interface nodes share only the user knows: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME.
+    # NCCL is silent by default; WARN prints why a connection failed and nothing else. Only the user
+    # knows which network interface the nodes share: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME.
     export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 fi
 export STEP_TIMEOUT_S JOIN_TIMEOUT
-export TORCHRUN_PID=$$ # this process becomes torchrun; what it starts ends with it
+export TORCHRUN_PID=$$ # this process becomes torchrun; its child processes end with it
 
-# The last of two equal options wins: the user's come after these.
+# The last of two equal options counts: the user's come after these.
 words=(--nproc-per-node "$processes" --max-restarts "$MAX_RESTARTS" ${options[@]+"${options[@]}"}
     "$root/run_vit_training.py" --backend cuda "$@")
 tpu=()
 [[ $backend != torchtpu ]] || tpu=(--torchtpu "$processes")
 if ((nnodes == 1)); then
-    # By the job's name the program knows that it was started again, and then resumes whatever --resume
-    # says. Several nodes agree on one.
+    # By the job's id the program detects a restart, and then resumes whatever --resume is set to.
+    # Several nodes agree on one id.
     export RUN_JOB_ID=${RUN_JOB_ID:-$(uname -n)-$(date +%Y%m%d-%H%M%S)-$$}
     exec "$python" "$root/launch/torchrun.py" --nodes 1 ${tpu[@]+"${tpu[@]}"} -- "${words[@]}"
 fi

@@ -2,8 +2,8 @@
 
     python3 -m launch.xla_dist --tpu=NAME -- python3 -u run_vit_training.py FLAGS
 
-takes the place, and the command line, of ``torch_xla.distributed.xla_dist``, which torch_xla no
-longer has. ``launch/pod_worker.py`` is its other end.
+replaces ``torch_xla.distributed.xla_dist``, which torch_xla no longer includes, with the same
+command line. ``launch/pod_worker.py`` runs on the workers.
 """
 
 import argparse
@@ -53,16 +53,17 @@ def add_elastic_times(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         type=count,
         default=300,
-        help="seconds to wait for missing slices before training starts or continues without "
-        "them, with --elastic (default: %(default)s); xla_dist also waits so long, before a "
-        f"restart, for a slice that Compute Engine repairs (without --elastic: {REPAIR_SECONDS})",
+        help="with --elastic: seconds to wait for missing slices before training starts or "
+        "continues without them (default: %(default)s); xla_dist also waits this long, "
+        "before a restart, for a slice that Compute Engine is repairing (without --elastic: "
+        f"{REPAIR_SECONDS})",
     )
     parser.add_argument(
         "--elastic_poll",
         metavar="SECONDS",
         type=positive,
         default=30,
-        help="seconds between two questions for missing slices (default: %(default)s)",
+        help="seconds between checks for missing slices (default: %(default)s)",
     )
 
 
@@ -76,7 +77,10 @@ def main(argv: Sequence[str]) -> int:
             for api in [args.tpu_api] if args.tpu_api else APIS:
                 for name in args.tpu:
                     print(shlex.join(describe_command(args, api, name)))
-                print(f"# for every worker that it lists, with {variables}, ...; for one, without")
+                print(
+                    f"# run on each worker that this lists, with {variables}, ... set; shown for "
+                    "one worker, without them"
+                )
                 vms = (f"VM-OF-{args.tpu[0]}",) if api == "compute" else None
                 first = Slice(args.tpu[0], "", "", (), "", vms)
                 print(shlex.join(ssh_command(args, first, 0, remote)))
@@ -90,8 +94,9 @@ def main(argv: Sequence[str]) -> int:
         for slice_ in slices[1:]:
             if slice_.kind != slices[0].kind:
                 raise Mistake(
-                    f"--tpu {slice_.name} is {slice_.kind}, {slices[0].name} is {slices[0].kind}: "
-                    "several slices must have one accelerator type and topology"
+                    f"--tpu {slice_.name} is {slice_.kind}, but {slices[0].name} is "
+                    f"{slices[0].kind}: all slices must have the same accelerator type and "
+                    "topology"
                 )
         log_dir = args.log_dir or Path(f"runs/xla_dist-{job}")
         try:
@@ -123,7 +128,7 @@ def keep_running(args: argparse.Namespace, job: str, pod: Pod, slices: list[Slic
         if must_ask:
             slices = find_slices(args, pod, kind, awaited)
             if pod.stopped_by:
-                pod.say(f"stopped by {signal.Signals(pod.stopped_by).name}: no program runs")
+                pod.say(f"stopped by {signal.Signals(pod.stopped_by).name}; no program is running")
                 return 128 + (signal.SIGINT if pod.stopped_by == signal.SIGINT else signal.SIGTERM)
             if not slices:
                 return 1
@@ -148,7 +153,7 @@ def keep_running(args: argparse.Namespace, job: str, pod: Pod, slices: list[Slic
         if not restarts_left:
             break
         restarts_left -= 1
-        pod.say(f"starting all workers again; {restarts_left} restart(s) left after this one")
+        pod.say(f"restarting all workers; {restarts_left} restart(s) left after this one")
     return code
 
 
@@ -183,7 +188,7 @@ def find_slices(
         pod.meanwhile(functools.partial(time.sleep, min(left, args.elastic_poll)))
     if len(usable) < least and not pod.stopped_by:
         required = f"--elastic requires {least}" if args.elastic else "all are required"
-        pod.say(f"error: {len(usable)} of {len(args.tpu)} slices can be used, {required}")
+        pod.say(f"error: only {len(usable)} of {len(args.tpu)} slices are usable, {required}")
         return []
     return usable
 
@@ -201,7 +206,7 @@ def ask_for_growth(
     while not has_ended.wait(args.elastic_poll):
         for name in missing:
             if isinstance(describe_usable(args, name, kind), Slice):
-                why = f"{name} is there: all write a checkpoint and start again with it"
+                why = f"{name} is usable again: saving a checkpoint and restarting with it"
                 pod.events.put(Ending(attempt, why))
                 return
 
@@ -215,10 +220,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         prog="python3 -m launch.xla_dist",
         allow_abbrev=False,
         usage="%(prog)s --tpu NAME [options] -- COMMAND ...",
-        description="Run COMMAND on all workers of a TPU pod, as "
-        "torch_xla.distributed.xla_dist did. Ctrl-C, SIGTERM and SIGHUP reach the programs on the "
-        "workers, which can write a checkpoint; a second Ctrl-C kills them. When one fails, the "
-        "others are ended. Exit code: that of the first that failed.",
+        description="Run COMMAND on all workers of a TPU pod, like "
+        "torch_xla.distributed.xla_dist did. Ctrl-C, SIGTERM and SIGHUP are forwarded to the "
+        "programs on the workers, which can save a checkpoint; a second Ctrl-C kills them. If "
+        "one program fails, the others are stopped. Exit code: that of the first program that "
+        "failed.",
     )
     add = parser.add_argument
     # Which pod it is, and the program's environment there.
@@ -227,8 +233,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="NAME[,NAME...]",
         type=tpu_names,
         required=True,
-        help="the TPU VM, as gcloud names it; several with commas: slices of one accelerator type "
-        "and topology that train together, numbered in this order",
+        help="name of the TPU VM in gcloud; for multislice training a comma-separated list of "
+        "slices with the same accelerator type and topology, numbered in this order",
     )
     add_place(parser)
     add(
@@ -237,65 +243,66 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         action="append",
         default=[],
         type=variable,
-        help="set in the program's environment; may be repeated. By default PJRT_DEVICE=TPU; "
-        f"STEP_TIMEOUT_S={STEP_TIMEOUT_SECONDS}, so that a hang is a failure (0: off); RUN_JOB_ID "
-        "and RUN_ATTEMPT (0, 1, ...); NODE_RANK, MASTER_ADDR and, with one slice, NNODES, "
-        "NODE_ADDRESSES and TORCH_TPU_TOPOLOGY, for launch/torchrun.sh; with several slices "
-        "MEGASCALE_COORDINATOR_ADDRESS, MEGASCALE_PORT, MEGASCALE_NUM_SLICES and "
-        "MEGASCALE_SLICE_ID, for libtpu",
+        help="set an environment variable of the program; may be repeated. Set by default: "
+        f"PJRT_DEVICE=TPU; STEP_TIMEOUT_S={STEP_TIMEOUT_SECONDS}, which ends a program that "
+        "hangs (0: off); RUN_JOB_ID and RUN_ATTEMPT (0, 1, ...); NODE_RANK, MASTER_ADDR "
+        "and, with one slice, NNODES, NODE_ADDRESSES and TORCH_TPU_TOPOLOGY, for "
+        "launch/torchrun.sh; with several slices MEGASCALE_COORDINATOR_ADDRESS, "
+        "MEGASCALE_PORT, MEGASCALE_NUM_SLICES and MEGASCALE_SLICE_ID, for libtpu",
     )
     add(
         "--workdir",
         metavar="DIR",
         type=not_empty,
         default="~",
-        help="folder on the workers to run COMMAND in (default: the home folder there)",
+        help="folder on the workers to run COMMAND in (default: the home folder)",
     )
     # Before the program starts, and when it ends.
     add(
         "--restart-tpuvm-pod-server",
         action="store_true",
-        help="first end what earlier runs of xla_dist, of any name, left on the workers: it holds "
-        "the chips. (There is no more server: PJRT runs in the program.) Default: left alone",
+        help="first stop programs that earlier xla_dist runs, of any name, left on the workers, "
+        "because they occupy the chips. The flag keeps torch_xla's name; no server is "
+        "restarted (default: off)",
     )
     add(
         "--max_restarts",
         metavar="N",
         type=count,
         default=0,
-        help="times to start all workers again after one failed, unless with exit codes 2 to 5, "
-        "after which a restart does not help; training resumes from its newest checkpoint "
-        "(default: 0)",
+        help="number of times to restart all workers after one failed; exit codes 2 to 5 are not "
+        "retried, because a restart does not help; training resumes from the newest "
+        "checkpoint (default: 0)",
     )
     add(
         "--elastic",
         metavar="MIN",
         type=count,
-        help="with several slices and --max_restarts: after a failure continue on those that are "
-        "READY and whose workers ssh reaches, if they are at least MIN, and grow when a missing "
-        "one is there again. Give the program --mesh_dcn slices and --micro_batch_size (default: "
-        "all slices or none)",
+        help="with several slices and --max_restarts: after a failure, continue on the slices "
+        "that are READY and reachable by ssh if there are at least MIN, and add a slice "
+        "when it becomes usable again. Pass --mesh_dcn slices and --micro_batch_size to the "
+        "program (default: all slices or none)",
     )
     add_elastic_times(parser)
     add(
         "--grace",
         metavar="SECONDS",
         type=count,
-        help="seconds between SIGTERM and SIGKILL for the programs that are left when one has "
-        f"failed or a connection broke (default: {GRACE_SECONDS:.0f}, or {CRASH_SECONDS} if one "
-        "has crashed, as no checkpoint can be written then)",
+        help="seconds between SIGTERM and SIGKILL for the remaining programs after one failed or "
+        f"a connection was lost (default: {GRACE_SECONDS:.0f}, or {CRASH_SECONDS} after a "
+        "crash, when no checkpoint can be saved)",
     )
     add(
         "--log_dir",
         metavar="DIR",
         type=local_path,
-        help="folder for worker_<i>.log, all output of a worker (default: "
+        help="folder for worker_<i>.log files with the output of each worker (default: "
         "runs/xla_dist-NAME-TIME-PID)",
     )
     add(
         "--dry_run",
         action="store_true",
-        help="print the gcloud commands, quoted for a shell, and run nothing",
+        help="print the gcloud commands, quoted for a shell, without running them",
     )
     options, command = list(argv), []
     if "--" in options:
@@ -303,19 +310,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         options, command = options[:at], options[at + 1 :]
     if not command and not {"-h", "--help"} & set(options):
         raise Mistake(
-            "no command: give it after --, as in --tpu=NAME -- python3 -u run_vit_training.py"
+            "no command: pass it after --, as in --tpu=NAME -- python3 -u run_vit_training.py"
         )
     args = parser.parse_args(options, argparse.Namespace(command=command))
     if command and not command[0]:
-        raise Mistake("the command after -- starts with an empty word")
+        raise Mistake("the command after -- is empty")
     if "--backend torchtpu" in " ".join(command).replace("=", " "):
         if Path(command[0]).name.startswith("python"):
             raise Mistake(
-                "--backend torchtpu requires a process a device: give launch/torchrun.sh in place "
+                "--backend torchtpu needs one process per device: run launch/torchrun.sh instead "
                 "of python3 run_vit_training.py"
             )
         if len(args.tpu) > 1:
-            raise Mistake("--backend torchtpu works on one slice: give one name to --tpu")
+            raise Mistake("--backend torchtpu supports a single slice: pass one name to --tpu")
 
     # What comes with --elastic.
     given = {word.partition("=")[0] for word in options}
@@ -328,14 +335,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         return args
     slices = len(args.tpu)
     if slices == 1:
-        raise Mistake("--elastic requires several slices: --tpu NAME,NAME")
+        raise Mistake("--elastic requires several slices: use --tpu NAME,NAME")
     if not 1 <= args.elastic <= slices:
-        raise Mistake(f"--elastic {args.elastic} is not 1 to {slices}, the number of slices")
+        raise Mistake(
+            f"--elastic {args.elastic} must be between 1 and {slices}, the number of slices"
+        )
     if not args.max_restarts:
-        raise Mistake("--elastic requires --max_restarts: a lost slice takes one of them")
+        raise Mistake("--elastic requires --max_restarts, because each lost slice uses one restart")
     for name, _ in args.env:
         if name == "ELASTIC_SLICES" or (name.startswith("MEGASCALE_") and name[-4:] != "PORT"):
-            raise Mistake(f"--elastic numbers the slices that are there: drop --env {name}")
+            raise Mistake(f"--elastic sets {name} itself: remove --env {name}")
     return args
 
 
@@ -350,9 +359,9 @@ def tpu_names(text: str) -> list[str]:
     names = text.split(",")
     for name in names:
         if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name, re.ASCII):
-            raise argparse.ArgumentTypeError(f"{name!r} is not the name of a TPU VM")
+            raise argparse.ArgumentTypeError(f"{name!r} is not a valid TPU VM name")
         if names.count(name) > 1:
-            raise argparse.ArgumentTypeError(f"{name} is there twice")
+            raise argparse.ArgumentTypeError(f"{name} is listed twice")
     return names
 
 
@@ -428,7 +437,9 @@ def remote_command(
     start = f"import base64, zlib; exec(zlib.decompress(base64.b85decode({source!r})))"
     remote = shlex.join(["exec", "python3", "-c", start, json.dumps(task)])
     if len(remote) > LONGEST_WORD:
-        raise Mistake("the command and --env are too long for a command line: use a file")
+        raise Mistake(
+            "the command and --env are too long for a command line: put the arguments in a file"
+        )
     return remote
 
 

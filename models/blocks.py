@@ -67,11 +67,11 @@ class _ByProduct(TorchFunctionMode):
 
     def _attention(self, q, k, v, attn_mask=None, dropout_p: float = 0.0, is_causal: bool = False):
         if dropout_p or is_causal:
-            raise NotImplementedError("attention has no dropout and is not causal here")
+            raise NotImplementedError("attention dropout and causal attention are not supported")
         if attn_mask is None:
             return self._product(q, k, v)
         if not (is_segments(attn_mask) and self._takes_segments):
-            raise NotImplementedError("attention has no such mask here")
+            raise NotImplementedError("this attention mask is not supported")
         return self._product(q, k, v, segments=attn_mask)
 
 
@@ -103,7 +103,7 @@ def use_attend(attention: nn.Module, attend: Attend) -> bool:
         is_causal: bool = False,
     ) -> torch.Tensor:
         if is_causal:
-            raise NotImplementedError("attention is not causal here")
+            raise NotImplementedError("causal attention is not supported")
         gate = attn.gate(x).sigmoid() if attn.gate is not None else None
         qkv: Qkv
         if attn.qkv is None:
@@ -126,7 +126,7 @@ def use_attend(attention: nn.Module, attend: Attend) -> bool:
 def queries_keys_values(
     attn: Any, qkv: Qkv, rope: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries, keys and values, (batch, tokens, heads, width), normalised and rotated.
+    """Return queries, keys and values, (batch, tokens, heads, width), normalized and rotated.
 
     ``qkv`` are the three, (batch, tokens, heads x width), or all in one, side by side or as
     (batch, tokens, 3, heads x width). ``rope`` is (patches, 2 x width), and before these may have
@@ -191,7 +191,7 @@ def blocks_differ(blocks: Sequence[nn.Module], *, settings: bool = True) -> str 
         for what in [*first, *facts]:
             here, there = facts.get(what, "missing"), first.get(what, "missing")
             if here != there:
-                return f"in block {index} {what} is {here}, in block 0 {there}"
+                return f"{what} is {here} in block {index}, but {there} in block 0"
     return None
 
 
@@ -256,7 +256,7 @@ def why_no_tensor_parallel(block: nn.Module) -> str | None:
     if getattr(attention, "gate", None) is not None:
         return "its attention has a gate"
     if getattr(attention, "num_kv_groups", 1) > 1:
-        return "its attention has fewer heads of keys than of queries"
+        return "its attention has fewer key heads than query heads"
     if type(mlp) not in (Mlp, GluMlp, SwiGLU):
         return f"its MLP is timm's {type(mlp).__name__}"
     return None
@@ -283,11 +283,11 @@ def why_no_transformer_engine(block: nn.Module) -> str | None:
     unsupported = {
         "its norm is not LayerNorm": not isinstance(block.norm1, nn.LayerNorm),
         "its activation is not GELU": "gelu" not in activation or "quick" in activation,
-        "it has layer scale (<init_values>)": not isinstance(block.ls1, nn.Identity),
+        "it uses layer scale (<init_values>)": not isinstance(block.ls1, nn.Identity),
         "it has <scale_attn_norm>": not isinstance(attention.norm, nn.Identity),
         "it has <scale_mlp_norm>": not isinstance(mlp.norm, nn.Identity),
         "it has <proj_drop_rate>": mlp.drop1.p > 0,  # timm drops inside the MLP too
-        "its <qkv_bias> is not as its <proj_bias>": (attention.qkv.bias is None)
+        "its <qkv_bias> differs from its <proj_bias>": (attention.qkv.bias is None)
         != (attention.proj.bias is None),
     }
     return next((reason for reason, applies in unsupported.items() if applies), None)
@@ -300,4 +300,4 @@ def why_no_linear_products(block: nn.Module) -> str | None:
         return None
     if attention.q_bias is None or attention.qkv_bias_separate:
         return None
-    return "its attention calls no nn.Linear for queries, keys and values (<qkv_bias>)"
+    return "its attention does not use nn.Linear for queries, keys and values (<qkv_bias>)"

@@ -1,6 +1,6 @@
-"""The arguments of a Vision Transformer by timm's names, their checks, presets and flags.
+"""Vision Transformer arguments by timm's names: checks, presets and flags.
 
-Imports nothing heavy, so that ``--help`` and the checks stay fast.
+Imports nothing heavy, so that ``--help`` and the checks are fast.
 """
 
 import re
@@ -12,14 +12,15 @@ from config_fields import bounded, flag, positive, positive_number, rate
 
 
 class ModelError(Exception):
-    """The requested model is impossible: one line that says why, or what to change.
+    """The requested model cannot be built; the one-line message says why, or what to change.
 
-    Arguments of the model are ``<img_size>`` in the text; ``told`` writes them by the names of
-    flags, ``str()`` by their own.
+    Model arguments appear in the text as ``<img_size>``: ``told`` replaces them by flag names,
+    ``str()`` by the argument names.
     """
 
     def told(self, names: Mapping[str, str]) -> str:
-        """Return the line with each argument's name replaced by its entry in ``names``, if any."""
+        """Return the message with each argument's name replaced by its entry in ``names``, if
+        any."""
         return re.sub(r"<(\w+)>", lambda match: names.get(match[1], match[1]), self.args[0])
 
     def __str__(self) -> str:
@@ -35,7 +36,7 @@ def check_taken(name: str, given: Iterable[str], config: type) -> None:
     taken = [field.name for field in fields(config)]
     for argument in given:
         if argument not in taken:
-            raise ModelError(f"{name} does not take <{argument}>; it takes {', '.join(taken)}")
+            raise ModelError(f"{name} does not accept <{argument}>; it accepts {', '.join(taken)}")
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
@@ -47,17 +48,17 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         raise ModelError("<global_pool> token requires <class_token>")
     if arguments.get("use_rot_pos_emb") and width // heads % 4:
         raise ModelError(
-            f"rotary position embedding requires heads whose width is a multiple of 4: <embed_dim> "
-            f"{width} / <num_heads> {heads} is {width // heads}"
+            "rotary position embedding requires a head width that is a multiple of 4: "
+            f"<embed_dim> {width} / <num_heads> {heads} is {width // heads}"
         )
     if (arguments.get("rope_rescale_coords") or 1) > 1 and not arguments["use_rot_pos_emb"]:
-        raise ModelError("<rope_rescale_coords> requires a model with rotary positions")
+        raise ModelError("<rope_rescale_coords> requires a model with rotary position embedding")
     rate = arguments["patch_drop_rate"]
     if rate:
         image, patch = spatial_size(arguments["img_size"]), spatial_size(arguments["patch_size"])
         patches = (image[0] // patch[0]) * (image[1] // patch[1])
         if int(patches * (1 - rate)) < 1:
-            raise ModelError(f"<patch_drop_rate> {rate} leaves no patch")
+            raise ModelError(f"<patch_drop_rate> {rate} drops every patch: use a lower rate")
 
 
 def check_width(arguments: Mapping[str, Any]) -> None:
@@ -66,7 +67,10 @@ def check_width(arguments: Mapping[str, Any]) -> None:
     if width % heads:
         raise ModelError(f"<embed_dim> {width} is not a multiple of <num_heads> {heads}")
     if width * arguments["mlp_ratio"] < 1:
-        raise ModelError(f"<mlp_ratio> {arguments['mlp_ratio']} leaves no MLP")
+        raise ModelError(
+            f"<mlp_ratio> {arguments['mlp_ratio']} gives an MLP of width 0 for <embed_dim> "
+            f"{width}: use a larger ratio"
+        )
 
 
 def check_patches(img_size: Any, patch_size: Any, dimension: int = 2) -> None:
@@ -84,7 +88,7 @@ def spatial_size(size: Any, dimension: int = 2) -> tuple[int, ...]:
         return (size,) * dimension
     if len(size) != dimension:
         numbers = " ".join(map(str, size))
-        raise ModelError(f"<img_size> {numbers} has {len(size)} numbers: give 1 or {dimension}")
+        raise ModelError(f"<img_size> {numbers} has {len(size)} values: use 1 or {dimension}")
     return tuple(size)
 
 
@@ -101,7 +105,7 @@ def crop_pairs(sizes: Sequence[str] | None) -> list[tuple[int, int]]:
 @dataclass(frozen=True)
 class VitConfig:
     """The arguments of ``timm.models.vision_transformer.VisionTransformer``; the defaults are those
-    of the 10-billion-parameter ViT: no class token, mean over the normalised tokens, learned
+    of the 10-billion-parameter ViT: no class token, mean over the normalized tokens, learned
     positions."""
 
     img_size: int = 224
@@ -185,14 +189,14 @@ class ModelConfig:
 
     model: str | None = flag(
         None,
-        "model: a preset, hybrid_vit, or timm/NAME of timm's classes VisionTransformer and Eva "
-        f"(--list_models) (default: {DEFAULT_MODEL})",
+        "preset, hybrid_vit, or timm/NAME for timm's VisionTransformer and Eva models (see "
+        f"--list_models) (default: {DEFAULT_MODEL})",
         metavar="NAME",
         common=True,
     )
     img_size: int | tuple[int, ...] | None = _timm_flag(
         "img_size",
-        "image side, or height and width, in pixels; volumes: slices, height and width",
+        "side of square images, or height and width, in pixels; volumes: slices, height and width",
         kind=bounded(int, 1, 16384),
         metavar="N",
         several=True,
@@ -201,21 +205,21 @@ class ModelConfig:
     )
     native_resolution: bool | None = flag(
         None,
-        "train on images of any size and shape, whole, in their own aspect ratio: a preset or one "
-        "of timm's models as timm's NaFlexVit, on sequences of patches that hold several images "
+        "train on whole images of any size and aspect ratio: packs the patches of several images "
+        "into each sequence, with a preset or timm model rebuilt as timm's NaFlexVit "
         "(docs/native_resolution.md) (default: on for timm/naflexvit_*)",
     )
     token_budget: int | None = flag(
         None,
-        "length of a sequence with native resolution, in tokens: patches, class and register "
-        "tokens; --batch_size counts sequences (default: 1024)",
+        "native resolution: sequence length in tokens, counting patches, class and register "
+        "tokens; --batch_size then counts sequences (default: 1024)",
         kind=bounded(int, 1, 2**16 - 1),
         metavar="N",
     )
     max_images_per_sequence: int | None = flag(
         None,
-        "largest number of images of a sequence with native resolution, up to 255 (default: one "
-        "for each 64 tokens of --token_budget)",
+        "native resolution: maximum number of images per sequence, up to 255 (default: one per "
+        "64 tokens of --token_budget)",
         kind=bounded(int, 1, 255),
         metavar="N",
     )
@@ -228,15 +232,13 @@ class ModelConfig:
     patch_size: int | None = _timm_flag("patch_size", "side of a patch in pixels", kind=positive)
     in_chans: int | None = _timm_flag(
         "in_chans",
-        "number of channels of the input: 3 (RGB) or 1 (gray); for volumes any number",
+        "number of input channels: 3 (RGB) or 1 (grayscale); any number for volumes",
         kind=bounded(int, 1, 1024),
     )
     num_classes: int | None = _timm_flag(
         "num_classes", "number of classes", kind=bounded(int, 1, 10**7), common=True
     )
-    embed_dim: int | None = _timm_flag(
-        "embed_dim", "width of the model", kind=bounded(int, 1, 2**20)
-    )
+    embed_dim: int | None = _timm_flag("embed_dim", "embedding width", kind=bounded(int, 1, 2**20))
     depth: int | None = _timm_flag(
         "depth",
         "number of transformer blocks",
@@ -245,29 +247,31 @@ class ModelConfig:
     )
     num_heads: int | None = _timm_flag("num_heads", "number of attention heads", kind=positive)
     mlp_ratio: float | None = _timm_flag(
-        "mlp_ratio", "width of the MLP / width of the model", kind=bounded(float, 0.001, 1000)
+        "mlp_ratio", "MLP width divided by embedding width", kind=bounded(float, 0.001, 1000)
     )
     global_pool: Literal["token", "avg", "avgmax", "max", "map"] | None = _timm_flag(
-        "global_pool", "pooling of the tokens before the head; token: the class token"
+        "global_pool", "token pooling before the head; token: the class token"
     )
     class_token: bool | None = _timm_flag("class_token", "prepend a class token")
     reg_tokens: int | None = _timm_flag(
         "reg_tokens", "number of register tokens to prepend", kind=bounded(int, 0, 2**20)
     )
     pos_embed: Literal["learn", "none"] | None = _timm_flag(
-        "pos_embed", "position embedding; learn: a learned one"
+        "pos_embed", "position embedding; learn: learned"
     )
     no_embed_class: bool | None = _timm_flag(
-        "no_embed_class", "leave prefix tokens (class, register) without position embedding"
+        "no_embed_class", "add no position embedding to prefix tokens (class, register)"
     )
     pool_include_prefix: bool | None = _timm_flag(
-        "pool_include_prefix", "pool over prefix tokens too"
+        "pool_include_prefix", "include prefix tokens in the pooling"
     )
     qkv_bias: bool | None = _timm_flag("qkv_bias", "add a bias to query, key and value projections")
     qk_norm: bool | None = _timm_flag("qk_norm", "normalize queries and keys")
-    proj_bias: bool | None = _timm_flag("proj_bias", "add a bias to attention's output and the MLP")
+    proj_bias: bool | None = _timm_flag(
+        "proj_bias", "add a bias to the attention output and MLP projections"
+    )
     scale_attn_norm: bool | None = _timm_flag(
-        "scale_attn_norm", "add a norm after attention, before its projection"
+        "scale_attn_norm", "add a norm between attention and its output projection"
     )
     scale_mlp_norm: bool | None = _timm_flag("scale_mlp_norm", "add a norm inside the MLP")
     init_values: float | None = _timm_flag(
@@ -275,7 +279,9 @@ class ModelConfig:
     )
     pre_norm: bool | None = _timm_flag("pre_norm", "add a norm before the blocks")
     final_norm: bool | None = _timm_flag("final_norm", "add a norm after the blocks")
-    fc_norm: bool | None = _timm_flag("fc_norm", "move the final norm behind the pooling")
+    fc_norm: bool | None = _timm_flag(
+        "fc_norm", "apply the final norm after pooling instead of before"
+    )
     drop_rate: float | None = _timm_flag(
         "drop_rate", "dropout rate before the head", kind=rate, requires=("objective=classify",)
     )
@@ -287,13 +293,13 @@ class ModelConfig:
     )
     patch_drop_rate: float | None = _timm_flag(
         "patch_drop_rate",
-        "share of patches dropped in training",
+        "fraction of patches dropped in training",
         kind=rate,
         requires=("objective=classify",),
     )
     proj_drop_rate: float | None = _timm_flag(
         "proj_drop_rate",
-        "dropout rate of the MLP and of attention's projection",
+        "dropout rate of the MLP and the attention output projection",
         kind=rate,
         names=("--mlp_dropout", "--proj_drop_rate"),
     )
@@ -305,20 +311,20 @@ class ModelConfig:
     )
     drop_path_rate: float | None = _timm_flag(
         "drop_path_rate",
-        "stochastic depth rate of the last block; it rises linearly from 0",
+        "stochastic depth rate of the last block; increases linearly from 0 at the first block",
         kind=rate,
     )
     rope_rescale_coords: float | None = flag(
         None,
-        "rescale the coordinates of rotary positions in training by a random factor from 1/X to X, "
-        "uniform in its logarithm, another one for each step and each size of crops; 2: as DINOv3; "
-        "1: off (default: the model's, mostly 1)",
+        "in training, rescale rotary position coordinates by a random factor between 1/X and X, "
+        "log-uniform, drawn per step and crop size; 2: as in DINOv3; 1: off (default: the "
+        "model's, usually 1)",
         kind=bounded(float, 1, 1000),
         incompatible_with=("linear_probe",),
     )
     weight_init: Literal["", "jax", "jax_nlhb", "moco", "reset"] | None = _timm_flag(
         "weight_init",
-        "initialization scheme of timm: '', jax, jax_nlhb, moco or reset",
+        "timm's weight initialization scheme: '', jax, jax_nlhb, moco or reset",
         requires=("objective=classify",),
     )
 

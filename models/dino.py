@@ -37,11 +37,13 @@ def add_to(trunk: ModelSpec, settings: Mapping[str, Any]) -> ModelSpec:
     fields. Raises ModelError for a model or sizes that cannot be trained so."""
     if not isinstance(trunk, TimmSpec):
         raise ModelError(
-            f"<objective> dino requires a model of timm's VisionTransformer or Eva, {trunk.name} "
-            "is of another class"
+            "<objective> dino requires a VisionTransformer or Eva model of timm, and "
+            f"{trunk.name} is neither"
         )
     if not trunk.has_class_token:
-        raise ModelError("<objective> dino requires <class_token>, whose output it compares")
+        raise ModelError(
+            "<objective> dino requires <class_token>, because its loss compares class tokens"
+        )
     height, width = trunk.sizes.input_shape[1:]
     patch = (height // trunk.sizes.grid[0], width // trunk.sizes.grid[1])
     side, pairs = settings["local_crop_size"], crop_pairs(settings["crop_sizes"])
@@ -51,7 +53,7 @@ def add_to(trunk: ModelSpec, settings: Mapping[str, Any]) -> ModelSpec:
         counts = [factor * side / patch_side for side, patch_side in zip(size, patch, strict=True)]
         if not all(math.isclose(count, round(count)) for count in counts):
             crop, patches = (" x ".join(map(str, sides)) for sides in (dict.fromkeys(size), patch))
-            raise ModelError(f"{flag} {crop} is no whole number of patches of {patches}")
+            raise ModelError(f"{flag} {crop} is not a multiple of the patch size {patches}")
 
     check_patches("<local_crop_size>", (side, side))
     check_patches("<img_size>", (height, width))
@@ -59,18 +61,19 @@ def add_to(trunk: ModelSpec, settings: Mapping[str, Any]) -> ModelSpec:
         check_patches("<crop_sizes>", (crop_side, crop_side))
     if side > min(height, width):
         raise ModelError(
-            f"<local_crop_size> {side} is larger than the global crops, <img_size> "
-            f"{height} x {width}"
+            f"<local_crop_size> {side} is larger than the global crops, <img_size> {height} x "
+            f"{width}: use a smaller one"
         )
     for global_side, local_side in pairs:
         if global_side < local_side:
             raise ModelError(
-                f"<crop_sizes> {global_side}x{local_side}: the local crops are the larger ones"
+                f"<crop_sizes> {global_side}x{local_side}: the local crop must not be larger than "
+                "the global crop"
             )
     if pairs and (height != width or (height, side) not in pairs):
         raise ModelError(
-            f"<crop_sizes> must have {height}x{side} among them, <img_size> and "
-            "<local_crop_size>, and global crops must be squares"
+            f"<crop_sizes> must include {height}x{side} (<img_size> x <local_crop_size>), and "
+            "global crops must be square"
         )
     for size in ((height, width), *((side, side) for side, _ in pairs)):
         check_patches(f"<gram_crop_factor> {factor:g} times", size, factor)
@@ -81,7 +84,8 @@ def add_to(trunk: ModelSpec, settings: Mapping[str, Any]) -> ModelSpec:
                 raise ModelError(f"<objective> dino cannot use {trunk.name}: {reason}")
         elif trunk.meta.pos_embed is not None or trunk.settings["rope_type"] == "mixed":
             raise ModelError(
-                f"<objective> dino cannot use {trunk.name}: its positions are learned for one size"
+                f"<objective> dino cannot use {trunk.name}: its learned position embedding "
+                "supports only one image size"
             )
     return spec
 
@@ -174,10 +178,10 @@ class DinoSpec(TimmSpec):
         return [student, local, teacher] if self.local_crops else [student, teacher]
 
     def why_one_grid(self) -> str | None:
-        return "its crops have sizes of their own"
+        return "its crops already come in several sizes"
 
     def why_no_token_part(self) -> str | None:
-        return "its masks are of whole images"
+        return "its masks cover whole images"
 
     def compute_on_grids(self, model: nn.Module, grids: Sequence[Grid], constant: Constant) -> None:
         if self.kind is VisionTransformer:  # the other has no learned positions

@@ -1,8 +1,8 @@
 """Masked autoencoders (MAE, He et al., arXiv 2111.06377): a timm ViT, and a decoder of pixels.
 
-The encoder sees a random part of an image's patches alone; a narrow decoder, instead of pooling
-and head, predicts the pixels of the others. Parameters of the encoder have timm's names,
-those of the decoder the names in published weights.
+The encoder sees only a random subset of an image's patches; a narrow decoder, which replaces
+pooling and head, predicts the pixels of the others. Encoder parameters have timm's names, decoder
+parameters those of the published weights.
 """
 
 from __future__ import annotations
@@ -26,22 +26,25 @@ from models.timm_models import BUILT_WITH, TimmSpec
 BLOCKS, DECODER = "blocks", "decoder_blocks"
 """The names of the two stacks of blocks."""
 _MLP_RATIO = 4.0
-"""Of the decoder's blocks, as in the paper."""
+"""MLP ratio of the decoder's blocks, as in the paper."""
 _STD = 0.02
 _LONGEST_WAVE = 10_000.0
 
 
 def add_to(encoder: ModelSpec, settings: Mapping[str, Any]) -> ModelSpec:
-    """Return ``encoder`` as a masked autoencoder. ``settings`` are the flags of the objective, by
-    their fields. Raises ModelError for an encoder or sizes that cannot be one."""
+    """Return ``encoder`` as a masked autoencoder. ``settings``: the objective's flags by field
+    name. Raises ModelError for an unsuitable encoder or unsuitable sizes."""
     if not isinstance(encoder, TimmSpec) or encoder.kind is not VisionTransformer:
         kind = encoder.kind.__name__ if isinstance(encoder, TimmSpec) else "another class"
         raise ModelError(
-            f"<objective> mae requires a model of timm's VisionTransformer, {encoder.name} is of "
-            f"{kind}"
+            f"<objective> mae requires a VisionTransformer model of timm, and {encoder.name} is "
+            f"of {kind}"
         )
     if encoder.meta.pos_embed is None:
-        raise ModelError("<objective> mae requires <pos_embed> learn, which it fills and freezes")
+        raise ModelError(
+            "<objective> mae requires <pos_embed> learn; it sets that embedding to fixed sines "
+            "and cosines"
+        )
     width, heads = settings["decoder_embed_dim"], settings["decoder_num_heads"]
     if width % heads:
         raise ModelError(
@@ -50,21 +53,20 @@ def add_to(encoder: ModelSpec, settings: Mapping[str, Any]) -> ModelSpec:
     for name, size in (("embed_dim", encoder.sizes.embed_dim), ("decoder_embed_dim", width)):
         if size % 4:
             raise ModelError(
-                f"<{name}> {size} must be a multiple of 4: positions are sines and cosines of rows "
-                "and columns"
+                f"<{name}> {size} must be a multiple of 4, as sine-cosine positions require"
             )
     patches, ratio = encoder.sizes.num_patches, settings["mask_ratio"]
     if not 0 < int(patches * (1 - ratio)) < patches:
-        what = "masks none" if ratio < 0.5 else "leaves none to be seen"
-        raise ModelError(f"<mask_ratio> {ratio:g} of {patches} patches {what}")
+        what = "masks no patch" if ratio < 0.5 else "leaves no visible patch"
+        raise ModelError(f"<mask_ratio> {ratio:g} of {patches} patches {what}: change it")
     spec = MaeSpec(encoder, ratio, settings["decoder_depth"], width, heads)
     if settings["norm_pix_loss"] and spec.patch_size == (1, 1) and spec.sizes.input_shape[0] == 1:
-        raise ModelError("<norm_pix_loss> requires patches of more than one pixel: turn it off")
+        raise ModelError("<norm_pix_loss> requires patches with more than one value: turn it off")
     return spec
 
 
 class MaeSpec(TimmSpec):
-    """The spec of a masked autoencoder: the encoder's, and the sizes of the decoder."""
+    """Spec of a masked autoencoder: the encoder's spec, and the sizes of the decoder."""
 
     frozen = ("pos_embed",)
 
@@ -73,7 +75,7 @@ class MaeSpec(TimmSpec):
     ) -> None:
         self.encoder = encoder
         self.shown = int(encoder.sizes.num_patches * (1 - mask_ratio))
-        """How many patches of an image the encoder sees."""
+        """Number of patches per image that the encoder sees."""
         self._decoder = {"depth": depth, "width": width, "heads": heads}
         given = (encoder.name, encoder.overrides, encoder.kind, encoder.arguments)
         super().__init__(*given, encoder.preprocessing)
@@ -92,7 +94,7 @@ class MaeSpec(TimmSpec):
 
     @functools.cached_property
     def sizes(self) -> ModelSizes:
-        """The encoder's, which sees a part of the patches in evaluations, too."""
+        """Sizes of the encoder, which sees only a subset of the patches in evaluations, too."""
         whole = self.encoder.sizes
         tokens = whole.num_tokens - whole.num_patches + self.shown
         return replace(whole, num_tokens=tokens, train_tokens=tokens)
@@ -115,7 +117,8 @@ class MaeSpec(TimmSpec):
 
     @property
     def runs(self) -> Sequence[StackRun]:
-        """Of the encoder, to which all FLOPs count, and of the decoder, which returns pixels."""
+        """The encoder's run, to which all FLOPs are attributed, and the decoder's, which returns
+        pixels."""
         pixels, flops = math.prod(self.sizes.input_shape), self.train_flops_per_image
         encoder, decoder = (sizes.train_tokens for sizes in self.stacks.values())
         return [
@@ -133,7 +136,7 @@ class MaeSpec(TimmSpec):
         return "its decoder needs all tokens of an image"
 
     def why_one_grid(self) -> str | None:
-        return "its positions are of one grid"
+        return "its positions are fixed for one grid"
 
     def example(self) -> tuple[torch.Tensor, ...]:
         ranks = torch.empty(1, self.sizes.num_patches, dtype=torch.int32, device="meta")
@@ -141,12 +144,12 @@ class MaeSpec(TimmSpec):
 
 
 class MaskedAutoencoder(VisionTransformer):
-    """Predicts all patches of images of which ``shown`` patches are seen."""
+    """Predicts all patches of images of which ``shown`` patches are visible."""
 
     def __init__(
         self, arguments: Mapping[str, Any], shown: int, *, depth: int, width: int, heads: int
     ) -> None:
-        """``arguments``: the encoder's, by timm's names; the others are the decoder's sizes."""
+        """``arguments``: the encoder's, by timm's names; the others are sizes of the decoder."""
         super().__init__(**arguments)
         place: Any = {"device": "meta"}
         self.attn_pool = None
@@ -167,21 +170,21 @@ class MaskedAutoencoder(VisionTransformer):
         return {*super().no_weight_decay(), "mask_token"}
 
     def forward(self, images: torch.Tensor, ranks: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the predicted pixels of all patches, (batch, patches, values of a patch).
+        """Return the predicted pixels of all patches, (batch, patches, values per patch).
 
-        Without ``ranks``: what the encoder alone makes of whole images, as timm computes it.
+        Without ``ranks``, return the encoder's output for whole images, as timm computes it.
 
         ``images``: (batch, channels, height, width), normalized. ``ranks``: (batch, patches),
-        integers: each patch's place in a random order of the image's patches; the first ``shown``
-        are seen. Products with ones and zeros select patches: exact in fp32, sharded as the batch
-        is, and without the sums in any order that a gather's gradient is on a GPU.
+        integers: the position of each patch in a random order of the image's patches; the first
+        ``shown`` are visible. Products with ones and zeros select patches: they are exact in fp32,
+        sharded like the batch, and deterministic on GPUs, unlike the gradient of a gather.
         """
         if ranks is None:
             return super().forward(images)
         places = torch.arange(self.shown, dtype=ranks.dtype, device=ranks.device)
         selected = ranks[:, None, :] == places[:, None]  # (batch, shown, patches)
 
-        # The encoder: only what is seen is embedded, as an image of one row of patches.
+        # The encoder embeds only visible patches, as an image with one row of patches.
         height, width = self.patch_size
         pixels = select(selected, patches_of(images, self.patch_size))
         pixels = pixels.unflatten(2, (height, width, self.in_chans))
@@ -198,7 +201,7 @@ class MaskedAutoencoder(VisionTransformer):
         x = self.blocks(self.norm_pre(self.pos_drop(x)))
         x = self.fc_norm(self.norm(x))  # one of the two is the last norm
 
-        # The decoder: each patch at its place, the mask token where it was not seen.
+        # The decoder gets each visible patch at its position, and the mask token elsewhere.
         x = self.decoder_embed(x)
         first, seen = x.tensor_split([self.num_prefix_tokens], dim=1)
         hidden = (ranks >= self.shown)[..., None]
@@ -209,8 +212,8 @@ class MaskedAutoencoder(VisionTransformer):
 
 
 def patches_of(images: torch.Tensor, patch_size: tuple[int, int]) -> torch.Tensor:
-    """Return images, (batch, channels, height, width), as (batch, patches, values of a patch), in
-    the order of its rows, then columns, then channels."""
+    """Return images, (batch, channels, height, width), as (batch, patches, values per patch),
+    ordered by row, column, channel within a patch."""
     height, width = patch_size
     rows = images.unflatten(3, (-1, width)).unflatten(2, (-1, height))
     return rows.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
@@ -219,14 +222,15 @@ def patches_of(images: torch.Tensor, patch_size: tuple[int, int]) -> torch.Tenso
 def images_of(
     patches: torch.Tensor, patch_size: tuple[int, int], grid: Sequence[int]
 ) -> torch.Tensor:
-    """Return the images that ``patches_of`` made (batch, patches, values of a patch) of."""
+    """Return images from patches, (batch, patches, values per patch); the inverse of
+    ``patches_of``."""
     pixels = patches.unflatten(2, (*patch_size, -1)).unflatten(1, tuple(grid))
     return pixels.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
 
 
 def select(selected: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return the rows of ``x``, (batch or 1, rows, width), that are true in ``selected``, (batch,
-    results, rows); zeros for a result without a true entry, of which there may be one."""
+    """Return the rows of ``x``, (batch or 1, rows, width), selected by ``selected``, (batch,
+    results, rows), which has at most one true entry per result; zeros for a result without one."""
     kind = "cpu" if x.device.type == "meta" else x.device.type  # meta has no autocast
     with torch.autocast(kind, enabled=False):  # positions must not be rounded
         return torch.matmul(selected.to(x.dtype), x)
@@ -236,10 +240,10 @@ def select(selected: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def sines_and_cosines(prefix: int, grid: tuple[int, int], width: int) -> torch.Tensor:
-    """Return fixed positions, (1, prefix + patches, width), fp32: zeros for the first ``prefix``.
-    The first half of a position is of the patch's column, the second of its row, as in MAE's
-    published weights; each is sines, then cosines, of wave lengths from 2 pi to 10,000 times as
-    much (Vaswani et al. 2017)."""
+    """Return fixed positions, (1, prefix + patches, width), fp32, with zeros for the first
+    ``prefix``. The first half of a position encodes the patch's column, the second half its row, as
+    in MAE's published weights; each half is sines, then cosines, with wavelengths from 2 pi to
+    10,000 times that (Vaswani et al. 2017)."""
     rows, columns = grid
     quarter = width // 4
     frequency = _LONGEST_WAVE ** -(torch.arange(quarter, dtype=torch.float64) / quarter)
@@ -255,7 +259,7 @@ def sines_and_cosines(prefix: int, grid: tuple[int, int], width: int) -> torch.T
 
 
 class FixedPositions(nn.Module):
-    """Positions that are computed, and so are not in checkpoints."""
+    """Positions that are computed, and therefore not saved in checkpoints."""
 
     values: torch.Tensor
 
@@ -266,7 +270,7 @@ class FixedPositions(nn.Module):
         self.register_buffer("values", torch.empty(shape, device="meta"), persistent=False)
 
     def init_non_persistent_buffers(self) -> None:
-        """Fill them; timm's name of such a function (``models.initialize``)."""
+        """Fill the buffer; ``models.initialize`` calls this method by timm's name."""
         self.values.copy_(sines_and_cosines(*self._arguments))
 
     def forward(self) -> torch.Tensor:
@@ -277,7 +281,7 @@ class FixedPositions(nn.Module):
 
 
 def _scheme(part: nn.Module, name: str) -> None:
-    """Fill as the paper says (appendix A): Xavier uniform; tokens normal, std 0.02."""
+    """Initialize as in the paper (appendix A): Xavier uniform; tokens normal, std 0.02."""
     if isinstance(part, MaskedAutoencoder):
         prefix = 0 if part.no_embed_class else part.num_prefix_tokens
         part.pos_embed.copy_(sines_and_cosines(prefix, part.patch_embed.grid_size, part.embed_dim))

@@ -323,14 +323,14 @@ class NativeSpec(ModelSpec):
         if arguments["global_pool"] == "token" and not arguments["class_token"]:
             raise ModelError("<global_pool> token requires <class_token>")
         if reason := timm_private.why_not_packed(meta, _MOST_POSITIONS):
-            raise ModelError(f"{name} with native resolution: {reason}")
+            raise ModelError(f"{name} does not support native resolution: {reason}")
         if difference := blocks_differ([*meta.blocks], settings=False):
-            raise ModelError(f"{name} has blocks that differ: {difference}")
+            raise ModelError(f"the blocks of {name} differ: {difference}")
         prefix = self.packing.prefix
         if self.packing.tokens <= prefix:
             raise ModelError(
-                f"<token_budget> {self.packing.tokens} leaves no patch beside the {prefix} class "
-                "and register tokens of an image"
+                f"<token_budget> {self.packing.tokens} is too small: the {prefix} class and "
+                "register tokens of an image leave no room for a patch"
             )
 
     @property
@@ -356,7 +356,9 @@ class NativeSpec(ModelSpec):
                 side = math.isqrt(values.shape[1])
                 first = values.shape[1] - side * side
                 if first not in (0, sum(token.shape[1] for token in tokens)):
-                    raise ModelError(f"pos_embed of {values.shape[1]} tokens is of no square grid")
+                    raise ModelError(
+                        f"pos_embed with {values.shape[1]} tokens is not a square grid"
+                    )
                 values = values[:, first:].unflatten(1, (side, side))
             if values.shape[1:3] != wanted[1:3]:
                 values = F.interpolate(
@@ -371,7 +373,9 @@ class NativeSpec(ModelSpec):
                 first = tokens[0].shape[1] if name == "embeds.reg_token" and tokens[1:] else 0
                 values = values + positions[:, first : first + values.shape[1]]
         if values.shape != wanted:
-            raise ModelError(f"{name} is {tuple(values.shape)}, {tuple(wanted)} in the model")
+            raise ModelError(
+                f"{name} has shape {tuple(values.shape)}, but the model needs {tuple(wanted)}"
+            )
         return values
 
     @functools.cached_property
@@ -400,7 +404,7 @@ class NativeSpec(ModelSpec):
         initialize(module, name, seed=seed, scheme=scheme)
 
     def why_no_token_part(self) -> str | None:
-        return "sequences hold several images (native resolution)"
+        return "its sequences contain several images (native resolution)"
 
     def compute_on_part(self, model: nn.Module, part: Any) -> Any:
         raise NotImplementedError
@@ -491,7 +495,7 @@ def open_native(name: str, overrides: Mapping[str, Any]) -> NativeSpec:
     over its own arguments. Raises ModelError if timm has none, or the arguments do not fit."""
     given = {key: value for key, value in overrides.items() if key not in _SEQUENCES}
     if given.pop("native_resolution", True) is False:
-        raise ModelError(f"{name} has native resolution alone: drop --no-native_resolution")
+        raise ModelError(f"{name} supports native resolution only: remove --no-native_resolution")
     timms = name.removeprefix("timm/")
     try:
         if name in PRESETS:
@@ -511,7 +515,9 @@ def open_native(name: str, overrides: Mapping[str, Any]) -> NativeSpec:
             given = {_NAMES.get(key, key): value for key, value in given.items()}
             for argument in given:
                 if argument not in arguments:
-                    raise ModelError(f"{name} does not take <{argument}> (it is timm's NaFlexVit)")
+                    raise ModelError(
+                        f"{name} does not accept <{argument}> (it is timm's NaFlexVit)"
+                    )
             if not arguments["num_classes"]:
                 arguments["num_classes"] = _CLASSES
             arguments |= given

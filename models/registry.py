@@ -1,7 +1,7 @@
-"""``--model``: presets and families of models, and how one of their names becomes a spec.
+"""``--model``: presets and model families, and how a name becomes a spec.
 
-To add a family: a file in this folder with ``names`` and ``open_model``, as ``hybrid_vit`` has
-them, and its line in ``FAMILIES``. Imports nothing heavy, so that ``--help`` stays fast.
+To add a family, add a file to this folder with ``names`` and ``open_model``, like ``hybrid_vit``,
+and a line to ``FAMILIES``. Imports nothing heavy, so that ``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -31,33 +31,35 @@ FAMILIES = {
     NATIVE_FAMILY: "models.native_vit",
     "timm/": "models.timm_models",
 }
-"""By what its names start with, the module of each family; presets have names of their own."""
+"""Module of each family, by the prefix of its model names; presets have names without prefix."""
 ADDITIONS = {"dino": "models.dino", "mae": "models.mae"}
-"""By objective, the module with ``add_to``, which adds to a model what it is trained with."""
+"""By objective, the module with ``add_to``, which adds the objective's parts to a model."""
 
 _FINE_TUNED = ("img_size", "in_chans", "num_classes", "weight_init")
-"""What fine-tuning may change without changing the preprocessing that timm's weights expect."""
+"""Settings that fine-tuning may change without changing the preprocessing of timm's weights."""
 _COUNTED = 30
-"""The most models that are built to be listed, in seconds; a longer list has names alone."""
+"""Maximum number of models to build for a list, which takes seconds; longer lists have names
+only."""
 _SUGGESTED = 3
 
 
 @dataclass(frozen=True)
 class ListedModel:
-    """A line of a list of models."""
+    """One line in a list of models."""
 
     name: str
     parameters: int | None = None
-    """None if they were not counted."""
+    """Number of parameters; None if not counted."""
     refused: str | None = None
-    """Why ``open_model`` refuses it, if that was tried."""
+    """Why ``open_model`` refuses the model, if tried."""
     no_tensor_parallel: str | None = None
-    """Why its blocks have no tensor parallelism; None if they have, or if it was not opened."""
+    """Why its blocks do not support tensor parallelism; None if they do, or if it was not
+    opened."""
 
 
 def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
-    """Return the model ``name`` with ``overrides``, by timm's names, over its own settings. Raises
-    ModelError for an unknown name, a model that cannot be trained here, and unfit arguments."""
+    """Return the model ``name`` with ``overrides``, by timm's names, applied to its own settings.
+    Raises ModelError for an unknown name, an unsupported model, and invalid arguments."""
     if overrides.get("native_resolution") is False and not name.startswith(NATIVE_FAMILY):
         overrides = {key: value for key, value in overrides.items() if key != "native_resolution"}
     if overrides.get("native_resolution") and (name in PRESETS or name.startswith("timm/")):
@@ -67,7 +69,7 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
         config = replace(PRESETS[name], **overrides)
         check_patches(config.img_size, config.patch_size)
         check_arguments(asdict(config))
-        # Imported only now: timm takes seconds, and a wrong size is reported before.
+        # Imported late: timm takes seconds, and a wrong size is reported before.
         family = importlib.import_module(FAMILIES["timm/"])
         fine_tuned = all(key in _FINE_TUNED or key.endswith("_rate") for key in overrides)
         trained = family.preprocessing_of(name) if fine_tuned else None
@@ -81,26 +83,26 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
             if spec is not None:
                 return spec
 
-    # Suggest the names that are most alike; presets come first.
+    # Suggest the most similar names; presets come first.
     plain = name.strip().lower().replace("-", "_").partition(".")[0].removeprefix("timm/")
     known = _names()
     suggestions = [model for model in (plain, f"timm/{plain}") if model in known]
     suggestions = suggestions or difflib.get_close_matches(plain, known, _SUGGESTED, 0.5)
-    hint = f": is it {' or '.join(suggestions)}?" if suggestions else ""
-    raise ModelError(f"there is no model {name}{hint} (--list_models lists them)")
+    hint = f"; did you mean {' or '.join(suggestions)}?" if suggestions else ""
+    raise ModelError(f"unknown model {name}{hint} (--list_models lists all models)")
 
 
 def with_additions(spec: ModelSpec, objective: str, settings: Mapping[str, Any]) -> ModelSpec:
-    """Return the model with what its objective adds to it, if anything. ``settings`` are the
-    objective's flags, by their fields. Raises ModelError if it cannot."""
+    """Return the model with the parts that its objective adds, if any. ``settings``: the
+    objective's flags by field name. Raises ModelError if this is impossible."""
     if objective in ADDITIONS:
         spec = importlib.import_module(ADDITIONS[objective]).add_to(spec, settings)
     return spec
 
 
 def list_models(pattern: str | None = None) -> list[ListedModel]:
-    """List the models whose names match ``pattern``, ignoring case: a part of the name, or with *
-    and ? the whole. A short list says how many parameters each has, or why it cannot be opened."""
+    """List the models whose names match ``pattern``, ignoring case: a substring, or the whole name
+    with * and ?. A short list includes parameter counts, or why a model cannot be opened."""
     pattern = (pattern or "*").lower()
     if not any(sign in pattern for sign in "*?["):
         pattern = f"*{pattern}*"

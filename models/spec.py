@@ -1,4 +1,4 @@
-"""What the rest of the program knows about a model of any family: a ``ModelSpec``."""
+"""The interface between models of any family and the rest of the program: ``ModelSpec``."""
 
 import abc
 import functools
@@ -20,7 +20,7 @@ _TRAINING_SETTINGS = (
     *("weight_init", "fix_init", "head_init_scale", "rope_rescale_coords"),
     *("token_budget", "max_images_per_sequence"),
 )
-"""Settings, beside rates of dropout, that change no output of a trained model."""
+"""Settings, besides dropout rates, that do not change the output of a trained model."""
 
 
 @dataclass(frozen=True)
@@ -28,22 +28,23 @@ class ModelSizes:
     """Sizes of a model, in the units of timm's arguments."""
 
     input_shape: tuple[int, ...]
-    """Channels, then height and width of an image in pixels; of a volume its depth before them."""
+    """Channels, then height and width of an image in pixels; for volumes, slices come before
+    height."""
     num_classes: int
     grid: tuple[int, ...]
-    """Patches along each spatial dimension; they are numbered with the last one running fastest."""
+    """Number of patches along each spatial dimension; patches are numbered in row-major order."""
     num_tokens: int
-    """Length of the sequence the blocks see: patches, class token, registers."""
+    """Sequence length in the blocks: patches, class token, registers."""
     train_tokens: int
-    """The same in training, where ``patch_drop_rate`` leaves a share of the patches only."""
+    """Sequence length in training, where ``patch_drop_rate`` drops patches."""
     depth: int
-    """How many blocks."""
+    """Number of blocks."""
     embed_dim: int
     num_heads: int
     head_dim: int
     """Width of a head's queries and keys."""
     value_dim: int
-    """Width of a head's values: another one in differential attention."""
+    """Width of a head's values, which differs in differential attention."""
     hidden: int
     """Width inside the MLP."""
     attn_drop_rate: float
@@ -55,74 +56,75 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class StackRun:
-    """What a training step computes with a stack of blocks: sequences of one length."""
+    """The computation of a training step on one stack of blocks, with sequences of one length."""
 
     stack: str
     tokens: int
-    """Of a sequence."""
+    """Tokens per sequence."""
     pixels: int
-    """Values of the image, or of the crop, of a sequence."""
+    """Input values of the image or crop of a sequence."""
     outputs: int
-    """Values that the model returns of an image's sequences."""
+    """Values that the model returns for an image's sequences."""
     train_flops: float
-    """FLOPs of one image as MFU counts them; those of all runs are the model's."""
+    """FLOPs per image as counted for MFU; the sum over all runs is the model's."""
     sequences: int = 1
-    """Of an image."""
+    """Sequences per image."""
     learns: bool = True
-    """A backward pass follows; else it is a teacher's run: a forward pass, with other weights."""
+    """Whether a backward pass follows; False for a teacher's run, a forward pass with other
+    weights."""
 
 
 @dataclass(frozen=True)
 class SequenceShape:
-    """Sequences of the tokens of several whole images, of any size, in place of images of one
-    size: what a model with native resolution is given (``models/native_vit.py``)."""
+    """Sequences with the tokens of several whole images of any size, instead of images of one size:
+    the input of a model with native resolution (``models/native_vit.py``)."""
 
     patch: tuple[int, int]
     """Height and width of a patch in pixels."""
     prefix: int
-    """How many class and register tokens an image has, before its patches."""
+    """Number of class and register tokens per image, before its patches."""
     tokens: int
     """Length of a sequence."""
     images: int
-    """The most images of a sequence."""
+    """Maximum number of images per sequence."""
 
     def values_of_patch(self, channels: int) -> int:
         return math.prod(self.patch) * channels
 
 
 HEADS = ("head.", "mask_token", "decoder_", "dino_head.", "ibot_head.")
-"""What the names of parameters start with that a backbone has not: a task's or an objective's."""
+"""Name prefixes of parameters that a backbone lacks: heads and parts of objectives."""
 
 Units = list[tuple[str, nn.Module]]
-"""The pieces of a model to shard one after the other, by name: see ``ModelSpec.units``."""
+"""The parts of a model to shard one after the other, by name: see ``ModelSpec.units``."""
 
 
 class ModelSpec(abc.ABC):
-    """One model: builds it, initializes it unit by unit, and has the facts about it, read off the
-    model on the meta device.
+    """One model: builds it, initializes it unit by unit, and provides facts about it, measured on
+    the model on the meta device.
 
-    The blocks are ``model.blocks``, and in some models those of other ``stacks``; everything around
-    them is one more unit, the root.
+    The blocks are ``model.blocks``, and in some models also those of other ``stacks``; everything
+    around them is one more unit, the root.
     """
 
     head_method = "forward_head"
-    """The name of the model's method that gets the tokens, (images, tokens, width), after all
-    blocks and the norm: timm's ``forward_features`` are its argument."""
+    """Name of the model's method that takes the tokens, (images, tokens, width), after all blocks
+    and the norm, i.e. the result of timm's ``forward_features``."""
     preprocessing: dict[str, Any] | None = None
-    """The mean, std, crop and interpolation that trained weights want, if any."""
+    """Mean, std, crop and interpolation for the trained weights, if known."""
     frozen: Collection[str] = ()
-    """The names of parameters that no training changes."""
+    """Names of parameters that are never trained."""
     last_layers: Collection[str] = ()
-    """The names of parameters that do not change at first (``--freeze_last_layer_epochs``)."""
+    """Names of parameters that are frozen at first (``--freeze_last_layer_epochs``)."""
     rope_rescale = 1.0
-    """The X of ``--rope_rescale_coords``: 1, or rotary positions are rescaled."""
+    """The value of ``--rope_rescale_coords``; 1: rotary positions are not rescaled."""
     other_grids: Sequence[Grid] = ()
-    """Grids of patches, beside its own, of images that it is always trained with."""
+    """Patch grids of images, in addition to the model's own, that it is always trained with."""
     packing: SequenceShape | None = None
-    """How images become what it is given, if that is sequences of several."""
+    """How images are packed into sequences, if the model takes sequences of several images."""
     converted: Mapping[str, str] = {}
-    """By name, the parameters that ``convert`` also makes of those of another class of models, with
-    their names there."""
+    """Parameters that ``convert`` can compute from weights of another model class: their names
+    here, and their names there."""
 
     def __init__(
         self, name: str, overrides: Mapping[str, Any], settings: Mapping[str, Any]
@@ -137,47 +139,47 @@ class ModelSpec(abc.ABC):
 
     @abc.abstractmethod
     def build(self) -> nn.Module:
-        """Return a new model on the meta device, which maps images (batch, *sizes.input_shape) to
+        """Return a new model on the meta device that maps images (batch, *sizes.input_shape) to
         logits (batch, classes)."""
 
     @abc.abstractmethod
     def initialize(self, module: nn.Module, name: str, *, seed: int) -> None:
-        """Allocate on the CPU, and fill, all that is on meta below ``module``, named ``name`` in
-        the model. The values depend on the seed and on modules' names alone."""
+        """Allocate on the CPU and initialize everything on meta below ``module``, named ``name`` in
+        the model. The values depend only on the seed and on module names."""
 
     @property
     @abc.abstractmethod
     def sizes(self) -> ModelSizes:
-        """The model's sizes, read off ``meta``."""
+        """The model's sizes, measured on ``meta``."""
 
     @abc.abstractmethod
     def why_no_token_part(self) -> str | None:
-        """Return why the model cannot compute with a part of its tokens; None if it can."""
+        """Return why the model cannot compute on a subset of its tokens; None if it can."""
 
     @abc.abstractmethod
     def compute_on_part(self, model: nn.Module, part: TokenPart) -> dict[str, PartOfPositions]:
-        """Let ``model``, given the rows of each image that hold ``part``, compute whole logits, if
+        """Let ``model`` compute whole logits from the rows of each image in ``part``, provided that
         the caller makes attention see the tokens of all parts.
 
-        Its learned positions, which must have their values, become those of the part; they are
-        returned by their plain names.
+        Its learned positions, which must already be initialized, are reduced to those of the part;
+        they are returned by their plain names.
         """
 
     @property
     @abc.abstractmethod
     def token_parameters(self) -> dict[str, int]:
-        """The names of the parameters that have an entry for each token, (1, tokens, width), each
-        with the number of entries before those of the patches."""
+        """Names of the parameters with one entry per token, (1, tokens, width), each with the
+        number of entries before those of the patches."""
 
     @property
     def stacks(self) -> Mapping[str, ModelSizes]:
-        """The sizes of the model's stacks of blocks, by name, in the order in which they run."""
+        """Sizes of the model's stacks of blocks, by name, in the order in which they run."""
         return {"blocks": self.sizes}
 
     @property
     def runs(self) -> Sequence[StackRun]:
-        """What a training step computes, in its order. What is around the blocks belongs to the
-        first run, and to a teacher's."""
+        """The computations of a training step, in order. Everything around the blocks belongs to
+        the first run, and to a teacher's."""
         (stack, sizes), *others = self.stacks.items()
         assert not others
         pixels, flops = math.prod(sizes.input_shape), self.train_flops_per_image
@@ -188,37 +190,36 @@ class ModelSpec(abc.ABC):
         return (torch.empty(1, *self.sizes.input_shape, device="meta"),)
 
     def put_blocks(self, model: nn.Module, stack: str, blocks: nn.Module) -> None:
-        """Let ``model`` compute with one module, ``blocks(x, shared=..., stacked=...)``, instead of
-        all blocks of a stack. x: (batch, tokens, width); the others: keyword arguments of each
-        block, the same for all or one for each along dimension 0.
-        """
+        """Replace all blocks of a stack by one module, ``blocks(x, shared=..., stacked=...)``. x:
+        (batch, tokens, width); the others: keyword arguments of each block, the same for all or one
+        per block along dimension 0."""
         setattr(model, stack, blocks)
 
     def why_one_grid(self) -> str | None:
-        """Return why the model computes with images of its own size only; None if not only."""
-        return "it takes images of its own size alone"
+        """Return why the model supports only images of its own size; None if it supports others."""
+        return "it supports only images of its own size"
 
     def compute_on_grids(self, model: nn.Module, grids: Sequence[Grid], constant: Constant) -> None:
-        """Let ``model`` also compute with images of these grids of patches."""
+        """Let ``model`` also process images with these patch grids."""
         raise NotImplementedError
 
     def convert(
         self, name: str, values: torch.Tensor, read: Callable[[str], torch.Tensor | None]
     ) -> torch.Tensor:
-        """Return the values of the parameter ``name``, one of ``converted``, made of those in
-        trained weights. ``read`` returns other tensors there, None of a name that they have not.
-        Raises ModelError if they do not fit."""
+        """Return the values of the parameter ``name``, one of ``converted``, computed from those in
+        trained weights. ``read`` returns other tensors of these weights, or None for a missing
+        name. Raises ModelError if they do not fit."""
         raise NotImplementedError
 
     # The same for all families.
 
     @property
     def block(self) -> nn.Module:
-        """The first block on the meta device, for the questions of ``models/blocks.py``."""
+        """The first block on the meta device, for the checks in ``models/blocks.py``."""
         return self.meta.blocks[0]  # type: ignore[index,return-value]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Do not pickle what is read off the model: another process builds its own."""
+        """Exclude cached facts from pickling: another process builds its own model."""
         return {
             name: value
             for name, value in vars(self).items()
@@ -226,7 +227,7 @@ class ModelSpec(abc.ABC):
         }
 
     def units(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the pieces to shard one after the other: each block, then the model around them."""
+        """Yield the parts to shard one after the other: each block, then the model around them."""
         for stack in self.stacks:
             for index, block in enumerate(getattr(model, stack)):
                 yield f"{stack}.{index}", block
@@ -234,7 +235,7 @@ class ModelSpec(abc.ABC):
 
     @functools.cached_property
     def meta(self) -> nn.Module:
-        """The model on the meta device, to read facts from: do not change or fill it."""
+        """The model on the meta device, for reading facts: do not change or initialize it."""
         return self.build()
 
     @property
@@ -248,31 +249,32 @@ class ModelSpec(abc.ABC):
 
     @functools.cached_property
     def train_flops_per_image(self) -> float:
-        """FLOPs of the matrix products of forward and backward of one image, none recomputed:
-        the convention of MFU in PaLM (Chowdhery et al. 2022, appendix B)."""
+        """FLOPs of the matrix products of forward and backward for one image, without
+        recomputation: the convention of MFU in PaLM (Chowdhery et al. 2022, appendix B)."""
         return train_flops_of(self.build(), self.example())
 
     @functools.cached_property
     def layers(self) -> dict[str, int]:
-        """The number of each parameter's layer, by the parameter's name: 0 before the blocks, the
-        last one for the head, as timm counts them for layer-wise learning rates."""
+        """The layer number of each parameter, by parameter name: 0 before the blocks, the last
+        number for the head, as timm counts them for layer-wise learning rates."""
         return group_parameters(self.meta, self.meta.group_matcher(), reverse=True)  # type: ignore[operator]
 
     @property
     def no_weight_decay(self) -> set[str]:
-        """Patterns of names of embeddings, which timm does not decay."""
+        """Name patterns of embeddings, to which timm applies no weight decay."""
         return set(self.meta.no_weight_decay())  # type: ignore[operator]
 
     def why_blocks_differ(self) -> str | None:
-        """Return how blocks differ, other than in their drop path; None if one loop can run all."""
+        """Return how blocks differ, other than in their drop path rate; None if one loop can run
+        all."""
         for stack in self.stacks:
             if difference := blocks.blocks_differ(list(getattr(self.meta, stack))):
                 return difference
         return None
 
     def differences(self, before: Mapping[str, Any]) -> list[str]:
-        """Return the settings that differ from ``before``, the settings of another spec, but for
-        those that do not change what trained weights mean."""
+        """Return the settings that differ from ``before``, the settings of another spec, except for
+        those that do not change the meaning of trained weights."""
         return [
             name
             for name, value in self.settings.items()
@@ -292,12 +294,13 @@ _FACTORS = {
     _aten.baddbmm: (1, 2),
     _aten.convolution: (0, 1),
 }
-"""Which arguments of a product are its two factors."""
+"""Which arguments of a matrix product are its two factors."""
 
 
 def train_flops_of(model: Any, arguments: Sequence[Any]) -> float:
     """Return the FLOPs of forward and backward of a new ``model`` on the meta device, called with
-    ``arguments``; all of its blocks but the first cost the same. It loses the others."""
+    ``arguments``. All blocks but the first must have the same cost. Removes all but two blocks from
+    ``model``."""
     model.train()  # dropped patches cost nothing
     every, counts, depth = model.blocks, [], len(model.blocks)
     for count in range(1, min(depth, 2) + 1):
@@ -309,10 +312,10 @@ def train_flops_of(model: Any, arguments: Sequence[Any]) -> float:
 
 
 class _TrainStepFlops(TorchDispatchMode):
-    """Counts the operations of a training step while only its forward pass runs.
+    """Counts the FLOPs of a training step while running only its forward pass.
 
     The gradient of each factor of a product is a product of the same size. A backward pass must not
-    run before XLA starts: autograd's engine knows only the devices that it finds when it first
+    run before XLA starts, because autograd's engine knows only the devices that exist when it first
     runs.
     """
 

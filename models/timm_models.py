@@ -1,4 +1,4 @@
-"""The family of timm's Vision Transformers by their names: ``--model timm/NAME``."""
+"""The family of timm's Vision Transformers: ``--model timm/NAME``."""
 
 import functools
 import types
@@ -26,11 +26,12 @@ BUILT_WITH: dict[type[nn.Module], dict[str, Any]] = {
     VisionTransformer: {"device": "meta", "weight_init": "skip"},  # there is nothing to fill
     Eva: {"device": "meta", "rope_rescale_coords": None},  # ``rescale_positions`` does it
 }
-"""Arguments that both classes are built with here, whatever a model's own are."""
+"""Arguments that both classes are built with here, whatever a model's own values are."""
 
 
 class TimmSpec(ModelSpec):
-    """timm's ``kind`` made with ``arguments``; ``preprocessing`` is timm's for trained weights."""
+    """timm's class ``kind`` with ``arguments``; ``preprocessing`` is timm's for its trained
+    weights."""
 
     def __init__(
         self,
@@ -40,7 +41,7 @@ class TimmSpec(ModelSpec):
         arguments: Mapping[str, Any],
         preprocessing: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raises ModelError if the arguments are incompatible, or timm does not take them."""
+        """Raises ModelError if the arguments are incompatible, or not accepted by timm."""
         self.kind, self.arguments = kind, dict(arguments)
         complete = timm_private.taken_arguments(kind) | self.arguments
         super().__init__(name, overrides, {key: as_json(v) for key, v in complete.items()})
@@ -59,8 +60,8 @@ class TimmSpec(ModelSpec):
         return model
 
     def rescale_positions(self, model: nn.Module, index: int = 0) -> None:
-        """Let ``set_rope_factors`` rescale the model's rotary positions by the factor of this
-        ``index``, if they ever are."""
+        """Let ``set_rope_factors`` rescale the model's rotary positions by the factor with this
+        ``index``, if rescaling is on."""
         if self.rope_rescale > 1:
             timm_private.rescale_coords(model.rope, index)
 
@@ -147,7 +148,7 @@ class TimmSpec(ModelSpec):
 
 
 def as_json(value: Any) -> Any:
-    """Return a plain JSON value for an argument: of a class or function its name."""
+    """Return a plain JSON value for an argument; the name of a class or function."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):
@@ -165,7 +166,7 @@ def as_json(value: Any) -> Any:
 
 KINDS = (VisionTransformer, Eva)
 _MODULES = ("vision_transformer", "eva", "deit")
-"""Files of timm that build models of these kinds, and hardly any others."""
+"""Modules of timm that build mainly models of these classes."""
 EVA_NAMES = {
     "reg_tokens": "num_reg_tokens",
     "fc_norm": "use_fc_norm",
@@ -173,16 +174,17 @@ EVA_NAMES = {
     "scale_attn_norm": "scale_attn_inner",
     "scale_mlp_norm": "scale_mlp",
 }
-"""Eva's names of arguments that VisionTransformer has, too."""
+"""Eva's names for arguments of VisionTransformer."""
 _FIXED = {"dynamic_img_size": False, "dynamic_img_pad": False}
-"""All images of a run have one size: for another one, XLA would compile another program."""
+"""All images of a run have one size, because XLA would compile another program for another size."""
 _CLASSES = 1000
-"""For a model that timm has without a head: those of ImageNet, as the presets have."""
+"""Number of classes for models that timm defines without a head: ImageNet's, as in the presets."""
 _PREPROCESSING = ("mean", "std", "crop_pct", "interpolation", "crop_mode")
 
 
 def names() -> list[str]:
-    """Return timm's names of such models, without "timm/"; a few of them ``open_model`` refuses."""
+    """Return timm's names of these models, without "timm/"; ``open_model`` refuses a few of
+    them."""
     return sorted(
         name
         for module in _MODULES
@@ -192,9 +194,9 @@ def names() -> list[str]:
 
 
 def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec | None:
-    """Return timm's model ``name`` with ``overrides`` over its own arguments; None if timm has no
-    such model. After a dot the name may say which weights. Raises ModelError if it is not a Vision
-    Transformer made of blocks that are alike, or the arguments do not fit."""
+    """Return timm's model ``name`` with ``overrides`` applied to its own arguments; None if timm
+    has no such model. The name may include a tag of weights after a dot. Raises ModelError unless
+    it is a Vision Transformer with uniform blocks and valid arguments."""
     if not timm.is_model(name):
         return None
     full_name = f"timm/{name}"
@@ -206,16 +208,16 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec | None:
     kind, embed = type(model), type(getattr(model, "patch_embed", None))
     if kind not in KINDS:
         raise ModelError(
-            f"{full_name} is no Vision Transformer that is known here: it is timm's {kind.__name__}"
+            f"{full_name} is not a supported Vision Transformer: it is timm's {kind.__name__}"
         )
     if embed is not PatchEmbed:
-        raise ModelError(f"{full_name} has a patch embedding that is not known: {embed.__name__}")
+        raise ModelError(f"{full_name} has an unsupported patch embedding, {embed.__name__}")
     if difference := blocks_differ(list(model.blocks), settings=False):
-        raise ModelError(f"{full_name} has blocks that differ: {difference}")
+        raise ModelError(f"the blocks of {full_name} differ: {difference}")
     if reason := timm_private.why_buffers_unknown(model):
         raise ModelError(f"{full_name}: {reason}")
 
-    # Its own arguments, and those that are given.
+    # Its own arguments, and the given ones.
     del arguments["device"]
     taken = timm_private.taken_arguments(kind)
     given = {
@@ -224,7 +226,7 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec | None:
     for argument in given:
         if argument not in taken:
             raise ModelError(
-                f"{full_name} does not take <{argument}> (it is timm's {kind.__name__})"
+                f"{full_name} does not accept <{argument}> (it is timm's {kind.__name__})"
             )
     if model.num_classes == 0:
         given.setdefault("num_classes", _CLASSES)
@@ -235,6 +237,7 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec | None:
 
 
 def preprocessing_of(name: str) -> dict[str, Any] | None:
-    """Return the preprocessing that timm's trained weights of ``name`` want; None without any."""
+    """Return the preprocessing of timm's trained weights of ``name``; None if there are no
+    weights."""
     config = timm.get_pretrained_cfg(name)
     return None if config is None else {key: getattr(config, key) for key in _PREPROCESSING}

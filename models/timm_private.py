@@ -102,14 +102,11 @@ def why_buffers_unknown(model: nn.Module) -> str | None:
     """Return which buffer cannot be computed from the model's settings; None if all can."""
     saved = model.state_dict().keys() - dict(model.named_parameters()).keys()
     if saved:
-        return (
-            f"it keeps {min(saved)} from step to step (a buffer in its state dict), which is not "
-            "sharded or saved here"
-        )
+        return f"it has the persistent buffer {min(saved)}, which cannot be sharded or saved"
     for name, part in model.named_modules():
         has_buffers = next(part.buffers(recurse=False), None) is not None
         if has_buffers and not hasattr(part, "init_non_persistent_buffers"):
-            return f"{name} has buffers and no function that computes them"
+            return f"{name} has buffers that no function computes"
     return None
 
 
@@ -241,7 +238,7 @@ def native_arguments(name: str, classic: Mapping[str, Any] | None = None) -> dic
             default = taken_arguments(VisionTransformer)
             for key in classic.keys() - known:
                 if classic[key] != default[key]:
-                    raise TypeError(f"NaFlexVit has no <{key}>")
+                    raise TypeError(f"NaFlexVit does not accept <{key}>")
             converted = {key: value for key, value in classic.items() if key in known}
             if converted.get("pos_embed") == "learn":
                 converted["pos_embed"] = "learned"
@@ -264,22 +261,23 @@ def why_not_packed(model: NaFlexVit, most_positions: int) -> str | None:
     """Return why what timm does for each grid is not computed for each patch here; or None."""
     embeds, rope = model.embeds, model.rope
     if not embeds.is_linear or embeds.norm_input is not None or embeds.enable_patch_interpolator:
-        return "its patch embedding is not one linear layer"
+        return "its patch embedding is not a single linear layer"
     if not embeds.channels_last:
-        return "its patches have channels first"
+        return "its patches are channels-first"
     if embeds.pos_embed is not None:
         kind, cubic = embeds.pos_embed_interp_mode, embeds.pos_embed_interp_mode == "bicubic"
         if embeds.pos_embed_use_grid_sample:
-            return "its positions are resampled by grid_sample"
+            return "its positions are resampled with grid_sample"
         if kind not in ("bilinear", "bicubic") or (cubic and not embeds.pos_embed_antialias):
-            return f"its positions are resampled by {kind} without antialiasing"
+            return f"its positions are resampled with {kind} without antialiasing"
         rows, columns = embeds.pos_embed.shape[1:3]
         if rows * columns > most_positions:
-            return f"its {rows} x {columns} positions are more than {most_positions:,}"
+            return f"its {rows} x {columns} positions exceed the limit of {most_positions:,}"
     if rope is not None and not isinstance(rope, RotaryEmbeddingCat | RotaryEmbeddingDinoV3):
         return f"its rotary positions are timm's {type(rope).__name__}"
     if rope is not None and rope.aug_active:
-        return "<rope_rescale_coords>, and shifted and jittered coordinates, are of whole batches"
+        return "<rope_rescale_coords> and shifted or jittered coordinates apply to whole batches "
+        "only"
     return None
 
 

@@ -199,10 +199,10 @@ def test_cancelled(options, state, cluster, submit):
     [
         ({}, [], "--ckpt_dir is missing"),
         *(
-            ({"ELASTIC": wrong}, ["--ckpt_dir", "run"], f"ELASTIC={wrong} is not a whole number")
+            ({"ELASTIC": wrong}, ["--ckpt_dir", "run"], f"ELASTIC={wrong} must be a whole number")
             for wrong in ("0", "3", "1:2", "-1")
         ),
-        ({"ELASTIC": "1", "ELASTIC_POLL": "5s"}, ["--ckpt_dir", "run"], "ELASTIC_POLL=5s is not"),
+        ({"ELASTIC": "1", "ELASTIC_POLL": "5s"}, ["--ckpt_dir", "run"], "ELASTIC_POLL=5s must be"),
     ],
 )
 def test_mistakes(variables, flags, told, cluster, tmp_path, monkeypatch):

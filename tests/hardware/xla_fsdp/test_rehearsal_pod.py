@@ -55,7 +55,7 @@ def test_a_lost_host_is_made_up_for(slice_of, pod_of, tmp_path):
     lose(pod, 1)
     code, stdout, stderr = finish(launched)
     assert code == 0, stdout + stderr
-    assert "starting all workers again; 0 restart(s) left" in stderr
+    assert "restarting all workers; 0 restart(s) left" in stderr
     assert f"[worker 3] resuming {run}/step_" in stdout
     assert "[worker 3] training completed: step 25" in stdout
     reference = train_tiny(tmp_path / "cpu", *flags, devices=4)

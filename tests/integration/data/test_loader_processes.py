@@ -141,14 +141,14 @@ def test_sockets_are_in_a_folder_of_this_user_that_is_removed(tmp_path, monkeypa
 
 def test_no_sockets_in_a_folder_of_a_long_path(tmp_path, monkeypatch):
     monkeypatch.setattr("data.loader.get_temp_dir", lambda: str(tmp_path / ("long" * 25)))
-    with pytest.raises(DataFolderError, match=r"sockets \(AF_UNIX path too long\): set TMPDIR"):
+    with pytest.raises(DataFolderError, match=r"socket \(AF_UNIX path too long\): set TMPDIR"):
         open_source({"digits": {"data_dir": ""}}, "digits", 1)
 
 
 def test_images_that_cannot_be_handed_over_end_the_run():
     """As where someone has removed old files from /tmp: the parent does not wait for them."""
     ended = run_program("-c", NO_FOLDER)
-    told = "DataFolderError: loader processes cannot hand over images (No such file or directory)"
+    told = "loader processes cannot send images to the training process (No such file or directory)"
     assert told in ended.stderr
 
 
@@ -164,7 +164,7 @@ def test_shared_memory_as_small_as_some_containers_have(kib, steps, tmp_path):
     assert ended.returncode == 2, ended.stderr
     assert "Traceback" not in ended.stderr
     last = ended.stderr.splitlines()[-1]
-    assert "error: loader processes cannot hand over images (No space left on device)" in last
+    assert "cannot send images to the training process (No space left on device)" in last
     if steps:
         assert [*Result(tmp_path).steps] == [1, 2]
 

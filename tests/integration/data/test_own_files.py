@@ -70,7 +70,7 @@ def test_a_link_in_the_place_of_a_file_is_refused(name, dangling, tmp_path, caps
     run.mkdir()
     (run / name).symlink_to(precious)
     line = refusal(capsys, run)
-    assert line.startswith(f"cannot write to --ckpt_dir {run}: it is a link, and nothing is")
+    assert line.startswith(f"cannot write to --ckpt_dir {run}: it is a symbolic link")
     assert line.endswith(f"{run}/{name}")
     assert not precious.exists() if dangling else precious.read_text() == "precious"
 
@@ -90,7 +90,7 @@ def test_a_run_writes_through_no_link(tmp_path):
     done = train_tiny_gpu(run, "--data_dir", str(data), "--max_steps", "2")
     assert not list((outside / "folder").iterdir())
     assert "TensorBoard's file cannot be written (" in done.stdout
-    assert "bad_images.txt cannot be written (it is a link" in done.stdout
+    assert "bad_images.txt cannot be written (it is a symbolic link" in done.stdout
     for name in ("bad_images.txt", "curves.png"):
         assert (outside / name).read_text() == "precious"
     assert not (run / "curves.png").is_symlink()  # it is replaced, as a whole
@@ -153,8 +153,8 @@ def test_what_another_user_has_planted_is_neither_resumed_nor_written_to(
     assert f"{planted} is owned by user {OTHER}" in refusal(capsys, planted)
     (planted / ".lock").unlink()
     assert as_other(lambda: (planted / ".lock").symlink_to(precious)) == ""
-    assert "it is a link" in refusal(capsys, planted)
-    assert "it is a link" in refusal(capsys, planted, "--shared_ckpt_dir")
+    assert "it is a symbolic link" in refusal(capsys, planted)
+    assert "it is a symbolic link" in refusal(capsys, planted, "--shared_ckpt_dir")
     assert precious.read_text() == "precious"
 
 
@@ -220,7 +220,9 @@ def test_the_cache_of_a_user_without_a_home(everybodys, monkeypatch):
     assert as_other(cache_folder) == ""
     assert place.stat().st_uid == OTHER
     os.chown(place, 0, 0)
-    assert as_other(cache_folder).startswith(f"DataFolderError: {place}, for a user without a home")
+    assert as_other(cache_folder).startswith(
+        f"DataFolderError: {place}, the cache folder used because HOME"
+    )
 
 
 # -- a checkpoint is no run's folder ----------------------------------------------------

@@ -132,7 +132,7 @@ def test_changes_of_the_tree(copy, capsys):
     shutil.copy(train / "a/x/000.png", train / "a/x/new.png")
     sizes, (why,) = opened(capsys, copy)
     assert sizes == (TRAIN + 1, VAL)
-    assert why == f"is rebuilt: {train}/a/x has changed"
+    assert why == f"is being rebuilt: {train}/a/x has changed"
     assert opened(capsys, copy)[1] == [why]  # a file might have been added since, unseen
     settle(copy)
     assert len(opened(capsys, copy)[1]) == 2
@@ -149,7 +149,7 @@ def test_changes_of_the_tree(copy, capsys):
     (elsewhere / "y" / "more.png").write_bytes((elsewhere / "x" / "036.png").read_bytes())
     sizes, (why,) = opened(capsys, copy)
     assert sizes[0] == TRAIN + 2
-    assert why == f"is rebuilt: {train}/c/y has changed"
+    assert why == f"is being rebuilt: {train}/c/y has changed"
 
 
 def cut(path):
@@ -166,11 +166,11 @@ def flip(path):
     ("spoil", "why"),
     [
         (cut, "Error while deserializing header: "),
-        (flip, "its checksum is wrong"),
+        (flip, "its checksum does not match"),
         (lambda path: path.write_bytes(b""), "Error while deserializing header: "),
         (lambda path: path.write_bytes(b"{}" * 100), "Error while deserializing header: "),
         (lambda path: path.write_bytes(save({}, {"info": "[" * 10**5})), "it is nested too deeply"),
-        (lambda path: path.write_bytes(save({}, {"info": "3"})), "it is no JSON object"),
+        (lambda path: path.write_bytes(save({}, {"info": "3"})), "it is not a JSON object"),
     ],
 )
 @pytest.mark.parametrize("source", ["kept folder", "shards"])
@@ -183,13 +183,13 @@ def test_a_spoilt_index_is_made_anew(source, spoil, why, sources, tmp_path, caps
     capsys.readouterr()
     assert open_data(wanted(config, MODEL)).fingerprint() == before
     first, second = capsys.readouterr().err.splitlines()
-    assert f"is rebuilt: {why}" in first
+    assert f"is being rebuilt: {why}" in first
     assert second.endswith(f"and saved as {path}")
     open_data(wanted(config, MODEL))
     assert capsys.readouterr().err == ""
     again = arguments(**flags, rebuild_index=True)
     assert open_data(wanted(again, MODEL)).fingerprint() == before
-    assert capsys.readouterr().err.count("is rebuilt: --rebuild_index") == 2
+    assert capsys.readouterr().err.count("is being rebuilt: --rebuild_index") == 2
 
 
 def test_an_index_damaged_at_random(sources, tmp_path, capsys):
@@ -283,7 +283,7 @@ def test_urls_that_cannot_be_used(capsys, monkeypatch, sources):
         line = told("--data_source", source, "--data_dir", "gs://bucket/imagenet")
         assert line.endswith(": requires the package gcsfs: python3 -m pip install gcsfs")
     line = told("--data_dir", "nowhere://bucket/imagenet")
-    assert line.endswith(": nowhere:// is not a kind of URL that fsspec knows")
+    assert line.endswith(": fsspec does not support nowhere:// URLs")
     line = told("--data_dir", "memory://no/such")
     assert "memory://no/such/train does not exist: --data_dir requires train/<class>/*" in line
     line = told("--data_dir", sources["URL"]["data_dir"], "--data_source", "volumes")

@@ -102,8 +102,8 @@ def test_fewer_slices_and_more(cluster, started):
     assert "from 2 to 1 of 2 slices: ending the JobSet" in said
     assert "from 1 to 2 of 2 slices" in said
     # The pod on the machine that was gone would never have ended.
-    assert "forgetting pods on machines that are gone: vit-10b-b-1" in said
-    assert "the JobSet vit-10b has completed" in said
+    assert "force-deleting pods on lost nodes: vit-10b-b-1" in said
+    assert "JobSet vit-10b has completed" in said
 
 
 def test_fewer_than_the_least_wait(cluster, started):
@@ -111,7 +111,7 @@ def test_fewer_than_the_least_wait(cluster, started):
     run = started("--elastic_wait", "0")
     wait_until(lambda: "--elastic requires 1: waiting" in run.stderr.readline())
     (cluster / "away").touch()  # the cluster does not answer: asked again
-    wait_until(lambda: "does not answer, asking on: Unable to connect" in run.stderr.readline())
+    wait_until(lambda: "does not respond, retrying: Unable to connect" in run.stderr.readline())
     (cluster / "away").unlink()
     assert not replicas(cluster)
     have(cluster, a=[True, False], b=[True, True])
@@ -146,11 +146,11 @@ def test_a_run_is_followed_by_another_launcher(cluster, started):
     wait_until(lambda: replicas(cluster) == [2])
     first.kill()
     second = started()
-    wait_until(lambda: "runs already: following it" in second.stderr.readline())
+    wait_until(lambda: "is already running, monitoring it" in second.stderr.readline())
     finish(cluster, "Failed")
     assert second.wait(30) == 1
     assert replicas(cluster) == [2]
-    assert "has failed; before it can start again: kubectl delete" in second.stderr.read()
+    assert "has failed; before starting it again: kubectl delete" in second.stderr.read()
 
 
 def test_a_job_set_that_is_deleted_by_others(cluster, started):
@@ -158,7 +158,7 @@ def test_a_job_set_that_is_deleted_by_others(cluster, started):
     wait_until(lambda: replicas(cluster) == [2])
     (cluster / "job_set.json").unlink()
     assert run.wait(30) == 1
-    assert "error: the JobSet vit-10b was deleted" in run.stderr.read()
+    assert "error: JobSet vit-10b was deleted" in run.stderr.read()
 
 
 # -- which slices can be used ----------------------------------------------------------
@@ -212,8 +212,8 @@ def test_usable_slices(nodes, pods, usable):
 @pytest.mark.parametrize(
     ("flags", "how", "words"),
     [
-        ("--elastic 3", {}, "--elastic 3 is not 1 to 2, the replicas of"),
-        ("--elastic 1", {"replicas": 1}, "--elastic requires several slices: replicas 2 or more"),
+        ("--elastic 3", {}, "--elastic 3 must be between 1 and 2, the replicas in"),
+        ("--elastic 1", {"replicas": 1}, "--elastic requires several slices; set replicas to 2"),
         ("--elastic 1 --elastic_poll 0", {}, "argument --elastic_poll: 0 must be at least 1"),
         ("", {}, "the following arguments are required: --elastic"),
     ],
@@ -230,8 +230,8 @@ def test_mistakes(flags, how, words, cluster, capsys):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("kind: Pod", "has not one JobSet alone, but a Pod"),
-        ("kind: JobSet", "is not as launch/gke.yaml: one replicated job"),
+        ("kind: Pod", "contains a Pod, not exactly one JobSet"),
+        ("kind: JobSet", "is not like launch/gke.yaml: it must have one"),
         (None, "does not exist"),
     ],
 )

@@ -64,15 +64,15 @@ def test_two_nodes_train_together(tmp_path):
     ("variables", "told"),
     [
         ({}, "set NPROC_PER_NODE"),
-        ({"NPROC_PER_NODE": "1", "MASTER_PORT": "99999"}, "MASTER_PORT=99999 is not a whole"),
-        ({"NPROC_PER_NODE": "1", "JOIN_TIMEOUT": "1.5"}, "JOIN_TIMEOUT=1.5 is not a whole number"),
-        ({"NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "0"}, "OMP_NUM_THREADS=0 is not a number of"),
+        ({"NPROC_PER_NODE": "1", "MASTER_PORT": "99999"}, "MASTER_PORT=99999 must be a whole"),
+        ({"NPROC_PER_NODE": "1", "JOIN_TIMEOUT": "1.5"}, "JOIN_TIMEOUT=1.5 must be a whole number"),
+        ({"NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "0"}, "OMP_NUM_THREADS=0 must be a number of"),
         ({"NPROC_PER_NODE": "1", "NNODES": "2", "MASTER_ADDR": "a b"}, "MASTER_ADDR=a b is no"),
-        ({"NPROC_PER_NODE": "1", "NNODES": "2"}, "NNODES=2 needs MASTER_ADDR"),
+        ({"NPROC_PER_NODE": "1", "NNODES": "2"}, "NNODES=2 requires MASTER_ADDR"),
         ({"NPROC_PER_NODE": "1", "NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "2"},
-         "needs NODE_RANK of 0 to 1 (this is '2')"),
+         "or NODE_RANK from 0 to 1, not '2'"),
         ({"PYTHON": "/no/python"}, "/no/python not found: set PYTHON"),
-        ({"PYTHON": "/bin/false"}, "/bin/false has no PyTorch"),
+        ({"PYTHON": "/bin/false"}, "/bin/false cannot import PyTorch"),
     ],
 )  # fmt: skip
 def test_wrong_environment(variables, told):
@@ -82,8 +82,8 @@ def test_wrong_environment(variables, told):
 @pytest.mark.parametrize(
     ("variables", "told"),
     [
-        ({"NPROC_PER_NODE": "1", "RDZV_ID": "x"}, "--backend torchtpu requires NODE_RANK in place"),
-        ({}, "no TPU here, /dev/vfio has no device: set NPROC_PER_NODE"),
+        ({"NPROC_PER_NODE": "1", "RDZV_ID": "x"}, "--backend torchtpu requires NODE_RANK instead"),
+        ({}, "no TPU found in /dev/vfio: set NPROC_PER_NODE"),
         ({"NPROC_PER_NODE": "4", "TPU_TOPOLOGY": "2x2"}, "cannot import TorchTPU (No module named"),
     ],
 )
@@ -97,8 +97,8 @@ def test_wrong_environment_of_torchtpu(variables, told, tmp_path):
 @pytest.mark.parametrize(
     ("nodes", "topology", "told"),
     [
-        (1, "2x2", r"TORCH_TPU_TOPOLOGY=2x2 is 4 chips, but 1 host\(s\) start 2 process"),
-        (2, "", "several hosts require TORCH_TPU_TOPOLOGY, the slice's chips, as 4,4,1"),
+        (1, "2x2", r"TORCH_TPU_TOPOLOGY=2x2 has 4 chips, but 1 host\(s\) start 2 process"),
+        (2, "", "several hosts require TORCH_TPU_TOPOLOGY, the slice's chips per side"),
     ],
 )
 def test_slices_that_cannot_be_joined(nodes, topology, told, monkeypatch):
@@ -293,7 +293,7 @@ def test_slurm_starts_a_step_again_that_reached_no_node(
     code, _, stderr = finish(job)
     assert code == expected
     assert log.read_text().count("\n") == starts
-    assert "a node does not answer" in stderr
+    assert "a node does not respond" in stderr
     assert slurm_changed(tmp_path) == []
 
 
@@ -325,8 +325,8 @@ def test_slurm_tells_the_program_which_start_this_is(slurm, echo):
         ("--fake_data", {}, "--ckpt_dir is missing"),
         ("--ckpt_dir --fake_data", {}, "--ckpt_dir is missing"),
         ("--fake_data --log_dir x--ckpt_dir=y", {}, "--ckpt_dir is missing"),
-        ("--ckpt_dir x", {"SLURM_JOB_ID": ""}, "this is for sbatch"),
-        ("--ckpt_dir x", {"SLURM_SUBMIT_DIR": "/"}, "call sbatch in the project's folder"),
+        ("--ckpt_dir x", {"SLURM_JOB_ID": ""}, "run this script with sbatch"),
+        ("--ckpt_dir x", {"SLURM_SUBMIT_DIR": "/"}, "run sbatch in the project's folder"),
     ],
 )
 def test_slurm_refuses(flags, more, told, slurm):

@@ -69,7 +69,9 @@ def test_a_node_that_never_comes(tmp_path):
     # torch_tpu, where it is installed, warns at the import of PyTorch.
     told, limit = [line for line in stderr.splitlines() if line.startswith("torchrun.sh: ")]
     assert told.startswith("torchrun.sh: waiting for node 1 of 2, ")
-    assert limit.startswith("torchrun.sh: error: node 1 of 2 did not come within 11 s")
+    assert limit.startswith(
+        "torchrun.sh: error: timed out after 11 s (JOIN_TIMEOUT) waiting for node 1 of 2"
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -102,11 +104,13 @@ def test_refusals_say_what_to_change(executor):
     port = free_port()
     nodes = [wait_in_thread(executor, port, rank) for rank in (0, 1)]
     wait_for_node_1(port)  # else the first of those below could settle what run it is
-    with pytest.raises(Mistake, match="NNODES is '2' here, but '3' on the other nodes at 127"):
+    with pytest.raises(
+        Mistake, match="NNODES is '2' on this node, but '3' on the other nodes at 127"
+    ):
         wait_for_nodes(arguments(port, 1, nodes=2))
-    with pytest.raises(Mistake, match="RDZV_ID is 'a' here, but '' on the other nodes at"):
+    with pytest.raises(Mistake, match="RDZV_ID is 'a' on this node, but '' on the other nodes at"):
         wait_for_nodes(arguments(port, 1, rdzv_id="a"))
-    with pytest.raises(Mistake, match=f"port {port} cannot be served on this machine"):
+    with pytest.raises(Mistake, match=f"cannot listen on port {port} on this machine"):
         wait_for_nodes(arguments(port, 0))
     nodes.append(wait_in_thread(executor, port, 2))
     assert [node.result()[1] for node in nodes] == [True, False, False]
@@ -120,7 +124,9 @@ def test_two_nodes_with_one_number(executor, monkeypatch):
     first = wait_in_thread(executor, port, 1)
     wait_for_node_1(port)
     nodes.append(wait_in_thread(executor, port, 1))
-    with pytest.raises(Mistake, match=r"NODE_RANK=1 is this node's and that of .* \(process "):
+    with pytest.raises(
+        Mistake, match=r"NODE_RANK=1 is used both by this node and by .* \(process "
+    ):
         first.result()
     nodes.append(wait_in_thread(executor, port, 2))
     assert [node.result()[1] for node in nodes] == [True, False, False]
@@ -131,7 +137,9 @@ def test_a_node_that_was_started_again_counts_once(executor):
     port = free_port()
     host = wait_in_thread(executor, port, 0)
     for _ in range(2):
-        with pytest.raises(TimedOut, match="node 2 of 3 did not come within 2 s"):
+        with pytest.raises(
+            TimedOut, match=r"timed out after 2 s \(JOIN_TIMEOUT\) waiting for node 2 of 3"
+        ):
             wait_for_nodes(arguments(port, 1, limit=2))
     nodes = [host, wait_in_thread(executor, port, 2), wait_in_thread(executor, port, 1)]
     stores = [node.result()[0] for node in nodes]
@@ -258,7 +266,7 @@ def test_elastic_nodes(tmp_path):
     ended = [finish(node) for node in nodes]
     assert [code for code, _, _ in ended] == [0, 0, 0], ended
     said = "".join(err for _, _, err in ended)
-    assert "a node has come: all write a checkpoint and start again with it" in said
+    assert "a node has joined: saving a checkpoint and restarting with it" in said
     assert "starting on 2 of up to 3 nodes" in said
     events = read_events(run)
     starts = [event for event in events if event["event"] == "start"]
@@ -273,8 +281,8 @@ def test_elastic_nodes(tmp_path):
 @pytest.mark.parametrize(
     ("variables", "told"),
     [
-        ({"NNODES": "3:2"}, "NNODES=3:2 is not MIN:MAX, whole numbers"),
-        ({"NODE_RANK": "0", "RDZV_ID": ""}, "NNODES=2:3 needs RDZV_ID in place of NODE_RANK"),
+        ({"NNODES": "3:2"}, "NNODES=3:2 must be MIN:MAX, whole numbers"),
+        ({"NODE_RANK": "0", "RDZV_ID": ""}, "NNODES=2:3 requires RDZV_ID instead of NODE_RANK"),
         ({"ELASTIC_WAIT": "600"}, "ELASTIC_WAIT=600 must be less than JOIN_TIMEOUT=600"),
     ],
 )

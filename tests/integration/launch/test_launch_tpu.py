@@ -174,7 +174,7 @@ def test_failure_ends_the_others(pod):
     code, _, stderr = finish(run, timeout=GRACE_SECONDS - 20)
     assert code == 7
     assert "xla_dist: worker 1 failed with exit code 7" in stderr
-    assert f"{pod.logs}/worker_1.log; ending the other 3" in stderr
+    assert f"{pod.logs}/worker_1.log; stopping the other 3" in stderr
     assert pod.received() == {0: "SIGTERM\n", 2: "SIGTERM\n", 3: "SIGTERM\n"}
     for index in range(4):
         assert "ready" in (pod.logs / f"worker_{index}.log").read_text()
@@ -199,7 +199,7 @@ def test_signals_reach_the_programs(pod, sent, received, code):
     run.send_signal(signal.Signals[sent])
     ended, stdout, stderr = finish(run)
     assert ended == code
-    assert f"xla_dist: {sent} passed on to 4 worker(s)" in stderr
+    assert f"xla_dist: forwarded {sent} to 4 worker(s)" in stderr
     assert sorted(stdout.splitlines()) == [f"[worker {i}] checkpoint written" for i in range(4)]
     assert pod.received() == dict.fromkeys(range(4), f"{received}\n")
     assert len(pod.calls()) == 4  # stopped, not failed: no restart
@@ -251,7 +251,7 @@ def test_gcloud_connects_again_after_a_break(pod):
         text=True,
     )
     assert again.returncode == 254
-    assert "the connection to this worker broke" in again.stderr
+    assert "the connection to this worker was lost" in again.stderr
     assert "ready" not in again.stdout
     code, _, stderr = finish(run)
     assert code == 137
@@ -276,7 +276,7 @@ def test_restart_flag_ends_what_was_left(pod_of):
     assert orphan.poll() is None
     code, _, stderr = pod.run("true", flags=("--restart-tpuvm-pod-server",))
     assert code == 0
-    assert "left here" in stderr
+    assert "left over from an earlier run" in stderr
     assert orphan.wait() == 143
 
 
@@ -296,7 +296,7 @@ def test_restarted_training_resumes(pod_of, tmp_path):
     run = pod.launch(*command, tmp_path / "run", flags=(*flags, "--max_restarts", "1"))
     code, stdout, stderr = finish(run)
     assert code == 0, stdout + stderr
-    assert "starting all workers again; 0 restart(s) left" in stderr
+    assert "restarting all workers; 0 restart(s) left" in stderr
     assert f"[worker 0] resuming {tmp_path}/run/step_4 at step 4" in stdout
     assert "[worker 0] training completed: step 6" in stdout
     assert json.loads((tmp_path / "run" / "run.json").read_text())["devices"] == 2
@@ -335,7 +335,7 @@ def test_a_process_a_device(pod_of, tmp_path):
     run.send_signal(signal.SIGINT)
     code, stdout, stderr = finish(run)
     assert code == 130, stdout + stderr
-    assert "starting all workers again; 0 restart(s) left" in stderr
+    assert "restarting all workers; 0 restart(s) left" in stderr
     assert f"resuming {run_dir}/step_" in stdout
     assert "training stopped by SIGINT: step " in stdout
     code, stdout, stderr = finish(launch("never"))
@@ -354,7 +354,7 @@ def test_a_mistake_in_a_process_a_device_ends_all_at_once(pod_of, tmp_path):
     code, _, stderr = finish(pod.launch(*command, flags=own))
     assert code == 2, stderr
     assert "run_vit_training.py: error: argument --batch_size: 0 must be" in stderr
-    assert "starting all workers again" not in stderr
+    assert "restarting all workers" not in stderr
 
 
 def test_restarts_are_numbered_and_logs_may_vanish(pod):
@@ -388,7 +388,7 @@ def test_what_does_not_help_is_not_done_again(ends_with, pod):
     """As after a wrong command line."""
     code, _, stderr = pod.run("sh", "-c", f"exit {ends_with}", flags=("--max_restarts", "5"))
     assert code == ends_with
-    assert "starting all workers again" not in stderr
+    assert "restarting all workers" not in stderr
 
 
 # -- several slices -------------------------------------------------------------------
@@ -432,22 +432,24 @@ def test_a_worker_of_several_slices_fails(slices):
     code, _, stderr = slices.run("sh", "-c", fails, flags=flags, tpu=TWO_SLICES)
     assert code == 0, stderr
     log = slices.logs / "worker_3.log"
-    failed = f"worker 3 (worker 1 of pod-1) failed with exit code 7, see {log}; ending the other 3"
+    failed = (
+        f"worker 3 (worker 1 of pod-1) failed with exit code 7, see {log}; stopping the other 3"
+    )
     assert failed in stderr
-    assert "starting all workers again; 1 restart(s) left" in stderr
+    assert "restarting all workers; 1 restart(s) left" in stderr
     assert sum("zlib" in " ".join(call) for call in slices.calls()) == 8
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--tpu=pod-0,pod-0 -- true", "argument --tpu: pod-0 is there twice"),
-        ("--tpu=pod-0,other -- true", "gcloud cannot describe --tpu other, check it and --zone"),
-        ("--tpu=pod-0,pod-2 -- true", "--tpu pod-2 is V5P 2x2, pod-0 is V5LITE_POD 2x2: several"),
+        ("--tpu=pod-0,pod-0 -- true", "argument --tpu: pod-0 is listed twice"),
+        ("--tpu=pod-0,other -- true", "gcloud cannot describe --tpu other; check the name"),
+        ("--tpu=pod-0,pod-2 -- true", "--tpu pod-2 is V5P 2x2, but pod-0 is V5LITE_POD 2x2: all"),
         ("--tpu=pod-0,pod-3 -- true", "--tpu pod-3 LOST"),
         (
             "--tpu=pod-0,pod-1 -- launch/torchrun.sh --backend torchtpu --fake_data",
-            "--backend torchtpu works on one slice: give one name to --tpu",
+            "--backend torchtpu supports a single slice: pass one name to --tpu",
         ),
     ],
 )
@@ -512,16 +514,16 @@ def test_a_lost_slice_is_left_out_until_it_is_back(slices):
         "4 worker(s) of pod-0, pod-1",
         "starting on 2 of 2 slices: pod-0, pod-1",
         "worker ",
-        "starting all workers again; 2 restart(s) left",
+        "restarting all workers; 2 restart(s) left",
         f"pod-0 {LOST[slices.api]}",
         "starting on 1 of 2 slices: pod-1",
-        "pod-0 is there: all write a checkpoint and start again with it",
+        "pod-0 is usable again: saving a checkpoint and restarting with it",
         "starting on 2 of 2 slices: pod-0, pod-1",
         "worker ",
-        "starting all workers again; 1 restart(s) left",
+        "restarting all workers; 1 restart(s) left",
         f"pod-1 {LOST[slices.api]}",
         "starting on 1 of 2 slices: pod-0",
-        "SIGTERM passed on to 2 worker(s)",
+        "forwarded SIGTERM to 2 worker(s)",
     ]
     assert len(told) == len(expected), stderr
     for line, beginning in zip(told, expected, strict=True):
@@ -536,7 +538,7 @@ def test_too_few_slices_end_the_run(slices):
     lose(slices, 1)
     code, _, stderr = finish(run)
     assert code == 1
-    told = "xla_dist: error: 1 of 2 slices can be used, --elastic requires 2"
+    told = "xla_dist: error: only 1 of 2 slices are usable, --elastic requires 2"
     assert stderr.splitlines()[-1] == told
     assert f"xla_dist: pod-1 {LOST[slices.api]}" in stderr
 
@@ -550,7 +552,7 @@ def test_a_slice_without_the_program_is_left_out(slices):
         "./program", flags=("--elastic", "1", *ELASTIC), tpu=TWO_SLICES
     )
     assert code == 0, stderr
-    assert "worker 0 of pod-1 has no ./program in ~" in stderr
+    assert "worker 0 of pod-1 does not find ./program in ~" in stderr
     assert "[worker 1] 1: 0 of 1, 1:2," in stdout
     (slices.folder / "state_pod-1").write_text("CREATING")
     code, stdout, stderr = slices.run(
@@ -570,15 +572,18 @@ def test_a_signal_ends_the_waiting_for_slices(slices):
         assert line
     run.send_signal(signal.SIGINT)
     code, _, stderr = finish(run)
-    assert (code, stderr) == (130, "xla_dist: stopped by SIGINT: no program runs\n")
+    assert (code, stderr) == (130, "xla_dist: stopped by SIGINT; no program is running\n")
 
 
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ("--elastic 3 --max_restarts 1", "--elastic 3 is not 1 to 2, the number of slices"),
-        ("--elastic 1", "--elastic requires --max_restarts: a lost slice takes one of them"),
-        ("--elastic 1 --max_restarts 1 --tpu=pod", "--elastic requires several slices: --tpu NAME"),
+        (
+            "--elastic 3 --max_restarts 1",
+            "--elastic 3 must be between 1 and 2, the number of slices",
+        ),
+        ("--elastic 1", "--elastic requires --max_restarts, because each lost slice"),
+        ("--elastic 1 --max_restarts 1 --tpu=pod", "--elastic requires several slices: use --tpu"),
         (
             "--elastic 1 --max_restarts 1 --elastic_poll 0",
             "argument --elastic_poll: 0 must be at least",
@@ -586,7 +591,7 @@ def test_a_signal_ends_the_waiting_for_slices(slices):
         ("--elastic_wait 5", "--elastic_wait requires --elastic or --max_restarts"),
         (
             "--elastic 1 --max_restarts 1 --env MEGASCALE_NUM_SLICES=2",
-            "--elastic numbers the slices that are there: drop --env MEGASCALE_NUM_SLICES",
+            "--elastic sets MEGASCALE_NUM_SLICES itself: remove --env MEGASCALE_NUM_SLICES",
         ),
     ],
 )
@@ -600,21 +605,21 @@ def test_mistakes_of_elastic_slices(slices, flags, told):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--tpu=pod", "no command: give it after --"),
+        ("--tpu=pod", "no command: pass it after --"),
         ("-- true", "arguments are required: --tpu"),
         ("--tpu=pod --env X -- true", "argument --env: 'X' is not NAME=VALUE"),
         ("--tpu=pod --max_restarts -1 -- true", "argument --max_restarts: -1 must be at least"),
         ("--tpu=pod --grace 99999999999 -- true", "99999999999 must be at least 0 and at most 1"),
-        ("--tpu= -- true", "argument --tpu: '' is not the name of a TPU VM"),
+        ("--tpu= -- true", "argument --tpu: '' is not a valid TPU VM name"),
         ("--tpu=pod --workdir= -- true", "argument --workdir: must not be empty"),
         (f"--tpu=pod -- {'x' * 125_000}", "too long for a command line"),
         (
             "--tpu=pod -- .venv/bin/python -u run_vit_training.py --backend=torchtpu --fake_data",
-            "--backend torchtpu requires a process a device: give launch/torchrun.sh in place of",
+            "--backend torchtpu needs one process per device: run launch/torchrun.sh",
         ),
         (
             "--tpu=prod -- true",
-            "gcloud cannot describe --tpu prod, check it and --zone: Cloud TPU API: NOT_FOUND",
+            "gcloud cannot describe --tpu prod; check the name and --zone: Cloud TPU API: NOT_",
         ),
         ("--tpu=pod --log_dir /dev/null/logs -- true", "--log_dir /dev/null/logs: Not a directory"),
     ],
@@ -634,7 +639,7 @@ def test_a_pod_that_is_not_up(pod):
     (pod.folder / "workers").write_text("0")
     code, _, stderr = pod.run("true")
     assert code == 2
-    assert {"tpu": "has no workers", "compute": "has no VMs"}[pod.api] in stderr
+    assert {"tpu": "has no workers", "compute": "has size 0 and no VMs"}[pod.api] in stderr
 
 
 # -- Compute Engine -------------------------------------------------------------------
@@ -664,7 +669,7 @@ def test_workers_are_numbered_as_the_vms_say(group):
     [
         (
             {"group": {"targetSize": 4}},
-            "has no workload policy: its VMs are not connected to a slice",
+            "has no workload policy, so its VMs do not form a slice",
         ),
         ({"group": {"targetSize": 6}}, "has 4 of 6 VMs running"),
         ({"group": {"targetSize": 3}}, "has 4 of 3 VMs running"),
@@ -699,14 +704,14 @@ def test_workers_are_numbered_as_the_vms_say(group):
                     },
                 }
             },
-            "has its topology 4x4 REACTIVATING",
+            "has topology 4x4 in state REACTIVATING",
         ),
-        ({"metadata": {}}, "is not a slice: the metadata of 0 of its 4 VMs number the workers"),
+        ({"metadata": {}}, "is not a slice: only 0 of its 4 VMs have metadata"),
         (
             {"metadata": {"tpu-env": "TOPOLOGY: '2x4'\nTPU_ACCELERATOR_TYPE: v6e-8"}},
-            "was described by something else than the JSON that is known",
+            "description of it is not in the expected JSON format",
         ),
-        ({"both": "yes"}, "is there twice, in the Cloud TPU API and on Compute Engine"),
+        ({"both": "yes"}, "exists both in the Cloud TPU API and on Compute Engine"),
     ],
 )
 def test_what_is_no_slice(group, files, told):
@@ -748,7 +753,7 @@ def test_no_gcloud(pod, tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     line = refused(pod.launch("true", PATH=str(empty)))
-    assert line.startswith("xla_dist: error: no gcloud on PATH: install it")
+    assert line.startswith("xla_dist: error: gcloud not found on PATH: install it")
 
 
 def test_a_command_that_is_not_there(pod):

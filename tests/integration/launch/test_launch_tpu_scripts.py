@@ -131,7 +131,7 @@ def test_a_slice_that_may_be_there_is_neither_asked_for_nor_deleted(fresh_pod):
     (fresh_pod.folder / "states").write_text("ERROR")
     code, stdout, stderr = run_script(fresh_pod, QUEUED, *SLICE, "--delete", "--", "true")
     assert (code, stdout) == (1, "")
-    assert stderr.startswith("queued_resource.sh: gcloud cannot tell whether pod is there: ERROR")
+    assert stderr.startswith("queued_resource.sh: gcloud cannot tell whether pod exists: ERROR")
     assert (fresh_pod.folder / "states").exists()
 
 
@@ -201,7 +201,7 @@ def test_queued_resource_that_cannot_be_had(fresh_pod):
     (fresh_pod.folder / "states_to_come").write_text("ACCEPTED\nFAILED")
     code, _, stderr = run_script(fresh_pod, QUEUED, *SLICE, "--", "true")
     assert code == 1
-    assert stderr == "queued_resource.sh: pod is FAILED: delete it, and ask again\n"
+    assert stderr == "queued_resource.sh: pod is FAILED: delete it and try again\n"
 
 
 # -- Compute Engine -------------------------------------------------------------------
@@ -322,7 +322,7 @@ def test_a_refused_group_leaves_nothing(fresh_pod):
     (fresh_pod.folder / "state_to_come").write_text("TERMINATED")
     code, _, stderr = run_compute(fresh_pod, *EIGHT, "--", "true")
     assert code == 1
-    assert "error: pod has 0 of 4 VMs running (TERMINATED): delete it, and ask again" in stderr
+    assert "error: pod has 0 of 4 VMs running (TERMINATED): delete it and try again" in stderr
     assert not made(fresh_pod)
 
 
@@ -332,8 +332,9 @@ def test_what_cannot_be_deleted_is_named(fresh_pod):
     code, _, stderr = run_compute(fresh_pod, *words)
     assert code == 0
     assert (
-        "compute_engine: error: instance-groups pod may still be there, and cost: gcloud compute "
-        "instance-groups managed delete pod --quiet --zone=us-east5-b\n"
+        "compute_engine: error: instance-groups pod may still exist and incur costs; "
+        "delete it with: gcloud compute instance-groups managed delete pod --quiet "
+        "--zone=us-east5-b\n"
     ) in stderr
     assert made(fresh_pod) == {"instance-groups_pod"}
 
@@ -348,12 +349,12 @@ def test_waiting_for_vms_can_be_stopped(fresh_pod):
     run.send_signal(signal.SIGTERM)
     code, _, stderr = finish(run)
     assert code == 143
-    assert "pod stays, and costs" in stderr
+    assert "pod is still running and incurs costs" in stderr
     assert "instance-groups_pod" in made(fresh_pod)
     other = [*EIGHT[:1], "--topology=v6e:4x8", *EIGHT[2:], "--delete", "--", "true"]
     code, _, stderr = run_compute(fresh_pod, *other)
     assert code == 2
-    told = "resource-policies pod is there, of 4x4; --topology v6e:4x8 requires 4x8: give another"
+    told = "resource-policies pod already exists with 4x4, but --topology v6e:4x8 requires 4x8"
     assert told in stderr
     assert "instance-groups_pod" in made(fresh_pod)
 
@@ -361,14 +362,14 @@ def test_waiting_for_vms_can_be_stopped(fresh_pod):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--topology=v5e:8x8", "Compute Engine has v6e, v5p, tpu7x: launch/queued_resource.sh has"),
-        ("--topology=v6e:4x4x4", "--topology v6e:4x4x4 is no shape of a slice: give 2 sides"),
-        ("--topology=v5p:4x2x2", "--topology v5p:4x2x2 is no shape of a slice: give 3 sides"),
+        ("--topology=v5e:8x8", "available on Compute Engine are v6e, v5p, tpu7x; for v4"),
+        ("--topology=v6e:4x4x4", "--topology v6e:4x4x4 is not a valid slice shape: give 2 sides"),
+        ("--topology=v5p:4x2x2", "--topology v5p:4x2x2 is not a valid slice shape: give 3 sides"),
         ("--topology=v6e:4x4 --spot --flex_start=7d", "argument --flex_start: not allowed with"),
-        ("--topology=v6e:4x4 --flex_start=forever", "--flex_start forever is no duration"),
-        ("--topology=v6e:4x4 --tpu=Vit", "--tpu Vit: Compute Engine takes small letters"),
+        ("--topology=v6e:4x4 --flex_start=forever", "--flex_start forever is not a duration"),
+        ("--topology=v6e:4x4 --tpu=Vit", "--tpu Vit: names on Compute Engine consist"),
         ("--topology=v6e:4x4 --elastic=2", "--elastic requires several slices"),
-        ("--topology=v6e:4x4 --tpu_api tpu", "--tpu_api is not for this program"),
+        ("--topology=v6e:4x4 --tpu_api tpu", "--tpu_api cannot be used here"),
         ("--topology=v6e:4x4 --slices=0", "argument --slices: 0 must be at least 1"),
     ],
 )
@@ -386,9 +387,13 @@ def test_mistakes_on_compute_engine(fresh_pod, words, told):
     [
         (SETUP, "", "setup_pod.sh: error: --tpu=NAME is missing"),
         (SETUP, "--tpu=pod --bogus", "setup_pod.sh: error: unknown argument --bogus"),
-        (SETUP, "--tpu=pod --dir=..", "setup_pod.sh: error: --dir=.. is not the plain name"),
-        (QUEUED, "--tpu=pod", "queued_resource.sh: error: no command: give it after --"),
-        (QUEUED, "--tpu=pod --dry_run -- true", "queued_resource.sh: error: --dry_run is not for"),
+        (SETUP, "--tpu=pod --dir=..", "setup_pod.sh: error: --dir=.. must be a plain"),
+        (QUEUED, "--tpu=pod", "queued_resource.sh: error: no command: pass it after --"),
+        (
+            QUEUED,
+            "--tpu=pod --dry_run -- true",
+            "queued_resource.sh: error: --dry_run is not supported",
+        ),
         (QUEUED, "--tpu=a,b -- true", "queued_resource.sh: error: --tpu=a,b: this script requests"),
         (QUEUED, "--tpu=pod --bogus -- true", "xla_dist: error: unrecognized arguments: --bogus"),
         (QUEUED, "--tpu=pod -- true", "queued_resource.sh: error: no queued resource pod yet"),
@@ -402,7 +407,7 @@ def test_mistakes_in_the_scripts(pod, path, words, told):
 def test_how_often_to_ask(pod, poll):
     pod.variables["POLL_SECONDS"] = poll
     line = refused(start_script(pod, QUEUED, "--tpu=pod", "--", "true"))
-    assert f"POLL_SECONDS={poll} is not a number of seconds above 0" in line
+    assert f"POLL_SECONDS={poll} must be a number of seconds above 0" in line
     assert not (pod.folder / "calls").exists()
 
 

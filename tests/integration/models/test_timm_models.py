@@ -105,7 +105,7 @@ def test_families_on_forms(family, form, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--model timm/resnet50", "is no Vision Transformer that is known here: it is timm's Res"),
+        ("--model timm/resnet50", "is not a supported Vision Transformer: it is timm's Res"),
         (
             "--model timm/vit_base_patch16_xp_224 --cpu_devices 2 --mesh_tensor 2",
             "--mesh_tensor 2 is incompatible with --model timm/vit_base_patch16_xp_224: its blocks",

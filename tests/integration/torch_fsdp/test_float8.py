@@ -139,7 +139,7 @@ def test_a_checkpoint_goes_on_without(tmp_path):
         ("--fp8 current --compile --mlp_ratio 1.25", "the MLP width 40 is not a multiple of 16"),
         (
             "--fp8 current --compile --model timm/eva02_tiny_patch14_224 --batch_size 32",
-            "calls no nn.Linear for queries, keys and values (--qkv_bias)",
+            "does not use nn.Linear for queries, keys and values (--qkv_bias)",
         ),
         ("--fp8 current --compile", "requires the package torchao and a PyTorch that it supports"),
     ],

@@ -81,8 +81,8 @@ def test_with_megatron(flags, tmp_path):
     [
         ("--block te --compile", "does not support --compile"),
         ("--block te --grad_ckpt selective", "does not support --grad_ckpt selective"),
-        ("--block te --init_values 1e-5", "it has layer scale (--init_values): use --block"),
-        ("--block te --no-qkv_bias", "its --qkv_bias is not as its --proj_bias"),
+        ("--block te --init_values 1e-5", "it uses layer scale (--init_values): use --block"),
+        ("--block te --no-qkv_bias", "its --qkv_bias differs from its --proj_bias"),
         ("--block te --mlp_dropout 0.1", "it has --mlp_dropout"),
         ("--block te --fp8 delayed", "--fp8 delayed requires --precision bf16"),
         ("--block te --fp8 delayed --precision bf16", "8.9 or higher required: use --fp8 none"),

@@ -57,11 +57,11 @@ def complaint(capsys, ckpt_dir, *flags):
         ("--batch_size 2000", "1438 training images, fewer than one batch"),
         ("--image_size 17", "--image_size 17 is not a multiple of --patch_size 4"),
         ("--num_heads 5", "--embed_dim 32 is not a multiple of --num_heads 5"),
-        ("--model vit_11b", "there is no model vit_11b: is it vit_10b"),
+        ("--model vit_11b", "unknown model vit_11b; did you mean vit_10b"),
         ("--global_pool token", "--global_pool token requires --class_token"),
-        ("--patch_drop_rate 0.99", "leaves no patch"),
+        ("--patch_drop_rate 0.99", "drops every patch"),
         ("--data_dir /does/not/exist", "/does/not/exist/train does not exist"),
-        ("--num_classes 9", "10 classes, --num_classes is 9"),
+        ("--num_classes 9", "10 classes, but --num_classes is 9"),
         ("--resume /does/not/exist", "no such checkpoint folder"),
         (
             f"--resume {__file__}",
@@ -94,7 +94,7 @@ def complaint(capsys, ckpt_dir, *flags):
         ("--mean 123 117 104", "123 must be at least 0 and at most 1"),
         (f"--max_steps {'9' * 5000}", f"'{'9' * 40}...' is not a whole number"),
         ("--in_chans 2", "--in_chans 2: images have 3 channels (RGB) or 1 (gray)"),
-        ("--embed_dim 32 --mlp_ratio 0.01", "--mlp_ratio 0.01 leaves no MLP"),
+        ("--embed_dim 32 --mlp_ratio 0.01", "--mlp_ratio 0.01 gives an MLP of width 0"),
         ("--data_dir=", "argument --data_dir: must not be empty (is a shell variable unset?)"),
         ("--batch 16", "unknown flag --batch: did you mean --batch_size?"),
     ],
@@ -234,7 +234,7 @@ def test_data_folders(capsys, tmp_path):
         return complaint(capsys, tmp_path / "ckpt", "--data_dir", tmp_path, "--batch_size", 1)
 
     (tmp_path / "train").mkdir()
-    assert "train holds no class folders" in said()
+    assert "train contains no class folders" in said()
     image("train", "a")
     assert "val does not exist" in said()
     image("val", "a")

@@ -77,7 +77,7 @@ def test_pairs_of_one_length(digits, tmp_path):
     one, other = next(of for of in seen.values() if len(of) > 1 and all(s >= n for s, n in of))[:2]
     pairs = [f"{side}x{local}" for side, local in (one, other)]
     flags += ["--image_size", str(one[0]), "--local_crop_size", str(one[1]), "--crop_sizes", *pairs]
-    with pytest.raises(DataFolderError, match="batches are distinguished"):
+    with pytest.raises(DataFolderError, match="tell batches apart"):
         open_data(request_of(*flags, folder=tmp_path))
 
 
@@ -114,10 +114,10 @@ def test_one_compilation_a_pair(tmp_path):
     ("flags", "line"),
     [
         ("--crop_sizes 16", "'16' is not GxL, the sides of global and local crops in pixels"),
-        ("--crop_sizes 24x8", "--crop_sizes must have 16x8 among them, --image_size and"),
-        ("--crop_sizes 16x8 18x8", "--crop_sizes 18 is no whole number of patches of 4 x 4"),
-        ("--crop_sizes 16x8 24x28", "--crop_sizes 24x28: the local crops are the larger ones"),
-        ("--crop_sizes 16x8 --image_size 16 24", "global crops must be squares"),
+        ("--crop_sizes 24x8", "--crop_sizes must include 16x8 (--image_size x"),
+        ("--crop_sizes 16x8 18x8", "--crop_sizes 18 is not a multiple of the patch size 4 x 4"),
+        ("--crop_sizes 16x8 24x28", "--crop_sizes 24x28: the local crop must not be larger"),
+        ("--crop_sizes 16x8 --image_size 16 24", "global crops must be square"),
         ("--crop_sizes 16x8 --fake_data", "--crop_sizes has no effect with --data_source fake"),
     ],
 )

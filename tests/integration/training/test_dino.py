@@ -446,7 +446,9 @@ def test_a_class_token_is_required(capsys, tmp_path):
 def test_frequencies_that_are_learned_are_of_one_size(capsys, tmp_path):
     words = [*tiny(tmp_path / "run"), *WITHOUT_CLASS_TOKEN, "--backend", "cuda"]
     words += ["--model", "timm/vit_small_patch16_rope_mixed_224"]
-    assert "its positions are learned for one size" in told_in_one_line(capsys, *words)
+    assert "its learned position embedding supports only one image size" in told_in_one_line(
+        capsys, *words
+    )
 
 
 def test_there_is_no_loss_to_evaluate(on_gpu, capsys):

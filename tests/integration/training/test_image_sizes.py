@@ -270,7 +270,7 @@ GIVEN = "--image_size_schedule"
         (f"{GIVEN} 16 --image_size 16 24", f"{GIVEN} requires square images, not the model's"),
         (f"{GIVEN} 8 --pos_embed none", "it has no learned position embedding"),
         (f"{GIVEN} 8 --model timm/eva02_tiny_patch14_224", "it is timm's Eva, not VisionTr"),
-        (f"{GIVEN} 8 --model hybrid_vit", "it takes images of its own size alone"),
+        (f"{GIVEN} 8 --model hybrid_vit", "it supports only images of its own size"),
         (f"{GIVEN} 8 --fake_data", f"{GIVEN} 8 requires --data_source folder, "),
         (f"{GIVEN} 8 --buckets 16x16", f"{GIVEN} 8 is incompatible with --buckets 16x16"),
         (f"{GIVEN} 8 --objective mae", f"{GIVEN} 8 requires --objective classify, not mae"),

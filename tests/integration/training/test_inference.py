@@ -267,9 +267,9 @@ def test_bad_images(files, capsys, tmp_path):
 
     (tmp_path / "folder").mkdir()
     (tmp_path / "text.png").write_text("hello")
-    assert "missing.png: there is no such file or folder" in said(IMAGE, tmp_path / "missing.png")
+    assert "missing.png: no such file or folder" in said(IMAGE, tmp_path / "missing.png")
     assert "argument --predict: must not be empty" in said("")
-    assert "folder holds no images (.jpg" in said(tmp_path / "folder")
+    assert "folder contains no images (.jpg" in said(tmp_path / "folder")
     assert said(tmp_path / "text.png").endswith(
         "text.png is not a readable image: no image of a known format"
     )

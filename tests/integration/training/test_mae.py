@@ -239,9 +239,9 @@ def test_by_the_tpu_compiler():
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        ("--model timm/eva02_tiny_patch14_224", "requires a model of timm's VisionTransformer"),
+        ("--model timm/eva02_tiny_patch14_224", "requires a VisionTransformer model of timm"),
         ("--pos_embed none", "--objective mae requires --pos_embed learn"),
-        ("--mask_ratio 0", "--mask_ratio 0 of 16 patches masks none"),
+        ("--mask_ratio 0", "--mask_ratio 0 of 16 patches masks no patch"),
         ("--decoder_embed_dim 18", "--decoder_embed_dim 18 must be a multiple of 4"),
         ("--decoder_num_heads 3", "is not a multiple of --decoder_num_heads 3"),
     ],

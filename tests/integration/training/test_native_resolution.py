@@ -125,7 +125,10 @@ def test_training_is_a_loop_over_images(train, how, by_timm, folder, tmp_path):
     assert evaluation["val_images"] == VAL
     assert evaluation["val_loss"] == pytest.approx(val_loss, rel=1e-4)
     assert evaluation["val_top1"] == pytest.approx(val_top1)
-    assert f"{TRAIN} training, {VAL} validation images; in sequences of 80 tokens" in result.stdout
+    assert (
+        f"{TRAIN} training, {VAL} validation images; packed into sequences of 80 tokens"
+        in result.stdout
+    )
     last = result.steps[3]
     assert last["images_per_s"] == pytest.approx(last["images"] / last["sec_per_iter"])
     assert last["tokens_per_s"] == pytest.approx(last["tokens"] / last["sec_per_iter"])
@@ -250,14 +253,14 @@ def test_fake_data_and_self_check(train, folder, tmp_path):
         ("--mixup 0.2", "--mixup is incompatible with native resolution"),
         ("--aug_repeats 2", "--aug_repeats is incompatible with native resolution"),
         ("--bce_loss", "--bce_loss is incompatible with native resolution"),
-        ("--token_budget 1", "leaves no patch beside the 1 class and register tokens"),
+        ("--token_budget 1", "is too small: the 1 class and register tokens"),
         ("--max_tokens_per_image 81", "81 exceeds --token_budget 80"),
         ("--max_tokens_per_image 1", "leaves no room for patches after the 1 class and register"),
         ("--side_scale 2 1", "the minimum must not exceed the maximum"),
         ("--batch_size 400", "fewer than one batch"),
-        ("--model hybrid_vit", "hybrid_vit does not take --native_resolution"),
+        ("--model hybrid_vit", "hybrid_vit does not accept --native_resolution"),
         ("--model timm/vit_small_patch16_rope_mixed_224", "timm's RotaryEmbeddingMixed"),
-        ("--data_source volumes", "--data_source volumes has arrays"),
+        ("--data_source volumes", "--data_source volumes provides arrays"),
         ("--backend cuda --block te", "--block te does not support native resolution"),
         ("--backend cuda --channels_last", "--channels_last is incompatible with native"),
     ],
@@ -274,4 +277,4 @@ def test_what_only_sequences_have_is_refused_elsewhere(folder, tmp_path, capsys)
         words = [*plain, "--data_dir", folder, "--ckpt_dir", tmp_path / "none", *flag.split()]
         assert "requires --native_resolution" in told_in_one_line(capsys, *words)
     words = [*plain, "--data_dir", folder, "--ckpt_dir", tmp_path / "none", "--token_budget", "80"]
-    assert "does not take --token_budget" in told_in_one_line(capsys, *words)
+    assert "does not accept --token_budget" in told_in_one_line(capsys, *words)

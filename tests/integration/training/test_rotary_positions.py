@@ -202,8 +202,11 @@ def test_steady_state(model, flags, graphs, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        ("--model timm/vit_base_patch16_224", "does not take --rope_rescale_coords (it is timm's"),
-        ("--model vit_10b", "vit_10b does not take --rope_rescale_coords; it takes"),
+        (
+            "--model timm/vit_base_patch16_224",
+            "does not accept --rope_rescale_coords (it is timm's",
+        ),
+        ("--model vit_10b", "vit_10b does not accept --rope_rescale_coords; it accepts"),
         ("--model timm/eva_giant_patch14_224", "--rope_rescale_coords requires a model with"),
     ],
 )

@@ -151,7 +151,9 @@ def test_alone(form, masked, expected, weights, tmp_path):
     root, _ = masked
     asked = ("--eval_only", "--segment_probe", "--json", "--eval_report", tmp_path / "report")
     done = run_form(form, *asked, "--init_from", weights, *FLAGS, "--segment_dir", root)
-    assert f"train_{BROKEN}.png: it has 8 x 8 pixels, its image 16 x 16): skipped" in done.stderr
+    assert (
+        f"train_{BROKEN}.png: it is 8 x 8 pixels, but its image is 16 x 16): skipped" in done.stderr
+    )
     check(done, expected, tmp_path / "report")
 
 

@@ -220,7 +220,7 @@ def test_a_storage_that_fails_in_the_middle(storage, tmp_path, monkeypatch):
     ("url", "told"),
     [
         ("abfs://bucket/run", "requires the package adlfs: python3 -m pip install adlfs"),
-        ("nosuch://bucket/run", "nosuch:// is not a kind of URL that fsspec knows"),
+        ("nosuch://bucket/run", "fsspec does not support nosuch:// URLs"),
         ("bucket://", "names no folder: use a URL such as bucket://bucket/run"),
         ("bucket://missing/run", "cannot write to --ckpt_dir bucket://missing/run: there is no "),
     ],

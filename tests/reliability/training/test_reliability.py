@@ -158,7 +158,7 @@ def test_images_that_have_gone(tmp_path):
     gone.start()
     ended = program(run, *flags, "--max_steps", "80", module="tests.fakes.slow_on_purpose")
     gone.join()
-    assert "nor are 10 others that were tried in its place: saving a checkpoint and" in ended.stderr
+    assert "and neither can 10 images tried in its place: saving a checkpoint and" in ended.stderr
     (step,) = left(run)
     assert f"(see the warning above): the same command resumes {run}/step_{step}" in ended.stderr
     assert ended.returncode == 1

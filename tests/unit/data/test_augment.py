@@ -139,7 +139,7 @@ def test_posterized_to_nothing(policy):
 
 
 def test_policies_that_cannot_be_drawn():
-    with pytest.raises(DataFolderError, match="--aa rand-n99-tweights cannot be drawn: "):
+    with pytest.raises(DataFolderError, match="--aa rand-n99-tweights is invalid: "):
         TrainTransform(DataConfig(aa="rand-n99-tweights"), SIZE, 3)
 
 
@@ -245,12 +245,12 @@ def test_columns_show_what_is_trained_on(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ("--aa rand-magnitude9", "argument --aa: 'rand-magnitude9' is no policy of timm's: give"),
+        ("--aa rand-magnitude9", "argument --aa: 'rand-magnitude9' is not an augmentation policy"),
         ("--aug_repeats 17 --batch_size 16", "--aug_repeats 17 exceeds --batch_size 16: each"),
         ("--color_jitter 0.4 0.4", "--color_jitter takes 1 number, 3"),
         ("--color_jitter 0 0 0 0.6", "--color_jitter: hue 0.6 must be at most 0.5"),
         ("--color_jitter 0.4 --aa v0", "--color_jitter is incompatible with --aa v0, which"),
-        ("--data_source digits --aa rand-n99-t3aw", "--aa rand-n99-t3aw cannot be drawn: "),
+        ("--data_source digits --aa rand-n99-t3aw", "--aa rand-n99-t3aw is invalid: "),
     ],
 )
 def test_refused(flags, told, capsys, tmp_path):

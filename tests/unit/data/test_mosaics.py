@@ -103,8 +103,8 @@ def test_other_seeds_splits_and_numbers_give_other_mosaics():
 @pytest.mark.parametrize(
     ("size", "classes", "told"),
     [
-        ((64, 60), 10, "the model takes 64 x 60: use an --image_size that is a multiple of 8"),
-        ((64, 64), 9, "10 classes, --num_classes is 9"),
+        ((64, 60), 10, "the model's image size is 64 x 60: use an --image_size"),
+        ((64, 64), 9, "10 classes, but --num_classes is 9"),
     ],
 )
 def test_refused(size, classes, told):

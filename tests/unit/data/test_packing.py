@@ -393,7 +393,7 @@ def test_shards_and_tables_have_the_sequences_of_the_folder(digits, tmp_path):
     pack_shards(str(digits), str(tmp_path / "shards"), 60_000, 1)
     request = PackRequest((4, 4), 1, 20, 4, 6, True, (0.6, 1.0), 0.25)
     expected = opened(digits, request)
-    assert "in sequences of 20 tokens: " in str(expected)
+    assert "packed into sequences of 20 tokens: " in str(expected)
     assert "all images scaled to 6 patches" in str(expected)
     for source, where in (
         ("webdataset", "shards"),
@@ -482,10 +482,10 @@ CROPS = CropRequest((8, 8), 2, (0.32, 1.0), (0.05, 0.32), (4, 4), (0.25, 0.5))
 @pytest.mark.parametrize(
     ("changed", "how", "told"),
     [
-        ({"tokens": 2}, {}, "a sequence of 2 tokens has no room for an image: .* are 3"),
+        ({"tokens": 2}, {}, "a sequence of 2 tokens is too short for an image: .* need 3 tokens"),
         ({}, {"batch_size": 500}, r"has \d+ sequences of training images, fewer than one batch"),
-        ({}, {"data_source": "mosaics"}, "--data_source mosaics has arrays"),
-        ({}, {"data_source": "volumes"}, "--data_source volumes has arrays"),
+        ({}, {"data_source": "mosaics"}, "--data_source mosaics provides arrays"),
+        ({}, {"data_source": "volumes"}, "--data_source volumes provides arrays"),
     ],
 )
 def test_errors(folder, changed, how, told):
@@ -496,5 +496,5 @@ def test_errors(folder, changed, how, told):
 def test_no_sequences_of_crops(folder):
     config = DataConfig(data_dir=str(folder))
     request = DatasetRequest(config, 3, (16, 24), 10, 5, crops=CROPS, pack=REQUEST)
-    with pytest.raises(DataFolderError, match="crops are images of one size"):
+    with pytest.raises(DataFolderError, match="cannot be combined with crops"):
         open_data(request)

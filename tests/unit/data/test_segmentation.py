@@ -177,10 +177,16 @@ def test_masks_of_mosaics():
 
 
 BROKEN = {
-    "another size": (lambda mask: encoded(mask[:-1]), "it has 40 x 19 pixels, its image 40 x 20"),
-    "colors": (lambda mask: encoded(np.repeat(mask[..., None], 3, 2)), "it has colors (RGB), not"),
-    "a JPEG": (lambda mask: encoded(mask, "jpeg"), "a JPEG, which changes labels"),
-    "objects": (lambda mask: encoded(mask.astype(np.uint16) + 5000), "it has the label 5255: "),
+    "another size": (
+        lambda mask: encoded(mask[:-1]),
+        "it is 40 x 19 pixels, but its image is 40 x 20",
+    ),
+    "colors": (lambda mask: encoded(np.repeat(mask[..., None], 3, 2)), "it has colors (mode RGB)"),
+    "a JPEG": (
+        lambda mask: encoded(mask, "jpeg"),
+        "it is a JPEG, whose compression changes labels",
+    ),
+    "objects": (lambda mask: encoded(mask.astype(np.uint16) + 5000), "it contains label 5255: "),
     "cut off": (lambda mask: encoded(mask)[:-30], "truncated"),
     "no image": (lambda mask: b"abc", "no image of a known format"),
     "empty": (lambda mask: b"", "no image of a known format"),
@@ -215,12 +221,12 @@ def test_sixteen_bits_and_one_bit_are_labels(tmp_path):
     ("layout", "change", "message"),
     [
         ("ade20k", "rm annotations/training/train_2.png", "1 of 4 images have no mask in "),
-        ("ade20k", "rm annotations/validation", "not validation or val in both of them"),
-        ("pairs", "rm val", "holds no images with masks: give a folder with images/ and"),
-        ("pairs", "rm val/some/val_0.png", "add a .png of the same name for each, or remove"),
-        ("voc", "rm SegmentationClass/val_3.png", "val.txt names files that are missing: "),
-        ("voc", "rm ImageSets", "the list of images, cannot be read: No such file"),
-        ("parquet", "rm val-0.parquet", "holds no validation-*.parquet or val-*.parquet or "),
+        ("ade20k", "rm annotations/validation", "must both contain validation or val"),
+        ("pairs", "rm val", "contains no images with masks: use a folder with images/ and"),
+        ("pairs", "rm val/some/val_0.png", "add a .png with the same name for each, or remove"),
+        ("voc", "rm SegmentationClass/val_3.png", "val.txt lists missing files: "),
+        ("voc", "rm ImageSets", ".txt, the list of images: No such file"),
+        ("parquet", "rm val-0.parquet", "contains no validation-*.parquet or val-*.parquet or "),
         ("parquet", "rm .", "is not a folder"),
     ],
 )
@@ -240,7 +246,7 @@ def test_columns_and_volumes(tmp_path):
         table = pa.table({name: [b"x"] for name in names})
         for split in ("train", "val"):
             pq.write_table(table, tmp_path / f"{split}.parquet")
-        with pytest.raises(DataFolderError, match=f"its columns of images are: {listed}"):
+        with pytest.raises(DataFolderError, match=f"its image columns are: {listed}"):
             open_masked(request_of(tmp_path))
-    with pytest.raises(DataFolderError, match="the model takes volumes"):
+    with pytest.raises(DataFolderError, match="this model takes volumes"):
         open_masked(request_of(None, (8, 16, 16)))

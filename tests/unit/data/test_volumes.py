@@ -189,13 +189,19 @@ GOOD = "path,label,split\ntrain/a/00.npy,x,train\nval/a/12.npy,x,val\n"
     ("content", "told"),
     [
         (None, "labels.csv cannot be read: No such file or directory"),
-        ("", "has no column path: --labels requires path,label,split in its first line"),
-        (GOOD.replace(",x,val", ",x,test"), "line 3 of .* has the split 'test': it is train or"),
+        ("", "has no column path: --labels requires a first line with the columns"),
+        (
+            GOOD.replace(",x,val", ",x,test"),
+            "line 3 of .* the split is 'test', must be train or val",
+        ),
         (GOOD.replace(",x,train", ",,train"), "line 2 of .* has no label"),
-        (GOOD + "train/a/00.npy,y,val\n", "line 4 of .* names train/a/00.npy again"),
-        (GOOD.partition("val/")[0], "has no file whose split is val"),
-        (GOOD.replace("00.npy", "99.npy"), "names .*/train/a/99.npy, which is not there"),
-        (GOOD + "".join(f"{n},{n},train\n" for n in range(10)), "has 11 classes, --num_classes is"),
+        (GOOD + "train/a/00.npy,y,val\n", "line 4 of .* train/a/00.npy was already listed"),
+        (GOOD.partition("val/")[0], "lists no files with split val"),
+        (GOOD.replace("00.npy", "99.npy"), "lists .*/train/a/99.npy, which does not exist"),
+        (
+            GOOD + "".join(f"{n},{n},train\n" for n in range(10)),
+            "has 11 classes, but --num_classes is",
+        ),
         (b"path,label,split\n\xff\xfe", "cannot be read: 'utf-8' codec can't decode"),
     ],
 )
@@ -215,9 +221,9 @@ def test_an_odd_table(tree, tmp_path, content, told):
 @pytest.mark.parametrize(
     ("shape", "channels", "told"),
     [
-        ((7, 14, 21), 1, "0.npy holds an array of 7 x 14 x 21, smaller than the 8 x 12 x 16"),
-        ((14, 21), 1, "0.npy holds an array of 14 x 21, which is no image of 8 x 12 x 16"),
-        (LARGER, 3, "which is no image of 8 x 12 x 16 with channels: 3"),
+        ((7, 14, 21), 1, "0.npy has size 7 x 14 x 21, smaller than the model's 8 x 12 x 16"),
+        ((14, 21), 1, "0.npy has shape 14 x 21, but the model takes 8 x 12 x 16"),
+        (LARGER, 3, "but the model takes 8 x 12 x 16 with 3 channel"),
     ],
 )
 def test_another_shape_is_refused(tmp_path, shape, channels, told):
@@ -264,7 +270,7 @@ def test_damage_that_other_rows_do_not_show(tmp_path):
     all_of(loader)
     assert [path for path, *_ in loader.bad_images()] == [str(broken)]
     all_of(source.train_loader(4, Share(rows=range(8))))
-    with pytest.raises(DataFolderError, match=r"0\.nii\.gz is damaged .*mend or remove it"):
+    with pytest.raises(DataFolderError, match=r"0\.nii\.gz is damaged .*repair or remove it"):
         all_of(source.train_loader(4, Share(rows=range(56, 64))))
 
 

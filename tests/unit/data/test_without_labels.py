@@ -90,7 +90,7 @@ def test_labels_that_are_there_are_ignored(tmp_path):
     source = opened(tmp_path)
     assert greys(source, "val") == ([0, 10, 20, 30], [0] * 4)
     assert source.classes is None
-    with pytest.raises(DataFolderError, match="has 4 classes, --num_classes is 2"):
+    with pytest.raises(DataFolderError, match="has 4 classes, but --num_classes is 2"):
         opened(tmp_path, labels=True)
     digits = opened("", "digits")
     assert set(greys(digits, "val", 359)[1]) == {0}
@@ -100,8 +100,12 @@ def test_labels_that_are_there_are_ignored(tmp_path):
 @pytest.mark.parametrize(
     ("files", "how", "message"),
     [
-        ({"trian/1.png": 1, "val/1.png": 1}, {}, "train is not a folder: images without labels"),
-        ({"train/notes.txt": 1}, {}, r"train holds no images \(.jpg"),
+        (
+            {"trian/1.png": 1, "val/1.png": 1},
+            {},
+            "train is not a folder: put images without labels",
+        ),
+        ({"train/notes.txt": 1}, {}, r"train contains no images \(.jpg"),
         ({"1.png": 1}, {}, "has 1 training images, fewer than one batch"),
     ],
 )
@@ -146,7 +150,7 @@ def test_packed_images_without_labels(tmp_path, capsys, monkeypatch):
     assert greys(opened(target, "webdataset", augment=False), "train")[0] == GREYS
     with pytest.raises(DataFolderError, match=r"has no shards val/\*.tar"):
         opened(target, "webdataset", labels=True)
-    with pytest.raises(DataFolderError, match="holds no class folders"):
+    with pytest.raises(DataFolderError, match="contains no class folders"):
         pack(str(write(tmp_path / "c" / "train", FLAT).parent), str(tmp_path / "d"), 10**6, 1)
 
 
@@ -167,7 +171,7 @@ def test_shards_whose_labels_are_broken_or_missing(tmp_path):
     source = opened(tmp_path, "webdataset", augment=False)
     for split in ("train", "val"):
         assert greys(source, split) == ([10, 20, 30], [0, 0, 0, PADDING])
-    with pytest.raises(DataFolderError, match=r"b\.cls holds no label"):
+    with pytest.raises(DataFolderError, match=r"b\.cls contains no label"):
         opened(tmp_path, "webdataset", labels=True)
     with pytest.raises(DataFolderError, match=r"has no v\*.tar of|has no shards v-\*"):
         opened(tmp_path, "webdataset", val_shards="v-*.tar")  # a name that was given must fit
@@ -183,7 +187,7 @@ def test_parquet_of_images_alone(tmp_path):
     images = [{"bytes": png(grey), "path": None} for grey in GREYS]
     alone = parquet(tmp_path / "a", {"image": images})
     assert greys(opened(alone, "parquet", augment=False), "train")[0] == GREYS
-    with pytest.raises(DataFolderError, match="which column holds the labels is unclear"):
+    with pytest.raises(DataFolderError, match="cannot tell which column contains the labels"):
         opened(alone, "parquet", labels=True)
     labelled = parquet(tmp_path / "b", {"image": images, "label": [None, 9, -3, 1, 1, 1, 1]})
     source = opened(labelled, "parquet", augment=False)

@@ -180,20 +180,28 @@ def test_the_largest_of_timms_are_what_they_say():
 @pytest.mark.parametrize(
     ("name", "overrides", "reason"),
     [
-        ("vit_11b", {}, "there is no model vit_11b: is it vit_1"),
+        ("vit_11b", {}, "unknown model vit_11b; did you mean vit_1"),
         ("timm/vit_base_patch16_sapiens2", {"depth": 2}, "num_kv_heads sequence must have one "),
         ("timm/vit_base_patch16_sapiens2", {"num_heads": 8}, "timm cannot build timm/vit_base"),
-        ("timm/resnet50", {}, "is no Vision Transformer that is known here: it is timm's ResNet"),
-        ("timm/vit_base_resnet50d_224", {}, "patch embedding that is not known: HybridEmbed"),
-        ("timm/vit_large_patch16_sapiens2", {}, "blocks that differ: in block 8 attn.k_proj.w"),
+        ("timm/resnet50", {}, "is not a supported Vision Transformer: it is timm's ResNet"),
+        ("timm/vit_base_resnet50d_224", {}, "an unsupported patch embedding, HybridEmbed"),
+        ("timm/vit_large_patch16_sapiens2", {}, "differ: attn.k_proj.weight is"),
         ("timm/vit_base_patch16_224.none", {}, "Invalid pretrained tag"),
         ("timm/vit_small_patch16_dinov3", {"img_size": 250}, "img_size 250 is not a multiple of"),
-        ("timm/vit_small_patch16_dinov3", {"embed_dim": 36}, "width is a multiple of 4: embed_dim"),
-        ("vit_10b", {"swiglu_mlp": True}, "vit_10b does not take swiglu_mlp; it takes img_size"),
+        (
+            "timm/vit_small_patch16_dinov3",
+            {"embed_dim": 36},
+            "width that is a multiple of 4: embed_dim",
+        ),
+        (
+            "vit_10b",
+            {"swiglu_mlp": True},
+            "vit_10b does not accept swiglu_mlp; it accepts img_size",
+        ),
         ("vit_10b", {"num_heads": 31}, "embed_dim 5120 is not a multiple of num_heads 31"),
-        ("vit_10b", {"mlp_ratio": 1e-4}, "mlp_ratio 0.0001 leaves no MLP"),
+        ("vit_10b", {"mlp_ratio": 1e-4}, "mlp_ratio 0.0001 gives an MLP of width 0"),
         ("vit_10b", {"global_pool": "token"}, "global_pool token requires class_token"),
-        ("vit_10b", {"patch_drop_rate": 0.999}, "patch_drop_rate 0.999 leaves no patch"),
+        ("vit_10b", {"patch_drop_rate": 0.999}, "patch_drop_rate 0.999 drops every patch"),
     ],
 )
 def test_what_cannot_be_is_told(name, overrides, reason):
@@ -224,7 +232,7 @@ def test_settings_that_differ():
 
 def test_what_transformer_engine_may_compute():
     plain = open_model("vit_10b", SMALL | {"qk_norm": True, "init_values": 0.1})
-    assert blocks.why_no_transformer_engine(plain.block) == "it has layer scale (<init_values>)"
+    assert blocks.why_no_transformer_engine(plain.block) == "it uses layer scale (<init_values>)"
     for family, reason in {
         "SigLIP": None,
         "CLIP": "its activation is not GELU",
@@ -270,7 +278,7 @@ def test_list():
     assert [each.name for each in list_models("vit_??b")] == ["vit_10b", "vit_60b"]
     found = {each.name: each for each in list_models("sapiens2")}
     assert found["timm/vit_base_patch16_sapiens2"].parameters == 114_762_472
-    assert "blocks that differ" in found["timm/vit_5b_patch16_sapiens2"].refused
+    assert "differ: " in found["timm/vit_5b_patch16_sapiens2"].refused
     everything = list_models()
     assert len(everything) > 240
     assert {each.parameters for each in everything} == {None}

@@ -175,13 +175,13 @@ def test_the_flag_may_be_off():
     [
         ("timm/vit_small_patch16_rope_mixed_224", NATIVE, "RotaryEmbeddingMixed"),
         ("timm/naflexvit_base_patch16_radio_v3", {}, "128 x 128 positions"),
-        ("timm/naflexvit_base_patch16_gap", {"token_budget": 4}, "leaves no patch"),
-        ("timm/naflexvit_base_patch16_gap", {"qkv_biases": True}, "does not take"),
-        ("timm/naflexvit_base_patch16_gap", {"native_resolution": False}, "resolution alone"),
-        ("vit_tiny_patch16_224", {"token_budget": 256}, "does not take"),
+        ("timm/naflexvit_base_patch16_gap", {"token_budget": 4}, "leave no room for a patch"),
+        ("timm/naflexvit_base_patch16_gap", {"qkv_biases": True}, "does not accept"),
+        ("timm/naflexvit_base_patch16_gap", {"native_resolution": False}, "resolution only"),
+        ("vit_tiny_patch16_224", {"token_budget": 256}, "does not accept"),
         ("vit_tiny_patch16_224", NATIVE | {"img_size": 100}, "no multiple|not a multiple"),
-        ("hybrid_vit", NATIVE, "does not take"),
-        ("timm/resnet50", NATIVE, "no Vision Transformer"),
+        ("hybrid_vit", NATIVE, "does not accept"),
+        ("timm/resnet50", NATIVE, "not a supported Vision Transformer"),
     ],
 )
 def test_refused_in_one_line(name, overrides, reason):

@@ -156,5 +156,5 @@ def test_nothing_but_a_report_is_overwritten(tmp_path, capsys):
     assert first != second
     link = tmp_path / "link.html"
     link.symlink_to(page)
-    assert "it is a link" in refused(capsys, run, "--output", link)
+    assert "it is a symbolic link" in refused(capsys, run, "--output", link)
     assert page.read_text() == second

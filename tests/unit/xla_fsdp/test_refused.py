@@ -46,12 +46,12 @@ ON_XLA = [
     ("--mesh_domain 2 --fsdp fsdp2", "--fsdp requires --backend cuda"),
 ]
 EVERYWHERE = [
-    ("--dimension 3", "does not take --dimension"),
-    (f"{HYBRID} --image_size 16 16 16", "--image_size 16 16 16 has 3 numbers: give 1 or 2"),
+    ("--dimension 3", "does not accept --dimension"),
+    (f"{HYBRID} --image_size 16 16 16", "--image_size 16 16 16 has 3 values: use 1 or 2"),
     (f"{HYBRID} --image_size 36", "--image_size 36 is not a multiple of --patch_size 8"),
-    (f"{HYBRID} --class_token", "hybrid_vit does not take --class_token; it takes"),
+    (f"{HYBRID} --class_token", "hybrid_vit does not accept --class_token; it accepts"),
     (f"{HYBRID} --dimension 3 --image_size 16 --data_source folder", "--data_source"),
-    ("--model hybrid", "there is no model hybrid"),
+    ("--model hybrid", "unknown model hybrid"),
 ]
 COMPILE = "--compile_only --tpu_topology v5e:2x2"
 KERNELS = [
