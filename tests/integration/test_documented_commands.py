@@ -305,13 +305,13 @@ TUTORIALS: dict[str, dict[str, Run]] = {
         ),
         "python3 run_vit_training.py --eval_only --knn": Run(
             (
-                r"^k-NN on val: [5-7]\d\.\d+ % \(k 10\), .* of 120 images, by 480 of train$",
+                r"^k-NN on val: [5-7]\d\.\d+ % \(k 10\), .* of 120 images, compared with 480 of train$",
                 r"^linear probe on val: [78]\d\.\d+ % of 120 images, ",
             )
         ),
         "python3 run_vit_training.py --init_from ~/runs/mnist": Run(
             (
-                r"^initial weights of .*mnist: 53 tensors as they are; dropped: head.*; new: head",
+                r"^initial weights of .*mnist: 53 tensors unchanged; dropped: head.*; new: head",
                 r"^epoch 1 step 1, lr: 0, loss: 2\.[34]\d+, ",
                 r"^training completed: step 300, val top-1 (9[2-9]|100)\.\d+ %, ",
             ),
