@@ -107,15 +107,17 @@ _POLICY = re.compile(
 )
 
 
-def policy(text: str) -> str:
-    """Parse the name of a ``timm.data.auto_augment`` policy; an argparse type.
+def policy(text: str) -> str | None:
+    """Parse the name of a ``timm.data.auto_augment`` policy, or none; an argparse type.
 
     timm itself ignores parts that it cannot parse: "rand-magnitude9" would mean "rand".
     """
+    if text == "none":  # to leave out that of a recipe
+        return None
     if not _POLICY.fullmatch(text):
         raise argparse.ArgumentTypeError(
             f"{text[:40]!r} is not an augmentation policy of timm: use for example 3a, "
-            "original, v0, rand-m9-mstd0.5-inc1 or augmix-m3-w3"
+            "original, v0, rand-m9-mstd0.5-inc1 or augmix-m3-w3, or none"
         )
     return text
 
@@ -331,7 +333,7 @@ class DataConfig:
     aa: str | None = flag(
         None,
         "timm's augmentation policy: AutoAugment (original, originalr, v0, v0r), 3-Augment "
-        "(3a), RandAugment (rand-m9-mstd0.5-inc1) or AugMix (augmix-m3-w3); see "
+        "(3a), RandAugment (rand-m9-mstd0.5-inc1), AugMix (augmix-m3-w3) or none; see "
         "docs/augmentation.md (default: none)",
         kind=policy,
         metavar="POLICY",

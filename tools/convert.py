@@ -199,17 +199,28 @@ def write(
     if config and "pretrained_cfg" in config:
         metadata["pretrained_cfg"] = json.dumps(config["pretrained_cfg"])
     if max_shard_size is None:
-        save_file(tensors, path, metadata)
+        write_safetensors(tensors, path, metadata)
         return
     path.mkdir()
     split = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_size)
     for file, names in split.filename_to_tensors.items():
-        save_file({name: tensors[name] for name in names}, path / file, metadata)
+        write_safetensors({name: tensors[name] for name in names}, path / file, metadata)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (path / hub.INDEX).write_text(json.dumps(index, indent=2) + "\n")
     if config:
         (path / hub.CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def write_safetensors(
+    tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]
+) -> None:
+    """Write a file that has the permissions of any new file; safetensors 0.8 lets only its owner
+    read it."""
+    path.touch()
+    permissions = path.stat().st_mode
+    save_file(tensors, path, metadata)
+    path.chmod(permissions)
 
 
 def timm_config(run: checkpoint.SavedRun) -> dict[str, Any] | None:

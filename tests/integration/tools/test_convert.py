@@ -82,6 +82,9 @@ def test_around_all_forms(trained, weights, tmp_path, capsys):
     assert_same({k: v for path in files for k, v in load_file(path).items()}, weights)
     folder = converted(shards, tmp_path / "folder", "--to", "safetensors")
     assert_same(load_file(folder / "model.safetensors"), weights)
+    new = tmp_path / "new.txt"
+    new.touch()  # with the user's umask
+    assert {path.stat().st_mode for path in (one, plain, *files)} == {new.stat().st_mode}
 
     first = predicted(capsys, trained.ckpt_dir / "step_2")
     for path in (one, plain, back, shards, folder):

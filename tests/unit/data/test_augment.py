@@ -16,7 +16,9 @@ from data.decode import Pixels
 from data.files import DataFolderError
 from data.loader import GlobalBatchSampler, Share
 from data.transforms import TrainTransform, seeded
+from tests.support.cli import ROOT
 from tests.support.loading import arguments, loaders
+from tests.support.resolved import on_xla
 from tests.support.usage_error import told_in_one_line
 from tools.show_augmentations import DRAWS, columns, main, read_run
 
@@ -237,6 +239,11 @@ def test_columns_show_what_is_trained_on(tmp_path):
     assert main([*flags, str(picture)]) == 0
     with Image.open(picture) as drawn:
         assert drawn.width > drawn.height > 300
+
+
+def test_the_policy_of_a_recipe_can_be_left_out():
+    recipe = f"@{ROOT / 'recipes/vit_s16_imagenet_90ep.args'}"
+    assert on_xla(f"{recipe} --fake_data --aa none").config.data.aa is None
 
 
 # -- what is refused ------------------------------------------------------------------
