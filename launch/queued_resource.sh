@@ -25,7 +25,8 @@ while (($#)) && [[ $1 != -- ]]; do
             continue
             ;;
         --tpu= | --type= | --version= | --zone= | --project=) fail "$1 needs a value" ;;
-        -h | --help | --dry_run) fail "$1 is not supported by this script: see the comment at its top" ;;
+        -h | --help) exec sed -n '2,/^set/s/^# \{0,1\}//p' "$0" ;;
+        --dry_run) fail "$1 is not supported by this script: see --help" ;;
         --tpu=?*) tpu=${1#*=} ;;
         --type=?*) type=${1#*=} ;;
         --version=?*) version=${1#*=} ;;

@@ -17,6 +17,7 @@ tpu='' dir=vit-fsdp venv=.venv requirements=requirements-tpu.txt
 where=()
 while (($#)); do
     case $1 in
+        -h | --help) exec sed -n '2,/^set/s/^# \{0,1\}//p' "$0" ;;
         --tpu | --zone | --project | --tpu_api | --dir)
             (($# > 1)) || fail "$1 needs a value"
             set -- "$1=$2" "${@:3}"
@@ -28,7 +29,7 @@ while (($#)); do
         --zone=?* | --project=?* | --tpu_api=?*) where+=("$1") ;;
         --internal-ip | --tunnel-through-iap) where+=("$1") ;;
         --torchtpu) venv=.venv-torchtpu requirements=requirements-torchtpu.txt ;;
-        *) fail "unknown argument $1: see the comment at the top of this file" ;;
+        *) fail "unknown argument $1: see --help" ;;
     esac
     shift
 done

@@ -375,8 +375,8 @@ CHECKS: dict[str, Callable[[Machine, Command, Path], None]] = {
 """By a pattern of a command's beginning, what it is typed with, and how it is seen to be valid."""
 MESSAGE = "training stopped by SIGINT"
 """No command, but what one prints."""
-NEEDS_A_PERSON = "gcloud auth login"
-DOCUMENTED = [command for command in documented_commands() if command.text != NEEDS_A_PERSON]
+NEEDS_A_PERSON = ("gcloud auth login", "gcloud auth application-default login")
+DOCUMENTED = [command for command in documented_commands() if command.text not in NEEDS_A_PERSON]
 
 
 def beginning(command: Command, entries: dict[str, Run] = RUN) -> str | None:

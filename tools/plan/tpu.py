@@ -254,11 +254,15 @@ def plan_slices(config: RunConfig, xla: XlaConfig, plan: PlanConfig) -> int:
             found_plans.append(_plan(request, candidate, guess.step_s, guess.peak_bytes, False))
 
     fit = sum(answer.fits for answer in search.found.values())
+    compiled = "none of them was compiled"
+    if search.found:
+        compiled = (
+            f"{len(search.found)} of them were compiled ({compilations.compiled} now, the rest "
+            f"earlier), and {fit} of these fit"
+        )
     notes = [
-        f"{len(search.options):,} candidates fit or nearly fit by arithmetic; "
-        f"{len(search.found)} of them were compiled ({compilations.compiled} now, the rest "
-        f"earlier), and {fit} of these fit",
-        "step times are the TPU compiler's estimates, not measurements (docs/compile_only.md)",
+        f"{len(search.options):,} candidates fit or nearly fit by arithmetic; {compiled}",
+        "step times are estimates, not measurements (docs/compile_only.md)",
         *left_out.values(),
     ]
     return plans.print_plans(request, found_plans, notes)
