@@ -142,8 +142,8 @@ class DataConfig:
     data_source: str = flag(
         "folder",
         "image source; folder: files in --data_dir; webdataset: tar shards; parquet, "
-        "huggingface: tables (docs/tables.md); volumes: array files (docs/volumes.md); fake: zeros; "
-        "digits; mnist; mosaics: grids of digits",
+        "huggingface: tables (docs/tables.md); volumes: array files (docs/volumes.md); fake: "
+        "zeros; digits; mnist; mosaics: grids of digits",
         metavar="SOURCE",
         shorthands={"--fake_data": "fake"},
         choices=tuple(OPENED_BY),

@@ -283,7 +283,10 @@ def check_folder(
         if names is None:
             what = "is not a folder" if os.path.exists(path) else "does not exist"
             needed = " and ".join(f"{name}/<class>/*" for name in splits)
-            raise DataFolderError(f"{path} {what}: --data_dir requires {needed} images")
+            raise DataFolderError(
+                f"{path} {what}: --data_dir requires {needed} images (ImageNet's archives: pack "
+                "them with data.pack, docs/data.md)"
+            )
         classes[split] = names
         if not names:
             raise DataFolderError(

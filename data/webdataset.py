@@ -54,6 +54,8 @@ def open_shards(request: DatasetRequest) -> DataSource:
             "--data_dir is empty: set it to the folder or URL that contains the shards"
         )
     listing = files.find_files(root)
+    if not listing and not is_url(root) and not os.path.isdir(root):
+        raise DataFolderError(f"--data_dir {root} does not exist")
     if PACK_FILE in listing:
         try:
             complete = files.parse_object(files.read_bytes(os.path.join(root, PACK_FILE))).get(

@@ -170,6 +170,9 @@ def draw(columns: Sequence[Column], path: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw the images of these flags into the file named last; return the exit code."""
     *flags, name = (sys.argv[1:] if argv is None else argv) or [""]
+    if name in ("-h", "--help"):
+        print(__doc__, end="")
+        return 0
     try:
         if not name.endswith(".png"):
             raise UsageError("the last argument must be the file to write, a .png")

@@ -305,7 +305,7 @@ TUTORIALS: dict[str, dict[str, Run]] = {
         ),
         "python3 run_vit_training.py --eval_only --knn": Run(
             (
-                r"^k-NN on val: [5-7]\d\.\d+ % \(k 10\), .* of 120 images, compared with 480 of train$",
+                r"^k-NN on val: [5-7]\d\.\d+ % \(k 10\), .* of 120 images, compared with 480 of ",
                 r"^linear probe on val: [78]\d\.\d+ % of 120 images, ",
             )
         ),

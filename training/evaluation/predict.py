@@ -173,7 +173,7 @@ def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Bac
     if use.eval_report:
         assert isinstance(objective, Classification)
         measure = objective.measure(report_of=pass_size)
-    result = evaluate(model, measure, loader, backend)
+    result = evaluate(model, measure, loader, backend, run.config.log.eval_batches or 0)
     assert result is not None  # nothing stops it
     bad_images.collect(VAL, loader, say)
     bad_images.check()

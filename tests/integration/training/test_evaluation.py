@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 from sklearn.metrics import confusion_matrix, top_k_accuracy_score
 
+import run_vit_training
 from tests.references.plain_checkpoint import convert, tiny_timm_model
 from tests.support.cli import DIGITS, VAL_IMAGES, need_xla, run_program, train_tiny_gpu
 from tests.support.usage_error import told_in_one_line
@@ -72,6 +73,20 @@ def test_top5_in_every_report(trained, expected):
     assert f"% of {VAL_IMAGES} images, top-5: {record['val_top5']:.2f} %" in trained.stdout
     event = next((trained.ckpt_dir / "tensorboard").iterdir()).read_bytes()
     assert b"val/top5" in event
+
+
+def test_some_batches_alone(trained, expected, capsys):
+    """--eval_batches: the first images of val/."""
+    flags = "--eval_only --json --backend cuda --batch_size 32 --eval_batches 2 --num_workers 0"
+    words = [*flags.split(), "--data_dir", DIGITS, "--resume", trained.ckpt_dir]
+    assert run_vit_training.main(list(map(str, words))) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    labels, logits = expected
+    right = logits[:64].argmax(-1) == torch.tensor(labels[:64])
+    assert result["val_images"] == 64
+    assert result["val_top1"] == pytest.approx(
+        100 * right.float().mean().item(), abs=1.6
+    )  # an image
 
 
 @pytest.mark.parametrize(

@@ -237,6 +237,7 @@ def test_columns_show_what_is_trained_on(tmp_path):
             expected = {digit: 1.0} if digit == other else {digit: share, other: 1 - share}
             assert found == pytest.approx(expected, abs=0.011)
     assert main([*flags, str(picture)]) == 0
+    assert main(["--help"]) == 0
     with Image.open(picture) as drawn:
         assert drawn.width > drawn.height > 300
 

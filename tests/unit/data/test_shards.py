@@ -320,6 +320,11 @@ def test_shards_that_cannot_be_used(train, flags, told, tmp_path):
     assert all(part in str(error.value) for part in told.split(" .* "))
 
 
+def test_a_folder_that_does_not_exist(tmp_path):
+    with pytest.raises(DataFolderError, match=r"--data_dir \S+/none does not exist"):
+        opened(tmp_path / "none")
+
+
 @pytest.mark.parametrize("length", [0, 100, 512, 1024, 2048])
 def test_a_shard_that_is_cut_off(length, tmp_path):
     """Wherever: tarfile takes some cuts, as of a copy that was interrupted, for an end."""
