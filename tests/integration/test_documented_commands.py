@@ -273,7 +273,8 @@ RUN: dict[str, Run] = {
         leaves=("vit_large_dcp/manifest.json", "vit_large_dcp/.metadata"), trained=True, long=True
     ),
     "python3 -m tools.goodput ~/vit_10b": Run(
-        (r"^/\S+/vit_10b: \d", r"^  useful steps  ", r"^  save every ", r"^picture: "), trained=True
+        (r"^/\S+/vit_10b: \d", r"^  useful steps  ", r"^  suggestion: save every ", r"^picture: "),
+        trained=True,
     ),
     "python3 -m tools.report": Run(
         (r"^report: \S+/vit_10b/report.html$",),

@@ -40,10 +40,10 @@ SMALL_DINO = ["--objective", "dino", *SMALL]
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ("{teacher} --dino_prototypes 40", "--teacher vit_10b compares with 48"),
-        ("{teacher} --ibot_prototypes 40", "--teacher vit_10b compares with 32"),
+        ("{teacher} --dino_prototypes 40", "--teacher vit_10b has 48: use the same"),
+        ("{teacher} --ibot_prototypes 40", "--teacher vit_10b has 32: use the same"),
         ("{teacher} --patch_size 8", "--teacher vit_10b has 4 x 4 patches, the student 2 x 2"),
-        ("{teacher} --image_size 24", "--teacher vit_10b is for images of 3 x 16 x 16"),
+        ("{teacher} --image_size 24", "--teacher vit_10b takes images of 3 x 16 x 16"),
         ("{teacher} --distillation_alpha 0.3", "requires --objective classify, not dino"),
         ("{teacher} --objective mae", "--teacher vit_10b requires --objective classify or --obj"),
     ],

@@ -177,10 +177,13 @@ def test_on_gpus_by_a_checkpoint_of_this_program(form, zero, kind, own_teacher, 
     [
         ("{teacher} --mesh_domain 2 --cpu_devices 2", "--teacher is incompatible with"),
         ("{teacher} --teacher timm/nothing", "--teacher timm/nothing: unknown model timm/nothing"),
-        ("{teacher} --num_classes 9", "{named}: head.weight is (10, 64) in "),
-        ("{own} --num_classes 9", "--teacher vit_10b has 10 classes, the student 9: give another"),
-        ("{own} --image_size 32", "--teacher vit_10b is for images of 3 x 16 x 16 (channels first"),
-        ("{own} --teacher vit_60b", "--teacher vit_60b: {own_path}/step_2 is of --model vit_10b"),
+        ("{teacher} --num_classes 9", "{named}: head.weight has shape (10, 64) in "),
+        ("{own} --num_classes 9", "--teacher vit_10b has 10 classes, the student 9: use another"),
+        ("{own} --image_size 32", "--teacher vit_10b takes images of 3 x 16 x 16 (channels first"),
+        (
+            "{own} --teacher vit_60b",
+            "--teacher vit_60b: {own_path}/step_2 was trained with --model vit_10b",
+        ),
     ],
 )
 def test_refused(flags, told, teacher, own_teacher, capsys, tmp_path):

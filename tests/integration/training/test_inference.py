@@ -116,7 +116,7 @@ def test_folder_of_images_from_a_run(trained, files, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines() == [
-        "skipped 3 other files in the folders: linked folder 1, .txt 1, no file 1",
+        "skipped 3 other files in the folders: linked folder 1, .txt 1, not a file 1",
         f"{images}/cut.png is not a readable image: image file is truncated",
     ]
     paths = [images / "A.PNG", *sorted((images / "b").iterdir()), images / "still.gif", IMAGE]

@@ -236,7 +236,7 @@ def test_betas_and_flops_follow():
     ("flags", "told"),
     [
         ("--optimizer muon --flatten_parameters", "--optimizer muon requires --xla_fsdp spmd"),
-        ("--linear_probe --drop_path_rate 0.1", "incompatible with --drop_path_rate 0.1: give"),
+        ("--linear_probe --drop_path_rate 0.1", "incompatible with --drop_path_rate 0.1: set"),
         ("--backend cuda --fsdp megatron --linear_probe", "requires --fsdp fsdp2, not megatron"),
         ("--backend cuda --optimizer muon --cpu_offload", "is incompatible with --cpu_offload"),
     ],
