@@ -87,8 +87,9 @@ def download(name: str, flag: str) -> tuple[str, Path]:
             folder = cached(revision or None)
             if folder is None:
                 raise UsageError(
-                    f"{flag} {name} is not complete in the cache {constants.HF_HUB_CACHE}, and "
-                    f"cannot be downloaded: {error}"
+                    f"{flag} {name} cannot be downloaded ({error}), and is not complete in the "
+                    f"cache {constants.HF_HUB_CACHE}: check the network, or download it elsewhere "
+                    f"and use {flag} FILE"
                 ) from None
             if is_first_of_torchrun():
                 print(

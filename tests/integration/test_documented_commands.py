@@ -50,7 +50,7 @@ class Run:
     leaves: tuple[str, ...] = ()
     removes: tuple[str, ...] = ()
     trained: bool = False
-    """Needs trained models at ~/vit_10b/step_1000 and ~/vit_large/step_1250, and images."""
+    """Needs trained models at ~/vit_10b/step_1000 and ~/vit_large/step_12510, and images."""
     long: bool = False
     shorter: str = ""
     """What is typed after it, where many repeats and blocks make its figures accurate."""
@@ -226,6 +226,7 @@ RUN: dict[str, Run] = {
     "python3 run_vit_training.py --self_check --fake_data": Run(
         (r"^pass  checkpoint read ", r"^self check passed: 13 checks, "), long=True
     ),
+    "python3 -m venv .venv-gpu && source": Run(leaves=(".venv-gpu/bin/activate",)),
     "python3.11 -m venv .venv-torchtpu": Run(leaves=(".venv-torchtpu/bin/activate",)),
     "python3 -m launch.xla_dist --help": Run((r"^  --restart-tpuvm-pod-server",)),
     "python3 run_vit_training.py --compile_only --tpu_topology v5p:4x4x8": Run(
@@ -266,7 +267,7 @@ RUN: dict[str, Run] = {
     "python3 -m tools.convert ~/vit_10b vit_10b_hf": Run(
         leaves=("vit_10b_hf/model.safetensors", "vit_10b_hf/config.json"), trained=True, long=True
     ),
-    "python3 -m tools.convert ~/vit_large/step_1250": Run(
+    "python3 -m tools.convert ~/vit_large/step_12510": Run(
         leaves=("vit_large_bf16.pt",), trained=True, long=True
     ),
     "python3 -m tools.convert ~/downloads/vit_large": Run(
@@ -299,7 +300,7 @@ RUN: dict[str, Run] = {
 TUTORIALS: dict[str, dict[str, Run]] = {
     "docs/tutorials/finetune_small_folder.md": {
         "python3 -m data.digits": Run((r"^digits: datasets/digits$",)),
-        "for class in": Run(leaves=("../photos/digit_9/*.png",)),
+        "for class in": Run(leaves=("../digit_photos/digit_9/*.png",)),
         "n=0; for image in": Run(leaves=("../small/train/digit_9/*", "../small/val/digit_9/*")),
         "python3 run_vit_training.py @recipes/mnist.args --backend": Run(
             (r"^training completed: step 310, val top-1 (8\d|9\d)\.\d+ %, ",)
@@ -323,6 +324,9 @@ TUTORIALS: dict[str, dict[str, Run]] = {
         ),
         "python3 run_vit_training.py --resume ~/runs/small": Run(
             (r"^datasets/digits/val/7/0017\.png\n +\d+\.\d+%  digit_7$",)
+        ),
+        "python3 run_vit_training.py --eval_only --eval_report ~/report": Run(
+            (r"^report on 10 classes: \S+/report$",), leaves=("../report/per_class.csv",)
         ),
         "python3 -m tools.convert": Run((r"^converted \S+/small/step_300: 55 tensors, ",)),
         "python3 -c 'import os, timm": Run((r"^\['digit_0', 'digit_1', ",)),

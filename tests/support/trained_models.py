@@ -14,7 +14,7 @@ from tests.support.cli import ALL_DIGITS
 def put_trained(machine: Machine, ckpt_dir: Path) -> None:
     """``ckpt_dir`` is that of a finished run of digits."""
     (checkpoint,) = ckpt_dir.glob("step_*")
-    for name in ("vit_10b/step_1000", "vit_large/step_1250"):
+    for name in ("vit_10b/step_1000", "vit_large/step_12510"):
         copy = shutil.copytree(checkpoint, machine.home / name)
         for file in ("events.jsonl", "metrics.jsonl", "run.json"):
             shutil.copy(ckpt_dir / file, copy.parent)
