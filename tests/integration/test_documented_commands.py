@@ -301,7 +301,9 @@ TUTORIALS: dict[str, dict[str, Run]] = {
     "docs/tutorials/finetune_small_folder.md": {
         "python3 -m data.digits": Run((r"^digits: datasets/digits$",)),
         "for class in": Run(leaves=("../digit_photos/digit_9/*.png",)),
-        "photos=~/digit_photos; to=~/small;": Run(leaves=("../small/train/digit_9/*", "../small/val/digit_9/*")),
+        "photos=~/digit_photos; to=~/small;": Run(
+            leaves=("../small/train/digit_9/*", "../small/val/digit_9/*")
+        ),
         "python3 run_vit_training.py @recipes/mnist.args --backend": Run(
             (r"^training completed: step 310, val top-1 (8\d|9\d)\.\d+ %, ",)
         ),
