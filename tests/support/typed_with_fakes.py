@@ -191,7 +191,8 @@ def on_a_pod(machine: Machine, command: Command, tmp_path: Path) -> None:
     # The stand-in's slices are called pod, or pod-0 and so on.
     machine.stand_in(
         "gcloud",
-        'for word; do [[ $word == "$NAME" || $word == "$NAME"-[01] ]] && word=pod${word#"$NAME"}',
+        'name=${NAME:-vit}; for word; do',
+        '[[ $word == "$name" || $word == "$name"-[01] ]] && word=pod${word#"$name"}',
         'words+=("$word"); done',
         f'exec {sys.executable} {ROOT}/tests/fakes/gcloud.py "${{words[@]}}"',
     )

@@ -306,7 +306,7 @@ def test_a_peer_with_a_wrong_key(open_tier):
         assert not receiver.folder.joinpath(f"part_{receiver._rank}").exists()
     rejected = set()
     (problem,) = knows._bring((8, "start"), {0: [1], 1: [0]}, rejected, verify=True)
-    assert "part 1 of step 8 in --local_ckpt_dir of process 0 on here is not used: " in problem
+    assert "ignoring part 1 of step 8 in --local_ckpt_dir of process 0 on here: " in problem
     assert rejected == {(1, (8, "start"))}
 
 
