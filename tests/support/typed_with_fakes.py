@@ -191,7 +191,7 @@ def on_a_pod(machine: Machine, command: Command, tmp_path: Path) -> None:
     # The stand-in's slices are called pod, or pod-0 and so on.
     machine.stand_in(
         "gcloud",
-        'name=${NAME:-vit}; for word; do',
+        "name=${NAME:-vit}; for word; do",
         '[[ $word == "$name" || $word == "$name"-[01] ]] && word=pod${word#"$name"}',
         'words+=("$word"); done',
         f'exec {sys.executable} {ROOT}/tests/fakes/gcloud.py "${{words[@]}}"',
@@ -223,12 +223,12 @@ def gcloud_takes_there(machine: Machine, command: Command, tmp_path: Path) -> No
 
 
 def packs_archives(machine: Machine, command: Command, tmp_path: Path) -> None:
-    """Into a folder by its URL, in place of a bucket."""
+    """Into a folder, or into one by its URL, in place of a bucket."""
     write_imagenet_archives(machine.home / "Downloads")
-    there = replace(command, typed=command.typed.replace("gs://bucket", f"file://{tmp_path}"))
-    done = machine.run(there)
+    typed = command.typed.replace("gs://bucket", f"file://{tmp_path}")
+    done = machine.run(replace(command, typed=machine.with_its_folders(typed)))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("2 shards: file:///")
+    assert done.stdout.startswith("2 shards: file:///" if "gs:" in command.text else "2 shards: /")
 
 
 def replays(machine: Machine, command: Command, tmp_path: Path) -> None:
