@@ -147,12 +147,12 @@ def benchmark_takes(machine: Machine, command: Command, tmp_path: Path) -> None:
 
 def make_knows(machine: Machine, command: Command, tmp_path: Path) -> None:
     """All programs in what it would run are there, or what it would make them of."""
-    typed = command.typed.replace("make", "make --dry-run", 1)
+    typed = command.typed.replace("make", "make --dry-run --always-make", 1)
     done = machine.run(Command(typed, typed, command.document))
     assert done.returncode == 0, done.stderr
     started = re.findall(r"^\.venv/bin/\S+", done.stdout, re.MULTILINE)
     requirements = re.findall(r" -r (\S+)", done.stdout)
-    assert started or requirements or "Nothing to be done" in done.stdout
+    assert started or requirements
     assert all((machine.project / path).exists() for path in [*started, *requirements])
 
 
