@@ -337,6 +337,8 @@ def write_kernel_cycles(hlo: str, topology: Topology, variables: dict[str, str])
             contextlib.suppress(BrokenProcessPool),
         ):
             for call, config in calls:
+                if config["body"] in cycles:
+                    continue
                 counted = COUNTED.get(config["body"], Counted())
                 bodies = counted.stand_ins() if counted.stand_ins else [config["body"]]
                 for body in {*bodies} - {*cycles}:
