@@ -89,9 +89,9 @@ def wait_in_thread(executor: ThreadPoolExecutor, port: str, rank: int, **more: o
     return executor.submit(wait_for_nodes, arguments(port, rank, **more))
 
 
-def wait_for_node_1(port: str) -> None:
+def wait_for_node(rank: int, port: str) -> None:
     store = TCPStore("127.0.0.1", int(port), is_master=False, wait_for_workers=False)
-    wait_until(lambda: store.check(["node/1"]))
+    wait_until(lambda: store.check([f"node/{rank}"]))
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def executor():
 def test_refusals_say_what_to_change(executor):
     port = free_port()
     nodes = [wait_in_thread(executor, port, rank) for rank in (0, 1)]
-    wait_for_node_1(port)  # else the first of those below could settle what run it is
+    wait_for_node(1, port)  # else the first of those below could settle what run it is
     with pytest.raises(
         Mistake, match="NNODES is '2' on this node, but '3' on the other nodes at 127"
     ):
@@ -122,7 +122,7 @@ def test_two_nodes_with_one_number(executor, monkeypatch):
     port = free_port()
     nodes = [wait_in_thread(executor, port, 0)]
     first = wait_in_thread(executor, port, 1)
-    wait_for_node_1(port)
+    wait_for_node(1, port)
     nodes.append(wait_in_thread(executor, port, 1))
     with pytest.raises(
         Mistake, match=r"NODE_RANK=1 is used both by this node and by .* \(process "
@@ -136,6 +136,7 @@ def test_a_node_that_was_started_again_counts_once(executor):
     """Nodes that come later find the same run there."""
     port = free_port()
     host = wait_in_thread(executor, port, 0)
+    wait_for_node(0, port)
     for _ in range(2):
         with pytest.raises(
             TimedOut, match=r"timed out after 2 s \(JOIN_TIMEOUT\) waiting for node 2 of 3"
