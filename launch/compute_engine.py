@@ -6,7 +6,8 @@
 A slice of several hosts is a managed instance group, created from an instance template and a
 workload policy with the slice's topology; a slice of one host is a VM. All of them are named NAME,
 so running the same command again finds them. With --delete they are deleted at the end, also after
-a failure.
+a failure; --delete without a command only deletes them. With --max_preemptions a slice that was
+preempted is created again, and the command continues on it.
 """
 
 import argparse
@@ -24,9 +25,18 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from config_fields import bounded, not_empty, positive
-from launch import STOPS, LauncherParser, Mistake
-from launch.slices import GROUP, NOT_FOUND, Unanswered, add_place, ask, describe, gcloud_command
+from config_fields import bounded, count, not_empty, positive
+from launch import IN_VAIN, STOPS, LauncherParser, Mistake
+from launch.slices import (
+    GROUP,
+    NO_VMS,
+    NOT_FOUND,
+    Unanswered,
+    add_place,
+    ask,
+    describe,
+    gcloud_command,
+)
 
 _ROOT = Path(__file__).resolve().parents[1]
 _IMAGE_PROJECT = "ubuntu-os-accelerator-images"
@@ -47,6 +57,10 @@ _SEVERAL_HOSTS = {
     "v5p": "ct5p-hightpu-4t",
     "tpu7x": "tpu7x-standard-4t",
 }
+_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""Exit codes after a signal."""
+_LAST_ASKS = 4
+"""How often to ask, after a failure, whether the slices were preempted."""
 LAST_ERROR = (
     "--sort-by=~insertTime",
     "--limit=1",
@@ -54,6 +68,7 @@ LAST_ERROR = (
 )
 """Flags of ``gcloud compute operations list``."""
 _ENDED = ("TERMINATED", "STOPPED", "STOPPING", "SUSPENDED")
+"""States of VMs in which Google may keep them for good; spot VMs do not leave them."""
 _TOO_OLD = ("unrecognized arguments", "Invalid choice")
 
 
@@ -89,8 +104,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = LauncherParser(
         prog="python3 -m launch.compute_engine",
         allow_abbrev=False,
-        usage="%(prog)s --tpu NAME --topology CHIP:SHAPE [options] [flags of launch.xla_dist] -- "
-        "COMMAND ...",
+        usage="%(prog)s --tpu NAME --topology CHIP:SHAPE [options] [flags of launch.xla_dist] "
+        "[-- COMMAND ...]",
         description="Create a TPU slice on Compute Engine unless it exists, wait until its VMs are "
         "running, set it up with launch/setup_pod.sh, and run COMMAND in ~/vit-fsdp on all "
         "its hosts with launch.xla_dist. Exit code: that of COMMAND; 1 if no slice could be "
@@ -149,8 +164,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--delete",
         action="store_true",
         help="at the end, delete everything that was created, including the data on the disks, "
-        "also after a failure or Ctrl-C (default: delete only what a failed creation leaves "
-        "behind)",
+        "also after a failure or Ctrl-C; without COMMAND, only delete it (default: delete only "
+        "what a failed creation leaves behind)",
+    )
+    add(
+        "--max_preemptions",
+        metavar="N",
+        type=count,
+        default=0,
+        help="number of times to replace slices that were preempted or have reached the end of "
+        "--flex_start: they are deleted, created again and set up, and COMMAND continues from "
+        "its newest checkpoint (default: 0)",
     )
     add("--torchtpu", action="store_true", help="install TorchTPU (see launch/setup_pod.sh)")
     add(
@@ -168,6 +192,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         options, command = options[:at], options[at + 1 :]
     args, launcher = parser.parse_known_args(options)
     args.launcher, args.command, args.tpu_api = launcher, command, "compute"
+    if not command and not args.delete:
+        raise Mistake("no command: pass it after --, or --delete to delete the slice")
     if any(word.partition("=")[0] == "--tpu_api" for word in launcher):
         raise Mistake("--tpu_api cannot be used here: this launcher always uses Compute Engine")
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", args.tpu):
@@ -342,10 +368,31 @@ def _last_error(args: argparse.Namespace, name: str) -> str:
     return ""
 
 
-def delete(args: argparse.Namespace, resources: Sequence[Resource]) -> None:
-    """Delete what is there of these, the newest first; say of the rest that it may cost."""
-    for number in STOPS:  # Ctrl-C once more is not to leave what costs
+def ended_slices(args: argparse.Namespace, *more_signs: str) -> list[str]:
+    """Return the names of the slices whose VMs have ended; ``more_signs``: of what else gcloud may
+    say, what also means that."""
+    ended = []
+    for name in args.names:
+        try:
+            problem = describe(args, name).problem
+        except Mistake as mistake:
+            problem = str(mistake)
+        if any(sign in problem for sign in (*_ENDED, NO_VMS, *more_signs)):
+            say(f"{name} {problem}")
+            ended.append(name)
+    return ended
+
+
+def ignore_signals() -> None:
+    """Ctrl-C once more must not leave what costs money."""
+    for number in STOPS:
         signal.signal(number, signal.SIG_IGN)
+
+
+def delete(args: argparse.Namespace, resources: Sequence[Resource]) -> bool:
+    """Delete those of the resources that exist, the newest first; return whether none is left. Of
+    the others, say that they may incur costs."""
+    none_left = True
     for resource in reversed(resources):
         command = command_for(args, "delete", resource)
         say(f"deleting {resource.kind[0]} {resource.name}")
@@ -358,6 +405,8 @@ def delete(args: argparse.Namespace, resources: Sequence[Resource]) -> None:
                 f"error: {resource.kind[0]} {resource.name} may still exist and incur costs; "
                 f"delete it with: {shlex.join(command)}"
             )
+            none_left = False
+    return none_left
 
 
 # -- all of it -------------------------------------------------------------------------
@@ -382,7 +431,7 @@ def main(argv: Sequence[str]) -> int:
         launch += ["--workdir=vit-fsdp", *args.launcher]
         # A mistake in xla_dist's flags must show now, not when the slice has come.
         checked = subprocess.run(
-            [*launch, "--dry_run", "--", *args.command],
+            [*launch, "--dry_run", "--", *(args.command or ["true"])],
             cwd=_ROOT,
             capture_output=True,
             text=True,
@@ -391,8 +440,10 @@ def main(argv: Sequence[str]) -> int:
         if checked.returncode:
             raise Mistake(checked.stderr.strip().removeprefix("xla_dist: error: "))
         if args.dry_run:
-            commands = [resource.create for resource in resources]
-            commands += [*setups, [*launch, "--", *args.command]]
+            commands = []
+            if args.command:
+                commands += [resource.create for resource in resources]
+                commands += [*setups, [*launch, "--", *args.command]]
             for resource in reversed(resources if args.delete else ()):
                 commands.append(command_for(args, "delete", resource))
             print("\n".join(map(shlex.join, commands)))
@@ -400,6 +451,9 @@ def main(argv: Sequence[str]) -> int:
     except (Mistake, Unanswered) as mistake:
         say(f"error: {mistake}")
         return 2
+    if not args.command:
+        ignore_signals()
+        return 0 if delete(args, resources) else 1
     return run(args, resources, setups, [*launch, "--", *args.command])
 
 
@@ -415,8 +469,11 @@ def run(
     asked for. Without, what was created is deleted where creating fails.
     """
     job: subprocess.Popen[bytes] | None = None
+    is_stopped = False
 
     def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal is_stopped
+        is_stopped = True
         if job is None:
             raise _Stopped(number)
         job.send_signal(number)
@@ -426,20 +483,40 @@ def run(
             signal.signal(number, handle)
     made: list[Resource] = []
     to_delete: Sequence[Resource] = made
-    code = 1
+    code, preemptions_left = 1, args.max_preemptions
     try:
-        create_missing(args, resources, made)
-        if args.delete:
-            to_delete = resources
-        wait_for_slices(args)
-        if not args.delete:
-            to_delete = ()
-        for command in setups:
-            if subprocess.run(command, cwd=_ROOT, check=False).returncode:
-                raise _Failed(f"{shlex.join(command)} has failed")
-        # In a session of its own: a terminal's Ctrl-C would come to it twice.
-        job = subprocess.Popen(launch, cwd=_ROOT, start_new_session=True)
-        code = job.wait()
+        # What an earlier command has left may have been preempted since.
+        ended = ended_slices(args) if preemptions_left else []
+        while True:
+            if ended:
+                preemptions_left -= 1
+                say(f"replacing {', '.join(ended)}; {preemptions_left} replacement(s) left")
+                vms = [resource for resource in resources if resource.kind in (GROUP, _VM)]
+                if not delete(args, [resource for resource in vms if resource.name in ended]):
+                    raise _Failed("cannot replace what was not deleted")
+            made.clear()
+            create_missing(args, resources, made)
+            to_delete = resources if args.delete else made
+            wait_for_slices(args)
+            to_delete = resources if args.delete else ()
+            for command in setups:
+                if subprocess.run(command, cwd=_ROOT, check=False).returncode:
+                    say(f"error: {shlex.join(command)} has failed")
+                    code = 1
+                    break
+            else:
+                # In a session of its own: a terminal's Ctrl-C would come to it twice.
+                job = subprocess.Popen(launch, cwd=_ROOT, start_new_session=True)
+                code = job.wait()
+                job = None
+            if code in (0, *IN_VAIN, *_STOPPED) or is_stopped or not preemptions_left:
+                break
+            for _ in range(_LAST_ASKS):  # a preemption is not known at once
+                if ended := ended_slices(args, *([NOT_FOUND] if args.flex_start else [])):
+                    break
+                time.sleep(args.poll)
+            if not ended:
+                break
     except _Stopped as stopped:
         code = 128 + stopped.args[0]
         say(f"stopped by {signal.Signals(stopped.args[0]).name}")
@@ -453,6 +530,7 @@ def run(
         code = 2 if isinstance(failure, Mistake) else 1
         say(f"error: {failure}")
     finally:
+        ignore_signals()
         delete(args, to_delete)
     return code if code >= 0 else 128 - code
 

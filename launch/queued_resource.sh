@@ -1,117 +1,186 @@
 #!/usr/bin/env bash
 # Request a TPU slice, wait for it, set it up, and run a command on all its workers:
 #   launch/queued_resource.sh --tpu=NAME --type=v5litepod-64 --version=v2-alpha-tpuv5-lite \
-#       [--zone=ZONE] [--project=PROJECT] [--internal-ip] [--spot] [--delete] [--torchtpu] \
-#       [other flags of launch.xla_dist] -- COMMAND ...
+#       [--zone=ZONE] [--project=PROJECT] [--internal-ip] [--spot] [--max_preemptions=N] [--delete] \
+#       [--torchtpu] [--dry_run] [other flags of launch.xla_dist] -- COMMAND ...
 # The queued resource and its slice are both named NAME. An existing one is reused, so run the same
-# command again to continue after a stop. --delete deletes the slice at the end, including the data on
-# its disks, also after a failed gcloud call or Ctrl-C. --torchtpu is passed to setup_pod.sh.
-# POLL_SECONDS (default: 30): seconds between checks whether the slice is ready.
+# command again to continue after a stop.
+# --max_preemptions=N: replace the slice up to N times after it was preempted: delete it, request it
+#   again, wait, set it up, and run the command, which resumes from its newest checkpoint (default: 0).
+# --delete: delete the slice at the end, including the data on its disks, also after a failed gcloud
+#   call or Ctrl-C. Without a command, only delete it.
+# --torchtpu: passed to setup_pod.sh.  --dry_run: print the commands without running them.
+# POLL_SECONDS (default: 30): seconds between checks of the slice's state.
 # Exit code: that of the command; 1 if no slice could be created; 2 for a usage error.
 set -euo pipefail
 
+say() {
+    echo "queued_resource.sh: $*"
+}
 fail() {
-    echo "queued_resource.sh: error: $*" >&2
+    say "error: $*" >&2
     exit 2
 }
 
-tpu='' type='' version='' delete=''
+tpu='' type='' version='' delete='' dry_run='' preemptions=0
 place=() request=() network=() setup=() launcher=()
 while (($#)) && [[ $1 != -- ]]; do
     case $1 in
-        --tpu | --type | --version | --zone | --project)
+        --tpu | --type | --version | --zone | --project | --max_preemptions)
             (($# > 1)) || fail "$1 needs a value"
             set -- "$1=$2" "${@:3}"
             continue
             ;;
         --tpu= | --type= | --version= | --zone= | --project=) fail "$1 needs a value" ;;
         -h | --help) exec sed -n '2,/^set/s/^# \{0,1\}//p' "$0" ;;
-        --dry_run) fail "$1 is not supported by this script: see --help" ;;
         --tpu=?*) tpu=${1#*=} ;;
         --type=?*) type=${1#*=} ;;
         --version=?*) version=${1#*=} ;;
         --zone=?* | --project=?*) place+=("$1") ;;
+        --max_preemptions=*) preemptions=${1#*=} ;;
         --spot) request+=(--spot) ;;
         --internal-ip) network+=("$1") ;;
         --delete) delete=yes ;;
+        --dry_run) dry_run=yes ;;
         --torchtpu) setup+=("$1") ;;
         *) launcher+=("$1") ;;
     esac
     shift
 done
-(($# > 1)) || fail "no command: pass it after --"
+command=("${@:2}")
+((${#command[@]})) || [[ -n $delete ]] || fail "no command: pass it after --, or --delete to delete the slice"
 [[ -n $tpu ]] || fail "--tpu=NAME is missing"
 [[ $tpu != *,* ]] || fail "--tpu=$tpu: this script requests one slice; pass one name"
-command -v gcloud > /dev/null || fail "gcloud not found on PATH: install it, https://cloud.google.com/sdk/docs"
+[[ $preemptions =~ ^[0-9]{1,6}$ ]] || fail "--max_preemptions=$preemptions must be a whole number"
 poll=${POLL_SECONDS:-30}
 [[ $poll =~ ^[0-9]{0,6}(\.[0-9]+)?$ && $poll =~ [1-9] ]] ||
     fail "POLL_SECONDS=$poll must be a number of seconds above 0"
 
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 whole=(--tpu="$tpu" ${place[@]+"${place[@]}"} ${network[@]+"${network[@]}"})
+queued=(gcloud compute tpus queued-resources)
+named=("$tpu" ${place[@]+"${place[@]}"} --quiet)
+create=("${queued[@]}" create "${named[@]}" --node-id="$tpu" --accelerator-type="$type"
+    --runtime-version="$version" ${request[@]+"${request[@]}"})
+remove=("${queued[@]}" delete "${named[@]}" --force)
+prepare=(bash launch/setup_pod.sh "${whole[@]}" ${setup[@]+"${setup[@]}"})
+train=(python3 -m launch.xla_dist "${whole[@]}" --workdir vit-fsdp ${launcher[@]+"${launcher[@]}"} --
+    ${command[@]+"${command[@]}"})
 # Check the flags of xla_dist now, not after the slice has been created.
-python3 -m launch.xla_dist "${whole[@]}" ${launcher[@]+"${launcher[@]}"} --dry_run "$@" > /dev/null
+python3 -m launch.xla_dist "${whole[@]}" ${launcher[@]+"${launcher[@]}"} --dry_run -- \
+    "${command[@]-true}" > /dev/null
+if [[ -n $dry_run ]]; then
+    show() { printf '%q ' "$@" && echo; }
+    if ((${#command[@]})); then
+        [[ -z $type || -z $version ]] || show "${create[@]}"
+        show "${prepare[@]}"
+        show "${train[@]}"
+    fi
+    [[ -z $delete ]] || show "${remove[@]}" --async
+    exit 0
+fi
+command -v gcloud > /dev/null || fail "gcloud not found on PATH: install it, https://cloud.google.com/sdk/docs"
 
-queued() { # queued VERB ARGUMENTS
-    gcloud compute tpus queued-resources "$1" "$tpu" ${place[@]+"${place[@]}"} --quiet "${@:2}"
-}
-state() {
-    queued describe --format='value(state.state)'
+# Set $now to the slice's state: NONE if it does not exist, UNKNOWN (and $reason) if gcloud fails.
+look() {
+    local describe=("${queued[@]}" describe "${named[@]}" --format='value(state.state)')
+    now=$("${describe[@]}" 2> /dev/null) && return
+    reason=$("${describe[@]}" 2>&1) && now=$reason && return # again, for the message
+    now=UNKNOWN
+    [[ $reason != *NOT_FOUND* ]] || now=NONE
 }
 
 give_back() {
     trap '' INT TERM HUP # a second Ctrl-C must not leave a slice that incurs costs
-    echo "queued_resource.sh: deleting $tpu"
-    queued delete --force --async ||
-        echo "queued_resource.sh: error: $tpu may still exist and incur costs: delete it" >&2
-}
-give_back_at_the_end() {
-    [[ -z $delete ]] || trap give_back EXIT
-}
-
-if now=$(state 2> /dev/null); then
-    give_back_at_the_end
-else
-    said=$(state 2>&1) || true # again, for the error message: only NOT_FOUND allows a new request
-    [[ $said == *NOT_FOUND* ]] || {
-        echo "queued_resource.sh: gcloud cannot tell whether $tpu exists: $said" >&2
-        exit 1
+    say "deleting $tpu"
+    "${remove[@]}" --async || {
+        say "error: $tpu may still exist and incur costs: delete it" >&2
+        return 1
     }
-    [[ -n $type && -n $version ]] ||
-        fail "no queued resource $tpu yet: pass --type and --version to request one"
-    give_back_at_the_end # before the request: a failed call may still have created it
-    queued create --node-id="$tpu" --accelerator-type="$type" --runtime-version="$version" \
-        ${request[@]+"${request[@]}"}
-    now=$(state) || now=REQUESTED
-fi
+}
 
-told=''
-while [[ $now != ACTIVE ]]; do
-    case $now in
-        FAILED | SUSPENDED | SUSPENDING | DELETING)
-            echo "queued_resource.sh: $tpu is $now: delete it and try again" >&2
-            exit 1
-            ;;
-    esac
-    [[ $now == "$told" ]] || echo "queued_resource.sh: $tpu is $now, waiting until it is ACTIVE"
-    told=$now
-    sleep "$poll"
-    now=$(state) || now=$told # gcloud may fail occasionally during days of waiting
-done
+# 1 if no slice may be replaced any more.
+replace() {
+    ((preemptions > 0)) || return 1
+    preemptions=$((preemptions - 1))
+    say "$tpu was preempted: replacing it; $preemptions replacement(s) left"
+    "${remove[@]}" || say "deleting $tpu failed; waiting until it is gone" >&2
+}
 
-bash launch/setup_pod.sh "${whole[@]}" ${setup[@]+"${setup[@]}"}
+told='' # the state that was last seen
+get_slice() {
+    local requested=''
+    while look; [[ $now != ACTIVE ]]; do
+        case $now in
+            NONE)
+                if [[ -z $requested ]]; then
+                    [[ -n $type && -n $version ]] ||
+                        fail "no queued resource $tpu yet: pass --type and --version to request one"
+                    # Before the request: a failed call may still have created it.
+                    [[ -z $delete ]] || trap give_back EXIT
+                    requested=yes
+                    "${create[@]}"
+                    continue
+                fi
+                ;;
+            UNKNOWN) # gcloud may fail occasionally during days of waiting
+                if [[ -z $told$requested ]]; then
+                    say "gcloud cannot tell whether $tpu exists: $reason" >&2
+                    exit 1
+                fi
+                ;;
+            SUSPENDED) ! replace || continue ;;&
+            SUSPENDED | FAILED)
+                local advice="delete it and try again"
+                [[ -z $delete ]] || advice="it is deleted now; try again"
+                say "$tpu is $now: $advice" >&2
+                exit 1
+                ;;
+        esac
+        [[ $now == "$told" || $now == UNKNOWN ]] || say "$tpu is $now, waiting until it is ACTIVE"
+        told=$now
+        sleep "$poll"
+    done
+    told=ACTIVE
+}
 
 # Run it in its own process group and forward signals: otherwise it would receive Ctrl-C twice, from
 # the terminal and from this trap, and SIGTERM not at all.
-set -m
-python3 -m launch.xla_dist "${whole[@]}" --workdir vit-fsdp ${launcher[@]+"${launcher[@]}"} "$@" &
-job=$!
-trap 'kill -INT "$job"' INT
-trap 'kill -TERM "$job"' TERM HUP
-code=0
-wait "$job" || code=$?
-while kill -0 "$job" 2> /dev/null; do # a signal ended the wait, not the job
+stopped=''
+run() {
+    set -m
+    "${train[@]}" &
+    local job=$!
+    trap 'stopped=yes; kill -INT "$job"' INT
+    trap 'stopped=yes; kill -TERM "$job"' TERM HUP
     code=0
     wait "$job" || code=$?
+    while kill -0 "$job" 2> /dev/null; do # a signal ended the wait, not the job
+        code=0
+        wait "$job" || code=$?
+    done
+    trap - INT TERM HUP
+    set +m
+}
+
+if ! ((${#command[@]})); then
+    give_back
+    exit
+fi
+look
+[[ $now == NONE || $now == UNKNOWN || -z $delete ]] || trap give_back EXIT
+while true; do
+    get_slice
+    code=0
+    "${prepare[@]}" || code=$?
+    ((code)) || run
+    if [[ -n $stopped ]] || ! ((preemptions)); then break; fi
+    case $code in 0 | 2 | 3 | 4 | 5 | 130 | 143) break ;; esac # a restart would not help
+    for _ in 1 2 3 4; do # a preemption is not known at once
+        look
+        [[ $now != SUSPEND* ]] || continue 2
+        sleep "$poll"
+    done
+    break
 done
 exit "$code"

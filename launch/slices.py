@@ -86,6 +86,8 @@ class Slice:
     """Why no program can be started on it, as far as gcloud says; "" if one can."""
     vms: tuple[str, ...] | None = None
     """On Compute Engine: the names of its workers' VMs; None for one of the Cloud TPU API."""
+    is_spot: bool = False
+    """Whether it is spot capacity, which does not come back after a preemption."""
 
 
 APIS = ("tpu", "compute")
@@ -205,13 +207,17 @@ def _describe_node(args: argparse.Namespace, name: str) -> Slice:
     problem = "" if addresses else "has no workers (no networkEndpoints)"
     if state != "READY":
         problem = f"is {state}, not READY: start or create it first"
-    return Slice(name, kind, topology, addresses, problem)
+    scheduling = node.get("schedulingConfig", {})
+    is_spot = bool(scheduling.get("spot") or scheduling.get("preemptible"))
+    return Slice(name, kind, topology, addresses, problem, is_spot=is_spot)
 
 
 # -- on Compute Engine -----------------------------------------------------------------
 
 NOT_FOUND = "was not found"
 """What Compute Engine says of a resource that does not exist."""
+NO_VMS = "has size 0 and no VMs"
+"""What is said here of a group whose VMs were deleted, as at the end of flex-start."""
 
 
 def _describe_vms(args: argparse.Namespace, name: str) -> Slice:
@@ -243,7 +249,7 @@ def _group_problem(group: Mapping[str, Any], members: Sequence[Mapping[str, Any]
         for member in members
     )
     if not wanted:
-        return "has size 0 and no VMs: create it again"
+        return f"{NO_VMS}: create it again"
     if running < wanted or len(members) != wanted:
         # Where a group that is created as a whole says why it still waits, and where each VM does.
         progress = status.get("bulkInstanceOperation", {}).get("lastProgressCheck", {})
@@ -288,6 +294,7 @@ def _slice_of(name: str, vms: Sequence[Mapping[str, Any]], problem: str, count: 
         tuple(vm["networkInterfaces"][0]["networkIP"] for vm in in_order),
         problem,
         tuple(vm["name"] for vm in in_order),
+        vms[0].get("scheduling", {}).get("provisioningModel") == "SPOT",
     )
 
 

@@ -39,8 +39,9 @@ from launch.slices import (
 STEP_TIMEOUT_SECONDS = 1800
 LONGEST_WORD = 120_000
 """The most bytes of one word of a command line; Linux allows 128 KiB."""
-REPAIR_SECONDS = 1800
-"""The seconds that Compute Engine has to repair a slice before a restart is given up."""
+REPAIR_SECONDS, SPOT_SECONDS = 1800, 120
+"""The seconds that Google has to repair a slice before a restart is given up. A spot slice that was
+preempted does not come back: its state must only become known."""
 MEGASCALE_PORT = 8081
 """The port of libtpu on each worker for other slices: the one that Ray's launcher for TPUs chooses
 (docs.ray.io, get_tpu_coordinator_env_vars)."""
@@ -55,8 +56,8 @@ def add_elastic_times(parser: argparse.ArgumentParser) -> None:
         default=300,
         help="with --elastic: seconds to wait for missing slices before training starts or "
         "continues without them (default: %(default)s); xla_dist also waits this long, "
-        "before a restart, for a slice that Compute Engine is repairing (without --elastic: "
-        f"{REPAIR_SECONDS})",
+        "before a restart, for a slice that Google is repairing (without --elastic: "
+        f"{REPAIR_SECONDS}, for spot slices {SPOT_SECONDS})",
     )
     parser.add_argument(
         "--elastic_poll",
@@ -91,6 +92,8 @@ def main(argv: Sequence[str]) -> int:
             if slice_.problem and not (slices and args.elastic):
                 raise Mistake(f"--tpu {slice_.name} {slice_.problem}")
         args.tpu_api = "tpu" if slices[0].vms is None else "compute"  # asked for from now on
+        if args.elastic_wait is None:
+            args.elastic_wait = SPOT_SECONDS if slices[0].is_spot else REPAIR_SECONDS
         for slice_ in slices[1:]:
             if slice_.kind != slices[0].kind:
                 raise Mistake(
@@ -145,8 +148,7 @@ def keep_running(args: argparse.Namespace, job: str, pod: Pod, slices: list[Slic
         if code in (0, *IN_VAIN) or pod.stopped_by:
             break
         variables["RUN_FAILED_AT"] = str(pod.failed_at)  # for the program's account of the restart
-        # On Compute Engine a slice may be repaired, and its VMs may have other addresses then.
-        must_ask, awaited = bool(args.elastic) or args.tpu_api == "compute", names
+        must_ask, awaited = True, names  # a slice may be under repair, then with other addresses
         if pod.asked_to_end and code == AS_ASKED:
             awaited = ()
             continue
@@ -331,7 +333,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             raise Mistake(f"{flag} requires --elastic or --max_restarts")
     if args.elastic is None:
         if "--elastic_wait" not in given:
-            args.elastic_wait = REPAIR_SECONDS
+            args.elastic_wait = None  # until the slices are known
         return args
     slices = len(args.tpu)
     if slices == 1:

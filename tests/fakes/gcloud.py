@@ -6,7 +6,7 @@ number of them; each call is noted in ``calls``, each worker has its home in ``w
 
 Slices are of the Cloud TPU API or, where there is a file ``compute``, of Compute Engine: there a
 slice is an instance group, whose VMs' names are in another order than their workers' numbers. What
-``create`` makes there is in ``made``.
+``create`` makes there is in ``made``. With a file ``spot`` they are spot capacity.
 """
 
 import json
@@ -69,6 +69,7 @@ def queued_resource(verb: str) -> int:
     states = FOLDER / "states"
     if verb == "create":
         states.write_text((FOLDER / "states_to_come").read_text())
+        (FOLDER / "state").unlink(missing_ok=True)  # of a slice of this name that was deleted
         creation = (FOLDER / "creation").read_text() if (FOLDER / "creation").exists() else ""
         if creation == "hangs":
             print("hanging", flush=True)
@@ -122,6 +123,7 @@ def describe(name: str) -> int:
         "state": about(name, "state", "READY"),
         "acceleratorConfig": config,
         "networkEndpoints": [{"ipAddress": f"127.0.0.{first + index}"} for index in range(count)],
+        "schedulingConfig": {"spot": (FOLDER / "spot").exists()},
     }
     print(json.dumps(node))
     return 0
@@ -197,6 +199,7 @@ def vm(name: str, worker: int) -> dict:
         "selfLink": f"{PLACE}/{vm_name}",
         "status": "RUNNING",
         "networkInterfaces": [{"networkIP": f"127.0.0.{number}"}],
+        "scheduling": {"provisioningModel": "SPOT" if (FOLDER / "spot").exists() else "STANDARD"},
         "metadata": {"items": [{"key": key, "value": value} for key, value in metadata.items()]},
     }
 
@@ -268,8 +271,9 @@ def create(kind: str, name: str, flags: dict[str, str]) -> int:
     elif kind == "instance-groups":
         policy = {"workloadPolicy": flags["workload-policy"]} if "workload-policy" in flags else {}
         content |= {"targetSize": int(flags["size"]), "resourcePolicies": policy}
+        what = "state" if name == "pod" else f"state_{name}"
+        (FOLDER / what).unlink(missing_ok=True)
         if (FOLDER / "state_to_come").exists():
-            what = "state" if name == "pod" else f"state_{name}"
             (FOLDER / what).write_text((FOLDER / "state_to_come").read_text())
     made(kind, name).parent.mkdir(exist_ok=True)
     made(kind, name).touch()

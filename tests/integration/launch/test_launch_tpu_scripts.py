@@ -150,6 +150,78 @@ def test_queued_resource_passes_signals_on_and_is_used_again(fresh_pod):
     assert (fresh_pod.folder / "states").exists()
 
 
+PREEMPT = r"""
+starts() { cat "$1/starts" 2> /dev/null | wc -l; }
+if [ "$RANK" != 0 ]; then
+    while [ $(starts "$1") -lt 3 ]; do sleep 0.1; done
+    exit
+fi
+echo one >> "$1/starts"
+[ $(starts "$1") -lt 3 ] || exit 0
+echo "$2" > "$1/state"
+[ ! -e "$1/states" ] || printf 'ACTIVE\nSUSPENDING\nSUSPENDING\nSUSPENDED\n' > "$1/states"
+exit 1
+"""
+"""What each worker's shell runs: the slice is preempted in the first two starts. $1: the stand-in's
+folder, $2: the state of a preempted node or VM."""
+
+
+@pytest.mark.parametrize(("allowed", "ended"), [(2, 0), (1, 1)])
+def test_preempted_slices_are_requested_again(fresh_pod, allowed, ended):
+    """As often as allowed; the slice is deleted at the end."""
+    flags = [*SLICE, "--spot", "--delete", f"--max_preemptions={allowed}", "--grace", "0"]
+    flags += ["--log_dir", fresh_pod.logs]
+    command = ["--", "sh", "-c", PREEMPT, "sh", fresh_pod.folder, "PREEMPTED"]
+    code, stdout, stderr = run_script(fresh_pod, QUEUED, *flags, *command)
+    assert code == ended, stdout + stderr
+    assert stdout.count("pod was preempted: replacing it") == allowed
+    assert stdout.count("pod is SUSPENDING, waiting") == allowed
+    assert stdout.count("installed in") == 4 * (1 + allowed)
+    assert not (fresh_pod.folder / "states").exists()
+    calls = [json.loads(line) for line in (fresh_pod.folder / "calls").read_text().splitlines()]
+    assert sum("create" in call for call in calls) == 1 + allowed
+    assert sum("--async" in call for call in calls) == 1  # at the end; a replacement is waited for
+
+
+def test_a_slice_that_an_earlier_command_has_left_suspended(fresh_pod):
+    states = fresh_pod.folder / "states"
+    states.write_text("SUSPENDED")
+    code, _, stderr = run_script(fresh_pod, QUEUED, *SLICE, "--", "true")
+    assert (code, stderr) == (1, "queued_resource.sh: pod is SUSPENDED: delete it and try again\n")
+    assert states.exists()
+    code, _, stderr = run_script(fresh_pod, QUEUED, *SLICE, "--delete", "--", "true")
+    assert code == 1
+    assert stderr == "queued_resource.sh: pod is SUSPENDED: it is deleted now; try again\n"
+    assert not states.exists()
+    states.write_text("DELETING\nDELETING\nSUSPENDED")  # while the one before is deleted
+    words = [*SLICE, "--max_preemptions=1", "--log_dir", fresh_pod.logs, "--", "true"]
+    code, stdout, stderr = run_script(fresh_pod, QUEUED, *words)
+    assert code == 0, stdout + stderr
+    assert "pod is DELETING, waiting" in stdout
+
+
+def test_only_deleting(fresh_pod):
+    (fresh_pod.folder / "states").write_text("ACTIVE")
+    code, stdout, stderr = run_script(fresh_pod, QUEUED, *SLICE, "--delete")
+    assert (code, stdout, stderr) == (0, "queued_resource.sh: deleting pod\n", "")
+    assert not (fresh_pod.folder / "states").exists()
+    assert run_script(fresh_pod, QUEUED, *SLICE, "--delete")[0] == 1  # there is none any more
+
+
+def test_queued_resource_shows_its_commands(fresh_pod):
+    command = ["--", "python3", "-u", "run_vit_training.py", "--ckpt_dir", "gs://a b/c"]
+    code, stdout, stderr = run_script(fresh_pod, QUEUED, *SLICE, "--delete", "--dry_run", *command)
+    assert code == 0, stderr
+    create, setup, train, delete = map(shlex.split, stdout.splitlines())
+    where = ["pod", "--zone=us-central1-a", "--quiet"]
+    queued = ["gcloud", "compute", "tpus", "queued-resources"]
+    assert create[:8] == [*queued, "create", *where]
+    assert delete == [*queued, "delete", *where, "--force", "--async"]
+    assert setup == ["bash", "launch/setup_pod.sh", "--tpu=pod", "--zone=us-central1-a"]
+    assert train[-6:] == command
+    assert not (fresh_pod.folder / "calls").exists()
+
+
 @pytest.mark.long
 def test_gcloud_accepts_what_it_is_asked(fresh_pod, tmp_path):
     """Its own parser. What version 528 had not released yet is in its tracks for that."""
@@ -256,6 +328,45 @@ def test_compute_engine_from_creation_to_deletion(fresh_pod):
     deleted = [line for line in stderr.splitlines() if "deleting" in line]
     assert deleted == [f"compute_engine: deleting {kind} pod" for kind in reversed(resources)]
     assert not made(fresh_pod)
+
+
+@pytest.mark.parametrize(("allowed", "ended"), [(2, 0), (1, 1)])
+def test_preempted_vms_are_created_again(fresh_pod, allowed, ended):
+    """Their group alone: policy and template stay."""
+    flags = [*EIGHT, "--spot", "--delete", "--max_preemptions", str(allowed), "--grace", "0"]
+    flags += ["--log_dir", fresh_pod.logs]
+    command = ["--", "sh", "-c", PREEMPT, "sh", fresh_pod.folder, "TERMINATED"]
+    code, stdout, stderr = run_compute(fresh_pod, *flags, *command)
+    assert code == ended, stdout + stderr
+    assert stderr.count("replacing pod") == allowed
+    assert stderr.count("creating instance-groups") == 1 + allowed
+    assert stderr.count("creating instance-templates") == 1
+    assert stdout.count("installed in") == 4 * (1 + allowed)
+    assert not made(fresh_pod)
+
+
+def test_only_deleting_on_compute_engine(fresh_pod):
+    code, _, stderr = run_compute(fresh_pod, *EIGHT, "--log_dir", fresh_pod.logs, "--", "true")
+    assert code == 0, stderr
+    assert made(fresh_pod)
+    code, stdout, stderr = run_compute(fresh_pod, *EIGHT, "--delete", "--dry_run")
+    assert code == 0, stderr
+    assert [" delete pod " in line for line in stdout.splitlines()] == 3 * [True]
+    code, _, stderr = run_compute(fresh_pod, *EIGHT, "--delete")
+    assert code == 0
+    assert stderr.count("deleting") == 3
+    assert not made(fresh_pod)
+
+
+def test_vms_that_an_earlier_command_has_left_ended(fresh_pod):
+    code, _, stderr = run_compute(fresh_pod, *EIGHT, "--log_dir", fresh_pod.logs, "--", "true")
+    assert code == 0, stderr
+    (fresh_pod.folder / "state").write_text("TERMINATED")
+    words = [*EIGHT, "--log_dir", fresh_pod.logs, "--max_preemptions=1", "--", "true"]
+    code, _, stderr = run_compute(fresh_pod, *words)
+    assert code == 0, stderr
+    assert "pod has 0 of 4 VMs running (TERMINATED)" in stderr
+    assert "replacing pod; 0 replacement(s) left" in stderr
 
 
 def test_two_slices_of_compute_engine(fresh_pod):
@@ -389,11 +500,7 @@ def test_mistakes_on_compute_engine(fresh_pod, words, told):
         (SETUP, "--tpu=pod --bogus", "setup_pod.sh: error: unknown argument --bogus"),
         (SETUP, "--tpu=pod --dir=..", "setup_pod.sh: error: --dir=.. must be a plain"),
         (QUEUED, "--tpu=pod", "queued_resource.sh: error: no command: pass it after --"),
-        (
-            QUEUED,
-            "--tpu=pod --dry_run -- true",
-            "queued_resource.sh: error: --dry_run is not supported",
-        ),
+        (QUEUED, "--tpu=pod --max_preemptions=a -- true", "queued_resource.sh: error: --max_pree"),
         (QUEUED, "--tpu=a,b -- true", "queued_resource.sh: error: --tpu=a,b: this script requests"),
         (QUEUED, "--tpu=pod --bogus -- true", "xla_dist: error: unrecognized arguments: --bogus"),
         (QUEUED, "--tpu=pod -- true", "queued_resource.sh: error: no queued resource pod yet"),
