@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from training.checkpoints import choose
+from training.checkpoints import format as checkpoint
 from training.errors import UsageError
 from training.files import fetch_logs, is_url
 from training.logs import records
@@ -45,7 +46,7 @@ class History:
     frozen: Mapping[str, Collection[int]]
     """By each of ``records.FROZEN``, the steps with such an evaluation."""
     best: Path | None = None
-    """The checkpoint of the best evaluation, if there is one."""
+    """The complete checkpoint with the best evaluation, the first of equally good ones."""
     best_score: float = -math.inf
     """Its ``records.score``."""
     left_out: str = ""
@@ -63,9 +64,16 @@ def read_history(ckpt_dir: Path, step: int, *, continues: bool) -> History:
     metrics = records.read_metrics(ckpt_dir)
     lines = [r for r in metrics if r["step"] <= step]
     finite = records.evaluations(lines)
-    best = max(((records.score(r), at) for at, r in finite.items()), default=(-math.inf, 0))
+    with checkpoint.readable(ckpt_dir, "--ckpt_dir"):
+        saved = choose.complete_checkpoints(ckpt_dir)
+    # Not the best evaluation: its checkpoint may be missing after a kill.
+    best = max(
+        (path for path in saved if choose.step_of(path) in finite),
+        key=lambda path: records.score(finite[choose.step_of(path)]),
+        default=None,
+    )
+    best_score = records.score(finite[choose.step_of(best)]) if best else -math.inf
     evaluated: dict[int, str | None] = {r["step"]: None for r in lines if r.get("val_images") == 0}
     evaluated |= {at: records.summary(record) for at, record in finite.items()}
-    folder = choose.folder_of(ckpt_dir, best[1]) if best[1] else None
     left_out = records.damaged_lines(metrics.left_out)
-    return History(True, evaluated, records.frozen_steps(lines), folder, best[0], left_out)
+    return History(True, evaluated, records.frozen_steps(lines), best, best_score, left_out)

@@ -43,12 +43,15 @@ def test_best_checkpoint_is_kept_and_resumed(tmp_path):
     assert len({record["val_top1"] for record in run.evaluations}) == 1
     kept = {path.name for path in tmp_path.glob("step_*")}
     assert kept == {"step_2", "step_12"}
-    resumed = train_tiny_gpu(tmp_path, *flags, "13", "--resume", "best")
+    train_tiny_gpu(tmp_path, *flags, "13")  # a start later it is still the best one
+    kept = {path.name for path in tmp_path.glob("step_*")}
+    assert kept == {"step_2", "step_13"}
+    resumed = train_tiny_gpu(tmp_path, *flags, "14", "--resume", "best")
     assert "step_2 at step 2" in resumed.stdout
     # 12 is gone from the record; with no better evaluation the best one is still spared.
-    again = train_tiny_gpu(tmp_path, *flags, "14", "--resume", "lowest_loss")
+    again = train_tiny_gpu(tmp_path, *flags, "15", "--resume", "lowest_loss")
     losses = {record["step"]: record["val_loss"] for record in resumed.evaluations}
-    kept = {int(path.name[5:]) for path in tmp_path.glob("step_*")} | {13}
+    kept = {int(path.name[5:]) for path in tmp_path.glob("step_*")} | {14}
     chosen = min(sorted(losses.keys() & kept), key=lambda step: losses[step])
     assert f"step_{chosen} at step {chosen}" in again.stdout
 
