@@ -342,7 +342,8 @@ class DatasetLoader:
                 if not self.workers or failures > _MAX_RESTARTS:
                     raise
                 tqdm.write(
-                    f"warning: a loader process died, restarting all {self.workers}: ",
+                    f"warning: a loader process died, restarting all {self.workers}: "
+                    f"{str(error).splitlines()[0]}",
                     file=sys.stderr,
                 )
                 self._loader = self._start()

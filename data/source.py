@@ -512,5 +512,15 @@ class DataSource:
         left_out = sum((split.left_out for split in self.splits.values()), Counter[str]())
         if left_out:
             kinds = first_of([f"{kind} {count:,}" for kind, count in left_out.most_common()])
-            text += f"; {left_out.total():,} files left out ({printable(kinds)})"
+            files = "file" if left_out.total() == 1 else "files"
+            text += f"; {left_out.total():,} {files} left out ({printable(kinds)})"
+        request = next(iter(self.splits.values())).request
+        if (
+            request.labels
+            and self.classes
+            and len(self.classes) < request.num_classes < ANY_CLASSES
+        ):
+            outputs = f"{request.num_classes:,} outputs (--num_classes)"
+            classes = "class" if len(self.classes) == 1 else "classes"
+            text += f"; {len(self.classes):,} {classes}, but the model has {outputs}"
         return text + self._remark

@@ -151,10 +151,20 @@ def resolve_common(config: RunConfig) -> RunConfig:
     if is_dino:  # its crops have their own distortions
         names = ["vflip", "aa", "color_jitter", "reprob"]
         unused += [(name, "--objective dino") for name in names]
-    for name, by in unused:
-        value = getattr(data, name)
-        if value != flags[name].field.default:
-            raise UsageError(f"{flags[name].typed(value)} has no effect with {by}: drop it")
+    ineffective = [flags[name] for name, _ in unused]
+    ineffective = [
+        flag for flag in ineffective if getattr(data, flag.field.name) != flag.field.default
+    ]
+    if ineffective:
+        typed = ", ".join(flag.typed(getattr(data, flag.field.name)) for flag in ineffective)
+        # After a recipe they cannot be dropped. No recipe has --train_interpolation.
+        resets = [
+            flag.typed(flag.field.default).lower() for flag in ineffective if not flag.choices
+        ]
+        append = f", or append {' '.join(resets)}" if resets else ""
+        has, it = ("has", "it") if len(ineffective) == 1 else ("have", "them")
+        by = dict(unused)[ineffective[0].field.name]
+        raise UsageError(f"{typed} {has} no effect with {by}: drop {it}{append}")
     if data.aug_repeats > data.batch_size:
         raise UsageError(
             f"--aug_repeats {data.aug_repeats} exceeds --batch_size {data.batch_size}: each image "

@@ -62,6 +62,15 @@ def complaint(capsys, ckpt_dir, *flags):
         ("--patch_drop_rate 0.99", "drops every patch"),
         ("--data_dir /does/not/exist", "/does/not/exist/train does not exist"),
         ("--num_classes 9", "10 classes, but --num_classes is 9"),
+        (
+            f"@{ROOT}/recipes/deit3_large.args --fake_data",
+            "--aug_repeats 3, --aa 3a, --color_jitter 0.3 have no effect with --data_source fake: "
+            "drop them, or append --aug_repeats 1 --aa none --color_jitter 0.0",
+        ),
+        (
+            "--train_interpolation box --fake_data",
+            "--train_interpolation box has no effect with --data_source fake: drop it",
+        ),
         ("--resume /does/not/exist", "no such checkpoint folder"),
         (
             f"--resume {__file__}",

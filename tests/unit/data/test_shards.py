@@ -242,7 +242,7 @@ def test_shards_of_other_makers(tmp_path):
     write_tar(tmp_path / "in-train-001.tar", {"k5.cls": b"2", "k5.png": b"5", "k6.cls": b"0"})
     source = opened(tmp_path, train_shards="in-train-{001..001}.tar")
     assert str(source).endswith(
-        "1 training, 1 validation images; 1 files left out (labels without an image 1)"
+        "1 training, 1 validation images; 1 file left out (labels without an image 1)"
     )
 
 
