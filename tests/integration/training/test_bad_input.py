@@ -9,7 +9,7 @@ from PIL import Image
 
 import run_vit_training
 from gpu_fsdp import resolve_gpu
-from tests.support.cli import DIGITS, TINY_MODEL, need_xla, run_program
+from tests.support.cli import DIGITS, ROOT, TINY_MODEL, need_xla, run_program
 from tests.support.usage_error import told_in_one_line
 from torch_fsdp.devices import Cpu
 
