@@ -151,8 +151,8 @@ class DataConfig:
     )
     labels: str | None = flag(
         None,
-        "CSV file with the columns path (relative to --data_dir), label and split (train or "
-        "val) (default: labels from the class folders in --data_dir)",
+        "CSV file of volumes, with the columns path (relative to --data_dir), label and split "
+        "(train or val) (default: labels from the class folders in --data_dir)",
         kind=path_or_url,
         metavar="FILE",
         requires=("data_source=volumes",),

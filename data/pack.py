@@ -106,7 +106,8 @@ def _archived_images(source: str, *, labels: bool) -> tuple[Splits, list[str] | 
                 raise DataFolderError(
                     f"{archive} has {len(images):,} images and {TRAIN_ARCHIVE} {len(classes):,} "
                     f"classes, but {_DEVKIT} has labels for {len(wordnet_names):,} images in "
-                    f"{len({*wordnet_names}):,} classes: all archives must be of the same release"
+                    f"{len({*wordnet_names}):,} classes: an archive is incomplete, or of another "
+                    "release: compare the sizes with image-net.org's"
                 )
             label_of = {name: label for label, name in enumerate(classes)}
             images = [

@@ -509,7 +509,7 @@ class RunConfig:
     )
     plan: bool = flag(
         False,
-        "instead of training, search for the fastest, cheapest and smallest hardware and flags to "
+        "instead of training, search for the fastest, cheapest and smallest TPU slice and flags to "
         "train --model (docs/planning.md)",
         common=True,
         incompatible_with=(

@@ -321,12 +321,16 @@ TUTORIALS: dict[str, dict[str, Run]] = {
             ),
             leaves=("../runs/small/curves.png",),
         ),
-        "python3 run_vit_training.py @recipes/mnist.args --data_source": Run(
-            (r"^training completed: step 300, val top-1 (8\d|9[01])\.\d+ %, ",)
-        ),
-        "python3 run_vit_training.py --resume ~/runs/small": Run(
+        "python3 run_vit_training.py @recipes/mnist.args --data_source folder --data_dir ~/small "
+        "--backend": Run((r"^training completed: step 300, val top-1 (8\d|9[01])\.\d+ %, ",)),
+        "python3 run_vit_training.py --resume ~/runs/small --predict "
+        "datasets/digits/val/7/0017": Run(
             (r"^datasets/digits/val/7/0017\.png\n +\d+\.\d+%  digit_7$",)
         ),
+        "python3 run_vit_training.py --resume ~/runs/small --predict datasets/digits/val/7 ": Run(
+            leaves=("predicted.json",)
+        ),
+        "python3 -c 'import json": Run(leaves=("predicted.csv",)),
         "python3 run_vit_training.py --eval_only --eval_report ~/report": Run(
             (r"^report on 10 classes: \S+/report$",), leaves=("../report/per_class.csv",)
         ),

@@ -63,9 +63,10 @@ def read_prices(name: str | None) -> dict[str, Price]:
     except OSError as error:
         raise UsageError(f"--price {path} cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
+        detail = f": {str(error).splitlines()[0]}" if isinstance(error, ValueError) else ""
         raise UsageError(
             f"--price {path} must have a table per chip, as {SHIPPED.name}, with its "
-            f'"price" in dollars per hour: {str(error).splitlines()[0]}'
+            f'"price" in dollars per hour{detail}'
         ) from None
     return prices
 

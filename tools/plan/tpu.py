@@ -295,6 +295,7 @@ def _plan(
 
 _QUEUED = {"v4": ("v4", "tpu-ubuntu2204-base"), "v5e": ("v5litepod", "v2-alpha-tpuv5-lite")}
 """What ``launch/queued_resource.sh`` calls chips that Compute Engine has not, and their image."""
+_LAUNCH_FLAGS = ("--delete", "--max_restarts=3")
 
 
 def _commands(request: Request, candidate: TpuCandidate) -> dict[str, str]:
@@ -315,11 +316,13 @@ def _commands(request: Request, candidate: TpuCandidate) -> dict[str, str]:
         several = [f"--slices={topology.slices}"] if topology.slices > 1 else []
         get = ["python3", "-m", "launch.compute_engine", "--tpu=vit", *several]
         get.append(f"--topology={topology.name}")
-        commands["launch"] = shlex.join([*get, "--delete", *options, "--", *on_host])
+        commands["launch"] = shlex.join([*get, *_LAUNCH_FLAGS, *options, "--", *on_host])
     elif topology.slices == 1:
         name, image = _QUEUED[kind]
         count = topology.chips * (2 if kind == "v4" else 1)  # of cores on v4
         get = ["launch/queued_resource.sh", "--tpu=vit", f"--type={name}-{count}"]
-        commands["launch"] = shlex.join([*get, f"--version={image}", "--delete", "--", *on_host])
+        commands["launch"] = shlex.join(
+            [*get, f"--version={image}", *_LAUNCH_FLAGS, "--", *on_host]
+        )
     check = compile_words(request.config, request.xla, candidate)
     return commands | {"check": shlex.join(["python3", _PROGRAM, *check])}
