@@ -383,6 +383,17 @@ def ended_slices(args: argparse.Namespace, *more_signs: str) -> list[str]:
     return ended
 
 
+def slices_ended_by_now(args: argparse.Namespace) -> list[str]:
+    """Return the names of the slices that have ended, asked several times after a failure: a
+    preemption is not known at once."""
+    gone = [NOT_FOUND] if args.flex_start else []  # else somebody may have deleted it on purpose
+    for _ in range(_LAST_ASKS):
+        if ended := ended_slices(args, *gone):
+            return ended
+        time.sleep(args.poll)
+    return []
+
+
 def ignore_signals() -> None:
     """Ctrl-C once more must not leave what costs money."""
     for number in STOPS:
@@ -511,11 +522,7 @@ def run(
                 job = None
             if code in (0, *IN_VAIN, *_STOPPED) or is_stopped or not preemptions_left:
                 break
-            for _ in range(_LAST_ASKS):  # a preemption is not known at once
-                if ended := ended_slices(args, *([NOT_FOUND] if args.flex_start else [])):
-                    break
-                time.sleep(args.poll)
-            if not ended:
+            if not (ended := slices_ended_by_now(args)):
                 break
     except _Stopped as stopped:
         code = 128 + stopped.args[0]
@@ -524,7 +531,7 @@ def run(
             to_delete = ()
             say(
                 f"{args.tpu} is still running and incurs costs: run the same command to continue, "
-                "or with --delete to delete it"
+                "or with --delete and no command to delete it"
             )
     except (_Failed, Mistake) as failure:
         code = 2 if isinstance(failure, Mistake) else 1
