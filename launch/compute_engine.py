@@ -57,8 +57,6 @@ _SEVERAL_HOSTS = {
     "v5p": "ct5p-hightpu-4t",
     "tpu7x": "tpu7x-standard-4t",
 }
-_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
-"""Exit codes after a signal."""
 _LAST_ASKS = 4
 """How often to ask, after a failure, whether the slices were preempted."""
 LAST_ERROR = (
@@ -520,7 +518,7 @@ def run(
                 job = subprocess.Popen(launch, cwd=_ROOT, start_new_session=True)
                 code = job.wait()
                 job = None
-            if code in (0, *IN_VAIN, *_STOPPED) or is_stopped or not preemptions_left:
+            if code in (0, *IN_VAIN) or is_stopped or not preemptions_left:
                 break
             if not (ended := slices_ended_by_now(args)):
                 break

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Request a TPU slice, wait for it, set it up, and run a command on all its workers:
 #   launch/queued_resource.sh --tpu=NAME --type=v5litepod-64 --version=v2-alpha-tpuv5-lite \
-#       [--zone=ZONE] [--project=PROJECT] [--internal-ip] [--spot] [--max_preemptions=N] [--delete] \
-#       [--torchtpu] [--dry_run] [other flags of launch.xla_dist] -- COMMAND ...
+#       [--zone=ZONE] [--project=PROJECT] [--internal-ip] [--spot] [--create_flag=FLAG ...] \
+#       [--max_preemptions=N] [--delete] [--torchtpu] [--dry_run] [other flags of launch.xla_dist] \
+#       -- COMMAND ...
 # The queued resource and its slice are both named NAME. An existing one is reused, so run the same
 # command again to continue after a stop.
+# --create_flag=FLAG: a flag of gcloud's create, as in --create_flag=--service-account=EMAIL.
 # --max_preemptions=N: replace the slice up to N times after it was preempted: delete it, request it
 #   again, wait, set it up, and run the command, which resumes from its newest checkpoint (default: 0).
 # --delete: delete the slice at the end, including the data on its disks, also after a failed gcloud
@@ -38,6 +40,7 @@ while (($#)) && [[ $1 != -- ]]; do
         --version=?*) version=${1#*=} ;;
         --zone=?* | --project=?*) place+=("$1") ;;
         --max_preemptions=*) preemptions=${1#*=} ;;
+        --create_flag=--?*) request+=("${1#*=}") ;;
         --spot) request+=(--spot) ;;
         --internal-ip) network+=("$1") ;;
         --delete) delete=yes ;;
@@ -52,6 +55,8 @@ command=("${@:2}")
 [[ -n $tpu ]] || fail "--tpu=NAME is missing"
 [[ $tpu != *,* ]] || fail "--tpu=$tpu: this script requests one slice; pass one name"
 [[ $preemptions =~ ^[0-9]{1,6}$ ]] || fail "--max_preemptions=$preemptions must be a whole number"
+((preemptions == 0)) || [[ -n $type && -n $version ]] ||
+    fail "--max_preemptions requires --type and --version, to request the slice again"
 poll=${POLL_SECONDS:-30}
 [[ $poll =~ ^[0-9]{0,6}(\.[0-9]+)?$ && $poll =~ [1-9] ]] ||
     fail "POLL_SECONDS=$poll must be a number of seconds above 0"
@@ -75,6 +80,7 @@ if [[ -n $dry_run ]]; then
         [[ -z $type || -z $version ]] || show "${create[@]}"
         show "${prepare[@]}"
         show "${train[@]}"
+        ((preemptions == 0)) || echo "# after a preemption, up to $preemptions times: delete, then all of the above"
     fi
     [[ -z $delete ]] || show "${remove[@]}" --async
     exit 0
@@ -92,7 +98,7 @@ look() {
 
 give_back() {
     trap '' INT TERM HUP # a second Ctrl-C must not leave a slice that incurs costs
-    say "deleting $tpu"
+    say "deleting $tpu; it incurs costs as long as gcloud compute tpus queued-resources list shows it"
     "${remove[@]}" --async || {
         say "error: $tpu may still exist and incur costs: delete it" >&2
         return 1
@@ -144,22 +150,21 @@ get_slice() {
     told=ACTIVE
 }
 
-# Run it in its own process group and forward signals: otherwise it would receive Ctrl-C twice, from
-# the terminal and from this trap, and SIGTERM not at all.
-stopped=''
+# Run the command in its own process group and forward signals: otherwise it would receive Ctrl-C twice,
+# from the terminal and from this trap, and SIGTERM not at all.
+stopped='' # the exit code for a signal to this script
 run() {
     set -m
     "${train[@]}" &
     local job=$!
-    trap 'stopped=yes; kill -INT "$job"' INT
-    trap 'stopped=yes; kill -TERM "$job"' TERM HUP
+    trap 'stopped=130; kill -INT "$job"' INT
+    trap 'stopped=143; kill -TERM "$job"' TERM HUP
     code=0
     wait "$job" || code=$?
     while kill -0 "$job" 2> /dev/null; do # a signal ended the wait, not the job
         code=0
         wait "$job" || code=$?
     done
-    trap - INT TERM HUP
     set +m
 }
 
@@ -171,11 +176,15 @@ look
 [[ $now == NONE || $now == UNKNOWN || -z $delete ]] || trap give_back EXIT
 while true; do
     get_slice
+    trap 'stopped=130' INT
+    trap 'stopped=143' TERM HUP
     code=0
     "${prepare[@]}" || code=$?
+    code=${stopped:-$code}
     ((code)) || run
+    trap - INT TERM HUP
     if [[ -n $stopped ]] || ! ((preemptions)); then break; fi
-    case $code in 0 | 2 | 3 | 4 | 5 | 130 | 143) break ;; esac # a restart would not help
+    case $code in 0 | 2 | 3 | 4 | 5) break ;; esac # a restart would not help
     for _ in 1 2 3 4; do # a preemption is not known at once
         look
         [[ $now != SUSPEND* ]] || continue 2

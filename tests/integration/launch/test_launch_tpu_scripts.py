@@ -160,13 +160,13 @@ echo one >> "$1/starts"
 [ $(starts "$1") -lt 3 ] || exit 0
 echo "$2" > "$1/state"
 [ ! -e "$1/states" ] || printf 'ACTIVE\nSUSPENDING\nSUSPENDING\nSUSPENDED\n' > "$1/states"
-exit 1
+exit 143  # as a VM's shutdown ends programs
 """
 """What each worker's shell runs: the slice is preempted in the first two starts. $1: the stand-in's
 folder, $2: the state of a preempted node or VM."""
 
 
-@pytest.mark.parametrize(("allowed", "ended"), [(2, 0), (1, 1)])
+@pytest.mark.parametrize(("allowed", "ended"), [(2, 0), (1, 143)])
 def test_preempted_slices_are_requested_again(fresh_pod, allowed, ended):
     """As often as allowed; the slice is deleted at the end."""
     flags = [*SLICE, "--spot", "--delete", f"--max_preemptions={allowed}", "--grace", "0"]
@@ -203,16 +203,20 @@ def test_a_slice_that_an_earlier_command_has_left_suspended(fresh_pod):
 def test_only_deleting(fresh_pod):
     (fresh_pod.folder / "states").write_text("ACTIVE")
     code, stdout, stderr = run_script(fresh_pod, QUEUED, *SLICE, "--delete")
-    assert (code, stdout, stderr) == (0, "queued_resource.sh: deleting pod\n", "")
+    assert (code, stderr) == (0, "")
+    assert stdout.startswith("queued_resource.sh: deleting pod; it incurs costs as long as ")
     assert not (fresh_pod.folder / "states").exists()
     assert run_script(fresh_pod, QUEUED, *SLICE, "--delete")[0] == 1  # there is none any more
 
 
 def test_queued_resource_shows_its_commands(fresh_pod):
     command = ["--", "python3", "-u", "run_vit_training.py", "--ckpt_dir", "gs://a b/c"]
-    code, stdout, stderr = run_script(fresh_pod, QUEUED, *SLICE, "--delete", "--dry_run", *command)
+    flags = ["--delete", "--max_preemptions=3", "--create_flag=--service-account=a@b", "--dry_run"]
+    code, stdout, stderr = run_script(fresh_pod, QUEUED, *SLICE, *flags, *command)
     assert code == 0, stderr
-    create, setup, train, delete = map(shlex.split, stdout.splitlines())
+    assert "\n# after a preemption, up to 3 times: delete, then all of the above\n" in stdout
+    create, setup, train, _, delete = map(shlex.split, stdout.splitlines())
+    assert create[-1] == "--service-account=a@b"
     where = ["pod", "--zone=us-central1-a", "--quiet"]
     queued = ["gcloud", "compute", "tpus", "queued-resources"]
     assert create[:8] == [*queued, "create", *where]
@@ -330,7 +334,7 @@ def test_compute_engine_from_creation_to_deletion(fresh_pod):
     assert not made(fresh_pod)
 
 
-@pytest.mark.parametrize(("allowed", "ended"), [(2, 0), (1, 1)])
+@pytest.mark.parametrize(("allowed", "ended"), [(2, 0), (1, 143)])
 def test_preempted_vms_are_created_again(fresh_pod, allowed, ended):
     """Their group alone: policy and template stay."""
     flags = [*EIGHT, "--spot", "--delete", "--max_preemptions", str(allowed), "--grace", "0"]
@@ -501,6 +505,11 @@ def test_mistakes_on_compute_engine(fresh_pod, words, told):
         (SETUP, "--tpu=pod --dir=..", "setup_pod.sh: error: --dir=.. must be a plain"),
         (QUEUED, "--tpu=pod", "queued_resource.sh: error: no command: pass it after --"),
         (QUEUED, "--tpu=pod --max_preemptions=a -- true", "queued_resource.sh: error: --max_pree"),
+        (
+            QUEUED,
+            "--tpu=pod --max_preemptions=1 -- true",
+            "queued_resource.sh: error: --max_preemptions requires --type and --version",
+        ),
         (QUEUED, "--tpu=a,b -- true", "queued_resource.sh: error: --tpu=a,b: this script requests"),
         (QUEUED, "--tpu=pod --bogus -- true", "xla_dist: error: unrecognized arguments: --bogus"),
         (QUEUED, "--tpu=pod -- true", "queued_resource.sh: error: no queued resource pod yet"),
