@@ -192,8 +192,8 @@ class DataConfig:
     index_dir: str | None = flag(
         None,
         "folder for the image index, which avoids listing all images at each start "
-        "(default: next to the images; ~/.cache/vit_fsdp for URLs and read-only folders)",
-        kind=path_or_url,
+        "(default: next to the images; ~/.cache/vit_fsdp if that is read-only)",
+        kind=local_name,
         metavar="FOLDER",
         requires=("data_source=folder|data_source=volumes|data_source=webdataset",),
         incompatible_with=("labels",),

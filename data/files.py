@@ -265,12 +265,21 @@ def missing_bucket(system: AbstractFileSystem, path: str) -> str | None:
     return bucket
 
 
+_PERMANENT = (
+    FileNotFoundError,
+    NotADirectoryError,
+    PermissionError,
+    NotImplementedError,
+    DataFolderError,
+)
+
+
 def with_retries(path: str, read: Callable[[], Result]) -> Result:
     """Call ``read``; for a URL, retry a few times unless the error is permanent."""
     for wait in RETRY_WAITS_S if is_url(path) else ():
         try:
             return read()
-        except (FileNotFoundError, NotADirectoryError, PermissionError, DataFolderError):
+        except _PERMANENT:
             raise
         except Exception as error:  # each file system raises its own errors
             if _is_forbidden(error):
@@ -307,6 +316,15 @@ def read_bytes(
     if size is not None and len(content) < size and not or_less:
         raise BrokenImageError(f"it is truncated: {len(content)} of {size} bytes")
     return content
+
+
+def put(content: bytes | str, path: str) -> None:
+    """Write bytes, or the local file of this name, to a path or URL. Raises DataFolderError."""
+    system, name = open_system(path)
+    write = system.put_file if isinstance(content, str) else system.pipe_file
+    arguments = (content, name) if isinstance(content, str) else (name, content)
+    with reporting(path, "written"):
+        with_retries(path, lambda: write(*arguments))
 
 
 def subfolders(url: str) -> list[str] | None:

@@ -34,6 +34,7 @@ from tqdm import tqdm
 from data import files
 from data.config import DataConfig
 from data.files import (
+    BrokenImageError,
     DataFolderError,
     MissingSplitError,
     first_of,
@@ -96,6 +97,8 @@ class Strings(Sequence[str]):
 
 
 VERSION = 2
+_FOLDER = ".vit_fsdp_index"
+"""The folder of the index files in ``--data_dir``."""
 MIN_IMAGES = 10_000
 """Minimum number of images for which an index is saved by default; listing fewer takes less than a
 second."""
@@ -121,10 +124,12 @@ def load_or_build(
 ) -> Table:
     """Return the table in the index file ``name``; if the file is unusable, build and save it.
 
-    The file is in ``--index_dir``, else next to the images (if ``beside`` and on disk), else in the
-    cache folder. It is saved for many images (the array ``counted`` has one entry for each), for
-    images at a URL, and with ``--index_dir``, but not if the table's info has "settled": False. One
-    process per host builds it while the others wait.
+    The file is in ``--index_dir``, else next to the images (if ``beside``), else in the cache
+    folder. At a URL, it is both next to the images, for hosts that come later, and in the cache
+    folder, to be mapped. It is saved for many images (``counted`` is an array with one entry for
+    each), for images at a URL, and with ``--index_dir``, but not if the table's info has "settled":
+    False.
+    One process per host builds it while the others wait.
 
     ``folder`` is the indexed folder or URL. ``change`` returns what has changed there since a table
     was built, or None. Raises DataFolderError if ``--index_dir`` is not writable.
@@ -133,12 +138,15 @@ def load_or_build(
     name = f"{name}-of-{config.data_source}"
     where = root if is_url(root) else os.path.abspath(root)
     marked = f"{name}-{xxhash.xxh3_64(where.encode(errors='surrogateescape')).hexdigest()}"
+    shared = ""
     if config.index_dir is not None:
         paths = [Path(config.index_dir) / marked]
     else:
         paths = [files.cache_folder() / marked]
-        if beside and not is_url(root):
-            paths.insert(0, Path(root) / ".vit_fsdp_index" / name)
+        if beside and is_url(root):
+            shared = f"{root.rstrip('/')}/{_FOLDER}/{name}"
+        elif beside:
+            paths.insert(0, Path(root) / _FOLDER / name)
 
     def load() -> tuple[Table | None, str | None]:
         """Return the saved table, or the reason why it is unusable; (None, None) without a file."""
@@ -160,6 +168,20 @@ def load_or_build(
                 why = reason_of(error)
         return None, why
 
+    def write(content: bytes) -> Path:
+        """Write an index file to the first possible path, and return that. Raises OSError."""
+        unfinished = f"{socket.gethostname()}.{os.getpid()}"
+        for path in paths:
+            try:
+                files.make_folder(path.parent)
+                files.replace_file(path, content, unfinished=unfinished)
+                return path
+            except OSError as error:
+                reason = error
+                with contextlib.suppress(OSError):
+                    path.with_name(f"{path.name}.{unfinished}").unlink()
+        raise reason
+
     def log(line: str) -> None:
         print(printable(line), file=sys.stderr, flush=True)
 
@@ -168,6 +190,10 @@ def load_or_build(
         return table
     with _one_process_at_a_time(folder):
         table, _ = load()  # another process may just have built it
+        if not table and shared and not config.rebuild_index:  # or another host
+            with contextlib.suppress(BrokenImageError, OSError):
+                write(files.read_bytes(shared))
+                table, why = load()
         if table:
             return table
         if why:
@@ -181,19 +207,20 @@ def load_or_build(
         info = table.info | {"version": VERSION, "built": time.time()}
         info["checksum"] = _checksum(table.arrays, info)
         content = save(table.arrays, {"info": json.dumps(info)})
-        unfinished = f"{socket.gethostname()}.{os.getpid()}"
-        for path in paths:
+        also = ""
+        if shared:
+            also = f" and {shared}"
             try:
-                files.make_folder(path.parent)
-                files.replace_file(path, content, unfinished=unfinished)
-                table = _read(path)  # mapped from its file
-            except OSError as error:
-                why = reason_of(error)
-                with contextlib.suppress(OSError):
-                    path.with_name(f"{path.name}.{unfinished}").unlink()
-                continue
-            log(f"note: the index of {folder} was built in {took:.1f} s and saved as {path}")
+                files.put(content, shared)
+            except DataFolderError as error:
+                also = f"; each new host builds it again: {error}"
+        try:
+            path = write(content)
+            table = _read(path)  # mapped from its file
+            log(f"note: the index of {folder} was built in {took:.1f} s and saved as {path}{also}")
             return table
+        except OSError as error:
+            why = reason_of(error)
     if config.index_dir is not None:
         raise DataFolderError(f"--index_dir {config.index_dir} cannot be used: {why}")
     log(
@@ -284,13 +311,14 @@ def check_folder(
             what = "is not a folder" if os.path.exists(path) else "does not exist"
             needed = " and ".join(f"{name}/<class>/*" for name in splits)
             raise DataFolderError(
-                f"{path} {what}: --data_dir requires {needed} images (ImageNet's archives: pack "
-                "them with data.pack, docs/data.md)"
+                f"{path} {what}: --data_dir requires {needed} images (to split a folder: "
+                "docs/tutorials/finetune_small_folder.md, step 2; to pack ImageNet's archives: "
+                "docs/data.md)"
             )
         classes[split] = names
         if not names:
             raise DataFolderError(
-                f"{path} contains no class folders: --data_dir requires {split}/<class>/* images "
+                f"{path} contains no class folders: --data_dir requires {split}/<class>/* images"
             )
     if len(splits) > 1 and (difference := other_classes(classes["train"], classes["val"])):
         raise DataFolderError(f"{root}: the class folders of train and val differ: {difference}")

@@ -242,8 +242,8 @@ def pack(
     names = json.dumps(classes).encode()
     if is_url(target):
         if labels:
-            _put(names, f"{target}/classes.json")
-        _put(_state(digest.hexdigest(), complete=True), f"{target}/{PACK_FILE}")
+            files.put(names, f"{target}/classes.json")
+        files.put(_state(digest.hexdigest(), complete=True), f"{target}/{PACK_FILE}")
     else:
         if labels:
             Path(written_to, "classes.json").write_bytes(names)
@@ -272,7 +272,7 @@ def _begin(target: str, digest: str) -> dict[str, int]:
     with files.reporting(target, "written"):
         for split in SPLITS:
             system.makedirs(f"{path}/{split}", exist_ok=True)  # where the storage has folders
-    _put(_state(digest, complete=False), f"{target}/{PACK_FILE}")
+    files.put(_state(digest, complete=False), f"{target}/{PACK_FILE}")
     return {name: info["size"] for name, info in there.items()}
 
 
@@ -294,16 +294,7 @@ def _write(shard: _Shard, target: str, *, labels: bool) -> None:
                     member.size = len(content)
                     tar.addfile(member, io.BytesIO(content))
         if is_url(target):
-            _put(path, f"{target}/{shard.path}")
-
-
-def _put(content: bytes | str, path: str) -> None:
-    """Write bytes, or the local file of this name, to a path or URL. Raises DataFolderError."""
-    system, name = files.open_system(path)
-    write = system.put_file if isinstance(content, str) else system.pipe_file
-    arguments = (content, name) if isinstance(content, str) else (name, content)
-    with files.reporting(path, "written"):
-        files.with_retries(path, lambda: write(*arguments))
+            files.put(path, f"{target}/{shard.path}")
 
 
 # -- the command line ------------------------------------------------------------------

@@ -89,7 +89,7 @@ def download(name: str, flag: str) -> tuple[str, Path]:
                 raise UsageError(
                     f"{flag} {name} cannot be downloaded ({error}), and is not complete in the "
                     f"cache {constants.HF_HUB_CACHE}: check the network, or download it elsewhere "
-                    f"and use {flag} FILE"
+                    f"and use {flag} FILE (in place of --pretrained, if that is set)"
                 ) from None
             if is_first_of_torchrun():
                 print(

@@ -313,7 +313,10 @@ class Reports:
             if "mfu" in record:
                 parts.append(f"MFU: {record['mfu']:.1%}")
             if "memory_used" in record:
-                parts.append(f"device memory: {record['memory_used'] / 2**30:.2f} GiB")
+                kind = "peak" if "memory_peak" in record else "used"
+                gib = record[f"memory_{kind}"] / 2**30
+                of = f" of {record['memory_limit'] / 2**30:.2f}" if "memory_limit" in record else ""
+                parts.append(f"device memory: {gib:.2f}{of} GiB ({kind})")
             if record["skipped_steps"]:
                 parts.append(f"steps skipped: {record['skipped_steps']}")
             self.say(", ".join(parts))

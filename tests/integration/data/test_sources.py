@@ -219,6 +219,38 @@ def test_where_the_index_is_kept(copy, capsys, tmp_path):
     assert f"saved as {tmp_path}/new/train-of-folder-" in said
 
 
+def test_a_new_host_reads_the_index_beside_the_images(copy, capsys, tmp_path, monkeypatch):
+    """Of images at a URL: as after a preemption, on a slice without its old disks."""
+    url = in_memory(copy)
+    shared, cache = f"{url}/.vit_fsdp_index/train-of-folder", tmp_path / "cache"
+    sizes, (said,) = opened(capsys, url)
+    assert f"saved as {cache}/vit_fsdp/train-of-folder-" in said
+    assert said.endswith(f" and {shared}")
+    system, name = fsspec.core.url_to_fs(shared)
+    whole = system.cat_file(name)
+    shutil.rmtree(cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(index, "index_split", None)
+        assert opened(capsys, url) == (sizes, [])
+    for content, why in (
+        (whole[:-5], "is being rebuilt: Error while deserializing header: "),
+        (save({}, {"info": "[" * 10**5}), "is being rebuilt: it is nested too deeply"),
+    ):
+        shutil.rmtree(cache)
+        system.pipe_file(name, content)
+        assert opened(capsys, url)[1][0].startswith(why)
+        assert len(system.cat_file(name)) == len(whole)
+    assert opened(capsys, url, rebuild_index=True)[1][0] == "is being rebuilt: --rebuild_index"
+
+    system.rm(name)
+    shutil.rmtree(cache)
+    no_put = DataFolderError(f"{shared} cannot be written: forbidden")
+    monkeypatch.setattr(files, "put", lambda *_: (_ for _ in ()).throw(no_put))
+    said = opened(capsys, url)[1][0]
+    assert said.endswith(f"; each new host builds it again: {no_put}")
+    assert opened(capsys, url) == (sizes, [])
+
+
 def fingerprint_of(queue, config):
     queue.put(open_data(wanted(config, MODEL)).fingerprint())
 

@@ -137,7 +137,7 @@ class SilentBackend:
         return {"compilations": 1}
 
     def memory(self):
-        return {"used": 3 * 2**30}
+        return {"used": 3 * 2**30, "peak": 41 * 2**30, "limit": 80 * 2**30}
 
 
 def value(skipped=0.0, **numbers):
@@ -195,7 +195,7 @@ def test_reports_write_every_form(tmp_path, capsys, monkeypatch):
     }
     line = capsys.readouterr().out.splitlines()[1]
     assert re.search(r"loss: 1\.0000 \(mean of 2: 1\.5000\), .*sec/iter: 0\.5000", line)
-    assert re.search(r"images/s: 2000\.0.*MFU: 0\.3%, device memory: 3\.00 GiB$", line)
+    assert re.search(r"images/s: 2000\.0.*MFU: 0\.3%, device memory: 41\.00 of 80\.00 GiB \(peak\)$", line)
     assert curves.read_bytes().startswith(b"\x89PNG")
     assert list((tmp_path / "tensorboard").iterdir())
 
