@@ -36,6 +36,7 @@ from tests.support.typed_with_fakes import (
     on_gke,
     packs_archives,
     plans,
+    prepares_photographs,
     pushes,
     replays,
     trains,
@@ -300,7 +301,7 @@ RUN: dict[str, Run] = {
 TUTORIALS: dict[str, dict[str, Run]] = {
     "docs/tutorials/finetune_small_folder.md": {
         "python3 -m data.digits": Run((r"^digits: datasets/digits$",)),
-        "for class in": Run(leaves=("../digit_photos/digit_9/*.png",)),
+        "for class in datasets/digits/train/*;": Run(leaves=("../digit_photos/digit_9/*.png",)),
         "photos=~/digit_photos; to=~/small;": Run(
             leaves=("../small/train/digit_9/*", "../small/val/digit_9/*")
         ),
@@ -330,7 +331,7 @@ TUTORIALS: dict[str, dict[str, Run]] = {
         "python3 run_vit_training.py --resume ~/runs/small --predict datasets/digits/val/7 ": Run(
             leaves=("predicted.json",)
         ),
-        "python3 -c 'import json": Run(leaves=("predicted.csv",)),
+        "python3 -c 'import csv": Run(leaves=("predicted.csv",)),
         "python3 run_vit_training.py --eval_only --eval_report ~/report": Run(
             (r"^report on 10 classes: \S+/report$",), leaves=("../report/per_class.csv",)
         ),
@@ -376,6 +377,7 @@ CHECKS: dict[str, Callable[[Machine, Command, Path], None]] = {
     r"python3 run_vit_training.py --plan": plans,
     r"python3 run_vit_training.py --compile_only": compiles,
     r"python3 -m data.pack ~": packs_archives,
+    r"for (image|class) in ~/(phone|my_split)": prepares_photographs,
     r"python3 -m tools.convert \S+ hf-hub:": pushes,
     r"python3 -m tools.replay_step": replays,
     r"python3 -m launch.xla_dist \S+ -- gcloud": gcloud_takes_there,

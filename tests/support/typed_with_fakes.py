@@ -4,6 +4,7 @@ The command is typed all the same, with a stand-in for what is not here; see
 tests/integration/test_documented_commands.py.
 """
 
+import itertools
 import json
 import re
 import shlex
@@ -16,6 +17,7 @@ from types import ModuleType
 import pytest
 import torch
 from packaging.requirements import Requirement
+from PIL import Image
 from safetensors.torch import save_file
 from torch.distributed.run import get_args_parser
 
@@ -229,6 +231,26 @@ def packs_archives(machine: Machine, command: Command, tmp_path: Path) -> None:
     done = machine.run(replace(command, typed=machine.with_its_folders(typed)))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("2 shards: file:///" if "gs:" in command.text else "2 shards: /")
+
+
+def prepares_photographs(machine: Machine, command: Command, tmp_path: Path) -> None:
+    """Two photographs of a phone in each of two classes; copied where ImageMagick is missing."""
+    if shutil.which("convert") is None:
+        machine.stand_in("convert", 'cp "$1" "${@: -1}"')
+    photos = ("an oak/1.HEIC", "an oak/1.jpg", "b/1")
+    for folder, name in itertools.product(("phone", "my_split/val"), photos):
+        path = machine.home / folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 4)).save(path, "jpeg")
+    done = machine.run(command)
+    assert (done.returncode, done.stderr) == (0, "")
+    files = [str(path.relative_to(machine.home)) for path in machine.home.rglob("*.*")]
+    made = sorted(name for name in files if name.startswith(("my_photos/", "my_test/")))
+    if "convert" in command.text:
+        assert made == [f"my_photos/{name}.jpg" for name in photos]
+    else:
+        assert made == ["my_test/val/an oak/1.jpg"]
+        assert (machine.home / "my_test/val/b").is_dir()
 
 
 def replays(machine: Machine, command: Command, tmp_path: Path) -> None:

@@ -195,7 +195,9 @@ def test_reports_write_every_form(tmp_path, capsys, monkeypatch):
     }
     line = capsys.readouterr().out.splitlines()[1]
     assert re.search(r"loss: 1\.0000 \(mean of 2: 1\.5000\), .*sec/iter: 0\.5000", line)
-    assert re.search(r"images/s: 2000\.0.*MFU: 0\.3%, device memory: 41\.00 of 80\.00 GiB \(peak\)$", line)
+    assert re.search(
+        r"images/s: 2000\.0.*MFU: 0\.3%, device memory: 41\.00 of 80\.00 GiB \(peak\)$", line
+    )
     assert curves.read_bytes().startswith(b"\x89PNG")
     assert list((tmp_path / "tensorboard").iterdir())
 
