@@ -158,10 +158,15 @@ def list_models(pattern: str) -> int:
 
 
 def _with_initial_model(config: RunConfig) -> RunConfig:
-    """Return the configuration with the model of ``--init_from``, if it is set."""
+    """Return the configuration with the model of ``--init_from``, if it is set. Weights on the Hub
+    do not change a model that is named, so they are not downloaded."""
+    from training.hub import is_on_hub
     from training.initial_weights import with_init_from
 
-    return with_init_from(config)[0] if config.checkpoints.init_from else config
+    name = config.checkpoints.init_from
+    if not name or (config.model.model and is_on_hub(name)):
+        return config
+    return with_init_from(config)[0]
 
 
 def _require_xla(flags: Flags, mode: str) -> None:

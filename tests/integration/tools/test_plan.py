@@ -15,7 +15,7 @@ from PIL import Image
 import run_vit_training
 from launch import compute_engine
 from run_vit_training import read_flags
-from tests.support.cli import run_program
+from tests.support.cli import ROOT, run_program
 from tests.support.usage_error import told_in_one_line
 from tools.plan.config import PlanConfig
 from tools.plan.plans import Request, find_work, read_request, words_of
@@ -28,6 +28,7 @@ from tools.plan.tpu_search import (
     TpuCandidate,
     candidates,
 )
+from training import hub
 from training.errors import UsageError
 from training.flags import flat
 from training.mesh import Mesh
@@ -464,6 +465,13 @@ def test_by_arithmetic_alone(plan, tmp_path):
         assert not train.run.plan
     assert (tmp_path / "tpu.png").read_bytes().startswith(b"\x89PNG")
     assert found["picture"] == str(tmp_path / "tpu.png")
+
+
+def test_weights_on_the_hub_are_not_downloaded_for_a_plan(plan, monkeypatch):
+    monkeypatch.setattr(hub, "download", None)
+    found = plan(f"@{ROOT}/recipes/mae_vit_l16_finetune.args", "--tpu_topology", "v6e:2x2")
+    train = read_flags(shlex.split(found["fastest"]["commands"]["train"])[2:])
+    assert train.run.checkpoints.init_from == "hf-hub:timm/vit_large_patch16_224.mae"
 
 
 def test_hours_keep_what_is_fast_enough(plan):

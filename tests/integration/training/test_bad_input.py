@@ -68,6 +68,10 @@ def complaint(capsys, ckpt_dir, *flags):
             "drop them, or append --aug_repeats 1 --aa none --color_jitter 0.0",
         ),
         (
+            f"@{ROOT}/recipes/deit3_at_224.args --backend cuda",
+            "--init_from FIRST_STAGE: no such checkpoint, folder or file",
+        ),
+        (
             "--train_interpolation box --fake_data",
             "--train_interpolation box has no effect with --data_source fake: drop it",
         ),
