@@ -181,7 +181,8 @@ def read_image(source: str | Path | bytes, *, lines: bool = False) -> Image.Imag
             elif image.mode in ("I", "F"):
                 values = np.asarray(image)
                 low, high = values.min(), values.max()
-                if not (low >= 0 and high <= 255):
+                is_part = image.mode == "F" and 0 < high <= 1  # of white, or it is nearly black
+                if not (low >= 0 and high <= 255) or is_part:
                     raise BrokenImageError(
                         f"its values range from {low:g} to {high:g}, and the value of white "
                         "is unknown: convert it to 8 or 16 bits"

@@ -522,5 +522,5 @@ class DataSource:
         ):
             outputs = f"{request.num_classes:,} outputs (--num_classes)"
             classes = "class" if len(self.classes) == 1 else "classes"
-            text += f"; {len(self.classes):,} {classes}, but the model has {outputs}"
+            text += f"; warning: {len(self.classes):,} {classes}, but the model has {outputs}"
         return text + self._remark

@@ -19,6 +19,10 @@ class Mistake(Exception):
     """Raised for a usage error: one line on stderr, exit code 2."""
 
 
+class Unusable(Exception):
+    """Raised if something cannot be used now, but may be later: one line on stderr, exit code 1."""
+
+
 class LauncherParser(argparse.ArgumentParser):
     """Raises Mistake where argparse would print its usage and exit."""
 

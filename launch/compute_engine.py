@@ -12,8 +12,10 @@ preempted is created again, and the command continues on it.
 
 import argparse
 import contextlib
+import fcntl
 import json
 import math
+import os
 import re
 import shlex
 import signal
@@ -335,25 +337,23 @@ def create_missing(
 def wait_for_slices(args: argparse.Namespace) -> None:
     """Return when all VMs of all slices run. Raises _Failed for a slice that will not come."""
     told: dict[str, str] = {}
-    last = dict.fromkeys(args.names, "")
     while True:
-        problems = {}
         for name in args.names:
             try:
-                problems[name] = describe(args, name).problem
-            except Mistake as mistake:  # gcloud may fail once in days of waiting
-                if NOT_FOUND in str(mistake):
+                problem = describe(args, name).problem
+            except (Mistake, Unanswered) as reason:  # gcloud may fail once in days of waiting
+                if NOT_FOUND in str(reason):
                     raise _Failed(
-                        f"{name} no longer exists: {_last_error(args, name) or mistake}"
+                        f"{name} no longer exists: {_last_error(args, name) or reason}"
                     ) from None
-                problems[name] = last[name] or str(mistake)
-        for name, problem in problems.items():
-            if "QUOTA" in problem.upper() or any(state in problem for state in _ENDED):
-                raise _Failed(f"{name} {problem}: delete it and try again")
+                problem = str(reason)
+            else:
+                if "QUOTA" in problem.upper() or any(state in problem for state in _ENDED):
+                    raise _Failed(f"{name} {problem}: delete it and try again")
             if problem and told.get(name) != problem:
                 say(f"{name} {problem}; waiting")
-        told = last = problems
-        if not any(problems.values()):
+            told[name] = problem
+        if not any(told.values()):
             return
         time.sleep(args.poll)
 
@@ -373,8 +373,8 @@ def ended_slices(args: argparse.Namespace, *more_signs: str) -> list[str]:
     for name in args.names:
         try:
             problem = describe(args, name).problem
-        except Mistake as mistake:
-            problem = str(mistake)
+        except (Mistake, Unanswered) as reason:
+            problem = str(reason)
         if any(sign in problem for sign in (*_ENDED, NO_VMS, *more_signs)):
             say(f"{name} {problem}")
             ended.append(name)
@@ -463,6 +463,15 @@ def main(argv: Sequence[str]) -> int:
     if not args.command:
         ignore_signals()
         return 0 if delete(args, resources) else 1
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    lock = cache / "vit_fsdp" / f"compute_engine-{args.tpu}-{args.zone}.lock"
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    held = lock.open("a")  # until this process ends
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        say(f"error: another compute_engine uses {args.tpu} ({lock}): stop that one first")
+        return 2
     return run(args, resources, setups, [*launch, "--", *args.command])
 
 

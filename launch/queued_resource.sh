@@ -143,7 +143,8 @@ get_slice() {
                 exit 1
                 ;;
         esac
-        [[ $now == "$told" || $now == UNKNOWN ]] || say "$tpu is $now, waiting until it is ACTIVE"
+        [[ $now != UNKNOWN ]] || now="UNKNOWN ($reason)"
+        [[ $now == "$told" ]] || say "$tpu is $now, waiting until it is ACTIVE"
         told=$now
         sleep "$poll"
     done
@@ -172,6 +173,12 @@ if ! ((${#command[@]})); then
     give_back
     exit
 fi
+# A second launcher would start a second program on the slice, and delete it at its end.
+lock=${XDG_CACHE_HOME:-$HOME/.cache}/vit_fsdp/queued_resource-$tpu${place[*]+"${place[*]}"}.lock
+mkdir -p "${lock%/*}"
+exec 9>> "$lock" # the programs that this script starts hold the lock, too
+python3 -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)' 2> /dev/null ||
+    fail "another queued_resource.sh uses $tpu ($lock): stop that one first"
 look
 [[ $now == NONE || $now == UNKNOWN || -z $delete ]] || trap give_back EXIT
 while true; do

@@ -22,12 +22,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from config_fields import not_empty
-from launch import LauncherParser, Mistake
+from launch import LauncherParser, Mistake, Unusable
 
 SSH_OPTIONS = ("-oServerAliveInterval=30", "-oServerAliveCountMax=4", "-oConnectTimeout=30")
 """ssh reports a worker that is gone after two minutes; by default it may wait for hours."""
 ASK_SECONDS = 60.0
 """The seconds after which a call of gcloud, or a connection that only asks, counts as failed."""
+_PATIENCE_SECONDS, _ASK_AGAIN_SECONDS = 300.0, 10.0
+"""How long a launcher that starts asks about a slice until gcloud answers, and how often."""
+_LASTING = re.compile(r"NOT_FOUND|not found|permission|credential|account|attribute|JSON", re.I)
+"""What gcloud says where it would say the same later."""
 _NO_COMMAND = 3
 _FIND_COMMAND = (
     "import os, shutil, sys; os.chdir(os.path.expanduser(sys.argv[1])); "
@@ -167,7 +171,7 @@ def _connect(
 
 def describe(args: argparse.Namespace, name: str) -> Slice:
     """Ask gcloud for a slice. Raises Mistake if gcloud is missing, or if it knows no slice of this
-    name, or two."""
+    name, or two; Unanswered if it may know one later."""
     asked = [args.tpu_api] if args.tpu_api else APIS
 
     def ask_api(api: str) -> Slice | str:
@@ -189,8 +193,24 @@ def describe(args: argparse.Namespace, name: str) -> Slice:
     if not found:
         where = ("Cloud TPU API: ", "Compute Engine: ") if len(asked) > 1 else ("",)
         reasons = "; ".join(f"{api}{reason}" for api, reason in zip(where, answers, strict=True))
+        if not all(_LASTING.search(str(answer)) for answer in answers):
+            raise Unanswered(f"gcloud cannot describe --tpu {name}: {reasons}")
         raise Mistake(f"gcloud cannot describe --tpu {name}; check the name and --zone: {reasons}")
     return found[0]
+
+
+def describe_patiently(args: argparse.Namespace, name: str) -> Slice:
+    """``describe``, again while gcloud does not answer. Raises Mistake as that does, and Unusable
+    if gcloud does not answer for minutes."""
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        try:
+            return describe(args, name)
+        except Unanswered as reason:
+            if time.monotonic() > deadline:
+                raise Unusable(str(reason)) from None
+            print(f"{reason}; asking again", file=sys.stderr, flush=True)
+            time.sleep(_ASK_AGAIN_SECONDS)
 
 
 def _ask_json(args: argparse.Namespace, *words: str, in_zone: bool = True) -> Any:
@@ -314,7 +334,7 @@ def describe_usable(args: argparse.Namespace, name: str, kind: str) -> Slice | s
         if slice_.kind != kind:
             return f"{name} is now {slice_.kind}, but was {kind}"
         return _start_problem(args, slice_) or slice_
-    except (Mistake, OSError, ValueError) as error:  # gcloud may fail once in days
+    except (Mistake, Unanswered, OSError, ValueError) as error:
         return str(error)
 
 
@@ -377,14 +397,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("file", help="file to copy to the home folder of each worker")
     try:
         args = parser.parse_args(argv)
-        slice_ = describe(args, args.tpu)
+        slice_ = describe_patiently(args, args.tpu)
         if slice_.problem:
-            raise Mistake(f"--tpu {slice_.name} {slice_.problem}")
+            raise Unusable(f"--tpu {slice_.name} {slice_.problem}")
         print(f"copying to {len(slice_.addresses)} worker(s) of {slice_.name}", flush=True)
         copy_to_workers(args, slice_, args.file)
-    except Mistake as mistake:
-        print(f"slices: error: {mistake}", file=sys.stderr)
-        return 2
+    except (Mistake, Unusable) as reason:
+        print(f"slices: error: {reason}", file=sys.stderr)
+        return 2 if isinstance(reason, Mistake) else 1
     return 0
 
 

@@ -24,14 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from config_fields import count, local_path, not_empty, positive
-from launch import CRASH_SECONDS, IN_VAIN, LauncherParser, Mistake, pod_worker
+from launch import CRASH_SECONDS, IN_VAIN, LauncherParser, Mistake, Unusable, pod_worker
 from launch.pod import AS_ASKED, GRACE_SECONDS, Ending, Pod, Worker
 from launch.slices import (
     APIS,
     Slice,
     add_place,
-    describe,
     describe_command,
+    describe_patiently,
     describe_usable,
     ssh_command,
 )
@@ -86,11 +86,11 @@ def main(argv: Sequence[str]) -> int:
                 first = Slice(args.tpu[0], "", "", (), "", vms)
                 print(shlex.join(ssh_command(args, first, 0, remote)))
             return 0
-        described = [describe(args, name) for name in args.tpu]
+        described = [describe_patiently(args, name) for name in args.tpu]
         slices = [slice_ for slice_ in described if not slice_.problem]
         for slice_ in described:
             if slice_.problem and not (slices and args.elastic):
-                raise Mistake(f"--tpu {slice_.name} {slice_.problem}")
+                raise Unusable(f"--tpu {slice_.name} {slice_.problem}")
         args.tpu_api = "tpu" if slices[0].vms is None else "compute"  # asked for from now on
         if args.elastic_wait is None:
             args.elastic_wait = SPOT_SECONDS if slices[0].is_spot else REPAIR_SECONDS
@@ -106,9 +106,9 @@ def main(argv: Sequence[str]) -> int:
             log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise Mistake(f"--log_dir {log_dir}: {error.strerror}") from None
-    except Mistake as mistake:
-        print(f"xla_dist: error: {mistake}", file=sys.stderr)
-        return 2
+    except (Mistake, Unusable) as reason:
+        print(f"xla_dist: error: {reason}", file=sys.stderr)
+        return 2 if isinstance(reason, Mistake) else 1
     except KeyboardInterrupt:  # nothing has been started yet
         return 130
     pod = Pod(log_dir, args.grace)

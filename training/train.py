@@ -341,7 +341,8 @@ def _end(run: Run, session: loop.Session, saver: CheckpointSaver) -> None:
     if exit_code == BAD_IMAGES:
         raise RunFailed(
             f"{session.bad_images.excess}; {run.ckpt_dir / BAD_IMAGES_FILE} lists them: delete "
-            f"that file when they are fixed; {again} then resumes {newest}",
+            "that file when they are fixed (if you remove images, use a new --ckpt_dir); "
+            f"{again} then resumes {newest}",
             BAD_IMAGES,
         )
     assert not exit_code  # NOT_FINITE and NOT_SAVED were raised where they were found

@@ -112,6 +112,11 @@ def exists(name: str) -> bool:
 
 
 def describe(name: str) -> int:
+    if (hiccups := FOLDER / "hiccups").exists():  # that many calls fail
+        left = int(hiccups.read_text()) - 1
+        hiccups.write_text(str(left)) if left else hiccups.unlink()
+        print("ERROR: (gcloud) UNAVAILABLE: try again", file=sys.stderr)
+        return 1
     if not exists(name) or ((FOLDER / "compute").exists() and not (FOLDER / "both").exists()):
         print(f"ERROR: (gcloud.compute.tpus.tpu-vm.describe) NOT_FOUND: no {name}", file=sys.stderr)
         print("- '@type': type.googleapis.com/google.rpc.ResourceInfo", file=sys.stderr)

@@ -37,6 +37,7 @@ class StandIn:
         self.variables = environment() | {
             "PATH": f"{bin_dir}:{os.environ['PATH']}",
             "STAND_IN": str(folder),
+            "XDG_CACHE_HOME": str(folder / "cache"),
             "PYTHONPATH": str(ROOT),
             "PIP_NO_INDEX": "1",
         }

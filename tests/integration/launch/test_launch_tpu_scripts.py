@@ -120,10 +120,11 @@ def test_a_slice_is_given_back_whatever_comes_after_it_was_asked_for(fresh_pod, 
 
 
 def test_a_call_that_fails_once_ends_no_waiting(fresh_pod):
-    (fresh_pod.folder / "states_to_come").write_text("ERROR\nACCEPTED\nERROR\nACTIVE")
+    (fresh_pod.folder / "states_to_come").write_text("ERROR\nACCEPTED\nERROR\nERROR\nACTIVE")
     words = [*SLICE, "--delete", "--log_dir", fresh_pod.logs, "--", "true"]
-    code, _, stderr = run_script(fresh_pod, QUEUED, *words)
+    code, stdout, stderr = run_script(fresh_pod, QUEUED, *words)
     assert code == 0, stderr
+    assert "pod is UNKNOWN (ERROR: (gcloud) the server is unavailable), waiting" in stdout
     assert not (fresh_pod.folder / "states").exists()
 
 
@@ -148,6 +149,30 @@ def test_queued_resource_passes_signals_on_and_is_used_again(fresh_pod):
             (fresh_pod.folder / f"worker_{index}" / "vit-fsdp" / "received").unlink(missing_ok=True)
             (fresh_pod.folder / f"worker_{index}" / "received").unlink(missing_ok=True)
     assert (fresh_pod.folder / "states").exists()
+
+
+@pytest.mark.parametrize("launcher", [QUEUED, "launch.compute_engine"])
+def test_the_same_launcher_twice(fresh_pod, launcher):
+    """The second one would start a second program on the slice, and delete it at its end."""
+    (fresh_pod.folder / "states").write_text("ACTIVE")
+    compute = launcher != QUEUED
+    if compute:
+        (fresh_pod.folder / "compute").touch()
+    words = [*(EIGHT if compute else SLICE), "--delete", "--log_dir", fresh_pod.logs, "--"]
+    words += [sys.executable, REMOTE, "wait"]
+
+    def start():
+        if compute:
+            return fresh_pod.start(*words, program=launcher)
+        return start_script(fresh_pod, launcher, *words)
+
+    first = start()
+    read_until(first, "ready", 4)
+    told = refused(start())
+    assert re.search(r"error: another (queued_resource\.sh|compute_engine) uses pod \(/", told)
+    first.send_signal(signal.SIGINT)
+    assert finish(first)[0] == 130
+    assert sum("delete" in line for line in (fresh_pod.folder / "calls").open()) == 1 + 2 * compute
 
 
 PREEMPT = r"""

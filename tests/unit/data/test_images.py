@@ -91,7 +91,7 @@ def test_what_is_hidden_is_left_out(labels, url, tmp_path):
     where = in_memory(root) if url else root
     config = arguments(where, batch_size=1)
     source = open_data(replace(wanted(config, CONFIG), labels=labels))
-    classes = "; 1 class, but the model has 10 outputs (--num_classes)" if labels else ""
+    classes = "; warning: 1 class, but the model has 10 outputs (--num_classes)" if labels else ""
     assert str(source).endswith(
         f"1 training, 1 validation images; {2 * len(HIDDEN)} files left out "
         f"(hidden {2 * len(HIDDEN)}){classes}"
@@ -220,9 +220,10 @@ def test_values_of_32_bits(tmp_path):
             Image.fromarray(wrong).save(path)
             with pytest.raises(BrokenImageError, match="convert it to 8 or 16 bits"):
                 read_image(path)
-    Image.fromarray(np.full((4, 4), np.nan, np.float32)).save(path)
-    with pytest.raises(BrokenImageError, match="values range from nan"):
-        read_image(path)
+    for values, told in (([[0, np.nan]], "range from nan"), ([[0.25, 1]], "from 0.25 to 1, and")):
+        Image.fromarray(np.array(values, np.float32)).save(path)
+        with pytest.raises(BrokenImageError, match=told):
+            read_image(path)
 
 
 BROKEN = {
