@@ -335,6 +335,8 @@ TUTORIALS: dict[str, dict[str, Run]] = {
             leaves=("predicted.json",)
         ),
         "python3 -c 'import csv": Run(leaves=("predicted.csv",)),
+        "python3 run_vit_training.py --resume ~/runs/small --predict ~/small/val ": Run(),
+        "python3 -c 'import json, os": Run((r"^/\S+/small/val/digit_\d/\S+ is no digit_\d$",)),
         "python3 run_vit_training.py --eval_only --eval_report ~/report": Run(
             (r"^report on 10 classes: \S+/report$",), leaves=("../report/per_class.csv",)
         ),
@@ -380,7 +382,7 @@ CHECKS: dict[str, Callable[[Machine, Command, Path], None]] = {
     r"python3 run_vit_training.py --plan": plans,
     r"python3 run_vit_training.py --compile_only": compiles,
     r"python3 -m data.pack ~": packs_archives,
-    r"for (image|class) in ~/(phone|my_split)": prepares_photographs,
+    r"\(cd ~ && for image|photos=~/upright": prepares_photographs,
     r"python3 -m tools.convert \S+ hf-hub:": pushes,
     r"python3 -m tools.replay_step": replays,
     r"python3 -m launch.xla_dist \S+ -- gcloud": gcloud_takes_there,

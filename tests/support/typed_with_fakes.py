@@ -4,7 +4,6 @@ The command is typed all the same, with a stand-in for what is not here; see
 tests/integration/test_documented_commands.py.
 """
 
-import itertools
 import json
 import re
 import shlex
@@ -234,23 +233,35 @@ def packs_archives(machine: Machine, command: Command, tmp_path: Path) -> None:
 
 
 def prepares_photographs(machine: Machine, command: Command, tmp_path: Path) -> None:
-    """Two photographs of a phone in each of two classes; copied where ImageMagick is missing."""
+    """Photographs of a phone in two classes; copied where ImageMagick is missing."""
     if shutil.which("convert") is None:
-        machine.stand_in("convert", 'cp "$1" "${@: -1}"')
-    photos = ("an oak/1.HEIC", "an oak/1.jpg", "b/1")
-    for folder, name in itertools.product(("phone", "my_split/val"), photos):
-        path = machine.home / folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (8, 4)).save(path, "jpeg")
+        machine.stand_in("convert", '[[ -s $1 ]] && cp "$1" "${@: -1}"')
+
+    def write(*paths: str) -> None:
+        for path in (machine.home / each for each in paths):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (8, 4)).save(path, "jpeg")
+
+    def made(*folders: str) -> dict[str, int]:
+        files = {name: [*(machine.home / name).rglob("*.jpg")] for name in folders}
+        return {name: len(found) for name, found in files.items()}
+
+    write("phone/an oak/1.HEIC", "phone/an oak/2.jpg", "phone/b/1", "new_photos/1 (2).jpg")
+    (machine.home / "phone" / "b" / "Thumbs.db").touch()
+    write(*(f"upright/phone/{name}/{n:02}.jpg" for name in ("an oak", "b") for n in range(60)))
     done = machine.run(command)
-    assert (done.returncode, done.stderr) == (0, "")
-    files = [str(path.relative_to(machine.home)) for path in machine.home.rglob("*.*")]
-    made = sorted(name for name in files if name.startswith(("my_photos/", "my_test/")))
+    assert done.returncode == 0, done.stderr
     if "convert" in command.text:
-        assert made == [f"my_photos/{name}.jpg" for name in photos]
+        assert made("upright/phone", "upright/new_photos") == {
+            "upright/phone": 123,
+            "upright/new_photos": 1,
+        }
+        assert (machine.home / "upright/phone/an oak/1.HEIC.jpg").is_file()
     else:
-        assert made == ["my_test/val/an oak/1.jpg"]
-        assert (machine.home / "my_test/val/b").is_dir()
+        split = {"my_split/train": 90, "my_split/val": 20, "my_test/val": 10}
+        assert made(*split) == split
+        assert machine.run(command).returncode  # into no old folder
+        assert made(*split) == split
 
 
 def replays(machine: Machine, command: Command, tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ import json, sys, threading, time
 from tools.convert import main
 def anonymous():  # without pages of files, which the kernel can drop
     return next(int(line.split()[1]) for line in open("/proc/self/status") if "RssAnon" in line)
-peak = 0
+peak = anonymous()
 def watch():
     global peak
     while True:
