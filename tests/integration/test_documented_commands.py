@@ -281,7 +281,13 @@ RUN: dict[str, Run] = {
         (r"^/\S+/vit_10b: \d", r"^  useful steps  ", r"^  suggestion: save every ", r"^picture: "),
         trained=True,
     ),
-    "python3 -m tools.report": Run(
+    "python3 -m tools.report ~/vit_10b ~/vit_large": Run(
+        (r"^report: \S+/vit_10b/report.html$",),
+        leaves=("../vit_10b/report.html",),
+        trained=True,
+        long=True,
+    ),
+    "python3 -m tools.report ~/vit_10b": Run(
         (r"^report: \S+/vit_10b/report.html$",),
         leaves=("../vit_10b/report.html",),
         trained=True,
@@ -386,7 +392,8 @@ CHECKS: dict[str, Callable[[Machine, Command, Path], None]] = {
     r"python3 -m tools.convert \S+ hf-hub:": pushes,
     r"python3 -m tools.replay_step": replays,
     r"python3 -m launch.xla_dist \S+ -- gcloud": gcloud_takes_there,
-    r"launch/(setup_pod|queued_resource)|python3 -m launch.(xla_dist|compute_engine)": on_a_pod,
+    r"(timeout .* )?launch/(setup_pod|queued_resource)": on_a_pod,
+    r"python3 -m launch.(xla_dist|compute_engine)": on_a_pod,
     r"python3 -m launch.gke": on_gke,
     r"python3 run_vit_training.py|(\S+=\S+ )*(launch/torchrun.sh|sbatch)": trains,
 }

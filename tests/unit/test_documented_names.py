@@ -27,6 +27,7 @@ def test_flags_and_files_that_documents_name_are_there():
     ours = (ROOT / "xla_fsdp" / "tpu.py").read_text()
     known |= {flag for flag in flags if f'"{flag[2:]}"' in ours}  # libtpu's, which we set
     known |= {"--node-count", "--node-prefix", "--recursive", "--tee", "--tpu-topology"}  # others'
+    known |= {"--clear-soft-delete", "--foreground", "--logdir", "--valid-until-duration"}
     assert not flags - known
     packages = [ROOT, *(path for path in ROOT.iterdir() if path.is_dir())]
     missing = {path for path in paths if not any((at / path).exists() for at in packages)}
