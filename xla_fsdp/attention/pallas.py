@@ -392,8 +392,9 @@ def _whole_blocks(s: WholeSizes, images: int, arguments: str) -> list[pl.BlockSp
     if s.apart:
         blocks.append(pl.BlockSpec(s.angles, lambda *_: (0, 0, 0)))
     if s.segmented:
+        row = s.queries if last else s.segments[2]  # the compiler refuses a part of a register
         blocks += [
-            pl.BlockSpec((images, 1, s.queries), lambda i, _, *rest: (i, 0, query_block(*rest))),
+            pl.BlockSpec((images, 1, row), lambda i, _, *rest: (i, 0, query_block(*rest))),
             pl.BlockSpec((images, *s.segments[1:]), lambda i, *_: (i, 0, 0)),
         ]
     if s.windows:
@@ -522,7 +523,7 @@ def _whole_forward(s: WholeSizes, *refs: Any) -> None:
         output = _Sums()
         if segments:
             keys = _key_segments(segments[1], image, key_rows)
-            hidden = _hidden(keys, _column(segments[0][image]))
+            hidden = _hidden(keys, _column(segments[0][image])[: s.queries])
         for head in _heads(s.lanes, s.width):
             q = q_ref[image, :, head.lanes]
             k, v = (ref[image, key_rows, head.lanes] for ref in (k_ref, v_ref))
@@ -563,7 +564,8 @@ def _whole_backward(s: WholeSizes, *refs: Any) -> None:
             totals = _Sums(), _Sums(), _Sums()
             if segments:
                 keys = _key_segments(segments[1], image, key_rows)
-                hidden = _hidden(_column(keys), segments[0][image].astype("float32"))
+                queries = segments[0][image].astype("float32")[:, : s.queries]
+                hidden = _hidden(_column(keys), queries)
             for head in _heads(s.lanes, s.width):
                 q, grad = (inputs[n][image, :, head.lanes] for n in (0, 3))
                 k, v = (inputs[n][image, key_rows, head.lanes] for n in (1, 2))

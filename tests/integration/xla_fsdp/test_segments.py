@@ -75,6 +75,22 @@ def test_training(devices, model, how, by_pytorch, folder, tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("tokens", "more"), [(40, ()), (200, ROTARY), (300, ()), (504, ROTARY), (1000, ())]
+)
+def test_sequences_of_any_length_are_compiled(tokens, more):
+    """Not only of whole registers of 128 lanes, which an interpreter does not have."""
+    model = (
+        "--compile_only --json --tpu_topology v5e:1x1 --fake_data --native_resolution "
+        f"--token_budget {tokens} --batch_size 1 --image_size 64 --patch_size 16 --num_classes 10 "
+        "--num_blocks 1 --embed_dim 128 --num_heads 2 --attention whole"
+    ).split()
+    done = run_program("run_vit_training.py", *model, *more)
+    assert done.returncode == 0, done.stderr
+    assert "whole attention" in json.loads(done.stdout)["sharding"]
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(("form", "least", "most"), [("whole", 0.4, 0.8), ("flash", 1, 1.25)])
 def test_compiled_for_tpu(form, least, most):
     """Neither scores nor a mask are in HBM. Beside an image of as many tokens in each sequence,
