@@ -26,6 +26,9 @@ GRACE_SECONDS = 120.0
 """The seconds that programs have to end by themselves, with a checkpoint perhaps."""
 AS_ASKED = 128 + signal.SIGTERM
 """The exit code of a program that has written a checkpoint and ended because it was asked to."""
+_SAME_SIGNAL_SECONDS = 0.5
+"""A signal that comes again within these seconds is the same one: ``timeout`` passes on what the
+terminal has sent to this program, too."""
 _CLIENT_SECONDS = 15.0
 """The seconds that a client has to report that its program was killed; then it is disconnected."""
 
@@ -170,6 +173,7 @@ class Pod:
         for worker in workers:
             worker.start(self)
         failed = ended_as_asked = 0
+        stopped_at = 0.0
         while self._running:
             left: float | None = None
             if self._deadline:
@@ -188,17 +192,19 @@ class Pod:
                     self._send(signal.SIGTERM)
                 continue
             if isinstance(event, int):  # a signal
+                if self.stopped_by and time.monotonic() - stopped_at < _SAME_SIGNAL_SECONDS:
+                    continue
                 if self.stopped_by and event == signal.SIGINT:
                     self.say("second Ctrl-C: killing the programs on the workers")
                     self._kill()
                     continue
                 if not self.stopped_by:
+                    self.stopped_by, stopped_at = event, time.monotonic()
                     self.say(
                         f"forwarded {signal.Signals(event).name} to {len(self._running)} "
                         "worker(s), which may save a checkpoint before they exit; press Ctrl-C "
                         "(again) to kill them"
                     )
-                self.stopped_by = self.stopped_by or event
                 self._send(signal.SIGINT if event == signal.SIGINT else signal.SIGTERM)
                 continue
             worker, code = event

@@ -7,6 +7,7 @@ import faulthandler
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -22,6 +23,11 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """The signals that stop training with a checkpoint; a closed terminal sends SIGHUP."""
 
 
+_SAME_SIGNAL_S = 0.5
+"""A signal that comes again within these seconds is the same one: ``timeout`` passes on what the
+terminal has sent to this program, too."""
+
+
 class ProcessSignals:
     """Handles SIGTERM, SIGINT and SIGHUP. Until ``listen`` is called, they end the process;
     afterwards, the first one is noted, and a SIGINT after that (Ctrl-C pressed twice) ends it at
@@ -29,6 +35,7 @@ class ProcessSignals:
 
     def __init__(self) -> None:
         self.noted = 0
+        self._noted_at = 0.0
         self._listening = False
         self._notice = b""
         self._before: dict[int, Any] = {}
@@ -61,11 +68,12 @@ class ProcessSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._listening and not self.noted:
-            self.noted = number
+            self.noted, self._noted_at = number, time.monotonic()
             with contextlib.suppress(OSError):  # of a closed terminal
                 os.write(2, self._notice)  # print() may be in the middle of a line
         elif number == signal.SIGINT:
-            signal.default_int_handler(number, frame)
+            if self.noted != number or time.monotonic() - self._noted_at >= _SAME_SIGNAL_S:
+                signal.default_int_handler(number, frame)
         elif not self._listening:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

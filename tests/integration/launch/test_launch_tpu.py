@@ -194,10 +194,12 @@ def test_what_is_a_crash():
     [("SIGINT", "SIGINT", 130), ("SIGTERM", "SIGTERM", 143), ("SIGHUP", "SIGTERM", 143)],
 )
 def test_signals_reach_the_programs(pod, sent, received, code):
-    """Each program and its child get the signal once, and end by themselves, with a last line."""
+    """Each program and its child get the signal once, and end by themselves, with a last line; also
+    where a terminal and ``timeout`` both send it."""
     run = pod.launch(sys.executable, REMOTE, "wait", flags=("--max_restarts", "2"))
     read_until(run, "ready", 4)
-    run.send_signal(signal.Signals[sent])
+    for _ in range(2):
+        run.send_signal(signal.Signals[sent])
     ended, stdout, stderr = finish(run)
     assert ended == code
     assert f"xla_dist: forwarded {sent} to 4 worker(s)" in stderr
@@ -212,6 +214,7 @@ def test_ctrl_c_again_kills(pod):
     run.send_signal(signal.SIGINT)
     wait_until(lambda: len(pod.received()) == 4)
     assert run.poll() is None
+    time.sleep(0.6)
     run.send_signal(signal.SIGINT)
     code, _, stderr = finish(run)
     assert code == 137

@@ -117,7 +117,7 @@ def test_a_write_that_hangs_ends_the_run(tmp_path, monkeypatch):
 def test_ctrl_c_twice_waits_for_no_write(tmp_path, monkeypatch):
     monkeypatch.setenv("SAVES", "slow 2 -1 3600")
     monkeypatch.setenv("PROGRAM", "tests.fakes.signal_at_step")
-    monkeypatch.setenv("SIGNAL_AT", "0 3 SIGINT SIGINT")
+    monkeypatch.setenv("SIGNAL_AT", "0 3 SIGINT LATER SIGINT")
     ended = program(tmp_path, "--ckpt_step_interval", 2, module=DISTURBED)
     assert ended.returncode == 130
     assert ended.stderr.endswith("run_vit_training.py: interrupted\n")

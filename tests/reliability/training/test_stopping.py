@@ -87,7 +87,7 @@ def test_stop_and_resume(backend, name, workers, code, whole_runs, tmp_path, mon
 def test_nested_stops(tmp_path, monkeypatch):
     need_xla()
     flags = "--backend xla --cpu_devices 1 --xla_fsdp nested".split()
-    stopped = stop(monkeypatch, tmp_path, "0 6 SIGINT", *flags)
+    stopped = stop(monkeypatch, tmp_path, "0 6 SIGINT SIGINT", *flags)
     assert stopped.returncode == 130
     assert "training stopped by SIGINT: step 6," in stopped.stdout
     assert [path.name for path in tmp_path.glob("step_*")] == ["step_6"]
