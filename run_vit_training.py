@@ -262,6 +262,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     finally:
         gc.enable()
+        # The traceback of a failure holds process groups, whose threads may abort Python's end.
+        gc.collect()
 
 
 def _run(flags: Flags) -> int:
