@@ -235,7 +235,7 @@ def packs_archives(machine: Machine, command: Command, tmp_path: Path) -> None:
 def prepares_photographs(machine: Machine, command: Command, tmp_path: Path) -> None:
     """Photographs of a phone in two classes; copied where ImageMagick is missing."""
     if shutil.which("convert") is None:
-        machine.stand_in("convert", '[[ -s $1 ]] && cp "$1" "${@: -1}"')
+        machine.stand_in("convert", '[[ -s ${1%?0?} ]] && cp "${1%?0?}" "${@: -1}"')
 
     def write(*paths: str) -> None:
         for path in (machine.home / each for each in paths):
@@ -258,7 +258,7 @@ def prepares_photographs(machine: Machine, command: Command, tmp_path: Path) -> 
         }
         assert (machine.home / "upright/phone/an oak/1.HEIC.jpg").is_file()
     else:
-        split = {"my_split/train": 90, "my_split/val": 20, "my_test/val": 10}
+        split = {"my_split/train": 90, "my_split/val": 20, "my_split/test/val": 10}
         assert made(*split) == split
         assert machine.run(command).returncode  # into no old folder
         assert made(*split) == split
