@@ -126,7 +126,7 @@ def load_or_build(
 
     The file is in ``--index_dir``, else next to the images (if ``beside``), else in the cache
     folder. At a URL, it is both next to the images, for hosts that come later, and in the cache
-    folder, to be mapped. It is saved for many images (the array ``counted`` has one entry for each),
+    folder, to be mapped. It is saved for many images (the array ``counted`` has an entry for each),
     for images at a URL, and with ``--index_dir``, but not if the table's info has "settled": False.
     One process per host builds it while the others wait.
 
