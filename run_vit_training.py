@@ -262,8 +262,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     finally:
         gc.enable()
-        # The traceback of a failure holds process groups, whose threads may abort Python's end.
+        # The traceback of a failure holds process groups, whose threads may abort Python's end, and
+        # loaders that could not start, whose __del__ fails.
+        hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
         gc.collect()
+        sys.unraisablehook = hook
 
 
 def _run(flags: Flags) -> int:
