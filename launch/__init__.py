@@ -19,8 +19,8 @@ class Mistake(Exception):
     """Raised for a usage error: one line on stderr, exit code 2."""
 
 
-class Unusable(Exception):
-    """Raised if something cannot be used now, but may be later: one line on stderr, exit code 1."""
+class Failed(Exception):
+    """Raised for a failure that is no usage error: one line on stderr, exit code 1."""
 
 
 class LauncherParser(argparse.ArgumentParser):

@@ -28,7 +28,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from config_fields import bounded, count, not_empty, positive
-from launch import IN_VAIN, STOPS, LauncherParser, Mistake
+from launch import IN_VAIN, STOPS, Failed, LauncherParser, Mistake
 from launch.slices import (
     GROUP,
     NO_VMS,
@@ -70,10 +70,6 @@ LAST_ERROR = (
 _ENDED = ("TERMINATED", "STOPPED", "STOPPING", "SUSPENDED")
 """States of VMs in which Google may keep them for good; spot VMs do not leave them."""
 _TOO_OLD = ("unrecognized arguments", "Invalid choice")
-
-
-class _Failed(Exception):
-    """Raised if no slice can be created, or if a step fails; exit code 1."""
 
 
 class _Stopped(Exception):
@@ -297,7 +293,7 @@ def create_missing(
     args: argparse.Namespace, resources: Sequence[Resource], made: list[Resource]
 ) -> None:
     """Create what is not there; ``made``: what was asked for. Raises Mistake if something is there
-    that is of another topology, and _Failed if a creation is refused."""
+    that is of another topology, and Failed if a creation is refused."""
     links: dict[str, str] = {}
     for resource in resources:
         look = command_for(args, "describe", resource)
@@ -318,7 +314,7 @@ def create_missing(
             problem = str(reason)
             if any(word in problem for word in _TOO_OLD):
                 problem = f"gcloud 562 or newer is required (gcloud components update): {problem}"
-            raise _Failed(f"{resource.kind[0]} {resource.name}: {problem}") from None
+            raise Failed(f"{resource.kind[0]} {resource.name}: {problem}") from None
         links[_link(resource.kind)] = content.get("selfLink", "")
         has = wants = ""
         if resource.kind == _POLICY:
@@ -335,7 +331,7 @@ def create_missing(
 
 
 def wait_for_slices(args: argparse.Namespace) -> None:
-    """Return when all VMs of all slices run. Raises _Failed for a slice that will not come."""
+    """Return when all VMs of all slices run. Raises Failed for a slice that will not come."""
     told: dict[str, str] = {}
     while True:
         for name in args.names:
@@ -343,13 +339,13 @@ def wait_for_slices(args: argparse.Namespace) -> None:
                 problem = describe(args, name).problem
             except (Mistake, Unanswered) as reason:  # gcloud may fail once in days of waiting
                 if NOT_FOUND in str(reason):
-                    raise _Failed(
+                    raise Failed(
                         f"{name} no longer exists: {_last_error(args, name) or reason}"
                     ) from None
                 problem = str(reason)
             else:
                 if "QUOTA" in problem.upper() or any(state in problem for state in _ENDED):
-                    raise _Failed(f"{name} {problem}: delete it and try again")
+                    raise Failed(f"{name} {problem}: delete it and try again")
             if problem and told.get(name) != problem:
                 say(f"{name} {problem}; waiting")
             told[name] = problem
@@ -511,7 +507,7 @@ def run(
                 say(f"replacing {', '.join(ended)}; {preemptions_left} replacement(s) left")
                 vms = [resource for resource in resources if resource.kind in (GROUP, _VM)]
                 if not delete(args, [resource for resource in vms if resource.name in ended]):
-                    raise _Failed("cannot replace what was not deleted")
+                    raise Failed("cannot replace what was not deleted")
             made.clear()
             create_missing(args, resources, made)
             to_delete = resources if args.delete else made
@@ -540,7 +536,7 @@ def run(
                 f"{args.tpu} is still running and incurs costs: run the same command to continue, "
                 "or with --delete and no command to delete it"
             )
-    except (_Failed, Mistake) as failure:
+    except (Failed, Mistake) as failure:
         code = 2 if isinstance(failure, Mistake) else 1
         say(f"error: {failure}")
     finally:

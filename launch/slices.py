@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from config_fields import not_empty
-from launch import LauncherParser, Mistake, Unusable
+from launch import Failed, LauncherParser, Mistake
 
 SSH_OPTIONS = ("-oServerAliveInterval=30", "-oServerAliveCountMax=4", "-oConnectTimeout=30")
 """ssh reports a worker that is gone after two minutes; by default it may wait for hours."""
@@ -200,7 +200,7 @@ def describe(args: argparse.Namespace, name: str) -> Slice:
 
 
 def describe_patiently(args: argparse.Namespace, name: str) -> Slice:
-    """``describe``, again while gcloud does not answer. Raises Mistake as that does, and Unusable
+    """``describe``, again while gcloud does not answer. Raises Mistake as that does, and Failed
     if gcloud does not answer for minutes."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
@@ -208,7 +208,7 @@ def describe_patiently(args: argparse.Namespace, name: str) -> Slice:
             return describe(args, name)
         except Unanswered as reason:
             if time.monotonic() > deadline:
-                raise Unusable(str(reason)) from None
+                raise Failed(str(reason)) from None
             print(f"{reason}; asking again", file=sys.stderr, flush=True)
             time.sleep(_ASK_AGAIN_SECONDS)
 
@@ -399,10 +399,10 @@ def main(argv: Sequence[str]) -> int:
         args = parser.parse_args(argv)
         slice_ = describe_patiently(args, args.tpu)
         if slice_.problem:
-            raise Unusable(f"--tpu {slice_.name} {slice_.problem}")
+            raise Failed(f"--tpu {slice_.name} {slice_.problem}")
         print(f"copying to {len(slice_.addresses)} worker(s) of {slice_.name}", flush=True)
         copy_to_workers(args, slice_, args.file)
-    except (Mistake, Unusable) as reason:
+    except (Mistake, Failed) as reason:
         print(f"slices: error: {reason}", file=sys.stderr)
         return 2 if isinstance(reason, Mistake) else 1
     return 0

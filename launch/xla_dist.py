@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from config_fields import count, local_path, not_empty, positive
-from launch import CRASH_SECONDS, IN_VAIN, LauncherParser, Mistake, Unusable, pod_worker
+from launch import CRASH_SECONDS, IN_VAIN, Failed, LauncherParser, Mistake, pod_worker
 from launch.pod import AS_ASKED, GRACE_SECONDS, Ending, Pod, Worker
 from launch.slices import (
     APIS,
@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
         slices = [slice_ for slice_ in described if not slice_.problem]
         for slice_ in described:
             if slice_.problem and not (slices and args.elastic):
-                raise Unusable(f"--tpu {slice_.name} {slice_.problem}")
+                raise Failed(f"--tpu {slice_.name} {slice_.problem}")
         args.tpu_api = "tpu" if slices[0].vms is None else "compute"  # asked for from now on
         if args.elastic_wait is None:
             args.elastic_wait = SPOT_SECONDS if slices[0].is_spot else REPAIR_SECONDS
@@ -106,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
             log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise Mistake(f"--log_dir {log_dir}: {error.strerror}") from None
-    except (Mistake, Unusable) as reason:
+    except (Mistake, Failed) as reason:
         print(f"xla_dist: error: {reason}", file=sys.stderr)
         return 2 if isinstance(reason, Mistake) else 1
     except KeyboardInterrupt:  # nothing has been started yet

@@ -63,6 +63,12 @@ ROW = r"^\| %s \| %s \| [\d.| ]+ \| 1 \| 0 \|$"  # one execution a step, no comp
 ONE_STEP = "--steps 1 --repeats 1 --num_blocks 2"  # of benchmarks/xla_step.py
 START_ROW = r"^\| \w+(-dirty)? \| 1\.00 \| 1\.00 \| in all [\d.]+, cores [\d.]+, imports [\d.]+, "
 
+REPORT = Run(
+    (r"^report: \S+/vit_10b/report.html$",),
+    leaves=("../vit_10b/report.html",),
+    trained=True,
+    long=True,
+)
 RUN: dict[str, Run] = {
     "make train": Run(
         (
@@ -281,18 +287,8 @@ RUN: dict[str, Run] = {
         (r"^/\S+/vit_10b: \d", r"^  useful steps  ", r"^  suggestion: save every ", r"^picture: "),
         trained=True,
     ),
-    "python3 -m tools.report ~/vit_10b ~/vit_large": Run(
-        (r"^report: \S+/vit_10b/report.html$",),
-        leaves=("../vit_10b/report.html",),
-        trained=True,
-        long=True,
-    ),
-    "python3 -m tools.report ~/vit_10b": Run(
-        (r"^report: \S+/vit_10b/report.html$",),
-        leaves=("../vit_10b/report.html",),
-        trained=True,
-        long=True,
-    ),
+    "python3 -m tools.report ~/vit_10b ~/vit_large": REPORT,
+    "python3 -m tools.report ~/vit_10b": REPORT,
     "mkdir -p ~/vit_10b": Run(leaves=("../vit_10b",)),
     "make format": Run((r"^All checks passed!$", r"^\d+ files left unchanged$")),
     "make bench": Run(

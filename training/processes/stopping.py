@@ -21,8 +21,6 @@ from training.processes import exchange
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """The signals that stop training with a checkpoint; a closed terminal sends SIGHUP."""
-
-
 _SAME_SIGNAL_S = 0.5
 """A signal that comes again within these seconds is the same one: ``timeout`` passes on what the
 terminal has sent to this program, too."""
