@@ -70,7 +70,9 @@ class Fsdp2Config:
     )
     compile: bool | None = flag(
         None,
-        "compile each block with torch.compile (default: on with torchtpu, else off)",
+        "compile each block with torch.compile (default: on with torchtpu, and on GPUs except with "
+        "--mesh_domain, --block te and native resolution; there, if it fails, training continues "
+        "without it)",
     )
     channels_last: bool = flag(
         False,

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -98,6 +100,8 @@ class TorchPlan:
     """Which activations of a block are recomputed: "none", "selective" or "full"."""
     compile: Literal["none", "block", "around attention"]
     """What torch.compile compiles as one graph. It cannot compile communication."""
+    compile_required: bool
+    """Whether the run ends if torch.compile fails, instead of computing the blocks without it."""
     compiler: str
     """The backend of torch.compile."""
     dtype: torch.dtype
@@ -132,25 +136,50 @@ def parallelize_block(
     """Apply the plan to timm's ``block``, ``name`` in ``model``; return the block to shard."""
     if plan.compile == "around attention":
         # Inside the recomputation, as checkpointed code with graph breaks would not be compiled.
-        block.forward = _compiled(block.forward, plan.compiler)
+        block.forward = _compiled(block.forward, plan)
     block = plan.blocks.replace(block, str(device))
     model.set_submodule(name, block)
     if plan.grad_ckpt != "none":
         plan.blocks.recompute(block, plan.grad_ckpt)
     if plan.compile == "block":
-        block.forward = _compiled(block.forward, plan.compiler, fullgraph=True)
+        block.forward = _compiled(block.forward, plan, fullgraph=True)
     return block
 
 
 def _compiled(
-    forward: Callable[..., Any], compiler: str, *, fullgraph: bool = False
+    forward: Callable[..., Any], plan: TorchPlan, *, fullgraph: bool = False
 ) -> Callable[..., Any]:
     """Return ``forward`` compiled, with a graph for each size of its inputs."""
     # To PyTorch all blocks are one function, of which it compiles at most 8 graphs by default. Here
     # each image size, each drop path rate, and training and evaluation need separate graphs.
     limits = torch._dynamo.config
     limits.recompile_limit = limits.accumulated_recompile_limit = 4096  # more than any run needs
-    return torch.compile(forward, backend=compiler, fullgraph=fullgraph, dynamic=False)
+    compiled = torch.compile(forward, backend=plan.compiler, fullgraph=fullgraph, dynamic=False)
+    if plan.compile_required:
+        return compiled
+    return functools.partial(_compiled_or_plain, compiled, forward)
+
+
+_compilation_failed = False
+"""Whether torch.compile has failed in this process. It would fail again for each block."""
+
+
+def _compiled_or_plain(
+    compiled: Callable[..., Any], plain: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call ``compiled``; once its compilation has failed, always call ``plain``."""
+    global _compilation_failed
+    if not _compilation_failed:
+        try:
+            return compiled(*args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            _compilation_failed = True
+            print(
+                f"warning: torch.compile failed ({textwrap.shorten(str(error), 200)}): training "
+                "continues without it, more slowly; --compile shows the whole error",
+                file=sys.stderr,
+            )
+    return plain(*args, **kwargs)
 
 
 def _selective_contexts() -> Any:

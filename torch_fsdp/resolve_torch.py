@@ -45,7 +45,11 @@ def resolve(
     """
     run = _resolve(config, backend_config, form, blocks)
     # A teacher runs only forward passes, after which ZeRO-2 would never reshard its weights.
-    teacher_config = replace(run.backend_config, zero_dp_strategy=0 if run.plan.zero == 0 else 3)
+    teacher_config = replace(
+        run.backend_config,
+        zero_dp_strategy=0 if run.plan.zero == 0 else 3,
+        compile=backend_config.compile,
+    )
     with_its_teacher = with_teacher(
         run, lambda config: _resolve(config, teacher_config, form, TimmBlocks())
     )
@@ -98,11 +102,7 @@ def _resolve(
                 "one of the two"
             )
     zero = 3 if zero is None else zero
-    backend_config = replace(
-        backend_config,
-        zero_dp_strategy=zero,
-        compile=device.compiles_all if backend_config.compile is None else backend_config.compile,
-    )
+    backend_config = replace(backend_config, zero_dp_strategy=zero)
     check_rules(config, backend_config)
     mesh = make_mesh(
         sharding,
@@ -127,6 +127,16 @@ def _resolve(
     config, model = resolve_model(config)  # after the cheap checks: timm takes a second
     if model.packing and backend_config.channels_last:
         raise UsageError("--channels_last is incompatible with native resolution: drop it")
+    # torch.compile: by default for what was measured on a GPU.
+    asked = backend_config.compile
+    if asked is None:
+        by_default = device.compiles_all or (
+            device.compiles_blocks
+            and mesh.domain == 1
+            and model.packing is None
+            and blocks.implementation == "timm"
+        )
+        backend_config = replace(backend_config, compile=by_default)
     if mesh.domain > 1:
         config = _resolve_domain(config, backend_config, mesh, model)
     compiled: Literal["none", "block", "around attention"] = "none"
@@ -144,6 +154,7 @@ def _resolve(
         blocks=blocks,
         grad_ckpt=sharding.grad_ckpt,
         compile=compiled,
+        compile_required=bool(asked) or device.compiles_all or blocks.fp8 != "none",
         compiler=device.compiler,
         dtype=DTYPES[precision],
         reduce_dtype=DTYPES[reduce_dtype],

@@ -8,6 +8,8 @@ import torch
 from tests.support.cli import TINY_MODEL, train_tiny_gpu
 from tests.support.curves import assert_same_training
 from tests.support.resolved import on_gpus
+from torch_fsdp import parallel_plan
+from torch_fsdp.devices import Cpu
 from torch_fsdp.parallel_plan import parallelize_block
 
 DEEP = [*TINY_MODEL, "--num_blocks", "12", "--compile"]
@@ -72,6 +74,52 @@ def test_initial_weights_leave_compilation_on():
     for _ in range(20):
         run.model.initialize(run.model.build(), "", seed=0)
         assert not torch.utils._python_dispatch.is_in_torch_dispatch_mode()
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", "block"),
+        ("--no-compile", "none"),
+        ("--mesh_domain 2", "none"),
+        ("--mesh_domain 2 --compile", "around attention"),
+        ("--native_resolution --token_budget 64", "none"),
+        ("--native_resolution --token_budget 64 --compile", "block"),
+    ],
+)
+def test_default_on_gpus(flags, expected, monkeypatch):
+    monkeypatch.setattr(Cpu, "compiles_blocks", True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    run = on_gpus([*TINY_MODEL, "--batch_size", "4", *flags.split()])
+    assert run.plan.compile == expected
+    assert run.plan.compile_required == (flags.endswith(" --compile"))
+
+
+def test_a_failed_compilation_is_told_once(monkeypatch, capsys):
+    """By default: the blocks then compute as they are. With --compile it ends the run."""
+    monkeypatch.setattr(Cpu, "compiles_blocks", True)
+    monkeypatch.setattr(parallel_plan, "_compilation_failed", False)
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
+    monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
+    run = on_gpus([*TINY_MODEL, "--batch_size", "4"])
+    plain, model = run.model.build(), run.model.build()
+    for each in (plain, model):
+        run.model.initialize(each, "", seed=0)
+    for index, block in enumerate(model.blocks):
+        parallelize_block(model, f"blocks.{index}", block, run.plan, torch.device("cpu"))
+    images = torch.randn(2, *run.model.sizes.input_shape)
+    for _ in range(2):
+        assert torch.equal(model(images), plain(images))
+    lines = capsys.readouterr().err.splitlines()  # PyTorch writes some, too
+    (line,) = (line for line in lines if line.startswith("warning: torch.compile failed ("))
+    assert "no-such-compiler" in line
+
+    required = replace(run.plan, compile_required=True)
+    block = run.model.build().blocks[0]
+    parallelize_block(run.model.build(), "blocks.0", block, required, torch.device("cpu"))
+    run.model.initialize(block, "blocks.0", seed=0)
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+        block(torch.randn(2, 17, 32))
 
 
 @pytest.mark.long
