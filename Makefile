@@ -122,7 +122,7 @@ test: $(INSTALLED) datasets/digits
 
 # Tests that train on XLA are skipped: there is no torch_xla for the newer PyTorch. Without a GPU,
 # the tests use gloo.
-GPU_PATH ?= tests/*/torch_fsdp tests/*/models tests/*/training tests/integration/tools/test_gpu_step.py \
+GPU_PATH ?= tests/*/torch_fsdp tests/*/models tests/*/training tests/integration/tools/test_gpu_*.py \
 	tests/integration/launch/test_launch_gpu.py tests/integration/launch/test_launch_nodes.py
 
 test-gpu-path: $(NEWER)/installed datasets/digits

@@ -1,16 +1,25 @@
-"""Time one training step of the GPU backend, compared with timm's plain training loop.
+"""Time one training step of the GPU backend, compared with a plain PyTorch loop.
 
     python benchmarks/gpu_step.py --json gpu.json --plot gpu.png
 
-`timm` is what a timm user runs: timm's model, autocast, fused AdamW, gradient clipping, no
-sharding, no activation checkpointing. `timm+compile` adds timm's --torchcompile, and
-`timm+max-autotune` that mode of torch.compile. All other variants run the step of training/loop.py;
-`tuned` lets Inductor autotune its kernels. Each measurement runs in a new process (under torchrun
-with --nproc-per-node), and the variants of a model take turns --repeats times. The table shows
-medians:
+A variant is a loop and changes to it, joined by "+". The loop `timm` is what a timm user runs:
+timm's model, autocast, fused AdamW, gradient clipping, no sharding, no activation checkpointing
+(with --objective dino or mae, the same for these objectives). `fsdp2` and `megatron` run the step
+of training/loop.py. Changes:
+
+- compile: torch.compile, of the whole model in timm's loop, else of each block;
+  max-autotune, reduce-overhead: that mode of it (timm)
+- te, fp8, fp8-rowwise, fp8-delayed, reduce-bf16, unsharded: --block te, --fp8, --reduce_dtype bf16,
+  --zero_dp_strategy 0
+- tuned, gemm: Inductor autotunes the configurations of its kernels; matrix products, too
+- flash, cudnn: that implementation of attention, in place of PyTorch's choice
+- bias, gelu, norm: candidates of benchmarks/gpu_candidates.py
+
+Each measurement runs in a new process (under torchrun with --nproc-per-node), and the variants of a
+model take turns --repeats times. The table shows medians:
 
 - s/step: wall clock per step, from device idle to device idle, averaged over --steps
-- ratio: images/s relative to timm's loop with the same model and batch in the same run
+- ratio: images/s relative to the first variant with the same model and batch in the same run
 - MFU: images/s x models.spec.train_flops_per_image (matrix products of the forward and backward
   pass, without recomputation) over the dense peak in torch_fsdp/devices.py for the precision; with
   FP8, over the FP8 peak
@@ -44,29 +53,42 @@ from run_vit_training import read_flags
 from training.logs.figures import pyplot
 
 PRESET_FLAGS = "--precision bf16 --grad_ckpt none --lr 1e-5".split()
-VARIANTS = {
-    "timm": "--fsdp fsdp2",  # for the process group; its loop shards nothing
-    "timm+compile": "--fsdp fsdp2",
-    "timm+max-autotune": "--fsdp fsdp2",
-    "fsdp2": "--fsdp fsdp2",
-    "megatron": "--fsdp megatron",
-    "fsdp2+compile": "--fsdp fsdp2 --compile",
-    "fsdp2+compile+tuned": "--fsdp fsdp2 --compile",
-    "megatron+compile": "--fsdp megatron --compile",
-    "fsdp2+compile+fp8": "--fsdp fsdp2 --compile --fp8 current",
-    "fsdp2+compile+fp8-rowwise": "--fsdp fsdp2 --compile --fp8 rowwise",
-    "megatron+compile+fp8": "--fsdp megatron --compile --fp8 current",
-    "te": "--fsdp fsdp2 --block te",
-    "megatron+te": "--fsdp megatron --block te",
-    "te+fp8": "--fsdp fsdp2 --block te --fp8 delayed",
-    "te+fp8-current": "--fsdp fsdp2 --block te --fp8 current",
+LOOPS = {
+    "timm": "--loop plain --fsdp fsdp2",  # for the process group; it shards nothing
+    "fsdp2": "--loop own --fsdp fsdp2",
+    "megatron": "--loop own --fsdp megatron",
+}
+PLAIN_CHANGES = {
+    "compile": "--compile_mode default",
+    "max-autotune": "--compile_mode max-autotune",
+    "reduce-overhead": "--compile_mode reduce-overhead",
+    "flash": "--attention flash",
+    "cudnn": "--attention cudnn",
+}
+CHANGES = {
+    "compile": "--compile",
+    "te": "--block te",
+    "fp8": "--fp8 current",
+    "fp8-rowwise": "--fp8 rowwise",
+    "fp8-delayed": "--fp8 delayed",
+    "reduce-bf16": "--reduce_dtype bf16",
+    "unsharded": "--zero_dp_strategy 0",
+    "tuned": "",
+    "gemm": "",
+    "flash": "--attention flash",
+    "cudnn": "--attention cudnn",
+    "bias": "--change bias",
+    "gelu": "--change gelu",
+    "norm": "--change norm",
 }
 ENVIRONMENT = {
-    "fsdp2+compile+tuned": {
-        "TORCHINDUCTOR_COORDINATE_DESCENT_TUNING": "1",
-        "TORCHINDUCTOR_MAX_AUTOTUNE": "1",
-    }
+    "tuned": {"TORCHINDUCTOR_COORDINATE_DESCENT_TUNING": "1"},
+    "gemm": {"TORCHINDUCTOR_MAX_AUTOTUNE_GEMM": "1", "ENABLE_PERSISTENT_TMA_MATMUL": "1"},
 }
+DEFAULT_VARIANTS = (
+    "timm+compile timm fsdp2 megatron fsdp2+compile megatron+compile fsdp2+compile+fp8 "
+    "fsdp2+compile+fp8-rowwise megatron+compile+fp8 fsdp2+te fsdp2+te+fp8"
+).split()
 # Images a GPU that leave room in 141 GB without checkpointing; multiples of 32 suit FP8.
 BATCH_SIZES = {
     "vit_tiny_patch16_224": 1024,
@@ -97,6 +119,21 @@ class Row:
         values = [result[name] for result in self.results if result[name] is not None]
         return statistics.median(values) if values else None
 
+    @property
+    def flags(self) -> list[str]:
+        """The flags of gpu_step_child.py for the variant."""
+        loop, *changes = self.variant.split("+")
+        known = PLAIN_CHANGES if loop == "timm" else CHANGES
+        words = " ".join([LOOPS[loop], *(known[change] for change in changes)]).split()
+        if loop != "timm" and "compile" not in changes:
+            words.append("--no-compile")
+        return words
+
+    @property
+    def environment(self) -> dict[str, str]:
+        changes = self.variant.split("+")[1:]
+        return {k: v for change in changes for k, v in ENVIRONMENT.get(change, {}).items()}
+
     def line(self) -> str:
         start = f"| {self.model} | {self.variant} | {self.batch_size} |"
         if self.failure:
@@ -125,8 +162,6 @@ def measure_once(row: Row, options: argparse.Namespace, flags: list[str]) -> Non
         *(torchrun if processes > 1 else ()),
         "-m",
         "benchmarks.gpu_step_child",
-        "--loop",
-        row.variant if row.variant.startswith("timm") else "own",
         "--warmup",
         str(options.warmup),
         "--steps",
@@ -139,8 +174,8 @@ def measure_once(row: Row, options: argparse.Namespace, flags: list[str]) -> Non
         row.model,
         "--batch_size",
         str(row.batch_size * processes),
-        *VARIANTS[row.variant].split(),
-        environment=ENVIRONMENT.get(row.variant, {}),
+        *row.flags,
+        environment=row.environment,
     )
     if done.returncode == 0:
         result = last_json(done.stdout)
@@ -158,7 +193,6 @@ def measure_model(
     rows: list[Row], options: argparse.Namespace, flags: list[str], bar: tqdm
 ) -> Iterator[Row]:
     """Measure all variants of a model in turn, several times; yield each when it is complete."""
-    timm_throughput = None
     for repeat in range(options.repeats):
         for row in rows:
             bar.set_description(f"{row.model} {row.variant}, {repeat + 1} of {options.repeats}")
@@ -166,11 +200,9 @@ def measure_model(
                 measure_once(row, options, flags)
             bar.update()
             if repeat == options.repeats - 1:
-                throughput = row.median("images_per_s")
-                if row.variant == "timm":
-                    timm_throughput = throughput
-                if throughput and timm_throughput and not row.failure:
-                    row.ratio = throughput / timm_throughput
+                throughput, of_first = row.median("images_per_s"), rows[0].median("images_per_s")
+                if throughput and of_first and not (row.failure or rows[0].failure):
+                    row.ratio = throughput / of_first
                 yield row
 
 
@@ -199,10 +231,10 @@ def write_json(path: Path, about: dict[str, Any], rows: list[Row]) -> None:
 
 
 def plot(path: Path, rows: list[Row], about: dict[str, Any]) -> None:
-    """Draw bars of the ratio to timm's loop, a group a model; what did not run says so."""
+    """Draw bars of the ratio to the first variant, a group per model; what did not run says so."""
     plt = pyplot()
     models = list(dict.fromkeys(row.model for row in rows))
-    variants = [name for name in VARIANTS if any(row.variant == name for row in rows)]
+    variants = list(dict.fromkeys(row.variant for row in rows))
     figure, axes = plt.subplots(figsize=(2 + 0.6 * len(models) * (len(variants) + 1), 5))
     width = 1 / (len(variants) + 1)
     for index, variant in enumerate(variants):
@@ -228,7 +260,7 @@ def plot(path: Path, rows: list[Row], about: dict[str, Any]) -> None:
     axes.axhline(1, color="black", linewidth=0.8)
     axes.margins(y=0.2)
     axes.set_xticks(range(len(models)), [f"{m}, batch {_batch(rows, m)}" for m in models])
-    axes.set_ylabel("images/s relative to timm's loop")
+    axes.set_ylabel(f"images/s relative to {variants[0]}")
     device = next((row.results[0]["device"] for row in rows if row.results), "nothing ran")
     axes.set_title(f"One training step, {about['processes']} x {device}, {about['commit']}")
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
@@ -237,6 +269,20 @@ def plot(path: Path, rows: list[Row], about: dict[str, Any]) -> None:
 
 def _batch(rows: list[Row], model: str) -> int:
     return next(row.batch_size for row in rows if row.model == model)
+
+
+def variant(text: str) -> str:
+    """Parse the name of a variant."""
+    loop, *changes = text.split("+")
+    known = PLAIN_CHANGES if loop == "timm" else CHANGES
+    if loop not in LOOPS:
+        raise argparse.ArgumentTypeError(f"{text!r} must start with {', '.join(LOOPS)}")
+    for change in changes:
+        if change not in known:
+            raise argparse.ArgumentTypeError(
+                f"{text!r}: {change!r} is not one of {', '.join(known)}"
+            )
+    return text
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
@@ -254,7 +300,16 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
         + ", ".join(f"{model} {size}" for model, size in BATCH_SIZES.items())
         + ")",
     )
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument(
+        "--variants",
+        type=variant,
+        nargs="+",
+        metavar="LOOP[+CHANGE...]",
+        default=DEFAULT_VARIANTS,
+        help="variants, the first of which others are compared with (default: "
+        + " ".join(DEFAULT_VARIANTS)
+        + ")",
+    )
     parser.add_argument("--nproc-per-node", type=int, default=1, help="number of GPUs (default: 1)")
     parser.add_argument(
         "--warmup", type=int, default=5, help="number of untimed steps (default: 5)"
@@ -275,8 +330,6 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
             parser.error(f"{flag} is set by --models, --batch_sizes and --variants: drop it")
     if min(options.steps, options.repeats) < 1 or options.warmup < 0:
         parser.error("--steps and --repeats must be 1 or more, --warmup 0 or more")
-    if options.plot and "timm" not in options.variants:
-        parser.error("--plot shows ratios to timm's loop: add timm to --variants")
     read_flags(flags)  # a wrong flag ends the program here, not in every row
     if options.batch_sizes is None:
         unknown = [model for model in options.models if model not in BATCH_SIZES]
@@ -290,7 +343,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
 
 def main() -> None:
     options, flags = parse()
-    variants = [name for name in VARIANTS if name in options.variants]  # timm's loop first
+    variants = list(dict.fromkeys(options.variants))
     rows: list[Row] = []
     about = describe_run(options, flags)
     print(

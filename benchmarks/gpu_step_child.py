@@ -9,10 +9,9 @@ batch. A variant that cannot run here ends with the line {"reason": ...}.
 import argparse
 import functools
 import json
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -22,6 +21,14 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.gpu_candidates import CHANGES, KERNELS, ChangedBlocks, attention_by
+from benchmarks.gpu_peers import (
+    Step,
+    objective_batches,
+    plain_dino_step,
+    plain_mae_step,
+    step_rates,
+)
 from data.loader import Batch
 from gpu_fsdp import resolve_gpu
 from models.config import VitConfig
@@ -31,11 +38,8 @@ from torch_fsdp.parallel_plan import DTYPES, TorchRun
 from training.backend import Backend
 from training.errors import UsageError
 from training.objectives.objective import open_objective
-from training.schedule import StepRates
 from training.step import shard_and_optimize, train_step
 
-Step = Callable[[int], torch.Tensor]
-"""A function that runs the step of this number and returns its loss on the device."""
 BuildStep = Callable[[TorchRun, Backend, list[Batch]], Step]
 
 
@@ -52,7 +56,7 @@ def own_step(run: TorchRun, backend: Backend, batches: list[Batch]) -> Step:
             backend,
             number,
             batches,
-            rates=StepRates(optimizer.lr),
+            rates=step_rates(run),
             max_norm=optimizer.clip_grad_norm,
         )["loss"]
 
@@ -111,25 +115,9 @@ def timm_step(
     return step
 
 
-def random_batches(run: TorchRun, backend: Backend) -> list[Batch]:
-    """Return this process's share of one batch, in micro-batches, on its device.
-
-    Its values are random, not zeros: a GPU that multiplies zeros draws less power and clocks
-    higher.
-    """
-    generator = torch.Generator().manual_seed(backend.batch_shard)
-    data, sizes = run.config.data, run.model.sizes
-    share = data.batch_size // backend.batch_shards
-    shape = (share, *sizes.input_shape)
-    images = torch.randn(shape, generator=generator)
-    labels = torch.randint(sizes.num_classes, (share,), generator=generator)
-    parts = (part.chunk(data.grad_accum_steps) for part in (images, labels))
-    return [backend.put((some, theirs)) for some, theirs in zip(*parts, strict=True)]
-
-
 def measure(run: TorchRun, backend: Backend, *, build: BuildStep, warmup: int, steps: int) -> None:
     """Time ``steps`` steps, from device idle to device idle; nothing is read in between."""
-    step = build(run, backend, random_batches(run, backend))
+    step = build(run, backend, objective_batches(run, backend))
     for number in range(warmup):
         step(number)
     backend.barrier()
@@ -153,7 +141,7 @@ def measure(run: TorchRun, backend: Backend, *, build: BuildStep, warmup: int, s
         "peak_flops_per_gpu": peak,
         "loss": loss.item(),
         "device": torch.cuda.get_device_name() if on_gpu else "CPU",
-        "backend": backend.describe() if build is own_step else "timm's loop",
+        "backend": backend.describe() if build is own_step else "plain PyTorch",
     }
     if backend.is_main:
         print(json.dumps(result), flush=True)
@@ -161,26 +149,29 @@ def measure(run: TorchRun, backend: Backend, *, build: BuildStep, warmup: int, s
 
 def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    builders: dict[str, BuildStep] = {
-        "own": own_step,
-        "timm": timm_step,
-        "timm+compile": functools.partial(timm_step, compile_mode="default"),
-        "timm+max-autotune": functools.partial(timm_step, compile_mode="max-autotune"),
-    }
-    parser.add_argument("--loop", choices=builders, required=True)
+    parser.add_argument("--loop", choices=("own", "plain"), required=True)
+    parser.add_argument("--compile_mode", help="of torch.compile, for the plain loop")
+    parser.add_argument("--change", action="append", choices=CHANGES, default=[])
+    parser.add_argument("--attention", choices=KERNELS)
     parser.add_argument("--warmup", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     chosen, flags = parser.parse_known_args()
     asked = read_flags(flags)
+    plain = {"classify": timm_step, "dino": plain_dino_step, "mae": plain_mae_step}
+    build: BuildStep = own_step
+    if chosen.loop == "plain":
+        objective = asked.run.objective.objective
+        build = functools.partial(plain[objective], compile_mode=chosen.compile_mode)
     try:
         run = resolve_gpu.resolve(asked.run, asked.torch)
+        if chosen.change:
+            blocks = ChangedBlocks(changes=tuple(chosen.change))
+            run = replace(run, plan=replace(run.plan, blocks=blocks))
+        body = functools.partial(measure, build=build, warmup=chosen.warmup, steps=chosen.steps)
+        with attention_by(chosen.attention):
+            launch(body, run)
     except UsageError as error:
         print(json.dumps({"reason": str(error)}), flush=True)
-        sys.exit()
-    body = functools.partial(
-        measure, build=builders[chosen.loop], warmup=chosen.warmup, steps=chosen.steps
-    )
-    launch(body, run)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ import sys
 
 import torch
 
-from benchmarks.gpu_step_child import own_step, random_batches
+from benchmarks.gpu_peers import objective_batches
+from benchmarks.gpu_step_child import own_step
 from tests.support.cli import TINY_MODEL, TINY_RUN
 from tests.support.resolved import on_gpus
 from torch_fsdp.launch_torch import launch
@@ -18,7 +19,7 @@ from training.backend import Backend
 
 
 def steps(run: TorchRun, backend: Backend) -> None:
-    step = own_step(run, backend, random_batches(run, backend))
+    step = own_step(run, backend, objective_batches(run, backend))
     for number in range(3):  # the first ones allocate and compile
         step(number)
     backend.wait()

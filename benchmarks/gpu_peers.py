@@ -1,0 +1,228 @@
+"""Batches and steps for gpu_step.py: random batches of each objective, and DINO and MAE as plain
+PyTorch programs that the program's own step is compared with.
+
+The plain steps are what a careful user would write for one GPU: fp32 weights under autocast, fused
+AdamW, gradient clipping, and optionally the whole loss as one compiled graph. Initial weights,
+masks and updates are those of the run, so the losses equal those of the program's own step.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from benchmarks.plain_objectives import Autocast, CropBatch, DinoLoss, DinoVit, MaeLoss
+from data.loader import Batch
+from data.source import CropLayout
+from data.transforms import block_mask
+from models.timm_models import TimmSpec
+from torch_fsdp.parallel_plan import DTYPES, TorchRun
+from training.backend import Backend, dataset_request
+from training.errors import UsageError
+from training.objectives.objective import normalizer
+from training.optimizers import key_of, updates_of
+from training.schedule import StepRates
+from training.step import put_micro_batches
+
+Step = Callable[[int], torch.Tensor]
+"""A function that runs the step of this number and returns its loss on the device."""
+Loss = Callable[[int], torch.Tensor]
+"""A function that returns the loss of a micro-batch in the step of this number."""
+
+
+def step_rates(run: TorchRun) -> StepRates:
+    """Return the rates of every step: those of ``run`` after all warmups."""
+    lr, objective = run.config.optimizer.lr, run.config.objective
+    if not objective.has_teacher:
+        return StepRates(lr)
+    newest = 1 - objective.teacher_momentum
+    return StepRates(lr, newest=newest, teacher_temp=objective.teacher_temp)
+
+
+# -- Batches ---------------------------------------------------------------------------------------
+
+
+def objective_batches(run: TorchRun, backend: Backend) -> list[Batch]:
+    """Return this process's share of one batch, in micro-batches, on its device.
+
+    Its values are random, not zeros: a GPU that multiplies zeros draws less power and clocks
+    higher.
+    """
+    generator = torch.Generator().manual_seed(backend.batch_shard)
+    data, sizes, objective = run.config.data, run.model.sizes, run.config.objective.objective
+    share, count = data.batch_size // backend.batch_shards, data.grad_accum_steps
+    if objective == "classify":
+        images = torch.randn((share, *sizes.input_shape), generator=generator)
+        labels = torch.randint(sizes.num_classes, (share,), generator=generator)
+        return put_micro_batches(backend, (images, labels), count)
+    layout = dataset_request(run).layout
+    shape = (layout.length,) if layout else sizes.input_shape
+    images = torch.randint(256, (share, *shape), generator=generator, dtype=torch.uint8)
+    if layout:
+        masks = random_masks(layout, share, share // count, seed=backend.batch_shard)
+        *crops, _ = layout.unpack(images)
+        images = torch.stack(
+            [layout.pack(*(c[:, i] for c in crops), mask) for i, mask in enumerate(masks)]
+        )
+    positions = backend.batch_shard * share + torch.arange(share)
+    return put_micro_batches(backend, (images, positions), count)
+
+
+def random_masks(
+    layout: CropLayout, images: int, micro_batch: int, *, seed: int
+) -> list[torch.Tensor]:
+    """Return the mask of each image. As in DINOv2, the masked fractions of a micro-batch are evenly
+    spaced, so that all micro-batches have the same number of masked patches."""
+    low, high = layout.request.mask_ratio
+    places = [(image % micro_batch + 0.5) / micro_batch for image in range(images)]
+    ratios = [low + (high - low) * place for place in places]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return [block_mask(layout.request.grid, (ratio, ratio)) for ratio in ratios]
+
+
+def collate(packed: torch.Tensor, layout: CropLayout, prefix: int) -> CropBatch:
+    """Return packed images as separate tensors. ``prefix``: the number of tokens before the patches
+    of a crop."""
+    global_crops, _, local_crops, mask = layout.unpack(packed)
+    image, patch = mask.nonzero(as_tuple=True)
+    return CropBatch(
+        global_crops.flatten(0, 1),
+        local_crops.flatten(0, 1) if len(local_crops) else None,
+        torch.cat([mask, torch.zeros_like(mask)]).unflatten(1, layout.request.grid),
+        image * (prefix + mask.shape[1]) + prefix + patch,
+        1 / (2 * len(mask) * mask.sum(1)[image].float()),
+    )
+
+
+# -- Steps -----------------------------------------------------------------------------------------
+
+
+def plain_dino_step(
+    run: TorchRun, backend: Backend, batches: list[Batch], *, compile_mode: str | None = None
+) -> Step:
+    """Return the step of DINOv2's self-distillation, with the mode of torch.compile, if any.
+    Raises UsageError."""
+    spec, config, device = supported_model(run, backend), run.config.objective, batches[0][0].device
+    layout = dataset_request(run).layout
+    assert layout is not None
+    with device:
+        student = DinoVit(spec.arguments, config)
+    load_initial_weights(run, student)
+    model = DinoLoss(student, config, normalizer(run, backend.constant), autocast(run, device))
+    loss_of, prefix = compiled(model, compile_mode), student.num_prefix_tokens
+    crops = [collate(packed, layout, prefix) for packed, _ in batches]
+    average = get_ema_multi_avg_fn(config.teacher_momentum)
+    weights = [list(part.parameters()) for part in (model.teacher, student)]
+
+    def loss(number: int, batch: CropBatch) -> torch.Tensor:
+        return loss_of(batch)
+
+    return build_step(
+        run,
+        student,
+        [functools.partial(loss, batch=batch) for batch in crops],
+        after_update=lambda: average(*weights, 0),
+    )
+
+
+def plain_mae_step(
+    run: TorchRun, backend: Backend, batches: list[Batch], *, compile_mode: str | None = None
+) -> Step:
+    """Return the step of masked autoencoding, with the mode of torch.compile, if any. Raises
+    UsageError."""
+    spec, config, device = supported_model(run, backend), run.config.objective, batches[0][0].device
+    with device:
+        model = MaeLoss(
+            spec.arguments, config, normalizer(run, backend.constant), autocast(run, device)
+        )
+    load_initial_weights(run, model)
+    loss_of = compiled(model, compile_mode)
+
+    def loss(number: int, images: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        key = key_of(run.config.seed, "mask", "step", number)
+        return loss_of(images, numbers, backend.constant(torch.tensor([key], dtype=torch.int32)))
+
+    parts = [functools.partial(loss, images=images, numbers=numbers) for images, numbers in batches]
+    return build_step(run, model, parts)
+
+
+def build_step(
+    run: TorchRun,
+    trained: nn.Module,
+    losses: Sequence[Loss],
+    after_update: Callable[[], None] = lambda: None,
+) -> Step:
+    """Return the step that trains ``trained`` on the mean of ``losses``."""
+    config, updates = run.config.optimizer, updates_of(run.config.optimizer, run.model)
+    assert config.betas is not None  # resolved
+    groups: dict[tuple[float, float], dict[str, Any]] = {}
+    for name, parameter in trained.named_parameters():
+        parameter.requires_grad_(name in updates)
+        if name in updates:
+            lr, decay = config.lr * updates[name].lr_scale, updates[name].weight_decay
+            group = groups.setdefault((lr, decay), {"params": [], "lr": lr, "weight_decay": decay})
+            group["params"].append(parameter)
+    optimizer = torch.optim.AdamW(
+        list(groups.values()), betas=config.betas, eps=config.eps, fused=True
+    )
+
+    def step(number: int) -> torch.Tensor:
+        parts = []
+        for loss_of in losses:
+            loss = loss_of(number) / len(losses)
+            parts.append(loss.detach())
+            loss.backward()
+        if config.clip_grad_norm > 0:
+            nn.utils.clip_grad_norm_(trained.parameters(), config.clip_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        after_update()
+        return torch.stack(parts).sum()
+
+    return step
+
+
+def supported_model(run: TorchRun, backend: Backend) -> TimmSpec:
+    """Return the model of ``run``. Raises UsageError if a plain step would compute something
+    else."""
+    config, spec = run.config, run.model
+    requirements = {
+        "one GPU": backend.device_count == 1,
+        "--precision fp32 or bf16": config.sharding.precision != "fp16",
+        "--optimizer adamw": config.optimizer.optimizer == "adamw",
+        "timm's VisionTransformer": isinstance(spec, TimmSpec) and spec.kind is VisionTransformer,
+        "a run without --teacher": run.teacher is None,
+        "a run without --gram_weights": config.objective.gram_weights is None,
+    }
+    for requirement, is_met in requirements.items():
+        if not is_met:
+            raise UsageError(f"the plain PyTorch step requires {requirement}", agreed=True)
+    assert isinstance(spec, TimmSpec)
+    return spec
+
+
+def load_initial_weights(run: TorchRun, model: nn.Module) -> None:
+    """Copy the initial weights of ``run`` to ``model``, whose parameters have the same names."""
+    filled = run.model.build()
+    for name, unit in run.model.units(filled):
+        run.model.initialize(unit, name, seed=run.config.seed)
+    model.load_state_dict(filled.state_dict())
+
+
+def autocast(run: TorchRun, device: torch.device) -> Autocast:
+    """Return a function that returns an autocast context in the precision of ``run``."""
+    precision = run.config.sharding.precision
+    dtype, enabled = DTYPES[precision], precision != "fp32"
+    return lambda: torch.autocast(device.type, dtype=dtype, enabled=enabled)
+
+
+def compiled(model: nn.Module, mode: str | None) -> Callable[..., torch.Tensor]:
+    """Return ``model``, whose output is a loss, compiled as one graph if there is a ``mode``."""
+    if mode is None:
+        return model
+    return torch.compile(model, mode=mode, dynamic=False, fullgraph=True)
