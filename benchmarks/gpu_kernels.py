@@ -1,15 +1,15 @@
 """List the kernels that torch.compile makes of a block for an H200, and the bytes that each must
 move, without a GPU.
 
-    python -m benchmarks.gpu_kernels --model vit_large_patch16_224 --batch_size 256
-    python -m benchmarks.gpu_kernels --model vit_large_patch16_224 --batch_size 256 --change bias
+    python benchmarks/gpu_kernels.py --model vit_large_patch16_224 --batch_size 256
+    python benchmarks/gpu_kernels.py --model vit_large_patch16_224 --batch_size 256 --change bias
 
 A block of timm's in bf16, forward and backward. Inductor lowers, fuses and schedules its operations
 as on the GPU; nothing is run. "MB" counts what a kernel reads and writes, each tensor once;
 "ms/model" is how long that takes in all blocks at the memory's measured bandwidth (4.3 TB/s), a
 lower bound. Products and attention are libraries' kernels, without a bound here.
 
-Written for PyTorch 2.14, whose private names it uses.
+Requires PyTorch 2.14, whose private names it uses.
 """
 
 import argparse
@@ -47,6 +47,7 @@ from config_fields import local_path
 from models.config import PRESETS
 from models.registry import open_model
 
+WRITTEN_FOR = "2.14"
 BANDWIDTH = 4.3e12
 """Bytes per second of a copy between the memory of one H200, read and written."""
 _H200 = types.SimpleNamespace(
@@ -264,7 +265,7 @@ def kernels_of_model(
         return kernels_of(block, x), spec.sizes.depth
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -274,7 +275,13 @@ def main() -> None:
     parser.add_argument(
         "--json", type=local_path, metavar="FILE", help="write all kernels to this JSON file"
     )
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    if not torch.__version__.startswith(WRITTEN_FOR):
+        sys.exit(f"gpu_kernels.py requires PyTorch {WRITTEN_FOR}, not {torch.__version__}")
     kernels, depth = kernels_of_model(options.model, options.batch_size, options.change)
     if options.json:
         options.json.write_text(json.dumps([asdict(kernel) for kernel in kernels], indent=2) + "\n")

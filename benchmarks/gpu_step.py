@@ -12,6 +12,7 @@ of training/loop.py. Changes:
 - te, fp8, fp8-rowwise, fp8-delayed, reduce-bf16, unsharded: --block te, --fp8, --reduce_dtype bf16,
   --zero_dp_strategy 0
 - tuned, gemm: Inductor autotunes the configurations of its kernels; matrix products, too
+- cudagraph: the step is one CUDA graph, with constant random numbers and learning rates
 - flash, cudnn: that implementation of attention, in place of PyTorch's choice
 - bias, gelu, norm: candidates of benchmarks/gpu_candidates.py
 
@@ -73,6 +74,7 @@ CHANGES = {
     "fp8-delayed": "--fp8 delayed",
     "reduce-bf16": "--reduce_dtype bf16",
     "unsharded": "--zero_dp_strategy 0",
+    "cudagraph": "--cudagraph",
     "tuned": "",
     "gemm": "",
     "flash": "--attention flash",

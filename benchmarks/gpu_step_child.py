@@ -35,6 +35,7 @@ from models.config import VitConfig
 from run_vit_training import read_flags
 from torch_fsdp.launch_torch import launch
 from torch_fsdp.parallel_plan import DTYPES, TorchRun
+from torch_fsdp.torch_backend import TorchBackend
 from training.backend import Backend
 from training.errors import UsageError
 from training.objectives.objective import open_objective
@@ -115,9 +116,47 @@ def timm_step(
     return step
 
 
-def measure(run: TorchRun, backend: Backend, *, build: BuildStep, warmup: int, steps: int) -> None:
+def captured(step: Step, backend: Backend) -> Step:
+    """Return the own step as one CUDA graph: the same work on the same batch, without the host.
+
+    Only for measuring: random numbers, learning rates and the number of the step are constants.
+    """
+    if not torch.cuda.is_available():
+        raise UsageError("cudagraph requires CUDA", agreed=True)
+    assert isinstance(backend, TorchBackend)
+    for group in backend._optimizer._optimizer.param_groups:
+        group["capturable"] = True
+    backend.begin_pass = lambda pass_index: None  # type: ignore[method-assign]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for number in range(3):  # compiles, and lets libraries allocate what they need
+            step(number)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step(3)
+
+    def replay(number: int) -> torch.Tensor:
+        graph.replay()
+        return loss
+
+    return replay
+
+
+def measure(
+    run: TorchRun,
+    backend: Backend,
+    *,
+    build: BuildStep,
+    warmup: int,
+    steps: int,
+    in_graph: bool = False,
+) -> None:
     """Time ``steps`` steps, from device idle to device idle; nothing is read in between."""
     step = build(run, backend, objective_batches(run, backend))
+    if in_graph:
+        step = captured(step, backend)
     for number in range(warmup):
         step(number)
     backend.barrier()
@@ -153,6 +192,7 @@ def main() -> None:
     parser.add_argument("--compile_mode", help="of torch.compile, for the plain loop")
     parser.add_argument("--change", action="append", choices=CHANGES, default=[])
     parser.add_argument("--attention", choices=KERNELS)
+    parser.add_argument("--cudagraph", action="store_true")
     parser.add_argument("--warmup", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     chosen, flags = parser.parse_known_args()
@@ -167,7 +207,13 @@ def main() -> None:
         if chosen.change:
             blocks = ChangedBlocks(changes=tuple(chosen.change))
             run = replace(run, plan=replace(run.plan, blocks=blocks))
-        body = functools.partial(measure, build=build, warmup=chosen.warmup, steps=chosen.steps)
+        body = functools.partial(
+            measure,
+            build=build,
+            warmup=chosen.warmup,
+            steps=chosen.steps,
+            in_graph=chosen.cudagraph,
+        )
         with attention_by(chosen.attention):
             launch(body, run)
     except UsageError as error:

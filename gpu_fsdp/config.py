@@ -73,7 +73,7 @@ class TorchConfig(Fsdp2Config):
     fp8: Literal["none", "delayed", "current", "rowwise", "mxfp8"] = flag(
         "none",
         "FP8 recipe of the matrix products in the blocks, computed by TransformerEngine with "
-        "--block te, else by torchao, which requires --compile (experimental: not yet run at "
+        "--block te, else by torchao, which requires torch.compile (experimental: not yet run at "
         "scale); current: one scale per tensor, from its values; delayed: one scale per tensor, "
         "from previous steps (te); rowwise: one scale per row (timm); mxfp8: one scale per 32 "
         "values (te, Blackwell)",

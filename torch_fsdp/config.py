@@ -70,9 +70,8 @@ class Fsdp2Config:
     )
     compile: bool | None = flag(
         None,
-        "compile each block with torch.compile (default: on with torchtpu, and on GPUs except with "
-        "--mesh_domain, --block te and native resolution; there, if it fails, training continues "
-        "without it)",
+        "compile each block with torch.compile (default: on, if it works; off on the CPU, and on "
+        "GPUs with --mesh_domain, --block te or native resolution)",
     )
     channels_last: bool = flag(
         False,

@@ -199,11 +199,14 @@ RUN: dict[str, Run] = {
                 for variant in ("timm", "fsdp2", r"fsdp2\+compile")
             ),
             r"\| megatron \| 4 \| --fsdp megatron requires CUDA: on the CPU use --fsdp fsdp2 \|",
-            r"\| te \| 4 \| --block te: TransformerEngine is not installed",
-            r"\| te\+fp8 \| 4 \| --fp8 delayed requires --precision bf16, not fp32",
+            r"\| fsdp2\+te \| 4 \| --block te: TransformerEngine is not installed",
+            r"\| fsdp2\+te\+fp8 \| 4 \| --fp8 current requires --precision bf16, not fp32",
         ),
         leaves=("cpu.json", "cpu.png"),
         long=True,
+    ),
+    "python3 -m benchmarks.gpu_queue": Run(
+        (r"^# ViT-L/16 beside timm's compiled, up to 5 min$",), shorter="--dry_run"
     ),
     "python benchmarks/data.py --repeats": Run(
         (r"^  ratio per core \d\.\d\d",), long=True, shorter="--repeats 1 --seconds 1"

@@ -20,7 +20,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch.distributed.run import get_args_parser
 
-from benchmarks import domain_parallel, gpu_step
+from benchmarks import domain_parallel, gpu_kernels, gpu_step
 from launch import torchrun
 from run_vit_training import read_flags
 from tests.fakes.hub_server import TOKEN, HubServer
@@ -135,7 +135,7 @@ def names_packages(machine: Machine, command: Command, tmp_path: Path) -> None:
         assert all(Requirement(line).specifier for line in packages)
 
 
-BENCHMARKS: tuple[ModuleType, ...] = (gpu_step, domain_parallel)
+BENCHMARKS: tuple[ModuleType, ...] = (gpu_step, gpu_kernels, domain_parallel)
 
 
 def benchmark_takes(machine: Machine, command: Command, tmp_path: Path) -> None:
