@@ -5,7 +5,6 @@ All are written with PyTorch's operations, so that torch.compile fuses them bett
 """
 
 import contextlib
-import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,17 +43,21 @@ class _Linear(torch.autograd.Function):
         )
 
 
+class LinearWithFusedGradient(nn.Linear):
+    parts: tuple[int, ...]
+    """The sizes of the dimensions that the gradient is put together from."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = _Linear.apply(input, self.weight, self.bias, self.parts)
+        return output
+
+
 def fuse_bias_gradients(block: Any) -> None:
     """Fuse those of ``attn.qkv`` and ``mlp.fc1``: torch.compile fuses the other two by itself."""
-
-    def forward(linear: nn.Linear, x: Tensor) -> Tensor:
-        return _Linear.apply(x, linear.weight, linear.bias, parts[linear])
-
-    # The sizes of the dimensions that the gradient is put together from.
-    heads = (3, block.attn.num_heads, block.attn.head_dim)
-    parts = {block.attn.qkv: heads, block.mlp.fc1: (block.mlp.fc1.out_features,)}
-    for linear in parts:
-        linear.forward = types.MethodType(forward, linear)
+    block.attn.qkv.parts = (3, block.attn.num_heads, block.attn.head_dim)
+    block.mlp.fc1.parts = (block.mlp.fc1.out_features,)
+    for linear in (block.attn.qkv, block.mlp.fc1):
+        linear.__class__ = LinearWithFusedGradient  # blocks that are alike share a graph
     torch._inductor.config.loop_ordering_after_fusion = True  # off by default in PyTorch 2.9
 
 

@@ -73,6 +73,7 @@ def test_on_one_gpu(form, data, tmp_path, monkeypatch):
     if importlib.util.find_spec("wandb") is None:
         refused["--wandb project"] = "wandb is not installed"
     base = BASE | {"backend": "--backend cuda", "fsdp": f"--fsdp {form}"}
+    base["compile"] = "--no-compile"  # compilations take longer than two steps
     lines = lines_of("torch", data, resolve, refused, base=base, form=("backend", "fsdp"))
 
     def run(number):

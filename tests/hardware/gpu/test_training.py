@@ -18,12 +18,14 @@ FORMS = ["fsdp2", "megatron"]
 
 @pytest.fixture(scope="module")
 def fp32(tmp_path_factory):
-    return train_tiny_gpu(tmp_path_factory.mktemp("fp32"), "--fsdp", "fsdp2")
+    return train(tmp_path_factory.mktemp("fp32"), "fsdp2")
 
 
-def train(folder, form, *flags):
+def train(folder, form, *flags, compiled=False):
+    """Not compiled, which takes longer than these trainings."""
     need_form(form)
-    return train_tiny_gpu(folder, "--fsdp", form, *flags)
+    how = [] if compiled else ["--no-compile"]
+    return train_tiny_gpu(folder, "--fsdp", form, *how, *flags)
 
 
 def assert_near(result, reference, rel):
@@ -86,7 +88,10 @@ def test_bf16_near_fp32(form, fp32, tmp_path):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_compiled_blocks(form, fp32, tmp_path):
-    result = train(tmp_path, form, "--compile")
+    """The default."""
+    result = train(tmp_path, form, compiled=True)
+    assert "torch.compile" in result.run_file["backend"]
+    assert "torch.compile failed" not in result.stderr
     assert_near(result, columns(fp32), rel=1e-3)
     counts = result.column("compilations")
     assert counts[0] > 0

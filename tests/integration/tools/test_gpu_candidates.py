@@ -2,17 +2,19 @@
 for: kernels and bytes, as Inductor schedules them for an H200 that is not there."""
 
 import copy
-import functools
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from timm.models.vision_transformer import Block
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 
 from benchmarks.gpu_candidates import CHANGES, ChangedBlocks, PolynomialGelu, attention_by
-from tests.support.cli import run_program
+from tests.support.cli import TINY_MODEL, run_program
+from tests.support.resolved import on_gpus
+from torch_fsdp.parallel_plan import parallelize_block
 
 NEEDS_2_14 = pytest.mark.skipif(
     not torch.__version__.startswith("2.14"), reason="gpu_kernels is written for PyTorch 2.14"
@@ -63,20 +65,22 @@ def test_polynomial_gelu():
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_one_graph(recomputed):
-    block = ChangedBlocks(changes=tuple(CHANGES)).replace(Block(32, 2, qkv_bias=True), "cpu")
+def test_blocks_share_a_graph(recomputed):
+    changed = ChangedBlocks(changes=tuple(CHANGES))
     graphs = []
 
     def compiler(graph, inputs):
         graphs.append(graph)
         return graph.forward
 
-    forward = block.forward
-    if recomputed:
-        forward = functools.partial(checkpoint, forward, use_reentrant=False)
-    compiled = torch.compile(forward, backend=compiler, fullgraph=True, dynamic=False)
+    plan = on_gpus([*TINY_MODEL, "--batch_size", "4", "--compile"]).plan
+    how = "full" if recomputed else "none"
+    plan = replace(plan, blocks=changed, grad_ckpt=how, compiler=compiler)
+    model = nn.Sequential(*(Block(32, 2, qkv_bias=True) for _ in range(3)))
+    for name, block in model.named_children():
+        parallelize_block(model, name, block, plan, torch.device("cpu"))
     for _ in range(2):
-        compiled(torch.randn(2, 5, 32, requires_grad=True)).sum().backward()
+        model(torch.randn(2, 5, 32, requires_grad=True)).sum().backward()
     assert len(graphs) == 1
 
 

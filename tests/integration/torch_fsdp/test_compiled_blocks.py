@@ -122,6 +122,29 @@ def test_a_failed_compilation_is_told_once(monkeypatch, capsys):
         block(torch.randn(2, 17, 32))
 
 
+KINDS_OF_BLOCKS = (
+    "aimv2_1b_patch14_224 beit3_base_patch16_224 eva02_base_patch14_224 eva02_small_patch14_224 "
+    "eva02_enormous_patch14_clip_224 eva_giant_patch14_224 test_vit4 vit_base_patch16_18x2_224 "
+    "vit_base_patch16_dinov3 vit_base_patch16_rope_224 vit_base_patch16_rpn_224 "
+    "vit_base_patch16_sapiens2 vit_base_patch16_xp_224 vit_dlittle_patch16_reg1_gap_256 "
+    "vit_dpwee_patch16_reg1_gap_256 vit_giant_patch14_dinov2 hybrid_vit"
+).split()
+"""A model of each combination of timm's blocks, attention, MLPs and norms that is supported."""
+
+
+@pytest.mark.parametrize("name", KINDS_OF_BLOCKS)
+def test_no_graph_break(name):
+    """``fullgraph`` raises at one."""
+    depth = "" if "sapiens2" in name else "--num_blocks 1"  # it has a setting for each block
+    name = name if name == "hybrid_vit" else f"timm/{name}"
+    run = on_gpus(f"--model {name} {depth} --batch_size 2 --compile")
+    plan, model = replace(run.plan, compiler="eager"), run.model.build()
+    for unit, block in [*run.model.units(model)][:-1]:
+        parallelize_block(model, unit, block, plan, torch.device("cpu"))
+    images = torch.empty(2, *run.model.sizes.input_shape, device="meta")
+    assert model.train()(images).shape == (2, run.model.sizes.num_classes)
+
+
 @pytest.mark.long
 def test_a_deep_model_is_compiled(tmp_path):
     """All of it in the first step, and in the first evaluation."""
