@@ -284,6 +284,12 @@ def variant(text: str) -> str:
             raise argparse.ArgumentTypeError(
                 f"{text!r}: {change!r} is not one of {', '.join(known)}"
             )
+    replaced = [change for change in changes if change == "te" or change.startswith("fp8")]
+    changed = [change for change in changes if known[change].startswith("--change")]
+    if replaced and changed:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: {changed[0]} changes the blocks that {replaced[0]} replaces: drop one"
+        )
     return text
 
 

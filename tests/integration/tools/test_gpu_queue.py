@@ -64,6 +64,24 @@ def test_flags_of_rows(name, tiny, monkeypatch):
     assert options.repeats == 1 or not tiny
 
 
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("torch+compile", "must start with timm, fsdp2, megatron"),
+        ("timm+bias", "'bias' is not one of compile, max-autotune"),
+        ("fsdp2+compile+fast", "'fast' is not one of compile, te"),
+        ("fsdp2+compile+fp8+bias", "bias changes the blocks that fp8 replaces"),
+        ("", "must start with"),
+    ],
+)
+def test_unknown_variants(typed, words, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["gpu_step.py", "--variants", "timm", typed])
+    with pytest.raises(SystemExit) as end:
+        gpu_step.parse()
+    assert end.value.code == 2
+    assert words in capsys.readouterr().err
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", ROWS)
 def test_rehearsal(name, tmp_path):
