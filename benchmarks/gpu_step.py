@@ -20,6 +20,7 @@ Each measurement runs in a new process (under torchrun with --nproc-per-node), a
 model take turns --repeats times. The table shows medians:
 
 - s/step: wall clock per step, from device idle to device idle, averaged over --steps
+- spread: the difference between the longest and the shortest s/step of the repeats, over the median
 - ratio: images/s relative to the first variant with the same model and batch in the same run
 - MFU: images/s x models.spec.train_flops_per_image (matrix products of the forward and backward
   pass, without recomputation) over the dense peak in torch_fsdp/devices.py for the precision; with
@@ -103,7 +104,17 @@ BATCH_SIZES = {
 }
 DEFAULT_MODELS = [name for name in BATCH_SIZES if re.search("base|large|huge|giant_", name)]
 PACKAGES = ("torch", "timm", "megatron-fsdp", "transformer-engine", "torchao")
-COLUMNS = ("model", "variant", "batch per GPU", "s/step", "images/s", "ratio", "MFU", "peak GiB")
+COLUMNS = (
+    "model",
+    "variant",
+    "batch per GPU",
+    "s/step",
+    "spread",
+    "images/s",
+    "ratio",
+    "MFU",
+    "peak GiB",
+)
 
 
 @dataclass
@@ -141,9 +152,13 @@ class Row:
         if self.failure:
             return f"{start} {self.failure} |" + " |" * (len(COLUMNS) - 4)
         seconds, throughput = self.median("s_per_step"), self.median("images_per_s")
-        memory = self.median("peak_memory")
+        memory, measured = self.median("peak_memory"), [r["s_per_step"] for r in self.results]
+        spread = None
+        if seconds and len(measured) > 1:
+            spread = (max(measured) - min(measured)) / seconds
         cells = (
             formatted(seconds, ".4f"),
+            formatted(spread, ".1%"),
             formatted(throughput, ".1f"),
             formatted(self.ratio, ".2f"),
             formatted(self.median("mfu"), ".1%"),
