@@ -4,9 +4,10 @@
 
 Needs one GPU of 80 GB and PyTorch 2.11 or newer; the rows with FP8 also torchao, those with
 Megatron-FSDP also megatron-fsdp. Each row is a command with a limit of time. It writes its output
-to ROW.txt, and most also their figures to ROW.json, at once after each measurement. A row that
-fails does not end the others. The table at the end, also in queue.txt, names the rows that failed,
-ran out of time, or were not started. --rows runs only some; --dry_run prints the commands.
+to ROW.txt, and most also their figures to ROW.json, at once after each measurement; the first one
+draws ROW.png. A row that fails does not end the others. The table at the end, also in queue.txt,
+names the rows that failed, ran out of time, or were not started. --rows runs only some; --dry_run
+prints the commands.
 
 --tiny is a rehearsal: small models and few steps, on the CPU too.
 """
@@ -70,7 +71,8 @@ ROWS = {
     "large": Row(
         "ViT-L/16 beside timm's compiled",
         5,
-        f"{STEP} {LARGE} --repeats 3 --variants timm+compile fsdp2+compile megatron+compile",
+        f"{STEP} {LARGE} --repeats 3 --plot {{png}} "
+        "--variants timm+compile fsdp2+compile megatron+compile",
     ),
     "candidates": Row(
         "ViT-L/16: which candidates pay",
@@ -131,8 +133,8 @@ def words_of(name: str, folder: Path, *, tiny: bool) -> list[str]:
     if tiny:
         for full, small in TINY.items():
             command = command.replace(full, small)
-    command = command.replace("{json}", str(folder / f"{name}.json"))
-    return [sys.executable, *shlex.split(command.replace("{folder}", str(folder)))]
+    places = {"json": folder / f"{name}.json", "png": folder / f"{name}.png", "folder": folder}
+    return [sys.executable, *(word.format(**places) for word in shlex.split(command))]
 
 
 def run(words: list[str], output: Path, seconds: float) -> str:
