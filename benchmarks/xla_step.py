@@ -34,7 +34,7 @@ FORMS = {
     "wrapper": "--xla_fsdp spmd",
     "nested": "--xla_fsdp nested",
 }
-WITHOUT_XLA = {"plain": "timm", "fsdp2": "own"}
+WITHOUT_XLA = {"plain": "plain", "fsdp2": "own"}
 """Form -> the loop of benchmarks/gpu_step_child.py."""
 COLUMNS = ("s_per_step", "trace_s", "compile_s", "executions", "compilations")
 

@@ -466,6 +466,10 @@ def trained(tmp_path_factory):
 def test_command(command, how, machine, request):
     if how.trained:
         put_trained(machine, request.getfixturevalue("trained"))
+        if "--data_dir /datasets/imagenet-1k-shards" in command.typed:
+            images = f"{machine.datasets}/imagenet-1k"
+            pack = f"python3 -m data.pack {images} {images}-shards"
+            assert machine.run(Command(pack, pack, command.document)).returncode == 0
     if how.shorter:
         command = dataclasses.replace(command, typed=f"{command.text} {how.shorter}")
     type_it(machine, command, how)
