@@ -29,33 +29,6 @@ from config_fields import local_path, positive_number
 
 LEAST_S = 30
 """Seconds that must be left to start a row."""
-STEP = "-m benchmarks.gpu_step --json {json}"
-LARGE = "--models vit_large_patch16_224 --batch_sizes 256 --steps 20"
-WIDE = "--models vit_10b --batch_sizes 64 --num_blocks 6 --steps 15"
-DINO = "--models vit_large_patch16_224 --batch_sizes 64 --objective dino --steps 10"
-TINY = {
-    LARGE: "--models vit_tiny_patch16_224 --batch_sizes 4 --image_size 32 --num_blocks 2 "
-    "--warmup 1 --steps 2",
-    WIDE: "--models vit_10b --batch_sizes 4 --image_size 28 --num_blocks 1 --embed_dim 64 "
-    "--num_heads 4 --warmup 1 --steps 2",
-    DINO: "--models vit_tiny_patch16_224 --batch_sizes 4 --image_size 32 --num_blocks 2 "
-    "--objective dino --local_crop_size 16 --koleo_group 2 --dino_prototypes 64 "
-    "--ibot_prototypes 64 --warmup 1 --steps 2",
-    "--repeats 3": "--repeats 1",
-    "--repeats 2": "--repeats 1",
-    "--batch_sizes 256 --objective mae --steps 20": "--batch_sizes 4 --objective mae "
-    "--image_size 32 --num_blocks 2 --warmup 1 --steps 2",
-    "--models vit_base_patch16_224 vit_huge_patch14_224 --batch_sizes 512 128 --steps 15": (
-        "--models vit_tiny_patch16_224 --batch_sizes 4 --image_size 32 --num_blocks 2 "
-        "--warmup 1 --steps 2"
-    ),
-    "vit_large_patch16_224": "vit_tiny_patch16_224",
-    "--batch_size 256": "--batch_size 4",
-    "--precision bf16 --grad_ckpt none": "--grad_ckpt none --image_size 32 --num_blocks 2",
-    "--workers 16 --repeats 3": "--images 32 --batch_size 8 --repeats 1",
-    "tests/hardware/gpu": "--collect-only tests/hardware/gpu",
-}
-"""What --tiny replaces, in this order."""
 
 
 @dataclass(frozen=True)
@@ -65,74 +38,104 @@ class Row:
     question: str
     minutes: float
     command: str
+    """With {size} for one of the following, and {json}, {png} and {folder} for what it writes."""
+    size: str = ""
+    """Its flags on a GPU."""
+    tiny: str = ""
+    """Its flags with --tiny."""
 
+
+STEP = "-m benchmarks.gpu_step --json {json} {size}"
+LARGE = "--models vit_large_patch16_224 --batch_sizes 256 --steps 20"
+TINY_MODEL = "--image_size 32 --num_blocks 2"
+TINY = (
+    f"--models vit_tiny_patch16_224 --batch_sizes 4 {TINY_MODEL} --warmup 1 --steps 2 --repeats 1"
+)
 
 ROWS = {
     "large": Row(
         "ViT-L/16 beside timm's compiled",
         5,
-        f"{STEP} {LARGE} --repeats 3 --plot {{png}} "
-        "--variants timm+compile fsdp2+compile megatron+compile",
+        f"{STEP} --plot {{png}} --variants timm+compile fsdp2+compile megatron+compile",
+        f"{LARGE} --repeats 3",
+        TINY,
     ),
     "candidates": Row(
         "ViT-L/16: which candidates pay",
         6,
-        f"{STEP} {LARGE} --repeats 2 --variants fsdp2+compile fsdp2+compile+bias "
-        "fsdp2+compile+gelu fsdp2+compile+norm fsdp2+compile+bias+gelu+norm "
-        "fsdp2+compile+bias+gelu+norm+tuned",
+        f"{STEP} --variants fsdp2+compile fsdp2+compile+bias fsdp2+compile+gelu fsdp2+compile+norm "
+        "fsdp2+compile+bias+gelu+norm fsdp2+compile+bias+gelu+norm+tuned",
+        f"{LARGE} --repeats 2",
+        TINY,
     ),
     "wide": Row(
         "6 blocks of the 10B model",
         5,
-        f"{STEP} {WIDE} --repeats 2 --variants timm+compile fsdp2+compile "
-        "fsdp2+compile+bias+gelu+norm fsdp2+compile+fp8 megatron+compile+fp8",
+        f"{STEP} --variants timm+compile fsdp2+compile fsdp2+compile+bias+gelu+norm "
+        "fsdp2+compile+fp8 megatron+compile+fp8",
+        "--models vit_10b --batch_sizes 64 --num_blocks 6 --steps 15 --repeats 2",
+        "--models vit_10b --batch_sizes 4 --image_size 28 --num_blocks 1 --embed_dim 64 "
+        "--num_heads 4 --warmup 1 --steps 2 --repeats 1",
     ),
     "others": Row(
         "ViT-L/16: the other candidates",
         6,
-        f"{STEP} {LARGE} --repeats 2 --variants fsdp2+compile fsdp2+compile+cudagraph "
-        "fsdp2+compile+gemm fsdp2+compile+flash fsdp2+compile+reduce-bf16 "
-        "fsdp2+compile+unsharded timm+reduce-overhead timm+max-autotune",
+        f"{STEP} --variants fsdp2+compile fsdp2+compile+cudagraph fsdp2+compile+gemm "
+        "fsdp2+compile+flash fsdp2+compile+reduce-bf16 fsdp2+compile+unsharded "
+        "timm+reduce-overhead timm+max-autotune",
+        f"{LARGE} --repeats 2",
+        TINY,
     ),
     "dino": Row(
         "DINOv2's step, 2 + 8 crops, ViT-L/16",
         5,
-        f"{STEP} {DINO} --repeats 2 --variants timm+compile timm fsdp2+compile",
+        f"{STEP} --objective dino --variants timm+compile timm fsdp2+compile",
+        "--models vit_large_patch16_224 --batch_sizes 64 --steps 10 --repeats 2",
+        f"{TINY} --local_crop_size 16 --koleo_group 2 --dino_prototypes 64 --ibot_prototypes 64",
     ),
     "profile": Row(
         "where the time of ViT-L/16 goes",
         2,
-        "run_vit_training.py --backend cuda --fake_data --model vit_large_patch16_224 "
-        "--batch_size 256 --precision bf16 --grad_ckpt none --profile 8:10 --max_steps 12 "
-        "--ckpt_dir {folder}/profile",
+        "run_vit_training.py --backend cuda --fake_data {size} --grad_ckpt none --profile 8:10 "
+        "--max_steps 12 --ckpt_dir {folder}/profile",
+        "--model vit_large_patch16_224 --batch_size 256 --precision bf16",
+        f"--model vit_tiny_patch16_224 --batch_size 4 {TINY_MODEL}",
     ),
-    "tests": Row("the tests for one GPU", 6, "-m pytest -q -m gpu tests/hardware/gpu"),
+    "tests": Row(
+        "the tests for one GPU",
+        6,
+        "-m pytest -q -m gpu {size} tests/hardware/gpu",
+        tiny="--collect-only",
+    ),
     "models": Row(
         "ViT-B/16 and ViT-H/14",
         6,
-        f"{STEP} --models vit_base_patch16_224 vit_huge_patch14_224 --batch_sizes 512 128 "
-        "--steps 15 --repeats 3 --variants timm+compile timm fsdp2+compile megatron+compile",
+        f"{STEP} --variants timm+compile timm fsdp2+compile megatron+compile",
+        "--models vit_base_patch16_224 vit_huge_patch14_224 --batch_sizes 512 128 --steps 15 "
+        "--repeats 3",
+        TINY,
     ),
     "mae": Row(
         "MAE's step, ViT-L/16",
         4,
-        f"{STEP} --models vit_large_patch16_224 --batch_sizes 256 --objective mae --steps 20 "
-        "--repeats 2 --variants timm+compile fsdp2+compile",
+        f"{STEP} --objective mae --variants timm+compile fsdp2+compile",
+        f"{LARGE} --repeats 2",
+        TINY,
     ),
     "input": Row(
         "images/s of decoding on all cores",
         2,
-        "benchmarks/data.py --workers 16 --repeats 3",
+        "benchmarks/data.py {size}",
+        "--workers 16 --repeats 3",
+        "--images 32 --batch_size 8 --repeats 1",
     ),
 }
 """In order of priority."""
 
 
 def words_of(name: str, folder: Path, *, tiny: bool) -> list[str]:
-    command = ROWS[name].command
-    if tiny:
-        for full, small in TINY.items():
-            command = command.replace(full, small)
+    row = ROWS[name]
+    command = row.command.replace("{size}", row.tiny if tiny else row.size)
     places = {"json": folder / f"{name}.json", "png": folder / f"{name}.png", "folder": folder}
     return [sys.executable, *(word.format(**places) for word in shlex.split(command))]
 

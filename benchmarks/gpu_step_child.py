@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.gpu_candidates import CHANGES, KERNELS, ChangedBlocks, attention_by
 from benchmarks.gpu_peers import (
     Step,
+    autocast,
     objective_batches,
     plain_dino_step,
     plain_mae_step,
@@ -34,7 +35,7 @@ from gpu_fsdp import resolve_gpu
 from models.config import VitConfig
 from run_vit_training import read_flags
 from torch_fsdp.launch_torch import launch
-from torch_fsdp.parallel_plan import DTYPES, TorchRun
+from torch_fsdp.parallel_plan import TorchRun
 from torch_fsdp.torch_backend import TorchBackend
 from training.backend import Backend
 from training.errors import UsageError
@@ -92,8 +93,7 @@ def timm_step(
         fused=True,
     )
     scaler = GradScaler(device.type, enabled=precision == "fp16")
-    dtype = DTYPES[precision]
-    lower = torch.autocast(device.type, dtype=dtype, enabled=precision != "fp32")
+    lower = autocast(run, device)
     model.train()
 
     def step(number: int) -> torch.Tensor:
@@ -101,7 +101,7 @@ def timm_step(
         for index, (images, labels) in enumerate(batches):
             # DDP's switch (no_sync sets it): reduce gradients after the last micro-batch only.
             model.require_backward_grad_sync = index == count - 1
-            with lower:
+            with lower():
                 loss = F.cross_entropy(model(images), labels) / count
             losses.append(loss.detach())
             scaler.scale(loss).backward()
