@@ -152,9 +152,9 @@ def grids(sizes: np.ndarray, request: PackRequest, factors: np.ndarray | float =
 
     The ideal grid is the image's own size in patches (with ``resize``, scaled to ``most_patches``),
     times ``factors``, (n,), scaled down to ``most_patches`` if larger, with each side at least one
-    patch. The result is the grid that requires the least stretching of the side that changes most.
-    An unreadable image, 0 x 0, gets the largest square grid: in training another image takes its
-    place.
+    patch. The result is the grid that requires the least stretching of the side that changes most;
+    of several such grids, the one that changes the other side least. An unreadable image, 0 x 0,
+    gets the largest square grid: in training another image takes its place.
     """
     most = request.most_patches
     ideal = np.where(sizes > 0, sizes / np.array(request.patch, np.float64), most).T
@@ -162,7 +162,7 @@ def grids(sizes: np.ndarray, request: PackRequest, factors: np.ndarray | float =
     scales = np.minimum(factors * (largest if request.resize else 1), largest)
     ideal = (ideal * scales).clip(1, most)
     lower = np.floor(ideal)
-    best, least = lower, _stretch(lower, ideal)
+    best, least = lower, _stretches(lower, ideal)
     # The best grid has each side rounded down or up, or as long as the other side leaves room for.
     for more in ((1, 0), (0, 1), (1, 1)):
         rows, columns = np.minimum(lower + np.array(more)[:, None], most)
@@ -170,15 +170,17 @@ def grids(sizes: np.ndarray, request: PackRequest, factors: np.ndarray | float =
             np.minimum(side, most // other) for side, other in ((rows, columns), (columns, rows))
         )
         for grid in (np.stack([rows, fewer_columns]), np.stack([fewer_rows, columns])):
-            stretch = _stretch(grid, ideal)
-            better = stretch < least
-            best, least = np.where(better, grid, best), np.minimum(stretch, least)
+            stretches = _stretches(grid, ideal)
+            is_less = stretches < least
+            better = np.where(stretches[0] == least[0], is_less[1], is_less[0])
+            best, least = np.where(better, grid, best), np.where(better, stretches, least)
     return np.ascontiguousarray(best.T, np.int32)
 
 
-def _stretch(grid: np.ndarray, ideal: np.ndarray) -> np.ndarray:
-    """Return the factor by which the side that changes most is stretched or shrunk, (n,)."""
-    return np.maximum(grid / ideal, ideal / grid).max(axis=0)
+def _stretches(grid: np.ndarray, ideal: np.ndarray) -> np.ndarray:
+    """Return the factors by which the two sides are stretched or shrunk, (2, n): first that of the
+    side that changes more. Rounded, so that equal changes of different sides are equal."""
+    return np.sort(np.maximum(grid / ideal, ideal / grid).round(9), axis=0)[::-1]
 
 
 def too_large(sizes: np.ndarray, request: PackRequest) -> int:

@@ -93,11 +93,13 @@ class PackedSplit(Split):
     def facts(self) -> dict[str, Any]:
         of_grids, how = xxhash.xxh3_64_hexdigest(self._grids.data), self.pack
         low, high = how.side_scale
+        # ``_grids`` does not show which grids scaled images get: their rule has a name.
+        rule = "" if how.side_scale == (1, 1) else " and both sides changed least"
         return self._split.facts() | {
             f"the grids of patches of the images in {self.name}/": of_grids,
             f"the packing of the images in {self.name}/": (
                 f"{how.tokens} tokens and at most {how.images} images a sequence, {how.prefix} "
-                f"class and register tokens an image, sides times {low:g} to {high:g}, "
+                f"class and register tokens an image, sides times {low:g} to {high:g}{rule}, "
                 f"{how.drop_rate:g} of the patches left out"
             ),
         }
