@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +20,7 @@ from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import pil_to_tensor
+from tqdm import tqdm
 
 from data.decode import read_mask
 from data.digits import CLASSES, MosaicsSplit, open_mosaics
@@ -57,6 +60,7 @@ class StoredWindows(WindowSplit):
         self._images, self._masks, self._ignored = images, masks, np.array(ignored)
         self._mode = v2.InterpolationMode(request.config.preprocessing.interpolation_of_val)
         self._last: tuple[int, torch.Tensor] | None = None
+        self.left_out = images.left_out
 
     def name_of(self, number: int) -> str:
         return self._images.name_of(self.image_of(number))
@@ -91,6 +95,42 @@ class StoredWindows(WindowSplit):
             raise BrokenImageError(f"its mask {self._masks.name_of(image)}: {error}") from None
         return labels.astype(np.int16)
 
+    def check_labels(self) -> None:
+        """Raise DataFolderError if the masks have fewer than two labels besides ignored ones: a
+        single one would have an IoU of 100 %. Reads masks until there are two."""
+        pixels, part = Counter[int](), self.reading_threads
+
+        def count(image: int) -> dict[int, int]:
+            try:
+                labels, counts = np.unique(self.mask(image), return_counts=True)
+            except BrokenImageError:  # reported when it is measured
+                return {}
+            return dict(zip(labels.tolist(), counts.tolist(), strict=True))
+
+        title = f"looking for two labels in the masks of {self.name}"
+        with ThreadPoolExecutor(part) as pool:
+            for first in tqdm(range(0, self.images, part), title, delay=5, disable=None):
+                for counts in pool.map(count, range(first, min(first + part, self.images))):
+                    pixels.update(counts)
+                if len(pixels.keys() - {IGNORED}) > 1:
+                    return
+        if not pixels:  # no mask can be read
+            return
+        labels, ignored = pixels.keys() - {IGNORED}, self._ignored.tolist()
+        what = f"have a single label, {min(labels)}" if labels else "have no labels"
+        if pixels[IGNORED]:
+            share = 100 * pixels[IGNORED] / pixels.total()
+            unused = max({*range(LABELS)} - {*ignored, *labels})
+            what += (
+                f", because {share:.1f} % of their pixels are ignored (--segment_ignore "
+                f"{' '.join(map(str, ignored))}); if an ignored label is a class, set "
+                f"--segment_ignore {unused}, which no mask has"
+            )
+        raise DataFolderError(
+            f"{self.request.config.data_dir}: the masks in {self.name} {what}: segmentation "
+            "requires at least two labels"
+        )
+
     def digest(self) -> str:
         content = f"{self._images.digest()} {self._masks.digest()}".encode()
         return xxhash.xxh3_64(content + self.sizes.tobytes()).hexdigest()
@@ -124,10 +164,36 @@ class MaskedSource(DataSource):
     def __init__(
         self, name: str, splits: Mapping[str, WindowSplit], class_names: Sequence[str] = ()
     ) -> None:
-        """``class_names``: by label; may be fewer than the labels."""
+        """``class_names``: in label order; may be fewer than the labels."""
         super().__init__(name, splits)
         self.class_names = list(class_names)
         self.train_length, self.val_length = (splits[split].images for split in ("train", "val"))
+
+    def names_by_label(self, count: int) -> tuple[list[str], str | None]:
+        """Return the class names by label, and a warning if they may be those of other labels.
+        ``count``: the number of labels, from 0 to the largest in the masks.
+
+        If label 0 is ignored, the names may start at label 1, as ADE20K's do. Only their number
+        tells, unless the first name is empty.
+        """
+        names = self.class_names
+        if not names:
+            return [], None
+        ignores_0 = 0 in next(iter(self.splits.values())).request.config.ignored_labels
+        if ignores_0 and names[0] and len(names) == count - 1:
+            return ["", *names], None
+        add = f"if it is that of label 1, add an empty first line to {_NAMES}"
+        if len(names) < count:
+            return names, (
+                f"{_NAMES} has {len(names):,} names, but the labels range from 0 to {count - 1:,}: "
+                f"the first name is used for label 0; {add}"
+            )
+        if ignores_0 and names[0]:
+            return names, (
+                f"the first name in {_NAMES}, {names[0]}, is used for label 0, which is ignored; "
+                f"{add}"
+            )
+        return names, None
 
 
 def open_masked(request: DatasetRequest) -> MaskedSource:
@@ -149,11 +215,13 @@ def open_masked(request: DatasetRequest) -> MaskedSource:
     for name in ("train", "val"):
         images, masks = _find_split(request, name)
         splits[name] = StoredWindows(request, images, masks, config.ignored_labels)
+    splits["train"].check_labels()
     return MaskedSource(root, splits, _class_names(root))
 
 
 _NAMES = "classes.txt"
-"""A file in ``--segment_dir`` with the class names in label order, one per line."""
+"""A file in ``--segment_dir`` with the class names in label order, one per line; empty for a label
+without a name."""
 
 
 def _class_names(root: str) -> list[str]:
@@ -163,7 +231,7 @@ def _class_names(root: str) -> list[str]:
         return []
     except UnicodeDecodeError:
         raise DataFolderError(f"{os.path.join(root, _NAMES)} is not UTF-8 text") from None
-    return [line.strip() for line in text.splitlines()]
+    return [line.strip() for line in text.rstrip().splitlines()]
 
 
 # -- the layouts -----------------------------------------------------------------------
@@ -190,14 +258,15 @@ def _find_split(request: DatasetRequest, name: str) -> tuple[ImageSplit, ImageSp
                 f"--segment_dir {root}: images/ and annotations/ must both contain {either}"
             )
         tops = [os.path.join(root, top, split) for top in ("images", "annotations")]
-        paths = _matched(_by_stem(tops[0], IMG_EXTENSIONS), _by_stem(tops[1], (".png",)), tops[1])
+        images, masks = _by_stem(tops[0], IMG_EXTENSIONS), _by_stem(tops[1], (".png",))
+        paths, left_out = _matched(images, masks, tops[1])
     elif {"JPEGImages", "SegmentationClass"} <= {*folders}:
-        paths = _listed(root, name)
+        paths, left_out = _listed(root, name), Counter[str]()
     elif any(path.endswith(".parquet") for path in find_files(root)):
         return open_masks(request, name, transforms_of(request)[name])
     elif {"train", "val"} <= {*folders}:
         top = os.path.join(root, name)
-        paths = _matched(_by_stem(top, _PAIRED), _by_stem(top, (".png",)), top)
+        paths, left_out = _matched(_by_stem(top, _PAIRED), _by_stem(top, (".png",)), top)
     else:
         raise DataFolderError(
             f"--segment_dir {root} contains no images with masks: use a folder with images/ and "
@@ -206,29 +275,43 @@ def _find_split(request: DatasetRequest, name: str) -> tuple[ImageSplit, ImageSp
         )
     labels = np.zeros(len(paths), np.int32)
     transform = transforms_of(request)[name]
-    images, masks = (
-        FolderSplit(request, name, transform, FolderIndex(None, Strings.of(column), labels))
+    image_split, mask_split = (
+        FolderSplit(
+            request, name, transform, FolderIndex(None, Strings.of(column), labels, left_out)
+        )
         for column in zip(*paths, strict=True)
     )
-    return images, masks
+    return image_split, mask_split
 
 
 def _by_stem(top: str, suffixes: tuple[str, ...]) -> dict[str, str]:
     """Return the sorted paths of the files below a folder, by relative path without suffix. Raises
-    DataFolderError if there are none."""
-    paths = index_split(top, suffixes, labels=False).paths
-    return {os.path.splitext(path[len(top) :])[0]: path for path in paths}
+    DataFolderError if there are none, or if two differ only in their suffix."""
+    by_stem: dict[str, str] = {}
+    for path in index_split(top, suffixes, labels=False).paths:
+        other = by_stem.setdefault(os.path.splitext(path[len(top) :])[0], path)
+        if other != path:
+            raise DataFolderError(
+                f"{other} and {os.path.basename(path)} differ only in the extension, but images "
+                "and masks are matched by the name without it: rename or remove one of the two"
+            )
+    return by_stem
 
 
-def _matched(images: dict[str, str], masks: dict[str, str], where: str) -> list[tuple[str, str]]:
-    """Return pairs of image path and mask path. Raises DataFolderError for an image without a
-    mask."""
+def _matched(
+    images: dict[str, str], masks: dict[str, str], where: str
+) -> tuple[list[tuple[str, str]], Counter[str]]:
+    """Return pairs of image path and mask path, and the number of files left out. Raises
+    DataFolderError for an image without a mask."""
     if missing := [path for stem, path in images.items() if stem not in masks]:
         raise DataFolderError(
             f"{len(missing):,} of {len(images):,} images have no mask in {where}: "
             f"{first_of(missing)}; add a .png with the same name for each, or remove the images"
         )
-    return [(path, masks[stem]) for stem, path in images.items()]
+    left_out = Counter[str]()
+    if len(masks) > len(images):
+        left_out["masks without an image"] = len(masks) - len(images)
+    return [(path, masks[stem]) for stem, path in images.items()], left_out
 
 
 def _listed(root: str, name: str) -> list[tuple[str, str]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import os
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -235,6 +236,37 @@ def open_data(request: DatasetRequest) -> DataSource:
             "less"
         )
     return source
+
+
+def check_several_classes(source: DataSource) -> None:
+    """Raise DataFolderError if the images from which classes are learned have only one, or the
+    model has: its accuracy would be 100 %, whatever it has learned."""
+    split = next(iter(source.splits.values()))
+    request, labels = split.request, np.asarray(split.labels)
+    if not request.labels or request.config.data_source == "fake":  # nothing is learned
+        return
+    if split.name != "train":
+        if request.num_classes == 1:
+            raise DataFolderError(
+                "a model with --num_classes 1 has an accuracy of 100 % on any images: evaluate a "
+                "model with at least two classes"
+            )
+        return
+    if labels.min() != labels.max():
+        return
+    name = split.classes[labels[0]] if split.classes else labels[0]
+    folder = os.path.join(source.name, "train", str(name), "")
+    last = split.name_of(len(split) - 1)  # images in subfolders are last
+    if last.startswith(folder) and "/" in last.removeprefix(folder):
+        raise DataFolderError(
+            f"{folder[:-1]} is the only class folder and contains folders: move these to "
+            f"{os.path.dirname(folder[:-1])}, which must contain a folder for each class"
+        )
+    raise DataFolderError(
+        f"{source.name}: all {len(split):,} training images have the same label, {name}: "
+        "classification, k-NN and probes require at least two classes (--objective mae or dino, "
+        "and --rank, require none)"
+    )
 
 
 def _check_pack(request: DatasetRequest, pack: PackRequest) -> None:

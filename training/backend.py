@@ -22,7 +22,14 @@ from data.files import DataFolderError
 from data.loader import Batch, BatchLoader, Share
 from data.packing import PackRequest
 from data.size_schedule import SizeSchedule
-from data.source import ANY_CLASSES, CropRequest, DatasetRequest, DataSource
+from data.source import (
+    ANY_CLASSES,
+    CropRequest,
+    DatasetRequest,
+    DataSource,
+    check_several_classes,
+    open_data,
+)
 from models.config import crop_pairs
 from training.errors import UsageError
 from training.optimizers import Updates
@@ -294,6 +301,15 @@ def data_errors_as_usage_errors() -> Iterator[None]:
         yield
     except DataFolderError as error:
         raise UsageError(str(error)) from None
+
+
+@data_errors_as_usage_errors()
+def open_images(run: Run, *, with_train: bool = True) -> DataSource:
+    """Open the images that ``run`` trains on and is evaluated on. Raises UsageError."""
+    labels = run.config.objective.uses_labels
+    data = open_data(dataset_request(run, with_train=with_train, labels=labels))
+    check_several_classes(data)
+    return data
 
 
 def train_loader(

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from torch import nn
 
-from data.source import DataSource, open_data
+from data.source import DataSource
 from models.initialize import leave_room
 from training import loop
 from training.backend import (
     Backend,
     data_errors_as_usage_errors,
-    dataset_request,
+    open_images,
     train_loader,
     val_loader,
 )
@@ -66,8 +66,7 @@ def prepare_training(start: Start, run: Run) -> tuple[Run, Callable[[Run, Backen
     parts = StartParts()
     parts.done("imports")
     config, expected_s = run.config, read_expectation(run)
-    with data_errors_as_usage_errors():
-        data = open_data(dataset_request(run, labels=config.objective.uses_labels))
+    data = open_images(run)
     if start.saved:
         check_continues(start.saved, run, data)
     epoch_steps = data.steps_of_epoch(config.data.batch_size)

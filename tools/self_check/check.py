@@ -23,11 +23,11 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from data.loader import Batch
-from data.source import DataSource, open_data
+from data.source import DataSource
 from tools.self_check import reference
 from tools.self_check.reference import MOMENTS, TEACHER, Settings, Tensors, Tolerances
 from tools.self_check.small_run import UPDATES, batches, first_weights, shrink
-from training.backend import Backend, State, data_errors_as_usage_errors, dataset_request
+from training.backend import Backend, State, dataset_request, open_images
 from training.checkpoints.choose import folder_of
 from training.checkpoints.format import damage, load_into, reason_of, tree
 from training.checkpoints.saver import CheckpointSaver
@@ -84,8 +84,7 @@ def prepare_self_check(run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
 
     Checks what needs no device, as for training. Raises UsageError.
     """
-    with data_errors_as_usage_errors():
-        data = open_data(dataset_request(run, labels=run.config.objective.uses_labels))
+    data = open_images(run)
     return shrink(run), functools.partial(_self_check, run, data)
 
 

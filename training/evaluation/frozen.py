@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from torch import nn
 
-from data.source import DataSource
+from data.source import DataSource, check_several_classes
 from training.backend import Backend, data_errors_as_usage_errors, dataset_request
 from training.config import LogConfig
 from training.errors import BAD_IMAGES, UsageError
@@ -61,6 +61,8 @@ def open_frozen(run: Run, kinds: Collection[str]) -> FrozenData:
     """Open the data that evaluations of these ``kinds`` need. Raises UsageError."""
     by_labels = bool({KNN, PROBE} & {*kinds})
     images = open_plainly(run, labels=by_labels) if by_labels or RANK in kinds else None
+    if images:
+        check_several_classes(images)
     if SEGMENT not in kinds:
         return FrozenData(images, None)
     from data.segmentation import open_masked
@@ -112,7 +114,7 @@ def _evaluate(
         results += _checked([of_patches], bad_images, _nothing(data.masked))
         if folder and backend.is_main:
             try:
-                segment.write_table(of_patches, data.masked.class_names, folder)
+                segment.write_table(of_patches, folder)
             except OSError as error:
                 reason = error.strerror
                 raise UsageError(f"cannot write to --eval_report {folder}: {reason}") from None

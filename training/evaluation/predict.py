@@ -17,10 +17,16 @@ from data.decode import find_images, read_batches
 from data.files import printable
 from data.index import class_folders, in_order
 from data.sequences import sequence_of_one
-from data.source import DataSource, open_data
+from data.source import DataSource
 from data.transforms import val_transform
 from models.registry import open_model
-from training.backend import Backend, data_errors_as_usage_errors, dataset_request, val_loader
+from training.backend import (
+    Backend,
+    data_errors_as_usage_errors,
+    dataset_request,
+    open_images,
+    val_loader,
+)
 from training.checkpoints.compatible import check_same_classes, check_unnamed_classes
 from training.config import RunConfig
 from training.errors import NOT_FINITE, RunFailed, UsageError
@@ -150,13 +156,11 @@ def predict_images(config: RunConfig, weights: Weights) -> None:
 # -- --eval_only ----------------------------------------------------------------------------------
 
 
-@data_errors_as_usage_errors()
 def prepare_evaluation(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
     """Return the run, and the function to run in every process. Raises UsageError."""
     if run.config.use.eval_report:
         report_folder(run)
-    labels = run.config.objective.uses_labels
-    data = open_data(dataset_request(run, with_train=False, labels=labels))
+    data = open_images(run, with_train=False)
     check_same_classes(weights.classes_among(data.classes), weights.path, data, run)
     return run, functools.partial(_evaluate_weights, weights, data)
 

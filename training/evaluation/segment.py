@@ -70,6 +70,8 @@ class Segmentation:
     """The number of training patches."""
     compared_with: int
     """The number of training patches that k-NN compared with."""
+    class_names: Sequence[str] = ()
+    """The names of classes by label; may be fewer than the labels."""
 
     @property
     def best(self) -> float:
@@ -350,10 +352,14 @@ def measure(
     has_labels = summed[-1].pixels[1].any()
     by_rate = dict(zip(RATES, summed, strict=False)) if has_labels else {}
     compared_with = total(len(bank.labels))
-    result = Segmentation(by_rate, summed[-1], total(images), trained_on, compared_with)
+    labels_in_val = summed[-1].pixels[1].nonzero().flatten().tolist()
+    names, warning = data.names_by_label(1 + max(classes - 1, *labels_in_val))
+    if warning:
+        say(f"warning: {warning}")
+    result = Segmentation(by_rate, summed[-1], total(images), trained_on, compared_with, names)
     if picture and by_rate:
         layer = probes._replace(weights=probes.weights[RATES.index(result.best)])
-        _draw_examples(features, val_split, layer, data.class_names, picture, say)
+        _draw_examples(features, val_split, layer, names, picture, say)
     return result
 
 
@@ -428,7 +434,7 @@ def name_of(label: int, class_names: Sequence[str]) -> str:
     return printable(name) or f"class {label}"
 
 
-def write_table(result: Segmentation, class_names: Sequence[str], folder: Path) -> None:
+def write_table(result: Segmentation, folder: Path) -> None:
     """Write segment.csv: a row for each class in masks or predictions. Raises OSError."""
     assert result.knn_areas is not None
     best, knn = result.areas[result.best], result.knn_areas
@@ -439,7 +445,7 @@ def write_table(result: Segmentation, class_names: Sequence[str], folder: Path) 
             continue
         percent = ["" if np.isnan(iou) else f"{100 * iou:.2f}" for iou in ious]
         counts = [in_masks[label], in_predictions[label], both[label]]
-        rows.append([label, name_of(label, class_names), *percent, *counts])
+        rows.append([label, name_of(label, result.class_names), *percent, *counts])
     content = io.StringIO(newline="")
     csv.writer(content).writerows(rows)
     folder.mkdir(parents=True, exist_ok=True)

@@ -2,16 +2,26 @@
 
 import contextlib
 import importlib.util
+import io
 import sys
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
 import run_vit_training
 from gpu_fsdp import resolve_gpu
+from tests.support.archives import write_tar
 from tests.support.cli import DIGITS, ROOT, TINY_MODEL, need_xla, run_program
+from tests.support.resolved import on_gpus
 from tests.support.usage_error import told_in_one_line
 from torch_fsdp.devices import Cpu
+from training.backend import open_images
+from training.errors import UsageError
+from training.evaluation.features import open_plainly
+from training.evaluation.frozen import open_frozen
 
 
 @pytest.fixture(autouse=True)
@@ -256,6 +266,99 @@ def test_data_folders(capsys, tmp_path):
     assert "only val has b" in said()
     (tmp_path / "train" / "b").mkdir()
     assert "b" in said()  # a class without images
+
+
+def png(value=0):
+    content = io.BytesIO()
+    Image.new("L", (16, 16), value).save(content, "png")
+    return content.getvalue()
+
+
+def write_one_class(root, source):
+    """Images of one class, four for training and two for validation; the flags to read them."""
+    for split, count in (("train", 4), ("val", 2)):
+        images = [png(number) for number in range(count)]
+        if source in ("folder", "one level too many"):
+            middle = "cat" if source == "folder" else "images"
+            for number, image in enumerate(images):
+                name = f"{number}.png" if source == "folder" else f"{'ab'[number % 2]}/{number}.png"
+                path = root / split / middle / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(image)
+        elif source.startswith("shards"):
+            label = b"7" if source == "shards" else b"cat"
+            files = {
+                f"{n}.{end}": x
+                for n, image in enumerate(images)
+                for end, x in (("png", image), ("cls", label))
+            }
+            write_tar(root / split / "0.tar", files)
+        elif source == "parquet":
+            columns = {"image": [{"bytes": image} for image in images], "label": [3] * count}
+            root.mkdir(exist_ok=True)
+            pq.write_table(pa.table(columns), root / f"{split}.parquet")
+        else:
+            (root / split / "cat").mkdir(parents=True)
+            for number in range(count):
+                np.save(root / split / "cat" / f"{number}.npy", np.zeros((16, 16), np.uint8))
+    if source == "volumes, listed":
+        rows = [f"{path.relative_to(root)},sick,{path.parts[-3]}" for path in root.rglob("*.npy")]
+        (root / "labels.csv").write_text("\n".join(["path,label,split", *rows]))
+        return ["--data_source", "volumes", "--labels", root / "labels.csv", "--in_chans", "1"]
+    kind = source.partition(",")[0]
+    return {
+        "shards": ["--data_source", "webdataset"],
+        "parquet": ["--data_source", "parquet"],
+        "volumes": ["--data_source", "volumes", "--in_chans", "1"],
+    }.get(kind, [])
+
+
+REQUIRE_TWO = "classification, k-NN and probes require at least two classes (--objective mae or "
+
+
+@pytest.mark.parametrize(
+    ("source", "flags", "words"),
+    [
+        ("folder", "", "ages: all 4 training images have the same label, cat: " + REQUIRE_TWO),
+        ("folder", "--self_check", "the same label, cat: " + REQUIRE_TWO),
+        ("folder", "--objective mae --class_token --knn_every 2", "the same label, cat: "),
+        ("folder", "--native_resolution", "the same label, cat: "),
+        (
+            "one level too many",
+            "",
+            "images/train/images is the only class folder and contains folders: move these to ",
+        ),
+        ("shards", "", "all 4 training images have the same label, 7: "),
+        ("shards, named", "", "all 4 training images have the same label, cat: "),
+        ("parquet", "", "all 4 training images have the same label, 3: "),
+        ("volumes", "", "all 4 training images have the same label, cat: "),
+        ("volumes, listed", "", "all 4 training images have the same label, sick: "),
+    ],
+)
+def test_one_class(source, flags, words, capsys, tmp_path):
+    """Whatever is trained, it would be right about all images."""
+    given = write_one_class(tmp_path / "images", source)
+    where = ["--data_dir", tmp_path / "images", "--batch_size", 1, "--backend", "cuda"]
+    said = complaint(capsys, tmp_path / "ckpt", *where, *given, *flags.split())
+    assert words in said
+
+
+def test_one_class_where_labels_are_not_used(tmp_path):
+    """Nor where they are only written down, or nothing is read."""
+    write_one_class(tmp_path / "images", "folder")
+    sizes = [*TINY_MODEL, "--batch_size", "1", "--data_dir", str(tmp_path / "images")]
+    run = on_gpus([*sizes, "--objective", "mae"])
+    assert open_images(run).train_length == 4
+    assert open_frozen(run, ["rank"]).images.train_length == 4
+    plain = on_gpus(sizes)
+    assert open_plainly(plain).classes == ["cat"]  # as --features does
+    with pytest.raises(UsageError, match="the same label, cat"):
+        open_frozen(run, ["knn"])
+    assert open_images(plain, with_train=False).val_length == 2  # the model may be wrong
+    alone = on_gpus([*sizes, "--num_classes", "1"])
+    with pytest.raises(UsageError, match="a model with --num_classes 1 has an accuracy of 100 %"):
+        open_images(alone, with_train=False)
+    assert open_images(on_gpus([*sizes, "--fake_data"])).train_length > 10**6
 
 
 def test_as_a_program(tmp_path):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ from PIL import Image
 from sklearn.metrics import jaccard_score
 
 import run_vit_training
-from tests.support.cli import tiny, train_tiny, train_tiny_gpu
-from tests.support.features import FLAGS, MEAN, STD, backbone, run_form
+from tests.support.cli import DIGITS, tiny, train_tiny, train_tiny_gpu
+from tests.support.features import FLAGS, LOADER, MEAN, STD, backbone, run_form
 from tests.support.masked_images import IGNORED, encoded, write_masked
+from tests.support.usage_error import told_in_one_line
 from training.evaluation.knn_and_probe import LEAST_STEPS, RATES
 
 TRAIN = [(16, 16)] * 30
@@ -155,6 +157,49 @@ def test_alone(form, masked, expected, weights, tmp_path):
         f"train_{BROKEN}.png: it is 8 x 8 pixels, but its image is 16 x 16): skipped" in done.stderr
     )
     check(done, expected, tmp_path / "report")
+
+
+def test_names_of_ade20k_start_at_label_1(masked, weights, tmp_path, capsys):
+    """A list without the ignored label 0: the figures are those of the classes named."""
+    root = shutil.copytree(masked[0], tmp_path / "masked")
+    asked = ["--backend", "cuda", "--eval_only", "--segment_probe", "--init_from", weights, *LOADER]
+    asked += [*FLAGS, "--segment_dir", root, "--eval_report", tmp_path / "report"]
+    for ignored, listed, expected in (
+        ("0 255", "one two three", "one two three"),
+        ("255", "zero one two", "zero one two class+3"),
+    ):
+        (root / "classes.txt").write_text("\n".join(listed.split()) + "\n")
+        words = [*asked, "--segment_ignore", *ignored.split()]
+        assert run_vit_training.main(list(map(str, words))) == 0
+        said = capsys.readouterr().out
+        warning = "warning: classes.txt has 3 names, but the labels range from 0 to 3: the first"
+        assert (warning in said) == ("zero" in listed)
+        with (tmp_path / "report/segment.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        names = [name.replace("+", " ") for name in expected.split()]
+        assert [row["class"] for row in rows] == names
+        pixels = np.bincount(np.concatenate([mask.ravel() for _, mask in masked[1]["val"]]))
+        assert [int(row["pixels"]) for row in rows] == pixels[4 - len(names) : 4].tolist()
+
+
+@pytest.mark.parametrize("when", ["--eval_only --segment_probe", "--segment_probe_every 2"])
+def test_masks_of_0_and_255_are_one_label(when, weights, tmp_path, capsys):
+    write_masked(tmp_path / "masked", "pairs", TRAIN[:6], VAL)
+    for number, path in enumerate(sorted((tmp_path / "masked").rglob("*.png"))):
+        mask = np.zeros(np.asarray(Image.open(path)).shape, np.uint8)
+        mask[:, number % 2 :: 4] = 255
+        path.write_bytes(encoded(mask))
+    how = ["--init_from", weights] if "--eval_only" in when else ["--ckpt_dir", tmp_path / "run"]
+    where = ["--segment_dir", tmp_path / "masked", "--data_dir", DIGITS]
+    line = told_in_one_line(
+        capsys, *LOADER, *FLAGS, *where, *how, "--backend", "cuda", *when.split()
+    )
+    assert line == (
+        f"{tmp_path / 'masked'}: the masks in train have a single label, 0, because 25.0 % of "
+        "their pixels are ignored (--segment_ignore 255); if an ignored label is a class, set "
+        "--segment_ignore 4095, which no mask has: segmentation requires at least two labels"
+    )
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.long

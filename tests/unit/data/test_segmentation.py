@@ -80,9 +80,10 @@ def test_a_row_group_is_read_once(tmp_path, monkeypatch):
     assert sorted(reads) == [
         *(("image", "train", n) for n in range(3)),
         *(("image", "val", n) for n in range(2)),
+        ("mask", "train", 0),  # has two labels
     ]
     Masks(split).read(range(7))
-    assert reads[5:] == [("mask", "train", n) for n in range(3)]
+    assert reads[5:] == [("mask", "train", n) for n in range(3)]  # the first is still in memory
 
 
 def test_other_names_of_splits_links_and_ignored_labels(tmp_path):
@@ -239,6 +240,110 @@ def test_folders_that_cannot_be_used(layout, change, message, tmp_path):
         open_masked(request_of(root))
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "names", "message"),
+    [
+        ("ade20k", "annotations/training/train_0.PNG", "train_0.PNG and train_0.png differ only"),
+        ("ade20k", "images/training/train_0.jpeg", "train_0.bmp and train_0.jpeg differ only in t"),
+        ("ade20k", "images/validation/val_1.BMP", "val_1.BMP and val_1.bmp differ only in the ext"),
+        ("pairs", "val/some/val_1.tif", "val_1.bmp and val_1.tif differ only in the extension"),
+    ],
+)
+def test_names_that_differ_only_in_the_extension(layout, names, message, tmp_path):
+    write_masked(tmp_path, layout, TRAIN, VAL)
+    (tmp_path / names).write_bytes(b"")
+    with pytest.raises(DataFolderError) as raised:
+        open_masked(request_of(tmp_path))
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("layout", ["ade20k", "pairs"])
+def test_masks_without_an_image_are_counted(layout, tmp_path):
+    write_masked(tmp_path, layout, TRAIN, VAL)
+    assert "left out" not in str(open_masked(request_of(tmp_path)))
+    for image in (*tmp_path.rglob("train_1.bmp"), *tmp_path.rglob("val_2.bmp")):
+        image.rename(image.with_suffix(".heic"))
+    source = open_masked(request_of(tmp_path))
+    assert (source.train_length, source.val_length) == (len(TRAIN) - 1, len(VAL) - 1)
+    assert str(source).endswith("; 2 files left out (masks without an image 2)")
+
+
+def write_labels(root, layout, labels):
+    """Images whose masks have only these labels for training, in columns."""
+    write_masked(root, layout, TRAIN, VAL)
+    for path in root.rglob("train_*.png"):
+        height, width = np.asarray(Image.open(path)).shape
+        mask = np.resize(np.array(labels, np.uint8), (height, width))
+        path.write_bytes(encoded(mask))
+
+
+@pytest.mark.parametrize(
+    ("labels", "ignore", "message"),
+    [
+        (
+            (0, 255, 255, 255),
+            (255,),
+            "the masks in train have a single label, 0, because 75.0 % of their pixels are "
+            "ignored (--segment_ignore 255); if an ignored label is a class, set --segment_ignore "
+            "4095, which no mask has: segmentation requires at least two labels",
+        ),
+        ((0, 7), (0, 9), "label, 7, because 50.0 % of their pixels are ignored (--segment_ignore"),
+        ((3,), (255,), "the masks in train have a single label, 3: segmentation requires at lea"),
+        ((255,), (255,), "the masks in train have no labels, because 100.0 % of their pixels ar"),
+    ],
+)
+def test_a_single_label_is_not_measured(labels, ignore, message, tmp_path):
+    write_labels(tmp_path, "ade20k", labels)
+    (tmp_path / "annotations/training/train_2.png").write_bytes(b"not read")
+    with pytest.raises(DataFolderError) as raised:
+        open_masked(request_of(tmp_path, segment_ignore=ignore))
+    assert message in str(raised.value)
+    assert str(tmp_path) in str(raised.value)
+
+
+def test_two_labels_are_found_wherever_they_are(tmp_path):
+    write_masked(tmp_path, "voc", [(16, 16)] * 40, VAL)
+    for path in tmp_path.rglob("train_*.png"):
+        path.write_bytes(encoded(np.zeros((16, 16), np.uint8)))
+    with pytest.raises(DataFolderError, match="have a single label, 0: "):
+        open_masked(request_of(tmp_path))
+    mask = np.zeros((16, 16), np.uint8)
+    mask[3, 5] = 1
+    (tmp_path / "SegmentationClass/train_39.png").write_bytes(encoded(mask))
+    assert open_masked(request_of(tmp_path)).train_length == 40
+    for path in tmp_path.rglob("train_*.png"):  # each of them is reported when it is read
+        path.write_bytes(b"no mask")
+    assert open_masked(request_of(tmp_path)).train_length == 40
+
+
+@pytest.mark.parametrize(
+    ("listed", "ignore", "expected", "warning"),
+    [
+        ("sky road sea", (255,), ["sky", "road", "sea"], None),
+        ("sky road sea grass", (255,), ["sky", "road", "sea", "grass"], None),
+        ("sky road", (255,), ["sky", "road"], "classes.txt has 2 names, but the labels range"),
+        # ADE20K's two ways: label 0 is "other", which has no name.
+        ("sky road", (0,), ["", "sky", "road"], None),
+        ("sky road", (0, 255), ["", "sky", "road"], None),
+        ("- sky road", (0,), ["", "sky", "road"], None),
+        ("- sky", (0,), ["", "sky"], "has 2 names, but the labels range from 0 to 2: the first"),
+        ("sky", (0,), ["sky"], "first name is used for label 0; if it is that of label 1, add an"),
+        ("other sky road", (0,), ["other", "sky", "road"], "classes.txt, other, is used for la"),
+        ("sky road sea x", (0,), ["sky", "road", "sea", "x"], "sky, is used for label 0, which"),
+        ("", (0,), [], None),
+    ],
+)
+def test_names_of_labels(listed, ignore, expected, warning, tmp_path):
+    """Of masks with labels 0, 1 and 2."""
+    write_labels(tmp_path, "ade20k", (0, 1, 2))
+    if listed:
+        text = "\n".join("" if name == "-" else name for name in listed.split())
+        (tmp_path / "classes.txt").write_text(text + "\n\n")
+    names, said = open_masked(request_of(tmp_path, segment_ignore=ignore)).names_by_label(3)
+    assert names == expected
+    assert (said is None) if warning is None else (warning in said and "\n" not in said)
 
 
 def test_columns_and_volumes(tmp_path):
