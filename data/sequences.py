@@ -93,8 +93,8 @@ class PackedSplit(Split):
     def facts(self) -> dict[str, Any]:
         of_grids, how = xxhash.xxh3_64_hexdigest(self._grids.data), self.pack
         low, high = how.side_scale
-        # ``_grids`` does not show which grids scaled images get: their rule has a name.
-        rule = "" if how.side_scale == (1, 1) else " and both sides changed least"
+        # ``_grids`` does not show the grids of scaled images: the rule that chooses them is named.
+        rule = "" if how.side_scale == (1, 1) else " (both sides break ties between grids)"
         return self._split.facts() | {
             f"the grids of patches of the images in {self.name}/": of_grids,
             f"the packing of the images in {self.name}/": (

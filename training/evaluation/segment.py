@@ -353,7 +353,7 @@ def measure(
     by_rate = dict(zip(RATES, summed, strict=False)) if has_labels else {}
     compared_with = total(len(bank.labels))
     labels_in_val = summed[-1].pixels[1].nonzero().flatten().tolist()
-    names, warning = data.names_by_label(1 + max(classes - 1, *labels_in_val))
+    names, warning = data.names_by_label(1 + max([classes - 1, *labels_in_val]))
     if warning:
         say(f"warning: {warning}")
     result = Segmentation(by_rate, summed[-1], total(images), trained_on, compared_with, names)

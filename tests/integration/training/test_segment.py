@@ -180,9 +180,15 @@ def test_names_of_ade20k_start_at_label_1(masked, weights, tmp_path, capsys):
         assert [row["class"] for row in rows] == names
         pixels = np.bincount(np.concatenate([mask.ravel() for _, mask in masked[1]["val"]]))
         assert [int(row["pixels"]) for row in rows] == pixels[4 - len(names) : 4].tolist()
+    for path in root.glob("annotations/validation/*"):  # without labels
+        path.write_bytes(encoded(np.full_like(np.asarray(Image.open(path)), IGNORED)))
+    assert run_vit_training.main(list(map(str, asked))) == 2
+    assert "no usable image for training, or none for validation" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("when", ["--eval_only --segment_probe", "--segment_probe_every 2"])
+@pytest.mark.parametrize(
+    "when", ["--eval_only --segment_probe", "--segment_probe_every 2 --max_steps 1"]
+)
 def test_masks_of_0_and_255_are_one_label(when, weights, tmp_path, capsys):
     write_masked(tmp_path / "masked", "pairs", TRAIN[:6], VAL)
     for number, path in enumerate(sorted((tmp_path / "masked").rglob("*.png"))):
