@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import socket
@@ -344,10 +345,12 @@ def test_requirements_agree():
     of_pytorch = {"torch", "torchvision"}
     others = {name for name in set(tpu) & set(gpu) if tpu[name] != gpu[name]}
     assert others == of_pytorch
-    # For older drivers it is the TPUs' PyTorch, for which torchao is too new.
+    # For older drivers it is the latest patch of the TPUs' PyTorch, for which torchao is too new.
     older = pins("requirements-gpu-cu128.txt")
     assert set(gpu) - set(older) == {"torchao"}
-    assert older.items() <= (gpu | {name: tpu[name] for name in of_pytorch}).items()
+    assert {name for name in older if older[name] != gpu[name]} == of_pytorch
+    for name in of_pytorch:
+        assert older[name].rpartition(".")[0] == tpu[name].rpartition(".")[0]
     # TorchTPU is of the GPUs' PyTorch, and of the same packages beside it.
     torchtpu = pins("requirements-torchtpu.txt")
     assert {torchtpu[name] == gpu[name] for name in of_pytorch} == {True}
@@ -356,6 +359,11 @@ def test_requirements_agree():
         *of_pytorch,
         "libtpu",
     }
+    # What all of them install stands in one file.
+    common = pins("requirements-common.txt")
+    for path in ROOT.glob("requirements-*.txt"):
+        packages = re.findall(r"^([\w-]+)==", path.read_text(), re.MULTILINE)
+        assert path.name == "requirements-common.txt" or not common.keys() & packages, path
 
 
 @pytest.mark.long

@@ -639,3 +639,12 @@ def test_what_is_shipped_imports_nothing_that_is_not(where):
             for name in (module.split(".")[0] for module in imported):
                 ours = (ROOT / name).is_dir() or (ROOT / f"{name}.py").is_file()
                 assert not ours or {name, f"{name}.py"} & names, (path, name)
+
+
+@pytest.mark.parametrize("where", ["Dockerfile.tpu", "Dockerfile.gpu", "setup_pod.sh"])
+def test_requirements_are_shipped_with_the_files_that_they_include(where):
+    names = shipped()[where]
+    requirements = {name for name in names if name.startswith("requirements-")}
+    assert requirements
+    for name in requirements:
+        assert set(re.findall(r"^-r (\S+)$", (ROOT / name).read_text(), re.M)) <= names
