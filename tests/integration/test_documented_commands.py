@@ -20,6 +20,7 @@ from tests.support.documented_commands import (
     documented_commands,
     known_flags,
 )
+from tests.support.documented_output import quoted_after, quoted_lines, quotes, same_form
 from tests.support.stopping import ALONE, stop
 from tests.support.trained_models import put_trained
 from tests.support.typed_with_fakes import (
@@ -53,6 +54,8 @@ class Run:
     trained: bool = False
     """Needs trained models at ~/vit_10b/step_1000 and ~/vit_large/step_12510, and images."""
     long: bool = False
+    quoted: bool = False
+    """The block after it in its document is what it prints."""
     shorter: str = ""
     """What is typed after it, where many repeats and blocks make its figures accurate."""
 
@@ -131,6 +134,7 @@ RUN: dict[str, Run] = {
         leaves=("report/per_class.csv", "report/confusion.csv", "report/confusion.png"),
         trained=True,
         long=True,
+        quoted=True,
     ),
     "python3 run_vit_training.py --eval_only --knn": Run(
         (
@@ -145,6 +149,7 @@ RUN: dict[str, Run] = {
         leaves=("report/segment.csv", "report/segment.png"),
         trained=True,
         long=True,
+        quoted=True,
     ),
     "python3 run_vit_training.py --features features": Run(
         (r"^features \((class, )?mean\) of 1,797 images: features$",),
@@ -160,6 +165,7 @@ RUN: dict[str, Run] = {
         (r"^training completed: step 1100, val loss 0\.\d+, checkpoint runs/digits-mae-",),
         leaves=("runs/digits-mae-*/step_1100", "runs/digits-mae-*/reconstructions.png"),
         long=True,
+        quoted=True,
     ),
     "make train-dino": Run(
         (
@@ -168,6 +174,7 @@ RUN: dict[str, Run] = {
         ),
         leaves=("runs/digits-dino-*/step_440",),
         long=True,
+        quoted=True,
     ),
     "python3 run_vit_training.py --plan @recipes/dinov3_7b.args": Run(
         (
@@ -249,6 +256,7 @@ RUN: dict[str, Run] = {
             r"^expected images/s +\d{4}$",
         ),
         long=True,
+        quoted=True,
     ),
     "python3 run_vit_training.py --explain": Run(
         (
@@ -263,10 +271,12 @@ RUN: dict[str, Run] = {
     ),
     "python3 -m tools.show_augmentations": Run(leaves=("augmented.png",), long=True),
     "python3 -m tools.goodput --chips 64": Run(
-        (r"^  save every 37 min 18 s of training \(Daly\): expected goodput 90\.96%, ",)
+        (r"^  save every 37 min 18 s of training \(Daly\): expected goodput 90\.96%, ",),
+        quoted=True,
     ),
     "python3 -m tools.goodput --chips 4096": Run(
-        (r"^  save every 37 min 52 s of training \(Daly\): expected goodput 91\.51%, ",)
+        (r"^  save every 37 min 52 s of training \(Daly\): expected goodput 91\.51%, ",),
+        quoted=True,
     ),
     "python3 -m tools.goodput ~/vit_10b --chips": Run(
         (r"^forecast: 4,096 chips, 0\.173 failures per chip and year: ",), trained=True
@@ -289,6 +299,7 @@ RUN: dict[str, Run] = {
     "python3 -m tools.goodput ~/vit_10b": Run(
         (r"^/\S+/vit_10b: \d", r"^  useful steps  ", r"^  suggestion: save every ", r"^picture: "),
         trained=True,
+        quoted=True,
     ),
     "python3 -m tools.report ~/vit_10b ~/vit_large": REPORT,
     "python3 -m tools.report ~/vit_10b": REPORT,
@@ -377,7 +388,7 @@ TUTORIALS: dict[str, dict[str, Run]] = {
 """Pages whose commands are typed one after the other on one machine, each by its beginning."""
 
 CHECKS: dict[str, Callable[[Machine, Command, Path], None]] = {
-    r"make ": make_knows,
+    r"(PIP_EXTRA_INDEX_URL=\S+ )?make ": make_knows,
     r"gcloud config set project": gcloud_sets_it,
     r"gcloud (compute|config|storage)": gcloud_takes,
     r"docker build": docker_builds,
@@ -397,8 +408,6 @@ CHECKS: dict[str, Callable[[Machine, Command, Path], None]] = {
     r"python3 run_vit_training.py|(\S+=\S+ )*(launch/torchrun.sh|sbatch)": trains,
 }
 """By a pattern of a command's beginning, what it is typed with, and how it is seen to be valid."""
-MESSAGE = "training stopped by SIGINT"
-"""No command, but what one prints."""
 NEEDS_A_PERSON = ("gcloud auth login", "gcloud auth application-default login")
 DOCUMENTED = [command for command in documented_commands() if command.text not in NEEDS_A_PERSON]
 
@@ -422,11 +431,7 @@ def check_of(command: Command) -> Callable[[Machine, Command, Path], None] | Non
     return next((check for start, check in CHECKS.items() if re.match(start, command.text)), None)
 
 
-COMMANDS = [
-    command
-    for command in DOCUMENTED
-    if not command.text.startswith(MESSAGE) and not in_a_tutorial(command)
-]
+COMMANDS = [command for command in DOCUMENTED if not in_a_tutorial(command)]
 TO_RUN = [
     pytest.param(command, RUN[start], id=start, marks=[pytest.mark.long] * RUN[start].long)
     for command in COMMANDS
@@ -478,13 +483,17 @@ def test_command(command, how, machine, request):
 @pytest.mark.long
 @pytest.mark.parametrize("page", TUTORIALS)
 def test_tutorial(page, machine):
-    steps = TUTORIALS[page]
+    steps, printed = TUTORIALS[page], ""
     for command in commands_of(ROOT / page):
         if start := beginning(command, steps):
-            type_it(machine, command, steps[start])
+            printed += type_it(machine, command, steps[start])
+    for line in quoted_lines((ROOT / page).read_text()):
+        assert same_form(line, printed), (line, printed)
 
 
-def type_it(machine: Machine, command: Command, how: Run) -> None:
+def type_it(machine: Machine, command: Command, how: Run) -> str:
+    """Return what it prints."""
+    quoted = quoted_after(command) if how.quoted else []
     command = dataclasses.replace(command, typed=machine.with_its_folders(command.typed))
     long = how.long or command.document in TUTORIALS
     done = machine.run(command, timeout=3 * 3600 if long else 900)
@@ -495,7 +504,10 @@ def type_it(machine: Machine, command: Command, how: Run) -> None:
         assert list(machine.project.glob(path)), path
     for path in how.removes:
         assert not (machine.project / path).exists(), path
+    for line in quoted:
+        assert same_form(line, done.stdout), (line, done.stdout)
     assert "Traceback" not in done.stderr
+    return done.stdout
 
 
 @pytest.mark.parametrize("command", TO_CHECK)
@@ -504,10 +516,11 @@ def test_command_that_takes_more(command, machine, tmp_path):
 
 
 def test_message_of_a_stop(tmp_path, monkeypatch):
-    (printed,) = [c for c in DOCUMENTED if c.text.startswith(MESSAGE)]
+    promised = [line for _, line in quotes() if line.startswith("training stopped by SIGINT")]
+    assert promised
     done = stop(monkeypatch, tmp_path / "run", "0 2 SIGINT", *ALONE)
-    promised = printed.text.replace("/mnt/runs/vit_10b", str(tmp_path / "run"))
-    assert promised.replace("1207", "2") in done.stdout.splitlines()
+    for line in promised:
+        assert same_form(re.sub(r"\S+/step_", ".../step_", line), done.stdout), line
 
 
 def test_help_lists_every_flag(machine):

@@ -13,10 +13,11 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 """Those of docs/evidence/ tell what was done once: their commands may be gone since."""
 DOCUMENTS = [ROOT / "README.md", *(page for page in PAGES if page.parent.name != "evidence")]
 DOCUMENTS.remove(ROOT / "docs" / "release_notes.md")  # which names what is gone
-_FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
-_SPAN = re.compile(r"`([^`\n]+)`")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+"""Its language and its text. Commands have no language; output is indented, not fenced."""
+SPAN = re.compile(r"`((?:[^`\n]|\n(?!\n))+)`")
 # What a sentence names with its arguments; "..." stands for something that the reader fills in.
-_IN_A_SENTENCE = re.compile(r"(make|python3?|gcloud|docker|sbatch|launch/\S+\.sh) (?!.*\.\.\.)\S")
+IN_A_SENTENCE = re.compile(r"(make|python3?|gcloud|docker|sbatch|launch/\S+\.sh) (?!.*\.\.\.)\S")
 _QUOTED_OR_COMMENT = re.compile(r"""('[^']*'|"[^"]*")|(?:(?<=\s)|^)#.*""")
 
 
@@ -49,12 +50,12 @@ def documented_commands() -> list[Command]:
 def commands_of(document: Path) -> list[Command]:
     """Those in its fences in their order, then those in its sentences."""
     text, name = document.read_text(), str(document.relative_to(ROOT))
-    return [*_in_fences(text, name), *_in_sentences(_FENCE.sub("", text), name)]
+    return [*_in_fences(text, name), *_in_sentences(FENCE.sub("", text), name)]
 
 
 def _in_fences(text: str, document: str) -> Iterator[Command]:
     settings = ""
-    for block in _FENCE.findall(text):
+    for block in (body for language, body in FENCE.findall(text) if not language):
         for typed in re.findall(r"(?:.*\\\n)*.+", block):
             command = one_line(typed)
             if command.startswith("export "):
@@ -64,8 +65,8 @@ def _in_fences(text: str, document: str) -> Iterator[Command]:
 
 
 def _in_sentences(text: str, document: str) -> Iterator[Command]:
-    for span in _SPAN.findall(text):
-        if _IN_A_SENTENCE.match(span):
+    for span in (" ".join(found.split()) for found in SPAN.findall(text)):
+        if IN_A_SENTENCE.match(span):
             yield Command(span, span, document)
 
 
@@ -88,7 +89,8 @@ def flags_and_paths() -> tuple[set[str], set[str]]:
     paths: set[str] = set()
     for document in DOCUMENTS:
         text = document.read_text()
-        code = [*_FENCE.findall(text), *_SPAN.findall(_FENCE.sub("", text))]
+        fences = [body for _, body in FENCE.findall(text)]
+        code = [*fences, *SPAN.findall(FENCE.sub("", text))]
         flags |= {flag for span in code for flag in re.findall(r"(?<![\w-])--\w[\w-]+", span)}
         paths |= {
             span
@@ -110,7 +112,7 @@ def broken_anchors() -> list[str]:
     for document in [ROOT / "README.md", *PAGES]:
         for link, anchor in re.findall(r"\]\(([^):#]*)#([\w-]+)\)", document.read_text()):
             target = document.parent / link if link else document
-            headings = re.findall(r"^#+ (.*)$", _FENCE.sub("", Path(target).read_text()), re.M)
+            headings = re.findall(r"^#+ (.*)$", FENCE.sub("", Path(target).read_text()), re.M)
             if anchor not in map(slug, headings):
                 broken.append(f"{document.name}: {link}#{anchor}")
     return broken

@@ -1,9 +1,10 @@
-"""Every flag, file and heading that README.md and docs/ name is there, and docs/ has an index."""
+"""What README.md and docs/ name is there: flags and their values, files, headings, functions."""
 
 import re
 
 import pytest
 
+from run_vit_training import CONFIGS
 from tests.support.cli import ROOT
 from tests.support.documented_commands import (
     DOCUMENTS,
@@ -12,6 +13,7 @@ from tests.support.documented_commands import (
     flags_and_paths,
     known_flags,
 )
+from training.flags import by_field
 
 pytestmark = pytest.mark.fast
 
@@ -33,6 +35,19 @@ def test_flags_and_files_that_documents_name_are_there():
     missing = {path for path in paths if not any((at / path).exists() for at in packages)}
     assert {path for path in missing if not path.startswith("runs/")} == set()
     assert broken_anchors() == []
+
+
+def test_choices_and_defaults_that_documents_name():
+    options = {name: each for each in by_field(*CONFIGS.values()).values() for name in each.names}
+    for document in DOCUMENTS:
+        text = document.read_text().replace("\\|", "|")
+        for name, listed in re.findall(r"`(--[\w-]+) ([\w-]+(?:\|[\w-]+)+)`", text):
+            if option := options.get(name):  # else another program's
+                choices = option.choices or option.flag.metavar.split("|")
+                assert set(listed.split("|")) == set(choices), (document.name, name)
+        for name, value in re.findall(r"`(--[\w-]+) (\S+)` \(default\)", text):
+            default = options[name].field.default  # None: decided later
+            assert default is None or str(default) == value, (document.name, name)
 
 
 def test_each_page_is_in_the_index():
