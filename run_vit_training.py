@@ -236,6 +236,8 @@ def run_on_backend(flags: Flags, config: RunConfig, prepare: Prepare) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the flags and do what they ask for; return the exit code."""
     forward_torchrun_signals()
+    # A checkpoint that another user can replace is resumed, whatever the umask: never allow it.
+    os.umask(os.umask(0o002) | 0o002)
     # PyTorch would import torch_tpu wherever it is installed. Even without a TPU, torch_tpu starts
     # its runtime at the first backward pass and spends minutes looking for Google's metadata
     # server.

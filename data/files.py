@@ -16,7 +16,8 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
@@ -145,9 +146,11 @@ def regular(path: str | os.PathLike[str], flags: int) -> int:
     """Open a regular file or a link to one; an ``opener`` for ``open``. Raises OSError for anything
     else: reading a pipe could block, and /dev/zero is endless."""
     opened = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    if not stat.S_ISREG(os.fstat(opened).st_mode):
+    mode = os.fstat(opened).st_mode
+    if not stat.S_ISREG(mode):
         os.close(opened)
-        raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
+        number = errno.EISDIR if stat.S_ISDIR(mode) else errno.ENXIO  # as the kernel for sockets
+        raise OSError(number, "it is not a regular file", os.fspath(path))
     return opened
 
 
@@ -163,13 +166,51 @@ def no_link(path: str | os.PathLike[str], flags: int) -> int:
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
     """Parse a JSON object. Raises ValueError for anything else, including too deep nesting."""
+    too_deep = ValueError("it is nested too deeply")
     try:
         content = json.loads(text)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise too_deep from None
     if not isinstance(content, dict):
         raise ValueError("it is not a JSON object")
+    opened = sum(text.count(each) for each in (("{", "[") if isinstance(text, str) else b"{["))
+    if opened > _DEEPEST and not _is_within(content, _DEEPEST):
+        raise too_deep
     return content
+
+
+_DEEPEST = 50
+"""The most levels of a JSON object; several times this number fails where one is written again."""
+
+
+def _is_within(value: Any, levels: int) -> bool:
+    """Return True if a value from JSON has at most so many levels of objects and lists."""
+    if not isinstance(value, dict | list):
+        return True
+    inner = value.values() if isinstance(value, dict) else value
+    return levels > 0 and all(_is_within(each, levels - 1) for each in inner)
+
+
+def is_of(value: Any, hint: Any) -> bool:
+    """Return True if a value from JSON, where tuples are lists, has the type ``hint``: a plain
+    type, a Literal of words, or a union, list, tuple or dict of them."""
+    kind, parts = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
+    if kind in (Union, UnionType):
+        return any(is_of(value, part) for part in parts)
+    if kind is Literal:
+        return isinstance(value, str) and value in parts
+    if kind is dict:
+        return isinstance(value, dict) and all(is_of(each, parts[1]) for each in value.values())
+    if kind in (list, tuple):
+        if not isinstance(value, list | tuple):
+            return False
+        each = parts[:1] * len(value) if kind is list or parts[1:] == (...,) else parts
+        return len(value) == len(each) and all(map(is_of, value, each))
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, (int, float) if hint is float else hint)
 
 
 def make_folder(path: Path) -> None:

@@ -243,6 +243,14 @@ def _one_process_at_a_time(folder: str) -> Iterator[None]:
         yield
 
 
+_TYPES = {
+    "built": float,
+    "left_out": dict[str, int],
+    **dict.fromkeys(("classes", "names"), list[str] | None),
+}
+"""The types of the values in ``Table.info`` that are not only compared."""
+
+
 def _read(path: Path) -> Table:
     """Return the table in a file with memory-mapped arrays. Raises OSError, or ValueError if it is
     damaged."""
@@ -252,6 +260,9 @@ def _read(path: Path) -> Table:
             arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
         if info.pop("checksum") != _checksum(arrays, info):
             raise ValueError("its checksum does not match")
+        for name, hint in _TYPES.items():
+            if name in info and not files.is_of(info[name], hint):
+                raise ValueError(f"its {name} is invalid")
     except OSError:
         raise
     except Exception as error:  # noqa: BLE001 - safetensors and PyTorch fail in any way

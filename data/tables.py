@@ -36,6 +36,7 @@ from data.files import (
     DataFolderError,
     MissingSplitError,
     first_of,
+    is_of,
     open_system,
     other_classes,
     reason_of,
@@ -122,7 +123,9 @@ def choose_columns(
         if name not in fitting:
             raise DataFolderError(f"{where}: column {name} does not contain {kind}: {how}")
     classes = features[label].get("names") if label is not None else None
-    return Columns(image, label, [str(name) for name in classes] if classes else None)
+    if classes and not is_of(classes, list[str]):
+        raise DataFolderError(f"{where}: the class names of column {label} are not a list of names")
+    return Columns(image, label, classes or None)
 
 
 _Labels = tuple[np.ndarray, list[str] | None]

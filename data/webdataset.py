@@ -318,7 +318,7 @@ def _label(name: str, suffix: str, content: bytes) -> Label | None:
     try:
         text = content.decode().strip()
         if suffix == ".json":
-            fields = json.loads(text)
+            fields = files.parse_object(text)
             field = next((name for name in _LABEL_FIELDS if name in fields), None)
             if field is None:
                 return None

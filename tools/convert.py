@@ -321,13 +321,26 @@ def _pushing(name: str) -> Iterator[None]:
 def convert(options: Any, form: str, max_shard_size: str | None) -> str:
     """Convert as the command line says; return what was done, in one line.
 
-    DST is written under a temporary name beside it. Raises UsageError if SRC cannot be read or DST
-    not be written, and then leaves nothing there.
+    Raises UsageError if SRC cannot be read or DST not be written, and then leaves nothing there.
     """
+    while True:
+        source = weights.weights_named(str(options.src), "SRC", use_ema=options.use_ema)
+        try:
+            weights.check_weights(source, verify=not options.no_verify_checkpoint)
+            return _converted(source, options, form, max_shard_size)
+        except UsageError:
+            is_of_run = source.tensors is None and source.path != Path(options.src)
+            if not is_of_run or checkpoint.is_complete(source.path):
+                raise  # otherwise the run, which is being trained, has removed its checkpoint
+
+
+def _converted(source: weights.Weights, options: Any, form: str, max_shard_size: str | None) -> str:
+    """Write DST, under a temporary name beside it. Raises like ``convert``."""
     dst = options.dst
-    source = weights.weights_named(str(options.src), "SRC", use_ema=options.use_ema)
-    weights.check_weights(source, verify=not options.no_verify_checkpoint)
     path, run, dtype = source.path, source.run, DTYPES.get(options.dtype)
+    name = checkpoint.NAME.fullmatch(dst.name) if form == "dcp" and run else None
+    if run and name and int(name[1]) != run.position.step:
+        raise UsageError(f"{dst}: {path} is of step {run.position.step}: use another name")
     if source.note:
         print(f"{PROGRAM}: {path}: {source.note}", file=sys.stderr)
     partial = dst.with_name(f".{dst.name}.partial")

@@ -13,8 +13,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
+from data.files import is_of
 from training.checkpoints.choose import complete_checkpoints, step_of
 from training.checkpoints.format import is_complete, training_tensors, tree
 from training.checkpoints.saver import CheckpointSaver, attempt, write_checkpoint
@@ -74,7 +75,11 @@ def read_bad_step(folder: Path) -> BadStep:
     try:
         values = read_object(folder / FILE)
         bad_step = BadStep(**{f.name: values[f.name] for f in dataclasses.fields(BadStep)})
-        Mesh(**bad_step.mesh), bad_step.step_rates
+        Mesh(**bad_step.mesh)
+        for record in (bad_step, bad_step.step_rates):
+            for name, hint in get_type_hints(type(record)).items():
+                if not is_of(getattr(record, name), hint):
+                    raise ValueError
         numbers = [bad_step.step, bad_step.epoch, bad_step.images_in_epoch, *bad_step.passes]
         numbers += [bad_step.batch_shards, *bad_step.mesh.values()]
         if not all(isinstance(number, int) and number >= 0 for number in numbers):

@@ -195,7 +195,10 @@ def _os_errors(url: str) -> Iterator[None]:
 def is_unreachable(error: BaseException) -> bool:
     """Return True if an error says nothing about the file itself, which may be undamaged: the
     storage did not answer, or a permission is missing. False if the file is missing or damaged."""
-    about_the_file = errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO
+    about_the_file = (
+        *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.ELOOP, errno.ENAMETOOLONG),
+        errno.ENXIO,  # ``regular``: it is a pipe, a socket or a device
+    )
     return isinstance(error, OSError) and error.errno not in about_the_file
 
 
@@ -304,6 +307,7 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
                 with contextlib.suppress(ValueError, KeyError):
                     job = files.parse_object(os.pread(self._file, 4096, 0))
                     holder = f"process {job['pid']} on {job['host']}, since {job['since']}"
+                    holder = files.printable(holder)
                 self.release()
                 problem = (
                     f"--ckpt_dir {self._folder} is in use by {holder}: stop that run first, or "

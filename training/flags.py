@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from config_fields import Flag, flag_of, not_empty
+from data.files import is_of
 from training.errors import UsageError, prints_here
 
 if TYPE_CHECKING:
@@ -134,6 +135,25 @@ def from_values(config: type, values: Mapping[str, Any]) -> Any:
             is_tuple = option and (typing.get_origin(option.type) is tuple or option.flag.several)
             chosen[field.name] = tuple(value) if is_tuple and isinstance(value, list) else value
     return config(**chosen)
+
+
+def check_values(config: type, values: Mapping[str, Any]) -> None:
+    """Raise ValueError if a value for ``from_values``, read from JSON, is of another type than its
+    field, or outside of the range of its flag."""
+    known, hints = {o.field.name: o for o in flag_fields(config)}, typing.get_type_hints(config)
+    for name in (field.name for field in dataclasses.fields(config)):
+        if dataclasses.is_dataclass(hints[name]):
+            check_values(hints[name], values)
+        elif name in values and name in known:
+            value, flag = values[name], known[name]
+            if not is_of(value, hints[name]):
+                raise ValueError(f"{flag.names[0]} cannot be {repr(value)[:100]}")
+            for number in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(number, int | float) and flag.flag.kind:
+                    try:
+                        flag.flag.kind(str(number))
+                    except argparse.ArgumentTypeError as error:
+                        raise ValueError(f"{flag.names[0]}: {error}") from None
 
 
 # ------------------------------------------------------------------------------------------------

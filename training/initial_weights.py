@@ -23,6 +23,7 @@ from models.dino import HEAD_SETTINGS
 from models.initialize import allocate_own, on_meta
 from models.spec import HEADS, ModelSpec
 from training.backend import Backend
+from training.checkpoints import format as checkpoint
 from training.checkpoints.compatible import (
     check_same_training,
     with_saved,
@@ -243,7 +244,8 @@ def place_trained(
     sharded = backend.shard(model, units, weights.initialize)
     if weights.tensors is None:
         use_ema = run.config.use.use_ema
-        load_state(backend, weights.path, with_optimizer=False, use_ema=use_ema)
+        with checkpoint.readable(weights.path):  # its run may have removed it meanwhile
+            load_state(backend, weights.path, with_optimizer=False, use_ema=use_ema)
     return sharded
 
 

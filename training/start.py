@@ -36,7 +36,7 @@ from training.checkpoints.compatible import (
     with_saved,
 )
 from training.checkpoints.config import CheckpointConfig
-from training.checkpoints.format import SavedRun, read_saved_run
+from training.checkpoints.format import SavedRun
 from training.checkpoints.local_tier import LocalTier
 from training.config import RunConfig
 from training.errors import UsageError
@@ -201,13 +201,12 @@ def _first_undamaged(
             saved, more = local.resume(step, verify=verify)
             notes |= dict.fromkeys(more)
         if not saved and path:  # cases 2 and 3
-            if problem := choose.damage_for_all(path, verify=verify):
-                damaged.append(f"{path} is damaged ({problem})")
+            saved, problem = _read_for_all(path, verify=verify)
+            if problem:
+                damaged.append(problem)
                 if candidates.explicit:
                     break
                 continue
-            with exchange.failing_together():
-                saved = read_saved_run(path)
         if saved:
             with exchange.failing_together():
                 check(saved)
@@ -221,6 +220,16 @@ def _first_undamaged(
     if damaged:
         raise choose.AllDamaged(damaged, agreed=True)
     return Start("new", notes=(*notes,))
+
+
+def _read_for_all(path: Path, *, verify: bool) -> tuple[SavedRun | None, str]:
+    """Return what a checkpoint records about its run, or None and what is wrong with it in any
+    process. All processes must call this."""
+    if problem := choose.damage_for_all(path, verify=verify):
+        return None, f"{path} is damaged ({problem})"
+    with exchange.failing_together():
+        saved, problem = choose.read_or_problem(path)
+    return saved, next(filter(None, exchange.gather(problem)), "")
 
 
 def leave_behind(start: Start, local: LocalTier | None, run: Run, *, is_main: bool) -> list[str]:

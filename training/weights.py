@@ -11,7 +11,7 @@ import json
 import pickle
 import re
 import zipfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +24,7 @@ from timm.data import ImageNetInfo, resolve_data_config
 from torch import nn
 
 from data.config import Preprocessing
+from data.files import parse_object
 from models.initialize import allocate, leave_room
 from models.spec import ModelSpec
 from training.checkpoints import format as checkpoint
@@ -32,7 +33,7 @@ from training.checkpoints.choose import (
     Candidates,
     candidates_in,
     damage_for_all,
-    first_readable,
+    find_readable,
     named_candidates,
 )
 from training.checkpoints.compatible import (
@@ -223,15 +224,16 @@ def find_weights(
         raise UsageError("--resume none: a trained model is required, use --resume PATH")
     if resume != "auto" and resume not in BEST and not resume_epoch:
         return weights_named(resume, "--resume", use_ema=use_ema)
-    found = named_candidates(ckpt_dir, resume, resume_epoch)
-    if not found.paths:
+    found = _first_of(lambda: named_candidates(ckpt_dir, resume, resume_epoch), use_ema)
+    if not found:
         raise UsageError(f"--ckpt_dir {ckpt_dir} has no checkpoint: use --resume PATH")
-    return _first_of(found, use_ema)
+    return found
 
 
-def _first_of(candidates: Candidates, use_ema: bool) -> Weights:
-    saved, left = first_readable(candidates)
-    assert saved is not None  # there are candidates
+def _first_of(find: Callable[[], Candidates], use_ema: bool) -> Weights | None:
+    saved, left = find_readable(find)
+    if not saved:
+        return None
     kind = checkpoint.EMA if use_ema else checkpoint.WEIGHTS
     return Weights(saved.path, saved, None, "; ".join(left.passed_over), kind)
 
@@ -270,7 +272,9 @@ def weights_in(path: Path, flag: str, *, use_ema: bool = False) -> Weights:
             if use_ema:  # DCP wrote weights alone, without a run
                 raise no_ema(path)
             return Weights(path, None, None)
-        return _first_of(candidates_in(path), use_ema)
+        found = _first_of(lambda: candidates_in(path), use_ema)
+        assert found  # or there would be no candidates
+        return found
 
 
 def no_ema(path: Path) -> UsageError:
@@ -364,11 +368,13 @@ def load_tensors(path: Path) -> Any:
         except pickle.UnpicklingError as error:  # its text recommends loading the file unsafely
             foreign = re.search(r"GLOBAL (\S+)", str(error))
             known = [name for _, name in ignored]
-            if foreign and foreign[1] not in known and len(known) < _MOST_IGNORED:
-                ignored.append((type("Ignored", (_Ignored,), {}), foreign[1]))
+            name = foreign[1] if foreign else ""
+            full_name = name if "." in name else f"builtins.{name}"  # which the text leaves out
+            if foreign and full_name not in known and len(known) < _MOST_IGNORED:
+                ignored.append((type("Ignored", (_Ignored,), {}), full_name))
             elif foreign:
                 raise ValueError(
-                    f"only tensors are loaded, but it contains {foreign[1]}: {_SAVE}"
+                    f"only tensors are loaded, but it contains {name}: {_SAVE}"
                 ) from None
             else:
                 raise ValueError("it was not written by torch.save") from None
@@ -461,13 +467,13 @@ def run_in_metadata(path: Path, metadata: Mapping[str, str]) -> SavedRun | None:
     if _RUN not in metadata:
         return None
     try:
-        content = json.loads(metadata[_RUN])
+        content = parse_object(metadata[_RUN])
     except ValueError:  # another program's entry
         return None
-    if not isinstance(content, Mapping) or "arguments" not in content:
+    if "arguments" not in content:
         return None
     at = Position(*(int(content[field.name]) for field in fields(Position)))
-    return SavedRun(path, at, dict(content["arguments"]), content["classes"])
+    return SavedRun(path, at, content["arguments"], content["classes"])
 
 
 def check_weights(weights: Weights, *, verify: bool) -> None:

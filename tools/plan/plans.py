@@ -62,7 +62,7 @@ def read_prices(name: str | None) -> dict[str, Price]:
             raise ValueError("a price is missing or invalid")
     except OSError as error:
         raise UsageError(f"--price {path} cannot be read: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         detail = f": {str(error).splitlines()[0]}" if isinstance(error, ValueError) else ""
         raise UsageError(
             f"--price {path} must have a table per chip, as {SHIPPED.name}, with its "

@@ -17,7 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from data.config import DataConfig
-from data.files import make_folder, replace_file
+from data.files import is_of, make_folder, parse_object, replace_file
 from tools.compile_only.command import DOES_NOT_FIT
 from tools.compile_only.compiler import check_installed
 from tools.plan import plans
@@ -72,6 +72,10 @@ def compile_words(config: RunConfig, xla: XlaConfig, candidate: TpuCandidate) ->
     return plans.words_of(step, xla, without=without, always=plans.ALWAYS)
 
 
+_TYPES = {"fits": bool, "peak_hbm_bytes": float, "expected_step_s": float | None}
+"""The types of what is used of a report of ``--compile_only``."""
+
+
 class Compilations:
     """The answers of the compiler, those of earlier runs among them: the reports of
     ``--compile_only`` as dictionaries, or {"refused": why}."""
@@ -84,9 +88,14 @@ class Compilations:
     def saved(self, words: list[str]) -> dict[str, Any] | None:
         """Return the answer to these flags if it is saved."""
         try:
-            return json.loads(self._path(words).read_text())["answer"]
-        except (OSError, ValueError, KeyError, TypeError):  # none, or an incomplete one
+            answer = parse_object(self._path(words).read_bytes())["answer"]
+        except (OSError, ValueError, KeyError):  # none, or an incomplete one
             return None
+        is_answer = is_of(answer, dict[str, Any]) and (
+            "refused" in answer
+            or all(name in answer and is_of(answer[name], _TYPES[name]) for name in _TYPES)
+        )
+        return answer if is_answer else None
 
     def compile(self, words: list[str]) -> dict[str, Any]:
         """Return the compiler's answer to these flags, and save it.

@@ -1,8 +1,8 @@
 """Choose which checkpoints in a run's folder to resume, remove or set aside."""
 
+import contextlib
 import itertools
 import os
-import re
 import socket
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +28,6 @@ from training.hub import is_on_hub
 from training.logs.records import METRICS_FILE, decisive, evaluations, read_metrics, score
 from training.processes import exchange
 
-_NAME = re.compile(r"step_(\d+)")
 RUN_FILE = "run.json"
 BEST: dict[str, Callable[[dict[str, Any]], float]] = {
     "best": score,
@@ -74,7 +73,9 @@ def step_folders(ckpt_dir: Path) -> list[Path]:
     """Return everything in a run's folder that has a checkpoint's name, sorted by step."""
     if not ckpt_dir.is_dir():
         return []
-    return sorted((path for path in ckpt_dir.iterdir() if _NAME.fullmatch(path.name)), key=step_of)
+    return sorted(
+        (path for path in ckpt_dir.iterdir() if checkpoint.NAME.fullmatch(path.name)), key=step_of
+    )
 
 
 def complete_checkpoints(ckpt_dir: Path) -> list[Path]:
@@ -91,7 +92,7 @@ def checkpoint_around(folder: Path) -> Path | None:
     while outer.name:
         if (outer / checkpoint.METADATA).is_file():
             return outer
-        if _NAME.fullmatch(outer.name) and (outer.parent / METRICS_FILE).is_file():
+        if checkpoint.NAME.fullmatch(outer.name) and (outer.parent / METRICS_FILE).is_file():
             return outer
         outer = outer.parent
     return None
@@ -150,8 +151,9 @@ def find_checkpoint(checkpoints: CheckpointConfig) -> tuple[SavedRun | None, Can
     """
     folder = folder_at(checkpoints.ckpt_dir)
     try:
-        named = named_candidates(folder, checkpoints.resume, checkpoints.resume_epoch)
-        return first_readable(named)
+        return find_readable(
+            lambda: named_candidates(folder, checkpoints.resume, checkpoints.resume_epoch)
+        )
     except AllDamaged as error:
         if checkpoints.local_ckpt_dir is None or not resumes_newest(checkpoints):
             raise
@@ -175,8 +177,8 @@ def named_candidates(ckpt_dir: Path, resume: str, resume_epoch: int) -> Candidat
             resume, resume_epoch = "auto", 0  # do not lose what the job has done since
         if resume_epoch:
             for path in reversed(existing):
-                if checkpoint.quick_problem(path) is None:
-                    position = checkpoint.read_saved_run(path).position
+                if checkpoint.quick_problem(path) is None and (saved := read_or_problem(path)[0]):
+                    position = saved.position
                     if (position.epoch, position.images_in_epoch) == (resume_epoch, 0):
                         return Candidates([path])
             raise UsageError(
@@ -249,23 +251,46 @@ def _only(path: Path) -> Candidates:
     return Candidates([path])
 
 
-def first_readable(candidates: Candidates) -> tuple[SavedRun | None, Candidates]:
-    """Return the first candidate whose description can be read, and the remaining candidates.
+def find_readable(find: Callable[[], Candidates]) -> tuple[SavedRun | None, Candidates]:
+    """Return the first candidate of ``find`` whose description can be read, and the remaining
+    candidates.
 
-    Raises UsageError if there are candidates and none can be read, or if one cannot be reached.
+    A run that is still training may remove the candidates meanwhile: they are looked for again as
+    long as the error changes. Raises UsageError if there are candidates and none can be read, or if
+    one cannot be reached.
     """
+    before = ""
+    while True:
+        try:
+            return _first_readable(find())
+        except UsageError as error:
+            if str(error) == before:
+                raise
+            before = str(error)
+
+
+def _first_readable(candidates: Candidates) -> tuple[SavedRun | None, Candidates]:
     passed_over = list(candidates.passed_over)
     for number, path in enumerate(candidates.paths):
-        try:
-            saved, left = checkpoint.read_saved_run(path), candidates.paths[number:]
+        saved, problem = read_or_problem(path)
+        if saved:
+            left = candidates.paths[number:]
             return saved, replace(candidates, paths=left, passed_over=tuple(passed_over))
-        except checkpoint.Unreachable:
-            raise  # it may be undamaged: do not resume an older one instead
-        except UsageError as error:
-            passed_over.append(str(error))
+        passed_over.append(problem)
     if candidates.paths:
         raise UsageError(passed_over[-1]) if candidates.explicit else AllDamaged(passed_over)
     return None, candidates
+
+
+def read_or_problem(path: Path) -> tuple[SavedRun | None, str]:
+    """Return what a checkpoint records about its run, or None and why it cannot be read. Raises
+    Unreachable if it may be undamaged: no older one must be resumed instead."""
+    try:
+        return checkpoint.read_saved_run(path), ""
+    except checkpoint.Unreachable:
+        raise
+    except UsageError as error:
+        return None, str(error)
 
 
 def damage_for_all(path: Path, *, verify: bool) -> str | None:
@@ -307,7 +332,7 @@ def clear(folder: Path) -> None:
 
     Files that a bucket refuses to remove stay: they are overwritten, or not listed in the manifest.
     """
-    if folder.exists():
+    if folder.exists() or (not is_url(folder) and folder.is_symlink()):
         try:
             remove(folder)
         except OSError:
@@ -319,13 +344,17 @@ def clear(folder: Path) -> None:
 def remove(folder: Path) -> None:
     """Remove a checkpoint, complete or not; its manifest first, so that it never looks complete.
 
-    For a symbolic link, remove only the link: the target may belong to another run. Raises OSError
-    if anything is left.
+    For a symbolic link, remove only the link: the target may belong to another run. A file with a
+    checkpoint's name is not the program's: rename it. Raises OSError if anything is left.
     """
     if not is_url(folder) and folder.is_symlink():
         folder.unlink(missing_ok=True)
         return
-    (folder / checkpoint.MANIFEST).unlink(missing_ok=True)
+    if checkpoint.NAME.fullmatch(folder.name) and folder.exists() and not folder.is_dir():
+        folder.rename(folder.with_name(f"{folder.name}.set_aside"))
+        return
+    with contextlib.suppress(IsADirectoryError):
+        (folder / checkpoint.MANIFEST).unlink(missing_ok=True)
     remove_tree(folder)
 
 
@@ -359,7 +388,9 @@ def later_checkpoints(ckpt_dir: Path, start: Path | None) -> list[Path]:
     complete = complete_checkpoints(ckpt_dir)
     if start is None or start.parent.resolve() != ckpt_dir.resolve():
         return complete
-    return [path for path in complete if step_of(path) > step_of(start)]
+    is_named = checkpoint.NAME.fullmatch(start.name)  # not so a copy that the user has named
+    step = step_of(start) if is_named else checkpoint.read_saved_run(start).position.step
+    return [path for path in complete if step_of(path) > step]
 
 
 def set_aside(ckpt_dir: Path, paths: Collection[Path]) -> Path:

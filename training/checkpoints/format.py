@@ -32,16 +32,23 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any, cast
+from pathlib import Path, PosixPath
+from typing import IO, Any, cast, get_type_hints
 
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 
+from data.config import DataConfig
+from data.files import is_of
 from models.config import ModelConfig
 from training.backend import State
 from training.errors import UsageError
@@ -53,9 +60,12 @@ from training.files import (
     replace_file,
     sync_folder,
 )
-from training.flags import from_values
+from training.flags import check_values, from_values
 from training.objectives.config import ObjectiveConfig
 from training.schedule import Position
+
+NAME = re.compile(r"step_(0|[1-9][0-9]*)")
+"""The name of a checkpoint's folder; its number is the step."""
 
 # -- entries ---------------------------------------------------------------------------------------
 
@@ -98,6 +108,17 @@ class SavedRun:
     is_part: bool = False
     """Whether ``path`` contains only this process's part of the state (``--local_ckpt_dir``)."""
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for values that no run records: a file may say anything of itself."""
+        if min(dataclasses.astuple(self.position)) < 0:
+            raise ValueError(f"its position in the data is invalid: {self.position}")
+        for name, hint in get_type_hints(SavedRun).items():
+            if name in ("arguments", *_OPTIONAL) and not is_of(getattr(self, name), hint):
+                raise ValueError(f"its {TRAINING}.{name} is of another type than {hint}")
+        check_values(ModelConfig, self.arguments)
+        check_values(ObjectiveConfig, self.arguments)
+        check_values(DataConfig, {n: self.arguments[n] for n in _OF_DATA if n in self.arguments})
+
     @property
     def model(self) -> ModelConfig:
         """The flags of its model."""
@@ -107,6 +128,10 @@ class SavedRun:
     def objective(self) -> ObjectiveConfig:
         """The flags of its objective."""
         return from_values(ObjectiveConfig, self.arguments)
+
+
+_OF_DATA = ("data_source", "class_order")
+"""The flags of the data that the program reads back. Preprocessing is checked where it is used."""
 
 
 def training_tensors(
@@ -126,7 +151,7 @@ def training_tensors(
 
 
 def saved_run(path: Path, training: Mapping[str, torch.Tensor]) -> SavedRun:
-    """The inverse of ``training_tensors``. Raises any exception for other tensors."""
+    """The inverse of ``training_tensors``. Raises any exception for other tensors or values."""
     position = Position(*(int(training[field.name]) for field in dataclasses.fields(Position)))
     texts = {
         name: json.loads(bytes(training[name].tolist()))
@@ -262,6 +287,20 @@ _METADATA_NAMES = {
 }
 
 
+def _memory_format(encoding: Any, name: Any) -> Any:
+    """Return the member ``name`` of DCP's enum of memory formats. Python 3.11.0 to 3.11.3 pickle it
+    as a call of ``getattr``, which this replaces: any attribute would be too many."""
+    if encoding is _MEM_FORMAT_ENCODING and isinstance(name, str) and name in encoding.__members__:
+        return encoding[name]
+    raise pickle.UnpicklingError("builtins.getattr is not allowed in a checkpoint")
+
+
+_REPLACED = {
+    ("builtins", "getattr"): _memory_format,
+    ("pathlib._local", "PosixPath"): PosixPath,  # its module in Python 3.13
+}
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     """Builds DCP's own metadata classes and nothing else.
 
@@ -269,6 +308,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     """
 
     def find_class(self, module: str, name: str) -> Any:
+        if replacement := _REPLACED.get((module, name)):
+            return replacement
         if name in _METADATA_NAMES.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a checkpoint")
@@ -342,7 +383,8 @@ def quiet_dcp() -> Iterator[None]:
 
 
 def read_saved_run(path: Path) -> SavedRun:
-    """Read position and arguments of a checkpoint. Raises UsageError if it cannot be read."""
+    """Read position and arguments of a checkpoint. Raises UsageError if it cannot be read, or if it
+    is named after another step."""
     with readable(path):
         if not (path / METADATA).is_file():
             raise UsageError(f"checkpoint {path} is incomplete: it has no {METADATA} file")
@@ -353,7 +395,10 @@ def read_saved_run(path: Path) -> SavedRun:
                 entry = entries[f"{TRAINING}.{name}"]
                 wanted[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
         load_into({TRAINING: wanted}, path)
-        return saved_run(path, wanted)
+        saved, name = saved_run(path, wanted), NAME.fullmatch(path.name)
+        if name and int(name[1]) != (step := saved.position.step):
+            raise ValueError(f"it is named after another step than its own, {step}")
+        return saved
 
 
 class Unreachable(UsageError):

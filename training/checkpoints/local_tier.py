@@ -70,7 +70,7 @@ _SOMEWHERE = "192.0.2.1"
 """An address reserved for documentation (RFC 5737), reached through a host's default network."""
 _CHUNK = 1 << 24
 _LONGEST_HEADER = 1 << 20
-_PART_NAME = re.compile(r"part_(\d+)")
+_PART_NAME = re.compile(r"part_(0|[1-9][0-9]*)")
 
 _NOTHING_DONE: dict[str, Any] = {"bytes": 0, "write_s": 0.0, "copy_s": 0.0, "problem": None}
 """What a process has done for a save, in addition to its step."""
@@ -220,6 +220,8 @@ class LocalTier:
                 if checkpoint.read_manifest(path) is None or checkpoint.quick_problem(path):
                     continue
                 content = read_object(path / PART_FILE)
+                if content.get("part", number) != number:
+                    continue  # a copy in another part's folder
                 start_id, *others = (
                     str(content[key]) for key in ("start", "layout", "run", "ckpt_dir", "history")
                 )
@@ -272,7 +274,7 @@ class LocalTier:
                     else:
                         has_other_layouts = True
             newer = sorted(save for save in holders if save[0] > newer_than)
-            whole = [save for save in newer if len(holders[save]) == self._parts]
+            whole = [save for save in newer if holders[save].keys() >= set(range(self._parts))]
             if not whole:
                 if newer:
                     lost = set(range(self._parts)) - holders[newer[-1]].keys()
@@ -330,9 +332,10 @@ class LocalTier:
             try:
                 if verify and (problem := checkpoint.damage(path)):
                     raise ValueError(problem)
+                checkpoint.read_saved_run(path)  # it may be a copy of another step
                 for process in processes:
                     self._send(path, part, save, process)
-            except (OSError, EOFError, ValueError, AuthenticationError) as error:
+            except (OSError, EOFError, ValueError, AuthenticationError, UsageError) as error:
                 problems.append(
                     f"ignoring part {part} of step {step} in --local_ckpt_dir of "
                     f"{self._name(self._rank)}: {checkpoint.reason_of(error)}"
@@ -398,7 +401,8 @@ class LocalTier:
         for *_, process_has in by_process:
             for part, (saved_step, start_id) in process_has:
                 parts.setdefault((saved_step, start_id), set()).add(part)
-        whole = sorted(save[0] for save, numbers in parts.items() if len(numbers) == self._parts)
+        every_part = set(range(self._parts))
+        whole = sorted(save[0] for save, numbers in parts.items() if numbers >= every_part)
         oldest = whole[-_STAY] if len(whole) >= _STAY else 0
         with self._lock:
             self._have = {(part, save) for part, save in self._have if save[0] >= oldest}
@@ -438,6 +442,7 @@ class LocalTier:
                 "start": self._start_id,
                 "layout": self._layout,
                 "history": self._lineage,
+                "part": self._part,
             }
             replace_file(path / PART_FILE, json.dumps(about))
             checkpoint.write_manifest(path, files | checkpoint.entries(path, [PART_FILE]))

@@ -12,7 +12,7 @@ from tests.support.usage_error import told_in_one_line
 from training.checkpoints.choose import (
     clear,
     complete_checkpoints,
-    first_readable,
+    find_readable,
     named_candidates,
     prune,
     set_aside,
@@ -111,13 +111,13 @@ def test_what_is_damaged_is_passed_over_what_cannot_be_reached_is_not(storage):
         write_whole(url / f"step_{step}", float(step))
     file = url / "step_4" / "__0_0.distcp"
     file.write_bytes(bytes(len(file.read_bytes())))  # of the same size
-    saved, left = first_readable(named_candidates(url, "auto", 0))
+    saved, left = find_readable(lambda: named_candidates(url, "auto", 0))
     assert saved.path == url / "step_2"
     assert "cannot read the checkpoint bucket://shelf/run/step_4" in left.passed_over[0]
     found = named_candidates(url, "auto", 0)
     (storage.parent / "down").touch()
     with pytest.raises(Unreachable, match=r"/step_4: 503 try again"):
-        first_readable(found)
+        find_readable(lambda: found)
     for look in (damage, quick_problem):
         with pytest.raises(OSError, match="503 try again later"):
             look(url / "step_4")

@@ -5,13 +5,17 @@ this process.
 """
 
 import json
+import os
 import shutil
+import stat
+from pathlib import Path
 
 import pytest
 
 import run_vit_training
 from tests.support.cli import run_program, tiny
 from tests.support.hostile import damaged
+from training.checkpoints.choose import complete_checkpoints
 
 FLAGS = "--backend cuda --test_epoch_interval 99 --keep_checkpoints 2 --ckpt_best".split()
 FILES = {
@@ -98,6 +102,62 @@ def test_a_start_in_a_damaged_folder(case, killed, tmp_path, capsys, monkeypatch
     if file == "metrics":
         records = [json.loads(line) for line in (tmp_path / "again" / FILES[file]).open()]
         assert [record["step"] for record in records if "loss" in record] == [1, 2, 3, 4, 5, 6]
+
+
+def copy_of_step(folder):
+    shutil.copytree(folder / "disks/host_0/part_0/step_6", folder / "disks/host_0/part_0/step_99")
+    shutil.copytree(folder / "run/step_5", folder / "run/step_99")
+
+
+def copy_of_part(folder):
+    shutil.copytree(folder / "disks/host_0/part_0", folder / "disks/host_0/part_1")
+    shutil.copytree(folder / "disks/host_0/part_0", folder / "disks/host_0/part_007")
+
+
+def files_for_folders(folder):
+    (folder / "disks/host_0/part_0/step_7").write_text("mine")
+    (folder / "disks/host_0/part_0/step_3").symlink_to("nowhere")
+    (folder / "disks/host_0/part_1").write_text("mine")
+    (folder / "run/step_6").write_text("mine")
+
+
+def folders_for_files(folder):
+    for file in ("manifest.json", "part.json"):
+        (folder / "disks/host_0/part_0/step_6" / file).unlink()
+        (folder / "disks/host_0/part_0/step_6" / file).mkdir()
+    shutil.rmtree(folder / "disks/host_0/part_0/step_4")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "resumed", "said"),
+    [
+        (copy_of_step, 6, ["step_99: it is named after another step", "moved step_99 to "]),
+        (copy_of_part, 6, []),
+        (files_for_folders, 6, []),
+        (folders_for_files, 5, []),
+    ],
+)
+def test_a_start_among_copies_and_files(spoil, resumed, said, killed, tmp_path, capsys):
+    folder = shutil.copytree(killed, tmp_path / "again")
+    spoil(folder)
+    there, before = set(folder.rglob("*")), os.umask(0)
+    try:
+        code = start(folder, "--max_steps", "7", "--ckpt_step_interval", "6")
+    finally:
+        os.umask(before)
+    out, err = capsys.readouterr()
+    assert code == 0, out + err
+    assert f"step_{resumed} at step {resumed}, " in out
+    assert all(words in out for words in said), out
+    assert complete_checkpoints(folder / "run")[-1].name == "step_7"
+    kept = {path: path.read_text() for path in folder.rglob("step_?.set_aside")}
+    if spoil is files_for_folders:
+        places = folder / "run/step_6", folder / "disks/host_0/part_0/step_7"
+        assert kept == {Path(f"{path}.set_aside"): "mine" for path in places}
+    # The umask allows others to write; the program does not.
+    new = set(folder.rglob("*")) - there
+    assert folder / "run/step_7/.metadata" in new
+    assert not [path for path in new if path.stat().st_mode & stat.S_IWOTH]
 
 
 @pytest.mark.long

@@ -1,20 +1,30 @@
 """Checkpoint folders: what counts as one, what is refused, what is kept, who may write."""
 
+import io
+import json
 import os
 import pickle
+import re
+import shutil
+import socket
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from tests.support.checkpoints import OneWeight, flip, left, save_state, truncate, write_checkpoint
 from training.checkpoints.choose import (
+    AllDamaged,
+    clear,
     complete_checkpoints,
+    find_readable,
     later_checkpoints,
     named_candidates,
     prune,
     set_aside,
+    step_folders,
 )
 from training.checkpoints.format import (
     SafeReader,
@@ -112,6 +122,66 @@ def test_metadata_cannot_run_code(tmp_path):
         with pytest.raises(pickle.UnpicklingError, match="is not allowed in a checkpoint"):
             SafeReader(tmp_path).read_metadata()
     assert not (tmp_path / "attacked").exists()
+
+
+class AsPython3112:
+    """Pickled as Python 3.11.2 pickles a member of an Enum: by a call of ``getattr``."""
+
+    def __init__(self, owner, name):
+        self.call = owner, name
+
+    def __reduce__(self):
+        return getattr, self.call
+
+
+class MetadataPickler(pickle.Pickler):
+    """Pickles DCP's metadata as Python 3.11.2, and with the paths of Python 3.13."""
+
+    def reducer_override(self, value):
+        if isinstance(value, _MEM_FORMAT_ENCODING):
+            return getattr, (_MEM_FORMAT_ENCODING, value.name)
+        return NotImplemented
+
+
+def test_metadata_of_other_versions_of_python(tmp_path):
+    folder = write_checkpoint(tmp_path, 3, manifest=False)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    written = io.BytesIO()
+    MetadataPickler(written, protocol=4).dump(metadata)
+    assert b"getattr" in written.getvalue()
+    assert b"\x8c\x07pathlib" in written.getvalue()
+    of_3_13 = written.getvalue().replace(b"\x8c\x07pathlib", b"\x8c\x0epathlib._local")
+    for content in (written.getvalue(), unframed(of_3_13)):
+        (folder / ".metadata").write_bytes(content)
+        assert read_metadata(folder) == metadata
+        assert read_saved_run(folder).position.step == 3
+
+
+def unframed(content):
+    """A pickle without its frames, whose sizes are of the original content."""
+    return re.sub(rb"\x95.{8}", b"", content, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (_MEM_FORMAT_ENCODING, "__subclasses__"),
+        (_MEM_FORMAT_ENCODING, "mro"),
+        (_MEM_FORMAT_ENCODING, "_member_map_"),
+        (_MEM_FORMAT_ENCODING, "nothing"),
+        (_MEM_FORMAT_ENCODING, ["TORCH_CHANNELS_LAST"]),
+        (_MEM_FORMAT_ENCODING, AsPython3112(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST")),
+        (AsPython3112(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST"), "__class__"),
+        (Metadata, "__init__"),
+        (torch.Size, "__subclasses__"),
+        (torch.float32, "__class__"),
+        ("TORCH_CHANNELS_LAST", "join"),
+    ],
+)
+def test_no_other_attribute_is_read(owner, name, tmp_path):
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(AsPython3112(owner, name)))
+    with pytest.raises(pickle.UnpicklingError, match=r"builtins\.getattr is not allowed"):
+        read_metadata(tmp_path)
 
 
 class Attack:
@@ -214,6 +284,104 @@ def test_damage_that_sizes_show_is_passed_over_and_named(harm, told, tmp_path):
         named_candidates(tmp_path, str(tmp_path / "step_10"), 0)
 
 
+def test_names_that_the_program_does_not_write(tmp_path):
+    write_checkpoint(tmp_path, 7)
+    arabic = "step_\N{ARABIC-INDIC DIGIT SEVEN}"
+    for name in ("step_007", "step_-1", arabic, "step_7 (copy)", "Step_7", "step_1e3", "step_"):
+        (tmp_path / "step_7").rename(tmp_path / name)
+        assert complete_checkpoints(tmp_path) == []
+        (tmp_path / name).rename(tmp_path / "step_7")
+    huge = tmp_path / f"step_{10**200}"
+    (tmp_path / "step_7").rename(huge)
+    with pytest.raises(UsageError, match="named after another step than its own, 7"):
+        find_readable(lambda: named_candidates(tmp_path, "auto", 0))
+
+
+@pytest.mark.parametrize(
+    "harm", ["a folder", "a pipe", "a socket", "a link to itself", "a file of a long name"]
+)
+def test_what_is_no_file_is_damage(harm, tmp_path):
+    """And not a storage that does not answer, which would end each start."""
+    write_checkpoint(tmp_path, 5)
+    newest = write_checkpoint(tmp_path, 10)
+    manifest, tensors = newest / "manifest.json", newest / "__0_0.distcp"
+    if harm == "a link to itself":
+        tensors.unlink()
+        tensors.symlink_to(tensors)
+    elif harm == "a file of a long name":
+        content = json.loads(manifest.read_text())
+        content["files"]["x" * 300] = [1, "0" * 32]
+        manifest.write_text(json.dumps(content))
+    else:
+        manifest.unlink()
+        if harm == "a folder":
+            manifest.mkdir()
+        elif harm == "a pipe":
+            os.mkfifo(manifest)
+        else:
+            with socket.socket(socket.AF_UNIX) as bound, pytest.MonkeyPatch.context() as patch:
+                patch.chdir(newest)  # a socket's path is short
+                bound.bind("manifest.json")
+    found = named_candidates(tmp_path, "auto", 0)
+    assert [path.name for path in found.paths] == ["step_5"]
+    assert "step_10 is damaged" in found.passed_over[0]
+    prune(tmp_path, 1, [])
+    clear(tmp_path / "step_10")
+    assert list((tmp_path / "step_10").iterdir()) == []
+
+
+LIES = {
+    "arguments": [
+        *(["--lr"], "x", 3, None),
+        *({"embed_dim": "x"}, {"depth": [1]}, {"depth": -1}, {"img_size": {}}, {"qk_norm": 3}),
+        *({"objective": "x"}, {"objective": 1}, {"mlp_ratio": "4"}, {"decoder_depth": None}),
+        *({"crop_sizes": [1, 2]}, {"global_crops_scale": [0.1]}, {"mask_ratio": float("nan")}),
+        *({"class_order": ["sorted"]}, {"data_source": ["folder"]}),
+    ],
+    "classes": [[1, 2], "ab", {"a": 1}, [["a"]], 7],
+    "order": [[1], "x", 3],
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_what_a_checkpoint_says_of_itself_may_be_anything(name, tmp_path):
+    write_checkpoint(tmp_path, 5)
+    texts = [json.dumps(value).encode() for value in LIES[name]]
+    for text in (*texts, b"[" * 200_000, b'{"a":' * 200_000, b"\xff", b"{"):
+        training = training_tensors(Position(10, 0, 0), {}, ["a"], {})
+        training[name] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        shutil.rmtree(tmp_path / "step_10", ignore_errors=True)
+        folder = tmp_path / "step_10"
+        with quiet_dcp():
+            writer = dcp.FileSystemWriter(folder)
+            dcp.save({"training": training}, storage_writer=writer, no_dist=True)
+        write_manifest(folder, entries(folder, [path.name for path in folder.iterdir()]))
+        saved, found = find_readable(lambda: named_candidates(tmp_path, "auto", 0))
+        assert saved.path.name == "step_5", text[:100]
+        assert found.passed_over[0].startswith(f"cannot read the checkpoint {folder}: ")
+        assert "\n" not in found.passed_over[0]
+
+
+def test_checkpoints_that_their_run_removes_meanwhile(tmp_path, monkeypatch):
+    """Whoever reads a run that is being trained looks again; without end, if all are damaged."""
+    for step in (5, 10):
+        write_checkpoint(tmp_path, step)
+
+    def find():
+        found = named_candidates(tmp_path, "auto", 0)
+        if (tmp_path / "step_5").exists():  # the run goes on
+            for step in (5, 10):
+                shutil.rmtree(tmp_path / f"step_{step}")
+            write_checkpoint(tmp_path, 15)
+        return found
+
+    saved, found = find_readable(find)
+    assert (saved.position.step, found.passed_over) == (15, ())
+    truncate(tmp_path / "step_15")
+    with pytest.raises(AllDamaged, match="step_15 is damaged"):
+        find_readable(find)
+
+
 def test_damage_that_sizes_hide_is_found_by_checksum(tmp_path):
     folder = write_checkpoint(tmp_path, 5)
     flip(folder)
@@ -244,6 +412,23 @@ def test_what_an_interrupted_save_left_goes_with_the_old_ones(tmp_path):
     write_checkpoint(tmp_path, 3, manifest=False)
     prune(tmp_path, 1, [tmp_path / "step_2"])
     assert left(tmp_path) == [2, 4]
+
+
+def test_files_and_links_with_a_checkpoints_name(tmp_path):
+    """A file is the user's, and stays; a link is removed, and what it leads to stays."""
+    elsewhere = write_checkpoint(tmp_path / "elsewhere", 3)
+    (tmp_path / "step_2").write_text("mine")
+    (tmp_path / "step_3").symlink_to(elsewhere)
+    (tmp_path / "step_4").symlink_to(tmp_path / "nowhere")
+    for step in (2, 4):
+        clear(tmp_path / f"step_{step}")
+        write_checkpoint(tmp_path, step)
+    assert (tmp_path / "step_2.set_aside").read_text() == "mine"
+    (tmp_path / "step_1").write_text("mine, too")
+    prune(tmp_path, 1, [])
+    assert [path.name for path in step_folders(tmp_path)] == ["step_4"]
+    assert (tmp_path / "step_1.set_aside").read_text() == "mine, too"
+    assert damage(elsewhere) is None
 
 
 def test_going_back_sets_the_later_ones_aside(tmp_path):

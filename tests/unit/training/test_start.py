@@ -309,6 +309,40 @@ def test_a_newer_step_of_the_hosts_disks_is_resumed(run):
     assert start.notes[-1].endswith("resuming step_12 instead")
 
 
+def test_a_copy_under_another_name(run):
+    """A folder is believed by its content: step 99 is step 10, and set aside."""
+    shutil.copytree(run / "step_10", run / "step_99")
+    shutil.copytree(run / "step_5", run / "step_7")
+    told = "step_99: it is named after another step than its own, 10"
+    for flags in ([], ["--resume", run]):
+        assert planned(run, *flags)[1].continues_from == run / "step_10"
+        start = confirmed(run, *flags)
+        assert start.continues_from == run / "step_10"
+        assert told in start.notes[0]
+    (note,) = leave_behind(start, None, on_gpus(words(run)), is_main=True)
+    assert f"moved step_99 to {run}/set_aside_1" in note
+    with pytest.raises(UsageError, match=told):
+        planned(run, "--resume", run / "set_aside_1" / "step_99")
+    (run / "metrics.jsonl").write_text('{"step": 7, "val_loss": 1.0, "val_top1": 90.0}\n')
+    with pytest.raises(UsageError, match="another step than its own, 5"):
+        planned(run, "--resume", "best")
+    flip(run / "step_10")  # found by all processes together; then step 7, then step 5
+    start = confirmed(run)
+    assert start.continues_from == run / "step_5"
+    assert "another step than its own, 5" in start.notes[1]
+
+
+def test_a_copy_that_the_user_has_named(run):
+    """It is resumed as the step that it contains."""
+    write(run, 3)
+    copy = shutil.copytree(run / "step_5", run / "best_so_far")
+    start, here = confirmed(run, "--resume", copy), on_gpus(words(run))
+    assert (start.kind, start.saved.position.step) == ("here", 5)
+    leave_behind(start, None, here, is_main=True)
+    assert left(run) == [3, 5]
+    assert left(run / "set_aside_1") == [10]
+
+
 # -- going back -----------------------------------------------------------------------
 
 
