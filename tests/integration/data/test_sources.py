@@ -1,6 +1,7 @@
 """Images in folders, at URLs and in tar shards: all of them give the same, from one index."""
 
 import itertools
+import json
 import multiprocessing
 import shutil
 import sys
@@ -9,6 +10,7 @@ import fsspec
 import pytest
 import torch
 from PIL import Image
+from safetensors import safe_open
 from safetensors.numpy import save
 from torchvision.datasets import ImageFolder
 
@@ -162,9 +164,29 @@ def flip(path):
     path.write_bytes(content)
 
 
+def with_info(name, value):
+    """Change what an index says of itself, with the right checksum."""
+
+    def spoil(path):
+        with safe_open(path, "numpy") as file:
+            info = json.loads(file.metadata()["info"])
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        del info["checksum"]
+        info[name] = value
+        info["checksum"] = index._checksum(arrays, info)
+        path.write_bytes(save(arrays, {"info": json.dumps(info)}))
+
+    return spoil
+
+
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
+        (with_info("left_out", {".txt": "many"}), "its left_out is invalid"),
+        (with_info("left_out", [1, 2]), "its left_out is invalid"),
+        (with_info("classes", [1, 2, 3]), "its classes is invalid"),
+        (with_info("names", "abc"), "its names is invalid"),
+        (with_info("built", "today"), "its built is invalid"),
         (cut, "Error while deserializing header: "),
         (flip, "its checksum does not match"),
         (lambda path: path.write_bytes(b""), "Error while deserializing header: "),

@@ -16,6 +16,7 @@ import run_vit_training
 from tests.references.plain_checkpoint import convert as dcp_to_torch
 from tests.support.cli import DIGITS, TINY_MODEL, run_program, tiny, train_tiny_gpu
 from tests.support.usage_error import told_in_one_line
+from tools import convert
 from tools.convert import main
 
 IMAGES = sorted(map(str, (DIGITS / "val" / "7").glob("*.png")))[:8]
@@ -25,7 +26,7 @@ IMAGES = sorted(map(str, (DIGITS / "val" / "7").glob("*.png")))[:8]
 def trained(tmp_path_factory):
     """Two steps of FSDP2 in two processes: tensors in two parts each."""
     folder = tmp_path_factory.mktemp("trained")
-    return train_tiny_gpu(folder, "--max_steps", "2", processes=2)
+    return train_tiny_gpu(folder, "--max_steps", "2", "--ckpt_step_interval", "1", processes=2)
 
 
 @pytest.fixture(scope="module")
@@ -211,6 +212,30 @@ def test_progress_is_shown_on_a_terminal(trained, tmp_path, capsys, monkeypatch)
     converted(narrow, tmp_path / "wide.safetensors", "--dtype", "fp32")
     bars = re.findall(r"(\w+): 100%", capsys.readouterr().err)
     assert list(dict.fromkeys(bars)) == ["read", "write", "cast"]
+
+
+def test_a_run_that_is_being_trained(trained, weights, tmp_path, capsys, monkeypatch):
+    """It removes its checkpoint, whole or in part, when it has been found, and writes a newer."""
+    run, steps = tmp_path / "run", trained.ckpt_dir
+    check = convert.weights.check_weights
+    for number, moment in enumerate(("before the check", "after the check")):
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.copytree(steps / "step_1", run / "step_1")
+
+        def checked(source, moment=moment, **how):
+            if moment == "after the check":
+                check(source, **how)
+            if source.path.name == "step_1":
+                source.path.joinpath("manifest.json").unlink()
+                next(source.path.glob("*.distcp")).unlink()
+                shutil.copytree(steps / "step_2", run / "step_2")
+            if moment == "before the check":
+                check(source, **how)
+
+        monkeypatch.setattr(convert.weights, "check_weights", checked)
+        target = converted(run, tmp_path / f"{number}.safetensors")
+        assert_same(load_file(target), weights)
+        assert f"converted {run}/step_2: " in capsys.readouterr().out
 
 
 def test_mistakes(trained, weights, tmp_path, capsys):

@@ -19,7 +19,7 @@ from tests.support.cli import ROOT, run_program
 from tests.support.usage_error import told_in_one_line
 from tools.plan.config import PlanConfig
 from tools.plan.plans import Request, find_work, read_request, words_of
-from tools.plan.tpu import _commands, compile_words, computed_candidates, refusal
+from tools.plan.tpu import Compilations, _commands, compile_words, computed_candidates, refusal
 from tools.plan.tpu_search import (
     CHOICES,
     ComputedCandidate,
@@ -365,6 +365,8 @@ def test_a_configuration_is_typed_as_it_was_given(line):
         ("a.json", "[v5e", "a.json must have a table per chip, as prices"),
         ("a.toml", '[v5e]\nprice = "much"', "in dollars per hour: could not convert"),
         ("a.toml", "[v5e]\nprice = nan", "a price is missing or invalid"),
+        ("a.json", "[" * 200_000, "a.json must have a table per chip, as prices"),
+        ("a.json", "[1, 2]", "a.json must have a table per chip, as prices"),
         ("a.toml", "[v9]\nprice = 1", "has no price for any of v4, v5e, v5p, v6e"),
     ],
 )
@@ -507,6 +509,20 @@ def test_with_the_compiler_and_again_without(tmp_path):
     assert "(0 now" in again["notes"][0]
     assert again["fastest"]["expected_step_s"] == compiled["expected_step_s"]
     assert again["fastest"]["hours"] == pytest.approx(compiled["hours"] / 100)
+
+
+def test_saved_answers_that_are_none(tmp_path):
+    good = {"fits": True, "peak_hbm_bytes": 10, "expected_step_s": 0.5}
+    compilations, words = Compilations(tmp_path), ["--fake_data"]
+    path = compilations._path(words)
+    for answer in (good, good | {"expected_step_s": None}, {"refused": "why"}):
+        path.write_text(json.dumps({"answer": answer}))
+        assert compilations.saved(words) == answer
+    lies = [3, [], "x", {}, {"fits": True}, good | {"peak_hbm_bytes": "x"}, good | {"fits": None}]
+    texts = [json.dumps({"answer": lie}) for lie in (*lies, good | {"expected_step_s": [1]})]
+    for text in (*texts, "[]", "{}", "", '{"answer":' * 200_000, '{"answer": {"refused":' * 200):
+        path.write_text(text)
+        assert compilations.saved(words) is None, text[:100]
 
 
 def test_the_table_with_prices_of_the_user(tmp_path, capsys):

@@ -154,8 +154,37 @@ def test_a_folder_that_cannot_be_written(spoiled, tmp_path):
     assert (tmp_path / "bad_step_1").read_text() == "mine"
 
 
-@pytest.mark.parametrize("text", [None, "", "[]", "{}", '{"step": 1e999}', "damaged"])
+_GOOD = {
+    "step": 1,
+    "epoch": 0,
+    "images_in_epoch": 0,
+    "passes": [0],
+    "rates": {"lr": 1e-3, "rope_factors": [1.0, 1.0]},
+    "batch_shards": 1,
+    "mesh": {"fsdp": 1},
+    "saved_after": 1,
+    "good_steps_since": 0,
+    "checkpoint_before": None,
+    "logged": {},
+}
+_LIES = [
+    *({"rates": {"lr": "x"}}, {"rates": {"lr": 1.0, "rope_factors": [1]}}, {"rates": [1]}),
+    *({"mesh": {"fsdp": "1"}}, {"mesh": [1]}, {"logged": [1]}, {"logged": "x"}, {"passes": 3}),
+    *({"checkpoint_before": 3}, {"saved_after": "x"}, {"good_steps_since": None}),
+]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(None, "", "[]", "{}", '{"step": 1e999}', "damaged", '{"step":' * 200_000),
+        *(json.dumps(_GOOD | lie) for lie in _LIES),
+    ],
+)
 def test_a_damaged_description(text, tmp_path, capsys):
+    (tmp_path / "bad_step.json").write_text(json.dumps(_GOOD))
+    assert replay_step.read_bad_step(tmp_path).step == 1
+    (tmp_path / "bad_step.json").unlink()
     if text is not None:
         (tmp_path / "bad_step.json").write_text(text)
     assert replay_step.main([str(tmp_path)]) == 2

@@ -290,6 +290,8 @@ def test_hidden_files_and_further_images_of_samples(tmp_path):
         ),
         (GOOD | {"a.cls": b"\xff"}, {}, "a.cls contains no label: 'utf-8' codec"),
         ({"a.png": b"", "a.json": b"[1"}, {}, "a.json contains no label: Expecting"),
+        ({"a.png": b"", "a.json": b"[" * 200_000}, {}, "a.json contains no label: it is nested"),
+        ({"a.png": b"", "a.json": b'["cls"]'}, {}, "a.json contains no label: it is not a JSON"),
         (GOOD | {"b.png": b"", "b.cls": b"cat"}, {}, "mix numbers and names, such as cat"),
         (NAMED, {}, "the class names in the train and val shards differ"),
         ({}, {}, "the shards contain no images"),

@@ -103,6 +103,9 @@ def test_what_is_damaged_is_left_out(tmp_path, capsys):
     with (folder / "events.jsonl").open("a") as file:
         file.write('\n{"event": "steps", "time": null}\n{"event": "save", "time": 1e300}\n')
         file.write('{"event": ["start"], "time": 2200.0}\n')
+    (folder / "run.json").write_text('{"arguments": ' + "[" * 900 + "]" * 900 + "}")
+    _, lines = report(capsys, folder)
+    assert lines[2] == "left out: run: run.json: cannot be read: it is nested too deeply"
     (folder / "run.json").write_text('{"arguments": {"lr": 1')
     text, lines = report(capsys, folder)
     assert lines[:2] == [

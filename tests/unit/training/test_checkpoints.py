@@ -1,5 +1,7 @@
 """Checkpoint folders: what counts as one, what is refused, what is kept, who may write."""
 
+import argparse
+import enum
 import io
 import json
 import os
@@ -12,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from tests.support.checkpoints import OneWeight, flip, left, save_state, truncate, write_checkpoint
@@ -42,6 +45,7 @@ from training.checkpoints.format import (
 from training.checkpoints.state import load_state, write_state
 from training.errors import UsageError
 from training.schedule import Position
+from training.weights import load_tensors, run_as_metadata, weights_in
 
 pytestmark = pytest.mark.fast
 
@@ -182,6 +186,20 @@ def test_no_other_attribute_is_read(owner, name, tmp_path):
     (tmp_path / ".metadata").write_bytes(pickle.dumps(AsPython3112(owner, name)))
     with pytest.raises(pickle.UnpicklingError, match=r"builtins\.getattr is not allowed"):
         read_metadata(tmp_path)
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+def test_a_file_of_weights_with_members_of_enums(tmp_path):
+    """As their program's arguments; Python 3.11.2 pickles them by a call of ``getattr``."""
+    for red in (Color.RED, AsPython3112(Color, "RED")):
+        content = {"args": argparse.Namespace(color=red), "model": {"w": torch.ones(3)}}
+        torch.save(content, tmp_path / "weights.pt")
+        found = load_tensors(tmp_path / "weights.pt")
+        assert torch.equal(found["model"]["w"], torch.ones(3))
+        assert found["args"].color == {}
 
 
 class Attack:
@@ -360,6 +378,19 @@ def test_what_a_checkpoint_says_of_itself_may_be_anything(name, tmp_path):
         assert saved.path.name == "step_5", text[:100]
         assert found.passed_over[0].startswith(f"cannot read the checkpoint {folder}: ")
         assert "\n" not in found.passed_over[0]
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_what_a_file_of_weights_says_of_itself_may_be_anything(name, tmp_path):
+    saved = read_saved_run(write_checkpoint(tmp_path, 5))
+    good = json.loads(run_as_metadata(saved)["training"])
+    path, weights = tmp_path / "weights.safetensors", {"w": torch.ones(3)}
+    for lie in ([], LIES[name])[name in good]:
+        save_file(weights, path, {"training": json.dumps(good | {name: lie})})
+        with pytest.raises(UsageError, match=r"^cannot read the checkpoint \S+ .*$"):
+            weights_in(path, "--resume")
+    save_file(weights, path, {"training": '{"arguments":' * 200_000})  # of another program
+    assert weights_in(path, "--resume").run is None
 
 
 def test_checkpoints_that_their_run_removes_meanwhile(tmp_path, monkeypatch):
