@@ -338,8 +338,8 @@ def _converted(source: weights.Weights, options: Any, form: str, max_shard_size:
     """Write DST, under a temporary name beside it. Raises like ``convert``."""
     dst = options.dst
     path, run, dtype = source.path, source.run, DTYPES.get(options.dtype)
-    name = checkpoint.NAME.fullmatch(dst.name) if form == "dcp" and run else None
-    if run and name and int(name[1]) != run.position.step:
+    named = checkpoint.NAME.fullmatch(dst.name) if form == "dcp" else None
+    if run and named and int(named[1]) != run.position.step:
         raise UsageError(f"{dst}: {path} is of step {run.position.step}: use another name")
     if source.note:
         print(f"{PROGRAM}: {path}: {source.note}", file=sys.stderr)

@@ -347,12 +347,13 @@ def remove(folder: Path) -> None:
     For a symbolic link, remove only the link: the target may belong to another run. A file with a
     checkpoint's name is not the program's: rename it. Raises OSError if anything is left.
     """
-    if not is_url(folder) and folder.is_symlink():
-        folder.unlink(missing_ok=True)
-        return
-    if checkpoint.NAME.fullmatch(folder.name) and folder.exists() and not folder.is_dir():
-        folder.rename(folder.with_name(f"{folder.name}.set_aside"))
-        return
+    if not is_url(folder):
+        if folder.is_symlink():
+            folder.unlink(missing_ok=True)
+            return
+        if checkpoint.NAME.fullmatch(folder.name) and folder.exists() and not folder.is_dir():
+            folder.rename(folder.with_name(f"{folder.name}.set_aside"))
+            return
     with contextlib.suppress(IsADirectoryError):
         (folder / checkpoint.MANIFEST).unlink(missing_ok=True)
     remove_tree(folder)

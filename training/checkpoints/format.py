@@ -395,8 +395,8 @@ def read_saved_run(path: Path) -> SavedRun:
                 entry = entries[f"{TRAINING}.{name}"]
                 wanted[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
         load_into({TRAINING: wanted}, path)
-        saved, name = saved_run(path, wanted), NAME.fullmatch(path.name)
-        if name and int(name[1]) != (step := saved.position.step):
+        saved, named = saved_run(path, wanted), NAME.fullmatch(path.name)
+        if named and int(named[1]) != (step := saved.position.step):
             raise ValueError(f"it is named after another step than its own, {step}")
         return saved
 

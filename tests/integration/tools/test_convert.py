@@ -255,6 +255,8 @@ def test_mistakes(trained, weights, tmp_path, capsys):
     )
     assert (tmp_path / "there.pt").read_text() == "mine"
     assert "or --to dcp or --to safetensors" in said(source, tmp_path / "x")
+    another = said(source, tmp_path / "step_3", "--to", "dcp")
+    assert another.endswith("step_2 is of step 2: use another name")
     assert "--to dcp is incompatible with" in said(source, tmp_path / "x.pt", "--to", "dcp")
     assert "create it first" in said(source, tmp_path / "none" / "x.pt")
     assert "no such checkpoint, folder or file" in said(tmp_path / "none", tmp_path / "x.pt")

@@ -18,6 +18,7 @@ import run_vit_training
 from tests.references.plain_checkpoint import convert
 from tests.support.cli import ALL_DIGITS, DIGITS, TINY_MODEL, VAL_IMAGES, run_program, train_tiny
 from tests.support.usage_error import told_in_one_line
+from training import initial_weights
 from training.checkpoints.format import quiet_dcp
 
 WORDS = "zero one two three four five six seven eight nine".split()
@@ -328,6 +329,22 @@ def test_eval_only_leaves_out_what_it_cannot_read(trained, words, tmp_path):
     expected, _ = evaluated()
     assert found.pop("lost_classes") == expected.pop("lost_classes") == []
     assert found == pytest.approx(expected | {"bad_images": 2}, rel=1e-5)
+
+
+def test_eval_only_of_a_checkpoint_that_its_run_removes(trained, words, tmp_path, capsys):
+    """After it was found, and before its weights are read."""
+    folder = shutil.copytree(trained.ckpt_dir / f"step_{STEPS}", tmp_path / f"step_{STEPS}")
+    flags = "--backend cuda --batch_size 100 --num_workers 0".split()
+
+    def removed(weights, *, verify):
+        shutil.rmtree(weights.path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(initial_weights, "check_weights", removed)
+        flags += ["--eval_only", "--resume", str(folder), "--data_dir", str(words)]
+        assert run_vit_training.main(flags) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert f"cannot read the checkpoint {folder}: No such file or directory" in line
 
 
 def test_eval_only_tells_what_classes_have_no_image_left(trained, words, tmp_path, capsys):

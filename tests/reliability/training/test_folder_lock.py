@@ -40,6 +40,17 @@ def test_the_second_job_is_refused_and_a_killed_one_leaves_no_lock(holder, tmp_p
     assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
 
 
+def test_what_the_lock_file_says_may_be_anything(holder, tmp_path, monkeypatch):
+    monkeypatch.setattr("training.files._PATIENCE_S", 0.02)
+    good = {"pid": 1, "host": "here", "since": "today"}
+    for content in ("[]", "{}", "3", "\0", '{"pid":' * 500, good | {"pid": [1]}, good):
+        text = content if isinstance(content, str) else json.dumps(content | {"host": "\x1b[31m"})
+        (tmp_path / ".lock").write_text(text)
+        with pytest.raises(UsageError, match=r"is in use by (another job|process .*): stop") as end:
+            FolderLock(tmp_path).acquire(is_restart=False)
+        assert str(end.value).isprintable()
+
+
 def test_a_restart_may_come_before_a_lost_machine_lets_go(holder, tmp_path, monkeypatch):
     """Its launcher starts the job again, as after a crash."""
     (tmp_path / "run.json").write_text('{"job": "mine"}')

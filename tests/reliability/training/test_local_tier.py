@@ -21,9 +21,10 @@ from tests.reliability.faults.program import other_records_differ
 from tests.support.checkpoints import tensors_of
 from tests.support.cli import Result, run_program, tiny, train_tiny_gpu, train_tiny_megatron
 from tests.support.rehearsed import all_ended
-from training.checkpoints.format import write_manifest
+from training.checkpoints.format import training_tensors, write_manifest
 from training.checkpoints.local_tier import LocalTier, _peer_of, _receive_files
 from training.checkpoints.state import write_state
+from training.schedule import Position
 
 HOSTS = "tests.fakes.hosts_with_disks"
 STEPS = "--max_steps 12 --test_epoch_interval 99 --ckpt_step_interval 5".split()
@@ -164,6 +165,21 @@ def test_damaged_copies(hosts, uninterrupted):
 
 
 @pytest.mark.long
+def test_copies_under_other_names(hosts, uninterrupted):
+    """Step 8 as step 20 on every host; parts as other parts, one of them in the place of its."""
+    hosts(killed=KILLED)
+    for folder in list(hosts.disk(0).parent.glob("*/part_*/step_8")):
+        shutil.copytree(folder, folder.with_name("step_20"))
+    shutil.copytree(hosts.disk(0) / "part_0", hosts.disk(0) / "part_9")
+    shutil.rmtree(part(hosts, 1, 1, 8))
+    shutil.copytree(part(hosts, 1, 0, 8), part(hosts, 1, 1, 8))
+    done = hosts()
+    assert "step_20: it is named after another step than its own, 8" in done.stdout
+    assert "note: step 8 was copied from peers to process 1 on " in done.stdout
+    assert_resumed(done, uninterrupted, 8)
+
+
+@pytest.mark.long
 def test_disk_that_cannot_be_written(hosts, uninterrupted):
     for host, of in ((1, 1), (0, 3)):  # its own part; a copy of another's
         hosts.disk(host).mkdir(parents=True)
@@ -293,7 +309,9 @@ def part_of(tier, part):
     """Write a part of step 8 there; return its folder."""
     folder = tier.folder / f"part_{part}" / "step_8"
     folder.mkdir(parents=True)
-    write_manifest(folder, write_state({"model": {"weight": torch.ones(8)}}, folder, alone=True))
+    training = training_tensors(Position(8, 0, 8), {}, None)
+    content = {"model": {"weight": torch.ones(8)}, "training": training}
+    write_manifest(folder, write_state(content, folder, alone=True))
     return folder
 
 
@@ -306,7 +324,7 @@ def test_a_peer_with_a_wrong_key(open_tier):
         assert not receiver.folder.joinpath(f"part_{receiver._rank}").exists()
     rejected = set()
     (problem,) = knows._bring((8, "start"), {0: [1], 1: [0]}, rejected, verify=True)
-    assert "ignoring part 1 of step 8 in --local_ckpt_dir of process 0 on here: " in problem
+    assert "ignoring part 1 of step 8 in --local_ckpt_dir of process 0 on here: digest" in problem
     assert rejected == {(1, (8, "start"))}
 
 
