@@ -15,7 +15,8 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 _KEY = "flag"
 
@@ -221,3 +222,28 @@ def local_path(word: str) -> Path:
             f"{_shown(word)} is a URL: give a local path, and copy the files from or to the URL"
         )
     return Path(path_or_url(word))
+
+
+# Values that a file contains.
+
+
+def is_of(value: Any, hint: Any) -> bool:
+    """Return True if a value from JSON, where tuples are lists, has the type ``hint``: a plain
+    type, a Literal of words, or a union, list, tuple or dict of them."""
+    kind, parts = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
+    if kind in (Union, UnionType):
+        return any(is_of(value, part) for part in parts)
+    if kind is Literal:
+        return isinstance(value, str) and value in parts
+    if kind is dict:
+        return isinstance(value, dict) and all(is_of(each, parts[1]) for each in value.values())
+    if kind in (list, tuple):
+        if not isinstance(value, list | tuple):
+            return False
+        each = parts[:1] * len(value) if kind is list or parts[1:] == (...,) else parts
+        return len(value) == len(each) and all(map(is_of, value, each))
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, (int, float) if hint is float else hint)

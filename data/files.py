@@ -16,8 +16,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, TypeVar
 
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
@@ -189,28 +188,6 @@ def _is_within(value: Any, levels: int) -> bool:
         return True
     inner = value.values() if isinstance(value, dict) else value
     return levels > 0 and all(_is_within(each, levels - 1) for each in inner)
-
-
-def is_of(value: Any, hint: Any) -> bool:
-    """Return True if a value from JSON, where tuples are lists, has the type ``hint``: a plain
-    type, a Literal of words, or a union, list, tuple or dict of them."""
-    kind, parts = get_origin(hint), get_args(hint)
-    if hint is Any:
-        return True
-    if kind in (Union, UnionType):
-        return any(is_of(value, part) for part in parts)
-    if kind is Literal:
-        return isinstance(value, str) and value in parts
-    if kind is dict:
-        return isinstance(value, dict) and all(is_of(each, parts[1]) for each in value.values())
-    if kind in (list, tuple):
-        if not isinstance(value, list | tuple):
-            return False
-        each = parts[:1] * len(value) if kind is list or parts[1:] == (...,) else parts
-        return len(value) == len(each) and all(map(is_of, value, each))
-    if isinstance(value, bool):
-        return hint is bool
-    return isinstance(value, (int, float) if hint is float else hint)
 
 
 def make_folder(path: Path) -> None:

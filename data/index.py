@@ -31,6 +31,7 @@ from safetensors.numpy import save
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from tqdm import tqdm
 
+from config_fields import is_of
 from data import files
 from data.config import DataConfig
 from data.files import (
@@ -261,7 +262,7 @@ def _read(path: Path) -> Table:
         if info.pop("checksum") != _checksum(arrays, info):
             raise ValueError("its checksum does not match")
         for name, hint in _TYPES.items():
-            if name in info and not files.is_of(info[name], hint):
+            if name in info and not is_of(info[name], hint):
                 raise ValueError(f"its {name} is invalid")
     except OSError:
         raise

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from config_fields import is_of
 from data import files
 from data.buckets import source_of
 from data.files import (
@@ -36,7 +37,6 @@ from data.files import (
     DataFolderError,
     MissingSplitError,
     first_of,
-    is_of,
     open_system,
     other_classes,
     reason_of,

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from data.files import is_of
+from config_fields import is_of
 from training.checkpoints.choose import complete_checkpoints, step_of
 from training.checkpoints.format import is_complete, training_tensors, tree
 from training.checkpoints.saver import CheckpointSaver, attempt, write_checkpoint

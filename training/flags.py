@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from config_fields import Flag, flag_of, not_empty
-from data.files import is_of
+from config_fields import Flag, flag_of, is_of, not_empty
 from training.errors import UsageError, prints_here
 
 if TYPE_CHECKING:

@@ -16,8 +16,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from config_fields import is_of
 from data.config import DataConfig
-from data.files import is_of, make_folder, parse_object, replace_file
+from data.files import make_folder, parse_object, replace_file
 from tools.compile_only.command import DOES_NOT_FIT
 from tools.compile_only.compiler import check_installed
 from tools.plan import plans

@@ -47,8 +47,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from config_fields import is_of
 from data.config import DataConfig
-from data.files import is_of
 from models.config import ModelConfig
 from training.backend import State
 from training.errors import UsageError
@@ -114,7 +114,7 @@ class SavedRun:
             raise ValueError(f"its position in the data is invalid: {self.position}")
         for name, hint in get_type_hints(SavedRun).items():
             if name in ("arguments", *_OPTIONAL) and not is_of(getattr(self, name), hint):
-                raise ValueError(f"its {TRAINING}.{name} is of another type than {hint}")
+                raise ValueError(f"its {TRAINING}.{name} is damaged")
         check_values(ModelConfig, self.arguments)
         check_values(ObjectiveConfig, self.arguments)
         check_values(DataConfig, {n: self.arguments[n] for n in _OF_DATA if n in self.arguments})

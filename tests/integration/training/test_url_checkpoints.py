@@ -61,7 +61,9 @@ def names(url):
 
 def write_whole(folder, value):
     clear(folder)
-    save_state(OneWeight(value, ["scale"]), folder, training_tensors(Position(), {}, None))
+    save_state(
+        OneWeight(value, ["scale"]), folder, training_tensors(Position(int(value)), {}, None)
+    )
     write_manifest(folder, entries(folder, [p.name for p in folder.iterdir()]))
     return folder
 

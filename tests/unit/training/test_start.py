@@ -99,6 +99,7 @@ def test_the_newest_checkpoint_is_resumed_here_and_elsewhere(run, tmp_path):
 def test_the_checkpoint_of_an_epochs_end(run):
     write(run, EPOCH)
     write(run, 12)
+    shutil.copytree(run / "step_11", run / "step_33")  # passed over: it is no step 33
     assert planned(run, "--resume_epoch", 1)[1].continues_from == run / "step_11"
     with pytest.raises(UsageError, match="has no checkpoint from the end of that epoch"):
         planned(run, "--resume_epoch", 2)
