@@ -19,7 +19,6 @@ from training.backend import (
 )
 from training.bad_step import SaveBadStep
 from training.checkpoints import choose
-from training.checkpoints import format as checkpoint
 from training.checkpoints.compatible import (
     check_continues,
     check_same_classes,
@@ -250,8 +249,7 @@ def _place_model(
 
 def _load(saved: SavedRun, run: Run, session: loop.Session, *, is_part: bool) -> None:
     """Load the state of a checkpoint, or of this process's part of a local one."""
-    with checkpoint.readable(saved.path):  # another run's may be removed meanwhile
-        has_ema = load_state(session.backend, saved.path, is_part=is_part)
+    has_ema = load_state(session.backend, saved.path, is_part=is_part)
     if run.config.averages and not has_ema:
         session.reports.say(
             "note: the checkpoint has no EMA of the weights: the EMA starts from the current "

@@ -369,7 +369,7 @@ def load_tensors(path: Path) -> Any:
             foreign = re.search(r"GLOBAL (\S+)", str(error))
             known = [name for _, name in ignored]
             name = foreign[1] if foreign else ""
-            if name == "getattr":  # with which Python 3.11.0 to 3.11.3 pickle members of an Enum
+            if name == "getattr":  # early releases of Python 3.11 pickle members of an Enum by it
                 name = "builtins.getattr"
             if foreign and name not in known and len(known) < _MOST_IGNORED:
                 ignored.append((type("Ignored", (_Ignored,), {}), name))

@@ -263,6 +263,8 @@ def find_readable(find: Callable[[], Candidates]) -> tuple[SavedRun | None, Cand
     while True:
         try:
             return _first_readable(find())
+        except checkpoint.Unreachable:
+            raise
         except UsageError as error:
             if str(error) == before:
                 raise

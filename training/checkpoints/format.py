@@ -288,8 +288,8 @@ _METADATA_NAMES = {
 
 
 def _memory_format(encoding: Any, name: Any) -> Any:
-    """Return the member ``name`` of DCP's enum of memory formats. Python 3.11.0 to 3.11.3 pickle it
-    as a call of ``getattr``, which this replaces: any attribute would be too many."""
+    """Return the member ``name`` of DCP's enum of memory formats. It replaces ``getattr``, as calls
+    of which early releases of Python 3.11, such as 3.11.2, pickle members of an Enum."""
     if encoding is _MEM_FORMAT_ENCODING and isinstance(name, str) and name in encoding.__members__:
         return encoding[name]
     raise pickle.UnpicklingError("builtins.getattr is not allowed in a checkpoint")
@@ -397,7 +397,7 @@ def read_saved_run(path: Path) -> SavedRun:
         load_into({TRAINING: wanted}, path)
         saved, named = saved_run(path, wanted), NAME.fullmatch(path.name)
         if named and int(named[1]) != (step := saved.position.step):
-            raise ValueError(f"it is named after another step than its own, {step}")
+            raise ValueError(f"it contains step {step}, not step {named[1]}")
         return saved
 
 

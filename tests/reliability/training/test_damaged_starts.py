@@ -131,7 +131,7 @@ def folders_for_files(folder):
 @pytest.mark.parametrize(
     ("spoil", "resumed", "said"),
     [
-        (copy_of_step, 6, ["step_99: it is named after another step", "moved step_99 to "]),
+        (copy_of_step, 6, ["step_99: it contains step ", "moved step_99 to "]),
         (copy_of_part, 6, []),
         (files_for_folders, 6, []),
         (folders_for_files, 5, []),

@@ -174,7 +174,7 @@ def test_copies_under_other_names(hosts, uninterrupted):
     shutil.rmtree(part(hosts, 1, 1, 8))
     shutil.copytree(part(hosts, 1, 0, 8), part(hosts, 1, 1, 8))
     done = hosts()
-    assert "step_20: it is named after another step than its own, 8" in done.stdout
+    assert "step_20: it contains step 8, not step 20" in done.stdout
     assert "note: step 8 was copied from peers to process 1 on " in done.stdout
     assert_resumed(done, uninterrupted, 8)
 

@@ -311,7 +311,7 @@ def test_names_that_the_program_does_not_write(tmp_path):
         (tmp_path / name).rename(tmp_path / "step_7")
     huge = tmp_path / f"step_{10**200}"
     (tmp_path / "step_7").rename(huge)
-    with pytest.raises(UsageError, match="named after another step than its own, 7"):
+    with pytest.raises(UsageError, match="it contains step 7, not step 100"):
         find_readable(lambda: named_candidates(tmp_path, "auto", 0))
 
 

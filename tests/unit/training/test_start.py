@@ -314,7 +314,7 @@ def test_a_copy_under_another_name(run):
     """A folder is believed by its content: step 99 is step 10, and set aside."""
     shutil.copytree(run / "step_10", run / "step_99")
     shutil.copytree(run / "step_5", run / "step_7")
-    told = "step_99: it is named after another step than its own, 10"
+    told = "step_99: it contains step 10, not step 99"
     for flags in ([], ["--resume", run]):
         assert planned(run, *flags)[1].continues_from == run / "step_10"
         start = confirmed(run, *flags)
@@ -325,12 +325,12 @@ def test_a_copy_under_another_name(run):
     with pytest.raises(UsageError, match=told):
         planned(run, "--resume", run / "set_aside_1" / "step_99")
     (run / "metrics.jsonl").write_text('{"step": 7, "val_loss": 1.0, "val_top1": 90.0}\n')
-    with pytest.raises(UsageError, match="another step than its own, 5"):
+    with pytest.raises(UsageError, match="it contains step 5, not step 7"):
         planned(run, "--resume", "best")
     flip(run / "step_10")  # found by all processes together; then step 7, then step 5
     start = confirmed(run)
     assert start.continues_from == run / "step_5"
-    assert "another step than its own, 5" in start.notes[1]
+    assert "it contains step 5, not step 7" in start.notes[1]
 
 
 def test_a_copy_that_the_user_has_named(run):
