@@ -22,12 +22,23 @@ import numpy as np
 import simplejpeg
 import torch
 from PIL import Image, UnidentifiedImageError
+from PIL.ImageFile import ImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from data.files import BrokenImageError, DataFolderError, is_hidden, read_bytes, reason_of
 
 # Pillow warns about large images, palettes and EXIF data, none of which affects training.
 warnings.filterwarnings("ignore", module=r"PIL\.")
+
+MAX_PIXELS = 2**30 // 6
+"""The most pixels of an image: a compressed file of a megabyte could claim any number. As Pillow's
+own limit, which does not apply to the JPEGs that ``Jpeg`` decodes."""
+MAX_ASPECT = 1000
+"""The largest aspect ratio: the shorter side is resized to hundreds of pixels."""
+_TOO_LARGE = (
+    f"it has more than {MAX_PIXELS:,} pixels: for larger images use --data_source volumes, which "
+    "reads parts of them"
+)
 
 _NOT_READ = {"EPS", "BUFR", "GRIB", "HDF5", "MPEG", "WMF"}
 """Pillow runs the Ghostscript interpreter for EPS, and only recognizes the others."""
@@ -53,12 +64,14 @@ _REST_IS_LEFT = re.compile(r"Corrupt JPEG data: \d+ extraneous bytes before mark
 
 
 def open_image(encoded: bytes, *, lines: bool = False) -> OpenImage:
-    """Return the image in the bytes of a file. Raises BrokenImageError, unless ``lines`` also for
-    an aspect ratio above 1,000."""
+    """Return the image in the bytes of a file. Raises BrokenImageError, also for more than
+    ``MAX_PIXELS`` and, unless ``lines``, for an aspect ratio above ``MAX_ASPECT``."""
     if encoded.startswith(_JPEG):
         with contextlib.suppress(ValueError):  # Pillow says what is wrong
             height, width, colours, _ = simplejpeg.decode_jpeg_header(encoded)
             if colours in _JPEG_COLOURS:
+                if height * width > MAX_PIXELS:
+                    raise BrokenImageError(_TOO_LARGE)
                 if not lines:
                     _check_shape(height, width)
                 return Jpeg(encoded, (height, width))
@@ -150,48 +163,57 @@ def _height_offset(encoded: bytes) -> int | None:
 OpenImage = Pixels | Jpeg
 
 
+@contextlib.contextmanager
+def _opened(source: str | Path | bytes) -> Iterator[ImageFile]:
+    """Open the image in a file, or in its bytes, with Pillow. Whatever is raised, also inside,
+    becomes BrokenImageError."""
+    file = io.BytesIO(source) if isinstance(source, bytes) else source
+    try:
+        with Image.open(file, formats=_formats()) as image:
+            yield image
+    except BrokenImageError:
+        raise
+    except UnidentifiedImageError as error:
+        raise BrokenImageError("no image of a known format") from error
+    except Image.DecompressionBombError as error:
+        raise BrokenImageError(_TOO_LARGE) from error
+    except Exception as error:  # each format raises what it likes
+        raise BrokenImageError(reason_of(error)) from error
+
+
 def image_size(encoded: bytes) -> tuple[int, int]:
     """Return the height and width in pixels of an encoded image; the first bytes may suffice.
     Raises BrokenImageError if these bytes do not contain the size."""
-    try:
-        with Image.open(io.BytesIO(encoded), formats=_formats()) as image:
-            return image.height, image.width
-    except Exception as error:  # each format raises what it likes
-        raise BrokenImageError(reason_of(error)) from error
+    with _opened(encoded) as image:
+        return image.height, image.width
 
 
 def read_image(source: str | Path | bytes, *, lines: bool = False) -> Image.Image:
     """Return the image in a file, or in its bytes, as 8-bit RGB. Raises BrokenImageError, see
     ``open_image``."""
-    file = io.BytesIO(source) if isinstance(source, bytes) else source
-    try:
-        with Image.open(file, formats=_formats()) as image:
-            if not lines:
-                _check_shape(image.height, image.width)
-            image.load()
-            whole: Image.Image = image
-            is_wide = image.mode == "I" and image.format in _SIXTEEN_BITS_AS_I
-            if is_wide or image.mode in _SIXTEEN_BITS:  # Pillow's ``convert`` would clip them
-                values, white = np.asarray(image).astype(np.float32), 65535
-                if isinstance(image, TiffImageFile):
-                    white = 2 ** image.tag_v2.get(_TIFF_BITS, (16,))[0] - 1
-                    if image.tag_v2.get(_TIFF_PHOTOMETRIC) == _WHITE_IS_ZERO:
-                        values = white - values
-                whole = Image.fromarray(np.rint(values * (255 / white)).astype(np.uint8))
-            elif image.mode in ("I", "F"):
-                values = np.asarray(image)
-                low, high = values.min(), values.max()
-                is_part = image.mode == "F" and 0 < high <= 1  # of white, or it is nearly black
-                if not (low >= 0 and high <= 255) or is_part:
-                    raise BrokenImageError(
-                        f"its values range from {low:g} to {high:g}, and the value of white "
-                        "is unknown: convert it to 8 or 16 bits"
-                    )
-            return whole.convert("RGB")
-    except UnidentifiedImageError as error:
-        raise BrokenImageError("no image of a known format") from error
-    except Exception as error:  # each format raises what it likes
-        raise BrokenImageError(reason_of(error)) from error
+    with _opened(source) as image:
+        if not lines:
+            _check_shape(image.height, image.width)
+        image.load()
+        whole: Image.Image = image
+        is_wide = image.mode == "I" and image.format in _SIXTEEN_BITS_AS_I
+        if is_wide or image.mode in _SIXTEEN_BITS:  # Pillow's ``convert`` would clip them
+            values, white = np.asarray(image).astype(np.float32), 65535
+            if isinstance(image, TiffImageFile):
+                white = 2 ** image.tag_v2.get(_TIFF_BITS, (16,))[0] - 1
+                if image.tag_v2.get(_TIFF_PHOTOMETRIC) == _WHITE_IS_ZERO:
+                    values = white - values
+            whole = Image.fromarray(np.rint(values * (255 / white)).astype(np.uint8))
+        elif image.mode in ("I", "F"):
+            values = np.asarray(image)
+            low, high = values.min(), values.max()
+            is_part = image.mode == "F" and 0 < high <= 1  # of white, or it is nearly black
+            if not (low >= 0 and high <= 255) or is_part:
+                raise BrokenImageError(
+                    f"its values range from {low:g} to {high:g}, and the value of white "
+                    "is unknown: convert it to 8 or 16 bits"
+                )
+        return whole.convert("RGB")
 
 
 _LABEL_MODES = {"1", "L", "P", "I"} | _SIXTEEN_BITS
@@ -201,30 +223,21 @@ _LABEL_MODES = {"1", "L", "P", "I"} | _SIXTEEN_BITS
 def read_mask(encoded: bytes) -> np.ndarray:
     """Return the labels in the bytes of a mask file, (height, width), int32; palette indices for an
     image with a palette. Raises BrokenImageError, also for color images."""
-    try:
-        with Image.open(io.BytesIO(encoded), formats=_formats()) as image:
-            if image.format == "JPEG":
-                raise BrokenImageError(
-                    "it is a JPEG, whose compression changes labels: save it as PNG"
-                )
-            if image.mode not in _LABEL_MODES:
-                raise BrokenImageError(
-                    f"it has colors (mode {image.mode}) instead of one label per pixel: save "
-                    "it as 8-bit grayscale or with a palette"
-                )
-            return np.array(image).astype(np.int32)
-    except BrokenImageError:
-        raise
-    except UnidentifiedImageError as error:
-        raise BrokenImageError("no image of a known format") from error
-    except Exception as error:  # each format raises what it likes
-        raise BrokenImageError(reason_of(error)) from error
+    with _opened(encoded) as image:
+        if image.format == "JPEG":
+            raise BrokenImageError("it is a JPEG, whose compression changes labels: save it as PNG")
+        if image.mode not in _LABEL_MODES:
+            raise BrokenImageError(
+                f"it has colors (mode {image.mode}) instead of one label per pixel: save "
+                "it as 8-bit grayscale or with a palette"
+            )
+        return np.array(image).astype(np.int32)
 
 
 def _check_shape(height: int, width: int) -> None:
-    if max(height, width) > 1000 * min(height, width):  # the shorter side is resized to hundreds
+    if max(height, width) > MAX_ASPECT * min(height, width):
         raise BrokenImageError(
-            f"its size, {width} x {height} pixels, exceeds the aspect ratio limit of 1,000"
+            f"its size, {width} x {height} pixels, exceeds the aspect ratio limit of {MAX_ASPECT:,}"
         )
 
 

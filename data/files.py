@@ -15,6 +15,7 @@ import time
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +33,29 @@ RETRY_WAITS_S = (0.5, 2.0, 8.0)
 """Seconds to wait before each retry of a read from a URL."""
 HEAD = 64 * 1024
 """Number of bytes at the start of a file that contain the image size of nearly all images."""
+
+# -- limits: a small file, or a sparse one, can claim any size; memory is taken only below these --
+
+
+@dataclass(frozen=True)
+class SizeLimit:
+    """The maximum number of bytes of something that is read or decoded as a whole."""
+
+    what: str
+    size: int
+
+    def check(self, size: int, name: str = "it") -> None:
+        """Raise ValueError if ``name`` has more than the maximum."""
+        if size > self.size:
+            raise ValueError(
+                f"{name} has {size:,} bytes; the limit for {self.what} is {self.size:,}"
+            )
+
+
+ENCODED = SizeLimit("a file of one image", 2**30)
+"""The largest image that is accepted (``data/decode.py``) fits, even in 16 bits and uncompressed."""
+TEXT = SizeLimit("a file of text or JSON", 2**26)
+"""Several million class names. Parsed JSON may take thirty times the memory."""
 
 # -- errors: each message is one line that says what is wrong with a folder or image --------
 
@@ -310,21 +334,36 @@ def with_retries(path: str, read: Callable[[], Result]) -> Result:
 
 
 def read_bytes(
-    path: str, start: int = 0, size: int | None = None, *, or_less: bool = False
+    path: str,
+    start: int = 0,
+    size: int | None = None,
+    *,
+    or_less: bool = False,
+    limit: SizeLimit = ENCODED,
 ) -> bytes:
     """Return the content of a file or URL, or ``size`` bytes of it starting at ``start``. Raises
-    BrokenImageError, also if fewer than ``size`` bytes exist, unless ``or_less``."""
+    BrokenImageError, also for more bytes than ``limit``, and if fewer than ``size`` bytes exist,
+    unless ``or_less``."""
 
     def read_url() -> bytes:
         system, name = open_storage(path)
-        end = None if size is None else start + size
-        return system.cat_file(name, start=start or None, end=end)  # s3fs has others in between
+        end = start + (limit.size + 1 if size is None else size)
+        try:
+            return system.cat_file(name, start=start or None, end=end)  # s3fs has others in between
+        except Exception:
+            if size is None and not start and system.size(name) == 0:  # it has no byte to ask for
+                return b""
+            raise
 
     try:
+        limit.check(size or 0)
         if is_url(path):
             content = with_retries(path, read_url)
+            limit.check(len(content))
         else:
             with open(path, "rb", opener=regular) as file:
+                if size is None:
+                    limit.check(os.fstat(file.fileno()).st_size - start)
                 file.seek(start)
                 content = file.read(-1 if size is None else size)
     except FileNotFoundError as error:

@@ -98,6 +98,8 @@ class Strings(Sequence[str]):
 
 
 VERSION = 2
+_LARGEST = files.SizeLimit("an index file", 2**34)
+"""At a URL, where it is read whole: more than a hundred million images."""
 _FOLDER = ".vit_fsdp_index"
 """The folder of the index files in ``--data_dir``."""
 MIN_IMAGES = 10_000
@@ -192,7 +194,7 @@ def load_or_build(
         table, _ = load()  # another process may just have built it
         if not table and shared and not config.rebuild_index:  # or another host
             with contextlib.suppress(BrokenImageError, OSError):
-                write(files.read_bytes(shared))
+                write(files.read_bytes(shared, limit=_LARGEST))
                 table, why = load()
         if table:
             return table
@@ -256,6 +258,7 @@ def _read(path: Path) -> Table:
     """Return the table in a file with memory-mapped arrays. Raises OSError, or ValueError if it is
     damaged."""
     try:
+        os.close(files.regular(path, os.O_RDONLY))
         with safe_open(path, "pt") as file:  # "numpy" would copy the arrays
             info = files.parse_object((file.metadata() or {})["info"])
             arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
@@ -354,8 +357,9 @@ def in_order(
         return sorted(folders, key=natural_key)
     try:
         with open(class_map, encoding="utf-8-sig", opener=files.regular) as file:
+            files.TEXT.check(os.fstat(file.fileno()).st_size)
             names = [line.strip() for line in file.read().rstrip().split("\n")]
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # also for text that is not UTF-8
         raise DataFolderError(f"--class_map {class_map}: {reason_of(error)}") from None
     name, times = Counter(names).most_common(1)[0]
     if times > 1:
@@ -606,6 +610,10 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 # -- images listed by a CSV table ------------------------------------------------------
 
 
+_TABLE = files.SizeLimit("a table of labels", 2**30)
+"""More than ten million files."""
+
+
 def read_labels(request: DatasetRequest) -> dict[str, FolderIndex]:
     """Return the files of each requested split of the table ``--labels``, in the table's order.
 
@@ -619,6 +627,7 @@ def read_labels(request: DatasetRequest) -> dict[str, FolderIndex]:
         files.reporting(f"--labels {file}", "read"),
         open(file, newline="", encoding="utf-8-sig", opener=files.regular) as stream,
     ):
+        _TABLE.check(os.fstat(stream.fileno()).st_size)
         table = csv.DictReader(stream)
         columns = ("path", "label", "split")
         missing = [name for name in columns if name not in (table.fieldnames or ())]

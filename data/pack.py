@@ -31,7 +31,7 @@ from config_fields import path_or_url, positive
 from data import files
 from data.files import DataFolderError, MissingSplitError, is_url, printable, reason_of, regular
 from data.index import SPLITS, check_folder, folder_of_images, index_split
-from data.webdataset import PACK_FILE
+from data.webdataset import PACK_FILE, MemberInfo, regular_members
 
 # -- the images of a source ------------------------------------------------------------
 
@@ -84,7 +84,7 @@ def _archived_images(source: str, *, labels: bool) -> tuple[Splits, list[str] | 
     archive = os.path.join(source, TRAIN_ARCHIVE)
     by_class: dict[str, list[_Image]] = {}
     with _readable(archive) as tar:
-        members = [m for m in tar if m.isfile() and not files.is_hidden(m.name)]
+        members = [m for m in regular_members(tar) if not files.is_hidden(m.name)]
         members.sort(key=lambda member: member.name)
         for label, member in enumerate(tqdm(members, f"reading {archive}", delay=5, disable=None)):
             start, name = member.offset_data, Path(member.name).stem
@@ -124,7 +124,10 @@ def _readable(archive: str, part: Any = None) -> Iterator[tarfile.TarFile]:
     """Open an archive, or the one that is the member ``part`` of it. Raises DataFolderError for
     whatever goes wrong inside, too."""
     mode: Any = "r:gz" if archive.endswith("gz") else "r:"
-    with files.reporting(archive, "read"), tarfile.open(archive, mode, part) as tar:
+    with (
+        files.reporting(archive, "read"),
+        tarfile.open(archive, mode, part, tarinfo=MemberInfo) as tar,
+    ):
         yield tar
 
 
@@ -133,8 +136,8 @@ def _members(archive: str, tar: tarfile.TarFile) -> list[_Image]:
     and TarError if the archive was not downloaded to its end."""
     images = [
         _Image(os.path.basename(member.name), archive, member.offset_data, member.size, 0)
-        for member in tar
-        if member.isfile() and not files.is_hidden(member.name)
+        for member in regular_members(tar)
+        if not files.is_hidden(member.name)
     ]
     images = [image for image in images if image.name.lower().endswith(IMG_EXTENSIONS)]
     if not images:
@@ -155,6 +158,7 @@ def _wordnet_names_of_val(devkit: str) -> list[str]:
         for name in (_SYNSETS, _GROUND_TRUTH):
             member = tar.extractfile(name)
             assert member
+            files.TEXT.check(tar.getmember(name).size, name)
             contents.append(member.read())
         synsets = loadmat(io.BytesIO(contents[0]), squeeze_me=True)["synsets"]
         names = {int(synset["ILSVRC2012_ID"]): str(synset["WNID"]) for synset in synsets}
@@ -207,6 +211,9 @@ def pack(
     block, digest = tarfile.BLOCKSIZE, xxhash.xxh3_128(f"{shard_size} {labels}".encode())
     for split, images in splits.items():
         of_split: list[_Shard] = []
+        with files.reporting(source, "packed"):
+            for image in images:
+                files.ENCODED.check(image.size, image.name)
         for number, image in enumerate(images):
             # A header, and the image in as many blocks as it fills; the label has one of each.
             size = ((3 if labels else 1) - (-image.size // block)) * block
@@ -262,7 +269,7 @@ def _begin(target: str, digest: str) -> dict[str, int]:
     if there:
         state = {}
         with contextlib.suppress(files.BrokenImageError, ValueError):
-            state = files.parse_object(files.read_bytes(f"{target}/{PACK_FILE}"))
+            state = files.parse_object(files.read_bytes(f"{target}/{PACK_FILE}", limit=files.TEXT))
         if state.get("complete") is not False or state.get("of") != digest:
             raise DataFolderError(
                 f"{target} already exists and is not an interrupted run of the same command: "

@@ -22,9 +22,10 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import pil_to_tensor
 from tqdm import tqdm
 
-from data.decode import read_mask
+from data.decode import MAX_ASPECT, read_mask
 from data.digits import CLASSES, MosaicsSplit, open_mosaics
 from data.files import (
+    TEXT,
     BrokenImageError,
     DataFolderError,
     find_files,
@@ -56,7 +57,11 @@ class StoredWindows(WindowSplit):
     ) -> None:
         """``masks``: those of ``images``, in the same order. ``ignored``: labels to ignore."""
         self.reading_threads = masks.reading_threads
-        super().__init__(request, images.name, image_sizes(images))
+        sizes = image_sizes(images)
+        is_line = sizes.max(1) > MAX_ASPECT * sizes.min(
+            1
+        )  # unreadable, and not in millions of windows
+        super().__init__(request, images.name, np.where(is_line[:, None], 0, sizes))
         self._images, self._masks, self._ignored = images, masks, np.array(ignored)
         self._mode = v2.InterpolationMode(request.config.preprocessing.interpolation_of_val)
         self._last: tuple[int, torch.Tensor] | None = None
@@ -85,6 +90,8 @@ class StoredWindows(WindowSplit):
                 raise BrokenImageError(
                     f"it is {columns} x {rows} pixels, but its image is {width} x {height}"
                 )
+            if labels.min() < 0:
+                raise BrokenImageError(f"it contains label {labels.min()}: labels start at 0")
             labels = np.where(np.isin(labels, self._ignored), IGNORED, labels)
             if labels.max() >= LABELS:
                 raise BrokenImageError(
@@ -225,12 +232,15 @@ without a name."""
 
 
 def _class_names(root: str) -> list[str]:
+    path = os.path.join(root, _NAMES)
     try:
-        text = read_bytes(os.path.join(root, _NAMES)).decode("utf-8-sig")
-    except BrokenImageError:  # it is optional
-        return []
+        text = read_bytes(path, limit=TEXT).decode("utf-8-sig")
+    except BrokenImageError as error:
+        if isinstance(error.__cause__, FileNotFoundError):  # it is optional
+            return []
+        raise DataFolderError(f"{path} cannot be read: {error}") from None
     except UnicodeDecodeError:
-        raise DataFolderError(f"{os.path.join(root, _NAMES)} is not UTF-8 text") from None
+        raise DataFolderError(f"{path} is not UTF-8 text") from None
     return [line.strip() for line in text.rstrip().splitlines()]
 
 
@@ -318,7 +328,7 @@ def _listed(root: str, name: str) -> list[tuple[str, str]]:
     """Return the paths of images and masks listed in a VOC image set. Raises DataFolderError."""
     path = os.path.join(root, "ImageSets", "Segmentation", f"{name}.txt")
     try:
-        names = read_bytes(path).decode(errors="surrogateescape").split()
+        names = read_bytes(path, limit=TEXT).decode(errors="surrogateescape").split()
     except BrokenImageError as error:
         raise DataFolderError(f"cannot read {path}, the list of images: {error}") from None
     pairs = [

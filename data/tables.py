@@ -24,7 +24,7 @@ import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import xxhash
@@ -377,6 +377,7 @@ def _index(
     def read() -> tuple[pq.FileMetaData, Columns, _Labels]:
         with _open(path) as file:
             columns = choose_columns(_features(file.schema_arrow), given, path, labels=labels)
+            _check_row_groups(file.metadata, columns.image)
             if columns.label is None:
                 return file.metadata, columns, (np.zeros(file.metadata.num_rows, np.int64), None)
             column = file.read([columns.label], use_threads=False).column(0)
@@ -386,13 +387,43 @@ def _index(
         return files.with_retries(path, read)
 
 
+_ROW_GROUP = files.SizeLimit("the images of a row group, which is read whole", 2**32)
+_MOST_ROWS = 2**27
+"""The most rows of a file; a few bytes could claim any number of labels."""
+
+
+def _check_row_groups(metadata: pq.FileMetaData, image: str) -> None:
+    """Raise ValueError if a row group is too large for memory."""
+    if metadata.num_rows > _MOST_ROWS:
+        raise ValueError(f"it has {metadata.num_rows:,} rows; the limit is {_MOST_ROWS:,}")
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        columns = (group.column(column) for column in range(group.num_columns))
+        of_images = [each for each in columns if each.path_in_schema.split(".")[0] == image]
+        for sizes in ("total_compressed_size", "total_uncompressed_size"):
+            size = sum(getattr(column, sizes) for column in of_images)
+            _ROW_GROUP.check(size, f"row group {number}")
+
+
 def _open(path: str, metadata: Any = None) -> pq.ParquetFile:
     """Open a file again: forked processes must share neither a handle nor a connection."""
     if not files.is_url(path):
-        os.close(files.regular(path, os.O_RDONLY))
+        with open(path, "rb", opener=files.regular) as file:
+            _check_footer(file)
         return pq.ParquetFile(path, metadata=metadata, memory_map=True, pre_buffer=False)
     system, there = open_system(path)
-    return pq.ParquetFile(system.open(there, cache_type="none"), metadata=metadata)
+    file = system.open(there, cache_type="none")
+    if metadata is None:
+        _check_footer(file)
+    return pq.ParquetFile(file, metadata=metadata)
+
+
+def _check_footer(file: IO[bytes]) -> None:
+    """Raise ValueError if the metadata at the end of a parquet file is too long to be read."""
+    file.seek(0, os.SEEK_END)
+    if file.tell() > 8:  # its last bytes are the length and a mark
+        file.seek(-8, os.SEEK_END)
+        files.TEXT.check(int.from_bytes(file.read(4), "little"), "its footer")
 
 
 def _features(schema: pa.Schema) -> dict[str, Any]:

@@ -9,11 +9,15 @@ that any part can be read without the rest. An unreadable file raises BrokenImag
 opened if its header, size or table of contents shows the damage, and else when it is read.
 """
 
+from __future__ import annotations
+
 import contextlib
+import functools
 import importlib
 import itertools
 import logging
 import math
+import numbers
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,13 +27,25 @@ import numpy as np
 import torch
 import xxhash
 
-from data.files import BrokenImageError, DataFolderError, is_url, reason_of, regular
+from data.files import (
+    TEXT,
+    BrokenImageError,
+    DataFolderError,
+    SizeLimit,
+    is_url,
+    reason_of,
+    regular,
+)
 from data.index import FolderIndex, index_folders, read_labels
 from data.source import DatasetRequest, DataSource, Split
 from data.transforms import seeded
 
-# The reason that a file cannot be read is reported by this program: tifffile need not log it.
-logging.getLogger("tifffile").addHandler(logging.NullHandler())
+# The reason that a file cannot be read is reported by this program: the packages need not log it.
+for _package in ("tifffile", "nibabel.global"):
+    logging.getLogger(_package).setLevel(logging.CRITICAL + 1)
+
+_DECODED = SizeLimit("what is decoded as a whole", 5 * 2**30)
+"""1024 x 1024 x 1024 values in fp32 take 4 GiB."""
 
 Window = tuple[slice, ...]
 """The part of an array to read: for each axis from where to where, in steps of 1."""
@@ -108,6 +124,12 @@ class VolumesSplit(Split):
                 window.insert(channel_axis, slice(0, self._channels))
             try:
                 values = array.read(tuple(window))
+                if values.dtype.kind in "iu":  # as a share of the largest of their type
+                    values = values.astype(np.float32) / np.float32(np.iinfo(values.dtype).max)
+                with np.errstate(over="ignore"):
+                    values = values.astype(np.float32, copy=False)
+                if not np.isfinite(values).all():
+                    raise BrokenImageError("it contains values that are NaN or infinite in fp32")
             except BrokenImageError as error:
                 if len(self.rows) == self._size[0]:
                     raise
@@ -118,9 +140,7 @@ class VolumesSplit(Split):
                     "detect this: repair or remove it"
                 ) from None
         values = values[None] if channel_axis is None else np.moveaxis(values, channel_axis, 0)
-        if values.dtype.kind in "iu":  # whole numbers: as a share of the largest of their type
-            values = values.astype(np.float32) / np.float32(np.iinfo(values.dtype).max)
-        image = torch.from_numpy(np.ascontiguousarray(values.astype(np.float32, copy=False)))
+        image = torch.from_numpy(np.ascontiguousarray(values))
         if flip:
             image = image.flip(-1)
         return (image - self._mean) / self._std
@@ -131,6 +151,10 @@ def _times(sizes: Sequence[int]) -> str:
 
 
 # -- files of arrays -------------------------------------------------------------------
+
+
+_NUMBERS = "biuf"
+"""The kinds of dtypes that are read."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +169,13 @@ class ArrayFile:
     def read(self, window: Window) -> np.ndarray:
         """Return a part, and read little more than that. Raises BrokenImageError."""
         with _broken_if_it_raises():
-            return np.array(self._read(window))
+            values = np.array(self._read(window))
+            size = tuple(part.stop - part.start for part in window)
+            if values.shape != size or values.dtype.kind not in _NUMBERS:
+                raise BrokenImageError(
+                    f"{_times(values.shape)} values of {values.dtype} were read, not {_times(size)}"
+                )
+            return values
 
 
 @contextlib.contextmanager
@@ -158,8 +188,10 @@ def open_array(path: str) -> Iterator[ArrayFile]:
             if suffix is None:
                 raise BrokenImageError(f"its extension is not one of {', '.join(SUFFIXES)}")
             array = _OPENERS[suffix](path, stack)
-            if array.dtype.kind not in "biuf":
+            if array.dtype.kind not in _NUMBERS:
                 raise BrokenImageError(f"its dtype {array.dtype} is not numeric")
+            if not all(isinstance(side, numbers.Integral) and side > 0 for side in array.shape):
+                raise BrokenImageError(f"its header is damaged: its shape is {array.shape}")
         yield array
 
 
@@ -169,6 +201,8 @@ def _broken_if_it_raises() -> Iterator[None]:
         yield
     except BrokenImageError:
         raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        raise BrokenImageError(f"it is damaged ({reason_of(error)})") from error
     except Exception as error:  # each format raises its own errors
         raise BrokenImageError(reason_of(error)) from error
 
@@ -190,7 +224,11 @@ def check_packages(paths: Iterable[str]) -> None:
 
 
 def _open_npy(path: str, _stack: contextlib.ExitStack) -> ArrayFile:
-    array = np.lib.format.open_memmap(path, mode="r")
+    with open(path, "rb") as file:
+        major, _ = np.lib.format.read_magic(file)
+        TEXT.check(int.from_bytes(file.read(2 if major == 1 else 4), "little"), "its header")
+    with np.errstate(over="ignore"):  # of a damaged shape, which then raises ValueError
+        array = np.lib.format.open_memmap(path, mode="r")
     return ArrayFile(array.shape, array.dtype, lambda window: array[window])
 
 
@@ -203,6 +241,7 @@ def _open_npz(path: str, _stack: contextlib.ExitStack) -> ArrayFile:
             raise BrokenImageError(
                 f"it has {len(archive.files)} arrays, and none is named volume or image: rename one"
             )
+        _DECODED.check(archive.zip.getinfo(f"{name}.npy").file_size, name)
         array = archive[name]
     return ArrayFile(array.shape, array.dtype, lambda window: array[window])
 
@@ -210,10 +249,32 @@ def _open_npz(path: str, _stack: contextlib.ExitStack) -> ArrayFile:
 # NIfTI
 
 
-def _open_nifti(path: str, _stack: contextlib.ExitStack) -> ArrayFile:
+@functools.cache
+def _nifti_kinds() -> list[Any]:
+    """Return nibabel's types of NIfTI images, but without the extensions of a header, which are not
+    needed and may claim any size."""
     import nibabel
 
-    array: Any = nibabel.load(path).dataobj
+    class NoExtensions(nibabel.nifti1.Nifti1Extensions):
+        @classmethod
+        def from_fileobj(cls, *_: Any) -> NoExtensions:
+            return cls()
+
+    kinds = []
+    for kind in (nibabel.Nifti1Image, nibabel.Nifti2Image):
+        header = type("Header", (kind.header_class,), {"exts_klass": NoExtensions})
+        kinds.append(type("Image", (kind,), {"header_class": header}))
+    return kinds
+
+
+def _open_nifti(path: str, _stack: contextlib.ExitStack) -> ArrayFile:
+    array: Any = None
+    for kind in _nifti_kinds():
+        if kind.path_maybe_image(path)[0]:
+            array = kind.from_filename(path).dataobj
+            break
+    else:
+        raise BrokenImageError("it is not a NIfTI file")
     if not path.lower().endswith(".gz"):
         _check_length(path, array.offset + math.prod(array.shape) * array.dtype.itemsize)
     return ArrayFile(array.shape[::-1], array.dtype, lambda window: array[window[::-1]].T)
@@ -230,7 +291,7 @@ def _check_length(path: str, needed: int) -> None:
 
 def _open_tiff(path: str, stack: contextlib.ExitStack) -> ArrayFile:
     """Open the first page, as height x width or height x width x samples."""
-    from tifffile import TiffFile
+    from tifffile import PHOTOMETRIC, TiffFile
 
     tiff = stack.enter_context(TiffFile(path))
     page: Any = tiff.pages.first
@@ -240,7 +301,20 @@ def _open_tiff(path: str, stack: contextlib.ExitStack) -> ArrayFile:
         raise BrokenImageError(
             "it is a TIFF volume; only 2-D TIFF images are supported: save it as NIfTI or .npy"
         )
+    if page.photometric == PHOTOMETRIC.PALETTE:
+        raise BrokenImageError(
+            "its values are indices into a palette of colors: save it as grayscale or RGB"
+        )
     count, _, height, width, samples = page.shaped  # count of planes or of samples is 1
+    white: int | None = None  # the value from which others are subtracted
+    if page.photometric == PHOTOMETRIC.MINISWHITE:
+        if page.dtype.kind not in "bu":
+            raise BrokenImageError(
+                f"zero is white in it (MinIsWhite), which is undefined for {page.dtype}: save it "
+                "as MinIsBlack"
+            )
+        white = 2**page.bitspersample - 1
+    _DECODED.check(math.prod(page.chunks) * page.dtype.itemsize, "a tile or strip")
     mapped: np.ndarray | None = None
     if page.is_memmappable:
         dtype, size = page.dtype.newbyteorder(tiff.byteorder), (count, height, width, samples)
@@ -253,6 +327,8 @@ def _open_tiff(path: str, stack: contextlib.ExitStack) -> ArrayFile:
         else:
             planes = mapped[:, rows, columns]
         values = np.concatenate(list(planes), axis=-1)
+        if white is not None:
+            values = ~values if values.dtype == bool else (white - values).astype(values.dtype)
         return values[..., channels[0]] if channels else values[..., 0]
 
     channels = count * samples

@@ -15,9 +15,9 @@ import os
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO, Any
+from typing import IO, Any, Self
 
 import numpy as np
 import xxhash
@@ -33,6 +33,7 @@ from data.files import (
     MissingSplitError,
     is_url,
     other_classes,
+    printable,
     reason_of,
 )
 from data.index import Strings, Table, load_or_build
@@ -58,9 +59,8 @@ def open_shards(request: DatasetRequest) -> DataSource:
         raise DataFolderError(f"--data_dir {root} does not exist")
     if PACK_FILE in listing:
         try:
-            complete = files.parse_object(files.read_bytes(os.path.join(root, PACK_FILE))).get(
-                "complete"
-            )
+            state = files.read_bytes(os.path.join(root, PACK_FILE), limit=files.TEXT)
+            complete = files.parse_object(state).get("complete")
         except (BrokenImageError, ValueError) as error:
             raise DataFolderError(
                 f"{root}/{PACK_FILE} cannot be read: {reason_of(error)}"
@@ -83,7 +83,7 @@ def open_shards(request: DatasetRequest) -> DataSource:
     file = next((name for name in ("classes.json", "classes.txt") if name in listing), None)
     if request.labels and file:
         with files.reporting(f"{root}/{file}", "read"):
-            text = files.read_bytes(os.path.join(root, file)).decode()
+            text = files.read_bytes(os.path.join(root, file), limit=files.TEXT).decode()
             classes = json.loads(text) if file.endswith(".json") else text.splitlines()
         if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
             raise DataFolderError(f"{root}/{file} is not a list of class names")
@@ -254,11 +254,9 @@ def _scan(path: str, *, labels: bool) -> tuple[list[str], np.ndarray, list[Label
     with (
         files.reporting(path, "read"),
         _open(path) as file,
-        tarfile.open(fileobj=file, mode="r:") as tar,
+        tarfile.open(fileobj=file, mode="r:", tarinfo=MemberInfo) as tar,
     ):
-        for member in tar:
-            if not member.isreg():
-                continue
+        for member in regular_members(tar):
             if files.is_hidden(member.name):
                 left_out["hidden"] += 1
                 continue
@@ -273,6 +271,7 @@ def _scan(path: str, *, labels: bool) -> tuple[list[str], np.ndarray, list[Label
             elif suffix in (".cls", ".json"):
                 places.setdefault(key, None)  # samples are in the order of their first files
                 if labels and (suffix == ".cls" or key not in label_of):
+                    files.TEXT.check(member.size, member.name)
                     content = tar.extractfile(member).read()  # type: ignore[union-attr]
                     label = _label(f"{path}: {member.name}", suffix, content)
                     if label is not None:
@@ -304,6 +303,40 @@ def _scan(path: str, *, labels: bool) -> tuple[list[str], np.ndarray, list[Label
             )
     offsets_and_sizes = np.array(list(images.values()), np.int64).reshape(-1, 2)
     return [*images], offsets_and_sizes, [label_of.get(key, 0) for key in images], left_out
+
+
+class MemberInfo(tarfile.TarInfo):
+    """The header of a tar's member. Headers that hold a long name, for example, are checked before
+    tarfile reads them whole."""
+
+    _READ_WHOLE = (
+        tarfile.XHDTYPE,
+        tarfile.XGLTYPE,
+        tarfile.GNUTYPE_LONGNAME,
+        tarfile.GNUTYPE_LONGLINK,
+    )
+
+    @classmethod
+    def frombuf(cls, *arguments: Any) -> Self:
+        member = super().frombuf(*arguments)
+        if member.size < 0:
+            raise tarfile.ReadError("it is damaged: a member's size is negative")
+        if member.type in cls._READ_WHOLE:
+            files.TEXT.check(member.size, "a header in it")
+        return member
+
+
+def regular_members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """Yield the members of a tar that are files, at ``offset_data``. Raises ReadError for a sparse
+    one: its content is not as long as its size."""
+    for member in tar:
+        if member.issparse() or member.size < 0:  # from a header of another member
+            raise tarfile.ReadError(
+                f"{printable(member.name)} is a sparse member: pack the files again, without "
+                "tar's --sparse"
+            )
+        if member.isreg():
+            yield member
 
 
 def _open(path: str) -> IO[bytes]:

@@ -239,12 +239,25 @@ def replace_file(path: Path, content: str | bytes) -> None:
     sync_folder(path.parent)
 
 
+def open_regular(path: Path) -> contextlib.AbstractContextManager[IO[bytes]]:
+    """Open a file for reading. Raises OSError, also for a pipe or device, which could block."""
+    return path.open("rb") if is_url(path) else open(path, "rb", opener=files.regular)
+
+
+def read_whole(path: Path, limit: files.SizeLimit = files.TEXT) -> bytes:
+    """Return the content of a file. Raises OSError, or ValueError if it is larger than
+    ``limit``."""
+    if is_url(path):
+        limit.check(path.stat().st_size, path.name)
+        return path.read_bytes()
+    with open_regular(path) as file:
+        limit.check(os.fstat(file.fileno()).st_size, path.name)
+        return file.read()
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raises OSError, or ValueError if it contains none."""
-    if is_url(path):
-        return files.parse_object(path.read_bytes())
-    with open(path, "rb", opener=files.regular) as file:
-        return files.parse_object(file.read())
+    return files.parse_object(read_whole(path))
 
 
 def sync_folder(path: Path) -> None:

@@ -55,7 +55,6 @@ def download(name: str, flag: str) -> tuple[str, Path]:
     check_name(name, flag)
     # Imported late: with its dependencies, the package takes 0.2 s.
     from huggingface_hub import HfApi, constants, snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
     from huggingface_hub.utils import disable_progress_bars
 
     if os.environ.get("LOCAL_RANK", "0") != "0" or not sys.stderr.isatty():
@@ -66,9 +65,9 @@ def download(name: str, flag: str) -> tuple[str, Path]:
         options: dict[str, Any] = {"local_files_only": True, "allow_patterns": []}
         try:
             folder = Path(snapshot_download(repository, revision=revision, **options))
-        except LocalEntryNotFoundError:
+            return folder if weight_files(path.name for path in folder.iterdir()) else None
+        except (OSError, ValueError):  # not there, or not readable
             return None
-        return folder if weight_files(path.name for path in folder.iterdir()) else None
 
     folder, api = cached(revision) if _COMMIT.fullmatch(revision) else None, HfApi()
     if folder is None:
@@ -114,10 +113,10 @@ class HubUnreachable(Exception):
 
 @contextlib.contextmanager
 def refusals(what: str) -> Iterator[None]:
-    """Turn refusals of the Hub into a UsageError that begins with ``what``, and network failures
-    into HubUnreachable."""
+    """Turn refusals of the Hub into a UsageError that begins with ``what``, and all other failures
+    into HubUnreachable: of the network, of its settings, or of ``huggingface_hub``."""
     import httpx2
-    from huggingface_hub import constants
+    from huggingface_hub import constants, get_token
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -125,11 +124,14 @@ def refusals(what: str) -> Iterator[None]:
         LocalTokenNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
-        RevisionResolutionError,
     )
 
     try:
+        if not re.fullmatch(r"[!-~]*", get_token() or ""):
+            raise UsageError(f"{what}: {_TOKEN} has characters that no token has")
         yield
+    except UsageError:
+        raise
     except GatedRepoError:
         raise UsageError(
             f"{what}: this repository is gated: accept its conditions on its page at "
@@ -141,23 +143,30 @@ def refusals(what: str) -> Iterator[None]:
         raise UsageError(f"{what}: not a valid repository name") from None
     except LocalTokenNotFoundError:
         raise UsageError(f"{what}: not logged in: use `hf auth login` or HF_TOKEN") from None
-    except (HfHubHTTPError, httpx2.HTTPError, RevisionResolutionError, OSError) as error:
+    # Whatever is raised, for example ImportError by httpx2 for a proxy of the kind socks5://.
+    except Exception as error:  # noqa: BLE001
         if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
             message = error.server_message or ""
             if isinstance(error, RepositoryNotFoundError) and "redential" not in message:
                 raise UsageError(_NOT_FOUND.format(what=what)) from None
-            raise UsageError(
-                f"{what}: the Hub rejects the token of HF_TOKEN or `hf auth login`"
-            ) from None
+            raise UsageError(f"{what}: the Hub rejects {_TOKEN}") from None
         if isinstance(error, RepositoryNotFoundError):
             raise UsageError(_NOT_FOUND.format(what=what)) from None
         if constants.HF_HUB_OFFLINE:
             raise HubUnreachable("HF_HUB_OFFLINE is set") from None
         cause = error.__cause__ or error
         text = " ".join(str(cause).split()) or type(cause).__name__
-        raise HubUnreachable(text if len(text) <= 200 else f"{text[:200]}...") from None
+        if isinstance(cause, httpx2.InvalidURL):  # its text may hold part of a password
+            text = "invalid URL"
+        text = text if len(text) <= 200 else f"{text[:200]}..."
+        if given := [name for name in _SETTINGS if {name, name.lower()} & os.environ.keys()]:
+            text = f"{text}; {', '.join(given)} set"
+        raise HubUnreachable(text) from None
 
 
+_SETTINGS = ("HF_ENDPOINT", "ALL_PROXY", "HTTP_PROXY", "HTTPS_PROXY", "SSL_CERT_FILE")
+"""Environment variables with which the Hub may be unreachable; their values may be secret."""
+_TOKEN = "the token of HF_TOKEN or `hf auth login`"
 _NOT_FOUND = (
     "{what}: no such repository on the Hub, or you have no access to it: check the name, and log "
     "in with `hf auth login` or HF_TOKEN"

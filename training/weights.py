@@ -24,7 +24,7 @@ from timm.data import ImageNetInfo, resolve_data_config
 from torch import nn
 
 from data.config import Preprocessing
-from data.files import parse_object
+from data.files import SizeLimit, parse_object
 from models.initialize import allocate, leave_room
 from models.spec import ModelSpec
 from training.checkpoints import format as checkpoint
@@ -44,7 +44,7 @@ from training.checkpoints.compatible import (
 from training.checkpoints.format import SavedRun
 from training.config import RunConfig
 from training.errors import UsageError
-from training.files import folder_at, is_url
+from training.files import folder_at, is_url, open_regular, read_whole
 from training.hub import (
     CONFIG_FILE,
     INDEX,
@@ -106,7 +106,7 @@ class Weights:
     def _json_beside(self, name: str) -> Mapping[str, Any]:
         file = self.path / name if self.path.is_dir() else self.path.with_name(name)
         with contextlib.suppress(ValueError):
-            if file.is_file() and isinstance(content := json.loads(file.read_text()), Mapping):
+            if file.is_file() and isinstance(content := json.loads(read_whole(file)), Mapping):
                 return content
         return {}
 
@@ -328,8 +328,9 @@ def _of_tensors(path: Path, run: SavedRun | None, tensors: Mapping[str, torch.Te
 
 
 def check_is_content(path: Path) -> None:
-    """Raise ValueError for a Git LFS pointer, which stands for a large file."""
-    with path.open("rb") as file:
+    """Raise ValueError for a Git LFS pointer, which stands for a large file. Raises OSError, also
+    for a pipe or device, which libraries would wait for."""
+    with open_regular(path) as file:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             raise ValueError(
                 "it is a Git LFS pointer: download the file itself with `git lfs pull`"
@@ -360,6 +361,11 @@ def load_tensors(path: Path) -> Any:
     """
     check_is_content(path)
     mapped = zipfile.is_zipfile(path)  # files from before PyTorch 1.6 cannot be mapped
+    if mapped:
+        with zipfile.ZipFile(path) as archive:
+            for entry in archive.infolist():
+                if "/data/" not in entry.filename:  # tensors are mapped, all else is read whole
+                    _DESCRIPTION.check(entry.file_size, entry.filename)
     ignored: list[Any] = []
     while True:
         try:
@@ -382,6 +388,7 @@ def load_tensors(path: Path) -> Any:
 
 
 _MOST_IGNORED = 100
+_DESCRIPTION = SizeLimit("what a torch.save file has besides tensors", 2**26)
 _SAVE = "save only the weights, with torch.save(model.state_dict(), FILE)"
 
 
@@ -439,7 +446,7 @@ def safetensors_files(path: Path) -> list[Path]:
     if path.is_file():
         return [path] if path.suffix == ".safetensors" else []
     if (path / INDEX).is_file():
-        content = json.loads((path / INDEX).read_text())
+        content = json.loads(read_whole(path / INDEX))
         named = content.get("weight_map") if isinstance(content, Mapping) else None
         if not isinstance(named, Mapping) or not named:
             raise ValueError(f"{INDEX} has no weight_map")

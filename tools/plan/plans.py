@@ -21,6 +21,7 @@ from models.spec import ModelSpec
 from tools.plan.config import PlanConfig
 from training.config import RunConfig
 from training.errors import UsageError
+from training.files import read_whole
 from training.flags import by_field, flat
 from training.logs.figures import drawing, pyplot, save_figure
 from training.mesh import replicas
@@ -49,7 +50,7 @@ def read_prices(name: str | None) -> dict[str, Price]:
     """
     path = Path(name) if name else SHIPPED
     try:
-        text = path.read_text()
+        text = read_whole(path).decode()
         tables = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
         prices = {
             kind: Price(

@@ -49,6 +49,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from config_fields import is_of
 from data.config import DataConfig
+from data.files import TEXT, SizeLimit
 from models.config import ModelConfig
 from training.backend import State
 from training.errors import UsageError
@@ -56,7 +57,9 @@ from training.files import (
     folder_at,
     is_unreachable,
     is_url,
+    open_regular,
     read_object,
+    read_whole,
     replace_file,
     sync_folder,
 )
@@ -165,6 +168,8 @@ def saved_run(path: Path, training: Mapping[str, torch.Tensor]) -> SavedRun:
 
 METADATA = ".metadata"
 """The file that DCP writes when all parts of a checkpoint are written: names, shapes, locations."""
+_LONGEST_METADATA = SizeLimit("the metadata of a checkpoint", 2**30)
+"""Several million parts of tensors."""
 Name = str | os.PathLike
 """The type of DCP's file names: a string at URLs, like the folder's name in its metadata."""
 Entry = tuple[int, str]
@@ -180,7 +185,8 @@ class _Files(FileSystem):
 
     @contextlib.contextmanager
     def create_stream(self, path: Name, mode: str) -> Iterator[io.IOBase]:
-        with folder_at(str(path)).open(mode) as stream:
+        folder = folder_at(str(path))
+        with open_regular(folder) if mode == "rb" else folder.open(mode) as stream:
             if "w" not in mode:
                 yield cast(io.IOBase, stream)
                 return
@@ -318,7 +324,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 def read_metadata(path: Path) -> Metadata:
     """Return the metadata of a checkpoint folder whose entries are all tensors in its own files.
     Raises any exception if it is damaged or anything else."""
-    metadata = _MetadataUnpickler(io.BytesIO((path / METADATA).read_bytes())).load()
+    metadata = _MetadataUnpickler(io.BytesIO(read_whole(path / METADATA, _LONGEST_METADATA))).load()
     if not isinstance(metadata, Metadata):
         raise pickle.UnpicklingError("not the metadata of a checkpoint")
     for name, entry in metadata.state_dict_metadata.items():
@@ -393,6 +399,7 @@ def read_saved_run(path: Path) -> SavedRun:
         for name in (*position, "arguments", *_OPTIONAL):
             if name not in _OPTIONAL or f"{TRAINING}.{name}" in entries:
                 entry = entries[f"{TRAINING}.{name}"]
+                TEXT.check(entry.size.numel() * entry.properties.dtype.itemsize, name)
                 wanted[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
         load_into({TRAINING: wanted}, path)
         saved, named = saved_run(path, wanted), NAME.fullmatch(path.name)
@@ -445,7 +452,7 @@ _CHUNK = 1 << 24
 def checksum(path: Path) -> str:
     """Return XXH3 of a file's content, 128 bits in hexadecimal digits."""
     digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
