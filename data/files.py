@@ -37,6 +37,10 @@ HEAD = 64 * 1024
 # -- limits: a small file, or a sparse one, can claim any size; memory is taken only below these --
 
 
+class TooLarge(ValueError):
+    """Raised for more bytes than a limit; the message names it."""
+
+
 @dataclass(frozen=True)
 class SizeLimit:
     """The maximum number of bytes of something that is read or decoded as a whole."""
@@ -45,15 +49,13 @@ class SizeLimit:
     size: int
 
     def check(self, size: int, name: str = "it") -> None:
-        """Raise ValueError if ``name`` has more than the maximum."""
+        """Raise TooLarge if ``name`` has more than the maximum."""
         if size > self.size:
-            raise ValueError(
-                f"{name} has {size:,} bytes; the limit for {self.what} is {self.size:,}"
-            )
+            raise TooLarge(f"{name} has {size:,} bytes; the limit for {self.what} is {self.size:,}")
 
 
 ENCODED = SizeLimit("a file of one image", 2**30)
-"""The largest image that is accepted (``data/decode.py``) fits, even in 16 bits and uncompressed."""
+"""Enough for ``MAX_PIXELS`` (``data/decode.py``) of 16 bits, uncompressed."""
 TEXT = SizeLimit("a file of text or JSON", 2**26)
 """Several million class names. Parsed JSON may take thirty times the memory."""
 
@@ -313,6 +315,7 @@ _PERMANENT = (
     PermissionError,
     NotImplementedError,
     DataFolderError,
+    TooLarge,
 )
 
 

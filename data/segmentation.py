@@ -58,9 +58,8 @@ class StoredWindows(WindowSplit):
         """``masks``: those of ``images``, in the same order. ``ignored``: labels to ignore."""
         self.reading_threads = masks.reading_threads
         sizes = image_sizes(images)
-        is_line = sizes.max(1) > MAX_ASPECT * sizes.min(
-            1
-        )  # unreadable, and not in millions of windows
+        # Such images are unreadable, and need no millions of windows.
+        is_line = sizes.max(1) > MAX_ASPECT * sizes.min(1)
         super().__init__(request, images.name, np.where(is_line[:, None], 0, sizes))
         self._images, self._masks, self._ignored = images, masks, np.array(ignored)
         self._mode = v2.InterpolationMode(request.config.preprocessing.interpolation_of_val)

@@ -168,9 +168,9 @@ class ArrayFile:
 
     def read(self, window: Window) -> np.ndarray:
         """Return a part, and read little more than that. Raises BrokenImageError."""
+        size = tuple(part.stop - part.start for part in window)
         with _broken_if_it_raises():
             values = np.array(self._read(window))
-            size = tuple(part.stop - part.start for part in window)
             if values.shape != size or values.dtype.kind not in _NUMBERS:
                 raise BrokenImageError(
                     f"{_times(values.shape)} values of {values.dtype} were read, not {_times(size)}"

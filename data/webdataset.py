@@ -305,6 +305,9 @@ def _scan(path: str, *, labels: bool) -> tuple[list[str], np.ndarray, list[Label
     return [*images], offsets_and_sizes, [label_of.get(key, 0) for key in images], left_out
 
 
+_NEGATIVE = "it is damaged: a member's size is negative"
+
+
 class MemberInfo(tarfile.TarInfo):
     """The header of a tar's member. Headers that hold a long name, for example, are checked before
     tarfile reads them whole."""
@@ -312,6 +315,7 @@ class MemberInfo(tarfile.TarInfo):
     _READ_WHOLE = (
         tarfile.XHDTYPE,
         tarfile.XGLTYPE,
+        tarfile.SOLARIS_XHDTYPE,
         tarfile.GNUTYPE_LONGNAME,
         tarfile.GNUTYPE_LONGLINK,
     )
@@ -320,7 +324,7 @@ class MemberInfo(tarfile.TarInfo):
     def frombuf(cls, *arguments: Any) -> Self:
         member = super().frombuf(*arguments)
         if member.size < 0:
-            raise tarfile.ReadError("it is damaged: a member's size is negative")
+            raise tarfile.ReadError(_NEGATIVE)
         if member.type in cls._READ_WHOLE:
             files.TEXT.check(member.size, "a header in it")
         return member
@@ -330,7 +334,9 @@ def regular_members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     """Yield the members of a tar that are files, at ``offset_data``. Raises ReadError for a sparse
     one: its content is not as long as its size."""
     for member in tar:
-        if member.issparse() or member.size < 0:  # from a header of another member
+        if member.size < 0:  # as a pax header says
+            raise tarfile.ReadError(_NEGATIVE)
+        if member.issparse():
             raise tarfile.ReadError(
                 f"{printable(member.name)} is a sparse member: pack the files again, without "
                 "tar's --sparse"
