@@ -1,6 +1,8 @@
 """Files of arrays in every format: any part that is read is what NumPy slices out of the whole."""
 
 import gzip
+import itertools
+import struct
 import sys
 import tracemalloc
 
@@ -8,7 +10,9 @@ import nibabel
 import numpy as np
 import pytest
 import tifffile
+from PIL import Image
 
+from data.decode import read_image
 from data.files import BrokenImageError, DataFolderError
 from data.volumes import check_packages, open_array
 
@@ -239,3 +243,114 @@ def test_a_tiff_file_of_a_volume(tmp_path):
         BrokenImageError, match="it is a TIFF volume; only 2-D TIFF images are supported"
     ):
         read(path)
+
+
+def entries_of(content):
+    """The offsets of a TIFF file's entries, 12 bytes each: tag, type, count, value."""
+    (start,) = struct.unpack_from("<I", content, 4)
+    (count,) = struct.unpack_from("<H", content, start)
+    return range(start + 2, start + 2 + 12 * count, 12)
+
+
+CHANGES = [
+    *[("<H", 2, kind) for kind in range(20)],
+    *[("<I", 4, count) for count in (0, 2, 2**31, 2**32 - 1)],
+    *[("<I", 8, value) for value in (0, 1, 3, 8, 255, 2**16, 2**31, 2**32 - 1)],
+    ("<HIHH", 2, (3, 2, 40, 40)),  # two values
+]
+
+
+@pytest.mark.parametrize("how", [{}, {"tile": (16, 16)}, {"rowsperstrip": 5}], ids=str)
+def test_a_tiff_file_is_read_as_it_says_or_broken(how, tmp_path):
+    """With any one tag of its header changed: no other error, and no array of another shape."""
+    path, readable, broken = tmp_path / "a.tif", 0, 0
+    tifffile.imwrite(path, values(24, 40, dtype=np.uint8), compression="zlib", **how)
+    content = path.read_bytes()
+    for at, (form, offset, value) in itertools.product(entries_of(content), CHANGES):
+        changed = bytearray(content)
+        struct.pack_into(form, changed, at + offset, *(value if form == "<HIHH" else [value]))
+        path.write_bytes(changed)
+        try:
+            with open_array(str(path)) as array:
+                assert all(isinstance(side, int) and side > 0 for side in array.shape)
+                window = [slice(side - min(side, 6), side) for side in array.shape]
+                part = array.read(tuple(window))
+        except BrokenImageError:
+            broken += 1
+        else:
+            assert part.shape == tuple(each.stop - each.start for each in window)
+            readable += 1
+    assert min(readable, broken) > 20
+
+
+def npy(shape, dtype="<i2"):
+    header = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}}}\n".encode()
+    return b"\x93NUMPY\1\0" + struct.pack("<H", len(header)) + header + bytes(100)
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_npy_file_of_an_impossible_shape(tmp_path):
+    path = tmp_path / "a.npy"
+    for shape in (
+        "(0, 4)",
+        "(-4, -4)",
+        f"({2**70},)",
+        f"({2**32}, {2**32})",
+        "(4.5,)",
+        "4",
+        "(2,) * 9",
+    ):
+        for dtype in ("<i2", "<f8"):
+            path.write_bytes(npy(shape, dtype))
+            with pytest.raises(BrokenImageError), open_array(str(path)):
+                pass
+    path.write_bytes(npy("(5, 10)"))
+    assert read(path, (0, 5), (0, 10))[0] == (5, 10)
+
+
+def test_headers_of_nifti_files(tmp_path, caplog):
+    """Any damage is an unreadable file or another array; nibabel writes nothing about it."""
+    path, outcomes = tmp_path / "a.nii", set()
+    write_nifti(path, values(3, 4, 5))
+    content = path.read_bytes()
+    for at, two in itertools.product(
+        range(0, 352, 4), (b"\0\0", b"\xff\xff", b"\x7f\xff", b"\2\0")
+    ):
+        path.write_bytes(content[:at] + two + content[at + 2 :])
+        try:
+            with open_array(str(path)) as array:
+                size = [min(side, 6) for side in array.shape]
+                assert array.read(tuple(slice(0, n) for n in size)).shape == tuple(size)
+            outcomes.add("read")
+        except BrokenImageError:
+            outcomes.add("broken")
+    assert outcomes == {"read", "broken"}
+    assert not caplog.records
+
+
+# -- what zero means in a TIFF file -----------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [{}, {"tile": (16, 16), "compression": "zlib"}], ids=str)
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, bool])
+def test_zero_may_be_white(how, dtype, tmp_path):
+    path, array = tmp_path / "a.tif", values(24, 40, dtype=dtype)
+    tifffile.imwrite(path, array, photometric="miniswhite", **how)
+    _, part = read(path, (3, 20), (7, 33))
+    expected = ~array if dtype is bool else np.iinfo(dtype).max - array
+    assert part.dtype == dtype
+    np.testing.assert_array_equal(part, expected[3:20, 7:33])
+    if dtype == np.uint8:  # as images are decoded
+        np.testing.assert_array_equal(part, np.array(read_image(path))[3:20, 7:33, 0])
+
+
+def test_white_is_undefined_for_floats(tmp_path):
+    tifffile.imwrite(tmp_path / "a.tif", values(8, 8, dtype=np.float32), photometric="miniswhite")
+    with pytest.raises(BrokenImageError, match=r"\(MinIsWhite\), which is undefined for float32"):
+        read(tmp_path / "a.tif")
+
+
+def test_a_palette(tmp_path):
+    Image.fromarray(values(8, 8, dtype=np.uint8)).convert("P").save(tmp_path / "a.tif")
+    with pytest.raises(BrokenImageError, match="are indices into a palette of colors: save it as"):
+        read(tmp_path / "a.tif")

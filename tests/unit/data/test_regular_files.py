@@ -91,3 +91,22 @@ def test_labels(endless, tmp_path):
     config = DataConfig(data_dir=str(tmp_path), labels=str(endless))
     with pytest.raises(DataFolderError, match="cannot be read: it is not a regular file"):
         read_labels(DatasetRequest(config, 1, (8, 8), 10, 0))
+
+
+def test_index_files(few_digits, endless, tmp_path, capsys):
+    """They are caches: one that is a link to something else is built again."""
+    config = DataConfig(
+        str(few_digits), batch_size=20, num_workers=0, index_dir=str(tmp_path / "index")
+    )
+    for folder in few_digits.rglob("*"):  # the index of a folder that has just changed is not saved
+        os.utime(folder, (1e9, 1e9))
+    open_data(DatasetRequest(config, 3, (16, 16), 10, seed=0))
+    paths = sorted((tmp_path / "index").iterdir())
+    assert len(paths) == 2
+    for path in paths:
+        path.unlink()
+        path.symlink_to(endless)
+    capsys.readouterr()
+    assert open_data(DatasetRequest(config, 3, (16, 16), 10, seed=0)).train_length == 20
+    assert capsys.readouterr().err.count("is being rebuilt: it is not a regular file") == 2
+    assert not any(path.is_symlink() for path in paths)

@@ -355,3 +355,13 @@ def test_columns_and_volumes(tmp_path):
             open_masked(request_of(tmp_path))
     with pytest.raises(DataFolderError, match="this model takes volumes"):
         open_masked(request_of(None, (8, 16, 16)))
+
+
+def test_negative_labels(tmp_path):
+    write_masked(tmp_path, "pairs", [(16, 16)], [(16, 16)])
+    (mask,) = (tmp_path / "val").rglob("*.png")
+    labels = np.zeros((16, 16), np.int32)
+    labels[3, 4] = -5
+    Image.fromarray(labels).save(mask, "TIFF")
+    with pytest.raises(BrokenImageError, match="it contains label -5: labels start at 0"):
+        open_masked(request_of(tmp_path)).splits["val"].mask(0)

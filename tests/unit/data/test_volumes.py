@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import struct
 
 import nibabel
 import numpy as np
@@ -277,3 +278,40 @@ def test_damage_that_other_rows_do_not_show(tmp_path):
 def test_a_folder_without_arrays(digits):
     with pytest.raises(DataFolderError, match=r"has class folders without images: 0, .*\.nii\.gz"):
         opened(digits)
+
+
+def test_a_tiff_file_whose_width_has_two_values(tmp_path):
+    array = np.zeros((20, 24), np.uint8)
+    for split, number in itertools.product(("train", "val"), range(3)):
+        path = tmp_path / split / "a" / f"{number}.tif"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tifffile.imwrite(path, array, tile=(16, 16), compression="zlib")
+        content = path.read_bytes()
+        width = struct.pack("<HHII", 256, 4, 1, 24)  # a tag, its type, how many values, the value
+        assert content.count(width) == 1
+        if number == 1:
+            path.write_bytes(content.replace(width, struct.pack("<HHIHH", 256, 3, 2, 24, 24)))
+    source = opened(tmp_path, (16, 16), batch_size=3)
+    for loader in (source.train_loader(3, Share()), source.val_loader(3, Share())):
+        assert len(all_of(loader)[1]) == 3
+        ((path, reason, *_),) = loader.bad_images()
+        assert path.endswith("1.tif")
+        assert reason.startswith("its header is damaged: its shape is (20, (24, 24))")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -1e300])
+def test_values_that_are_not_finite(tmp_path, value):
+    for split, number in itertools.product(("train", "val"), range(2)):
+        array = np.zeros(SIZE)
+        array[-1] = value if number else 0
+        write(tmp_path / split / "a" / f"{number}.npy", array)
+    source = opened(tmp_path, batch_size=2)
+    for load in (source.train_loader, source.val_loader):
+        loader = load(2, Share())
+        assert all_of(loader)[0].isfinite().all()
+        ((path, reason, *_),) = loader.bad_images()
+        assert path.endswith("1.npy")
+        assert reason == "it contains values that are NaN or infinite in fp32"
+        assert all_of(load(2, Share(rows=range(4))))[0].isfinite().all()
+        with pytest.raises(DataFolderError, match=r"1.npy is damaged .* its other rows cannot"):
+            all_of(load(2, Share(rows=range(4, 8))))
