@@ -49,7 +49,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from config_fields import is_of
 from data.config import DataConfig
-from data.files import TEXT, SizeLimit
+from data.files import TEXT, SizeLimit, TooLarge
 from models.config import ModelConfig
 from training.backend import State
 from training.errors import UsageError
@@ -485,6 +485,8 @@ def read_manifest(folder: Path) -> dict[str, Entry] | None:
         return manifest_entries(read_object(folder / MANIFEST)["files"])
     except FileNotFoundError:
         return None
+    except TooLarge:
+        raise
     except (OSError, ValueError, KeyError) as error:
         if is_unreachable(error):
             raise
