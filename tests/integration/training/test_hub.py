@@ -1,6 +1,7 @@
 """Weights by their names on the Hugging Face Hub, which is a server of this machine."""
 
 import json
+import re
 import shlex
 from concurrent.futures import ThreadPoolExecutor
 
@@ -310,6 +311,68 @@ def test_without_a_network_the_cache_is_used_and_named(server, hub_here, capsys,
     assert hub.download(NAME, "--init_from") == before
     commit = before[0].partition("@")[2]
     assert f"commit {commit[:12]}: [Errno 111] Connection refused" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({"ALL_PROXY": "socks5://127.0.0.1:1"}, "Using SOCKS proxy, but .*; ALL_PROXY set"),
+        ({"all_proxy": "ftp://bob:S3cret@x"}, "Unknown scheme for proxy URL .*; ALL_PROXY set"),
+        ({"HTTP_PROXY": "http://bob:S3cret#x@y"}, "invalid URL; HTTP_PROXY set"),
+        ({"HTTPS_PROXY": "\x01", "HF_ENDPOINT": "x"}, "invalid URL; HF_ENDPOINT, HTTPS_PROXY set"),
+        ({"SSL_CERT_FILE": "/nowhere"}, "No such file or directory; SSL_CERT_FILE set"),
+        ({"SSL_CERT_FILE": __file__}, "no certificate or crl found .*; SSL_CERT_FILE set"),
+        ("http://[::1", "invalid URL"),
+        ("http://a..b", "label empty or too long"),
+        ("nothing", "missing an 'http://' or 'https://' protocol"),
+    ],
+)
+def test_settings_of_the_network(server, hub_here, capsys, monkeypatch, tmp_path, variables, text):
+    """The cache is used; without one there is one line, which does not say their values."""
+    put(server, "us/tiny", timms_files()[1])
+    before = hub.download(NAME, "--init_from")
+    with monkeypatch.context() as here:
+        here.setattr("time.sleep", lambda seconds: None)
+        for name in (*hub._SETTINGS, *map(str.lower, hub._SETTINGS)):
+            here.delenv(name, raising=False)
+        if isinstance(variables, str):
+            here.setattr(huggingface_hub.constants, "ENDPOINT", variables)
+        else:
+            for name, value in variables.items():
+                here.setenv(name, value)
+        huggingface_hub.close_session()  # the next one reads the variables
+        capsys.readouterr()
+        assert hub.download(NAME, "--init_from") == before
+        assert re.search(rf"note: using .* from the cache .*{text}", capsys.readouterr().err)
+        here.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "empty"))
+        told = told_in_one_line(capsys, *TRAIN, "--ckpt_dir", tmp_path / "run", "--init_from", NAME)
+        assert re.search(rf"cannot be downloaded \(.*{text}.*\), and is not complete in", told)
+        assert "S3c" not in told
+        here.setenv("HF_TOKEN", TOKEN)
+        assert convert([str(before[1]), "hf-hub:us/new", "--push"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert re.search(rf"hf-hub:us/new cannot be written: .*{text}", line)
+    huggingface_hub.close_session()
+
+
+def test_a_file_above_the_hubs_limit(server, hub_here, monkeypatch):
+    """Files above 50 GB need another package."""
+    put(server, "us/tiny", timms_files()[1])
+    monkeypatch.setattr(huggingface_hub.constants, "MAX_HTTP_DOWNLOAD_SIZE", 1000)
+    with pytest.raises(UsageError, match=r"cannot be downloaded \(The file is too large .* hf_xet"):
+        hub.download(NAME, "--init_from")
+
+
+@pytest.mark.parametrize("token", ["hf_smørrebrød", "hf_a\x7fb", "hf two", "hf_\udce9"])
+def test_a_token_of_other_characters(server, hub_here, capsys, monkeypatch, tmp_path, token):
+    monkeypatch.setenv("HF_TOKEN", token)
+    told = told_in_one_line(capsys, *TRAIN, "--ckpt_dir", tmp_path / "run", "--init_from", NAME)
+    assert told.endswith(
+        "the token of HF_TOKEN or `hf auth login` has characters that no token has"
+    )
+    assert convert([str(DIGITS), "hf-hub:us/new", "--push"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "has characters that no token has" in line
 
 
 def test_resuming_weights_alone_is_refused(capsys, tmp_path):
