@@ -126,7 +126,8 @@ def _readable(archive: str, part: Any = None) -> Iterator[tarfile.TarFile]:
     mode: Any = "r:gz" if archive.endswith("gz") else "r:"
     with (
         files.reporting(archive, "read"),
-        tarfile.open(archive, mode, part, tarinfo=MemberInfo) as tar,
+        open(archive, "rb", opener=regular) as file,
+        tarfile.open(archive, mode, part or file, tarinfo=MemberInfo) as tar,
     ):
         yield tar
 

@@ -459,6 +459,11 @@ def open_huggingface(request: DatasetRequest) -> DataSource:
             "--data_source huggingface requires the package datasets: python3 -m pip install "
             "datasets"
         )
+    for folder, _, names in os.walk(root):  # what load_from_disk would wait for or read whole
+        for path in (os.path.join(folder, name) for name in names):
+            with files.reporting(path, "read"), open(path, "rb", opener=files.regular) as file:
+                if path.endswith(".json"):
+                    files.TEXT.check(os.fstat(file.fileno()).st_size)
     try:
         datasets.disable_progress_bars()
         saved = datasets.load_from_disk(root)

@@ -13,7 +13,9 @@ from data.loader import Share
 from data.pack import pack
 from data.source import DatasetRequest, open_data
 from data.volumes import open_array
+from tests.support.archives import write_imagenet_archives
 from tests.support.cli import DIGITS
+from tests.support.little_memory import sparse
 
 pytestmark = pytest.mark.fast
 
@@ -85,6 +87,34 @@ def test_arrays(suffix, endless, tmp_path):
     (tmp_path / "link.npy").symlink_to(tmp_path / "real.npy")
     with open_array(str(tmp_path / "link.npy")) as array:
         assert array.shape == (2, 2)
+
+
+def test_archives_to_be_packed(endless, tmp_path):
+    write_imagenet_archives(tmp_path / "archives")
+    for name in ("ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"):
+        (tmp_path / "archives" / name).unlink()
+        (tmp_path / "archives" / name).symlink_to(endless)
+        with pytest.raises(
+            DataFolderError, match=f"{name} cannot be read: it is not a regular file"
+        ):
+            pack(str(tmp_path / "archives"), str(tmp_path / "packed"), 10**6, 1)
+        (tmp_path / "archives" / name).unlink()
+        write_imagenet_archives(tmp_path / "archives")
+
+
+@pytest.mark.parametrize("name", ["dataset_dict.json", "train/state.json", "train/data.arrow"])
+def test_saved_data_sets(name, endless, tmp_path):
+    (tmp_path / "saved" / "train").mkdir(parents=True)
+    (tmp_path / "saved" / name).symlink_to(endless)
+    with pytest.raises(DataFolderError, match=f"{name} cannot be read: it is not a regular file"):
+        opened(tmp_path / "saved", "huggingface")
+    if name.endswith("json"):
+        (tmp_path / "saved" / name).unlink()
+        sparse(tmp_path / "saved" / name)
+        with pytest.raises(
+            DataFolderError, match=f"{name} cannot be read: .* a file of text or JSON"
+        ):
+            opened(tmp_path / "saved", "huggingface")
 
 
 def test_labels(endless, tmp_path):
