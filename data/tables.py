@@ -399,7 +399,7 @@ def _check_row_groups(metadata: pq.FileMetaData, image: str) -> None:
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
         columns = (group.column(column) for column in range(group.num_columns))
-        of_images = [each for each in columns if each.path_in_schema.split(".")[0] == image]
+        of_images = [each for each in columns if f"{each.path_in_schema}.".startswith(f"{image}.")]
         for sizes in ("total_compressed_size", "total_uncompressed_size"):
             size = sum(getattr(column, sizes) for column in of_images)
             _ROW_GROUP.check(size, f"row group {number}")

@@ -314,9 +314,10 @@ def _open_tiff(path: str, stack: contextlib.ExitStack) -> ArrayFile:
                 "as MinIsBlack"
             )
         white = 2**page.bitspersample - 1
-    _DECODED.check(math.prod(page.chunks) * page.dtype.itemsize, "a tile or strip")
     mapped: np.ndarray | None = None
-    if page.is_memmappable:
+    if not page.is_memmappable:
+        _DECODED.check(math.prod(page.chunks) * page.dtype.itemsize, "a tile or strip")
+    else:
         dtype, size = page.dtype.newbyteorder(tiff.byteorder), (count, height, width, samples)
         mapped = np.memmap(path, dtype, "r", page.dataoffsets[0], size)
 

@@ -33,7 +33,6 @@ from data.files import (
     MissingSplitError,
     is_url,
     other_classes,
-    printable,
     reason_of,
 )
 from data.index import Strings, Table, load_or_build
@@ -338,8 +337,7 @@ def regular_members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
             raise tarfile.ReadError(_NEGATIVE)
         if member.issparse():
             raise tarfile.ReadError(
-                f"{printable(member.name)} is a sparse member: pack the files again, without "
-                "tar's --sparse"
+                f"{member.name} is a sparse member: pack the files again, without tar's --sparse"
             )
         if member.isreg():
             yield member

@@ -88,6 +88,15 @@ def digits():
     return ALL_DIGITS
 
 
+@pytest.fixture(params=["pipe", "/dev/zero"])
+def endless(request, tmp_path):
+    """What links lead to, for files that are not read: neither has an end."""
+    if request.param == "pipe":
+        os.mkfifo(tmp_path / "pipe")
+        return tmp_path / "pipe"
+    return request.param
+
+
 @pytest.fixture
 def pod_of(tmp_path):
     """Makes a pod of so many workers; what runs on them must have ended with the test."""

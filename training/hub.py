@@ -128,7 +128,7 @@ def refusals(what: str) -> Iterator[None]:
 
     try:
         if not re.fullmatch(r"[!-~]*", get_token() or ""):
-            raise UsageError(f"{what}: {_TOKEN} has characters that no token has")
+            raise UsageError(f"{what}: {_TOKEN} has characters that no token has: set it again")
         yield
     except UsageError:
         raise

@@ -24,7 +24,7 @@ from timm.data import ImageNetInfo, resolve_data_config
 from torch import nn
 
 from data.config import Preprocessing
-from data.files import SizeLimit, parse_object
+from data.files import SizeLimit, TooLarge, parse_object
 from models.initialize import allocate, leave_room
 from models.spec import ModelSpec
 from training.checkpoints import format as checkpoint
@@ -105,8 +105,14 @@ class Weights:
 
     def _json_beside(self, name: str) -> Mapping[str, Any]:
         file = self.path / name if self.path.is_dir() else self.path.with_name(name)
+        if not file.is_file():
+            return {}
+        try:
+            text = read_whole(file)
+        except (OSError, TooLarge) as error:
+            raise UsageError(f"cannot read {file}: {checkpoint.reason_of(error)}") from None
         with contextlib.suppress(ValueError):
-            if file.is_file() and isinstance(content := json.loads(read_whole(file)), Mapping):
+            if isinstance(content := json.loads(text), Mapping):
                 return content
         return {}
 

@@ -185,8 +185,8 @@ class _Files(FileSystem):
 
     @contextlib.contextmanager
     def create_stream(self, path: Name, mode: str) -> Iterator[io.IOBase]:
-        folder = folder_at(str(path))
-        with open_regular(folder) if mode == "rb" else folder.open(mode) as stream:
+        file = folder_at(str(path))
+        with open_regular(file) if mode == "rb" else file.open(mode) as stream:
             if "w" not in mode:
                 yield cast(io.IOBase, stream)
                 return

@@ -368,7 +368,7 @@ def test_a_token_of_other_characters(server, hub_here, capsys, monkeypatch, tmp_
     monkeypatch.setenv("HF_TOKEN", token)
     told = told_in_one_line(capsys, *TRAIN, "--ckpt_dir", tmp_path / "run", "--init_from", NAME)
     assert told.endswith(
-        "the token of HF_TOKEN or `hf auth login` has characters that no token has"
+        "HF_TOKEN or `hf auth login` has characters that no token has: set it again"
     )
     assert convert([str(DIGITS), "hf-hub:us/new", "--push"]) == 2
     (line,) = capsys.readouterr().err.splitlines()

@@ -20,15 +20,6 @@ from tests.support.little_memory import sparse
 pytestmark = pytest.mark.fast
 
 
-@pytest.fixture(params=["pipe", "/dev/zero"])
-def endless(request, tmp_path):
-    """What links lead to."""
-    if request.param == "pipe":
-        os.mkfifo(tmp_path / "pipe")
-        return tmp_path / "pipe"
-    return request.param
-
-
 def opened(data_dir, source):
     config = DataConfig(data_dir=str(data_dir), data_source=source, batch_size=20, num_workers=0)
     return open_data(DatasetRequest(config, 3, (16, 16), 10, seed=0))

@@ -1,7 +1,6 @@
 """Files of weights and runs that claim any size, or that are pipes: one line, at once."""
 
 import json
-import os
 import signal
 import zipfile
 
@@ -15,9 +14,10 @@ from tests.support.little_memory import little_memory, sparse
 from tools.convert import main as convert
 from tools.plan.plans import read_prices
 from training.checkpoints.format import quiet_dcp, read_manifest, read_saved_run
+from training.config import RunConfig
 from training.errors import UsageError
 from training.files import folder_at, read_object
-from training.weights import weights_in
+from training.weights import weights_in, with_preprocessing_of
 
 pytestmark = pytest.mark.fast
 
@@ -94,6 +94,16 @@ def test_what_describes_weights(tmp_path):
         weights_in(tmp_path / "weights", "--init_from")
 
 
+@pytest.mark.parametrize("name", ["config.json", "preprocessor_config.json"])
+def test_what_is_beside_weights(tmp_path, name):
+    save_file({"a": torch.ones(3)}, tmp_path / "model.safetensors")
+    sparse(tmp_path / name, b"{}", 3 * 2**30)
+    weights = weights_in(tmp_path, "--init_from")
+    told = f"cannot read {tmp_path / name}: {name} has 3,221,225,472 bytes; {OF_TEXT}"
+    with pytest.raises(UsageError, match=told):
+        with_preprocessing_of(weights, RunConfig())
+
+
 def test_the_pickle_of_a_file_of_torch_save(tmp_path):
     path = tmp_path / "weights.pt"
     torch.save({"a": torch.ones(2, 3)}, path)
@@ -109,15 +119,6 @@ def test_the_pickle_of_a_file_of_torch_save(tmp_path):
 
 
 # -- pipes ----------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=["pipe", "/dev/zero"])
-def endless(request, tmp_path):
-    """What links lead to."""
-    if request.param == "pipe":
-        os.mkfifo(tmp_path / "pipe")
-        return tmp_path / "pipe"
-    return request.param
 
 
 def refused(capsys, source):
