@@ -164,7 +164,7 @@ def load_or_build(
                     why = changed
                 else:
                     return table, None
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 continue
             except (OSError, ValueError, KeyError, TypeError) as error:
                 why = reason_of(error)
