@@ -3,7 +3,6 @@
 Sequences are as full as images of the request's size make them.
 """
 
-import math
 from typing import Any
 
 import numpy as np
@@ -36,12 +35,10 @@ class Zeros(Split):
     ) -> BatchLoader:
         """Training drops a short last batch; validation fills it up with padding, by its labels."""
         full, rest = divmod(len(self), batch_size)
-        dtype = getattr(torch, self.request.config.image_dtype(len(self.request.size)))
-        shape = share.shape_of(batch_size, self.shape)
+        dtype = self.request.config.image_dtype(len(self.request.size))
         # The operating system gives no memory to zeros of NumPy's until they are written to.
         # Zeros of torch.Tensor.expand take none either, but cannot be pinned for a GPU.
-        zeros = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
-        images = torch.from_numpy(zeros).view(dtype).view(shape)
+        images = torch.from_numpy(np.zeros(share.shape_of(batch_size, self.shape), dtype))
         labels = torch.zeros(len(images), dtype=torch.int64)
         if self.is_train or not rest:
             return ConstantLoader(full, (images, labels))

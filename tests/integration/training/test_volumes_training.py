@@ -41,6 +41,14 @@ def flags(volumes, *more):
     return [*source, *MODEL, "--max_steps", "4", *more]
 
 
+@pytest.mark.parametrize("train", [long(train_tiny), train_tiny_gpu])
+def test_fake_volumes(train, tmp_path):
+    """The loss of zeros is that of label 0 with the same weights, whatever the data says."""
+    run = train(tmp_path / "run", "--fake_data", *MODEL, "--max_steps", "1")
+    (loss,), (evaluation,) = run.column("loss"), run.evaluations
+    assert evaluation["val_loss"] == pytest.approx(loss, rel=1e-5)  # the first step has lr 0
+
+
 @pytest.mark.parametrize(
     ("train", "how"), [long(train_tiny, {"devices": 2}), (train_tiny_gpu, {"processes": 2})]
 )

@@ -153,6 +153,10 @@ def test_fake_volumes_take_no_memory():
     assert labels.tolist() == [0]
     assert len(next(source.train_loader(2, EVERYTHING).epoch(0))[0]) == 2
     assert resident_bytes() - before < 100e6
+    assert source.steps_of_epoch(2) == 1_281_167 // 2
+    nothing, _ = next(source.val_loader(2, Share(loads=False)).epoch(0))
+    assert nothing.shape == (0, 1, 1000, 1000, 2000)
+    assert nothing.dtype == images.dtype == torch.float32
 
 
 def resident_bytes():
