@@ -114,11 +114,12 @@ class ScheduleConfig:
         replaces=("warmup_steps",),
     )
     warmup_lr: float = flag(0.0, "learning rate at the start of the warmup", kind=non_negative)
-    lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = flag(
+    lr_schedule: Literal["cosine", "linear", "constant", "step", "wsd"] = flag(
         "cosine",
         "learning rate schedule after the warmup; cosine, linear: decay from --lr to --min_lr at "
-        "the last step of --num_epochs; constant: stay at --lr; wsd (warmup-stable-decay): stay "
-        "at --lr, then decay to --min_lr over the last --decay_steps",
+        "the last step of --num_epochs; constant: stay at --lr; step: multiply by --decay_rate "
+        "every --decay_epochs; wsd (warmup-stable-decay): stay at --lr, then decay to --min_lr "
+        "over the last --decay_steps",
     )
     min_lr: float = flag(
         0.0,
@@ -148,6 +149,19 @@ class ScheduleConfig:
         "--freeze_backbone_epochs)",
         kind=non_negative,
         requires=("freeze_backbone_epochs",),
+    )
+    decay_epochs: float = flag(
+        90.0,
+        "number of epochs between the decays of --lr_schedule step, counted from the end of the "
+        "warmup",
+        kind=positive_number,
+        requires=("lr_schedule=step",),
+    )
+    decay_rate: float = flag(
+        0.1,
+        "factor of the learning rate at each decay of --lr_schedule step",
+        kind=bounded(float, 1e-12, 1),
+        requires=("lr_schedule=step",),
     )
     decay_steps: int | None = flag(
         None,

@@ -30,8 +30,10 @@ SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda x: 1 - x,
     "sqrt": lambda x: 1 - math.sqrt(x),
     "constant": lambda x: 1.0,
+    "step": lambda x: 1.0,
 }
-"""Curves from 1 at x = 0 to 0 at x = 1; "constant" stays at 1."""
+"""Curves from 1 at x = 0 to 0 at x = 1; "constant" stays at 1, and "step" decays by
+``Schedule.step_decay``."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,8 @@ class Schedule:
     """The D of warmup-stable-decay (WSD, https://arxiv.org/abs/2404.06395): the peak, and a decay
     in the last D steps, where x is (s - (T - D)) / D. "sqrt" and "linear" are the shapes of
     https://arxiv.org/abs/2405.18392."""
+    step_decay: tuple[int, float] | None = None
+    """In place of a curve: the number of steps between decays, counted from W, and their factor."""
     frozen_steps: int = 0
     """Number of steps at the start that do not change the last layers."""
     heads_first_steps: int = 0
@@ -170,6 +174,9 @@ class Schedule:
     def lr(self, step: int) -> float:
         if step < self.warmup_steps:
             return self.warmup_lr + (self.peak - self.warmup_lr) * step / self.warmup_steps
+        if self.step_decay:
+            interval, factor = self.step_decay
+            return self.peak * factor ** ((step - self.warmup_steps) // interval)
         if self.decay_steps is not None:
             steps_left = min(max(0, self.total_steps - step), self.decay_steps)
             x = 1 - steps_left / self.decay_steps
@@ -218,6 +225,14 @@ def make_schedule(run: Run, steps_per_epoch: int, at: Position) -> tuple[Schedul
         others["teacher_temp"] = Ramp(dino.warmup_teacher_temp, dino.teacher_temp, rise)
         others["frozen_steps"] = round(dino.freeze_last_layer_epochs * steps_per_epoch)
 
+    if how.lr_schedule == "step":
+        interval = round(how.decay_epochs * steps_per_epoch)
+        if not interval:
+            raise UsageError(
+                f"--decay_epochs {how.decay_epochs:g} is less than one step: an epoch has "
+                f"{steps_per_epoch:,} steps"
+            )
+        others["step_decay"] = interval, how.decay_rate
     if how.lr_schedule != "wsd":
         schedule = Schedule(
             peak, warmup, total, how.warmup_lr, how.min_lr, how.lr_schedule, end=end, **others

@@ -112,6 +112,8 @@ VALUES: dict[str, tuple[str, ...]] = {
     "backbone_warmup_epochs": ("0", "0.5"),
     "warmup_lr": ("0", "1e-4"),
     "min_lr": ("0", "1e-4"),
+    "decay_epochs": ("0.5", "1"),
+    "decay_rate": ("0.7", "1"),
     "decay_steps": ("1", "2"),
     "model_ema_decay": ("0", "0.99"),
     "resume": ("auto", "none"),

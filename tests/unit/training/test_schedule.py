@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from timm.scheduler import CosineLRScheduler, StepLRScheduler, WSDLRScheduler
-from torch.optim.lr_scheduler import LinearLR
+from torch.optim.lr_scheduler import LinearLR, StepLR
 
 from tests.support.cli import DIGITS, TINY_MODEL, tiny
 from tests.support.resolved import on_gpus
@@ -120,6 +120,28 @@ def test_linear_as_pytorch():
     assert rates_of(Schedule(*COMMON, "linear"))[:WARMUP] == rates_of(Schedule(*COMMON))[:WARMUP]
 
 
+def test_steps_as_timm():
+    found = Schedule(PEAK, WARMUP, TOTAL, FIRST, shape="step", step_decay=(5, 0.7))
+    expected = rates_of_timm(StepLRScheduler, 5, decay_rate=0.7, warmup_prefix=True)
+    assert rates_of(found) == pytest.approx(expected, rel=1e-9)
+
+
+def test_steps_as_in_pytorchs_fsdp_tutorial(tmp_path):
+    """``StepLR(optimizer, step_size=1, gamma=0.7)``, stepped after each epoch of 11 steps."""
+    flags = "--batch_size 128 --num_epochs 4 --warmup_steps 0 --lr 2e-3".split()
+    decay = "--lr_schedule step --decay_epochs 1 --decay_rate 0.7".split()
+    run = on_gpus([*tiny(tmp_path), "--backend", "cuda", "--max_steps", "100", *flags, *decay])
+    schedule, last = make_schedule(run, 11, Position())
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=2e-3)
+    scheduler = StepLR(optimizer, step_size=1, gamma=0.7)
+    for epoch in range(4):
+        for step in range(11 * epoch, 11 * epoch + 11):
+            assert schedule.lr(step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9)
+        optimizer.step()
+        scheduler.step()
+    assert last == 44
+
+
 def test_a_warmup_longer_than_the_run(tmp_path):
     """Of 2 steps, the second trains with a 2,500th of --lr."""
 
@@ -142,6 +164,12 @@ def test_a_warmup_longer_than_the_run(tmp_path):
         ("--lr 1e-3 --min_lr 2e-3", "--min_lr 0.002 is above --lr 0.001"),
         ("--warmup_lr 1e-4 --warmup_steps 0", "--warmup_lr requires a warmup: --warmup_steps or"),
         ("--lr_schedule wsd", "--lr_schedule wsd requires --decay_steps"),
+        (
+            "--lr_schedule step --decay_epochs 0.001",
+            "--decay_epochs 0.001 is less than one step: an epoch has 89 steps",
+        ),
+        ("--decay_rate 0.7", "--decay_rate 0.7 requires --lr_schedule step, not cosine"),
+        ("--lr_schedule step --min_lr 1e-5", "--min_lr 1e-05 requires --lr_schedule"),
         (
             "--lr_schedule wsd --decay_steps 170 --warmup_steps 10 --num_epochs 2",
             "10 warmup steps and --decay_steps 170 exceed the 178 steps of the run",
