@@ -37,7 +37,7 @@ from training.files import folder_at
 from training.flags import flat
 from training.hub import PREFIX, download, is_on_hub
 from training.objectives.config import LossConfig, ObjectiveConfig
-from training.resolve import Run, model_of, resolve_model
+from training.resolve import Run, model_line, model_of, resolve_model
 from training.weight_names import NAMED, listed
 from training.weights import (
     Weights,
@@ -232,10 +232,10 @@ def place_trained(
     ``initial``: how weights of another model are adapted to this one.
     """
     check_weights(weights, verify=run.config.checkpoints.verify_checkpoint)
-    model, count = run.build_model(backend.constant), run.model.parameter_count
+    model = run.build_model(backend.constant)
     kind = "EMA of the weights" if run.config.use.use_ema else "weights"
     of = f"{kind} of {weights.name or weights.path}"
-    say(f"model: {run.config.model.model}, {count:,} parameters, {of}")
+    say(f"model: {model_line(run.model)}, {of}")
     if note := initial.note if initial else weights.note:
         say(note)
     units = list(run.model.units(model))

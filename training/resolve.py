@@ -292,6 +292,13 @@ def model_of(config: ModelConfig, objective: ObjectiveConfig | None = None) -> M
         raise UsageError(error.told(MODEL_FLAG)) from None
 
 
+def model_line(spec: ModelSpec) -> str:
+    """Return what a log says of a model: its name, size, and the flags that were set for it."""
+    flags = by_field(ModelConfig)
+    typed = " ".join(flags[name].typed(value) for name, value in spec.overrides.items())
+    return f"{spec.name}, {spec.parameter_count:,} parameters{typed and f' ({typed})'}"
+
+
 def resolve_model(config: RunConfig) -> tuple[RunConfig, ModelSpec]:
     """Return the configuration with its model named, and that model. Raises UsageError."""
     named = replace(config.model, model=config.model.model or DEFAULT_MODEL)

@@ -53,7 +53,7 @@ from training.logs.reports import Reports, read_expectation
 from training.objectives.objective import open_objective
 from training.processes import exchange
 from training.processes.stopping import StopRequest, Watchdog
-from training.resolve import Run
+from training.resolve import Run, model_line
 from training.schedule import Position, make_schedule
 from training.start import Start, confirm_start, enter_folder, leave_behind
 from training.step import TrainBatches, shard_and_optimize
@@ -239,7 +239,7 @@ def _place_model(
     afterwards, do not spend time on initial values."""
     say = session.reports.say
     initialize = leave_room if start.saved else None
-    say(f"model: {run.model.name}, {run.model.parameter_count:,} parameters")
+    say(f"model: {model_line(run.model)}")
     if initial and not start.saved:
         check_weights(initial.weights, verify=run.config.checkpoints.verify_checkpoint)
         say(initial.note)

@@ -38,7 +38,7 @@ from training.objectives.objective import open_objective
 from training.optimizers import all_by_adamw, updates_of
 from training.processes import exchange
 from training.processes.stopping import Watchdog
-from training.resolve import Run
+from training.resolve import Run, model_line
 from training.schedule import Position
 from training.start import enter_folder
 from training.step import put_micro_batches, shard, train_step
@@ -141,7 +141,7 @@ def _check_devices(
         real, config.optimizer.weight_decay
     )
     table.say(
-        f"model: {config.model.model}, {real.parameter_count:,} parameters, shrunk to "
+        f"model: {model_line(real)}, shrunk to "
         f"{run.model.parameter_count:,}: {sizes.depth} blocks, {sizes.embed_dim} wide, "
         f"{sizes.num_heads} head(s), {sizes.num_tokens} tokens; "
         f"{run.config.data.batch_size} images per step"

@@ -47,6 +47,7 @@ def test_fake_volumes(train, tmp_path):
     run = train(tmp_path / "run", "--fake_data", *MODEL, "--max_steps", "1")
     (loss,), (evaluation,) = run.column("loss"), run.evaluations
     assert evaluation["val_loss"] == pytest.approx(loss, rel=1e-5)  # the first step has lr 0
+    assert "validation images; all have label 0, so their losses and accuracies" in run.stdout
 
 
 @pytest.mark.parametrize(
