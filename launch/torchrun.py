@@ -3,13 +3,22 @@
 torchrun's rendezvous, static or c10d, connects the nodes. ``Agent`` extends torchrun's own agent
 where torchrun has no option: the time to save a checkpoint when processes are stopped, and exit
 codes after which a restart does not help.
+
+Whoever reaches a port of torchrun can write to its store. So the nodes' store listens at
+MASTER_ADDR alone, a single node has a file in its place, and ``CheckedBackend`` lets torchrun
+unpickle nothing but its own state.
 """
 
 import argparse
+import errno
+import hashlib
 import importlib
+import io
+import ipaddress
 import json
 import math
 import os
+import pickle
 import re
 import signal
 import socket
@@ -41,7 +50,13 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
-from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.api import RendezvousStateError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    RendezvousBackend,
+    Token,
+    create_handler,
+)
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from launch import CRASH_SECONDS, IN_VAIN, STOPS, Mistake, is_crash, write_line
@@ -80,7 +95,8 @@ def wait_for_nodes(args: argparse.Namespace) -> tuple[TCPStore, bool]:
 
     Returns the run's store, and whether this process serves it. Raises Mistake and TimedOut.
     """
-    serves = is_server(args)
+    listening = listen(args)
+    serves = listening is not None
     server = "the node at" if args.rdzv_id else "node 0 at"
     who = f"{socket.gethostname()} (process {os.getpid()})"
     store = None
@@ -97,6 +113,7 @@ def wait_for_nodes(args: argparse.Namespace) -> tuple[TCPStore, bool]:
                     timeout=STORE_TIMEOUT,
                     wait_for_workers=False,
                     multi_tenant=True,
+                    master_listen_fd=os.dup(listening.fileno()) if listening else None,
                 )
                 node = register(store, args, who)
             if serves:
@@ -125,28 +142,42 @@ def wait_for_nodes(args: argparse.Namespace) -> tuple[TCPStore, bool]:
         time.sleep(0.5)
 
 
-def is_server(args: argparse.Namespace) -> bool:
-    """Return whether this node is to serve the store: node 0, or the first at MASTER_ADDR.
+def listen(args: argparse.Namespace) -> socket.socket | None:
+    """Return a listening socket for the store's server, None if another node serves it.
 
-    Raises Mistake.
+    Node 0 serves it, or the first node at MASTER_ADDR. It listens at MASTER_ADDR alone unless the
+    other nodes may know this host by another address. Raises Mistake.
     """
     if not args.rdzv_id and args.rank > 0:
-        return False
-    is_named = args.address in (socket.gethostname(), socket.getfqdn())
-    address = "" if is_named or not args.rdzv_id else args.address
+        return None
+    is_own_name = args.address in (socket.gethostname(), socket.getfqdn())
     try:
-        family, *_, place = socket.getaddrinfo(
-            address or None, args.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        socket.create_server(place[:2], family=family).close()
+        try:
+            found = addresses(args.address, args.port)
+            listening = socket.create_server(found[0][1], family=found[0][0])
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE or (args.rdzv_id and not is_own_name):
+                raise
+        else:
+            is_loopback = ipaddress.ip_address(found[0][1][0]).is_loopback
+            if len(found) == 1 and not (is_own_name and is_loopback):  # Debian's 127.0.1.1
+                return listening
+            listening.close()
+        family, place = addresses(None, args.port)[0]
+        return socket.create_server(place, family=family)
     except OSError as error:
         if args.rdzv_id:  # the address is another node's, or another node of this machine serves
-            return False
+            return None
         raise Mistake(
             f"cannot listen on port {args.port} on this machine ({error.strerror}): set "
             "MASTER_PORT to a free port, the same on all nodes"
         ) from None
-    return True
+
+
+def addresses(host: str | None, port: int) -> list[tuple[socket.AddressFamily, tuple[str, int]]]:
+    """Return the families and addresses where a host, None: any, can be reached. Raises OSError."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return [(family, (str(place[0]), port)) for family, *_, place in found]
 
 
 def register(store: TCPStore, args: argparse.Namespace, who: str) -> int:
@@ -155,11 +186,13 @@ def register(store: TCPStore, args: argparse.Namespace, who: str) -> int:
     Raises Mistake if the nodes there belong to another run.
     """
     run = {"NNODES": args.nodes, "MIN of NNODES=MIN:MAX": args.least, "RDZV_ID": args.rdzv_id}
+    if args.rdzv_id:  # a secret, which is not for everybody who can read the store
+        run["RDZV_ID"] = "SHA-256 " + hashlib.sha256(args.rdzv_id.encode()).hexdigest()
     first = json.loads(store.compare_set("run", "", json.dumps(run)))
     for variable, value in run.items():
-        if first[variable] != value:
+        if first.get(variable) != value:
             raise Mistake(
-                f"{variable} is '{value}' on this node, but '{first[variable]}' on the other "
+                f"{variable} is '{value}' on this node, but '{first.get(variable)}' on the other "
                 f"nodes at {args.address}:{args.port}"
             )
     job = f"{socket.gethostname()}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
@@ -185,6 +218,59 @@ def missing_nodes(store: TCPStore, args: argparse.Namespace) -> str:
     if args.rdzv_id:
         return f"{nodes - len(present)} of {nodes} nodes (here: {shown})"
     return f"node{'s' * (len(names) > 1)} {shown} of {nodes}"
+
+
+# -- torchrun's rendezvous --------------------------------------------------------------
+
+
+class _State(pickle.Unpickler):
+    """Reads the state of torchrun's c10d rendezvous, and makes objects of no other class."""
+
+    _MODULE = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
+    _CLASSES = (
+        (_MODULE, "_RendezvousState"),
+        (_MODULE, "_NodeDesc"),
+        ("builtins", "set"),
+        *(("datetime", name) for name in ("datetime", "timedelta", "timezone")),
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self._CLASSES:
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in it")
+        return super().find_class(module, name)
+
+
+class CheckedBackend(RendezvousBackend):
+    """torchrun's c10d backend, without what anybody who reaches the store may have put there.
+
+    torchrun unpickles the state of the rendezvous, which can run any code.
+    """
+
+    def __init__(self, backend: RendezvousBackend) -> None:
+        self._backend = backend
+
+    @property
+    def name(self) -> str:
+        return self._backend.name
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        found = self._backend.get_state()
+        if found:
+            self._check(found[0])
+        return found
+
+    def set_state(self, state: bytes, token: Token | None = None) -> Any:
+        found = self._backend.set_state(state, token)
+        if found:
+            self._check(found[0])
+        return found
+
+    def _check(self, state: bytes) -> None:
+        """Raise RendezvousStateError, before torchrun reads it, for a state of anything else."""
+        try:
+            _State(io.BytesIO(state)).load()
+        except Exception as error:  # noqa: BLE001 - damaged pickles raise errors of many kinds
+            raise RendezvousStateError(f"the rendezvous state is not torchrun's: {error}") from None
 
 
 # -- torchrun's agent -------------------------------------------------------------------
@@ -274,7 +360,11 @@ def run_agent(options: argparse.Namespace) -> None:
         local_addr=config.local_addr,
         **config.rdzv_configs,
     )
-    handler = get_rendezvous_handler(parameters)
+    if config.rdzv_backend == "c10d":
+        backend, store = create_backend(parameters)
+        handler: Any = create_handler(store, CheckedBackend(backend), parameters)
+    else:
+        handler = get_rendezvous_handler(parameters)
     assert config.logs_specs  # made by config_from_args
     same = [field.name for field in fields(WorkerSpec) if hasattr(config, field.name)]
     spec = WorkerSpec(
@@ -303,10 +393,11 @@ def run_agent(options: argparse.Namespace) -> None:
         raise ChildFailedError(spec.get_entrypoint_name(), result.failures)
 
 
-def torchrun_words(args: argparse.Namespace, is_server: bool) -> list[str]:
-    """Return torchrun's options that connect the nodes."""
-    if args.nodes == 1:  # a free port, so that two runs on one machine do not meet
-        return "--nnodes 1 --rdzv-backend c10d --rdzv-endpoint localhost:0".split()
+def torchrun_words(args: argparse.Namespace, is_server: bool, folder: str) -> list[str]:
+    """Return torchrun's options that connect the nodes. ``folder``: one of this user alone."""
+    if args.nodes == 1:  # no port, which other users of this machine could reach
+        words = ["--nnodes", "1", "--local-addr", "127.0.0.1", "--rdzv-backend", "c10d"]
+        return [*words, "--rdzv-conf", "store_type=file", "--rdzv-endpoint", f"{folder}/rendezvous"]
     words = ["--nnodes", f"{args.least or args.nodes}:{args.nodes}"]
     if not args.rdzv_id:
         words += ["--node-rank", str(args.rank), "--master-addr", args.address]
@@ -370,7 +461,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--rank", type=int, help="rank of this node; not with --rdzv_id")
     parser.add_argument(
-        "--rdzv_id", default="", help="id of the run, for nodes that number themselves"
+        "--rdzv_id",
+        action="store_const",
+        const=os.environ.get("RDZV_ID", ""),
+        default="",
+        help="let the nodes number themselves; their run's id is in the environment, RDZV_ID",
     )
     parser.add_argument(
         "--least", type=int, help="minimum number of nodes to start with; requires --rdzv_id"
@@ -403,8 +498,9 @@ def main(argv: Sequence[str]) -> int:
         signal.signal(number, stop)
     run.parse_args(args.torchrun)  # a node with a wrong option must not come
     # Without this, PyTorch gives the address of the processes' store only to the nodes of the
-    # first start (#135712).
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = str(int(bool(args.rdzv_id)))
+    # first start (#135712), and serves one for a single node.
+    is_off = bool(args.rdzv_id) or args.nodes == 1
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = str(int(is_off))
     is_server, store = True, None
     try:
         if args.torchtpu:
@@ -413,8 +509,11 @@ def main(argv: Sequence[str]) -> int:
             store, is_server = wait_for_nodes(args)
             os.environ.setdefault("RUN_JOB_ID", store.get("job").decode())
         # torchrun would leave a folder of its own for its processes' reports, one a start.
-        with tempfile.TemporaryDirectory(prefix="torchelastic_") as logs:
-            words = ["--log-dir", logs, *torchrun_words(args, is_server), *args.torchrun]
+        with tempfile.TemporaryDirectory(prefix="torchelastic_") as folder:
+            if args.nodes == 1:
+                os.environ["RUN_STORE_FILE"] = f"{folder}/store"
+            words = [*torchrun_words(args, is_server, folder), *args.torchrun]
+            words = ["--log-dir", folder, *words]
             run_agent(run.parse_args(words))
     except Mistake as mistake:
         say(f"error: {mistake}")

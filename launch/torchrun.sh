@@ -3,9 +3,10 @@
 # this host, or of all hosts of a slice:
 #   launch/torchrun.sh [torchrun options --] <flags of run_vit_training.py>
 # Several nodes: run the same command on each node, with NNODES, MASTER_ADDR and either NODE_RANK
-# (0, 1, ...) or RDZV_ID (the same string on all nodes; they number themselves, and may be restarted
-# one by one). Before torchrun starts, the nodes wait for each other: every 10 s each one prints which
-# nodes are missing, and after JOIN_TIMEOUT seconds (600; 0: never) all exit with code 1.
+# (0, 1, ...) or RDZV_ID (a secret word, the same on all nodes, such as `openssl rand -hex 16` prints;
+# they number themselves, and may be restarted one by one). Before torchrun starts, the nodes wait for
+# each other: every 10 s each one prints which nodes are missing, and after JOIN_TIMEOUT seconds (600;
+# 0: never) all exit with code 1. Their network must be one that only trusted programs reach.
 # NNODES=MIN:MAX with RDZV_ID: train on any number of nodes from MIN to MAX. Training starts
 # ELASTIC_WAIT seconds (300) after MIN nodes have joined, or as soon as MAX have. If a node is lost,
 # the others continue in the same way. If a node joins later, the others save a checkpoint and all
@@ -135,13 +136,19 @@ words=(--nproc-per-node "$processes" --max-restarts "$MAX_RESTARTS" ${options[@]
 tpu=()
 [[ $backend != torchtpu ]] || tpu=(--torchtpu "$processes")
 if ((nnodes == 1)); then
+    # Other hosts have nothing to say to its processes.
+    export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
+    [[ $backend == torchtpu ]] || export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-lo}
     # By the job's id the program detects a restart, and then resumes whatever --resume is set to.
     # Several nodes agree on one id.
     export RUN_JOB_ID=${RUN_JOB_ID:-$(uname -n)-$(date +%Y%m%d-%H%M%S)-$$}
     exec "$python" "$root/launch/torchrun.py" --nodes 1 ${tpu[@]+"${tpu[@]}"} -- "${words[@]}"
 fi
 who=(--rank "$rank")
-[[ -z ${RDZV_ID:-} ]] || who=(--rdzv_id="$RDZV_ID")
+if [[ -n ${RDZV_ID:-} ]]; then # in the environment alone: ps shows everybody all arguments
+    export RDZV_ID
+    who=(--rdzv_id)
+fi
 [[ -z $least ]] || who+=(--least "$least" --elastic_wait "$ELASTIC_WAIT")
 exec "$python" "$root/launch/torchrun.py" --nodes "$nnodes" "${who[@]}" --address="$MASTER_ADDR" \
     --port "$port" --limit "$JOIN_TIMEOUT" ${tpu[@]+"${tpu[@]}"} -- "${words[@]}"

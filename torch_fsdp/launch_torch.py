@@ -10,7 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from models import timm_private
@@ -21,6 +21,7 @@ from training import errors
 from training.backend import Backend
 from training.errors import UsageError, is_first_of_torchrun
 from training.processes.exchange import silence_gloo
+from training.processes.store import listen_at
 
 
 def launch(body: Callable[[TorchRun, Backend], None], run: TorchRun) -> None:
@@ -87,13 +88,15 @@ _STORE_TIMEOUT = timedelta(minutes=30)  # PyTorch's default, for later use by th
 
 
 def join(rank: int, world_size: int, device: Device) -> Store:
-    """Wait for all processes at MASTER_ADDR:MASTER_PORT; return the store of this start.
+    """Wait for all processes at MASTER_ADDR:MASTER_PORT, or on a single node in the file that
+    launch/torchrun.sh keeps for them; return the store of this start.
 
     Exits with code 1 after JOIN_TIMEOUT seconds (default: 600; 0: never), so that launchers try
     again. Raises UsageError in all processes if only some have an accelerator: collectives would
     hang, and ``--fsdp auto`` might choose different forms.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    file = os.environ.get("RUN_STORE_FILE")
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     limit = int(os.environ.get("JOIN_TIMEOUT") or _LIMIT_SECONDS)
     started = last_said = time.monotonic()
@@ -108,23 +111,29 @@ def join(rank: int, world_size: int, device: Device) -> Store:
         reason = ""
         try:
             if store is None:
-                is_server = rank == 0 and not by_agent
-                if not is_server:  # TCPStore would ignore signals while it waits for the server
-                    socket.create_connection((address, port), timeout=5).close()
-                store = TCPStore(
-                    address,
-                    port,
-                    world_size,
-                    is_master=is_server,
-                    timeout=_STORE_TIMEOUT,
-                    wait_for_workers=False,
-                    multi_tenant=True,
-                )
+                if file:
+                    store = FileStore(file)
+                    store.set_timeout(_STORE_TIMEOUT)
+                else:
+                    is_server = rank == 0 and not by_agent
+                    if not is_server:  # TCPStore would ignore signals while it waits for the server
+                        socket.create_connection((address, port), timeout=5).close()
+                    store = TCPStore(
+                        address,
+                        port,
+                        world_size,
+                        is_master=is_server,
+                        timeout=_STORE_TIMEOUT,
+                        wait_for_workers=False,
+                        multi_tenant=True,
+                        master_listen_fd=listen_at(address, port) if is_server else None,
+                    )
                 # torchrun keeps its store when it restarts processes (pytorch #135712), and the new
                 # processes would read the addresses of the old ones, so each start has its own
                 # prefix. Without the agent's store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE), rank 0
                 # serves a new store at each start, and the nodes' restart counts may differ.
-                start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if by_agent else 0
+                is_kept = by_agent or file
+                start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if is_kept else 0
                 later = PrefixStore(f"start_{start + 1}", store)
                 store = PrefixStore(f"start_{start}", store)
                 if device.is_host:

@@ -22,6 +22,7 @@ from training.flags import PROGRAM
 from training.processes.output import drop_unread_output
 from training.processes.parent import end_with
 from training.processes.stopping import ProcessSignals, process_signals
+from training.processes.store import listen_at
 from xla_fsdp import jax_private, torch_xla_private, tpu
 from xla_fsdp.environment import device_type
 from xla_fsdp.resolve_xla import XlaRun
@@ -169,7 +170,9 @@ def _init_process_group() -> None:
     address, rank = os.environ.get("MASTER_ADDR"), os.environ.get("NODE_RANK")
     if count > 1 and address and rank and xr.is_spmd():
         port = int(os.environ.get("MASTER_PORT", _PORT))
-        store = dist.TCPStore(address, port, count, is_master=rank == "0")
+        is_server = rank == "0"
+        listening = listen_at(address, port) if is_server else None
+        store = dist.TCPStore(address, port, count, is_master=is_server, master_listen_fd=listening)
         dist.init_process_group("gloo", store=store, rank=index, world_size=count)
     elif count > 1:
         import torch_xla.distributed.xla_backend  # noqa: F401 - registers xla://

@@ -46,7 +46,9 @@ def trains(machine: Machine, command: Command, tmp_path: Path) -> None:
     words = machine.noted(command, "python3")
     if words[0].endswith("launch/torchrun.py"):
         args = torchrun.parse(words[1:])
-        get_args_parser().parse_args([*torchrun.torchrun_words(args, True), *args.torchrun])
+        get_args_parser().parse_args(
+            [*torchrun.torchrun_words(args, True, "folder"), *args.torchrun]
+        )
     at = next(i for i, word in enumerate(words) if word.endswith("run_vit_training.py"))
     assert (machine.project / words[at]).is_file()
     torch_backend = "torchtpu" if "torchtpu" in command.text else "cuda"

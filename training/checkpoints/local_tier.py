@@ -17,8 +17,9 @@ some folder. Only parts from the same start belong together.
     holder    of a part of a save: a process whose folder has it, complete
     peer      of a process: the one with another folder that it sends a copy of its part to
 
-Copies are sent over TCP connections between the hosts. Both ends prove that they know a key, which
-the first process distributes through the run's process group. Received data is never executed.
+Copies are sent over TCP connections between the hosts (training/processes/peers.py). Both ends know
+a key, which the first process distributes through the run's process group. Received data is never
+executed.
 """
 
 from __future__ import annotations
@@ -35,13 +36,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import (
-    Client,
-    Connection,
-    Listener,
-    answer_challenge,
-    deliver_challenge,
-)
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +49,7 @@ from training.checkpoints.format import SavedRun
 from training.checkpoints.state import bytes_of, not_finite, write_state
 from training.errors import UsageError
 from training.files import check_own, in_background, read_object, replace_file
-from training.processes import exchange
+from training.processes import exchange, peers
 from training.resolve import Run
 
 RUN_ID_FILE = "run_id"
@@ -192,9 +187,9 @@ class LocalTier:
         if address.startswith("127.") and elsewhere:  # the host that MASTER_ADDR names
             address = _address_towards(elsewhere[0])
         with exchange.failing_together():
-            self._listener = Listener((address, 0), backlog=64)
-        threading.Thread(target=self._accept, name="local checkpoints", daemon=True).start()
-        ports = exchange.gather([address, self._listener.address[1]])
+            listening = socket.create_server((address, 0), backlog=64)
+        peers.serve(listening, self._key, self._receive)
+        ports = exchange.gather([address, listening.getsockname()[1]])
         self._addresses = [(host, port) for host, port in ports]
 
     def _name(self, process: int) -> str:
@@ -473,21 +468,12 @@ class LocalTier:
 
     # -- copies ------------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection = self._listener.accept()
-            except OSError:  # e.g. too many open files; the sender reports it
-                time.sleep(1)
-                continue
-            threading.Thread(target=self._receive, args=[connection], daemon=True).start()
-
     def _send(self, path: Path, part: int, save: Save, to: int) -> None:
         """Send the files of a part to a process; return when it has verified and written them.
         Raises OSError, EOFError, ValueError (damaged) or AuthenticationError on failure."""
         files = checkpoint.read_manifest(path) or {}
         header = {"to": to, "part": part, "step": save[0], "start": save[1], "files": files}
-        with Client(self._addresses[to], authkey=self._key) as connection:
+        with peers.connect(self._addresses[to], self._key) as connection:
             connection.send_bytes(json.dumps(header).encode())
             for name in files:
                 with open(path / name, "rb") as file:
@@ -499,8 +485,6 @@ class LocalTier:
     def _receive(self, connection: Connection) -> None:
         """Write a part that another process sends, and answer with the problem, if any."""
         with contextlib.suppress(Exception), connection:  # its sender reports what fails here
-            deliver_challenge(connection, self._key)
-            answer_challenge(connection, self._key)
             header = parse_object(connection.recv_bytes(_LONGEST_HEADER))
             part, save = int(header["part"]), (int(header["step"]), str(header["start"]))
             files = checkpoint.manifest_entries(header["files"])

@@ -10,7 +10,6 @@ import socket
 import struct
 import threading
 from multiprocessing import AuthenticationError, Pipe
-from multiprocessing.connection import Listener
 
 import pytest
 import torch
@@ -24,6 +23,7 @@ from tests.support.rehearsed import all_ended
 from training.checkpoints.format import training_tensors, write_manifest
 from training.checkpoints.local_tier import LocalTier, _peer_of, _receive_files
 from training.checkpoints.state import write_state
+from training.processes import peers
 from training.schedule import Position
 
 HOSTS = "tests.fakes.hosts_with_disks"
@@ -288,18 +288,19 @@ KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 @pytest.fixture
 def open_tier(tmp_path):
     """Opens the tiers of two processes without a run, each with a disk and a key; they listen."""
-    tiers = []
+    tiers, addresses = [], []
 
     def open_(key):
         tier, rank = LocalTier.__new__(LocalTier), len(tiers)
         tier.folder, tier._rank, tier._count, tier._key = tmp_path / str(rank), rank, 2, key
         tier._lock, tier._have, tier._hosts = threading.Lock(), set(), ["here", "there"]
         tier._parts, tier._keepers = 2, {("a", 0): 0, ("b", 1): 1}
-        tier._listener = Listener(("127.0.0.1", 0))
-        threading.Thread(target=tier._accept, daemon=True).start()
+        listening = socket.create_server(("127.0.0.1", 0), backlog=64)
+        peers.serve(listening, key, tier._receive)
         tiers.append(tier)
+        addresses.append(listening.getsockname())
         for each in tiers:
-            each._addresses = [other._listener.address for other in tiers]
+            each._addresses = addresses
         return tier
 
     return open_
@@ -331,7 +332,7 @@ def test_a_peer_with_a_wrong_key(open_tier):
 def test_strangers_at_the_port(open_tier):
     sender, receiver = open_tier(KEY), open_tier(KEY)
     for said in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 4096, struct.pack("!i", -1)):
-        with socket.create_connection(receiver._listener.address, timeout=30) as stranger:
+        with socket.create_connection(receiver._addresses[1], timeout=30) as stranger:
             stranger.sendall(said)
             with contextlib.suppress(OSError):  # not connected: it has turned away already
                 stranger.shutdown(socket.SHUT_WR)
@@ -343,6 +344,33 @@ def test_strangers_at_the_port(open_tier):
     names = sorted(path.name for path in sent.iterdir())
     assert names == sorted(path.name for path in arrived.iterdir())
     assert filecmp.cmpfiles(sent, arrived, names, shallow=False)[0] == names
+
+
+def test_a_crowd_of_silent_strangers(open_tier):
+    """They use up neither file descriptors nor threads, and a peer is served among them."""
+    sender, receiver = open_tier(KEY), open_tier(KEY)
+    threads = threading.active_count()
+    with contextlib.ExitStack() as connections:
+        crowd = []
+        for _ in range(200):
+            stranger = socket.create_connection(receiver._addresses[1], timeout=30)
+            crowd.append(connections.enter_context(stranger))
+            stranger.sendall(b"h")  # more than nothing, less than an answer
+        for stranger in crowd[: -peers._STRANGERS]:
+            with contextlib.suppress(ConnectionResetError):
+                while stranger.recv(64):
+                    pass
+        assert threading.active_count() == threads
+        sender._send(part_of(sender, 1), 1, (8, "start"), 1)
+    assert receiver._have == {(1, (8, "start"))}
+
+
+def test_a_stranger_has_little_time(open_tier, monkeypatch):
+    monkeypatch.setattr(peers, "_PROVES_WITHIN_S", 0.2)
+    receiver = open_tier(KEY)
+    with socket.create_connection(receiver._addresses[0], timeout=30) as stranger:
+        assert len(stranger.recv(64)) == 32
+        assert stranger.recv(64) == b""
 
 
 def test_peers():
