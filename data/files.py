@@ -62,10 +62,30 @@ TEXT = SizeLimit("a file of text or JSON", 2**26)
 # -- errors: each message is one line that says what is wrong with a folder or image --------
 
 
+_SECRETS = re.compile(
+    r"""
+    (?<=://)  # of a URL in any text: user and password, which may contain anything, but are no port
+    (?: [^\s/?#]* @ | [^\s/?#:\[]* : (?!\d*(?:[\s/]|$)) \S* @ )?
+    ([^\s?'"]*)
+    (?: \? [^\s'"<>]* = [^\s'"<>]* [^\s'"<>.,:;)] )?  # a query, such as a signature
+    | (?<=Bearer\ ) [^\s'"]+  # of an HTTP header
+    """,
+    re.VERBOSE,
+)
+
+
+def without_secrets(text: str) -> str:
+    """Return ``text`` with all URLs in it without user, password and query, and without tokens of
+    HTTP headers: for whatever leaves this process, e.g. to a log, a checkpoint or an index file."""
+    return _SECRETS.sub(lambda found: found[1] or "", text)
+
+
 def printable(text: str) -> str:
-    """Return ``text`` with unprintable characters escaped: file names may contain any byte."""
+    """Return ``text`` for a message: unprintable characters escaped, as file names may contain any
+    byte, and ``without_secrets``."""
     return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+        char if char.isprintable() else char.encode("unicode_escape").decode()
+        for char in without_secrets(text)
     )
 
 
@@ -83,11 +103,14 @@ class MissingSplitError(DataFolderError):
 class BrokenImageError(Exception):
     """Raised for a single unusable image file; the message is the reason."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(without_secrets(message))
+
 
 def reason_of(error: Exception) -> str:
     """Return a one-line reason why a file cannot be read, from an error of any package."""
     if isinstance(error, OSError) and error.strerror:
-        return error.strerror
+        return without_secrets(error.strerror)
     text = str(error)
     if _is_forbidden(error):  # what was requested, then Google's message
         text = _FORBIDDEN + (text.partition("\n")[2] or text.removeprefix(_FORBIDDEN))

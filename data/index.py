@@ -138,7 +138,7 @@ def load_or_build(
     """
     started, root = time.time(), config.data_dir
     name = f"{name}-of-{config.data_source}"
-    where = root if is_url(root) else os.path.abspath(root)
+    where = files.without_secrets(root) if is_url(root) else os.path.abspath(root)
     marked = f"{name}-{xxhash.xxh3_64(where.encode(errors='surrogateescape')).hexdigest()}"
     shared = ""
     if config.index_dir is not None:
@@ -560,7 +560,7 @@ def _list_classes(
                 "fix or remove the link"
             )
         left_out["in no class folder"] += 1
-    for name in tqdm(classes, f"listing {top}", unit=" classes", delay=5, disable=None):
+    for name in tqdm(classes, printable(f"listing {top}"), unit=" classes", delay=5, disable=None):
         yield name, _walk(os.path.join(top, name), name, left_out, walked)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data.decode import image_size
-from data.files import HEAD, BrokenImageError
+from data.files import HEAD, BrokenImageError, printable
 from data.index import Table, load_or_build
 from data.transforms import ImageSplit
 
@@ -35,7 +35,7 @@ def image_sizes(split: ImageSplit) -> np.ndarray:
 
     def build() -> Table:
         sizes: list[tuple[int, int]] = []
-        title = f"reading image sizes of {os.path.join(config.data_dir, split.name)}"
+        title = printable(f"reading image sizes of {os.path.join(config.data_dir, split.name)}")
         with (
             ThreadPoolExecutor(split.reading_threads) as pool,  # they wait for images far away
             tqdm(total=len(split), desc=title, unit=" images", delay=5, disable=None) as bar,

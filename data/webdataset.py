@@ -202,9 +202,8 @@ def _index(
         paths = [os.path.join(root, shard) for shard in shards]
         with ThreadPoolExecutor(16) as pool:  # mostly they wait, if shards are far away
             scanned = pool.map(functools.partial(_scan, labels=labels), paths)
-            bar = tqdm(
-                scanned, f"reading {root}", len(paths), unit=" shards", delay=5, disable=None
-            )
+            title = files.printable(f"reading {root}")
+            bar = tqdm(scanned, title, len(paths), unit=" shards", delay=5, disable=None)
             keys, places, labels_of_shards, left_out = zip(*bar, strict=True)
         all_labels = [*itertools.chain(*labels_of_shards)]
         names = sorted({label for label in all_labels if isinstance(label, str)})

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,15 @@ from torch.distributed.checkpoint.planner import ReadItem
 from tqdm import tqdm
 
 from config_fields import local_path
+from data.files import without_secrets
 from models.config import VitConfig
 from models.native_vit import NativeSpec
 from models.timm_models import EVA_NAMES, TimmSpec
 from training import hub, weights
 from training.checkpoints import format as checkpoint
+from training.config import RunConfig
 from training.errors import UsageError
-from training.flags import OneLineParser
+from training.flags import OneLineParser, by_field
 from training.processes.output import exit_quietly_on_broken_pipe
 from training.resolve import model_of
 from training.weight_names import timm_names
@@ -128,7 +130,7 @@ def read_checkpoint(
     stored = stored or {name: name for name in entries}  # of another program
     names, note = timm_names(stored)
     if note:
-        print(f"{PROGRAM}: {source.path}: {note}", file=sys.stderr)
+        print(without_secrets(f"{PROGRAM}: {source.path}: {note}"), file=sys.stderr)
     layouts, rows = {}, {}
     for name, parts in names.items():
         described = [entries[stored[part]] for part in parts]
@@ -167,6 +169,18 @@ def cast(
             tensor.copy_(tensors[name])
             bar.update(tensor.nbytes)
     return {**tensors, **narrow}
+
+
+def publishable(run: checkpoint.SavedRun) -> checkpoint.SavedRun:
+    """Return a run without the names of files and folders on the machine where it trained, and
+    without the flags of its backend."""
+    flags = by_field(RunConfig)
+    arguments = {
+        name: value
+        for name, value in run.arguments.items()
+        if name in flags and not flags[name].names_files
+    }
+    return replace(run, arguments=arguments)
 
 
 # -- Writing ---------------------------------------------------------------------------------------
@@ -337,12 +351,13 @@ def convert(options: Any, form: str, max_shard_size: str | None) -> str:
 def _converted(source: weights.Weights, options: Any, form: str, max_shard_size: str | None) -> str:
     """Write DST, under a temporary name beside it. Raises like ``convert``."""
     dst = options.dst
-    path, run, dtype = source.path, source.run, DTYPES.get(options.dtype)
+    path, dtype = source.path, DTYPES.get(options.dtype)
+    run = source.run and publishable(source.run)
     named = checkpoint.NAME.fullmatch(dst.name) if form == "dcp" else None
     if run and named and int(named[1]) != run.position.step:
         raise UsageError(f"{dst}: {path} is of step {run.position.step}: use another name")
     if source.note:
-        print(f"{PROGRAM}: {path}: {source.note}", file=sys.stderr)
+        print(without_secrets(f"{PROGRAM}: {path}: {source.note}"), file=sys.stderr)
     partial = dst.with_name(f".{dst.name}.partial")
 
     def remove() -> None:
@@ -483,7 +498,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise UsageError(f"--push requires a DST hf-hub:OWNER/NAME, not {name}")
             raise UsageError(f"{name} requires --push")
         if not options.push:
-            print(convert(options, *output_format(options)))
+            print(without_secrets(convert(options, *output_format(options))))
             return 0
         hub.check_name(name, "DST")
         if "@" in name or options.to not in (None, "safetensors"):

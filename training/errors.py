@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from data.files import without_secrets
+
 NO_BATCH = FOLDER_IN_USE = 1
 """Exit codes of ``RunFailed`` if a restart may help, as after a crash: the data can no longer be
 read (e.g. a disk is gone), or a lost machine still holds the folder's lock."""
@@ -22,7 +24,7 @@ class UsageError(Exception):
 
     def __init__(self, message: str, *, agreed: bool = False) -> None:
         """Create the error. ``agreed``: all processes raise it, so only one prints it."""
-        super().__init__(message)
+        super().__init__(without_secrets(message))
         self.agreed = agreed
         self.process: str | None = None
         """The process that raised it, if others may not have."""
@@ -33,7 +35,8 @@ class RunFailed(Exception):
     valid: ends with one line and its own exit code."""
 
     def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message, exit_code)  # so that it can be unpickled in another process
+        # Both, so that it can be unpickled in another process.
+        super().__init__(without_secrets(message), exit_code)
         self.exit_code = exit_code
 
     def __str__(self) -> str:

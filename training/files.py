@@ -445,7 +445,7 @@ def log_folder(ckpt_dir: Path) -> Path:
     same for each start on a machine. Raises UsageError if none can be found."""
     if not is_url(ckpt_dir):
         return ckpt_dir
-    number = hashlib.sha256(str(ckpt_dir).encode()).hexdigest()[:16]
+    number = hashlib.sha256(files.without_secrets(str(ckpt_dir)).encode()).hexdigest()[:16]
     try:
         return cache_folder() / number / ckpt_dir.name
     except DataFolderError as error:

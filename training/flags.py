@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from config_fields import Flag, flag_of, is_of, not_empty
+from data.files import without_secrets
 from training.errors import UsageError, prints_here
 
 if TYPE_CHECKING:
@@ -51,6 +52,12 @@ class FlagField:
     """The names that take no value, and the value that each one sets."""
     choices: tuple[str, ...]
     """The allowed words; () if any word is allowed."""
+
+    @property
+    def names_files(self) -> bool:
+        """Whether its values are paths, URLs or patterns of files."""
+        words = re.split(r"[^A-Z]", str(self.flag.metavar))
+        return not {"FOLDER", "FILE", "PATH", "PATTERN"}.isdisjoint(words)
 
     def words(self, value: Any) -> list[str]:
         """Return the command-line words that set the field to this value."""
@@ -119,6 +126,17 @@ def flat(*configs: Any) -> dict[str, Any]:
             elif flag_of(field):
                 values[field.name] = value
     return values
+
+
+def values_without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values keyed by field name for a record: ``without_secrets``."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(clean, value))
+        return without_secrets(value) if isinstance(value, str) else value
+
+    return {name: clean(value) for name, value in values.items()}
 
 
 def from_values(config: type, values: Mapping[str, Any]) -> Any:

@@ -20,7 +20,7 @@ from models.registry import open_model, with_additions
 from training.config import RunConfig
 from training.errors import UsageError
 from training.files import folder_at, log_folder
-from training.flags import by_field, flat
+from training.flags import by_field, flat, values_without_secrets
 from training.mesh import Mesh, make_mesh
 from training.objectives.config import ObjectiveConfig
 
@@ -60,8 +60,9 @@ class Run(Generic[BackendConfig]):
 
     @property
     def values(self) -> dict[str, Any]:
-        """The final values of all flags by field name, for checkpoints, records and messages."""
-        return flat(self.config, self.backend_config)
+        """The final values of all flags by field name, for checkpoints, records and messages: URLs
+        are without passwords and signatures, which may differ between starts and processes."""
+        return values_without_secrets(flat(self.config, self.backend_config))
 
     @property
     def ckpt_dir(self) -> Path:

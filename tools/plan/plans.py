@@ -22,7 +22,7 @@ from tools.plan.config import PlanConfig
 from training.config import RunConfig
 from training.errors import UsageError
 from training.files import read_whole
-from training.flags import by_field, flat
+from training.flags import by_field, flat, values_without_secrets
 from training.logs.figures import drawing, pyplot, save_figure
 from training.mesh import replicas
 from training.resolve import resolve_common, resolve_model
@@ -164,12 +164,13 @@ ALWAYS = ("model", "batch_size", "precision", "grad_ckpt")
 def words_of(
     *configs: Any, without: Collection[str] = (), always: Collection[str] = ()
 ) -> list[str]:
-    """Return the flags that make these configurations of the defaults, but for fields ``without``.
+    """Return the flags that make these configurations of the defaults, but for fields ``without``
+    and for passwords and signatures in URLs.
 
     Fields ``always`` are there with their defaults, too. What the environment gives by a variable
     is left to it.
     """
-    values, known = flat(*configs), by_field(*map(type, configs))
+    values, known = values_without_secrets(flat(*configs)), by_field(*map(type, configs))
     return [
         word
         for name, option in known.items()

@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from data.files import without_secrets
 from data.loader import Batch
 from data.source import DataSource
 from tools.self_check import reference
@@ -63,7 +64,7 @@ class CheckTable:
 
     def say(self, text: str) -> None:
         if not self.silent:
-            print(text, flush=True)
+            print(without_secrets(text), flush=True)
 
     def line(self, good: bool | None, name: str, text: str) -> None:
         """Print a line; ``good`` is None if the check was not possible."""

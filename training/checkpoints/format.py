@@ -49,7 +49,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from config_fields import is_of
 from data.config import DataConfig
-from data.files import TEXT, SizeLimit, TooLarge
+from data.files import TEXT, SizeLimit, TooLarge, without_secrets
 from models.config import ModelConfig
 from training.backend import State
 from training.errors import UsageError
@@ -63,7 +63,7 @@ from training.files import (
     replace_file,
     sync_folder,
 )
-from training.flags import check_values, from_values
+from training.flags import check_values, from_values, values_without_secrets
 from training.objectives.config import ObjectiveConfig
 from training.schedule import Position
 
@@ -112,7 +112,8 @@ class SavedRun:
     """Whether ``path`` contains only this process's part of the state (``--local_ckpt_dir``)."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for values that no run records: a file may say anything of itself."""
+        """Raise ValueError for values that no run records: a file may say anything of itself. Drop
+        the secrets in URLs, which earlier versions saved."""
         if min(dataclasses.astuple(self.position)) < 0:
             raise ValueError(f"its position in the data is invalid: {self.position}")
         for name, hint in get_type_hints(SavedRun).items():
@@ -121,6 +122,7 @@ class SavedRun:
         check_values(ModelConfig, self.arguments)
         check_values(ObjectiveConfig, self.arguments)
         check_values(DataConfig, {n: self.arguments[n] for n in _OF_DATA if n in self.arguments})
+        object.__setattr__(self, "arguments", values_without_secrets(self.arguments))
 
     @property
     def model(self) -> ModelConfig:
@@ -440,7 +442,8 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         where = f": {error.filename}" if error.filename else ""
         return f"{error.strerror}{where}"
-    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+    text = without_secrets(str(error)).strip()
+    return text.splitlines()[0][:200] if text else type(error).__name__
 
 
 # -- the manifest ----------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ from typing import Any
 
 import xxhash
 
-from data.files import parse_object
+from data.files import parse_object, without_secrets
 from training.checkpoints import format as checkpoint
 from training.checkpoints.choose import clear, folder_of, remove, step_folders, step_of
 from training.checkpoints.format import SavedRun
@@ -119,7 +119,7 @@ class LocalTier:
         ]
         as_text = json.dumps(layout, sort_keys=True, default=str)
         self._layout = xxhash.xxh3_128(as_text.encode()).hexdigest()
-        self._ckpt_dir = str(run.ckpt_dir)
+        self._ckpt_dir = without_secrets(str(run.ckpt_dir))
         self._lock = threading.Lock()
         self._have: set[tuple[int, Save]] = set()
         """The parts that this process knows to be complete in its folder, each with its save."""

@@ -25,6 +25,7 @@ from safetensors.torch import save
 from torch import nn
 from torch.nn import functional as F
 
+from data.files import without_secrets
 from data.loader import PADDING, Batch, BatchLoader, prefetch
 from data.source import DataSource, Split, open_data
 from training.backend import Backend, data_errors_as_usage_errors, dataset_request
@@ -295,7 +296,7 @@ def _write_features(
                 save_picture(picture, partial / _PICTURE)
             description = {
                 "model": run.config.model.model,
-                "weights": str(weights.path),
+                "weights": without_secrets(str(weights.path)),
                 "preprocessing": str(run.config.data.preprocessing),
                 "features": kinds,
                 "width": sizes.embed_dim,

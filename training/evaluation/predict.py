@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from data.decode import find_images, read_batches
-from data.files import printable
+from data.files import printable, without_secrets
 from data.index import class_folders, in_order
 from data.sequences import sequence_of_one
 from data.source import DataSource
@@ -51,7 +51,7 @@ _BATCH_SIZE = 32
 
 def _log(line: str) -> None:
     """Print on stderr, above the progress bar: stdout is for the result."""
-    tqdm.write(line, file=sys.stderr)
+    tqdm.write(without_secrets(line), file=sys.stderr)
 
 
 def _named_classes(names: list[str] | None, num_classes: int) -> list[str]:
@@ -135,7 +135,7 @@ def predict_images(config: RunConfig, weights: Weights) -> None:
                 top = list(zip(labels, likelihoods, strict=True))  # the most probable first
                 if config.use.json:
                     top5 = [{"class": names[i], "index": i, "probability": p} for i, p in top]
-                    results.append({"image": str(path), "top5": top5})
+                    results.append({"image": without_secrets(str(path)), "top5": top5})
                 else:
                     rows = (f"{p:10.2%}  {printable(names[i])}" for i, p in top)
                     tqdm.write("\n".join([printable(str(path)), *rows]))

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from data.files import no_link, regular
+from data.files import no_link, regular, without_secrets
 from data.loader import BadImage
 from data.source import DataSource
 from training.errors import UsageError
@@ -94,7 +94,8 @@ class BadImages:
         All processes must call this."""
         new: dict[str, str] = {}
         for part in exchange.gather(reader.bad_images()):
-            for path, reason, label in part:
+            for name, reason, label in part:
+                path = without_secrets(name)
                 self._labels[split][path] = label
                 if path not in self._listed:
                     new[path] = reason

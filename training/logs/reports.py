@@ -16,6 +16,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from data.files import without_secrets
 from training.backend import Backend
 from training.checkpoints.choose import RUN_FILE
 from training.errors import UsageError
@@ -172,7 +173,7 @@ class Reports:
     def say(self, text: str) -> None:
         """Print a line on stdout, above the bar."""
         if self._active:
-            tqdm.write(text)
+            tqdm.write(without_secrets(text))
             sys.stdout.flush()
 
     def describe(self, run: Run, devices: str, state_bytes: dict[str, int]) -> None:

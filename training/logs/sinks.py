@@ -18,7 +18,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import image, scalar
 
-from data.files import make_folder, no_link, replace_file
+from data.files import make_folder, no_link, replace_file, without_secrets
 from training.logs.records import read_metrics
 
 
@@ -66,7 +66,8 @@ class Guarded:
         except Exception as error:  # noqa: BLE001 - no log may end a run, whatever the error
             self._lost += 1
             if self._lost == 1:
-                reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+                text = without_secrets(str(error))
+                reason = text.splitlines()[0][:200] if text else type(error).__name__
                 self._say(f"warning: {self._name} {what} ({reason}); training continues without it")
 
 
