@@ -31,6 +31,7 @@ from tests.support.launching import (
 )
 from tests.support.marks import long
 from training.logs.records import read_events
+from training.processes.store import listen_at
 
 TWO_NODES = {"NNODES": "2", "NPROC_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1"}
 
@@ -108,12 +109,36 @@ def test_refusals_say_what_to_change(executor):
         Mistake, match="NNODES is '2' on this node, but '3' on the other nodes at 127"
     ):
         wait_for_nodes(arguments(port, 1, nodes=2))
-    with pytest.raises(Mistake, match="RDZV_ID is 'a' on this node, but '' on the other nodes at"):
+    with pytest.raises(Mistake, match=r"RDZV_ID is 'SHA-256 .*' on this node, but '' on the other"):
         wait_for_nodes(arguments(port, 1, rdzv_id="a"))
     with pytest.raises(Mistake, match=f"cannot listen on port {port} on this machine"):
         wait_for_nodes(arguments(port, 0))
     nodes.append(wait_in_thread(executor, port, 2))
     assert [node.result()[1] for node in nodes] == [True, False, False]
+
+
+@pytest.mark.parametrize("run", [{}, {"rdzv_id": "a secret"}])
+def test_the_store_is_at_one_address_and_keeps_the_secret(run, executor):
+    """127.0.0.2 is this machine, too: by default a TCPStore listens there as well."""
+    port = free_port()
+    nodes = [wait_in_thread(executor, port, rank, **run) for rank in range(3)]
+    store = nodes[0].result()[0]
+    assert sum(node.result()[1] for node in nodes) == 1
+    assert b"secret" not in store.get("run")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", int(port)))
+
+
+def test_the_store_of_processes_is_at_one_address():
+    own_name, port = socket.gethostname(), int(free_port())
+    with socket.socket(fileno=listen_at("127.0.0.1", port)) as listening:
+        assert listening.getsockname() == ("127.0.0.1", port)
+        socket.create_connection(("127.0.0.1", port)).close()
+        with pytest.raises(OSError, match="in use"):
+            listen_at("127.0.0.1", port)
+    found = {place[0] for *_, place in socket.getaddrinfo(own_name, port)}
+    if any(address.startswith("127.") for address in found):  # as in Debian's /etc/hosts
+        assert listen_at(own_name, port) is None
 
 
 def test_two_nodes_with_one_number(executor, monkeypatch):
