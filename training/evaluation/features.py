@@ -336,7 +336,7 @@ def _write_file(
     tensors["number"] = torch.from_numpy(numbers)
     if with_labels:
         tensors["label"] = torch.from_numpy(np.asarray(images.labels)[numbers].astype(np.int64))
-    paths = [images.name_of(int(number)) for number in numbers]
+    paths = [without_secrets(images.name_of(int(number))) for number in numbers]
     if path.suffix != _PARQUET:
         path.write_bytes(save(tensors, {"paths": json.dumps(paths)}))
         return len(numbers)

@@ -13,6 +13,7 @@ from PIL import Image
 
 from data.files import DataFolderError, reason_of, subfolders, without_secrets
 from tests.support.cli import ROOT, TINY_MODEL, TINY_RUN, run_program
+from tools import convert, report
 from training.checkpoints.format import read_saved_run
 from training.errors import RunFailed, UsageError
 from training.weights import metadata_of, run_in_metadata
@@ -60,7 +61,7 @@ def leaks(folder: Path, said: str) -> list[str]:
     return [name for name, text in texts.items() if any(word in text for word in words)]
 
 
-def test_a_password_is_in_nothing_that_is_left(address, tmp_path, monkeypatch):
+def test_a_password_is_in_nothing_that_is_left(address, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run, variables = tmp_path / "run", {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     said = ""
@@ -88,12 +89,10 @@ def test_a_password_is_in_nothing_that_is_left(address, tmp_path, monkeypatch):
     outputs = ["file.safetensors", "dcp"]
     for name in outputs:
         more = [] if "." in name else ["--to", name]
-        done = run_program("-m", "tools.convert", str(run), str(tmp_path / name), *more)
-        assert done.returncode == 0, done.stderr
-        said += done.stdout + done.stderr
-    done = run_program("-m", "tools.report", str(run), "--output", str(tmp_path / "report.html"))
-    assert done.returncode == 0, done.stderr
-    assert leaks(tmp_path, said + done.stdout + done.stderr) == []
+        assert convert.main([str(run), str(tmp_path / name), *more]) == 0
+    assert report.main([str(run), "--output", str(tmp_path / "report.html")]) == 0
+    said += "".join(capfd.readouterr())
+    assert leaks(tmp_path, said) == []
 
     # What may be published names no file or folder of this machine either.
     exported = b"".join(
