@@ -13,7 +13,6 @@ preempted is created again, and the command continues on it.
 import argparse
 import contextlib
 import fcntl
-import json
 import math
 import os
 import re
@@ -32,13 +31,17 @@ from launch import IN_VAIN, STOPS, Failed, LauncherParser, Mistake
 from launch.slices import (
     GROUP,
     NO_VMS,
-    NOT_FOUND,
+    Missing,
+    Refused,
     Unanswered,
     add_place,
     ask,
+    ask_json,
     describe,
     gcloud_command,
+    reading,
 )
+from launch.xla_dist import without_values
 
 _ROOT = Path(__file__).resolve().parents[1]
 _IMAGE_PROJECT = "ubuntu-os-accelerator-images"
@@ -293,36 +296,36 @@ def create_missing(
     args: argparse.Namespace, resources: Sequence[Resource], made: list[Resource]
 ) -> None:
     """Create what is not there; ``made``: what was asked for. Raises Mistake if something is there
-    that is of another topology, and Failed if a creation is refused."""
+    that is of another topology or a person has to act, and Failed if a creation is refused."""
     links: dict[str, str] = {}
     for resource in resources:
         look = command_for(args, "describe", resource)
+        has = wants = ""
         try:
             try:
-                content = json.loads(ask(look))
-            except Unanswered as reason:
-                if NOT_FOUND not in str(reason):
-                    raise
+                content = ask_json(look)
+            except Missing:
                 say(f"creating {resource.kind[0]} {resource.name}")
                 made.append(resource)  # first: a call that fails may have been heard
                 create = resource.create
                 for name, link in links.items():
                     create = [word.replace(name, link) for word in create]
                 ask(create)
-                content = json.loads(ask(look))
+                content = ask_json(look)
+            with reading("gcloud"):
+                links[_link(resource.kind)] = str(content["selfLink"])
+                if resource.kind == _POLICY:
+                    has, wants = content["workloadPolicy"]["acceleratorTopology"], args.shape
+                elif resource.kind == GROUP:
+                    has, wants = f"{content['targetSize']} VMs", f"{args.hosts} VMs"
+                elif resource.kind == _VM:
+                    has, wants = content["machineType"].rpartition("/")[2], args.machine_type
         except Unanswered as reason:
             problem = str(reason)
             if any(word in problem for word in _TOO_OLD):
                 problem = f"gcloud 562 or newer is required (gcloud components update): {problem}"
-            raise Failed(f"{resource.kind[0]} {resource.name}: {problem}") from None
-        links[_link(resource.kind)] = content.get("selfLink", "")
-        has = wants = ""
-        if resource.kind == _POLICY:
-            has, wants = content["workloadPolicy"]["acceleratorTopology"], args.shape
-        elif resource.kind == GROUP:
-            has, wants = f"{content['targetSize']} VMs", f"{args.hosts} VMs"
-        elif resource.kind == _VM:
-            has, wants = content["machineType"].rpartition("/")[2], args.machine_type
+            kind = Mistake if isinstance(reason, Refused) else Failed
+            raise kind(f"{resource.kind[0]} {resource.name}: {problem}") from None
         if has != wants:
             raise Mistake(
                 f"{resource.kind[0]} {resource.name} already exists with {has}, but --topology "
@@ -331,17 +334,20 @@ def create_missing(
 
 
 def wait_for_slices(args: argparse.Namespace) -> None:
-    """Return when all VMs of all slices run. Raises Failed for a slice that will not come."""
+    """Return when all VMs of all slices run. Raises Failed for a slice that will not come, and
+    Mistake if a person has to act."""
     told: dict[str, str] = {}
     while True:
         for name in args.names:
             try:
                 problem = describe(args, name).problem
-            except (Mistake, Unanswered) as reason:  # gcloud may fail once in days of waiting
-                if NOT_FOUND in str(reason):
-                    raise Failed(
-                        f"{name} no longer exists: {_last_error(args, name) or reason}"
-                    ) from None
+            except Missing as reason:
+                raise Failed(
+                    f"{name} no longer exists: {_last_error(args, name) or reason}"
+                ) from None
+            except Refused as reason:
+                raise Mistake(str(reason)) from None
+            except Unanswered as reason:  # gcloud may fail once in days of waiting
                 problem = str(reason)
             else:
                 if "QUOTA" in problem.upper() or any(state in problem for state in _ENDED):
@@ -362,16 +368,19 @@ def _last_error(args: argparse.Namespace, name: str) -> str:
     return ""
 
 
-def ended_slices(args: argparse.Namespace, *more_signs: str) -> list[str]:
-    """Return the names of the slices whose VMs have ended; ``more_signs``: of what else gcloud may
-    say, what also means that."""
+def ended_slices(args: argparse.Namespace, *, or_missing: bool = False) -> list[str]:
+    """Return the names of the slices whose VMs have ended; ``or_missing``: or do not exist. Raises
+    Mistake if a person has to act."""
     ended = []
     for name in args.names:
+        is_missing = False
         try:
             problem = describe(args, name).problem
-        except (Mistake, Unanswered) as reason:
-            problem = str(reason)
-        if any(sign in problem for sign in (*_ENDED, NO_VMS, *more_signs)):
+        except Refused as reason:
+            raise Mistake(str(reason)) from None
+        except Unanswered as reason:
+            problem, is_missing = str(reason), isinstance(reason, Missing)
+        if any(sign in problem for sign in (*_ENDED, NO_VMS)) or (is_missing and or_missing):
             say(f"{name} {problem}")
             ended.append(name)
     return ended
@@ -380,9 +389,9 @@ def ended_slices(args: argparse.Namespace, *more_signs: str) -> list[str]:
 def slices_ended_by_now(args: argparse.Namespace) -> list[str]:
     """Return the names of the slices that have ended, asked several times after a failure: a
     preemption is not known at once."""
-    gone = [NOT_FOUND] if args.flex_start else []  # else somebody may have deleted it on purpose
     for _ in range(_LAST_ASKS):
-        if ended := ended_slices(args, *gone):
+        # Without flex-start somebody may have deleted a missing one on purpose.
+        if ended := ended_slices(args, or_missing=bool(args.flex_start)):
             return ended
         time.sleep(args.poll)
     return []
@@ -401,11 +410,12 @@ def delete(args: argparse.Namespace, resources: Sequence[Resource]) -> bool:
     for resource in reversed(resources):
         command = command_for(args, "delete", resource)
         say(f"deleting {resource.kind[0]} {resource.name}")
-        done = subprocess.run(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
-        )
-        if done.returncode and NOT_FOUND not in done.stderr:
-            sys.stderr.write(done.stderr)
+        try:
+            ask(command, seconds=None)
+        except Missing:
+            continue
+        except (Mistake, Unanswered) as reason:
+            say(f"{reason}")
             say(
                 f"error: {resource.kind[0]} {resource.name} may still exist and incur costs; "
                 f"delete it with: {shlex.join(command)}"
@@ -420,9 +430,10 @@ def delete(args: argparse.Namespace, resources: Sequence[Resource]) -> bool:
 def main(argv: Sequence[str]) -> int:
     try:
         args = parse(argv)
-        args.zone = args.zone or ask(["gcloud", "config", "get-value", "compute/zone"]).strip()
         if not args.zone:
-            raise Mistake("--zone is not set, and gcloud has no default zone: pass --zone")
+            args.zone = ask(["gcloud", "config", "get-value", "compute/zone"]).strip()
+            if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", args.zone):
+                raise Mistake("--zone is not set, and gcloud has no default zone: pass --zone")
         resources = resources_of(args)
         place = [f"--zone={args.zone}", *([f"--project={args.project}"] if args.project else [])]
         place += ["--internal-ip"] if args.internal_ip else []
@@ -448,7 +459,7 @@ def main(argv: Sequence[str]) -> int:
             commands = []
             if args.command:
                 commands += [resource.create for resource in resources]
-                commands += [*setups, [*launch, "--", *args.command]]
+                commands += [*setups, [*without_values(launch), "--", *args.command]]
             for resource in reversed(resources if args.delete else ()):
                 commands.append(command_for(args, "delete", resource))
             print("\n".join(map(shlex.join, commands)))

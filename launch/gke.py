@@ -23,7 +23,7 @@ from typing import Any
 
 from config_fields import count, not_empty, path_or_url
 from launch import STOPS, LauncherParser, Mistake, write_line
-from launch.slices import Unanswered, ask
+from launch.slices import Refused, Unanswered, ask, ask_json, reading
 from launch.xla_dist import add_elastic_times
 
 JOB_SET_LABEL = "jobset.sigs.k8s.io/jobset-name"
@@ -88,21 +88,24 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 # -- the cluster -----------------------------------------------------------------------
 
 
-def kubectl(args: argparse.Namespace, *words: str, content: str = "") -> str:
-    """Return what kubectl prints; ``content`` is its input. Raises Unanswered and Mistake."""
+def kubectl_command(args: argparse.Namespace, *words: str) -> list[str]:
     command = ["kubectl", *words]
     for flag in ("namespace", "context"):
         if value := getattr(args, flag):
             command.append(f"--{flag}={value}")
-    return ask(command, content)
+    return command
+
+
+def kubectl(args: argparse.Namespace, *words: str, content: str = "") -> str:
+    """Return what kubectl prints; ``content`` is its input. Raises Unanswered and Mistake."""
+    return ask(kubectl_command(args, *words), content)
 
 
 def items(args: argparse.Namespace, *words: str) -> list[dict[str, Any]]:
-    """Return the objects that ``kubectl get`` lists."""
-    try:
-        return list(json.loads(kubectl(args, "get", *words, "--output=json"))["items"])
-    except (ValueError, KeyError, TypeError):
-        raise Unanswered(f"kubectl get {words[0]} did not print a list in JSON") from None
+    """Return the objects that ``kubectl get`` lists. Raises Unanswered and Mistake."""
+    command = kubectl_command(args, "get", *words, "--output=json")
+    with reading("kubectl"):
+        return [dict(item) for item in ask_json(command)["items"]]
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,7 @@ def read_job_set(args: argparse.Namespace) -> JobSet:
         grace = float(pod.get("terminationGracePeriodSeconds", 30))
     except Unanswered as reason:
         raise Mistake(f"kubectl cannot read {args.file}: {reason}") from None
-    except (ValueError, KeyError, TypeError):
+    except (AttributeError, LookupError, TypeError, ValueError):
         raise Mistake(
             f"{args.file} is not like launch/gke.yaml: it must have one replicated job with "
             "parallelism, nodeSelector and containers"
@@ -208,11 +211,15 @@ class ElasticJobSet:
         self._stop.set()
 
     def follow(self) -> int:
-        """Run the JobSet on the slices that can be used; return the exit code."""
+        """Run the JobSet on the slices that can be used; return the exit code. Raises Mistake if a
+        person has to act before it can be started."""
         while not self._stopped_by:
             try:
-                code = self._look()
+                with reading("kubectl"):
+                    code = self._look()
             except Unanswered as reason:
+                if isinstance(reason, Refused) and not self._slices:
+                    raise Mistake(str(reason)) from None
                 code = None
                 self._say_once(f"the cluster does not respond, retrying: {reason}")
             if code is not None:
@@ -308,7 +315,7 @@ class ElasticJobSet:
         args, job, is_deleted = self._args, self._job, False
         forget_at = time.monotonic() + job.grace_s + _AFTER_GRACE_SECONDS
         while True:
-            with contextlib.suppress(Unanswered):
+            with contextlib.suppress(Unanswered), reading("kubectl"):
                 if not is_deleted:
                     kubectl(
                         args,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import queue
 import signal
@@ -11,12 +12,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from launch import CRASH_SECONDS, STOPS, is_crash, write_line
+from launch import CRASH_SECONDS, STOPS, is_crash, pod_worker, write_line
 
 _LONGEST_LINE = 65536
 """The characters after which output without a line end is divided."""
@@ -39,10 +40,14 @@ class Worker:
 
     client: subprocess.Popen[bytes]
 
-    def __init__(self, index: int, place: str, command: Sequence[str]) -> None:
+    def __init__(
+        self, index: int, place: str, command: Sequence[str], values: Mapping[str, str]
+    ) -> None:
         """``index``: the worker's number over all slices. ``place``: which worker of which slice
-        it is, as " (worker 0 of vit-1)"; "" if there is one slice."""
+        it is, as " (worker 0 of vit-1)"; "" if there is one slice. ``values``: the environment
+        variables that the far end asks for."""
         self.index, self.name, self._command = index, f"worker {index}{place}", command
+        self._values: Mapping[str, str] | None = values
 
     def start(self, pod: Pod) -> None:
         # In a session of its own: Ctrl-C would end the client, and tell the program nothing.
@@ -65,6 +70,10 @@ class Worker:
                     if not line.strip() or time.monotonic() - shown < _BAR_SECONDS:
                         continue
                     shown = time.monotonic()
+                if self._values and line.rstrip().endswith(pod_worker.WAITS):
+                    self._write(json.dumps(self._values))
+                    self._values = None  # the program may print such a line
+                    continue
                 content = line.rstrip("\r\n").encode(errors="surrogateescape")
                 with contextlib.suppress(OSError):  # a full disk here stops no training there
                     log.write(content + b"\n")
@@ -84,9 +93,12 @@ class Worker:
 
     def send(self, number: int) -> None:
         """Send the program a signal, over the connection or as soon as there is one."""
+        self._write(signal.Signals(number).name)
+
+    def _write(self, line: str) -> None:
         assert self.client.stdin
         with contextlib.suppress(BrokenPipeError):
-            os.write(self.client.stdin.fileno(), f"{signal.Signals(number).name}\n".encode())
+            os.write(self.client.stdin.fileno(), f"{line}\n".encode())
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ gcloud about an existing slice.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -16,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -30,8 +31,18 @@ ASK_SECONDS = 60.0
 """The seconds after which a call of gcloud, or a connection that only asks, counts as failed."""
 _PATIENCE_SECONDS, _ASK_AGAIN_SECONDS = 300.0, 10.0
 """How long a launcher that starts asks about a slice until gcloud answers, and how often."""
-_LASTING = re.compile(r"NOT_FOUND|not found|permission|credential|account|attribute|JSON", re.I)
-"""What gcloud says where it would say the same later."""
+_NEEDS_PERSON = re.compile(
+    r"required property \[|invalid_grant|active account|credentials were not found|reauthentication"
+    r"|permission|forbidden|unauthorized|must be logged in"
+    r"|service_disabled|accessnotconfigured|has not been used in project|not enabled on project"
+    r"|'projects/[^/']*' was not found|valid project id|user_project_denied|unknown zone"
+    r"|no configuration has been provided|context \S+ does not exist|have a resource type",
+    re.I,
+)
+"""What gcloud and kubectl say where they will say the same until somebody acts: no project, no
+login, no permission, an API that is disabled, a cluster that is not configured."""
+_NOT_FOUND = re.compile("NOT_FOUND|was not found")
+"""What the Cloud TPU API and Compute Engine say of a resource that does not exist."""
 _NO_COMMAND = 3
 _FIND_COMMAND = (
     "import os, shutil, sys; os.chdir(os.path.expanduser(sys.argv[1])); "
@@ -43,25 +54,36 @@ class Unanswered(Exception):
     """Raised if a command of a cloud fails or does not answer; with what it says."""
 
 
-def ask(command: Sequence[str], content: str = "") -> str:
+class Refused(Unanswered):
+    """Raised if a command of a cloud will not answer until a person has put something right."""
+
+
+class Missing(Unanswered):
+    """Raised if what a command of a cloud is about does not exist."""
+
+
+def ask(command: Sequence[str], content: str = "", seconds: float | None = ASK_SECONDS) -> str:
     """Return what a command of a cloud, gcloud or kubectl, prints; ``content`` is its input.
 
-    Raises Unanswered, or Mistake where it is not installed.
+    Raises Unanswered, also after ``seconds``, or Mistake where it is not installed.
     """
     try:
         answer = subprocess.run(
             command,
             input=content,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             check=False,
-            timeout=ASK_SECONDS,
+            timeout=seconds,
             start_new_session=True,  # Ctrl-C is for the launcher alone
         )
     except FileNotFoundError:
         raise Mistake(f"{command[0]} not found on PATH: install it") from None
+    except OSError as error:
+        raise Mistake(f"{command[0]} cannot be run: {error.strerror}") from None
     except subprocess.TimeoutExpired:
-        raise Unanswered(f"{command[0]} did not respond within {ASK_SECONDS:.0f} s") from None
+        raise Unanswered(f"{command[0]} did not respond within {seconds:.0f} s") from None
     if answer.returncode:
         lines = [line for line in answer.stderr.splitlines() if line.strip()] or ["no reason given"]
         # gcloud's line and, of Compute Engine, the list of reasons after it.
@@ -70,8 +92,33 @@ def ask(command: Sequence[str], content: str = "") -> str:
         if error.rstrip().endswith(":"):
             rest = lines[first + 1 :]
             error += "".join([line[2:] for line in rest if line.startswith(" - ")] or rest[:1])
-        raise Unanswered(" ".join(re.sub(r"^ERROR: (\([\w.-]+\) )?", "", error).split()))
+        reason = " ".join(re.sub(r"^ERROR: (\([\w.-]+\) )?", "", error).split())
+        if _NEEDS_PERSON.search(reason):
+            raise Refused(reason)
+        raise (Missing if _NOT_FOUND.search(reason) else Unanswered)(reason)
     return answer.stdout
+
+
+def ask_json(command: Sequence[str], kind: type = dict) -> Any:
+    """Return the JSON that a command of a cloud prints, an object or with ``kind`` a list.
+
+    Raises Unanswered, and Refused for anything else that is printed.
+    """
+    text = ask(command)
+    with reading(command[0]):
+        content = json.loads(text)
+        if not isinstance(content, kind):
+            raise TypeError
+    return content
+
+
+@contextlib.contextmanager
+def reading(program: str) -> Iterator[None]:
+    """Raise Refused if an answer of gcloud or kubectl that is read inside has another form."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError, RecursionError):
+        raise Refused(f"{program}'s description of it is not in the expected JSON format") from None
 
 
 @dataclass(frozen=True)
@@ -170,17 +217,16 @@ def _connect(
 
 
 def describe(args: argparse.Namespace, name: str) -> Slice:
-    """Ask gcloud for a slice. Raises Mistake if gcloud is missing, or if it knows no slice of this
-    name, or two; Unanswered if it may know one later."""
+    """Ask gcloud for a slice. Raises Missing if there is none of this name, Mistake if there are
+    two, Refused if a person has to act, and Unanswered if asking again may help."""
     asked = [args.tpu_api] if args.tpu_api else APIS
 
-    def ask_api(api: str) -> Slice | str:
+    def ask_api(api: str) -> Slice | Unanswered:
         try:
-            return (_describe_node if api == "tpu" else _describe_vms)(args, name)
+            with reading("gcloud"):
+                return (_describe_node if api == "tpu" else _describe_vms)(args, name)
         except Unanswered as reason:
-            return str(reason)
-        except (AttributeError, KeyError, TypeError, ValueError):
-            return "gcloud's description of it is not in the expected JSON format"
+            return reason
 
     with ThreadPoolExecutor(len(asked)) as pool:
         answers = [*pool.map(ask_api, asked)]
@@ -193,19 +239,24 @@ def describe(args: argparse.Namespace, name: str) -> Slice:
     if not found:
         where = ("Cloud TPU API: ", "Compute Engine: ") if len(asked) > 1 else ("",)
         reasons = "; ".join(f"{api}{reason}" for api, reason in zip(where, answers, strict=True))
-        if not all(_LASTING.search(str(answer)) for answer in answers):
+        kinds = {type(answer) for answer in answers}
+        if Unanswered in kinds:
             raise Unanswered(f"gcloud cannot describe --tpu {name}: {reasons}")
-        raise Mistake(f"gcloud cannot describe --tpu {name}; check the name and --zone: {reasons}")
+        check = "; check the name and --zone" if Missing in kinds else ""
+        kind = Refused if Refused in kinds else Missing
+        raise kind(f"gcloud cannot describe --tpu {name}{check}: {reasons}")
     return found[0]
 
 
 def describe_patiently(args: argparse.Namespace, name: str) -> Slice:
-    """``describe``, again while gcloud does not answer. Raises Mistake as that does, and Failed
-    if gcloud does not answer for minutes."""
+    """``describe``, again while gcloud does not answer. Raises Mistake where that is in vain, and
+    Failed if gcloud does not answer for minutes."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
         try:
             return describe(args, name)
+        except (Missing, Refused) as reason:
+            raise Mistake(str(reason)) from None
         except Unanswered as reason:
             if time.monotonic() > deadline:
                 raise Failed(str(reason)) from None
@@ -213,15 +264,17 @@ def describe_patiently(args: argparse.Namespace, name: str) -> Slice:
             time.sleep(_ASK_AGAIN_SECONDS)
 
 
-def _ask_json(args: argparse.Namespace, *words: str, in_zone: bool = True) -> Any:
-    return json.loads(ask(gcloud_command(args, *words, "--format=json", in_zone=in_zone)))
+def _ask_gcloud(
+    args: argparse.Namespace, *words: str, kind: type = dict, in_zone: bool = True
+) -> Any:
+    return ask_json(gcloud_command(args, *words, "--format=json", in_zone=in_zone), kind)
 
 
 def _describe_node(args: argparse.Namespace, name: str) -> Slice:
     """Ask the Cloud TPU API. Raises Unanswered, and anything for an answer of another form."""
-    node = dict(_ask_json(args, "tpus", "tpu-vm", "describe", name))
+    node = _ask_gcloud(args, "tpus", "tpu-vm", "describe", name)
     config = node.get("acceleratorConfig", {})
-    topology, state = config.get("topology", ""), node.get("state")
+    topology, state = config.get("topology", ""), node["state"]
     kind = f"{config.get('type') or node.get('acceleratorType', '')} {topology}".strip()
     addresses = tuple(host.get("ipAddress", "") for host in node.get("networkEndpoints") or ())
     problem = "" if addresses else "has no workers (no networkEndpoints)"
@@ -234,8 +287,6 @@ def _describe_node(args: argparse.Namespace, name: str) -> Slice:
 
 # -- on Compute Engine -----------------------------------------------------------------
 
-NOT_FOUND = "was not found"
-"""What Compute Engine says of a resource that does not exist."""
 NO_VMS = "has size 0 and no VMs"
 """What is said here of a group whose VMs were deleted, as at the end of flex-start."""
 
@@ -244,20 +295,19 @@ def _describe_vms(args: argparse.Namespace, name: str) -> Slice:
     """Ask Compute Engine for an instance group or, if there is none, for a VM of this name. Raises
     Unanswered, and anything for an answer of another form."""
     try:
-        group = dict(_ask_json(args, *GROUP, "describe", name))
-    except Unanswered as reason:
-        if NOT_FOUND not in str(reason):
-            raise
-        vm = dict(_ask_json(args, "instances", "describe", name))
-        state = vm.get("status")
+        group = _ask_gcloud(args, *GROUP, "describe", name)
+    except Missing:
+        vm = _ask_gcloud(args, "instances", "describe", name)
+        state = vm["status"]
         problem = "" if state == "RUNNING" else f"is {state}, not RUNNING: start it first"
         return _slice_of(name, [vm], problem)
-    members = _ask_json(args, *GROUP, "list-instances", name)
+    members = _ask_gcloud(args, *GROUP, "list-instances", name, kind=list)
     if problem := _group_problem(group, members):
         return Slice(name, "", "", (), problem, ())
     urls = [member["instance"] for member in members]
     names = " ".join(url.rpartition("/")[2] for url in urls)
-    listed = _ask_json(args, "instances", "list", f"--filter=name=({names})", in_zone=False)
+    which = f"--filter=name=({names})"
+    listed = _ask_gcloud(args, "instances", "list", which, kind=list, in_zone=False)
     return _slice_of(name, [vm for vm in listed if vm["selfLink"] in urls], "", len(urls))
 
 

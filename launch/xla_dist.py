@@ -39,6 +39,8 @@ from launch.slices import (
 STEP_TIMEOUT_SECONDS = 1800
 LONGEST_WORD = 120_000
 """The most bytes of one word of a command line; Linux allows 128 KiB."""
+LONGEST_LINE = 60_000
+"""The most bytes of --env together: a pipe holds 64 KiB, so that writing them never waits."""
 REPAIR_SECONDS, SPOT_SECONDS = 1800, 120
 """The seconds that Google has to repair a slice before a restart is given up. A spot slice that was
 preempted does not come back: its state must only become known."""
@@ -75,12 +77,14 @@ def main(argv: Sequence[str]) -> int:
         remote = remote_command(args, job, 0, 0, {})  # a mistake in it shows before anything starts
         if args.dry_run:
             variables = "NNODES, NODE_RANK" if len(args.tpu) == 1 else "MEGASCALE_SLICE_ID"
+            names = ", ".join(dict(args.env))
+            awaited = f"; it reads {names} from stdin, as a line of JSON" if names else ""
             for api in [args.tpu_api] if args.tpu_api else APIS:
                 for name in args.tpu:
                     print(shlex.join(describe_command(args, api, name)))
                 print(
                     f"# run on each worker that this lists, with {variables}, ... set; shown for "
-                    "one worker, without them"
+                    f"one worker, without them{awaited}"
                 )
                 vms = (f"VM-OF-{args.tpu[0]}",) if api == "compute" else None
                 first = Slice(args.tpu[0], "", "", (), "", vms)
@@ -241,11 +245,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add_place(parser)
     add(
         "--env",
-        metavar="NAME=VALUE",
+        metavar="NAME[=VALUE]",
         action="append",
         default=[],
         type=variable,
-        help="set an environment variable of the program; may be repeated. Set by default: "
+        help="set an environment variable of the program; may be repeated. NAME alone takes the "
+        "value from this program's environment: use it for passwords and tokens, because other "
+        "users can read a command line. Values are sent over ssh's stdin. Set by default: "
         f"PJRT_DEVICE=TPU; STEP_TIMEOUT_S={STEP_TIMEOUT_SECONDS}, which ends a program that "
         "hangs (0: off); RUN_JOB_ID and RUN_ATTEMPT (0, 1, ...); NODE_RANK, MASTER_ADDR "
         "and, with one slice, NNODES, NODE_ADDRESSES and TORCH_TPU_TOPOLOGY, for "
@@ -351,10 +357,26 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def variable(text: str) -> tuple[str, str]:
+    """Parse NAME=VALUE, or NAME for a variable of this environment. Messages do not show a value,
+    which may be secret."""
     name, equals, value = text.partition("=")
-    if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
-    return name, value
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise argparse.ArgumentTypeError(f"{name!r} is not a variable's name: use NAME=VALUE")
+    if not equals and name not in os.environ:
+        raise argparse.ArgumentTypeError(f"{name} is not set here: export it, or use {name}=VALUE")
+    return name, value if equals else os.environ[name]
+
+
+def without_values(flags: Sequence[str]) -> list[str]:
+    """Return flags of this program with ``--env NAME`` for each ``--env NAME=VALUE``, to print."""
+    shown: list[str] = []
+    for word in flags:
+        if shown and shown[-1] == "--env":
+            word = word.partition("=")[0]
+        elif word.startswith("--env="):
+            word = "=".join(word.split("=")[:2])
+        shown.append(word)
+    return shown
 
 
 def tpu_names(text: str) -> list[str]:
@@ -407,16 +429,18 @@ def workers_of(
                     "MEGASCALE_SLICE_ID": str(slice_id),
                 }
             remote = remote_command(args, job, attempt, index, variables)
-            workers.append(Worker(index, place, ssh_command(args, slice_, number, remote)))
+            command = ssh_command(args, slice_, number, remote)
+            workers.append(Worker(index, place, command, dict(args.env)))
     return workers
 
 
 def remote_command(
     args: argparse.Namespace, job: str, attempt: int, index: int, variables: dict[str, str]
 ) -> str:
-    """Return the command that runs the program on one worker, with its environment variables.
+    """Return the command that runs the program on one worker, with its environment variables; those
+    of ``--env`` are named only.
 
-    Raises Mistake if it is too long.
+    Raises Mistake if something is too long.
     """
     task: dict[str, Any] = {
         "job": f"{job}-{index}",
@@ -428,8 +452,8 @@ def remote_command(
             "RUN_JOB_ID": job,
             "RUN_ATTEMPT": str(attempt),
             **variables,
-            **dict(args.env),
         },
+        "awaits": [*dict(args.env)],
         "workdir": args.workdir,
         "grace": GRACE_SECONDS if args.grace is None else args.grace,
         "end_all": args.restart_tpuvm_pod_server and attempt == 0,
@@ -439,9 +463,9 @@ def remote_command(
     start = f"import base64, zlib; exec(zlib.decompress(base64.b85decode({source!r})))"
     remote = shlex.join(["exec", "python3", "-c", start, json.dumps(task)])
     if len(remote) > LONGEST_WORD:
-        raise Mistake(
-            "the command and --env are too long for a command line: put the arguments in a file"
-        )
+        raise Mistake("the command is too long for a command line: put the arguments in a file")
+    if len(json.dumps(dict(args.env))) > LONGEST_LINE:
+        raise Mistake(f"--env: the values are longer than {LONGEST_LINE:,} bytes together")
     return remote
 
 

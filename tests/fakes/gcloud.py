@@ -240,6 +240,7 @@ def describe_resource(kind: str, name: str) -> int:
     elif kind == "instance-groups" and exists(name) and is_group():
         content = json.loads(about(name, "group", "{}")) or {
             "targetSize": int((FOLDER / "workers").read_text()),
+            "selfLink": f"https://{kind}/{name}",
             "resourcePolicies": {"workloadPolicy": "https://policies/one"},
         }
     else:
