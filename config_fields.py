@@ -5,18 +5,21 @@
         num_workers: int = flag(4, "number of loader processes", kind=count)
 
 ``training/flags.py`` builds the parser from these fields. This module imports no other module of
-the project, so ``data/`` and ``models/`` can declare flags, too.
+the project, so ``data/`` and ``models/`` can declare flags, too. It also reads files of flags, for
+the program and its launchers.
 """
 
 import argparse
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Mapping
+import re
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 _KEY = "flag"
 
@@ -247,3 +250,75 @@ def is_of(value: Any, hint: Any) -> bool:
     if isinstance(value, bool):
         return hint is bool
     return isinstance(value, (int, float) if hint is float else hint)
+
+
+# Files of flags: @FILE stands for the words in the file.
+
+_LARGEST_FILE = 2**20  # bytes
+
+
+class Word(NamedTuple):
+    """A word of the command line, with its file and line if it is from a file."""
+
+    text: str
+    file: str = ""
+    line: int = 0
+
+    @property
+    def place(self) -> str:
+        return f"{self.file}, line {self.line}: " if self.file else ""
+
+
+def expand_flag_files(
+    words: Iterable[Word], folder: str = "", including: tuple[Path, ...] = ()
+) -> Iterator[Word]:
+    """Yield words, with each ``@FILE`` replaced by the words in the file. ``folder``: what relative
+    files are in, if not the working directory; ``including``: the files that include these words.
+    Raises ArgumentTypeError."""
+    for word in words:
+        file = word.text
+        if not file.startswith("@"):
+            yield word
+            continue
+        name = os.path.join(folder, os.path.expanduser(file[1:]))
+        path = Path(os.path.realpath(name))
+        if path in including:
+            raise argparse.ArgumentTypeError(
+                f"{file} includes itself: remove the @FILE line that makes it circular"
+            )
+        try:
+            with open(name, "rb") as opened:  # may be a pipe, as in @<(...)
+                content = opened.read(_LARGEST_FILE + 1)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise argparse.ArgumentTypeError(
+                f"{file}: {reason} (@FILE stands for the flags in FILE)"
+            ) from None
+        if len(content) > _LARGEST_FILE:
+            raise argparse.ArgumentTypeError(
+                f"{file} is larger than {_LARGEST_FILE:,} bytes: is it a file of flags?"
+            )
+        try:
+            lines = content.decode("utf-8-sig").splitlines()
+        except UnicodeDecodeError as error:
+            number = content.count(b"\n", 0, error.start) + 1
+            raise argparse.ArgumentTypeError(
+                f"{file}, line {number}: not UTF-8 text: save the file as UTF-8"
+            ) from None
+        # Quoting works as in a shell, # starts a comment, a backslash at the end continues a line.
+        continued = ""
+        for number, text in enumerate([*lines, ""], 1):
+            # Blanks after a backslash are ignored. A backslash after a blank only means that more
+            # words follow.
+            line = continued + re.sub(r"\s\\$", "", text.rstrip())
+            continued = ""
+            try:
+                in_line = [Word(text, file, number) for text in shlex.split(line, comments=True)]
+            except ValueError as error:
+                if str(error) != "No escaped character":
+                    raise argparse.ArgumentTypeError(
+                        f"{file}, line {number}: {error}: {line}"
+                    ) from None
+                continued = line[:-1]
+            else:
+                yield from expand_flag_files(in_line, folder, (*including, path))

@@ -15,7 +15,6 @@ import os
 import re
 import socket
 import sys
-import tempfile
 import time
 from array import array
 from collections import Counter
@@ -234,16 +233,29 @@ def load_or_build(
 
 @contextlib.contextmanager
 def _one_process_at_a_time(folder: str) -> Iterator[None]:
-    """Lock a folder, which leaves no lock file behind; if it cannot be locked (URL, NFS), lock the
-    temporary folder instead."""
+    """Lock a folder, which leaves no lock file behind; if it cannot be locked (URL, NFS), lock this
+    user's temporary folder instead. Other users could hold a lock on a folder of theirs forever."""
+    own = files.temporary_folder()
     with contextlib.ExitStack() as stack:
-        for lockable in (folder, tempfile.gettempdir()):
+        try:
+            stack.enter_context(_locked(folder))
+        except OSError:
             with contextlib.suppress(OSError):
-                opened = os.open(lockable, os.O_RDONLY)
-                stack.callback(os.close, opened)
-                fcntl.flock(opened, fcntl.LOCK_EX)
-                break
+                own.mkdir(mode=0o700, exist_ok=True)
+                if files.is_private(own):
+                    stack.enter_context(_locked(own))
         yield
+
+
+@contextlib.contextmanager
+def _locked(folder: str | Path) -> Iterator[None]:
+    """Hold a folder's lock inside. Raises OSError."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)
 
 
 _TYPES = {

@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 from config_fields import bounded, count, not_empty, positive
 from launch import IN_VAIN, STOPS, Failed, LauncherParser, Mistake
+from launch.ckpt_dir import add_network_disk, check_ckpt_dir
 from launch.slices import (
     GROUP,
     NO_VMS,
@@ -163,8 +164,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--delete",
         action="store_true",
         help="at the end, delete everything that was created, including the data on the disks, "
-        "also after a failure or Ctrl-C; without COMMAND, only delete it (default: delete only "
-        "what a failed creation leaves behind)",
+        "also after a failure or Ctrl-C; refused if COMMAND writes checkpoints there; without "
+        "COMMAND, only delete it (default: delete only what a failed creation leaves behind)",
     )
     add(
         "--max_preemptions",
@@ -175,6 +176,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--flex_start: they are deleted, created again and set up, and COMMAND continues from "
         "its newest checkpoint (default: 0)",
     )
+    add_network_disk(parser)
     add("--torchtpu", action="store_true", help="install TorchTPU (see launch/setup_pod.sh)")
     add(
         "--poll",
@@ -223,6 +225,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args.shape, args.hosts = shape, 1 if args.topology in _ONE_HOST else chips // 4
     args.machine_type = args.machine_type or _ONE_HOST.get(args.topology, _SEVERAL_HOSTS[chip])
     args.image_family = args.image_family or (_IMAGE_TPU7X if chip == "tpu7x" else _IMAGE)
+    if deletes := [flag for flag in ("delete", "max_preemptions") if getattr(args, flag)]:
+        check_ckpt_dir(command, f"--{deletes[0]}", args.network_disk)
     args.names = [args.tpu]
     if args.slices > 1:
         args.names = [f"{args.tpu}-{number}" for number in range(args.slices)]

@@ -23,6 +23,7 @@ from typing import Any
 
 from config_fields import count, not_empty, path_or_url
 from launch import STOPS, LauncherParser, Mistake, write_line
+from launch.ckpt_dir import lost_checkpoints
 from launch.slices import Refused, Unanswered, ask, ask_json, reading
 from launch.xla_dist import add_elastic_times
 
@@ -136,6 +137,7 @@ def read_job_set(args: argparse.Namespace) -> JobSet:
         labels, slices = dict(pod["nodeSelector"]), int(job.get("replicas", 1))
         machines = int(job["template"]["spec"]["parallelism"])
         grace = float(pod.get("terminationGracePeriodSeconds", 30))
+        lost = [lost_checkpoints(*each) for each in commands_of(pod)]
     except Unanswered as reason:
         raise Mistake(f"kubectl cannot read {args.file}: {reason}") from None
     except (AttributeError, LookupError, TypeError, ValueError):
@@ -151,8 +153,30 @@ def read_job_set(args: argparse.Namespace) -> JobSet:
         raise Mistake(
             f"--elastic {args.elastic} must be between 1 and {slices}, the replicas in {args.file}"
         )
+    if any(lost):
+        raise Mistake(
+            f"{args.file}: pods are deleted with the checkpoints in {next(filter(None, lost))}: "
+            "use --ckpt_dir gs://bucket/folder, or a folder in a volume that outlives them"
+        )
     selector = ",".join(f"{key}={value}" for key, value in labels.items())
     return JobSet(content, str(content["metadata"]["name"]), slices, machines, selector, grace)
+
+
+def commands_of(pod: dict[str, Any]) -> list[tuple[list[str], list[str]]]:
+    """Return the command of each container of a pod, and its folders in volumes that outlive the
+    pod."""
+    volumes = {
+        volume["name"]
+        for volume in pod.get("volumes", [])
+        if not {"emptyDir", "ephemeral"} & volume.keys()
+    }
+    commands = []
+    for container in pod["containers"]:
+        command = [*container.get("command", []), *container.get("args", [])]
+        mounts = container.get("volumeMounts", [])
+        folders = [mount["mountPath"] for mount in mounts if mount["name"] in volumes]
+        commands.append((command, folders))
+    return commands
 
 
 def usable_slices(

@@ -2,15 +2,18 @@
 # Request a TPU slice, wait for it, set it up, and run a command on all its workers:
 #   launch/queued_resource.sh --tpu=NAME --type=v5litepod-64 --version=v2-alpha-tpuv5-lite \
 #       [--zone=ZONE] [--project=PROJECT] [--internal-ip] [--spot] [--create_flag=FLAG ...] \
-#       [--max_preemptions=N] [--delete] [--torchtpu] [--dry_run] [other flags of launch.xla_dist] \
-#       -- COMMAND ...
+#       [--max_preemptions=N] [--delete] [--network_disk=FOLDER ...] [--torchtpu] [--dry_run] \
+#       [other flags of launch.xla_dist] -- COMMAND ...
 # The queued resource and its slice are both named NAME. An existing one is reused, so run the same
 # command again to continue after a stop.
 # --create_flag=FLAG: a flag of gcloud's create, as in --create_flag=--service-account=EMAIL.
 # --max_preemptions=N: replace the slice up to N times after it was preempted: delete it, request it
 #   again, wait, set it up, and run the command, which resumes from its newest checkpoint (default: 0).
 # --delete: delete the slice at the end, including the data on its disks, also after a failed gcloud
-#   call or Ctrl-C. Without a command, only delete it.
+#   call or Ctrl-C. Without a command, only delete it. This flag and --max_preemptions are refused if
+#   the command writes checkpoints to the slice's disks.
+# --network_disk=FOLDER: a folder on the hosts that is a network disk or a mounted bucket, so that a
+#   --ckpt_dir in it outlives the slice.
 # --torchtpu: passed to setup_pod.sh.  --dry_run: print the commands without running them.
 # POLL_SECONDS (default: 30): seconds between checks of the slice's state.
 # Exit code: that of the command; 1 if no slice could be created; 2 for a usage error.
@@ -25,21 +28,22 @@ fail() {
 }
 
 tpu='' type='' version='' delete='' dry_run='' preemptions=0
-place=() request=() network=() setup=() launcher=()
+place=() request=() network=() setup=() launcher=() disks=()
 while (($#)) && [[ $1 != -- ]]; do
     case $1 in
-        --tpu | --type | --version | --zone | --project | --max_preemptions)
+        --tpu | --type | --version | --zone | --project | --max_preemptions | --network_disk)
             (($# > 1)) || fail "$1 needs a value"
             set -- "$1=$2" "${@:3}"
             continue
             ;;
-        --tpu= | --type= | --version= | --zone= | --project=) fail "$1 needs a value" ;;
+        --tpu= | --type= | --version= | --zone= | --project= | --network_disk=) fail "$1 needs a value" ;;
         -h | --help) exec sed -n '2,/^set/s/^# \{0,1\}//p' "$0" ;;
         --tpu=?*) tpu=${1#*=} ;;
         --type=?*) type=${1#*=} ;;
         --version=?*) version=${1#*=} ;;
         --zone=?* | --project=?*) place+=("$1") ;;
         --max_preemptions=*) preemptions=${1#*=} ;;
+        --network_disk=?*) disks+=("${1#*=}") ;;
         --create_flag=--?*) request+=("${1#*=}") ;;
         --spot) request+=(--spot) ;;
         --internal-ip) network+=("$1") ;;
@@ -55,6 +59,7 @@ command=("${@:2}")
 [[ -n $tpu ]] || fail "--tpu=NAME is missing"
 [[ $tpu != *,* ]] || fail "--tpu=$tpu: this script requests one slice; pass one name"
 [[ $preemptions =~ ^[0-9]{1,6}$ ]] || fail "--max_preemptions=$preemptions must be a whole number"
+preemptions=$((10#$preemptions)) # 08 is no octal number
 ((preemptions == 0)) || [[ -n $type && -n $version ]] ||
     fail "--max_preemptions requires --type and --version, to request the slice again"
 poll=${POLL_SECONDS:-30}
@@ -69,8 +74,14 @@ create=("${queued[@]}" create "${named[@]}" --node-id="$tpu" --accelerator-type=
     --runtime-version="$version" ${request[@]+"${request[@]}"})
 remove=("${queued[@]}" delete "${named[@]}" --force)
 prepare=(bash launch/setup_pod.sh "${whole[@]}" ${setup[@]+"${setup[@]}"})
-train=(python3 -m launch.xla_dist "${whole[@]}" --workdir vit-fsdp ${launcher[@]+"${launcher[@]}"} --
-    ${command[@]+"${command[@]}"})
+start=(python3 -m launch.xla_dist "${whole[@]}" --workdir vit-fsdp)
+train=("${start[@]}" ${launcher[@]+"${launcher[@]}"} -- ${command[@]+"${command[@]}"})
+deletes=''
+((preemptions == 0)) || deletes=--max_preemptions
+[[ -z $delete ]] || deletes=--delete
+[[ -z $deletes ]] ||
+    lost=$(python3 -m launch.ckpt_dir "$deletes" ${disks[@]+"${disks[@]}"} -- ${command[@]+"${command[@]}"}) ||
+    fail "$lost"
 # Check the flags of xla_dist now, not after the slice has been created.
 python3 -m launch.xla_dist "${whole[@]}" ${launcher[@]+"${launcher[@]}"} --dry_run -- \
     "${command[@]-true}" > /dev/null
@@ -79,7 +90,19 @@ if [[ -n $dry_run ]]; then
     if ((${#command[@]})); then
         [[ -z $type || -z $version ]] || show "${create[@]}"
         show "${prepare[@]}"
-        show "${train[@]}"
+        shown=() last='' # without the values of --env, which may be secret
+        for word in ${launcher[@]+"${launcher[@]}"}; do
+            case $last:$word in
+                --env:*) shown+=("${word%%=*}") ;;
+                *:--env=*=*)
+                    name=${word#--env=}
+                    shown+=("--env=${name%%=*}")
+                    ;;
+                *) shown+=("$word") ;;
+            esac
+            last=$word
+        done
+        show "${start[@]}" ${shown[@]+"${shown[@]}"} -- "${command[@]}"
         ((preemptions == 0)) || echo "# after a preemption, up to $preemptions times: delete, then all of the above"
     fi
     [[ -z $delete ]] || show "${remove[@]}" --async
@@ -90,10 +113,16 @@ command -v gcloud > /dev/null || fail "gcloud not found on PATH: install it, htt
 # Set $now to the slice's state: NONE if it does not exist, UNKNOWN (and $reason) if gcloud fails.
 look() {
     local describe=("${queued[@]}" describe "${named[@]}" --format='value(state.state)')
-    now=$("${describe[@]}" 2> /dev/null) && return
-    reason=$("${describe[@]}" 2>&1) && now=$reason && return # again, for the message
-    now=UNKNOWN
-    [[ $reason != *NOT_FOUND* ]] || now=NONE
+    if ! now=$("${describe[@]}" 2> /dev/null) && ! now=$("${describe[@]}" 2>&1); then # for the message
+        reason=${now//$'\n'/ } now=UNKNOWN
+        [[ $reason != *NOT_FOUND* ]] || now=NONE
+    elif [[ ! $now =~ ^[A-Z_]+$ ]]; then
+        reason="it printed no state but '$now'" now=UNKNOWN
+    fi
+}
+
+needs_person() {
+    python3 -c 'import sys; from launch.slices import needs_person; sys.exit(not needs_person(sys.argv[1]))' "$1"
 }
 
 give_back() {
@@ -130,7 +159,9 @@ get_slice() {
                 fi
                 ;;
             UNKNOWN) # gcloud may fail occasionally during days of waiting
-                if [[ -z $told$requested ]]; then
+                if needs_person "$reason"; then
+                    fail "gcloud cannot describe $tpu: $reason"
+                elif [[ -z $told$requested ]]; then
                     say "gcloud cannot tell whether $tpu exists: $reason" >&2
                     exit 1
                 fi

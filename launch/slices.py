@@ -93,10 +93,15 @@ def ask(command: Sequence[str], content: str = "", seconds: float | None = ASK_S
             rest = lines[first + 1 :]
             error += "".join([line[2:] for line in rest if line.startswith(" - ")] or rest[:1])
         reason = " ".join(re.sub(r"^ERROR: (\([\w.-]+\) )?", "", error).split())
-        if _NEEDS_PERSON.search(reason):
+        if needs_person(reason):
             raise Refused(reason)
         raise (Missing if _NOT_FOUND.search(reason) else Unanswered)(reason)
     return answer.stdout
+
+
+def needs_person(reason: str) -> bool:
+    """Return True if gcloud or kubectl will say this until a person has put something right."""
+    return bool(_NEEDS_PERSON.search(reason))
 
 
 def ask_json(command: Sequence[str], kind: type = dict) -> Any:

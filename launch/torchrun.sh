@@ -27,9 +27,10 @@ fail() {
     exit 2
 }
 
-whole() { # whole NAME VALUE LEAST MOST
-    [[ $2 =~ ^(0|[1-9][0-9]{0,8})$ ]] && (($2 >= $3 && $2 <= $4)) ||
-        fail "$1=$2 must be a whole number from $3 to $4"
+whole() { # whole VARIABLE NAME LEAST MOST: check a number, and take its leading zeros away
+    [[ ${!1} =~ ^[0-9]{1,9}$ ]] && ((10#${!1} >= $3 && 10#${!1} <= $4)) ||
+        fail "$2=${!1} must be a whole number from $3 to $4"
+    printf -v "$1" %d "$((10#${!1}))"
 }
 
 options=() # for torchrun: the arguments before the first --
@@ -60,8 +61,12 @@ if [[ $backend == torchtpu ]]; then
         # On GKE: the hosts of this slice, with one slice or several.
         commas=${TPU_WORKER_HOSTNAMES//[^,]/}
         hosts=$((${#commas} + 1))
-        NNODES=$((hosts * ${MEGASCALE_NUM_SLICES:-1}))
-        NODE_RANK=$((hosts * ${MEGASCALE_SLICE_ID:-0} + ${TPU_WORKER_ID:-0}))
+        slices=${MEGASCALE_NUM_SLICES:-1} slice=${MEGASCALE_SLICE_ID:-0} worker=${TPU_WORKER_ID:-0}
+        whole slices MEGASCALE_NUM_SLICES 1 100000
+        whole slice MEGASCALE_SLICE_ID 0 100000
+        whole worker TPU_WORKER_ID 0 100000
+        NNODES=$((hosts * slices))
+        NODE_RANK=$((hosts * slice + worker))
         MASTER_ADDR=${MEGASCALE_COORDINATOR_ADDRESS:-$TPU_WORKER_HOSTNAMES}
         MASTER_ADDR=${MASTER_ADDR%%[:,]*}
     fi
@@ -71,28 +76,32 @@ nnodes=${NNODES:-1} port=${MASTER_PORT:-29500} rank=${NODE_RANK:-} least=
 unset ELASTIC_NODES
 if [[ $nnodes == *:* ]]; then
     least=${nnodes%%:*} nnodes=${nnodes#*:}
-    [[ $least:$nnodes =~ ^[1-9][0-9]{0,4}:[1-9][0-9]{0,4}$ ]] && ((least <= nnodes)) ||
+    [[ $least:$nnodes =~ ^[0-9]{1,5}:[0-9]{1,5}$ ]] && ((0 < 10#$least && 10#$least <= 10#$nnodes)) ||
         fail "NNODES=$NNODES must be MIN:MAX, whole numbers from 1 to 99999 with MIN <= MAX"
+    whole least NNODES 1 99999
 fi
-whole NNODES "$nnodes" 1 100000
-whole MASTER_PORT "$port" 1 65535
-whole JOIN_TIMEOUT "${JOIN_TIMEOUT:=600}" 0 100000000
-whole MAX_RESTARTS "${MAX_RESTARTS:=0}" 0 1000000
-whole STEP_TIMEOUT_S "${STEP_TIMEOUT_S:=1800}" 0 100000000
+whole nnodes NNODES 1 100000
+whole port MASTER_PORT 1 65535
+JOIN_TIMEOUT=${JOIN_TIMEOUT:-600} MAX_RESTARTS=${MAX_RESTARTS:-0} STEP_TIMEOUT_S=${STEP_TIMEOUT_S:-1800}
+whole JOIN_TIMEOUT JOIN_TIMEOUT 0 100000000
+whole MAX_RESTARTS MAX_RESTARTS 0 1000000
+whole STEP_TIMEOUT_S STEP_TIMEOUT_S 0 100000000
 if ((nnodes > 1)); then
     [[ -n ${MASTER_ADDR:-} ]] || fail "NNODES=$nnodes requires MASTER_ADDR, the address of the first node"
     [[ $MASTER_ADDR =~ ^[[:alnum:].:_-]+$ ]] || fail "MASTER_ADDR=$MASTER_ADDR is not an address"
     if [[ -n $least ]]; then
         [[ -n ${RDZV_ID:-} ]] ||
             fail "NNODES=$NNODES requires RDZV_ID instead of NODE_RANK, because joining nodes number themselves"
-        whole ELASTIC_WAIT "${ELASTIC_WAIT:=300}" 0 100000000
+        ELASTIC_WAIT=${ELASTIC_WAIT:-300}
+        whole ELASTIC_WAIT ELASTIC_WAIT 0 100000000
         ((JOIN_TIMEOUT == 0 || ELASTIC_WAIT < JOIN_TIMEOUT)) ||
             fail "ELASTIC_WAIT=$ELASTIC_WAIT must be less than JOIN_TIMEOUT=$JOIN_TIMEOUT"
         export ELASTIC_NODES=$least:$nnodes
     fi
     if [[ -z ${RDZV_ID:-} ]]; then
-        [[ $rank =~ ^(0|[1-9][0-9]{0,8})$ ]] && ((rank < nnodes)) ||
+        [[ $rank =~ ^[0-9]{1,9}$ ]] && ((10#$rank < nnodes)) ||
             fail "NNODES=$nnodes requires RDZV_ID, or NODE_RANK from 0 to $((nnodes - 1)), not '$rank'"
+        whole rank NODE_RANK 0 100000
     fi
 fi
 
@@ -108,7 +117,7 @@ elif [[ -z $processes ]]; then
     ((processes > 0)) ||
         fail "PyTorch finds no GPU: set NPROC_PER_NODE to train on the CPU with gloo"
 fi
-whole NPROC_PER_NODE "$processes" 1 256
+whole processes NPROC_PER_NODE 1 256
 
 # Variables that the user has set are kept.
 # torchrun would set 1 thread per process, which leaves most cores idle during work on the host

@@ -323,6 +323,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(options, argparse.Namespace(command=command))
     if command and not command[0]:
         raise Mistake("the command after -- is empty")
+    for word in command:
+        if "://BUCKET" in word:  # in the command lines of --plan; names of buckets are lower-case
+            raise Mistake(f"{word}: write the name of your bucket in place of BUCKET")
     if "--backend torchtpu" in " ".join(command).replace("=", " "):
         if Path(command[0]).name.startswith("python"):
             raise Mistake(

@@ -12,17 +12,15 @@ import difflib
 import functools
 import os
 import re
-import shlex
 import sys
 import time
 import types
 import typing
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from config_fields import Flag, flag_of, is_of, not_empty
+from config_fields import Flag, Word, expand_flag_files, flag_of, is_of, not_empty
 from data.files import without_secrets
 from training.errors import UsageError, prints_here
 
@@ -231,70 +229,8 @@ def check_foreign(others: Iterable[Any], backend: str, given: Collection[str]) -
                 )
 
 
-# ------------------------------------------------------------------------------------------------
-# Files of flags: @FILE stands for the words in the file.
-
-
-_LARGEST_FILE = 2**20  # bytes
-
-
 class _Mistake(UsageError):
     """Raised for an invalid command line; the message is one line."""
-
-
-class _Word(NamedTuple):
-    """A word of the command line, with its file and line if it is from a file."""
-
-    text: str
-    file: str = ""
-    line: int = 0
-
-    @property
-    def place(self) -> str:
-        return f"{self.file}, line {self.line}: " if self.file else ""
-
-
-def _expanded(words: Iterable[_Word], including: tuple[Path, ...] = ()) -> Iterator[_Word]:
-    """Yield words, with each ``@FILE`` replaced by the words in the file. ``including``: the files
-    that include these words."""
-    for word in words:
-        file = word.text
-        if not file.startswith("@"):
-            yield word
-            continue
-        path = Path(os.path.realpath(os.path.expanduser(file[1:])))
-        if path in including:
-            raise _Mistake(f"{file} includes itself: remove the @FILE line that makes it circular")
-        try:
-            with open(os.path.expanduser(file[1:]), "rb") as opened:  # may be a pipe, as in @<(...)
-                content = opened.read(_LARGEST_FILE + 1)
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            raise _Mistake(f"{file}: {reason} (@FILE stands for the flags in FILE)") from None
-        if len(content) > _LARGEST_FILE:
-            raise _Mistake(f"{file} is larger than {_LARGEST_FILE:,} bytes: is it a file of flags?")
-        try:
-            lines = content.decode("utf-8-sig").splitlines()
-        except UnicodeDecodeError as error:
-            number = content.count(b"\n", 0, error.start) + 1
-            raise _Mistake(
-                f"{file}, line {number}: not UTF-8 text: save the file as UTF-8"
-            ) from None
-        # Quoting works as in a shell, # starts a comment, a backslash at the end continues a line.
-        continued = ""
-        for number, text in enumerate([*lines, ""], 1):
-            # Blanks after a backslash are ignored. A backslash after a blank only means that more
-            # words follow.
-            line = continued + re.sub(r"\s\\$", "", text.rstrip())
-            continued = ""
-            try:
-                in_line = [_Word(text, file, number) for text in shlex.split(line, comments=True)]
-            except ValueError as error:
-                if str(error) != "No escaped character":
-                    raise _Mistake(f"{file}, line {number}: {error}: {line}") from None
-                continued = line[:-1]
-            else:
-                yield from _expanded(in_line, (*including, path))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -307,7 +243,7 @@ class FlagParser(argparse.ArgumentParser):
     """A parser that raises ``_Mistake`` on an invalid word."""
 
     options: dict[str, FlagField]
-    flags: list[_Word]
+    flags: list[Word]
     """The flags on the command line that have not been parsed yet."""
     given: dict[tuple[str, str], dict[str, Any]]
     """The values parsed, by field and file, then by flag name."""
@@ -401,7 +337,7 @@ def parse(argv: Sequence[str] | None, configs: Mapping[str, type]) -> dict[str, 
     names = {name for option in known for name in (*option.names, *option.bare_names)}
     parser = build_parser(known)
     try:
-        words = [*_expanded(map(_Word, sys.argv[1:] if argv is None else argv))]
+        words = [*expand_flag_files(map(Word, sys.argv[1:] if argv is None else argv))]
         parser.flags = [word for word in words if word.text.partition("=")[0] in names]
         namespace, unknown = parser.parse_known_args([word.text for word in words])
         values = vars(namespace)
@@ -423,8 +359,8 @@ def parse(argv: Sequence[str] | None, configs: Mapping[str, type]) -> dict[str, 
                     values[option.field.name] = (option.flag.kind or not_empty)(os.environ[env])
                 except argparse.ArgumentTypeError as error:
                     raise _Mistake(f"environment variable {env}: {error}") from None
-    except _Mistake as mistake:
-        tell(mistake, " (see --help)")
+    except (_Mistake, argparse.ArgumentTypeError) as mistake:
+        tell(UsageError(str(mistake)), " (see --help)")
         sys.exit(2)
     return {name: from_values(config, values) for name, config in configs.items()}
 

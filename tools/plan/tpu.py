@@ -25,6 +25,7 @@ from tools.plan import plans
 from tools.plan.config import PlanConfig
 from tools.plan.plans import HardwarePlan, Request
 from tools.plan.tpu_search import ComputedCandidate, Found, Search, TpuCandidate, candidates
+from training.checkpoints.config import CheckpointConfig
 from training.config import EmaConfig, OptimizerConfig, RunConfig
 from training.errors import UsageError
 from training.step_sizes import step_sizes, summed
@@ -306,6 +307,8 @@ def _plan(
 _QUEUED = {"v4": ("v4", "tpu-ubuntu2204-base"), "v5e": ("v5litepod", "v2-alpha-tpuv5-lite")}
 """What ``launch/queued_resource.sh`` calls chips that Compute Engine has not, and their image."""
 _LAUNCH_FLAGS = ("--delete", "--max_restarts=3")
+_BUCKET = "gs://BUCKET/runs/vit"
+"""The ``--ckpt_dir`` of a "launch" line: the launchers refuse it until a bucket is named."""
 
 
 def _commands(request: Request, candidate: TpuCandidate) -> dict[str, str]:
@@ -315,13 +318,16 @@ def _commands(request: Request, candidate: TpuCandidate) -> dict[str, str]:
     config, xla = candidate.configs(request.config, request.xla)
     if kind == "tpu7x":  # torch_xla does not run there
         flags = plans.words_of(config, without=("backend",), always=plans.ALWAYS)
-        train = on_host = ["launch/torchrun.sh", "--backend", "torchtpu", *flags]
+        on_host = ["launch/torchrun.sh", "--backend", "torchtpu", *flags]
+        train = [*on_host]
         options = ["--torchtpu", "--env", "PYTHON=.venv-torchtpu/bin/python"]
     else:
         flags = plans.words_of(config, xla, always=plans.ALWAYS)
         train, on_host = ["python3", _PROGRAM, *flags], [".venv/bin/python", "-u", _PROGRAM, *flags]
         options = []
     commands = {"train": shlex.join(train)}
+    if request.config.checkpoints.ckpt_dir == CheckpointConfig.ckpt_dir:
+        on_host += ["--ckpt_dir", _BUCKET]  # the slice's disks are deleted with it
     if kind not in _QUEUED:
         several = [f"--slices={topology.slices}"] if topology.slices > 1 else []
         get = ["python3", "-m", "launch.compute_engine", "--tpu=vit", *several]
