@@ -40,17 +40,18 @@ def add_network_disk(parser: argparse.ArgumentParser) -> None:
 def lost_checkpoints(command: Sequence[str], disks: Sequence[str]) -> str | None:
     """Return what names the folder on the machine itself in which ``command`` writes checkpoints;
     None if there is none. ``disks``: the machine's folders that are on other machines."""
-    program = [index for index, word in enumerate(command) if _is_program(word)]
-    if not program:
+    names = [PurePosixPath(word).name for word in command]
+    start = next((index for index, name in enumerate(names) if name in _PROGRAMS), None)
+    if start is None:
         return None
     words: list[str] = []
-    for word in command[program[0] + 1 :]:
+    for word in command[start + 1 :]:
         try:
             words += [each.text for each in expand_flag_files([Word(word)], str(_ROOT))]
         except argparse.ArgumentTypeError:  # on the workers it may be there
             words.append(word)
     folder, said = "", "the default --ckpt_dir"  # the last one counts
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words, ""][1:], strict=True):
         name, equals, value = word.partition("=")
         if name in _WITHOUT_CHECKPOINTS:
             return None
@@ -64,10 +65,6 @@ def lost_checkpoints(command: Sequence[str], disks: Sequence[str]) -> str | None
         return said if protocol in _ON_THE_MACHINE else None
     path = PurePosixPath(os.path.normpath(folder))
     return None if any(path.is_relative_to(os.path.normpath(disk)) for disk in disks) else said
-
-
-def _is_program(word: str) -> bool:
-    return PurePosixPath(word).name in _PROGRAMS
 
 
 def check_ckpt_dir(command: Sequence[str], flag: str, disks: Sequence[str]) -> None:

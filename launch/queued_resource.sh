@@ -117,7 +117,7 @@ look() {
         reason=${now//$'\n'/ } now=UNKNOWN
         [[ $reason != *NOT_FOUND* ]] || now=NONE
     elif [[ ! $now =~ ^[A-Z_]+$ ]]; then
-        reason="it printed no state but '$now'" now=UNKNOWN
+        reason="it printed no state but $(printf %q "$now")" now=UNKNOWN
     fi
 }
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -83,6 +84,48 @@ def finish(cluster, how):
     content = json.loads(path.read_text())
     content["status"] = {"conditions": [{"type": how, "status": "True"}]}
     path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("error: You must be logged in to the server (Unauthorized)", "You must be logged in to"),
+        ('Error from server (Forbidden): nodes is forbidden: User "a" cannot list', "is forbidden"),
+        ('error: the server doesn\'t have a resource type "jobsets"', "have a resource type"),
+        ("[]", "kubectl's description of it is not in the expected JSON format"),
+        ('{"items": null}', "kubectl's description of it is not in the expected JSON format"),
+        ('{"items": [{}]}', "kubectl's description of it is not in the expected JSON format"),
+    ],
+)
+def test_what_a_person_must_put_right(cluster, started, said, told):
+    """Of a cluster whose JobSet is not running: it is not asked again."""
+    kubectl = cluster / "bin" / "kubectl"
+    end = "" if said.startswith(("[", "{")) else ">&2; exit 1"
+    lines = kubectl.read_text().splitlines()
+    lines.insert(1, f"if [ $1 = get ]; then printf '%s\\n' {shlex.quote(said)} {end}; exit; fi")
+    kubectl.write_text("\n".join(lines))
+    run = started()
+    assert run.wait(60) == 2
+    (line,) = run.stderr.read().splitlines()
+    assert line.startswith("gke: error: ")
+    assert told in line
+
+
+def test_pods_are_not_deleted_with_their_checkpoints(cluster, started):
+    """A folder in no volume, or in one that is the pod's, is deleted with the pod."""
+    path = cluster / "job.yaml"
+    content = path.read_text()
+    for written, instead in (
+        ("--ckpt_dir=/checkpoints/vit_10b", "--ckpt_dir=/tmp/vit_10b"),
+        ("--ckpt_dir=/checkpoints/vit_10b", "--ckpt_dir=/dev/shm/vit_10b"),
+    ):
+        assert written in content
+        path.write_text(content.replace(written, instead))
+        run = started()
+        assert run.wait(60) == 2
+        assert (
+            f"deleted with the checkpoints in {instead.replace('=', ' ')}: use" in run.stderr.read()
+        )
 
 
 def test_fewer_slices_and_more(cluster, started):

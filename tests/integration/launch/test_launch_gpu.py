@@ -80,6 +80,34 @@ def test_wrong_environment(variables, told):
     assert told in refused(start(TORCHRUN, "--fake_data", **variables))
 
 
+def test_no_number_is_octal():
+    """What is run then has them without leading zeros; /bin/echo is in place of Python."""
+    variables = {"MAX_RESTARTS": "08", "NPROC_PER_NODE": "02", "NNODES": "010", "NODE_RANK": "09"}
+    variables |= {"MASTER_ADDR": "a", "MASTER_PORT": "029500", "JOIN_TIMEOUT": "0600"}
+    said = succeed(start(TORCHRUN, "--fake_data", PYTHON="/bin/echo", **variables))
+    for words in (
+        *("--nproc-per-node 2 --max-restarts 8 ", "--nodes 10 --rank 9 ", "--port 29500"),
+        "--limit 600",
+    ):
+        assert words in said
+    gke = {"TPU_WORKER_HOSTNAMES": "a,b", "MEGASCALE_NUM_SLICES": "010", "MEGASCALE_SLICE_ID": "09"}
+    gke |= {"TPU_WORKER_ID": "01", "NPROC_PER_NODE": "4", "PYTHON": "/bin/echo"}
+    assert "--nodes 20 --rank 19 " in succeed(start(TORCHRUN, "--backend", "torchtpu", **gke))
+    gke["TPU_WORKER_ID"] = "a[$(touch x)]"
+    told = "TPU_WORKER_ID=a[$(touch x)] must be a whole number from 0"
+    assert told in refused(start(TORCHRUN, "--backend", "torchtpu", **gke))
+
+
+def test_no_number_of_a_slurm_job_is_octal(tmp_path):
+    script(tmp_path / "scontrol", "echo node1")
+    script(tmp_path / "srun", 'echo "$NNODES"')
+    variables = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "x"}
+    variables |= {"SLURM_NNODES": "9", "ELASTIC": "08", "ELASTIC_POLL": "00"}
+    variables["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    job = start("bash", "launch/slurm.sbatch", "--ckpt_dir", "a", **variables)
+    assert succeed(job) == "8:9\n"
+
+
 @pytest.mark.parametrize(
     ("variables", "told"),
     [

@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from launch import IN_VAIN, is_crash, xla_dist
 from launch import slices as slices_module
 from launch.pod import GRACE_SECONDS
+from launch.pod_worker import WAITS
 from launch.slices import APIS
 from tests.fakes.pod import REMOTE, read_until, wait_until
 from tests.support.cli import (
@@ -149,6 +151,91 @@ def test_dry_run_prints_what_would_be_run(pod):
         assert run.stdout is not None
         assert run.stdout.read() == b"<it's>\n"
         assert run.wait() == 0
+
+
+SECRET = "s3cr3t-of-a-token"
+FIND_SECRET = """
+import os, pathlib, sys, time
+assert os.environ["TOKEN"] == sys.argv[1][::-1]
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_no_command_line_has_a_secret(pod):
+    """Nor has a file that is left: all processes' command lines are read while the programs run."""
+    command = [sys.executable, "-c", FIND_SECRET, SECRET[::-1]]
+    run = pod.launch(*command, flags=("--env", "TOKEN", "--env", "A=b"), TOKEN=SECRET)
+    read_until(run, "ready", 4)
+    words = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    run.send_signal(signal.SIGTERM)
+    code, stdout, stderr = finish(run)
+    assert code == 143, stderr
+    assert sum(b"pod_worker" in each or b"zlib" in each for each in words) >= 8  # client and worker
+    assert not [each for each in words if SECRET.encode() in each]
+    assert SECRET not in stdout + stderr
+    assert "values of --env" not in stdout + stderr
+    files = [path for path in pod.folder.rglob("*") if path.is_file()]
+    assert files
+    assert not [path for path in files if SECRET.encode() in path.read_bytes()]
+
+
+def test_dry_runs_name_variables_alone(pod):
+    flags = ("--dry_run", "--env", f"TOKEN={SECRET}", f"--tpu_api={pod.api}")
+    code, stdout, stderr = pod.run("sh", "-c", 'echo "$TOKEN"', flags=flags)
+    assert (code, stderr) == (0, "")
+    assert SECRET not in stdout
+    _, comment, ssh = stdout.splitlines()
+    assert comment.endswith("; it reads TOKEN from stdin, as a line of JSON")
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    command = ["bash", "-c", ssh.replace("VM-OF-pod", "pod-vmz")]
+    with subprocess.Popen(command, env=pod.variables, text=True, **pipes) as run:
+        run.stdin.write(json.dumps({"TOKEN": SECRET}) + "\n")
+        run.stdin.flush()
+        assert run.stdout.readline() == f"{SECRET}\n"
+        assert run.wait() == 0
+
+
+def test_a_signal_before_the_values_is_obeyed(pod):
+    """A signal to the launcher while the connection is made; a value may look like the end."""
+    source = (ROOT / "launch" / "pod_worker.py").read_text()
+    task = {"job": "j", "attempt": 0, "env": {}, "awaits": ["A"], "workdir": "~", "grace": 9}
+    task |= {"command": ["sleep", "60"], "end_all": False}
+    done = subprocess.run(
+        [sys.executable, "-c", source, json.dumps(task)],
+        input='SIGTERM\n{"A": "x}"}\n',
+        env=pod.variables | {"TMPDIR": str(pod.folder)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 143
+    assert done.stderr == f"xla_dist: {WAITS}\n"
+
+
+@pytest.mark.parametrize("how", ["link", "file", "open", "other"])
+def test_a_folder_of_others_is_not_used(pod_of, how):
+    """Under a name in the temporary folder that anybody can guess."""
+    pod = pod_of(1)
+    home = pod.folder / "worker_0"
+    home.mkdir()
+    folder = home / f"xla_dist-{os.getuid()}"
+    if how == "link":
+        (home / "elsewhere").mkdir()
+        folder.symlink_to("elsewhere")
+    elif how == "file":
+        folder.touch()
+    else:
+        folder.mkdir()
+        folder.chmod(0o777 if how == "open" else 0o700)
+    if how == "other":
+        if os.getuid():
+            pytest.skip("only root can give a folder away")
+        os.chown(folder, 65534, 65534)
+    code, stdout, stderr = pod.run("echo", "started", flags=("--max_restarts", "3"))
+    assert (code, stdout) == (2, "")
+    assert f"xla_dist: error: other users can write to {folder}: remove it" in stderr
+    assert "restarting" not in stderr
+    assert not [*(home / "elsewhere").glob("*")]
 
 
 def test_the_workers_end_needs_no_new_python():
@@ -616,7 +703,13 @@ def test_mistakes_of_elastic_slices(slices, flags, told):
     [
         ("--tpu=pod", "no command: pass it after --"),
         ("-- true", "arguments are required: --tpu"),
-        ("--tpu=pod --env X -- true", "argument --env: 'X' is not NAME=VALUE"),
+        ("--tpu=pod --env NO_SUCH -- true", "argument --env: NO_SUCH is not set here: export it"),
+        ("--tpu=pod --env 1X=secret -- true", "argument --env: '1X' is not a variable's name: use"),
+        (f"--tpu=pod --env X={'x' * 60_000} -- true", "--env: the values are longer than 60,000"),
+        (
+            "--tpu=pod -- python3 run_vit_training.py --data_dir gs://BUCKET/images",
+            "gs://BUCKET/images: write the name of your bucket in place of BUCKET",
+        ),
         ("--tpu=pod --max_restarts -1 -- true", "argument --max_restarts: -1 must be at least"),
         ("--tpu=pod --grace 99999999999 -- true", "99999999999 must be at least 0 and at most 1"),
         ("--tpu= -- true", "argument --tpu: '' is not a valid TPU VM name"),
@@ -669,6 +762,71 @@ def test_a_pod_that_is_not_up(pod):
 
 
 # -- Compute Engine -------------------------------------------------------------------
+
+
+NOT_JSON = [
+    b"WARNING: update gcloud",
+    b"",
+    b"[]",
+    b"null",
+    b"\xff\xfe",
+    b'{"a": 1}',
+    b"[" * 100_000,
+]
+NEEDS_PERSON = [
+    "The required property [project] is not currently set.",
+    "There was a problem refreshing your current auth tokens: ('invalid_grant: Bad Request', {})",
+    "You do not currently have an active account selected.",
+    "PERMISSION_DENIED: Cloud TPU API has not been used in project 1 before or it is disabled.",
+    "Could not fetch resource:\n - Required 'compute.instances.get' permission for 'projects/a'",
+    "Could not fetch resource:\n - The resource 'projects/none' was not found",
+]
+
+
+def answer(pod, content, *, fails=False):
+    """Let every call of gcloud but of its configuration print this, or fail with it."""
+    (pod.folder / "answer").write_bytes(content)
+    (pod.folder / "bin" / "gcloud").write_text(
+        "#!/bin/sh\n"
+        'if [ "$1" = config ]; then echo us-east5-b; exit; fi\n'
+        'echo "$*" >> "$STAND_IN/asked"\n'
+        f'cat "$STAND_IN/answer" {">&2; exit 1" if fails else ""}\n'
+    )
+
+
+@pytest.mark.parametrize("content", NOT_JSON, ids=lambda content: repr(content[:9]))
+@pytest.mark.parametrize("program", ["launch.xla_dist", "launch.compute_engine"])
+def test_gcloud_prints_something_else(pod_of, program, content):
+    pod = pod_of(1)
+    answer(pod, content)
+    words = ["--topology=v6e:4x4", "--poll=0"] if "compute" in program else []
+    code, stdout, stderr = finish(pod.start("--tpu=pod", *words, "--", "true", program=program))
+    assert (code, stdout) == (2, ""), stderr
+    (line,) = (line for line in stderr.splitlines() if "error" in line)
+    assert "gcloud's description of it is not in the expected JSON format" in line
+    assert "Traceback" not in stderr
+
+
+@pytest.mark.parametrize("said", NEEDS_PERSON, ids=lambda said: said[-12:])
+@pytest.mark.parametrize("program", ["launch.xla_dist", "launch.compute_engine"])
+def test_what_a_person_must_put_right_is_not_asked_again(pod_of, program, said):
+    pod = pod_of(1)
+    answer(
+        pod, f"ERROR: (gcloud.compute.x.describe) {said}\nPlease run: ...\n".encode(), fails=True
+    )
+    words = ["--topology=v6e:4x4"] if "compute" in program else []
+    code, stdout, stderr = finish(pod.start("--tpu=pod", *words, "--", "true", program=program))
+    assert (code, stdout, len(stderr.splitlines())) == (2, "", 1), stderr
+    assert " ".join(said.replace("\n -", "").split()) in stderr
+    asked = (pod.folder / "asked").read_text().splitlines()
+    assert len(asked) <= 2  # once of each API
+
+
+def test_a_network_that_is_away_is_no_mistake_of_a_person():
+    """What gcloud says then has hints at a login, too."""
+    away = "There was a problem refreshing your current auth tokens: Unable to find the server"
+    assert not slices_module.needs_person(away)
+    assert all(map(slices_module.needs_person, NEEDS_PERSON))
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from launch.ckpt_dir import lost_checkpoints
 from launch.compute_engine import LAST_ERROR
 from launch.slices import GROUP, gcloud_command
 from launch.xla_dist import STEP_TIMEOUT_SECONDS
@@ -296,6 +297,141 @@ def test_gcloud_accepts_what_it_is_asked(fresh_pod, tmp_path):
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(accepts, sorted({*commands})))
+
+
+def test_no_number_is_octal(fresh_pod):
+    words = [*SLICE, "--max_preemptions=08", "--dry_run", "--", "true"]
+    code, stdout, stderr = run_script(fresh_pod, QUEUED, *words)
+    assert (code, stderr) == (0, "")
+    assert "\n# after a preemption, up to 8 times: delete" in stdout
+
+
+def test_dry_runs_of_launchers_name_variables_alone(fresh_pod):
+    flags = ["--env", "A=s3cret", "--env=B=s3cret=1", "--env=C", "--dry_run", "--", "echo", "A=b"]
+    fresh_pod.variables["C"] = "s3cret"
+    for code, stdout, stderr in (
+        run_script(fresh_pod, QUEUED, *SLICE, *flags),
+        run_compute(fresh_pod, *EIGHT, *flags),
+    ):
+        assert (code, stderr) == (0, "")
+        assert " --env A --env=B --env=C -- echo A=b" in stdout
+        assert "s3cret" not in stdout
+
+
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [
+        ("ERROR: (gcloud) The required property [project] is not currently set.", 2),
+        (
+            "ERROR: (gcloud) There was a problem refreshing auth tokens: ('invalid_grant: Bad', {})",
+            2,
+        ),
+        ("ERROR: (gcloud) PERMISSION_DENIED: Permission 'tpu.nodes.get' denied on resource", 2),
+        ("ERROR: (gcloud) UNAVAILABLE: try again", 1),
+    ],
+)
+def test_what_gcloud_says_of_a_queued_resource(fresh_pod, said, code):
+    script(
+        fresh_pod.folder / "bin" / "gcloud",
+        f"printf '%s\\nPlease run:\\n' {shlex.quote(said)} >&2; exit 1",
+    )
+    ended, stdout, stderr = run_script(fresh_pod, QUEUED, *SLICE, "--", "true")
+    assert (ended, stdout) == (code, "")
+    assert len(stderr.splitlines()) == 1
+    assert said in stderr
+
+
+@pytest.mark.parametrize("printed", ["", "[]", "null", "WARNING: update", "\\377\\376"])
+def test_gcloud_prints_no_state(fresh_pod, printed):
+    script(fresh_pod.folder / "bin" / "gcloud", f"printf '{printed}'")
+    code, stdout, stderr = run_script(fresh_pod, QUEUED, *SLICE, "--", "true")
+    assert (code, stdout) == (1, "")
+    assert "gcloud cannot tell whether pod exists: it printed no state but '" in stderr
+
+
+# -- checkpoints on the disks of a slice ------------------------------------------------
+
+TRAIN = [".venv/bin/python", "-u", "run_vit_training.py"]
+
+
+@pytest.mark.parametrize(
+    ("command", "disks", "lost"),
+    [
+        (TRAIN, [], "the default --ckpt_dir"),
+        (["launch/torchrun.sh", "--log-dir", "logs", "--"], [], "the default --ckpt_dir"),
+        ([*TRAIN, "@recipes/vit_10b.args"], [], "the default --ckpt_dir"),
+        ([*TRAIN, "--ckpt_dir", "~/runs/a"], [], "--ckpt_dir ~/runs/a"),
+        ([*TRAIN, "--ckpt_dir=/mnt/a"], [], "--ckpt_dir /mnt/a"),
+        ([*TRAIN, "--ckpt_dir=/mnt/a"], ["/mnt"], None),
+        ([*TRAIN, "--ckpt_dir=/mnt/a"], ["/mnt/b", "/mnt/a/"], None),
+        ([*TRAIN, "--ckpt_dir=/mnt/ab"], ["/mnt/a"], "--ckpt_dir /mnt/ab"),
+        ([*TRAIN, "--ckpt_dir=/mnt/a/../../tmp"], ["/mnt"], "--ckpt_dir /mnt/a/../../tmp"),
+        ([*TRAIN, "--ckpt_dir", "gs://b/a"], [], None),
+        ([*TRAIN, "--ckpt_dir", "file:///mnt/a"], [], "--ckpt_dir file:///mnt/a"),
+        ([*TRAIN, "--ckpt_dir", "gs://b/a", "--ckpt_dir=/a"], [], "--ckpt_dir /a"),
+        ([*TRAIN, "--ckpt_dir=/a", "--ckpt_dir", "gs://b/a"], [], None),
+        (
+            [*TRAIN, "--ckpt_dir=gs://b/a", "@/no/such"],
+            [],
+            "a --ckpt_dir that may be in @/no/such, w",
+        ),
+        ([*TRAIN, "@/no/such", "--ckpt_dir=gs://b/a"], [], None),
+        (
+            [*TRAIN, "--resume", "gs://b/a", "--local_ckpt_dir", "gs://b"],
+            [],
+            "the default --ckpt_dir",
+        ),
+        ([*TRAIN, "--self_check"], [], None),
+        ([*TRAIN, "--eval_only", "--resume", "gs://b/a"], [], None),
+        ([*TRAIN, "--compile_only"], [], None),
+        ([*TRAIN, "--predict=a.jpg"], [], None),
+        (["env", "A=b", "python3", "/x/run_vit_training.py"], [], "the default --ckpt_dir"),
+        (["python3", "benchmarks/xla_step.py", "--ckpt_dir", "/a"], [], None),
+        (["true"], [], None),
+        ([], [], None),
+    ],
+)
+def test_which_checkpoints_are_lost(command, disks, lost):
+    found = lost_checkpoints(command, disks)
+    assert (found or "").startswith(lost or "")
+    assert (found is None) == (lost is None)
+
+
+def test_flags_in_files_count(tmp_path):
+    """As the program reads them: the last one, also of a file in a file."""
+    (tmp_path / "inner").write_text("--ckpt_dir \\\n  '/mnt/a b'  # here\n")
+    (tmp_path / "outer").write_text(f"--ckpt_dir gs://b/a @{tmp_path}/inner")
+    words = [f"@{tmp_path}/outer"]
+    assert read_flags(words).run.checkpoints.ckpt_dir == "/mnt/a b"
+    assert lost_checkpoints([*TRAIN, *words], []) == "--ckpt_dir /mnt/a b"
+    (tmp_path / "check").write_text("--self_check")
+    assert lost_checkpoints([*TRAIN, *words, f"@{tmp_path}/check"], []) is None
+
+
+@pytest.mark.parametrize("flag", ["--delete", "--max_preemptions=1"])
+@pytest.mark.parametrize("launcher", [QUEUED, "launch.compute_engine"])
+def test_no_slice_is_deleted_with_its_checkpoints(fresh_pod, launcher, flag):
+    def start(*words):
+        if launcher == QUEUED:
+            return start_script(fresh_pod, QUEUED, *SLICE, *words)
+        return start_compute(fresh_pod, *EIGHT, *words)
+
+    train = ["python3", "run_vit_training.py", "--fake_data", "--ckpt_dir", "/mnt/it's/a"]
+    line = refused(start(flag, "--", *train))
+    told = (
+        f"error: {flag.partition('=')[0]} would delete the slice's disks with the checkpoints in "
+    )
+    assert f"{told}--ckpt_dir /mnt/it's/a: use --ckpt_dir gs://bucket/folder, or" in line
+    assert line.endswith(" with --network_disk FOLDER")
+    assert not (fresh_pod.folder / "calls").exists()
+    for words in (
+        [flag, "--network_disk", "/mnt/it's", "--dry_run", "--", *train],
+        [flag, "--dry_run", "--", *train, "--ckpt_dir=gs://b/a"],
+        ["--dry_run", "--", *train],
+    ):
+        code, stdout, stderr = finish(start(*words))
+        assert (code, stderr) == (0, "")
+        assert "run_vit_training.py --fake_data --ckpt_dir" in stdout
 
 
 def test_queued_resource_that_cannot_be_had(fresh_pod):

@@ -1,5 +1,6 @@
 """--plan: its arithmetic against the compiler's figures, its search, the whole on small models."""
 
+import contextlib
 import functools
 import itertools
 import json
@@ -13,7 +14,7 @@ import pytest
 from PIL import Image
 
 import run_vit_training
-from launch import compute_engine
+from launch import Mistake, compute_engine, xla_dist
 from run_vit_training import read_flags
 from tests.support.cli import ROOT, run_program
 from tests.support.usage_error import told_in_one_line
@@ -276,6 +277,24 @@ def test_each_candidate_is_checked_on_its_own_kind_of_chip(kind):
         assert refusal(request, candidate) is None
 
 
+BUCKET = ["--ckpt_dir", "gs://BUCKET/runs/vit"]
+"""What a "launch" line has in addition: the slice is deleted with its disks."""
+
+
+@pytest.mark.parametrize("ckpt_dir", ["gs://bucket/a", "/mnt/a"])
+def test_a_ckpt_dir_that_is_named_is_kept(shapes, ckpt_dir):
+    flags = f"--tpu_topology v6e:2x2 --precision bf16 --ckpt_dir {ckpt_dir}"
+    config, xla, _ = asked("--model", VIT_10B, *flags.split())
+    (candidate, *_) = candidates(config, xla, MOST)
+    commands = _commands(SimpleNamespace(config=config, xla=xla), candidate)
+    words = shlex.split(commands["launch"])
+    assert [words[i + 1] for i, word in enumerate(words) if word == "--ckpt_dir"] == [ckpt_dir]
+    with contextlib.ExitStack() as stack:
+        if ckpt_dir == "/mnt/a":  # only the user knows whether it is a network disk
+            stack.enter_context(pytest.raises(Mistake, match="--network_disk FOLDER"))
+        compute_engine.parse(words[3:])
+
+
 def test_tpu7x_is_trained_on_by_torchtpu(shapes):
     """Its command lines are ones that the launcher and the backend take."""
     flags = "--tpu_topology tpu7x:2x2x2 --mesh_dcn 2 --precision bf16 --num_epochs 3"
@@ -288,7 +307,7 @@ def test_tpu7x_is_trained_on_by_torchtpu(shapes):
     assert (train.run.backend, train.run.num_epochs) == ("torchtpu", 3)
     launched = compute_engine.parse(commands["launch"][3:])
     assert (launched.hosts, launched.slices, launched.torchtpu) == (2, 2, True)
-    assert launched.command == commands["train"]
+    assert launched.command == [*commands["train"], *BUCKET]
 
 
 def test_a_chip_of_tpu7x_is_two_devices(shapes):
@@ -460,7 +479,10 @@ def test_by_arithmetic_alone(plan, tmp_path):
             assert words[:3] == ["python3", "-m", "launch.compute_engine"]
             asked = compute_engine.parse(words[3:])
             assert asked.hosts * 4 >= found[name]["chips"] / asked.slices
-            assert asked.command[-len(commands["train"]) + 2 :] == commands["train"][2:]
+            assert asked.command[-len(commands["train"]) :] == [*commands["train"][2:], *BUCKET]
+            words = ["--tpu=vit", "--dry_run", "--", *asked.command]
+            assert xla_dist.main(words) == 2  # until the bucket is named
+            assert xla_dist.main([word.replace("BUCKET", "bucket") for word in words]) == 0
         train = read_flags(commands["train"][2:])
         assert train.run.num_epochs == 90
         assert train.run.sharding == run.config.sharding
