@@ -1,5 +1,6 @@
 """Connects the processes that torchrun started, and runs a function with a backend in each."""
 
+import contextlib
 import gc
 import os
 import pkgutil
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
+from data.files import is_private, temporary_folder
 from models import timm_private
 from torch_fsdp import devices
 from torch_fsdp.devices import Device
@@ -44,6 +46,8 @@ def launch(body: Callable[[TorchRun, Backend], None], run: TorchRun) -> None:
             f"invalid {values}: start with torchrun, which sets all four, or unset RANK and "
             "WORLD_SIZE to run one process"
         )
+    if run.plan.compile != "none":
+        choose_compile_cache()
     device = devices.choose(run.config.backend)
     device.start(tf32=run.backend_config.tf32)
     if is_first_of_torchrun():
@@ -85,6 +89,25 @@ SAY_SECONDS = 10.0
 _LIMIT_SECONDS = 600
 _NAMES_SHOWN = 8
 _STORE_TIMEOUT = timedelta(minutes=30)  # PyTorch's default, for later use by the process group
+
+
+def choose_compile_cache() -> None:
+    """Keep compiled code in this user's own folder, unless TORCHINDUCTOR_CACHE_DIR is set: by
+    default PyTorch runs what it finds in a temporary folder that any user may have created. Raises
+    UsageError."""
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        return
+    own = temporary_folder()
+    with contextlib.suppress(OSError):
+        own.mkdir(mode=0o700)
+    if not os.path.lexists(own):
+        return  # nothing can be written there, as PyTorch will report
+    if not is_private(own):
+        raise UsageError(
+            f"{own} belongs to another user or can be written by any: remove it, or set "
+            "TORCHINDUCTOR_CACHE_DIR to a folder of your own"
+        )
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(own / "torchinductor")
 
 
 def join(rank: int, world_size: int, device: Device) -> Store:

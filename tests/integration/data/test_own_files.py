@@ -1,19 +1,24 @@
 """What is written goes through no link, and what another user has made is not trusted."""
 
+import fcntl
 import os
 import shutil
 import stat
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from data.files import cache_folder
+from data.files import DataFolderError, cache_folder
+from data.index import _one_process_at_a_time as one_process_at_a_time
 from run_vit_training import read_flags
 from tests.support.cli import DIGITS, TINY_MODEL, run_program, tiny, train_tiny_gpu
 from tests.support.usage_error import told_in_one_line
+from torch_fsdp.launch_torch import choose_compile_cache
 from training.checkpoints.choose import check_folders, checkpoint_around, remove
+from training.errors import UsageError
 from training.files import FolderLock
 
 OTHER = 54321
@@ -223,6 +228,70 @@ def test_the_cache_of_a_user_without_a_home(everybodys, monkeypatch):
     assert as_other(cache_folder).startswith(
         f"DataFolderError: {place}, the cache folder used because HOME"
     )
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """The temporary folder, and in it the path of this user's."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for name in ("HOME", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / f"vit_fsdp-{os.geteuid()}"
+
+
+@pytest.mark.parametrize("how", ["link", "dangling", "file", "open", "other"])
+def test_a_temporary_folder_of_others_is_not_used(how, temporary, monkeypatch):
+    """Anybody can guess its name: neither the index nor compiled code is read from it."""
+    elsewhere = temporary.parent / "elsewhere"
+    if how in ("link", "dangling"):
+        temporary.symlink_to(elsewhere)
+        if how == "link":
+            elsewhere.mkdir()
+    elif how == "file":
+        temporary.touch()
+    else:
+        temporary.mkdir()
+        temporary.chmod(0o777 if how == "open" else 0o755)
+    if how == "other":
+        if os.geteuid():
+            pytest.skip("only root can give a folder away")
+        os.chown(temporary, OTHER, OTHER)
+
+    def no_home(path):
+        raise RuntimeError
+
+    monkeypatch.setattr("pathlib.Path.expanduser", no_home)
+    with pytest.raises(DataFolderError, match="belongs to another user or can be written by any"):
+        cache_folder()
+    with pytest.raises(UsageError, match="or set TORCHINDUCTOR_CACHE_DIR to a folder of your own"):
+        choose_compile_cache()
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    assert not elsewhere.exists() or not [*elsewhere.iterdir()]
+
+
+def test_compiled_code_is_kept_in_an_own_folder(temporary, monkeypatch):
+    choose_compile_cache()
+    assert os.environ.pop("TORCHINDUCTOR_CACHE_DIR") == str(temporary / "torchinductor")
+    assert stat.S_IMODE(temporary.stat().st_mode) == 0o700
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
+    choose_compile_cache()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/mine"
+
+
+def test_a_lock_on_the_temporary_folder_stops_nobody(temporary):
+    """Any user can hold it; the index of a bucket, which has no lock, does not wait for it."""
+
+    def read_index():
+        with one_process_at_a_time("gs://bucket/images"):
+            done.set()
+
+    done, held = threading.Event(), os.open(temporary.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        threading.Thread(target=read_index, daemon=True).start()
+        assert done.wait(20)
+    finally:
+        os.close(held)
 
 
 # -- a checkpoint is no run's folder ----------------------------------------------------

@@ -322,10 +322,7 @@ def test_dry_runs_of_launchers_name_variables_alone(fresh_pod):
     ("said", "code"),
     [
         ("ERROR: (gcloud) The required property [project] is not currently set.", 2),
-        (
-            "ERROR: (gcloud) There was a problem refreshing auth tokens: ('invalid_grant: Bad', {})",
-            2,
-        ),
+        ("ERROR: (gcloud) There was a problem refreshing tokens: ('invalid_grant: Bad', {})", 2),
         ("ERROR: (gcloud) PERMISSION_DENIED: Permission 'tpu.nodes.get' denied on resource", 2),
         ("ERROR: (gcloud) UNAVAILABLE: try again", 1),
     ],
@@ -346,7 +343,7 @@ def test_gcloud_prints_no_state(fresh_pod, printed):
     script(fresh_pod.folder / "bin" / "gcloud", f"printf '{printed}'")
     code, stdout, stderr = run_script(fresh_pod, QUEUED, *SLICE, "--", "true")
     assert (code, stdout) == (1, "")
-    assert "gcloud cannot tell whether pod exists: it printed no state but '" in stderr
+    assert "gcloud cannot tell whether pod exists: it printed no state but " in stderr
 
 
 # -- checkpoints on the disks of a slice ------------------------------------------------
