@@ -80,8 +80,8 @@ def ask(command: Sequence[str], content: str = "", seconds: float | None = ASK_S
         )
     except FileNotFoundError:
         raise Mistake(f"{command[0]} not found on PATH: install it") from None
-    except OSError as error:
-        raise Mistake(f"{command[0]} cannot be run: {error.strerror}") from None
+    except OSError as failure:
+        raise Mistake(f"{command[0]} cannot be run: {failure.strerror}") from None
     except subprocess.TimeoutExpired:
         raise Unanswered(f"{command[0]} did not respond within {seconds:.0f} s") from None
     if answer.returncode:
