@@ -61,6 +61,8 @@ def lost_checkpoints(command: Sequence[str], disks: Sequence[str]) -> str | None
         elif word.startswith("@"):
             folder, said = "", f"a --ckpt_dir that may be in {word}, which is not readable here"
     protocol, is_url, _ = folder.partition("://")
+    if "$(" in folder:  # Kubernetes replaces it by a variable
+        return None
     if is_url:
         return said if protocol in _ON_THE_MACHINE else None
     path = PurePosixPath(os.path.normpath(folder))

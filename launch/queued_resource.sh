@@ -122,7 +122,7 @@ look() {
 }
 
 needs_person() {
-    python3 -c 'import sys; from launch.slices import needs_person; sys.exit(not needs_person(sys.argv[1]))' "$1"
+    python3 -c 'import sys, launch.slices; sys.exit(not launch.slices.needs_person(sys.argv[1]))' "$1"
 }
 
 give_back() {

@@ -378,6 +378,7 @@ TRAIN = [".venv/bin/python", "-u", "run_vit_training.py"]
             [],
             "the default --ckpt_dir",
         ),
+        ([*TRAIN, "--ckpt_dir=$(FOLDER)/a"], [], None),
         ([*TRAIN, "--self_check"], [], None),
         ([*TRAIN, "--eval_only", "--resume", "gs://b/a"], [], None),
         ([*TRAIN, "--compile_only"], [], None),
