@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from data.utf8 import use_utf8
 from gpu_fsdp.config import TorchConfig
 from tools.plan.config import PlanConfig
 from training import errors
@@ -303,6 +304,7 @@ def _run(flags: Flags) -> int:
 
 
 if __name__ == "__main__":
+    use_utf8()
     open_closed_streams()
     faulthandler.enable()  # print the Python stack on a crash in compiled code
     try:

@@ -149,7 +149,9 @@ def main(argv: list[str] | None = None) -> int:
         print("\n".join(map(line, found)), flush=True)
         rows += found
     if arguments.json:
-        arguments.json.write_text(json.dumps({"commit": commit(), "rows": rows}, indent=1) + "\n")
+        arguments.json.write_text(
+            json.dumps({"commit": commit(), "rows": rows}, indent=1) + "\n", encoding="utf-8"
+        )
     if arguments.plot and rows:
         plot(rows, arguments.plot)
     return 0 if rows else 1

@@ -27,7 +27,8 @@ def run_python(
         cwd=ROOT,
         env={**os.environ, **(environment or {})},
         capture_output=True,
-        text=True,
+        encoding="utf-8",
+        errors="replace",
         check=False,
     )
 
@@ -55,7 +56,7 @@ def commit(*paths: str, at: Path = ROOT) -> str:
 
     def git(*words: str) -> str:
         command = ["git", *words, "--", *paths]
-        done = subprocess.run(command, cwd=at, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=at, capture_output=True, encoding="utf-8", check=False)
         return done.stdout.strip()
 
     try:

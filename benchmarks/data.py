@@ -70,7 +70,7 @@ def main() -> None:
         kind = "crops" if args.crops else "loaders"
         figures = {kind: time_loaders(Path(folder), args, CROPS if args.crops else WHOLE)}
     if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+        args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
 def make_images(root: Path, count: int) -> float:
@@ -248,8 +248,8 @@ def cpu_seconds() -> float:
     """Return the CPU time of this process and of its children that live."""
     me = os.getpid()
     total = time.process_time()
-    for child in Path(f"/proc/{me}/task/{me}/children").read_text().split():
-        fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+    for child in Path(f"/proc/{me}/task/{me}/children").read_text(encoding="utf-8").split():
+        fields = Path(f"/proc/{child}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return total
 

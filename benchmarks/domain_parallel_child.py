@@ -122,7 +122,7 @@ def measure(
 
 def _own_memory(name: str) -> int:
     """Return a figure of /proc about this process, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith(f"{name}:"):
             return 1024 * int(line.split()[1])
     raise KeyError(name)

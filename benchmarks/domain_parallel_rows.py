@@ -89,7 +89,7 @@ def _cell(value: str | int | float | None) -> str:
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    with open(path, "w", newline="") as file:
+    with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         writer.writerows(row.values() for row in rows)

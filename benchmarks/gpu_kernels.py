@@ -284,7 +284,9 @@ def main() -> None:
         sys.exit(f"gpu_kernels.py requires PyTorch {WRITTEN_FOR}, not {torch.__version__}")
     kernels, depth = kernels_of_model(options.model, options.batch_size, options.change)
     if options.json:
-        options.json.write_text(json.dumps([asdict(kernel) for kernel in kernels], indent=2) + "\n")
+        options.json.write_text(
+            json.dumps([asdict(kernel) for kernel in kernels], indent=2) + "\n", encoding="utf-8"
+        )
     rows = [["pass", "operations", "MB", "ms/model"]]
     total = 0
     for kernel in kernels:

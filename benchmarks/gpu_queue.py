@@ -143,7 +143,7 @@ def words_of(name: str, folder: Path, *, tiny: bool) -> list[str]:
 def run(words: list[str], output: Path, seconds: float) -> str:
     """Run a command in a process group of its own; return how it ended."""
     started = time.monotonic()
-    with output.open("w") as file:
+    with output.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
             words,
             cwd=ROOT,
@@ -202,10 +202,10 @@ def main() -> None:
             words = words_of(name, options.folder, tiny=options.tiny)
             output = options.folder / f"{name}.txt"
             result = run(words, output, seconds)
-            print(output.read_text(), flush=True)
+            print(output.read_text(encoding="utf-8", errors="replace"), flush=True)
         rows.append([name, ROWS[name].question, result])
         table = "\n".join([f"commit {commit()}", "", *markdown(rows)]) + "\n"
-        (options.folder / "queue.txt").write_text(table)
+        (options.folder / "queue.txt").write_text(table, encoding="utf-8")
     print(table)
 
 

@@ -244,7 +244,7 @@ def describe_run(options: argparse.Namespace, flags: list[str]) -> dict[str, Any
 
 def write_json(path: Path, about: dict[str, Any], rows: list[Row]) -> None:
     content = {**about, "rows": [asdict(row) for row in rows]}
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def plot(path: Path, rows: list[Row], about: dict[str, Any]) -> None:

@@ -135,7 +135,7 @@ class Run:
 def train(folder: Path, *flags: str) -> tuple[list[dict[str, Any]], float]:
     """Run the program into ``folder``; return its records and seconds of a core."""
     command = [sys.executable, "run_vit_training.py", *flags, "--ckpt_dir", str(folder)]
-    with tempfile.TemporaryFile("w+") as output:
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         process = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -344,7 +344,9 @@ def main() -> None:
     def write() -> None:
         if options.json:
             figures = {"runs": [*map(asdict, runs)], "steps": [*map(asdict, steps)]}
-            options.json.write_text(json.dumps({"commit": name, **figures}, indent=1) + "\n")
+            options.json.write_text(
+                json.dumps({"commit": name, **figures}, indent=1) + "\n", encoding="utf-8"
+            )
 
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)

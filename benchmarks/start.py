@@ -32,7 +32,7 @@ def time_start(checkout: Path, flags: list[str]) -> dict[str, float]:
     """Return the seconds of a start's parts, its wall time and the seconds of a core."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         command = [sys.executable, "run_vit_training.py", *flags, "--ckpt_dir", folder]
-        with open(f"{folder}/output", "w+") as output:
+        with open(f"{folder}/output", "w+", encoding="utf-8", errors="replace") as output:
             process = subprocess.Popen(command, cwd=checkout, stdout=output, stderr=output)
             try:
                 events: dict[str, dict] = {}

@@ -30,6 +30,7 @@ from data.decode import Pixels
 from data.files import DataFolderError
 from data.source import DatasetRequest, DataSource, Split
 from data.transforms import ImageSplit, Transform, transforms_of
+from data.utf8 import use_utf8
 
 SIZE, MNIST_SIZE = 8, 28
 MAX_VALUE = 16  # scikit-learn's grey levels run from 0 to 16
@@ -254,4 +255,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    use_utf8()
     main()

@@ -4,7 +4,9 @@ URLs of all kinds that fsspec supports can be used: gs://, s3://, file://, ...
 """
 
 import contextlib
+import csv
 import errno
+import io
 import json
 import logging
 import os
@@ -14,7 +16,7 @@ import tempfile
 import time
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -257,6 +259,25 @@ def replace_file(path: Path, content: bytes, *, unfinished: str = "tmp") -> None
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+def write_csv(path: Path, rows: Iterable[Sequence[Any]]) -> None:
+    """Write a table for spreadsheets and terminals, atomically. Raises OSError.
+
+    Text that a spreadsheet would compute as a formula gets an apostrophe, control characters are
+    escaped; bytes in names that are no text stay as they are.
+    """
+
+    def cell(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        text = "".join(char if "\udc80" <= char <= "\udcff" else printable(char) for char in value)
+        first = unicodedata.normalize("NFKC", text.lstrip()[:1])
+        return f"'{text}" if first and first in "=+-@" else text
+
+    content = io.StringIO(newline="")
+    csv.writer(content).writerows([*map(cell, row)] for row in rows)
+    replace_file(path, content.getvalue().encode(errors="surrogateescape"))
 
 
 def cache_folder() -> Path:

@@ -29,8 +29,16 @@ from tqdm import tqdm
 
 from config_fields import path_or_url, positive
 from data import files
-from data.files import DataFolderError, MissingSplitError, is_url, printable, reason_of, regular
+from data.files import (
+    DataFolderError,
+    MissingSplitError,
+    is_url,
+    printable,
+    reason_of,
+    regular,
+)
 from data.index import SPLITS, check_folder, folder_of_images, index_split
+from data.utf8 import use_utf8
 from data.webdataset import PACK_FILE, MemberInfo, regular_members
 
 # -- the images of a source ------------------------------------------------------------
@@ -357,4 +365,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    use_utf8()
     main()

@@ -29,7 +29,9 @@ smartquotes = False  # would make a dash of the two hyphens of a flag
 def navigation() -> str:
     """Return a hidden ``toctree`` for each section of docs/README.md, with its table's pages."""
     parts = [f"```{{toctree}}\n:hidden:\n\n{INDEX}\n```\n"]
-    for section in re.split(r"^## ", (ROOT / f"{INDEX}.md").read_text(), flags=re.M)[1:]:
+    for section in re.split(
+        r"^## ", (ROOT / f"{INDEX}.md").read_text(encoding="utf-8"), flags=re.M
+    )[1:]:
         caption = section.partition("\n")[0]
         pages = re.findall(r"^\| \[[^]]*\]\(([\w/]+)\.md\) \|", section, re.M)
         names = "\n".join(f"docs/{page}" for page in pages)

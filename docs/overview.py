@@ -30,7 +30,7 @@ VARIANTS = {
 
 def losses(folder: Path) -> dict[int, float]:
     """Return the training loss of each step of a run."""
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     return {line["step"]: line["loss"] for line in lines if "grad_norm" in line}
 
 
@@ -54,7 +54,7 @@ def main(folder: Path) -> None:
     loss.legend(frameon=False)
     difference.set(xlabel="step", ylabel="difference", yscale="log")
 
-    table = (DOCS / "evidence" / "benchmarks.md").read_text()
+    table = (DOCS / "evidence" / "benchmarks.md").read_text(encoding="utf-8")
     for offset, model in ((-0.2, "ViT-L/16"), (0.2, "6 blocks of 10B")):
         row = rf"^\| {model} \| (\S+) \| \d+ \| [\d.]+ \| [\d,]+ \| ([\d.]+) \|"
         ratios = dict(re.findall(row, table, re.M))

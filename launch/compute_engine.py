@@ -27,7 +27,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from config_fields import bounded, count, not_empty, positive
-from launch import IN_VAIN, STOPS, Failed, LauncherParser, Mistake
+from launch import IN_VAIN, STOPS, Failed, LauncherParser, Mistake, escape_unencodable
 from launch.ckpt_dir import add_network_disk, check_ckpt_dir
 from launch.slices import (
     GROUP,
@@ -454,7 +454,8 @@ def main(argv: Sequence[str]) -> int:
             [*launch, "--dry_run", "--", *(args.command or ["true"])],
             cwd=_ROOT,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             check=False,
         )
         if checked.returncode:
@@ -477,7 +478,7 @@ def main(argv: Sequence[str]) -> int:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     lock = cache / "vit_fsdp" / f"compute_engine-{args.tpu}-{args.zone}.lock"
     lock.parent.mkdir(parents=True, exist_ok=True)
-    held = lock.open("a")  # until this process ends
+    held = lock.open("ab")  # until this process ends
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -561,4 +562,5 @@ def run(
 
 
 if __name__ == "__main__":
+    escape_unencodable()
     sys.exit(main(sys.argv[1:]))

@@ -163,7 +163,7 @@ def send(group: int, number: int) -> None:
 
 def say(text: str) -> None:
     with contextlib.suppress(OSError):
-        os.write(2, f"xla_dist: {text}\n".encode())
+        os.write(2, f"xla_dist: {text}\n".encode(errors="backslashreplace"))
 
 
 if __name__ == "__main__":

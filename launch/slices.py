@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from config_fields import not_empty
-from launch import Failed, LauncherParser, Mistake
+from launch import Failed, LauncherParser, Mistake, escape_unencodable
 
 SSH_OPTIONS = ("-oServerAliveInterval=30", "-oServerAliveCountMax=4", "-oConnectTimeout=30")
 """ssh reports a worker that is gone after two minutes; by default it may wait for hours."""
@@ -464,4 +464,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    escape_unencodable()
     sys.exit(main(sys.argv[1:]))

@@ -24,7 +24,15 @@ from pathlib import Path
 from typing import Any
 
 from config_fields import count, local_path, not_empty, positive
-from launch import CRASH_SECONDS, IN_VAIN, Failed, LauncherParser, Mistake, pod_worker
+from launch import (
+    CRASH_SECONDS,
+    IN_VAIN,
+    Failed,
+    LauncherParser,
+    Mistake,
+    escape_unencodable,
+    pod_worker,
+)
 from launch.pod import AS_ASKED, GRACE_SECONDS, Ending, Pod, Worker
 from launch.slices import (
     APIS,
@@ -473,4 +481,5 @@ def remote_command(
 
 
 if __name__ == "__main__":
+    escape_unencodable()
     sys.exit(main(sys.argv[1:]))

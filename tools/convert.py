@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 from config_fields import local_path
 from data.files import without_secrets
+from data.utf8 import use_utf8
 from models.config import VitConfig
 from models.native_vit import NativeSpec
 from models.timm_models import EVA_NAMES, TimmSpec
@@ -221,9 +222,9 @@ def write(
         write_safetensors({name: tensors[name] for name in names}, path / file, metadata)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (path / hub.INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (path / hub.INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     if config:
-        (path / hub.CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+        (path / hub.CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def write_safetensors(
@@ -521,5 +522,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    use_utf8()
     with exit_quietly_on_broken_pipe(PROGRAM):
         sys.exit(main())

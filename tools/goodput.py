@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from config_fields import bounded, local_path, seconds
+from data.utf8 import use_utf8
 from training.errors import UsageError
 from training.flags import OneLineParser
-from training.logs.figures import pyplot, save_figure
+from training.logs.figures import as_label, pyplot, save_figure
 from training.logs.records import EVENTS_FILE, damaged_lines, is_number, read_events
 from training.processes.output import exit_quietly_on_broken_pipe
 
@@ -494,7 +495,7 @@ def draw(accounts: Mapping[Path, Account], path: Path) -> None:
     """Draw the shares of wall time, a bar a run. Raises OSError, or ValueError for a suffix."""
     figure, axis = pyplot().subplots(figsize=(10, 1.7 + 0.55 * len(accounts)), layout="constrained")
     names = [
-        f"{name}\n{duration(account.wall_s)}"
+        f"{as_label(name)}\n{duration(account.wall_s)}"
         for name, account in zip(short_names([*accounts]), accounts.values(), strict=True)
     ]
     left = [0.0] * len(accounts)
@@ -617,5 +618,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    use_utf8()
     with exit_quietly_on_broken_pipe(_PROGRAM):
         sys.exit(main())

@@ -26,6 +26,7 @@ from data.files import printable
 from data.loader import Batch, Share
 from data.size_schedule import SizeSchedule
 from data.source import DataSource, open_data
+from data.utf8 import use_utf8
 from torch_fsdp.config import Fsdp2Config
 from torch_fsdp.parallel_plan import DTYPES
 from training.backend import Backend, data_errors_as_usage_errors, dataset_request, pass_seed
@@ -430,5 +431,6 @@ def _replay(options: Any) -> None:
 
 
 if __name__ == "__main__":
+    use_utf8()
     with exit_quietly_on_broken_pipe(PROGRAM):
         sys.exit(main())

@@ -21,6 +21,7 @@ import numpy as np
 
 from config_fields import local_path
 from data.files import no_link, printable, reason_of, replace_file
+from data.utf8 import use_utf8
 from tools import goodput
 from training.checkpoints.choose import RUN_FILE
 from training.errors import UsageError
@@ -558,7 +559,7 @@ def page(recorded: Sequence[RecordedRun], made: datetime) -> str:
         else "",
         "settings": settings(runs),
     }
-    return string.Template(_PAGE.read_text()).substitute(shown)
+    return string.Template(_PAGE.read_text(encoding="utf-8")).substitute(shown)
 
 
 # -- The command line ------------------------------------------------------------------------------
@@ -621,5 +622,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    use_utf8()
     with exit_quietly_on_broken_pipe(_PROGRAM):
         sys.exit(main())

@@ -17,11 +17,12 @@ import torch
 from config_fields import local_path
 from data.loader import Batch, Share
 from data.source import DatasetRequest, open_data
+from data.utf8 import use_utf8
 from training.backend import data_errors_as_usage_errors, dataset_request
 from training.config import RunConfig
 from training.errors import UsageError
 from training.flags import parse
-from training.logs.figures import pyplot
+from training.logs.figures import as_label, pyplot
 from training.mesh import Mesh
 from training.objectives.classify import Mixing, smoothed
 from training.processes.output import exit_quietly_on_broken_pipe
@@ -161,7 +162,7 @@ def draw(columns: Sequence[Column], path: Path) -> None:
         for axis, image, label in zip(across, column.images, column.labels, strict=True):
             pixels = image.permute(1, 2, 0).squeeze(-1).numpy()
             axis.imshow(pixels, cmap="gray", vmin=0, vmax=1)
-            axis.set_xlabel(label, fontsize=7)
+            axis.set_xlabel(as_label(label), fontsize=7)
             axis.set(xticks=[], yticks=[])
     figure.savefig(path, dpi=90)
     plt.close(figure)
@@ -194,5 +195,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    use_utf8()
     with exit_quietly_on_broken_pipe("show_augmentations"):
         sys.exit(main())

@@ -130,11 +130,11 @@ class UrlPath:
         with self.storage() as (storage, path):
             storage.pipe_file(path, content)
 
-    def read_text(self, errors: str = "strict") -> str:
-        return self.read_bytes().decode(errors=errors)
+    def read_text(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        return self.read_bytes().decode(encoding, errors)
 
-    def write_text(self, text: str) -> None:
-        self.write_bytes(text.encode())
+    def write_text(self, text: str, encoding: str = "utf-8") -> None:
+        self.write_bytes(text.encode(encoding))
 
     def unlink(self, *, missing_ok: bool = False) -> None:
         with self.storage() as (storage, path):
@@ -335,7 +335,7 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
         os.pwrite(self._file, content.encode(), 0)
         os.fsync(self._file)
         if self._place != self._folder:
-            (self._folder / LOCK_FILE).write_text(content)
+            (self._folder / LOCK_FILE).write_text(content, encoding="utf-8")
         return token
 
     def release(self) -> None:

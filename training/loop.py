@@ -211,7 +211,7 @@ class StepProfiler(Hook):
             torch.cuda.memory._dump_snapshot(str(self._folder / f"memory_{self._rank}.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
         table = self._profile.key_averages().table(sort_by=by, row_limit=40)
-        (self._folder / f"operators_{self._rank}.txt").write_text(table)
+        (self._folder / f"operators_{self._rank}.txt").write_text(table, encoding="utf-8")
         self._profile, self._written = None, True
 
 

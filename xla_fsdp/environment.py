@@ -134,7 +134,7 @@ def _set_compute_engine_variables(tpu_env: str) -> None:
 def _has_tpu_chips() -> bool:
     vendors = map(Path, glob.glob("/sys/bus/pci/devices/*/vendor"))
     return any(
-        vendor.read_text().strip() == TPU_PCI_VENDOR
-        and vendor.with_name("device").read_text().strip() in TPU_PCI_DEVICES
+        vendor.read_text(encoding="utf-8").strip() == TPU_PCI_VENDOR
+        and vendor.with_name("device").read_text(encoding="utf-8").strip() in TPU_PCI_DEVICES
         for vendor in vendors
     )

@@ -470,7 +470,7 @@ class DeviceMemory:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
-                    text=True,
+                    encoding="utf-8",
                     start_new_session=True,  # do not receive signals to the run's process group
                 )
         if self._waits:  # the last answer is overdue

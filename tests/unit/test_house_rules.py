@@ -88,3 +88,33 @@ def test_fast_files_start_no_training():
         imported = set(re.findall(r"\w+", " ".join(re.findall(r"^from .*", text, re.MULTILINE))))
         assert not imported & slow, path
         assert "\n@pytest.mark.long" not in text, path
+
+
+def is_text_without_encoding(call: ast.Call) -> bool:
+    """Whether a call reads or writes text in the encoding of the locale."""
+    named = {keyword.arg: getattr(keyword.value, "value", None) for keyword in call.keywords}
+    function = ast.unparse(call.func)
+    name = function.rpartition(".")[2]
+    if "encoding" in named or function == "tarfile.open":
+        return False
+    if name in ("read_text", "write_text") or named.get("text") or named.get("universal_newlines"):
+        return True
+    if not re.fullmatch("open|fdopen|(Named|Spooled)?TemporaryFile", name):
+        return False
+    words = [*(getattr(word, "value", None) for word in call.args), named.get("mode")]
+    is_text = any(isinstance(word, str) and re.fullmatch("[rwax][+t]*", word) for word in words)
+    return is_text or (function == "open" and len(call.args) == 1 and "mode" not in named)
+
+
+def test_text_names_its_encoding():
+    """Else it is the locale's: what one machine writes, another one cannot read."""
+    found = "open(p); open(p, 'w'); p.open('a'); p.read_text(errors=''); run(p, text=True)"
+    for line in found.split("; "):
+        call = ast.parse(line, mode="eval").body
+        assert isinstance(call, ast.Call)
+        assert is_text_without_encoding(call), line
+    for path in sources():
+        if path.relative_to(ROOT).parts[0] != "tests":
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call):
+                    assert not is_text_without_encoding(node), f"{path}:{node.lineno}"

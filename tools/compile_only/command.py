@@ -156,7 +156,7 @@ def compile_step(config: RunConfig, xla: XlaConfig) -> int:
         for number, module in enumerate(graphs, 1):
             if module.compiled and module.compiled.hlo:  # one that does not fit has no schedule
                 path = hlo_dir / f"graph_{number}.hlo"
-                with open(path, "w", opener=no_link) as file:
+                with open(path, "w", encoding="utf-8", opener=no_link) as file:
                     file.write(module.compiled.hlo)
                 _log(f"wrote {path}")
     if xla.explain and all(module.compiled and module.compiled.hlo for module in graphs):

@@ -208,7 +208,7 @@ def compile_graph(
     Raises UsageError if libtpu refuses the program, or crashes on it.
     """
     with (
-        tempfile.NamedTemporaryFile(mode="r") as stderr,
+        tempfile.NamedTemporaryFile(mode="r", encoding="utf-8", errors="replace") as stderr,
         _libtpu_process(variables, stderr.name) as process,
     ):
         try:
@@ -260,7 +260,7 @@ def _compile(
             return Compiled(False, None, None, None, needed, capacity, [], "", seconds)
         # Not ``hlo_modules``: jaxlib 0.7.1 cannot read all that libtpu 0.0.52 makes for tpu7x.
         (written,) = Path(folder).glob("*.after_codegen.txt")
-        hlo = written.read_text()
+        hlo = written.read_text(encoding="utf-8")
     seconds = time.perf_counter() - start
     memory = executable.get_compiled_memory_stats()
     return Compiled(
@@ -362,7 +362,7 @@ def _cycles_dumped(folder: str) -> int:
     rounds: list[int] = []
     for file in sorted(Path(folder).iterdir()):
         if file.name.endswith("final_bundles.txt"):
-            text = file.read_text(errors="replace")
+            text = file.read_text(encoding="utf-8", errors="replace")
             count = _BUNDLES.search(text)
             bundles += [int(count[1])] if count else []
             rounds += map(int, _ROUNDS.findall(text))

@@ -112,7 +112,8 @@ class Compilations:
                 signal.signal(number, lambda number, _: sys.exit(128 + number))
         with subprocess.Popen(
             [sys.executable, str(ROOT / _PROGRAM), *words, "--json"],
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,

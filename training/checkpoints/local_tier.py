@@ -134,16 +134,16 @@ class LocalTier:
             if self._rank == 0:
                 if not self._id_file.exists():
                     replace_file(self._id_file, secrets.token_hex(8))
-                run_words = self._id_file.read_text(errors="replace")
+                run_words = self._id_file.read_text(encoding="utf-8", errors="replace")
             # Create the final file atomically: another process of this host may read it.
             with contextlib.suppress(FileExistsError):
                 new_file = self.folder / f"{_FOLDER_FILE}_{secrets.token_hex(8)}"
-                new_file.write_text(secrets.token_hex(8))
+                new_file.write_text(secrets.token_hex(8), encoding="utf-8")
                 try:
                     os.link(new_file, folder_file)
                 finally:
                     new_file.unlink()
-            self._folder = folder_file.read_text(errors="replace")
+            self._folder = folder_file.read_text(encoding="utf-8", errors="replace")
         run_id, _, lineage = run_words.partition(" ")
         words = [run_id, lineage, secrets.token_hex(8), secrets.token_hex(32)]
         self._run_id, self._lineage, self._start_id, key = exchange.from_first(words)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import csv
-import io
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from data.files import printable, replace_file
+from data.files import write_csv
 from data.loader import Batch, BatchLoader, numbered, prefetch
 from data.source import DataSource
 from training.backend import Backend
@@ -30,7 +28,7 @@ from training.errors import UsageError
 from training.files import check_folder_writable, folder_at, is_url
 from training.initial_weights import InitialWeights, place_trained, printer
 from training.logs.bad_images import BadImages
-from training.logs.figures import drawing, pyplot, save_figure
+from training.logs.figures import as_label, drawing, pyplot, save_figure
 from training.logs.records import Evaluation
 from training.processes.exchange import check_alike
 from training.resolve import Run
@@ -191,10 +189,7 @@ def write_report(
     confusion += [[names[a], names[b], times] for a, b, times in pairs.tolist()]
     folder.mkdir(parents=True, exist_ok=True)
     for file, rows in ((PER_CLASS, per_class), (CONFUSION, confusion)):
-        content = io.StringIO(newline="")
-        csv.writer(content).writerows(rows)
-        # Names of folders may hold bytes that are not text.
-        replace_file(folder / file, content.getvalue().encode(errors="surrogateescape"))
+        write_csv(folder / file, rows)
 
     if count > _LARGEST_MATRIX:
         return
@@ -210,7 +205,7 @@ def write_report(
         # A square-root scale, to show the few mistakes of a good model.
         image = axis.imshow(share, cmap="Blues", norm=PowerNorm(0.5, 0, 100))
         figure.colorbar(image, label="% of the class's images", shrink=0.8)
-        shown = [printable(name)[:_NAME_LENGTH].replace("$", r"\$") for name in names]
+        shown = [as_label(name, _NAME_LENGTH) for name in names]
         axis.set_xticks(range(count), shown, rotation=90)
         axis.set_yticks(range(count), shown)
         axis.set_xlabel("predicted")

@@ -12,9 +12,7 @@ Each process has the patches of the images that it loaded, with all windows of a
 from __future__ import annotations
 
 import colorsys
-import csv
 import functools
-import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from data.files import BrokenImageError, printable, replace_file
+from data.files import BrokenImageError, printable, write_csv
 from data.loader import BadImage
 from data.segmentation import LABELS, MaskedSource
 from data.windows import WindowSplit
@@ -44,7 +42,7 @@ from training.evaluation.knn_and_probe import (
     votes,
 )
 from training.logs.bad_images import TRAIN, VAL, BadImages
-from training.logs.figures import drawing, pyplot, save_figure, spread
+from training.logs.figures import as_label, drawing, pyplot, save_figure, spread
 from training.logs.records import SEGMENT
 from training.processes import exchange
 
@@ -446,10 +444,8 @@ def write_table(result: Segmentation, folder: Path) -> None:
         percent = ["" if np.isnan(iou) else f"{100 * iou:.2f}" for iou in ious]
         counts = [in_masks[label], in_predictions[label], both[label]]
         rows.append([label, name_of(label, result.class_names), *percent, *counts])
-    content = io.StringIO(newline="")
-    csv.writer(content).writerows(rows)
     folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / TABLE, content.getvalue().encode(errors="surrogateescape"))
+    write_csv(folder / TABLE, rows)
 
 
 def _draw_examples(
@@ -525,14 +521,12 @@ def _draw(
     counts = np.bincount(shown[shown >= 0], minlength=1)
     most = np.argsort(-counts, kind="stable")[: min(_IN_LEGEND, np.count_nonzero(counts))]
     handles = [
-        plt.Rectangle((0, 0), 1, 1, color=colors[label], label=_in_legend(label, class_names))
+        plt.Rectangle(
+            (0, 0), 1, 1, color=colors[label], label=as_label(name_of(label, class_names), 24)
+        )
         for label in sorted(most.tolist())
     ]
     if (shown < 0).any():
         handles.append(plt.Rectangle((0, 0), 1, 1, fc="white", ec="gray", label="ignored"))
     figure.legend(handles=handles, loc="outside right upper", fontsize="small")
     save_figure(figure, path)
-
-
-def _in_legend(label: int, class_names: Sequence[str]) -> str:
-    return name_of(label, class_names)[:24].replace("$", r"\$")

@@ -54,7 +54,7 @@ class BadImages:
         if file and is_main:  # it reads the file for all, so that all have the same counts
             with (
                 contextlib.suppress(OSError),
-                open(file, errors="surrogateescape", opener=regular) as opened,
+                open(file, encoding="utf-8", errors="surrogateescape", opener=regular) as opened,
             ):
                 listed = [line.split(_SEPARATOR) for line in opened.read().splitlines() if line]
         listed = exchange.from_first(listed)
@@ -109,7 +109,9 @@ class BadImages:
             )
         if new and self._file and self._is_main:
             try:
-                with open(self._file, "a", errors="surrogateescape", opener=no_link) as file:
+                with open(
+                    self._file, "a", encoding="utf-8", errors="surrogateescape", opener=no_link
+                ) as file:
                     file.writelines(
                         _SEPARATOR.join((path, reason, split)) + "\n"
                         for path, reason in new.items()

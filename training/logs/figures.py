@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from data.files import reason_of, replace_file
+from data.files import printable, reason_of, replace_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,6 +38,12 @@ def drawing(path: Path, say: Callable[[str], None]) -> Iterator[None]:
         yield
     except Exception as error:  # noqa: BLE001 - matplotlib, a font, a full disk
         say(f"warning: {path} cannot be drawn ({reason_of(error)})")
+
+
+def as_label(text: str, longest: int | None = None) -> str:
+    """Return text that matplotlib draws as it is, cut to ``longest`` characters: a name may hold
+    TeX, or bytes that are no text."""
+    return printable(text)[:longest].replace("$", r"\$")
 
 
 def save_figure(figure: "Figure", path: Path) -> None:

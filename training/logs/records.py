@@ -179,7 +179,9 @@ def read_lines(
                 open(path, encoding="utf-8-sig", errors="replace", opener=regular)
             )
         else:  # on a URL
-            file = io.StringIO(path.read_text(errors="replace").removeprefix("\ufeff"))
+            file = io.StringIO(
+                path.read_text(encoding="utf-8", errors="replace").removeprefix("\ufeff")
+            )
         while line := file.readline(_LONGEST_LINE):
             record = None
             with contextlib.suppress(ValueError):

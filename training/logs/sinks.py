@@ -89,7 +89,7 @@ class JsonLines:
         if last_step is not None:
             records = [r for r in read_metrics(path.parent) if r["step"] <= last_step]
             text = "".join(as_json(record) + "\n" for record in records)
-            if not path.exists() or path.read_text(errors="replace") != text:
+            if not path.exists() or path.read_text(encoding="utf-8", errors="replace") != text:
                 replace_file(path, text.encode())  # a full disk leaves the old file as it is
         self._file = no_link(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         self._size = os.fstat(self._file).st_size

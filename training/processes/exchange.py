@@ -44,7 +44,7 @@ def silence_gloo() -> Iterator[None]:
     """Silence stdout, where gloo prints a line for each new group (PyTorch 2.9)."""
     sys.stdout.flush()
     stdout = os.dup(1)
-    with open(os.devnull, "w") as nowhere:
+    with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), 1)
     try:
         yield

@@ -1,4 +1,5 @@
-"""Handle stdout and stderr that nobody reads: a pipe to ``head``, a closed terminal, a full disk.
+"""Handle stdout and stderr that nobody reads: a pipe to ``head``, a closed terminal, a full disk;
+and those whose encoding lacks a character, as of a file name.
 
 Only affects the standard streams: a broken pipe to a loader process is an error.
 """
@@ -22,7 +23,7 @@ def open_closed_streams() -> None:
     os.close(opened)
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
-            stream = open(number, "w", closefd=False)  # noqa: SIM115 - open until the end
+            stream = open(number, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - until the end
             setattr(sys, name, stream)
 
 
@@ -38,7 +39,7 @@ class _StandardStream(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            with open(os.devnull, "w") as nowhere:
+            with open(os.devnull, "wb") as nowhere:
                 os.dup2(nowhere.fileno(), self.fileno())
             self._lost(error)
             return len(data)
@@ -57,7 +58,7 @@ def _replaced(name: str, lost: Callable[[OSError], None]) -> Iterator[None]:
     stream = io.TextIOWrapper(
         raw if before.write_through else io.BufferedWriter(raw),  # python -u
         encoding=before.encoding,
-        errors=before.errors,
+        errors="backslashreplace",  # as of every stderr
         line_buffering=before.line_buffering,
         write_through=before.write_through,
     )

@@ -11,8 +11,8 @@ from PIL import Image
 
 from tests.support.cli import ROOT, command_of, tiny
 from tests.support.run_records import BATCH_S, SAVE_S, goodput, two_starts, write_events
-from tools.goodput import daly, expected_goodput, main, young
-from training.logs.records import EVENTS_FILE
+from tools.goodput import account_of, daly, draw, expected_goodput, main, young
+from training.logs.records import EVENTS_FILE, read_events
 
 DOWN_S = 1.5
 
@@ -167,6 +167,14 @@ def test_table_and_picture(killed_and_resumed, tmp_path, capsys):
     assert "save every 4 min 11 s, --ckpt_step_interval 126" in out
     with Image.open(tmp_path / "other" / "goodput.png") as picture:
         assert picture.width > 800
+
+
+def test_odd_names_in_the_picture(tmp_path):
+    """Of folders whose names are no text, and mathematics to matplotlib."""
+    folder = tmp_path / "$x^{$ \udcff"
+    write_events(folder, *two_starts())
+    draw({folder: account_of(read_events(folder))}, tmp_path / "goodput.png")
+    assert (tmp_path / "goodput.png").stat().st_size > 10_000
 
 
 def test_mistakes(tmp_path, capsys):

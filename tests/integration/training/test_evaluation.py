@@ -160,6 +160,27 @@ def test_odd_names_in_the_picture(tmp_path):
     assert (tmp_path / "confusion.png").stat().st_size > 10_000
 
 
+def test_names_are_no_formulas_of_spreadsheets(tmp_path):
+    names = ["=cmd|x", "@sum", "+", "-1", " =x", "\uff1dx", "\t=x", "\x1b]0;x\x07", "a=b", "'"]
+    shown = [
+        "'=cmd|x",
+        "'@sum",
+        "'+",
+        "'-1",
+        "' =x",
+        "'\uff1dx",
+        "\\t=x",
+        "\\x1b]0;x\\x07",
+        "a=b",
+        "'",
+    ]
+    write_report(np.array([range(10), [*range(1, 10), 0], [1] * 10]), names, tmp_path, pytest.fail)
+    rows = read_table(tmp_path / "per_class.csv")
+    assert [row["class"] for row in rows] == shown
+    assert [row["mostly_mistaken_for"] for row in rows] == [*shown[1:], shown[0]]
+    assert {row["predicted"] for row in read_table(tmp_path / "confusion.csv")} == {*shown}
+
+
 def read_table(path):
     with path.open(newline="", encoding="utf-8", errors="surrogateescape") as file:
         return list(csv.DictReader(file))

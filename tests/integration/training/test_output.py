@@ -1,13 +1,25 @@
-"""Standard streams that nobody reads: closed ones, pipes whose reader left, a full disk."""
+"""Standard streams that nobody reads: closed ones, pipes whose reader left, a full disk; and those
+in another encoding than that of names."""
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
 
 import pytest
+from PIL import Image
 
-from tests.support.cli import ROOT, Result, command_of, environment, need_xla, tiny
+from tests.support.cli import (
+    DIGITS,
+    ROOT,
+    Result,
+    command_of,
+    environment,
+    need_xla,
+    run_program,
+    tiny,
+)
 from tests.support.marks import long
 
 CUDA = "--backend cuda --num_workers 1".split()
@@ -92,3 +104,31 @@ def test_printing_into_a_closed_stream(stream):
     words = ["bash", "-c", f'exec "$@" {stream}', "bash", sys.executable, "run_vit_training.py"]
     done = subprocess.run([*words, "--help"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+ODD = "caf\xe9 \u6587 \udcff"
+"""A name of letters that Latin-1 has, and has not, and of a byte that is no UTF-8."""
+
+
+def test_training_with_names_that_stdout_cannot_encode(tmp_path):
+    (tmp_path / ODD).symlink_to(DIGITS)
+    flags = [*tiny(tmp_path / "run"), *CUDA, "--max_steps", "1", "--data_dir", str(tmp_path / ODD)]
+    variables = {"PYTHONIOENCODING": "latin-1"}
+    words, usual = command_of("run_vit_training.py", *flags, warm=False)
+    done = subprocess.run(
+        words, cwd=ROOT, env=usual | variables, capture_output=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"data: " + os.fsencode(tmp_path) + b"/caf\xe9 \\u6587 \\udcff: " in done.stdout
+
+
+def test_names_are_the_same_in_every_locale(tmp_path):
+    """They are UTF-8, in shards too; stdout is in the locale's encoding."""
+    for split in ("train", "val"):
+        (tmp_path / "images" / split / ODD).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "images" / split / ODD / "0.png")
+    command = ["-m", "data.pack", str(tmp_path / "images"), str(tmp_path / ODD)]
+    done = run_program(*command, warm=False, variables={"LC_ALL": "C", "PYTHONUTF8": "0"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"2 shards: {tmp_path}/caf\\xe9 \\u6587 \\udcff\n"
+    assert json.loads((tmp_path / ODD / "classes.json").read_bytes()) == [ODD]
