@@ -25,6 +25,7 @@ from torch.utils.checkpoint import (
 from torch_fsdp.config import Fsdp2Config
 from torch_fsdp.devices import Device
 from training.config import RunConfig
+from training.errors import UsageError
 from training.mesh import Mesh
 from training.resolve import Run
 
@@ -154,10 +155,14 @@ def _compiled(
     # each image size, each drop path rate, and training and evaluation need separate graphs.
     limits = torch._dynamo.config
     limits.recompile_limit = limits.accumulated_recompile_limit = 4096  # more than any run needs
-    compiled = torch.compile(forward, backend=plan.compiler, fullgraph=fullgraph, dynamic=False)
-    if plan.compile_required:
-        return compiled
-    return functools.partial(_compiled_or_plain, compiled, forward)
+
+    def compile_() -> Callable[..., Any]:
+        return torch.compile(forward, backend=plan.compiler, fullgraph=fullgraph, dynamic=False)
+
+    if plan.compiler != Device.compiler:  # a TPU's compiler explains its errors, at length
+        return compile_()
+    call = _compiled_or_usage_error if plan.compile_required else _compiled_or_plain
+    return functools.partial(call, functools.cache(compile_), forward)
 
 
 _compilation_failed = False
@@ -165,21 +170,46 @@ _compilation_failed = False
 
 
 def _compiled_or_plain(
-    compiled: Callable[..., Any], plain: Callable[..., Any], *args: Any, **kwargs: Any
+    compiled: Callable[[], Callable[..., Any]],
+    plain: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    """Call ``compiled``; once its compilation has failed, always call ``plain``."""
+    """Call what ``compiled`` returns; once its compilation has failed, always call ``plain``, which
+    raises what is wrong with the model itself."""
     global _compilation_failed
     if not _compilation_failed:
         try:
-            return compiled(*args, **kwargs)
-        except torch._dynamo.exc.TorchDynamoException as error:
+            return compiled()(*args, **kwargs)
+        except (torch._dynamo.exc.TorchDynamoException, OSError) as error:
             _compilation_failed = True
             print(
-                f"warning: torch.compile failed ({textwrap.shorten(str(error), 200)}): training "
-                "continues without it, more slowly; --compile shows the whole error",
+                f"warning: torch.compile failed ({_reason(error)}): training continues without it, "
+                "more slowly; --no-compile silences this",
                 file=sys.stderr,
             )
     return plain(*args, **kwargs)
+
+
+def _compiled_or_usage_error(
+    compiled: Callable[[], Callable[..., Any]], _: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call what ``compiled`` returns. Raises UsageError if Inductor cannot work on this machine:
+    without a C++ compiler, Triton, or a folder from which libraries can be loaded."""
+    try:
+        return compiled()(*args, **kwargs)
+    except (torch._dynamo.exc.ShortenTraceback, OSError) as error:  # not errors of the model
+        raise UsageError(
+            f"torch.compile failed ({_reason(error)}): mend that, or train with --no-compile"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Return the first and the last line of an error, which may quote a compiler's."""
+    error = getattr(error, "inner_exception", error)  # Inductor's, which Dynamo has wrapped
+    text = str(error).partition("\n\nSet TORCHDYNAMO_VERBOSE")[0].strip()
+    lines = text.splitlines() or [type(error).__name__]
+    return textwrap.shorten(" ... ".join(dict.fromkeys([lines[0], lines[-1]])), 300)
 
 
 def _selective_contexts() -> Any:

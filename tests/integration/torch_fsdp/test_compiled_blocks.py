@@ -1,5 +1,6 @@
 """``--compile``: blocks that are alike share the graphs of torch.compile, one for each size."""
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from tests.support.resolved import on_gpus
 from torch_fsdp import parallel_plan
 from torch_fsdp.devices import Cpu
 from torch_fsdp.parallel_plan import parallelize_block
+from training.errors import UsageError
 
 DEEP = [*TINY_MODEL, "--num_blocks", "12", "--compile"]
 SIZES = (17, 5, 10, 17)
@@ -95,12 +97,18 @@ def test_default_on_gpus(flags, expected, monkeypatch):
     assert run.plan.compile_required == (flags.endswith(" --compile"))
 
 
-def test_a_failed_compilation_is_told_once(monkeypatch, capsys):
+@pytest.mark.parametrize("missing", ["no-such-compiler", "/proc/no-such-folder"])
+def test_a_failed_compilation_is_told_once(missing, monkeypatch, capsys):
     """By default: the blocks then compute as they are. With --compile it ends the run."""
     monkeypatch.setattr(Cpu, "compiles_blocks", True)
     monkeypatch.setattr(parallel_plan, "_compilation_failed", False)
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
-    monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
+    if "/" in missing:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", missing)
+        # Imported by torch.compile at its first use in a process; it then looks for the folder.
+        monkeypatch.delitem(sys.modules, "torch._inductor.compiler_bisector", raising=False)
+    else:
+        monkeypatch.setattr("torch._inductor.config.cpp.cxx", (missing,))
+        monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
     run = on_gpus([*TINY_MODEL, "--batch_size", "4"])
     plain, model = run.model.build(), run.model.build()
     for each in (plain, model):
@@ -112,14 +120,28 @@ def test_a_failed_compilation_is_told_once(monkeypatch, capsys):
         assert torch.equal(model(images), plain(images))
     lines = capsys.readouterr().err.splitlines()  # PyTorch writes some, too
     (line,) = (line for line in lines if line.startswith("warning: torch.compile failed ("))
-    assert "no-such-compiler" in line
+    assert missing in line
 
     required = replace(run.plan, compile_required=True)
     block = run.model.build().blocks[0]
     parallelize_block(run.model.build(), "blocks.0", block, required, torch.device("cpu"))
     run.model.initialize(block, "blocks.0", seed=0)
-    with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+    with pytest.raises(UsageError, match=f"torch.compile failed.*{missing}.*--no-compile"):
         block(torch.randn(2, 17, 32))
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_an_error_of_the_model_is_no_failed_compilation(required, monkeypatch):
+    """It ends the run as without torch.compile."""
+    monkeypatch.setattr(parallel_plan, "_compilation_failed", False)
+    run = on_gpus(["--backend", "cuda", "--batch_size", "4", *TINY_MODEL, "--compile"])
+    block = run.model.build().blocks[0]
+    plan = replace(run.plan, compile_required=required)
+    parallelize_block(run.model.build(), "blocks.0", block, plan, torch.device("cpu"))
+    run.model.initialize(block, "blocks.0", seed=0)
+    with pytest.raises(Exception, match="33") as raised:  # of matrices that do not fit
+        block(torch.randn(2, 17, 33))
+    assert not isinstance(raised.value, UsageError)
 
 
 KINDS_OF_BLOCKS = (
