@@ -7,6 +7,7 @@ import getpass
 import importlib.util
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -272,12 +273,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.unraisablehook = hook
 
 
+def import_torch() -> None:
+    """Import PyTorch. Raises UsageError for an environment variable that it refuses on import, as
+    TORCH_LOGS and TORCH_DISTRIBUTED_DEBUG."""
+    gc.disable()
+    try:
+        import torch  # noqa: F401
+    except (ValueError, OSError) as error:
+        reason = textwrap.shorten(str(error), 160)
+        raise errors.UsageError(
+            f"PyTorch cannot be imported ({reason}): correct its environment variables, TORCH_*"
+        ) from None
+    finally:
+        gc.enable()
+
+
 def _run(flags: Flags) -> int:
     """Select the mode that the flags ask for and run it; return the exit code."""
     config, use = flags.run, flags.run.use
+    if config.list_models is None:
+        check_mode_flags(flags)
+    import_torch()
     if config.list_models is not None:
         return list_models(config.list_models)
-    check_mode_flags(flags)
     if flags.xla.compile_only:
         return compile_only(flags)
     if config.plan:

@@ -24,6 +24,7 @@ import signal
 import socket
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 from collections.abc import Sequence
@@ -36,9 +37,11 @@ if not __package__:  # run by its path: the folder of the project, in place of i
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     try:
         importlib.import_module("torch")
-    except ImportError as error:
+    except (ImportError, OSError, ValueError) as error:  # ValueError: TORCH_LOGS
+        reason = textwrap.shorten(str(error), 160)
         print(
-            f"torchrun.sh: error: {sys.executable} cannot import PyTorch ({error}): set PYTHON",
+            f"torchrun.sh: error: {sys.executable} cannot import PyTorch ({reason}): set PYTHON, "
+            "or correct PyTorch's environment variables",
             file=sys.stderr,
         )
         sys.exit(2)

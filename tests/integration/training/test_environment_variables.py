@@ -5,6 +5,8 @@ Listed are those that say which devices compute, how many, or what they compute;
 print more, the ones that tutorials name. A variable of GPUs or TPUs changes nothing without them.
 """
 
+import re
+
 import pytest
 
 from tests.support.cli import Result, need_xla, run_program, tiny
@@ -98,3 +100,26 @@ def test_another_launchers_local_rank(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     line = told_in_one_line(capsys, *tiny(tmp_path), "--backend", "cuda", "--image_size", "15")
     assert "--image_size 15" in line
+
+
+@pytest.mark.parametrize(
+    ("program", "variable", "told"),
+    [
+        ("run_vit_training.py --list_models x", "TORCH_LOGS=debug", "Invalid log settings: debug"),
+        ("run_vit_training.py --predict x.png", "TORCH_LOGS_OUT=/proc/nope", "'/proc/nope'"),
+        (
+            "run_vit_training.py --plan",
+            "TORCH_DISTRIBUTED_DEBUG=on",
+            "must be OFF, INFO, or DETAIL",
+        ),
+        ("launch/torchrun.py --nodes 1", "TORCH_LOGS=debug", "Invalid log settings: debug"),
+    ],
+)
+def test_what_pytorch_refuses_on_import(program, variable, told):
+    variables = dict([variable.split("=")])
+    done = run_program(*program.split(), warm=False, variables=variables)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert re.match(r"[\w.]+: error: .*import.*\(", line)
+    assert told in line
+    assert "correct" in line
