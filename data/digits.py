@@ -30,7 +30,7 @@ from data.decode import Pixels
 from data.files import DataFolderError
 from data.source import DatasetRequest, DataSource, Split
 from data.transforms import ImageSplit, Transform, transforms_of
-from data.utf8 import use_utf8
+from data.utf8 import encodable, use_utf8
 
 SIZE, MNIST_SIZE = 8, 28
 MAX_VALUE = 16  # scikit-learn's grey levels run from 0 to 16
@@ -249,7 +249,7 @@ def main() -> None:
         "root", nargs="?", default="datasets/digits", help="folder to write (default: %(default)s)"
     )
     try:
-        print(f"digits: {write_digits(parser.parse_args().root)}")
+        print(encodable(f"digits: {write_digits(parser.parse_args().root)}"))
     except OSError as error:
         parser.exit(2, f"{parser.prog}: error: {error.filename}: {error.strerror}\n")
 

@@ -38,7 +38,7 @@ from data.files import (
     regular,
 )
 from data.index import SPLITS, check_folder, folder_of_images, index_split
-from data.utf8 import use_utf8
+from data.utf8 import encodable, use_utf8
 from data.webdataset import PACK_FILE, MemberInfo, regular_members
 
 # -- the images of a source ------------------------------------------------------------
@@ -361,7 +361,7 @@ def main() -> None:
         if isinstance(error, OSError):
             message = f"{error.filename}: {reason_of(error)}"
         parser.exit(2, f"{parser.prog}: error: {printable(message)}\n")
-    print(f"{len(shards)} shards: {printable(target)}")
+    print(encodable(f"{len(shards)} shards: {printable(target)}"))
 
 
 if __name__ == "__main__":

@@ -28,8 +28,9 @@ class TorchConfig(Fsdp2Config):
     fsdp: Literal["auto", "megatron", "fsdp2"] = flag(
         "auto",
         "FSDP implementation; megatron: NVIDIA's Megatron-FSDP; fsdp2: PyTorch's FSDP2; auto: "
-        "megatron on CUDA without --mesh_domain, --linear_probe, --objective dino or --teacher, "
-        "else fsdp2",
+        "the one that a flag requires; else megatron on GPUs if a pass keeps them busy for more "
+        "than twice the host's time, by its FLOPs, without --objective dino and --teacher; else "
+        "fsdp2",
     )
     meta_init: bool | None = flag(
         None,

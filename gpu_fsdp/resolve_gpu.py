@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, get_args
 
 from gpu_fsdp import megatron_private
 from gpu_fsdp.blocks import Float8Blocks, TeBlocks, prefer_cudnn_of_pytorch
@@ -21,7 +21,10 @@ from torch_fsdp.parallel_plan import Form, TimmBlocks, TorchRun
 from torch_fsdp.resolve_torch import FSDP2
 from training.config import RunConfig
 from training.errors import UsageError
+from training.flags import by_field
 from training.mesh import Mesh
+
+_FormName = Literal["megatron", "fsdp2"]
 
 
 def resolve(config: RunConfig, backend_config: TorchConfig) -> TorchRun:
@@ -30,16 +33,62 @@ def resolve(config: RunConfig, backend_config: TorchConfig) -> TorchRun:
     Raises UsageError.
     """
     if backend_config.fsdp == "auto":
-        # The first two require FSDP2. With a teacher, Megatron-FSDP was tested only on the CPU.
-        prefers_fsdp2 = (
-            config.sharding.mesh_domain > 1
-            or config.optimizer.linear_probe
-            or config.loss.teacher is not None
-            or config.objective.has_teacher
-        )
-        has_gpu = isinstance(devices.choose(config.backend), devices.Cuda)
-        fsdp: Literal["megatron", "fsdp2"] = "fsdp2" if prefers_fsdp2 or not has_gpu else "megatron"
-        backend_config = replace(backend_config, fsdp=fsdp)
+        device = devices.choose(config.backend)
+        form = _form_of_flags(config, backend_config, device)
+        run = _resolve(config, replace(backend_config, fsdp=form or "fsdp2"))
+        if form or not (why := _why_megatron(run, device)):
+            return run
+        run = _resolve(config, replace(backend_config, fsdp="megatron"))
+        return replace(run, why={**run.why, "fsdp": why})
+    return _resolve(config, backend_config)
+
+
+def _form_of_flags(
+    config: RunConfig, backend_config: TorchConfig, device: Device
+) -> _FormName | None:
+    """Return the form of FSDP that the device or a flag needs; None if both can run."""
+    # The first two require FSDP2. With a teacher, Megatron-FSDP was tested only on the CPU.
+    if (
+        config.sharding.mesh_domain > 1
+        or config.optimizer.linear_probe
+        or config.loss.teacher is not None
+        or config.objective.has_teacher
+        or config.sharding.precision == "fp16"
+        or not isinstance(device, devices.Cuda)
+    ):
+        return "fsdp2"
+    if backend_config.zero_dp_strategy == 1 or backend_config.meta_init is False:
+        return "megatron"
+    for option in by_field(TorchConfig).values():
+        if getattr(backend_config, option.field.name) != option.field.default:
+            for form in get_args(_FormName):
+                if f"fsdp={form}" in option.flag.requires:
+                    return form
+    return None
+
+
+_HOST_SECONDS = 3.3e-3
+"""The host's time to issue a pass of a block with Megatron-FSDP; FSDP2's is 1.9e-3
+(docs/evidence/benchmarks.md)."""
+_SHARE_OF_PEAK = 0.45
+"""The share of its peak FLOP/s that a GPU reaches on ViT-L (docs/evidence/benchmarks.md)."""
+
+
+def _why_megatron(run: TorchRun, device: Device) -> str | None:
+    """Return why Megatron-FSDP is as fast as FSDP2 or faster: a pass takes the GPU more than twice
+    as long as the host, by the FLOPs. None if it does not, or the GPU's speed is unknown."""
+    if not (peak := device.peak_flops(run.products)):
+        return None
+    images = run.config.data.pass_size / run.mesh.batch_parts
+    device_s = images * run.train_flops_per_image / (_SHARE_OF_PEAK * peak)
+    host_s = run.model.sizes.depth * _HOST_SECONDS
+    if device_s <= 2 * host_s:
+        return None
+    return f" (by FLOPs a pass takes {device_s * 1e3:,.0f} ms, the host {host_s * 1e3:,.0f})"
+
+
+def _resolve(config: RunConfig, backend_config: TorchConfig) -> TorchRun:
+    """Resolve a run whose form of FSDP is chosen. Raises UsageError."""
     if backend_config.fsdp == "megatron" and config.backend == "torchtpu":
         raise UsageError("--fsdp megatron requires --backend cuda, not torchtpu")
     if backend_config.fsdp == "fsdp2" and backend_config.meta_init is False:

@@ -1,10 +1,8 @@
 """Launchers for many machines: TPU pods, GPU nodes, Slurm, GKE."""
 
 import argparse
-import io
 import os
 import signal
-import sys
 from typing import IO, NoReturn
 
 IN_VAIN = (2, 3, 4, 5)
@@ -41,17 +39,12 @@ def is_crash(code: int) -> bool:
     return code not in (0, *IN_VAIN, *_DISCONNECTED, *(_SIGNAL + number for number in STOPS))
 
 
-def escape_unencodable() -> None:
-    """Let stdout escape the characters that its encoding lacks, as stderr does: they are in what
-    workers print."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
-
-
 def write_line(text: str, target: IO[str]) -> None:
-    """Print a line; after a failure print nothing more, so that a closed terminal stops no
-    training."""
+    """Print a line, with the characters escaped that the stream's encoding lacks; after a failure
+    print nothing more, so that a closed terminal stops no training."""
+    encoding = target.encoding or "utf-8"
     try:
+        text = text.encode(encoding, "backslashreplace").decode(encoding)
         print(text, file=target, flush=True)
     except OSError:
         with open(os.devnull, "wb") as nowhere:  # or what is left unwritten fails at the exit again

@@ -27,7 +27,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from config_fields import bounded, count, not_empty, positive
-from launch import IN_VAIN, STOPS, Failed, LauncherParser, Mistake, escape_unencodable
+from launch import IN_VAIN, STOPS, Failed, LauncherParser, Mistake, write_line
 from launch.ckpt_dir import add_network_disk, check_ckpt_dir
 from launch.slices import (
     GROUP,
@@ -467,7 +467,7 @@ def main(argv: Sequence[str]) -> int:
                 commands += [*setups, [*without_values(launch), "--", *args.command]]
             for resource in reversed(resources if args.delete else ()):
                 commands.append(command_for(args, "delete", resource))
-            print("\n".join(map(shlex.join, commands)))
+            write_line("\n".join(map(shlex.join, commands)), sys.stdout)
             return 0
     except (Mistake, Unanswered) as mistake:
         say(f"error: {mistake}")
@@ -562,5 +562,4 @@ def run(
 
 
 if __name__ == "__main__":
-    escape_unencodable()
     sys.exit(main(sys.argv[1:]))

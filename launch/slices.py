@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from config_fields import not_empty
-from launch import Failed, LauncherParser, Mistake, escape_unencodable
+from launch import Failed, LauncherParser, Mistake, write_line
 
 SSH_OPTIONS = ("-oServerAliveInterval=30", "-oServerAliveCountMax=4", "-oConnectTimeout=30")
 """ssh reports a worker that is gone after two minutes; by default it may wait for hours."""
@@ -455,7 +455,7 @@ def main(argv: Sequence[str]) -> int:
         slice_ = describe_patiently(args, args.tpu)
         if slice_.problem:
             raise Failed(f"--tpu {slice_.name} {slice_.problem}")
-        print(f"copying to {len(slice_.addresses)} worker(s) of {slice_.name}", flush=True)
+        write_line(f"copying to {len(slice_.addresses)} worker(s) of {slice_.name}", sys.stdout)
         copy_to_workers(args, slice_, args.file)
     except (Mistake, Failed) as reason:
         print(f"slices: error: {reason}", file=sys.stderr)
@@ -464,5 +464,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    escape_unencodable()
     sys.exit(main(sys.argv[1:]))

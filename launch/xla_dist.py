@@ -30,8 +30,8 @@ from launch import (
     Failed,
     LauncherParser,
     Mistake,
-    escape_unencodable,
     pod_worker,
+    write_line,
 )
 from launch.pod import AS_ASKED, GRACE_SECONDS, Ending, Pod, Worker
 from launch.slices import (
@@ -89,14 +89,14 @@ def main(argv: Sequence[str]) -> int:
             awaited = f"; it reads {names} from stdin, as a line of JSON" if names else ""
             for api in [args.tpu_api] if args.tpu_api else APIS:
                 for name in args.tpu:
-                    print(shlex.join(describe_command(args, api, name)))
+                    write_line(shlex.join(describe_command(args, api, name)), sys.stdout)
                 print(
                     f"# run on each worker that this lists, with {variables}, ... set; shown for "
                     f"one worker, without them{awaited}"
                 )
                 vms = (f"VM-OF-{args.tpu[0]}",) if api == "compute" else None
                 first = Slice(args.tpu[0], "", "", (), "", vms)
-                print(shlex.join(ssh_command(args, first, 0, remote)))
+                write_line(shlex.join(ssh_command(args, first, 0, remote)), sys.stdout)
             return 0
         described = [describe_patiently(args, name) for name in args.tpu]
         slices = [slice_ for slice_ in described if not slice_.problem]
@@ -481,5 +481,4 @@ def remote_command(
 
 
 if __name__ == "__main__":
-    escape_unencodable()
     sys.exit(main(sys.argv[1:]))

@@ -130,6 +130,14 @@ class TorchRun(Run[Fsdp2Config]):
     form: Form = field(kw_only=True)
     plan: TorchPlan = field(kw_only=True)
 
+    @property
+    def products(self) -> str:
+        """What the blocks' matrix products compute in, as ``Device.peak_flops`` names it."""
+        if self.plan.blocks.fp8 != "none":
+            return "fp8"
+        precision = self.config.sharding.precision
+        return "tf32" if precision == "fp32" and self.backend_config.tf32 else precision
+
 
 def parallelize_block(
     model: nn.Module, name: str, block: nn.Module, plan: TorchPlan, device: torch.device

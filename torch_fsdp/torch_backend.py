@@ -296,7 +296,7 @@ class TorchBackend(abc.ABC):
         config, sharding, mesh = self._backend_config, self._sharding, self._run.mesh
         parts = [
             f"{self.device_count} {self._device.name} device(s), {self._device.collectives_name}",
-            self._form,
+            self._form + self._run.why.get("fsdp", ""),
             str(mesh),
             sharding.precision + (" with TF32" if config.tf32 else ""),
             f"gradients reduced in {config.reduce_dtype}",
@@ -348,10 +348,7 @@ class TorchBackend(abc.ABC):
         return max(distances) / 2
 
     def peak_flops(self) -> float | None:
-        kind: str = "fp8" if self._plan.blocks.fp8 != "none" else self._sharding.precision
-        if kind == "fp32" and self._backend_config.tf32:
-            kind = "tf32"
-        return self._device.peak_flops(kind)
+        return self._device.peak_flops(self._run.products)
 
     # -- checkpoints ------------------------------------------------------------------
 

@@ -1,10 +1,12 @@
 """The real megatron_fsdp package on the CPU: the same training as FSDP2 and plain PyTorch."""
 
+import re
 import shutil
 
 import pytest
 import torch
 
+from gpu_fsdp import resolve_gpu
 from tests.fakes.filled import filled
 from tests.references.plain_checkpoint import convert
 from tests.references.plain_training import train_plain
@@ -13,6 +15,7 @@ from tests.support.curves import assert_same_curves, assert_same_training
 from tests.support.marks import long
 from tests.support.resolved import on_gpus
 from tests.support.resuming import DROPOUT, EPOCHS_OF_5, assert_resumes_at_step_7
+from torch_fsdp.devices import Cuda
 
 
 @pytest.mark.parametrize(
@@ -148,3 +151,56 @@ def test_a_mistake_found_before_there_is_a_model(tiny_on_gpu, tmp_path):
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert f"{run / 'step_6'} is damaged" in line
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """As if this host had one H200."""
+    monkeypatch.setattr(Cuda, "count", lambda self: 1)
+    monkeypatch.setattr(Cuda, "name", "NVIDIA H200")
+    monkeypatch.setattr(Cuda, "lacks", lambda self, precision: None)
+    monkeypatch.setattr(resolve_gpu, "check_megatron_runs_here", lambda: None)
+    return monkeypatch
+
+
+SMALL, LARGE = "--model vit_small_patch16_224", "--model vit_large_patch16_224"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (f"{LARGE} --batch_size 256", "megatron"),  # as measured: 213 ms, the host has 79
+        (f"{LARGE} --batch_size 256 --grad_accum_steps 2", "fsdp2"),
+        (f"{LARGE} --batch_size 256 --forward_prefetch 2", "fsdp2"),
+        (f"{LARGE} --batch_size 256 --cpu_offload", "fsdp2"),
+        (f"{LARGE} --batch_size 256 --precision fp16", "fsdp2"),
+        (f"{LARGE} --batch_size 256 --objective dino", "fsdp2"),
+        (f"{LARGE} --batch_size 256 --fsdp fsdp2", "fsdp2"),
+        (f"{SMALL} --batch_size 128", "fsdp2"),
+        (f"{SMALL} --batch_size 128 --fsdp megatron", "megatron"),
+        (f"{SMALL} --batch_size 128 --zero_dp_strategy optim", "megatron"),
+        (f"{SMALL} --batch_size 128 --no-meta_init", "megatron"),
+        (f"{SMALL} --batch_size 128 --zero_dp_strategy 2 --no-overlap_param_gather", "megatron"),
+        ("--batch_size 4", "fsdp2"),
+        ("--batch_size 64", "megatron"),  # vit_10b
+    ],
+)
+def test_form_of_auto(flags, expected, gpu):
+    run = on_gpus(f"--backend cuda --precision bf16 {flags}")
+    assert run.backend_config.fsdp == expected
+    if run.why:
+        (pass_ms, host_ms) = map(int, re.findall("[0-9]+(?= ms)|(?<=host )[0-9]+", run.why["fsdp"]))
+        assert pass_ms > 2 * host_ms
+
+
+def test_the_expected_pass_is_the_measured_one(gpu):
+    """0.2125 s, with Megatron-FSDP and torch.compile (docs/evidence/benchmarks.md)."""
+    why = on_gpus(f"--backend cuda --precision bf16 {LARGE} --batch_size 256").why["fsdp"]
+    (milliseconds,) = re.findall("takes ([0-9]+) ms", why)
+    assert int(milliseconds) == pytest.approx(212.5, rel=0.03)
+
+
+def test_a_gpu_of_unknown_speed_gets_fsdp2(gpu):
+    gpu.setattr(Cuda, "name", "NVIDIA X1")
+    run = on_gpus(f"--backend cuda --precision bf16 {LARGE} --batch_size 256")
+    assert run.backend_config.fsdp == "fsdp2"

@@ -2,6 +2,7 @@
 in another encoding than that of names."""
 
 import contextlib
+import io
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import pytest
 from PIL import Image
 
+from launch import write_line
 from tests.support.cli import (
     DIGITS,
     ROOT,
@@ -132,3 +134,10 @@ def test_names_are_the_same_in_every_locale(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"2 shards: {tmp_path}/caf\\xe9 \\u6587 \\udcff\n"
     assert json.loads((tmp_path / ODD / "classes.json").read_bytes()) == [ODD]
+
+
+def test_what_workers_print_is_shown_in_every_encoding():
+    """Else the thread that reads it would end, and the worker block as soon as its pipe is full."""
+    shown = io.BytesIO()
+    write_line(ODD, io.TextIOWrapper(shown, "latin-1"))
+    assert shown.getvalue() == b"caf\xe9 \\u6587 \\udcff\n"
