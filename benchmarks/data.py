@@ -249,7 +249,7 @@ def cpu_seconds() -> float:
     me = os.getpid()
     total = time.process_time()
     for child in Path(f"/proc/{me}/task/{me}/children").read_text(encoding="utf-8").split():
-        fields = Path(f"/proc/{child}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        fields = Path(f"/proc/{child}/stat").read_bytes().rpartition(b")")[2].split()
         total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return total
 

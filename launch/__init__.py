@@ -42,7 +42,7 @@ def is_crash(code: int) -> bool:
 def write_line(text: str, target: IO[str]) -> None:
     """Print a line, with the characters escaped that the stream's encoding lacks; after a failure
     print nothing more, so that a closed terminal stops no training."""
-    encoding = target.encoding or "utf-8"
+    encoding = getattr(target, "encoding", None) or "utf-8"
     try:
         text = text.encode(encoding, "backslashreplace").decode(encoding)
         print(text, file=target, flush=True)

@@ -19,7 +19,7 @@ from training.logs.sinks import Guarded, JsonLines
 
 def process_start() -> float:
     """Return when this process started, in seconds since 1970."""
-    ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
+    ticks = int(Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[19])
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.time() - age
 

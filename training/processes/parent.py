@@ -29,15 +29,10 @@ def forward_torchrun_signals() -> None:
     parent = os.getppid()
     if torchrun := os.environ.get("TORCHRUN_PID"):
         try:
-            state = (
-                Path("/proc", torchrun, "stat")
-                .read_text(encoding="utf-8")
-                .rpartition(")")[2]
-                .split()[0]
-            )
+            state = Path("/proc", torchrun, "stat").read_bytes().rpartition(b")")[2].split()[0]
         except OSError:
-            state = "X"
-        if state in "ZX":  # it has ended
+            state = b"X"
+        if state in b"ZX":  # it has ended
             os.kill(os.getpid(), signal.SIGKILL)
     end_with(parent)
 

@@ -129,7 +129,7 @@ def test_names_are_the_same_in_every_locale(tmp_path):
     for split in ("train", "val"):
         (tmp_path / "images" / split / ODD).mkdir(parents=True)
         Image.new("RGB", (8, 8)).save(tmp_path / "images" / split / ODD / "0.png")
-    command = ["-m", "data.pack", str(tmp_path / "images"), str(tmp_path / ODD)]
+    command = ["-m", "data.pack", str(tmp_path / "images"), str(tmp_path / ODD), "--workers", "1"]
     done = run_program(*command, warm=False, variables={"LC_ALL": "C", "PYTHONUTF8": "0"})
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"2 shards: {tmp_path}/caf\\xe9 \\u6587 \\udcff\n"
@@ -138,6 +138,6 @@ def test_names_are_the_same_in_every_locale(tmp_path):
 
 def test_what_workers_print_is_shown_in_every_encoding():
     """Else the thread that reads it would end, and the worker block as soon as its pipe is full."""
-    shown = io.BytesIO()
-    write_line(ODD, io.TextIOWrapper(shown, "latin-1"))
+    stream = io.TextIOWrapper(shown := io.BytesIO(), "latin-1")
+    write_line(ODD, stream)
     assert shown.getvalue() == b"caf\xe9 \\u6587 \\udcff\n"
