@@ -105,7 +105,6 @@ def test_another_launchers_local_rank(capsys, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("program", "variable", "told"),
     [
-        ("run_vit_training.py --list_models x", "TORCH_LOGS=debug", "Invalid log settings: debug"),
         ("run_vit_training.py --predict x.png", "TORCH_LOGS_OUT=/proc/nope", "'/proc/nope'"),
         (
             "run_vit_training.py --plan",
