@@ -23,6 +23,11 @@ _TRAINING_SETTINGS = (
 """Settings, besides dropout rates, that do not change the output of a trained model."""
 
 
+def is_of_training(setting: str) -> bool:
+    """Return True for a setting that does not change the output of a trained model."""
+    return setting.endswith("_rate") or setting in _TRAINING_SETTINGS
+
+
 @dataclass(frozen=True)
 class ModelSizes:
     """Sizes of a model, in the units of timm's arguments."""
@@ -278,9 +283,7 @@ class ModelSpec(abc.ABC):
         return [
             name
             for name, value in self.settings.items()
-            if not (name.endswith("_rate") or name in _TRAINING_SETTINGS)
-            and name in before
-            and before[name] != value
+            if not is_of_training(name) and name in before and before[name] != value
         ]
 
 

@@ -371,8 +371,8 @@ def _converted(source: weights.Weights, options: Any, form: str, max_shard_size:
         if run:
             config = timm_config(run)
         else:
-            is_timms = "architecture" in source.description
-            config = dict(source.description) if is_timms else None
+            about = source.described.content
+            config = dict(about) if "architecture" in about else None
         if source.tensors is None:
             with checkpoint.readable(path):
                 tensors = read_checkpoint(source, dtype, dst.parent)

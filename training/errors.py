@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from data.files import without_secrets
+from data.files import printable
 
 NO_BATCH = FOLDER_IN_USE = 1
 """Exit codes of ``RunFailed`` if a restart may help, as after a crash: the data can no longer be
@@ -24,7 +24,8 @@ class UsageError(Exception):
 
     def __init__(self, message: str, *, agreed: bool = False) -> None:
         """Create the error. ``agreed``: all processes raise it, so only one prints it."""
-        super().__init__(without_secrets(message))
+        # Names in files may hold escape sequences, which a terminal would obey.
+        super().__init__(printable(message))
         self.agreed = agreed
         self.process: str | None = None
         """The process that raised it, if others may not have."""
@@ -36,7 +37,7 @@ class RunFailed(Exception):
 
     def __init__(self, message: str, exit_code: int) -> None:
         # Both, so that it can be unpickled in another process.
-        super().__init__(without_secrets(message), exit_code)
+        super().__init__(printable(message), exit_code)
         self.exit_code = exit_code
 
     def __str__(self) -> str:

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from training.errors import UsageError, is_first_of_torchrun
+from training.weight_names import listed
 
 PREFIX = "hf-hub:"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
+_SHARD = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 """Weights in Hugging Face's layout: one file, or shards that the index lists."""
 CONFIG_FILE, PREPROCESSOR_FILE = "config.json", "preprocessor_config.json"
@@ -36,9 +37,10 @@ def weight_files(names: Iterable[str]) -> list[str]:
     """Return the weight files of a repository: those of Hugging Face's layout, else the only
     .safetensors file, else PyTorch's; [] if ambiguous or if one is missing."""
     names = [name for name in names if "/" not in name]
-    if INDEX in names:
-        shards = {name: int(match[1]) for name in names if (match := _SHARD.fullmatch(name))}
-        return [INDEX, *shards] if {*shards.values()} == {len(shards)} else []
+    shards = {name: int(match[1]) for name in names if (match := _SHARD.fullmatch(name))}
+    if shards and not missing_shards(names):
+        return [INDEX, *shards]
+    names = [name for name in names if name not in shards]
     for suffixes, usual in (((".safetensors",), ONE_FILE), (_PICKLES, "pytorch_model.bin")):
         files = [name for name in names if name.endswith(suffixes)]
         if usual in files:
@@ -46,6 +48,17 @@ def weight_files(names: Iterable[str]) -> list[str]:
         if len(files) == 1:
             return files
     return []
+
+
+def missing_shards(names: Iterable[str]) -> list[str]:
+    """Return the shards and the index that a repository of shards does not have, by their usual
+    names."""
+    names = {*names}
+    counts = {int(match[1]) for name in names if (match := _SHARD.fullmatch(name))}
+    wanted = {
+        f"model-{n + 1:05}-of-{count:05}.safetensors" for count in counts for n in range(count)
+    }
+    return sorted((wanted | {INDEX} if wanted else set()) - names)
 
 
 def download(name: str, flag: str) -> tuple[str, Path]:
@@ -76,6 +89,11 @@ def download(name: str, flag: str) -> tuple[str, Path]:
                 commit = api.resolve_revision(repository, revision=revision or None).resolved
                 files = api.list_repo_files(repository, revision=commit)
                 if not (weights := weight_files(files)):
+                    if missing := missing_shards(files):
+                        raise UsageError(
+                            f"{flag} {name}: this repository has shards, but no {listed(missing)}: "
+                            "use a complete revision, with @REVISION"
+                        )
                     raise UsageError(
                         f"{flag} {name}: this repository has neither {ONE_FILE} nor exactly one "
                         "other file of weights: download the file that you want, and pass its path"

@@ -32,6 +32,7 @@ from training.checkpoints.compatible import (
 from training.checkpoints.format import EMA, SavedRun
 from training.checkpoints.state import load_state
 from training.config import EmaConfig, RunConfig
+from training.described import POOLING, class_count, described_model
 from training.errors import UsageError
 from training.files import folder_at
 from training.flags import flat
@@ -79,8 +80,10 @@ def find_trained(config: RunConfig) -> tuple[RunConfig, Weights]:
             config = without_gram_teacher(with_saved(config, weights.run))
             check_same_training(weights.run, model_of(config.model, config.objective), None)
         else:
-            weights, config = with_preprocessing_of(weights, with_described_model(config, weights))
-            if config.model.num_classes is None and (classes := weights.class_count):
+            config = with_described_model(config, weights, keeps_head=True)
+            weights, config = with_preprocessing_of(weights, config)
+            classes = class_count(weights.described)
+            if config.model.num_classes is None and classes:
                 config = replace(config, model=replace(config.model, num_classes=classes))
         weights.check_fits(resolve_model(config)[1])
         if is_on_hub(weights.name):
@@ -99,55 +102,29 @@ def with_init_from(config: RunConfig) -> tuple[RunConfig, Weights]:
     weights = weights_named(config.checkpoints.init_from, "--init_from")
     if weights.run:
         config = replace(config, model=with_saved_model(config.model, weights.run))
-    weights, config = with_preprocessing_of(weights, with_described_model(config, weights))
+    config = with_described_model(config, weights, keeps_head=False)
+    weights, config = with_preprocessing_of(weights, config)
     return replace(config, checkpoints=replace(config.checkpoints, init_from=weights.name)), weights
 
 
-_DESCRIBED: dict[str, tuple[type, ...]] = {
-    "img_size": (int, list),
-    "patch_size": (int,),
-    "in_chans": (int,),
-    "global_pool": (str,),
-    "embed_dim": (int,),
-    "depth": (int,),
-    "num_heads": (int,),
-    "mlp_ratio": (int, float),
-}
-"""Model arguments that may come from ``config.json``, with their types."""
-_TRANSFORMERS = {"vit": "vit_base_patch16_224", "dinov2": "timm/vit_base_patch14_dinov2"}
-"""The model for each of transformers' model types, of any size."""
-_TRANSFORMERS_NAMES = {
-    "img_size": "image_size",
-    "in_chans": "num_channels",
-    "embed_dim": "hidden_size",
-    "depth": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-}
-
-
-def with_described_model(config: RunConfig, weights: Weights) -> RunConfig:
+def with_described_model(config: RunConfig, weights: Weights, *, keeps_head: bool) -> RunConfig:
     """Return the configuration with the model that ``config.json`` next to the weights describes,
-    as timm or transformers write it, unless ``--model`` names one."""
-    about, arguments = weights.description, weights.description.get("model_args")
-    name, kind = about.get("architecture"), about.get("model_type")
-    if config.model.model is not None:
+    as timm or transformers write it, unless ``--model`` names one.
+
+    Flags that are set override what it says. ``keeps_head``: the weights are used unchanged. Raises
+    UsageError if the model would compute something else than the file describes.
+    """
+    given, is_named = config.model.overrides(), config.model.model is not None
+    described = described_model(weights.described, weights.processor, is_named=is_named)
+    if described is None:
         return config
-    if isinstance(name, str) and timm.is_model(name):
-        name = f"timm/{name}"
-    elif kind in _TRANSFORMERS and not about.get("use_swiglu_ffn"):
-        name = _TRANSFORMERS[kind]
-        arguments = {**about, **{ours: about.get(n) for ours, n in _TRANSFORMERS_NAMES.items()}}
-        inner, width = about.get("intermediate_size"), about.get("hidden_size")
-        if isinstance(inner, int) and isinstance(width, int) and width > 0:
-            arguments["mlp_ratio"] = inner / width
-    else:
+    if is_named:
+        passed_over = {*given, *(() if keeps_head else POOLING)}
+        described.check_named(model_of(config.model), passed_over)
         return config
-    described: dict[str, Any] = {"model": name}
-    for argument, types in _DESCRIBED.items():
-        value = arguments.get(argument) if isinstance(arguments, Mapping) else None
-        if isinstance(value, types) and getattr(config.model, argument) is None:
-            described[argument] = tuple(value) if isinstance(value, list) else value
-    return replace(config, model=replace(config.model, **described))
+    config = replace(config, model=replace(described.flags(), **given))
+    described.check(model_of(config.model), given)
+    return config
 
 
 def with_pretrained(config: RunConfig) -> RunConfig:
@@ -358,7 +335,11 @@ def fit(weights: Weights, run: Run, data_classes: list[str] | None) -> InitialWe
     if weights.note:
         note += f"; {weights.note}"
     use_ema = weights.kind == EMA
-    return InitialWeights(weights.path, use_ema, spec, run.config.seed, sources, layouts, note)
+    # transformers resamples positions without antialiasing.
+    antialiases = weights.described.content.get("model_type") is None
+    return InitialWeights(
+        weights.path, use_ema, spec, run.config.seed, sources, layouts, note, antialiases
+    )
 
 
 def _layout(
@@ -402,6 +383,8 @@ class InitialWeights:
     """The old layouts of position embeddings that are resampled, by name."""
     note: str
     """What is used, resampled, dropped and new, in one line."""
+    antialiases_positions: bool = True
+    """Whether position embeddings are resampled with antialiasing, as in timm."""
 
     @property
     def keeps_head(self) -> bool:
@@ -447,7 +430,11 @@ class InitialWeights:
                 first, patches = found.float().tensor_split([there.prefix], dim=1)
                 if there.grid != grid:
                     patches = resample_abs_pos_embed(
-                        patches, list(grid), list(there.grid), num_prefix_tokens=0
+                        patches,
+                        list(grid),
+                        list(there.grid),
+                        num_prefix_tokens=0,
+                        antialias=self.antialiases_positions,
                     )
                 if there.prefix != prefix:  # zeros have the effect of no embedding
                     first = first.new_zeros(1, prefix, first.shape[-1])
@@ -515,6 +502,7 @@ def with_teacher(run: Run[Any], resolve: Callable[[RunConfig], Run[Any]]) -> Run
             sharding=replace(config.sharding, grad_ckpt="full", reshard_after_forward=True),
             given=frozenset(),  # flags that are set are the student's
         )
+        teacher_config = with_described_model(teacher_config, weights, keeps_head=not is_dino)
         teacher = resolve(with_preprocessing_of(weights, teacher_config)[1])
         weights.check_fits(teacher.model)
     except UsageError as error:
@@ -564,6 +552,7 @@ def gram_teacher(run: Run[Any]) -> InitialWeights:
     assert run.config.objective.gram_weights is not None
     found = weights_of_teacher(run.config.objective.gram_weights, "--gram_weights")
     try:
+        with_described_model(run.config, found, keeps_head=False)  # compares it with the run's
         return fit(found, run, None)
     except UsageError as error:
         raise UsageError(f"--gram_weights: {error}") from None

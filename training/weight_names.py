@@ -6,6 +6,8 @@ Wrappers of PyTorch, a model inside another one, and Hugging Face's ViT change n
 import re
 from collections.abc import Iterable
 
+from data.files import printable
+
 _WRAPPERS = re.compile(
     r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_fpw_module|_checkpoint_wrapped_module)\."
 )
@@ -42,7 +44,7 @@ NAMED = 3
 
 def listed(names: Iterable[str], most: int = NAMED) -> str:
     """Return the first names as text, and how many more there are."""
-    names = sorted(names)
+    names = sorted(map(printable, names))
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 

@@ -5,13 +5,12 @@ the Hub (``training/hub.py``).
 """
 
 import argparse
-import contextlib
 import functools
 import json
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, cast
@@ -24,7 +23,7 @@ from timm.data import ImageNetInfo, resolve_data_config
 from torch import nn
 
 from data.config import Preprocessing
-from data.files import SizeLimit, TooLarge, parse_object
+from data.files import SizeLimit, parse_object, printable
 from models.initialize import allocate, leave_room
 from models.spec import ModelSpec
 from training.checkpoints import format as checkpoint
@@ -43,8 +42,9 @@ from training.checkpoints.compatible import (
 )
 from training.checkpoints.format import SavedRun
 from training.config import RunConfig
+from training.described import KINDS, Described, class_names, read_described
 from training.errors import UsageError
-from training.files import folder_at, is_url, open_regular, read_whole
+from training.files import folder_at, is_url, open_regular, read_object
 from training.hub import (
     CONFIG_FILE,
     INDEX,
@@ -53,9 +53,10 @@ from training.hub import (
     download,
     is_on_hub,
 )
+from training.processor import processing_of
 from training.resolve import model_of, with_preprocessing
 from training.schedule import Position
-from training.weight_names import timm_names
+from training.weight_names import listed, timm_names
 
 _REMEDY = "use the model flags that it was trained with"
 
@@ -98,50 +99,33 @@ class Weights:
         return self.run.classes if self.run else None
 
     @functools.cached_property
-    def description(self) -> Mapping[str, Any]:
-        """The content of ``config.json`` next to files of another program, as timm and transformers
-        write it; {} without one."""
-        return {} if self.run else self._json_beside(CONFIG_FILE)
+    def described(self) -> Described:
+        """``config.json`` next to files of another program, as timm and transformers write it;
+        empty without one. Raises UsageError if it cannot be read."""
+        return Described(self.beside(CONFIG_FILE), {}) if self.run else self._read(CONFIG_FILE)
 
-    def _json_beside(self, name: str) -> Mapping[str, Any]:
-        file = self.path / name if self.path.is_dir() else self.path.with_name(name)
-        if not file.is_file():
-            return {}
-        try:
-            text = read_whole(file)
-        except (OSError, TooLarge) as error:
-            raise UsageError(f"cannot read {file}: {checkpoint.reason_of(error)}") from None
-        with contextlib.suppress(ValueError):
-            if isinstance(content := json.loads(text), Mapping):
-                return content
-        return {}
+    @functools.cached_property
+    def processor(self) -> Described:
+        """``preprocessor_config.json`` of transformers; see ``described``."""
+        return self._read(PREPROCESSOR_FILE)
+
+    def _read(self, name: str) -> Described:
+        return read_described(self.beside(name))
+
+    def beside(self, name: str) -> Path:
+        """Return the path of a file in the folder of the weights."""
+        return self.path / name if self.path.is_dir() else self.path.with_name(name)
 
     @property
     def class_names(self) -> list[str] | None:
-        """Display names of the classes, by label: ``classes``, else the names in ``description``,
+        """Display names of the classes, by label: ``classes``, else the names in ``described``,
         which may not be names of folders; None: unknown."""
         if self.run:
             return self.run.classes
-        names, trained = self.description.get("label_names"), self.description.get("pretrained_cfg")
-        if by_label := self._id2label:
-            names = [by_label.get(str(label)) for label in range(len(by_label))]
-        elif names is None and isinstance(trained, Mapping) and "in1k" in str(trained.get("tag")):
+        names, trained = class_names(self.described), self.described.mapping("pretrained_cfg")
+        if names is None and "in1k" in str(trained.get("tag")):
             return ImageNetInfo("imagenet-1k").label_descriptions()
-        is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
-        return cast(list[str], names) if is_list else None
-
-    @property
-    def class_count(self) -> int | None:
-        """The number of classes of the head according to ``description``; None: unknown."""
-        count = self.description.get("num_classes")
-        return count if isinstance(count, int) and count > 0 else len(self._id2label) or None
-
-    @property
-    def _id2label(self) -> Mapping[str, Any]:
-        """The class names of transformers, by label; {} without a head."""
-        kinds, by_label = (self.description.get(name) for name in ("architectures", "id2label"))
-        has_head = "ForImageClassification" in str(kinds)
-        return by_label if has_head and isinstance(by_label, Mapping) else {}
+        return names
 
     def classes_among(self, folders: list[str] | None) -> list[str] | None:
         """Return the names of the classes by label, if they can be compared with ``folders``:
@@ -330,7 +314,7 @@ def _of_tensors(path: Path, run: SavedRun | None, tensors: Mapping[str, torch.Te
         name: tensors[parts[0]] if len(parts) == 1 else torch.cat([tensors[part] for part in parts])
         for name, parts in names.items()
     }
-    return Weights(path, run, named, note)
+    return Weights(path, run, named, printable(note))
 
 
 def check_is_content(path: Path) -> None:
@@ -451,16 +435,21 @@ def safetensors_files(path: Path) -> list[Path]:
     Raises ValueError for an index that does not list files in its folder."""
     if path.is_file():
         return [path] if path.suffix == ".safetensors" else []
-    if (path / INDEX).is_file():
-        content = json.loads(read_whole(path / INDEX))
-        named = content.get("weight_map") if isinstance(content, Mapping) else None
-        if not isinstance(named, Mapping) or not named:
-            raise ValueError(f"{INDEX} has no weight_map")
-        for name in named.values():
-            if not isinstance(name, str) or Path(name).name != name:
-                raise ValueError(f"{INDEX} lists {name!r}, which is not a file in its folder")
-        return [path / name for name in sorted(set(named.values()))]
-    return [path / ONE_FILE] if (path / ONE_FILE).is_file() else []
+    whole = [path / ONE_FILE] if (path / ONE_FILE).is_file() else []
+    if not (path / INDEX).is_file():
+        return whole
+    named = read_object(path / INDEX).get("weight_map")
+    if not isinstance(named, Mapping) or not named:
+        raise ValueError(f"{INDEX} has no weight_map")
+    for name in named.values():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ValueError(f"{INDEX} lists {name!r}, which is not a file in its folder")
+    shards = [path / name for name in sorted(set(named.values()))]
+    if missing := [shard.name for shard in shards if not shard.is_file()]:
+        if whole:
+            return whole
+        raise ValueError(f"{INDEX} lists {listed(missing)}, which the folder does not have")
+    return shards
 
 
 def metadata_of(file: Path) -> dict[str, str]:
@@ -514,26 +503,6 @@ def check_weights(weights: Weights, *, verify: bool) -> None:
 # -- The preprocessing that weights were trained with ---------------------------------------------
 
 
-_RESAMPLING = dict(enumerate(("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")))
-"""Names of Pillow's filters, by the numbers that transformers writes."""
-
-
-def _of_transformers(weights: Weights) -> dict[str, Any]:
-    """Return the preprocessing that transformers saved next to the weights, by timm's names."""
-    content = weights._json_beside(PREPROCESSOR_FILE)
-    values = {"mean": content.get("image_mean"), "std": content.get("image_std")}
-    if (resampling := content.get("resample")) in _RESAMPLING:
-        values["interpolation"] = _RESAMPLING[resampling]
-    size, crop = (content.get(name) for name in ("size", "crop_size"))
-    shortest = size.get("shortest_edge") if isinstance(size, Mapping) else None
-    side = crop.get("height") if isinstance(crop, Mapping) else crop
-    if content.get("do_center_crop") and isinstance(shortest, int) and isinstance(side, int):
-        values["crop_pct"] = side / shortest
-    elif content.get("do_center_crop") is not True and size is not None:
-        values |= {"crop_pct": 1.0, "crop_mode": "squash"}
-    return {name: value for name, value in values.items() if value is not None}
-
-
 def with_preprocessing_of(weights: Weights, config: RunConfig) -> tuple[Weights, RunConfig]:
     """Return the configuration with the preprocessing of these weights, except where flags are set,
     and the weights with a note about it.
@@ -545,23 +514,36 @@ def with_preprocessing_of(weights: Weights, config: RunConfig) -> tuple[Weights,
         return weights, with_saved_preprocessing(config, weights.run)
     path, source = weights.path, weights.name or str(weights.path)
     trained_with: Mapping[str, Any] | None = weights.preprocessing
-    # timm's ``pretrained_cfg`` in the metadata of .safetensors files or next to them, or what
-    # transformers saved next to them.
-    about: list[Any] = [weights.description, _of_transformers(weights)]
-    if files := safetensors_files(path):
-        with contextlib.suppress(ValueError):
-            about.insert(0, json.loads(metadata_of(files[0]).get("pretrained_cfg", "{}")))
-    for content in about:
-        if isinstance(content, Mapping):
-            content = content.get("pretrained_cfg", content)
-        if isinstance(content, Mapping) and any(name in content for name in PREPROCESSING):
-            trained_with, source = content, f"{source} and its {CONFIG_FILE}"
+    for file, content in _preprocessing_beside(weights):
+        if any(content.get(name) is not None for name in PREPROCESSING):
+            trained_with, source = content, f"{source} and its {file}"
             break
     if not trained_with:
         model = model_of(config.model)
         trained_with, source = model.preprocessing, f"timm's {model.name}"
     if trained_with is None:
         return weights, with_preprocessing(config, Preprocessing())
-    config = with_preprocessing(config, preprocessing_of(trained_with, path))
+    wanted = {name: value for name, value in trained_with.items() if name in PREPROCESSING}
+    unset = {name: each for name, each in wanted.items() if getattr(config.data, name) is None}
+    config = with_preprocessing(config, preprocessing_of(unset, path))
     note = f"preprocessing: {config.data.preprocessing} (from {source})"
     return replace(weights, note="; ".join(filter(None, [weights.note, note]))), config
+
+
+def _preprocessing_beside(weights: Weights) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield what may describe the preprocessing, by timm's names, and the file that says it: timm's
+    ``pretrained_cfg`` in the metadata of .safetensors files or next to them, then what transformers
+    saved next to them. Raises UsageError for what cannot be read."""
+    if files := safetensors_files(weights.path):
+        try:
+            yield CONFIG_FILE, parse_object(metadata_of(files[0]).get("pretrained_cfg", "{}"))
+        except ValueError as error:
+            raise UsageError(
+                f"{files[0]}: pretrained_cfg in its metadata cannot be read ({error}): save the "
+                "file again without it"
+            ) from None
+    about = weights.described
+    yield CONFIG_FILE, about.mapping("pretrained_cfg") or about.content
+    kind = KINDS.get(str(about.content.get("model_type")), KINDS["vit"])
+    if processing := processing_of(weights.processor, kind.processor):
+        yield PREPROCESSOR_FILE, processing.values
