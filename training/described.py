@@ -249,28 +249,46 @@ class DescribedModel:
     settings: list[Setting]
 
     def flags(self) -> ModelConfig:
-        """Return the flags for it: of all settings that have one, and whose value it accepts."""
+        """Return the flags for it, of all settings that have one. Raises UsageError for a value
+        that a flag does not accept."""
         given = {}
         for setting in self.settings:
-            if option := _FLAGS.get(setting.field):
+            option = _FLAGS.get(setting.field)
+            if option and option.choices and setting.value not in option.choices:
+                continue  # ``check`` compares it with the model's own
+            if option:
                 try:
                     given[setting.field] = _parsed(option, setting.value)
-                except (argparse.ArgumentTypeError, TypeError):
-                    continue  # the comparison with the built model refuses it
+                except argparse.ArgumentTypeError as error:
+                    why = f", which {option.names[0]} does not accept ({error})"
+                    raise setting.about.refusal(setting.key, setting.value, why) from None
         return ModelConfig(model=self.name, **given)
+
+    def built(self, config: ModelConfig) -> ModelSpec:
+        """Return the model of these flags. Raises UsageError, naming the file."""
+        try:
+            return model_of(config)
+        except UsageError as error:
+            raise UsageError(f"{self.about.file}: {error}") from None
 
     def check_named(self, spec: ModelSpec, passed_over: Collection[str]) -> None:
         """Raise UsageError for a setting that a model, which a flag names, is built without,
         although the shapes of the weights do not show it."""
-        passed_over = {*passed_over, *_FLAGS} - {*_NOT_IN_SHAPES} | {*passed_over}
-        self.check(spec, passed_over)
+        passed_over = {*passed_over, *(_FLAGS.keys() - {*_NOT_IN_SHAPES})}
         try:
             there = model_of(self.flags())
         except UsageError:  # it is not supported, which need not be asked for
+            self.check(spec, passed_over)
             return
+        if there.sizes.embed_dim != spec.sizes.embed_dim:  # no shape fits
+            return
+        self.check(spec, passed_over)
+        names = spec.differences(there.settings)
+        if spec.settings.keys() != there.settings.keys():  # other classes of timm
+            names = [name for name in names if name in (*_NOT_IN_SHAPES, *_SAME)]
         own = [
             Setting(self.about, f"{there.name}, whose {name} is", there.settings[name], name)
-            for name in spec.differences(there.settings)
+            for name in names
         ]
         replace(self, settings=own).check(spec, passed_over)
 
@@ -304,24 +322,23 @@ def _equal(value: Any, built: Any) -> bool:
 
 
 def _parsed(option: FlagField, value: Any) -> Any:
-    """Return a JSON value as the flag parses it. Raises ArgumentTypeError or TypeError if it does
-    not accept it."""
+    """Return a JSON value as the flag parses it. Raises ArgumentTypeError."""
+    if option.choices:
+        return value
     if option.is_switch:
-        accepted = isinstance(value, bool)
-    elif option.choices:
-        accepted = value in option.choices
-    else:
-        several = value if isinstance(value, list) else [value]
-        assert option.flag.kind
-        if any(isinstance(each, bool) or not isinstance(each, int | float) for each in several):
-            raise TypeError
-        numbers = tuple(option.flag.kind(str(each)) for each in several)
-        if len({*numbers}) == 1:
-            return numbers[0]
-        value, accepted = numbers, option.flag.several
-    if not accepted:
-        raise TypeError
-    return value
+        if isinstance(value, bool):
+            return value
+        raise argparse.ArgumentTypeError("it is neither true nor false")
+    several = value if isinstance(value, list) else [value]
+    if any(type(each) not in (int, float) for each in several):
+        raise argparse.ArgumentTypeError("it is not a number")
+    assert option.flag.kind
+    numbers = tuple(option.flag.kind(str(each)) for each in several)
+    if len({*numbers}) == 1:  # a size of equal sides
+        return numbers[0]
+    if not numbers or not option.flag.several:
+        raise argparse.ArgumentTypeError("it is not one number")
+    return numbers
 
 
 def described_model(
@@ -370,7 +387,7 @@ def _of_timm(about: Described, architecture: str) -> Iterator[Setting]:
 
 
 def _of_transformers(about: Described, processor: Described, kind: Kind) -> Iterator[Setting]:
-    content = {**kind.defaults, **about.content}
+    content = {**kind.defaults, **{k: v for k, v in about.content.items() if v is not None}}
     if processing := processing_of(processor, kind.processor):
         made = [*processing.size]
         if kind.resizes_positions:

@@ -122,8 +122,9 @@ def with_described_model(config: RunConfig, weights: Weights, *, keeps_head: boo
         passed_over = {*given, *(() if keeps_head else POOLING)}
         described.check_named(model_of(config.model), passed_over)
         return config
-    config = replace(config, model=replace(described.flags(), **given))
-    described.check(model_of(config.model), given)
+    model = replace(described.flags(), **given)  # type: ignore[arg-type]
+    config = replace(config, model=model)
+    described.check(described.built(config.model), given)
     return config
 
 

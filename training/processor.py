@@ -87,7 +87,8 @@ def processing_of(about: Described, usual: str) -> Processing | None:
     if not _is_number(factor) or factor <= 0:
         raise refuse("rescale_factor", factor)
     scale = 1.0 if math.isclose(255 * factor, 1) else 255 * factor
-    normalizes, values = content["do_normalize"], {}
+    normalizes = content["do_normalize"]
+    values: dict[str, Any] = {}
     for key, ours, unchanged in (("image_mean", "mean", 0), ("image_std", "std", 1)):
         each = content[key] if normalizes else unchanged
         numbers = list(each) if isinstance(each, list | tuple) else [each] * 3

@@ -27,6 +27,7 @@ from training.evaluation import predict
 from training.initial_weights import with_commits, with_pretrained
 from training.resolve import model_of
 from training.schedule import Position
+from training.weights import weights_in
 
 SIZES = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
 TRAIN = [
@@ -261,10 +262,32 @@ def test_of_what_kind_the_files_are():
     assert hub.weight_files([one, "open_clip_model.safetensors", "pytorch_model.bin"]) == [one]
     assert hub.weight_files([index, *shards, "pytorch_model.bin"]) == [index, *shards]
     assert hub.weight_files([index, shards[0]]) == []  # incomplete
+    assert hub.weight_files([index, shards[0], one]) == [one]
+    assert hub.weight_files([*shards, "pytorch_model.bin"]) == ["pytorch_model.bin"]
+    assert hub.missing_shards([index, shards[0]]) == [shards[1]]
+    assert hub.missing_shards(shards) == [index]
+    assert hub.missing_shards([one]) == hub.missing_shards([index, *shards]) == []
     assert hub.weight_files(["a.safetensors", "b.bin"]) == ["a.safetensors"]
     assert hub.weight_files(["a.safetensors", "b.safetensors"]) == []
     assert hub.weight_files(["pytorch_model.bin", "other.bin"]) == ["pytorch_model.bin"]
     assert hub.weight_files(["x/model.safetensors", "README.md"]) == []
+
+
+def test_shards_that_are_incomplete(server, hub_here, capsys):
+    """The whole file is used if there is one; else the missing shard is named."""
+    files = timms_files()[1]
+    whole = files.pop("model.safetensors")
+    files["model.safetensors.index.json"] = (
+        b'{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'
+    )
+    files["model-00001-of-00002.safetensors"] = whole
+    put(server, "us/tiny", files)
+    told = told_in_one_line(capsys, "--predict", "x.png", "--resume", NAME)
+    assert "has shards, but no model-00002-of-00002.safetensors: use a complete revision" in told
+    put(server, "us/tiny", {"model.safetensors": whole})
+    folder = hub.download(NAME, "--resume")[1]
+    assert (folder / "model.safetensors").read_bytes() == whole
+    assert weights_in(folder, "--resume").tensors.keys() == timms_files()[0].state_dict().keys()
 
 
 # -- what is refused -------------------------------------------------------------------------------
