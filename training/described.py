@@ -11,7 +11,6 @@ import argparse
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import timm
@@ -22,58 +21,17 @@ from models.config import NATIVE_FAMILY, ModelConfig
 from models.spec import ModelSpec, is_of_training
 from models.timm_models import EVA_NAMES
 from training.errors import UsageError
-from training.files import read_object
 from training.flags import FlagField, by_field
 from training.processor import processing_of
 from training.resolve import model_of
-
-# -- Reading ---------------------------------------------------------------------------------------
-
-
-class Described(NamedTuple):
-    """The content of a file next to weights."""
-
-    file: Path
-    content: Mapping[str, Any]
-
-    def refusal(self, key: str, value: Any, why: str) -> UsageError:
-        """Return the error for the value of a key."""
-        text = repr(value)
-        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-        return UsageError(f"{self.file} has {key} {shown}{why}")
-
-    def mapping(self, key: str) -> Mapping[str, Any]:
-        """Return the object of a key, {} without one. Raises UsageError for anything else."""
-        value = self.content.get(key)
-        if value is not None and not isinstance(value, Mapping):
-            raise self.refusal(key, value, ", which is not a JSON object")
-        return value or {}
-
-
-_SHOWN = 60
-"""Characters of a value in a message."""
-
-
-def read_described(file: Path) -> Described:
-    """Read a JSON file next to weights; {} if there is none. Raises UsageError if it cannot be
-    read."""
-    try:
-        return Described(file, read_object(file))
-    except FileNotFoundError:
-        return Described(file, {})
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UsageError(
-            f"{file}, which describes the weights, cannot be read ({reason}): repair or remove it"
-        ) from None
-
+from training.sidecar import Sidecar
 
 # -- Classes ---------------------------------------------------------------------------------------
 
 _MOST_CLASSES = 10**7
 
 
-def class_names(about: Described) -> list[str] | None:
+def class_names(about: Sidecar) -> list[str] | None:
     """Return the names of the classes by label; None if the file has none. Raises UsageError for
     names that are not text, or not of all labels."""
     key, names = _class_names(about)
@@ -89,7 +47,7 @@ def class_names(about: Described) -> list[str] | None:
     return names
 
 
-def _class_names(about: Described) -> tuple[str, Any]:
+def _class_names(about: Sidecar) -> tuple[str, Any]:
     if "ForImageClassification" in str(about.content.get("architectures")):
         return "id2label", about.mapping("id2label") or None
     for key, content in (
@@ -101,7 +59,7 @@ def _class_names(about: Described) -> tuple[str, Any]:
     return "label_names", None
 
 
-def class_count(about: Described) -> int | None:
+def class_count(about: Sidecar) -> int | None:
     """Return the number of classes of the head; None if the file does not say, or if there is no
     head. Raises UsageError for anything but a number."""
     for place in ("model_args", None, "pretrained_cfg"):
@@ -122,7 +80,7 @@ def class_count(about: Described) -> int | None:
 class Setting(NamedTuple):
     """A value in a file that describes the model."""
 
-    about: Described
+    about: Sidecar
     key: str
     value: Any
     argument: str
@@ -138,11 +96,11 @@ _FIELDS = {theirs: ours for ours, theirs in EVA_NAMES.items()}
 _FIELDS |= {"scale_attn_inner_norm": "scale_attn_norm"}  # NaFlexVit's
 """Names of arguments in timm's other classes, and the flags' names."""
 
-_OF_THE_DATA = ("num_classes", "weight_init", "dimension", "native_resolution")
+_NOT_DESCRIBED = ("model", "num_classes", "dimension", "native_resolution")
 _FLAGS = {
     name: option
     for name, option in by_field(ModelConfig).items()
-    if name not in ("model", *_OF_THE_DATA) and not is_of_training(name)
+    if name not in _NOT_DESCRIBED and not is_of_training(name)
 }
 """The flags that a file may set."""
 _NOT_IN_SHAPES = ("num_heads", "global_pool", "pool_include_prefix")
@@ -167,7 +125,7 @@ class Kind(NamedTuple):
     model: str
     """The model of the same architecture, of any size."""
     processor: str
-    """The image processor for it, of ``PROCESSORS``."""
+    """The image processor for it, by its name in ``training/processor.py``."""
     defaults: Mapping[str, Any]
     """transformers' values of keys that the file leaves out."""
     resizes_positions: bool
@@ -244,7 +202,7 @@ _BUILT: dict[str, Callable[[ModelSpec], Any]] = {
 class DescribedModel:
     """The model that a file describes."""
 
-    about: Described
+    about: Sidecar
     name: str
     settings: list[Setting]
 
@@ -341,9 +299,7 @@ def _parsed(option: FlagField, value: Any) -> Any:
     return numbers
 
 
-def described_model(
-    about: Described, processor: Described, *, is_named: bool
-) -> DescribedModel | None:
+def described_model(about: Sidecar, processor: Sidecar, *, is_named: bool) -> DescribedModel | None:
     """Return the model that ``config.json`` describes; None if it describes none. ``processor``:
     ``preprocessor_config.json``. Raises UsageError for a model that is not known, unless a flag has
     named one (``is_named``)."""
@@ -363,6 +319,9 @@ def described_model(
             return None
         known = " and ".join(KINDS)
         raise about.refusal("model_type", kind, f", but only {known} are known: {_NAME_IT}")
+    for key, allowed in _ONLY.items():
+        if not is_named and (value := about.content.get(key)) not in allowed:
+            raise about.refusal(key, value, f", which is not supported: {_NAME_IT}")
     settings = [*_of_transformers(about, processor, KINDS[kind])]
     return DescribedModel(about, KINDS[kind].model, settings)
 
@@ -370,7 +329,7 @@ def described_model(
 _NAME_IT = "name the model with --model and its flags"
 
 
-def _of_timm(about: Described, architecture: str) -> Iterator[Setting]:
+def _of_timm(about: Sidecar, architecture: str) -> Iterator[Setting]:
     arguments = about.mapping("model_args")
     for name, value in arguments.items():
         if value is not None and name not in _IGNORED:  # timm leaves None out
@@ -386,7 +345,7 @@ def _of_timm(about: Described, architecture: str) -> Iterator[Setting]:
             yield Setting(about, "input_size", value, name)
 
 
-def _of_transformers(about: Described, processor: Described, kind: Kind) -> Iterator[Setting]:
+def _of_transformers(about: Sidecar, processor: Sidecar, kind: Kind) -> Iterator[Setting]:
     content = {**kind.defaults, **{k: v for k, v in about.content.items() if v is not None}}
     if processing := processing_of(processor, kind.processor):
         made = [*processing.size]
@@ -394,9 +353,6 @@ def _of_transformers(about: Described, processor: Described, kind: Kind) -> Iter
             content["image_size"] = made
         else:  # the model's own is the same
             yield Setting(processor, "an image size of", made, "img_size")
-    for key, allowed in _ONLY.items():
-        if (value := content.get(key)) not in allowed:
-            raise about.refusal(key, value, f", which is not supported: {_NAME_IT}")
     for key, argument in _ARGUMENTS.items():
         value = content.get(key)
         if value is None or (key == "mlp_ratio" and "intermediate_size" in kind.defaults):
@@ -408,7 +364,7 @@ def _of_transformers(about: Described, processor: Described, kind: Kind) -> Iter
         yield Setting(about, "intermediate_size", _mlp_ratio(about, content), "mlp_ratio")
 
 
-def _mlp_ratio(about: Described, content: Mapping[str, Any]) -> float:
+def _mlp_ratio(about: Sidecar, content: Mapping[str, Any]) -> float:
     """Return the ratio from which timm computes the width inside the MLP."""
     inner, width = content["intermediate_size"], content["hidden_size"]
     for key, value in (("intermediate_size", inner), ("hidden_size", width)):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from training.described import Described
+from training.sidecar import Sidecar
 
 
 class Processing(NamedTuple):
@@ -50,7 +49,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 _SWITCHES = ("do_rescale", "do_normalize", "do_center_crop")
 
 
-def processing_of(about: Described, usual: str) -> Processing | None:
+def processing_of(about: Sidecar, usual: str) -> Processing | None:
     """Return what the image processor in a file does; None without a file. ``usual``: the processor
     where the file does not name one. Raises UsageError for what no flag can do."""
     if not about.content:

@@ -42,7 +42,7 @@ from training.checkpoints.compatible import (
 )
 from training.checkpoints.format import SavedRun
 from training.config import RunConfig
-from training.described import KINDS, Described, class_names, read_described
+from training.described import KINDS, class_names
 from training.errors import UsageError
 from training.files import folder_at, is_url, open_regular, read_object
 from training.hub import (
@@ -56,6 +56,7 @@ from training.hub import (
 from training.processor import processing_of
 from training.resolve import model_of, with_preprocessing
 from training.schedule import Position
+from training.sidecar import Sidecar, read_sidecar
 from training.weight_names import listed, timm_names
 
 _REMEDY = "use the model flags that it was trained with"
@@ -99,18 +100,18 @@ class Weights:
         return self.run.classes if self.run else None
 
     @functools.cached_property
-    def described(self) -> Described:
+    def described(self) -> Sidecar:
         """``config.json`` next to files of another program, as timm and transformers write it;
         empty without one. Raises UsageError if it cannot be read."""
-        return Described(self.beside(CONFIG_FILE), {}) if self.run else self._read(CONFIG_FILE)
+        return Sidecar(self.beside(CONFIG_FILE), {}) if self.run else self._read(CONFIG_FILE)
 
     @functools.cached_property
-    def processor(self) -> Described:
+    def processor(self) -> Sidecar:
         """``preprocessor_config.json`` of transformers; see ``described``."""
         return self._read(PREPROCESSOR_FILE)
 
-    def _read(self, name: str) -> Described:
-        return read_described(self.beside(name))
+    def _read(self, name: str) -> Sidecar:
+        return read_sidecar(self.beside(name))
 
     def beside(self, name: str) -> Path:
         """Return the path of a file in the folder of the weights."""

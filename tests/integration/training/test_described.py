@@ -20,12 +20,13 @@ from models.config import ModelConfig
 from tests.support.cli import DIGITS
 from tests.support.usage_error import told_in_one_line
 from tools.convert import main as convert
-from training.described import Described, described_model
+from training.described import described_model
 from training.errors import UsageError
 from training.initial_weights import find_trained, fit
 from training.mesh import Mesh
 from training.processor import processing_of
 from training.resolve import Run, model_of, resolve_model
+from training.sidecar import Sidecar
 from training.weights import weights_in
 
 NAME = "vit_tiny_patch16_224"
@@ -278,8 +279,8 @@ def test_weights_of_a_named_model_that_fit_as_they_are():
         ("resnet18", NAME, {}),
         ("not timm's", NAME, {}),
     ):
-        about = Described(Path("config.json"), {"architecture": name})
-        if found := described_model(about, Described(Path("none"), {}), is_named=True):
+        about = Sidecar(Path("config.json"), {"architecture": name})
+        if found := described_model(about, Sidecar(Path("none"), {}), is_named=True):
             found.check_named(model_of(ModelConfig(model=named, **more)), more)
 
 
@@ -399,9 +400,9 @@ def test_values_that_a_processor_leaves_out_are_those_of_its_class():
     for name, kind in (("ViT", "vit"), ("DeiT", "deit"), ("Bit", "bit"), ("CLIP", "clip")):
         processor = getattr(transformers, f"{name}ImageProcessor")()
         written = json.loads(processor.to_json_string())
-        complete = processing_of(Described(Path(kind), written), "ViT")
+        complete = processing_of(Sidecar(Path(kind), written), "ViT")
         short = {"image_processor_type": written["image_processor_type"]}
-        assert processing_of(Described(Path(kind), short), "ViT") == complete
+        assert processing_of(Sidecar(Path(kind), short), "ViT") == complete
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
