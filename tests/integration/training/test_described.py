@@ -327,22 +327,16 @@ PROCESSORS = {
 }
 
 
-@pytest.mark.parametrize("name", PROCESSORS)
-def test_image_processors(name, tmp_path, capsys, image):
-    processor = PROCESSORS[name]
-    model = of_transformers(tmp_path / "there", processor)
-    pixels = processor(Image.open(image).convert("RGB"), return_tensors="pt")["pixel_values"]
-    with torch.inference_mode():
-        expected = model(pixels).logits.softmax(-1)[0]
-    found = predicted(capsys, image, tmp_path / "there")
-    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-3)
+CONFIGURATIONS = [{"qkv_bias": False}, {"hidden_act": "gelu_python"}, {"hidden_dropout_prob": 0.5}]
 
 
 @pytest.mark.parametrize(
-    "more", [{"qkv_bias": False}, {"hidden_act": "gelu_python"}, {"hidden_dropout_prob": 0.5}]
+    ("name", "more"),
+    [*((name, {}) for name in PROCESSORS), *(("as it is", more) for more in CONFIGURATIONS)],
+    ids=str,
 )
-def test_configurations(more, tmp_path, capsys, image):
-    processor = PROCESSORS["as it is"]
+def test_models_and_image_processors(name, more, tmp_path, capsys, image):
+    processor = PROCESSORS[name]
     model = of_transformers(tmp_path / "there", processor, **more)
     pixels = processor(Image.open(image).convert("RGB"), return_tensors="pt")["pixel_values"]
     with torch.inference_mode():
