@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from timm.data import ImageNetInfo, resolve_data_config
 from torch import nn
 
+from config_fields import is_of
 from data.config import Preprocessing
 from data.files import SizeLimit, parse_object, printable
 from models.initialize import allocate, leave_room
@@ -476,8 +477,10 @@ def run_in_metadata(path: Path, metadata: Mapping[str, str]) -> SavedRun | None:
         return None
     if "arguments" not in content:
         return None
-    at = Position(*(int(content[field.name]) for field in fields(Position)))
-    return SavedRun(path, at, content["arguments"], content["classes"])
+    numbers = [content.get(field.name) for field in fields(Position)]
+    if not is_of(numbers, list[int]):
+        raise ValueError(f"{_RUN} in its metadata has no position of whole numbers")
+    return SavedRun(path, Position(*numbers), content["arguments"], content.get("classes"))
 
 
 def check_weights(weights: Weights, *, verify: bool) -> None:
