@@ -129,6 +129,9 @@ def candidates(config: RunConfig, xla: XlaConfig, chips_at_most: int) -> Iterato
     for topology, *values in product(topologies, *tried.values()):
         chosen = dict(zip(tried, values, strict=True))
         domain, tensor = chosen.pop("mesh_domain"), chosen.pop("mesh_tensor")
+        # TorchTPU, which trains there, has neither.
+        if topology.chip is CHIPS["tpu7x"] and (tensor > 1 or chosen["grad_ckpt"] == "offload"):
+            continue
         fsdp, rest = divmod(topology.slice_devices, domain * tensor)
         if rest or config.sharding.mesh_fsdp not in (None, fsdp):
             continue

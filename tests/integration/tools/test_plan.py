@@ -305,6 +305,8 @@ def test_tpu7x_is_trained_on_by_torchtpu(shapes):
     assert commands["train"][0] == "launch/torchrun.sh"
     train = read_flags(commands["train"][1:])
     assert (train.run.backend, train.run.num_epochs) == ("torchtpu", 3)
+    for each in candidates(config, xla, MOST):  # what TorchTPU refuses
+        assert (each.mesh.tensor, each.grad_ckpt == "offload") == (1, False)
     launched = compute_engine.parse(commands["launch"][3:])
     assert (launched.hosts, launched.slices, launched.torchtpu) == (2, 2, True)
     assert launched.command == [*commands["train"], *BUCKET]
@@ -483,7 +485,8 @@ def test_by_arithmetic_alone(plan, tmp_path):
             words = ["--tpu=vit", "--dry_run", "--", *asked.command]
             assert xla_dist.main(words) == 2  # until the bucket is named
             assert xla_dist.main([word.replace("BUCKET", "bucket") for word in words]) == 0
-        train = read_flags(commands["train"][2:])
+        flags_from = 1 if commands["train"][0] == "launch/torchrun.sh" else 2
+        train = read_flags(commands["train"][flags_from:])
         assert train.run.num_epochs == 90
         assert train.run.sharding == run.config.sharding
         assert not train.run.plan
