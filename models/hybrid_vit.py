@@ -16,7 +16,7 @@ from timm.layers import trunc_normal_
 from timm.models.vision_transformer import Block
 from torch import nn
 
-from models.config import check_patches, check_taken, check_width, spatial_size
+from models.config import ModelError, check_patches, check_taken, check_width, spatial_size
 from models.initialize import initialize, vision_transformer_scheme
 from models.positions import PartOfPositions, TokenPart, pool_over_parts, replace_positions
 from models.spec import ModelSizes, ModelSpec
@@ -25,6 +25,7 @@ NAME = "hybrid_vit"
 _WITHOUT_PREFIX = "vit"
 _CONVOLUTIONS = {2: nn.Conv2d, 3: nn.Conv3d}
 _STD = 0.02
+_RESET = "reset"
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,9 @@ class HybridVitConfig:
     proj_drop_rate: float = 0.0
     attn_drop_rate: float = 0.0
     drop_path_rate: float = 0.0
+    weight_init: str = ""
+    """'': truncated normal, std 0.02, as timm's; 'reset': as the tutorial, PyTorch's own for each
+    layer, and positions of zero."""
 
 
 class PatchConvolution(nn.Module):
@@ -134,13 +138,16 @@ class HybridVitSpec(ModelSpec):
             return HybridViT(self._config)
 
     def initialize(self, module: nn.Module, name: str, *, seed: int) -> None:
-        fill = vision_transformer_scheme(weight_init="", num_classes=self._config.num_classes)
+        how = self._config.weight_init
+        fill = vision_transformer_scheme(weight_init=how, num_classes=self._config.num_classes)
 
         def scheme(part: nn.Module, name: str) -> None:
-            if isinstance(part, HybridViT):
-                trunc_normal_(part.pos_embed, std=_STD)
-            else:
+            if not isinstance(part, HybridViT):
                 fill(part, name)
+            elif how == _RESET:
+                nn.init.zeros_(part.pos_embed)
+            else:
+                trunc_normal_(part.pos_embed, std=_STD)
 
         initialize(module, name, seed=seed, scheme=scheme)
 
@@ -198,4 +205,6 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec | None:
     size = spatial_size(config.img_size, config.dimension)
     check_patches(size, config.patch_size, len(size))
     check_width(asdict(config))
+    if config.weight_init not in ("", _RESET):
+        raise ModelError(f"{NAME} accepts <weight_init> '' and {_RESET}")
     return HybridVitSpec(overrides, replace(config, img_size=size))

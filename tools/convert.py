@@ -40,12 +40,14 @@ from training.errors import UsageError
 from training.flags import OneLineParser, by_field
 from training.processes.output import exit_quietly_on_broken_pipe
 from training.resolve import model_of
-from training.weight_names import timm_names
+from training.weight_names import physicsnemo_names, timm_names
 
 PROGRAM = "tools.convert"
 SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_SIZE = "5GB"
+TIMM, PHYSICSNEMO = "timm", "physicsnemo"
+"""Whose names of tensors are written."""
 _NATIVE = "naflexvit_base_patch16_gap"
 """timm's name of a NaFlexVit, of which all arguments are given."""
 _ALIGNMENT = 64
@@ -182,6 +184,18 @@ def publishable(run: checkpoint.SavedRun) -> checkpoint.SavedRun:
         if name in flags and not flags[name].names_files
     }
     return replace(run, arguments=arguments)
+
+
+def of_physicsnemo(tensors: Mapping[str, torch.Tensor], path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a HybridViT by PhysicsNeMo's names. Raises UsageError for another
+    model."""
+    try:
+        names = physicsnemo_names(tensors)
+    except ValueError as error:
+        raise UsageError(
+            f"--names {PHYSICSNEMO} requires weights of hybrid_vit, not {path}: {error}"
+        ) from None
+    return {names[name]: tensor for name, tensor in tensors.items()}
 
 
 # -- Writing ---------------------------------------------------------------------------------------
@@ -386,6 +400,9 @@ def _converted(source: weights.Weights, options: Any, form: str, max_shard_size:
                 tensors[name] = tensor.clone(memory_format=torch.contiguous_format)  # a view
         if dtype:
             tensors = cast(tensors, dtype, dst.parent)
+        if options.names == PHYSICSNEMO:
+            tensors = of_physicsnemo(tensors, path)
+            run = run if form == "safetensors" else None  # a state dict, which it loads as it is
         size = sum(tensor.nbytes for tensor in tensors.values())
         with shown_writing(partial, size):
             write(form, partial / dst.name, tensors, run, config, max_shard_size)
@@ -423,6 +440,10 @@ def output_format(options: Any) -> tuple[str, str | None]:
         raise UsageError(
             "--max_shard_size requires a folder of .safetensors files: use --to safetensors and a "
             "DST without a suffix"
+        )
+    if form == "dcp" and options.names != TIMM:
+        raise UsageError(
+            f"--names {options.names} requires a file: --resume reads a DCP folder by timm's names"
         )
     if dst.exists() or dst.is_symlink():
         raise UsageError(f"{dst} already exists: use another name, or remove it")
@@ -472,6 +493,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--dtype",
         choices=tuple(DTYPES),
         help="convert floating-point values to this dtype (default: unchanged)",
+    )
+    parser.add_argument(
+        "--names",
+        choices=(TIMM, PHYSICSNEMO),
+        default=TIMM,
+        help="names of the tensors in DST; physicsnemo: those of the HybridViT in PhysicsNeMo's "
+        "tutorial, for hybrid_vit, in a .pt file a plain state dict (default: timm)",
     )
     parser.add_argument(
         "--max_shard_size",

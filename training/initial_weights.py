@@ -346,7 +346,8 @@ def fit(weights: Weights, run: Run, data_classes: list[str] | None) -> InitialWe
 def _layout(
     weights: Weights, there: Mapping[str, torch.Size], name: str, spec: ModelSpec
 ) -> _Layout:
-    """Return which tokens a position embedding is for: as the checkpoint says, else a square grid.
+    """Return which tokens a position embedding is for: as the checkpoint says, else a grid of equal
+    sides.
 
     Raises UsageError if none is found.
     """
@@ -358,12 +359,32 @@ def _layout(
         return here
     special = sum(there[key][1] for key in ("cls_token", "reg_token") if key in there)
     for prefix in sorted({0, special}, key=lambda each: each != here.prefix):
-        side = math.isqrt(max(tokens - prefix, 0))
-        if side and side * side == tokens - prefix:
-            return _Layout(prefix, (side, side))
+        side = round(max(tokens - prefix, 0) ** (1 / len(here.grid)))
+        if side and side ** len(here.grid) == tokens - prefix:
+            return _Layout(prefix, (side,) * len(here.grid))
+    shape = "square" if len(here.grid) == 2 else "cubic"
     raise UsageError(
-        f"{name} of {weights.path} has {tokens} tokens, which do not form a square grid of "
+        f"{name} of {weights.path} has {tokens} tokens, which do not form a {shape} grid of "
         "patches: use --init_from with a checkpoint, which records its grid"
+    )
+
+
+def _resample(
+    positions: torch.Tensor, new: tuple[int, ...], old: tuple[int, ...], *, antialias: bool
+) -> torch.Tensor:
+    """Return positions, (1, patches, width), of another grid, as timm does for images; of a volume
+    along the slices first, which is the same filter, as it has no terms across dimensions."""
+    if len(old) == 3:
+        slices, area = new[0], math.prod(old[1:])
+        positions = resample_abs_pos_embed(
+            positions, [slices, area], [old[0], area], num_prefix_tokens=0, antialias=antialias
+        )
+        # Each slice's positions are some of the width of an image.
+        positions = positions.unflatten(1, (slices, area)).transpose(1, 2).flatten(2)
+        positions = _resample(positions, new[1:], old[1:], antialias=antialias)
+        return positions.unflatten(2, (slices, -1)).transpose(1, 2).flatten(1, 2)
+    return resample_abs_pos_embed(
+        positions, list(new), list(old), num_prefix_tokens=0, antialias=antialias
     )
 
 
@@ -430,12 +451,8 @@ class InitialWeights:
                 prefix, grid = self.spec.token_parameters[key], self.spec.sizes.grid
                 first, patches = found.float().tensor_split([there.prefix], dim=1)
                 if there.grid != grid:
-                    patches = resample_abs_pos_embed(
-                        patches,
-                        list(grid),
-                        list(there.grid),
-                        num_prefix_tokens=0,
-                        antialias=self.antialiases_positions,
+                    patches = _resample(
+                        patches, grid, there.grid, antialias=self.antialiases_positions
                     )
                 if there.prefix != prefix:  # zeros have the effect of no embedding
                     first = first.new_zeros(1, prefix, first.shape[-1])

@@ -1,6 +1,7 @@
 """Map the tensor names of other programs to timm's.
 
-Wrappers of PyTorch, a model inside another one, and Hugging Face's ViT change names, not values.
+Wrappers of PyTorch, a model inside another one, Hugging Face's ViT, and the HybridViT of
+PhysicsNeMo's tutorial change names, not values.
 """
 
 import re
@@ -38,6 +39,15 @@ _HUGGING_FACE = [
 """ViT and DINOv2 of transformers, by the names of files (``encoder.layer.0``) and of modules since
 version 5 (``layers.0``): https://github.com/huggingface/transformers, models/vit and dinov2."""
 
+_PHYSICSNEMO = {"patch_embed.conv.": "patch_embed.proj.", "stages.": "blocks."}
+"""Where the names of PhysicsNeMo's HybridViT differ, for images and for volumes:
+https://github.com/NVIDIA/physicsnemo, docs/test_scripts/domain_parallelism/st_and_fsdp/model."""
+_HYBRID_VIT = re.compile(
+    r"pos_embed|(?:patch_embed\.(?:proj|norm)|head"
+    r"|blocks\.\d+\.(?:norm[12]|attn\.(?:qkv|proj)|mlp\.fc[12]))\.(?:weight|bias)"
+)
+"""Our names of a HybridViT's tensors."""
+
 NAMED = 3
 """The number of names that a message lists."""
 
@@ -59,6 +69,7 @@ def timm_names(names: Iterable[str]) -> tuple[dict[str, list[str]], str]:
     """
     names, notes, left_out = list(names), [], []
     is_hugging_face = any(_HUGGING_FACE_PATCHES in name for name in names)
+    is_physicsnemo = all(any(part in name for name in names) for part in _PHYSICSNEMO)
     found: dict[str, list[str]] = {}
     wrappers: dict[str, None] = {}  # a set in order
     for name in names:
@@ -71,6 +82,9 @@ def timm_names(names: Iterable[str]) -> tuple[dict[str, list[str]], str]:
             if plain == before:
                 left_out.append(name)
                 continue
+        if is_physicsnemo:
+            for theirs, ours in _PHYSICSNEMO.items():
+                plain = re.sub(rf"(^|\.){re.escape(theirs)}", rf"\g<1>{ours}", plain)
         found.setdefault(plain, []).append(name)
     for plain, parts in found.items():
         if is_hugging_face and plain.rpartition(".")[0].endswith(".attn.qkv"):
@@ -81,6 +95,8 @@ def timm_names(names: Iterable[str]) -> tuple[dict[str, list[str]], str]:
         notes.append(f"{', '.join(wrappers)} removed from names")
     if is_hugging_face:
         notes.append("names of Hugging Face's ViT replaced by timm's")
+    if is_physicsnemo:
+        notes.append("names of PhysicsNeMo's HybridViT replaced by timm's")
 
     prefix = _prefix_of({match[1] for name in found if (match := _IN_MODEL.match(name))})
     if prefix:
@@ -99,6 +115,24 @@ def timm_names(names: Iterable[str]) -> tuple[dict[str, list[str]], str]:
     if left_out:
         notes.append(f"left out: {listed(left_out)}")
     return found, "; ".join(notes)
+
+
+def physicsnemo_names(names: Iterable[str]) -> dict[str, str]:
+    """Return the name in PhysicsNeMo's HybridViT of each tensor of ours. Raises ValueError if they
+    are not a HybridViT's."""
+    found = {}
+    for name in names:
+        if not _HYBRID_VIT.fullmatch(name):
+            raise ValueError(f"a HybridViT has no {name}")
+        changed = (
+            theirs + name.removeprefix(ours)
+            for theirs, ours in _PHYSICSNEMO.items()
+            if name.startswith(ours)
+        )
+        found[name] = next(changed, name)
+    if "patch_embed.norm.weight" not in found:
+        raise ValueError("a HybridViT has patch_embed.norm.weight")
+    return found
 
 
 def _place_in_qkv(name: str) -> int:

@@ -21,6 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from timm.data import ImageNetInfo, resolve_data_config
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from config_fields import is_of
 from data.config import Preprocessing
@@ -382,6 +383,10 @@ def load_tensors(path: Path) -> Any:
 _MOST_IGNORED = 100
 _DESCRIPTION = SizeLimit("what a torch.save file has besides tensors", 2**26)
 _SAVE = "save only the weights, with torch.save(model.state_dict(), FILE)"
+_SAVE_WHOLE = (
+    "save whole ones, those of torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+    "options=StateDictOptions(full_state_dict=True))"
+)
 
 
 _EMA_KEYS = (checkpoint.EMA, "state_dict_ema", "model_ema")
@@ -416,6 +421,8 @@ def state_dict_of(content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     tensors = {name: value for name, value in content.items() if _is_tensor(value)}
     if not tensors or len(tensors) < len(content):
         raise ValueError(f"it contains no state dict of tensors: {_SAVE}")
+    if any(isinstance(value, DTensor) for value in tensors.values()):
+        raise ValueError(f"it contains one process's parts of tensors: {_SAVE_WHOLE}")
     return tensors
 
 
@@ -526,7 +533,9 @@ def with_preprocessing_of(weights: Weights, config: RunConfig) -> tuple[Weights,
         model = model_of(config.model)
         trained_with, source = model.preprocessing, f"timm's {model.name}"
     if trained_with is None:
-        return weights, with_preprocessing(config, Preprocessing())
+        return weights, with_preprocessing(
+            config, Preprocessing.of_new_weights(config.data.data_source)
+        )
     wanted = {name: value for name, value in trained_with.items() if name in PREPROCESSING}
     unset = {name: each for name, each in wanted.items() if getattr(config.data, name) is None}
     config = with_preprocessing(config, preprocessing_of(unset, path))

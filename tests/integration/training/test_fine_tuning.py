@@ -8,6 +8,7 @@ import timm.models.eva
 import timm.models.vision_transformer
 import torch
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from timm.layers import resample_abs_pos_embed
 from timm.models import adapt_input_conv
@@ -18,6 +19,7 @@ from tests.support.cli import DIGITS, TINY_MODEL, train_tiny, train_tiny_gpu
 from tests.support.marks import long
 from tests.support.usage_error import told_in_one_line
 from training.checkpoints.format import quiet_dcp
+from training.errors import UsageError
 from training.initial_weights import fit
 from training.weights import weights_in
 
@@ -123,6 +125,30 @@ def test_other_tokens_and_pooling(tmp_path):
     latent = filled(spec, 3).attn_pool.latent
     assert torch.equal(model.attn_pool.latent, latent)
     assert "new: attn_pool." in note
+
+
+def bicubic(before, after):
+    """The matrix by which timm resamples one dimension."""
+    return F.interpolate(
+        torch.eye(before)[None, None], (after, before), mode="bicubic", antialias=True
+    )[0, 0]
+
+
+def test_positions_of_volumes(tmp_path):
+    """Each dimension is resampled as one of an image; a file that does not say so was a cube."""
+    path, shape = tmp_path / "weights.safetensors", {"dimension": 3, "patch_size": 4, "in_chans": 1}
+    shape |= {"depth": 1, "embed_dim": 24, "num_heads": 2, "num_classes": 3}
+    state = weights_file(open_model("hybrid_vit", shape | {"img_size": 16}), path)
+    other = open_model("hybrid_vit", shape | {"img_size": (8, 24, 20)})
+    model, note = begun(other, path)
+    by_axis = [bicubic(4, sides) for sides in (2, 6, 5)]
+    positions = state["pos_embed"].view(4, 4, 4, 24)
+    expected = torch.einsum("abcw,da,eb,fc->defw", positions, *by_axis).reshape(1, 60, 24)
+    torch.testing.assert_close(model.pos_embed, expected)
+    assert "resampled: pos_embed (4 x 4 x 4 to 2 x 6 x 5 patches)" in note
+    weights_file(other, path)
+    with pytest.raises(UsageError, match="60 tokens, which do not form a cubic grid"):
+        begun(open_model("hybrid_vit", shape | {"img_size": 16}), path)
 
 
 # -- real runs ------------------------------------------------------------------------

@@ -21,7 +21,8 @@ from torchvision.datasets import ImageFolder
 import run_vit_training
 from data.config import DataConfig
 from data.index import cached_split
-from tests.support.cli import DIGITS
+from tests.references.plain_hybrid_vit import random_hybrid_vit
+from tests.support.cli import DIGITS, train_tiny_gpu
 from tests.support.usage_error import told_in_one_line
 from tools.convert import main as convert
 from training.weights import weights_in
@@ -376,3 +377,74 @@ def test_hugging_faces_names(form, capsys, tmp_path):
             torch.testing.assert_close(ours(pixels), expected, atol=1e-4, rtol=1e-4)
     read = weights_in(source, "--init_from")
     assert all(torch.equal(read.tensors[name], each) for name, each in ours.state_dict().items())
+
+
+# -- PhysicsNeMo's HybridViT ----------------------------------------------------------------------
+
+HYBRID = {2: ((16, 24), 4, 3), 3: ((8, 16, 12), 4, 1)}
+"""Size, patches and channels of a small one for images and for volumes; all else is in SHAPE."""
+SHAPE = (48, 2, 4, 96, 5)
+OF_SHAPE = "--model hybrid_vit --embed_dim 48 --num_blocks 2 --num_heads 4 --mlp_ratio 2".split()
+
+
+def hybrid_flags(dimension):
+    size, patch, channels = HYBRID[dimension]
+    words = ["--dimension", dimension, "--patch_size", patch, "--in_chans", channels]
+    return [*OF_SHAPE, *map(str, [*words, "--num_classes", SHAPE[-1], "--image_size", *size])]
+
+
+def arrays(root, dimension):
+    """Files of arrays, which no preprocessing changes: 10 to train on, 5 in val/, two a class."""
+    torch.manual_seed(2)
+    size, _, channels = HYBRID[dimension]
+    found = {}
+    for split, count in (("train", 10), ("val", 5)):
+        images = torch.rand(count, channels, *size)
+        for index, image in enumerate(images):
+            path = root / split / str(index % 5) / f"{index}.npy"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            np.save(path, image.movedim(0, -1).numpy())
+        found[split] = images, torch.arange(count) % 5
+    return found
+
+
+def plain_loss(model, images_and_labels):
+    images, labels = images_and_labels
+    with torch.no_grad():
+        return pytest.approx(nn.functional.cross_entropy(model(images), labels).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("dimension", [2, 3])
+def test_physicsnemos_hybrid_vit_both_ways(dimension, capsys, tmp_path):
+    """Its file has its losses here; a file made of a run here has the run's losses there."""
+    theirs = random_hybrid_vit(*HYBRID[dimension], *SHAPE)
+    data = arrays(tmp_path, dimension)
+
+    torch.save(_wrapped("module.")(theirs.state_dict()), tmp_path / "theirs.pt")
+    source = ["--backend", "cuda", "--data_source", "volumes", "--data_dir", str(tmp_path)]
+    source += ["--batch_size", "10", "--num_workers", "0", *hybrid_flags(dimension)]
+
+    def evaluated(*flags):
+        assert run_vit_training.main(["--eval_only", "--json", *source, *map(str, flags)]) == 0
+        return json.loads(capsys.readouterr().out)["val_loss"]
+
+    expected = plain_loss(theirs, data["val"])
+    assert evaluated("--resume", tmp_path / "theirs.pt") == expected
+    ours = tmp_path / "ours.safetensors"
+    assert convert([str(tmp_path / "theirs.pt"), str(ours)]) == 0
+    assert "names of PhysicsNeMo's HybridViT replaced by timm's" in capsys.readouterr().err
+    assert evaluated("--resume", ours) == expected
+
+    tuned = train_tiny_gpu(
+        tmp_path / "tuned", *source, "--init_from", str(tmp_path / "theirs.pt"), "--max_steps", "2"
+    )
+    assert tuned.column("loss")[0] == plain_loss(theirs, data["train"])
+    back = tmp_path / "back.pt"
+    assert convert([str(tuned.ckpt_dir), str(back), "--names", "physicsnemo"]) == 0
+    assert convert([str(ours), str(tmp_path / "same.pt"), "--names", "physicsnemo"]) == 0
+    same = torch.load(tmp_path / "same.pt")
+    assert all(torch.equal(same[name], each) for name, each in theirs.state_dict().items())
+    theirs.load_state_dict(torch.load(back))
+    (evaluation,) = tuned.evaluations
+    assert evaluation["val_loss"] == plain_loss(theirs, data["val"])
+    assert evaluation["val_loss"] != expected

@@ -4,11 +4,12 @@ import pickle
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
+from models.config import ModelError
 from models.registry import list_models, open_model
 from tests.fakes.filled import filled
+from tests.references.plain_hybrid_vit import PlainHybridViT, random_hybrid_vit
+from training.weight_names import physicsnemo_names, timm_names
 
 pytestmark = pytest.mark.fast
 
@@ -16,55 +17,7 @@ NAME = "hybrid_vit"
 IMAGES = {"img_size": (32, 48), "patch_size": 8, "in_chans": 3}
 VOLUMES = {"dimension": 3, "img_size": (8, 16, 12), "patch_size": 4, "in_chans": 1}
 SMALL = {"embed_dim": 48, "num_heads": 4, "depth": 3, "num_classes": 7, "mlp_ratio": 2.5}
-WIDTH, DEPTH, HIDDEN, CLASSES = 48, 3, 120, 7
-
-
-class Plain(nn.Module):
-    """The same again, of PyTorch's own parts: attention is nn.MultiheadAttention."""
-
-    def __init__(self, values):
-        super().__init__()
-        weight = values["patch_embed.proj.weight"]
-        convolution = {4: nn.Conv2d, 5: nn.Conv3d}[weight.dim()]
-        side = weight.shape[-1]
-        self.stem = convolution(weight.shape[1], WIDTH, side, stride=side)
-        self.stem_norm = nn.LayerNorm(WIDTH)
-        self.positions = nn.Parameter(values["pos_embed"])
-        self.head = nn.Linear(WIDTH, CLASSES)
-        parts = {"stem": "patch_embed.proj", "stem_norm": "patch_embed.norm", "head": "head"}
-        for index in range(DEPTH):
-            names = {"norm1": "norm1", "norm2": "norm2", "up": "mlp.fc1", "down": "mlp.fc2"}
-            made = (nn.LayerNorm(WIDTH, eps=1e-5), nn.LayerNorm(WIDTH, eps=1e-5))
-            made += (nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH))
-            for (own, its), module in zip(names.items(), made, strict=True):
-                self.add_module(f"{own}_{index}", module)
-                parts[f"{own}_{index}"] = f"blocks.{index}.{its}"
-            attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
-            attention.load_state_dict(
-                {
-                    "in_proj_weight": values[f"blocks.{index}.attn.qkv.weight"],
-                    "in_proj_bias": values[f"blocks.{index}.attn.qkv.bias"],
-                    "out_proj.weight": values[f"blocks.{index}.attn.proj.weight"],
-                    "out_proj.bias": values[f"blocks.{index}.attn.proj.bias"],
-                }
-            )
-            self.add_module(f"attention_{index}", attention)
-        for own, its in parts.items():
-            module = self.get_submodule(own)
-            module.load_state_dict({key: values[f"{its}.{key}"] for key in ("weight", "bias")})
-
-    def forward(self, images):
-        tokens = self.stem(images).flatten(2).mT
-        tokens = F.relu(self.stem_norm(tokens)) + self.positions
-        for index in range(DEPTH):
-            attention, norm1, norm2, up, down = (
-                self.get_submodule(f"{name}_{index}")
-                for name in ("attention", "norm1", "norm2", "up", "down")
-            )
-            normed = norm1(tokens)
-            tokens = tokens + attention(normed, normed, normed, need_weights=False)[0]
-            tokens = tokens + down(F.gelu(up(norm2(tokens))))
-        return self.head(tokens.mean(dim=1))
+WIDTH, DEPTH, HEADS, HIDDEN, CLASSES = 48, 3, 4, 120, 7
 
 
 def small(sizes):
@@ -79,22 +32,26 @@ def test_as_published():
     assert [each.parameters for each in list_models(NAME)] == [126_907_624]
 
 
+def plain_sizes(sizes):
+    given = (sizes[name] for name in ("img_size", "patch_size", "in_chans"))
+    return (*given, WIDTH, DEPTH, HEADS, HIDDEN, CLASSES)
+
+
 @pytest.mark.parametrize("sizes", [IMAGES, VOLUMES])
 def test_logits_and_gradients(sizes):
-    model = filled(small(sizes))
-    with torch.no_grad():
-        for parameter in model.parameters():  # so that every one of them matters
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    values = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    plain = Plain(values)
+    plain, model = random_hybrid_vit(*plain_sizes(sizes)), filled(small(sizes))
+    ours, _ = timm_names(plain.state_dict())
+    values = {name: plain.state_dict()[theirs] for name, (theirs,) in ours.items()}
+    model.load_state_dict(values)
+    assert physicsnemo_names(values) == {name: theirs for name, (theirs,) in ours.items()}
     images = torch.randn(2, sizes["in_chans"], *sizes["img_size"])
     expected, found = plain(images), model(images)
     assert expected.std() > 0.05
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert sum(p.numel() for p in plain.parameters()) == small(sizes).parameter_count
     wanted, got = (
-        torch.autograd.grad(logits.square().sum(), positions)[0]
-        for logits, positions in ((expected, plain.positions), (found, model.pos_embed))
+        torch.autograd.grad(logits.square().sum(), each.pos_embed)[0]
+        for logits, each in ((expected, plain), (found, model))
     )
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
 
@@ -114,6 +71,36 @@ def test_first_weights(sizes, uninitialized_memory_is_nan):
     assert first["pos_embed"].std().item() == pytest.approx(0.02, rel=0.15)
     same = [first[f"blocks.{index}.mlp.fc1.weight"] for index in range(2)]
     assert not torch.equal(*same)
+
+
+@pytest.mark.parametrize("sizes", [IMAGES, VOLUMES])
+def test_first_weights_of_the_tutorial(sizes, uninitialized_memory_is_nan):
+    """Positions are zero; of the others each has the spread of PyTorch's own first weights."""
+    torch.manual_seed(0)
+    plain = PlainHybridViT(*plain_sizes(sizes)).state_dict()
+    found = filled(open_model(NAME, SMALL | sizes | {"weight_init": "reset"})).state_dict()
+    assert not found["pos_embed"].any()
+    for name, theirs in physicsnemo_names(found).items():
+        expected = plain[theirs]
+        assert found[name].isfinite().all(), name
+        if expected.numel() > 1000 and name != "pos_embed":
+            for of in (torch.std, lambda values: values.abs().max()):
+                assert of(found[name]).item() == pytest.approx(of(expected).item(), rel=0.1), name
+    with pytest.raises(ModelError, match="hybrid_vit accepts weight_init '' and reset"):
+        open_model(NAME, {"weight_init": "jax"})
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["pos_embed", "cls_token"],
+        ["patch_embed.proj.weight", "pos_embed", "blocks.0.norm1.weight", "head.weight"],
+        ["patch_embed.norm.weight", "blocks.0.ls1.gamma"],
+    ],
+)
+def test_names_of_another_model(names):
+    with pytest.raises(ValueError, match="a HybridViT has"):
+        physicsnemo_names(names)
 
 
 @pytest.mark.parametrize("sizes", [IMAGES, VOLUMES])
