@@ -187,8 +187,9 @@ bench-gpu: $(INSTALLED)
 
 bench-domain: $(INSTALLED)
 	@mkdir -p runs
-	$(BIN)/python benchmarks/domain_parallel.py --image_size_start 1024 --image_size_stop 4096 \
-		--domain_sizes 1 2 4 8 --use_mixed_precision --csv runs/domain.csv --plot runs/domain.png $(ARGS)
+	$(BIN)/python benchmarks/domain_parallel.py --image_size_stop 2048 --image_size_step 1024 \
+		--domain_sizes 1 2 4 8 --batch_size 1 2 4 8 --use_mixed_precision \
+		--csv runs/domain.csv --plot runs/domain.png $(ARGS)
 
 faults: $(INSTALLED) datasets/digits
 	$(BIN)/python -m tests.reliability.faults $(ARGS)

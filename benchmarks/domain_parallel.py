@@ -1,7 +1,8 @@
 r"""Measure latency and memory with images split across devices (--mesh_domain), by image size.
 
     python benchmarks/domain_parallel.py --image_size_start 1024 --image_size_stop 4096 \
-        --image_size_step 1024 --domain_sizes 1 2 4 8 --csv domain.csv --plot domain.png
+        --image_size_step 1024 --domain_sizes 1 2 4 8 --batch_size 1 2 4 8 --csv domain.csv \
+        --plot domain.png
     python benchmarks/domain_parallel.py --image_size_start 1024 --domain_sizes 1 2 4 8 \
         --use_mixed_precision --tpu_topology v5e:1x1 v5e:1x2 v5e:2x2 v5e:2x4
 
@@ -18,9 +19,14 @@ slices (run_vit_training.py --compile_only). See tools/compile_only/expected.py 
 - GB (10^9 bytes), the largest of all processes: on CUDA, torch.cuda.max_memory_allocated of a fresh
   process; on CPUs, the growth of the process's peak memory (VmHWM) divided by its virtual devices,
   including compilation
+- saved %: how much less memory a device needs than one device that has these images alone (the row
+  of --domain_sizes 1)
+
+Tables of images/s and of the memory saved, by devices and batch, follow the rows.
 """
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -28,10 +34,22 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import torch
 from tqdm import tqdm
 
 from benchmarks.common import commit, failure_of, last_json, run_python
-from benchmarks.domain_parallel_rows import COLUMNS, FORWARD, OOM, TRAIN, Row, plot, write_csv
+from benchmarks.domain_parallel_rows import (
+    COLUMNS,
+    FORWARD,
+    OOM,
+    TRAIN,
+    Row,
+    compare_with_one_device,
+    devices_of,
+    plot,
+    tables,
+    write_csv,
+)
 from config_fields import local_path
 from run_vit_training import read_flags
 from tools.compile_only.command import DOES_NOT_FIT
@@ -44,7 +62,7 @@ HYBRID = "hybrid_vit"
 def flags_of(row: Row, options: argparse.Namespace) -> list[str]:
     """Return the program's flags for a row, whatever the backend."""
     flags = ["--model", options.model, "--image_size", str(row.size), "--batch_size"]
-    flags += [str(row.batch), "--precision", "bf16" if options.use_mixed_precision else "fp32"]
+    flags += [str(row.batch), "--precision", _precision(options)]
     if options.model == HYBRID:
         flags += ["--dimension", str(row.dimension)]
     if row.domain > 1:
@@ -55,6 +73,14 @@ def flags_of(row: Row, options: argparse.Namespace) -> list[str]:
         name, is_given, value = setting.partition("=")
         flags += [f"--{name}", value] if is_given else [f"--{name}"]
     return flags
+
+
+def _precision(options: argparse.Namespace) -> str:
+    """Return the precision: of mixed precision that of ``torch.autocast`` on GPUs, fp16."""
+    if not options.use_mixed_precision:
+        return "fp32"
+    is_gpu = options.backend == "cuda" and not options.tpu_topology and torch.cuda.is_available()
+    return "fp16" if is_gpu else "bf16"
 
 
 def measure(row: Row, what: str, options: argparse.Namespace) -> None:
@@ -120,7 +146,7 @@ def ask_compiler(row: Row, options: argparse.Namespace) -> None:
 def rows_of(options: argparse.Namespace) -> list[Row]:
     """Return all configurations, nothing measured yet.
 
-    Of several slices or domain sizes, the combinations that are none are left out. Raises
+    Of several slices, domain sizes or batches, the combinations that are none are left out. Raises
     UsageError.
     """
     first, step = options.image_size_start, options.image_size_step
@@ -137,22 +163,22 @@ def rows_of(options: argparse.Namespace) -> list[Row]:
     rows = []
     for on, devices, domain in ways:
         ddp = _ddp_size(options.ddp_size, domain, devices)
-        wrong = None
-        if devices not in (None, ddp * domain):
-            wrong = f"the number of devices, {devices}, is not {ddp} (ddp) x {domain} (domain)"
-        elif options.batch_size % ddp:
-            wrong = f"--batch_size {options.batch_size} is not a multiple of {ddp} (ddp)"
-        if wrong and len(ways) == 1:
-            raise UsageError(wrong)
-        if not wrong:
-            rows += [
-                Row(on, ddp, domain, options.dimension, size, options.batch_size) for size in sizes
-            ]
+        for size, batch in itertools.product(sizes, options.batch_size):
+            wrong = None
+            if devices not in (None, ddp * domain):
+                wrong = f"the number of devices, {devices}, is not {ddp} (ddp) x {domain} (domain)"
+            elif batch % ddp:
+                wrong = f"--batch_size {batch} is not a multiple of {ddp} (ddp)"
+            if wrong and len(ways) == len(options.batch_size) == 1:
+                raise UsageError(wrong)
+            if not wrong:
+                rows.append(Row(on, ddp, domain, options.dimension, size, batch))
     if not rows:
         raise UsageError(
             "no configuration: ddp x domain must be the number of devices, and ddp must divide "
             "--batch_size"
         )
+    compare_with_one_device(rows)
     return rows
 
 
@@ -181,10 +207,16 @@ def parse() -> argparse.Namespace:
     add(
         "--image_size_step",
         type=_positive,
-        default=1024,
-        help="difference between image sides (default: 1024)",
+        default=128,
+        help="difference between image sides (default: 128)",
     )
-    add("--batch_size", type=_positive, default=1, help="images on all devices (default: 1)")
+    add(
+        "--batch_size",
+        nargs="+",
+        type=_positive,
+        default=[1],
+        help="images on all devices, one or several values (default: 1)",
+    )
     add(
         "--ddp_size",
         type=int,
@@ -206,12 +238,16 @@ def parse() -> argparse.Namespace:
         metavar="FORM",
         help="same as in run_vit_training.py (default: auto)",
     )
-    add("--use_mixed_precision", action="store_true", help="use bf16 (default: fp32)")
+    add(
+        "--use_mixed_precision",
+        action="store_true",
+        help="use fp16 on GPUs, bf16 on TPUs and CPUs (default: fp32)",
+    )
     add("--fsdp", action="store_true", help="shard parameters (default: plain data parallel)")
     add("--compile", action="store_true", help="compile the blocks with torch.compile")
     add("--inference_only", action="store_true", help="measure only the forward pass")
-    add("--num_warmup", type=int, default=2, help="number of untimed passes (default: 2)")
-    add("--num_iterations", type=_positive, default=5, help="number of timed passes (default: 5)")
+    add("--num_warmup", type=int, default=5, help="number of untimed passes (default: 5)")
+    add("--num_iterations", type=_positive, default=10, help="number of timed passes (default: 10)")
     add(
         "--memory_limit_gb",
         type=float,
@@ -272,13 +308,16 @@ def main() -> int:
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    read_flags(flags_of(rows[0], options))  # a wrong one ends the program here, not in every row
-    precision = "bf16" if options.use_mixed_precision else "fp32"
+    asked = read_flags(
+        flags_of(rows[0], options)
+    )  # a wrong one ends the program here, not in every row
+    precision = asked.run.sharding.precision
     about = f"{options.model}, {options.dimension}-D, {precision}, commit {commit()}"
     print(f"{about}, {' '.join(sys.argv[1:])}, {os.cpu_count()} cores")
     run(options, rows)
+    print("", *tables(rows), sep="\n")
     if options.plot:
-        plot(options.plot, rows, about)
+        plot(options.plot, rows, ", ".join([about, *devices_of(rows)]))
     nothing = [row for row in rows if not row.seconds and not row.out_of_memory]
     return 1 if nothing else 0
 

@@ -1,13 +1,16 @@
-"""Rows of domain_parallel.py: as a table, as CSV, and plotted against devices per image."""
+"""Rows of domain_parallel.py: as tables, as CSV, and plotted against devices per image."""
 
 from __future__ import annotations
 
 import csv
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.common import markdown
 from training.logs.figures import pyplot, save_figure
 
 if TYPE_CHECKING:
@@ -15,7 +18,8 @@ if TYPE_CHECKING:
 
 COLUMNS = (
     *("on", "ddp", "domain", "size", "batch", "parameters"),
-    *("forward s", "train s", "inference GB", "train GB", "samples/s", "samples/s/device", "note"),
+    *("forward s", "train s", "inference GB", "train GB", "samples/s", "samples/s/device"),
+    *("inference saved %", "train saved %", "note"),
 )
 OOM = "OOM"
 FORWARD, TRAIN = "forward", "train"
@@ -46,17 +50,44 @@ class Row:
     note: str = ""
     """Why it was not measured, or what else the compiler says."""
 
+    one_device: Row | None = None
+    """The same images on one device, if that is a row too."""
+
     @property
-    def samples_per_s(self) -> float | None:
-        """Return images a second in training; in a forward pass where nothing was trained."""
-        if TRAIN in self.out_of_memory:
-            return None
-        seconds = self.seconds.get(TRAIN, self.seconds.get(FORWARD))
+    def devices(self) -> int:
+        return self.ddp * self.domain
+
+    @property
+    def place(self) -> str:
+        """The backend, or the kind of the slice, whose chips differ along a sweep."""
+        return self.on.partition(":")[0]
+
+    @property
+    def shape(self) -> str:
+        return "x".join([str(self.size)] * self.dimension)
+
+    def images_per_s(self, what: str) -> str | float | None:
+        """Return images a second, "OOM", or None for what was not measured."""
+        if what in self.out_of_memory:
+            return OOM
+        seconds = self.seconds.get(what)
         return self.batch / seconds if seconds else None
+
+    def saved_percent(self, what: str) -> str | float | None:
+        """Return how much less memory a device needs than one device alone, in per cent of that."""
+        if what in self.out_of_memory:
+            return OOM
+        one = self.one_device
+        if one is None or what in one.out_of_memory or what not in self.memory_gb:
+            return None
+        alone = one.memory_gb.get(what)
+        return 100 * (1 - self.memory_gb[what] / alone) if alone else None
 
     def values(self) -> dict[str, str | int | float | None]:
         """Return what stands in each column; a time is "OOM" where that did not fit."""
-        pace = self.samples_per_s
+        trained = TRAIN in self.seconds or TRAIN in self.out_of_memory
+        pace = self.images_per_s(TRAIN if trained else FORWARD)
+        pace = None if isinstance(pace, str) else pace
         times = {
             what: OOM if what in self.out_of_memory else self.seconds.get(what)
             for what in (FORWARD, TRAIN)
@@ -65,7 +96,7 @@ class Row:
             "on": self.on,
             "ddp": self.ddp,
             "domain": self.domain,
-            "size": "x".join([str(self.size)] * self.dimension),
+            "size": self.shape,
             "batch": self.batch,
             "parameters": self.parameters,
             "forward s": times[FORWARD],
@@ -73,7 +104,9 @@ class Row:
             "inference GB": self.memory_gb.get(FORWARD),
             "train GB": self.memory_gb.get(TRAIN),
             "samples/s": pace,
-            "samples/s/device": pace and pace / (self.ddp * self.domain),
+            "samples/s/device": pace and pace / self.devices,
+            "inference saved %": self.saved_percent(FORWARD),
+            "train saved %": self.saved_percent(TRAIN),
             "note": self.note or self.device,
         }
 
@@ -88,11 +121,57 @@ def _cell(value: str | int | float | None) -> str:
     return "" if value is None else f"{value:,}" if isinstance(value, int) else value
 
 
+def compare_with_one_device(rows: Sequence[Row]) -> None:
+    """Let each row know the row of the same images on one device."""
+    alone = {(row.place, row.size, row.batch): row for row in rows if row.devices == 1}
+    for row in rows:
+        if row.devices > 1:
+            row.one_device = alone.get((row.place, row.size, row.batch))
+
+
+def devices_of(rows: Sequence[Row]) -> list[str]:
+    """Return the names of the devices that the rows were measured on."""
+    return list(dict.fromkeys(row.device for row in rows if row.device))
+
+
+def tables(rows: Sequence[Row]) -> list[str]:
+    """Return the lines of tables by devices and batch: images a second, and memory saved."""
+    lines, batches = list[str](), sorted({row.batch for row in rows})
+    figures: tuple[tuple[str, Callable[[Row, str], str | float | None]], ...] = (
+        ("images/s", Row.images_per_s),
+        ("memory saved per device, % of one device", Row.saved_percent),
+    )
+    of_sizes = dict.fromkeys((row.place, row.shape) for row in rows)
+    for (place, shape), what, (title, figure) in itertools.product(
+        of_sizes, (TRAIN, FORWARD), figures
+    ):
+        group = [row for row in rows if (row.place, row.shape) == (place, shape)]
+        cells = {(row.ddp, row.domain, row.batch): figure(row, what) for row in group}
+        if all(value is None for value in cells.values()):
+            continue
+        meshes = dict.fromkeys((ddp, domain) for ddp, domain, _ in cells)
+        body = [
+            [
+                *(str(number) for number in (ddp * domain, ddp, domain)),
+                *(_cell(cells.get((ddp, domain, batch))) for batch in batches),
+            ]
+            for ddp, domain in meshes
+        ]
+        head = ["devices", "ddp", "domain", *(f"batch {batch}" for batch in batches)]
+        where = ", ".join(devices_of(group)) or place
+        lines += [f"{title}: {what}, {shape}, {where}", "", *markdown([head, *body]), ""]
+    return lines
+
+
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         writer.writerows(row.values() for row in rows)
+
+
+_LEGEND_COLUMNS = 4
+_MARKERS = "os^Dv"
 
 
 def plot(path: Path, rows: Sequence[Row], title: str) -> None:
@@ -103,13 +182,17 @@ def plot(path: Path, rows: Sequence[Row], title: str) -> None:
     has a cross at the upper edge.
     """
     plt = pyplot()
-    figure, (latency, speed, memory) = plt.subplots(1, 3, figsize=(15, 4.8), layout="constrained")
     counts = sorted({row.domain for row in rows})
     names = list(dict.fromkeys(_line_of(row) for row in rows))
+    height = 4.4 + 0.2 * math.ceil(2 * len(names) / _LEGEND_COLUMNS)  # below: the legend
+    figure, (latency, speed, memory) = plt.subplots(
+        1, 3, figsize=(15, height), layout="constrained"
+    )
     for number, name in enumerate(names):
         of_line = sorted((r for r in rows if _line_of(r) == name), key=lambda row: row.domain)
         for what, dashes in ((TRAIN, "-"), (FORWARD, "--")):
-            style = {"color": f"C{number % 10}", "linestyle": dashes, "marker": "o"}
+            marker = _MARKERS[number // 10 % len(_MARKERS)]  # there are ten colors
+            style = {"color": f"C{number % 10}", "linestyle": dashes, "marker": marker}
             label = f"{name}, {what}"
             _draw(latency, of_line, _value("seconds", what), style, label)
             _draw(speed, of_line, _speed_up(of_line, what), style, "")
@@ -130,9 +213,11 @@ def plot(path: Path, rows: Sequence[Row], title: str) -> None:
         axis.grid(alpha=0.3)
     latency.set_yscale("log")
     speed.set_yscale("log", base=2)
-    speed.set_yticks(counts, [str(count) for count in counts])
+    speed.yaxis.set_major_formatter("{x:g}")
     memory.set_ylim(bottom=0)
-    figure.legend(*latency.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.legend(
+        *latency.get_legend_handles_labels(), loc="outside lower center", ncols=_LEGEND_COLUMNS
+    )
     crosses = "; x: out of memory" if any(row.out_of_memory for row in rows) else ""
     figure.suptitle(title + crosses)
     save_figure(figure, path)
@@ -140,9 +225,8 @@ def plot(path: Path, rows: Sequence[Row], title: str) -> None:
 
 def _line_of(row: Row) -> str:
     """Return the name of the line that a row is a point of: a slice's chips differ along it."""
-    kind = row.on.partition(":")[0]
     each = f"batch {row.batch // row.ddp} per image group" if row.ddp > 1 else f"batch {row.batch}"
-    return f"{kind}, {row.values()['size']}, {each}"
+    return f"{row.place}, {row.shape}, {each}"
 
 
 Value = Callable[[Row], float | None]

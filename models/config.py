@@ -324,7 +324,8 @@ class ModelConfig:
     )
     weight_init: Literal["", "jax", "jax_nlhb", "moco", "reset"] | None = _timm_flag(
         "weight_init",
-        "timm's weight initialization scheme: '', jax, jax_nlhb, moco or reset",
+        "timm's weight initialization scheme: '', jax, jax_nlhb, moco or reset; hybrid_vit: '' or "
+        "reset, as PhysicsNeMo's tutorial: PyTorch's own, and positions of zero",
         requires=("objective=classify",),
     )
 

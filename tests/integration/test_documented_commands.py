@@ -228,6 +228,7 @@ RUN: dict[str, Run] = {
         tuple(rf"^\| cuda \| 1 \| {n} \| 256x256 \| 1 \| [\d,]+ \| [\d.]+ \| " for n in (1, 2)),
         leaves=("cpu.csv", "cpu.png"),
         long=True,
+        shorter="--num_warmup 2 --num_iterations 5",
     ),
     "python benchmarks/native_resolution.py": Run(
         (
