@@ -25,7 +25,7 @@ from PIL import Image, UnidentifiedImageError
 from PIL.ImageFile import ImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
-from data.files import BrokenImageError, DataFolderError, is_hidden, read_bytes, reason_of
+from data.files import BrokenImageError, DataFolderError, is_hidden, reason_of
 
 # Pillow warns about large images, palettes and EXIF data, none of which affects training.
 warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -264,12 +264,14 @@ class FoundImages:
     """Folders that could not be listed, with the reasons."""
 
 
-def find_images(paths: Iterable[str]) -> FoundImages:
+def find_images(paths: Iterable[str], suffixes: tuple[str, ...] | None = None) -> FoundImages:
     """Find the named files, and the images below the named folders, sorted within each folder;
-    links to folders are not followed. Raises DataFolderError for a missing path and for a folder
-    without images."""
+    links to folders are not followed. ``suffixes``: the extensions of images, None for Pillow's.
+    Raises DataFolderError for a missing path and for a folder without images."""
     readable = {*_formats(), "MPO"}  # MPO: several JPEGs in one file, read as the first
-    known = {suffix for suffix, kind in Image.registered_extensions().items() if kind in readable}
+    of_pillow = (name for name, kind in Image.registered_extensions().items() if kind in readable)
+    known = suffixes or tuple(of_pillow)
+    kinds = ", ".join(suffixes or (".jpg", ".png", "or another format of Pillow"))
     found = FoundImages()
     errors: list[OSError] = []
     for top in paths:
@@ -293,7 +295,7 @@ def find_images(paths: Iterable[str]) -> FoundImages:
             for name in filterfalse(is_hidden, files):
                 suffix = os.path.splitext(name)[1].lower()
                 path = Path(folder, name)
-                if suffix not in known:
+                if not name.lower().endswith(known):
                     found.passed_over[suffix or "no extension"] += 1
                 elif path.is_symlink() or path.is_file():  # a link is checked when it is read
                     inside.append(path)
@@ -301,22 +303,26 @@ def find_images(paths: Iterable[str]) -> FoundImages:
                     found.passed_over["not a file"] += 1
         found.unreadable = [f"{error.filename}: {error.strerror}" for error in errors]
         if not inside:
-            why = found.unreadable[0] if errors else ".jpg, .png, or another format of Pillow"
+            why = found.unreadable[0] if errors else kinds
             raise DataFolderError(f"{top} contains no images ({why})")
         found.paths += sorted(inside)
     return found
 
 
 def read_batches(
-    paths: list[Path], transform: Callable, batch_size: int, broken: Callable[[Path, str], None]
+    paths: list[Path],
+    make: Callable[[int], torch.Tensor],
+    batch_size: int,
+    broken: Callable[[Path, str], None],
 ) -> Iterator[tuple[list[Path], torch.Tensor]]:
-    """Yield up to ``batch_size`` paths and their images, (count, channels, size, size). For an
-    unreadable image, ``broken`` is called with its path and the reason."""
+    """Yield up to ``batch_size`` paths and their images, (count, channels, *size). ``make`` returns
+    the image of the path of this number; if it is unreadable, ``broken`` is called with the path
+    and the reason."""
     for first in range(0, len(paths), batch_size):
         good, images = [], []
-        for path in paths[first : first + batch_size]:
+        for number, path in enumerate(paths[first : first + batch_size], first):
             try:
-                images.append(transform(open_image(read_bytes(os.fspath(path)))))
+                images.append(make(number))
                 good.append(path)
             except BrokenImageError as error:
                 broken(path, str(error))

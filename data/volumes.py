@@ -36,7 +36,7 @@ from data.files import (
     reason_of,
     regular,
 )
-from data.index import FolderIndex, index_folders, read_labels
+from data.index import FolderIndex, Strings, index_folders, read_labels
 from data.source import DatasetRequest, DataSource, Split
 from data.transforms import seeded
 
@@ -64,6 +64,13 @@ def open_volumes(request: DatasetRequest) -> DataSource:
         check_packages(index.paths)
     splits = {name: VolumesSplit(request, name, index) for name, index in indices.items()}
     return DataSource(config.labels or root, splits)
+
+
+def open_files(request: DatasetRequest, paths: Sequence[str]) -> Split:
+    """Return these files as validation reads them, without labels. Raises DataFolderError."""
+    check_packages(paths)
+    index = FolderIndex(None, Strings.of(paths), np.zeros(len(paths), np.int32))
+    return VolumesSplit(request, "val", index)
 
 
 class VolumesSplit(Split):

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from data.decode import find_images, read_batches
-from data.files import printable, without_secrets
+from data import volumes
+from data.decode import find_images, open_image, read_batches
+from data.files import printable, read_bytes, without_secrets
 from data.index import class_folders, in_order
 from data.sequences import sequence_of_one
 from data.source import DataSource
@@ -85,7 +86,8 @@ def predict_images(config: RunConfig, weights: Weights) -> None:
         check_unnamed_classes(folders, weights.path, config.data, spec)
         class_names = in_order(folders, config.data.class_order, config.data.class_map)
     names = _named_classes(class_names, spec.sizes.num_classes)
-    images = find_images(config.use.predict)
+    in_arrays = config.data.data_source == "volumes"
+    images = find_images(config.use.predict, volumes.SUFFIXES if in_arrays else None)
     for folder in images.unreadable:
         _log(f"skipped {printable(folder)}")
     if images.passed_over:
@@ -95,11 +97,7 @@ def predict_images(config: RunConfig, weights: Weights) -> None:
     if weights.note:
         _log(weights.note)
 
-    channels, *size = spec.sizes.input_shape
-    if spec.packing:
-        transform = sequence_of_one(dataset_request(run, augment=False))
-    else:
-        transform = val_transform(config.data.preprocessing, tuple(size), channels)
+    make, batch_size = _reader(run, images.paths, in_arrays=in_arrays)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     check_weights(weights, verify=config.checkpoints.verify_checkpoint)
     model = spec.build()
@@ -121,7 +119,7 @@ def predict_images(config: RunConfig, weights: Weights) -> None:
                 _log(broken[path])
             bar.update()
 
-        for paths, batch in read_batches(images.paths, transform, _BATCH_SIZE, leave_out):
+        for paths, batch in read_batches(images.paths, make, batch_size, leave_out):
             with (
                 torch.inference_mode(),
                 torch.autocast(device.type, dtype=lower, enabled=lower is not None),
@@ -151,6 +149,22 @@ def predict_images(config: RunConfig, weights: Weights) -> None:
         raise UsageError(mistakes[-1])
     if len(broken) == len(images.paths):
         raise UsageError("none of the images can be read")
+
+
+def _reader(
+    run: Run, paths: list[Path], *, in_arrays: bool
+) -> tuple[Callable[[int], torch.Tensor], int]:
+    """Return the function that reads the image of a number, and how many to compute at once.
+    Raises DataFolderError."""
+    channels, *size = run.model.sizes.input_shape
+    if in_arrays:
+        split = volumes.open_files(dataset_request(run, augment=False), list(map(str, paths)))
+        return lambda number: split.make(number, 0, number), 1  # one may fill the device
+    if run.model.packing:
+        transform = sequence_of_one(dataset_request(run, augment=False))
+    else:
+        transform = val_transform(run.config.data.preprocessing, tuple(size), channels)
+    return lambda number: transform(open_image(read_bytes(str(paths[number])))), _BATCH_SIZE
 
 
 # -- --eval_only ----------------------------------------------------------------------------------

@@ -15,7 +15,10 @@ from safetensors.torch import load_file
 from timm.data import create_dataset, create_loader
 from timm.data.readers.reader_image_folder import find_images_and_targets
 from timm.utils import CheckpointSaver, ModelEmaV3
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torchvision.datasets import ImageFolder
 
 import run_vit_training
@@ -333,6 +336,18 @@ class Code:
         return exec, ("raise SystemExit",)
 
 
+def test_parts_of_tensors_are_refused(tmp_path, capsys):
+    """The state dict of a sharded model, as each process saves its own."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        torch.save({"head.weight": distribute_tensor(ONES, mesh, [Shard(0)])}, tmp_path / "a.pt")
+    finally:
+        dist.destroy_process_group()
+    line = told_in_one_line(capsys, "--predict", IMAGE, *FLAGS, "--resume", tmp_path / "a.pt")
+    assert "it contains one process's parts of tensors: save whole ones, those of torch." in line
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "model.pt"])
 def test_a_pointer_of_git_lfs(name, capsys, tmp_path):
     path = tmp_path / name
@@ -434,6 +449,17 @@ def test_physicsnemos_hybrid_vit_both_ways(dimension, capsys, tmp_path):
     assert convert([str(tmp_path / "theirs.pt"), str(ours)]) == 0
     assert "names of PhysicsNeMo's HybridViT replaced by timm's" in capsys.readouterr().err
     assert evaluated("--resume", ours) == expected
+
+    words = ["--predict", tmp_path / "val", "--json", *source, "--resume", ours]
+    assert run_vit_training.main(list(map(str, words))) == 0
+    found = {
+        int(pathlib.Path(each["image"]).stem): {
+            top["index"]: top["probability"] for top in each["top5"]
+        }
+        for each in json.loads(capsys.readouterr().out)
+    }
+    for index, probabilities in enumerate(theirs(data["val"][0]).softmax(1).tolist()):
+        assert found[index] == pytest.approx(dict(enumerate(probabilities)), abs=1e-6)
 
     tuned = train_tiny_gpu(
         tmp_path / "tuned", *source, "--init_from", str(tmp_path / "theirs.pt"), "--max_steps", "2"
