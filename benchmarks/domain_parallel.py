@@ -308,10 +308,9 @@ def main() -> int:
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    asked = read_flags(
-        flags_of(rows[0], options)
-    )  # a wrong one ends the program here, not in every row
-    precision = asked.run.sharding.precision
+    # A wrong flag ends the program here, not in every row.
+    asked = read_flags(flags_of(rows[0], options)).run
+    precision = asked.sharding.precision
     about = f"{options.model}, {options.dimension}-D, {precision}, commit {commit()}"
     print(f"{about}, {' '.join(sys.argv[1:])}, {os.cpu_count()} cores")
     run(options, rows)
