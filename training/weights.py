@@ -484,7 +484,7 @@ def run_in_metadata(path: Path, metadata: Mapping[str, str]) -> SavedRun | None:
         return None
     if "arguments" not in content:
         return None
-    numbers = [content.get(field.name) for field in fields(Position)]
+    numbers: list[Any] = [content.get(field.name) for field in fields(Position)]
     if not is_of(numbers, list[int]):
         raise ValueError(f"{_RUN} in its metadata has no position of whole numbers")
     return SavedRun(path, Position(*numbers), content["arguments"], content.get("classes"))
