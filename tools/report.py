@@ -134,6 +134,7 @@ _LONGEST_SETTING = 400
 
 _TITLES = {
     "loss": ("Training loss", ""),
+    "epoch_loss": ("Training loss, mean of each epoch", ""),
     "val_loss": ("Validation loss", ""),
     "ema_val_loss": ("Validation loss, EMA", ""),
     "val_top1": ("Validation top-1", "%"),

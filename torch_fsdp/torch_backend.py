@@ -5,7 +5,7 @@ import itertools
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
@@ -22,7 +22,15 @@ from torch_fsdp.domain import SharedImages, image_rows
 from torch_fsdp.optimizers import LossScale, PartsOptimizer
 from torch_fsdp.parallel_plan import TorchRun
 from training.backend import InitializeModule, State, pass_seed
-from training.optimizers import COUNTS, UPDATES, Updates, WeightAverage, count_skipped, not_finite
+from training.optimizers import (
+    COUNTS,
+    UPDATES,
+    Updates,
+    WeightAverage,
+    add_loss,
+    count_skipped,
+    not_finite,
+)
 from training.processes.exchange import silence_gloo
 from training.processes.stopping import largest_of_all
 from training.resolve import Run
@@ -65,6 +73,7 @@ class TorchBackend(abc.ABC):
         self._follower: TorchBackend | None = None
         self.teacher: nn.Module | None = None
         self._skipped = torch.zeros(len(COUNTS)).to(device.where)
+        self.begin_epoch()
         is_fp16 = self._sharding.precision == "fp16"
         self._loss_scale = LossScale(device.where) if is_fp16 else None
 
@@ -199,6 +208,9 @@ class TorchBackend(abc.ABC):
     def constant(self, values: torch.Tensor) -> torch.Tensor:
         return values.to(self._device.where, non_blocking=True)  # do not wait for the device
 
+    def begin_epoch(self) -> None:
+        self.epoch_loss = torch.zeros(2).to(self._device.where)
+
     def begin_pass(self, pass_index: int) -> None:
         seed = pass_seed(self._run.config.seed, pass_index, self.batch_shard)
         torch.default_generator.manual_seed(seed)
@@ -226,6 +238,7 @@ class TorchBackend(abc.ABC):
             bad = torch.maximum(bad_loss, skipped * self._loss_scale.is_least())
             self._loss_scale.update(overflowed=skipped, counts=1 - bad_loss)
         self._skipped = count_skipped(self._skipped, bad)
+        self.epoch_loss = add_loss(self.epoch_loss, loss, bad)
         self._optimizer.step_unless(rates, skipped)
         if self._ema is not None:
             self._ema.update(skipped, rates.newest)
@@ -333,6 +346,9 @@ class TorchBackend(abc.ABC):
             parameters = [frozen._locals.values() for frozen in self._frozen]
             tensors["teacher"] = itertools.chain(*parameters)
         return {name: sum(tensor.nbytes for tensor in kind) for name, kind in tensors.items()}
+
+    def local_parameters(self) -> Iterable[tuple[Sequence[str], int]]:
+        return [([name], part.numel()) for name, part in self._locals.items()]
 
     def unit_roundoff(self) -> float:
         distances = [

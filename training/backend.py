@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -97,6 +97,9 @@ class Backend(Protocol):
     """The first model that ``shard_frozen`` returned."""
     compiles: bool
     """Whether the first step of each kind takes long because it is compiled."""
+    epoch_loss: torch.Tensor
+    """The sum of the losses since ``begin_epoch``, and the number of steps in it; steps that are
+    not finite do not count."""
 
     def describe(self) -> str:
         """Return one line with the devices, sharding and precision chosen."""
@@ -150,6 +153,9 @@ class Backend(Protocol):
         """Replicate a small CPU tensor on every device."""
 
     # A step.
+
+    def begin_epoch(self) -> None:
+        """Start ``epoch_loss`` anew."""
 
     def begin_pass(self, pass_index: int) -> None:
         """Seed dropout for this forward pass, from ``--seed`` and the number of passes since the
@@ -233,6 +239,11 @@ class Backend(Protocol):
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes on the first device of parameters, of optimizer state and, if present,
         of the EMA and the teacher."""
+
+    def local_parameters(self) -> Iterable[tuple[Sequence[str], int]]:
+        """Return the number of elements on the first device, padding included, of each tensor that
+        holds parameters, and the plain model's names of these: of one unit, or the same parameter
+        of several units."""
 
     def unit_roundoff(self) -> float:
         """Return the largest unit roundoff of the dtypes that a step uses for matrix products,

@@ -306,7 +306,7 @@ def build_parser(shown: Sequence[FlagField]) -> FlagParser:
             reading["nargs"] = "+"
         elif isinstance(flag.metavar, tuple):
             reading["nargs"] = len(flag.metavar)
-        elif flag.bare is not None:
+        if flag.bare is not None:
             reading |= {"nargs": "?", "const": flag.bare}
         group.add_argument(*option.names, help=text, **reading, **how)
         for name, value in flag.shorthands.items():

@@ -15,14 +15,14 @@ from data.files import make_folder
 from data.loader import BatchLoader
 from data.size_schedule import SizeSchedule
 from training.backend import Backend
-from training.checkpoints.choose import folder_of
+from training.checkpoints.choose import BEST, folder_of
 from training.checkpoints.local_tier import LocalTier
 from training.checkpoints.saver import CheckpointSaver
 from training.config import RunConfig
 from training.errors import BAD_IMAGES, NO_BATCH, NOT_FINITE, NOT_SAVED
 from training.evaluation.evaluate import evaluate
 from training.logs.bad_images import TRAIN, VAL, BadImages
-from training.logs.records import Evaluation, score
+from training.logs.records import Evaluation
 from training.logs.reports import Reports, StepTimer
 from training.objectives.objective import Objective
 from training.processes.exchange import MinutesInterval, SlowHosts
@@ -122,6 +122,7 @@ def train_loop(
     watchdog.alive(before_first_step=True)
     while at.step < session.last_step and at.epoch < config.num_epochs:
         session.timer.restart()
+        backend.begin_epoch()
         with contextlib.closing(batches.rest_of_epoch(at)) as epoch:
             for micro_batches in epoch:
                 rates = schedule.at(batches.number(at))
@@ -258,6 +259,21 @@ class StepLog(Hook):
 
 
 @dataclass
+class EpochLog(Hook):
+    """Reports the mean training loss of each epoch, and of the part of one that ends the run, over
+    the steps that this start has trained."""
+
+    session: Session
+    batches: TrainBatches
+
+    def after_step(self, done: StepDone) -> None:
+        if done.is_last or done.at.images_in_epoch == 0:
+            backend, steps = self.session.backend, len(self.batches.loader)
+            values = backend.read({"epoch_loss": backend.epoch_loss})
+            self.session.reports.log_epoch(done.at.step, done.epoch + 1, steps, values)
+
+
+@dataclass
 class SizeLog(Hook):
     """Logs the step at which the image size changes, or the sizes that are drawn."""
 
@@ -382,7 +398,7 @@ class Evaluations(Hook):
     done: set[int]
     """The steps for which the run's folder already has an evaluation."""
     best: float
-    """The highest ``score`` so far; that of the EMA, if there is one."""
+    """The highest score so far, by ``--ckpt_best``; that of the EMA, if there is one."""
     _count: int = field(default=0, init=False)
 
     def reached(self, at: Position) -> None:
@@ -410,14 +426,15 @@ class Evaluations(Hook):
             return
         session.reports.evaluation(at.step, last_epoch(at), result, ema)
         self.done.add(at.step)
-        new_score = score((ema or result).values)
+        best_by = session.config.checkpoints.ckpt_best
+        new_score = BEST[best_by or "best"]((ema or result).values)
         if not (result.is_finite and (ema or result).is_finite):
             if at.step >= session.last_step:
                 session.reports.not_finite = "val loss"
                 session.stop.exit_code = NOT_FINITE
         elif new_score > self.best:
             self.best = new_score
-            if session.config.checkpoints.ckpt_best:
+            if best_by:
                 saver = self.saves.saver
                 saver.spared = folder_of(saver.ckpt_dir, at.step)
                 self.saves.save(at)

@@ -323,7 +323,7 @@ def _shifted_right(x: Tensor, count: int) -> Tensor:
 # -- Steps that are skipped because loss or gradient norm is not finite ---------------------------
 #
 # Counted on the device: a backend computes these along with the step, and the loop reads the counts
-# together with the loss of a log step.
+# together with the loss of a log step, the sum of losses at the end of an epoch.
 
 COUNTS = ("total", "in_a_row", "longest_row", "before_first")
 """The names of the elements of the counts, float32 (4,), initially zeros. The last one counts the
@@ -342,3 +342,11 @@ def count_skipped(counts: Tensor, skipped: Tensor) -> Tensor:
     total, row = total + skipped, (row + 1) * skipped
     before_first = before_first + (total == 0).float()
     return torch.stack([total, row, torch.maximum(longest, row), before_first])
+
+
+def add_loss(sums: Tensor, loss: Tensor, skipped: Tensor) -> Tensor:
+    """Return the sum of losses and the number of steps in it after one more step, a new tensor
+    (2,); a step with ``skipped`` 1.0 does not count."""
+    counts = 1.0 - skipped
+    step = torch.stack([loss.detach().float(), torch.ones_like(counts)])
+    return sums + torch.where(counts > 0, step, 0.0)  # no product: the loss may be NaN

@@ -57,6 +57,7 @@ from training.resolve import Run, model_line
 from training.schedule import Position, make_schedule
 from training.start import Start, confirm_start, enter_folder, leave_behind
 from training.step import TrainBatches, shard_and_optimize
+from training.units import units_of
 from training.weights import check_weights
 
 
@@ -123,7 +124,9 @@ def train(
         loader = train_loader(data, backend, config.data.batch_size, schedule.image_sizes)
         with exchange.failing_together():
             continues = start.kind in ("local", "here")
-            history = read_history(run.ckpt_dir, at.step, continues=continues)
+            history = read_history(
+                run.ckpt_dir, at.step, continues=continues, best_by=config.checkpoints.ckpt_best
+            )
         notes += leave_behind(start, local, run, is_main=is_main)  # last: nothing refuses after it
         parts.done("agreed")
 
@@ -185,7 +188,11 @@ def train(
                 config.log.profile, run.log_dir / loop.PROFILE_DIR, exchange.rank()
             )
             saves = loop.Saves(session, saver)
-            hooks: list[loop.Hook] = [profiler, loop.StepLog(session, batches)]
+            hooks: list[loop.Hook] = [
+                profiler,
+                loop.StepLog(session, batches),
+                loop.EpochLog(session, batches),
+            ]
             if schedule.image_sizes:
                 hooks.append(loop.SizeLog(session, batches, schedule.image_sizes))
             if config.log.save_bad_step:  # before any hook that stops the run
@@ -271,6 +278,9 @@ def _describe(run: Run, session: loop.Session, start: Start, at: Position) -> No
     say(devices)
     sizes = [f"{n / 2**20:,.2f} MiB of {_STATE.get(kind, kind)}" for kind, n in state_bytes.items()]
     say(f"state per device: {', '.join(sizes)}")
+    units = units_of(run, backend)
+    for alike in units:
+        say(f"sharded unit: {alike}" if alike.count == 1 else f"sharded units: {alike}")
     if saved := start.saved:
         say(f"resuming {saved.path} at step {at.step}, epoch {at.epoch + 1}")
         before = saved.arguments.get("batch_size")
@@ -283,7 +293,7 @@ def _describe(run: Run, session: loop.Session, start: Start, at: Position) -> No
         say(f"nothing left to train: step {at.step} is reached")
     else:
         say(f"training to step {session.last_step:,}, global batch {batch_size}")
-    session.reports.describe(run, devices, state_bytes)
+    session.reports.describe(run, devices, state_bytes, units)
 
 
 def _not_finite(run: Run, session: loop.Session, saver: CheckpointSaver, step: int) -> RunFailed:

@@ -177,6 +177,8 @@ class XlaBackend(Backend):
             keys = [optimizers.key_of(self._run.config.seed, names[p], self._part) for p in trained]
             self._rounding_keys = self.constant(torch.tensor(keys, dtype=torch.int32))
         self._skipped = self.constant(torch.zeros(len(COUNTS)))
+        self._no_loss = self.constant(torch.zeros(2))
+        self.begin_epoch()
         if self._plan.gradients_outlive_graph:
             zeros = (self._zeros_like(parameter, torch.float32) for parameter in trained)
             self._gradients = list(zip(trained, zeros, strict=True))
@@ -209,6 +211,9 @@ class XlaBackend(Backend):
         is_whole = len(self.image_rows) == self._run.model.sizes.input_shape[1]
         rows, host_processes = None if is_whole else self.image_rows, xr.local_process_count()
         return open_share(Share(self.batch_shard, self.batch_shards, rows, of_host=host_processes))
+
+    def begin_epoch(self) -> None:
+        self.epoch_loss = self._no_loss  # data on the device: a step's graph does not depend on it
 
     def begin_pass(self, pass_index: int) -> None:
         # torch_xla advances its random state at each execution, differently with and without
@@ -254,8 +259,11 @@ class XlaBackend(Backend):
             self._ema.update(skipped, newest if self._has_teacher else None)
         # A new tensor, as the previous one may not have been read yet.
         self._skipped = self._mark_replicated(optimizers.count_skipped(self._skipped, skipped))
+        summed = optimizers.add_loss(self.epoch_loss, loss, skipped)
+        self.epoch_loss = self._mark_replicated(summed)
         self._clear_gradients()
-        del skipped, factors, decay, newest  # otherwise they would be outputs of the step's graph
+        # Otherwise they would be outputs of the step's graph.
+        del skipped, summed, factors, decay, newest
         self.end_step()
         self._own_seconds.append(self._passes_s)
         self._passes_s = 0.0
@@ -338,6 +346,11 @@ class XlaBackend(Backend):
             parameters = [frozen._named_parameters().values() for frozen in self._frozen]
             tensors["teacher"] = itertools.chain(*parameters)
         return {name: sum(map(self._local_bytes, held)) for name, held in tensors.items()}
+
+    def local_parameters(self) -> Iterable[tuple[Sequence[str], int]]:
+        for name, parameter in self._named_parameters().items():
+            size = self._local_bytes(parameter) // parameter.element_size()
+            yield self._plain_names(name), size
 
     def unit_roundoff(self) -> float:
         # A TPU computes fp32 products in bf16, too.

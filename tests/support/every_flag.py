@@ -269,7 +269,8 @@ def typed_values(option: FlagField, values: Mapping[str, tuple[str, ...]]) -> li
     if option.field.name in values:
         return [*(f"{name} {value}" for value in values[option.field.name]), *shorthands]
     if option.choices:
-        return [*(f"{name} {word}" for word in option.choices if word), *shorthands]
+        bare = [name] if option.flag.bare is not None else []
+        return [*(f"{name} {word}" for word in option.choices if word), *bare, *shorthands]
     raise AssertionError(f"give {name} values in VALUES of every_flag.py, or say why not")
 
 

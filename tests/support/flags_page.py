@@ -43,6 +43,8 @@ def _names(option: FlagField) -> str:
         values = "|".join(word or "''" for word in option.choices)
     else:
         values = {int: "N", float: "X"}.get(option.type, option.field.name.upper())
+    if option.flag.bare is not None:
+        values = f"[{values}]"
     values = values.replace("|", "\\|")
     names = [f"`{f'{name} {values}'.strip()}`" for name in option.names]
     names += [f"`{name}`" for name in option.bare_names if name.startswith("--no-")]

@@ -1,7 +1,7 @@
 """The flags of checkpoints: which are saved, removed and resumed."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from config_fields import bounded, count, flag, path_or_url, positive
 
@@ -107,8 +107,10 @@ class CheckpointConfig:
         "asynchronously, from a copy in host memory)",
         names=("--no_async_checkpoint",),
     )
-    ckpt_best: bool = flag(
-        False,
-        "also save a checkpoint after each evaluation that has the best top-1 so far (without "
-        "labels: the lowest loss), and keep that checkpoint",
+    ckpt_best: Literal["best", "lowest_loss"] | None = flag(
+        None,
+        "also save a checkpoint after each evaluation that is the best so far, and keep that "
+        "checkpoint; best, or no word: by top-1 (without labels: by loss); lowest_loss: by "
+        "validation loss (default: off)",
+        bare="best",
     )

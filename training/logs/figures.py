@@ -55,7 +55,12 @@ def save_figure(figure: "Figure", path: Path) -> None:
 
 
 _PANELS = {
-    "Loss": {"loss": "train", "val_loss": "val", "ema_val_loss": "EMA"},
+    "Loss": {
+        "loss": "train",
+        "epoch_loss": "train, mean of the epoch",
+        "val_loss": "val",
+        "ema_val_loss": "EMA",
+    },
     "Learning rate": {"lr": "lr"},
     "Validation accuracy": {
         "val_top1": "top-1",
@@ -110,8 +115,8 @@ def plot_curves(records: list[dict[str, Any]], path: Path, objective: str = "cla
         for name, label in _PANELS[title].items():
             points = [(r["step"], r[name]) for r in records if r.get(name) is not None]
             if points:
-                is_evaluation = name.startswith(("val_", "ema_val_", "train_"))
-                marker = "o" if is_evaluation or len(points) < 3 else None
+                is_rare = name.startswith(("val_", "ema_val_", "train_", "epoch_"))
+                marker = "o" if is_rare or len(points) < 3 else None
                 axis.plot(*zip(*points, strict=True), label=label, marker=marker, markersize=4)
         axis.set_title(title)
         axis.set_xlabel("step")

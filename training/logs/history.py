@@ -48,15 +48,18 @@ class History:
     best: Path | None = None
     """The complete checkpoint with the best evaluation, the first of equally good ones."""
     best_score: float = -math.inf
-    """Its ``records.score``."""
+    """The score of that evaluation."""
     left_out: str = ""
     """The number of damaged lines in the folder's metrics, as text."""
 
 
-def read_history(ckpt_dir: Path, step: int, *, continues: bool) -> History:
+def read_history(
+    ckpt_dir: Path, step: int, *, continues: bool, best_by: str | None = None
+) -> History:
     """Return what the folder's metrics record up to ``step``; later records are dropped.
 
     ``continues``: the folder's run continues. Otherwise its metrics belong to another run.
+    ``best_by``: ``--ckpt_best``.
     """
     if not continues:  # a checkpoint resumed from elsewhere is not evaluated again
         frozen = {kind: {step} for kind in records.FROZEN}
@@ -67,12 +70,13 @@ def read_history(ckpt_dir: Path, step: int, *, continues: bool) -> History:
     with checkpoint.readable(ckpt_dir, "--ckpt_dir"):
         saved = choose.complete_checkpoints(ckpt_dir)
     # Not the best evaluation: its checkpoint may be missing after a kill.
+    score = choose.BEST[best_by or "best"]
     best = max(
         (path for path in saved if choose.step_of(path) in finite),
-        key=lambda path: records.score(finite[choose.step_of(path)]),
+        key=lambda path: score(finite[choose.step_of(path)]),
         default=None,
     )
-    best_score = records.score(finite[choose.step_of(best)]) if best else -math.inf
+    best_score = score(finite[choose.step_of(best)]) if best else -math.inf
     evaluated: dict[int, str | None] = {r["step"]: None for r in lines if r.get("val_images") == 0}
     evaluated |= {at: records.summary(record) for at, record in finite.items()}
     left_out = records.damaged_lines(metrics.left_out)

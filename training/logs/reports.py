@@ -36,6 +36,7 @@ from training.logs.sinks import Guarded, JsonLines, TensorBoard, WeightsAndBiase
 from training.optimizers import COUNTS
 from training.processes import exchange
 from training.resolve import Run
+from training.units import Units
 
 CURVES_FILE = "curves.png"
 PICTURES = "reconstructions"
@@ -45,6 +46,11 @@ _COMPARED = 3
 SMOOTHING_WINDOW = 5
 """The number of log steps over which log lines average loss and time per step, as in PyTorch/XLA's
 ViT-10B example."""
+
+
+_Values = dict[str, list[float]]
+_Write = Callable[[dict[str, Any], _Values], None]
+"""Writes a record, completed by the values that were read from the device."""
 
 
 @dataclass
@@ -125,8 +131,8 @@ class Reports:
         device_peak = backend.peak_flops()
         self._flops_by_size = run.train_flops_by_size if device_peak else {}
         self._peak_flops = device_peak * backend.device_count if device_peak else None
-        self._pending: deque[tuple[dict[str, Any], Future[dict[str, list[float]]]]] = deque()
-        """The records of log steps whose loss and norm are still on the device."""
+        self._pending: deque[tuple[_Write, dict[str, Any], Future[_Values]]] = deque()
+        """The records whose values are still on the device, in order, and what writes each."""
         self._losses: deque[float] = deque(maxlen=SMOOTHING_WINDOW)
         self._times: deque[float] = deque(maxlen=SMOOTHING_WINDOW)
         self._expected_s, self._compared = expected_s, 0
@@ -176,7 +182,9 @@ class Reports:
             tqdm.write(without_secrets(text))
             sys.stdout.flush()
 
-    def describe(self, run: Run, devices: str, state_bytes: dict[str, int]) -> None:
+    def describe(
+        self, run: Run, devices: str, state_bytes: dict[str, int], units: Sequence[Units]
+    ) -> None:
         """Describe what this start runs, and on which devices, in run.json."""
         self._describe(
             job=os.environ.get("RUN_JOB_ID"),
@@ -186,6 +194,7 @@ class Reports:
             devices=self._backend.device_count,
             mesh=asdict(run.mesh),
             state_bytes_per_device=state_bytes,
+            units=[asdict(alike) for alike in units],
             python=platform.python_version(),
             versions=exchange.versions(),
         )
@@ -260,83 +269,103 @@ class Reports:
                 record["mfu"] = timer.flops / seconds / self._peak_flops
         record |= slowest | self._backend.counters()
         record |= {f"memory_{name}": size for name, size in self._backend.memory().items()}
-        self._pending.append((record, values))
+        self._pending.append((self._write_step, record, values))
+
+    def log_epoch(self, step: int, epoch: int, epoch_steps: int, values: Future[_Values]) -> None:
+        """Record the mean training loss of an epoch. ``epoch_steps``: all steps of the epoch;
+        ``values``: ``Backend.epoch_loss``, over those that this start has trained."""
+        record = {"step": step, "epoch": epoch, "epoch_steps": epoch_steps}
+        self._pending.append((self._write_epoch, record, values))
 
     def flush(self, *, wait: bool = True) -> None:
-        """Write the log steps recorded so far; without ``wait``, only those whose values have
-        arrived."""
-        while self._pending and (wait or self._pending[0][1].done()):
-            record, read = self._pending.popleft()
-            values = read.result()
-            skipped = dict(zip(COUNTS, values.pop("skipped"), strict=True))
-            self.longest_row_skipped = int(skipped["longest_row"])
-            self.not_finite = "loss or gradient norm" if skipped["in_a_row"] else None
-            self.skipped_steps = int(skipped["total"])
-            if self.skipped_steps:
-                self.first_skipped = self._first_step + int(skipped["before_first"]) + 1
-            record = {name: value[0] for name, value in values.items()} | record
-            record["skipped_steps"] = self.skipped_steps
-            if "tokens" in record and "sec_per_iter" in record:  # the batch size counts sequences
-                for what in ("images", "tokens"):
-                    record[f"{what}_per_s"] = record[what] / record["sec_per_iter"]
-            self.newest = record
-            self._losses.append(record["loss"])
-            if "sec_per_iter" in record:
-                self._times.append(record["sec_per_iter"])
-            if not self._active:
-                continue
-            comparison = ""
-            if self._expected_s and "sec_per_iter" in record and self._compared < _COMPARED:
-                self._compared += 1
-                expected, measured = self._expected_s, record["sec_per_iter"]
-                record["expected_sec_per_iter"] = expected
-                comparison = f", expected: {expected:.4f} ({measured / expected:.2f}x)"
-                self._describe(step_s={"expected": expected, "measured": measured})
-            self._write(record)
-            mean_loss, mean_time = (
-                f" (mean of {len(newest)}: {sum(newest) / len(newest):.4f})"
-                if len(newest) > 1
-                else ""
-                for newest in (self._losses, self._times)
+        """Write the log steps and epochs recorded so far; without ``wait``, only those whose values
+        have arrived."""
+        while self._pending and (wait or self._pending[0][2].done()):
+            write, record, read = self._pending.popleft()
+            write(record, read.result())
+
+    def _write_epoch(self, record: dict[str, Any], values: _Values) -> None:
+        """Write the mean loss of an epoch, and log it."""
+        total, steps = values["epoch_loss"]
+        if not steps:  # none was finite
+            return
+        epoch, step, epoch_steps = record["epoch"], record["step"], record.pop("epoch_steps")
+        mean = total / steps
+        self._write({**record, "epoch_loss": mean, "epoch_loss_steps": int(steps)})
+        of_steps = "" if steps == epoch_steps else f" over {steps:.0f} of {epoch_steps} steps"
+        self.say(
+            f"epoch {epoch} step {step}, mean training loss of the epoch: {mean:.4f}{of_steps}"
+        )
+
+    def _write_step(self, record: dict[str, Any], values: _Values) -> None:
+        """Write a log step, and log it."""
+        skipped = dict(zip(COUNTS, values.pop("skipped"), strict=True))
+        self.longest_row_skipped = int(skipped["longest_row"])
+        self.not_finite = "loss or gradient norm" if skipped["in_a_row"] else None
+        self.skipped_steps = int(skipped["total"])
+        if self.skipped_steps:
+            self.first_skipped = self._first_step + int(skipped["before_first"]) + 1
+        record = {name: value[0] for name, value in values.items()} | record
+        record["skipped_steps"] = self.skipped_steps
+        if "tokens" in record and "sec_per_iter" in record:  # the batch size counts sequences
+            for what in ("images", "tokens"):
+                record[f"{what}_per_s"] = record[what] / record["sec_per_iter"]
+        self.newest = record
+        self._losses.append(record["loss"])
+        if "sec_per_iter" in record:
+            self._times.append(record["sec_per_iter"])
+        if not self._active:
+            return
+        comparison = ""
+        if self._expected_s and "sec_per_iter" in record and self._compared < _COMPARED:
+            self._compared += 1
+            expected, measured = self._expected_s, record["sec_per_iter"]
+            record["expected_sec_per_iter"] = expected
+            comparison = f", expected: {expected:.4f} ({measured / expected:.2f}x)"
+            self._describe(step_s={"expected": expected, "measured": measured})
+        self._write(record)
+        mean_loss, mean_time = (
+            f" (mean of {len(newest)}: {sum(newest) / len(newest):.4f})" if len(newest) > 1 else ""
+            for newest in (self._losses, self._times)
+        )
+        parts = [
+            f"epoch {record['epoch']} step {record['step']}",
+            f"lr: {record['lr']:.6g}",
+            f"loss: {record['loss']:.4f}{mean_loss}",
+            f"grad norm: {record['grad_norm']:.4f}",
+        ]
+        if "images_per_s" in record:
+            parts.append(f"sec/iter: {record['sec_per_iter']:.4f}{mean_time}{comparison}")
+            parts.append(f"images/s: {record['images_per_s']:.1f}")
+            if "tokens_per_s" in record:
+                parts.append(f"tokens/s: {record['tokens_per_s']:,.0f}")
+            parts.append(f"data wait: {record['data_wait']:.1%}")
+        if "mfu" in record:
+            parts.append(f"MFU: {record['mfu']:.1%}")
+        if "memory_used" in record:
+            kind = "peak" if "memory_peak" in record else "used"
+            gib = record[f"memory_{kind}"] / 2**30
+            of = f" of {record['memory_limit'] / 2**30:.2f}" if "memory_limit" in record else ""
+            parts.append(f"device memory: {gib:.2f}{of} GiB ({kind})")
+        if record["skipped_steps"]:
+            parts.append(f"steps skipped: {record['skipped_steps']}")
+        self.say(", ".join(parts))
+        if skipped["total"] > self._skipped:
+            self.say(
+                f"warning: {skipped['total'] - self._skipped:.0f} step(s) since the last log "
+                "were skipped: their loss or gradient norm was not finite"
             )
-            parts = [
-                f"epoch {record['epoch']} step {record['step']}",
-                f"lr: {record['lr']:.6g}",
-                f"loss: {record['loss']:.4f}{mean_loss}",
-                f"grad norm: {record['grad_norm']:.4f}",
-            ]
-            if "images_per_s" in record:
-                parts.append(f"sec/iter: {record['sec_per_iter']:.4f}{mean_time}{comparison}")
-                parts.append(f"images/s: {record['images_per_s']:.1f}")
-                if "tokens_per_s" in record:
-                    parts.append(f"tokens/s: {record['tokens_per_s']:,.0f}")
-                parts.append(f"data wait: {record['data_wait']:.1%}")
-            if "mfu" in record:
-                parts.append(f"MFU: {record['mfu']:.1%}")
-            if "memory_used" in record:
-                kind = "peak" if "memory_peak" in record else "used"
-                gib = record[f"memory_{kind}"] / 2**30
-                of = f" of {record['memory_limit'] / 2**30:.2f}" if "memory_limit" in record else ""
-                parts.append(f"device memory: {gib:.2f}{of} GiB ({kind})")
-            if record["skipped_steps"]:
-                parts.append(f"steps skipped: {record['skipped_steps']}")
-            self.say(", ".join(parts))
-            if skipped["total"] > self._skipped:
-                self.say(
-                    f"warning: {skipped['total'] - self._skipped:.0f} step(s) since the last log "
-                    "were skipped: their loss or gradient norm was not finite"
-                )
-            self._skipped = skipped["total"]
-            self._warn_of_collapse(record)
-            shown = {"loss": f"{record['loss']:.4f}", "lr": f"{record['lr']:.2e}"}
-            if "images_per_s" in record:
-                shown["images/s"] = f"{record['images_per_s']:.0f}"
-            self._bar.set_postfix(shown)
-            compilations = record.get("compilations", 0)
-            if 0 <= self._compilations < compilations:
-                new = compilations - self._compilations
-                self.say(f"note: {new} new compilation(s) since the last log step")
-            self._compilations = compilations
+        self._skipped = skipped["total"]
+        self._warn_of_collapse(record)
+        shown = {"loss": f"{record['loss']:.4f}", "lr": f"{record['lr']:.2e}"}
+        if "images_per_s" in record:
+            shown["images/s"] = f"{record['images_per_s']:.0f}"
+        self._bar.set_postfix(shown)
+        compilations = record.get("compilations", 0)
+        if 0 <= self._compilations < compilations:
+            new = compilations - self._compilations
+            self.say(f"note: {new} new compilation(s) since the last log step")
+        self._compilations = compilations
 
     def evaluation(
         self, step: int, epoch: int, result: Evaluation, ema: Evaluation | None = None
