@@ -10,11 +10,14 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from torch_fsdp import torch_tpu_private
+from torch_fsdp.profiler import TorchProfiler
+from training.backend import Profiler
 from training.errors import UsageError
 
 Mark = Any
@@ -108,6 +111,10 @@ class Device:
         """Return the sum of the seconds between pairs of ``mark``, in the order in which they were
         made; None if the device has not reached the last one yet."""
         return sum(end - start for start, end in spans)
+
+    def profiler(self, folder: Path, rank: int) -> Profiler:
+        """Return a profiler of this process, which writes into ``folder``."""
+        return TorchProfiler(folder, rank)
 
     def counters(self) -> dict[str, int]:
         """Return running counts of what was compiled."""

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch_fsdp.devices import Device, Mark
 from torch_fsdp.domain import SharedImages, image_rows
 from torch_fsdp.optimizers import LossScale, PartsOptimizer
 from torch_fsdp.parallel_plan import TorchRun
-from training.backend import InitializeModule, State, pass_seed
+from training.backend import InitializeModule, Profiler, State, pass_seed
 from training.optimizers import (
     COUNTS,
     UPDATES,
@@ -324,6 +325,9 @@ class TorchBackend(abc.ABC):
         }
         used = [name for name, on in flags.items() if on]
         return f"{self._device.noun}: {', '.join(parts + used)}"
+
+    def profiler(self, folder: Path) -> Profiler:
+        return self._device.profiler(folder, dist.get_rank())
 
     def counters(self) -> dict[str, int]:
         return self._device.counters() if self.compiles else {}

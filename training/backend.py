@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
@@ -73,6 +74,24 @@ class State:
     gram: dict[str, torch.Tensor] | None = None
     """The weights of a frozen model that follows the teacher, by name; None without one. A backend
     that loads a state without it leaves that model unchanged."""
+
+
+class Profiler(Protocol):
+    """Records what this process and its devices do between ``start`` and ``stop``."""
+
+    folder: Path
+    """Where ``stop`` writes."""
+
+    def start(self) -> None: ...
+
+    def step(self, number: int) -> AbstractContextManager:
+        """Name what happens inside as a step of training."""
+
+    def span(self, name: str) -> AbstractContextManager:
+        """Name what this thread does inside; nothing, outside of ``start`` and ``stop``."""
+
+    def stop(self) -> None:
+        """Wait for the devices, and write what was recorded."""
 
 
 class Backend(Protocol):
@@ -217,6 +236,10 @@ class Backend(Protocol):
         """Continue from ``state``, as returned by ``state()``, after values were loaded into it."""
 
     # Facts.
+
+    def profiler(self, folder: Path) -> Profiler:
+        """Return a profiler of this process, which writes into ``folder``. Must be called before
+        the first step is recorded."""
 
     def counters(self) -> dict[str, int]:
         """Return running counts worth logging: compilations, transfers, ..."""

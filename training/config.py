@@ -293,11 +293,10 @@ class LogConfig:
     )
     profile: tuple[int, int] | None = flag(
         None,
-        "steps to profile, counted from 1; writes a PyTorch profiler trace to --ckpt_dir/profile, "
-        "and on CUDA a memory snapshot",
+        "steps to profile, counted from 1; writes a trace to --ckpt_dir/profile: with XLA and "
+        "TorchTPU for XProf, on GPUs that of PyTorch's profiler and a memory snapshot",
         kind=step_range,
         metavar="FIRST:LAST",
-        requires=("backend=cuda",),
     )
 
 

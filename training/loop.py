@@ -2,16 +2,13 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.profiler import profile
 
-from data.files import make_folder
 from data.loader import BatchLoader
 from data.size_schedule import SizeSchedule
 from training.backend import Backend
@@ -161,59 +158,6 @@ def train_loop(
 
 
 # -- hooks, in the order of train.py ---------------------------------------------------------------
-
-PROFILE_DIR = "profile"
-_MEMORY_EVENTS = 100_000
-
-
-class StepProfiler(Hook):
-    """Profiles the steps ``first`` to ``last`` (counted from 1) of one process.
-
-    Writes into ``folder``, by rank: ``trace_<rank>.json.gz`` for chrome://tracing or Perfetto,
-    ``operators_<rank>.txt``, and on CUDA ``memory_<rank>.pickle`` for pytorch.org/memory_viz.
-    """
-
-    def __init__(self, steps: tuple[int, int] | None, folder: Path, rank: int) -> None:
-        self._first, self._last = steps or (0, 0)
-        self._folder, self._rank = folder, rank
-        self._profile: profile | None = None
-        self._written = False
-
-    def before_step(self, step: int, *, is_first: bool) -> None:
-        if self._first <= step <= self._last and not (self._profile or self._written):
-            if torch.cuda.is_initialized():
-                torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
-            self._profile = profile(record_shapes=True, profile_memory=True)
-            self._profile.start()
-
-    def after_step(self, done: StepDone) -> None:
-        if done.at.step == self._last:
-            self._write()
-
-    def finish(self, say: Callable[[str], None]) -> None:
-        """Write the profile, even if training ended before ``last``, and log where it is."""
-        self._write()
-        if self._written:
-            say(f"profile of steps {self._first} to {self._last}: {self._folder}")
-        elif self._last:
-            say(
-                f"no profile: this run did not reach any of the steps {self._first} to {self._last}"
-            )
-
-    def _write(self) -> None:
-        if self._profile is None:
-            return
-        self._profile.stop()
-        make_folder(self._folder)
-        self._profile.export_chrome_trace(str(self._folder / f"trace_{self._rank}.json.gz"))
-        by = "self_cpu_time_total"
-        if torch.cuda.is_initialized():
-            by = "self_device_time_total"
-            torch.cuda.memory._dump_snapshot(str(self._folder / f"memory_{self._rank}.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
-        table = self._profile.key_averages().table(sort_by=by, row_limit=40)
-        (self._folder / f"operators_{self._rank}.txt").write_text(table, encoding="utf-8")
-        self._profile, self._written = None, True
 
 
 @dataclass

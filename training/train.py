@@ -53,6 +53,7 @@ from training.logs.reports import Reports, read_expectation
 from training.objectives.objective import open_objective
 from training.processes import exchange
 from training.processes.stopping import StopRequest, Watchdog
+from training.profiling import PROFILE_DIR, StepProfiler
 from training.resolve import Run, model_line
 from training.schedule import Position, make_schedule
 from training.start import Start, confirm_start, enter_folder, leave_behind
@@ -184,12 +185,8 @@ def train(
                 config.data.grad_accum_steps,
                 numbered=objective.numbered,
             )
-            profiler = loop.StepProfiler(
-                config.log.profile, run.log_dir / loop.PROFILE_DIR, exchange.rank()
-            )
             saves = loop.Saves(session, saver)
             hooks: list[loop.Hook] = [
-                profiler,
                 loop.StepLog(session, batches),
                 loop.EpochLog(session, batches),
             ]
@@ -216,6 +213,10 @@ def train(
             elif objective.measured:
                 say("no validation images: skipping evaluations")
             hooks += frozen_evaluations(session, run, model, frozen, history.frozen)
+            profiled = None
+            if steps := config.log.profile:
+                profiled = StepProfiler(steps, backend.profiler(run.log_dir / PROFILE_DIR))
+                hooks = [profiled, *profiled.naming(hooks)]
 
             # -- train
             with stop, reports.events.training(last_step):
@@ -230,7 +231,8 @@ def train(
                     stop.exit_code = BAD_IMAGES
             if local and not stop.exit_code:
                 local.remove_all()
-            profiler.finish(say)
+            if profiled:
+                profiled.finish(say)
 
         # -- end: report how training ended, and exit with the matching code
         _end(run, session, saver)

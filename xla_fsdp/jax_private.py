@@ -24,12 +24,12 @@ def stablehlo_of(hlo: bytes) -> Any:
         return ir.Module.parse(xla_client._xla.mlir.hlo_to_stablehlo(hlo))
 
 
-def text_without_names(hlo: bytes) -> str:
-    """Return a serialized HLO module as text, without the origins of operations."""
+def text_of(hlo: bytes, *, with_names: bool = True) -> str:
+    """Return a serialized HLO module as text, with or without the origins of operations."""
     from jax._src.lib import xla_client
 
     options = xla_client._xla.HloPrintOptions()
-    options.print_metadata = False
+    options.print_metadata = with_names
     return xla_client.XlaComputation(hlo).get_hlo_module().to_string(options)
 
 

@@ -164,6 +164,9 @@ keep_scopes = partial(_xlac, "_set_ir_debug", True)
 """() -> None. Records the scopes of each operation, from now on, for the HLO."""
 open_scope = partial(_xlac, "profiler.scope_pusher")
 """(name) -> an object that keeps a scope open in this thread until it is freed."""
+trace_span = partial(_xlac, "profiler.TraceMe")
+"""(name, **numbers) -> a context manager that names a span in a trace. torch_xla's own ``Trace``
+also names operations, and its ``StepTrace`` ends the graph."""
 
 
 # -- nested FSDP ----------------------------------------------------------------------

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,13 +25,15 @@ from torch import nn
 
 from data.loader import BatchLoader, Share
 from training import optimizers
-from training.backend import Backend, InitializeModule, State, pass_seed
+from training.backend import Backend, InitializeModule, Profiler, State, pass_seed
 from training.optimizers import COUNTS, UPDATES, Updates, WeightAverage
 from training.processes.stopping import largest_of_all
 from training.schedule import StepRates
 from xla_fsdp import tpu
 from xla_fsdp.optimizer import XlaWeightAverage, build_optimizer, set_lr, step_unless
+from xla_fsdp.profiler import XlaProfiler
 from xla_fsdp.resolve_xla import XlaPlan, XlaRun
+from xla_fsdp.scopes import LOSS, OPTIMIZER, Names
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,9 @@ class XlaBackend(Backend):
         self._synced_s = self._passes_s = 0.0
         """Seconds in ``torch_xla.sync`` in total; seconds in the passes of the current step."""
         self._own_seconds: deque[float] = deque(maxlen=64)  # bounded: it may never be read
+        self._names: Names | None = None
+        """What names the operations of a step by modules, if something reads the names."""
+        self._in_loss = ExitStack()
         self.is_main = xr.process_index() == 0
         self.device_count = xr.global_runtime_device_count()
 
@@ -220,11 +225,16 @@ class XlaBackend(Backend):
         # checkpointing. Setting it here makes masks depend only on seed and step.
         xm.set_rng_state(pass_seed(self._run.config.seed, pass_index, self._rng_stream))
         self._passes_s -= time.perf_counter() - self._synced_s
+        if self._names:
+            self._in_loss.enter_context(self._names.inside(LOSS, "forward"))
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         if self._xla.mark_step_after_forward:
             self._break_graph()
+        if self._names:
+            self._names.name_backward(loss, LOSS)
         loss.backward()
+        self._in_loss.close()
         self._passes_s += time.perf_counter() - self._synced_s
         # One graph for all passes would hold the activations of all passes. All passes use the same
         # graph: the first one also adds to gradients, and the update is in another graph.
@@ -232,6 +242,12 @@ class XlaBackend(Backend):
             self._break_graph()
 
     def optimizer_step(
+        self, rates: StepRates, max_norm: float, loss: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with self._names.inside(OPTIMIZER, "update") if self._names else nullcontext():
+            return self._update(rates, max_norm, loss)
+
+    def _update(
         self, rates: StepRates, max_norm: float, loss: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         factors: dict[str, torch.Tensor] = {}
@@ -287,7 +303,8 @@ class XlaBackend(Backend):
     def _break_graph(self, wait: bool = False) -> None:
         """End the graph: compile and start the operations recorded so far."""
         started = time.perf_counter()
-        torch_xla.sync(wait=wait)
+        with self._names.interrupted() if self._names else nullcontext():
+            torch_xla.sync(wait=wait)
         self._synced_s += time.perf_counter() - started
 
     wait = staticmethod(xm.wait_device_ops)
@@ -309,6 +326,15 @@ class XlaBackend(Backend):
             dist.barrier()
 
     # -- reports ----------------------------------------------------------------------
+
+    def name_operations(self) -> None:
+        """Write into the graphs of steps from which module of the model each operation comes."""
+        self._names = Names()
+        self._names.watch(self._model)
+
+    def profiler(self, folder: Path) -> Profiler:
+        self.name_operations()
+        return XlaProfiler(folder, xr.process_index())
 
     def counters(self) -> dict[str, int]:
         transfers = met.metric_data("TransferFromDeviceTime")

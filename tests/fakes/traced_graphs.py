@@ -31,7 +31,7 @@ modules = [xla_client.XlaComputation(graph.hlo).get_hlo_module() for graph in st
 products = [
     line for module in modules for line in module.to_string().splitlines() if " dot(" in line
 ]
-texts = [jax_private.text_without_names(graph.hlo) for graph in step.graphs]
+texts = [jax_private.text_of(graph.hlo, with_names=False) for graph in step.graphs]
 found = {
     "hlo": [xla_client.XlaComputation(graph.hlo).as_hlo_text() for graph in step.graphs],
     "texts": texts,

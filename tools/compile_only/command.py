@@ -102,7 +102,7 @@ def compile_step(config: RunConfig, xla: XlaConfig) -> int:
     os.environ.update(compiler.JAX_WITHOUT_TPU)
     runs_of: dict[str, list[int]] = {}
     for number, graph in enumerate(step.graphs):
-        runs_of.setdefault(jax_private.text_without_names(graph.hlo), []).append(number)
+        runs_of.setdefault(jax_private.text_of(graph.hlo, with_names=False), []).append(number)
     links = Links(topology, run.mesh.counts_by_host)
     variables = tpu.libtpu_environment(topology, libtpu_args, newer=newer)
     compiled: dict[str, Compiled] = {}

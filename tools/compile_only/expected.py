@@ -116,7 +116,7 @@ class Links:
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _UNKNOWN = 2**60
 """From here on an estimate stands for "unknown"; libtpu writes 2**63 - 1."""
-_KERNEL = 'custom_call_target="tpu_custom_call"'
+KERNEL = 'custom_call_target="tpu_custom_call"'
 _COLLECTIVE_DONE = re.compile(r"(?:all|collective|reduce)-[a-z\-]+-done$")
 _COPY = re.compile(r"(?:copy|slice|dynamic-slice|dynamic-update-slice|async)-(?:start|done)$")
 _ON_HOST = "S(5)"
@@ -278,7 +278,7 @@ def _on_links(collective: Instruction, links: Links) -> float:
 def _own_time(instruction: Instruction, chip: Chip) -> Expected:
     """Return the time of an instruction itself, without what it waits for."""
     text = instruction.text
-    is_kernel = instruction.opcode == "custom-call" and _KERNEL in text
+    is_kernel = instruction.opcode == "custom-call" and KERNEL in text
     written = _CYCLES.search(text)
     cycles = int(written[1]) if written else 0
     if not is_kernel and cycles < _UNKNOWN:

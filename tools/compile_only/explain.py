@@ -1,22 +1,17 @@
 """``--explain``: where a step's time goes, by instruction, module of the model and kind of work.
 
-Module names are written into the graph while it is traced. The most expensive instructions of the
-compiled graph are shown as a table or JSON, and the time by module as a plot.
+Module names are written into the graph while it is traced (``xla_fsdp/scopes.py``). The most
+expensive instructions of the compiled graph are shown as a table or JSON, and the time by module as
+a plot.
 """
 
-import re
-import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch import nn
-from torch.utils._pytree import tree_leaves
-
-from tools.compile_only.expected import Links, walk
+from tools.compile_only.expected import KERNEL, Links, walk
 from tools.compile_only.hlo import (
     Instruction,
     array_bytes,
@@ -25,105 +20,7 @@ from tools.compile_only.hlo import (
     products_of,
 )
 from training.logs.figures import pyplot, save_figure
-from xla_fsdp import torch_xla_private as private
-
-# -- names of modules, written into the graph of a step ------------------------------------------
-#
-# PyTorch/XLA records with each operation the scopes that are open in its thread. Hooks open one
-# around each module's forward pass, and around each node of autograd that comes from it, and so
-# also where blocks are traced apart, as the body of a loop. The compiler copies the names to what
-# it makes of the operations (``metadata`` of the HLO).
-
-_WRITTEN = re.compile(r"\[([\w.]+)_(forward|recompute|backward|update)\]")
-"""XLA cuts a name at "@" and writes "_" for ":"."""
-_KEY = "module of the model"
-MODEL, LOSS, OPTIMIZER = "model", "loss", "optimizer"
-"""What is in no smaller module, and what is around the model."""
-
-
-class Scope(NamedTuple):
-    """Where in the step an operation comes from."""
-
-    module: str
-    """Its plain name, "blocks.mlp.fc1" in whatever block; or "loss", or "optimizer"."""
-    phase: str
-    """One of "forward", "recompute", "backward" and "update"."""
-
-
-UNKNOWN = Scope("unknown", "")
-
-
-def scope_in(text: str) -> Scope | None:
-    """Return the innermost scope that is written in an instruction's metadata."""
-    scopes = _WRITTEN.findall(text)
-    return Scope(*scopes[-1]) if scopes else None
-
-
-class Names:
-    """Names what is recorded, from the call of ``watch`` on."""
-
-    def __init__(self) -> None:
-        self._open = defaultdict[int, list[tuple[str, Any]]](list)
-        """Phases and scopes that are open, by thread: autograd runs in one of its own."""
-        private.keep_scopes()
-
-    def watch(self, model: nn.Module) -> None:
-        """Name all that ``model`` computes, forward and backward."""
-        for path, module in model.named_modules():
-            # Without numbers of blocks, and without FSDP's wrappers.
-            parts = [p for p in private.without_wrappers(path).split(".") if not p.isdigit()]
-            if parts[1:2] == ["block"]:
-                del parts[1]
-            self._watch(module, ".".join(parts) or MODEL)
-
-    def _watch(self, module: nn.Module, name: str) -> None:
-        inputs = []
-
-        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-            inputs.append((args, kwargs))
-            phases = [phase for phase, _ in self._open[threading.get_ident()]]
-            self._push(name, "recompute" if "backward" in phases else "forward")
-
-        def after(_: nn.Module, __: Any, result: Any) -> None:
-            self._pop()
-            self.name_backward(result, name, inputs.pop())
-
-        module.register_forward_pre_hook(before, with_kwargs=True)
-        module.register_forward_hook(after)
-
-    def name_backward(self, results: Any, module: str, inputs: Any = ()) -> None:
-        """Name the backward pass from ``results`` to ``inputs``, where it has no name yet."""
-        seen = {getattr(tensor, "grad_fn", None) for tensor in tree_leaves(inputs)} | {None}
-        waiting: list[Any] = [getattr(tensor, "grad_fn", None) for tensor in tree_leaves(results)]
-        while waiting:
-            node = waiting.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            waiting += [following for following, _ in node.next_functions]
-            if _KEY in node.metadata or not node.next_functions:  # the last: leaves a gradient
-                continue
-            node.metadata[_KEY] = module
-            node.register_prehook(lambda _: self._push(module, "backward"))
-            node.register_hook(lambda *_: self._pop())
-
-    @contextmanager
-    def inside(self, module: str, phase: str) -> Iterator[None]:
-        """Name what is recorded inside and by no module."""
-        self._push(module, phase)
-        try:
-            yield
-        finally:
-            self._pop()
-
-    def _push(self, module: str, phase: str) -> None:
-        scope = private.open_scope(f"[{module}_{phase}]")
-        self._open[threading.get_ident()].append((phase, scope))
-
-    def _pop(self) -> None:
-        # Without a reference to it, torch_xla's scope closes.
-        self._open[threading.get_ident()].pop()
-
+from xla_fsdp.scopes import OPTIMIZER, UNKNOWN, Scope, scope_in
 
 # -- what each instruction costs -----------------------------------------------------------------
 
@@ -183,9 +80,7 @@ def explain(hlo: str, links: Links, times: int = 1) -> list[Cost]:
     costs: list[Cost] = []
     for timed in walk(computations[entry], links):
         instruction, runs = timed.instruction, timed.runs * times
-        # Without a scope of its own: that of an operand, or of what uses the result.
-        near = (instruction, *instruction.operands, *instruction.users)
-        module, phase = next(filter(None, map(_scope_of, near)), UNKNOWN)
+        module, phase = scope_near(instruction)
         where = instruction.name, module, phase
         for field, kind in _WAITS.items():
             if seconds := runs * getattr(timed.each, field):
@@ -196,19 +91,7 @@ def explain(hlo: str, links: Links, times: int = 1) -> list[Cost]:
         flops = sum(flops for flops, _ in products_of(instruction, chip.int8_speedup))
         of_products = flops / chip.peak_flops / own_s
         of_bytes = instruction_bytes(instruction) / chip.hbm_bandwidth / own_s
-        opcodes = {inner.opcode for inner in instruction.inside or [instruction]}
-        if timed.each.kernels_s:
-            kind = "kernel"
-        elif flops:
-            kind = "product"
-        elif module == OPTIMIZER:
-            kind = "optimizer"
-        elif opcodes <= _MOVING and opcodes & {"copy", "transpose"}:
-            kind = "layout copy"
-        elif module.rpartition(".")[2] == "attn":
-            kind = "softmax"
-        else:
-            kind = "elementwise, norm"
+        kind = kind_of_work(instruction, module)
         if kind == "layout copy":
             bound = "layout"
         elif max(of_products, of_bytes) < _NEARLY:
@@ -218,6 +101,27 @@ def explain(hlo: str, links: Links, times: int = 1) -> list[Cost]:
         ideal = of_products if flops else None
         costs.append(Cost(*where, kind, bound, runs, runs * own_s, ideal))
     return costs
+
+
+def kind_of_work(instruction: Instruction, module: str) -> str:
+    """Return the kind of what an instruction of a module computes."""
+    opcodes = {inner.opcode for inner in instruction.inside or [instruction]}
+    if KERNEL in instruction.text:
+        return "kernel"
+    if any(flops for flops, _ in products_of(instruction)):
+        return "product"
+    if module == OPTIMIZER:
+        return "optimizer"
+    if opcodes <= _MOVING and opcodes & {"copy", "transpose"}:
+        return "layout copy"
+    return "softmax" if module.rpartition(".")[2] == "attn" else "elementwise, norm"
+
+
+def scope_near(instruction: Instruction) -> Scope:
+    """Return the scope of an instruction; without one of its own, that of an operand, or of what
+    uses the result."""
+    near = (instruction, *instruction.operands, *instruction.users)
+    return next(filter(None, map(_scope_of, near)), UNKNOWN)
 
 
 def _scope_of(instruction: Instruction) -> Scope | None:

@@ -4,10 +4,8 @@ The backend runs as in training, except that device data are placeholders and gr
 instead of executed.
 """
 
-import functools
 import gc
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -148,15 +146,8 @@ class TracingBackend(XlaBackend):
         self.recorder = Recorder()
         self.records = False
         """Whether model and optimizer are there, and what follows is a step."""
-        self.before_backward: Callable[[torch.Tensor], None] | None = None
-        """Called with each loss, before its backward pass is recorded."""
         super().__init__(run)
         self._device_type = "TPU"  # for the description
-
-    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
-        if self.before_backward:
-            self.before_backward(loss)
-        super().backward(loss, is_last=is_last)
 
     def _break_graph(self, wait: bool = False) -> None:
         if self.records:
@@ -225,15 +216,8 @@ def trace_step(run: XlaRun, named: bool = False) -> Step:
     )(run)
     sharded = shard_and_optimize(run, backend)
     sharded.train()
-    in_loss: AbstractContextManager[None] = nullcontext()
-    in_optimizer: AbstractContextManager[None] = nullcontext()
     if named:
-        from tools.compile_only.explain import LOSS, OPTIMIZER, Names
-
-        names = Names()
-        names.watch(sharded)
-        backend.before_backward = functools.partial(names.name_backward, module=LOSS)
-        in_loss, in_optimizer = names.inside(LOSS, "forward"), names.inside(OPTIMIZER, "update")
+        backend.name_operations()
 
     data, optimizer = run.config.data, run.config.optimizer
     share = data.batch_size // backend.batch_shards
@@ -254,10 +238,9 @@ def trace_step(run: XlaRun, named: bool = False) -> Step:
 
     # What autograd saves for the backward pass passes through Python: held by C++ alone, the
     # recorder would not find it where the graph breaks.
-    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor), in_loss:
+    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         loss = forward_backward(sharded, objective, backend, 0, micro_batches)
-    with in_optimizer:
-        outcome = backend.optimizer_step(rates, optimizer.clip_grad_norm, loss)
+    outcome = backend.optimizer_step(rates, optimizer.clip_grad_norm, loss)
     del loss, outcome  # until here they live, and so are results
     return Step(
         graphs=backend.recorder.graphs,
