@@ -19,7 +19,7 @@ from training.flags import OneLineParser
 from training.processes.output import exit_quietly_on_broken_pipe
 from training.profiling import HOOK, PROFILE_DIR
 from xla_fsdp import jax_private
-from xla_fsdp.scopes import UNKNOWN
+from xla_fsdp.scopes import STEP, UNKNOWN
 
 _PROGRAM = "python3 -m tools.explain_profile"
 _TPU, _TPU_LINE = "/device:TPU:", "XLA Ops"
@@ -38,7 +38,7 @@ class Measured:
     by_kind: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     hooks: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Of the first process's host, by hook."""
-    steps: tuple[int, ...] = ()
+    steps: int = 0
     devices: int = 0
     is_tpu: bool = False
 
@@ -62,8 +62,7 @@ def measure(traces: Sequence[Path]) -> Measured:
                 found.by_kind[_kind_of(instruction, module)] += event.seconds
         if number == 0:
             events = [event for line in lines for event in line.events]
-            steps = {event.stats.get("step_num") for event in events if event.name == "train"}
-            found.steps = tuple(sorted(int(step) for step in steps if step))
+            found.steps = sum(event.name == STEP for event in events)
             for event in events:
                 if event.name.startswith(HOOK):
                     found.hooks[event.name] += event.seconds
@@ -119,8 +118,8 @@ def _kind_of(instruction: Instruction | None, module: str) -> str:
 
 def report(found: Measured, expected: dict[str, Any] | None) -> str:
     """Return the tables; ``expected``: the output of ``--compile_only --explain --json``."""
-    each = len(found.steps) * found.devices
-    steps = f"{len(found.steps)} step(s), {found.devices} device(s)"
+    each = found.steps * found.devices
+    steps = f"{found.steps} step(s), {found.devices} device(s)"
     total = sum(found.by_module.values()) / each
     lines = [f"measured: {1e3 * total:.4g} ms a step on each device; {steps}"]
     if expected:
@@ -141,7 +140,7 @@ def report(found: Measured, expected: dict[str, Any] | None) -> str:
     if found.hooks:
         lines += ["", "host time of the hooks, ms a step:"]
         for name, seconds in Counter(found.hooks).most_common():
-            ms = 1e3 * seconds / len(found.steps)
+            ms = 1e3 * seconds / found.steps
             lines.append(f"  {name.removeprefix(HOOK):<20} {ms:.3f}")
     return "\n".join(lines)
 
@@ -225,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (OSError, ValueError, KeyError) as error:
             raise UsageError(f"{traces[0].parent} cannot be read: {error}") from None
         if not found.steps or not found.by_module:
-            raise UsageError(f"{traces[0].parent} has no steps of a training")
+            raise UsageError(f"{traces[0].parent} has no steps of --backend xla")
     except UsageError as error:
         print(f"{_PROGRAM}: error: {error}", file=sys.stderr)
         return 2

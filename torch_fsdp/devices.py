@@ -304,6 +304,13 @@ class Tpu(Device):
         torch_tpu_private.issue(tensors)
         return super().read(tensors)
 
+    def profiler(self, folder: Path, rank: int) -> Profiler:
+        # Its parts of the trace are files for XProf of their own.
+        config = torch.get_device_module("tpu").profiler.TpuProfilerConfig(
+            run_dir=folder, worker_rank=str(rank)
+        )
+        return TorchProfiler(folder, rank, experimental_config=config)
+
     def counters(self) -> dict[str, int]:
         return torch_tpu_private.counts()
 

@@ -11,6 +11,7 @@ import torch_xla.debug.profiler as xp
 
 from data.files import make_folder
 from training.backend import Profiler
+from xla_fsdp.scopes import STEP
 from xla_fsdp.torch_xla_private import trace_span
 
 
@@ -30,7 +31,7 @@ class XlaProfiler(Profiler):
 
     def step(self, number: int) -> AbstractContextManager:
         self._first = self._first or number
-        return trace_span("train", step_num=number, _r=1)  # by these, XProf recognizes steps
+        return trace_span(STEP, step_num=number, _r=1)  # by these, XProf recognizes steps
 
     def span(self, name: str) -> AbstractContextManager:
         return trace_span(name)

@@ -21,6 +21,8 @@ from xla_fsdp import torch_xla_private as private
 _WRITTEN = re.compile(r"\[([\w.]+)_(forward|recompute|backward|update)\]")
 """XLA cuts a name at "@" and writes "_" for ":"."""
 _KEY = "module of the model"
+STEP = "train"
+"""The name of a step in a trace; XProf recognizes it by the numbers with it."""
 MODEL, LOSS, OPTIMIZER = "model", "loss", "optimizer"
 """What is in no smaller module, and what is around the model."""
 

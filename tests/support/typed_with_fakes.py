@@ -28,7 +28,7 @@ from tests.fakes.hub_server import TOKEN, HubServer
 from tests.fakes.new_machine import Machine
 from tests.fakes.pod import gcloud_accepts, workers_here
 from tests.support.archives import write_imagenet_archives
-from tests.support.cli import ROOT, run_program, tiny
+from tests.support.cli import ROOT, run_program, tiny, train_tiny
 from tests.support.documented_commands import Command
 from tests.support.launching import script
 from tools.plan.tpu_search import candidates
@@ -278,6 +278,19 @@ def replays(machine: Machine, command: Command, tmp_path: Path) -> None:
     done = machine.run(command)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "in fp32 all values are finite: loss " in done.stdout
+
+
+def explains_profile(machine: Machine, command: Command, tmp_path: Path) -> None:
+    """The profile of a small run on the CPU, beside what nothing was compiled for."""
+    folder = machine.home / "vit_10b"
+    train_tiny(folder, *"--profile 2:2 --max_steps 2 --eval_batches 1".split())
+    modules = {"blocks.mlp.fc1": 0.001}
+    explained = {"seconds_by_module": modules, "seconds_by_kind": {"product": 0.001}}
+    expected = {"expected_step_s": 0.001, "topology": "v5p:4x4x8", "explained": explained}
+    (machine.project / "expected.json").write_text(json.dumps(expected))
+    done = machine.run(command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^blocks\.mlp\.fc1 +[\d.]+ +[\d.]+ % +1\.000 +100\.0 %", done.stdout, re.M)
 
 
 def gcloud_takes(machine: Machine, command: Command, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ Programs take most of their time to compile: each run here has as many of the fl
 be compared.
 """
 
+import gzip
 import itertools
 import json
 import subprocess
@@ -24,6 +25,7 @@ from tests.support.curves import assert_same_curves, assert_same_training
 from tests.support.dino import DINO
 from tests.support.mae import MAE
 from tests.support.native_images import flags, write_images
+from tools.xspace import Space
 
 
 def test_compiled_blocks(tiny_on_tpu, tiny_on_gpu):
@@ -49,6 +51,18 @@ def test_no_value_is_read_in_a_step(tmp_path, monkeypatch):
     train_tiny_tpu(tmp_path, *"--no-compile --model_ema --max_steps 3".split())
     found = json.loads((tmp_path / "counts_0.json").read_text())
     assert found["reads"] == [0] * 6  # forward and backward, then the optimizer
+
+
+def test_profile(tmp_path):
+    """PyTorch's trace, and the files of TorchTPU's own profiler for XProf."""
+    train_tiny_tpu(tmp_path, *"--no-compile --profile 2:3 --max_steps 4".split())
+    folder = tmp_path / "profile"
+    (xspace,) = folder.glob("plugins/profile/*/*_0.xplane.pb")
+    names = {event.name for line in Space(xspace).lines() for event in line.events}
+    assert {"ProfilerStep", "hook StepLog", "hook Saves"} <= names
+    with gzip.open(folder / "trace_0.json.gz") as file:
+        names = {event.get("name") for event in json.load(file)["traceEvents"]}
+    assert {"ProfilerStep#2", "ProfilerStep#3", "hook StepLog", "aten::linear"} <= names
 
 
 def test_eager_blocks_in_two_processes(tiny_on_gpu, tmp_path):

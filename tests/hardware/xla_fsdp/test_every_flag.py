@@ -43,7 +43,6 @@ NOT_ON_THE_HOST = {
     "--backend cuda": "another backend",
     "--backend torchtpu": "another backend: tests/hardware/torchtpu",
     "--precision fp16": "GPUs only",
-    "--profile 1:2": "GPUs only",
     "--domain_attention ulysses": "GPUs only",
     "--mesh_fsdp 2": "four devices: tests/integration/training/test_mesh.py has it with other axes",
 }
