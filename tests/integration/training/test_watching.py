@@ -1,13 +1,20 @@
 """What a run tells whoever watches it: the mean loss of an epoch, the sharded units, the bar."""
 
+import contextlib
+import fcntl
+import os
 import re
+import struct
+import subprocess
+import sys
+import termios
 from statistics import mean
 
 import pytest
 import torch
 
 from run_vit_training import read_flags
-from tests.support.cli import train_tiny, train_tiny_gpu
+from tests.support.cli import ROOT, environment, tiny, train_tiny, train_tiny_gpu
 from tests.support.marks import long
 from training.optimizers import add_loss
 
@@ -110,3 +117,34 @@ def test_sharded_units_in_the_log(train, more, flags, shards, tmp_path):
         f"{blocks['on_device']:,} on each device, activation checkpointing full" in result.stdout
     )
     assert f"sharded unit: around the blocks: {around:,} parameters, " in result.stdout
+
+
+def test_a_bar_on_a_terminal_leaves_log_lines_whole(tmp_path):
+    """On stderr, with the time left; without a terminal there is none."""
+    flags = "--backend cuda --max_steps 6 --test_step_interval 3 --eval_batches 2".split()
+    reader, terminal = os.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
+    command = [sys.executable, "run_vit_training.py", *tiny(tmp_path / "seen"), *flags]
+    run = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=terminal, text=True
+    )
+    os.close(terminal)
+    drawn = b""
+    with contextlib.suppress(OSError):  # once the program has closed the terminal
+        while part := os.read(reader, 1 << 16):
+            drawn += part
+    os.close(reader)
+    printed = run.communicate(timeout=60)[0]
+    assert run.returncode == 0, drawn
+    bars = re.findall(r"(\d+)/6 \[\d\d:\d\d<(\d\d:\d\d|\?), ", drawn.decode())
+    assert bars[0] == ("0", "?")  # no rate while it compiles or warms up
+    assert bars[-1] == ("6", "00:00")
+    assert "evaluating" in drawn.decode()
+    unseen = train_tiny_gpu(tmp_path / "unseen", *flags)
+    assert "/6 [" not in unseen.stderr + unseen.stdout
+    digits = re.compile(r"[\d.,]+|/\S+")
+    shapes = [
+        {digits.sub("N", line) for line in text.splitlines() if line.startswith("epoch ")}
+        for text in (printed, unseen.stdout)
+    ]
+    assert shapes[0] == shapes[1]  # whole lines, without a trace of the bar
