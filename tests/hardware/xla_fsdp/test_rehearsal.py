@@ -12,6 +12,7 @@ from tests.fakes.rehearsal.slice_ import Slice
 from tests.support.cli import DIGITS, VAL_IMAGES, Result, run_program, tiny, train_tiny
 from tests.support.curves import assert_same_curves, assert_same_training
 from tests.support.rehearsed import all_ended
+from tools.explain_profile import find_traces, measure
 
 HOST = Slice("v5p-8", (2, 2, 1))
 TWO_HOSTS = Slice("v5p-16", (2, 2, 2))
@@ -59,6 +60,19 @@ def test_one_chip_nested(slice_of, tmp_path):
     result = chip.train(tmp_path / "run", "--xla_fsdp", "nested")
     assert "XLA: 1 TPU device(s)" in result.stdout
     assert_same_training(result, train_tiny(tmp_path / "cpu"))
+
+
+@pytest.mark.rehearse
+def test_profile_of_two_hosts(slice_of, tmp_path):
+    """Both write a trace of their own into the same run of XProf."""
+    result = slice_of(TWO_HOSTS).train(tmp_path, "--profile", "2:3", "--max_steps", "3")
+    assert f"profile of steps 2 to 3: {tmp_path}/profile" in result.stdout
+    traces = find_traces(tmp_path)
+    assert [path.name.rpartition("_")[2] for path in traces] == ["0.xplane.pb", "1.xplane.pb"]
+    found = measure(traces)
+    assert found.steps == 2
+    assert {"blocks.attn.qkv", "blocks.mlp.fc2", "optimizer"} <= found.by_module.keys()
+    assert "hook Saves" in found.hooks
 
 
 @pytest.mark.rehearse
