@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from config_fields import local_path
+from tools.compile_only.expected import ON_HOST
 from tools.compile_only.explain import kind_of_work, scope_near
 from tools.compile_only.hlo import Instruction, collectives_of, parse_module
 from tools.xspace import Event, Line, Space
@@ -51,15 +52,18 @@ def measure(traces: Sequence[Path]) -> Measured:
         space = Space(path)
         instructions = _instructions(space)
         lines = list(space.lines())
-        found.devices += sum(line.plane.startswith(_TPU) for line in _device_lines(lines))
+        seconds = defaultdict[str, float](float)
         for line in _device_lines(lines):
+            found.devices += line.plane.startswith(_TPU)
             for event in line.events:
-                instruction = instructions.get(_name_of(event))
-                if instruction and instruction.opcode in _RUNS_OTHERS:
-                    continue
-                module = scope_near(instruction).module if instruction else UNKNOWN.module
-                found.by_module[module] += event.seconds
-                found.by_kind[_kind_of(instruction, module)] += event.seconds
+                seconds[_name_of(event)] += event.seconds
+        for name, of_all in seconds.items():
+            instruction = instructions.get(name)
+            if instruction and instruction.opcode in _RUNS_OTHERS:
+                continue
+            module = scope_near(instruction).module if instruction else UNKNOWN.module
+            found.by_module[module] += of_all
+            found.by_kind[_kind_of(instruction, module)] += of_all
         if number == 0:
             events = [event for line in lines for event in line.events]
             found.steps = sum(event.name == STEP for event in events)
@@ -109,7 +113,7 @@ def _kind_of(instruction: Instruction | None, module: str) -> str:
     if instruction.opcode in ("send-done", "recv-done"):
         return "other slices waited for"
     if instruction.opcode.endswith("-done"):
-        return "DMA waited for"
+        return "host's memory waited for" if ON_HOST in instruction.text else "DMA waited for"
     return kind_of_work(instruction, module)
 
 
@@ -180,7 +184,7 @@ def read_expected(path: Path) -> dict[str, Any]:
         expected = read_object(path)
         if not isinstance(expected["explained"]["seconds_by_module"], dict):
             raise ValueError
-        float(expected["expected_step_s"]), expected["topology"]
+        float(expected["expected_step_s"]), expected["topology"], expected["batch_size"]
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
@@ -218,13 +222,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         expected = read_expected(options.expect) if options.expect else None
         traces = find_traces(options.run)
         try:
-            found = measure(traces)
-            if not found.devices:
-                found.devices = int(read_object(options.run / RUN_FILE)["devices"])
-        except (OSError, ValueError, KeyError) as error:
+            found, run = measure(traces), read_object(options.run / RUN_FILE)
+            found.devices = found.devices or int(run["devices"])
+            batch_size = run["arguments"]["batch_size"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{traces[0].parent} cannot be read: {error}") from None
         if not found.steps or not found.by_module:
             raise UsageError(f"{traces[0].parent} has no steps of --backend xla")
+        if expected and expected["batch_size"] != batch_size:
+            raise UsageError(
+                f"--expect {options.expect} is for another run: batch_size is "
+                f"{expected['batch_size']} there, {batch_size} here"
+            )
     except UsageError as error:
         print(f"{_PROGRAM}: error: {error}", file=sys.stderr)
         return 2

@@ -119,7 +119,7 @@ _UNKNOWN = 2**60
 KERNEL = 'custom_call_target="tpu_custom_call"'
 _COLLECTIVE_DONE = re.compile(r"(?:all|collective|reduce)-[a-z\-]+-done$")
 _COPY = re.compile(r"(?:copy|slice|dynamic-slice|dynamic-update-slice|async)-(?:start|done)$")
-_ON_HOST = "S(5)"
+ON_HOST = "S(5)"
 """In the layout of an array in the host's memory."""
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="[^"]+"')
 _COST = re.compile(r'"cost_estimate":\{[^}]*\}')
@@ -248,7 +248,7 @@ def _moves_of(instruction: Instruction, links: Links) -> dict[str, _Move]:
             seconds = received / chip.dcn_bandwidth
         return {rendezvous[0]: _Move("dcn_s", seconds)}
     if _COPY.match(opcode):
-        on_host = _ON_HOST in start.shape
+        on_host = ON_HOST in start.shape
         if start is instruction:
             bandwidth = chip.host_bandwidth if on_host else chip.hbm_bandwidth
             seconds = hlo.dma_bytes(start) / bandwidth

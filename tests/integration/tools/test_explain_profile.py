@@ -73,6 +73,7 @@ def test_measured_beside_expected(profiled, tmp_path):
     expected = {
         "expected_step_s": 0.25,
         "topology": "v5e:2x2",
+        "batch_size": 16,
         "explained": {
             "seconds_by_module": {"blocks.mlp.fc1": 0.2, "elsewhere": 0.05},
             "seconds_by_kind": {"product": 0.25},
@@ -97,6 +98,10 @@ def test_measured_beside_expected(profiled, tmp_path):
     )
     assert rows["elsewhere"][1:3] == ["0.000", "0.0"]
     assert "StepLog" in rows
+    file.write_text(json.dumps(expected | {"batch_size": 32}))
+    result = explained(profiled.ckpt_dir, "--expect", file)
+    assert result.returncode == 2
+    assert "is for another run: batch_size is 32 there, 16 here\n" in result.stderr
 
 
 @pytest.mark.parametrize(
