@@ -165,7 +165,7 @@ def _table(
     ]
     if len(small) > 1:
         removed = [rows.pop(name) for name in small]
-        rows[f"{len(small)} others"] = tuple(map(sum, zip(*removed, strict=True)))
+        rows[f"{len(small)} others"] = sum(m for m, _ in removed), sum(e for _, e in removed)
     head = ("measured ms", "share") + (("expected ms", "share", "ratio") if expected else ())
     width = max(len(title), *map(len, rows))
     yield "  ".join([title.ljust(width), *head])

@@ -54,8 +54,9 @@ def units_of(run: Run, backend: Backend) -> list[Units]:
         return name.rpartition(".")[0], parameters[name], round(on_device[name]), grad_ckpt
 
     def alike() -> Iterator[Units]:
-        for (_, *of_each), group in groupby(names, facts):
+        for (_, size, held, grad_ckpt), group in groupby(names, facts):
             first, *others = group
-            yield Units(first, [first, *others][-1], 1 + len(others), *of_each)
+            last = others[-1] if others else first
+            yield Units(first, last, 1 + len(others), size, held, grad_ckpt)
 
     return list(alike())
