@@ -43,5 +43,5 @@ class TorchProfiler(Profiler):
             torch.cuda.memory._dump_snapshot(str(self.folder / f"memory_{self._rank}.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
         table = self._profile.key_averages().table(sort_by=by, row_limit=40)
-        (self.folder / f"operators_{self._rank}.txt").write_text(table)
+        (self.folder / f"operators_{self._rank}.txt").write_text(table, encoding="utf-8")
         del self._profile
