@@ -5,6 +5,7 @@ import os
 import shutil
 import stat
 import subprocess
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -52,15 +53,15 @@ def as_other(action: Callable[[], object]) -> str:
 
 
 @pytest.fixture
-def everybodys(tmp_path):
-    """A folder as the temporary one is: anybody may make files there."""
-    for path in (tmp_path, *tmp_path.parents):
-        if not path.stat().st_mode & stat.S_IXOTH:  # pytest's own are closed to others
-            path.chmod(0o755)
-    folder = tmp_path / "everybodys"
-    folder.mkdir()
-    folder.chmod(0o1777)
-    return folder
+def everybodys():
+    """A folder as the temporary one is: anybody may make files there. Not in pytest's, which each
+    start of pytest closes to other users."""
+    with tempfile.TemporaryDirectory() as top:
+        folder = Path(top, "everybodys")
+        folder.mkdir()
+        folder.chmod(0o1777)
+        Path(top).chmod(0o755)
+        yield folder
 
 
 # -- links ----------------------------------------------------------------------------
