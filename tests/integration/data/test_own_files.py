@@ -56,7 +56,7 @@ def as_other(action: Callable[[], object]) -> str:
 def everybodys():
     """A folder as the temporary one is: anybody may make files there. Not in pytest's, which each
     start of pytest closes to other users."""
-    with tempfile.TemporaryDirectory() as top:
+    with tempfile.TemporaryDirectory(dir="/tmp") as top:
         folder = Path(top, "everybodys")
         folder.mkdir()
         folder.chmod(0o1777)
