@@ -134,7 +134,8 @@ class DataConfig:
 
     data_dir: str = flag(
         "/datasets/imagenet-1k",
-        "folder or URL with train/<class>/* and val/<class>/* images",
+        "folder or URL with train/<class>/* and val/<class>/* images; with --data_source "
+        "huggingface also OWNER/NAME[@REVISION] on the Hugging Face Hub",
         kind=path_or_url,
         metavar="FOLDER",
         common=True,
@@ -209,6 +210,25 @@ class DataConfig:
         "names of the table's image and label columns (default: detected if there is one of each)",
         metavar=("IMAGE", "LABEL"),
         requires=("data_source=parquet|data_source=huggingface",),
+    )
+    train_split: str | None = flag(
+        None,
+        "name of the table's split to train on (default: train)",
+        metavar="NAME",
+        requires=("data_source=parquet|data_source=huggingface",),
+    )
+    val_split: str | None = flag(
+        None,
+        "name of the table's split to validate on, such as test (default: the first that exists "
+        "of validation, val, valid and test)",
+        metavar="NAME",
+        requires=("data_source=parquet|data_source=huggingface",),
+    )
+    dataset_config_name: str | None = flag(
+        None,
+        "configuration of a data set on the Hugging Face Hub (default: the data set's own default)",
+        metavar="NAME",
+        requires=("data_source=huggingface",),
     )
     images_per_read: int | None = flag(
         None,

@@ -215,7 +215,9 @@ def open_masked(request: DatasetRequest) -> MaskedSource:
         mosaics = open_mosaics(request)
         windows = {name: MosaicWindows(split) for name, split in mosaics.splits.items()}  # type: ignore[arg-type]
         return MaskedSource("mosaics of digits with masks", windows, CLASSES)
-    config = replace(config, data_dir=root, data_source="folder", labels=None)
+    config = replace(
+        config, data_dir=root, data_source="folder", labels=None, train_split=None, val_split=None
+    )
     request = replace(request, config=config)
     splits = {}
     for name in ("train", "val"):

@@ -6,14 +6,13 @@ fsspec opens. The split of a file is in its name or its folder's: ``train-00000-
 or a thousand. So training images are in a random order of runs (``RunSampler`` of
 ``data/loader.py``), and the row group that was read last stays in memory.
 
-``--data_source huggingface``: a folder that ``datasets.DatasetDict.save_to_disk`` has written. Its
-Arrow files are mapped into memory: any image is read alone, so their order is as random as a
-folder's. ``datasets`` runs no code that such a folder brings.
+``--data_source huggingface``: a data set of the Hub (``data/hub.py``), or a folder that
+``datasets.DatasetDict.save_to_disk`` has written. Arrow files are mapped into memory: any image is
+read alone, so their order is as random as a folder's. ``datasets`` runs no code of either.
 """
 
 from __future__ import annotations  # pyarrow may not be installed
 
-import contextlib
 import functools
 import importlib
 import itertools
@@ -21,7 +20,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import IO, Any
@@ -30,8 +29,9 @@ import numpy as np
 import xxhash
 
 from config_fields import is_of
-from data import files
+from data import files, hub
 from data.buckets import source_of
+from data.config import DataConfig
 from data.files import (
     BrokenImageError,
     DataFolderError,
@@ -47,12 +47,24 @@ from data.transforms import ImageSplit, Transform, transforms_of
 
 try:
     import pyarrow as pa
+    import pyarrow.compute as pc
     import pyarrow.parquet as pq
 except ImportError:  # reported where a source needs it
-    pa = pq = None
+    pa = pc = pq = None
 
 _SPLITS = {"train": ("train",), "val": ("validation", "val", "valid", "test")}
 """The names of a split in tables, in the order in which they are looked for."""
+
+
+def _named_split(config: DataConfig, split: str) -> str | None:
+    return config.train_split if split == "train" else config.val_split
+
+
+def split_names(config: DataConfig, split: str) -> tuple[str, ...]:
+    """Return the names of which the first that exists is train or val."""
+    named = _named_split(config, split)
+    return (named,) if named else _SPLITS[split]
+
 
 # -- what both have in common ----------------------------------------------------------
 
@@ -213,14 +225,24 @@ class TableSplit(ImageSplit):
         return encoded
 
 
-def _source(request: DatasetRequest, splits: Mapping[str, TableSplit]) -> DataSource:
-    """Return the source of these splits. Raises DataFolderError if their classes differ."""
-    root = request.config.data_dir
+def _source(request: DatasetRequest, name: str, find: Callable[[str], TableSplit]) -> DataSource:
+    """Return the source of the splits that ``find`` opens by name. Raises DataFolderError, also if
+    their classes differ."""
+
+    def find_named(split: str) -> TableSplit:
+        try:
+            return find(split)
+        except MissingSplitError as error:
+            if _named_split(request.config, split):  # so it is not optional
+                raise DataFolderError(str(error)) from None
+            raise
+
+    splits = request.find_splits(find_named)
     one, other = (list(splits.values())[at].classes for at in (0, -1))
     if one != other:
         how = other_classes(one or [], other or []) or "their order differs"
-        raise DataFolderError(f"{root}: the class names of train and val differ: {how}")
-    return source_of(request, root, splits)
+        raise DataFolderError(f"{name}: the class names of train and val differ: {how}")
+    return source_of(request, name, splits)
 
 
 # -- parquet ---------------------------------------------------------------------------
@@ -233,8 +255,11 @@ def open_parquet(request: DatasetRequest) -> DataSource:
             "--data_source parquet requires the package pyarrow: python3 -m pip install pyarrow"
         )
     transforms = transforms_of(request)
-    splits = request.find_splits(lambda name: ParquetSplit(request, name, transforms[name]))
-    return _source(request, splits)
+    return _source(
+        request,
+        request.config.data_dir,
+        lambda name: ParquetSplit(request, name, transforms[name]),
+    )
 
 
 class ParquetSplit(TableSplit):
@@ -242,8 +267,8 @@ class ParquetSplit(TableSplit):
 
     def __init__(self, request: DatasetRequest, name: str, transform: Transform) -> None:
         """Read the metadata and labels of the split's files. Raises DataFolderError."""
-        config = request.config
-        self._paths = split_files(config.data_dir, _SPLITS[name])
+        config, names = request.config, split_names(request.config, name)
+        self._paths = split_files(config.data_dir, names)
         with ThreadPoolExecutor(16) as pool:  # each waits, a tenth of a second if it is far away
             index = functools.partial(_index, given=config.columns, labels=request.labels)
             self._metadata, columns, labels = zip(*pool.map(index, self._paths), strict=True)
@@ -252,7 +277,7 @@ class ParquetSplit(TableSplit):
                 raise DataFolderError(
                     f"{self._paths[0]} and {path} have different columns or class names"
                 )
-        where = f"{config.data_dir} ({_SPLITS[name][0]})"
+        where = f"{config.data_dir} ({names[0]})"
         super().__init__(request, name, transform, columns[0], labels, where)
 
         self._groups = [
@@ -358,13 +383,14 @@ def split_files(root: str, names: Sequence[str]) -> list[str]:
     file has. Raises MissingSplitError if there is none."""
     paths = sorted(path for path in files.find_files(root) if path.endswith(".parquet"))
     for name in names:
-        is_of_split = re.compile(rf"(^|[/._-]){name}([/._-]|$)")
+        is_of_split = re.compile(rf"(^|[/._-]){re.escape(name)}([/._-]|$)")
         if chosen := [path for path in paths if is_of_split.search(path)]:
             return [f"{root.rstrip('/')}/{path}" for path in chosen]
     what = f"no {' or '.join(f'{name}-*.parquet' for name in names)}" if paths else "no .parquet"
     raise MissingSplitError(
         f"{root} contains {what} files: --data_dir requires train-*.parquet and "
-        "validation-*.parquet files, or files in folders with these names"
+        "validation-*.parquet files, or files in folders with these names, or other names that "
+        "--train_split and --val_split set"
     )
 
 
@@ -449,23 +475,41 @@ def _features(schema: pa.Schema) -> dict[str, Any]:
 
 def open_huggingface(request: DatasetRequest) -> DataSource:
     """Open the splits that are requested. Raises DataFolderError."""
-    transforms, root = transforms_of(request), request.config.data_dir
-    datasets: Any = None
-    with contextlib.suppress(ImportError):
-        datasets = importlib.import_module("datasets")
-    # A folder of that name, as this program has, is imported too, but as a package without a file.
-    if datasets is None or datasets.__file__ is None:
-        raise DataFolderError(
-            "--data_source huggingface requires the package datasets: python3 -m pip install "
-            "datasets"
-        )
+    config, transforms = request.config, transforms_of(request)
+    cache: tuple[str, ...] = ()
+    if name := hub.name_on_hub(config.data_dir, config.data_source):
+        name, configuration = hub.resolve(name, config.dataset_config_name)
+        root, tables, cache = str(name), hub.open_dataset(name, configuration), hub.cache_folders()
+    else:
+        root, tables = config.data_dir, _saved(config.data_dir)
+        if config.dataset_config_name:
+            raise DataFolderError(
+                f"--dataset_config_name is for data sets on the Hub, and {root} is a folder"
+            )
+
+    def find(split: str) -> HuggingFaceSplit:
+        names = split_names(config, split)
+        found = next((name for name in names if name in tables), None)
+        if found is None:
+            raise MissingSplitError(
+                f"{root} has no {' or '.join(names)} split; its splits are {', '.join(tables)}: "
+                f"choose one with --{split}_split"
+            )
+        where = os.path.join(root, found)
+        return HuggingFaceSplit(request, split, transforms[split], tables[found], where, cache)
+
+    return _source(request, root, find)
+
+
+def _saved(root: str) -> Any:
+    """Return the ``datasets.DatasetDict`` in a folder. Raises DataFolderError."""
+    datasets = hub.import_datasets()
     for folder, _, names in os.walk(root):  # what load_from_disk would wait for or read whole
         for path in (os.path.join(folder, name) for name in names):
             with files.reporting(path, "read"), open(path, "rb", opener=files.regular) as file:
                 if path.endswith(".json"):
                     files.TEXT.check(os.fstat(file.fileno()).st_size)
     try:
-        datasets.disable_progress_bars()
         saved = datasets.load_from_disk(root)
     except Exception as error:  # it raises what it likes
         raise DataFolderError(
@@ -476,27 +520,23 @@ def open_huggingface(request: DatasetRequest) -> DataSource:
             f"{root} is a single dataset: --data_dir requires a DatasetDict with train and "
             "validation splits"
         )
-
-    def find(split: str) -> HuggingFaceSplit:
-        saved_name = next((name for name in _SPLITS[split] if name in saved), None)
-        if saved_name is None:
-            raise MissingSplitError(
-                f"{root} has no {' or '.join(_SPLITS[split])} split; its splits are "
-                f"{', '.join(saved)}"
-            )
-        where = os.path.join(root, saved_name)
-        return HuggingFaceSplit(request, split, transforms[split], saved[saved_name], where)
-
-    return _source(request, request.find_splits(find))
+    return saved
 
 
 class HuggingFaceSplit(TableSplit):
-    """One split of a saved ``datasets.Dataset``."""
+    """One split of a ``datasets.Dataset``."""
 
     def __init__(
-        self, request: DatasetRequest, name: str, transform: Transform, table: Any, where: str
+        self,
+        request: DatasetRequest,
+        name: str,
+        transform: Transform,
+        table: Any,
+        where: str,
+        cache: tuple[str, ...],
     ) -> None:
-        """Read the labels of the data set ``table``. Raises DataFolderError."""
+        """Read the labels of the data set ``table``. ``cache``: the folders of image files that
+        rows may name. Raises DataFolderError."""
         columns = choose_columns(
             table.features.to_dict(), request.config.columns, where, labels=request.labels
         )
@@ -505,17 +545,32 @@ class HuggingFaceSplit(TableSplit):
             of_labels = table.select_columns([columns.label]).with_format("arrow")[:]
             labels = _labels(of_labels.column(columns.label), columns.label, where)
         super().__init__(request, name, transform, columns, [labels], where)
-        self._where, images = where, table.select_columns([columns.image])
+        self._where, self._cache, images = where, cache, table.select_columns([columns.image])
         as_bytes = importlib.import_module("datasets").Image(decode=False)
         self._images = images.cast_column(columns.image, as_bytes)
 
     def stored(self, number: int) -> bytes | None:
-        return self._images[number][self.columns.image]["bytes"]
+        image = self._images[number][self.columns.image]
+        path = os.path.abspath(image["path"] or "")
+        if image["bytes"] is None and path.startswith(self._cache):
+            return files.read_bytes(path)
+        return image["bytes"]
 
     def name_of(self, number: int) -> str:
         return f"{self._where} row {number}"
 
     def digest(self) -> str:
-        """Return a checksum of the labels in order and of the images' size together."""
-        size = np.array([self._images.data.nbytes])
-        return xxhash.xxh3_64(np.asarray(self.labels).tobytes() + size.tobytes()).hexdigest()
+        """Return a checksum of the labels in order and of the images' sizes: in a saved folder, of
+        all together; on the Hub, where the cache may be written by any version, of each, and of the
+        names of image files."""
+        digest = xxhash.xxh3_64(np.asarray(self.labels).tobytes())
+        if not self._cache:
+            digest.update(np.array([self._images.data.nbytes]).tobytes())
+            return digest.hexdigest()
+        for chunk in self._images.data.column(self.columns.image).chunks:
+            content, paths = chunk.field("bytes"), chunk.field("path")
+            sizes = pc.binary_length(content).fill_null(-1).to_numpy(zero_copy_only=False)
+            digest.update(sizes.astype(np.int64).tobytes())
+            for path in paths.filter(content.is_null()).to_pylist():
+                digest.update(f"{os.path.basename(path or '')}/".encode())
+        return digest.hexdigest()

@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 from config_fields import local_path
 from data.files import without_secrets
+from data.hub import HubUnreachable, refusals
 from data.utf8 import use_utf8
 from models.config import VitConfig
 from models.native_vit import NativeSpec
@@ -338,9 +339,9 @@ def push(folder: Path, name: str, *, public: bool) -> str:
 @contextlib.contextmanager
 def _pushing(name: str) -> Iterator[None]:
     try:
-        with hub.refusals(name):
+        with refusals(name, UsageError):
             yield
-    except hub.HubUnreachable as error:
+    except HubUnreachable as error:
         raise UsageError(f"{name} cannot be written: {error}") from None
 
 

@@ -7,19 +7,16 @@ cached.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from training.errors import UsageError, is_first_of_torchrun
+from data.hub import COMMIT, HubUnreachable, note_cached, refusals, shows_progress
+from training.errors import UsageError
 from training.weight_names import listed
 
 PREFIX = "hf-hub:"
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHARD = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 """Weights in Hugging Face's layout: one file, or shards that the index lists."""
@@ -70,8 +67,8 @@ def download(name: str, flag: str) -> tuple[str, Path]:
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.utils import disable_progress_bars
 
-    if os.environ.get("LOCAL_RANK", "0") != "0" or not sys.stderr.isatty():
-        disable_progress_bars()  # the other processes wait for the first one
+    if not shows_progress():
+        disable_progress_bars()
 
     def cached(revision: str | None) -> Path | None:
         # Without patterns it would require files of the repository that are not needed here.
@@ -82,10 +79,10 @@ def download(name: str, flag: str) -> tuple[str, Path]:
         except (OSError, ValueError):  # not there, or not readable
             return None
 
-    folder, api = cached(revision) if _COMMIT.fullmatch(revision) else None, HfApi()
+    folder, api = cached(revision) if COMMIT.fullmatch(revision) else None, HfApi()
     if folder is None:
         try:
-            with refusals(f"{flag} {name}"):
+            with refusals(f"{flag} {name}", UsageError):
                 commit = api.resolve_revision(repository, revision=revision or None).resolved
                 files = api.list_repo_files(repository, revision=commit)
                 if not (weights := weight_files(files)):
@@ -108,12 +105,7 @@ def download(name: str, flag: str) -> tuple[str, Path]:
                     f"cache {constants.HF_HUB_CACHE}: check the network, or download it elsewhere "
                     f"and use {flag} FILE (in place of --pretrained, if that is set)"
                 ) from None
-            if is_first_of_torchrun():
-                print(
-                    f"note: using {flag} {name} from the cache {constants.HF_HUB_CACHE}, commit "
-                    f"{folder.name[:12]}: {error}",
-                    file=sys.stderr,
-                )
+            note_cached(f"{flag} {name}", constants.HF_HUB_CACHE, folder.name, error)
     weights = weight_files(path.name for path in folder.iterdir())
     in_layout = weights[0] in (INDEX, ONE_FILE)
     return f"{PREFIX}{repository}@{folder.name}", folder if in_layout else folder / weights[0]
@@ -123,69 +115,3 @@ def check_name(name: str, flag: str) -> None:
     """Raise UsageError unless ``name`` names a repository, with or without a revision."""
     if not re.fullmatch(rf"{PREFIX}[\w.-]+/[\w.-]+(@[^@\s]+)?", name):
         raise UsageError(f"{flag} {name}: use {PREFIX}OWNER/NAME or {PREFIX}OWNER/NAME@REVISION")
-
-
-class HubUnreachable(Exception):
-    """Raised if the Hub does not answer, with the reason."""
-
-
-@contextlib.contextmanager
-def refusals(what: str) -> Iterator[None]:
-    """Turn refusals of the Hub into a UsageError that begins with ``what``, and all other failures
-    into HubUnreachable: of the network, of its settings, or of ``huggingface_hub``."""
-    import httpx2
-    from huggingface_hub import constants, get_token
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalTokenNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    try:
-        if not re.fullmatch(r"[!-~]*", get_token() or ""):
-            raise UsageError(f"{what}: {_TOKEN} has characters that no token has: set it again")
-        yield
-    except UsageError:
-        raise
-    except GatedRepoError:
-        raise UsageError(
-            f"{what}: this repository is gated: accept its conditions on its page at "
-            f"{constants.ENDPOINT}, and log in with `hf auth login` or HF_TOKEN"
-        ) from None
-    except RevisionNotFoundError:
-        raise UsageError(f"{what}: no such revision in this repository") from None
-    except HFValidationError:
-        raise UsageError(f"{what}: not a valid repository name") from None
-    except LocalTokenNotFoundError:
-        raise UsageError(f"{what}: not logged in: use `hf auth login` or HF_TOKEN") from None
-    # Whatever is raised, for example ImportError by httpx2 for a proxy of the kind socks5://.
-    except Exception as error:  # noqa: BLE001
-        if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
-            message = error.server_message or ""
-            if isinstance(error, RepositoryNotFoundError) and "redential" not in message:
-                raise UsageError(_NOT_FOUND.format(what=what)) from None
-            raise UsageError(f"{what}: the Hub rejects {_TOKEN}") from None
-        if isinstance(error, RepositoryNotFoundError):
-            raise UsageError(_NOT_FOUND.format(what=what)) from None
-        if constants.HF_HUB_OFFLINE:
-            raise HubUnreachable("HF_HUB_OFFLINE is set") from None
-        cause = error.__cause__ or error
-        text = " ".join(str(cause).split()) or type(cause).__name__
-        if isinstance(cause, httpx2.InvalidURL):  # its text may hold part of a password
-            text = "invalid URL"
-        text = text if len(text) <= 200 else f"{text[:200]}..."
-        if given := [name for name in _SETTINGS if {name, name.lower()} & os.environ.keys()]:
-            text = f"{text}; {', '.join(given)} set"
-        raise HubUnreachable(text) from None
-
-
-_SETTINGS = ("HF_ENDPOINT", "ALL_PROXY", "HTTP_PROXY", "HTTPS_PROXY", "SSL_CERT_FILE")
-"""Environment variables with which the Hub may be unreachable; their values may be secret."""
-_TOKEN = "the token of HF_TOKEN or `hf auth login`"
-_NOT_FOUND = (
-    "{what}: no such repository on the Hub, or you have no access to it: check the name, and log "
-    "in with `hf auth login` or HF_TOKEN"
-)

@@ -18,11 +18,12 @@ from timm.layers import resample_abs_pos_embed, resample_patch_embed
 from timm.models import adapt_input_conv
 from torch import nn
 
+from data import hub as data_hub
 from models.config import ModelConfig, ModelError
 from models.dino import HEAD_SETTINGS
 from models.initialize import allocate_own, on_meta
 from models.spec import HEADS, ModelSpec
-from training.backend import Backend
+from training.backend import Backend, data_errors_as_usage_errors
 from training.checkpoints import format as checkpoint
 from training.checkpoints.compatible import (
     check_same_training,
@@ -88,6 +89,8 @@ def find_trained(config: RunConfig) -> tuple[RunConfig, Weights]:
         weights.check_fits(resolve_model(config)[1])
         if is_on_hub(weights.name):
             config = replace(config, checkpoints=replace(checkpoints, resume=weights.name))
+    if config.use.predict is None:
+        config = with_data_commits(config, None)
     return config, weights
 
 
@@ -155,9 +158,9 @@ def with_pretrained(config: RunConfig) -> RunConfig:
 
 
 def with_commits(config: RunConfig, saved: SavedRun | None) -> RunConfig:
-    """Return the configuration with the commits of teachers' weights on the Hub, which each start
-    loads again: those of the resumed checkpoint, unless flags name others. Raises UsageError if
-    they are not available."""
+    """Return the configuration with the commits of data sets, and of teachers' weights, on the Hub,
+    which each start loads again: those of the resumed checkpoint, unless flags name others. Raises
+    UsageError if they are not available."""
 
     def with_commit(field: str, name: str | None) -> str | None:
         if name is None or not is_on_hub(name):
@@ -168,11 +171,19 @@ def with_commits(config: RunConfig, saved: SavedRun | None) -> RunConfig:
     loss, objective = config.loss, config.objective
     teacher = with_commit("teacher_weights", loss.teacher_weights)
     gram = with_commit("gram_weights", objective.gram_weights)
-    return replace(
+    config = replace(
         config,
         loss=replace(loss, teacher_weights=teacher),
         objective=replace(objective, gram_weights=gram),
     )
+    return with_data_commits(config, saved)
+
+
+def with_data_commits(config: RunConfig, saved: SavedRun | None) -> RunConfig:
+    """Return what ``with_commits`` does, for data sets alone."""
+    with data_errors_as_usage_errors():
+        data = data_hub.with_commits(config.data, saved.arguments if saved else {})
+    return replace(config, data=data)
 
 
 def without_gram_teacher(config: RunConfig) -> RunConfig:

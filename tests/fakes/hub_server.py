@@ -1,4 +1,5 @@
-"""The Hugging Face Hub on 127.0.0.1, as far as ``huggingface_hub`` asks it for models.
+"""The Hugging Face Hub on 127.0.0.1, as far as ``huggingface_hub`` asks it for models, and
+``datasets`` for data sets.
 
 Large files are behind a redirect, as there. What a test may change: which repositories there are,
 what a revision is, who may read, and where a connection breaks.
@@ -11,7 +12,9 @@ import re
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import PurePosixPath
 from typing import Any
+from urllib.parse import parse_qs, unquote
 
 TOKEN = "hf_secretsecretsecret"
 """The token of the one user."""
@@ -41,6 +44,7 @@ class HubServer:
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
+        """By name; the names of data sets begin with datasets/."""
         self.requests: list[str] = []
         """Method and path of each request."""
         self.breaks: list[int] = []
@@ -110,36 +114,44 @@ class HubServer:
             return self._json(request, {"url": f"{self.url}/{name}"}, status)
         if match := re.fullmatch(r"/large/(\w+)", path):
             return self._large(request, match[1])
-        api = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(\w+)/([^/]+))?", path)
-        file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
-        match = api or file
-        repository = self.repositories.get(match[1]) if match else None
+        api, file = _OF_API.fullmatch(path), _OF_FILE.fullmatch(path)
+        match = file or api
+        name = f"{(match['kind'] or '').replace('models/', '')}{match['name']}" if match else ""
+        repository = self.repositories.get(name)
         if match is None or repository is None or (repository.private and not token):
             # As the Hub, which does not tell who may not know.
             return self._refuse(
                 request, 404 if token else 401, "RepoNotFound", "Repository not found"
             )
-        if repository.gated and file:
+        action = api["action"] if api else None
+        if repository.gated and (file or action == "auth-check"):
             return self._refuse(request, 403, "GatedRepo", "Access to model is restricted")
-        revision = (match[2] if file else match[3]) or "main"
+        if action == "auth-check":
+            return self._json(request, {})
+        revision = unquote(match["revision"] or "main")
         commit = repository.revisions.get(revision, revision)
         if commit not in repository.commits:
             return self._refuse(request, 404, "RevisionNotFound", f"Invalid rev id: {revision}")
         files = repository.commits[commit]
         if file:
-            return self._file(request, commit, files, file[3])
-        if match[2] == "tree":
-            listed = [
-                {"type": "file", "path": name, "size": len(content), "oid": _oid(content)}
-                for name, content in files.items()
-            ]
-            return self._json(request, listed)
-        if match[2] == "preupload":
+            return self._file(request, commit, files, unquote(file["path"]))
+        if action == "tree":
+            folder = f"{unquote(match['path'])}/" if match["path"] else ""
+            below = [path for path in _entries(files) if path.startswith(folder)]
+            if folder and not below:
+                return self._refuse(request, 404, "EntryNotFound", "Entry not found")
+            if "recursive=true" not in request.path.lower():
+                below = [path for path in below if "/" not in path.removeprefix(folder)]
+            return self._json(request, [_entry(files, path) for path in below])
+        if action == "paths-info":
+            known, paths = _entries(files), parse_qs(body.decode())["paths"]
+            return self._json(request, [_entry(files, path) for path in paths if path in known])
+        if action == "preupload":
             named = [item["path"] for item in json.loads(body)["files"]]
             mode = {"uploadMode": "regular", "shouldIgnore": False}
             modes = [{"path": name, **mode} for name in named]
             return self._json(request, {"files": modes})
-        if match[2] == "commit":
+        if action == "commit":
             lines = [json.loads(line) for line in body.splitlines()]
             added = {
                 line["value"]["path"]: base64.b64decode(line["value"]["content"])
@@ -147,10 +159,10 @@ class HubServer:
                 if line["key"] == "file"
             }
             commit = repository.commit(added)
-            url = f"{self.url}/{match[1]}/commit/{commit}"
+            url = f"{self.url}/{name}/commit/{commit}"
             return self._json(request, {"commitUrl": url, "commitOid": commit})
         about = {
-            "id": match[1],
+            "id": match["name"],
             "sha": commit,
             "private": repository.private,
             "siblings": [{"rfilename": name} for name in files],
@@ -164,7 +176,7 @@ class HubServer:
             return self._refuse(request, 404, "EntryNotFound", "Entry not found")
         content = files[name]
         headers = {"X-Repo-Commit": commit, "ETag": f'"{_oid(content)}"'}
-        if name.endswith((".safetensors", ".bin")):
+        if name.endswith((".safetensors", ".bin", ".parquet")):
             sha = hashlib.sha256(content).hexdigest()
             headers |= {"X-Linked-Etag": f'"{sha}"', "X-Linked-Size": str(len(content))}
             elsewhere = self.url.replace("127.0.0.1", "localhost")
@@ -179,11 +191,13 @@ class HubServer:
             for content in files.values()
         )
         content = next(c for c in contents if hashlib.sha256(c).hexdigest() == sha)
-        first = re.match(r"bytes=(\d+)-", request.headers.get("Range") or "")
-        start, headers = int(first[1]) if first else 0, {"Accept-Ranges": "bytes"}
-        if first:
-            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
-        status, content = (206 if first else 200), content[start:]
+        part = re.match(r"bytes=(\d+)-(\d*)", request.headers.get("Range") or "")
+        start, end = 0, len(content)
+        headers = {"Accept-Ranges": "bytes"}
+        if part:
+            start, end = int(part[1]), min(int(part[2] or end) + 1, end)
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(content)}"
+        status, content = (206 if part else 200), content[start:end]
         if request.command == "GET" and self.breaks:
             self._head(request, status, len(content), headers)
             request.wfile.write(content[: self.breaks.pop(0)])
@@ -214,6 +228,27 @@ class HubServer:
         self._head(request, status, len(content), headers)
         if request.command != "HEAD":
             request.wfile.write(content)
+
+
+_OF_API = re.compile(
+    r"/api/(?P<kind>models/|datasets/)(?P<name>[^/]+/[^/]+)"
+    r"(/(?P<action>[\w-]+)(/(?P<revision>[^/]+)(/(?P<path>.+))?)?)?"
+)
+_OF_FILE = re.compile(
+    r"/(?P<kind>datasets/)?(?P<name>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)"
+)
+
+
+def _entries(files: dict[str, bytes]) -> list[str]:
+    """The paths of all files and folders."""
+    folders = {str(folder) for path in files for folder in PurePosixPath(path).parents}
+    return sorted(folders - {"."}) + list(files)
+
+
+def _entry(files: dict[str, bytes], path: str) -> dict[str, Any]:
+    if path not in files:
+        return {"type": "directory", "path": path, "size": 0, "oid": _oid(path.encode())}
+    return {"type": "file", "path": path, "size": len(files[path]), "oid": _oid(files[path])}
 
 
 def _oid(content: bytes) -> str:

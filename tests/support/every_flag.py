@@ -41,6 +41,8 @@ VALUES: dict[str, tuple[str, ...]] = {
     "image_size_schedule": ("8:0.5 16:0.5", "8 16"),
     "aa_min_magnitude": ("0", "9"),
     "columns": ("image label",),
+    "train_split": ("train",),
+    "val_split": ("validation",),
     "images_per_read": ("1", "8"),
     "model": ("vit_10b", "vit_tiny_patch16_224", "hybrid_vit", EVA),
     "img_size": ("16", "16 32"),
@@ -171,6 +173,7 @@ ELSEWHERE: dict[str, str] = {
     "gram_weights": "needs trained weights: tests/integration/training/test_dino.py",
     "gram_weight": "as --gram_weights",
     "gram_update_steps": "as --gram_weights",
+    "dataset_config_name": "needs the Hub: tests/integration/data/test_hub_datasets.py",
     "pretrained": "needs the Hub: tests/integration/training/test_hub.py",
     "gram_crop_factor": "needs a Gram teacher: tests/integration/training/test_gram_crops.py",
 }

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save
 from torch import nn
 
 import run_vit_training
+from data.hub import _SETTINGS
 from tests.fakes.hub_server import TOKEN, HubServer, Repository
 from tests.support.cli import DIGITS, run_program
 from tests.support.launching import free_port
@@ -356,7 +357,7 @@ def test_settings_of_the_network(server, hub_here, capsys, monkeypatch, tmp_path
     before = hub.download(NAME, "--init_from")
     with monkeypatch.context() as here:
         here.setattr("time.sleep", lambda seconds: None)
-        for name in (*hub._SETTINGS, *map(str.lower, hub._SETTINGS)):
+        for name in (*_SETTINGS, *map(str.lower, _SETTINGS)):
             here.delenv(name, raising=False)
         if isinstance(variables, str):
             here.setattr(huggingface_hub.constants, "ENDPOINT", variables)
