@@ -158,11 +158,11 @@ def with_commits(config: DataConfig, saved: Mapping[str, Any]) -> DataConfig:
         name = name_on_hub(getattr(config, field) or "", source)
         if name is None:
             continue
-        configuration = config.dataset_config_name
+        configuration, saved_one = config.dataset_config_name, saved.get("dataset_config_name")
         before = name_on_hub(str(saved.get(field)), source)
         if before and is_pinned(before) and replace(before, revision=None) == name:
             name = before
-            configuration = configuration or saved.get("dataset_config_name")
+            configuration = configuration or (saved_one and str(saved_one))
         if name.path is None:
             name, changes["dataset_config_name"] = resolve(name, configuration)
         else:
@@ -239,12 +239,17 @@ def open_dataset(name: HubName, configuration: str) -> Any:
                 builder.download_and_prepare()
         except HubUnreachable as error:
             raise _not_cached(name, error) from None
-        return builder.as_dataset()
+        folders = [Path(builder.cache_dir)]
     cache = importlib.import_module("datasets.packaged_modules.cache.cache").Cache
     *_, version, commit = folders[0].parts
     of_name = {"repo_id": name.repository, "dataset_name": name.repository.partition("/")[2]}
-    reader = cache(**of_name, config_name=configuration, version=version, hash=commit)
-    return reader.as_dataset()
+    try:
+        reader = cache(**of_name, config_name=configuration, version=version, hash=commit)
+        return reader.as_dataset()
+    except Exception as error:  # it raises what it likes
+        raise DataFolderError(
+            f"{folders[0]} is damaged ({reason_of(error)}): remove it to download the data set again"
+        ) from error
 
 
 def cache_folders() -> tuple[str, ...]:

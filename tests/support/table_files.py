@@ -1,7 +1,11 @@
 """Parquet files of images, as --data_source tables reads them."""
 
+import io
+
 import datasets
+import numpy as np
 import pyarrow.parquet as pq
+from PIL import Image
 
 SPLITS = {"train": "train", "validation": "val"}
 """The folders of digits by the names of splits in Hugging Face's data sets."""
@@ -41,3 +45,35 @@ def _columns(folder):
 def _features():
     names = [str(digit) for digit in range(10)]
     return datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=names))
+
+
+CLASSES = ["angular_leaf_spot", "bean_rust", "healthy"]
+ROWS = {"train": 30, "validation": 12, "test": 9}
+
+
+def noise_png(seed):
+    """An image of noise, whose size in bytes depends on ``seed``, too."""
+    file, pixels, rows = io.BytesIO(), np.zeros((16, 16, 3), np.uint8), 4 + seed % 11
+    pixels[:rows] = np.random.default_rng(seed).integers(0, 255, (rows, 16, 3))
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def write_beans(first=0):
+    """A data set with the columns and splits of Beans, and its files on the Hub."""
+    features = datasets.Features(
+        image_file_path=datasets.Value("string"),
+        image=datasets.Image(),
+        labels=datasets.ClassLabel(names=CLASSES),
+    )
+    tables, files = {}, {}
+    for split, rows in ROWS.items():
+        names = [f"{split}/{number}.png" for number in range(rows)]
+        images = [{"bytes": noise_png(first + n), "path": name} for n, name in enumerate(names)]
+        labels = [number % 3 for number in range(rows)]
+        columns = {"image_file_path": names, "image": images, "labels": labels}
+        tables[split] = datasets.Dataset.from_dict(columns, features)
+        tables[split].to_parquet(file := io.BytesIO())
+        files[f"data/{split}-00000-of-00001.parquet"] = file.getvalue()
+        first += rows
+    return datasets.DatasetDict(tables), files

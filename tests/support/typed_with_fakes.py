@@ -15,24 +15,27 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import timm
 import torch
 from packaging.requirements import Requirement
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch.distributed.run import get_args_parser
 
 from benchmarks import domain_parallel, gpu_kernels, gpu_step
 from launch import torchrun
 from run_vit_training import read_flags
-from tests.fakes.hub_server import TOKEN, HubServer
+from tests.fakes.hub_server import TOKEN, HubServer, Repository
 from tests.fakes.new_machine import Machine
 from tests.fakes.pod import gcloud_accepts, workers_here
 from tests.support.archives import write_imagenet_archives
 from tests.support.cli import ROOT, run_program, tiny, train_tiny
 from tests.support.documented_commands import Command
 from tests.support.launching import script
+from tests.support.table_files import write_beans
 from tools.plan.tpu_search import candidates
 from training.flags import check_foreign, check_rules
+from training.hub import ONE_FILE
 from training.mesh import make_mesh
 from training.resolve import Run, check_batch, resolve_common, resolve_model
 from xla_fsdp.resolve_xla import resolve_for_slice
@@ -84,6 +87,29 @@ def pushes(machine: Machine, command: Command, tmp_path: Path) -> None:
         assert pushed.returncode == 0, pushed.stderr
         (repository,) = server.repositories.values()
     assert repository.private
+
+
+def fine_tunes_beans(machine: Machine, command: Command, tmp_path: Path) -> None:
+    """One step of run_vit_training.py, on data like Beans and weights like timm's."""
+    words = machine.noted(command, "python3")
+    model = timm.create_model("vit_tiny_patch16_224", weight_init="skip")
+    weights = save(model.state_dict(), {"format": "pt"})
+    shorter = (
+        "--max_steps 1 --batch_size 4 --num_workers 0 --backend cuda --warmup_epochs 0".split()
+    )
+    with HubServer() as server:
+        for name, files in (
+            ("datasets/AI-Lab-Makerere/beans", write_beans()[1]),
+            (timm.get_pretrained_cfg("vit_tiny_patch16_224").hf_hub_id, {ONE_FILE: weights}),
+        ):
+            server.repositories[name] = Repository()
+            server.repositories[name].commit(files)
+        variables = server.variables(tmp_path / "cache")
+        flags = [*words, *shorter, "--ckpt_dir", str(tmp_path / "run")]
+        done = run_program(*flags, warm=False, variables=variables)
+    assert done.returncode == 0, done.stderr
+    assert "initial weights of hf-hub:timm/vit_tiny_patch16_224.augreg" in done.stdout
+    assert re.search(r"data: AI-Lab-Makerere/beans@\w{40}: 30 training, 12 val", done.stdout)
 
 
 def program_takes(flags: list[str], backend: str) -> None:

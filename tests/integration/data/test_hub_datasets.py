@@ -2,15 +2,14 @@
 
 import io
 import json
+import shutil
 
 import datasets
 import huggingface_hub
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from PIL import Image
 
 from data import hub
 from data.config import DataConfig
@@ -19,43 +18,14 @@ from data.loader import Share
 from data.source import DatasetRequest, open_data
 from tests.fakes.hub_server import TOKEN, HubServer, Repository
 from tests.support.cli import run_program
+from tests.support.table_files import CLASSES, noise_png, write_beans
 from tests.support.usage_error import told_in_one_line
 
-CLASSES = ["angular_leaf_spot", "bean_rust", "healthy"]
-ROWS = {"train": 30, "validation": 12, "test": 9}
 BEANS = ["--data_source", "huggingface", "--data_dir", "us/beans"]
 TRAIN = [
     *"--image_size 16 --patch_size 4 --embed_dim 32 --num_heads 2 --num_blocks 1".split(),
     *"--num_classes 3 --batch_size 8 --num_workers 0 --max_steps 2 --warmup_steps 1".split(),
 ]
-
-
-def png(seed):
-    """Of as many bytes as its noise needs."""
-    file, pixels, rows = io.BytesIO(), np.zeros((16, 16, 3), np.uint8), 4 + seed % 11
-    pixels[:rows] = np.random.default_rng(seed).integers(0, 255, (rows, 16, 3))
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
-
-
-def beans(first=0):
-    """A data set with the columns and splits of Beans, and its files on the Hub."""
-    features = datasets.Features(
-        image_file_path=datasets.Value("string"),
-        image=datasets.Image(),
-        labels=datasets.ClassLabel(names=CLASSES),
-    )
-    tables, files = {}, {}
-    for split, rows in ROWS.items():
-        names = [f"{split}/{number}.png" for number in range(rows)]
-        images = [{"bytes": png(first + n), "path": name} for n, name in enumerate(names)]
-        labels = [number % 3 for number in range(rows)]
-        columns = {"image_file_path": names, "image": images, "labels": labels}
-        tables[split] = datasets.Dataset.from_dict(columns, features)
-        tables[split].to_parquet(file := io.BytesIO())
-        files[f"data/{split}-00000-of-00001.parquet"] = file.getvalue()
-        first += rows
-    return datasets.DatasetDict(tables), files
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +88,7 @@ def same_images(one, other):
 
 def test_two_processes_download_once_and_a_resume_needs_no_network(server, hub_here, tmp_path):
     """The run goes on with the commit that it recorded, although the revision has moved."""
-    files = beans()[1]
+    files = write_beans()[1]
     commit = put(server, "beans", files, private=True)
     flags = [*TRAIN, *BEANS, "--backend", "cuda", "--ckpt_dir", str(tmp_path / "run")]
     variables = server.variables(tmp_path / "cache", TOKEN)
@@ -131,7 +101,7 @@ def test_two_processes_download_once_and_a_resume_needs_no_network(server, hub_h
     for path in (tmp_path / "run").rglob("*"):
         assert path.is_dir() or TOKEN.encode() not in path.read_bytes()
 
-    put(server, "beans", beans(first=1000)[1])
+    put(server, "beans", write_beans(first=1000)[1])
     server.requests.clear()
     variables = server.variables(tmp_path / "cache") | {"HF_HUB_OFFLINE": "1"}
     done = run_program(
@@ -145,7 +115,7 @@ def test_two_processes_download_once_and_a_resume_needs_no_network(server, hub_h
 
 def test_as_saved_by_datasets(server, hub_here, tmp_path):
     """Images, labels, order and checksums; from the network, then from the cache."""
-    tables, files = beans()
+    tables, files = write_beans()
     commit = put(server, "beans", files)
     tables.save_to_disk(tmp_path / "saved")
     saved, found = opened(tmp_path / "saved"), opened("us/beans")
@@ -160,12 +130,12 @@ def test_as_saved_by_datasets(server, hub_here, tmp_path):
     test = opened("us/beans", val_split="test")
     assert test.val_length == 9
     assert next(test.val_loader(9, Share()).epoch(0))[1].tolist() == tables["test"]["labels"][:]
-    put(server, "beans", beans(first=1000)[1])
+    put(server, "beans", write_beans(first=1000)[1])
     assert opened("us/beans").fingerprint() != found.fingerprint()
 
 
 def test_parquet_files(server, hub_here, tmp_path):
-    files = beans()[1]
+    files = write_beans()[1]
     commit = put(server, "beans", files)
     write(tmp_path, files)
     here = opened(tmp_path, "parquet")
@@ -178,7 +148,7 @@ def test_parquet_files(server, hub_here, tmp_path):
 def test_a_repository_of_image_files(server, hub_here, tmp_path):
     """As from a folder of these files; and the same data set, wherever the cache is."""
     files = {
-        f"{split}/{name}/{number}.png": png(100 * number + label + 10 * (split == "train"))
+        f"{split}/{name}/{number}.png": noise_png(100 * number + label + 10 * (split == "train"))
         for split in ("train", "val")
         for label, name in enumerate(CLASSES)
         for number in range(4)
@@ -194,7 +164,7 @@ def test_a_repository_of_image_files(server, hub_here, tmp_path):
 
 def test_rows_that_name_files_of_this_machine(server, hub_here, tmp_path):
     """Only files in the cache are read: others are no part of the data set."""
-    (tmp_path / "own.png").write_bytes(png(0))
+    (tmp_path / "own.png").write_bytes(noise_png(0))
     kind = pa.struct({"bytes": pa.binary(), "path": pa.string()})
     images = pa.array([{"bytes": None, "path": str(tmp_path / "own.png")}] * 9, kind)
     about = {"info": {"features": {"image": {"_type": "Image"}}}}
@@ -219,7 +189,7 @@ configs:
 
 
 def test_configurations_and_splits(server, hub_here, monkeypatch):
-    files = beans()[1]
+    files = write_beans()[1]
     more = {"README.md": ABOUT, "small/0.parquet": files["data/test-00000-of-00001.parquet"]}
     commit = put(server, "two", files | more)
     with pytest.raises(
@@ -242,7 +212,7 @@ def test_configurations_and_splits(server, hub_here, monkeypatch):
 
 
 def test_a_named_split_is_not_optional(server, hub_here):
-    put(server, "beans", beans()[1])
+    put(server, "beans", write_beans()[1])
     for source, name in (("huggingface", "us/beans"), ("parquet", "hf://datasets/us/beans")):
         values = {"data_dir": name, "data_source": source, "val_split": "dev"}
         config = DataConfig(**values, num_workers=0, batch_size=8)
@@ -259,7 +229,7 @@ def test_a_named_split_is_not_optional(server, hub_here):
 )
 def test_a_resumed_run_has_the_same_commit(server, hub_here, source, form):
     """Unless a flag names a revision."""
-    first = put(server, "beans", beans()[1])
+    first = put(server, "beans", write_beans()[1])
     server.repositories["datasets/us/beans"].revisions["refs/pr/1"] = first
     second = put(server, "beans", {"README.md": b"---\n---\n"})
 
@@ -276,7 +246,7 @@ def test_a_resumed_run_has_the_same_commit(server, hub_here, source, form):
 
 
 def test_without_a_network_the_cache_is_used_and_named(server, hub_here, capsys, monkeypatch):
-    put(server, "beans", beans()[1])
+    put(server, "beans", write_beans()[1])
     before = opened("us/beans")
     put(server, "beans", {"README.md": b"---\n---\n"})
     server.requests.clear()
@@ -290,6 +260,17 @@ def test_without_a_network_the_cache_is_used_and_named(server, hub_here, capsys,
         f"{datasets.config.HF_DATASETS_CACHE}, commit {commit[:12]}: HF_HUB_OFFLINE is set\n"
     )
     assert not server.requests
+
+
+def test_a_damaged_cache(server, hub_here):
+    put(server, "beans", write_beans()[1])
+    name = opened("us/beans").name
+    (file,) = datasets.config.HF_DATASETS_CACHE.rglob("beans-train.arrow")
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(DataFolderError, match=rf"^{file.parent} is damaged \(.*\): remove it"):
+        opened(name)
+    shutil.rmtree(file.parent)
+    assert opened(name).train_length == 30
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -311,7 +292,7 @@ OF_DATASETS = {
 
 
 def test_refused_in_one_line(server, hub_here, capsys, tmp_path, monkeypatch):
-    files, ran = beans()[1], tmp_path / "ran"
+    files, ran = write_beans()[1], tmp_path / "ran"
     put(server, "beans", files)
     put(server, "private", files, private=True)
     put(server, "gated", files, gated=True)
@@ -346,7 +327,7 @@ def test_refused_in_one_line(server, hub_here, capsys, tmp_path, monkeypatch):
 
 def test_a_folder_of_this_name_is_opened(server, hub_here, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    beans()[0].save_to_disk("us/beans")
+    write_beans()[0].save_to_disk("us/beans")
     server.requests.clear()
     assert opened("us/beans").name == "us/beans"
     assert not server.requests
