@@ -134,8 +134,8 @@ class DataConfig:
 
     data_dir: str = flag(
         "/datasets/imagenet-1k",
-        "folder or URL with train/<class>/* and val/<class>/* images; with --data_source "
-        "huggingface also OWNER/NAME[@REVISION] on the Hugging Face Hub",
+        "folder or URL with train/<class>/* and val/<class>/* images; huggingface: also "
+        "OWNER/NAME[@REVISION]",
         kind=path_or_url,
         metavar="FOLDER",
         common=True,

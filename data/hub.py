@@ -248,7 +248,7 @@ def open_dataset(name: HubName, configuration: str) -> Any:
         return reader.as_dataset()
     except Exception as error:  # it raises what it likes
         raise DataFolderError(
-            f"{folders[0]} is damaged ({reason_of(error)}): remove it to download the data set again"
+            f"{folders[0]} is damaged ({reason_of(error)}): remove it to download it again"
         ) from error
 
 

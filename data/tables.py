@@ -478,6 +478,10 @@ def open_huggingface(request: DatasetRequest) -> DataSource:
     config, transforms = request.config, transforms_of(request)
     cache: tuple[str, ...] = ()
     if name := hub.name_on_hub(config.data_dir, config.data_source):
+        if name.path is not None:
+            raise DataFolderError(
+                f"--data_dir {name}: use --data_dir {name.repository}, or --data_source parquet"
+            )
         name, configuration = hub.resolve(name, config.dataset_config_name)
         root, tables, cache = str(name), hub.open_dataset(name, configuration), hub.cache_folders()
     else:

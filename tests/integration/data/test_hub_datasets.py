@@ -273,6 +273,19 @@ def test_a_damaged_cache(server, hub_here):
     assert opened(name).train_length == 30
 
 
+def test_connections_that_break(server, hub_here, monkeypatch):
+    """The rest of a file is fetched; where that never succeeds there is one line."""
+    put(server, "beans", write_beans()[1])
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    monkeypatch.setattr(server, "breaks", [100] * 20)
+    with pytest.raises(
+        DataFolderError, match=r"cannot be downloaded \(.*\), and is not complete in"
+    ):
+        opened("us/beans")
+    server.breaks[:] = [1000]
+    assert opened("us/beans").train_length == 30
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 REFUSED = {
@@ -287,6 +300,7 @@ OF_DATASETS = {
     "us/empty": "doesn't contain any data files",
     "us/damaged": "Parquet magic bytes not found in footer",
     "us/text": "/train has no image column: set --columns IMAGE LABEL (columns: text)",
+    "hf://datasets/us/beans/data": ": use --data_dir us/beans, or --data_source parquet",
     "us/beans@": "was not saved by datasets.DatasetDict.save_to_disk",
 }
 
