@@ -92,7 +92,7 @@ def pushes(machine: Machine, command: Command, tmp_path: Path) -> None:
 def fine_tunes_beans(machine: Machine, command: Command, tmp_path: Path) -> None:
     """One step of run_vit_training.py, on data like Beans and weights like timm's."""
     words = machine.noted(command, "python3")
-    model = timm.create_model("vit_tiny_patch16_224", weight_init="skip")
+    model = timm.create_model("vit_tiny_patch16_224")
     weights = save(model.state_dict(), {"format": "pt"})
     shorter = (
         "--max_steps 1 --batch_size 4 --num_workers 0 --backend cuda --warmup_epochs 0".split()
