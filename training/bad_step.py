@@ -141,9 +141,12 @@ class SaveBadStep(Hook):
         if any(problems):
             say(f"warning: {folder} cannot be written ({_first(problems)}): training continues")
             return
+        first = (
+            f"copy {folder.name} from all hosts into one folder, then " if self._saver.hosts else ""
+        )
         say(
             f"bad step: step {bad_step.step} is the first whose loss or gradient norm is not "
-            f"finite; to find the module, run python3 -m tools.replay_step {folder}"
+            f"finite; to find the module, {first}run python3 -m tools.replay_step {folder}"
         )
 
     def _look_into(self, run_folder: Path) -> tuple[str | None, str | None]:
@@ -197,6 +200,7 @@ class SaveBadStep(Hook):
             folder,
             content,
             is_main=backend.is_main,
+            hosts=saver.hosts,
             written=lambda: None,
             store_logs=lambda: replace_file(folder / FILE, text),
             must_be_finite=False,

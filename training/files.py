@@ -255,6 +255,20 @@ def read_whole(path: Path, limit: files.SizeLimit = files.TEXT) -> bytes:
         return file.read()
 
 
+def random_word(path: Path) -> str:
+    """Return the random word in a file, which the first process that calls this creates. Raises
+    OSError."""
+    # Create the final file atomically: another process of this host may read it.
+    with contextlib.suppress(FileExistsError):
+        new_file = path.with_name(f"{path.name}_{secrets.token_hex(8)}")
+        new_file.write_text(secrets.token_hex(8), encoding="utf-8")
+        try:
+            os.link(new_file, path)
+        finally:
+            new_file.unlink()
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raises OSError, or ValueError if it contains none."""
     return files.parse_object(read_whole(path))
@@ -364,7 +378,7 @@ def check_own(folder: Path, flag: str = "--ckpt_dir", *, shared: bool = False) -
             user = pwd.getpwuid(owner).pw_name
         except KeyError:
             user = f"user {owner}"
-        allow = ", or allow this one with --shared_ckpt_dir"
+        allow = ", or allow this one with --allow_other_owners"
         raise UsageError(
             f"{flag} {folder}: {path} is owned by {user}: use a folder of your "
             f"own{allow if flag == '--ckpt_dir' else ''}"
@@ -408,7 +422,7 @@ def check_same_folder(ckpt_dir: Path, token: str) -> None:
         if time.monotonic() > deadline:
             raise UsageError(
                 f"--ckpt_dir {ckpt_dir} is not the same folder as in the first process: use a "
-                "folder that all nodes share"
+                "folder that all nodes share, or add --ckpt_dir_per_host if each has its own"
             )
         time.sleep(0.2)
 

@@ -19,8 +19,11 @@ A restart is made by the launcher, with the same RUN_JOB_ID; a command that is r
 job.
 """
 
+import json
+import os
+import socket
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -36,8 +39,9 @@ from training.checkpoints.compatible import (
     with_saved,
 )
 from training.checkpoints.config import CheckpointConfig
-from training.checkpoints.format import SavedRun
+from training.checkpoints.format import Elsewhere, SavedRun
 from training.checkpoints.local_tier import LocalTier
+from training.checkpoints.per_host import HostFolders, Spread
 from training.config import RunConfig
 from training.errors import UsageError
 from training.initial_weights import with_commits, with_init_from, with_pretrained
@@ -61,6 +65,8 @@ class Start:
     older than a "local" step."""
     notes: tuple[str, ...] = ()
     """Lines for the log."""
+    elsewhere: Elsewhere = field(default_factory=dict)
+    """The files of ``saved`` that are on other hosts, with ``--ckpt_dir_per_host``."""
 
     def position(self, run: Run, data: DataSource, epoch_steps: int) -> Position:
         """Return the position in the data where training starts, in batches of this run's size.
@@ -118,28 +124,49 @@ def _resumed(
 # -- on the devices' hosts: all processes agree ----------------------------------------------------
 
 
-def enter_folder(ckpt_dir: Path, lock: files.FolderLock, *, is_main: bool) -> None:
-    """Lock the folder for this job. Raises in all processes if that fails: RunFailed in a restart
-    whose folder is still in use, perhaps by a lost machine; otherwise UsageError."""
-    token = ""
+def hint_for_hosts(planned: Start) -> str:
+    """Return what to do if the processes differ because some hosts' folders have no checkpoint that
+    settings are taken from; "" if all plan the same. All processes must call this."""
+    by_process = exchange.gather([planned.saved is not None, socket.gethostname()])
+    if len({has for has, _ in by_process}) == 1:
+        return ""
+    process, host = next((n, host) for n, (has, host) in enumerate(by_process) if not has)
+    return (
+        f"; {exchange.name(process, host)} has no checkpoint in --ckpt_dir to take settings from: "
+        "give all flags of the model, the objective and the preprocessing"
+    )
+
+
+def enter_folder(
+    ckpt_dir: Path, lock: files.FolderLock, *, is_main: bool, hosts: HostFolders | None = None
+) -> None:
+    """Lock the folder, or those of all ``hosts``, for this job. Raises in all processes if that
+    fails: RunFailed in a restart whose folder is still in use, perhaps by a lost machine; otherwise
+    UsageError."""
+    token, is_first = "", hosts.is_first if hosts else is_main
     with exchange.failing_together():
-        if is_main:
+        if is_first:
             token = lock.acquire(is_restart=choose.is_restart(ckpt_dir))
-    token = exchange.from_first(token)
+    token = exchange.gather(token)[hosts.first if hosts else 0]
     with exchange.failing_together():
-        if not is_main:  # closing the file in the first process would release its lock
+        if not is_first:  # closing the file in the first process would release its lock
             files.check_same_folder(ckpt_dir, token)
 
 
 def confirm_start(
-    planned: Start, run: Run, data: DataSource, backend: Backend
+    planned: Start,
+    run: Run,
+    data: DataSource,
+    backend: Backend,
+    hosts: HostFolders | None = None,
 ) -> tuple[Start, LocalTier | None]:
     """Return what all processes start from, and the local tier with ``--local_ckpt_dir``.
 
     Up to here, each process decided for itself. Call this with ``--ckpt_dir`` locked: the previous
     holder of the lock may have written and removed checkpoints. The first process names the
     candidates; all processes check them, and use the first undamaged one (cases 2 and 3) or a newer
-    local step (case 1). Raises UsageError in all processes.
+    local step (case 1). Raises UsageError in all processes. ``hosts``: with a folder on each host's
+    disk; they have exchanged which checkpoints there are.
     """
     checkpoints, candidates = run.config.checkpoints, choose.Candidates([])
     resumes_newest = False
@@ -154,9 +181,9 @@ def confirm_start(
     candidates = choose.Candidates([files.folder_at(name) for name in names], passed_over, explicit)
     local = None
     if checkpoints.local_ckpt_dir is not None:
-        local = LocalTier(run, backend.shards, resumes=resumes_newest)
+        local = LocalTier(run, backend.shards, resumes=resumes_newest, hosts=hosts)
     start = _first_undamaged(
-        candidates, lambda saved: check_continues(saved, run, data), local, checkpoints
+        candidates, lambda saved: check_continues(saved, run, data), local, checkpoints, hosts
     )
     with exchange.failing_together():
         if planned.saved and not start.saved:
@@ -184,6 +211,7 @@ def _first_undamaged(
     check: Callable[[SavedRun], None],
     local: LocalTier | None,
     checkpoints: CheckpointConfig,
+    hosts: HostFolders | None = None,
 ) -> Start:
     """Return the start from the newest undamaged candidate, or from the newest step of ``local`` if
     that is newer; a new start if there is nothing to resume.
@@ -193,15 +221,19 @@ def _first_undamaged(
     """
     verify, damaged = checkpoints.verify_checkpoint, list(candidates.passed_over)
     notes: dict[str, None] = {}  # each once: ``local`` is asked again after a damaged candidate
+    incomplete = False
     for path in [*candidates.paths, None]:
         # After a restart, any local step is newer than a checkpoint that a flag names.
         step = choose.step_of(path) if path and not candidates.explicit else _BEFORE_ALL
-        saved = None
+        saved, spread = None, Spread()
         if local:  # case 1
             saved, more = local.resume(step, verify=verify)
             notes |= dict.fromkeys(more)
         if not saved and path:  # cases 2 and 3
-            saved, problem = _read_for_all(path, verify=verify)
+            if hosts:
+                spread = hosts.find(path)
+            saved, problem = _read_for_all(path, spread, hosts, verify=verify)
+            incomplete |= bool(spread.problem)
             if problem:
                 damaged.append(problem)
                 if candidates.explicit:
@@ -211,41 +243,65 @@ def _first_undamaged(
             with exchange.failing_together():
                 check(saved)
             warnings = [f"warning: {text}: resuming {saved.path.name} instead" for text in damaged]
-            return _resumed(saved, checkpoints, path, (*notes, *warnings))
-    if candidates.paths:
+            start = _resumed(saved, checkpoints, path, (*notes, *warnings))
+            return replace(start, elsewhere=spread.elsewhere)
+    if candidates.paths and not incomplete:
         raise UsageError(
             f"{damaged[0]}: use another one, or use it unverified with --no_verify_checkpoint",
             agreed=True,
         )
+    if candidates.explicit and damaged:
+        raise UsageError(damaged[0], agreed=True)
     if damaged:
         raise choose.AllDamaged(damaged, agreed=True)
     return Start("new", notes=(*notes,))
 
 
-def _read_for_all(path: Path, *, verify: bool) -> tuple[SavedRun | None, str]:
+def _read_for_all(
+    path: Path, spread: Spread, hosts: HostFolders | None, *, verify: bool
+) -> tuple[SavedRun | None, str]:
     """Return what a checkpoint records about its run, or None and what is wrong with it in any
-    process. All processes must call this."""
-    if problem := choose.damage_for_all(path, verify=verify):
+    process. ``spread``: where its files are, if they are on several ``hosts``. All processes must
+    call this."""
+    if spread.problem:
+        return None, f"{path} is incomplete: {spread.problem}"
+    share, of = (hosts.share, spread.here) if hosts else (None, None)
+    if problem := choose.damage_for_all(path, verify=verify, share=share, of=of):
         return None, f"{path} is damaged ({problem})"
     with exchange.failing_together():
-        saved, problem = choose.read_or_problem(path)
+        saved, problem = choose.read_or_problem(path, spread.elsewhere)
     return saved, next(filter(None, exchange.gather(problem)), "")
 
 
-def leave_behind(start: Start, local: LocalTier | None, run: Run, *, is_main: bool) -> list[str]:
+def leave_behind(
+    start: Start,
+    local: LocalTier | None,
+    run: Run,
+    *,
+    is_main: bool,
+    hosts: HostFolders | None = None,
+) -> list[str]:
     """Move away the checkpoints in ``--ckpt_dir`` that this run does not continue, and remove local
     steps; return a log line if any were moved. Raises UsageError in all processes on failure."""
     if local:
         kept = start.saved.position.step if start.saved and start.kind == "local" else None
         local.forget(kept)
-    note = ""
+    note, later, number = "", list[Path](), 0
     with exchange.failing_together():
-        if is_main and (later := choose.later_checkpoints(run.ckpt_dir, start.continues_from)):
-            folder = choose.set_aside(run.ckpt_dir, later)
+        if hosts.is_first if hosts else is_main:
+            later = choose.later_checkpoints(run.ckpt_dir, start.continues_from)
+            number = choose.free_number(run.ckpt_dir) if later else 0
+    number = max(exchange.gather(number))  # the same on all hosts
+    with exchange.failing_together():
+        if later:
+            folder = choose.set_aside(run.ckpt_dir, later, number)
             names = ", ".join(path.name for path in later)
             note = (
                 f"note: this run continues from an earlier step: moved {names} to {folder}; "
                 f"--resume {folder} continues from there"
             )
-    note = exchange.from_first(note)
+        if hosts and hosts.is_first and not is_main:  # the first process writes the whole file
+            job = {"job": os.environ.get("RUN_JOB_ID")}
+            files.replace_file(run.ckpt_dir / choose.RUN_FILE, json.dumps(job) + "\n")
+    note = next(filter(None, exchange.gather(note)), "")
     return [note] if note else []

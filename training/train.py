@@ -25,6 +25,7 @@ from training.checkpoints.compatible import (
     check_unnamed_classes,
 )
 from training.checkpoints.format import SavedRun
+from training.checkpoints.per_host import HostFolders
 from training.checkpoints.saver import CheckpointSaver
 from training.checkpoints.state import load_state
 from training.errors import (
@@ -47,7 +48,12 @@ from training.initial_weights import InitialWeights, fit, gram_teacher, weights_
 from training.logs.bad_images import FILE as BAD_IMAGES_FILE
 from training.logs.bad_images import open_bad_images
 from training.logs.events import StartParts
-from training.logs.history import fetch_history, read_history
+from training.logs.history import (
+    fetch_from_hosts,
+    fetch_history,
+    history_of_first,
+    read_history,
+)
 from training.logs.records import METRICS_FILE
 from training.logs.reports import Reports, read_expectation
 from training.objectives.objective import open_objective
@@ -56,7 +62,7 @@ from training.processes.stopping import StopRequest, Watchdog
 from training.profiling import PROFILE_DIR, StepProfiler
 from training.resolve import Run, model_line
 from training.schedule import Position, make_schedule
-from training.start import Start, confirm_start, enter_folder, leave_behind
+from training.start import Start, confirm_start, enter_folder, hint_for_hosts, leave_behind
 from training.step import TrainBatches, shard_and_optimize
 from training.units import units_of
 from training.weights import check_weights
@@ -110,14 +116,21 @@ def train(
     """
     config, is_main = run.config, backend.is_main
     parts.done("devices")
-    shared = config.checkpoints.shared_ckpt_dir
+    shared = config.checkpoints.allow_other_owners
     # ``enter_folder`` locks it.
     with FolderLock(run.ckpt_dir, inside=run.log_dir, shared=shared) as lock:
         # -- agree on what all processes start from, and where in the data
-        exchange.check_alike(run, data)
-        enter_folder(run.ckpt_dir, lock, is_main=is_main)
-        start, local = confirm_start(planned, run, data, backend)
-        notes = [*start.notes, *fetch_history(run, is_main=is_main)]
+        notes, hosts = list[str](), None
+        if config.checkpoints.ckpt_dir_per_host:
+            exchange.check_alike(run, data, hint_for_hosts(planned))
+            hosts = HostFolders(run.ckpt_dir, shared=shared)
+        else:
+            exchange.check_alike(run, data)
+        enter_folder(run.ckpt_dir, lock, is_main=is_main, hosts=hosts)
+        if hosts:
+            notes += [*hosts.complete(), *fetch_from_hosts(hosts)]
+        start, local = confirm_start(planned, run, data, backend, hosts)
+        notes += [*start.notes, *fetch_history(run, is_main=is_main)]
         bad_images = open_bad_images(run, data, is_main=is_main)
         epoch_steps = data.steps_of_epoch(config.data.batch_size)
         at = start.position(run, data, epoch_steps)
@@ -128,7 +141,10 @@ def train(
             history = read_history(
                 run.ckpt_dir, at.step, continues=continues, best_by=config.checkpoints.ckpt_best
             )
-        notes += leave_behind(start, local, run, is_main=is_main)  # last: nothing refuses after it
+        if hosts:
+            history = history_of_first(history)
+        # Last: nothing refuses after it.
+        notes += leave_behind(start, local, run, is_main=is_main, hosts=hosts)
         parts.done("agreed")
 
         # -- shared by the loop and its hooks
@@ -158,6 +174,7 @@ def train(
             spared=history.best if config.checkpoints.ckpt_best else None,
             order=data.order(),
             store_logs=reports.store,
+            hosts=hosts,
         )
         with session, saver, data_errors_as_usage_errors():
             # -- model: on the devices, with resumed or loaded values
@@ -169,8 +186,10 @@ def train(
             objective = open_objective(run, backend, say)
             parts.done("model")
             if start.saved:
-                _load(start.saved, run, session, is_part=start.kind == "local")
+                _load(start, start.saved, run, session)
                 parts.done("loaded")
+            if hosts:
+                hosts.close()
             _describe(run, session, start, at)
             if loader.workers:
                 say(f"loader processes per training process: {loader.workers}")
@@ -256,9 +275,10 @@ def _place_model(
     return shard_and_optimize(run, session.backend, initialize)
 
 
-def _load(saved: SavedRun, run: Run, session: loop.Session, *, is_part: bool) -> None:
+def _load(start: Start, saved: SavedRun, run: Run, session: loop.Session) -> None:
     """Load the state of a checkpoint, or of this process's part of a local one."""
-    has_ema = load_state(session.backend, saved.path, is_part=is_part)
+    is_part = start.kind == "local"
+    has_ema = load_state(session.backend, saved.path, is_part=is_part, elsewhere=start.elsewhere)
     if run.config.averages and not has_ema:
         session.reports.say(
             "note: the checkpoint has no EMA of the weights: the EMA starts from the current "
@@ -309,7 +329,7 @@ def _not_finite(run: Run, session: loop.Session, saver: CheckpointSaver, step: i
         return not_finite_error(what, saver.newest)
     what = ""
     with exchange.failing_together():
-        if session.backend.is_main:
+        if saver.hosts.is_first if saver.hosts else session.backend.is_main:
             last = choose.folder_of(run.ckpt_dir, step)
             what = f"the {session.reports.not_finite} of the last step is not finite"
             if last.exists():

@@ -1,5 +1,6 @@
 """run_vit_training.py, each process as a host with a disk of its own: disks/host_<rank>, beside the
-run's --ckpt_dir. HOSTS="2 3": the processes are these hosts.
+run's --ckpt_dir. HOSTS="2 3": the processes are these hosts; "0 0 1": two are on one host.
+With --ckpt_dir_per_host, that disk is the current folder of the process, in which --ckpt_dir is.
 
 Each save is done before the next one, as if there were more steps between them. KILLED="RANK STEP":
 before that step, when the saves before are done, that process ends by SIGKILL. LATE_S: the losses
@@ -56,6 +57,11 @@ def main(argv: list[str]) -> int:
     if hosts := os.environ.get("HOSTS", "").split():
         host = hosts[int(host)]
     run = Path(argv[argv.index("--ckpt_dir") + 1])
+    if "--ckpt_dir_per_host" in argv:
+        disk = Path(os.environ["DISKS"], f"host_{host}")
+        disk.mkdir(parents=True, exist_ok=True)
+        os.chdir(disk)
+        return run_vit_training.main(argv)
     return run_vit_training.main([*argv, "--local_ckpt_dir", f"{run.parent}/disks/host_{host}"])
 
 

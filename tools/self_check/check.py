@@ -367,7 +367,7 @@ def own_folder(run: Run, backend: Backend, table: CheckTable) -> Iterator[Path |
     Yields None if no run could write there.
     """
     ckpt_dir = run.ckpt_dir
-    shared = run.config.checkpoints.shared_ckpt_dir
+    shared = run.config.checkpoints.allow_other_owners
     lock = FolderLock(ckpt_dir, inside=run.log_dir, shared=shared)
     folder = ckpt_dir / exchange.from_first(f"self_check_{secrets.token_hex(4)}")
     problem = ""

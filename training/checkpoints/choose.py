@@ -1,6 +1,7 @@
 """Choose which checkpoints in a run's folder to resume, remove or set aside."""
 
 import contextlib
+import functools
 import itertools
 import os
 import socket
@@ -123,8 +124,13 @@ def check_folders(checkpoints: CheckpointConfig) -> None:
                 f"folder, {outer.parent}, or another one"
             )
         check_folder_writable(folder)
+        if is_url(folder) and checkpoints.ckpt_dir_per_host:
+            raise UsageError(
+                f"--ckpt_dir_per_host is for folders on the hosts' disks: drop it, all hosts can "
+                f"read and write --ckpt_dir {folder}"
+            )
         if not is_url(folder) and folder.exists():
-            check_own(folder, shared=checkpoints.shared_ckpt_dir)
+            check_own(folder, shared=checkpoints.allow_other_owners)
     except OSError as error:
         raise UsageError(f"cannot read --ckpt_dir {folder}: {error.strerror}") from None
     if (local := checkpoints.local_ckpt_dir) is None:
@@ -152,7 +158,12 @@ def find_checkpoint(checkpoints: CheckpointConfig) -> tuple[SavedRun | None, Can
     folder = folder_at(checkpoints.ckpt_dir)
     try:
         return find_readable(
-            lambda: named_candidates(folder, checkpoints.resume, checkpoints.resume_epoch)
+            lambda: named_candidates(
+                folder,
+                checkpoints.resume,
+                checkpoints.resume_epoch,
+                per_host=checkpoints.ckpt_dir_per_host,
+            )
         )
     except AllDamaged as error:
         if checkpoints.local_ckpt_dir is None or not resumes_newest(checkpoints):
@@ -166,18 +177,22 @@ def resumes_newest(checkpoints: CheckpointConfig) -> bool:
     return is_auto or is_restart(folder_at(checkpoints.ckpt_dir))
 
 
-def named_candidates(ckpt_dir: Path, resume: str, resume_epoch: int) -> Candidates:
+def named_candidates(
+    ckpt_dir: Path, resume: str, resume_epoch: int, *, per_host: bool = False
+) -> Candidates:
     """Return the checkpoints that ``--resume`` and ``--resume_epoch`` select; none for a new run.
 
-    Checks only names and sizes; the content is checked when one is resumed. Raises UsageError.
+    Checks only names and sizes; the content is checked when one is resumed. ``per_host``: other
+    hosts may have files that are missing here. Raises UsageError.
     """
+    quick_problem = functools.partial(checkpoint.quick_problem, per_host=per_host)
     with checkpoint.readable(ckpt_dir, "--ckpt_dir"):
         existing = complete_checkpoints(ckpt_dir)
         if existing and is_restart(ckpt_dir):
             resume, resume_epoch = "auto", 0  # do not lose what the job has done since
         if resume_epoch:
             for path in reversed(existing):
-                if checkpoint.quick_problem(path) is None and (saved := read_or_problem(path)[0]):
+                if quick_problem(path) is None and (saved := read_or_problem(path)[0]):
                     position = saved.position
                     if (position.epoch, position.images_in_epoch) == (resume_epoch, 0):
                         return Candidates([path])
@@ -193,14 +208,14 @@ def named_candidates(ckpt_dir: Path, resume: str, resume_epoch: int) -> Candidat
                 )
             return Candidates([])
         if resume == "auto":
-            return _newest_first(existing)
+            return _newest_first(existing, quick_problem)
         if resume in BEST:
             by_step = evaluations(read_metrics(ckpt_dir))
             evaluated = [path for path in existing if step_of(path) in by_step]
             if not evaluated:
                 raise UsageError(f"--resume {resume}: {ckpt_dir} has no evaluated checkpoint")
             best = max(evaluated, key=lambda path: BEST[resume](by_step[step_of(path)]))
-            return _only(best)
+            return _only(best, quick_problem)
     path = folder_at(resume)
     with checkpoint.readable(path):
         if not path.is_dir():
@@ -209,20 +224,23 @@ def named_candidates(ckpt_dir: Path, resume: str, resume_epoch: int) -> Candidat
                     f"--resume {resume} contains only weights: use --init_from instead"
                 )
             raise UsageError(f"--resume {resume}: no such checkpoint folder")
-        return candidates_in(path)
+        return candidates_in(path, quick_problem)
 
 
-def candidates_in(path: Path) -> Candidates:
+QuickProblem = Callable[[Path], str | None]
+
+
+def candidates_in(path: Path, quick_problem: QuickProblem = checkpoint.quick_problem) -> Candidates:
     """Return the checkpoint ``path``, or those of the run whose --ckpt_dir it is, newest first.
 
     Raises UsageError if it is neither.
     """
     inside = complete_checkpoints(path)
-    return _newest_first(inside) if inside else _only(path)
+    return _newest_first(inside, quick_problem) if inside else _only(path, quick_problem)
 
 
-def _newest_first(existing: list[Path]) -> Candidates:
-    problems = {path: checkpoint.quick_problem(path) for path in reversed(existing)}
+def _newest_first(existing: list[Path], quick_problem: QuickProblem) -> Candidates:
+    problems = {path: quick_problem(path) for path in reversed(existing)}
     good = [path for path, problem in problems.items() if problem is None]
     newest = step_of(good[0]) if good else -1
     passed_over = tuple(
@@ -235,7 +253,7 @@ def _newest_first(existing: list[Path]) -> Candidates:
     return Candidates(good, passed_over, explicit=False)
 
 
-def _only(path: Path) -> Candidates:
+def _only(path: Path, quick_problem: QuickProblem) -> Candidates:
     """Return ``path`` as the only candidate. Raises UsageError unless it is a complete checkpoint
     whose files have the right sizes."""
     if not checkpoint.is_complete(path):
@@ -246,7 +264,7 @@ def _only(path: Path) -> Candidates:
         if not started and not step_folders(path):
             raise UsageError(f"{path} is neither a checkpoint nor a run's folder with a checkpoint")
         raise UsageError(f"checkpoint {path} is incomplete")
-    if problem := checkpoint.quick_problem(path):
+    if problem := quick_problem(path):
         raise UsageError(f"cannot read the checkpoint {path}: {problem}")
     return Candidates([path])
 
@@ -284,24 +302,33 @@ def _first_readable(candidates: Candidates) -> tuple[SavedRun | None, Candidates
     return None, candidates
 
 
-def read_or_problem(path: Path) -> tuple[SavedRun | None, str]:
+def read_or_problem(
+    path: Path, elsewhere: checkpoint.Elsewhere | None = None
+) -> tuple[SavedRun | None, str]:
     """Return what a checkpoint records about its run, or None and why it cannot be read. Raises
     Unreachable if it may be undamaged: no older one must be resumed instead."""
     try:
-        return checkpoint.read_saved_run(path), ""
+        return checkpoint.read_saved_run(path, elsewhere), ""
     except checkpoint.Unreachable:
         raise
     except UsageError as error:
         return None, str(error)
 
 
-def damage_for_all(path: Path, *, verify: bool) -> str | None:
+def damage_for_all(
+    path: Path,
+    *,
+    verify: bool,
+    share: tuple[int, int] | None = None,
+    of: Collection[str] | None = None,
+) -> str | None:
     """Return what is wrong with a checkpoint's files, None if nothing; the same in all processes.
 
-    With ``verify``, compare the files with the manifest; each process checks its share. Raises
-    UsageError in all processes if two of them do not see the same checkpoint. All processes must
-    call it.
+    With ``verify``, compare the files with the manifest; each process checks its share: by default
+    of all files and processes, else of the files ``of``, as a number and a count. Raises UsageError
+    in all processes if two of them do not see the same checkpoint. All processes must call it.
     """
+    part, parts = share or (exchange.rank(), exchange.count())
     seen = None
     with exchange.failing_together():
         has_manifest = (path / checkpoint.MANIFEST).exists()
@@ -320,7 +347,7 @@ def damage_for_all(path: Path, *, verify: bool) -> str | None:
     with exchange.failing_together():
         try:
             if verify:
-                problem = checkpoint.damage(path, exchange.rank(), exchange.count())
+                problem = checkpoint.damage(path, part, parts, of=of)
         except ValueError as error:
             problem = str(error)
     return next((text for text in exchange.gather(problem) if text is not None), None)
@@ -396,13 +423,18 @@ def later_checkpoints(ckpt_dir: Path, start: Path | None) -> list[Path]:
     return [path for path in complete if step_of(path) > step]
 
 
-def set_aside(ckpt_dir: Path, paths: Collection[Path]) -> Path:
+def free_number(ckpt_dir: Path) -> int:
+    """Return the smallest number for which there is no folder of checkpoints set aside."""
+    return next(n for n in itertools.count(1) if not (ckpt_dir / f"set_aside_{n}").exists())
+
+
+def set_aside(ckpt_dir: Path, paths: Collection[Path], number: int | None = None) -> Path:
     """Move checkpoints into a new subfolder, with a copy of the metrics; return that folder.
 
-    It can be resumed like any run's folder. Raises UsageError on failure.
+    It can be resumed like any run's folder. ``number``: in its name; None: the smallest free one.
+    Raises UsageError on failure.
     """
-    folders = (ckpt_dir / f"set_aside_{number}" for number in itertools.count(1))
-    folder = next(each for each in folders if not each.exists())
+    folder = ckpt_dir / f"set_aside_{number or free_number(ckpt_dir)}"
     try:
         if url := as_url(ckpt_dir):
             url.check_writable(removable=True)  # otherwise each start would leave a copy there

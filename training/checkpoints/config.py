@@ -14,15 +14,22 @@ class CheckpointConfig:
 
     ckpt_dir: str = flag(
         "runs/vit_fsdp",
-        "folder for checkpoints and logs, shared by all hosts",
+        "folder for checkpoints and logs, shared by all hosts (or see --ckpt_dir_per_host)",
         kind=path_or_url,
         metavar="FOLDER",
         common=True,
     )
-    shared_ckpt_dir: bool = flag(
+    ckpt_dir_per_host: bool = flag(
+        False,
+        "--ckpt_dir is a folder of its own on each host's disk: each host saves the parts of its "
+        "own processes there, and reads other parts from other hosts; logs are on the first host",
+        incompatible_with=("predict", "eval_only", "features", "self_check"),
+    )
+    allow_other_owners: bool = flag(
         False,
         "allow a --ckpt_dir that is owned by another user or contains files of other users, such "
         "as a group's shared folder; these users can then change what is trained (default: refuse)",
+        names=("--allow_other_owners", "--shared_ckpt_dir"),
     )
     resume: str = flag(
         "auto",

@@ -30,7 +30,7 @@ import os
 import pickle
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PosixPath
 from typing import IO, Any, cast, get_type_hints
@@ -38,18 +38,20 @@ from typing import IO, Any, cast, get_type_hints
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystem
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystem, _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     Metadata,
     StorageMeta,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from config_fields import is_of
 from data.config import DataConfig
-from data.files import TEXT, SizeLimit, TooLarge, without_secrets
+from data.files import TEXT, SizeLimit, TooLarge, printable, without_secrets
 from models.config import ModelConfig
 from training.backend import State
 from training.errors import UsageError
@@ -168,6 +170,9 @@ def saved_run(path: Path, training: Mapping[str, torch.Tensor]) -> SavedRun:
 
 # -- files, in local folders and at URLs ----------------------------------------------------------
 
+_TRAINING_PREFIX = _StoragePrefix("__training_")
+TRAINING_FILE = "__training_0.distcp"
+"""The file of the ``training.*`` entries, if each host has a folder of its own: all have it."""
 METADATA = ".metadata"
 """The file that DCP writes when all parts of a checkpoint are written: names, shapes, locations."""
 _LONGEST_METADATA = SizeLimit("the metadata of a checkpoint", 2**30)
@@ -178,15 +183,24 @@ Entry = tuple[int, str]
 """A file's size in bytes and its checksum, XXH3 of 128 bits in hexadecimal digits."""
 
 
+Elsewhere = Mapping[str, Callable[[], contextlib.AbstractContextManager[io.IOBase]]]
+"""Files of a checkpoint that are not in its folder, by name: functions that open them."""
+
+
 class _Files(FileSystem):
     """DCP's access to the files of a folder or URL; computes checksums of what is written."""
 
-    def __init__(self) -> None:
+    def __init__(self, elsewhere: Elsewhere | None = None) -> None:
         self.sums: dict[str, Entry] = {}
         """The size and checksum of each file written so far, by name."""
+        self._elsewhere = elsewhere or {}
 
     @contextlib.contextmanager
     def create_stream(self, path: Name, mode: str) -> Iterator[io.IOBase]:
+        if open_ := self._elsewhere.get(os.path.basename(path)):
+            with open_() as remote:
+                yield remote
+            return
         file = folder_at(str(path))
         with open_regular(file) if mode == "rb" else file.open(mode) as stream:
             if "w" not in mode:
@@ -245,9 +259,11 @@ class _Buffered(io.BufferedWriter):
 class FolderWriter(dcp.FileSystemWriter):
     """Writes the files and the metadata of a checkpoint, and computes their checksums."""
 
-    def __init__(self, folder: Path, *, from_cuda: bool) -> None:
-        """``from_cuda``: tensors of the checkpoint are on a GPU."""
+    def __init__(self, folder: Path, *, from_cuda: bool, training_apart: bool = False) -> None:
+        """``from_cuda``: tensors of the checkpoint are on a GPU. ``training_apart``: write the
+        ``training.*`` entries into ``TRAINING_FILE``."""
         super().__init__(str(folder), sync_files=not is_url(folder))
+        self._training_apart = training_apart
         # Copying ahead would use CUDA device 0 from a thread of every process, and not every other
         # device can copy to the host asynchronously.
         if not from_cuda:
@@ -257,6 +273,23 @@ class FolderWriter(dcp.FileSystemWriter):
         self.path = str(folder) if is_url(folder) else folder
         self.sums = files.sums
         """The sizes and checksums of the files that this process has written, by name."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        if not self._training_apart:
+            return super().write_data(plan, planner)
+        written: list[WriteResult] = []
+        for is_training, prefix in ((False, plan.storage_data), (True, _TRAINING_PREFIX)):
+            items = [
+                item
+                for item in plan.items
+                if item.index.fqn.startswith(f"{TRAINING}.") == is_training
+            ]
+            if items:
+                part = dataclasses.replace(plan, items=items, storage_data=prefix)
+                written += super().write_data(part, planner).wait()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(written)
+        return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the metadata under its final name. DCP would write another file and rename it; in a
@@ -351,9 +384,9 @@ def named_files(path: Path) -> set[str]:
 class SafeReader(dcp.FileSystemReader):
     """DCP's file reader, but never unpickles metadata that runs code, as PyTorch 2.9 does."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, elsewhere: Elsewhere | None = None) -> None:
         super().__init__(str(folder))
-        self.fs, self.path, self.folder = _Files(), str(folder), folder
+        self.fs, self.path, self.folder = _Files(elsewhere), str(folder), folder
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         metadata = read_metadata(self.folder)
@@ -369,11 +402,14 @@ def load_into(
     *,
     no_dist: bool = True,
     planner: dcp.DefaultLoadPlanner | None = None,
+    elsewhere: Elsewhere | None = None,
 ) -> None:
     """Read entries of a checkpoint into the tensors of ``content``. Raises any exception.
-    ``no_dist``: this process reads alone; otherwise all processes must call it."""
+    ``no_dist``: this process reads alone; otherwise all processes must call it. ``elsewhere``: its
+    files that are not in the folder."""
+    reader = SafeReader(path, elsewhere)
     with quiet_dcp():
-        dcp.load(content, storage_reader=SafeReader(path), planner=planner, no_dist=no_dist)
+        dcp.load(content, storage_reader=reader, planner=planner, no_dist=no_dist)
 
 
 def silence_dcp() -> None:
@@ -390,9 +426,9 @@ def quiet_dcp() -> Iterator[None]:
         yield
 
 
-def read_saved_run(path: Path) -> SavedRun:
+def read_saved_run(path: Path, elsewhere: Elsewhere | None = None) -> SavedRun:
     """Read position and arguments of a checkpoint. Raises UsageError if it cannot be read, or if it
-    is named after another step."""
+    is named after another step. ``elsewhere``: its files that are not in the folder."""
     with readable(path):
         if not (path / METADATA).is_file():
             raise UsageError(f"checkpoint {path} is incomplete: it has no {METADATA} file")
@@ -403,7 +439,7 @@ def read_saved_run(path: Path) -> SavedRun:
                 entry = entries[f"{TRAINING}.{name}"]
                 TEXT.check(entry.size.numel() * entry.properties.dtype.itemsize, name)
                 wanted[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-        load_into({TRAINING: wanted}, path)
+        load_into({TRAINING: wanted}, path, elsewhere=elsewhere)
         saved, named = saved_run(path, wanted), NAME.fullmatch(path.name)
         if named and int(named[1]) != (step := saved.position.step):
             raise ValueError(f"it contains step {step}, not step {named[1]}")
@@ -466,17 +502,25 @@ def entries(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
     return {name: ((folder / name).stat().st_size, checksum(folder / name)) for name in names}
 
 
-def write_manifest(folder: Path, files: dict[str, Entry]) -> None:
+def write_manifest(
+    folder: Path, files: dict[str, Entry], writers: Mapping[str, str] | None = None
+) -> None:
     """Complete a checkpoint that is written and synced to disk. Raises OSError if the manifest
     cannot be written, or if a file that the metadata names is missing because it was written to
-    another disk."""
+    another disk.
+
+    ``writers``: who has written each file, if each host has a folder of its own.
+    """
     missing = named_files(folder) - files.keys()
-    missing |= {name for name in files if not (folder / name).is_file()}
+    if writers is None:
+        missing |= {name for name in files if not (folder / name).is_file()}
     if missing:
         raise FileNotFoundError(
             f"{sorted(missing)[0]} is not in the folder: do all processes see the same one?"
         )
     content = {"format": FORMAT, "files": {name: list(files[name]) for name in sorted(files)}}
+    if writers is not None:
+        content["writers"] = dict(sorted(writers.items()))
     replace_file(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
     sync_folder(folder.parent)
 
@@ -494,6 +538,16 @@ def read_manifest(folder: Path) -> dict[str, Entry] | None:
         if is_unreachable(error):
             raise
         raise ValueError(f"{MANIFEST} is damaged ({type(error).__name__})") from None
+
+
+def writers_in(folder: Path) -> dict[str, str]:
+    """Return which process has written each file of a checkpoint, if each host has a folder of its
+    own; {} if that is not known."""
+    try:
+        writers = read_object(folder / MANIFEST)["writers"]
+        return {str(name): printable(str(writer)) for name, writer in writers.items()}
+    except (OSError, ValueError, KeyError, AttributeError):
+        return {}
 
 
 _FILE_NAME = re.compile(r"[\w.-]*\w[\w.-]*")
@@ -527,9 +581,10 @@ def is_complete(folder: Path) -> bool:
         return True  # probably of an earlier version: reading it will tell
 
 
-def quick_problem(folder: Path) -> str | None:
+def quick_problem(folder: Path, *, per_host: bool = False) -> str | None:
     """Return what is wrong with a complete checkpoint, judging by file names and sizes; None if
-    nothing. Raises OSError if it cannot be reached, in which case it may be undamaged."""
+    nothing. Raises OSError if it cannot be reached, in which case it may be undamaged.
+    ``per_host``: other hosts may have files that are missing here."""
     try:
         files = read_manifest(folder)
         if files is None:  # of an earlier version
@@ -538,23 +593,28 @@ def quick_problem(folder: Path) -> str | None:
         if is_unreachable(error):
             raise
         return str(error).splitlines()[0] if str(error) else type(error).__name__
-    for name, (size, _) in files.items():
+    for name, (size, _) in {} if per_host else files.items():
         try:
             size_there = (folder / name).stat().st_size
         except OSError as error:
             if is_unreachable(error):
                 raise
-            return f"{name} is missing"
+            several = ": copy this checkpoint from all hosts into one folder"
+            return f"{name} is missing{several if TRAINING_FILE in files else ''}"
         if size not in (size_there, -1):
             return f"{name} has {size_there:,} bytes, not {size:,}"
     return None
 
 
-def damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
+def damage(
+    folder: Path, part: int = 0, parts: int = 1, *, of: Container[str] | None = None
+) -> str | None:
     """Return what is wrong with the content of every ``parts``-th file, starting with number
     ``part``; None if nothing, or if there are no checksums. Raises OSError if the checkpoint cannot
-    be reached, ValueError for a damaged manifest."""
-    for name, (_, expected) in sorted((read_manifest(folder) or {}).items())[part::parts]:
+    be reached, ValueError for a damaged manifest. ``of``: only these files; None: all."""
+    files = sorted((read_manifest(folder) or {}).items())
+    files = [(name, entry) for name, entry in files if of is None or name in of]
+    for name, (_, expected) in files[part::parts]:
         try:
             is_undamaged = checksum(folder / name) == expected
         except OSError as error:

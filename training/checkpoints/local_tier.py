@@ -46,10 +46,12 @@ from data.files import parse_object, without_secrets
 from training.checkpoints import format as checkpoint
 from training.checkpoints.choose import clear, folder_of, remove, step_folders, step_of
 from training.checkpoints.format import SavedRun
+from training.checkpoints.per_host import HostFolders
 from training.checkpoints.state import bytes_of, not_finite, write_state
 from training.errors import UsageError
-from training.files import check_own, in_background, read_object, replace_file
+from training.files import check_own, in_background, random_word, read_object, replace_file
 from training.processes import exchange, peers
+from training.processes.ports import open_ports
 from training.resolve import Run
 
 RUN_ID_FILE = "run_id"
@@ -61,8 +63,6 @@ _STAY = 2
 """The number of newest whole steps to keep."""
 _ENDS_WITHIN_S = 30.0
 """How long the end of a run waits for parts that are still being written."""
-_SOMEWHERE = "192.0.2.1"
-"""An address reserved for documentation (RFC 5737), reached through a host's default network."""
 _CHUNK = 1 << 24
 _LONGEST_HEADER = 1 << 20
 _PART_NAME = re.compile(r"part_(0|[1-9][0-9]*)")
@@ -94,11 +94,19 @@ class LocalTier:
     After the start it never ends training: failures are reported, and the next save is tried.
     """
 
-    def __init__(self, run: Run, shards: tuple[int, ...], *, resumes: bool) -> None:
+    def __init__(
+        self,
+        run: Run,
+        shards: tuple[int, ...],
+        *,
+        resumes: bool,
+        hosts: HostFolders | None = None,
+    ) -> None:
         """Open the folder of this process, and agree with the others on peers and a key. All
         processes must call this, with ``--ckpt_dir`` locked. ``shards``: the shards that this
         process holds. ``resumes``: the newest step of the run is to be resumed, which may be a
-        local one. Raises UsageError in all processes if a folder cannot be used."""
+        local one. ``hosts``: if each has a ``--ckpt_dir`` of its own. Raises UsageError in all
+        processes if a folder cannot be used."""
         assert run.config.checkpoints.local_ckpt_dir is not None
         self.folder = Path(run.config.checkpoints.local_ckpt_dir)
         self._resumes = resumes
@@ -127,26 +135,22 @@ class LocalTier:
 
         # The random words of the run and of the folder; the first start creates them.
         self._id_file = run.ckpt_dir / RUN_ID_FILE
-        folder_file, run_words = self.folder / _FOLDER_FILE, ""
+        self._keeps_id = hosts.is_first if hosts else self._rank == 0
+        run_words = ""
         with exchange.failing_together():
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_own(self.folder, flag="--local_ckpt_dir")
-            if self._rank == 0:
-                if not self._id_file.exists():
-                    replace_file(self._id_file, secrets.token_hex(8))
+            if self._keeps_id and self._id_file.exists():
                 run_words = self._id_file.read_text(encoding="utf-8", errors="replace")
-            # Create the final file atomically: another process of this host may read it.
-            with contextlib.suppress(FileExistsError):
-                new_file = self.folder / f"{_FOLDER_FILE}_{secrets.token_hex(8)}"
-                new_file.write_text(secrets.token_hex(8), encoding="utf-8")
-                try:
-                    os.link(new_file, folder_file)
-                finally:
-                    new_file.unlink()
-            self._folder = folder_file.read_text(encoding="utf-8", errors="replace")
-        run_id, _, lineage = run_words.partition(" ")
-        words = [run_id, lineage, secrets.token_hex(8), secrets.token_hex(32)]
-        self._run_id, self._lineage, self._start_id, key = exchange.from_first(words)
+            self._folder = random_word(self.folder / _FOLDER_FILE)
+        known = next(filter(None, exchange.gather(run_words)), "")  # the first host may be new
+        run_id, _, lineage = (known or exchange.from_first(secrets.token_hex(8))).partition(" ")
+        self._run_id, self._lineage = run_id, lineage
+        with exchange.failing_together():
+            if self._keeps_id and (not known or run_words != known):
+                self._write_id()
+        words = [secrets.token_hex(8), secrets.token_hex(32)]
+        self._start_id, key = exchange.from_first(words)
         self._key = bytes.fromhex(key)
         with exchange.failing_together():
             for part in self._complete_parts():
@@ -181,19 +185,14 @@ class LocalTier:
         # Accept copies in a thread, at addresses that all processes know.
         if self._count == 1:
             return
-        hosts = exchange.gather(_address_towards(os.environ.get("MASTER_ADDR", _SOMEWHERE)))
-        address = hosts[self._rank]
-        elsewhere = [host for host in hosts if not host.startswith("127.")]
-        if address.startswith("127.") and elsewhere:  # the host that MASTER_ADDR names
-            address = _address_towards(elsewhere[0])
-        with exchange.failing_together():
-            listening = socket.create_server((address, 0), backlog=64)
+        listening, self._addresses = open_ports()
         peers.serve(listening, self._key, self._receive)
-        ports = exchange.gather([address, listening.getsockname()[1]])
-        self._addresses = [(host, port) for host, port in ports]
 
     def _name(self, process: int) -> str:
         return exchange.name(process, self._hosts[process])
+
+    def _write_id(self) -> None:
+        replace_file(self._id_file, f"{self._run_id} {self._lineage}".strip())
 
     # -- the folder --------------------------------------------------------------------------------
 
@@ -345,8 +344,8 @@ class LocalTier:
         if not self._resumes:
             self._lineage = exchange.from_first(secrets.token_hex(4))
         with exchange.failing_together():
-            if not self._resumes and self._rank == 0:
-                replace_file(self._id_file, f"{self._run_id} {self._lineage}")
+            if not self._resumes and self._keeps_id:
+                self._write_id()
             self._remove(lambda number: number == step)
         with self._lock:
             self._have = {(part.part, part.save) for part in self._usable()}
@@ -540,16 +539,6 @@ def _receive_files(
         if problem is None and (arrived, digest.hexdigest()) != (size, checksum):
             problem = f"the checksum of {name} differs"
     return problem
-
-
-def _address_towards(other: str) -> str:
-    """Return the address of this host as seen by ``other``."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((other, 9))  # nothing is sent
-            return probe.getsockname()[0]
-        except OSError:
-            return "127.0.0.1"
 
 
 def _peer_of(rank: int, folders: Sequence[str], replicas: int) -> int | None:

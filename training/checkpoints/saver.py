@@ -16,15 +16,18 @@ import torch.distributed.checkpoint as dcp
 from training.backend import Backend
 from training.checkpoints.choose import clear, folder_of, prune, remove, step_of
 from training.checkpoints.format import (
+    METADATA,
+    TRAINING_FILE,
     Entry,
     reason_of,
     silence_dcp,
     training_tensors,
     write_manifest,
 )
+from training.checkpoints.per_host import HostFolders
 from training.checkpoints.state import not_finite, state_content, write_state
 from training.errors import NOT_SAVED, RunFailed, UsageError, not_finite_error
-from training.files import in_background
+from training.files import in_background, replace_file
 from training.processes import exchange
 from training.schedule import Position
 
@@ -52,19 +55,24 @@ def write_checkpoint(
     store_logs: Callable[[], None],
     group: dist.ProcessGroup | None = None,
     must_be_finite: bool = True,
+    hosts: HostFolders | None = None,
 ) -> Written:
     """Write what ``state_content`` returned, in stages whose outcomes all processes exchange.
 
     All processes must call it, with their process ``group`` (None: PyTorch's default). The first
     process calls ``store_logs`` before the checkpoint is complete and ``written`` afterwards; it
     removes a checkpoint that cannot be completed. ``must_be_finite``: write nothing if a value is
-    not finite.
+    not finite. ``hosts``: with a folder on each host's disk; its first process does there what the
+    first process of all does otherwise, but for the logs.
     """
+    is_first = hosts.is_first if hosts else is_main
+    writers = None
 
     def complete() -> None:
         if is_main:
             store_logs()
-            write_manifest(folder, files)
+        if is_first:
+            write_manifest(folder, files, writers)
 
     files: dict[str, Entry] = {}
     began = time.perf_counter()
@@ -72,20 +80,50 @@ def write_checkpoint(
     if bad := next(filter(None, names), None):
         return Written(problems, bad)
     if not any(problems):
-        _, problems = attempt(lambda: clear(folder) if is_main else None, group)
+        _, problems = attempt(lambda: clear(folder) if is_first else None, group)
     if not any(problems):
-        parts, problems = attempt(lambda: write_state(content, folder, group), group)
+        per_host = hosts is not None
+        parts, problems = attempt(
+            lambda: write_state(content, folder, group, per_host=per_host), group
+        )
     if not any(problems):
         files = {name: (size, sum_) for part in parts for name, (size, sum_) in part.items()}
+        if hosts:
+            writers = {name: hosts.names[rank] for rank, part in enumerate(parts) for name in part}
+            problems = _copy_to_hosts(folder, is_main=is_main, is_first=is_first, group=group)
+    if not any(problems):
         _, problems = attempt(complete, group)
     seconds = time.perf_counter() - began
-    if is_main:
+    if is_first:
         if any(problems):
             with contextlib.suppress(OSError):  # the storage may refuse this, too
                 remove(folder)  # the next one may need the space
         else:
             written()
     return Written(problems, None, sum(size for size, _ in files.values()), seconds)
+
+
+def _copy_to_hosts(
+    folder: Path, *, is_main: bool, is_first: bool, group: dist.ProcessGroup | None
+) -> list[str | None]:
+    """Copy the small files that every start reads from the first host's folder to those of all
+    others; return the problems of all processes."""
+    contents: dict[str, bytes] = {}
+    names = (TRAINING_FILE, METADATA)
+
+    def read() -> None:
+        contents.update({name: (folder / name).read_bytes() for name in names if is_main})
+
+    def write() -> None:
+        for name in names if is_first and not is_main else ():
+            replace_file(folder / name, contents[name])
+
+    _, problems = attempt(read, group)
+    if not any(problems):
+        for name in names:
+            contents[name] = exchange.bytes_from_first(contents.get(name, b""), group)
+        _, problems = attempt(write, group)
+    return problems
 
 
 def attempt(
@@ -129,6 +167,8 @@ class CheckpointSaver:
     store_logs: Callable[[], None] = lambda: None
     """Stores the run's records durably, so that they always contain the steps of every
     checkpoint."""
+    hosts: HostFolders | None = None
+    """With ``--ckpt_dir_per_host``: the folders of all hosts."""
     _failed: int = field(default=0, init=False)
     _ends_with: RunFailed | None = field(default=None, init=False)
     """Why the run cannot continue."""
@@ -180,6 +220,7 @@ class CheckpointSaver:
                 written=functools.partial(self._prune, folder, self.spared),
                 store_logs=self.store_logs,
                 group=self._group if in_thread else None,
+                hosts=self.hosts,
             )
             if in_thread:
                 self._being_written = folder, in_background(write)
@@ -219,7 +260,9 @@ class CheckpointSaver:
             what = f"{done.not_finite} is not finite after step {step_of(folder)}"
             self._ends_with = not_finite_error(f"{what}, so this step is not saved", self.newest)
             return
-        problem = next(filter(None, done.problems), None)
+        process, problem = next(
+            ((rank, each) for rank, each in enumerate(done.problems) if each), (0, None)
+        )
         if problem is None:
             self.newest, self._failed = folder, 0
             self.figures.append(
@@ -232,8 +275,11 @@ class CheckpointSaver:
             return
         self._failed += 1
         room = ""  # PyTorch's zip writer does not say that the disk is full
-        with contextlib.suppress(OSError, TypeError):  # TypeError: of a URL
-            room = f"; {shutil.disk_usage(self.ckpt_dir).free / 1e6:,.1f} MB free"
+        if self.hosts:
+            problem = f"{self.hosts.names[process]}: {problem}"
+        else:
+            with contextlib.suppress(OSError, TypeError):  # TypeError: of a URL
+                room = f"; {shutil.disk_usage(self.ckpt_dir).free / 1e6:,.1f} MB free"
         text = f"{folder.name} could not be written to {self.ckpt_dir} ({problem}{room})"
         if must or self._failed >= self.max_failed:
             times = "" if self._failed == 1 else f", {self._failed} saves in a row have failed"
@@ -247,7 +293,8 @@ class CheckpointSaver:
 
     def tidy(self) -> None:
         """Finish the cleanup of a start that was killed after it had written ``newest``."""
-        if self.newest and self.backend.is_main:
+        is_first = self.hosts.is_first if self.hosts else self.backend.is_main
+        if self.newest and is_first:
             self._prune(self.newest, self.spared)
             if self._not_removed:
                 self.say(self._not_removed)

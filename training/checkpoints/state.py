@@ -26,6 +26,7 @@ from training.checkpoints.format import (
     RNG,
     TRAINING,
     WEIGHTS,
+    Elsewhere,
     Entry,
     FolderWriter,
     entries_of,
@@ -33,6 +34,7 @@ from training.checkpoints.format import (
     tree,
 )
 from training.errors import UsageError
+from training.processes import exchange
 
 # -- sharded tensors for DCP -----------------------------------------------------------------------
 
@@ -170,12 +172,17 @@ def write_state(
     group: dist.ProcessGroup | None = None,
     *,
     alone: bool = False,
+    per_host: bool = False,
 ) -> dict[str, Entry]:
     """Write what ``state_content`` returned, without the manifest; return the manifest entries of
     this process's files. All processes must call it, with their process group. With ``alone``, one
-    process calls it and writes everything that it holds, including replicated tensors. Raises
-    OSError, RuntimeError or DCP's CheckpointException."""
-    storage = FolderWriter(folder, from_cuda=any(tensor.is_cuda for tensor in _tensors(content)))
+    process calls it and writes everything that it holds, including replicated tensors. With
+    ``per_host``, the first process writes the ``training.*`` entries into ``TRAINING_FILE``, which
+    all hosts need. Raises OSError, RuntimeError or DCP's CheckpointException."""
+    from_cuda = any(tensor.is_cuda for tensor in _tensors(content))
+    storage = FolderWriter(folder, from_cuda=from_cuda, training_apart=per_host)
+    if per_host and exchange.rank() > 0:
+        content = {name: value for name, value in content.items() if name != TRAINING}
     # torch.save's CRC-32 checksums take as long as everything else it does, and no reader checks
     # them.
     with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
@@ -191,12 +198,14 @@ def load_state(
     with_optimizer: bool = True,
     use_ema: bool = False,
     is_part: bool = False,
+    elsewhere: Elsewhere | None = None,
 ) -> bool:
     """Load the values of a checkpoint into the backend; all processes must call it. Returns True if
     the checkpoint has an EMA. Raises any exception if it is damaged.
 
     ``with_optimizer``: also load everything else that the next step depends on. ``use_ema``: load
     the EMA as the weights. ``is_part``: each process has its own ``folder``, written ``alone``.
+    ``elsewhere``: the checkpoint's files that are not in ``folder``.
     """
     saved = entries_of(folder)
     has_ema = any(name.startswith(f"{EMA}.") for name in saved)
@@ -213,7 +222,8 @@ def load_state(
         wanted[EMA] = wanted.pop(WEIGHTS)
     if is_part:
         wanted = _held(wanted, saved)
-    load_into(wanted, folder, no_dist=is_part or not dist.is_initialized())
+    no_dist = is_part or not dist.is_initialized()
+    load_into(wanted, folder, no_dist=no_dist, elsewhere=elsewhere)
     if with_optimizer:
         torch.set_rng_state(training[RNG])
     backend.load_state(state)

@@ -2,17 +2,20 @@
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from training.checkpoints import choose
 from training.checkpoints import format as checkpoint
+from training.checkpoints.per_host import HostFolders
 from training.errors import UsageError
 from training.files import fetch_logs, is_url
 from training.logs import records
 from training.logs.bad_images import FILE as BAD_IMAGES_FILE
 from training.processes import exchange
 from training.resolve import Run
+
+_FILES = (records.METRICS_FILE, records.EVENTS_FILE, BAD_IMAGES_FILE)
 
 
 def fetch_history(run: Run, *, is_main: bool) -> list[str]:
@@ -22,9 +25,8 @@ def fetch_history(run: Run, *, is_main: bool) -> list[str]:
         return []
     with exchange.failing_together():
         if is_main:
-            names = (records.METRICS_FILE, records.EVENTS_FILE, BAD_IMAGES_FILE)
             try:
-                fetch_logs(run.log_dir, run.ckpt_dir, names)
+                fetch_logs(run.log_dir, run.ckpt_dir, _FILES)
             except OSError as error:
                 raise UsageError(
                     f"cannot read the logs of {run.ckpt_dir}: {error.strerror}"
@@ -33,6 +35,12 @@ def fetch_history(run: Run, *, is_main: bool) -> list[str]:
         f"note: {run.ckpt_dir} cannot be locked: a second job on another host is not detected; "
         f"logs are copied there from {run.log_dir}"
     ]
+
+
+def fetch_from_hosts(hosts: HostFolders) -> list[str]:
+    """If the first process runs on another host than before, copy the logs there; return log lines
+    about that. All processes must call this."""
+    return hosts.fetch_logs((*_FILES, choose.RUN_FILE))
 
 
 @dataclass(frozen=True)
@@ -81,3 +89,27 @@ def read_history(
     evaluated |= {at: records.summary(record) for at, record in finite.items()}
     left_out = records.damaged_lines(metrics.left_out)
     return History(True, evaluated, records.frozen_steps(lines), best, best_score, left_out)
+
+
+def history_of_first(history: History) -> History:
+    """Return the history that the first process has read, where each host has a folder of its own;
+    all processes must call this."""
+    frozen = {kind: [*steps] for kind, steps in history.frozen.items()}
+    first = exchange.from_first(
+        [
+            [*history.evaluated.items()],
+            frozen,
+            str(history.best) if history.best else None,
+            history.best_score,
+            history.left_out,
+        ]
+    )
+    evaluated, frozen, name, best_score, left_out = first
+    return replace(
+        history,
+        evaluated=dict(evaluated),
+        frozen={kind: set(steps) for kind, steps in frozen.items()},
+        best=Path(name) if name else None,
+        best_score=best_score,
+        left_out=left_out,
+    )

@@ -72,6 +72,17 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     ]
 
 
+def bytes_from_first(content: bytes, group: dist.ProcessGroup | None = None) -> bytes:
+    """Return the bytes that the first process of a group passes; all must call it."""
+    if count() == 1:
+        return content
+    size = gather(len(content), group)[0]
+    sent = torch.frombuffer(bytearray(content), dtype=torch.uint8) if rank() == 0 else None
+    tensor = torch.empty(size, dtype=torch.uint8) if sent is None else sent
+    dist.broadcast(tensor, 0, group)
+    return content if sent is not None else tensor.numpy().tobytes()
+
+
 def from_first(value: Any) -> Any:
     """Return the JSON value of the first process; all must call it."""
     return gather(value)[0]
@@ -130,8 +141,9 @@ def versions() -> dict[str, str | None]:
     return {name: installed_version(name) for name in _PACKAGES}
 
 
-def check_alike(run: Run, data: DataSource) -> None:
-    """Raise UsageError in all processes if two of them would train differently."""
+def check_alike(run: Run, data: DataSource, hint: str = "") -> None:
+    """Raise UsageError in all processes if two of them would train differently. ``hint``: what else
+    may help than to start all in the same way."""
     names = by_field(type(run.config), type(run.backend_config))
     mine: dict[str, Any] = {
         names[field].names[0]: value
@@ -162,7 +174,7 @@ def check_alike(run: Run, data: DataSource) -> None:
             raise UsageError(
                 f"the processes of this run differ in {what}: {prefix}{values[0]!r} for "
                 f"{name(0, first_host)}, {prefix}{values[1]!r} for {name(number, host)}: start "
-                "all of them with the same command, code, packages and data",
+                "all of them with the same command, code, packages and data" + hint,
                 agreed=True,
             )
 

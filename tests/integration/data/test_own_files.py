@@ -127,7 +127,7 @@ def test_a_folder_of_another_user_is_refused(tmp_path, capsys):
     what = f"is owned by user {OTHER}: use a folder of your own, or allow this one with "
     for folder, path in ((theirs, theirs), (mine, mine / "step_4"), (tmp_path / "link",) * 2):
         line = refusal(capsys, folder)
-        assert line == f"--ckpt_dir {folder}: {path} {what}--shared_ckpt_dir"
+        assert line == f"--ckpt_dir {folder}: {path} {what}--allow_other_owners"
         assert not (folder / ".lock").exists()
 
 
@@ -160,7 +160,7 @@ def test_what_another_user_has_planted_is_neither_resumed_nor_written_to(
     (planted / ".lock").unlink()
     assert as_other(lambda: (planted / ".lock").symlink_to(precious)) == ""
     assert "it is a symbolic link" in refusal(capsys, planted)
-    assert "it is a symbolic link" in refusal(capsys, planted, "--shared_ckpt_dir")
+    assert "it is a symbolic link" in refusal(capsys, planted, "--allow_other_owners")
     assert precious.read_text() == "precious"
 
 
@@ -169,7 +169,7 @@ def test_a_group_shares_a_folder_if_it_says_so(tmp_path):
     shared = tmp_path / "shared"
     shared.mkdir()
     os.chown(shared, OTHER, OTHER)
-    flags = [*tiny(shared), "--shared_ckpt_dir"]
+    flags = [*tiny(shared), "--allow_other_owners"]
     check_folders(read_flags(flags).run.checkpoints)
     FolderLock(shared, shared=True).acquire(is_restart=False)
     assert stat.S_IMODE((shared / ".lock").stat().st_mode) == 0o666 & ~_umask()
