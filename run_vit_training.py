@@ -37,6 +37,7 @@ CONFIGS = {"run": RunConfig, **BACKEND_CONFIGS, "plan": PlanConfig}
 """All configuration classes, keyed by the field names of ``Flags``."""
 
 MODE_FLAGS = (
+    "ckpt_dir_per_host",
     *(field.name for config in (UseConfig, PlanConfig) for field in fields(config)),
     *("resume_epoch", "init_from", "pretrained", "self_check", "plan", "teacher"),
     *("tpu_topology", "explain", "hlo_dir"),

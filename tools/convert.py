@@ -99,6 +99,31 @@ def shown_writing(folder: Path, size: int) -> Iterator[None]:
         bar.update(size - bar.n)
 
 
+@contextlib.contextmanager
+def gathered(folders: Sequence[Path]) -> Iterator[Path]:
+    """Yield a folder of links to the files of one checkpoint that several hosts have written, each
+    into a folder of its own. Raises UsageError if the folders are not of one checkpoint."""
+    with tempfile.TemporaryDirectory() as scratch:
+        whole = Path(scratch) / folders[0].name
+        whole.mkdir()
+        manifests = set()
+        for folder in folders:
+            with checkpoint.readable(folder):
+                files = checkpoint.read_manifest(folder)
+                if files is None:
+                    raise UsageError(
+                        f"{folder} has no {checkpoint.MANIFEST}: several SRC must be the folders "
+                        "step_N of the hosts of one run"
+                    )
+                manifests.add(checkpoint.checksum(folder / checkpoint.MANIFEST))
+                for name in (checkpoint.MANIFEST, *files):
+                    if (folder / name).is_file() and not (whole / name).exists():
+                        (whole / name).symlink_to((folder / name).absolute())
+        if len(manifests) > 1:
+            raise UsageError(f"{folders[0]} and {folders[-1]} are not of the same checkpoint")
+        yield whole
+
+
 # -- Reading ---------------------------------------------------------------------------------------
 
 
@@ -461,9 +486,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "src",
         type=local_path,
+        nargs="+",
         help="a checkpoint step_N, a run's --ckpt_dir (its newest checkpoint), any other DCP "
         "folder, a torch.save file, a .safetensors file, a folder of them in Hugging Face's "
-        "layout, or hf-hub:OWNER/NAME[@REVISION] on the Hugging Face Hub",
+        "layout, or hf-hub:OWNER/NAME[@REVISION] on the Hugging Face Hub; after "
+        "--ckpt_dir_per_host the folders step_N of all hosts, one after the other",
     )
     parser.add_argument(
         "dst",
@@ -520,7 +547,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     name = str(options.dst)
+    sources, parts = options.src, contextlib.ExitStack()
+    options.src = sources[0]
     try:
+        if len(sources) > 1:
+            options.src = parts.enter_context(gathered(sources))
         if options.public and not options.push:
             raise UsageError("--public requires --push")
         if hub.is_on_hub(name) != options.push:
@@ -528,7 +559,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise UsageError(f"--push requires a DST hf-hub:OWNER/NAME, not {name}")
             raise UsageError(f"{name} requires --push")
         if not options.push:
-            print(without_secrets(convert(options, *output_format(options))))
+            done = convert(options, *output_format(options))
+            print(without_secrets(done.replace(f"{options.src}", f"{sources[0]}")))
             return 0
         hub.check_name(name, "DST")
         if "@" in name or options.to not in (None, "safetensors"):
@@ -540,13 +572,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as folder:
             options.dst = Path(folder) / "weights"
             convert(options, "safetensors", options.max_shard_size or SHARD_SIZE)
-            print(f"converted {options.src} to {push(options.dst, name, public=options.public)}")
+            print(f"converted {sources[0]} to {push(options.dst, name, public=options.public)}")
     except UsageError as error:
-        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        text = str(error).replace(f"{options.src}", f"{sources[0]}")
+        print(f"{PROGRAM}: error: {text}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
         return 130
+    finally:
+        parts.close()
     return 0
 
 
