@@ -97,7 +97,7 @@ def plan_start(config: RunConfig) -> tuple[RunConfig, Start]:
     and for flags that contradict their model.
     """
     choose.check_folders(config.checkpoints)
-    saved, _ = choose.find_checkpoint(config.checkpoints)
+    saved, _ = choose.find_checkpoint(config.checkpoints, alone=True)
     if saved:
         config = with_commits(with_saved(config, saved), saved)
         check_same_training(saved, model_of(config.model, config.objective), config)

@@ -148,9 +148,12 @@ def check_folders(checkpoints: CheckpointConfig) -> None:
         check_own(Path(local), "--local_ckpt_dir")
 
 
-def find_checkpoint(checkpoints: CheckpointConfig) -> tuple[SavedRun | None, Candidates]:
+def find_checkpoint(
+    checkpoints: CheckpointConfig, *, alone: bool = False
+) -> tuple[SavedRun | None, Candidates]:
     """Return the checkpoint that the flags name (cases 2 and 3 of ``training/start.py``), and those
-    that may replace it.
+    that may replace it. ``alone``: with ``--ckpt_dir_per_host``, this host does not know yet what
+    is on the others.
 
     If all are damaged but steps of ``--local_ckpt_dir`` may be resumed, return only the reasons: a
     local step may still be found.
@@ -163,6 +166,7 @@ def find_checkpoint(checkpoints: CheckpointConfig) -> tuple[SavedRun | None, Can
                 checkpoints.resume,
                 checkpoints.resume_epoch,
                 per_host=checkpoints.ckpt_dir_per_host,
+                alone=alone and checkpoints.ckpt_dir_per_host,
             )
         )
     except AllDamaged as error:
@@ -178,18 +182,26 @@ def resumes_newest(checkpoints: CheckpointConfig) -> bool:
 
 
 def named_candidates(
-    ckpt_dir: Path, resume: str, resume_epoch: int, *, per_host: bool = False
+    ckpt_dir: Path,
+    resume: str,
+    resume_epoch: int,
+    *,
+    per_host: bool = False,
+    alone: bool = False,
 ) -> Candidates:
     """Return the checkpoints that ``--resume`` and ``--resume_epoch`` select; none for a new run.
 
     Checks only names and sizes; the content is checked when one is resumed. ``per_host``: other
-    hosts may have files that are missing here. Raises UsageError.
+    hosts may have files that are missing here. ``alone``: so may they have checkpoints, and the
+    evaluations. Raises UsageError.
     """
     quick_problem = functools.partial(checkpoint.quick_problem, per_host=per_host)
     with checkpoint.readable(ckpt_dir, "--ckpt_dir"):
         existing = complete_checkpoints(ckpt_dir)
         if existing and is_restart(ckpt_dir):
             resume, resume_epoch = "auto", 0  # do not lose what the job has done since
+        if alone and not existing and (resume_epoch or resume in ("auto", *BEST)):
+            return Candidates([])
         if resume_epoch:
             for path in reversed(existing):
                 if quick_problem(path) is None and (saved := read_or_problem(path)[0]):
@@ -212,6 +224,8 @@ def named_candidates(
         if resume in BEST:
             by_step = evaluations(read_metrics(ckpt_dir))
             evaluated = [path for path in existing if step_of(path) in by_step]
+            if not evaluated and alone:
+                return _newest_first(existing, quick_problem)
             if not evaluated:
                 raise UsageError(f"--resume {resume}: {ckpt_dir} has no evaluated checkpoint")
             best = max(evaluated, key=lambda path: BEST[resume](by_step[step_of(path)]))

@@ -151,7 +151,7 @@ class HostFolders:
 
     def _fetch(self, process: int, label: str, name: str, size: int) -> bytes:
         with self._opener(process, label, name, size)() as stream:
-            return stream.read()
+            return stream.read(size)
 
     def complete(self) -> list[str]:
         """Give each host the small files of checkpoints that other hosts have, so that all know the

@@ -109,7 +109,7 @@ class RemoteFile(io.RawIOBase):
 @contextlib.contextmanager
 def open_remote(
     address: tuple[str, int], key: bytes, label: str, name: str, size: int
-) -> Iterator[io.BufferedReader]:
+) -> Iterator[io.IOBase]:
     """Open a file of this size that the process at an address offers. Raises OSError, or
     AuthenticationError if that process has another key."""
     with (
