@@ -230,7 +230,7 @@ def _first_undamaged(
             saved, more = local.resume(step, verify=verify)
             notes |= dict.fromkeys(more)
         if not saved and path:  # cases 2 and 3
-            if hosts:
+            if hosts and not files.is_url(path):
                 spread = hosts.find(path)
             saved, problem = _read_for_all(path, spread, hosts, verify=verify)
             incomplete |= bool(spread.problem)
@@ -265,7 +265,7 @@ def _read_for_all(
     call this."""
     if spread.problem:
         return None, f"{path} is incomplete: {spread.problem}"
-    share, of = (hosts.share, spread.here) if hosts else (None, None)
+    share, of = (hosts.share, spread.here) if hosts and spread.here else (None, None)
     if problem := choose.damage_for_all(path, verify=verify, share=share, of=of):
         return None, f"{path} is damaged ({problem})"
     with exchange.failing_together():

@@ -327,13 +327,14 @@ def _not_finite(run: Run, session: loop.Session, saver: CheckpointSaver, step: i
     if limit and skipped >= limit:
         what = f"{skipped} consecutive steps had a loss or gradient norm that is not finite"
         return not_finite_error(what, saver.newest)
-    what = ""
+    what, is_first = "", saver.hosts.is_first if saver.hosts else session.backend.is_main
+    number = max(exchange.gather(choose.free_number(run.ckpt_dir) if is_first else 0))
     with exchange.failing_together():
-        if saver.hosts.is_first if saver.hosts else session.backend.is_main:
+        if is_first:
             last = choose.folder_of(run.ckpt_dir, step)
             what = f"the {session.reports.not_finite} of the last step is not finite"
             if last.exists():
-                aside = choose.set_aside(run.ckpt_dir, [last])
+                aside = choose.set_aside(run.ckpt_dir, [last], number)
                 what += f", so {last.name} was set aside in {aside}"
     what = exchange.from_first(what)  # all processes wait until the checkpoint is moved
     newest = next(reversed(choose.complete_checkpoints(run.ckpt_dir)), None)

@@ -229,6 +229,8 @@ class HostFolders:
             self._firsts,
             key=lambda process: (by_process[process][""].get(EVENTS_FILE, 0), -process),
         )
+        if not by_process[newest][""].get(EVENTS_FILE) and step_folders(self._ckpt_dir):
+            return ["note: no host of this run has its earlier logs"]
         if newest == 0:
             return []
         with exchange.failing_together():

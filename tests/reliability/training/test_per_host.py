@@ -32,9 +32,7 @@ from training.checkpoints.remote_files import Offered, open_remote
 from training.processes import peers
 
 PROGRAM = "tests.fakes.hosts_with_disks"
-STEPS = (
-    "--max_steps 8 --test_epoch_interval 99 --ckpt_step_interval 4 --no_async_checkpoint".split()
-)
+STEPS = "--max_steps 8 --test_epoch_interval 99 --ckpt_step_interval 4".split()
 NAMES = ("loss", "grad_norm", "lr")
 PER_HOST = "--ckpt_dir_per_host"
 
@@ -48,12 +46,14 @@ def whole(tmp_path_factory):
 def hosts(tmp_path, monkeypatch):
     """Start processes on hosts, each with a disk that has the run's folder: by default two."""
 
-    def start(*flags, on="0 1", killed="", code=0):
+    def start(*flags, on="0 1", killed="", code=0, program=PROGRAM):
         monkeypatch.setenv("HOSTS", on)
         monkeypatch.setenv("DISKS", str(tmp_path))
         monkeypatch.setenv("KILLED", killed or "-1 0")
         words = [*tiny(Path("run")), "--backend", "cuda", PER_HOST, *STEPS, *flags]
-        done = run_program("-m", PROGRAM, *words, processes=len(on.split()))
+        if killed:  # what it has begun to write is complete
+            words.append("--no_async_checkpoint")
+        done = run_program("-m", program, *words, processes=len(on.split()))
         assert (done.returncode == 0) == (not killed and not code), done.stdout + done.stderr
         return Result(start.disk(on.split()[0]), done.stdout, done.stderr)
 
@@ -189,6 +189,30 @@ def test_damage_and_an_interrupted_save(hosts, whole):
 
 
 @pytest.mark.long
+def test_a_full_disk(hosts, monkeypatch):
+    """Of one host: its name is in the message, and no host keeps anything of that checkpoint."""
+    monkeypatch.setenv("SAVES", "full 8 1 0")
+    monkeypatch.setenv("PROGRAM", PROGRAM)
+    ended = hosts(program="tests.fakes.disturbed_saves", code=4)
+    assert "checkpoint step_8 could not be written to run (process 1 on " in ended.stderr
+    for host in (0, 1):
+        assert [path.name for path in hosts.disk(host).glob("step_*")] == ["step_4"]
+
+
+@pytest.mark.long
+def test_a_new_host_that_cannot_know_the_model(hosts, tmp_path):
+    """The others take a setting from the checkpoint; it is told which, and what to do."""
+    hosts("--init_values", "0.1", killed="1 7")
+    shutil.copytree(hosts.disk(1) / "step_4", hosts.disk(0) / "step_4", dirs_exist_ok=True)
+    refused = hosts(on="0 2", code=2)
+    (line,) = [each for each in refused.stderr.splitlines() if "error:" in each]
+    assert "differ in --init_values: 0.1 for process 0 on " in line
+    assert "process 1 on " in line.partition("; ")[2]
+    assert "has no checkpoint in --ckpt_dir to take settings from: give all flags" in line
+    assert "resuming run/step_4 at" in hosts("--init_values", "0.1", on="0 2").stdout
+
+
+@pytest.mark.long
 def test_megatron(hosts, tmp_path):
     flags = ["--fsdp", "megatron"]
     reference = train_tiny_megatron(tmp_path / "whole", *STEPS, *flags)
@@ -216,10 +240,8 @@ def test_refused(capsys, tmp_path):
 
 
 @pytest.mark.rehearse
-@pytest.mark.parametrize("form", ["spmd", "nested"])
-def test_hosts_on_xla(form, slice_of, tmp_path):
-    slice_ = slice_of(Slice("v5p-16", (2, 2, 2)))
-    words = [*STEPS, "--xla_fsdp", form]
+def test_hosts_on_xla(slice_of, tmp_path):
+    slice_, words = slice_of(Slice("v5p-16", (2, 2, 2))), [*STEPS, "--no_async_checkpoint"]
     reference = slice_.train(tmp_path / "whole", *words)
 
     def start(**variables):
