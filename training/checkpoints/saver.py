@@ -137,7 +137,10 @@ def attempt(
     # A full disk raises OSError, an error of the zip writer, or either wrapped by DCP, whose
     # exception is not a subclass of Exception.
     except (Exception, dcp.CheckpointException) as error:  # noqa: BLE001
-        problem = reason_of(error)
+        # DCP raises the exceptions of some processes in all of them.
+        failed = error.failures if isinstance(error, dcp.CheckpointException) else ()
+        is_of_others = bool(failed) and exchange.rank() not in failed
+        problem = None if is_of_others else reason_of(error)
     outcomes = exchange.gather([done, problem], group)
     return [done for done, _ in outcomes], [problem for _, problem in outcomes]
 

@@ -240,28 +240,41 @@ def test_refused(capsys, tmp_path):
 
 
 @pytest.mark.rehearse
-def test_hosts_on_xla(slice_of, tmp_path):
-    slice_, words = slice_of(Slice("v5p-16", (2, 2, 2))), [*STEPS, "--no_async_checkpoint"]
+def test_four_hosts_on_xla(slice_of, tmp_path):
+    """Killed and resumed in another order of their addresses; without one of the disks; and on a
+    folder that all share."""
+    slice_ = slice_of(Slice("v5litepod-4", chips=(2, 2, 1), host=(1, 1, 1)))
+    words = [*STEPS, "--no_async_checkpoint"]
     reference = slice_.train(tmp_path / "whole", *words)
 
-    def start(**variables):
-        return slice_.start(
-            *tiny(Path("run")),
-            *words,
-            PER_HOST,
-            program=("-m", PROGRAM),
-            DISKS=str(tmp_path),
-            **variables,
-        )
+    def start(hosts="0 1 2 3", killed="-1 0"):
+        how = {"DISKS": str(tmp_path), "HOSTS": hosts, "KILLED": killed}
+        run = tiny(Path("run"))
+        return slice_.start(*run, *words, PER_HOST, program=("-m", PROGRAM), **how)
 
-    started = start(KILLED="1 7")
-    started[0].wait(timeout=200)
+    started = start(killed="1 7")
+    next(host for host in started if host.wait(timeout=200))
     for each in started:
         each.kill()
         each.communicate()
-    said = all_ended(start(HOSTS="1 0"))
-    (first,) = [n for n in (0, 1) if (tmp_path / f"host_{n}" / "run" / "curves.png").exists()]
-    assert_continued(Result(tmp_path / f"host_{first}" / "run", *said[0]), reference, "step_4")
+    folders = [tmp_path / f"host_{host}" / "run" for host in range(4)]
+    shared, away = tmp_path / "shared", folders[2].with_name("away")
+    for folder in folders:
+        shutil.copytree(folder / "step_4", shared / "step_4", dirs_exist_ok=True)
+    folders[2].rename(away)
+    said = all_ended(start(), code=2)
+    ends = {line for _, told in said for line in told.splitlines() if "error: " in line}
+    (line,) = ends  # the same on all hosts
+    assert "run/step_4 is incomplete: the files of process " in line
+    assert "are missing (__" in line
+    shutil.rmtree(folders[2])
+    away.rename(folders[2])
+    said = all_ended(start("3 0 1 2"))
+    logs = [Result(folder, *said[0]) for folder in folders if (folder / "metrics.jsonl").exists()]
+    (done,) = [log for log in logs if max(log.steps) == 8]
+    assert_continued(done, reference, "step_4")
+    together = slice_.train(shared, *words)
+    assert together.column("loss") == reference.column("loss")[4:]
 
 
 # -- without a run -----------------------------------------------------------------------------
