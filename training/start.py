@@ -245,13 +245,13 @@ def _first_undamaged(
             warnings = [f"warning: {text}: resuming {saved.path.name} instead" for text in damaged]
             start = _resumed(saved, checkpoints, path, (*notes, *warnings))
             return replace(start, elsewhere=spread.elsewhere)
-    if candidates.paths and not incomplete:
+    if incomplete:
+        raise UsageError(f"{damaged[0]}, or use another --ckpt_dir for a new run", agreed=True)
+    if candidates.paths:
         raise UsageError(
             f"{damaged[0]}: use another one, or use it unverified with --no_verify_checkpoint",
             agreed=True,
         )
-    if candidates.explicit and damaged:
-        raise UsageError(damaged[0], agreed=True)
     if damaged:
         raise choose.AllDamaged(damaged, agreed=True)
     return Start("new", notes=(*notes,))

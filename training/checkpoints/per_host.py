@@ -130,8 +130,9 @@ class HostFolders:
         by_process = exchange.gather([digest, sizes])
         for process, (other, _) in enumerate(by_process):
             if other is None or other != by_process[0][0]:
-                have = "has no such checkpoint" if other is None else "has another one of this name"
-                return Spread(problem=f"{self.names[process]} {have}")
+                which = "no such checkpoint" if other is None else "another one of this name"
+                what = f"{self.names[process]} has {which}: copy {path} there from another host"
+                return Spread(problem=what)
         holders = holders_of(files, [sizes for _, sizes in by_process])
         if missing := [name for name, processes in holders.items() if not processes]:
             return Spread(problem=_missing(missing, path))
@@ -155,15 +156,16 @@ class HostFolders:
 
     def complete(self) -> list[str]:
         """Give each host the small files of checkpoints that other hosts have, so that all know the
-        same ones; return log lines. A host may be new, or was interrupted, or away while the run
-        went back to an older step. All processes must call this, with the folders locked."""
+        same ones; return log lines. A host may be new, or was interrupted, or was away while the
+        run went back: then it has another checkpoint of the same step, which is set aside. All
+        processes must call this, with the folders locked."""
         own: dict[str, tuple[str | None, dict[str, int]]] = {}
         manifests: dict[str, dict[str, checkpoint.Entry]] = {}
         with exchange.failing_together():
             for path in step_folders(self._ckpt_dir) if self.is_first else ():
-                digest, files = _manifest_in(path)
-                own[path.name], sizes = (digest, sizes_in(path)), sizes_in(path)
-                manifests[path.name] = files
+                digest, manifests[path.name] = _manifest_in(path)
+                sizes = sizes_in(path)
+                own[path.name] = digest, sizes
                 small = (checkpoint.MANIFEST, checkpoint.METADATA, checkpoint.TRAINING_FILE)
                 self._offered.offer(path.name, path, [name for name in small if name in sizes])
         by_process = exchange.gather(own)
@@ -191,7 +193,7 @@ class HostFolders:
             with exchange.failing_together():
                 if exchange.rank() in lacking:
                     path = self._ckpt_dir / step
-                    if own.get(step, (None,))[0]:  # of what the run has left behind
+                    if step in own and own[step][0]:
                         set_aside(self._ckpt_dir, [path])
                     owner = owners[digest]
                     self._bring(path, owner, of_digest[digest], by_process[owner][step][1])
