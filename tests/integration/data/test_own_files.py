@@ -169,7 +169,7 @@ def test_a_group_shares_a_folder_if_it_says_so(tmp_path):
     shared = tmp_path / "shared"
     shared.mkdir()
     os.chown(shared, OTHER, OTHER)
-    flags = [*tiny(shared), "--allow_other_owners"]
+    flags = [*tiny(shared), "--shared_ckpt_dir"]  # its name before
     check_folders(read_flags(flags).run.checkpoints)
     FolderLock(shared, shared=True).acquire(is_restart=False)
     assert stat.S_IMODE((shared / ".lock").stat().st_mode) == 0o666 & ~_umask()

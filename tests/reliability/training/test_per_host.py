@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import socket
-import threading
 from multiprocessing import AuthenticationError
 from pathlib import Path
 
@@ -83,17 +82,27 @@ def assert_same_values(folder, other):
     assert unlike <= {"training.arguments", "training.rng"}
 
 
-def test_killed_and_resumed_in_another_order(hosts, whole, tmp_path):
-    """Each process then reads all of its values from the other host; the logs go along. What all
-    hosts have written is an ordinary checkpoint, and such a one is resumed on each of them."""
-    hosts(killed="1 7")
+def test_killed_and_restarted_in_another_order(hosts, whole, tmp_path, monkeypatch):
+    """Each process then reads all of its values from the other host; the logs go along."""
+    monkeypatch.setenv("RUN_JOB_ID", "job-1")
+    hosts("--resume", "none", killed="1 7")
     names = {path.name for path in (hosts.disk(1) / "step_4").iterdir()}
     assert names == {".metadata", "manifest.json", "__training_0.distcp", "__1_0.distcp"}
     left = {path.name for path in hosts.disk(1).iterdir()}
     assert left == {".lock", "run.json", "step_4"}
-    done = hosts(on="1 0")
+    done = hosts("--resume", "none", on="1 0")  # after a restart: the newest
     assert_continued(done, whole, "step_4")
     assert "note: the logs of this run were copied from process 1 on " in done.stdout
+    assert (hosts.disk(1) / "step_8" / "__0_0.distcp").exists()
+    assert_same_values(gathered(hosts, "step_8", tmp_path), whole.ckpt_dir / "step_8")
+
+
+@pytest.mark.long
+def test_gathered_in_one_folder(hosts, whole, tmp_path):
+    """What all hosts have written is an ordinary checkpoint; and such a one is resumed from copies
+    on each host."""
+    hosts(killed="1 7")
+    hosts()
     path = gathered(hosts, "step_8", tmp_path / "together")
     assert_same_values(path, whole.ckpt_dir / "step_8")
     parts = [str(hosts.disk(host) / "step_8") for host in (0, 1)]
@@ -106,12 +115,17 @@ def test_killed_and_resumed_in_another_order(hosts, whole, tmp_path):
     for name in of_parts.keys():  # noqa: SIM118 - it is no mapping
         assert torch.equal(of_parts.get_tensor(name), of_whole.get_tensor(name))
 
-    # On a folder that all processes share, and from one that all hosts have a copy of.
+    # On a folder that all processes share; and such a folder, copied to each host.
     shared = tmp_path / "shared"
     gathered(hosts, "step_4", shared)
     again = train_tiny_gpu(shared, *STEPS, processes=2)
     assert again.column("loss") == whole.column("loss")[4:]
     assert_same_values(shared / "step_8", whole.ckpt_dir / "step_8")
+    for host in (0, 1):
+        shutil.copytree(shared / "step_8", hosts.disk(host) / "copy", dirs_exist_ok=True)
+    more = hosts("--resume", "run/copy", "--max_steps", "9")
+    assert "resuming run/copy at step 8" in more.stdout
+    assert more.column("loss")[:8] == whole.column("loss")
 
 
 @pytest.mark.parametrize("host", [0, pytest.param(1, marks=pytest.mark.long)])
@@ -170,6 +184,20 @@ def test_an_earlier_step(hosts):
     again = hosts("--resume", "run/set_aside_2", "--max_steps", "9")
     assert "resuming run/set_aside_2/step_8 at step 8" in again.stdout
     assert "resuming run/step_" in hosts("--resume", "lowest_loss", "--max_steps", "10").stdout
+
+
+@pytest.mark.long
+def test_a_host_that_was_away_while_the_run_went_back(hosts):
+    """Its own step 8 is set aside, also if it is the first host now."""
+    hosts()
+    shutil.copytree(hosts.disk(1) / "step_4", hosts.disk(0) / "step_4", dirs_exist_ok=True)
+    other = ["--seed", "3", "--restart_epoch"]
+    alone = hosts("--resume", "run/step_4", *other, on="0")
+    done = hosts("--max_steps", "9", *other, on="1 0")
+    assert "note: step_8 was made known to process 0 on " in done.stdout
+    assert "resuming run/step_8 at" in done.stdout
+    assert done.column("loss")[:8] == alone.column("loss")
+    assert (hosts.disk(1) / "set_aside_1" / "step_8" / "__1_0.distcp").exists()
 
 
 @pytest.mark.long
@@ -412,11 +440,12 @@ def test_requests_that_ask_for_too_much(request_, offers):
     """They are answered in words, and the next one is answered with bytes."""
     usual = {"folder": "step_4", "name": "weights", "offset": 5, "length": 2}
     with peers.connect(offers, KEY) as connection:
+
+        def ask(text):
+            connection.send_bytes(text)
+            return connection.recv_bytes()
+
         for request, answer in ((usual | request_, b"\1"), (usual, b"\0\5\6")):
-            connection.send_bytes(json.dumps(request).encode())
-            assert connection.recv_bytes().startswith(answer)
-        connection.send_bytes(b"{}" * (1 << 20))  # longer than any request: it hangs up
-        with pytest.raises((EOFError, OSError)):
-            connection.recv_bytes()
-    threads = [each for each in threading.enumerate() if each.name == "connections"]
-    assert threads  # it still listens
+            assert ask(json.dumps(request).encode()).startswith(answer)
+        with pytest.raises((EOFError, OSError)):  # it hangs up
+            ask(b" " * (1 << 17))
