@@ -38,7 +38,7 @@ from typing import IO, Any, cast, get_type_hints
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystem, _StoragePrefix
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystem
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     Metadata,
@@ -170,8 +170,8 @@ def saved_run(path: Path, training: Mapping[str, torch.Tensor]) -> SavedRun:
 
 # -- files, in local folders and at URLs ----------------------------------------------------------
 
-_TRAINING_PREFIX = _StoragePrefix("__training_")
-TRAINING_FILE = "__training_0.distcp"
+_TRAINING_PREFIX = "__training_"
+TRAINING_FILE = f"{_TRAINING_PREFIX}0.distcp"
 """The file of the ``training.*`` entries, if each host has a folder of its own: all have it."""
 METADATA = ".metadata"
 """The file that DCP writes when all parts of a checkpoint are written: names, shapes, locations."""
@@ -278,7 +278,9 @@ class FolderWriter(dcp.FileSystemWriter):
         if not self._training_apart:
             return super().write_data(plan, planner)
         written: list[WriteResult] = []
-        for is_training, prefix in ((False, plan.storage_data), (True, _TRAINING_PREFIX)):
+        own = plan.storage_data  # the beginning of its files' names
+        apart = dataclasses.replace(own, prefix=_TRAINING_PREFIX)
+        for is_training, prefix in ((False, own), (True, apart)):
             items = [
                 item
                 for item in plan.items
