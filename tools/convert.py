@@ -41,7 +41,7 @@ from training.errors import UsageError
 from training.flags import OneLineParser, by_field
 from training.processes.output import exit_quietly_on_broken_pipe
 from training.resolve import model_of
-from training.weight_names import physicsnemo_names, timm_names
+from training.weight_names import physicsnemo_names
 
 PROGRAM = "tools.convert"
 SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
@@ -151,33 +151,15 @@ def read_checkpoint(
     source: weights.Weights, dtype: torch.dtype | None, scratch: Path
 ) -> dict[str, torch.Tensor]:
     """Return the weights, or their EMA, of a folder of DCP by timm's names, floats as ``dtype``."""
-    entries = checkpoint.entries_of(source.path)
-    prefix = f"{source.kind}."
-    stored = {name.removeprefix(prefix): name for name in entries if name.startswith(prefix)}
-    if source.kind == checkpoint.EMA and not stored:
-        raise weights.no_ema(source.path)
-    stored = stored or {name: name for name in entries}  # of another program
-    names, note = timm_names(stored)
-    if note:
-        print(without_secrets(f"{PROGRAM}: {source.path}: {note}"), file=sys.stderr)
-    layouts, rows = {}, {}
-    for name, parts in names.items():
-        described = [entries[stored[part]] for part in parts]
-        number_format = described[0].properties.dtype
+    stored, layouts = source.stored(), {}
+    for name, shape in source.shapes().items():
+        number_format = next(iter(stored[name].values())).properties.dtype
         if dtype and number_format.is_floating_point:
             number_format = dtype
-        shape = described[0].size
-        if len(parts) > 1:  # query, key and value, one after the other
-            rows[name] = [entry.size[0] for entry in described]
-            shape = torch.Size((sum(rows[name]), *shape[1:]))
         layouts[name] = torch.empty(shape, dtype=number_format, device="meta")
     tensors = mapped_like(layouts, scratch)
-    content: dict[str, Any] = {}  # entries, which DCP reads and casts, one part at a time
-    for name, parts in names.items():
-        pieces = tensors[name].split(rows[name]) if name in rows else [tensors[name]]
-        content |= {stored[part]: piece for part, piece in zip(parts, pieces, strict=True)}
     with progress_bar("read", sum(tensor.nbytes for tensor in tensors.values())) as bar:
-        checkpoint.load_into(content, source.path, planner=ShownReading(bar))
+        source.read_into(tensors, ShownReading(bar))
     return tensors
 
 
@@ -414,8 +396,7 @@ def _converted(source: weights.Weights, options: Any, form: str, max_shard_size:
             about = source.described.content
             config = dict(about) if "architecture" in about else None
         if source.tensors is None:
-            with checkpoint.readable(path):
-                tensors = read_checkpoint(source, dtype, dst.parent)
+            tensors = read_checkpoint(source, dtype, dst.parent)
         else:
             tensors = dict(source.tensors)
         if run and run.objective.objective != "classify":  # which added to the model: MAE's decoder

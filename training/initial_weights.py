@@ -45,7 +45,6 @@ from training.weights import (
     Weights,
     check_weights,
     find_weights,
-    remedy,
     weights_in,
     weights_named,
     with_preprocessing_of,
@@ -231,7 +230,7 @@ def place_trained(
     if initial:
         return backend.shard(model, units, initial.initialize)
     sharded = backend.shard(model, units, weights.initialize)
-    if weights.tensors is None:
+    if weights.loads_sharded:
         use_ema = run.config.use.use_ema
         with checkpoint.readable(weights.path):  # its run may have removed it meanwhile
             load_state(backend, weights.path, with_optimizer=False, use_ema=use_ema)
@@ -292,7 +291,7 @@ def fit(weights: Weights, run: Run, data_classes: list[str] | None) -> InitialWe
     if heads[0] != heads[1] or is_other:
         sources = {name: at for name, at in sources.items() if not name.startswith(_HEAD)}
     missing, dropped = here.keys() - sources.keys(), there.keys() - set(sources.values())
-    advice = remedy(here, there, _REMEDY)
+    advice = weights.remedy(here, _REMEDY)
     for differing, allowed, has, which in (
         (missing, _MAY_BE_NEW, "has no", "which the model has"),
         (dropped, _MAY_BE_DROPPED, "has", "which the model does not have"),

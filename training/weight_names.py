@@ -16,6 +16,10 @@ _WRAPPERS = re.compile(
 _IN_MODEL = re.compile(r"(|.*?\.)blocks\.0\.")
 """A name in the first block, which all models have; before it the path of the model."""
 
+_IN_POS_EMBED = re.compile(r"(^|\.)pos_embed\.(pos_embed|cls_token|reg_token)$")
+"""Parameters that NVIDIA's ViT recipe, otherwise with timm's names, has in a module of their own:
+https://github.com/NVIDIA/bionemo-framework, recipes/vit."""
+
 _HUGGING_FACE_PATCHES = "embeddings.patch_embeddings.projection."
 _HUGGING_FACE_QKV = re.compile(r"\.attention\.(?:attention\.)?(query|key|value|[qkv]_proj)\.")
 _HUGGING_FACE = [
@@ -70,11 +74,12 @@ def timm_names(names: Iterable[str]) -> tuple[dict[str, list[str]], str]:
     names, notes, left_out = list(names), [], []
     is_hugging_face = any(_HUGGING_FACE_PATCHES in name for name in names)
     is_physicsnemo = all(any(part in name for name in names) for part in _PHYSICSNEMO)
+    is_recipes = any(map(_IN_POS_EMBED.search, names))
     found: dict[str, list[str]] = {}
     wrappers: dict[str, None] = {}  # a set in order
     for name in names:
         wrappers |= dict.fromkeys(_WRAPPERS.findall(name))
-        plain = _WRAPPERS.sub("", name)
+        plain = _IN_POS_EMBED.sub(r"\1\2", _WRAPPERS.sub("", name))
         if is_hugging_face:
             before = plain
             for pattern, ours in _HUGGING_FACE:
@@ -93,6 +98,8 @@ def timm_names(names: Iterable[str]) -> tuple[dict[str, list[str]], str]:
             raise ValueError(f"{parts[0]} and {parts[1]} both map to {plain}")
     if wrappers:
         notes.append(f"{', '.join(wrappers)} removed from names")
+    if is_recipes:
+        notes.append("pos_embed. of NVIDIA's ViT, whose norms have eps 1e-5, removed from names")
     if is_hugging_face:
         notes.append("names of Hugging Face's ViT replaced by timm's")
     if is_physicsnemo:

@@ -6,6 +6,7 @@ the Hub (``training/hub.py``).
 
 import argparse
 import functools
+import itertools
 import json
 import pickle
 import re
@@ -21,6 +22,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from timm.data import ImageNetInfo, resolve_data_config
 from torch import nn
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from config_fields import is_of
@@ -28,6 +31,7 @@ from data.config import Preprocessing
 from data.files import SizeLimit, parse_object, printable
 from models.initialize import allocate, leave_room
 from models.spec import ModelSpec
+from training.checkpoints import foreign
 from training.checkpoints import format as checkpoint
 from training.checkpoints.choose import (
     BEST,
@@ -64,20 +68,6 @@ from training.weight_names import listed, timm_names
 _REMEDY = "use the model flags that it was trained with"
 
 
-def remedy(here: Collection[str], there: Collection[str], otherwise: str) -> str:
-    """Return advice for weights whose names (``there``) are not the model's (``here``).
-
-    ``otherwise``: the advice if most names agree.
-    """
-    others = [name for name in there if name not in here]
-    if 2 * (len(there) - len(others)) >= min(len(here), len(there)):
-        return otherwise
-    return (
-        f"its parameter names are not timm's (such as {others[0]}): load the file with "
-        "timm.create_model(NAME, checkpoint_path=FILE), and save the model's state_dict()"
-    )
-
-
 @dataclass(frozen=True)
 class Weights:
     """Weights that were found: names and shapes are known, values are not read yet."""
@@ -87,6 +77,9 @@ class Weights:
     """The run that made them, as the checkpoint describes it; None for a bare state dict."""
     tensors: Mapping[str, torch.Tensor] | None
     """By timm's names, memory-mapped from the files; None for a folder, which DCP reads."""
+    entries: Mapping[str, Sequence[str]] | None = None
+    """For a folder with names of another program: by timm's names, the entries that form each
+    tensor, concatenated along the first dimension. None: ``<kind>.<name>``."""
     note: str = ""
     """One line for the user about how they are used."""
     kind: str = checkpoint.WEIGHTS
@@ -138,11 +131,30 @@ class Weights:
             return names
         return self.classes
 
+    @property
+    def loads_sharded(self) -> bool:
+        """Whether each process loads only its shards of the values, by ``load_state``."""
+        return self.tensors is None and self.entries is None
+
+    def remedy(self, model: Collection[str], otherwise: str) -> str:
+        """Return advice for names that are not the model's; ``otherwise`` if most of them are."""
+        there = self.shapes()
+        others = [name for name in there if name not in model]
+        if 2 * (len(there) - len(others)) >= min(len(model), len(there)):
+            return otherwise
+        advice = (
+            "load the file with timm.create_model(NAME, checkpoint_path=FILE), and save the "
+            "model's state_dict()"
+        )
+        if self.tensors is None:
+            advice = "save its weights under the names of timm.create_model(NAME).state_dict()"
+        return f"its parameter names are not timm's (such as {others[0]}): {advice}"
+
     def check_fits(self, model: ModelSpec) -> None:
         """Raise UsageError naming the first tensor that does not match the model."""
         found = self.shapes()
         wanted = model.meta.state_dict()
-        advice = remedy(wanted, found, _REMEDY)
+        advice = self.remedy(wanted, _REMEDY)
         for name, tensor in wanted.items():
             if name not in found:
                 raise UsageError(f"{self.path} has no {name}, which the model has: {advice}")
@@ -158,13 +170,29 @@ class Weights:
         """Return the shape of each tensor by its name. Raises UsageError for a damaged folder."""
         if self.tensors is not None:
             return {name: tensor.shape for name, tensor in self.tensors.items()}
+        shapes = {}
+        for name, parts in self.stored().items():
+            first, *others = (entry.size for entry in parts.values())
+            rows = [sum((size[0] for size in others), first[0])] if others else first[:1]
+            shapes[name] = torch.Size((*rows, *first[1:]))
+        return shapes
+
+    def stored(self) -> dict[str, dict[str, TensorStorageMetadata]]:
+        """Return the entries of a folder that form each tensor, by their names. Raises UsageError
+        for a damaged folder."""
         with checkpoint.readable(self.path):
-            prefix = f"{self.kind}."
-            found = {
-                name.removeprefix(prefix): entry.size
-                for name, entry in checkpoint.entries_of(self.path).items()
-                if name.startswith(prefix)
-            }
+            there = checkpoint.entries_of(self.path)
+            if self.entries is not None:
+                return {
+                    name: {part: there[part] for part in parts}
+                    for name, parts in self.entries.items()
+                }
+        prefix = f"{self.kind}."
+        found = {
+            name.removeprefix(prefix): {name: entry}
+            for name, entry in there.items()
+            if name.startswith(prefix)
+        }
         if not found and self.kind == checkpoint.EMA:
             raise no_ema(self.path)
         return found
@@ -172,12 +200,12 @@ class Weights:
     def initialize(self, module: nn.Module, name: str) -> None:
         """Allocate on the CPU what is on meta below ``module``, with the values of the file.
 
-        A folder's values come later, by ``load_state``. ``name`` is the module's name in the
-        model; an ``InitializeModule``.
+        With ``loads_sharded``, values come later. ``name`` is the module's name in the model; an
+        ``InitializeModule``.
         """
-        if self.tensors is not None:
-            return self.fill(module, name)
-        leave_room(module, name)
+        if self.loads_sharded:
+            return leave_room(module, name)
+        self.fill(module, name)
 
     @torch.no_grad()
     def fill(self, module: nn.Module, name: str) -> None:
@@ -200,9 +228,22 @@ class Weights:
         shapes = self.shapes()
         values = {name: torch.empty(shapes[name]) for name in names}
         if values:
-            with checkpoint.readable(self.path):
-                checkpoint.load_into({self.kind: values}, self.path)
+            self.read_into(values)
         return values
+
+    def read_into(
+        self, values: Mapping[str, torch.Tensor], planner: DefaultLoadPlanner | None = None
+    ) -> None:
+        """Read tensors of a folder, cast to the dtypes of ``values``. Raises UsageError."""
+        stored, content = self.stored(), dict[str, torch.Tensor]()
+        for name, tensor in values.items():
+            parts = stored[name]
+            pieces: Sequence[torch.Tensor] = [tensor]
+            if len(parts) > 1:
+                pieces = tensor.split([entry.size[0] for entry in parts.values()])
+            content |= zip(parts, pieces, strict=True)
+        with checkpoint.readable(self.path):
+            checkpoint.load_into(content, self.path, planner=planner)
 
 
 # -- Finding and loading them ---------------------------------------------------------------------
@@ -228,7 +269,7 @@ def _first_of(find: Callable[[], Candidates], use_ema: bool) -> Weights | None:
     if not saved:
         return None
     kind = checkpoint.EMA if use_ema else checkpoint.WEIGHTS
-    return Weights(saved.path, saved, None, "; ".join(left.passed_over), kind)
+    return Weights(saved.path, saved, None, note="; ".join(left.passed_over), kind=kind)
 
 
 def weights_named(name: str, flag: str, *, use_ema: bool = False) -> Weights:
@@ -258,13 +299,15 @@ def weights_in(path: Path, flag: str, *, use_ema: bool = False) -> Weights:
             raise UsageError(f"{flag} {path}: no such checkpoint, folder or file")
         if files := safetensors_files(path):
             return _load_safetensors(path, files, use_ema)
-        has_metadata = (path / checkpoint.METADATA).is_file()
-        if has_metadata and not any(
-            n.startswith(f"{checkpoint.TRAINING}.") for n in checkpoint.entries_of(path)
-        ):
-            if use_ema:  # DCP wrote weights alone, without a run
-                raise no_ema(path)
-            return Weights(path, None, None)
+        if (path / checkpoint.METADATA).is_file():
+            metadata, others = checkpoint.tensors_and_others(path)
+            if foreign.is_foreign(metadata):
+                return _load_dcp(path, metadata, len(others), use_ema)
+            if not checkpoint.is_complete(path):
+                foreign.check_whole(path, metadata, metadata.state_dict_metadata)
+                note = f"{path} has no {checkpoint.MANIFEST}: its files are not verified"
+                kind = checkpoint.EMA if use_ema else checkpoint.WEIGHTS
+                return Weights(path, checkpoint.read_saved_run(path), None, note=note, kind=kind)
         found = _first_of(lambda: candidates_in(path), use_ema)
         assert found  # or there would be no candidates
         return found
@@ -317,7 +360,21 @@ def _of_tensors(path: Path, run: SavedRun | None, tensors: Mapping[str, torch.Te
         name: tensors[parts[0]] if len(parts) == 1 else torch.cat([tensors[part] for part in parts])
         for name, parts in names.items()
     }
-    return Weights(path, run, named, printable(note))
+    return Weights(path, run, named, note=printable(note))
+
+
+def _load_dcp(path: Path, metadata: Metadata, not_tensors: int, use_ema: bool) -> Weights:
+    """Return the weights in a DCP folder of another program, or their EMA. Raises ValueError."""
+    content = foreign.saved_content(metadata)
+    tensors = state_dict_of(ema_of(path, content) if use_ema else content)
+    names, note = timm_names(tensors)
+    entries = {name: [tensors[part].entry for part in parts] for name, parts in names.items()}
+    foreign.check_whole(path, metadata, itertools.chain.from_iterable(entries.values()))
+    kind = checkpoint.EMA if use_ema else checkpoint.WEIGHTS
+    own = {name: [f"{kind}.{name}"] for name in entries}
+    notes = [note, foreign.left_out(content, tensors.values(), not_tensors)]
+    note = printable("; ".join(filter(None, notes)))
+    return Weights(path, None, None, None if entries == own else entries, note, kind)
 
 
 def check_is_content(path: Path) -> None:
@@ -395,18 +452,39 @@ _EMA_KEYS = (checkpoint.EMA, "state_dict_ema", "model_ema")
 
 def ema_of(path: Path, content: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the EMA of the weights in a file's content. Raises UsageError if there is none."""
+    content = _unwrapped(content)
     found = next((content[key] for key in _EMA_KEYS if key in content), None)
     if not isinstance(found, Mapping):
         raise no_ema(path)
     return found
 
 
-def state_dict_of(content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the model's part of a file's content, under the names there.
+_MODEL_KEYS = ("model", "state_dict")
+
+
+def _unwrapped(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the dictionary with the model and its optimizer: the content or, as in
+    ``{"app": {"model": ..., "optim": ...}}``, the only one inside it that has a model."""
+    if any(isinstance(content.get(key), Mapping) for key in _MODEL_KEYS):
+        return content
+    inside = [
+        each
+        for each in content.values()
+        if isinstance(each, Mapping)
+        and any(isinstance(each.get(key), Mapping) for key in _MODEL_KEYS)
+    ]
+    return inside[0] if len(inside) == 1 else content
+
+
+def state_dict_of(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the model's part of the content of a file, or of a DCP folder, under the names there.
 
     Names from several state dicts, e.g. of a student and a teacher, start with the dict's key.
     """
-    inside = [content.get(key) for key in ("model", "state_dict")]
+    content = _unwrapped(content)
+    if any(map(_is_tensor, content.values())):  # the model's, next to its optimizer
+        content = {key: each for key, each in content.items() if not key.startswith("optim")}
+    inside = [content.get(key) for key in _MODEL_KEYS]
     dicts = {
         key: each
         for key, each in content.items()
@@ -427,7 +505,7 @@ def state_dict_of(content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
+    return isinstance(value, torch.Tensor | foreign.StoredTensor)
 
 
 # -- .safetensors files, and the run in their metadata --------------------------------------------

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import os
+import re
 import socket
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from typing import Any
 
 from training.checkpoints import format as checkpoint
 from training.checkpoints.config import CheckpointConfig
+from training.checkpoints.foreign import is_foreign
 from training.checkpoints.format import SavedRun
 from training.errors import UsageError
 from training.files import (
@@ -275,12 +277,36 @@ def _only(path: Path, quick_problem: QuickProblem) -> Candidates:
             file.name == checkpoint.METADATA or file.name.endswith(".distcp")
             for file in path.iterdir()
         )
+        if started and (path / checkpoint.METADATA).is_file():
+            raise UsageError(
+                f"{path} has no {checkpoint.MANIFEST}: its save was interrupted, or another "
+                f"program such as torch_to_dcp wrote it: for its weights, use --init_from {path}"
+            )
         if not started and not step_folders(path):
-            raise UsageError(f"{path} is neither a checkpoint nor a run's folder with a checkpoint")
+            neither = f"{path} is neither a checkpoint nor a run's folder with a checkpoint"
+            if other := _newest_of_another_program(path):
+                neither += f": name one of its DCP folders, such as {other}"
+            raise UsageError(neither)
         raise UsageError(f"checkpoint {path} is incomplete")
     if problem := quick_problem(path):
         raise UsageError(f"cannot read the checkpoint {path}: {problem}")
+    if is_foreign(checkpoint.read_metadata(path)):
+        raise UsageError(
+            f"{path} is a DCP folder of another program, without a position in the data to resume "
+            f"from: for its weights, use --init_from {path}"
+        )
     return Candidates([path])
+
+
+def _newest_of_another_program(folder: Path) -> Path | None:
+    """Return the last of the DCP folders ``step_<n>...`` in a folder, as NVIDIA's ViT recipe names
+    them ``step_<n>_loss_<x>``; None if there is none."""
+    steps = {path: match for path in folder.iterdir() if (match := _STEP.match(path.name))}
+    found = [path for path in steps if (path / checkpoint.METADATA).is_file()]
+    return max(found, key=lambda path: int(steps[path][1]), default=None)
+
+
+_STEP = re.compile(r"step_(\d+)")
 
 
 def find_readable(find: Callable[[], Candidates]) -> tuple[SavedRun | None, Candidates]:

@@ -32,6 +32,7 @@ import re
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import EnumMeta
 from pathlib import Path, PosixPath
 from typing import IO, Any, cast, get_type_hints
 
@@ -40,7 +41,7 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystem
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
     Metadata,
     StorageMeta,
     TensorStorageMetadata,
@@ -320,7 +321,13 @@ _METADATA_NAMES = {
         "TensorProperties",
         "ChunkStorageMetadata",
         "TensorStorageMetadata",
+        "BytesStorageMetadata",
         "_MEM_FORMAT_ENCODING",
+    },
+    # Where PyTorch up to 2.2 had them.
+    "torch.distributed._shard.sharded_tensor.metadata": {
+        "TensorProperties",
+        "MEM_FORMAT_ENCODING",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
@@ -331,9 +338,10 @@ _METADATA_NAMES = {
 
 
 def _memory_format(encoding: Any, name: Any) -> Any:
-    """Return the member ``name`` of DCP's enum of memory formats. It replaces ``getattr``, as calls
-    of which early releases of Python 3.11, such as 3.11.2, pickle members of an Enum."""
-    if encoding is _MEM_FORMAT_ENCODING and isinstance(name, str) and name in encoding.__members__:
+    """Return the member ``name`` of DCP's enum of memory formats, the only one that can be loaded.
+    It replaces ``getattr``, as calls of which early releases of Python 3.11, such as 3.11.2, pickle
+    members of an Enum."""
+    if isinstance(encoding, EnumMeta) and isinstance(name, str) and name in encoding.__members__:
         return encoding[name]
     raise pickle.UnpicklingError("builtins.getattr is not allowed in a checkpoint")
 
@@ -345,37 +353,57 @@ _REPLACED = {
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Builds DCP's own metadata classes and nothing else.
-
-    ``BytesStorageMetadata`` is not allowed: DCP unpickles the entries that it describes.
-    """
+    """Builds DCP's own metadata classes and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if replacement := _REPLACED.get((module, name)):
             return replacement
         if name in _METADATA_NAMES.get(module, ()):
             return super().find_class(module, name)
+        if module == "torch" and not hasattr(torch, name):  # a dtype of a later version
+            raise pickle.UnpicklingError(f"PyTorch {torch.__version__} has no torch.{name}")
         raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a checkpoint")
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Return the metadata of a checkpoint folder whose entries are all tensors in its own files.
-    Raises any exception if it is damaged or anything else."""
+    """Return the metadata of a folder's tensors. Raises like ``tensors_and_others``."""
+    return tensors_and_others(path)[0]
+
+
+def tensors_and_others(path: Path) -> tuple[Metadata, list[str]]:
+    """Return the metadata of a folder's tensors, which are in its own files, and the names of its
+    other entries. Raises any exception if it is damaged or anything else.
+
+    DCP unpickles other entries without restriction, so it must not know of them.
+    """
     metadata = _MetadataUnpickler(io.BytesIO(read_whole(path / METADATA, _LONGEST_METADATA))).load()
     if not isinstance(metadata, Metadata):
         raise pickle.UnpicklingError("not the metadata of a checkpoint")
+    tensors: dict[str, Any] = {}
+    others = []
     for name, entry in metadata.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            raise pickle.UnpicklingError(f"{name} is not a tensor")
-    for info in metadata.storage_data.values():
+        if isinstance(entry, TensorStorageMetadata):
+            tensors[name] = entry
+        elif isinstance(entry, BytesStorageMetadata):
+            others.append(name)
+        else:
+            raise pickle.UnpicklingError(f"{name} is not an entry of a checkpoint")
+    stored = {index: info for index, info in metadata.storage_data.items() if index.fqn in tensors}
+    for info in stored.values():
         if Path(info.relative_path).name != info.relative_path:
             raise pickle.UnpicklingError(f"{info.relative_path} is not a file of the checkpoint")
-    return metadata
+    metadata = dataclasses.replace(metadata, state_dict_metadata=tensors, storage_data=stored)
+    return metadata, others
 
 
 def entries_of(path: Path) -> dict[str, TensorStorageMetadata]:
     """Return shape, dtype and chunks of each entry by name. Raises like ``read_metadata``."""
-    return cast(dict[str, TensorStorageMetadata], read_metadata(path).state_dict_metadata)
+    return tensors_in(read_metadata(path))
+
+
+def tensors_in(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    """Return the entries of metadata that ``read_metadata`` returned, all of which are tensors."""
+    return cast(dict[str, TensorStorageMetadata], metadata.state_dict_metadata)
 
 
 def named_files(path: Path) -> set[str]:
@@ -434,7 +462,10 @@ def read_saved_run(path: Path, elsewhere: Elsewhere | None = None) -> SavedRun:
     with readable(path):
         if not (path / METADATA).is_file():
             raise UsageError(f"checkpoint {path} is incomplete: it has no {METADATA} file")
-        entries, wanted = entries_of(path), {}
+        metadata, others = tensors_and_others(path)
+        if others:
+            raise ValueError(f"{others[0]} is not a tensor")
+        entries, wanted = tensors_in(metadata), {}
         position = (field.name for field in dataclasses.fields(Position))
         for name in (*position, "arguments", *_OPTIONAL):
             if name not in _OPTIONAL or f"{TRAINING}.{name}" in entries:

@@ -251,7 +251,7 @@ def test_all_are_damaged(run, tmp_path):
         (lambda f: (f / "__0_0.distcp").unlink(), "cannot read the checkpoint"),
         (lambda f: (f / "__0_0.distcp").write_bytes(b"short"), "cannot read the checkpoint"),
         (lambda f: (f / ".metadata").unlink(), "cannot read the checkpoint"),
-        (lambda f: (f / "manifest.json").unlink(), "is incomplete"),
+        (lambda f: (f / "manifest.json").unlink(), "has no manifest.json: its save was"),
         (shutil.rmtree, "no such checkpoint folder"),
     ],
 )
