@@ -151,9 +151,9 @@ def read_checkpoint(
     source: weights.Weights, dtype: torch.dtype | None, scratch: Path
 ) -> dict[str, torch.Tensor]:
     """Return the weights, or their EMA, of a folder of DCP by timm's names, floats as ``dtype``."""
-    stored, layouts = source.stored(), {}
+    layouts = {}
     for name, shape in source.shapes().items():
-        number_format = next(iter(stored[name].values())).properties.dtype
+        number_format = next(iter(source.stored[name].values())).properties.dtype
         if dtype and number_format.is_floating_point:
             number_format = dtype
         layouts[name] = torch.empty(shape, dtype=number_format, device="meta")

@@ -171,15 +171,16 @@ class Weights:
         if self.tensors is not None:
             return {name: tensor.shape for name, tensor in self.tensors.items()}
         shapes = {}
-        for name, parts in self.stored().items():
+        for name, parts in self.stored.items():
             first, *others = (entry.size for entry in parts.values())
             rows = [sum((size[0] for size in others), first[0])] if others else first[:1]
             shapes[name] = torch.Size((*rows, *first[1:]))
         return shapes
 
+    @functools.cached_property
     def stored(self) -> dict[str, dict[str, TensorStorageMetadata]]:
-        """Return the entries of a folder that form each tensor, by their names. Raises UsageError
-        for a damaged folder."""
+        """The entries of a folder that form each tensor, by their names. Raises UsageError for a
+        damaged folder."""
         with checkpoint.readable(self.path):
             there = checkpoint.entries_of(self.path)
             if self.entries is not None:
@@ -235,9 +236,9 @@ class Weights:
         self, values: Mapping[str, torch.Tensor], planner: DefaultLoadPlanner | None = None
     ) -> None:
         """Read tensors of a folder, cast to the dtypes of ``values``. Raises UsageError."""
-        stored, content = self.stored(), dict[str, torch.Tensor]()
+        content: dict[str, torch.Tensor] = {}
         for name, tensor in values.items():
-            parts = stored[name]
+            parts = self.stored[name]
             pieces: Sequence[torch.Tensor] = [tensor]
             if len(parts) > 1:
                 pieces = tensor.split([entry.size[0] for entry in parts.values()])
@@ -301,7 +302,7 @@ def weights_in(path: Path, flag: str, *, use_ema: bool = False) -> Weights:
             return _load_safetensors(path, files, use_ema)
         if (path / checkpoint.METADATA).is_file():
             metadata, others = checkpoint.tensors_and_others(path)
-            if foreign.is_foreign(metadata):
+            if not checkpoint.describes_run(metadata):
                 return _load_dcp(path, metadata, len(others), use_ema)
             if not checkpoint.is_complete(path):
                 foreign.check_whole(path, metadata, metadata.state_dict_metadata)
@@ -374,7 +375,8 @@ def _load_dcp(path: Path, metadata: Metadata, not_tensors: int, use_ema: bool) -
     own = {name: [f"{kind}.{name}"] for name in entries}
     notes = [note, foreign.left_out(content, tensors.values(), not_tensors)]
     note = printable("; ".join(filter(None, notes)))
-    return Weights(path, None, None, None if entries == own else entries, note, kind)
+    renamed = None if entries == own else entries
+    return Weights(path, None, None, entries=renamed, note=note, kind=kind)
 
 
 def check_is_content(path: Path) -> None:

@@ -296,6 +296,12 @@ RUN: dict[str, Run] = {
     "python3 -m tools.convert ~/vit_large/step_12510": Run(
         leaves=("vit_large_bf16.pt",), trained=True, long=True
     ),
+    "python3 -m tools.convert ~/downloads/vit_recipe": Run(
+        (r"^converted \S+/step_500_loss_1.234: 20 tensors, ",),
+        leaves=("vit_recipe.safetensors",),
+        trained=True,
+        long=True,
+    ),
     "python3 -m tools.convert ~/downloads/vit_large": Run(
         leaves=("vit_large_dcp/manifest.json", "vit_large_dcp/.metadata"), trained=True, long=True
     ),

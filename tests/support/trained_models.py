@@ -4,11 +4,13 @@ import shutil
 from pathlib import Path
 
 import timm
+import torch.distributed.checkpoint as dcp
 from PIL import Image
 from safetensors.torch import save_file
 
 from tests.fakes.new_machine import Machine
 from tests.support.cli import ALL_DIGITS
+from training.checkpoints.format import quiet_dcp
 
 
 def put_trained(machine: Machine, ckpt_dir: Path) -> None:
@@ -22,6 +24,9 @@ def put_trained(machine: Machine, ckpt_dir: Path) -> None:
     downloaded.mkdir(parents=True)
     weights = timm.create_model("vit_tiny_patch16_224", embed_dim=12, depth=1).state_dict()
     save_file(weights, downloaded / "model.safetensors")
+    content = {"model": {f"module.{n}": t for n, t in weights.items()}, "optimizer": {"lr": 0.1}}
+    with quiet_dcp():
+        dcp.save(content, checkpoint_id=downloaded.parent / "vit_recipe/step_500_loss_1.234")
     shutil.copytree(ALL_DIGITS, machine.datasets / "imagenet-1k")
     image = next((ALL_DIGITS / "val" / "7").glob("*.png"))
     (machine.project / "holiday" / "beach").mkdir(parents=True)

@@ -13,7 +13,6 @@ from typing import Any
 
 from training.checkpoints import format as checkpoint
 from training.checkpoints.config import CheckpointConfig
-from training.checkpoints.foreign import is_foreign
 from training.checkpoints.format import SavedRun
 from training.errors import UsageError
 from training.files import (
@@ -290,11 +289,6 @@ def _only(path: Path, quick_problem: QuickProblem) -> Candidates:
         raise UsageError(f"checkpoint {path} is incomplete")
     if problem := quick_problem(path):
         raise UsageError(f"cannot read the checkpoint {path}: {problem}")
-    if is_foreign(checkpoint.read_metadata(path)):
-        raise UsageError(
-            f"{path} is a DCP folder of another program, without a position in the data to resume "
-            f"from: for its weights, use --init_from {path}"
-        )
     return Candidates([path])
 
 

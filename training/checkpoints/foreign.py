@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from config_fields import is_of
-from training.checkpoints.format import TRAINING, tensors_in
+from training.checkpoints.format import tensors_in
 
 
 @dataclass(frozen=True)
@@ -27,12 +26,6 @@ class StoredTensor:
     """The name of its entry in the folder."""
     keys: tuple[str, ...]
     """The keys of the nested dictionaries that lead to it."""
-    shape: torch.Size
-
-
-def is_foreign(metadata: Metadata) -> bool:
-    """Return True if a DCP folder does not describe a run of this program."""
-    return f"{TRAINING}.arguments" not in tensors_in(metadata)
 
 
 def saved_content(metadata: Metadata) -> dict[str, Any]:
@@ -42,9 +35,9 @@ def saved_content(metadata: Metadata) -> dict[str, Any]:
     if not is_of(paths, dict[str, tuple]):
         paths = {}  # saved without nested dictionaries
     content: dict[str, Any] = {}
-    for entry, about in tensors_in(metadata).items():
+    for entry in metadata.state_dict_metadata:
         keys = tuple(map(str, paths.get(entry) or (entry,)))
-        tensor, inside = StoredTensor(entry, keys, about.size), content
+        tensor, inside = StoredTensor(entry, keys), content
         for key in keys[:-1]:
             inside = inside.setdefault(key, {})
             if not isinstance(inside, dict):

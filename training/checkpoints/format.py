@@ -406,6 +406,11 @@ def tensors_in(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     return cast(dict[str, TensorStorageMetadata], metadata.state_dict_metadata)
 
 
+def describes_run(metadata: Metadata) -> bool:
+    """Return True for a checkpoint of this program, False for a DCP folder of another one."""
+    return f"{TRAINING}.arguments" in metadata.state_dict_metadata
+
+
 def named_files(path: Path) -> set[str]:
     """Return the files that a checkpoint's metadata names. Raises like ``read_metadata``."""
     return {info.relative_path for info in read_metadata(path).storage_data.values()}
@@ -463,6 +468,11 @@ def read_saved_run(path: Path, elsewhere: Elsewhere | None = None) -> SavedRun:
         if not (path / METADATA).is_file():
             raise UsageError(f"checkpoint {path} is incomplete: it has no {METADATA} file")
         metadata, others = tensors_and_others(path)
+        if not describes_run(metadata):
+            raise UsageError(
+                f"{path} is a DCP folder of another program, without a position in the data to "
+                f"resume from: for its weights, use --init_from {path}"
+            )
         if others:
             raise ValueError(f"{others[0]} is not a tensor")
         entries, wanted = tensors_in(metadata), {}
