@@ -485,7 +485,11 @@ def state_dict_of(content: Mapping[str, Any]) -> dict[str, Any]:
     """
     content = _unwrapped(content)
     if any(map(_is_tensor, content.values())):  # the model's, next to its optimizer
-        content = {key: each for key, each in content.items() if not key.startswith("optim")}
+        content = {
+            key: each
+            for key, each in content.items()
+            if not (isinstance(each, Mapping) and str(key).startswith("optim"))
+        }
     inside = [content.get(key) for key in _MODEL_KEYS]
     dicts = {
         key: each

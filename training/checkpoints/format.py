@@ -338,9 +338,9 @@ _METADATA_NAMES = {
 
 
 def _memory_format(encoding: Any, name: Any) -> Any:
-    """Return the member ``name`` of DCP's enum of memory formats, the only one that can be loaded.
-    It replaces ``getattr``, as calls of which early releases of Python 3.11, such as 3.11.2, pickle
-    members of an Enum."""
+    """Return the member ``name`` of DCP's enum of memory formats; no other kind of enum can be
+    loaded. It replaces ``getattr``, as calls of which early releases of Python 3.11, such as
+    3.11.2, pickle members of an Enum."""
     if isinstance(encoding, EnumMeta) and isinstance(name, str) and name in encoding.__members__:
         return encoding[name]
     raise pickle.UnpicklingError("builtins.getattr is not allowed in a checkpoint")
