@@ -538,7 +538,7 @@ def safetensors_files(path: Path) -> list[Path]:
         if not isinstance(name, str) or Path(name).name != name:
             raise ValueError(f"{INDEX} lists {name!r}, which is not a file in its folder")
     shards = [path / name for name in sorted(set(named.values()))]
-    if missing := [shard.name for shard in shards if not shard.is_file()]:
+    if missing := [shard.name for shard in shards if not shard.exists()]:
         if whole:
             return whole
         raise ValueError(f"{INDEX} lists {listed(missing)}, which the folder does not have")
