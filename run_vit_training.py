@@ -12,6 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import check_python
+
+if __name__ == "__main__":
+    check_python.check("run_vit_training.py")
+
 from data.utf8 import use_utf8
 from gpu_fsdp.config import TorchConfig
 from tools.plan.config import PlanConfig
@@ -88,7 +93,8 @@ def evaluate(flags: Flags) -> None:
     from training.evaluation.predict import prepare_evaluation
     from training.initial_weights import find_trained
 
-    if init_from := flags.run.checkpoints.init_from:
+    init_from = flags.run.checkpoints.init_from
+    if init_from:  # no :=, so that an old Python reads as far as its refusal
         given = f"--init_from {init_from}"
         raise errors.UsageError(f"{given} is incompatible with --eval_only: drop one of the two")
     config, weights = find_trained(flags.run)

@@ -18,7 +18,14 @@ import importlib.resources
 import math
 import os
 import shutil
+import sys
 from pathlib import Path
+
+if __name__ == "__main__":  # by its path from any folder, or by another Python
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    import check_python
+
+    check_python.check("data.digits")
 
 import numpy as np
 import torch

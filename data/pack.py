@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator
@@ -22,6 +23,12 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+if __name__ == "__main__":  # by its path from any folder, or by another Python
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    import check_python
+
+    check_python.check("data.pack")
 
 import xxhash
 from torchvision.datasets.folder import IMG_EXTENSIONS

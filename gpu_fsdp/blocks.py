@@ -53,7 +53,7 @@ TE_NAME = {
 _TIMM_NAME = {te: timm for timm, te in TE_NAME.items()}
 _IN_BLOCK = re.compile(r"(blocks\.\d+\.)(.+)")
 
-_INSTALL = "see requirements-gpu.txt, or use --block timm"
+_INSTALL = "run launch/install_transformer_engine.sh, or use --block timm"
 
 
 class TeBlocks(TimmBlocks):

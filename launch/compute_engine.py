@@ -26,6 +26,12 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+if __name__ == "__main__":  # by its path from any folder, or by another Python
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    import check_python
+
+    check_python.check("compute_engine", oldest=(3, 10), packages=())
+
 from config_fields import bounded, count, not_empty, positive
 from launch import IN_VAIN, STOPS, Failed, LauncherParser, Mistake, write_line
 from launch.ckpt_dir import add_network_disk, check_ckpt_dir

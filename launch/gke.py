@@ -19,7 +19,14 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":  # by its path from any folder, or by another Python
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    import check_python
+
+    check_python.check("gke", oldest=(3, 10), packages=())
 
 from config_fields import count, not_empty, path_or_url
 from launch import STOPS, LauncherParser, Mistake, write_line

@@ -23,6 +23,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":  # by its path from any folder, or by another Python
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    import check_python
+
+    check_python.check("xla_dist", oldest=(3, 10), packages=())
+
 from config_fields import count, local_path, not_empty, positive
 from launch import (
     CRASH_SECONDS,

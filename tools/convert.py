@@ -19,6 +19,12 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":  # by its path from any folder, or by another Python
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    import check_python
+
+    check_python.check("tools.convert")
+
 import timm
 import torch
 import torch.distributed.checkpoint as dcp

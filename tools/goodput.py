@@ -14,6 +14,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":  # by its path from any folder, or by another Python
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    import check_python
+
+    check_python.check("tools.goodput")
+
 from config_fields import bounded, local_path, seconds
 from data.utf8 import use_utf8
 from training.errors import UsageError

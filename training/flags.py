@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from config_fields import Flag, Word, expand_flag_files, flag_of, is_of, not_empty
 from data.files import without_secrets
 from training.errors import UsageError, prints_here
+from training.foreign_flags import meanings
 
 if TYPE_CHECKING:
     from training.config import RunConfig
@@ -344,13 +345,7 @@ def parse(argv: Sequence[str] | None, configs: Mapping[str, type]) -> dict[str, 
         if "help" in values:
             _print_help(values["help"], known)
         if unknown:
-            wrong = next((word for word in unknown if word.startswith("-")), unknown[0])
-            place = next(word.place for word in words if word.text == wrong)
-            if not wrong.startswith("-"):
-                raise _Mistake(f"{place}unrecognized argument: {wrong}")
-            near = difflib.get_close_matches(wrong.partition("=")[0], sorted(names), n=1)
-            meant = f": did you mean {near[0]}?" if near else ""
-            raise _Mistake(f"{place}unknown flag {wrong}{meant}")
+            raise _Mistake(_describe_unknown(unknown, words, names))
         values["given"] = frozenset(values)
         for option in known:
             env = option.flag.env
@@ -363,6 +358,20 @@ def parse(argv: Sequence[str] | None, configs: Mapping[str, type]) -> dict[str, 
         tell(UsageError(str(mistake)), " (see --help)")
         sys.exit(2)
     return {name: from_values(config, values) for name, config in configs.items()}
+
+
+def _describe_unknown(unknown: Sequence[str], words: Sequence[Word], names: Collection[str]) -> str:
+    """Return what is wrong with unknown words: with all of other programs, else with the first."""
+    places = {word.text: word.place for word in words}
+    if foreign := meanings(unknown):
+        return "; ".join(places[word] + text for word, text in foreign.items())
+    wrong = next((word for word in unknown if word.startswith("-")), unknown[0])
+    place = places[wrong]
+    if not wrong.startswith("-"):
+        as_flag = ": settings are flags, as in --lr 1e-4" if "=" in wrong else ""
+        return f"{place}unrecognized argument: {wrong}{as_flag}"
+    near = difflib.get_close_matches(wrong.partition("=")[0], sorted(names), n=1)
+    return f"{place}unknown flag {wrong}" + (f": did you mean {near[0]}?" if near else "")
 
 
 def tell(error: UsageError, hint: str = "") -> None:

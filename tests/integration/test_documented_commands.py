@@ -33,6 +33,7 @@ from tests.support.typed_with_fakes import (
     gcloud_sets_it,
     gcloud_takes,
     gcloud_takes_there,
+    installs_transformer_engine,
     make_knows,
     names_packages,
     on_a_pod,
@@ -414,7 +415,8 @@ CHECKS: dict[str, Callable[[Machine, Command, Path], None]] = {
     r"python3 run_vit_training.py --pretrained .*AI-Lab-Makerere/beans": fine_tunes_beans,
     r"python3 -m launch.xla_dist \S+ -- gcloud": gcloud_takes_there,
     r"(timeout .* )?launch/(setup_pod|queued_resource)": on_a_pod,
-    r"python3 -m launch.(xla_dist|compute_engine)": on_a_pod,
+    r"python3 (-m launch.|\S*/launch/)(xla_dist|compute_engine)": on_a_pod,
+    r"launch/install_transformer_engine.sh": installs_transformer_engine,
     r"python3 -m launch.gke": on_gke,
     r"python3 run_vit_training.py|(\S+=\S+ )*(launch/torchrun.sh|sbatch)": trains,
 }

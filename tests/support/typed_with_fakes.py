@@ -164,6 +164,19 @@ def names_packages(machine: Machine, command: Command, tmp_path: Path) -> None:
         assert all(Requirement(line).specifier for line in packages)
 
 
+def installs_transformer_engine(machine: Machine, command: Command, tmp_path: Path) -> None:
+    machine.stand_in("nvcc", "exit")
+    machine.variables["CUDA_HOME"] = str(machine.folder)
+    machine.stand_in("python3", "[[ $1 != -c ]] || echo 13.0; echo $* >> $HOME/asked")
+    done = machine.run(command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    *_, asked = (machine.home / "asked").read_text().splitlines()
+    pinned = (
+        f"-c {machine.project}/requirements-gpu.txt transformer_engine[pytorch,core_cu13]==2.20.2"
+    )
+    assert asked == f"-m pip install --no-build-isolation {pinned}"
+
+
 BENCHMARKS: tuple[ModuleType, ...] = (gpu_step, gpu_kernels, domain_parallel)
 
 

@@ -12,15 +12,19 @@ from tests.support.cli import ROOT
 pytestmark = pytest.mark.fast
 
 MAY_IMPORT = {
+    "check_python": set(),
     "config_fields": set(),
     "models": {"config_fields"},
-    "data": {"config_fields"},
+    "data": {"check_python", "config_fields"},
     "training": {"config_fields", "models", "data"},
     "xla_fsdp": {"config_fields", "models", "data", "training"},
     "torch_fsdp": {"config_fields", "models", "data", "training"},
     "gpu_fsdp": {"config_fields", "models", "data", "training", "torch_fsdp"},
-    "tools": {"config_fields", "models", "data", "training", "xla_fsdp", "torch_fsdp", "gpu_fsdp"},
-    "launch": {"config_fields"},
+    "tools": {
+        *("check_python", "config_fields", "models", "data", "training"),
+        *("xla_fsdp", "torch_fsdp", "gpu_fsdp"),
+    },
+    "launch": {"check_python", "config_fields"},
 }
 """Of the program's own parts, besides itself: the core imports no tool."""
 

@@ -415,3 +415,46 @@ def test_torchrun_leaves_nothing_in_the_temporary_folder(tmp_path):
     done = run_program(*words, variables={"TMPDIR": str(tmp_path / "tmp")})
     assert f"reports {tmp_path}/tmp/torchelastic_" in done.stdout, done.stderr
     assert not list((tmp_path / "tmp").iterdir())
+
+
+INSTALL_TE = ROOT / "launch" / "install_transformer_engine.sh"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "file", "package"),
+    [
+        ("13.0", "requirements-gpu.txt", "transformer_engine[pytorch,core_cu13]==2.20.2"),
+        ("12.8", "requirements-gpu-cu128.txt", "transformer_engine[pytorch,core_cu12]==2.12.0"),
+    ],
+)
+def test_transformer_engine_is_compiled_for_the_pytorch_that_is_there(
+    cuda, file, package, tmp_path
+):
+    """With this PyTorch as a constraint, CUDA's toolkit, and the headers of PyTorch's wheels."""
+    answers = f"*torch*) echo {cuda} ;; *nvidia*) echo /wheels ;;"
+    python = script(tmp_path / "python", f'case $2 in {answers} *) echo "$@" "$CPATH" ;; esac')
+    (tmp_path / "bin").mkdir()
+    script(tmp_path / "bin" / "nvcc", "exit")
+    run = start(INSTALL_TE, cwd=tmp_path, PYTHON=str(python), CUDA_HOME=str(tmp_path), CPATH="/own")
+    compiled = succeed(run).splitlines()[-1]
+    headers = "/wheels/cudnn/include:/wheels/nccl/include:/own"
+    assert compiled == f"-m pip install --no-build-isolation -c {ROOT}/{file} {package} {headers}"
+
+
+@pytest.mark.parametrize(
+    ("words", "prints", "told"),
+    [
+        ("--help me", "13.0", None),
+        ("--hlep", "13.0", "unknown argument --hlep"),
+        ("", "13.0", "bin/nvcc: install the CUDA 13.0 toolkit, or set CUDA_HOME"),
+        ("", "None", "has a PyTorch for CUDA None, not 12 or 13"),
+        ("", "", "cannot import PyTorch: first run "),
+    ],
+)
+def test_what_transformer_engine_needs(words, prints, told, tmp_path):
+    python = script(tmp_path / "python", f"echo {prints}" if prints else "exit 1")
+    run = start(INSTALL_TE, *words.split(), PYTHON=str(python), CUDA_HOME=str(tmp_path))
+    if told:
+        assert told in refused(run)
+    else:
+        assert succeed(run).startswith("Install TransformerEngine for --block te")

@@ -173,7 +173,7 @@ def test_compile_only_without(package, capsys, tmp_path, monkeypatch):
         ("--precision fp16", "--precision fp16 requires CUDA"),
         ("--reduce_dtype fp16", "--reduce_dtype fp16 requires --precision fp16"),
         ("--tf32", "--tf32 requires CUDA"),
-        ("--block te", "TransformerEngine is not installed: see requirements-gpu.txt"),
+        ("--block te", "TransformerEngine is not installed: run launch/install_"),
     ],
 )
 def test_gpu_flags(flags, words, capsys, tmp_path, monkeypatch):
