@@ -26,7 +26,7 @@ class Meaning(NamedTuple):
         elif value.lower() == "false":
             flags = self.off
         else:  # Hydra writes several as [0.9,0.98]
-            several = " ".join(re.findall(r"[^][,]+", value))
+            several = " ".join(re.findall(r"[^][,\s]+", value))
             flags = self.flags.replace("{}", several or "VALUE")
         text = f"use {flags}" if flags else "leave it out"
         return f"{text} ({self.note})" if self.note else text

@@ -483,6 +483,8 @@ def state_dict_of(content: Mapping[str, Any]) -> dict[str, Any]:
 
     Names from several state dicts, e.g. of a student and a teacher, start with the dict's key.
     """
+    if content.get("shard_metadata") is not None:
+        raise ValueError(_OF_ONE_CHIP)
     content = _unwrapped(content)
     if any(map(_is_tensor, content.values())):  # the model's, next to its optimizer
         content = {
@@ -508,6 +510,12 @@ def state_dict_of(content: Mapping[str, Any]) -> dict[str, Any]:
     if any(isinstance(value, DTensor) for value in tensors.values()):
         raise ValueError(f"it contains one process's parts of tensors: {_SAVE_WHOLE}")
     return tensors
+
+
+_OF_ONE_CHIP = (
+    "it has one chip's shards of the weights (PyTorch/XLA FSDP): join the files of all chips with "
+    "python3 -m torch_xla.distributed.fsdp.consolidate_sharded_ckpts (docs/coming_from.md)"
+)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -26,6 +26,7 @@ from tests.support.trained_models import put_trained
 from tests.support.typed_with_fakes import (
     benchmark_takes,
     compiles,
+    consolidates,
     docker_builds,
     docker_runs,
     explains_profile,
@@ -415,7 +416,8 @@ CHECKS: dict[str, Callable[[Machine, Command, Path], None]] = {
     r"python3 run_vit_training.py --pretrained .*AI-Lab-Makerere/beans": fine_tunes_beans,
     r"python3 -m launch.xla_dist \S+ -- gcloud": gcloud_takes_there,
     r"(timeout .* )?launch/(setup_pod|queued_resource)": on_a_pod,
-    r"python3 (-m launch.|\S*/launch/)(xla_dist|compute_engine)": on_a_pod,
+    r"(cd ~ && )?python3 (-m launch\.|vit-fsdp/launch/)(xla_dist|compute_engine)": on_a_pod,
+    r"python3 -m torch_xla\S+consolidate_sharded_ckpts": consolidates,
     r"launch/install_transformer_engine.sh": installs_transformer_engine,
     r"python3 -m launch.gke": on_gke,
     r"python3 run_vit_training.py|(\S+=\S+ )*(launch/torchrun.sh|sbatch)": trains,

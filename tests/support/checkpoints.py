@@ -1,6 +1,8 @@
 """Write, damage and compare checkpoints."""
 
 import os
+import re
+from collections.abc import Mapping
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -107,3 +109,33 @@ def assert_same_bits(folder, other):
     assert one.keys() == two.keys()
     unlike = [name for name in one if not torch.equal(one[name], two[name])]
     assert [name for name in unlike if name != "training.arguments"] == []
+
+
+def write_shards_of_xla_fsdp(pattern: str, state: Mapping[str, torch.Tensor], ranks: int) -> None:
+    """Write a model as torch_xla's FSDP saves it without flattened parameters, in a file per rank.
+
+    As torch_xla 2.9.0 writes it: the root and each block are units; a part is padded and flat.
+    ``pattern`` has ``{}`` for the rank.
+    """
+    separator = "_FSDP_SHARD_SEPARATOR_"
+    shard_info: dict[str, dict] = {}
+    parts: list[dict[str, torch.Tensor]] = [{} for _ in range(ranks)]
+    for name, value in state.items():
+        block = re.match(r"blocks\.\d+", name)
+        unit = f"_fsdp_wrapped_module.{block[0]}" if block else ""
+        inside = name.removeprefix(f"{block[0]}.") if block else name
+        original = f"_fsdp_wrapped_module._fpw_module.{inside}"
+        suffix = f"_fsdp_shard.{original}".replace(".", separator)
+        shard_info.setdefault(unit, {})[suffix] = {
+            "_orig_size": list(value.shape),
+            "_orig_name": original,
+        }
+        flat = value.flatten()
+        padded = torch.nn.functional.pad(flat, (0, -len(flat) % ranks))
+        for part, shard in zip(parts, padded.chunk(ranks), strict=True):
+            part[f"{unit}.{suffix}".lstrip(".")] = shard.clone()
+    for rank, part in enumerate(parts):
+        metadata = {"shard_info": shard_info, "flatten_info": {}, "buffer_info": {}}
+        metadata |= {"world_size": ranks, "rank": rank}
+        saved = {"model": part, "shard_metadata": metadata, "optimizer": {}, "lr_scheduler": {}}
+        torch.save(saved, pattern.format(rank))

@@ -13,6 +13,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import timm
@@ -29,6 +30,7 @@ from tests.fakes.hub_server import TOKEN, HubServer, Repository
 from tests.fakes.new_machine import Machine
 from tests.fakes.pod import gcloud_accepts, workers_here
 from tests.support.archives import write_imagenet_archives
+from tests.support.checkpoints import write_shards_of_xla_fsdp
 from tests.support.cli import ROOT, run_program, tiny, train_tiny
 from tests.support.documented_commands import Command
 from tests.support.launching import script
@@ -118,7 +120,11 @@ def program_takes(flags: list[str], backend: str) -> None:
     config, model = resolve_model(asked.run)
     if config.sharding.mesh_dcn == "slices":  # two are named where it is documented
         config = replace(config, sharding=replace(config.sharding, mesh_dcn=2))
-    backend_config = asked.xla if backend == "xla" else replace(asked.torch, fsdp="fsdp2")
+    backend_config: Any = replace(asked.torch, fsdp="fsdp2")
+    if backend == "xla":
+        backend_config = (
+            replace(asked.xla, xla_fsdp="nested") if asked.xla.shard_on_cpu else asked.xla
+        )
     check_rules(replace(resolve_common(config), backend=backend), backend_config)
     check_batch(Run(config, backend_config, model, make_mesh(config.sharding, 64)))
 
@@ -162,6 +168,17 @@ def names_packages(machine: Machine, command: Command, tmp_path: Path) -> None:
         files += [line.removeprefix("-r ") for line in lines if line.startswith("-r ")]
         packages = [line for line in lines if line and not line.startswith("-r ")]
         assert all(Requirement(line).specifier for line in packages)
+
+
+def consolidates(machine: Machine, command: Command, tmp_path: Path) -> None:
+    """torch_xla's own tool finds the files of two chips."""
+    (machine.home / "old").mkdir()
+    state = {"head.bias": torch.arange(5.0)}
+    write_shards_of_xla_fsdp(f"{machine.home}/old/epoch_10_rank_{{}}.ckpt", state, 2)
+    done = machine.run(command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    joined = torch.load(machine.home / "old" / "epoch_10.pth")["model"]
+    assert torch.equal(joined["head.bias"], state["head.bias"])
 
 
 def installs_transformer_engine(machine: Machine, command: Command, tmp_path: Path) -> None:
@@ -248,7 +265,8 @@ def on_a_pod(machine: Machine, command: Command, tmp_path: Path) -> None:
         *_, asked = (pod / f"worker_{index}" / "asked").read_text().splitlines()
         if "run_vit_training.py" in command.text:
             unbuffered, program, *flags = asked.split()
-            assert (unbuffered, program) == ("-u", "run_vit_training.py")
+            assert unbuffered == "-u"
+            assert program in ("run_vit_training.py", "vit-fsdp/run_vit_training.py")
             program_takes(flags, "xla")
         elif "launch/torchrun.sh" in command.text:
             started, _, flags = asked.partition("/run_vit_training.py ")

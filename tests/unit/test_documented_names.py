@@ -14,6 +14,7 @@ from tests.support.documented_commands import (
     known_flags,
 )
 from training.flags import by_field
+from training.foreign_flags import TABLES
 
 pytestmark = pytest.mark.fast
 
@@ -30,6 +31,8 @@ def test_flags_and_files_that_documents_name_are_there():
     known |= {flag for flag in flags if f'"{flag[2:]}"' in ours}  # libtpu's, which we set
     known |= {"--node-count", "--node-prefix", "--recursive", "--tee", "--tpu-topology"}  # others'
     known |= {"--clear-soft-delete", "--foreground", "--logdir", "--valid-until-duration"}
+    known |= {"--ckpt_prefix", "--ckpt_suffix", "--save_path", "--nproc_per_node"}
+    known |= {word for table in TABLES for word in table}  # with what to type in their place
     assert not flags - known
     packages = [ROOT, *(path for path in ROOT.iterdir() if path.is_dir())]
     missing = {path for path in paths if not any((at / path).exists() for at in packages)}

@@ -1,8 +1,11 @@
 """Weights that other programs saved: timm's trainer, compiled and wrapped models, Hugging Face."""
 
 import argparse
+import importlib.util
 import json
 import pathlib
+import runpy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,8 +27,10 @@ from torchvision.datasets import ImageFolder
 import run_vit_training
 from data.config import DataConfig
 from data.index import cached_split
+from models.registry import open_model
 from tests.references.plain_hybrid_vit import random_hybrid_vit
-from tests.support.cli import DIGITS, train_tiny_gpu
+from tests.support.checkpoints import write_shards_of_xla_fsdp
+from tests.support.cli import DIGITS, HAS_XLA, train_tiny_gpu
 from tests.support.usage_error import told_in_one_line
 from tools.convert import main as convert
 from training.weights import weights_in
@@ -474,3 +479,52 @@ def test_physicsnemos_hybrid_vit_both_ways(dimension, capsys, tmp_path):
     (evaluation,) = tuned.evaluations
     assert evaluation["val_loss"] == plain_loss(theirs, data["val"])
     assert evaluation["val_loss"] != expected
+
+
+# -- PyTorch/XLA's ViT-10B example ----------------------------------------------------------------
+
+
+class ExampleModel(nn.Module):
+    """The example's, with its names: timm's blocks, whose norms have an epsilon of 1e-5."""
+
+    def __init__(self):
+        super().__init__()
+        self.patch_embed = timm.layers.PatchEmbed(16, 4, 3, 32)
+        self.pos_embed = nn.Parameter(torch.randn(1, 16, 32))
+        self.blocks = nn.Sequential(
+            *(timm.models.vision_transformer.Block(32, 2, qkv_bias=True) for _ in range(2))
+        )
+        self.norm = nn.LayerNorm(32, eps=1e-6)
+        self.head = nn.Linear(32, 12)
+
+    def forward(self, images):
+        tokens = self.patch_embed(images) + self.pos_embed
+        return self.head(self.norm(self.blocks(tokens)).mean(1))
+
+
+@pytest.mark.skipif(not HAS_XLA, reason="no torch_xla for this PyTorch")
+def test_a_consolidated_checkpoint_of_pytorch_xlas_example(capsys, tmp_path):
+    """Shards of three chips, joined by torch_xla's own tool; a single one is refused."""
+    torch.manual_seed(0)
+    example = ExampleModel().eval()
+    write_shards_of_xla_fsdp(f"{tmp_path}/epoch_10_rank_{{}}.ckpt", example.state_dict(), 3)
+    folder = Path(importlib.util.find_spec("torch_xla").origin).parent
+    tool = runpy.run_path(str(folder / "distributed" / "fsdp" / "state_dict_utils.py"))
+    joined = str(tmp_path / "epoch_10.pth")
+    tool["consolidate_sharded_model_checkpoints"](f"{tmp_path}/epoch_10_rank_", "*.ckpt", joined)
+    capsys.readouterr()
+    converted = tmp_path / "converted.safetensors"
+    assert convert([joined, str(converted)]) == 0
+    state = load_file(converted)
+    theirs = example.state_dict()
+    assert state.keys() == theirs.keys()
+    assert all(torch.equal(state[name], theirs[name]) for name in theirs)
+    model = open_model("vit_10b", MODEL | {"num_classes": 12}).build().to_empty(device="cpu").eval()
+    model.load_state_dict(state)
+    images = torch.randn(4, 3, 16, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), example(images), rtol=1e-3, atol=1e-3)
+    capsys.readouterr()
+    assert convert([f"{tmp_path}/epoch_10_rank_0.ckpt", str(tmp_path / "new.pt")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "it has one chip's shards of the weights (PyTorch/XLA FSDP): join the files of" in line
