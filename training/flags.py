@@ -231,7 +231,11 @@ def check_foreign(others: Iterable[Any], backend: str, given: Collection[str]) -
 
 
 class _Mistake(UsageError):
-    """Raised for an invalid command line; the message is one line."""
+    """Raised for an invalid command line; the message is one line. ``see``: where to read more."""
+
+    def __init__(self, message: str, see: str = "--help") -> None:
+        super().__init__(message)
+        self.see = see
 
 
 # ------------------------------------------------------------------------------------------------
@@ -345,7 +349,7 @@ def parse(argv: Sequence[str] | None, configs: Mapping[str, type]) -> dict[str, 
         if "help" in values:
             _print_help(values["help"], known)
         if unknown:
-            raise _Mistake(_describe_unknown(unknown, words, names))
+            raise _unknown_words(unknown, words, names)
         values["given"] = frozenset(values)
         for option in known:
             env = option.flag.env
@@ -354,24 +358,29 @@ def parse(argv: Sequence[str] | None, configs: Mapping[str, type]) -> dict[str, 
                     values[option.field.name] = (option.flag.kind or not_empty)(os.environ[env])
                 except argparse.ArgumentTypeError as error:
                     raise _Mistake(f"environment variable {env}: {error}") from None
-    except (_Mistake, argparse.ArgumentTypeError) as mistake:
-        tell(UsageError(str(mistake)), " (see --help)")
+    except (_Mistake, argparse.ArgumentTypeError) as error:
+        mistake = error if isinstance(error, _Mistake) else _Mistake(str(error))
+        tell(mistake, f" (see {mistake.see})")
         sys.exit(2)
     return {name: from_values(config, values) for name, config in configs.items()}
 
 
-def _describe_unknown(unknown: Sequence[str], words: Sequence[Word], names: Collection[str]) -> str:
-    """Return what is wrong with unknown words: with all of other programs, else with the first."""
+def _unknown_words(
+    unknown: Sequence[str], words: Sequence[Word], names: Collection[str]
+) -> _Mistake:
+    """Return the error of unknown words: of all that are other programs', else of the first."""
     places = {word.text: word.place for word in words}
     if foreign := meanings(unknown):
-        return "; ".join(places[word] + text for word, text in foreign.items())
+        texts = [places[word] + text for word, text in foreign.items()]
+        return _Mistake("; ".join(texts), see="docs/coming_from.md")
     wrong = next((word for word in unknown if word.startswith("-")), unknown[0])
     place = places[wrong]
     if not wrong.startswith("-"):
         as_flag = ": settings are flags, as in --lr 1e-4" if "=" in wrong else ""
-        return f"{place}unrecognized argument: {wrong}{as_flag}"
+        return _Mistake(f"{place}unrecognized argument: {wrong}{as_flag}")
     near = difflib.get_close_matches(wrong.partition("=")[0], sorted(names), n=1)
-    return f"{place}unknown flag {wrong}" + (f": did you mean {near[0]}?" if near else "")
+    meant = f": did you mean {near[0]}?" if near else ""
+    return _Mistake(f"{place}unknown flag {wrong}{meant}")
 
 
 def tell(error: UsageError, hint: str = "") -> None:

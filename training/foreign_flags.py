@@ -119,6 +119,8 @@ SHARD_TENSOR = {
 """PhysicsNeMo's tutorial of ShardTensor and its example 5_vit_training_loop."""
 
 FSDP_TUTORIAL = {
+    "--nproc_per_node": Meaning(note="NPROC_PER_NODE=N before launch/torchrun.sh"),
+    "--nnodes": Meaning(note="NNODES=N before launch/torchrun.sh"),
     "--batch-size": Meaning("--batch_size {}", "times the devices: it is global"),
     "--test-batch-size": Meaning(note="evaluation uses --batch_size"),
     "--epochs": Meaning("--num_epochs {}"),
