@@ -6,7 +6,8 @@ tests/unit/training/test_foreign_flags.py holds both together.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 
@@ -16,15 +17,20 @@ class Meaning(NamedTuple):
     flags: str = ""
     """What to type; "" if nothing."""
     note: str = ""
-    off: str = ""
-    """What to type if the word's value is false; "" if nothing."""
+    by_value: Mapping[str, str] = MappingProxyType({})
+    """What to type for certain values of the word, in lower case."""
+
+    @property
+    def takes_value(self) -> bool:
+        return "{}" in self.flags or bool(self.by_value)
 
     def typed(self, value: str) -> str:
         """Return what to type for a value of the word, with the note."""
-        if value.lower() in ("null", "none", "-1"):
+        name = value.lower().rpartition(".")[2]  # of ShardingStrategy.NO_SHARD, for example
+        if name in self.by_value:
+            flags = self.by_value[name]
+        elif name in ("false", "null", "none", "-1"):
             flags = ""
-        elif value.lower() == "false":
-            flags = self.off
         else:  # Hydra writes several as [0.9,0.98]
             several = " ".join(re.findall(r"[^][,\s]+", value))
             flags = self.flags.replace("{}", several or "VALUE")
@@ -34,10 +40,12 @@ class Meaning(NamedTuple):
 
 def switch(name: str) -> Meaning:
     """Return the meaning of a setting that is true or false, as our flag with a ``--no-`` form."""
-    return Meaning(f"--{name}", off=f"--no-{name}")
+    return Meaning(f"--{name}", by_value={"false": f"--no-{name}"})
 
 
-_DEVICES = "devices that the other flags leave"
+_ON_THE_CPU = Meaning(
+    note="CUDA_VISIBLE_DEVICES= before the command hides the GPUs: it then trains on the CPU"
+)
 
 RECIPE = {
     # Hydra's own.
@@ -55,8 +63,8 @@ RECIPE = {
         "qkv_bias qk_norm scale_attn_norm scale_mlp_norm proj_bias class_token no_embed_class "
         "pre_norm final_norm fc_norm pool_include_prefix"
     ).split()},
-    "model.vit.pos_embed": Meaning("--pos_embed learn", off="--pos_embed none"),
-    "model.vit.weight_init": Meaning("--weight_init jax", "timm's other schemes: jax_nlhb, moco"),
+    "model.vit.pos_embed": Meaning("--pos_embed learn", by_value={"false": "--pos_embed none"}),
+    "model.vit.weight_init": Meaning("--weight_init {}", "timm is the default", {"timm": ""}),
     "model.vit.init_variance_rescale": Meaning(note="no flag: models that need it have it"),
     "model.transformer_engine": Meaning("--block te"),
     "model.channels_last": Meaning("--channels_last"),
@@ -67,7 +75,7 @@ RECIPE = {
     "optimizer.weight_decay": Meaning("--weight_decay {}"),
     # distributed
     "distributed.dp_outer": Meaning("--dp_outer {}"),
-    "distributed.dp_shard": Meaning("--dp_shard {}", f"default: all {_DEVICES}"),
+    "distributed.dp_shard": Meaning("--dp_shard {}", "default: all other devices"),
     "distributed.cp": Meaning("--mesh_domain {}", "it splits the rows of images"),
     "distributed.tp": Meaning("--mesh_tensor {}", "XLA only"),
     # fsdp
@@ -75,8 +83,10 @@ RECIPE = {
     "fsdp.zero_dp_strategy": Meaning("--zero_dp_strategy {}"),
     "fsdp.fsdp_unit_modules": Meaning(note="each block is a unit, and what is around them"),
     "fsdp.outer_dp_sharding_strategy": Meaning("--outer_dp_sharding_strategy {}"),
-    "fsdp.grad_reduce_in_fp32": Meaning("--reduce_dtype fp32", off="--reduce_dtype bf16"),
-    "fsdp.preserve_fp32_weights": Meaning(off="--no_preserve_fp32_weights"),
+    "fsdp.grad_reduce_in_fp32": Meaning(
+        "--reduce_dtype fp32", "default", {"false": "--reduce_dtype bf16"}
+    ),
+    "fsdp.preserve_fp32_weights": Meaning(by_value={"false": "--no_preserve_fp32_weights"}),
     # training
     "training.steps": Meaning("--max_steps {}"),
     "training.val_interval": Meaning(
@@ -85,7 +95,7 @@ RECIPE = {
     "training.log_interval": Meaning("--log_step_interval {}"),
     "training.checkpoint.path": Meaning("--ckpt_dir {}"),
     "training.checkpoint.resume_from_metric": Meaning(
-        "--resume lowest_loss", "-: lowest_loss; +: best; null: auto"
+        "--resume auto", by_value={"-": "--resume lowest_loss", "+": "--resume best"}
     ),
     "inference.checkpoint.path": Meaning("--predict IMAGE --resume {}"),
     "inference.checkpoint.format": Meaning(note="--resume detects the format"),
@@ -125,12 +135,8 @@ FSDP_TUTORIAL = {
     "--test-batch-size": Meaning(note="evaluation uses --batch_size"),
     "--epochs": Meaning("--num_epochs {}"),
     "--gamma": Meaning("--lr_schedule step --decay_epochs 1 --decay_rate {}"),
-    "--no-cuda": Meaning(
-        note="CUDA_VISIBLE_DEVICES= before the command hides the GPUs: it then trains on the CPU"
-    ),
-    "--no-accel": Meaning(
-        note="CUDA_VISIBLE_DEVICES= before the command hides the GPUs: it then trains on the CPU"
-    ),
+    "--no-cuda": _ON_THE_CPU,
+    "--no-accel": _ON_THE_CPU,
     "--track_memory": Meaning(note="log lines on GPUs have the peak memory; details: --profile"),
     "--run_validation": Meaning("--test_epoch_interval 1", "or fewer; the last epoch is evaluated"),
     "--save-model": Meaning("--ckpt_best", "checkpoints are always saved"),
@@ -142,12 +148,18 @@ FSDP_TUTORIAL = {
     "--buffer_dtype": Meaning(note="no buffers to cast; rotary positions stay fp32"),
     "--sharding_strategy": Meaning(
         "--zero_dp_strategy 3",
-        "FULL_SHARD: 3; SHARD_GRAD_OP: 2; NO_SHARD: 0; HYBRID_SHARD: --dp_outer N",
+        by_value={
+            "shard_grad_op": "--zero_dp_strategy 2",
+            "no_shard": "--zero_dp_strategy 0",
+            "hybrid_shard": "--dp_outer 2",
+        },
     ),
     "--limit_all_gathers": Meaning("--forward_prefetch 1", "default"),
     "--explicit-prefetching": Meaning("--forward_prefetch 2 --backward_prefetch 2"),
     "--explicit-prefetch": Meaning("--forward_prefetch 2 --backward_prefetch 2"),
-    "--fsdp_activation_checkpointing": Meaning("--grad_ckpt full", "default", "--grad_ckpt none"),
+    "--fsdp_activation_checkpointing": Meaning(
+        "--grad_ckpt full", "default", {"false": "--grad_ckpt none"}
+    ),
     "--checkpoint_type": Meaning(note="always sharded; one file: tools.convert"),
     "--save_optimizer": Meaning(note="checkpoints always have the optimizer"),
     "--dcp-api": Meaning(note="checkpoints are always DCP"),
@@ -171,7 +183,7 @@ def meanings(unknown: Sequence[str]) -> dict[str, str]:
         meaning = known.get(_plain(name))
         if not meaning or not (equals or name.startswith("-")):
             continue
-        if not equals and "{}" in meaning.flags and not re.match(r"-\D|.*=", following):
+        if not equals and meaning.takes_value and not re.match(r"-\D|.*=", following):
             value = following
         texts[word] = f"{name}: {meaning.typed(value)}"
     return texts

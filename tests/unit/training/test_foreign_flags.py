@@ -18,8 +18,12 @@ pytestmark = pytest.mark.fast
 
 WORDS = {word: meaning for table in TABLES for word, meaning in table.items()}
 PAGE = (ROOT / "docs" / "coming_from.md").read_text()
-VALUES = ("2", "1", "0.5", "bf16", "learn", "avg", "")
+VALUES = ("2", "1", "0.5", "bf16", "jax", "avg")
 """One of them is a value of each flag."""
+
+
+def _flags(meaning):
+    return " ".join([meaning.flags, *meaning.by_value.values()]).strip()
 
 
 def refusal(capsys, words):
@@ -51,6 +55,11 @@ def refusal(capsys, words):
         ("model.vit.init_values=null", ["model.vit.init_values: leave it out"]),
         ("fsdp.preserve_fp32_weights=true", ["leave it out"]),
         ("fsdp.preserve_fp32_weights=false", ["use --no_preserve_fp32_weights"]),
+        ("training.checkpoint.resume_from_metric=-", ["use --resume lowest_loss"]),
+        ("training.checkpoint.resume_from_metric=+", ["use --resume best"]),
+        ("training.checkpoint.resume_from_metric=null", ["leave it out"]),
+        ("model.vit.weight_init=timm", ["leave it out (timm is the default)"]),
+        ("model.vit.weight_init=moco", ["use --weight_init moco"]),
         # The ShardTensor example's.
         (
             "--domain_size 4 --ddp_size 2 --use_mixed_precision",
@@ -71,6 +80,10 @@ def refusal(capsys, words):
         ),
         ("--batch-size 64", ["use --batch_size 64 (times the devices: it is global)"]),
         ("--gamma --epochs 3", ["--decay_rate VALUE", "use --num_epochs 3"]),
+        ("--sharding_strategy SHARD_GRAD_OP", ["use --zero_dp_strategy 2"]),
+        ("--sharding_strategy=ShardingStrategy.NO_SHARD", ["use --zero_dp_strategy 0"]),
+        ("--sharding_strategy FULL_SHARD", ["use --zero_dp_strategy 3"]),
+        ("--fsdp_activation_checkpointing --dry-run", ["--grad_ckpt full", "--max_steps 1"]),
         # Nobody's: what is no flag of ours stays a mistake of spelling.
         ("lr=1e-4", ["unrecognized argument: lr=1e-4: settings are flags, as in --lr 1e-4"]),
         ("gamma=0.7", ["--decay_rate 0.7"]),
@@ -97,7 +110,7 @@ def test_the_line_of_a_file_is_named(tmp_path, capsys):
 def test_what_to_type_is_valid(word):
     """Each answer's flags are read as a command line, with a value of their kind."""
     meaning = WORDS[word]
-    for flags in filter(None, (meaning.flags, meaning.off)):
+    for flags in filter(None, (meaning.flags, *meaning.by_value.values())):
         if "{}" not in flags:
             flags = flags.replace("@FILE", "@recipes/digits.args")
             read_flags([w.replace("@", f"@{ROOT}/") for w in shlex.split(flags)])
@@ -111,9 +124,9 @@ def test_what_to_type_is_valid(word):
             break
         else:
             pytest.fail(f"no value fits {flags}")
-    named = re.findall(r"--\w[\w-]+", f"{meaning.flags} {meaning.off} {meaning.note}")
+    named = re.findall(r"--\w[\w-]+", f"{_flags(meaning)} {meaning.note}")
     assert not {*named} - known_flags() - {"--fsdp"}
-    assert meaning.flags or meaning.off or meaning.note
+    assert _flags(meaning) or meaning.note
     assert word not in known_flags()
 
 
@@ -126,7 +139,7 @@ def test_every_word_stands_on_the_page_beside_its_flags():
             if re.search(rf"`[^`]*(?<!\w){re.escape(word)}(?!\w)", row[0])
         ]
         assert told, f"{word} is not on docs/coming_from.md"
-        for flag in re.findall(r"(?:--|@)\w[\w/.-]+", f"{meaning.flags} {meaning.off}"):
+        for flag in re.findall(r"(?:--|@)\w[\w/.-]+", _flags(meaning)):
             assert any(flag in text for text in told), (word, flag)
 
 
