@@ -8,6 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":  # by its path from any folder, or by another Python
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    import check_python
+
+    check_python.check("tools.explain_profile")
+
 from config_fields import local_path
 from tools.compile_only.expected import ON_HOST
 from tools.compile_only.explain import kind_of_work, scope_near
