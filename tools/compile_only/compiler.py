@@ -220,13 +220,19 @@ def compile_graph(
             check = re.search(r"Check failed: .*", text)
             why = check[0] if check else text[-300:]
             advice = "try another slice, batch size or mesh"
-            if "preferred_offset" in why:  # docs/evidence/findings.md
-                advice = (
-                    "libtpu 0.0.21 does so if a step needs slightly more HBM than a chip has: use "
-                    "a smaller batch, --residual_dtype bf16, --mesh_tensor or more chips"
-                )
+            for check, known in _CRASHES.items():
+                advice = known if check in why else advice
             raise UsageError(f"libtpu crashed on this step ({why}): {advice}") from None
     return replace(compiled, hlo=write_kernel_cycles(compiled.hlo, topology, variables))
+
+
+_CRASHES = {
+    "preferred_offset": "libtpu 0.0.21 does so if a step needs slightly more HBM than a chip has: "
+    "use a smaller batch, --residual_dtype bf16, --mesh_tensor or more chips",
+    "s_count.has_value()": "libtpu 0.0.21 does so for v4 on some steps of several graphs: drop "
+    "--mark_step_after_forward",
+}
+"""Advice by what libtpu's failed check says (docs/evidence/findings.md)."""
 
 
 def _compile(

@@ -332,6 +332,18 @@ def test_crash_of_libtpu_is_told():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
+def test_crash_of_libtpu_on_broken_graphs_is_told():
+    """On v4 alone (docs/evidence/findings.md)."""
+    where = "run_vit_training.py --compile_only --tpu_topology v4:2x2x1 --batch_size 8".split()
+    broken = "--model vit_10b --num_blocks 2 --mark_step_after_forward".split()
+    done = run_program(*where, *broken)
+    assert done.returncode == 2
+    assert "libtpu crashed on this step (Check failed: s_count.has_value()" in done.stderr
+    assert "several graphs: drop --mark_step_after_forward" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_report_without_the_graphs_after_one_that_does_not_fit():
     topology = parse_topology("v5e:2x2")
     capacity = topology.chip.hbm_bytes
