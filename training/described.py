@@ -119,7 +119,7 @@ _IGNORED = frozenset(
 are read elsewhere."""
 
 
-class Kind(NamedTuple):
+class ModelType(NamedTuple):
     """A model type of transformers."""
 
     model: str
@@ -139,8 +139,8 @@ _DEFAULTS = {
 _VIT = {**_DEFAULTS, "patch_size": 16, "intermediate_size": 3072, "layer_norm_eps": 1e-12}
 _DINOV2 = {**_DEFAULTS, "patch_size": 14, "mlp_ratio": 4, "layer_norm_eps": 1e-6}
 KINDS = {
-    "vit": Kind("vit_base_patch16_224", "ViT", _VIT, resizes_positions=False),
-    "dinov2": Kind("timm/vit_base_patch14_dinov2", "Bit", _DINOV2, resizes_positions=True),
+    "vit": ModelType("vit_base_patch16_224", "ViT", _VIT, resizes_positions=False),
+    "dinov2": ModelType("timm/vit_base_patch14_dinov2", "Bit", _DINOV2, resizes_positions=True),
 }
 """The model types of transformers, as of 5.24, that are known here."""
 _ARGUMENTS = {
@@ -345,7 +345,7 @@ def _of_timm(about: Sidecar, architecture: str) -> Iterator[Setting]:
             yield Setting(about, "input_size", value, name)
 
 
-def _of_transformers(about: Sidecar, processor: Sidecar, kind: Kind) -> Iterator[Setting]:
+def _of_transformers(about: Sidecar, processor: Sidecar, kind: ModelType) -> Iterator[Setting]:
     content = {**kind.defaults, **{k: v for k, v in about.content.items() if v is not None}}
     if processing := processing_of(processor, kind.processor):
         made = [*processing.size]
