@@ -105,7 +105,10 @@ def test_sharded_units_in_the_log(train, more, flags, shards, tmp_path):
     result = train(tmp_path, "--max_steps", "1", *flags.split(), **more)
     # A block of width 32: qkv, projection, MLP of 4 times the width, two norms.
     block = 3 * 32 * 33 + 32 * 33 + 2 * 4 * 32 * 32 + 5 * 32 + 2 * 2 * 32
-    around = int(re.search(r"([\d,]+) parameters\n", result.stdout)[1].replace(",", "")) - 2 * block
+    around = (
+        int(re.search(r"model: .*, ([\d,]+) parameters", result.stdout)[1].replace(",", ""))
+        - 2 * block
+    )
     blocks, root = result.run_file["units"]
     assert (blocks["first"], blocks["last"], blocks["count"]) == ("blocks.0", "blocks.1", 2)
     assert (root["first"], root["count"]) == ("", 1)
