@@ -30,10 +30,8 @@ SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda x: 1 - x,
     "sqrt": lambda x: 1 - math.sqrt(x),
     "constant": lambda x: 1.0,
-    "step": lambda x: 1.0,
 }
-"""Curves from 1 at x = 0 to 0 at x = 1; "constant" stays at 1, and "step" decays by
-``Schedule.step_decay``."""
+"""Curves from 1 at x = 0 to 0 at x = 1; "constant" stays at 1."""
 
 
 @dataclass(frozen=True)
