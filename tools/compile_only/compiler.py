@@ -220,8 +220,8 @@ def compile_graph(
             check = re.search(r"Check failed: .*", text)
             why = check[0] if check else text[-300:]
             advice = "try another slice, batch size or mesh"
-            for check, known in _CRASHES.items():
-                advice = known if check in why else advice
+            for part_of_message, known in _CRASHES.items():
+                advice = known if part_of_message in why else advice
             raise UsageError(f"libtpu crashed on this step ({why}): {advice}") from None
     return replace(compiled, hlo=write_kernel_cycles(compiled.hlo, topology, variables))
 
