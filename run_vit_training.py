@@ -179,7 +179,7 @@ def _with_initial_model(config: RunConfig) -> RunConfig:
 
 
 def _require_xla(flags: Flags, mode: str) -> None:
-    check_foreign(flags.backend_configs, "xla", flags.run.given)
+    check_foreign(flags.backend_configs, "xla", flags.run.explicitly_set)
     if flags.run.backend in ("cuda", "torchtpu"):
         raise errors.UsageError(f"{mode} requires --backend xla, not {flags.run.backend}")
 
@@ -217,7 +217,7 @@ def choose_backend(choice: BackendChoice) -> BackendChoice:
 def run_on_backend(flags: Flags, config: RunConfig, prepare: Prepare) -> None:
     """Resolve the run for its backend, prepare it, and run its body in every process."""
     backend = choose_backend(config.backend)
-    check_foreign(flags.backend_configs, backend, config.given)
+    check_foreign(flags.backend_configs, backend, config.explicitly_set)
     launch: Callable[[Callable[[Any, Any], None], Any], None]
     if backend == "xla":
         from xla_fsdp import resolve_xla

@@ -216,12 +216,12 @@ def programs_crops(root: Path, batch_size: int, workers: int) -> Iterator[int]:
 def _programs(root: Path, batch_size: int, workers: int, **request: Any) -> Iterator[int]:
     """Yield the lengths of the program's batches."""
     from data.config import DataConfig
-    from data.loader import Share
+    from data.loader import BatchShard
     from data.source import DatasetRequest, open_data
 
     config = DataConfig(data_dir=str(root), batch_size=batch_size, num_workers=workers)
     source = open_data(DatasetRequest(config, 3, (SIZE, SIZE), CLASSES, seed=0, **request))
-    loader = source.train_loader(batch_size, Share())
+    loader = source.train_loader(batch_size, BatchShard())
     epoch = 0
     while True:
         for _, labels in loader.epoch(epoch):

@@ -108,7 +108,7 @@ def measure(
     if peak is None:  # of a process with several virtual devices each one's part
         in_process = backend.device_count if run.config.backend == "xla" else 1
         peak = (_own_memory("VmHWM") - before) // in_process
-    largest = backend.largest_of_all(peak)()
+    largest = backend.all_reduce_max(peak)()
     if backend.is_main:
         found = {
             "seconds": seconds,

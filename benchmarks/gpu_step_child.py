@@ -126,7 +126,7 @@ def captured(step: Step, backend: Backend) -> Step:
     assert isinstance(backend, TorchBackend)
     for group in backend._optimizer._optimizer.param_groups:
         group["capturable"] = True
-    backend.begin_pass = lambda pass_index: None  # type: ignore[method-assign]
+    backend.begin_micro_batch = lambda micro_batch_index: None  # type: ignore[method-assign]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

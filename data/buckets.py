@@ -60,7 +60,7 @@ class BucketSplit(Split):
             low, high = (ratio * width / height for ratio in request.config.ratio)
             config = replace(request.config, ratio=(low, high))
             of_bucket = replace(request, size=(height, width), config=config)
-            self.in_sizes.append(split.with_request(of_bucket))
+            self.resized.append(split.with_request(of_bucket))
 
     def digest(self) -> str:
         return self._split.digest()
@@ -109,10 +109,10 @@ class BucketSampler(GlobalBatchSampler):
             images = images[torch.randperm(len(images), generator=generator)]
         else:
             images = images[images[:, 0].argsort()]
-        start = self.shard * self.share
+        start = self.shard * self.per_shard
         for batch in images[self.first_batch :]:
             bucket = int(self._bucket_of[batch[0]])  # the first image is never padding
-            share = batch[start : start + self.share].tolist()
+            share = batch[start : start + self.per_shard].tolist()
             yield [(self.epoch, index, bucket) for index in share]
 
 

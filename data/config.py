@@ -478,7 +478,7 @@ class DataConfig:
         return self.bucket_sizes or [(side, side) for side, _ in self.size_schedule]
 
     @property
-    def pass_size(self) -> int:
+    def global_micro_batch_size(self) -> int:
         """Return the number of images per forward pass, across all devices."""
         return self.batch_size // self.grad_accum_steps
 

@@ -174,7 +174,7 @@ class MosaicsSplit(Split):
         described = f"{self.seed} {self.name} {len(self)} {self.request.size}".encode()
         return xxhash.xxh3_64(described + self._pixels.tobytes()).hexdigest()
 
-    def make(self, number: int, epoch: int, index: int) -> torch.Tensor:
+    def load_sample(self, number: int, epoch: int, index: int) -> torch.Tensor:
         """Return this part's rows of a mosaic, normalized."""
         first, end = self.rows.start // SIZE, math.ceil(self.rows.stop / SIZE)
         pixels = _joined(self._pixels[self._cells(number, first, end)])

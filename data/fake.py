@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.loader import PADDING, Batch, BatchLoader, ConstantLoader, Share
-from data.packing import grids, kept_patches, places_of
+from data.loader import PADDING, Batch, BatchLoader, BatchShard, ConstantLoader
+from data.packing import grids, kept_patches, patch_coord_of
 from data.size_schedule import SizeSchedule
 from data.source import DatasetRequest, DataSource, Split
 
@@ -33,18 +33,18 @@ class Zeros(Split):
         super().__init__(request, name, np.broadcast_to(np.int64(0), LENGTHS[name]))
 
     def batches(
-        self, batch_size: int, share: Share, sizes: SizeSchedule | None = None
+        self, batch_size: int, shard: BatchShard, sizes: SizeSchedule | None = None
     ) -> BatchLoader:
         """Training drops a short last batch; validation fills it up with padding, by its labels."""
         full, rest = divmod(len(self), batch_size)
         dtype = self.request.config.image_dtype(len(self.request.size))
         # The operating system gives no memory to zeros of NumPy's until they are written to.
         # Zeros of torch.Tensor.expand take none either, but cannot be pinned for a GPU.
-        images = torch.from_numpy(np.zeros(share.shape_of(batch_size, self.shape), dtype))
+        images = torch.from_numpy(np.zeros(shard.shape_of(batch_size, self.shape), dtype))
         labels = torch.zeros(len(images), dtype=torch.int64)
         if self.is_train or not rest:
             return ConstantLoader(full, (images, labels))
-        present = torch.arange(len(images)) + share.shard * len(images) < rest
+        present = torch.arange(len(images)) + shard.index * len(images) < rest
         last = images, torch.where(present, labels, PADDING)
         return ConstantLoader(full + 1, (images, labels), last)
 
@@ -71,30 +71,30 @@ class ZerosInSequences(Zeros):
         self.sequences = len(self) // self._images
 
     def batches(
-        self, batch_size: int, share: Share, sizes: SizeSchedule | None = None
+        self, batch_size: int, shard: BatchShard, sizes: SizeSchedule | None = None
     ) -> BatchLoader:
         """Training drops a short last batch; validation fills it up with sequences without
         images."""
         full, rest = divmod(len(self), batch_size * self._images)
-        batch = self._batch(batch_size * self._images, batch_size, share)
+        batch = self._batch(batch_size * self._images, batch_size, shard)
         if self.is_train or not rest:
             return ConstantLoader(full, batch)
-        return ConstantLoader(full + 1, batch, self._batch(rest, batch_size, share))
+        return ConstantLoader(full + 1, batch, self._batch(rest, batch_size, shard))
 
-    def _batch(self, images: int, batch_size: int, share: Share) -> Batch:
-        """Return this share of a global batch of so many images, in sequences from the first on."""
-        count = batch_size // share.shards if share.loads else 0
+    def _batch(self, images: int, batch_size: int, shard: BatchShard) -> Batch:
+        """Return this shard of a global batch of so many images, in sequences from the first on."""
+        count = batch_size // shard.count if shard.loads else 0
         rows = torch.from_numpy(np.zeros((count, self._layout.length), np.uint8))
         labels = torch.full((count, *self.label_shape), PADDING)
         tokens = [self._tokens(inside) for inside in range(self._images + 1)]
         for number in range(count):
-            before = (share.shard * count + number) * self._images
+            before = (shard.index * count + number) * self._images
             inside = min(max(images - before, 0), self._images)
             self._layout.write_tokens(rows[number], *tokens[inside], images)
             labels[number, :inside] = 0
         return rows, labels
 
     def _tokens(self, images: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the places and segments of the tokens of a sequence of so many images."""
-        of_image = places_of(*self._grid.tolist(), self._pack.prefix)
+        """Return ``patch_coord`` and the segments of the tokens of a sequence of so many images."""
+        of_image = patch_coord_of(*self._grid.tolist(), self._pack.prefix)
         return self._layout.tokens_of([of_image[: self._pack.prefix + self._patches]] * images)

@@ -1,6 +1,6 @@
 """Samplers and loaders: which images a process loads, in which order, with which loader processes.
 
-- A ``Share`` is the part of each global batch that one process loads.
+- A ``BatchShard`` is the part of each global batch that one process loads.
 - A sampler determines the images of each global batch and their order.
 - A ``BatchLoader`` is what the training loop reads. ``DatasetLoader`` reads a dataset with loader
   processes. Each reads one part of a batch at a time, so several of them work on the first batch,
@@ -67,13 +67,13 @@ were replaced."""
 
 
 @dataclass(frozen=True)
-class Share:
+class BatchShard:
     """Which images of each global batch one process loads, and which of their rows: positions along
     the first spatial axis (an image's height, a volume's slices)."""
 
-    shard: int = 0
-    shards: int = 1
-    """The process loads shard number ``shard`` of ``shards`` equal shards of each global batch."""
+    index: int = 0
+    count: int = 1
+    """The process loads shard number ``index`` of ``count`` equal shards of each global batch."""
     rows: range | None = None
     """Contiguous rows of each image; None: all rows."""
     loads: bool = True
@@ -85,7 +85,7 @@ class Share:
     def shape_of(self, batch_size: int, image_shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the images that this process loads for a global batch of
         ``batch_size``."""
-        count = batch_size // self.shards if self.loads else 0
+        count = batch_size // self.count if self.loads else 0
         if self.rows is None:
             return (count, *image_shape)
         channels, _, *others = image_shape
@@ -135,7 +135,7 @@ class GlobalBatchSampler(Sampler[list[Key]]):
                 f"batch size {batch_size} is not divisible by the number of processes, {shards}"
             )
         self.length, self.batch_size, self.shuffle, self.seed = length, batch_size, shuffle, seed
-        self.shard, self.share = shard, batch_size // shards
+        self.shard, self.per_shard = shard, batch_size // shards
         self.epoch, self.first_batch, self.repeats = 0, 0, repeats
         self.numbers = range(length) if numbers is None else numbers
         self.size_of: SizeOfBatch | None = None
@@ -159,14 +159,14 @@ class GlobalBatchSampler(Sampler[list[Key]]):
         return torch.randperm(self.length, generator=generator)
 
     def __iter__(self) -> Iterator[list[Key]]:
-        repeats, first = self.repeats, self.shard * self.share
+        repeats, first = self.repeats, self.shard * self.per_shard
         order = self.shuffled(self.generator()) if self.shuffle else self.numbers
         for number in range(self.first_batch, len(self)):
             places = range(number * self.batch_size, (number + 1) * self.batch_size)
             # A stable sort: within one repeat the order stays.
             by_repeat = sorted(places, key=lambda place: place % repeats)
             keys: list[Key] = []
-            for place in by_repeat[first : first + self.share]:
+            for place in by_repeat[first : first + self.per_shard]:
                 position, repeat = divmod(place, repeats)
                 image = int(order[position]) if position < self.length else PADDING
                 keys.append((self.epoch * repeats + repeat, image))
@@ -279,9 +279,9 @@ class DatasetLoader:
         self._dataset, self._sampler, self.workers = dataset, sampler, workers
         # Without workers, transforms would share this process's random state with the step.
         self.prefetch_depth = 2 if workers else 0
-        share_of_worker = min(-(-sampler.share // max(workers, 1)), _MAX_PART)
-        size = max(share_of_worker, sampler.read_together) if workers else sampler.share
-        self._parts = _Parts(sampler, min(size, sampler.share))
+        share_of_worker = min(-(-sampler.per_shard // max(workers, 1)), _MAX_PART)
+        size = max(share_of_worker, sampler.read_together) if workers else sampler.per_shard
+        self._parts = _Parts(sampler, min(size, sampler.per_shard))
         self._bad: dict[str, BadImage] = {}  # by path; filled in the thread that prefetches
         self._reported = 0
         """Number of them that ``bad_images`` has returned."""
@@ -314,7 +314,7 @@ class DatasetLoader:
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
         next_batch, failures = first_batch, 0
-        parts_per_batch = -(-self._sampler.share // self._parts.size)
+        parts_per_batch = -(-self._sampler.per_shard // self._parts.size)
         while next_batch < len(self):
             self._sampler.set_position(epoch, next_batch)
             parts: list[Batch] = []

@@ -81,14 +81,14 @@ class PackLayout:
         return sum(self._lengths)
 
     def pack(
-        self, patches: torch.Tensor, places: np.ndarray, segments: np.ndarray, images: int
+        self, patches: torch.Tensor, patch_coord: np.ndarray, segments: np.ndarray, images: int
     ) -> torch.Tensor:
         """Pack one sequence into (length,) uint8: ``patches`` (tokens, patch_bytes) uint8,
-        ``places`` (tokens, 4), ``segments`` (tokens,), and the number of images in the whole global
-        batch."""
+        ``patch_coord`` (tokens, 4), ``segments`` (tokens,), and the number of images in the whole
+        global batch."""
         row = self.empty()
         self.patches_in(row).copy_(patches)
-        self.write_tokens(row, places, segments, images)
+        self.write_tokens(row, patch_coord, segments, images)
         return row
 
     def empty(self) -> torch.Tensor:
@@ -102,18 +102,18 @@ class PackLayout:
     def tokens_of(self, images: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Return the positions (tokens, 4) and segments (tokens,) of a sequence of consecutive
         images, followed by padding. ``images``: the token positions of each image."""
-        places = np.zeros((self.request.tokens, _NUMBERS), np.int32)
+        patch_coord = np.zeros((self.request.tokens, _NUMBERS), np.int32)
         segments, end = np.zeros(self.request.tokens, np.uint8), 0
         for number, of_image in enumerate(images, 1):
             first, end = end, end + len(of_image)
-            places[first:end], segments[first:end] = of_image, number
-        return places, segments
+            patch_coord[first:end], segments[first:end] = of_image, number
+        return patch_coord, segments
 
     def write_tokens(
-        self, row: torch.Tensor, places: np.ndarray, segments: np.ndarray, images: int
+        self, row: torch.Tensor, patch_coord: np.ndarray, segments: np.ndarray, images: int
     ) -> None:
         """Write everything except the patches into a row; see ``pack``."""
-        numbers = places.astype("<u2"), segments.astype(np.uint8), np.array([images], "<u4")
+        numbers = patch_coord.astype("<u2"), segments.astype(np.uint8), np.array([images], "<u4")
         written = np.concatenate([part.reshape(-1).view(np.uint8) for part in numbers])
         row[self._lengths[0] :] = torch.from_numpy(written)
 
@@ -204,15 +204,15 @@ def patches_of(image: torch.Tensor, patch: tuple[int, int]) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=4096)
-def places_of(rows: int, columns: int, prefix: int) -> np.ndarray:
+def patch_coord_of(rows: int, columns: int, prefix: int) -> np.ndarray:
     """Return the token positions of an image with this grid, (prefix + rows * columns, 4), int32:
     class and register tokens first, then patches row by row."""
-    places = np.zeros((prefix + rows * columns, _NUMBERS), np.int32)
-    places[:prefix, 0] = np.arange(prefix)
-    places[prefix:, 0], places[prefix:, 1] = np.divmod(np.arange(rows * columns), columns)
-    places[prefix:, 2:] = rows, columns
-    places.flags.writeable = False
-    return places
+    patch_coord = np.zeros((prefix + rows * columns, _NUMBERS), np.int32)
+    patch_coord[:prefix, 0] = np.arange(prefix)
+    patch_coord[prefix:, 0], patch_coord[prefix:, 1] = np.divmod(np.arange(rows * columns), columns)
+    patch_coord[prefix:, 2:] = rows, columns
+    patch_coord.flags.writeable = False
+    return patch_coord
 
 
 # -- the images of a sequence ------------------------------------------------------------
@@ -322,13 +322,14 @@ class PackSampler(GlobalBatchSampler):
         self._pack_epoch = pack_epoch
 
     def __iter__(self) -> Iterator[list[Key]]:
-        packing, first = self._pack_epoch(self.epoch), self.shard * self.share
+        packing, first = self._pack_epoch(self.epoch), self.shard * self.per_shard
         for number in range(self.first_batch, len(self)):
             places = range(number * self.batch_size, (number + 1) * self.batch_size)
             sequences = [self._images(packing, place) for place in places]
             images = sum(map(len, sequences))
             yield [
-                (self.epoch, images, *numbers) for numbers in sequences[first : first + self.share]
+                (self.epoch, images, *numbers)
+                for numbers in sequences[first : first + self.per_shard]
             ]
 
     def _images(self, packing: Packing, place: int) -> Sequence[int]:

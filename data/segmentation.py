@@ -153,7 +153,7 @@ class MosaicWindows(WindowSplit):
         self._mosaics = mosaics
 
     def picture(self, image: int) -> torch.Tensor:
-        return self._mosaics.make(image, 0, image)
+        return self._mosaics.load_sample(image, 0, image)
 
     def mask(self, image: int) -> np.ndarray:
         return self._mosaics.mask(image)

@@ -19,11 +19,11 @@ from data.loader import (
     PADDING,
     BadImage,
     BatchLoader,
+    BatchShard,
     DatasetLoader,
     GlobalBatchSampler,
     Key,
     Sample,
-    Share,
 )
 from data.packing import (
     WINDOW,
@@ -32,8 +32,8 @@ from data.packing import (
     grids,
     kept_patches,
     pack_images,
+    patch_coord_of,
     patches_of,
-    places_of,
     too_large,
 )
 from data.sizes import image_sizes
@@ -144,12 +144,12 @@ class PackedSplit(Split):
         sampler.read_together = -(-self._together * self.sequences // len(self))
         return sampler
 
-    def batches_of(self, numbers: Sequence[int], batch_size: int, share: Share) -> BatchLoader:
+    def batches_of(self, numbers: Sequence[int], batch_size: int, shard: BatchShard) -> BatchLoader:
         images = np.array(numbers)
         packing = pack_images(images, self._tokens(self.grids_of(images, 0)), self.pack)
-        how = {"shuffle": False, "shard": share.shard, "shards": share.shards}
+        how = {"shuffle": False, "shard": shard.index, "shards": shard.count}
         sampler = PackSampler(lambda _epoch: packing, len(packing), batch_size, **how)
-        workers = self._workers(share) if len(sampler) > 1 else 0
+        workers = self._workers(shard) if len(sampler) > 1 else 0
         return DatasetLoader(self, sampler, min(workers, len(sampler)))
 
     # -- a sequence ---------------------------------------------------------------------
@@ -171,7 +171,7 @@ class PackedSplit(Split):
         epoch, images_in_batch, *indices = key
         row, tokens, prefix = self._layout.empty(), self.pack.tokens, self.pack.prefix
         patches = self._layout.patches_in(row)
-        places, segments = np.zeros((tokens, 4), np.int32), np.zeros(tokens, np.uint8)
+        patch_coord, segments = np.zeros((tokens, 4), np.int32), np.zeros(tokens, np.uint8)
         labels, bad = [PADDING] * self.pack.images, list[BadImage]()
         of_grids, end = self.grids_of(indices, epoch), 0
         counts = self._tokens(of_grids).tolist()
@@ -182,15 +182,15 @@ class PackedSplit(Split):
             bad += unreadable
             if values is None:
                 continue
-            of_image, written = places_of(*grid, prefix), patches[first + prefix : end]
+            of_image, written = patch_coord_of(*grid, prefix), patches[first + prefix : end]
             if end - first == len(of_image):
                 written.view(values.shape).copy_(values)
             else:
                 kept = self._kept(epoch, index, math.prod(grid), len(written))
                 written.copy_(values.flatten(2).flatten(0, 1)[kept])
                 of_image = np.concatenate([of_image[:prefix], of_image[prefix:][kept]])
-            places[first:end], segments[first:end] = of_image, image + 1
-        self._layout.write_tokens(row, places, segments, images_in_batch)
+            patch_coord[first:end], segments[first:end] = of_image, image + 1
+        self._layout.write_tokens(row, patch_coord, segments, images_in_batch)
         return row, labels, bad
 
     def _patches(self, number: int, epoch: int, index: int, grid: list[int]) -> torch.Tensor:
@@ -221,7 +221,7 @@ def sequence_of_one(request: DatasetRequest) -> Transform:
 
     def sequence(image: OpenImage) -> torch.Tensor:
         ((rows, columns),) = grids(np.array([image.size]), pack).tolist()
-        of_image, row = places_of(rows, columns, pack.prefix), layout.empty()
+        of_image, row = patch_coord_of(rows, columns, pack.prefix), layout.empty()
         values = patches_of(
             transform(image, (rows * pack.patch[0], columns * pack.patch[1])), pack.patch
         )

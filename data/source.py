@@ -301,7 +301,7 @@ class Split(Dataset):
     """Whether a subset of an image's rows can be read without the others."""
     sequences = 0
     """Number of image sequences in the first epoch; 0: images are not packed into sequences."""
-    gives_numbers = False
+    returns_index = False
     """Whether an image is returned with its number instead of its label."""
 
     def __init__(
@@ -321,14 +321,15 @@ class Split(Dataset):
         self.seed, self.is_train = request.seed, name == "train" and request.augment
         """``is_train``: images are shuffled, augmented, and replaced if broken."""
         self.shape: tuple[int, ...] = request.shape
-        """Shape of the result of ``make``."""
+        """Shape of the result of ``load_sample``."""
         self.label_shape: tuple[int, ...] = ()
         """Shape of the label of one item."""
         if self.is_train and request.layout:
             self.shape = (request.layout.length,)
-        self.rows, self.of_some_rows = range(request.size[0]), False
-        """The rows of each image to return; without ``reads_rows``, ``make`` returns all rows."""
-        self.in_sizes: list[Split] = []
+        self.rows, self.partial_rows = range(request.size[0]), False
+        """The rows of each image to return; without ``reads_rows``, ``load_sample`` returns all
+        rows."""
+        self.resized: list[Split] = []
         """The same images in several sizes, such as buckets or pairs of crop sizes; a key then ends
         with the index into this list."""
 
@@ -336,7 +337,7 @@ class Split(Dataset):
         """Return a description of image ``number`` for users, usually its path."""
         return f"{self.name} image {number}"
 
-    def make(self, number: int, epoch: int, index: int) -> torch.Tensor:
+    def load_sample(self, number: int, epoch: int, index: int) -> torch.Tensor:
         """Return image ``number`` as the model sees it, as a replacement for image ``index``.
 
         Random draws depend only on the seed, the epoch and ``index``. Raises BrokenImageError.
@@ -353,23 +354,23 @@ class Split(Dataset):
     def __getitem__(self, key: loader.Key) -> loader.Sample:
         epoch, index, *in_size = key
         if in_size:
-            return self.in_sizes[in_size[0]][epoch, index]
+            return self.resized[in_size[0]][epoch, index]
         image, label, bad = self.readable(
-            epoch, index, lambda number: self.make(number, epoch, index)
+            epoch, index, lambda number: self.load_sample(number, epoch, index)
         )
         if image is None:
             return torch.zeros(self.shape, dtype=self.dtype), label, bad
-        if self.of_some_rows and not self.reads_rows:
+        if self.partial_rows and not self.reads_rows:
             image = image[:, self.rows.start : self.rows.stop]
         return image, label, bad
 
     def readable(
-        self, epoch: int, index: int, make: Callable[[int], torch.Tensor]
+        self, epoch: int, index: int, load: Callable[[int], torch.Tensor]
     ) -> tuple[torch.Tensor | None, int, list[loader.BadImage]]:
-        """Return the result of ``make``, the image's label, and the unreadable images. In training,
-        an unreadable image ``index`` is replaced by the first readable substitute; in validation,
-        and for padding, the result is (None, PADDING). Raises DataFolderError if too many images
-        are unreadable."""
+        """Return the result of ``load_sample``, the image's label, and the unreadable images. In
+        training, an unreadable image ``index`` is replaced by the first readable substitute; in
+        validation, and for padding, the result is (None, PADDING). Raises DataFolderError if too
+        many images are unreadable."""
         bad: list[loader.BadImage] = []
         if index == loader.PADDING:
             return None, loader.PADDING, bad
@@ -378,8 +379,8 @@ class Split(Dataset):
             if attempt:
                 number = substitute(self.seed, epoch, index, attempt, len(self))
             try:
-                label = number if self.gives_numbers else int(self.labels[number])
-                return make(number), label, bad
+                label = number if self.returns_index else int(self.labels[number])
+                return load(number), label, bad
             except BrokenImageError as error:
                 name = printable(self.name_of(number))
                 bad.append((name, str(error), int(self.labels[number])))
@@ -394,7 +395,7 @@ class Split(Dataset):
     def numbered(self) -> Self:
         """Return a copy whose items have the image's number instead of its label."""
         part = copy.copy(self)
-        part.gives_numbers = True
+        part.returns_index = True
         return part
 
     def with_request(self, request: DatasetRequest) -> Self:
@@ -406,21 +407,21 @@ class Split(Dataset):
         return loader.GlobalBatchSampler(len(self), batch_size, **how)
 
     def batches(
-        self, batch_size: int, share: loader.Share, sizes: SizeSchedule | None = None
+        self, batch_size: int, shard: loader.BatchShard, sizes: SizeSchedule | None = None
     ) -> loader.BatchLoader:
-        """Return the loader for this ``share`` of each global batch. Training images are shuffled.
+        """Return the loader for this ``shard`` of each global batch. Training images are shuffled.
         Validation images come once, in order, with padding in the last batch. ``sizes``: the image
         size of each step; None: all images have the request's size."""
         config, dataset = self.request.config, copy.copy(self)
-        if share.rows is not None:
-            dataset.rows, dataset.of_some_rows = share.rows, True
-            dataset.shape = share.shape_of(batch_size, self.shape)[1:]
+        if shard.rows is not None:
+            dataset.rows, dataset.partial_rows = shard.rows, True
+            dataset.shape = shard.shape_of(batch_size, self.shape)[1:]
         sampler = self.sampler(
             batch_size,
             shuffle=self.is_train,
             seed=self.seed,
-            shard=share.shard,
-            shards=share.shards,
+            shard=shard.index,
+            shards=shard.count,
             repeats=config.aug_repeats if self.is_train else 1,
         )
         pairs = self.request.of_pairs if self.is_train else []
@@ -429,22 +430,22 @@ class Split(Dataset):
                 replace(self.request, size=(side, side), config=sizes.config_of(config, side))
                 for side in sizes.sides
             )
-            dataset.in_sizes = [self.with_request(request) for request in requests]
+            dataset.resized = [self.with_request(request) for request in requests]
             sampler.size_of = lambda epoch, batch: sizes.number(epoch * len(sampler) + batch)
         elif pairs:
-            dataset.in_sizes = [self.with_request(pair) for pair in pairs]
+            dataset.resized = [self.with_request(pair) for pair in pairs]
             sampler.size_of = functools.partial(_drawn_pair, self.seed, len(pairs))
-        if not share.loads:
-            images = torch.zeros(share.shape_of(batch_size, self.shape), dtype=self.dtype)
+        if not shard.loads:
+            images = torch.zeros(shard.shape_of(batch_size, self.shape), dtype=self.dtype)
             labels = torch.zeros((0, *self.label_shape), dtype=torch.int64)
             return loader.ConstantLoader(len(sampler), (images, labels))
-        workers = self._workers(share)
+        workers = self._workers(shard)
         if not self.is_train:
             workers = min(workers, len(sampler))
         return loader.DatasetLoader(dataset, sampler, workers)
 
     def batches_of(
-        self, numbers: Sequence[int], batch_size: int, share: loader.Share
+        self, numbers: Sequence[int], batch_size: int, shard: loader.BatchShard
     ) -> loader.BatchLoader:
         """Return a loader for these images, in this order, without loader processes if they fit one
         batch. Does not support shares with a subset of rows."""
@@ -452,17 +453,17 @@ class Split(Dataset):
             len(numbers),
             batch_size,
             shuffle=False,
-            shard=share.shard,
-            shards=share.shards,
+            shard=shard.index,
+            shards=shard.count,
             numbers=numbers,
         )
-        workers = self._workers(share) if len(sampler) > 1 else 0
+        workers = self._workers(shard) if len(sampler) > 1 else 0
         return loader.DatasetLoader(self, sampler, min(workers, len(sampler)))
 
-    def _workers(self, share: loader.Share) -> int:
+    def _workers(self, shard: loader.BatchShard) -> int:
         """Return the number of loader processes per training process."""
         workers = self.request.config.num_workers
-        return loader.default_workers(share.of_host) if workers is None else workers
+        return loader.default_workers(shard.of_host) if workers is None else workers
 
     def facts(self) -> dict[str, Any]:
         """Return what identifies the images and, besides flags, determines their order, by readable
@@ -510,19 +511,19 @@ class DataSource:
         )
 
     def train_loader(
-        self, batch_size: int, share: loader.Share, sizes: SizeSchedule | None = None
+        self, batch_size: int, shard: loader.BatchShard, sizes: SizeSchedule | None = None
     ) -> loader.BatchLoader:
         """Return the loader of training images; see ``Split.batches``."""
-        return self.splits["train"].batches(batch_size, share, sizes)
+        return self.splits["train"].batches(batch_size, shard, sizes)
 
     def steps_of_epoch(self, batch_size: int) -> int:
         """Return the number of global batches of training images per epoch."""
-        return len(self.train_loader(batch_size, loader.Share(loads=False)))
+        return len(self.train_loader(batch_size, loader.BatchShard(loads=False)))
 
-    def val_loader(self, batch_size: int, share: loader.Share) -> loader.BatchLoader:
+    def val_loader(self, batch_size: int, shard: loader.BatchShard) -> loader.BatchLoader:
         """Return the loader of validation images. Raises KeyError if there are none (``val_length``
         is 0)."""
-        return self.splits["val"].batches(batch_size, share)
+        return self.splits["val"].batches(batch_size, shard)
 
     def order(self) -> dict[str, Any]:
         """Return what determines, besides flags, the order of the training images."""

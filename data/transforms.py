@@ -89,7 +89,7 @@ class ImageSplit(Split):
         part.transform = transforms_of(request)[self.name]
         return part
 
-    def make(self, number: int, epoch: int, index: int) -> torch.Tensor:
+    def load_sample(self, number: int, epoch: int, index: int) -> torch.Tensor:
         return seeded(self.transform, self.open(number), self.seed, epoch, index)
 
 

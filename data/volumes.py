@@ -94,7 +94,7 @@ class VolumesSplit(Split):
     def name_of(self, number: int) -> str:
         return self._index.paths[number]
 
-    def make(self, number: int, epoch: int, index: int) -> torch.Tensor:
+    def load_sample(self, number: int, epoch: int, index: int) -> torch.Tensor:
         path = self._index.paths[number]
         with open_array(path) as array:
             shape, dimensions, channel_axis = array.shape, len(self._size), None

@@ -75,7 +75,7 @@ class WindowSplit(Split):
         row, column = divmod(window - self.windows_of(image).start, len(columns))
         return image, rows[row], columns[column]
 
-    def make(self, number: int, epoch: int, index: int) -> torch.Tensor:
+    def load_sample(self, number: int, epoch: int, index: int) -> torch.Tensor:
         image, top, left = self._start(number)
         height, width = self.request.size
         return self.picture(image)[:, top : top + height, left : left + width]
@@ -112,7 +112,7 @@ class WholeImageSampler(GlobalBatchSampler):
     def __init__(self, counts: np.ndarray, batch_size: int, **how: Any) -> None:
         """``counts``: number of windows per image. Other arguments: see ``GlobalBatchSampler``."""
         super().__init__(int(counts.sum()), batch_size, **how)
-        shards = batch_size // self.share
+        shards = batch_size // self.per_shard
         windows = np.zeros(shards, np.int64)
         self._windows: list[range] = []
         """This process's windows, grouped by image."""
@@ -121,7 +121,7 @@ class WholeImageSampler(GlobalBatchSampler):
             windows[shard] += count
             if shard == self.shard:
                 self._windows.append(range(end - count, end))
-        self._batches = -(-int(windows.max()) // self.share)
+        self._batches = -(-int(windows.max()) // self.per_shard)
 
     def __len__(self) -> int:
         return self._batches
@@ -129,5 +129,5 @@ class WholeImageSampler(GlobalBatchSampler):
     def __iter__(self) -> Iterator[list[Key]]:
         padded = itertools.chain(*self._windows, itertools.repeat(PADDING))
         keys = ((self.epoch, window) for window in padded)
-        batches = (list(itertools.islice(keys, self.share)) for _ in range(self._batches))
+        batches = (list(itertools.islice(keys, self.per_shard)) for _ in range(self._batches))
         yield from itertools.islice(batches, self.first_batch, None)

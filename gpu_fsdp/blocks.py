@@ -78,7 +78,7 @@ class TeBlocks(TimmBlocks):
                     f"--block te does not support {flag}: drop it, or use --block timm"
                 )
         if reason := why_no_transformer_engine(run.model.block):
-            reason = ModelError(reason).told(MODEL_FLAG)
+            reason = ModelError(reason).with_flag_names(MODEL_FLAG)
             raise UsageError(f"--block te does not support this model: {reason}: use --block timm")
         te = import_te()
         check_fused_attention(te, run)
@@ -254,7 +254,7 @@ class Float8Blocks(TimmBlocks):
         if reason := devices.choose("cuda").lacks("fp8"):
             raise UsageError(reason)
         if reason := why_no_linear_products(run.model.block):
-            reason = ModelError(reason).told(MODEL_FLAG)
+            reason = ModelError(reason).with_flag_names(MODEL_FLAG)
             raise UsageError(
                 f"--fp8 {self.fp8} is incompatible with --model {run.model.name}: {reason}"
             )
@@ -293,7 +293,7 @@ def check_sizes(run: TorchRun, fp8: str) -> None:
     for name, size in (("--embed_dim", sizes.embed_dim), ("the MLP width", sizes.hidden)):
         if size % multiple:
             raise UsageError(f"--fp8 {fp8}: {name} {size} is not a multiple of {multiple}")
-    images = run.config.data.pass_size // run.mesh.batch_parts
+    images = run.config.data.global_micro_batch_size // run.mesh.batch_shards
     if images * sizes.num_tokens % multiple:
         raise UsageError(
             f"--fp8 {fp8}: {images} images per pass and GPU x {sizes.num_tokens} tokens is not a "

@@ -17,7 +17,7 @@ from gpu_fsdp.config import TorchConfig
 from torch_fsdp import devices, resolve_torch
 from torch_fsdp.config import Fsdp2Config
 from torch_fsdp.devices import Device
-from torch_fsdp.parallel_plan import Form, TimmBlocks, TorchRun
+from torch_fsdp.parallel_plan import FsdpImplementation, TimmBlocks, TorchRun
 from torch_fsdp.resolve_torch import FSDP2
 from training.config import RunConfig
 from training.errors import UsageError
@@ -79,7 +79,7 @@ def _why_megatron(run: TorchRun, device: Device) -> str | None:
     as long as the host, by the FLOPs. None if it does not, or the GPU's speed is unknown."""
     if not (peak := device.peak_flops(run.products)):
         return None
-    images = run.config.data.pass_size / run.mesh.batch_parts
+    images = run.config.data.global_micro_batch_size / run.mesh.batch_shards
     device_s = images * run.train_flops_per_image / (_SHARE_OF_PEAK * peak)
     host_s = run.model.sizes.depth * _HOST_SECONDS
     if device_s <= 2 * host_s:
@@ -152,4 +152,6 @@ def check_megatron_runs_here() -> None:
         ) from None
 
 
-MEGATRON = Form("gpu_fsdp.megatron:MegatronBackend", _check_megatron, megatron_private.WRITTEN_FOR)
+MEGATRON = FsdpImplementation(
+    "gpu_fsdp.megatron:MegatronBackend", _check_megatron, megatron_private.WRITTEN_FOR
+)

@@ -5,7 +5,7 @@ import os
 import signal
 from typing import IO, NoReturn
 
-IN_VAIN = (2, 3, 4, 5)
+NON_RETRYABLE = (2, 3, 4, 5)
 """Exit codes of the program after which a restart does not help: usage error, losses that are not
 finite, checkpoint folder full, too many unreadable images."""
 CRASH_SECONDS = 3
@@ -15,7 +15,7 @@ _SIGNAL, _DISCONNECTED = 128, (254, 255)
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-class Mistake(Exception):
+class UsageError(Exception):
     """Raised for a usage error: one line on stderr, exit code 2."""
 
 
@@ -24,10 +24,10 @@ class Failed(Exception):
 
 
 class LauncherParser(argparse.ArgumentParser):
-    """Raises Mistake where argparse would print its usage and exit."""
+    """Raises UsageError where argparse would print its usage and exit."""
 
     def error(self, message: str) -> NoReturn:
-        raise Mistake(message)
+        raise UsageError(message)
 
 
 def is_crash(code: int) -> bool:
@@ -36,7 +36,7 @@ def is_crash(code: int) -> bool:
     It did not if all programs end for the same reason, or if a signal or a lost connection stopped
     it: then all of them save a checkpoint together, however long that takes.
     """
-    return code not in (0, *IN_VAIN, *_DISCONNECTED, *(_SIGNAL + number for number in STOPS))
+    return code not in (0, *NON_RETRYABLE, *_DISCONNECTED, *(_SIGNAL + number for number in STOPS))
 
 
 def write_line(text: str, target: IO[str]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from config_fields import Word, expand_flag_files, not_empty
-from launch import Mistake
+from launch import UsageError
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PROGRAMS = ("run_vit_training.py", "run_vit_training", "torchrun.sh")
@@ -70,9 +70,9 @@ def lost_checkpoints(command: Sequence[str], disks: Sequence[str]) -> str | None
 
 
 def check_ckpt_dir(command: Sequence[str], flag: str, disks: Sequence[str]) -> None:
-    """Raise Mistake if ``flag`` deletes a slice with the checkpoints of ``command``."""
+    """Raise UsageError if ``flag`` deletes a slice with the checkpoints of ``command``."""
     if lost := lost_checkpoints(command, disks):
-        raise Mistake(
+        raise UsageError(
             f"{flag} would delete the slice's disks with the checkpoints in {lost}: use --ckpt_dir "
             "gs://bucket/folder, or name the network disk that it is on with --network_disk FOLDER"
         )
@@ -83,8 +83,8 @@ def main(argv: Sequence[str]) -> int:
     flag, *disks = argv[:at]
     try:
         check_ckpt_dir(argv[at + 1 :], flag, disks)
-    except Mistake as mistake:
-        print(mistake)
+    except UsageError as error:
+        print(error)
         return 2
     return 0
 

@@ -33,7 +33,7 @@ if __name__ == "__main__":  # by its path from any folder, or by another Python
     check_python.check("compute_engine", oldest=(3, 10), packages=())
 
 from config_fields import bounded, count, not_empty, positive
-from launch import IN_VAIN, STOPS, Failed, LauncherParser, Mistake, write_line
+from launch import NON_RETRYABLE, STOPS, Failed, LauncherParser, UsageError, write_line
 from launch.ckpt_dir import add_network_disk, check_ckpt_dir
 from launch.slices import (
     GROUP,
@@ -106,7 +106,7 @@ def _link(kind: tuple[str, ...]) -> str:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line; unknown flags are passed to xla_dist. Raises Mistake."""
+    """Parse the command line; unknown flags are passed to xla_dist. Raises UsageError."""
     parser = LauncherParser(
         prog="python3 -m launch.compute_engine",
         allow_abbrev=False,
@@ -200,23 +200,23 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args, launcher = parser.parse_known_args(options)
     args.launcher, args.command, args.tpu_api = launcher, command, "compute"
     if not command and not args.delete:
-        raise Mistake("no command: pass it after --, or --delete to delete the slice")
+        raise UsageError("no command: pass it after --, or --delete to delete the slice")
     if any(word.partition("=")[0] == "--tpu_api" for word in launcher):
-        raise Mistake("--tpu_api cannot be used here: this launcher always uses Compute Engine")
+        raise UsageError("--tpu_api cannot be used here: this launcher always uses Compute Engine")
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", args.tpu):
-        raise Mistake(
+        raise UsageError(
             f"--tpu {args.tpu}: names on Compute Engine consist of lower-case letters, digits "
             "and hyphens, at most 52"
         )
     if args.flex_start and not re.fullmatch(r"(\d+[dhms])+", args.flex_start):
-        raise Mistake(
+        raise UsageError(
             f"--flex_start {args.flex_start} is not a duration: use for example 7d or 36h"
         )
     chip, _, shape = args.topology.partition(":")
     if chip not in _SEVERAL_HOSTS:
         older = "; for v4 and v5e use launch/queued_resource.sh" if chip in ("v4", "v5e") else ""
         known = ", ".join(_SEVERAL_HOSTS)
-        raise Mistake(
+        raise UsageError(
             f"--topology {args.topology}: chips available on Compute Engine are {known}{older}"
         )
     sides = [int(side) for side in shape.split("x")] if re.fullmatch(r"\d+(x\d+)*", shape) else []
@@ -224,7 +224,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     chips = math.prod(sides)
     is_shape = len(sides) == dimensions and sides == sorted(sides)
     if args.topology not in _ONE_HOST and not (is_shape and chips > 4 and chips % 4 == 0):
-        raise Mistake(
+        raise UsageError(
             f"--topology {args.topology} is not a valid slice shape: give {dimensions} sides in "
             "ascending order whose product is a multiple of 4 chips"
         )
@@ -305,8 +305,9 @@ def say(text: str) -> None:
 def create_missing(
     args: argparse.Namespace, resources: Sequence[Resource], made: list[Resource]
 ) -> None:
-    """Create what is not there; ``made``: what was asked for. Raises Mistake if something is there
-    that is of another topology or a person has to act, and Failed if a creation is refused."""
+    """Create what is not there; ``made``: what was asked for. Raises UsageError if something is
+    there that is of another topology or a person has to act, and Failed if a creation is
+    refused."""
     links: dict[str, str] = {}
     for resource in resources:
         look = command_for(args, "describe", resource)
@@ -334,10 +335,10 @@ def create_missing(
             problem = str(reason)
             if any(word in problem for word in _TOO_OLD):
                 problem = f"gcloud 562 or newer is required (gcloud components update): {problem}"
-            kind = Mistake if isinstance(reason, Refused) else Failed
+            kind = UsageError if isinstance(reason, Refused) else Failed
             raise kind(f"{resource.kind[0]} {resource.name}: {problem}") from None
         if has != wants:
-            raise Mistake(
+            raise UsageError(
                 f"{resource.kind[0]} {resource.name} already exists with {has}, but --topology "
                 f"{args.topology} requires {wants}: choose another --tpu, or delete it"
             )
@@ -345,7 +346,7 @@ def create_missing(
 
 def wait_for_slices(args: argparse.Namespace) -> None:
     """Return when all VMs of all slices run. Raises Failed for a slice that will not come, and
-    Mistake if a person has to act."""
+    UsageError if a person has to act."""
     told: dict[str, str] = {}
     while True:
         for name in args.names:
@@ -356,7 +357,7 @@ def wait_for_slices(args: argparse.Namespace) -> None:
                     f"{name} no longer exists: {_last_error(args, name) or reason}"
                 ) from None
             except Refused as reason:
-                raise Mistake(str(reason)) from None
+                raise UsageError(str(reason)) from None
             except Unanswered as reason:  # gcloud may fail once in days of waiting
                 problem = str(reason)
             else:
@@ -380,14 +381,14 @@ def _last_error(args: argparse.Namespace, name: str) -> str:
 
 def ended_slices(args: argparse.Namespace, *, or_missing: bool = False) -> list[str]:
     """Return the names of the slices whose VMs have ended; ``or_missing``: or do not exist. Raises
-    Mistake if a person has to act."""
+    UsageError if a person has to act."""
     ended = []
     for name in args.names:
         is_missing = False
         try:
             problem = describe(args, name).problem
         except Refused as reason:
-            raise Mistake(str(reason)) from None
+            raise UsageError(str(reason)) from None
         except Unanswered as reason:
             problem, is_missing = str(reason), isinstance(reason, Missing)
         if any(sign in problem for sign in (*_ENDED, NO_VMS)) or (is_missing and or_missing):
@@ -424,7 +425,7 @@ def delete(args: argparse.Namespace, resources: Sequence[Resource]) -> bool:
             ask(command, seconds=None)
         except Missing:
             continue
-        except (Mistake, Unanswered) as reason:
+        except (UsageError, Unanswered) as reason:
             say(f"{reason}")
             say(
                 f"error: {resource.kind[0]} {resource.name} may still exist and incur costs; "
@@ -443,7 +444,7 @@ def main(argv: Sequence[str]) -> int:
         if not args.zone:
             args.zone = ask(["gcloud", "config", "get-value", "compute/zone"]).strip()
             if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", args.zone):
-                raise Mistake("--zone is not set, and gcloud has no default zone: pass --zone")
+                raise UsageError("--zone is not set, and gcloud has no default zone: pass --zone")
         resources = resources_of(args)
         place = [f"--zone={args.zone}", *([f"--project={args.project}"] if args.project else [])]
         place += ["--internal-ip"] if args.internal_ip else []
@@ -465,7 +466,7 @@ def main(argv: Sequence[str]) -> int:
             check=False,
         )
         if checked.returncode:
-            raise Mistake(checked.stderr.strip().removeprefix("xla_dist: error: "))
+            raise UsageError(checked.stderr.strip().removeprefix("xla_dist: error: "))
         if args.dry_run:
             commands = []
             if args.command:
@@ -475,8 +476,8 @@ def main(argv: Sequence[str]) -> int:
                 commands.append(command_for(args, "delete", resource))
             write_line("\n".join(map(shlex.join, commands)), sys.stdout)
             return 0
-    except (Mistake, Unanswered) as mistake:
-        say(f"error: {mistake}")
+    except (UsageError, Unanswered) as error:
+        say(f"error: {error}")
         return 2
     if not args.command:
         ignore_signals()
@@ -545,7 +546,7 @@ def run(
                 job = subprocess.Popen(launch, cwd=_ROOT, start_new_session=True)
                 code = job.wait()
                 job = None
-            if code in (0, *IN_VAIN) or is_stopped or not preemptions_left:
+            if code in (0, *NON_RETRYABLE) or is_stopped or not preemptions_left:
                 break
             if not (ended := slices_ended_by_now(args)):
                 break
@@ -558,8 +559,8 @@ def run(
                 f"{args.tpu} is still running and incurs costs: run the same command to continue, "
                 "or with --delete and no command to delete it"
             )
-    except (Failed, Mistake) as failure:
-        code = 2 if isinstance(failure, Mistake) else 1
+    except (Failed, UsageError) as failure:
+        code = 2 if isinstance(failure, UsageError) else 1
         say(f"error: {failure}")
     finally:
         ignore_signals()

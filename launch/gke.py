@@ -29,7 +29,7 @@ if __name__ == "__main__":  # by its path from any folder, or by another Python
     check_python.check("gke", oldest=(3, 10), packages=())
 
 from config_fields import count, not_empty, path_or_url
-from launch import STOPS, LauncherParser, Mistake, write_line
+from launch import STOPS, LauncherParser, UsageError, write_line
 from launch.ckpt_dir import lost_checkpoints
 from launch.slices import Refused, Unanswered, ask, ask_json, reading
 from launch.xla_dist import add_elastic_times
@@ -46,8 +46,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         args = parse(argv)
         return ElasticJobSet(args, read_job_set(args)).follow()
-    except Mistake as mistake:
-        print(f"gke: error: {mistake}", file=sys.stderr)
+    except UsageError as error:
+        print(f"gke: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # nothing has been started yet
         return 130
@@ -61,7 +61,7 @@ def say(text: str) -> None:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the command line. Raises Mistake."""
+    """Read the command line. Raises UsageError."""
     parser = LauncherParser(
         prog="python3 -m launch.gke",
         allow_abbrev=False,
@@ -105,12 +105,12 @@ def kubectl_command(args: argparse.Namespace, *words: str) -> list[str]:
 
 
 def kubectl(args: argparse.Namespace, *words: str, content: str = "") -> str:
-    """Return what kubectl prints; ``content`` is its input. Raises Unanswered and Mistake."""
+    """Return what kubectl prints; ``content`` is its input. Raises Unanswered and UsageError."""
     return ask(kubectl_command(args, *words), content)
 
 
 def items(args: argparse.Namespace, *words: str) -> list[dict[str, Any]]:
-    """Return the objects that ``kubectl get`` lists. Raises Unanswered and Mistake."""
+    """Return the objects that ``kubectl get`` lists. Raises Unanswered and UsageError."""
     command = kubectl_command(args, "get", *words, "--output=json")
     with reading("kubectl"):
         return [dict(item) for item in ask_json(command)["items"]]
@@ -133,12 +133,12 @@ class JobSet:
 
 
 def read_job_set(args: argparse.Namespace) -> JobSet:
-    """Let kubectl read the file. Raises Mistake if it is no JobSet that can be elastic."""
+    """Let kubectl read the file. Raises UsageError if it is no JobSet that can be elastic."""
     words = ("create", "--dry-run=client", "--output=json", f"--filename={args.file}")
     try:
         content = json.loads(kubectl(args, *words))
         if content["kind"] != "JobSet":
-            raise Mistake(f"{args.file} contains a {content['kind']}, not exactly one JobSet")
+            raise UsageError(f"{args.file} contains a {content['kind']}, not exactly one JobSet")
         (job,) = content["spec"]["replicatedJobs"]
         pod = job["template"]["spec"]["template"]["spec"]
         labels, slices = dict(pod["nodeSelector"]), int(job.get("replicas", 1))
@@ -146,22 +146,24 @@ def read_job_set(args: argparse.Namespace) -> JobSet:
         grace = float(pod.get("terminationGracePeriodSeconds", 30))
         lost = [lost_checkpoints(*each) for each in commands_of(pod)]
     except Unanswered as reason:
-        raise Mistake(f"kubectl cannot read {args.file}: {reason}") from None
+        raise UsageError(f"kubectl cannot read {args.file}: {reason}") from None
     except (AttributeError, LookupError, TypeError, ValueError):
-        raise Mistake(
+        raise UsageError(
             f"{args.file} is not like launch/gke.yaml: it must have one replicated job with "
             "parallelism, nodeSelector and containers"
         ) from None
     if TOPOLOGY_LABEL not in labels:
-        raise Mistake(f"{args.file}: nodeSelector lacks {TOPOLOGY_LABEL}")
+        raise UsageError(f"{args.file}: nodeSelector lacks {TOPOLOGY_LABEL}")
     if slices < 2:
-        raise Mistake(f"{args.file}: --elastic requires several slices; set replicas to 2 or more")
+        raise UsageError(
+            f"{args.file}: --elastic requires several slices; set replicas to 2 or more"
+        )
     if not 1 <= args.elastic <= slices:
-        raise Mistake(
+        raise UsageError(
             f"--elastic {args.elastic} must be between 1 and {slices}, the replicas in {args.file}"
         )
     if any(lost):
-        raise Mistake(
+        raise UsageError(
             f"{args.file}: pods are deleted with the checkpoints in {next(filter(None, lost))}: "
             "use --ckpt_dir gs://bucket/folder, or a folder in a volume that outlives them"
         )
@@ -242,15 +244,15 @@ class ElasticJobSet:
         self._stop.set()
 
     def follow(self) -> int:
-        """Run the JobSet on the slices that can be used; return the exit code. Raises Mistake if a
-        person has to act before it can be started."""
+        """Run the JobSet on the slices that can be used; return the exit code. Raises UsageError if
+        a person has to act before it can be started."""
         while not self._stopped_by:
             try:
                 with reading("kubectl"):
                     code = self._look()
             except Unanswered as reason:
                 if isinstance(reason, Refused) and not self._slices:
-                    raise Mistake(str(reason)) from None
+                    raise UsageError(str(reason)) from None
                 code = None
                 self._say_once(f"the cluster does not respond, retrying: {reason}")
             if code is not None:

@@ -30,7 +30,7 @@ if __name__ == "__main__":  # by its path from any folder, or by another Python
     check_python.check("slices", oldest=(3, 10), packages=())
 
 from config_fields import not_empty
-from launch import Failed, LauncherParser, Mistake, write_line
+from launch import Failed, LauncherParser, UsageError, write_line
 
 SSH_OPTIONS = ("-oServerAliveInterval=30", "-oServerAliveCountMax=4", "-oConnectTimeout=30")
 """ssh reports a worker that is gone after two minutes; by default it may wait for hours."""
@@ -72,7 +72,7 @@ class Missing(Unanswered):
 def ask(command: Sequence[str], content: str = "", seconds: float | None = ASK_SECONDS) -> str:
     """Return what a command of a cloud, gcloud or kubectl, prints; ``content`` is its input.
 
-    Raises Unanswered, also after ``seconds``, or Mistake where it is not installed.
+    Raises Unanswered, also after ``seconds``, or UsageError where it is not installed.
     """
     try:
         answer = subprocess.run(
@@ -86,9 +86,9 @@ def ask(command: Sequence[str], content: str = "", seconds: float | None = ASK_S
             start_new_session=True,  # Ctrl-C is for the launcher alone
         )
     except FileNotFoundError:
-        raise Mistake(f"{command[0]} not found on PATH: install it") from None
+        raise UsageError(f"{command[0]} not found on PATH: install it") from None
     except OSError as failure:
-        raise Mistake(f"{command[0]} cannot be run: {failure.strerror}") from None
+        raise UsageError(f"{command[0]} cannot be run: {failure.strerror}") from None
     except subprocess.TimeoutExpired:
         raise Unanswered(f"{command[0]} did not respond within {seconds:.0f} s") from None
     if answer.returncode:
@@ -214,7 +214,7 @@ def _connect(
     """Return a command of gcloud's ssh or scp; a word "NAME:" stands for the worker's home."""
     if slice_.vms is None:
         if args.tunnel_through_iap:
-            raise Mistake("--tunnel-through-iap works only with slices on Compute Engine")
+            raise UsageError("--tunnel-through-iap works only with slices on Compute Engine")
         name, service, number = slice_.name, ["tpus", "tpu-vm"], [f"--worker={worker}"]
     else:
         name, service, number = slice_.vms[worker], [], []
@@ -229,7 +229,7 @@ def _connect(
 
 
 def describe(args: argparse.Namespace, name: str) -> Slice:
-    """Ask gcloud for a slice. Raises Missing if there is none of this name, Mistake if there are
+    """Ask gcloud for a slice. Raises Missing if there is none of this name, UsageError if there are
     two, Refused if a person has to act, and Unanswered if asking again may help."""
     asked = [args.tpu_api] if args.tpu_api else APIS
 
@@ -244,7 +244,7 @@ def describe(args: argparse.Namespace, name: str) -> Slice:
         answers = [*pool.map(ask_api, asked)]
     found = [answer for answer in answers if isinstance(answer, Slice)]
     if len(found) > 1:
-        raise Mistake(
+        raise UsageError(
             f"--tpu {name} exists both in the Cloud TPU API and on Compute Engine: pass --tpu_api "
             "tpu or --tpu_api compute"
         )
@@ -261,14 +261,14 @@ def describe(args: argparse.Namespace, name: str) -> Slice:
 
 
 def describe_patiently(args: argparse.Namespace, name: str) -> Slice:
-    """``describe``, again while gcloud does not answer. Raises Mistake where that is in vain, and
-    Failed if gcloud does not answer for minutes."""
+    """``describe``, again while gcloud does not answer. Raises UsageError where that is in vain,
+    and Failed if gcloud does not answer for minutes."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
         try:
             return describe(args, name)
         except (Missing, Refused) as reason:
-            raise Mistake(str(reason)) from None
+            raise UsageError(str(reason)) from None
         except Unanswered as reason:
             if time.monotonic() > deadline:
                 raise Failed(str(reason)) from None
@@ -396,7 +396,7 @@ def describe_usable(args: argparse.Namespace, name: str, kind: str) -> Slice | s
         if slice_.kind != kind:
             return f"{name} is now {slice_.kind}, but was {kind}"
         return _start_problem(args, slice_) or slice_
-    except (Mistake, Unanswered, OSError, ValueError) as error:
+    except (UsageError, Unanswered, OSError, ValueError) as error:
         return str(error)
 
 
@@ -438,12 +438,12 @@ def _start_problem(args: argparse.Namespace, slice_: Slice) -> str:
 
 
 def copy_to_workers(args: argparse.Namespace, slice_: Slice, file: str) -> None:
-    """Copy a file to the home folders of all workers. Raises Mistake if that fails."""
+    """Copy a file to the home folders of all workers. Raises UsageError if that fails."""
 
     def copy(worker: int) -> None:
         command = _connect(args, slice_, worker, "scp", file, "NAME:")
         if subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode:
-            raise Mistake(f"cannot copy {file} to worker {worker} of {slice_.name}")
+            raise UsageError(f"cannot copy {file} to worker {worker} of {slice_.name}")
 
     copy(0)  # alone: it may have to make the ssh key, and to tell it to the slice
     with ThreadPoolExecutor(16) as pool:
@@ -464,9 +464,9 @@ def main(argv: Sequence[str]) -> int:
             raise Failed(f"--tpu {slice_.name} {slice_.problem}")
         write_line(f"copying to {len(slice_.addresses)} worker(s) of {slice_.name}", sys.stdout)
         copy_to_workers(args, slice_, args.file)
-    except (Mistake, Failed) as reason:
+    except (UsageError, Failed) as reason:
         print(f"slices: error: {reason}", file=sys.stderr)
-        return 2 if isinstance(reason, Mistake) else 1
+        return 2 if isinstance(reason, UsageError) else 1
     return 0
 
 

@@ -62,7 +62,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from launch import CRASH_SECONDS, IN_VAIN, STOPS, Mistake, is_crash, write_line
+from launch import CRASH_SECONDS, NON_RETRYABLE, STOPS, UsageError, is_crash, write_line
 
 STOP_SECONDS = 30
 """torchrun's own time for its processes to end."""
@@ -96,7 +96,7 @@ class TimedOut(Exception):
 def wait_for_nodes(args: argparse.Namespace) -> tuple[TCPStore, bool]:
     """Wait for all nodes (elastic runs: for the least that may train); say which are missing.
 
-    Returns the run's store, and whether this process serves it. Raises Mistake and TimedOut.
+    Returns the run's store, and whether this process serves it. Raises UsageError and TimedOut.
     """
     listening = listen(args)
     serves = listening is not None
@@ -122,7 +122,7 @@ def wait_for_nodes(args: argparse.Namespace) -> tuple[TCPStore, bool]:
             if serves:
                 store.set(MISSING, missing_nodes(store, args))
             elif (other := store.get(f"node/{node}").decode()) != who:
-                raise Mistake(
+                raise UsageError(
                     f"NODE_RANK={node} is used both by this node and by {other}: give each node "
                     "its own"
                 )
@@ -149,7 +149,7 @@ def listen(args: argparse.Namespace) -> socket.socket | None:
     """Return a listening socket for the store's server, None if another node serves it.
 
     Node 0 serves it, or the first node at MASTER_ADDR. It listens at MASTER_ADDR alone unless the
-    other nodes may know this host by another address. Raises Mistake.
+    other nodes may know this host by another address. Raises UsageError.
     """
     if not args.rdzv_id and args.rank > 0:
         return None
@@ -171,7 +171,7 @@ def listen(args: argparse.Namespace) -> socket.socket | None:
     except OSError as error:
         if args.rdzv_id:  # the address is another node's, or another node of this machine serves
             return None
-        raise Mistake(
+        raise UsageError(
             f"cannot listen on port {args.port} on this machine ({error.strerror}): set "
             "MASTER_PORT to a free port, the same on all nodes"
         ) from None
@@ -186,7 +186,7 @@ def addresses(host: str | None, port: int) -> list[tuple[socket.AddressFamily, t
 def register(store: TCPStore, args: argparse.Namespace, who: str) -> int:
     """Enter this node in the store, and a name for the job; return the node's number.
 
-    Raises Mistake if the nodes there belong to another run.
+    Raises UsageError if the nodes there belong to another run.
     """
     run = {"NNODES": args.nodes, "MIN of NNODES=MIN:MAX": args.least, "RDZV_ID": args.rdzv_id}
     if args.rdzv_id:  # a secret, which is not for everybody who can read the store
@@ -194,7 +194,7 @@ def register(store: TCPStore, args: argparse.Namespace, who: str) -> int:
     first = json.loads(store.compare_set("run", "", json.dumps(run)))
     for variable, value in run.items():
         if first.get(variable) != value:
-            raise Mistake(
+            raise UsageError(
                 f"{variable} is '{value}' on this node, but '{first.get(variable)}' on the other "
                 f"nodes at {args.address}:{args.port}"
             )
@@ -341,7 +341,7 @@ class Agent(LocalElasticAgent):
         result = super()._monitor_workers(worker_group)
         killer.cancel()
         codes = {failure.exitcode for failure in result.failures.values()}
-        if codes & set(IN_VAIN):
+        if codes & set(NON_RETRYABLE):
             self._remaining_restarts = 0
         elif codes == {128 + signal.SIGTERM} and worker_group.spec.rdzv_handler.num_nodes_waiting():
             return RunResult(WorkerState.HEALTHY)
@@ -420,14 +420,14 @@ def join_slice(args: argparse.Namespace) -> None:
 
     From TORCH_TPU_TOPOLOGY, TORCH_TPU_SLICEBUILDER_ADDRESSES and torchrun's own variables torch_tpu
     0.2.0 makes those that libtpu reads. Each of several slices has a topology and addresses of its
-    own. Raises Mistake.
+    own. Raises UsageError.
     """
     hosts = args.nodes // int(os.environ.get("MEGASCALE_NUM_SLICES") or 1)
     devices = hosts * args.torchtpu
     topology = os.environ.get("TORCH_TPU_TOPOLOGY") or os.environ.get("TPU_TOPOLOGY")  # GKE's: 4x4
     if topology:
         if not re.fullmatch(r"[1-9]\d{0,3}([,x][1-9]\d{0,3}){1,3}", topology):
-            raise Mistake(
+            raise UsageError(
                 f"TORCH_TPU_TOPOLOGY={topology} is not a list of chips per side, such as 4,4,1"
             )
         sides = [int(side) for side in re.split("[,x]", topology)]
@@ -436,13 +436,13 @@ def join_slice(args: argparse.Namespace) -> None:
         if devices == 2 * chips:  # TPU7x: each of the two cores of a chip is a device
             sides.append(2)
         elif devices != chips:
-            raise Mistake(
+            raise UsageError(
                 f"TORCH_TPU_TOPOLOGY={topology} has {chips} chips, but {hosts} host(s) start "
                 f"{args.torchtpu} process(es) each: correct it, or set NPROC_PER_NODE"
             )
         os.environ["TORCH_TPU_TOPOLOGY"] = ",".join(map(str, sides))
     elif hosts > 1:  # TorchTPU would take this host's own
-        raise Mistake(
+        raise UsageError(
             "several hosts require TORCH_TPU_TOPOLOGY, the slice's chips per side, such as 4,4,1"
         )
     os.environ["NODE_RANK"] = str(args.rank or 0)  # else TorchTPU would start the TPU to ask it
@@ -451,12 +451,12 @@ def join_slice(args: argparse.Namespace) -> None:
         public = importlib.import_module("torch.tpu.distributed")
         public.set_tpu_launch_env(nnodes=hosts, nproc_per_node=args.torchtpu)
     except ImportError as error:
-        raise Mistake(
+        raise UsageError(
             f"{sys.executable} cannot import TorchTPU ({error}): install "
             "requirements-torchtpu.txt, or set PYTHON"
         ) from None
     except (ValueError, RuntimeError) as error:
-        raise Mistake(str(error)) from None
+        raise UsageError(str(error)) from None
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -518,8 +518,8 @@ def main(argv: Sequence[str]) -> int:
             words = [*torchrun_words(args, is_server, folder), *args.torchrun]
             words = ["--log-dir", folder, *words]
             run_agent(run.parse_args(words))
-    except Mistake as mistake:
-        say(f"error: {mistake}")
+    except UsageError as error:
+        say(f"error: {error}")
         return 2
     except TimedOut as late:
         say(f"error: {late}")
@@ -536,7 +536,7 @@ def main(argv: Sequence[str]) -> int:
     except ChildFailedError as failed:
         codes = [failure.exitcode for failure in failed.failures.values()]
         for code in codes:
-            if code in IN_VAIN:
+            if code in NON_RETRYABLE:
                 return code  # the program has said why; other launchers must know, too
         raise  # with torchrun's report
     except SignalException as stopped:  # passed on to the processes; they have ended

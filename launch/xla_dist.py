@@ -32,10 +32,10 @@ if __name__ == "__main__":  # by its path from any folder, or by another Python
 from config_fields import count, local_path, not_empty, positive
 from launch import (
     CRASH_SECONDS,
-    IN_VAIN,
+    NON_RETRYABLE,
     Failed,
     LauncherParser,
-    Mistake,
+    UsageError,
     pod_worker,
     write_line,
 )
@@ -114,7 +114,7 @@ def main(argv: Sequence[str]) -> int:
             args.elastic_wait = SPOT_SECONDS if slices[0].is_spot else REPAIR_SECONDS
         for slice_ in slices[1:]:
             if slice_.kind != slices[0].kind:
-                raise Mistake(
+                raise UsageError(
                     f"--tpu {slice_.name} is {slice_.kind}, but {slices[0].name} is "
                     f"{slices[0].kind}: all slices must have the same accelerator type and "
                     "topology"
@@ -123,10 +123,10 @@ def main(argv: Sequence[str]) -> int:
         try:
             log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise Mistake(f"--log_dir {log_dir}: {error.strerror}") from None
-    except (Mistake, Failed) as reason:
+            raise UsageError(f"--log_dir {log_dir}: {error.strerror}") from None
+    except (UsageError, Failed) as reason:
         print(f"xla_dist: error: {reason}", file=sys.stderr)
-        return 2 if isinstance(reason, Mistake) else 1
+        return 2 if isinstance(reason, UsageError) else 1
     except KeyboardInterrupt:  # nothing has been started yet
         return 130
     pod = Pod(log_dir, args.grace)
@@ -163,7 +163,7 @@ def keep_running(args: argparse.Namespace, job: str, pod: Pod, slices: list[Slic
             threading.Thread(target=ask_for_growth, args=growth, daemon=True).start()
         code = pod.run(workers_of(args, job, attempt, slices, variables), attempt)
         has_ended.set()
-        if code in (0, *IN_VAIN) or pod.stopped_by:
+        if code in (0, *NON_RETRYABLE) or pod.stopped_by:
             break
         variables["RUN_FAILED_AT"] = str(pod.failed_at)  # for the program's account of the restart
         must_ask, awaited = True, names  # a slice may be under repair, then with other addresses
@@ -235,7 +235,7 @@ def ask_for_growth(
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the command line. Raises Mistake."""
+    """Read the command line. Raises UsageError."""
     parser = LauncherParser(
         prog="python3 -m launch.xla_dist",
         allow_abbrev=False,
@@ -331,45 +331,47 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         at = options.index("--")
         options, command = options[:at], options[at + 1 :]
     if not command and not {"-h", "--help"} & set(options):
-        raise Mistake(
+        raise UsageError(
             "no command: pass it after --, as in --tpu=NAME -- python3 -u run_vit_training.py"
         )
     args = parser.parse_args(options, argparse.Namespace(command=command))
     if command and not command[0]:
-        raise Mistake("the command after -- is empty")
+        raise UsageError("the command after -- is empty")
     for word in command:
         if "://BUCKET" in word:  # in the command lines of --plan; names of buckets are lower-case
-            raise Mistake(f"{word}: write the name of your bucket in place of BUCKET")
+            raise UsageError(f"{word}: write the name of your bucket in place of BUCKET")
     if "--backend torchtpu" in " ".join(command).replace("=", " "):
         if Path(command[0]).name.startswith("python"):
-            raise Mistake(
+            raise UsageError(
                 "--backend torchtpu needs one process per device: run launch/torchrun.sh instead "
                 "of python3 run_vit_training.py"
             )
         if len(args.tpu) > 1:
-            raise Mistake("--backend torchtpu supports a single slice: pass one name to --tpu")
+            raise UsageError("--backend torchtpu supports a single slice: pass one name to --tpu")
 
     # What comes with --elastic.
     given = {word.partition("=")[0] for word in options}
     for flag in ("--elastic_wait", "--elastic_poll"):
         if flag in given and args.elastic is None and not args.max_restarts:
-            raise Mistake(f"{flag} requires --elastic or --max_restarts")
+            raise UsageError(f"{flag} requires --elastic or --max_restarts")
     if args.elastic is None:
         if "--elastic_wait" not in given:
             args.elastic_wait = None  # until the slices are known
         return args
     slices = len(args.tpu)
     if slices == 1:
-        raise Mistake("--elastic requires several slices: use --tpu NAME,NAME")
+        raise UsageError("--elastic requires several slices: use --tpu NAME,NAME")
     if not 1 <= args.elastic <= slices:
-        raise Mistake(
+        raise UsageError(
             f"--elastic {args.elastic} must be between 1 and {slices}, the number of slices"
         )
     if not args.max_restarts:
-        raise Mistake("--elastic requires --max_restarts, because each lost slice uses one restart")
+        raise UsageError(
+            "--elastic requires --max_restarts, because each lost slice uses one restart"
+        )
     for name, _ in args.env:
         if name == "ELASTIC_SLICES" or (name.startswith("MEGASCALE_") and name[-4:] != "PORT"):
-            raise Mistake(f"--elastic sets {name} itself: remove --env {name}")
+            raise UsageError(f"--elastic sets {name} itself: remove --env {name}")
     return args
 
 
@@ -457,7 +459,7 @@ def remote_command(
     """Return the command that runs the program on one worker, with its environment variables; those
     of ``--env`` are named only.
 
-    Raises Mistake if something is too long.
+    Raises UsageError if something is too long.
     """
     task: dict[str, Any] = {
         "job": f"{job}-{index}",
@@ -480,9 +482,9 @@ def remote_command(
     start = f"import base64, zlib; exec(zlib.decompress(base64.b85decode({source!r})))"
     remote = shlex.join(["exec", "python3", "-c", start, json.dumps(task)])
     if len(remote) > LONGEST_WORD:
-        raise Mistake("the command is too long for a command line: put the arguments in a file")
+        raise UsageError("the command is too long for a command line: put the arguments in a file")
     if len(json.dumps(dict(args.env))) > LONGEST_LINE:
-        raise Mistake(f"--env: the values are longer than {LONGEST_LINE:,} bytes together")
+        raise UsageError(f"--env: the values are longer than {LONGEST_LINE:,} bytes together")
     return remote
 
 

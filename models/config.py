@@ -14,17 +14,17 @@ from config_fields import bounded, flag, positive, positive_number, rate
 class ModelError(Exception):
     """The requested model cannot be built; the one-line message says why, or what to change.
 
-    Model arguments appear in the text as ``<img_size>``: ``told`` replaces them by flag names,
-    ``str()`` by the argument names.
+    Model arguments appear in the text as ``<img_size>``: ``with_flag_names`` replaces them by flag
+    names, ``str()`` by the argument names.
     """
 
-    def told(self, names: Mapping[str, str]) -> str:
+    def with_flag_names(self, names: Mapping[str, str]) -> str:
         """Return the message with each argument's name replaced by its entry in ``names``, if
         any."""
         return re.sub(r"<(\w+)>", lambda match: names.get(match[1], match[1]), self.args[0])
 
     def __str__(self) -> str:
-        return self.told({})
+        return self.with_flag_names({})
 
 
 # ------------------------------------------------------------------------------------------------

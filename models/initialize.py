@@ -36,7 +36,7 @@ def allocate(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         yield full_name, part
 
 
-def leave_room(module: nn.Module, name: str) -> None:
+def allocate_uninitialized(module: nn.Module, name: str) -> None:
     """Allocate, as ``allocate``, parameters whose values come later, from a checkpoint: zeros until
     then, because all hosts must give the devices the same."""
     for _, part in allocate(module, name):

@@ -47,7 +47,7 @@ class Packed(NamedTuple):
     patches: torch.Tensor
     """(sequences, tokens, values): normalized pixels by row, column and channel, as in timm's
     NaFlexVit; of class and register tokens anything."""
-    places: torch.Tensor
+    patch_coord: torch.Tensor
     """(sequences, tokens, 4), integers: row and column of the patch, rows and columns of its image.
     Of class and register tokens: the token's number, then zeros."""
     segments: torch.Tensor
@@ -76,7 +76,7 @@ class PackedVit(NaFlexVit):
         x = self.norm_pre(self.embeds.pos_drop(self._embed(packed)))
         shared = {"attn_mask": self.mask_of(packed.segments)}
         if self.rope is not None:
-            shared["rope"] = rotations_at(self.rope, packed.places)
+            shared["rope"] = rotations_at(self.rope, packed.patch_coord)
         if isinstance(self.blocks, nn.Sequential):
             for block in self.blocks:
                 x = block(x, **shared)
@@ -93,15 +93,15 @@ class PackedVit(NaFlexVit):
         return x if pre_logits else self.head(x)
 
     def _embed(self, packed: Packed) -> torch.Tensor:
-        embeds, places = self.embeds, packed.places
+        embeds, patch_coord = self.embeds, packed.patch_coord
         x = embeds.norm(embeds.proj(packed.patches))
-        x = x + positions_at(embeds, places).to(x.dtype)
+        x = x + positions_at(embeds, patch_coord).to(x.dtype)
         if not self.num_prefix_tokens:
             return x
         first = [token for token in (embeds.cls_token, embeds.reg_token) if token is not None]
         tokens = torch.cat(first, 1)[0]
         # By a product with ones and zeros: exact, and its gradient needs no sum without an order.
-        number = torch.where(places[..., 2] == 0, places[..., 0], -1)
+        number = torch.where(patch_coord[..., 2] == 0, patch_coord[..., 0], -1)
         chosen = number[..., None] == torch.arange(len(tokens), device=number.device)
         prefix = torch.matmul(chosen.to(tokens.dtype), tokens).to(x.dtype)
         return torch.where((number >= 0)[..., None], prefix, x)
@@ -109,7 +109,7 @@ class PackedVit(NaFlexVit):
     def _pool_images(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         """Pool the tokens of each image, (sequences, images, width), as timm does. Of a place
         without an image the result is finite."""
-        is_patch, kind = packed.places[..., 2] > 0, self.global_pool
+        is_patch, kind = packed.patch_coord[..., 2] > 0, self.global_pool
         if kind == "token":
             return _sum_over(_tokens_of(packed, self.images, first=True), x)
         of_image = _tokens_of(packed, self.images)
@@ -151,7 +151,7 @@ def _tokens_of(packed: Packed, images: int, *, first: bool = False) -> torch.Ten
     numbers = torch.arange(1, images + 1, device=packed.segments.device)
     of_image = packed.segments[:, None] == numbers[:, None]
     if first:
-        row, _, rows, _ = packed.places.unbind(-1)
+        row, _, rows, _ = packed.patch_coord.unbind(-1)
         of_image = of_image & ((rows == 0) & (row == 0))[:, None]
     return of_image
 
@@ -173,7 +173,7 @@ def of_images(
     """Return the first token and the mean of the patches of each of ``images`` places for images,
     both (sequences x images, width)."""
     first = _sum_over(_tokens_of(packed, images, first=True), tokens)
-    patches = _tokens_of(packed, images) & (packed.places[..., 2] > 0)[:, None]
+    patches = _tokens_of(packed, images) & (packed.patch_coord[..., 2] > 0)[:, None]
     return first.flatten(0, 1), _mean_over(patches, tokens).flatten(0, 1)
 
 
@@ -191,17 +191,17 @@ _CUBIC = -0.5
 """The a of PyTorch's bicubic interpolation with antialiasing."""
 
 
-def positions_at(embeds: NaFlexEmbeds, places: torch.Tensor) -> torch.Tensor:
-    """Return NaFlexEmbeds' position embedding of patches at ``places``, as ``Packed`` has them,
-    (..., width), fp32: what ``F.interpolate`` would resample the table to, at each patch. 0 without
-    one."""
-    row, column, rows, columns = places.float().unbind(-1)
+def positions_at(embeds: NaFlexEmbeds, patch_coord: torch.Tensor) -> torch.Tensor:
+    """Return NaFlexEmbeds' position embedding of patches at ``patch_coord``, as ``Packed`` has
+    them, (..., width), fp32: what ``F.interpolate`` would resample the table to, at each patch. 0
+    without one."""
+    row, column, rows, columns = patch_coord.float().unbind(-1)
     # Tokens that are no patches get the values of some patch: of 0 / 0 the gradient would be NaN.
     rows, columns = rows.clamp(min=1), columns.clamp(min=1)
     row, column = torch.minimum(row, rows - 1), torch.minimum(column, columns - 1)
     if embeds.pos_embed_ar_preserving:
         rows = columns = torch.maximum(rows, columns)
-    kind = "cpu" if places.is_meta else places.device.type  # meta has no autocast
+    kind = "cpu" if patch_coord.is_meta else patch_coord.device.type  # meta has no autocast
     with torch.autocast(kind, enabled=False):
         if embeds.pos_embed_type == "learned":
             table = embeds.pos_embed[0].float()
@@ -243,7 +243,7 @@ def _weights_at(
     away = entry - center[..., None]
     if not antialias:  # between two entries; beyond the ends as at the ends
         return (1 - (entry - center.clamp(0, entries - 1)[..., None]).abs()).clamp(min=0)
-    if not align_corners:  # a larger step between places takes more entries
+    if not align_corners:  # a larger step between positions takes more entries
         away = away / (entries / size).clamp(min=1)[..., None]
     away = away.abs()
     weights = (1 - away).clamp(min=0)
@@ -255,10 +255,10 @@ def _weights_at(
     return weights / weights.sum(-1, keepdim=True)
 
 
-def rotations_at(rope: Any, places: torch.Tensor) -> torch.Tensor:
-    """Return the sines and cosines of rotary positions at ``places``, as ``Packed`` has them:
+def rotations_at(rope: Any, patch_coord: torch.Tensor) -> torch.Tensor:
+    """Return the sines and cosines of rotary positions at ``patch_coord``, as ``Packed`` has them:
     (sequences, 1, tokens, 2 x width of a head), fp32. Class and register tokens are not rotated."""
-    row, column, rows, columns = places.float().unbind(-1)
+    row, column, rows, columns = patch_coord.float().unbind(-1)
     sizes = [rows.clamp(min=1), columns.clamp(min=1)]
     is_dinov3 = isinstance(rope, RotaryEmbeddingDinoV3)
     coordinates = []
@@ -294,7 +294,7 @@ def rotations_at(rope: Any, places: torch.Tensor) -> torch.Tensor:
 
 _SEQUENCES = ("token_budget", "max_images_per_sequence")
 _TOKEN_BUDGET = 1024
-_TOKENS_A_PLACE = 64
+_TOKENS_PER_IMAGE = 64
 """A sequence has a place for an image by default for so many tokens: an image of 8 x 8 patches."""
 _MOST_IMAGES = 255
 """An image's number in its sequence is a byte."""
@@ -531,6 +531,6 @@ def open_native(name: str, overrides: Mapping[str, Any]) -> NativeSpec:
     tokens = overrides.get("token_budget", _TOKEN_BUDGET)
     images = overrides.get("max_images_per_sequence")
     if images is None:
-        images = min(max(tokens // _TOKENS_A_PLACE, 1), _MOST_IMAGES)
+        images = min(max(tokens // _TOKENS_PER_IMAGE, 1), _MOST_IMAGES)
     sequences = {"token_budget": tokens, "max_images_per_sequence": images}
     return NativeSpec(name, overrides, arguments, sequences, preprocessing_of(timms))

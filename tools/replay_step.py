@@ -29,13 +29,13 @@ from torch.utils._pytree import tree_leaves
 from config_fields import local_path, positive
 from data.config import DataConfig
 from data.files import printable
-from data.loader import Batch, Share
+from data.loader import Batch, BatchShard
 from data.size_schedule import SizeSchedule
 from data.source import DataSource, open_data
 from data.utf8 import use_utf8
 from torch_fsdp.config import Fsdp2Config
 from torch_fsdp.parallel_plan import DTYPES
-from training.backend import Backend, data_errors_as_usage_errors, dataset_request, pass_seed
+from training.backend import Backend, data_errors_as_usage_errors, dataset_request, micro_batch_seed
 from training.bad_step import BadStep, read_bad_step
 from training.checkpoints.compatible import other_order
 from training.checkpoints.config import CheckpointConfig
@@ -172,7 +172,7 @@ def read_images(run: Run, bad_step: BadStep, data: DataSource) -> Images:
     sizes = SizeSchedule.of(run.config.data, run.config.seed, 0)
     if sizes and side:
         sizes = sizes.only(side)
-    loader = train.numbered().batches(batch_size, Share(), sizes)
+    loader = train.numbered().batches(batch_size, BatchShard(), sizes)
     first = bad_step.images_in_epoch // batch_size
     if first >= len(loader):
         raise UsageError(
@@ -298,7 +298,7 @@ def compute(step: Replayed, images: Images, precision: str, watch: Watch) -> tup
     with _in_precision(step.models.values(), precision), watch.over(step.models):
         for index, (some, theirs) in enumerate(zip(*by_pass, strict=True)):
             number = step.bad_step.passes[index]
-            torch.manual_seed(pass_seed(run.config.seed, number, 0))
+            torch.manual_seed(micro_batch_seed(run.config.seed, number, 0))
             loss = step.objective.loss(model, some, theirs, number) / count
             watch.check("loss", loss)
             loss.backward()

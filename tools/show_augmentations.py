@@ -21,7 +21,7 @@ if __name__ == "__main__":  # by its path from any folder, or by another Python
 import torch
 
 from config_fields import local_path
-from data.loader import Batch, Share
+from data.loader import Batch, BatchShard
 from data.source import DatasetRequest, open_data
 from data.utf8 import use_utf8
 from training.backend import data_errors_as_usage_errors, dataset_request
@@ -109,7 +109,7 @@ def crop_columns(request: DatasetRequest) -> list[Column]:
     assert layout is not None
     whole = replace(request, crops=None, config=replace(request.config, **_UNCHANGED))
     images, packed = (
-        next(iter(open_data(wanted).train_loader(IMAGES, Share()).epoch(0)))[0]
+        next(iter(open_data(wanted).train_loader(IMAGES, BatchShard()).epoch(0)))[0]
         for wanted in (whole, request)
     )
     globals_, _, locals_, mask = layout.unpack(packed)
@@ -131,7 +131,7 @@ def crop_columns(request: DatasetRequest) -> list[Column]:
 def _draws(run: Run[Any]) -> tuple[Sequence[str] | None, list[Batch]]:
     """Return the names of the classes, and the same images DRAWS times, each time augmented."""
     data = open_data(dataset_request(run.with_data(batch_size=IMAGES * DRAWS, aug_repeats=DRAWS)))
-    images, labels = next(iter(data.train_loader(IMAGES * DRAWS, Share()).epoch(0)))
+    images, labels = next(iter(data.train_loader(IMAGES * DRAWS, BatchShard()).epoch(0)))
     return data.classes, list(zip(images.chunk(DRAWS), labels.chunk(DRAWS), strict=True))
 
 

@@ -114,7 +114,7 @@ class TorchPlan:
 
 
 @dataclass(frozen=True)
-class Form:
+class FsdpImplementation:
     """One form of FSDP."""
 
     backend: str
@@ -127,7 +127,7 @@ class Form:
 
 @dataclass(frozen=True)
 class TorchRun(Run[Fsdp2Config]):
-    form: Form = field(kw_only=True)
+    form: FsdpImplementation = field(kw_only=True)
     plan: TorchPlan = field(kw_only=True)
 
     @property

@@ -16,7 +16,7 @@ from models.config import ModelError
 from torch_fsdp import devices, varlen
 from torch_fsdp.config import ZERO_FLAGS, Fsdp2Config
 from torch_fsdp.devices import Device
-from torch_fsdp.parallel_plan import DTYPES, Form, TimmBlocks, TorchPlan, TorchRun
+from torch_fsdp.parallel_plan import DTYPES, FsdpImplementation, TimmBlocks, TorchPlan, TorchRun
 from training.config import RunConfig
 from training.errors import UsageError
 from training.flags import check_rules
@@ -29,7 +29,7 @@ from training.resolve import (
     resolve_common,
     resolve_domain,
     resolve_model,
-    with_passes,
+    with_micro_batches,
 )
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def resolve(
-    config: RunConfig, backend_config: Fsdp2Config, form: Form, blocks: TimmBlocks
+    config: RunConfig, backend_config: Fsdp2Config, form: FsdpImplementation, blocks: TimmBlocks
 ) -> TorchRun:
     """Return the run that the flags describe on the processes that torchrun has started.
 
@@ -58,7 +58,7 @@ def resolve(
 
 
 def _resolve(
-    config: RunConfig, backend_config: Fsdp2Config, form: Form, blocks: TimmBlocks
+    config: RunConfig, backend_config: Fsdp2Config, form: FsdpImplementation, blocks: TimmBlocks
 ) -> TorchRun:
     config = resolve_common(config)
     backend, sharding = config.backend, config.sharding
@@ -111,7 +111,7 @@ def _resolve(
     )
     if zero == 0 and form is FSDP2:  # without sharding, all processes are replicas
         mesh = Mesh(dcn=mesh.fsdp, domain=mesh.domain)
-    config = with_passes(config, mesh)
+    config = with_micro_batches(config, mesh)
     form.check(config, backend_config, mesh, device)
 
     # Precision.
@@ -191,7 +191,7 @@ def _resolve_domain(
         if model.settings[name]:
             reason = f"all processes would drop the same positions of their tokens (<{name}>)"
     if reason:
-        reason = ModelError(reason).told(MODEL_FLAG)
+        reason = ModelError(reason).with_flag_names(MODEL_FLAG)
         raise UsageError(f"{flag} on GPUs is incompatible with --model {model.name}: {reason}")
     heads = model.sizes.num_heads
     refused = {"gather": "requires --backend xla: use ring or ulysses"}
@@ -215,4 +215,4 @@ def _check_fsdp2(
         raise UsageError("--cpu_offload requires CUDA: on the CPU all is in host memory already")
 
 
-FSDP2 = Form("torch_fsdp.fsdp2:Fsdp2Backend", _check_fsdp2)
+FSDP2 = FsdpImplementation("torch_fsdp.fsdp2:Fsdp2Backend", _check_fsdp2)

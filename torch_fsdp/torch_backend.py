@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from data.loader import Batch, BatchLoader, Share
+from data.loader import Batch, BatchLoader, BatchShard
 from models.spec import Units
 from torch_fsdp.devices import Device, Mark
 from torch_fsdp.domain import SharedImages, image_rows
 from torch_fsdp.optimizers import LossScale, PartsOptimizer
 from torch_fsdp.parallel_plan import TorchRun
-from training.backend import InitializeModule, Profiler, State, pass_seed
+from training.backend import InitializeModule, Profiler, State, micro_batch_seed
 from training.optimizers import (
     COUNTS,
     UPDATES,
@@ -33,7 +33,7 @@ from training.optimizers import (
     not_finite,
 )
 from training.processes.exchange import silence_gloo
-from training.processes.stopping import largest_of_all
+from training.processes.stopping import all_reduce_max
 from training.resolve import Run
 from training.schedule import StepRates
 
@@ -55,7 +55,7 @@ class TorchBackend(abc.ABC):
         self._run, self._device, self._plan = run, device, run.plan
         self._backend_config, self._sharding = run.backend_config, run.config.sharding
         rank, mesh = dist.get_rank(), run.mesh
-        self.batch_shard, self.batch_shards = mesh.batch_part(rank), mesh.batch_parts
+        self.batch_shard, self.batch_shards = mesh.batch_shard(rank), mesh.batch_shards
         self.image_rows = image_rows(run, rank)
         self.device_count, self.is_main = mesh.devices, rank == 0
         self.compiles = bool(run.backend_config.compile) or device.compiles_all
@@ -172,18 +172,18 @@ class TorchBackend(abc.ABC):
     # -- a step -----------------------------------------------------------------------
 
     def loader(
-        self, open_share: Callable[[Share], BatchLoader], images: int, *, reads_rows: bool
+        self, open_shard: Callable[[BatchShard], BatchLoader], images: int, *, reads_rows: bool
     ) -> BatchLoader:
         mesh, host_processes = self._run.mesh, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if mesh.domain == 1 or reads_rows:
             rows = None if mesh.domain == 1 else self.image_rows
-            return open_share(
-                Share(self.batch_shard, self.batch_shards, rows, of_host=host_processes)
+            return open_shard(
+                BatchShard(self.batch_shard, self.batch_shards, rows, of_host=host_processes)
             )
         # Processes that share images load some of them each, and send each other the rows.
         shared_images = images // self.batch_shards
         sources, index = math.gcd(mesh.domain, shared_images), dist.get_rank() % mesh.domain
-        share = Share(
+        share = BatchShard(
             self.batch_shard * sources + min(index, sources - 1),
             self.batch_shards * sources,
             loads=index < sources,
@@ -195,7 +195,7 @@ class TorchBackend(abc.ABC):
         with silence_gloo():
             group, _ = dist.new_subgroups_by_enumeration(ranks, backend="gloo")
         return SharedImages(
-            open_share(share), group, rows_by_process, sources, shared_images // sources
+            open_shard(share), group, rows_by_process, sources, shared_images // sources
         )
 
     def put(self, batch: Batch) -> Batch:
@@ -212,8 +212,8 @@ class TorchBackend(abc.ABC):
     def begin_epoch(self) -> None:
         self.epoch_loss = torch.zeros(2).to(self._device.where)
 
-    def begin_pass(self, pass_index: int) -> None:
-        seed = pass_seed(self._run.config.seed, pass_index, self.batch_shard)
+    def begin_micro_batch(self, micro_batch_index: int) -> None:
+        seed = micro_batch_seed(self._run.config.seed, micro_batch_index, self.batch_shard)
         torch.default_generator.manual_seed(seed)
         self._device.seed(seed)
 
@@ -302,7 +302,7 @@ class TorchBackend(abc.ABC):
             backend.close()
 
     barrier = staticmethod(dist.barrier)
-    largest_of_all = staticmethod(largest_of_all)
+    all_reduce_max = staticmethod(all_reduce_max)
 
     # -- reports ----------------------------------------------------------------------
 
@@ -335,7 +335,7 @@ class TorchBackend(abc.ABC):
     def compile_seconds(self) -> float:
         return 0.0  # unknown for TorchTPU, which compiles as part of running
 
-    def own_seconds(self) -> list[float]:
+    def local_compute_seconds(self) -> list[float]:
         return [] if self._clock is None else self._clock.take()
 
     def state_bytes(self) -> dict[str, int]:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from data.files import DataFolderError
-from data.loader import Batch, BatchLoader, Share
+from data.loader import Batch, BatchLoader, BatchShard
 from data.packing import PackRequest
 from data.size_schedule import SizeSchedule
 from data.source import (
@@ -44,10 +44,10 @@ InitializeModule = Callable[[nn.Module, str], None]
 """A function (module, name in the model) that allocates and fills a module on the meta device."""
 
 
-def pass_seed(seed: int, pass_index: int, stream: int) -> int:
+def micro_batch_seed(seed: int, micro_batch_index: int, stream: int) -> int:
     """Return the dropout seed of one forward pass: a 56-bit hash of the run's seed, the pass number
     and the random stream."""
-    digest = hashlib.sha256(f"{seed}/{pass_index}/{stream}".encode()).digest()
+    digest = hashlib.sha256(f"{seed}/{micro_batch_index}/{stream}".encode()).digest()
     return int.from_bytes(digest[:7], "little")
 
 
@@ -156,11 +156,11 @@ class Backend(Protocol):
     # Data.
 
     def loader(
-        self, open_share: Callable[[Share], BatchLoader], images: int, *, reads_rows: bool
+        self, open_shard: Callable[[BatchShard], BatchLoader], images: int, *, reads_rows: bool
     ) -> BatchLoader:
         """Open a loader of the shares that ``put`` expects, of global batches of ``images`` images.
 
-        ``open_share`` opens a loader for a share of each batch; ``reads_rows``: it reads only the
+        ``open_shard`` opens a loader for a share of each batch; ``reads_rows``: it reads only the
         requested rows of an image.
         """
 
@@ -176,7 +176,7 @@ class Backend(Protocol):
     def begin_epoch(self) -> None:
         """Start ``epoch_loss`` anew."""
 
-    def begin_pass(self, pass_index: int) -> None:
+    def begin_micro_batch(self, micro_batch_index: int) -> None:
         """Seed dropout for this forward pass, from ``--seed`` and the number of passes since the
         start of training."""
 
@@ -224,7 +224,7 @@ class Backend(Protocol):
     def barrier(self) -> None:
         """Wait until every process has reached this call."""
 
-    def largest_of_all(self, value: int) -> Callable[[], int]:
+    def all_reduce_max(self, value: int) -> Callable[[], int]:
         """Start computing the maximum over all processes; return a function that waits for it."""
 
     # State of a checkpoint.
@@ -247,7 +247,7 @@ class Backend(Protocol):
     def compile_seconds(self) -> float:
         """Return the seconds of compilation so far; 0 if unknown."""
 
-    def own_seconds(self) -> list[float]:
+    def local_compute_seconds(self) -> list[float]:
         """Return, for each step whose time has become known since the last call, in order, the
         seconds that this process computed without waiting for another one. Never waits for the
         device.
@@ -351,11 +351,11 @@ def train_loader(
 ) -> BatchLoader:
     """Return the loader of training images, in global batches of ``batch_size``; ``sizes``: the
     image sizes of each step."""
-    open_share = functools.partial(data.train_loader, batch_size, sizes=sizes)
-    return backend.loader(open_share, batch_size, reads_rows=data.reads_rows)
+    open_shard = functools.partial(data.train_loader, batch_size, sizes=sizes)
+    return backend.loader(open_shard, batch_size, reads_rows=data.reads_rows)
 
 
 def val_loader(data: DataSource, backend: Backend, batch_size: int) -> BatchLoader:
     """Return the loader of validation images, in global batches of ``batch_size``."""
-    open_share = functools.partial(data.val_loader, batch_size)
-    return backend.loader(open_share, batch_size, reads_rows=data.reads_rows)
+    open_shard = functools.partial(data.val_loader, batch_size)
+    return backend.loader(open_shard, batch_size, reads_rows=data.reads_rows)

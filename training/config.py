@@ -556,7 +556,7 @@ class RunConfig:
     log: LogConfig = field(default_factory=LogConfig)
     use: UseConfig = field(default_factory=UseConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
-    given: frozenset[str] = field(default=frozenset(), compare=False)
+    explicitly_set: frozenset[str] = field(default=frozenset(), compare=False)
     """The fields of this and all backends' configurations that are set on the command line, even to
     their defaults. Values from the environment do not count."""
 

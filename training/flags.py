@@ -182,7 +182,7 @@ def check_rules(config: RunConfig, *others: Any, only: Collection[str] | None = 
     fields checked must be resolved."""
     values, known = flat(config, *others), by_field(type(config), *map(type, others))
     for name, option in known.items():
-        counts_at_default = option.flag.requires_at_default and name in config.given
+        counts_at_default = option.flag.requires_at_default and name in config.explicitly_set
         passed_over = values[name] == option.field.default and not counts_at_default
         if passed_over or (only is not None and name not in only):
             continue
@@ -205,7 +205,7 @@ def check_rules(config: RunConfig, *others: Any, only: Collection[str] | None = 
                 excluded = known[other].typed(values[other])
                 raise UsageError(f"{typed} is incompatible with {excluded}: drop one of the two")
         for other in option.flag.replaces:
-            if other in config.given:
+            if other in config.explicitly_set:
                 excluded = known[other].typed(values[other])
                 raise UsageError(f"{typed} replaces {excluded}: drop one of the two")
 

@@ -66,7 +66,7 @@ def find_trained(config: RunConfig) -> tuple[RunConfig, Weights]:
     if checkpoints.init_from is not None:
         if use_ema:
             raise UsageError("--use_ema requires --resume, not --init_from: use --resume PATH")
-        if "resume" in config.given:
+        if "resume" in config.explicitly_set:
             raise UsageError("--init_from and --resume both name weights: drop one of the two")
         config, weights = with_init_from(config)
     else:
@@ -138,7 +138,7 @@ def with_pretrained(config: RunConfig) -> RunConfig:
     if not checkpoints.pretrained:
         return config
     assert name is not None  # --pretrained requires it
-    if "resume" in config.given and (use.predict or use.eval_only or use.features):
+    if "resume" in config.explicitly_set and (use.predict or use.eval_only or use.features):
         raise UsageError("--pretrained and --resume both name weights: drop one of the two")
     model_of(config.model)  # raises if there is no such model
     try:
@@ -190,7 +190,7 @@ def without_gram_teacher(config: RunConfig) -> RunConfig:
     Flags of a Gram teacher that are set stay, and are refused later."""
     none = flat(ObjectiveConfig())
     gram = {"gram_weights", "gram_weight", "gram_update_steps", "gram_crop_factor"}
-    names = gram - config.given
+    names = gram - config.explicitly_set
     objective = replace(config.objective, **{name: none[name] for name in names})
     return replace(config, objective=objective)
 
@@ -528,7 +528,7 @@ def with_teacher(run: Run[Any], resolve: Callable[[RunConfig], Run[Any]]) -> Run
             optimizer=replace(config.optimizer, linear_probe=False),
             checkpoints=replace(config.checkpoints, resume=str(weights.path), resume_epoch=0),
             sharding=replace(config.sharding, grad_ckpt="full", reshard_after_forward=True),
-            given=frozenset(),  # flags that are set are the student's
+            explicitly_set=frozenset(),  # flags that are set are the student's
         )
         teacher_config = with_described_model(teacher_config, weights, keeps_head=not is_dino)
         teacher = resolve(with_preprocessing_of(weights, teacher_config)[1])

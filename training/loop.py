@@ -183,7 +183,7 @@ class StepLog(Hook):
         timer.waited += waited
         timer.flops += reports.step_flops(done.shape)
         reports.events.stepped(step, waited)
-        self._slow_hosts.stepped(self.batches.last_read_s, session.backend.own_seconds())
+        self._slow_hosts.stepped(self.batches.last_read_s, session.backend.local_compute_seconds())
         interval = session.config.log.log_step_interval
         if done.is_first or done.is_last or step % interval == 0:
             values = session.backend.read(done.values)
@@ -380,7 +380,7 @@ class Evaluations(Hook):
             self.best = new_score
             if best_by:
                 saver = self.saves.saver
-                saver.spared = folder_of(saver.ckpt_dir, at.step)
+                saver.protected = folder_of(saver.ckpt_dir, at.step)
                 self.saves.save(at)
         session.timer.restart()
 
@@ -399,7 +399,7 @@ class Evaluations(Hook):
                     session.watchdog.alive()
                 return session.stop.due()
 
-            images = min(self.images, batches * session.config.data.pass_size)
+            images = min(self.images, batches * session.config.data.global_micro_batch_size)
             measure = self.objective.measure(images)
             result = evaluate(
                 self.model, measure, self.loader, session.backend, batches, batch_done

@@ -71,7 +71,7 @@ class Mesh:
     # Which part of the batch and of its images a device works on.
 
     @property
-    def batch_parts(self) -> int:
+    def batch_shards(self) -> int:
         """Return the number of parts that a batch is divided into. Devices that differ only along
         the other axes work on the same images."""
         return math.prod(getattr(self, axis) for axis in LOGICAL_AXIS_RULES["batch"])
@@ -79,9 +79,9 @@ class Mesh:
     @property
     def devices_a_part(self) -> int:
         """Return the number of adjacent devices that work on the same part of a batch."""
-        return self.devices // self.batch_parts
+        return self.devices // self.batch_shards
 
-    def batch_part(self, place: int) -> int:
+    def batch_shard(self, place: int) -> int:
         """Return which part of a batch the device at this place works on."""
         return place // self.devices_a_part
 

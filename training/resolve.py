@@ -115,7 +115,7 @@ class Run(Generic[BackendConfig]):
             return self
         teacher = self.teacher and self.teacher.on(devices)
         mesh = make_mesh(self.config.sharding, devices)
-        config = with_passes(self.config, mesh)
+        config = with_micro_batches(self.config, mesh)
         run = replace(self, config=config, mesh=mesh, teacher=teacher)
         check_batch(run)
         return run
@@ -218,7 +218,7 @@ def resolve_common(config: RunConfig) -> RunConfig:
     # What --objective dino does not support, and evaluations that need images.
     use, log, saves = config.use, config.log, config.checkpoints
     if is_dino:
-        if "scale" in config.given:
+        if "scale" in config.explicitly_set:
             raise UsageError(
                 "--objective dino uses --global_crops_scale instead of --scale: drop --scale"
             )
@@ -290,7 +290,7 @@ def model_of(config: ModelConfig, objective: ObjectiveConfig | None = None) -> M
             )
         return with_additions(spec, objective.objective, flat(objective)) if objective else spec
     except ModelError as error:
-        raise UsageError(error.told(MODEL_FLAG)) from None
+        raise UsageError(error.with_flag_names(MODEL_FLAG)) from None
 
 
 def model_line(spec: ModelSpec) -> str:
@@ -455,18 +455,18 @@ def resolve_domain(
     return replace(config, sharding=sharding)
 
 
-def with_passes(config: RunConfig, mesh: Mesh) -> RunConfig:
+def with_micro_batches(config: RunConfig, mesh: Mesh) -> RunConfig:
     """Return the configuration with the number of passes per step that ``--micro_batch_size``
     needs, and a ``--koleo_group`` that fits such a pass, unless it is set."""
-    images, most = config.data.batch_size // mesh.batch_parts, config.data.micro_batch_size
+    images, most = config.data.batch_size // mesh.batch_shards, config.data.micro_batch_size
     if most is not None:
         passes = next(
             (n for n in range(-(-images // most), images) if images % n == 0), max(images, 1)
         )
         config = replace(config, data=replace(config.data, grad_accum_steps=passes))
-    images = config.data.pass_size // mesh.batch_parts
+    images = config.data.global_micro_batch_size // mesh.batch_shards
     objective = config.objective
-    if objective.objective == "dino" and images > 1 and "koleo_group" not in config.given:
+    if objective.objective == "dino" and images > 1 and "koleo_group" not in config.explicitly_set:
         sizes = range(2, ObjectiveConfig.koleo_group + 1)
         group = max((n for n in sizes if images % n == 0), default=images)
         config = replace(config, objective=replace(objective, koleo_group=group))
@@ -477,7 +477,7 @@ def check_batch(run: Run) -> None:
     """Raise UsageError if the batch cannot be divided over devices and passes, or if a device's
     part cannot be mixed (mixup, CutMix)."""
     data, mesh = run.config.data, run.mesh
-    parts = mesh.batch_parts * data.grad_accum_steps
+    parts = mesh.batch_shards * data.grad_accum_steps
     if data.batch_size % parts:
         together = "".join(
             f" / --mesh_{axis} {size}"
@@ -496,7 +496,7 @@ def check_batch(run: Run) -> None:
             f"devices{together}{passes}: use {fitting}"
         )
     objective = run.config.objective
-    images = data.pass_size // mesh.batch_parts
+    images = data.global_micro_batch_size // mesh.batch_shards
     if objective.objective == "dino" and objective.koleo_weight and images % objective.koleo_group:
         if images == 1:
             raise UsageError(

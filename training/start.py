@@ -127,7 +127,7 @@ def _resumed(
 def hint_for_hosts(planned: Start) -> str:
     """Return what to do if the processes differ because some hosts' folders have no checkpoint that
     settings are taken from; "" if all plan the same. All processes must call this."""
-    by_process = exchange.gather([planned.saved is not None, socket.gethostname()])
+    by_process = exchange.all_gather_object([planned.saved is not None, socket.gethostname()])
     if len({has for has, _ in by_process}) == 1:
         return ""
     process, host = next((n, host) for n, (has, host) in enumerate(by_process) if not has)
@@ -144,11 +144,11 @@ def enter_folder(
     fails: RunFailed in a restart whose folder is still in use, perhaps by a lost machine; otherwise
     UsageError."""
     token, is_first = "", hosts.is_first if hosts else is_main
-    with exchange.failing_together():
+    with exchange.raise_on_all_ranks():
         if is_first:
             token = lock.acquire(is_restart=choose.is_restart(ckpt_dir))
-    token = exchange.gather(token)[hosts.first if hosts else 0]
-    with exchange.failing_together():
+    token = exchange.all_gather_object(token)[hosts.first if hosts else 0]
+    with exchange.raise_on_all_ranks():
         if not is_first:  # closing the file in the first process would release its lock
             files.check_same_folder(ckpt_dir, token)
 
@@ -170,12 +170,12 @@ def confirm_start(
     """
     checkpoints, candidates = run.config.checkpoints, choose.Candidates([])
     resumes_newest = False
-    with exchange.failing_together():
+    with exchange.raise_on_all_ranks():
         if backend.is_main:
             _, candidates = choose.find_checkpoint(checkpoints)
             resumes_newest = choose.resumes_newest(checkpoints)
     names = [str(path) for path in candidates.paths]
-    names, passed_over, explicit, resumes_newest = exchange.from_first(
+    names, passed_over, explicit, resumes_newest = exchange.broadcast_object(
         [names, candidates.passed_over, candidates.explicit, resumes_newest]
     )
     candidates = choose.Candidates([files.folder_at(name) for name in names], passed_over, explicit)
@@ -185,7 +185,7 @@ def confirm_start(
     start = _first_undamaged(
         candidates, lambda saved: check_continues(saved, run, data), local, checkpoints, hosts
     )
-    with exchange.failing_together():
+    with exchange.raise_on_all_ranks():
         if planned.saved and not start.saved:
             raise UsageError(
                 f"{planned.saved.path} was removed while this run started: start it again"
@@ -240,7 +240,7 @@ def _first_undamaged(
                     break
                 continue
         if saved:
-            with exchange.failing_together():
+            with exchange.raise_on_all_ranks():
                 check(saved)
             warnings = [f"warning: {text}: resuming {saved.path.name} instead" for text in damaged]
             start = _resumed(saved, checkpoints, path, (*notes, *warnings))
@@ -268,12 +268,12 @@ def _read_for_all(
     share, of = (hosts.share, spread.here) if hosts and spread.here else (None, None)
     if problem := choose.damage_for_all(path, verify=verify, share=share, of=of):
         return None, f"{path} is damaged ({problem})"
-    with exchange.failing_together():
+    with exchange.raise_on_all_ranks():
         saved, problem = choose.read_or_problem(path, spread.elsewhere)
-    return saved, next(filter(None, exchange.gather(problem)), "")
+    return saved, next(filter(None, exchange.all_gather_object(problem)), "")
 
 
-def leave_behind(
+def set_aside_newer_checkpoints(
     start: Start,
     local: LocalTier | None,
     run: Run,
@@ -287,12 +287,12 @@ def leave_behind(
         kept = start.saved.position.step if start.saved and start.kind == "local" else None
         local.forget(kept)
     note, later, number = "", list[Path](), 0
-    with exchange.failing_together():
+    with exchange.raise_on_all_ranks():
         if hosts.is_first if hosts else is_main:
             later = choose.later_checkpoints(run.ckpt_dir, start.continues_from)
             number = choose.free_number(run.ckpt_dir) if later else 0
-    number = max(exchange.gather(number))  # the same on all hosts
-    with exchange.failing_together():
+    number = max(exchange.all_gather_object(number))  # the same on all hosts
+    with exchange.raise_on_all_ranks():
         if later:
             folder = choose.set_aside(run.ckpt_dir, later, number)
             names = ", ".join(path.name for path in later)
@@ -303,5 +303,5 @@ def leave_behind(
         if hosts and hosts.is_first and not is_main:  # the first process writes the whole file
             job = {"job": os.environ.get("RUN_JOB_ID")}
             files.replace_file(run.ckpt_dir / choose.RUN_FILE, json.dumps(job) + "\n")
-    note = next(filter(None, exchange.gather(note)), "")
+    note = next(filter(None, exchange.all_gather_object(note)), "")
     return [note] if note else []

@@ -81,7 +81,7 @@ def forward_backward(
     """Compute the gradients of the mean loss over all micro-batches; return that loss."""
     count, losses = len(micro_batches), []
     for index, (images, labels) in enumerate(micro_batches):
-        backend.begin_pass(step * count + index)
+        backend.begin_micro_batch(step * count + index)
         loss = objective.loss(model, images, labels, step * count + index) / count
         losses.append(loss.detach())
         backend.backward(loss, is_last=index == count - 1)

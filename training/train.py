@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from data.source import DataSource
-from models.initialize import leave_room
+from models.initialize import allocate_uninitialized
 from training import loop
 from training.backend import (
     Backend,
@@ -38,7 +38,7 @@ from training.errors import (
     not_finite_error,
 )
 from training.evaluation.frozen import (
-    FrozenData,
+    FeatureEvalData,
     frozen_evaluations,
     kinds_in_training,
     open_frozen,
@@ -62,7 +62,13 @@ from training.processes.stopping import StopRequest, Watchdog
 from training.profiling import PROFILE_DIR, StepProfiler
 from training.resolve import Run, model_line
 from training.schedule import Position, make_schedule
-from training.start import Start, confirm_start, enter_folder, hint_for_hosts, leave_behind
+from training.start import (
+    Start,
+    confirm_start,
+    enter_folder,
+    hint_for_hosts,
+    set_aside_newer_checkpoints,
+)
 from training.step import TrainBatches, shard_and_optimize
 from training.units import units_of
 from training.weights import check_weights
@@ -99,7 +105,7 @@ def train(
     planned: Start,
     initial: InitialWeights | None,
     data: DataSource,
-    frozen: FrozenData,
+    frozen: FeatureEvalData,
     expected_s: float | None,
     parts: StartParts,
     run: Run,
@@ -136,7 +142,7 @@ def train(
         at = start.position(run, data, epoch_steps)
         schedule, last_step = make_schedule(run, epoch_steps, at)
         loader = train_loader(data, backend, config.data.batch_size, schedule.image_sizes)
-        with exchange.failing_together():
+        with exchange.raise_on_all_ranks():
             continues = start.kind in ("local", "here")
             history = read_history(
                 run.ckpt_dir, at.step, continues=continues, best_by=config.checkpoints.ckpt_best
@@ -144,7 +150,7 @@ def train(
         if hosts:
             history = history_of_first(history)
         # Last: nothing refuses after it.
-        notes += leave_behind(start, local, run, is_main=is_main, hosts=hosts)
+        notes += set_aside_newer_checkpoints(start, local, run, is_main=is_main, hosts=hosts)
         parts.done("agreed")
 
         # -- shared by the loop and its hooks
@@ -171,7 +177,7 @@ def train(
             config.checkpoints.max_failed_saves,
             newest=start.continues_from,
             asynchronous=config.checkpoints.async_checkpoint,
-            spared=history.best if config.checkpoints.ckpt_best else None,
+            protected=history.best if config.checkpoints.ckpt_best else None,
             order=data.order(),
             store_logs=reports.store,
             hosts=hosts,
@@ -222,7 +228,7 @@ def train(
                         session,
                         model,
                         objective,
-                        val_loader(data, backend, config.data.pass_size),
+                        val_loader(data, backend, config.data.global_micro_batch_size),
                         data.val_length,
                         saves,
                         set(history.evaluated),
@@ -266,7 +272,7 @@ def _place_model(
     """Return the sharded model on the devices, with new or loaded values. If a checkpoint is loaded
     afterwards, do not spend time on initial values."""
     say = session.reports.say
-    initialize = leave_room if start.saved else None
+    initialize = allocate_uninitialized if start.saved else None
     say(f"model: {model_line(run.model)}")
     if initial and not start.saved:
         check_weights(initial.weights, verify=run.config.checkpoints.verify_checkpoint)
@@ -328,15 +334,15 @@ def _not_finite(run: Run, session: loop.Session, saver: CheckpointSaver, step: i
         what = f"{skipped} consecutive steps had a loss or gradient norm that is not finite"
         return not_finite_error(what, saver.newest)
     what, is_first = "", saver.hosts.is_first if saver.hosts else session.backend.is_main
-    number = max(exchange.gather(choose.free_number(run.ckpt_dir) if is_first else 0))
-    with exchange.failing_together():
+    number = max(exchange.all_gather_object(choose.free_number(run.ckpt_dir) if is_first else 0))
+    with exchange.raise_on_all_ranks():
         if is_first:
             last = choose.folder_of(run.ckpt_dir, step)
             what = f"the {session.reports.not_finite} of the last step is not finite"
             if last.exists():
                 aside = choose.set_aside(run.ckpt_dir, [last], number)
                 what += f", so {last.name} was set aside in {aside}"
-    what = exchange.from_first(what)  # all processes wait until the checkpoint is moved
+    what = exchange.broadcast_object(what)  # all processes wait until the checkpoint is moved
     newest = next(reversed(choose.complete_checkpoints(run.ckpt_dir)), None)
     return not_finite_error(what, newest)
 

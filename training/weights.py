@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from config_fields import is_of
 from data.config import Preprocessing
 from data.files import SizeLimit, parse_object, printable
-from models.initialize import allocate, leave_room
+from models.initialize import allocate, allocate_uninitialized
 from models.spec import ModelSpec
 from training.checkpoints import foreign
 from training.checkpoints import format as checkpoint
@@ -205,7 +205,7 @@ class Weights:
         ``InitializeModule``.
         """
         if self.loads_sharded:
-            return leave_room(module, name)
+            return allocate_uninitialized(module, name)
         self.fill(module, name)
 
     @torch.no_grad()

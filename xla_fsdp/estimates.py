@@ -143,7 +143,7 @@ def estimate(
 
     # Sizes of one block in one pass on one device.
     unit = 256 if chip.kind in ("v6e", "tpu7x") else 128  # the side of the matrix unit
-    images = config.data.batch_size / mesh.batch_parts / passes
+    images = config.data.batch_size / mesh.batch_shards / passes
     sequences, tokens = images * shape.sequences, shape.tokens / mesh.domain
     rows = sequences * round_up(
         tokens, SUBLANES

@@ -36,7 +36,7 @@ class HostPart:
 
     groups: tuple[int, ...]
     """The indices of these parts, in order."""
-    batch_parts: int
+    batch_shards: int
     """Number of parts of the whole batch."""
     rows: range
     """The rows of each image, as XLA shards them: the last devices may have fewer."""
@@ -48,7 +48,7 @@ class HostPart:
 
     @property
     def shards(self) -> int:
-        return self.batch_parts // len(self.groups)
+        return self.batch_shards // len(self.groups)
 
     def in_global_batch(self, share: torch.Tensor, height: int | None = None) -> torch.Tensor:
         """Return a global batch with the host's images in place and the rest uninitialized, which
@@ -58,7 +58,7 @@ class HostPart:
         whole_images = height is None or height == len(self.rows)
         if height is not None and not whole_images:
             shape[1] = height
-        whole = torch.empty((size * self.batch_parts, *shape), dtype=share.dtype)
+        whole = torch.empty((size * self.batch_shards, *shape), dtype=share.dtype)
         for part, group in zip(share.split(size), self.groups, strict=True):
             place = whole[group * size : (group + 1) * size]
             if not whole_images:
@@ -74,7 +74,7 @@ def part_of_host(mesh: Mesh, order: Sequence[int], local: Collection[int], heigh
     same rows of the same parts.
     """
     places = [place for place, number in enumerate(order) if number in local]
-    groups = sorted({mesh.batch_part(place) for place in places})
+    groups = sorted({mesh.batch_shard(place) for place in places})
     along = sorted({place // mesh.tensor % mesh.domain for place in places})
     if len(groups) * len(along) * mesh.tensor != len(places):
         domain = f"--mesh_domain {mesh.domain} x " if mesh.domain > 1 else ""
@@ -84,4 +84,4 @@ def part_of_host(mesh: Mesh, order: Sequence[int], local: Collection[int], heigh
         )
     share = -(-height // mesh.domain)
     rows = range(min(along[0] * share, height), min((along[-1] + 1) * share, height))
-    return HostPart(tuple(groups), mesh.batch_parts, rows)
+    return HostPart(tuple(groups), mesh.batch_shards, rows)

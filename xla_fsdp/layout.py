@@ -247,7 +247,7 @@ class MeshLayout:
         # Unmarked, the partitioner would exchange it between devices.
         if self.mesh.tensor > 1:
             return self.mark_columns(x) if self._plan.remat == "selective" else x
-        images, tokens = self._plan.pass_size, self._plan.model.sizes.num_tokens
+        images, tokens = self._plan.global_micro_batch_size, self._plan.model.sizes.num_tokens
         spec = self.mesh.saved_activation_spec(x.shape, images, tokens)
         return x if spec is None else self.mark(x, spec)
 

@@ -181,7 +181,7 @@ def _must_unfold_norms(plan: XlaPlan) -> bool:
     mesh = plan.mesh
     drops_patches = bool(plan.model.settings.get("patch_drop_rate"))
     is_uneven = drops_patches or plan.model.sizes.num_tokens % (mesh.domain * mesh.tensor) > 0
-    return is_uneven and (mesh.domain > 1 or plan.pass_size == mesh.batch_parts)
+    return is_uneven and (mesh.domain > 1 or plan.global_micro_batch_size == mesh.batch_shards)
 
 
 def parallelize_nested(

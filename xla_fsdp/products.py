@@ -37,7 +37,7 @@ def multiply_unfolded(block: nn.Module, layout: MeshLayout, save: SaveInput | No
         widens = linear.out_features > linear.in_features
         rows = "abcdefgh"[: x.dim() - 1]
         y = product(f"{rows}y,zy->{rows}z", x, weight, save, int8, widens=widens)
-        return add_bias(y, linear.bias, layout.mesh.batch_parts)
+        return add_bias(y, linear.bias, layout.mesh.batch_shards)
 
     for name, part in block.named_modules():
         if type(part) is nn.Linear:

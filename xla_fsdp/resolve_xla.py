@@ -24,7 +24,7 @@ from training.resolve import (
     resolve_domain,
     resolve_model,
     sizes_of_largest,
-    with_passes,
+    with_micro_batches,
 )
 from xla_fsdp import torch_xla_private, tpu
 from xla_fsdp.attention.kernels import DEFAULT_VECTOR_MEMORY, LARGEST_VECTOR_MEMORY, WholeSizes
@@ -57,7 +57,7 @@ class XlaPlan:
         self.bf16, self.residual_bf16 = sharding.precision == "bf16", xla.residual_dtype == "bf16"
         self.int8, self.gather_fp8 = xla.matmul == "int8", xla.gather_dtype == "fp8"
         self.break_graph_every = xla.mark_step_every_n_blocks  # blocks; 0: never
-        self.pass_size = config.data.pass_size
+        self.global_micro_batch_size = config.data.global_micro_batch_size
         # Whether a step consists of several graphs that pass gradients on.
         passes = config.data.grad_accum_steps
         self.gradients_outlive_graph = passes > 1 or self.break_graph_every > 0
@@ -142,7 +142,7 @@ def resolve_for_slice(
                     f"--mesh_tensor {mesh.tensor} must divide {here}, the number of devices per "
                     "host"
                 )
-    config = with_passes(config, mesh)
+    config = with_micro_batches(config, mesh)
     if model is None:  # after the cheap checks: timm takes a second
         config, model = resolve_model(config)
     xla = _resolve_scan(config, xla, model)

@@ -37,7 +37,7 @@ def shard_heads_and_columns(
 ) -> None:
     """Make a timm block, packed by ``pack``, compute with some of its heads and MLP columns;
     ``save`` may save results of products by columns."""
-    batch_shards = plan.mesh.batch_parts
+    batch_shards = plan.mesh.batch_shards
     shards = layout.shards(*plan.mesh.logical_spec("batch", "heads"))
 
     def by_columns(

@@ -23,11 +23,11 @@ import torch_xla.debug.metrics as met
 import torch_xla.runtime as xr
 from torch import nn
 
-from data.loader import BatchLoader, Share
+from data.loader import BatchLoader, BatchShard
 from training import optimizers
-from training.backend import Backend, InitializeModule, Profiler, State, pass_seed
+from training.backend import Backend, InitializeModule, Profiler, State, micro_batch_seed
 from training.optimizers import COUNTS, UPDATES, Updates, WeightAverage
-from training.processes.stopping import largest_of_all
+from training.processes.stopping import all_reduce_max
 from training.schedule import StepRates
 from xla_fsdp import tpu
 from xla_fsdp.optimizer import XlaWeightAverage, build_optimizer, set_lr, step_unless
@@ -211,19 +211,23 @@ class XlaBackend(Backend):
     # -- a step -----------------------------------------------------------------------
 
     def loader(
-        self, open_share: Callable[[Share], BatchLoader], images: int, *, reads_rows: bool
+        self, open_shard: Callable[[BatchShard], BatchLoader], images: int, *, reads_rows: bool
     ) -> BatchLoader:
         is_whole = len(self.image_rows) == self._run.model.sizes.input_shape[1]
         rows, host_processes = None if is_whole else self.image_rows, xr.local_process_count()
-        return open_share(Share(self.batch_shard, self.batch_shards, rows, of_host=host_processes))
+        return open_shard(
+            BatchShard(self.batch_shard, self.batch_shards, rows, of_host=host_processes)
+        )
 
     def begin_epoch(self) -> None:
         self.epoch_loss = self._no_loss  # data on the device: a step's graph does not depend on it
 
-    def begin_pass(self, pass_index: int) -> None:
+    def begin_micro_batch(self, micro_batch_index: int) -> None:
         # torch_xla advances its random state at each execution, differently with and without
         # checkpointing. Setting it here makes masks depend only on seed and step.
-        xm.set_rng_state(pass_seed(self._run.config.seed, pass_index, self._rng_stream))
+        xm.set_rng_state(
+            micro_batch_seed(self._run.config.seed, micro_batch_index, self._rng_stream)
+        )
         self._passes_s -= time.perf_counter() - self._synced_s
         if self._names:
             self._in_loss.enter_context(self._names.inside(LOSS, "forward"))
@@ -308,7 +312,7 @@ class XlaBackend(Backend):
         self._synced_s += time.perf_counter() - started
 
     wait = staticmethod(xm.wait_device_ops)
-    largest_of_all = staticmethod(largest_of_all)
+    all_reduce_max = staticmethod(all_reduce_max)
 
     def read(self, values: Mapping[str, torch.Tensor]) -> Future[dict[str, list[float]]]:
         # In a thread, as .cpu() waits for the step that computes the value (and only for that one).
@@ -350,7 +354,7 @@ class XlaBackend(Backend):
         compiled = met.metric_data("CompileTime")  # count, total nanoseconds, samples
         return compiled[1] / 1e9 if compiled else 0.0
 
-    def own_seconds(self) -> list[float]:
+    def local_compute_seconds(self) -> list[float]:
         # The host cannot see how devices spend time within a program. This is the host's time for
         # the passes, until they are dispatched.
         seconds = list(self._own_seconds)

@@ -34,7 +34,7 @@ def compare(run, backend):
     model = shard_and_optimize(run, backend)
     draw = torch.Generator().manual_seed(backend.batch_shard)
     for number in range(5):
-        backend.begin_pass(number)
+        backend.begin_micro_batch(number)
         images = torch.randn(4, 3, 16, 16, generator=draw)
         labels = torch.randint(10, (4,), generator=draw)
         loss = F.cross_entropy(model(images), labels)

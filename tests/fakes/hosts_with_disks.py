@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     def killed(model, objective, backend, done, *args, **kwargs):
         if done + 1 == step:
             wait(writing)
-            exchange.gather(None)
+            exchange.all_gather_object(None)
             if exchange.rank() == rank:
                 os.kill(os.getpid(), signal.SIGKILL)
         return train_step(model, objective, backend, done, *args, **kwargs)

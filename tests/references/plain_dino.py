@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from timm.layers import resample_abs_pos_embed
 from torch import nn
 
-from data.loader import Share
+from data.loader import BatchShard
 from data.source import open_data
 from tests.fakes.filled import filled
 from tests.references.normalized import normalized
@@ -204,7 +204,7 @@ def train(flags, steps=6, taught_by=None):
     others = [p for p in student.parameters() if not any(p is each for each in prototypes)]
     optimizer = torch.optim.AdamW([{"params": others}, {"params": prototypes}])
     request = dataset_request(run)
-    loader = open_data(request).train_loader(run.config.data.batch_size, Share())
+    loader = open_data(request).train_loader(run.config.data.batch_size, BatchShard())
     layouts = {each.layout.length: each.layout for each in request.of_pairs or [request]}
     total, epoch_steps = len(loader) * run.config.num_epochs, len(loader)
     gram = None

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from data.loader import PADDING, Share
+from data.loader import PADDING, BatchShard
 from data.source import open_data
 from tests.fakes.filled import filled
 from tests.references.normalized import normalized
@@ -131,7 +131,7 @@ def train(flags, steps=6):
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=how.lr, weight_decay=how.weight_decay)
     data, batch_size = open_data(dataset_request(run)), run.config.data.batch_size
-    loader = data.train_loader(batch_size, Share())
+    loader = data.train_loader(batch_size, BatchShard())
 
     def loss(images, numbers, *draw):
         key = torch.tensor([key_of(run.config.seed, "mask", *draw)], dtype=torch.int32)
@@ -152,7 +152,7 @@ def train(flags, steps=6):
 
     found, number = [], 0
     with torch.no_grad():
-        for images, labels in data.val_loader(batch_size, Share()).epoch(0):
+        for images, labels in data.val_loader(batch_size, BatchShard()).epoch(0):
             numbers = torch.arange(number, number + len(images))
             found.append(loss(images, numbers, "validation")[labels != PADDING])
             number += len(images)

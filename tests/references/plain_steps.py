@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from data.loader import Share
+from data.loader import BatchShard
 from data.source import open_data
 from tests.references.normalized import normalized
 from training.backend import dataset_request
@@ -41,7 +41,7 @@ def train(
 ) -> tuple[list[float], list[float]]:
     """The losses and gradient norms of the first steps, clipped; in bf16 under autocast."""
     how = run.config.optimizer
-    loader = open_data(dataset_request(run)).train_loader(run.config.data.batch_size, Share())
+    loader = open_data(dataset_request(run)).train_loader(run.config.data.batch_size, BatchShard())
     epochs = (loader.epoch(epoch) for epoch in range(run.config.num_epochs))
     batches = itertools.islice(itertools.chain.from_iterable(epochs), steps)
     losses, norms = [], []
@@ -65,7 +65,9 @@ def train(
 def evaluate(model: nn.Module, run: Run) -> tuple[float, float]:
     """The mean loss on val/ and the percentage of images that are classified right."""
     model.eval()
-    loader = open_data(dataset_request(run)).val_loader(run.config.data.pass_size, Share())
+    loader = open_data(dataset_request(run)).val_loader(
+        run.config.data.global_micro_batch_size, BatchShard()
+    )
     loss = right = count = 0.0
     for images, labels in itertools.islice(loader.epoch(0), run.config.log.eval_batches or None):
         images, labels = images[labels >= 0], labels[labels >= 0]

@@ -1,12 +1,12 @@
 """Sources and loaders as a run makes them."""
 
 from data.config import DataConfig
-from data.loader import Share
+from data.loader import BatchShard
 from data.source import DatasetRequest, open_data
 from models.config import VitConfig
 
 CONFIG = VitConfig(img_size=16, patch_size=4, num_classes=10)
-EVERYTHING = Share()
+EVERYTHING = BatchShard()
 
 
 def arguments(data_dir, **changes):
@@ -30,5 +30,5 @@ def loaders(config, share=EVERYTHING, model=CONFIG, seed=3):
     source = open_data(wanted(config, model, seed))
     return (
         source.train_loader(config.batch_size, share),
-        source.val_loader(config.pass_size, share),
+        source.val_loader(config.global_micro_batch_size, share),
     )

@@ -10,7 +10,7 @@ from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTarget
 
 from tests.support.cli import tiny
 from tests.support.resolved import on_xla
-from training.backend import pass_seed
+from training.backend import micro_batch_seed
 
 BOTH = "--mixup 0.8 --cutmix 1.0 --mixup_prob 0.8 --smoothing 0.1"
 """Of ten passes some are mixed, some cut, some left as they are."""
@@ -45,11 +45,11 @@ def timms_loss(config):
     return LabelSmoothingCrossEntropy(config.smoothing)
 
 
-def by_timm(config, parts, images, labels, seed, pass_index):
+def by_timm(config, parts, images, labels, seed, micro_batch_index):
     """Normalised images and soft labels: each device's part for itself, as processes of timm's."""
     found = []
     for part in zip(images.chunk(parts), labels.chunk(parts), strict=True):
-        np.random.seed(pass_seed(seed, pass_index, -1) % 2**32)
+        np.random.seed(micro_batch_seed(seed, micro_batch_index, -1) % 2**32)
         found.append(timms_mixup(config, 10)(part[0].clone(), part[1]))
     return [torch.cat(each) for each in zip(*found, strict=True)]
 

@@ -67,7 +67,7 @@ def plans(machine: Machine, command: Command, tmp_path: Path) -> None:
     """run_vit_training.py would plan with these flags."""
     words = machine.noted(command, "python3")
     asked = read_flags(words[1:])
-    check_foreign(asked.backend_configs, "xla", asked.run.given)
+    check_foreign(asked.backend_configs, "xla", asked.run.explicitly_set)
     config, _ = resolve_model(resolve_common(asked.run))
     assert config.plan
     assert next(candidates(config, asked.xla, asked.plan.chips_at_most))
@@ -118,7 +118,7 @@ def fine_tunes_beans(machine: Machine, command: Command, tmp_path: Path) -> None
 
 def program_takes(flags: list[str], backend: str) -> None:
     asked = read_flags(flags)
-    check_foreign(asked.backend_configs, backend, asked.run.given)
+    check_foreign(asked.backend_configs, backend, asked.run.explicitly_set)
     config, model = resolve_model(asked.run)
     if config.sharding.mesh_dcn == "slices":  # two are named where it is documented
         config = replace(config, sharding=replace(config.sharding, mesh_dcn=2))

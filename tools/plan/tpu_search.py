@@ -72,7 +72,7 @@ class TpuCandidate:
             config,
             use=UseConfig(),
             plan=False,
-            given=config.given - by_field(PlanConfig).keys(),
+            explicitly_set=config.explicitly_set - by_field(PlanConfig).keys(),
             data=replace(config.data, grad_accum_steps=self.grad_accum_steps),
             sharding=replace(
                 config.sharding,
@@ -104,7 +104,7 @@ def candidates(config: RunConfig, xla: XlaConfig, chips_at_most: int) -> Iterato
     """
     dcn = replicas(config.sharding)
     asked = xla.tpu_topology.split(",") if xla.tpu_topology else USUAL
-    several = not xla.tpu_topology and "mesh_dcn" not in config.given
+    several = not xla.tpu_topology and "mesh_dcn" not in config.explicitly_set
     topologies = [
         topology
         for name in asked
@@ -119,7 +119,7 @@ def candidates(config: RunConfig, xla: XlaConfig, chips_at_most: int) -> Iterato
     # A field whose flag was given stays as it is, unless it is "auto".
     flags = flat(config, xla)
     tried = {
-        name: (flags[name],) if name in config.given and flags[name] != "auto" else values
+        name: (flags[name],) if name in config.explicitly_set and flags[name] != "auto" else values
         for name, values in CHOICES.items()
     }
     if tried["grad_ckpt"][0] not in POLICIES:
@@ -136,7 +136,7 @@ def candidates(config: RunConfig, xla: XlaConfig, chips_at_most: int) -> Iterato
         if rest or config.sharding.mesh_fsdp not in (None, fsdp):
             continue
         mesh = Mesh(topology.slices, fsdp, domain, tensor)
-        if config.data.batch_size % (mesh.batch_parts * chosen["grad_accum_steps"]) == 0:
+        if config.data.batch_size % (mesh.batch_shards * chosen["grad_accum_steps"]) == 0:
             yield TpuCandidate(mesh=mesh, topology=topology, **chosen)
 
 

@@ -109,7 +109,7 @@ def _self_check(asked: Run, data: DataSource, run: Run, backend: Backend) -> Non
         table.say(f"self check FAILED: {table.failed} of {checks}")
     else:
         table.say(f"self check passed: {checks}")
-    if any(exchange.gather(table.failed)):
+    if any(exchange.all_gather_object(table.failed)):
         raise SelfCheckFailed
 
 
@@ -123,7 +123,7 @@ def _check_devices(
         settings, plain, rounded = reference.compute(run, backend.batch_shards)
         allowed = Tolerances(backend.unit_roundoff(), plain, rounded)
         numbers = [settings.lr, settings.eps, settings.max_norm]
-    settings = Settings(*exchange.from_first(numbers))
+    settings = Settings(*exchange.broadcast_object(numbers))
 
     # The small model on the devices.
     optimizer = run.config.optimizer
@@ -159,12 +159,12 @@ def _check_devices(
     total = torch.tensor([float(rank + 1), 1.0])
     if dist.is_initialized():
         dist.all_reduce(total)
-    largest = backend.largest_of_all(rank)()
-    ranks, hosts = zip(*exchange.gather([rank, socket.gethostname()]), strict=True)
+    largest = backend.all_reduce_max(rank)()
+    ranks, hosts = zip(*exchange.all_gather_object([rank, socket.gethostname()]), strict=True)
     good = total.tolist() == [count * (count + 1) / 2, count] and largest == count - 1
     good &= ranks == tuple(range(count))
     text = f"sum, maximum and gather over {count} process(es) on {len(set(hosts))} host(s)"
-    table.line(all(exchange.gather(good)), "hosts", text)
+    table.line(all(exchange.all_gather_object(good)), "hosts", text)
     watchdog.alive()
 
     # Updates, their comparison with the reference, and checkpoints.
@@ -255,7 +255,7 @@ def check_rows(devices: Devices, table: CheckTable) -> None:
     expected = rows.sum().item()
     for name, value in (("sum", totals["sum"][0]), ("mean", totals["mean"][0] * batch_size)):
         off = abs(value - expected) / rows.abs().mean().item()
-        off = max(map(float, exchange.gather(repr(off))))
+        off = max(map(float, exchange.all_gather_object(repr(off))))
         what = f"{name} of a batch of {batch_size} across devices, in units of one row"
         table.within(f"rows, {name}", off, _ROW, what)
 
@@ -284,7 +284,9 @@ def check_numbers(
         table.within("loss", off, allowed.loss(), f"{UPDATES} updates")
         off = reference.apart(devices.norms, allowed.plain.norms)
         table.within("gradient norm", off, allowed.norm(), f"{UPDATES} updates, before clipping")
-    everyone = exchange.gather([repr(number) for number in devices.losses + devices.norms])
+    everyone = exchange.all_gather_object(
+        [repr(number) for number in devices.losses + devices.norms]
+    )
     numbers = [[float(text) for text in of_process] for of_process in everyone]
     off = max(reference.apart(of_process, numbers[0]) for of_process in numbers)
     what = f"difference between the losses and norms of {len(numbers)} process(es)"
@@ -351,7 +353,7 @@ def check_resuming(
 
     again = devices.update(UPDATES + 1)
     off = reference.apart(list(again), list(first))
-    everyone = exchange.gather(repr(off))
+    everyone = exchange.all_gather_object(repr(off))
     what = "difference of an update's loss and norm before and after loading"
     allowed = max(EQUAL, backend.unit_roundoff())  # GPUs may sum in another order
     table.within("resumed", max(map(float, everyone)), allowed, what)
@@ -369,12 +371,12 @@ def own_folder(run: Run, backend: Backend, table: CheckTable) -> Iterator[Path |
     ckpt_dir = run.ckpt_dir
     shared = run.config.checkpoints.allow_other_owners
     lock = FolderLock(ckpt_dir, inside=run.log_dir, shared=shared)
-    folder = ckpt_dir / exchange.from_first(f"self_check_{secrets.token_hex(4)}")
+    folder = ckpt_dir / exchange.broadcast_object(f"self_check_{secrets.token_hex(4)}")
     problem = ""
     try:
         try:
             enter_folder(ckpt_dir, lock, is_main=backend.is_main)
-            with exchange.failing_together():
+            with exchange.raise_on_all_ranks():
                 if backend.is_main:
                     try:
                         folder.mkdir()
@@ -416,7 +418,7 @@ class Checkpoints:
         try:
             with saver:
                 saver.save(Position(number), must=True)
-            with exchange.failing_together():
+            with exchange.raise_on_all_ranks():
                 if self.backend.is_main:
                     self.states[number] = self._read(folder_of(self.folder, number))
         except (RunFailed, UsageError) as error:

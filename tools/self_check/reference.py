@@ -186,8 +186,8 @@ class _Training:
             x.unflatten(0, (self._parts, passes, -1)).transpose(0, 1).flatten(1, 2) for x in batch
         ]
         for number, (images, places) in enumerate(zip(*by_pass, strict=True)):
-            pass_index = update * passes + number
-            yield self._objective.loss(self._model, images, places, pass_index) / passes
+            micro_batch_index = update * passes + number
+            yield self._objective.loss(self._model, images, places, micro_batch_index) / passes
 
 
 def _copies(state: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Tensors]:

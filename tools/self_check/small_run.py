@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from data.loader import PADDING, Batch, Key, Sample, Share, numbered
-from data.packing import places_of
+from data.loader import PADDING, Batch, BatchShard, Key, Sample, numbered
+from data.packing import patch_coord_of
 from data.source import DatasetRequest, DataSource, Split, max_masked
 from models.config import ModelError
 from models.initialize import allocate
@@ -41,7 +41,7 @@ class _Images(Split):
     def digest(self) -> str:
         return ""  # the same in all processes with the same flags
 
-    def make(self, number: int, epoch: int, index: int) -> torch.Tensor:
+    def load_sample(self, number: int, epoch: int, index: int) -> torch.Tensor:
         generator = _generator(self.seed, "image", number)
         if self.dtype != torch.uint8:
             return torch.randn(self.shape, generator=generator)
@@ -63,7 +63,7 @@ class _Sequences(_Images):
         columns = 1 + (index // _SIDE) % _SIDE
         tokens = layout.tokens_of(
             [
-                places_of(1 + (index + image) % _SIDE, columns, prefix)
+                patch_coord_of(1 + (index + image) % _SIDE, columns, prefix)
                 for image in range(_IN_SEQUENCE)
             ]
         )
@@ -94,7 +94,7 @@ def batches(run: Run, backend: Backend | None, *, places: bool) -> Iterator[Batc
     images = kind(request, length, dtype, sizes.num_classes)
     source = DataSource("made up", {"train": images, "val": images})
     if backend is None:
-        loader, first = source.train_loader(config.batch_size, Share()), 0
+        loader, first = source.train_loader(config.batch_size, BatchShard()), 0
     else:
         loader = train_loader(source, backend, config.batch_size)
         first = backend.batch_shard * (config.batch_size // backend.batch_shards)
@@ -156,11 +156,11 @@ def shrink(run: Run) -> Run:
     """
     data, mesh = run.config.data, run.mesh
     passes = min(data.grad_accum_steps, _MICRO_BATCHES)
-    limit = _ROWS if mesh.batch_parts < _FROM_REPLICAS else _FEW_ROWS
-    rows, multiple = min(data.pass_size // mesh.batch_parts, limit), 1
+    limit = _ROWS if mesh.batch_shards < _FROM_REPLICAS else _FEW_ROWS
+    rows, multiple = min(data.global_micro_batch_size // mesh.batch_shards, limit), 1
     if run.backend_config.product_multiple > 1:
         rows = multiple = _ROWS_OF_MULTIPLES
-    batch_size = mesh.batch_parts * passes * rows
+    batch_size = mesh.batch_shards * passes * rows
 
     # The model with fewer and narrower blocks, of the same kind.
     sizes, settings = run.model.sizes, run.model.settings
@@ -218,14 +218,16 @@ def shrink(run: Run) -> Run:
         gram_weights=None,
         gram_crop_factor=1.0,
     )
-    given = run.config.given | {"koleo_group"}
-    config = replace(run.config, loss=LossConfig(), objective=objective, given=given)
+    explicitly_set = run.config.explicitly_set | {"koleo_group"}
+    config = replace(
+        run.config, loss=LossConfig(), objective=objective, explicitly_set=explicitly_set
+    )
     try:
         model = open_model(run.model.name, run.model.overrides | small)
         model = with_additions(model, objective.objective, flat(objective))
     except ModelError as error:
         text = f"--self_check cannot shrink --model {run.model.name}"
-        raise UsageError(f"{text}: {error.told(MODEL_FLAG)}") from None
+        raise UsageError(f"{text}: {error.with_flag_names(MODEL_FLAG)}") from None
     small_run = replace(run, config=config, model=model, backend_config=run.backend_config.shrunk())
     if model.packing:
         small_run = small_run.with_data(max_tokens_per_image=model.packing.tokens)

@@ -364,12 +364,12 @@ def damage_for_all(
     """
     part, parts = share or (exchange.rank(), exchange.count())
     seen = None
-    with exchange.failing_together():
+    with exchange.raise_on_all_ranks():
         has_manifest = (path / checkpoint.MANIFEST).exists()
         file = path / (checkpoint.MANIFEST if has_manifest else checkpoint.METADATA)
         if file.exists():
             seen = checkpoint.checksum(file)
-    hosts = exchange.gather([seen, socket.gethostname()])
+    hosts = exchange.all_gather_object([seen, socket.gethostname()])
     for number, (other, host) in enumerate(hosts):
         if other != hosts[0][0]:
             raise UsageError(
@@ -378,13 +378,13 @@ def damage_for_all(
                 agreed=True,
             )
     problem = None
-    with exchange.failing_together():
+    with exchange.raise_on_all_ranks():
         try:
             if verify:
                 problem = checkpoint.damage(path, part, parts, of=of)
         except ValueError as error:
             problem = str(error)
-    return next((text for text in exchange.gather(problem) if text is not None), None)
+    return next((text for text in exchange.all_gather_object(problem) if text is not None), None)
 
 
 # -- removing and moving checkpoints ---------------------------------------------------------------
@@ -422,8 +422,8 @@ def remove(folder: Path) -> None:
     remove_tree(folder)
 
 
-def prune(ckpt_dir: Path, keep: int, spared: Collection[Path]) -> None:
-    """Remove all checkpoints but the ``keep`` newest (0: remove none) and those in ``spared``.
+def prune(ckpt_dir: Path, keep: int, protected: Collection[Path]) -> None:
+    """Remove all checkpoints but the ``keep`` newest (0: remove none) and those in ``protected``.
 
     Also removes incomplete ones, if a newer one is complete. Raises OSError if one cannot be
     removed, after removing the others.
@@ -431,7 +431,7 @@ def prune(ckpt_dir: Path, keep: int, spared: Collection[Path]) -> None:
     if not keep:
         return
     complete = complete_checkpoints(ckpt_dir)
-    stays = set(complete[-keep:]) | set(spared)
+    stays = set(complete[-keep:]) | set(protected)
     newest = step_of(complete[-1]) if complete else -1
     errors = []
     for path in step_folders(ckpt_dir):

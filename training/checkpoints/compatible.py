@@ -29,13 +29,13 @@ def with_saved(config: RunConfig, saved: SavedRun) -> RunConfig:
     """Return the configuration with the checkpoint's model, objective and preprocessing, except
     where flags are set. Raises UsageError if another objective is set."""
     there, here = saved.objective, config.objective
-    if "objective" in config.given and here.objective != there.objective:
+    if "objective" in config.explicitly_set and here.objective != there.objective:
         raise UsageError(
             f"{saved.path} was trained with --objective {there.objective}, not {here.objective}: "
             "use the same objective, or start a new run from its weights with --init_from and "
             "another --ckpt_dir"
         )
-    given = {name: value for name, value in flat(here).items() if name in config.given}
+    given = {name: value for name, value in flat(here).items() if name in config.explicitly_set}
     objective = replace(there, **given)
     config = replace(config, model=with_saved_model(config.model, saved), objective=objective)
     return with_saved_preprocessing(config, saved)

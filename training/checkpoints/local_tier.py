@@ -112,7 +112,7 @@ class LocalTier:
         self._resumes = resumes
         self._rank, self._count = exchange.rank(), exchange.count()
         # Processes that hold the same shards have the same part.
-        shards_held = [tuple(held) for held in exchange.gather(shards)]
+        shards_held = [tuple(held) for held in exchange.all_gather_object(shards)]
         parts = sorted(set(shards_held))
         self._held = [parts.index(held) for held in shards_held]
         """The part of each process."""
@@ -137,22 +137,26 @@ class LocalTier:
         self._id_file = run.ckpt_dir / RUN_ID_FILE
         self._keeps_id = hosts.is_first if hosts else self._rank == 0
         run_words = ""
-        with exchange.failing_together():
+        with exchange.raise_on_all_ranks():
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_own(self.folder, flag="--local_ckpt_dir")
             if self._keeps_id and self._id_file.exists():
                 run_words = self._id_file.read_text(encoding="utf-8", errors="replace")
             self._folder = random_word(self.folder / _FOLDER_FILE)
-        known = next(filter(None, exchange.gather(run_words)), "")  # the first host may be new
-        run_id, _, lineage = (known or exchange.from_first(secrets.token_hex(8))).partition(" ")
+        known = next(
+            filter(None, exchange.all_gather_object(run_words)), ""
+        )  # the first host may be new
+        run_id, _, lineage = (known or exchange.broadcast_object(secrets.token_hex(8))).partition(
+            " "
+        )
         self._run_id, self._lineage = run_id, lineage
-        with exchange.failing_together():
+        with exchange.raise_on_all_ranks():
             if self._keeps_id and (not known or run_words != known):
                 self._write_id()
         words = [secrets.token_hex(8), secrets.token_hex(32)]
-        self._start_id, key = exchange.from_first(words)
+        self._start_id, key = exchange.broadcast_object(words)
         self._key = bytes.fromhex(key)
-        with exchange.failing_together():
+        with exchange.raise_on_all_ranks():
             for part in self._complete_parts():
                 if part.run_id != self._run_id:
                     raise UsageError(
@@ -161,7 +165,7 @@ class LocalTier:
                     )
 
         # Which process writes which part, and where its copy goes.
-        places = exchange.gather([self._folder, socket.gethostname()])
+        places = exchange.all_gather_object([self._folder, socket.gethostname()])
         folders, self._hosts = [folder for folder, _ in places], [host for _, host in places]
         self._keepers: dict[tuple[str, int], int] = {}
         """By folder and part held by its processes: the first of these processes, which writes and
@@ -250,7 +254,7 @@ class LocalTier:
         if not self._resumes:
             return None, notes
         while True:
-            by_process = exchange.gather(
+            by_process = exchange.all_gather_object(
                 [
                     [part.part, *part.save, part.layout]
                     for part in self._usable()
@@ -290,7 +294,7 @@ class LocalTier:
             if not problems:
                 break
             notes += [f"warning: {problem}" for problem in problems]
-        with exchange.failing_together():
+        with exchange.raise_on_all_ranks():
             saved = checkpoint.read_saved_run(self._path(self._part, save[0]))
         receivers = [
             keeper
@@ -335,15 +339,17 @@ class LocalTier:
                     f"{self._name(self._rank)}: {checkpoint.reason_of(error)}"
                 )
                 rejected.add((part, save))
-        return [problem for reported in exchange.gather(problems) for problem in reported]
+        return [
+            problem for reported in exchange.all_gather_object(problems) for problem in reported
+        ]
 
     def forget(self, step: int | None) -> None:
         """Remove all parts except those of ``step``, which this start continues; None: all. If no
         step could be resumed, parts on absent hosts become invalid, too. All processes must call
         this before the first save."""
         if not self._resumes:
-            self._lineage = exchange.from_first(secrets.token_hex(4))
-        with exchange.failing_together():
+            self._lineage = exchange.broadcast_object(secrets.token_hex(4))
+        with exchange.raise_on_all_ranks():
             if not self._resumes and self._keeps_id:
                 self._write_id()
             self._remove(lambda number: number == step)
@@ -367,7 +373,7 @@ class LocalTier:
             result, self._writing = self._writing.result(), None
         with self._lock:
             have = sorted(self._have)
-        by_process = exchange.gather([is_busy, result, have])
+        by_process = exchange.all_gather_object([is_busy, result, have])
 
         # The outcome of the previous save.
         figures: dict[str, float] = {}
@@ -429,7 +435,7 @@ class LocalTier:
             if name := not_finite(content):
                 raise ValueError(f"{name} is not finite")
             clear(path)
-            files = write_state(content, path, alone=True)
+            files = write_state(content, path, no_dist=True)
             about = {
                 "run": self._run_id,
                 "ckpt_dir": self._ckpt_dir,
@@ -461,7 +467,7 @@ class LocalTier:
         --ckpt_dir. All processes must call this."""
         if self._writing is not None:
             wait([self._writing], timeout=_ENDS_WITHIN_S)
-        if all(exchange.gather(self._writing is None or self._writing.done())):
+        if all(exchange.all_gather_object(self._writing is None or self._writing.done())):
             with contextlib.suppress(OSError):
                 self._remove(lambda number: False)
 

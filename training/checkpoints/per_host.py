@@ -91,13 +91,13 @@ class HostFolders:
         """Find out which processes see the same folder; all processes must call this. ``shared``:
         it may be another user's. Raises UsageError in all processes if a folder cannot be used."""
         self._ckpt_dir, self._offered = ckpt_dir, Offered()
-        start, key = exchange.from_first([secrets.token_hex(8), secrets.token_hex(32)])
+        start, key = exchange.broadcast_object([secrets.token_hex(8), secrets.token_hex(32)])
         word, word_file = "", ckpt_dir / f"{_WORD_FILE}_{start}"
-        with exchange.failing_together():
+        with exchange.raise_on_all_ranks():
             ckpt_dir.mkdir(parents=True, exist_ok=True)
             check_own(ckpt_dir, shared=shared)
             word = random_word(word_file)
-        places = exchange.gather([word, socket.gethostname()])
+        places = exchange.all_gather_object([word, socket.gethostname()])
         words = [word for word, _ in places]
         self.names = [exchange.name(rank, host) for rank, (_, host) in enumerate(places)]
         """The names of all processes, for messages."""
@@ -122,12 +122,12 @@ class HostFolders:
     def find(self, path: Path) -> Spread:
         """Return where the files of a checkpoint are; all processes must call this."""
         digest, files, sizes = None, dict[str, checkpoint.Entry](), dict[str, int]()
-        with exchange.failing_together():
+        with exchange.raise_on_all_ranks():
             digest, files = _manifest_in(path)
             if self.is_first:
                 sizes = sizes_in(path)
                 self._offered.offer(str(path), path, files)
-        by_process = exchange.gather([digest, sizes])
+        by_process = exchange.all_gather_object([digest, sizes])
         for process, (other, _) in enumerate(by_process):
             if other is None or other != by_process[0][0]:
                 which = "no such checkpoint" if other is None else "another one of this name"
@@ -161,14 +161,14 @@ class HostFolders:
         processes must call this, with the folders locked."""
         own: dict[str, tuple[str | None, dict[str, int]]] = {}
         manifests: dict[str, dict[str, checkpoint.Entry]] = {}
-        with exchange.failing_together():
+        with exchange.raise_on_all_ranks():
             for path in step_folders(self._ckpt_dir) if self.is_first else ():
                 digest, manifests[path.name] = _manifest_in(path)
                 sizes = sizes_in(path)
                 own[path.name] = digest, sizes
                 small = (checkpoint.MANIFEST, checkpoint.METADATA, checkpoint.TRAINING_FILE)
                 self._offered.offer(path.name, path, [name for name in small if name in sizes])
-        by_process = exchange.gather(own)
+        by_process = exchange.all_gather_object(own)
         steps = {name: None for process in self._firsts for name in by_process[process]}
         notes: list[str] = []
         for step in steps:
@@ -181,7 +181,7 @@ class HostFolders:
                 for digest in digests
             }
             is_owner = exchange.rank() in owners.values()
-            known = exchange.gather(manifests[step] if is_owner else None)
+            known = exchange.all_gather_object(manifests[step] if is_owner else None)
             of_digest = {digest: known[owner] for digest, owner in owners.items()}
             chosen = usable(of_digest, seen)
             digest = chosen or digests[0]
@@ -190,7 +190,7 @@ class HostFolders:
                 for process, (other, _) in zip(self._firsts, seen, strict=True)
                 if other is None or (chosen and other != chosen)
             ]
-            with exchange.failing_together():
+            with exchange.raise_on_all_ranks():
                 if exchange.rank() in lacking:
                     path = self._ckpt_dir / step
                     if step in own and own[step][0]:
@@ -219,13 +219,13 @@ class HostFolders:
         """Copy the run's logs to the first process's host, if another one has newer ones; return
         log lines. All processes must call this."""
         own: dict[str, dict[str, int]] = {}
-        with exchange.failing_together():
+        with exchange.raise_on_all_ranks():
             if self.is_first:
                 logs = {name: n for name, n in sizes_in(self._ckpt_dir).items() if name in names}
                 own = {"": logs, TENSORBOARD_DIR: sizes_in(self._ckpt_dir / TENSORBOARD_DIR)}
                 for folder, sizes in own.items():
                     self._offered.offer(folder, self._ckpt_dir / folder, sizes)
-        by_process = exchange.gather(own)
+        by_process = exchange.all_gather_object(own)
         # Events are never removed from their file: the longest one is the newest.
         newest = max(
             self._firsts,
@@ -235,7 +235,7 @@ class HostFolders:
             return ["note: no host of this run has its earlier logs"]
         if newest == 0:
             return []
-        with exchange.failing_together():
+        with exchange.raise_on_all_ranks():
             if exchange.rank() == 0:
                 for folder, sizes in by_process[newest].items():
                     (self._ckpt_dir / folder).mkdir(exist_ok=True)

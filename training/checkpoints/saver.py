@@ -121,7 +121,7 @@ def _copy_to_hosts(
     _, problems = attempt(read, group)
     if not any(problems):
         for name in names:
-            contents[name] = exchange.bytes_from_first(contents.get(name, b""), group)
+            contents[name] = exchange.broadcast_bytes(contents.get(name, b""), group)
         _, problems = attempt(write, group)
     return problems
 
@@ -141,7 +141,7 @@ def attempt(
         failed = error.failures if isinstance(error, dcp.CheckpointException) else ()
         is_of_others = bool(failed) and exchange.rank() not in failed
         problem = None if is_of_others else reason_of(error)
-    outcomes = exchange.gather([done, problem], group)
+    outcomes = exchange.all_gather_object([done, problem], group)
     return [done for done, _ in outcomes], [problem for _, problem in outcomes]
 
 
@@ -163,7 +163,7 @@ class CheckpointSaver:
     newest: Path | None = None
     """The newest checkpoint of the run, written or resumed."""
     asynchronous: bool = False
-    spared: Path | None = None
+    protected: Path | None = None
     """The checkpoint that is never removed: the best one."""
     order: dict[str, Any] | None = None
     """What determines the order of the training images; see ``SavedRun``."""
@@ -220,7 +220,7 @@ class CheckpointSaver:
                 folder,
                 content,
                 is_main=self.backend.is_main,
-                written=functools.partial(self._prune, folder, self.spared),
+                written=functools.partial(self._prune, folder, self.protected),
                 store_logs=self.store_logs,
                 group=self._group if in_thread else None,
                 hosts=self.hosts,
@@ -298,15 +298,15 @@ class CheckpointSaver:
         """Finish the cleanup of a start that was killed after it had written ``newest``."""
         is_first = self.hosts.is_first if self.hosts else self.backend.is_main
         if self.newest and is_first:
-            self._prune(self.newest, self.spared)
+            self._prune(self.newest, self.protected)
             if self._not_removed:
                 self.say(self._not_removed)
 
-    def _prune(self, newest: Path, spared: Path | None) -> None:
+    def _prune(self, newest: Path, protected: Path | None) -> None:
         """Remove old checkpoints. A warning is logged later, as this may run in another thread."""
         self._not_removed = None
         try:
-            prune(self.ckpt_dir, self.keep, [newest, *([spared] if spared else [])])
+            prune(self.ckpt_dir, self.keep, [newest, *([protected] if protected else [])])
         except OSError as error:
             self._not_removed = (
                 f"warning: an old checkpoint cannot be removed ({reason_of(error)}): training "

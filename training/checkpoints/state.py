@@ -171,12 +171,12 @@ def write_state(
     folder: Path,
     group: dist.ProcessGroup | None = None,
     *,
-    alone: bool = False,
+    no_dist: bool = False,
     per_host: bool = False,
 ) -> dict[str, Entry]:
     """Write what ``state_content`` returned, without the manifest; return the manifest entries of
-    this process's files. All processes must call it, with their process group. With ``alone``, one
-    process calls it and writes everything that it holds, including replicated tensors. With
+    this process's files. All processes must call it, with their process group. With ``no_dist``,
+    one process calls it and writes everything that it holds, including replicated tensors. With
     ``per_host``, the first process writes the ``training.*`` entries into ``TRAINING_FILE``, which
     all hosts need. Raises OSError, RuntimeError or DCP's CheckpointException."""
     from_cuda = any(tensor.is_cuda for tensor in _tensors(content))
@@ -186,7 +186,7 @@ def write_state(
     # torch.save's CRC-32 checksums take as long as everything else it does, and no reader checks
     # them.
     with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
-        no_dist = alone or not dist.is_initialized()
+        no_dist = no_dist or not dist.is_initialized()
         dcp.save(content, storage_writer=storage, no_dist=no_dist, process_group=group)
     return storage.sums
 
@@ -204,8 +204,8 @@ def load_state(
     the checkpoint has an EMA. Raises any exception if it is damaged.
 
     ``with_optimizer``: also load everything else that the next step depends on. ``use_ema``: load
-    the EMA as the weights. ``is_part``: each process has its own ``folder``, written ``alone``.
-    ``elsewhere``: the checkpoint's files that are not in ``folder``.
+    the EMA as the weights. ``is_part``: each process has its own ``folder``, written with
+    ``no_dist``. ``elsewhere``: the checkpoint's files that are not in ``folder``.
     """
     saved = entries_of(folder)
     has_ema = any(name.startswith(f"{EMA}.") for name in saved)

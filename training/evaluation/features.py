@@ -63,11 +63,14 @@ class Features:
     def loader(self, split: str, only: Sequence[int] | None = None) -> BatchLoader:
         """Open a loader of the images of a split, each with its index instead of its label.
         ``only``: the indices of the images to load; None: all."""
-        size, images = self.run.config.data.pass_size, self.data.splits[split].numbered()
-        open_share = functools.partial(images.batches, size)
+        size, images = (
+            self.run.config.data.global_micro_batch_size,
+            self.data.splits[split].numbered(),
+        )
+        open_shard = functools.partial(images.batches, size)
         if only is not None:
-            open_share = functools.partial(images.batches_of, only, size)
-        return self._backend.loader(open_share, size, reads_rows=self.data.reads_rows)
+            open_shard = functools.partial(images.batches_of, only, size)
+        return self._backend.loader(open_shard, size, reads_rows=self.data.reads_rows)
 
     @contextlib.contextmanager
     def _tokens_before_head(self) -> Iterator[list[torch.Tensor]]:
@@ -233,7 +236,7 @@ def prepare_features(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Ba
 def _writing(out: Path) -> Iterator[None]:
     """Raise UsageError in all processes if one of them cannot write inside. The body must not
     contain a collective call."""
-    with exchange.failing_together():
+    with exchange.raise_on_all_ranks():
         try:
             yield
         except OSError as error:
@@ -259,7 +262,7 @@ def _write_features(
             if partial.exists():
                 shutil.rmtree(partial)
             partial.mkdir(parents=True)
-    with exchange.failing_together():
+    with exchange.raise_on_all_ranks():
         if not partial.is_dir():
             raise UsageError(f"--features {out}: use a folder that all hosts share")
     model, bad_images, say = open_trained(weights, initial, data, run, backend)
@@ -282,7 +285,7 @@ def _write_features(
             if failed is not None:
                 raise failed
         bad_images.collect(split, loader, say)
-        counts[split] = sum(exchange.gather(written))
+        counts[split] = sum(exchange.all_gather_object(written))
     bad_images.check()
 
     split = VAL if VAL in data.splits else TRAIN

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 Result: TypeAlias = "OfImages | Segmentation"
 
 
-class FrozenData(NamedTuple):
+class FeatureEvalData(NamedTuple):
     """The data that features are computed on."""
 
     images: DataSource | None
@@ -57,17 +57,17 @@ class FrozenData(NamedTuple):
 
 
 @data_errors_as_usage_errors()
-def open_frozen(run: Run, kinds: Collection[str]) -> FrozenData:
+def open_frozen(run: Run, kinds: Collection[str]) -> FeatureEvalData:
     """Open the data that evaluations of these ``kinds`` need. Raises UsageError."""
     by_labels = bool({KNN, PROBE} & {*kinds})
     images = open_plainly(run, labels=by_labels) if by_labels or RANK in kinds else None
     if images:
         check_several_classes(images)
     if SEGMENT not in kinds:
-        return FrozenData(images, None)
+        return FeatureEvalData(images, None)
     from data.segmentation import open_masked
 
-    return FrozenData(images, open_masked(dataset_request(run, augment=False)))
+    return FeatureEvalData(images, open_masked(dataset_request(run, augment=False)))
 
 
 # -- alone -----------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def prepare_frozen(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Back
 def _evaluate(
     weights: Weights,
     initial: InitialWeights | None,
-    data: FrozenData,
+    data: FeatureEvalData,
     kinds: list[str],
     folder: Path | None,
     run: Run,
@@ -177,7 +177,7 @@ def frozen_evaluations(
     session: Session,
     run: Run,
     model: nn.Module,
-    data: FrozenData,
+    data: FeatureEvalData,
     done: Mapping[str, Collection[int]],
 ) -> list[Hook]:
     """Return the hooks that evaluate features during training. Must be called before the first step

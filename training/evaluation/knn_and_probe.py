@@ -193,7 +193,7 @@ def votes(
     (queries, width), part by part: the first query of a part, and the weights of the votes, (ks,
     queries, classes), for each of ``ks``, which ascend, each at most the size of the bank. None
     stands for a part of another process's queries. All processes must consume all of it."""
-    sizes = exchange.gather([len(bank.labels), len(queries)])
+    sizes = exchange.all_gather_object([len(bank.labels), len(queries)])
     most, here = ks[-1], min(ks[-1], len(bank.features))
     in_memory = max(classes * len(ks), *(in_bank for in_bank, _ in sizes))
     part = max(1, _SIMILARITIES // in_memory)
@@ -372,10 +372,10 @@ def sum_of(values: torch.Tensor) -> torch.Tensor:
 
 def total(count: int) -> int:
     """Return the sum of the counts of all processes; all must call it."""
-    return sum(exchange.gather(count))
+    return sum(exchange.all_gather_object(count))
 
 
 def count_classes(train: Labelled) -> int:
     """Return how many classes there are: one more than the largest label of all processes. All must
     call it."""
-    return 1 + max(exchange.gather(int(train.labels.max()) if len(train.labels) else -1))
+    return 1 + max(exchange.all_gather_object(int(train.labels.max()) if len(train.labels) else -1))

@@ -159,7 +159,7 @@ def _reader(
     channels, *size = run.model.sizes.input_shape
     if in_arrays:
         split = volumes.open_files(dataset_request(run, augment=False), list(map(str, paths)))
-        return lambda number: split.make(number, 0, number), 1  # one may fill the device
+        return lambda number: split.load_sample(number, 0, number), 1  # one may fill the device
     if run.model.packing:
         transform = sequence_of_one(dataset_request(run, augment=False))
     else:
@@ -181,8 +181,8 @@ def prepare_evaluation(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, 
 
 @data_errors_as_usage_errors()
 def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Backend) -> None:
-    use, pass_size = run.config.use, run.config.data.pass_size
-    loader = val_loader(data, backend, pass_size)
+    use, global_micro_batch_size = run.config.use, run.config.data.global_micro_batch_size
+    loader = val_loader(data, backend, global_micro_batch_size)
     model, bad_images, say = open_trained(weights, None, data, run, backend)
 
     say("evaluating ...")
@@ -190,7 +190,7 @@ def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Bac
     measure = objective.measure()
     if use.eval_report:
         assert isinstance(objective, Classification)
-        measure = objective.measure(report_of=pass_size)
+        measure = objective.measure(report_of=global_micro_batch_size)
     result = evaluate(model, measure, loader, backend, run.config.log.eval_batches or 0)
     assert result is not None  # nothing stops it
     bad_images.collect(VAL, loader, say)

@@ -57,7 +57,7 @@ class BadImages:
                 open(file, encoding="utf-8", errors="surrogateescape", opener=regular) as opened,
             ):
                 listed = [line.split(_SEPARATOR) for line in opened.read().splitlines() if line]
-        listed = exchange.from_first(listed)
+        listed = exchange.broadcast_object(listed)
         self._listed = {path for path, *_ in listed}
         for path, *others in listed:
             if others and others[-1] in self._labels:  # earlier versions wrote no split
@@ -93,7 +93,7 @@ class BadImages:
         """List and log the unreadable images that a reader of ``split`` found since the last call.
         All processes must call this."""
         new: dict[str, str] = {}
-        for part in exchange.gather(reader.bad_images()):
+        for part in exchange.all_gather_object(reader.bad_images()):
             for name, reason, label in part:
                 path = without_secrets(name)
                 self._labels[split][path] = label

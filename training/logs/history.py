@@ -23,7 +23,7 @@ def fetch_history(run: Run, *, is_main: bool) -> list[str]:
     that. Raises UsageError in all processes if they cannot be read."""
     if not is_url(run.ckpt_dir):
         return []
-    with exchange.failing_together():
+    with exchange.raise_on_all_ranks():
         if is_main:
             try:
                 fetch_logs(run.log_dir, run.ckpt_dir, _FILES)
@@ -95,7 +95,7 @@ def history_of_first(history: History) -> History:
     """Return the history that the first process has read, where each host has a folder of its own;
     all processes must call this."""
     frozen = {kind: [*steps] for kind, steps in history.frozen.items()}
-    first = exchange.from_first(
+    first = exchange.broadcast_object(
         [
             [*history.evaluated.items()],
             frozen,

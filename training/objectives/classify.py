@@ -18,7 +18,7 @@ from torch import nn
 
 from data.loader import PADDING
 from data.transforms import drawn_from
-from training.backend import Backend, dataset_request, pass_seed
+from training.backend import Backend, dataset_request, micro_batch_seed
 from training.evaluation.evaluate import TOP, Measure, classes_before
 from training.logs.records import Evaluation
 from training.objectives.config import LossConfig
@@ -51,13 +51,13 @@ class Classification(Objective):
             self._label_loss = LabelSmoothingCrossEntropy(config.smoothing)
 
     def loss(
-        self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor, pass_index: int
+        self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor, micro_batch_index: int
     ) -> torch.Tensor:
-        images, targets, teacher_logits = self.example(images, labels, pass_index)
+        images, targets, teacher_logits = self.example(images, labels, micro_batch_index)
         return self.loss_of(model(images), targets, teacher_logits)
 
     def example(
-        self, images: torch.Tensor, labels: torch.Tensor, pass_index: int
+        self, images: torch.Tensor, labels: torch.Tensor, micro_batch_index: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return the model's input for a micro-batch; its targets, class indices (images,) or
         probabilities (images, classes); and the teacher's logits, if there is a teacher."""
@@ -65,7 +65,7 @@ class Classification(Objective):
         if self._soft_labels:
             labels = smoothed(labels, self._classes, self._smoothing)
         if self._mixing is not None:
-            mix = self._mixing.draw(pass_index, images.shape)
+            mix = self._mixing.draw(micro_batch_index, images.shape)
             images, labels = self._mixing.images(images, mix), self._mixing.labels(labels, mix)
         teacher_logits = None
         if self.teacher is not None:
@@ -110,7 +110,7 @@ class PackedClassification(Classification):
         self._counts: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def loss(
-        self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor, pass_index: int
+        self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor, micro_batch_index: int
     ) -> torch.Tensor:
         """Return a value whose mean over all replicas and passes is the mean loss over the images
         of the step. ``images``: rows of bytes (``PackLayout``); labels: (sequences, slots for
@@ -201,14 +201,14 @@ class Mixing:
         self._constant, self._rows = constant, rows
         self._spatial = run.model.sizes.input_shape[1:]
         self._has_part = len(rows) < self._spatial[0]
-        self._images_a_device = run.config.data.pass_size // run.mesh.batch_parts
+        self._images_a_device = run.config.data.global_micro_batch_size // run.mesh.batch_shards
 
-    def draw(self, pass_index: int, shape: torch.Size) -> torch.Tensor:
+    def draw(self, micro_batch_index: int, shape: torch.Size) -> torch.Tensor:
         """Return the values of a ``Mix``, (6,), on the devices, for images of this ``shape``. They
         depend only on the seed and the number of the pass since the start of training."""
         # If devices share images, these have the model's own size.
         height, width = (self._spatial if self._has_part else shape)[-2:]
-        with drawn_from(pass_seed(self._seed, pass_index, _SEED_STREAM) % 2**32):
+        with drawn_from(micro_batch_seed(self._seed, micro_batch_index, _SEED_STREAM) % 2**32):
             mix = _draw_mix(self._config, height, width)
         # A single tensor: one transfer, and no Python scalar that would trigger a recompilation.
         return self._constant(torch.tensor(mix, dtype=torch.float32))

@@ -68,7 +68,7 @@ class SelfDistillation(Objective):
         }
         group, usual = self._config.koleo_group, ObjectiveConfig.koleo_group
         adapted = ""
-        if group != usual and "koleo_group" not in run.config.given:
+        if group != usual and "koleo_group" not in run.config.explicitly_set:
             adapted = (
                 f", --koleo_group {group} because {usual} does not divide the images per device"
             )
@@ -112,7 +112,7 @@ class SelfDistillation(Objective):
             self._backend.copy_teacher()
 
     def loss(
-        self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor, pass_index: int
+        self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor, micro_batch_index: int
     ) -> torch.Tensor:
         config = self._config
         layout = self._layouts[images.shape[1]]

@@ -52,10 +52,10 @@ class Reconstruction(Objective):
         )
 
     def loss(
-        self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor, pass_index: int
+        self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor, micro_batch_index: int
     ) -> torch.Tensor:
         # The passes of a step use the masks of a single pass over all its images.
-        step = pass_index // self._run.config.data.grad_accum_steps
+        step = micro_batch_index // self._run.config.data.grad_accum_steps
         return self.errors(*self.predict(model, images, labels, "step", step)).mean()
 
     def predict(

@@ -56,11 +56,11 @@ class Objective(abc.ABC):
 
     @abc.abstractmethod
     def loss(
-        self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor, pass_index: int
+        self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor, micro_batch_index: int
     ) -> torch.Tensor:
         """Return the mean loss over the images of a micro-batch on a replica, an fp32 scalar.
-        ``labels`` are positions in the global batch if images are ``numbered``; ``pass_index``
-        counts from the start of training."""
+        ``labels`` are positions in the global batch if images are ``numbered``;
+        ``micro_batch_index`` counts from the start of training."""
 
     def end_step(self, step: int) -> None:  # noqa: B027
         """Called after the update is dispatched; ``step`` counts from 1."""

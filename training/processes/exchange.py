@@ -53,7 +53,7 @@ def silence_gloo() -> Iterator[None]:
         os.close(stdout)
 
 
-def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the JSON values of all processes of a group (None: the default one), by rank; all must
     call it."""
     if count() == 1:
@@ -72,20 +72,20 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     ]
 
 
-def bytes_from_first(content: bytes, group: dist.ProcessGroup | None = None) -> bytes:
+def broadcast_bytes(content: bytes, group: dist.ProcessGroup | None = None) -> bytes:
     """Return the bytes that the first process of a group passes; all must call it."""
     if count() == 1:
         return content
-    size = gather(len(content), group)[0]
+    size = all_gather_object(len(content), group)[0]
     sent = torch.frombuffer(bytearray(content), dtype=torch.uint8) if rank() == 0 else None
     tensor = torch.empty(size, dtype=torch.uint8) if sent is None else sent
     dist.broadcast(tensor, 0, group)
     return content if sent is not None else tensor.numpy().tobytes()
 
 
-def from_first(value: Any) -> Any:
+def broadcast_object(value: Any) -> Any:
     """Return the JSON value of the first process; all must call it."""
-    return gather(value)[0]
+    return all_gather_object(value)[0]
 
 
 def name(number: int | None = None, host: str | None = None) -> str:
@@ -95,7 +95,7 @@ def name(number: int | None = None, host: str | None = None) -> str:
 
 
 @contextlib.contextmanager
-def failing_together() -> Iterator[None]:
+def raise_on_all_ranks() -> Iterator[None]:
     """Raise, in all processes, a UsageError or RunFailed that one of them raises inside; an OSError
     becomes a UsageError. The body must not contain a collective call."""
     problem: str | None = None
@@ -109,7 +109,7 @@ def failing_together() -> Iterator[None]:
     except OSError as error:  # of a disk or storage: the others must not wait forever
         what = f"cannot use {error.filename}: " if error.filename else ""
         problem = f"{what}{error.strerror or error}"
-    outcomes = gather([problem, exit_code, socket.gethostname()])
+    outcomes = all_gather_object([problem, exit_code, socket.gethostname()])
     failed = [number for number, (text, _, _) in enumerate(outcomes) if text is not None]
     if failed:
         text, exit_code, host = outcomes[failed[0]]
@@ -160,7 +160,7 @@ def check_alike(run: Run, data: DataSource, hint: str = "") -> None:
             code.update(file.read_bytes())
     mine["the program's code, by checksum"] = code.hexdigest()
     mine |= data.fingerprint()
-    (first_host, first), *others = gather([socket.gethostname(), mine])
+    (first_host, first), *others = all_gather_object([socket.gethostname(), mine])
     for number, (host, other) in enumerate(others, 1):
         for what in [*first, *(other.keys() - first.keys())]:
             values = [first.get(what), other.get(what)]
@@ -205,7 +205,7 @@ class MinutesInterval:
         here = self._backend.is_main and time.monotonic() - self._since >= self._seconds
         if count() == 1:
             return here
-        is_over, self._answer = bool(self._answer()), self._backend.largest_of_all(int(here))
+        is_over, self._answer = bool(self._answer()), self._backend.all_reduce_max(int(here))
         return is_over
 
 
@@ -213,9 +213,9 @@ class MinutesInterval:
 #
 # In synchronous training, a step takes the same time in all processes, as the others wait for the
 # slowest one. So each process measures its own time: the seconds that a step waited for images to
-# be read, and the seconds of computing, ``Backend.own_seconds``. Both are intervals of its own
-# clock; clocks of different hosts are never compared. At a log step the processes exchange the
-# medians over the latest steps, on the hosts, and all come to the same conclusion.
+# be read, and the seconds of computing, ``Backend.local_compute_seconds``. Both are intervals of
+# its own clock; clocks of different hosts are never compared. At a log step the processes exchange
+# the medians over the latest steps, on the hosts, and all come to the same conclusion.
 
 _STEPS = 20
 """The number of latest steps over which the medians of processes are compared."""
@@ -231,7 +231,7 @@ class SlowHosts:
 
     def __init__(self) -> None:
         """All processes must call this."""
-        self._hosts = gather(socket.gethostname())
+        self._hosts = all_gather_object(socket.gethostname())
         self._read: deque[float] = deque(maxlen=_STEPS)
         self._computed: deque[float] = deque(maxlen=_STEPS)
         self._named: set[int] = set()
@@ -250,7 +250,7 @@ class SlowHosts:
             return {}
         known = len(self._computed)
         medians = [median_low(self._read), median_low(self._computed)] if known else [0.0, 0.0]
-        by_process = gather([*medians, known, step_s])
+        by_process = all_gather_object([*medians, known, step_s])
         if not all(known for _, _, known, _ in by_process):
             return {}
         longest = max(step_s for *_, step_s in by_process)

@@ -14,14 +14,14 @@ _WAITING = 64
 def open_ports() -> tuple[socket.socket, list[tuple[str, int]]]:
     """Return a socket on which this process listens, and the addresses of all processes by rank;
     all must call this. Raises UsageError in all processes if one of them cannot listen."""
-    hosts = exchange.gather(_address_towards(os.environ.get("MASTER_ADDR", _SOMEWHERE)))
+    hosts = exchange.all_gather_object(_address_towards(os.environ.get("MASTER_ADDR", _SOMEWHERE)))
     address = hosts[exchange.rank()]
     elsewhere = [host for host in hosts if not host.startswith("127.")]
     if address.startswith("127.") and elsewhere:  # the host that MASTER_ADDR names
         address = _address_towards(elsewhere[0])
-    with exchange.failing_together():
+    with exchange.raise_on_all_ranks():
         listening = socket.create_server((address, 0), backlog=_WAITING)
-    ports = exchange.gather([address, listening.getsockname()[1]])
+    ports = exchange.all_gather_object([address, listening.getsockname()[1]])
     return listening, [(host, port) for host, port in ports]
 
 

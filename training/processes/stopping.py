@@ -85,7 +85,7 @@ def _install_here() -> ProcessSignals:
     return process_signals
 
 
-def largest_of_all(value: int) -> Callable[[], int]:
+def all_reduce_max(value: int) -> Callable[[], int]:
     """Start computing the maximum over all processes, on the hosts; return a function to wait."""
     if exchange.count() == 1:
         return lambda: value
@@ -149,7 +149,7 @@ class StopRequest:
         elif not self.exit_code:
             reason = self._answer()
             if not reason:
-                self._answer = self._backend.largest_of_all(mine)
+                self._answer = self._backend.all_reduce_max(mine)
         if reason:
             self.exit_code = reason - _FAILURE if reason > _FAILURE else SIGNAL + reason
         return self.exit_code > 0

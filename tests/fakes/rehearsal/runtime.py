@@ -63,7 +63,7 @@ def _devices(here: Here, exchange: Exchange) -> None:
         nonlocal started
         if not started:
             started = True
-            exchange.gather("started")
+            exchange.all_gather_object("started")
 
     def told(answer: Any) -> Any:
         def ask(*_: Any) -> Any:
@@ -108,7 +108,9 @@ def _shards(here: Here, exchange: Exchange) -> None:
         if {number_of(device) for device in devices} != local:
             raise RuntimeError(f"{devices} are not this host's devices")
         every = [
-            pair for pairs in exchange.gather((data, devices)) for pair in zip(*pairs, strict=True)
+            pair
+            for pairs in exchange.all_gather_object((data, devices))
+            for pair in zip(*pairs, strict=True)
         ]
         every.sort(key=lambda pair: number_of(pair[1]))
         load(tensor, *map(list, zip(*every, strict=True)))
@@ -129,10 +131,12 @@ def _sends(here: Here, exchange: Exchange) -> None:
     def send(datas: Any, device: Any, input_sharding: Any = None) -> list[torch.Tensor]:
         values = [datas] if isinstance(datas, torch.Tensor) else list(datas)
         if input_sharding is None:
-            for each in zip(*exchange.gather(values), strict=True):
+            for each in zip(*exchange.all_gather_object(values), strict=True):
                 _assert_equal(each, "a replicated tensor")
             return real(values, device)
-        per_host = dict(zip(_workers_by_process(here), exchange.gather(values), strict=True))
+        per_host = dict(
+            zip(_workers_by_process(here), exchange.all_gather_object(values), strict=True)
+        )
         whole = []
         for number in range(len(values)):
             of_hosts = {worker: given[number] for worker, given in per_host.items()}
@@ -206,7 +210,7 @@ def _master_address(exchange: Exchange) -> None:
     real = XLAC._global_tensor_from_cpu_shards
 
     def from_shards(shards: list[torch.Tensor], sharding: Any) -> torch.Tensor:
-        every = exchange.gather(shards)
+        every = exchange.all_gather_object(shards)
         return real([one for shards in every for one in shards], sharding)
 
     XLAC._global_tensor_from_cpu_shards = from_shards

@@ -13,7 +13,7 @@ from timm.models.vision_transformer import VisionTransformer
 
 from data.buckets import nearest_bucket
 from data.config import DataConfig
-from data.loader import PADDING, Share
+from data.loader import PADDING, BatchShard
 from data.pack import pack
 from data.source import DatasetRequest, open_data
 from models.positions import Resampling
@@ -114,8 +114,10 @@ def test_nearest_by_the_logarithm_of_the_ratio():
 
 def test_batches_of_any_share_and_from_any_position(folder):
     data = source(folder)
-    whole = list(data.train_loader(8, Share()).epoch(3))
-    assert len(whole) == sum(n // 8 for n in (40, 40, 20)) == len(data.train_loader(8, Share()))
+    whole = list(data.train_loader(8, BatchShard()).epoch(3))
+    assert (
+        len(whole) == sum(n // 8 for n in (40, 40, 20)) == len(data.train_loader(8, BatchShard()))
+    )
     kinds = Counter(tuple(images.shape) for images, _ in whole)
     assert kinds == {(8, 3, *size): n for size, n in zip(SIZES, (5, 5, 2), strict=True)}
     sampler = data.splits["train"].sampler(8, shuffle=True, seed=5)
@@ -131,7 +133,7 @@ def test_batches_of_any_share_and_from_any_position(folder):
     assert [k[2] for k in orders[0][::8]] != sorted(k[2] for k in orders[0][::8])  # mixed
     workers = source(folder, num_workers=2)
     for first in (0, 5):
-        shares = [workers.train_loader(8, Share(r, 2)).epoch(3, first) for r in range(2)]
+        shares = [workers.train_loader(8, BatchShard(r, 2)).epoch(3, first) for r in range(2)]
         joined = [
             tuple(torch.cat(parts) for parts in zip(*both, strict=True))
             for both in zip(*shares, strict=True)
@@ -144,7 +146,7 @@ def test_batches_of_any_share_and_from_any_position(folder):
 @pytest.mark.parametrize(("batch", "parts"), [(8, 1), (8, 4), (64, 2)])
 def test_validation_counts_each_image_once(batch, parts, folder):
     data = source(folder)
-    shares = [data.val_loader(batch, Share(rank, parts)).epoch(0) for rank in range(parts)]
+    shares = [data.val_loader(batch, BatchShard(rank, parts)).epoch(0) for rank in range(parts)]
     found = []
     for both in zip(*shares, strict=True):
         images, labels = (torch.cat(each) for each in zip(*both, strict=True))
@@ -174,8 +176,8 @@ def test_shards_and_a_kept_index_give_the_same(folder, tmp_path):
     assert {"train-sizes-of-folder", "val-sizes-of-webdataset"} <= names
     for other in (again, shards):
         for one, two in zip(
-            files.train_loader(8, Share()).epoch(1),
-            other.train_loader(8, Share()).epoch(1),
+            files.train_loader(8, BatchShard()).epoch(1),
+            other.train_loader(8, BatchShard()).epoch(1),
             strict=True,
         ):
             assert all(map(torch.equal, one, two))

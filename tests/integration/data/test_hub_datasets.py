@@ -14,7 +14,7 @@ import torch
 from data import hub
 from data.config import DataConfig
 from data.files import DataFolderError
-from data.loader import Share
+from data.loader import BatchShard
 from data.source import DatasetRequest, open_data
 from tests.fakes.hub_server import TOKEN, HubServer, Repository
 from tests.support.cli import run_program
@@ -75,8 +75,8 @@ def write(folder, files):
 def same_images(one, other):
     """Of training, in their order, and of validation."""
     pairs = [
-        (one.train_loader(8, Share()), other.train_loader(8, Share())),
-        (one.val_loader(8, Share()), other.val_loader(8, Share())),
+        (one.train_loader(8, BatchShard()), other.train_loader(8, BatchShard())),
+        (one.val_loader(8, BatchShard()), other.val_loader(8, BatchShard())),
     ]
     for ours, theirs in pairs:
         for a, b in zip(ours.epoch(0), theirs.epoch(0), strict=True):
@@ -129,7 +129,9 @@ def test_as_saved_by_datasets(server, hub_here, tmp_path):
     assert again.fingerprint() == found.fingerprint()
     test = opened("us/beans", val_split="test")
     assert test.val_length == 9
-    assert next(test.val_loader(9, Share()).epoch(0))[1].tolist() == tables["test"]["labels"][:]
+    assert (
+        next(test.val_loader(9, BatchShard()).epoch(0))[1].tolist() == tables["test"]["labels"][:]
+    )
     put(server, "beans", write_beans(first=1000)[1])
     assert opened("us/beans").fingerprint() != found.fingerprint()
 
@@ -173,7 +175,7 @@ def test_rows_that_name_files_of_this_machine(server, hub_here, tmp_path):
     pq.write_table(table, file := io.BytesIO())
     content = file.getvalue()
     put(server, "paths", {"train.parquet": content, "test.parquet": content})
-    loader = opened("us/paths", columns=("image", "label")).val_loader(9, Share())
+    loader = opened("us/paths", columns=("image", "label")).val_loader(9, BatchShard())
     assert next(loader.epoch(0))[1].tolist() == [-1] * 9
     assert {reason for _, reason, _ in loader.bad_images()} == {"column image is empty in this row"}
 

@@ -16,7 +16,7 @@ from torchvision.datasets import ImageFolder
 
 from data import files, index
 from data.files import BrokenImageError, DataFolderError
-from data.loader import Share
+from data.loader import BatchShard
 from data.pack import pack
 from data.source import open_data
 from models.config import VitConfig
@@ -79,7 +79,7 @@ def test_every_image_once_an_epoch(source, world, workers, batch, first, sources
     alone = arguments(batch_size=batch, num_workers=0, data_dir=tree)
     for which, split in enumerate(("train", "val")):
         labels_of = [label for _, label in ImageFolder(str(tree / split)).samples]
-        shares = [loaders(config, Share(rank, world), MODEL)[which] for rank in range(world)]
+        shares = [loaders(config, BatchShard(rank, world), MODEL)[which] for rank in range(world)]
         parts = [list(loader.epoch(2, first)) for loader in shares]
         joined = [
             (torch.cat([images for images, _ in part]), torch.cat([labels for _, labels in part]))

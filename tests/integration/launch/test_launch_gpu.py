@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from launch import Mistake, torchrun
+from launch import UsageError, torchrun
 from tests.support.cli import DIGITS, ROOT, TINY_MODEL, TINY_RUN, run_program
 from tests.support.launching import (
     TORCHRUN,
@@ -132,7 +132,7 @@ def test_wrong_environment_of_torchtpu(variables, told, tmp_path):
 )
 def test_slices_that_cannot_be_joined(nodes, topology, told, monkeypatch):
     monkeypatch.setenv("TORCH_TPU_TOPOLOGY", topology)
-    with pytest.raises(Mistake, match=told):
+    with pytest.raises(UsageError, match=told):
         torchrun.join_slice(torchrun.parse(f"--nodes {nodes} --torchtpu 2 -- x".split()))
 
 

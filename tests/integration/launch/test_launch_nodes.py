@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from launch import Mistake, torchrun
+from launch import UsageError, torchrun
 from launch.torchrun import TimedOut, wait_for_nodes
 from tests.fakes.pod import wait_until
 from tests.support.cli import DIGITS, TINY_MODEL, TINY_RUN, tiny
@@ -106,12 +106,14 @@ def test_refusals_say_what_to_change(executor):
     nodes = [wait_in_thread(executor, port, rank) for rank in (0, 1)]
     wait_for_node(1, port)  # else the first of those below could settle what run it is
     with pytest.raises(
-        Mistake, match="NNODES is '2' on this node, but '3' on the other nodes at 127"
+        UsageError, match="NNODES is '2' on this node, but '3' on the other nodes at 127"
     ):
         wait_for_nodes(arguments(port, 1, nodes=2))
-    with pytest.raises(Mistake, match=r"RDZV_ID is 'SHA-256 .*' on this node, but '' on the other"):
+    with pytest.raises(
+        UsageError, match=r"RDZV_ID is 'SHA-256 .*' on this node, but '' on the other"
+    ):
         wait_for_nodes(arguments(port, 1, rdzv_id="a"))
-    with pytest.raises(Mistake, match=f"cannot listen on port {port} on this machine"):
+    with pytest.raises(UsageError, match=f"cannot listen on port {port} on this machine"):
         wait_for_nodes(arguments(port, 0))
     nodes.append(wait_in_thread(executor, port, 2))
     assert [node.result()[1] for node in nodes] == [True, False, False]
@@ -150,7 +152,7 @@ def test_two_nodes_with_one_number(executor, monkeypatch):
     wait_for_node(1, port)
     nodes.append(wait_in_thread(executor, port, 1))
     with pytest.raises(
-        Mistake, match=r"NODE_RANK=1 is used both by this node and by .* \(process "
+        UsageError, match=r"NODE_RANK=1 is used both by this node and by .* \(process "
     ):
         first.result()
     nodes.append(wait_in_thread(executor, port, 2))

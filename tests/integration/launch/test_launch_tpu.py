@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import IN_VAIN, is_crash, xla_dist
+from launch import NON_RETRYABLE, is_crash, xla_dist
 from launch import slices as slices_module
 from launch.pod import GRACE_SECONDS
 from launch.pod_worker import WAITS
@@ -271,7 +271,7 @@ def test_failure_ends_the_others(pod):
 
 def test_what_is_a_crash():
     """Not what all do together: a mistake, a stop by a signal, a connection that broke."""
-    together = [0, *IN_VAIN, 129, 130, 143, 254, 255]
+    together = [0, *NON_RETRYABLE, 129, 130, 143, 254, 255]
     assert not any(map(is_crash, together))
     assert all(is_crash(code) for code in (1, 7, 127, 134, 137, 139, -9, -11))
 

@@ -13,8 +13,9 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
+import launch
 import run_vit_training
-from launch import Mistake, compute_engine, xla_dist
+from launch import compute_engine, xla_dist
 from run_vit_training import read_flags
 from tests.support.cli import ROOT, run_program
 from tests.support.usage_error import told_in_one_line
@@ -291,7 +292,7 @@ def test_a_ckpt_dir_that_is_named_is_kept(shapes, ckpt_dir):
     assert [words[i + 1] for i, word in enumerate(words) if word == "--ckpt_dir"] == [ckpt_dir]
     with contextlib.ExitStack() as stack:
         if ckpt_dir == "/mnt/a":  # only the user knows whether it is a network disk
-            stack.enter_context(pytest.raises(Mistake, match="--network_disk FOLDER"))
+            stack.enter_context(pytest.raises(launch.UsageError, match="--network_disk FOLDER"))
         compute_engine.parse(words[3:])
 
 

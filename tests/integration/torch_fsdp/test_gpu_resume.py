@@ -48,7 +48,7 @@ def test_best_checkpoint_is_kept_and_resumed(tmp_path):
     assert kept == {"step_2", "step_13"}
     resumed = train_tiny_gpu(tmp_path, *flags, "14", "--resume", "best")
     assert "step_2 at step 2" in resumed.stdout
-    # 12 is gone from the record; with no better evaluation the best one is still spared.
+    # 12 is gone from the record; with no better evaluation the best one is still protected.
     again = train_tiny_gpu(tmp_path, *flags, "15", "--resume", "lowest_loss")
     losses = {record["step"]: record["val_loss"] for record in resumed.evaluations}
     kept = {int(path.name[5:]) for path in tmp_path.glob("step_*")} | {14}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from data.files import DataFolderError
-from data.loader import Share
+from data.loader import BatchShard
 from data.source import open_data
 from tests.references import plain_dino
 from tests.support.cli import tiny, train_tiny
@@ -27,7 +27,7 @@ def request_of(*flags, folder="none"):
 
 
 def batches(request, count, share=None, first=0):
-    loader = open_data(request).train_loader(request.config.batch_size, share or Share())
+    loader = open_data(request).train_loader(request.config.batch_size, share or BatchShard())
     return [batch for batch, _ in itertools.islice(loader.epoch(0, first), count)]
 
 
@@ -52,7 +52,7 @@ def test_each_batch_has_the_crops_of_one_pair():
 
 
 def test_a_pair_that_is_given_twice_is_drawn_twice_as_often():
-    loader, counts = open_data(request_of(*PAIRS)).train_loader(2, Share()), Counter[int]()
+    loader, counts = open_data(request_of(*PAIRS)).train_loader(2, BatchShard()), Counter[int]()
     for epoch in range(8):
         loader._sampler.set_position(epoch)
         counts.update(keys[0][-1] for keys in loader._sampler)
@@ -63,7 +63,9 @@ def test_a_pair_that_is_given_twice_is_drawn_twice_as_often():
 def test_processes_have_parts_of_the_same_batches():
     request = request_of(*PAIRS)
     whole = batches(request, 9)
-    parts = zip(*(batches(request, 6, Share(rank, 2), first=3) for rank in range(2)), strict=True)
+    parts = zip(
+        *(batches(request, 6, BatchShard(rank, 2), first=3) for rank in range(2)), strict=True
+    )
     assert all(map(torch.equal, map(torch.cat, parts), whole[3:]))
     other = batches(replace(request, seed=5), 9)
     assert [each.shape for each in whole] != [each.shape for each in other]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torchvision.transforms.v2.functional import normalize
 
-from data.loader import Share
+from data.loader import BatchShard
 from data.source import open_data
 from tests.fakes.filled import filled
 from tests.references.plain_checkpoint import tiny_timm_model
@@ -74,7 +74,7 @@ def plain_steps(flags, teacher, steps, devices):
     taught, _, (mean, std) = teacher
     preprocessing, base = run.config.data.preprocessing, timms_loss(config)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=how.weight_decay)
-    loader, losses, norms = open_data(dataset_request(run)).train_loader(16, Share()), [], []
+    loader, losses, norms = open_data(dataset_request(run)).train_loader(16, BatchShard()), [], []
     for step, batch in enumerate(itertools.islice(loader.epoch(0), steps)):
         total = 0.0
         chunks = zip(*(part.chunk(passes) for part in batch), strict=True)

@@ -12,7 +12,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torchvision.transforms.v2.functional import normalize
 
 from data.config import DataConfig
-from data.loader import Share
+from data.loader import BatchShard
 from data.size_schedule import SizeSchedule
 from data.source import open_data
 from tests.fakes.filled import filled
@@ -85,7 +85,7 @@ def test_magnitudes_of_rand_augment_rise_with_the_side():
 def batches(run, count, share=None, first=0, schedule=None):
     """Batches of the first epoch, in sizes of a training of so many steps as ``schedule``."""
     sizes = schedule and SizeSchedule.of(run.config.data, run.config.seed, schedule)
-    loader = open_data(dataset_request(run)).train_loader(16, share or Share(), sizes)
+    loader = open_data(dataset_request(run)).train_loader(16, share or BatchShard(), sizes)
     return list(itertools.islice(loader.epoch(0, first), count))
 
 
@@ -102,7 +102,7 @@ def test_images_are_those_of_runs_of_one_size(workers, alone):
     whole = batches(run, 10, schedule=10)
     for step, (batch, side) in enumerate(zip(whole, SIDES, strict=True)):
         assert all(map(torch.equal, batch, alone[side][step]))
-    parts = [batches(run, 6, Share(rank, 2), first=2, schedule=10) for rank in range(2)]
+    parts = [batches(run, 6, BatchShard(rank, 2), first=2, schedule=10) for rank in range(2)]
     for step, both in enumerate(zip(*parts, strict=True), 2):
         assert torch.cat([images for images, _ in both]).equal(whole[step][0])
 

@@ -207,7 +207,7 @@ def test_hosts_that_share_images(mesh, groups, rows):
     assert (part.groups, part.rows) == (groups, rows)
     images = torch.randn(len(groups) * 3, 2, len(rows), 5)
     whole = part.in_global_batch(images, 32)
-    assert whole.shape == (mesh.batch_parts * 3, 2, 32, 5)
+    assert whole.shape == (mesh.batch_shards * 3, 2, 32, 5)
     first = groups[0] * 3
     assert whole[first : first + len(images), :, rows.start : rows.stop].equal(images)
 

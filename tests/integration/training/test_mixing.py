@@ -8,7 +8,7 @@ import pytest
 import torch
 from torchvision.transforms.v2.functional import normalize
 
-from data.loader import Share
+from data.loader import BatchShard
 from data.source import open_data
 from tests.fakes.filled import filled
 from tests.support import cli
@@ -44,14 +44,14 @@ def test_images_labels_and_losses_are_timms(flags, devices):
     config, seed = run.config.loss, run.config.seed
     objective, loss, kinds = open_objective(run, ON_HOST), timms_loss(config), set()
     normalize = normalizer(run, ON_HOST.constant)
-    for pass_index in range(30):
+    for micro_batch_index in range(30):
         images = torch.randint(0, 256, (16, 3, 16, 16), dtype=torch.uint8)
         labels, logits = torch.randint(10, (16,)), torch.randn(16, 10)
         plain = normalize(images)
         expected = plain, labels
         if config.mixes:
-            expected = by_timm(config, devices, plain, labels, seed, pass_index)
-        shown, *targets = objective.example(images, labels, pass_index)
+            expected = by_timm(config, devices, plain, labels, seed, micro_batch_index)
+        shown, *targets = objective.example(images, labels, micro_batch_index)
         torch.testing.assert_close(shown, expected[0], rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(objective.loss_of(logits, *targets), loss(logits, expected[1]))
         same = shown == plain
@@ -66,12 +66,12 @@ def test_rows_of_images_are_cut_where_those_of_the_whole_are():
     run = tiny_run("--cutmix", "1")
     images = torch.randn(16, 3, 16, 16)
     whole = Mixing(run, torch.Tensor.contiguous, range(16))
-    for pass_index in range(10):
-        mix, parts = whole.draw(pass_index, images.shape), []
+    for micro_batch_index in range(10):
+        mix, parts = whole.draw(micro_batch_index, images.shape), []
         for rows in (range(5), range(5, 6), range(6, 16)):
             part = Mixing(run, torch.Tensor.contiguous, rows)
             some_rows = images[:, :, rows.start : rows.stop]
-            assert part.draw(pass_index, some_rows.shape).equal(mix)
+            assert part.draw(micro_batch_index, some_rows.shape).equal(mix)
             parts.append(part.images(some_rows, mix))
         assert torch.cat(parts, dim=2).equal(whole.images(images, mix))
 
@@ -114,7 +114,7 @@ def test_first_steps_are_timms(devices, form, flags, tmp_path):
     run = tiny_run(*given, devices=devices)
     config, how = run.config.loss, run.config.data.preprocessing
     model, loss = filled(run.model, run.config.seed), timms_loss(run.config.loss)
-    loader = open_data(dataset_request(run)).train_loader(16, Share())
+    loader = open_data(dataset_request(run)).train_loader(16, BatchShard())
     expected = []
     for step, (images, labels) in enumerate(itertools.islice(loader.epoch(0), 2)):
         model.zero_grad()  # the learning rate of the first step is 0, so both have first weights

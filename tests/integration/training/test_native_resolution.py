@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from data.loader import PADDING, Share
+from data.loader import PADDING, BatchShard
 from data.source import open_data
 from tests.fakes.filled import filled
 from tests.references.plain_steps import warm_cosine
@@ -53,7 +53,7 @@ def train_timm(run, steps):
     optimizer = torch.optim.AdamW(model.parameters(), lr=how.lr, weight_decay=how.weight_decay)
     request = dataset_request(run)
     data, rate = open_data(request), warm_cosine(how)
-    loader = data.train_loader(run.config.data.batch_size, Share())
+    loader = data.train_loader(run.config.data.batch_size, BatchShard())
     losses, norms, counts = [], [], []
     for step, (rows, labels) in enumerate(itertools.islice(loader.epoch(0), steps)):
         images = images_in(rows, request.pack_layout)
@@ -69,7 +69,7 @@ def train_timm(run, steps):
         optimizer.zero_grad()
     model.eval()
     total = right = count = 0
-    for rows, labels in data.val_loader(run.config.data.batch_size, Share()).epoch(0):
+    for rows, labels in data.val_loader(run.config.data.batch_size, BatchShard()).epoch(0):
         images, labels = images_in(rows, request.pack_layout), labels[labels != PADDING]
         if images:
             with torch.no_grad():
@@ -167,7 +167,7 @@ def test_uses_of_a_trained_model(folder, tmp_path):
     request = dataset_request(run, augment=False)
     images = open_data(request).splits["val"]
     expected, features, numbers = [], [], []
-    for rows, of_rows in images.numbered().batches(4, Share()).epoch(0):
+    for rows, of_rows in images.numbered().batches(4, BatchShard()).epoch(0):
         numbers += of_rows[of_rows != PADDING].tolist()
         for patches, places in images_in(rows, request.pack_layout):
             with torch.no_grad():

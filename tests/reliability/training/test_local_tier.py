@@ -312,7 +312,7 @@ def part_of(tier, part):
     folder.mkdir(parents=True)
     training = training_tensors(Position(8, 0, 8), {}, None)
     content = {"model": {"weight": torch.ones(8)}, "training": training}
-    write_manifest(folder, write_state(content, folder, alone=True))
+    write_manifest(folder, write_state(content, folder, no_dist=True))
     return folder
 
 

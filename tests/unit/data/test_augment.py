@@ -14,7 +14,7 @@ from timm.data.distributed_sampler import RepeatAugSampler
 from data.config import DataConfig
 from data.decode import Pixels
 from data.files import DataFolderError
-from data.loader import GlobalBatchSampler, Share
+from data.loader import BatchShard, GlobalBatchSampler
 from data.transforms import TrainTransform, seeded
 from tests.support.cli import ROOT
 from tests.support.loading import arguments, loaders
@@ -208,7 +208,9 @@ def test_the_same_for_any_number_of_workers_and_processes_and_after_a_resume(sou
     for (a, x), (b, y) in zip(expected[5:], workers.epoch(2, 5), strict=False):
         assert a.equal(b)
         assert x.equal(y)
-    parts = [loaders(arguments(digits, **flags), Share(rank, 3))[0].epoch(2) for rank in range(3)]
+    parts = [
+        loaders(arguments(digits, **flags), BatchShard(rank, 3))[0].epoch(2) for rank in range(3)
+    ]
     joined = [torch.cat(each) for each in zip(*map(next, parts), strict=True)]
     assert joined[0].equal(expected[0][0])
     copies = expected[0][0].unflatten(0, (3, 20))

@@ -17,7 +17,7 @@ from torchvision.transforms.v2 import functional
 from data import transforms
 from data.config import DataConfig
 from data.decode import Pixels, open_image
-from data.loader import Share
+from data.loader import BatchShard
 from data.source import CropLayout, CropRequest, DatasetRequest, max_masked, open_data
 from data.transforms import (
     FIRST,
@@ -298,31 +298,31 @@ def opened(top, crops=SMALL, size=(16, 16), channels=3, augment=True, **flags):
 def test_the_same_for_any_number_of_workers_and_processes_and_after_a_resume(source, digits):
     layout = CropLayout((3, 16, 16), SMALL)
     whole = opened(digits, data_source=source)
-    expected = list(itertools.islice(whole.train_loader(24, Share()).epoch(2), 9))
+    expected = list(itertools.islice(whole.train_loader(24, BatchShard()).epoch(2), 9))
     images, labels = expected[0]
     assert images.shape == (24, layout.length)
     assert images.dtype == torch.uint8
     assert layout.unpack(images)[-1].sum(1).tolist() == pytest.approx([6] * 24, abs=2)
     torch.manual_seed(1)
-    workers = opened(digits, data_source=source, num_workers=2).train_loader(24, Share())
+    workers = opened(digits, data_source=source, num_workers=2).train_loader(24, BatchShard())
     for (a, x), (b, y) in zip(expected[5:], workers.epoch(2, 5), strict=False):
         assert a.equal(b)
         assert x.equal(y)
-    parts = [next(whole.train_loader(24, Share(rank, 3)).epoch(2)) for rank in range(3)]
+    parts = [next(whole.train_loader(24, BatchShard(rank, 3)).epoch(2)) for rank in range(3)]
     assert torch.cat([each for each, _ in parts]).equal(images)
     assert torch.cat([each for _, each in parts]).equal(labels)
-    empty = next(whole.train_loader(24, Share(loads=False)).epoch(2))[0]
+    empty = next(whole.train_loader(24, BatchShard(loads=False)).epoch(2))[0]
     assert empty.shape == (0, layout.length)
-    assert not next(whole.train_loader(24, Share()).epoch(3))[0].equal(images)
+    assert not next(whole.train_loader(24, BatchShard()).epoch(3))[0].equal(images)
 
 
 def test_images_that_are_not_augmented_are_as_before(digits):
     with_crops, without = opened(digits), opened(digits, crops=None)
     for each in (with_crops, without):
-        each.batch = next(each.val_loader(24, Share()).epoch(0))[0]
+        each.batch = next(each.val_loader(24, BatchShard()).epoch(0))[0]
     assert torch.equal(with_crops.batch, without.batch)
     found = [
-        next(opened(digits, crops=crops, augment=False).train_loader(24, Share()).epoch(0))[0]
+        next(opened(digits, crops=crops, augment=False).train_loader(24, BatchShard()).epoch(0))[0]
         for crops in (SMALL, None)
     ]
     assert torch.equal(*found)
@@ -331,8 +331,8 @@ def test_images_that_are_not_augmented_are_as_before(digits):
 def test_fake_crops():
     layout = CropLayout((3, 16, 16), SMALL)
     fake = opened("", data_source="fake")
-    images, _ = next(fake.train_loader(24, Share(1, 2)).epoch(0))
+    images, _ = next(fake.train_loader(24, BatchShard(1, 2)).epoch(0))
     assert images.shape == (12, layout.length)
     assert images.dtype == torch.uint8
     assert not images.any()
-    assert next(fake.val_loader(24, Share()).epoch(0))[0].shape == (24, 3, 16, 16)
+    assert next(fake.val_loader(24, BatchShard()).epoch(0))[0].shape == (24, 3, 16, 16)

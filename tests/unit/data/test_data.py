@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 from data.digits import read_mnist, write_digits
 from data.files import DataFolderError
-from data.loader import DatasetLoader, GlobalBatchSampler, Share, default_workers
+from data.loader import BatchShard, DatasetLoader, GlobalBatchSampler, default_workers
 from data.source import DatasetRequest, open_data
 from models.config import VitConfig
 from tests.support.loading import EVERYTHING, arguments, loaders, wanted
@@ -127,7 +127,7 @@ def test_digits_in_memory_are_those_in_the_folder(digits):
 
 def test_fake_data_is_one_batch_of_zeros():
     args = arguments("unused", data_source="fake", batch_size=1024)
-    train, val = loaders(args, Share(1, 4))
+    train, val = loaders(args, BatchShard(1, 4))
     assert (len(train), len(val)) == (1_281_167 // 1024, -(-50_000 // 1024))
     batches = train.epoch(0)
     first, second = next(batches), next(batches)
@@ -136,7 +136,7 @@ def test_fake_data_is_one_batch_of_zeros():
     assert not first[0].any()
     counts = 0
     for rank in range(4):
-        _, val = loaders(args, Share(rank, 4))
+        _, val = loaders(args, BatchShard(rank, 4))
         counts += sum(int((labels >= 0).sum()) for _, labels in val.epoch(0))
     assert counts == 50_000
 
@@ -147,14 +147,14 @@ def test_fake_volumes_take_no_memory():
     config = arguments("unused", data_source="fake", batch_size=2)
     source = open_data(DatasetRequest(config, 1, (1000, 1000, 2000), 10, 3))
     assert source.reads_rows
-    images, labels = next(source.val_loader(2, Share(1, 2, rows=range(250, 500))).epoch(0))
+    images, labels = next(source.val_loader(2, BatchShard(1, 2, rows=range(250, 500))).epoch(0))
     assert images.shape == (1, 1, 250, 1000, 2000)
     assert not images[0, 0, ::50, ::50].any()
     assert labels.tolist() == [0]
     assert len(next(source.train_loader(2, EVERYTHING).epoch(0))[0]) == 2
     assert resident_bytes() - before < 100e6
     assert source.steps_of_epoch(2) == 1_281_167 // 2
-    nothing, _ = next(source.val_loader(2, Share(loads=False)).epoch(0))
+    nothing, _ = next(source.val_loader(2, BatchShard(loads=False)).epoch(0))
     assert nothing.shape == (0, 1, 1000, 1000, 2000)
     assert nothing.dtype == images.dtype == torch.float32
 
@@ -169,7 +169,7 @@ def test_rows_are_parts_of_the_same_images(source, digits):
     config = arguments(digits, data_source=source, batch_size=200)
     cuts = [range(0, 5), range(5, 6), range(6, 16)]
     wholes = loaders(config)
-    parts = [loaders(config, Share(rows=rows)) for rows in cuts]
+    parts = [loaders(config, BatchShard(rows=rows)) for rows in cuts]
     for whole, *of_rows in zip(wholes, *parts, strict=True):
         batches = [loader.epoch(1, 1) for loader in (whole, *of_rows)]
         for (images, labels), *found in itertools.islice(zip(*batches, strict=True), 2):
@@ -182,7 +182,7 @@ def test_a_process_that_loads_nothing(source, digits, monkeypatch):
     config = arguments(digits, data_source=source, batch_size=200, num_workers=2)
     wholes = loaders(config)
     monkeypatch.setattr("data.loader.DataLoader.__iter__", None)
-    without = loaders(config, Share(1, 2, rows=range(4, 8), loads=False))
+    without = loaders(config, BatchShard(1, 2, rows=range(4, 8), loads=False))
     for whole, empty in zip(wholes, without, strict=True):
         batches = list(empty.epoch(2, 1))
         assert len(batches) == len(empty) - 1 == len(whole) - 1 > 0

@@ -18,7 +18,7 @@ from torchvision.datasets import ImageFolder
 from data.decode import find_images, read_image
 from data.files import BrokenImageError, DataFolderError
 from data.index import check_folder, index_split
-from data.loader import Share
+from data.loader import BatchShard
 from data.pack import pack
 from data.source import open_data
 from models.config import VitConfig
@@ -284,7 +284,7 @@ def test_another_image_stands_in_for_a_broken_one(half_broken):
     epochs(alone)
     assert alone.bad_images() == []  # once a process
 
-    halves = [(arguments(root, batch_size=8, num_workers=r), Share(r, 2)) for r in range(2)]
+    halves = [(arguments(root, batch_size=8, num_workers=r), BatchShard(r, 2)) for r in range(2)]
     shares = [loaders(*half)[0] for half in halves]
     found = [epochs(loader) for loader in shares]
     told = [loader.bad_images() for loader in shares]

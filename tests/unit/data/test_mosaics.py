@@ -9,7 +9,7 @@ from sklearn.datasets import load_digits
 
 from data.digits import INTENSITIES, LENGTHS, read_digits
 from data.files import DataFolderError
-from data.loader import Share
+from data.loader import BatchShard
 from data.source import DatasetRequest, open_data
 from tests.support.loading import arguments
 
@@ -24,7 +24,7 @@ def opened(size, channels=1, seed=3, classes=10, **changes):
     )
 
 
-def first_batches(source, share=Share(), count=2, batch_size=64):  # noqa: B008 - frozen
+def first_batches(source, share=BatchShard(), count=2, batch_size=64):  # noqa: B008 - frozen
     """Of training and of validation, with the last one's padding left out."""
     loaders = source.train_loader(batch_size, share), source.val_loader(batch_size, share)
     return [pair for each in loaders for pair in itertools.islice(each.epoch(1), count)]
@@ -61,7 +61,10 @@ def digits_in(image, digit_of):
 def test_the_label_is_the_most_frequent_digit(size, digit_of):
     source = opened(size)
     assert (source.train_length, source.val_length) == (LENGTHS["train"], LENGTHS["val"])
-    loaders = {"train": source.train_loader(64, Share()), "val": source.val_loader(64, Share())}
+    loaders = {
+        "train": source.train_loader(64, BatchShard()),
+        "val": source.val_loader(64, BatchShard()),
+    }
     for split, loader in loaders.items():
         images, labels = next(loader.epoch(0))
         assert images.shape == (64, 1, *size)
@@ -81,7 +84,7 @@ def test_rows_are_parts_of_the_same_mosaic(size, channels):
     assert source.reads_rows
     whole = first_batches(source)
     cuts = [range(0, 3), range(3, 16), range(16, size[0])]
-    shares = [[Share(rank, 2, rows) for rows in cuts] for rank in range(2)]
+    shares = [[BatchShard(rank, 2, rows) for rows in cuts] for rank in range(2)]
     found = [[first_batches(opened(size, channels), share) for share in row] for row in shares]
     for number, (images, labels) in enumerate(whole):
         parts = [torch.cat([each[number][0] for each in row], dim=2) for row in found]

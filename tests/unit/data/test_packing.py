@@ -15,7 +15,7 @@ from timm.data.naflex_transforms import patchify_image
 from data import fake
 from data.config import DataConfig
 from data.files import DataFolderError
-from data.loader import PADDING, Share
+from data.loader import PADDING, BatchShard
 from data.pack import pack as pack_shards
 from data.packing import (
     Packing,
@@ -287,7 +287,7 @@ def check_sequence(sequence, request=REQUEST):
 def test_patches_in_validation_are_timms_of_whole_images(folder, channels):
     data = opened(folder, channels=channels)
     layout = PackLayout(channels, REQUEST)
-    batches = list(data.splits["val"].numbered().batches(4, Share()).epoch(0))
+    batches = list(data.splits["val"].numbered().batches(4, BatchShard()).epoch(0))
     assert [int(images) for *_, images, _ in sequences(batches, layout)] == [
         int(count) for _, labels in batches for count in [(labels >= 0).sum()] for _ in labels
     ]
@@ -311,7 +311,7 @@ def test_patches_in_training_are_those_of_the_augmented_image(folder):
     how = {"scale": (0.5, 1.0), "ratio": (0.8, 1.25), "hflip": 0.5}
     data = opened(folder, DRAWN, **how).splits["train"]
     found, dropped = {}, 0
-    for sequence in sequences(data.numbered().batches(4, Share()).epoch(2)):
+    for sequence in sequences(data.numbered().batches(4, BatchShard()).epoch(2)):
         for number, grid, patches, places in check_sequence(sequence):
             height, width = SIZES[int(paths(folder, "train")[number].stem) % len(SIZES)]
             ratio = tuple(r * width / height for r in how["ratio"])
@@ -337,24 +337,27 @@ def test_patches_in_training_are_those_of_the_augmented_image(folder):
 
 def test_the_same_for_any_number_of_processes_and_after_a_resume(folder):
     data = opened(folder, DRAWN)
-    whole = list(data.train_loader(4, Share()).epoch(2))
-    assert len(whole) == len(data.train_loader(4, Share())) == data.splits["train"].sequences // 4
+    whole = list(data.train_loader(4, BatchShard()).epoch(2))
+    assert (
+        len(whole) == len(data.train_loader(4, BatchShard())) == data.splits["train"].sequences // 4
+    )
     for shards, first, workers in ((2, 0, 0), (4, 1, 0), (1, 2, 2), (2, 1, 1)):
         again = opened(folder, DRAWN, num_workers=workers)
         parts = [
-            again.train_loader(4, Share(rank, shards)).epoch(2, first) for rank in range(shards)
+            again.train_loader(4, BatchShard(rank, shards)).epoch(2, first)
+            for rank in range(shards)
         ]
         for ours, *theirs in zip(whole[first:], *parts, strict=True):
             for one, part in zip(ours, zip(*theirs, strict=True), strict=True):
                 assert torch.equal(one, torch.cat(part))
-    empty, labels = next(data.train_loader(4, Share(loads=False)).epoch(2))
+    empty, labels = next(data.train_loader(4, BatchShard(loads=False)).epoch(2))
     assert empty.shape == (0, LAYOUT.length)
     assert labels.shape == (0, 5)
     there = pickle.loads(pickle.dumps(data.splits["train"]))
     key = (2, 7, 3, 1)
     for one, other in zip(data.splits["train"][key], there[key], strict=True):
         assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-    other = next(data.train_loader(4, Share()).epoch(3))
+    other = next(data.train_loader(4, BatchShard()).epoch(3))
     assert not torch.equal(other[0], whole[0][0])
 
 
@@ -362,7 +365,7 @@ def test_the_same_for_any_number_of_processes_and_after_a_resume(folder):
 def test_images_that_are_not_augmented_come_once_in_windows_in_order(folder, augment):
     data = opened(folder, DRAWN, augment=augment)
     split = data.splits["val" if augment else "train"].numbered()
-    parts = [list(split.batches(8, Share(rank, 2)).epoch(1)) for rank in range(2)]
+    parts = [list(split.batches(8, BatchShard(rank, 2)).epoch(1)) for rank in range(2)]
     rows, labels = (
         torch.cat([torch.cat(both) for both in zip(*batches, strict=True)])
         for batches in zip(*(zip(*part, strict=True) for part in parts), strict=True)
@@ -374,7 +377,9 @@ def test_images_that_are_not_augmented_come_once_in_windows_in_order(folder, aug
     _, _, segments, images = LAYOUT.unpack(rows)
     assert (segments.amax(1) == (labels != PADDING).sum(1)).all()
     assert images.view(-1, 8)[:, 0].sum() == len(split)
-    of_some = torch.cat([labels for _, labels in split.batches_of([5, 2, 9], 2, Share()).epoch(0)])
+    of_some = torch.cat(
+        [labels for _, labels in split.batches_of([5, 2, 9], 2, BatchShard()).epoch(0)]
+    )
     assert sorted(of_some[of_some != PADDING].tolist()) == [2, 5, 9]
 
 
@@ -387,7 +392,7 @@ def test_other_images_take_the_place_of_broken_ones(folder, tmp_path):
         target.write_bytes(path.read_bytes()[:60] if is_broken else path.read_bytes())
     intact, broken = opened(folder), opened(tmp_path)
     for split, epoch in (("train", 1), ("val", 0)):
-        loaders = [each.splits[split].batches(4, Share()) for each in (intact, broken)]
+        loaders = [each.splits[split].batches(4, BatchShard()) for each in (intact, broken)]
         replaced = 0
         for one, other in zip(*(sequences(loader.epoch(epoch)) for loader in loaders), strict=True):
             if split == "train":
@@ -419,7 +424,7 @@ def test_an_image_whose_size_is_unknown(folder, tmp_path):
         target.write_bytes(b"" if int(path.stem) in (0, 1) else path.read_bytes())
     data = opened(tmp_path)
     assert data.splits["train"].sizes.min(axis=1).tolist().count(0) == 2
-    labels = torch.cat([labels for _, labels in data.val_loader(4, Share()).epoch(0)])
+    labels = torch.cat([labels for _, labels in data.val_loader(4, BatchShard()).epoch(0)])
     assert (labels != PADDING).sum() == VAL - 2
 
 
@@ -441,7 +446,9 @@ def test_shards_and_tables_have_the_sequences_of_the_folder(digits, tmp_path):
         other = opened(tmp_path / where, request, data_source=source)
         kinds = ("val",) if source == "parquet" else ("train", "val")  # its order is of runs
         for split in kinds:
-            batches = [one.splits[split].batches(4, Share()).epoch(1) for one in (expected, other)]
+            batches = [
+                one.splits[split].batches(4, BatchShard()).epoch(1) for one in (expected, other)
+            ]
             for one, two in itertools.islice(zip(*batches, strict=True), 5):
                 assert all(map(torch.equal, one, two)), (source, split)
         packing = other.splits["train"].pack_epoch(1)
@@ -473,7 +480,7 @@ def test_a_row_group_is_read_once_for_all_sequences_that_are_read_together(
 def test_digits(source):
     request = PackRequest((4, 4), 0, 60, 30, 49, False, (1.0, 1.0), 0.0)
     data = opened("", request, data_source=source)
-    batch = next(data.train_loader(4, Share()).epoch(0))
+    batch = next(data.train_loader(4, BatchShard()).epoch(0))
     for sequence in sequences([batch], PackLayout(3, request)):
         grids_ = [grid for _, grid, *_ in check_sequence(sequence, request)]
         assert grids_ == ([(2, 2)] * 15 if source == "digits" else [(7, 7)])
@@ -483,16 +490,16 @@ def test_fake_sequences_are_full(monkeypatch):
     monkeypatch.setitem(fake.LENGTHS, "val", 50)
     request = replace(REQUEST, drop_rate=0.5)
     data = opened("", request, data_source="fake")
-    rows, labels = next(data.train_loader(4, Share(1, 2)).epoch(0))
+    rows, labels = next(data.train_loader(4, BatchShard(1, 2)).epoch(0))
     found = list(sequences([(rows, labels)]))
     assert [len(check_sequence(one)) for one in found] == [4, 4]  # 40 // (2 + 16 / 2)
     assert int(found[0][3]) == 16
     assert not rows[:, : 40 * 72].any()
-    parts = [list(data.val_loader(4, Share(rank, 2)).epoch(0)) for rank in range(2)]
+    parts = [list(data.val_loader(4, BatchShard(rank, 2)).epoch(0)) for rank in range(2)]
     counts = [[len(check_sequence(one)) for one in sequences(part)] for part in parts]
     assert counts == [[2, 2] * 6 + [2, 0], [2, 2] * 6 + [0, 0]]
     assert [int(images) for *_, images, _ in sequences(parts[0])] == [8, 8] * 6 + [2, 2]
-    assert len(data.val_loader(4, Share())) == 7
+    assert len(data.val_loader(4, BatchShard())) == 7
 
 
 def test_the_order_is_known_by_grids_and_packing(folder):

@@ -9,7 +9,7 @@ import pytest
 from data.config import DataConfig
 from data.files import BrokenImageError, DataFolderError
 from data.index import read_labels
-from data.loader import Share
+from data.loader import BatchShard
 from data.pack import pack
 from data.source import DatasetRequest, open_data
 from data.volumes import open_array
@@ -42,7 +42,10 @@ def test_images_in_folders(few_digits, endless):
     for link in links:
         link.symlink_to(endless)
     data = opened(few_digits, "folder")
-    loaders = data.train_loader(7, Share()), data.val_loader(7, Share())  # 21 images of each
+    loaders = (
+        data.train_loader(7, BatchShard()),
+        data.val_loader(7, BatchShard()),
+    )  # 21 images of each
     for link, loader in zip(links, loaders, strict=True):
         assert all(len(labels) == 7 for _, labels in loader.epoch(0))
         ((path, reason, *_),) = loader.bad_images()

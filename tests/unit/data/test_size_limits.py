@@ -21,7 +21,7 @@ from data import tables, volumes
 from data.decode import MAX_PIXELS, image_size, open_image, read_mask
 from data.files import BrokenImageError, DataFolderError, SizeLimit, read_bytes
 from data.index import in_order, read_labels
-from data.loader import Share
+from data.loader import BatchShard
 from data.pack import pack
 from data.segmentation import open_masked
 from data.source import open_data
@@ -89,7 +89,7 @@ def test_they_count_as_unreadable_images(tmp_path):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
     source = open_data(wanted(arguments(tmp_path, batch_size=2)))
-    for loader in (source.train_loader(2, Share()), source.val_loader(2, Share())):
+    for loader in (source.train_loader(2, BatchShard()), source.val_loader(2, BatchShard())):
         assert len(list(loader.epoch(0))) == 1
         ((path, reason, *_),) = loader.bad_images()
         assert path.endswith("a.jpg")

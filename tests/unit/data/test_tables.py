@@ -18,7 +18,7 @@ from PIL import Image
 
 from data.config import DataConfig
 from data.files import DataFolderError, open_system
-from data.loader import WINDOW, RunSampler, Share
+from data.loader import WINDOW, BatchShard, RunSampler
 from data.source import DatasetRequest, open_data
 from data.tables import ParquetSplit, split_files
 from tests.support.cli import ROOT
@@ -43,11 +43,13 @@ def opened(tables, source, **changes):
 
 @pytest.mark.parametrize("source", ["parquet", "huggingface"])
 def test_images_are_the_digits(source, tables):
-    expected = open_data(wanted("", "digits")).val_loader(100, Share())
+    expected = open_data(wanted("", "digits")).val_loader(100, BatchShard())
     found = opened(tables, source)
     assert found.classes == [str(digit) for digit in range(10)]
     assert (found.train_length, found.val_length) == (1438, 359)
-    loader = pickle.loads(pickle.dumps(found)).val_loader(100, Share())  # as for other processes
+    loader = pickle.loads(pickle.dumps(found)).val_loader(
+        100, BatchShard()
+    )  # as for other processes
     for theirs, ours in zip(expected.epoch(0), loader.epoch(0), strict=True):
         assert all(a.equal(b) for a, b in zip(theirs, ours, strict=True))
 
@@ -55,17 +57,17 @@ def test_images_are_the_digits(source, tables):
 @pytest.mark.parametrize("source", ["parquet", long("huggingface")])
 def test_each_image_once_an_epoch_over_processes_workers_and_resumes(source, tables):
     alone = opened(tables, source, scale=(1, 1), ratio=(1, 1), hflip=0)
-    batches = list(alone.train_loader(64, Share()).epoch(1))
+    batches = list(alone.train_loader(64, BatchShard()).epoch(1))
     images = torch.cat([images for images, _ in batches])
     names = collections.Counter(image.numpy().tobytes() for image in images)
     every = opened(tables, source, scale=(1, 1), ratio=(1, 1), hflip=0)
-    whole = torch.cat([images for images, _ in every.train_loader(1438, Share()).epoch(1)])
+    whole = torch.cat([images for images, _ in every.train_loader(1438, BatchShard()).epoch(1)])
     assert not names - collections.Counter(image.numpy().tobytes() for image in whole)
     assert len(images) == 1438 // 64 * 64
     for workers, world, first in ((2, 2, 0), (0, 4, 9)):
         parts = [
             opened(tables, source, scale=(1, 1), ratio=(1, 1), hflip=0, num_workers=workers)
-            .train_loader(64, Share(rank, world))
+            .train_loader(64, BatchShard(rank, world))
             .epoch(1, first)
             for rank in range(world)
         ]
@@ -112,10 +114,10 @@ def test_a_row_group_is_read_once_for_a_run(tables, monkeypatch):
         "_read_group",
         lambda self, *at, real=ParquetSplit._read_group: (read.append(at), real(self, *at))[1],
     )
-    list(source.train_loader(64, Share()).epoch(0))
+    list(source.train_loader(64, BatchShard()).epoch(0))
     runs = sum(-(-each // 20) for each in source.splits["train"].groups)
     assert len(read) <= runs
-    loader = opened(tables, "parquet", num_workers=2).train_loader(80, Share())
+    loader = opened(tables, "parquet", num_workers=2).train_loader(80, BatchShard())
     assert {len(part) for part in loader._parts} == {64, 16}  # not 40, of as many runs
 
 
@@ -160,8 +162,8 @@ def test_a_url(tables, monkeypatch):
     expected = opened(tables, "parquet")
     found = open_data(wanted("memory://digits", "parquet"))
     for ours, theirs in zip(
-        found.train_loader(64, Share()).epoch(0),
-        expected.train_loader(64, Share()).epoch(0),
+        found.train_loader(64, BatchShard()).epoch(0),
+        expected.train_loader(64, BatchShard()).epoch(0),
         strict=True,
     ):
         assert ours[0].equal(theirs[0])
@@ -217,7 +219,7 @@ def test_columns_that_are_chosen_and_bytes_that_are_none(tmp_path):
     table = pa.table({"img": images, "other": images, "fine": [1] * 100, "coarse": [2] * 100})
     pq.write_table(table, tmp_path / "val.parquet")
     found = open_data(wanted(tmp_path, "parquet", columns=("img", "coarse")))
-    train, val = found.train_loader(100, Share()), found.val_loader(100, Share())
+    train, val = found.train_loader(100, BatchShard()), found.val_loader(100, BatchShard())
     assert next(train.epoch(0))[1].unique().tolist() == [2]
     assert next(val.epoch(0))[1].tolist() == [2] * 99 + [-1]
     for loader in (train, val):
@@ -273,7 +275,7 @@ def test_strings_are_labels(kind, tmp_path):
                 pq.write_table(table, tmp_path / f"{split}-{number}.parquet")
     found = open_data(wanted(tmp_path, source, batch_size=3))
     assert found.classes == ["Ant", "cat", "dog"]
-    assert next(found.val_loader(3, Share()).epoch(0))[1].tolist() == AS_NUMBERS
+    assert next(found.val_loader(3, BatchShard()).epoch(0))[1].tolist() == AS_NUMBERS
     assert found.splits["train"].labels.tolist() == AS_NUMBERS
 
 
@@ -363,7 +365,7 @@ def test_a_damaged_row_group(tables, tmp_path):
         if path.name.startswith("train-00000"):
             content[100:2000] = bytes(1900)
         (tmp_path / path.name).write_bytes(content)
-    loader = open_data(wanted(tmp_path, "parquet")).train_loader(64, Share())
+    loader = open_data(wanted(tmp_path, "parquet")).train_loader(64, BatchShard())
     batches = list(itertools.islice(loader.epoch(0), 22))
     assert all((labels >= 0).all() for _, labels in batches)
     names = {name for name, *_ in loader.bad_images()}

@@ -11,7 +11,7 @@ from PIL import Image
 
 from data.config import DataConfig
 from data.files import DataFolderError
-from data.loader import PADDING, Share
+from data.loader import PADDING, BatchShard
 from data.pack import main, pack
 from data.source import DatasetRequest, open_data
 from tests.support.memory_files import in_memory
@@ -48,7 +48,9 @@ def opened(root, source="folder", **changes):
 
 def greys(source, split, batch_size=4):
     """The grey value of each image of a split, read once in order, and all labels."""
-    loader = {"train": source.train_loader, "val": source.val_loader}[split](batch_size, Share())
+    loader = {"train": source.train_loader, "val": source.val_loader}[split](
+        batch_size, BatchShard()
+    )
     batches = list(loader.epoch(0))
     labels = [label for _, labels in batches for label in labels.tolist()]
     values = [int(image[0, 0, 0]) for images, _ in batches for image in images]
@@ -117,14 +119,16 @@ def test_unusable_folders(files, how, message, tmp_path):
 def test_numbers_in_place_of_labels(tmp_path):
     split = opened(write(tmp_path, FLAT), augment=False).splits["train"].numbered()
     for rank in range(2):
-        for images, numbers in split.batches(4, Share(rank, 2)).epoch(0):
+        for images, numbers in split.batches(4, BatchShard(rank, 2)).epoch(0):
             for image, number in zip(images, numbers.tolist(), strict=True):
                 assert number == PADDING or int(image[0, 0, 0]) == GREYS[number]
 
 
 def test_a_few_images(tmp_path):
     split = opened(write(tmp_path, FLAT), augment=False).splits["train"].numbered()
-    parts = [next(split.batches_of([2, 0, 1], 4, Share(rank, 2)).epoch(0)) for rank in range(2)]
+    parts = [
+        next(split.batches_of([2, 0, 1], 4, BatchShard(rank, 2)).epoch(0)) for rank in range(2)
+    ]
     images, numbers = (torch.cat(each) for each in zip(*parts, strict=True))
     assert numbers.tolist() == [2, 0, 1, PADDING]
     assert images[:3, 0, 0, 0].tolist() == [GREYS[number] for number in (2, 0, 1)]

@@ -9,7 +9,7 @@ from timm.layers import trunc_normal_
 from torch.utils.flop_counter import FlopCounterMode
 
 from models.config import PRESETS
-from models.initialize import leave_room
+from models.initialize import allocate_uninitialized
 from models.registry import open_model
 from tests.fakes.filled import SMALL as SMALL_OF_TIMM
 from tests.fakes.filled import filled
@@ -116,7 +116,7 @@ def test_room_for_a_checkpoints_values_is_left_without_drawing_any(uninitialized
     spec = open_model("timm/vit_small_patch16_dinov3", SMALL_OF_TIMM)
     room, reference = spec.build(), filled(spec)
     for name, unit in spec.units(room):
-        leave_room(unit, name)
+        allocate_uninitialized(unit, name)
     assert torch.equal(torch.get_rng_state(), before)
     assert [p.shape for p in room.parameters()] == [p.shape for p in reference.parameters()]
     # The same in every process: hosts must give the devices the same.

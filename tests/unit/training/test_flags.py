@@ -141,7 +141,7 @@ def test_values_in_a_file(tmp_path):
 
 
 def given(*words):
-    return read_flags(words).run.given
+    return read_flags(words).run.explicitly_set
 
 
 def test_which_flags_were_given(tmp_path, monkeypatch):

@@ -20,7 +20,13 @@ from training.checkpoints.compatible import changes_since, check_continues, othe
 from training.checkpoints.format import SavedRun, quiet_dcp, read_saved_run
 from training.errors import UsageError
 from training.schedule import Position, make_schedule
-from training.start import Start, _first_undamaged, confirm_start, leave_behind, plan_start
+from training.start import (
+    Start,
+    _first_undamaged,
+    confirm_start,
+    plan_start,
+    set_aside_newer_checkpoints,
+)
 from training.weights import with_saved_preprocessing
 
 pytestmark = pytest.mark.fast
@@ -320,7 +326,7 @@ def test_a_copy_under_another_name(run):
         start = confirmed(run, *flags)
         assert start.continues_from == run / "step_10"
         assert told in start.notes[0]
-    (note,) = leave_behind(start, None, on_gpus(words(run)), is_main=True)
+    (note,) = set_aside_newer_checkpoints(start, None, on_gpus(words(run)), is_main=True)
     assert f"moved step_99 to {run}/set_aside_1" in note
     with pytest.raises(UsageError, match=told):
         planned(run, "--resume", run / "set_aside_1" / "step_99")
@@ -339,7 +345,7 @@ def test_a_copy_that_the_user_has_named(run):
     copy = shutil.copytree(run / "step_5", run / "best_so_far")
     start, here = confirmed(run, "--resume", copy), on_gpus(words(run))
     assert (start.kind, start.saved.position.step) == ("here", 5)
-    leave_behind(start, None, here, is_main=True)
+    set_aside_newer_checkpoints(start, None, here, is_main=True)
     assert left(run) == [3, 5]
     assert left(run / "set_aside_1") == [10]
 
@@ -350,14 +356,14 @@ def test_a_copy_that_the_user_has_named(run):
 def test_later_checkpoints_are_set_aside(run):
     flags = ["--resume", run / "step_5"]
     start, here = confirmed(run, *flags), on_gpus(words(run, *flags))
-    assert leave_behind(start, None, here, is_main=False) == []
-    (note,) = leave_behind(start, None, here, is_main=True)
+    assert set_aside_newer_checkpoints(start, None, here, is_main=False) == []
+    (note,) = set_aside_newer_checkpoints(start, None, here, is_main=True)
     assert note.startswith(
         f"note: this run continues from an earlier step: moved step_10 to {run}/set_aside_1; "
     )
     assert left(run) == [5]
     assert left(run / "set_aside_1") == [10]
-    assert leave_behind(start, None, here, is_main=True) == []
+    assert set_aside_newer_checkpoints(start, None, here, is_main=True) == []
 
 
 # -- where in the data ----------------------------------------------------------------
