@@ -143,10 +143,15 @@ class Schedule:
         )
 
     @property
+    def steps(self) -> int:
+        """The last step of the run, in batches of the current size."""
+        return self.total_steps if self.end is None else self.end
+
+    @property
     def notes(self) -> list[str]:
         """Lines for the log: which steps train the heads alone, and a warning if the run ends
         within the warmup."""
-        end, notes = self.total_steps if self.end is None else self.end, []
+        end, notes = self.steps, list[str]()
         if self.heads_first_steps:
             notes.append(
                 f"the first {self.heads_first_steps:,} steps train only the heads; over the next "
