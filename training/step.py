@@ -1,11 +1,14 @@
 """A training step, and the batches it consumes; used by training, tools and benchmarks."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import sys
 import time
 from collections import deque
 from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -17,8 +20,10 @@ from models.positions import set_rope_factors
 from training.backend import Backend, InitializeModule
 from training.objectives.base import Objective
 from training.optimizers import Updates, updates_of
-from training.resolve import Run
 from training.schedule import Position, StepRates
+
+if TYPE_CHECKING:
+    from training.resolve import Run
 
 
 def shard_and_optimize(
