@@ -31,6 +31,7 @@ from training.flags import parse
 from training.logs.figures import as_label, pyplot
 from training.mesh import Mesh
 from training.objectives.classify import Mixing, smoothed
+from training.objectives.mixup_config import MixupConfig
 from training.processes.output import exit_quietly_on_broken_pipe
 from training.resolve import Run, check_batch, resolve_common, resolve_model
 
@@ -79,14 +80,16 @@ def columns(run: Run[Any]) -> list[Column]:
     request = dataset_request(run)
     if request.crops:
         return crop_columns(request)
-    config, classes = run.config.loss, run.model.sizes.num_classes
+    smoothing, classes = run.config.loss.smoothing, run.model.sizes.num_classes
     (images, labels), *_ = _draws(run.with_data(**_UNCHANGED))[1]
     names, draws = _draws(run)
     drawn = [_column("image", run, names, images, smoothed(labels, classes, 0.0))]
     rows = range(images.shape[2])
-    mixing = Mixing(run, torch.Tensor.contiguous, rows) if config.mixes else None
+    mixing = (
+        Mixing(run, torch.Tensor.contiguous, rows) if run.config.of(MixupConfig).mixes else None
+    )
     for number, (images, labels) in enumerate(draws):
-        shares, title = smoothed(labels, classes, config.smoothing), f"draw {number + 1}"
+        shares, title = smoothed(labels, classes, smoothing), f"draw {number + 1}"
         if mixing:
             mix = mixing.draw(number, images.shape)
             images, shares = mixing.images(images, mix), mixing.labels(shares, mix)

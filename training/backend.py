@@ -33,6 +33,7 @@ from data.source import (
 )
 from models.config import crop_pairs
 from training.errors import UsageError
+from training.objectives.dino_config import DinoConfig
 from training.optimizers import Updates
 from training.schedule import StepRates
 
@@ -286,20 +287,21 @@ def dataset_request(
 
     Without ``augment`` the images may have any number of classes: nothing is trained.
     """
-    sizes, objective = run.model.sizes, run.config.objective
+    sizes = run.model.sizes
     channels, *size = sizes.input_shape
     crops = None
-    if augment and objective.objective == "dino":
-        side = objective.local_crop_size
+    if augment and run.config.objective.objective == "dino":
+        dino = run.config.of(DinoConfig)
+        side = dino.local_crop_size
         crops = CropRequest(
             local_size=(side, side),
-            local_number=objective.local_crops,
-            global_scale=objective.global_crops_scale,
-            local_scale=objective.local_crops_scale,
+            local_number=dino.local_crops,
+            global_scale=dino.global_crops_scale,
+            local_scale=dino.local_crops_scale,
             grid=sizes.grid,  # type: ignore[arg-type]
-            mask_ratio=objective.ibot_mask_ratio,
-            pairs=tuple(crop_pairs(objective.crop_sizes)),
-            gram_factor=objective.gram_crop_factor,
+            mask_ratio=dino.ibot_mask_ratio,
+            pairs=tuple(crop_pairs(dino.crop_sizes)),
+            gram_factor=dino.gram_crop_factor,
         )
     pack, data, packing = None, run.config.data, run.model.packing
     if packing:

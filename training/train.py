@@ -21,7 +21,6 @@ from training.bad_step import SaveBadStep
 from training.checkpoints import choose
 from training.checkpoints.compatible import (
     check_continues,
-    check_same_classes,
     check_unnamed_classes,
 )
 from training.checkpoints.format import SavedRun
@@ -44,7 +43,7 @@ from training.evaluation.frozen import (
     open_frozen,
 )
 from training.files import FolderLock
-from training.initial_weights import InitialWeights, fit, gram_teacher, weights_of_teacher
+from training.initial_weights import InitialWeights, fit
 from training.logs.bad_images import FILE as BAD_IMAGES_FILE
 from training.logs.bad_images import open_bad_images
 from training.logs.events import StartParts
@@ -90,11 +89,8 @@ def prepare_training(start: Start, run: Run) -> tuple[Run, Callable[[Run, Backen
         initial = fit(start.weights, run, data.classes)
         if data.classes and initial.keeps_head and not start.weights.classes_among(data.classes):
             check_unnamed_classes(data.classes, initial.path, config.data, run.model)
-    if run.teacher and config.loss.teacher_weights and data.classes:
-        teacher = weights_of_teacher(config.loss.teacher_weights, "--teacher_weights")
-        check_same_classes(teacher.classes_among(data.classes), teacher.path, data, run)
-    if config.objective.gram_weights:
-        gram_teacher(run)
+    for feature in config.active_features():
+        feature.check_data(run, data)
     frozen = open_frozen(run, kinds_in_training(config.log))
     parts.done("data")
     planned = replace(start, weights=None)  # no tensors are sent to other processes

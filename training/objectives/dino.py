@@ -22,7 +22,7 @@ from models.dino import Compared, Crops, DinoSpec
 from models.positions import Resampling
 from training.backend import Backend, dataset_request
 from training.initial_weights import gram_teacher
-from training.objectives.config import ObjectiveConfig
+from training.objectives.dino_config import DinoConfig
 from training.objectives.objective import Objective, normalizer
 from training.schedule import StepRates
 from training.weights import check_weights
@@ -47,7 +47,7 @@ class SelfDistillation(Objective):
         spec, request = run.model, dataset_request(run)
         assert isinstance(spec, DinoSpec)
         assert request.crops is not None
-        self._config, self._backend = run.config.objective, backend
+        self._config, self._backend = run.config.of(DinoConfig), backend
         self._average = backend.teacher
         layouts = [pair.layout for pair in request.of_pairs or [request] if pair.layout]
         self._layouts = {layout.length: layout for layout in layouts}
@@ -66,7 +66,7 @@ class SelfDistillation(Objective):
             "loss_koleo": self._config.koleo_weight,
             "loss_gram": self._config.gram_weight,
         }
-        group, usual = self._config.koleo_group, ObjectiveConfig.koleo_group
+        group, usual = self._config.koleo_group, DinoConfig.koleo_group
         adapted = ""
         if group != usual and "koleo_group" not in run.config.explicitly_set:
             adapted = (
