@@ -23,6 +23,8 @@ from torch_fsdp.parallel_plan import DTYPES, TorchRun
 from training.backend import Backend
 from training.data import dataset_request, normalizer
 from training.errors import UsageError
+from training.objectives.dino_config import DinoConfig
+from training.objectives.mae_config import MaeConfig
 from training.optimizers import key_of, updates_of
 from training.schedule import StepRates
 from training.step import put_micro_batches
@@ -35,11 +37,11 @@ Loss = Callable[[int], torch.Tensor]
 
 def step_rates(run: TorchRun) -> StepRates:
     """Return the rates of every step: those of ``run`` after all warmups."""
-    lr, objective = run.config.optimizer.lr, run.config.objective
-    if not objective.has_teacher:
+    lr, dino = run.config.optimizer.lr, run.config.of(DinoConfig)
+    if not run.config.objective.has_teacher:
         return StepRates(lr)
-    newest = 1 - objective.teacher_momentum
-    return StepRates(lr, newest=newest, teacher_temp=objective.teacher_temp)
+    newest = 1 - dino.teacher_momentum
+    return StepRates(lr, newest=newest, teacher_temp=dino.teacher_temp)
 
 
 # -- Batches ---------------------------------------------------------------------------------------
@@ -108,12 +110,8 @@ def plain_dino_step(
 ) -> Step:
     """Return the step of DINOv2's self-distillation, with the mode of torch.compile, if any.
     Raises UsageError."""
-    spec, config, device = (
-        supported_model(run, backend),
-        run.config.objective,
-        batches[0]["mask"].device,
-    )
-    view = dataset_request(run).view
+    spec, config = supported_model(run, backend), run.config.of(DinoConfig)
+    device, view = batches[0]["mask"].device, dataset_request(run).view
     assert isinstance(view, CropView)
     with device:
         student = DinoVit(spec.arguments, config)
@@ -140,11 +138,8 @@ def plain_mae_step(
 ) -> Step:
     """Return the step of masked autoencoding, with the mode of torch.compile, if any. Raises
     UsageError."""
-    spec, config, device = (
-        supported_model(run, backend),
-        run.config.objective,
-        batches[0]["image"].device,
-    )
+    spec, config = supported_model(run, backend), run.config.of(MaeConfig)
+    device = batches[0]["image"].device
     with device:
         model = MaeLoss(
             spec.arguments, config, normalizer(run, backend.constant), autocast(run, device)
@@ -209,7 +204,7 @@ def supported_model(run: TorchRun, backend: Backend) -> TimmSpec:
         "--optimizer adamw": config.optimizer.optimizer == "adamw",
         "timm's VisionTransformer": isinstance(spec, TimmSpec) and spec.kind is VisionTransformer,
         "a run without --teacher": run.teacher is None,
-        "a run without --gram_weights": config.objective.gram_weights is None,
+        "a run without --gram_weights": config.of(DinoConfig).gram_weights is None,
     }
     for requirement, is_met in requirements.items():
         if not is_met:

@@ -16,7 +16,8 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from models.mae import patches_of, sines_and_cosines
-from training.objectives.config import ObjectiveConfig
+from training.objectives.dino_config import DinoConfig
+from training.objectives.mae_config import MaeConfig
 from training.optimizers import hashed
 
 Normalize = Callable[[Tensor], Tensor]
@@ -51,7 +52,7 @@ class CropBatch(NamedTuple):
 class Head(nn.Module):
     """An MLP, and prototypes with weight normalization."""
 
-    def __init__(self, width: int, config: ObjectiveConfig, prototypes: int) -> None:
+    def __init__(self, width: int, config: DinoConfig, prototypes: int) -> None:
         super().__init__()
         hidden, bottleneck = config.dino_head_hidden, config.dino_head_bottleneck
         self.mlp = nn.Sequential(
@@ -71,7 +72,7 @@ class Head(nn.Module):
 class DinoVit(VisionTransformer):
     """timm's model for crops of several sizes, with a mask token and both heads."""
 
-    def __init__(self, arguments: Mapping[str, Any], config: ObjectiveConfig) -> None:
+    def __init__(self, arguments: Mapping[str, Any], config: DinoConfig) -> None:
         super().__init__(**{**arguments, **_WITHOUT_HEAD, "dynamic_img_size": True})
         self.mask_token = nn.Parameter(torch.zeros(1, 1, self.embed_dim))
         self.dino_head = Head(self.embed_dim, config, config.dino_prototypes)
@@ -90,7 +91,7 @@ class DinoLoss(nn.Module):
     """The loss of a student, compared with its teacher, which starts as a copy."""
 
     def __init__(
-        self, student: DinoVit, config: ObjectiveConfig, normalize: Normalize, autocast: Autocast
+        self, student: DinoVit, config: DinoConfig, normalize: Normalize, autocast: Autocast
     ) -> None:
         super().__init__()
         self.config, self.normalize, self.autocast = config, normalize, autocast
@@ -170,7 +171,7 @@ class MaeLoss(VisionTransformer):
     def __init__(
         self,
         arguments: Mapping[str, Any],
-        config: ObjectiveConfig,
+        config: MaeConfig,
         normalize: Normalize,
         autocast: Autocast,
     ) -> None:

@@ -247,10 +247,6 @@ class DataConfig:
         kind=height_by_width,
         metavar="HxW",
         requires=("data_source=folder|data_source=webdataset", "objective=classify"),
-        incompatible_with=(
-            *("mesh_domain", "block", "compile_only", "expect"),
-            *("aug_repeats", "cutmix", "cutmix_minmax", "teacher"),
-        ),
     )
     max_tokens_per_image: int | None = flag(
         None,
@@ -282,9 +278,6 @@ class DataConfig:
             "data_source=folder|data_source=webdataset|data_source=parquet|"
             "data_source=huggingface|data_source=digits|data_source=mnist",
             "objective=classify",
-        ),
-        incompatible_with=(
-            *("buckets", "mesh_domain", "block", "compile_only", "expect", "self_check", "plan"),
         ),
     )
     segment_dir: str | None = flag(

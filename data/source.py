@@ -132,7 +132,7 @@ def check_several_classes(source: DataSource) -> None:
         )
     raise DataFolderError(
         f"{source.name}: all {len(split):,} training images have the same label, {name}: "
-        "classification, k-NN and probes require at least two classes (--objective mae or dino, "
+        "classification, k-NN and probes require at least two classes (other values of --objective, "
         "and --rank, require none)"
     )
 
@@ -297,7 +297,7 @@ class Split(Dataset):
         """The rows of each image to return; without ``reads_rows``, ``load_sample`` returns all
         rows."""
         self.resized: list[Split] = []
-        """The same images in several sizes, such as buckets or pairs of crop sizes, by
+        """The same images in several sizes, if a batch has one of them, by
         ``SampleIndex.size``."""
 
     @property

@@ -22,7 +22,7 @@ from models.config import ModelError
 from torch_fsdp import devices
 from torch_fsdp.parallel_plan import DTYPES, TimmBlocks, TorchRun
 from training.errors import UsageError
-from training.resolve import MODEL_FLAG
+from training.resolve import model_flags
 
 # -- TransformerEngine's TransformerLayer instead of timm's block: --block te -------------------
 #
@@ -78,7 +78,7 @@ class TeBlocks(TimmBlocks):
                     f"--block te does not support {flag}: drop it, or use --block timm"
                 )
         if reason := why_no_transformer_engine(run.model.block):
-            reason = ModelError(reason).with_flag_names(MODEL_FLAG)
+            reason = ModelError(reason).with_flag_names(model_flags())
             raise UsageError(f"--block te does not support this model: {reason}: use --block timm")
         te = import_te()
         check_fused_attention(te, run)
@@ -254,7 +254,7 @@ class Float8Blocks(TimmBlocks):
         if reason := devices.choose("cuda").lacks("fp8"):
             raise UsageError(reason)
         if reason := why_no_linear_products(run.model.block):
-            reason = ModelError(reason).with_flag_names(MODEL_FLAG)
+            reason = ModelError(reason).with_flag_names(model_flags())
             raise UsageError(
                 f"--fp8 {self.fp8} is incompatible with --model {run.model.name}: {reason}"
             )

@@ -23,6 +23,7 @@ from training.config import RunConfig
 from training.errors import UsageError
 from training.flags import by_field
 from training.mesh import Mesh
+from training.objectives.distillation_config import DistillationConfig
 
 _FormName = Literal["megatron", "fsdp2"]
 
@@ -51,7 +52,7 @@ def _form_of_flags(
     if (
         config.sharding.mesh_domain > 1
         or config.optimizer.linear_probe
-        or config.loss.teacher is not None
+        or config.of(DistillationConfig).teacher is not None
         or config.objective.has_teacher
         or config.sharding.precision == "fp16"
         or not isinstance(device, devices.Cuda)

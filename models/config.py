@@ -320,7 +320,6 @@ class ModelConfig:
         "log-uniform, drawn per step and crop size; 2: as in DINOv3; 1: off (default: the "
         "model's, usually 1)",
         kind=bounded(float, 1, 1000),
-        incompatible_with=("linear_probe",),
     )
     weight_init: Literal["", "jax", "jax_nlhb", "moco", "reset"] | None = _timm_flag(
         "weight_init",

@@ -32,8 +32,6 @@ FAMILIES = {
     "timm/": "models.timm_models",
 }
 """Module of each family, by the prefix of its model names; presets have names without prefix."""
-ADDITIONS = {"dino": "models.dino", "mae": "models.mae"}
-"""By objective, the module with ``add_to``, which adds the objective's parts to a model."""
 
 _FINE_TUNED = ("img_size", "in_chans", "num_classes", "weight_init")
 """Settings that fine-tuning may change without changing the preprocessing of timm's weights."""
@@ -90,14 +88,6 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
     suggestions = suggestions or difflib.get_close_matches(plain, known, _SUGGESTED, 0.5)
     hint = f"; did you mean {' or '.join(suggestions)}?" if suggestions else ""
     raise ModelError(f"unknown model {name}{hint} (--list_models lists all models)")
-
-
-def with_additions(spec: ModelSpec, objective: str, settings: Mapping[str, Any]) -> ModelSpec:
-    """Return the model with the parts that its objective adds, if any. ``settings``: the
-    objective's flags by field name. Raises ModelError if this is impossible."""
-    if objective in ADDITIONS:
-        spec = importlib.import_module(ADDITIONS[objective]).add_to(spec, settings)
-    return spec
 
 
 def list_models(pattern: str | None = None) -> list[ListedModel]:

@@ -266,6 +266,11 @@ def write_safetensors(
     path.chmod(permissions)
 
 
+def is_classifier(run: checkpoint.SavedRun) -> bool:
+    """Return whether the model was trained on labels, so that it has a head."""
+    return run.config.objective.objective == "classify"
+
+
 def timm_config(run: checkpoint.SavedRun) -> dict[str, Any] | None:
     """Return the ``config.json`` from which ``timm.create_model("local-dir:...")`` makes the model.
 
@@ -289,7 +294,7 @@ def timm_config(run: checkpoint.SavedRun) -> dict[str, Any] | None:
         name: spec.settings[name] for name in names if is_native or spec.settings[name] is not None
     }
     sizes, preprocessing = spec.sizes, weights.preprocessing_of(run.arguments, run.path)
-    classes = sizes.num_classes if run.objective.objective == "classify" else 0  # without a head
+    classes = sizes.num_classes if is_classifier(run) else 0  # without a head
     mean, std = preprocessing.of_channels(sizes.input_shape[0])
     config: dict[str, Any] = {
         "architecture": architecture,
@@ -405,7 +410,7 @@ def _converted(source: weights.Weights, options: Any, form: str, max_shard_size:
             tensors = read_checkpoint(source, dtype, dst.parent)
         else:
             tensors = dict(source.tensors)
-        if run and run.objective.objective != "classify":  # which added to the model: MAE's decoder
+        if run and not is_classifier(run):  # without what the objective added to the model
             of_model = model_of(run.model).meta.state_dict()
             tensors = {name: tensor for name, tensor in tensors.items() if name in of_model}
         for name, tensor in tensors.items():

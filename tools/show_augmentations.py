@@ -32,6 +32,7 @@ from training.flags import parse
 from training.logs.figures import as_label, pyplot
 from training.mesh import Mesh
 from training.objectives.classify import Mixing, smoothed
+from training.objectives.mixup_config import MixupConfig
 from training.processes.output import exit_quietly_on_broken_pipe
 from training.resolve import Run, check_batch, resolve_common, resolve_model
 
@@ -80,15 +81,17 @@ def columns(run: Run[Any]) -> list[Column]:
     request = dataset_request(run)
     if isinstance(request.view, CropView):
         return crop_columns(request, request.view)
-    config, classes = run.config.loss, run.model.sizes.num_classes
+    smoothing, classes = run.config.loss.smoothing, run.model.sizes.num_classes
     unchanged = _draws(run.with_data(**_UNCHANGED))[1][0]
     names, draws = _draws(run)
     images, labels = unchanged["image"], smoothed(unchanged["target"], classes, 0.0)
     drawn, rows = [_column("image", run, names, images, labels)], range(images.shape[2])
-    mixing = Mixing(run, torch.Tensor.contiguous, rows) if config.mixes else None
+    mixing = (
+        Mixing(run, torch.Tensor.contiguous, rows) if run.config.of(MixupConfig).mixes else None
+    )
     for number, batch in enumerate(draws):
         images, title = batch["image"], f"draw {number + 1}"
-        shares = smoothed(batch["target"], classes, config.smoothing)
+        shares = smoothed(batch["target"], classes, smoothing)
         if mixing:
             mix = mixing.draw(number, images.shape)
             images, shares = mixing.images(images, mix), mixing.labels(shares, mix)

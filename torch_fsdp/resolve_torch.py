@@ -23,9 +23,9 @@ from training.flags import check_rules
 from training.initial_weights import with_teacher
 from training.mesh import Mesh, make_mesh
 from training.resolve import (
-    MODEL_FLAG,
     check_batch,
     check_rows,
+    model_flags,
     resolve_common,
     resolve_domain,
     resolve_model,
@@ -125,8 +125,6 @@ def _resolve(
         raise UsageError("--reduce_dtype fp16 requires --precision fp16, which scales the loss")
 
     config, model = resolve_model(config)  # after the cheap checks: timm takes a second
-    if model.packing and backend_config.channels_last:
-        raise UsageError("--channels_last is incompatible with native resolution: drop it")
     # torch.compile: by default for what was measured on a GPU.
     asked = backend_config.compile
     if asked is None:
@@ -191,7 +189,7 @@ def _resolve_domain(
         if model.settings[name]:
             reason = f"all processes would drop the same positions of their tokens (<{name}>)"
     if reason:
-        reason = ModelError(reason).with_flag_names(MODEL_FLAG)
+        reason = ModelError(reason).with_flag_names(model_flags())
         raise UsageError(f"{flag} on GPUs is incompatible with --model {model.name}: {reason}")
     heads = model.sizes.num_heads
     refused = {"gather": "requires --backend xla: use ring or ulysses"}

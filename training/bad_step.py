@@ -18,14 +18,12 @@ from typing import Any, get_type_hints
 from config_fields import is_of
 from training.checkpoints.choose import complete_checkpoints, step_of
 from training.checkpoints.format import is_complete, training_tensors, tree
-from training.checkpoints.saver import CheckpointSaver, attempt, write_checkpoint
+from training.checkpoints.saver import attempt, write_checkpoint
 from training.errors import UsageError
 from training.files import read_object, replace_file
-from training.loop import Hook, Session, StepDone
+from training.loop import Hook, StepDone, Training
 from training.mesh import Mesh
-from training.resolve import Run
-from training.schedule import Position, Schedule, StepRates
-from training.step import TrainBatches
+from training.schedule import Position, StepRates
 
 FILE = "bad_step.json"
 _NAME = re.compile(r"bad_step_\d+")
@@ -96,25 +94,17 @@ def read_bad_step(folder: Path) -> BadStep:
     return bad_step
 
 
-class SaveBadStep(Hook):
+class SaveBadStepHook(Hook):
     """Writes the folder once, in all processes together, at the log step that reveals a bad step.
 
     Log steps wait for their values, so that all processes know the same; with ``--log_step_interval
     1``, the weights are always exactly those of the bad step.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        session: Session,
-        saver: CheckpointSaver,
-        batches: TrainBatches,
-        schedule: Schedule,
-        start: Position,
-    ) -> None:
-        """``start``: the position that this start continues from."""
-        self._run, self._session, self._saver = run, session, saver
-        self._batches, self._schedule, self._start = batches, schedule, start
+    def __init__(self, training: Training) -> None:
+        self._run, self._session, self._saver = training.run, training.session, training.saver
+        self._batches, self._schedule = training.batches, training.schedule
+        self._start = training.start
         self._is_done = False
 
     def after_step(self, done: StepDone) -> None:

@@ -4,8 +4,8 @@ Each field is a flag (``config_fields.flag``). None means that the program decid
 ``training/resolve.py`` replaces it, so a run never sees None for a value that it uses.
 """
 
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from config_fields import (
     bounded,
@@ -26,6 +26,7 @@ from config_fields import (
 from data.config import DataConfig
 from models.config import ModelConfig
 from training.checkpoints.config import CheckpointConfig
+from training.feature_table import FeatureFlags, features
 from training.objectives.config import CLASSIFIES, LossConfig, ObjectiveConfig
 
 
@@ -75,7 +76,7 @@ class OptimizerConfig:
         "layer-wise learning rate decay, as in timm: a layer's learning rate is multiplied by X "
         "once for each layer between it and the head; 1: off",
         kind=bounded(float, 0.01, 1),
-        incompatible_with=("linear_probe", "flatten_parameters"),
+        incompatible_with=("flatten_parameters",),
     )
     no_decay: list[str] | None = flag(
         None,
@@ -88,7 +89,6 @@ class OptimizerConfig:
         "train only the classifier head; all other weights are frozen and have no gradients or "
         "optimizer state",
         requires=CLASSIFIES,
-        incompatible_with=("flatten_parameters", "block"),
     )
     clip_grad_norm: float = flag(
         1.0,
@@ -140,7 +140,7 @@ class ScheduleConfig:
         "that the objective adds to the model), so that the gradients of new heads do not degrade "
         "a pretrained backbone; 0: off",
         kind=non_negative,
-        incompatible_with=("linear_probe", "flatten_parameters"),
+        incompatible_with=("flatten_parameters",),
     )
     backbone_warmup_epochs: float | None = flag(
         None,
@@ -224,7 +224,6 @@ class LogConfig:
         "image gets the label of its nearest training images; uses the EMA of the weights if "
         "there is one; 0: off",
         kind=count,
-        incompatible_with=("buckets", "mesh_domain", "mesh_tensor"),
     )
     probe_every: int = flag(
         0,
@@ -232,7 +231,6 @@ class LogConfig:
         "per learning rate, trained on the hosts' CPUs; reports the one that is best on val/; 0: "
         "off",
         kind=count,
-        incompatible_with=("buckets", "mesh_domain", "mesh_tensor"),
     )
     rank_every: int = flag(
         0,
@@ -240,7 +238,6 @@ class LogConfig:
         "the end; needs no labels; drops when features collapse; uses the EMA of the weights if "
         "there is one; 0: off",
         kind=count,
-        incompatible_with=("buckets", "mesh_domain", "mesh_tensor"),
     )
     segment_probe_every: int = flag(
         0,
@@ -249,7 +246,6 @@ class LogConfig:
         "--segment_dir; 0: off",
         kind=count,
         requires=("segment_dir|data_source=mosaics",),
-        incompatible_with=("buckets", "mesh_domain", "mesh_tensor"),
     )
     eval_batches: int | None = flag(
         None,
@@ -330,10 +326,7 @@ class UseConfig:
         "or as .parquet files if its name ends in .parquet",
         kind=local_name,
         metavar="FOLDER",
-        incompatible_with=(
-            *("predict", "eval_only", "self_check", "plan", "compile_only"),
-            *("buckets", "mesh_domain", "mesh_tensor"),
-        ),
+        incompatible_with=("predict", "eval_only", "self_check", "plan", "compile_only"),
     )
     features_of: list[str] | None = flag(
         None,
@@ -362,7 +355,7 @@ class UseConfig:
         "validation image gets the label of its nearest training images; also accepts weights "
         "from --init_from",
         requires=("eval_only",),
-        incompatible_with=("eval_report", "buckets", "mesh_domain", "mesh_tensor"),
+        incompatible_with=("eval_report",),
     )
     probe: bool = flag(
         False,
@@ -370,14 +363,14 @@ class UseConfig:
         "linear layer per learning rate, trained on the hosts' CPUs; reports the one that is best "
         "on val/; also accepts weights from --init_from",
         requires=("eval_only",),
-        incompatible_with=("eval_report", "buckets", "mesh_domain", "mesh_tensor"),
+        incompatible_with=("eval_report",),
     )
     rank: bool = flag(
         False,
         "let --eval_only measure the effective rank of the features instead of the accuracy of "
         "predictions; needs no labels and no val/; also accepts weights from --init_from",
         requires=("eval_only",),
-        incompatible_with=("eval_report", "buckets", "mesh_domain", "mesh_tensor"),
+        incompatible_with=("eval_report",),
     )
     segment_probe: bool = flag(
         False,
@@ -385,7 +378,6 @@ class UseConfig:
         "predict the class of each patch of the images with masks in --segment_dir; also accepts "
         "weights from --init_from",
         requires=("eval_only", "segment_dir|data_source=mosaics"),
-        incompatible_with=("buckets", "mesh_domain", "mesh_tensor"),
     )
     use_ema: bool = flag(
         False,
@@ -491,11 +483,12 @@ class ShardingConfig:
 
 
 BackendChoice = Literal["auto", "xla", "cuda", "torchtpu"]
+Flags = TypeVar("Flags")
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """All flags common to all backends: its own, and those of the nested groups."""
+    """All flags common to all backends: its own, those of the nested groups and of features."""
 
     group: ClassVar[str] = "run"
 
@@ -518,7 +511,7 @@ class RunConfig:
         "instead of training, check flags, devices and checkpoints with a small model "
         "(docs/self_check.md); exit code 1 on failure",
         common=True,
-        incompatible_with=("predict", "eval_only", "compile_only", "buckets"),
+        incompatible_with=("predict", "eval_only", "compile_only"),
     )
     plan: bool = flag(
         False,
@@ -526,15 +519,7 @@ class RunConfig:
         "train --model (docs/planning.md)",
         common=True,
         incompatible_with=(
-            "predict",
-            "eval_only",
-            "self_check",
-            "compile_only",
-            "buckets",
-            "micro_batch_size",
-            "linear_probe",
-            "crop_sizes",
-            "gram_weights",
+            *("predict", "eval_only", "self_check", "compile_only", "micro_batch_size"),
         ),
     )
     list_models: str | None = flag(
@@ -548,6 +533,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    feature_flags: FeatureFlags = field(default_factory=FeatureFlags.defaults)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -559,6 +545,20 @@ class RunConfig:
     explicitly_set: frozenset[str] = field(default=frozenset(), compare=False)
     """The fields of this and all backends' configurations that are set on the command line, even to
     their defaults. Values from the environment do not count."""
+
+    def of(self, flags: type[Flags]) -> Flags:
+        """Return the flags of a feature, by their dataclass."""
+        return next(each for each in self.feature_flags if type(each) is flags)
+
+    def with_flags(self, *changed: Any) -> Self:
+        """Return the configuration with these instances of features' dataclasses."""
+        new = {type(flags): flags for flags in changed}
+        flags = FeatureFlags(new.get(type(each), each) for each in self.feature_flags)
+        return replace(self, feature_flags=flags)
+
+    def active_features(self) -> list[Any]:
+        """Return the features (``training/feature.py``) that these flags turn on."""
+        return [feature for feature in features() if feature.is_on(self)]
 
     @property
     def averages(self) -> bool:

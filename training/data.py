@@ -10,13 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from data.batch import Batch
-from data.buckets import BucketView
-from data.crops import CropView
 from data.files import DataFolderError
 from data.loader import BatchLoader
-from data.packing import PackRequest
-from data.sequences import SequenceView
-from data.size_schedule import SizeScheduleView
 from data.source import (
     ANY_CLASSES,
     Constant,
@@ -27,7 +22,6 @@ from data.source import (
     image_normalizer,
     open_data,
 )
-from models.config import crop_pairs
 from training.backend import Backend
 from training.errors import UsageError
 
@@ -58,36 +52,8 @@ def dataset_request(
 
 def view_of(run: Run, *, augment: bool) -> View:
     """Return what the run reads of an image; ``augment``: in training."""
-    data, objective, packing = run.config.data, run.config.objective, run.model.packing
-    if packing:
-        assert data.max_tokens_per_image is not None  # resolved
-        return SequenceView(
-            PackRequest(
-                patch=packing.patch,
-                prefix=packing.prefix,
-                tokens=packing.tokens,
-                images=packing.images,
-                max_patches=data.max_tokens_per_image - packing.prefix,
-                resize=data.resize_to_budget,
-                side_scale=data.side_scale,
-                drop_rate=run.model.settings["patch_drop_rate"],
-            )
-        )
-    if augment and objective.objective == "dino":
-        side = objective.local_crop_size
-        return CropView(
-            local_size=(side, side),
-            local_number=objective.local_crops,
-            global_scale=objective.global_crops_scale,
-            local_scale=objective.local_crops_scale,
-            grid=run.model.sizes.grid,  # type: ignore[arg-type]
-            mask_ratio=objective.ibot_mask_ratio,
-            pairs=tuple(crop_pairs(objective.crop_sizes)),
-            gram_factor=objective.gram_crop_factor,
-        )
-    if data.buckets:
-        return BucketView()
-    return SizeScheduleView() if augment and data.size_schedule else View()
+    views = (feature.view(run, augment=augment) for feature in run.config.active_features())
+    return next((view for view in views if view is not None), View())
 
 
 def input_of(run: Run, constant: Constant) -> Callable[[Batch], Any]:

@@ -16,17 +16,22 @@ import sys
 import time
 import types
 import typing
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from config_fields import Flag, Word, expand_flag_files, flag_of, is_of, not_empty
 from data.files import without_secrets
 from training.errors import UsageError, prints_here
+from training.feature_table import FeatureFlags, features, flag_classes
 from training.foreign_flags import meanings
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from training.config import RunConfig
+
+Config = TypeVar("Config", bound="DataclassInstance")
 
 PROGRAM = "run_vit_training.py"
 _DESCRIPTION = "Train Vision Transformers too big for one chip, sharded over TPUs or NVIDIA GPUs."
@@ -75,38 +80,70 @@ class FlagField:
         return " ".join(self.words(value))
 
 
-@functools.cache
 def flag_fields(config: type) -> tuple[FlagField, ...]:
     """Return the flags of a configuration class and of the classes nested in it, in order. The
-    class attribute ``group`` is the title of their group in ``--help``."""
-    hints = typing.get_type_hints(config)
+    class attribute ``group`` is the title of their group in ``--help``.
+
+    The flags of a feature follow the field ``after`` of its class, else all others of its group.
+    """
+    return _flag_fields(config, features())
+
+
+@functools.cache
+def _flag_fields(config: type, table: tuple[Any, ...]) -> tuple[FlagField, ...]:
     flags: list[FlagField] = []
     nested: list[FlagField] = []
-    for field in dataclasses.fields(config):
-        kind, flag = hints[field.name], flag_of(field)
-        if dataclasses.is_dataclass(kind):
-            nested += flag_fields(kind)  # type: ignore[arg-type]
-            continue
-        if not flag:
-            continue
-        is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
-        parts = typing.get_args(kind) if is_union else (kind,)
-        plain = next(part for part in parts if part is not type(None))
-        names, is_switch = flag.names or (f"--{field.name}",), plain is bool
-        turned_off = names[0].startswith("--no_") and field.default is True
-        has_negation = is_switch and field.default is not False and not turned_off
-        bare_names = dict.fromkeys(names, not turned_off) if is_switch else {}
-        if has_negation:
-            bare_names |= {f"--no-{name.removeprefix('--')}": False for name in names}
-        is_literal = typing.get_origin(plain) is typing.Literal
-        choices = flag.choices or (typing.get_args(plain) if is_literal else ())
-        group, bare_names = config.group, bare_names | dict(flag.shorthands)  # type: ignore[attr-defined]
-        flags.append(
-            FlagField(
-                field, flag, plain, group, names, is_switch, has_negation, bare_names, choices
-            )
-        )
-    return (*flags, *nested)
+    of_features: list[type] = []
+    for field, kind in _typed_fields(config):
+        if kind is FeatureFlags:
+            of_features = flag_classes()
+        elif dataclasses.is_dataclass(kind):
+            nested += _flag_fields(kind, table)  # type: ignore[arg-type]
+        elif flag := flag_of(field):
+            for feature in table:
+                for word, meaning in feature.choices.get(field.name, {}).items():
+                    text = f"{flag.help}; {word}: {meaning}"
+                    flag = dataclasses.replace(flag, choices=(*flag.choices, word), help=text)
+            flags.append(_flag_field(field, flag, kind, config.group))  # type: ignore[attr-defined]
+    found = [*flags, *nested]
+    for kind in of_features:
+        place = _place_of(kind, found)
+        found[place:place] = _flag_fields(kind, table)
+    return tuple(found)
+
+
+def _place_of(flags: Any, others: Sequence[FlagField]) -> int:
+    """Return the index at which a feature's flags are inserted among others."""
+    after = getattr(flags, "after", None)
+    before = [
+        index
+        for index, option in enumerate(others, 1)
+        if (option.field.name == after if after else option.group == flags.group)
+    ]
+    return max(before, default=len(others))
+
+
+def _flag_field(field: dataclasses.Field, flag: Flag, kind: Any, group: str) -> FlagField:
+    """Return the flag of a field whose type is ``kind``."""
+    is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+    parts = typing.get_args(kind) if is_union else (kind,)
+    plain = next(part for part in parts if part is not type(None))
+    names, is_switch = flag.names or (f"--{field.name}",), plain is bool
+    turned_off = names[0].startswith("--no_") and field.default is True
+    has_negation = is_switch and field.default is not False and not turned_off
+    bare_names = dict.fromkeys(names, not turned_off) if is_switch else {}
+    if has_negation:
+        bare_names |= {f"--no-{name.removeprefix('--')}": False for name in names}
+    is_literal = typing.get_origin(plain) is typing.Literal
+    choices = flag.choices or (typing.get_args(plain) if is_literal else ())
+    bare_names |= flag.shorthands
+    return FlagField(field, flag, plain, group, names, is_switch, has_negation, bare_names, choices)
+
+
+def _typed_fields(config: type) -> list[tuple[dataclasses.Field, Any]]:
+    """Return the fields of a configuration class, with their types."""
+    hints = typing.get_type_hints(config)
+    return [(field, hints[field.name]) for field in fields(config)]
 
 
 def by_field(*configs: type) -> dict[str, FlagField]:
@@ -116,15 +153,29 @@ def by_field(*configs: type) -> dict[str, FlagField]:
 
 def flat(*configs: Any) -> dict[str, Any]:
     """Return the values of configurations and of those nested in them, keyed by field name."""
-    values: dict[str, Any] = {}
-    for config in configs:
-        for field in dataclasses.fields(config):
-            value = getattr(config, field.name)
-            if dataclasses.is_dataclass(value):
-                values |= flat(value)
-            elif flag_of(field):
-                values[field.name] = value
-    return values
+    parts = [part for config in configs for part in _parts(config)]
+    values = {f.name: getattr(part, f.name) for part in parts for f in fields(part) if flag_of(f)}
+    return {name: values[name] for name in by_field(*map(type, configs))}
+
+
+def _parts(config: Any) -> Iterator[Any]:
+    """Yield a configuration and those nested in it."""
+    yield config
+    own: type = type(config)
+    for name, kind in _nested(own):
+        value = getattr(config, name)
+        for part in value if kind is FeatureFlags else [value]:
+            yield from _parts(part)
+
+
+@functools.cache
+def _nested(config: type) -> list[tuple[str, Any]]:
+    """Return the names and types of the fields that hold configurations."""
+    return [
+        (field.name, kind)
+        for field, kind in _typed_fields(config)
+        if kind is FeatureFlags or dataclasses.is_dataclass(kind)
+    ]
 
 
 def values_without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,11 +192,13 @@ def values_without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
 def from_values(config: type, values: Mapping[str, Any]) -> Any:
     """Make a configuration from values keyed by field name, as returned by ``flat`` or read from
     JSON. Missing fields get their defaults; unknown names are ignored."""
-    known, hints = {o.field.name: o for o in flag_fields(config)}, typing.get_type_hints(config)
+    known = by_field(config)
     chosen: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        if dataclasses.is_dataclass(hints[field.name]):
-            chosen[field.name] = from_values(hints[field.name], values)
+    for field, kind in _typed_fields(config):
+        if kind is FeatureFlags:
+            chosen[field.name] = FeatureFlags(from_values(each, values) for each in flag_classes())
+        elif dataclasses.is_dataclass(kind):
+            chosen[field.name] = from_values(kind, values)  # type: ignore[arg-type]
         elif field.name in values:
             value, option = values[field.name], known.get(field.name)
             is_tuple = option and (typing.get_origin(option.type) is tuple or option.flag.several)
@@ -153,18 +206,41 @@ def from_values(config: type, values: Mapping[str, Any]) -> Any:
     return config(**chosen)
 
 
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """Return the configuration with these values, keyed by field name, in it and in those nested in
+    it."""
+    changed: dict[str, Any] = {}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, FeatureFlags):
+            changed[field.name] = FeatureFlags(with_values(flags, values) for flags in value)
+        elif dataclasses.is_dataclass(value):
+            changed[field.name] = with_values(value, values)  # type: ignore[type-var]
+        elif field.name in values:
+            changed[field.name] = values[field.name]
+    return dataclasses.replace(config, **changed)
+
+
 def check_values(config: type, values: Mapping[str, Any]) -> None:
     """Raise ValueError if a value for ``from_values``, read from JSON, is of another type than its
     field, or outside of the range of its flag."""
-    known, hints = {o.field.name: o for o in flag_fields(config)}, typing.get_type_hints(config)
-    for name in (field.name for field in dataclasses.fields(config)):
-        if dataclasses.is_dataclass(hints[name]):
-            check_values(hints[name], values)
+    known = by_field(config)
+    for field, kind in _typed_fields(config):
+        name = field.name
+        if kind is FeatureFlags:
+            for flags in flag_classes():
+                check_values(flags, values)
+        elif dataclasses.is_dataclass(kind):
+            check_values(kind, values)  # type: ignore[arg-type]
         elif name in values and name in known:
             value, flag = values[name], known[name]
-            if not is_of(value, hints[name]):
+            parts = value if isinstance(value, list | tuple) else [value]
+            is_chosen = not flag.choices or all(
+                part in flag.choices for part in parts if isinstance(part, str)
+            )
+            if not is_of(value, kind) or not is_chosen:
                 raise ValueError(f"{flag.names[0]} cannot be {repr(value)[:100]}")
-            for number in value if isinstance(value, list | tuple) else [value]:
+            for number in parts:
                 if isinstance(number, int | float) and flag.flag.kind:
                     try:
                         flag.flag.kind(str(number))
@@ -177,9 +253,9 @@ def check_values(config: type, values: Mapping[str, Any]) -> None:
 
 
 def check_rules(config: RunConfig, *others: Any, only: Collection[str] | None = None) -> None:
-    """Check the rules of all flags. Raises UsageError. ``others``: the configurations of backends
-    and tools. ``only``: the fields to check, if not all. Rules are about final values, so the
-    fields checked must be resolved."""
+    """Check the rules of all flags, and what features exclude. Raises UsageError. ``others``: the
+    configurations of backends and tools. ``only``: the fields to check, if not all. Rules are about
+    final values, so the fields checked must be resolved."""
     values, known = flat(config, *others), by_field(type(config), *map(type, others))
     for name, option in known.items():
         counts_at_default = option.flag.requires_at_default and name in config.explicitly_set
@@ -208,6 +284,51 @@ def check_rules(config: RunConfig, *others: Any, only: Collection[str] | None = 
             if other in config.explicitly_set:
                 excluded = known[other].typed(values[other])
                 raise UsageError(f"{typed} replaces {excluded}: drop one of the two")
+    _check_excluded(config, *others, only=only)
+
+
+def _check_excluded(config: RunConfig, *others: Any, only: Collection[str] | None) -> None:
+    """Check what features exclude. Raises UsageError. ``only``: the rules of these fields alone."""
+    options = by_field(type(config), *map(type, others)).items()
+    names = {name: field for field, option in options for name in option.names}
+    for feature in config.active_features():
+        for words, why in feature.excludes.items():
+            rule = {names.get(each.partition(" ")[0]) for each in (words, *feature.turned_on_by)}
+            if only is not None and rule.isdisjoint(only):
+                continue
+            if typed := typed_if_set(words, config, *others):
+                raise UsageError(feature.refusal(config, typed, why))
+
+
+def typed_if_set(words: str, *configs: Any) -> str | None:
+    """Return what a user types to set the flag in ``words``, such as "--buckets" or "--grad_ckpt
+    auto", to its value in these configurations; None if it has its default value or, if ``words``
+    have a value, another one."""
+    name, _, wanted = words.partition(" ")
+    for config in configs:
+        own: type = type(config)
+        if option := _by_name(own, features()).get(name):
+            value = next(
+                getattr(part, option.field.name)
+                for part in _parts(config)
+                if option.field in fields(part)
+            )
+            values = value if isinstance(value, list | tuple) else [value]
+            is_set = wanted in map(str, values) if wanted else value != option.field.default
+            return (words if wanted else option.typed(value)) if is_set else None
+    return None  # another backend's
+
+
+@functools.cache
+def _by_name(config: type, table: tuple[Any, ...]) -> dict[str, FlagField]:
+    """Return the flags of a configuration class, keyed by each of their names."""
+    return {name: option for option in _flag_fields(config, table) for name in option.names}
+
+
+def check_range(flag: str, low: float, high: float) -> None:
+    """Raise UsageError if the two values of ``flag`` are not in order."""
+    if low > high:
+        raise UsageError(f"{flag} {low:g} {high:g}: the minimum must not exceed the maximum")
 
 
 def check_foreign(others: Iterable[Any], backend: str, given: Collection[str]) -> None:

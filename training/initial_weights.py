@@ -37,10 +37,13 @@ from training.data import data_errors_as_usage_errors
 from training.described import POOLING, class_count, described_model
 from training.errors import UsageError
 from training.files import folder_at
-from training.flags import flat
+from training.flags import flat, with_values
 from training.hub import PREFIX, download, is_on_hub
-from training.objectives.config import LossConfig, ObjectiveConfig
-from training.resolve import Run, model_line, model_of, resolve_model
+from training.objectives.config import LossConfig
+from training.objectives.dino_config import DinoConfig
+from training.objectives.distillation_config import DistillationConfig
+from training.objectives.mixup_config import MixupConfig
+from training.resolve import Run, model_line, model_of, resolve_model, trained_model
 from training.weight_names import NAMED, listed
 from training.weights import (
     Weights,
@@ -79,7 +82,7 @@ def find_trained(config: RunConfig) -> tuple[RunConfig, Weights]:
         )
         if weights.run:
             config = without_gram_teacher(with_saved(config, weights.run))
-            check_same_training(weights.run, model_of(config.model, config.objective), None)
+            check_same_training(weights.run, trained_model(config), None)
         else:
             config = with_described_model(config, weights, keeps_head=True)
             weights, config = with_preprocessing_of(weights, config)
@@ -168,14 +171,9 @@ def with_commits(config: RunConfig, saved: SavedRun | None) -> RunConfig:
         before = str(saved.arguments.get(field)) if saved else ""
         return before if before.startswith(f"{name}@") else download(name, f"--{field}")[0]
 
-    loss, objective = config.loss, config.objective
-    teacher = with_commit("teacher_weights", loss.teacher_weights)
-    gram = with_commit("gram_weights", objective.gram_weights)
-    config = replace(
-        config,
-        loss=replace(loss, teacher_weights=teacher),
-        objective=replace(objective, gram_weights=gram),
-    )
+    values = flat(config)
+    names = ("teacher_weights", "gram_weights")
+    config = with_values(config, {name: with_commit(name, values[name]) for name in names})
     return with_data_commits(config, saved)
 
 
@@ -189,11 +187,10 @@ def with_data_commits(config: RunConfig, saved: SavedRun | None) -> RunConfig:
 def without_gram_teacher(config: RunConfig) -> RunConfig:
     """Return the configuration without a checkpoint's Gram teacher, which is only for training.
     Flags of a Gram teacher that are set stay, and are refused later."""
-    none = flat(ObjectiveConfig())
+    none = flat(DinoConfig())
     gram = {"gram_weights", "gram_weight", "gram_update_steps", "gram_crop_factor"}
     names = gram - config.explicitly_set
-    objective = replace(config.objective, **{name: none[name] for name in names})
-    return replace(config, objective=objective)
+    return with_values(config, {name: none[name] for name in names})
 
 
 def printer(backend: Backend, *, json: bool = False) -> Callable[[str], None]:
@@ -486,29 +483,26 @@ def with_teacher(run: Run[Any], resolve: Callable[[RunConfig], Run[Any]]) -> Run
     teacher that cannot run this way, whose weights do not fit it, or whose images or classes differ
     from the student's.
     """
-    config, name = run.config, run.config.loss.teacher
+    config, distillation = run.config, run.config.of(DistillationConfig)
+    name = distillation.teacher
     if name is None or config.use.eval_only or config.use.features or config.self_check:
         return run
-    if run.mesh.domain > 1:
-        raise UsageError(
-            f"--teacher is incompatible with --mesh_domain {run.mesh.domain}: drop one of the two"
-        )
-    assert config.loss.teacher_weights is not None  # --teacher requires it
-    weights = weights_of_teacher(config.loss.teacher_weights, "--teacher_weights")
-    objective, is_dino = config.objective, config.objective.has_teacher
+    assert distillation.teacher_weights is not None  # --teacher requires it
+    weights = weights_of_teacher(distillation.teacher_weights, "--teacher_weights")
+    dino, is_dino = config.of(DinoConfig), config.objective.has_teacher
     try:
         if weights.run is not None:  # a checkpoint records its model
             model = weights.run.model
             if model.model != name:
                 raise UsageError(f"{weights.path} was trained with --model {model.model}")
-            trained_for = weights.run.objective
-            if is_dino and not trained_for.has_teacher:
+            objective, of_teacher = weights.run.config.objective, weights.run.config.of(DinoConfig)
+            if is_dino and not objective.has_teacher:
                 raise UsageError(
-                    f"{weights.path} was trained with --objective {trained_for.objective}, not dino"
+                    f"{weights.path} was trained with --objective {objective.objective}, not dino"
                 )
             if is_dino:
-                heads = {setting: getattr(trained_for, setting) for setting in HEAD_SETTINGS}
-                objective = replace(objective, **heads)
+                heads = {setting: getattr(of_teacher, setting) for setting in HEAD_SETTINGS}
+                dino = replace(dino, **heads)
         else:  # built for the student's images and classes
             channels, *spatial = run.model.sizes.input_shape
             model = ModelConfig(
@@ -522,7 +516,6 @@ def with_teacher(run: Run[Any], resolve: Callable[[RunConfig], Run[Any]]) -> Run
         teacher_config = replace(
             config,
             model=model,
-            objective=objective,
             data=replace(config.data, mean=None, std=None),  # the weights' own
             loss=LossConfig(),
             ema=EmaConfig(),
@@ -531,6 +524,7 @@ def with_teacher(run: Run[Any], resolve: Callable[[RunConfig], Run[Any]]) -> Run
             sharding=replace(config.sharding, grad_ckpt="full", reshard_after_forward=True),
             explicitly_set=frozenset(),  # flags that are set are the student's
         )
+        teacher_config = teacher_config.with_flags(dino, MixupConfig(), DistillationConfig())
         teacher_config = with_described_model(teacher_config, weights, keeps_head=not is_dino)
         teacher = resolve(with_preprocessing_of(weights, teacher_config)[1])
         weights.check_fits(teacher.model)
@@ -545,7 +539,7 @@ def with_teacher(run: Run[Any], resolve: Callable[[RunConfig], Run[Any]]) -> Run
         )
     if is_dino:
         for flag in ("dino_prototypes", "ibot_prototypes"):
-            if (asked := getattr(config.objective, flag)) != (has := getattr(objective, flag)):
+            if (asked := getattr(config.of(DinoConfig), flag)) != (has := getattr(dino, flag)):
                 raise UsageError(
                     f"--{flag} {asked}: --teacher {name} has {has}: use the same number"
                 )
@@ -568,7 +562,7 @@ def weights_of_teacher(path: str, flag: str) -> Weights:
     """Return the weights that ``flag`` names by ``path``; from a checkpoint of ``--objective
     dino``, those of its teacher. Raises UsageError if there are none."""
     found = weights_named(path, flag)
-    if found.tensors is None and found.run and found.run.objective.has_teacher:
+    if found.tensors is None and found.run and found.run.config.objective.has_teacher:
         found = replace(found, kind=EMA)
     return found
 
@@ -578,8 +572,9 @@ def gram_teacher(run: Run[Any]) -> InitialWeights:
 
     Raises UsageError if they do not exist or are of another model.
     """
-    assert run.config.objective.gram_weights is not None
-    found = weights_of_teacher(run.config.objective.gram_weights, "--gram_weights")
+    path = run.config.of(DinoConfig).gram_weights
+    assert path is not None
+    found = weights_of_teacher(path, "--gram_weights")
     try:
         with_described_model(run.config, found, keeps_head=False)  # compares it with the run's
         return fit(found, run, None)

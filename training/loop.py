@@ -17,10 +17,12 @@ from training.schedule import Position, Schedule
 from training.step import TrainBatches, train_step
 
 if TYPE_CHECKING:
+    from training.checkpoints.saver import CheckpointSaver
     from training.config import RunConfig
     from training.logs.bad_images import BadImages
     from training.logs.reports import Reports
     from training.processes.stopping import StopRequest, Watchdog
+    from training.resolve import Run
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,21 @@ class Session:
         with self.reports.compiling(what):
             yield
             self.backend.wait()
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training before its first step, for features that add hooks."""
+
+    run: Run
+    session: Session
+    model: nn.Module
+    objective: Objective
+    saver: CheckpointSaver
+    batches: TrainBatches
+    schedule: Schedule
+    start: Position
+    """The position that this start continues from."""
 
 
 class StepDone(NamedTuple):

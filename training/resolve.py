@@ -14,13 +14,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
 from data.config import ALWAYS_ALIKE, NOT_AUGMENTED, DataConfig, Preprocessing
-from data.size_schedule import MAGNITUDE
 from models.config import DEFAULT_MODEL, ModelConfig, ModelError
-from models.registry import open_model, with_additions
+from models.registry import open_model
 from training.config import RunConfig
 from training.errors import UsageError
+from training.feature_table import features, flag_classes
 from training.files import folder_at, log_folder
-from training.flags import by_field, flat, values_without_secrets
+from training.flags import (
+    by_field,
+    check_range,
+    flag_fields,
+    flat,
+    typed_if_set,
+    values_without_secrets,
+)
 from training.mesh import Mesh, make_mesh
 from training.objectives.config import ObjectiveConfig
 
@@ -29,12 +36,6 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from models.spec import ModelSizes, ModelSpec
-
-MODEL_FLAG = {
-    name: option.names[0] for name, option in by_field(ModelConfig, ObjectiveConfig).items()
-}
-"""The flag of each model argument, by timm's name, and of what an objective adds."""
-
 
 BackendConfig = TypeVar("BackendConfig")
 
@@ -75,8 +76,7 @@ class Run(Generic[BackendConfig]):
 
     @property
     def train_flops_per_image(self) -> float:
-        """FLOPs of one image as counted for MFU. A linear probe has (almost) no backward pass; the
-        FLOPs of ``teacher`` are not counted."""
+        """FLOPs of one image as counted for MFU; those of ``teacher`` are not counted."""
         return self._train_flops_of(self.model)
 
     @property
@@ -85,15 +85,15 @@ class Run(Generic[BackendConfig]):
         model's own size."""
         sizes = {}
         for size in self.config.data.image_sizes:
-            model = model_of(replace(self.config.model, img_size=size), self.config.objective)
-            sizes[size] = self._train_flops_of(model)
+            resized = replace(self.config, model=replace(self.config.model, img_size=size))
+            sizes[size] = self._train_flops_of(trained_model(resized))
         return sizes
 
     def _train_flops_of(self, model: ModelSpec) -> float:
-        forward_and_back = model.train_flops_per_image
-        if self.teacher:  # which replaces the model's average as the teacher, if there is one
-            forward_and_back -= sum(each.train_flops for each in model.runs if not each.learns)
-        return forward_and_back / 3 if self.config.optimizer.linear_probe else forward_and_back
+        flops = model.train_flops_per_image
+        for feature in self.config.active_features():
+            flops = feature.train_flops(self, model, flops)
+        return flops
 
     def build_model(self, constant: Callable[[Tensor], Tensor]) -> Module:
         """Return the model on the meta device, for images of all sizes and crops.
@@ -130,42 +130,35 @@ _MAX_HUE = 0.5
 
 
 def resolve_common(config: RunConfig) -> RunConfig:
-    """Make all choices that do not depend on the backend. Raises UsageError."""
-    # Crops, normalization and augmentations, which must fit each other and the data source.
-    data, dino, is_dino = config.data, config.objective, config.objective.objective == "dino"
-    source, flags = data.data_source, by_field(DataConfig, ObjectiveConfig)
-    crops = ("global_crops_scale", "local_crops_scale", "ibot_mask_ratio") if is_dino else ()
-    ranges = {flags[name].names[0]: getattr(dino, name) for name in crops}
-    for name, (low, high) in ({"--scale": data.scale, "--ratio": data.ratio} | ranges).items():
-        if low > high:
-            raise UsageError(f"{name} {low} {high}: the minimum must not exceed the maximum")
-        if not high and name in ranges:
-            raise UsageError(f"{name} 0 0: the maximum must be above 0")
+    """Make all choices that depend neither on the backend nor on the model. Raises UsageError."""
+    _check_images(config)
+    _check_schedules(config)
+    if config.log.wandb and importlib.util.find_spec("wandb") is None:
+        raise UsageError("--wandb requires the package wandb: python3 -m pip install wandb")
+    for feature in config.active_features():
+        config = feature.resolve_flags(config)
+    source, optimizer = config.data.data_source, config.optimizer
+    if optimizer.betas is None:
+        config = replace(config, optimizer=replace(optimizer, betas=_BETAS[optimizer.optimizer]))
+    if config.log.eval_batches is None:
+        batches = config.max_steps or 0 if source == "fake" else 0
+        config = replace(config, log=replace(config.log, eval_batches=batches))
+    return with_preprocessing(config, Preprocessing.of_new_weights(source))
+
+
+def _check_images(config: RunConfig) -> None:
+    """Raise UsageError if crops, normalization and augmentations do not fit each other and the data
+    source."""
+    data, source = config.data, config.data.data_source
+    check_range("--scale", *data.scale)
+    check_range("--ratio", *data.ratio)
+    if data.scale[1] == 0:
+        raise UsageError("--scale 0 0: the maximum must be above 0")
     for name, values in (("--mean", data.mean), ("--std", data.std)):
         wrong = next((each for each in values or () if not 0 <= each <= 1), None)
         if wrong is not None and source != "volumes":
             raise UsageError(f"{name}: {wrong:g} must be at least 0 and at most 1")
-    unused = [("aug_repeats", f"--data_source {source}")] if source in ALWAYS_ALIKE else []
-    if source in NOT_AUGMENTED:
-        names = ["vflip", "train_interpolation", "aa", "color_jitter", "reprob"]
-        unused += [(name, f"--data_source {source}") for name in names]
-    if is_dino:  # its crops have their own distortions
-        names = ["vflip", "aa", "color_jitter", "reprob"]
-        unused += [(name, "--objective dino") for name in names]
-    ineffective = [flags[name] for name, _ in unused]
-    ineffective = [
-        flag for flag in ineffective if getattr(data, flag.field.name) != flag.field.default
-    ]
-    if ineffective:
-        typed = ", ".join(flag.typed(getattr(data, flag.field.name)) for flag in ineffective)
-        # After a recipe they cannot be dropped. No recipe has --train_interpolation.
-        resets = [
-            flag.typed(flag.field.default).lower() for flag in ineffective if not flag.choices
-        ]
-        append = f", or append {' '.join(resets)}" if resets else ""
-        has, it = ("has", "it") if len(ineffective) == 1 else ("have", "them")
-        by = dict(unused)[ineffective[0].field.name]
-        raise UsageError(f"{typed} {has} no effect with {by}: drop {it}{append}")
+    _check_effects(config)
     if data.aug_repeats > data.batch_size:
         raise UsageError(
             f"--aug_repeats {data.aug_repeats} exceeds --batch_size {data.batch_size}: each image "
@@ -184,25 +177,32 @@ def resolve_common(config: RunConfig) -> RunConfig:
             f"--color_jitter is incompatible with --aa {data.aa}, which changes colors itself "
             "(timm ignores --color_jitter then): drop one of the two"
         )
-    if data.scale[1] == 0:
-        raise UsageError("--scale 0 0: the maximum must be above 0")
-    if data.size_schedule:
-        shares = [share for _, share in data.size_schedule if share is not None]
-        if 0 < len(shares) < len(data.size_schedule):
-            raise UsageError("--image_size_schedule: give a share for every size, or for none")
-        if shares and round(sum(shares), 2) != 1:
-            raise UsageError(
-                f"--image_size_schedule: the shares add up to {sum(shares):.4g}, not 1"
-            )
-    policy = data.aa or ""
-    is_rand_augment = policy.startswith("rand") and MAGNITUDE.search(policy)
-    if data.aa_min_magnitude is not None and not is_rand_augment:
-        raise UsageError(
-            "--aa_min_magnitude requires RandAugment with a magnitude, such as --aa "
-            "rand-m9-mstd0.5-inc1"
-        )
 
-    # Schedules.
+
+def _check_effects(config: RunConfig) -> None:
+    """Raise UsageError for augmentations that have no effect with the data source, or with a
+    feature."""
+    source, known = config.data.data_source, {o.names[0]: o for o in flag_fields(DataConfig)}
+    of_photographs = ("--vflip", "--train_interpolation", "--aa", "--color_jitter", "--reprob")
+    ignored = ["--aug_repeats"] if source in ALWAYS_ALIKE else []
+    ignored += of_photographs if source in NOT_AUGMENTED else ()
+    unused = [(name, f"--data_source {source}") for name in ignored]
+    for feature in config.active_features():
+        unused += [(name, feature.shown(config)) for name in feature.ignores]
+    typed = {name: text for name, _ in unused if (text := typed_if_set(name, config))}
+    if not typed:
+        return
+    flags = [known[name] for name in typed]
+    # After a recipe they cannot be dropped. No recipe has --train_interpolation.
+    resets = [flag.typed(flag.field.default).lower() for flag in flags if not flag.choices]
+    append = f", or append {' '.join(resets)}" if resets else ""
+    has, it = ("has", "it") if len(flags) == 1 else ("have", "them")
+    by = dict(unused)[flags[0].names[0]]
+    raise UsageError(f"{', '.join(typed.values())} {has} no effect with {by}: drop {it}{append}")
+
+
+def _check_schedules(config: RunConfig) -> None:
+    """Raise UsageError if rates and lengths of the schedules do not fit each other."""
     schedule, peak = config.schedule, config.optimizer.lr
     for name, rate in (("--min_lr", schedule.min_lr), ("--warmup_lr", schedule.warmup_lr)):
         if rate > peak:
@@ -214,52 +214,6 @@ def resolve_common(config: RunConfig) -> RunConfig:
         raise UsageError("--lr_schedule wsd requires --decay_steps")
     if schedule.weight_decay_end is not None and not config.optimizer.weight_decay:
         raise UsageError("--weight_decay_end requires --weight_decay above 0, its start value")
-
-    # What --objective dino does not support, and evaluations that need images.
-    use, log, saves = config.use, config.log, config.checkpoints
-    if is_dino:
-        if "scale" in config.explicitly_set:
-            raise UsageError(
-                "--objective dino uses --global_crops_scale instead of --scale: drop --scale"
-            )
-        if dino.crop_sizes and source == "fake":
-            raise UsageError("--crop_sizes has no effect with --data_source fake: drop it")
-        if config.sharding.grad_ckpt == "auto":
-            raise UsageError(
-                "--objective dino is incompatible with --grad_ckpt auto: choose another value"
-            )
-        if use.eval_only and not use.judges_features:
-            raise UsageError(
-                "--eval_only with --objective dino requires --knn, --probe, --rank or "
-                "--segment_probe"
-            )
-        if saves.ckpt_best or saves.resume in ("best", "lowest_loss"):
-            given = "--ckpt_best" if saves.ckpt_best else f"--resume {saves.resume}"
-            raise UsageError(
-                f"{given} requires a validation loss, which --objective dino does not have: drop it"
-            )
-    of_features = {
-        "--features": use.features,
-        "--knn": use.knn,
-        "--probe": use.probe,
-        "--rank": use.rank,
-        "--knn_every": log.knn_every,
-        "--probe_every": log.probe_every,
-        "--rank_every": log.rank_every,
-    }
-    for name, is_given in of_features.items():
-        if is_given and source == "fake":
-            raise UsageError(f"{name} requires images: --fake_data has none")
-
-    if log.wandb and importlib.util.find_spec("wandb") is None:
-        raise UsageError("--wandb requires the package wandb: python3 -m pip install wandb")
-    if config.optimizer.betas is None:
-        betas = _BETAS[config.optimizer.optimizer]
-        config = replace(config, optimizer=replace(config.optimizer, betas=betas))
-    if log.eval_batches is None:
-        batches = config.max_steps or 0 if source == "fake" else 0
-        config = replace(config, log=replace(log, eval_batches=batches))
-    return with_preprocessing(config, Preprocessing.of_new_weights(source))
 
 
 def with_preprocessing(config: RunConfig, defaults: Preprocessing) -> RunConfig:
@@ -274,23 +228,36 @@ def with_preprocessing(config: RunConfig, defaults: Preprocessing) -> RunConfig:
 
 _ANY_CHANNELS = ("volumes", "fake")
 """Sources whose images can have any number of channels; others have 3 or 1."""
-_MAX_TOKENS_APART = 0.25
-"""Largest relative difference between a bucket's tokens and the model's own."""
 
 
-def model_of(config: ModelConfig, objective: ObjectiveConfig | None = None) -> ModelSpec:
-    """Return the model that the flags name, with what the objective adds to it, if one is given.
-    Raises UsageError for an unknown or impossible model."""
+def model_flags() -> dict[str, str]:
+    """Return the flag of each argument of a model, by timm's name, and of what features add."""
+    known = by_field(ModelConfig, ObjectiveConfig, *flag_classes())
+    return {name: option.names[0] for name, option in known.items()}
+
+
+def model_of(config: ModelConfig) -> ModelSpec:
+    """Return the model that the flags name. Raises UsageError for an unknown or impossible one."""
     try:
-        spec = open_model(config.model or DEFAULT_MODEL, config.overrides())
-        if spec.packing and objective and objective.objective != "classify":
-            raise ModelError(
-                f"--objective {objective.objective} is incompatible with native resolution "
-                f"({spec.name}): its crops have a fixed size"
-            )
-        return with_additions(spec, objective.objective, flat(objective)) if objective else spec
+        return open_model(config.model or DEFAULT_MODEL, config.overrides())
     except ModelError as error:
-        raise UsageError(error.with_flag_names(MODEL_FLAG)) from None
+        raise UsageError(error.with_flag_names(model_flags())) from None
+
+
+def trained_model(config: RunConfig) -> ModelSpec:
+    """Return the model that the flags name, with what features add to it. Raises UsageError."""
+    spec = model_of(config.model)
+    try:
+        return extended(spec, config)
+    except ModelError as error:
+        raise UsageError(error.with_flag_names(model_flags())) from None
+
+
+def extended(spec: ModelSpec, config: RunConfig) -> ModelSpec:
+    """Return the model with what features add to it. Raises ModelError if that is impossible."""
+    for feature in config.active_features():
+        spec = feature.extend_model(spec, config)
+    return spec
 
 
 def model_line(spec: ModelSpec) -> str:
@@ -303,106 +270,25 @@ def model_line(spec: ModelSpec) -> str:
 def resolve_model(config: RunConfig) -> tuple[RunConfig, ModelSpec]:
     """Return the configuration with its model named, and that model. Raises UsageError."""
     named = replace(config.model, model=config.model.model or DEFAULT_MODEL)
-    model, source = model_of(named, config.objective), config.data.data_source
-    if config.optimizer.linear_probe:  # frozen blocks compute as in evaluation
-        for name, rate in model.settings.items():
-            if name.endswith("_rate") and name != "drop_rate" and rate:
-                flag = MODEL_FLAG[name]
-                raise UsageError(
-                    f"--linear_probe is incompatible with {flag} {rate:g}: set {flag} 0"
-                )
-    config = _resolve_packing(config, model)
-    channels, *spatial = model.sizes.input_shape
-    segments = config.use.segment_probe or config.log.segment_probe_every
-    if segments and len(spatial) > 2:
-        given = "--segment_probe" if config.use.segment_probe else "--segment_probe_every"
-        raise UsageError(f"{given} requires a model of images, not of volumes")
-    if (segments or source not in _ANY_CHANNELS) and channels not in (1, 3):
+    config = replace(config, model=named)
+    model = trained_model(config)
+    if config.data.data_source not in _ANY_CHANNELS:
+        check_channels(model)
+    for feature in features():
+        if feature.is_on(config):
+            config = feature.resolve_model(config, model)
+            continue
+        for name in feature.requires_it:
+            if typed_if_set(name, config):
+                raise UsageError(f"{name} requires {feature.turned_on_by[0]}")
+    return config, model
+
+
+def check_channels(model: ModelSpec) -> None:
+    """Raise UsageError if images of files cannot have the model's number of channels."""
+    channels = model.sizes.input_shape[0]
+    if channels not in (1, 3):
         raise UsageError(f"--in_chans {channels}: images have 3 channels (RGB) or 1 (gray)")
-    if config.data.image_sizes:
-        _check_sizes(config, model)
-    return replace(config, model=named), model
-
-
-_NEEDS_PACKING = {"max_tokens_per_image": None, "resize_to_budget": False, "side_scale": (1.0, 1.0)}
-"""Flags that only apply to native resolution, with their defaults."""
-
-
-def _resolve_packing(config: RunConfig, model: ModelSpec) -> RunConfig:
-    """Return the configuration with the largest number of tokens per image, if the model takes
-    sequences of several images. Raises UsageError for what such a run does not support."""
-    data, packing, flags = config.data, model.packing, by_field(DataConfig)
-    if packing is None:
-        for name, default in _NEEDS_PACKING.items():
-            if getattr(data, name) != default:
-                raise UsageError(f"{flags[name].names[0]} requires --native_resolution")
-        return config
-    loss, use, log = config.loss, config.use, config.log
-    refused = {
-        f"--mesh_domain {config.sharding.mesh_domain}": config.sharding.mesh_domain > 1,
-        "--buckets": data.buckets,
-        "--image_size_schedule": data.image_size_schedule,
-        "--aug_repeats": data.aug_repeats > 1,
-        "--mixup" if loss.mixup else "--cutmix": loss.mixes,
-        "--bce_loss": loss.bce_loss,
-        "--teacher": loss.teacher,
-        "--segment_probe": use.segment_probe or log.segment_probe_every,
-        "--pca": use.pca,
-        "--features_of patches": "patches" in (use.features_of or ()),
-        "--save_bad_step": log.save_bad_step,
-    }
-    for given, is_given in refused.items():
-        if is_given:
-            raise UsageError(f"{given} is incompatible with native resolution ({model.name})")
-    low, high = data.side_scale
-    if low > high:
-        raise UsageError(f"--side_scale {low:g} {high:g}: the minimum must not exceed the maximum")
-    most = data.max_tokens_per_image
-    if most is None:
-        most = min(model.sizes.num_patches + packing.prefix, packing.tokens)
-    elif most > packing.tokens:
-        raise UsageError(
-            f"--max_tokens_per_image {most} exceeds --token_budget {packing.tokens}: an image is "
-            "never split over sequences"
-        )
-    if most <= packing.prefix:
-        raise UsageError(
-            f"--max_tokens_per_image {most} leaves no room for patches after the {packing.prefix} "
-            f"class and register tokens of {model.name}"
-        )
-    return replace(config, data=replace(data, max_tokens_per_image=most))
-
-
-def _check_sizes(config: RunConfig, model: ModelSpec) -> None:
-    """Raise UsageError if the model cannot be trained with ``--buckets`` or
-    ``--image_size_schedule``."""
-    sizes, buckets = config.data.image_sizes, config.data.bucket_sizes
-    given = "--buckets" if buckets else "--image_size_schedule"
-    if reason := model.why_one_grid():
-        raise UsageError(f"{given} is incompatible with --model {model.name}: {reason}")
-    if config.sharding.grad_ckpt == "auto":
-        raise UsageError(f"{given} is incompatible with --grad_ckpt auto: choose another value")
-    (height, width), (rows, columns) = model.sizes.input_shape[1:], model.sizes.grid
-    if buckets and (height, width) not in buckets:
-        raise UsageError(f"--buckets must include the model's own size, {height}x{width}")
-    if not buckets and height != width:
-        raise UsageError(
-            f"--image_size_schedule requires square images, not the model's {height} x {width}: "
-            "use --buckets, or a square --image_size"
-        )
-    high, wide = height // rows, width // columns
-    for h, w in sizes:
-        if buckets.count((h, w)) > 1:
-            raise UsageError(f"--buckets lists {h}x{w} twice")
-        if h % high or w % wide:
-            raise UsageError(f"{given}: {h}x{w} is not a multiple of the patch size, {high}x{wide}")
-    for h, w in buckets:
-        patches = (h // high) * (w // wide)
-        if abs(patches / model.sizes.num_patches - 1) > _MAX_TOKENS_APART:
-            raise UsageError(
-                f"--buckets: {h}x{w} has {patches} patches, the model's own size "
-                f"{model.sizes.num_patches}: they may differ by at most {_MAX_TOKENS_APART:.0%}"
-            )
 
 
 def grids(config: RunConfig, model: ModelSpec) -> list[tuple[int, int]]:
@@ -457,25 +343,21 @@ def resolve_domain(
 
 def with_micro_batches(config: RunConfig, mesh: Mesh) -> RunConfig:
     """Return the configuration with the number of passes per step that ``--micro_batch_size``
-    needs, and a ``--koleo_group`` that fits such a pass, unless it is set."""
+    needs, and what features choose for these devices."""
     images, most = config.data.batch_size // mesh.batch_shards, config.data.micro_batch_size
     if most is not None:
         passes = next(
             (n for n in range(-(-images // most), images) if images % n == 0), max(images, 1)
         )
         config = replace(config, data=replace(config.data, grad_accum_steps=passes))
-    images = config.data.global_micro_batch_size // mesh.batch_shards
-    objective = config.objective
-    if objective.objective == "dino" and images > 1 and "koleo_group" not in config.explicitly_set:
-        sizes = range(2, ObjectiveConfig.koleo_group + 1)
-        group = max((n for n in sizes if images % n == 0), default=images)
-        config = replace(config, objective=replace(objective, koleo_group=group))
+    for feature in config.active_features():
+        config = feature.resolve_mesh(config, mesh)
     return config
 
 
 def check_batch(run: Run) -> None:
-    """Raise UsageError if the batch cannot be divided over devices and passes, or if a device's
-    part cannot be mixed (mixup, CutMix)."""
+    """Raise UsageError if the batch cannot be divided over devices and passes, or if a feature
+    cannot be used with the model on these devices."""
     data, mesh = run.config.data, run.mesh
     parts = mesh.batch_shards * data.grad_accum_steps
     if data.batch_size % parts:
@@ -495,34 +377,5 @@ def check_batch(run: Run) -> None:
             f"--batch_size {data.batch_size} (global) is not a multiple of the {mesh.devices} "
             f"devices{together}{passes}: use {fitting}"
         )
-    objective = run.config.objective
-    images = data.global_micro_batch_size // mesh.batch_shards
-    if objective.objective == "dino" and objective.koleo_weight and images % objective.koleo_group:
-        if images == 1:
-            raise UsageError(
-                "the KoLeo loss compares images, but a device has only one per pass: use a larger "
-                "--batch_size, fewer --grad_accum_steps or --koleo_weight 0"
-            )
-        raise UsageError(
-            f"--koleo_group {objective.koleo_group} does not divide the {images} images per "
-            "device and pass: change it, --batch_size or --grad_accum_steps"
-        )
-    loss, shape = run.config.loss, run.model.sizes.input_shape
-    if not loss.mixes:
-        return
-    if images % 2:
-        named = "--mixup" if loss.mixup else "--cutmix" if loss.cutmix else "--cutmix_minmax"
-        raise UsageError(
-            f"{named} mixes pairs of images on a device, but there are {images} images per device "
-            "and pass: choose --batch_size and --grad_accum_steps so that this number is even"
-        )
-    if loss.cuts and len(shape) != 3:
-        raise UsageError("CutMix supports 2-D images only: use --mixup for volumes")
-    if loss.cutmix_minmax is not None:
-        low, high = loss.cutmix_minmax
-        for height, width in run.config.data.image_sizes or [(shape[1], shape[2])]:
-            if any(int(side * low) >= int(side * high) for side in (height, width)):
-                raise UsageError(
-                    f"--cutmix_minmax {low:g} {high:g} contains no whole number of pixels for "
-                    f"images of {height} x {width}: use a larger maximum"
-                )
+    for feature in run.config.active_features():
+        feature.check(run)

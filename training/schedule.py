@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from training.errors import UsageError
 
 if TYPE_CHECKING:
+    from training.config import RunConfig
     from training.resolve import Run
 
 
@@ -214,13 +215,7 @@ def make_schedule(run: Run, steps_per_epoch: int, at: Position) -> tuple[Schedul
             warmup_epochs = how.freeze_backbone_epochs
         others["heads_first_steps"] = round(how.freeze_backbone_epochs * steps_per_epoch)
         others["backbone_warmup_steps"] = round(warmup_epochs * steps_per_epoch)
-    if config.objective.has_teacher:
-        dino = config.objective
-        others["momentum"] = Ramp(dino.teacher_momentum, dino.teacher_momentum_end, total, "cosine")
-        rise = round(dino.warmup_teacher_temp_epochs * steps_per_epoch)
-        others["teacher_temp"] = Ramp(dino.warmup_teacher_temp, dino.teacher_temp, rise)
-        others["frozen_steps"] = round(dino.freeze_last_layer_epochs * steps_per_epoch)
-
+    others |= schedules_of_features(config, steps_per_epoch, total)
     if how.lr_schedule == "step":
         interval = round(how.decay_epochs * steps_per_epoch)
         if not interval:
@@ -245,6 +240,16 @@ def make_schedule(run: Run, steps_per_epoch: int, at: Position) -> tuple[Schedul
         peak, warmup, end, how.warmup_lr, how.min_lr, shape, decay, end=end, **others
     )
     return schedule, last_step
+
+
+def schedules_of_features(
+    config: RunConfig, steps_per_epoch: int, total_steps: int
+) -> dict[str, Any]:
+    """Return the fields of ``Schedule`` that features set for a training of ``total_steps``."""
+    schedules: dict[str, Any] = {}
+    for feature in config.active_features():
+        schedules |= feature.schedules(config, steps_per_epoch, total_steps)
+    return schedules
 
 
 def rope_factors(run: Run) -> RopeFactors:

@@ -46,7 +46,7 @@ from training.config import RunConfig
 from training.errors import UsageError
 from training.initial_weights import with_commits, with_init_from, with_pretrained
 from training.processes import exchange
-from training.resolve import Run, model_of
+from training.resolve import Run, trained_model
 from training.schedule import Position
 from training.weights import Weights
 
@@ -100,7 +100,7 @@ def plan_start(config: RunConfig) -> tuple[RunConfig, Start]:
     saved, _ = choose.find_checkpoint(config.checkpoints, alone=True)
     if saved:
         config = with_commits(with_saved(config, saved), saved)
-        check_same_training(saved, model_of(config.model, config.objective), config)
+        check_same_training(saved, trained_model(config), config)
         return config, _resumed(saved, config.checkpoints)
     config = with_commits(with_pretrained(config), None)
     if config.checkpoints.init_from:

@@ -7,16 +7,13 @@ from dataclasses import replace
 
 from torch import nn
 
-from data.size_schedule import SizeSchedule
 from data.source import DataSource
 from models.initialize import allocate_uninitialized
 from training import loop
 from training.backend import Backend
-from training.bad_step import SaveBadStep
 from training.checkpoints import choose
 from training.checkpoints.compatible import (
     check_continues,
-    check_same_classes,
     check_unnamed_classes,
 )
 from training.checkpoints.format import SavedRun
@@ -42,7 +39,7 @@ from training.evaluation.frozen import (
 )
 from training.evaluation.hooks import Evaluations
 from training.files import FolderLock
-from training.initial_weights import InitialWeights, fit, gram_teacher, weights_of_teacher
+from training.initial_weights import InitialWeights, fit
 from training.logs.bad_images import FILE as BAD_IMAGES_FILE
 from training.logs.bad_images import open_bad_images
 from training.logs.events import StartParts
@@ -52,7 +49,7 @@ from training.logs.history import (
     history_of_first,
     read_history,
 )
-from training.logs.hooks import EpochLog, SizeLog, StepLog
+from training.logs.hooks import EpochLog, StepLog
 from training.logs.records import METRICS_FILE
 from training.logs.reports import Reports, read_expectation
 from training.objectives.registry import open_objective
@@ -89,11 +86,8 @@ def prepare_training(start: Start, run: Run) -> tuple[Run, Callable[[Run, Backen
         initial = fit(start.weights, run, data.classes)
         if data.classes and initial.keeps_head and not start.weights.classes_among(data.classes):
             check_unnamed_classes(data.classes, initial.path, config.data, run.model)
-    if run.teacher and config.loss.teacher_weights and data.classes:
-        teacher = weights_of_teacher(config.loss.teacher_weights, "--teacher_weights")
-        check_same_classes(teacher.classes_among(data.classes), teacher.path, data, run)
-    if config.objective.gram_weights:
-        gram_teacher(run)
+    for feature in config.active_features():
+        feature.check_data(run, data)
     frozen = open_frozen(run, kinds_in_training(config.log))
     parts.done("data")
     planned = replace(start, weights=None)  # no tensors are sent to other processes
@@ -214,10 +208,9 @@ def train(
                 StepLog(session, batches),
                 EpochLog(session, batches),
             ]
-            if sizes := SizeSchedule.of(config.data, config.seed, schedule.steps):
-                hooks.append(SizeLog(session, batches, sizes))
-            if config.log.save_bad_step:  # before any hook that stops the run
-                hooks.append(SaveBadStep(run, session, saver, batches, schedule, at))
+            training = loop.Training(run, session, model, objective, saver, batches, schedule, at)
+            for feature in config.active_features():
+                hooks += feature.hooks(training)
             hooks += [StopCheck(session, batches, saver), saves]
             if local:
                 hooks.append(LocalSaves(session, saver, local))

@@ -26,6 +26,7 @@ from tests.references.plain_steps import warm_cosine
 from tests.support.cli import DIGITS, TINY_MODEL, TINY_RUN
 from tests.support.resolved import on_xla
 from training.data import dataset_request
+from training.objectives.dino_config import DinoConfig
 
 
 class Head(nn.Module):
@@ -187,7 +188,7 @@ def plain_of(run):
         width=sizes.embed_dim,
         heads=sizes.num_heads,
         depth=sizes.depth,
-        dino=run.config.objective,
+        dino=run.config.of(DinoConfig),
     )
     model.load_state_dict(filled(run.model, run.config.seed).state_dict())
     return model
@@ -198,7 +199,7 @@ def train(flags, steps=6, taught_by=None):
     of it, which is the teacher unless there is another one: a ``PlainDino``."""
     source = ["--data_dir", str(DIGITS), "--hflip", "0", "--objective", "dino"]
     run = on_xla([*source, *TINY_MODEL, *TINY_RUN, *flags])
-    how, dino, student = run.config.optimizer, run.config.objective, plain_of(run)
+    how, dino, student = run.config.optimizer, run.config.of(DinoConfig), plain_of(run)
     teacher = copy.deepcopy(student).requires_grad_(False)
     prototypes = [head.prototypes["weight"] for head in (student.dino_head, student.ibot_head)]
     others = [p for p in student.parameters() if not any(p is each for each in prototypes)]

@@ -19,6 +19,7 @@ from tests.support.cli import DIGITS, TINY_MODEL, TINY_RUN
 from tests.support.resolved import on_xla
 from training.data import dataset_request
 from training.objectives.mae import ranks_of
+from training.objectives.mae_config import MaeConfig
 from training.optimizers import key_of
 
 
@@ -115,7 +116,7 @@ def train(flags, steps=6):
     """Losses, gradient norms and the validation loss of a run with these flags, and its model."""
     source = ["--data_dir", str(DIGITS), "--hflip", "0", "--objective", "mae"]
     run = on_xla([*source, *TINY_MODEL, *TINY_RUN, *flags])
-    how, objective, sizes = run.config.optimizer, run.config.objective, run.model.sizes
+    how, objective, sizes = run.config.optimizer, run.config.of(MaeConfig), run.model.sizes
     decoder = run.model.stacks["decoder_blocks"]
     model = PlainMae(
         image=sizes.input_shape[1],

@@ -2,6 +2,7 @@
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -11,6 +12,8 @@ from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTarget
 from tests.support.cli import tiny
 from tests.support.resolved import on_xla
 from training.backend import micro_batch_seed
+from training.flags import flat
+from training.objectives.mixup_config import MixupConfig
 
 BOTH = "--mixup 0.8 --cutmix 1.0 --mixup_prob 0.8 --smoothing 0.1"
 """Of ten passes some are mixed, some cut, some left as they are."""
@@ -21,6 +24,11 @@ HOST = (
     "--train_interpolation random"
 ).split()
 """What is changed of images before they are sent."""
+
+
+def loss_flags(run):
+    """The flags of a run's loss and of what it mixes."""
+    return SimpleNamespace(**flat(run.config), mixes=run.config.of(MixupConfig).mixes)
 
 
 def timms_mixup(config, classes):

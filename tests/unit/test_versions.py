@@ -45,7 +45,7 @@ def test_the_page_on_platforms_names_what_is_pinned():
         assert [pins(file).get(package, "-") for file in files] == versions, package
 
 
-@pytest.mark.parametrize("folder", ["xla_fsdp", "torch_fsdp", "gpu_fsdp", "training"])
+@pytest.mark.parametrize("folder", ["xla_fsdp", "torch_fsdp", "gpu_fsdp", "training", "features"])
 def test_they_stand_nowhere_else(folder):
     for path in (ROOT / folder).rglob("*.py"):
         if not path.name.endswith("_private.py"):

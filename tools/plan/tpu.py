@@ -28,6 +28,7 @@ from tools.plan.tpu_search import ComputedCandidate, Found, Search, TpuCandidate
 from training.checkpoints.config import CheckpointConfig
 from training.config import EmaConfig, OptimizerConfig, RunConfig
 from training.errors import UsageError
+from training.objectives.config import flags_of_weights
 from training.step_sizes import step_sizes, summed
 from xla_fsdp.config import XlaConfig
 from xla_fsdp.resolve_xla import resolve_for_slice
@@ -40,7 +41,10 @@ from xla_fsdp.tpu import CHIPS, takes_newer_libtpu
 
 ROOT = Path(__file__).resolve().parents[2]
 _PROGRAM = "run_vit_training.py"
-_SOURCES = (_PROGRAM, "config_fields.py", "training", "models", "data", "xla_fsdp", "tools")
+_SOURCES = (
+    *(_PROGRAM, "config_fields.py"),
+    *("features", "training", "models", "data", "xla_fsdp", "tools"),
+)
 _PACKAGES = ("torch", "torch_xla", "libtpu", "jax", "jaxlib", "timm")
 _VARIABLES = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")
 _USAGE = 2
@@ -67,6 +71,9 @@ def compile_words(config: RunConfig, xla: XlaConfig, candidate: TpuCandidate) ->
         ),
         ema=EmaConfig(model_ema=config.ema.model_ema),
         sharding=config.sharding,
+    )
+    step = step.with_flags(
+        *(flags for flags in config.feature_flags if type(flags) in flags_of_weights())
     )
     topology = candidate.topology.name
     xla = replace(xla, compile_only=True, tpu_topology=topology, tpu_compiler=compiler)

@@ -5,7 +5,7 @@ Also computes the tolerances: by how much rounding alone may change the devices'
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from tools.self_check.small_run import UPDATES, batches, first_weights
 from training.backend import Backend
 from training.objectives.registry import open_objective
 from training.resolve import Run
-from training.schedule import StepRates
+from training.schedule import Schedule, StepRates, schedules_of_features
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Tensors = dict[str, torch.Tensor]
@@ -48,10 +48,9 @@ class Settings:
 
     def rates(self, run: Run) -> StepRates:
         """Return what schedules would give for each update."""
-        objective = run.config.objective
-        if not objective.has_teacher:
-            return StepRates(self.lr)
-        return StepRates(self.lr, newest=_NEWEST, teacher_temp=objective.teacher_temp)
+        schedules = schedules_of_features(run.config, steps_per_epoch=0, total_steps=0)
+        rates = Schedule(self.lr, 0, 0, shape="constant", **schedules).at(0)
+        return replace(rates, newest=_NEWEST) if run.config.objective.has_teacher else rates
 
 
 @dataclass

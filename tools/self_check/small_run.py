@@ -13,13 +13,13 @@ from data.batch import PADDING, Batch, BatchShard, Fields, Sample, SampleIndex
 from data.source import DatasetRequest, DataSource, Split
 from models.config import ModelError
 from models.initialize import allocate
-from models.registry import open_model, with_additions
+from models.registry import open_model
 from training.backend import Backend
 from training.data import dataset_request, train_loader
 from training.errors import UsageError
-from training.flags import flat
+from training.feature import SmallSizes
 from training.objectives.config import LossConfig
-from training.resolve import MODEL_FLAG, Run
+from training.resolve import Run, extended, model_flags
 
 # -- Images, labels and first weights, the same everywhere ----------------------------------------
 
@@ -136,9 +136,6 @@ _ROWS, _FEW_ROWS, _FROM_REPLICAS = 4, 2, 8
 _ROWS_OF_MULTIPLES = 32
 """For FP8, whatever its plan."""
 _LAYER_SCALE = 0.1
-_MASK_RATIOS = (0.1, 0.9)
-"""Between which some of 4 x 4 patches are masked, and some are not."""
-_LOCAL_CROPS = 2
 _IN_SEQUENCE, _SIDE = 3, 3
 """Images of a sequence, which has a place for one more; the most rows, and columns, of one."""
 
@@ -146,9 +143,8 @@ _IN_SEQUENCE, _SIDE = 3, 3
 def shrink(run: Run) -> Run:
     """Return the small run instead of ``run``: the same choices, on the same devices.
 
-    Without what depends on random numbers: dropout of all kinds, mixed images. Without losses of
-    labels other than the cross-entropy, which ask nothing of the devices. And without a Gram
-    teacher, whose weights are another model's.
+    Without what depends on random numbers: dropout of all kinds. Without losses of labels other
+    than the cross-entropy, which ask nothing of the devices. Features say what else is left out.
     """
     data, mesh = run.config.data, run.mesh
     passes = min(data.grad_accum_steps, _MICRO_BATCHES)
@@ -193,37 +189,16 @@ def shrink(run: Run) -> Run:
         if settings.get(name):
             small[name] = value
 
-    # The same objective, for that model.
-    real = run.config.objective
-    least, most = _MASK_RATIOS
-    objective = replace(
-        real,
-        mask_ratio=min(max(real.mask_ratio, least), most),
-        decoder_depth=min(real.decoder_depth, _DEPTH),
-        decoder_embed_dim=width,
-        decoder_num_heads=heads,
-        local_crops=min(real.local_crops, _LOCAL_CROPS),
-        local_crop_size=patch * max(1, min(grid) // 2),
-        crop_sizes=None,
-        dino_prototypes=2 * width,
-        ibot_prototypes=3 * _CLASSES,
-        dino_head_hidden=width,
-        dino_head_bottleneck=width // 2,
-        # Of two images each is the other's nearest, however it is rounded.
-        koleo_group=2 if rows % 2 == 0 else max(rows, 2),
-        gram_weights=None,
-        gram_crop_factor=1.0,
-    )
-    explicitly_set = run.config.explicitly_set | {"koleo_group"}
-    config = replace(
-        run.config, loss=LossConfig(), objective=objective, explicitly_set=explicitly_set
-    )
+    # The same features, for that model.
+    of_small = SmallSizes(width, heads, _DEPTH, _CLASSES, patch, tuple(grid), images=rows)
+    config = replace(run.config, loss=LossConfig())
+    for feature in config.active_features():
+        config = feature.shrink(config, of_small)
     try:
-        model = open_model(run.model.name, run.model.overrides | small)
-        model = with_additions(model, objective.objective, flat(objective))
+        model = extended(open_model(run.model.name, run.model.overrides | small), config)
     except ModelError as error:
         text = f"--self_check cannot shrink --model {run.model.name}"
-        raise UsageError(f"{text}: {error.with_flag_names(MODEL_FLAG)}") from None
+        raise UsageError(f"{text}: {error.with_flag_names(model_flags())}") from None
     small_run = replace(run, config=config, model=model, backend_config=run.backend_config.shrunk())
     if model.packing:
         small_run = small_run.with_data(max_tokens_per_image=model.packing.tokens)

@@ -18,9 +18,9 @@ from training.checkpoints import format as checkpoint
 from training.checkpoints.format import SavedRun
 from training.config import OptimizerConfig, RunConfig
 from training.errors import UsageError
-from training.flags import FlagField, by_field, flat
-from training.objectives.config import ObjectiveConfig
-from training.resolve import Run, model_of, with_preprocessing
+from training.flags import FlagField, by_field, flat, with_values
+from training.objectives.config import flags_of_weights
+from training.resolve import Run, trained_model, with_preprocessing
 
 # -- settings taken over, unless flags are set -----------------------------------------------------
 
@@ -28,16 +28,15 @@ from training.resolve import Run, model_of, with_preprocessing
 def with_saved(config: RunConfig, saved: SavedRun) -> RunConfig:
     """Return the configuration with the checkpoint's model, objective and preprocessing, except
     where flags are set. Raises UsageError if another objective is set."""
-    there, here = saved.objective, config.objective
-    if "objective" in config.explicitly_set and here.objective != there.objective:
+    there, here = saved.config.objective.objective, config.objective.objective
+    if "objective" in config.explicitly_set and here != there:
         raise UsageError(
-            f"{saved.path} was trained with --objective {there.objective}, not {here.objective}: "
-            "use the same objective, or start a new run from its weights with --init_from and "
-            "another --ckpt_dir"
+            f"{saved.path} was trained with --objective {there}, not {here}: use the same "
+            "objective, or start a new run from its weights with --init_from and another --ckpt_dir"
         )
-    given = {name: value for name, value in flat(here).items() if name in config.explicitly_set}
-    objective = replace(there, **given)
-    config = replace(config, model=with_saved_model(config.model, saved), objective=objective)
+    values, names = flat(saved.config), by_field(*flags_of_weights()).keys() - config.explicitly_set
+    config = with_values(config, {name: values[name] for name in names})
+    config = replace(config, model=with_saved_model(config.model, saved))
     return with_saved_preprocessing(config, saved)
 
 
@@ -214,10 +213,10 @@ def changes_since(saved: SavedRun, run: Run, data: DataSource) -> list[str]:
     notes = []
     if difference := other_order(saved, run, data):
         notes.append(f"note: {difference}: restarting epoch {saved.position.epoch + 1}")
-    there, here = flat(saved.objective), flat(run.config.objective)
+    there, here = flat(saved.config), flat(run.config)
     return notes + [
         f"note: {_changed(option.names[0], there[name], here[name])} at this step"
-        for name, option in by_field(ObjectiveConfig).items()
+        for name, option in by_field(*flags_of_weights()).items()
         if there[name] != here[name]
     ]
 
@@ -240,8 +239,8 @@ def check_same_training(saved: SavedRun, model: ModelSpec, config: RunConfig | N
     flags that determine the optimizer state, unless ``config`` is None because only weights are
     used.
     """
-    before = model_of(saved.model, saved.objective)
-    known = by_field(ModelConfig, ObjectiveConfig)
+    before = trained_model(saved.config)
+    known = by_field(ModelConfig, *flags_of_weights())
     names = model.differences(before.settings)
     other_model = bool(names) and before.name != model.name
     differences = [f"with --model {before.name}, not {model.name}"] if other_model else []

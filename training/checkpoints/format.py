@@ -55,6 +55,7 @@ from data.config import DataConfig
 from data.files import TEXT, SizeLimit, TooLarge, printable, without_secrets
 from models.config import ModelConfig
 from training.backend import State
+from training.config import RunConfig
 from training.errors import UsageError
 from training.files import (
     folder_at,
@@ -66,8 +67,8 @@ from training.files import (
     replace_file,
     sync_folder,
 )
-from training.flags import check_values, from_values, values_without_secrets
-from training.objectives.config import ObjectiveConfig
+from training.flags import by_field, check_values, from_values, values_without_secrets
+from training.objectives.config import flags_of_weights
 from training.schedule import Position
 
 NAME = re.compile(r"step_(0|[1-9][0-9]*)")
@@ -122,8 +123,8 @@ class SavedRun:
         for name, hint in get_type_hints(SavedRun).items():
             if name in ("arguments", *_OPTIONAL) and not is_of(getattr(self, name), hint):
                 raise ValueError(f"its {TRAINING}.{name} is damaged")
-        check_values(ModelConfig, self.arguments)
-        check_values(ObjectiveConfig, self.arguments)
+        for flags in (ModelConfig, *flags_of_weights()):
+            check_values(flags, self.arguments)
         check_values(DataConfig, {n: self.arguments[n] for n in _OF_DATA if n in self.arguments})
         object.__setattr__(self, "arguments", values_without_secrets(self.arguments))
 
@@ -133,9 +134,11 @@ class SavedRun:
         return from_values(ModelConfig, self.arguments)
 
     @property
-    def objective(self) -> ObjectiveConfig:
-        """The flags of its objective."""
-        return from_values(ObjectiveConfig, self.arguments)
+    def config(self) -> RunConfig:
+        """The flags of its model and of what it is trained for; all others have their defaults."""
+        known = by_field(ModelConfig, *flags_of_weights())
+        values = {name: value for name, value in self.arguments.items() if name in known}
+        return from_values(RunConfig, values)
 
 
 _OF_DATA = ("data_source", "class_order")

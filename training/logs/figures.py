@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image
 
 from data.files import printable, reason_of, replace_file
+from training.feature_table import objective_feature
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -92,8 +93,6 @@ _UNITS = {
 }
 _IF_MEASURED = ("Spread of features", "Effective rank of features")
 """The panels that are omitted if the run has no such metrics."""
-_LOSSES = {"classify": "cross-entropy", "mae": "squared error", "dino": "DINO + iBOT + KoLeo"}
-"""The label of the loss axis, by objective."""
 
 
 def plot_curves(records: list[dict[str, Any]], path: Path, objective: str = "classify") -> Path:
@@ -101,6 +100,8 @@ def plot_curves(records: list[dict[str, Any]], path: Path, objective: str = "cla
     over steps, and signs of a collapse, if measured."""
     measured = {name for record in records for name in record}
     of_features = {"val_knn_10", "val_probe", "val_segment_miou"}
+    feature = objective_feature(objective)
+    loss_label = feature.loss_label if feature else "cross-entropy"
     has_accuracy = objective == "classify" or measured & of_features
     left_out = {"Gradients" if has_accuracy else "Validation accuracy"}
     left_out |= {title for title in _IF_MEASURED if not measured & _PANELS[title].keys()}
@@ -120,7 +121,7 @@ def plot_curves(records: list[dict[str, Any]], path: Path, objective: str = "cla
                 axis.plot(*zip(*points, strict=True), label=label, marker=marker, markersize=4)
         axis.set_title(title)
         axis.set_xlabel("step")
-        axis.set_ylabel(_UNITS.get(title) or _LOSSES[objective])
+        axis.set_ylabel(_UNITS.get(title) or loss_label)
         axis.tick_params(labelbottom=True)
         axis.grid(alpha=0.3)
         if len(axis.lines) > 1:

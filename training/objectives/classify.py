@@ -23,7 +23,8 @@ from training.backend import Backend, micro_batch_seed
 from training.data import input_of
 from training.logs.records import Evaluation
 from training.objectives.base import Measure, Objective
-from training.objectives.config import LossConfig
+from training.objectives.distillation_config import DistillationConfig
+from training.objectives.mixup_config import MixupConfig
 from training.objectives.teacher import open_teacher
 
 if TYPE_CHECKING:
@@ -34,11 +35,12 @@ class Classification(Objective):
     """Trains the model to predict the labels of images."""
 
     def __init__(self, run: Run, backend: Backend, say: Callable[[str], None]) -> None:
-        self._config = config = run.config.loss
+        config, mixup = run.config.loss, run.config.of(MixupConfig)
+        self._distillation = run.config.of(DistillationConfig)
         self._backend = backend
         self._input = input_of(run, backend.constant)
-        self._mixing = Mixing(run, backend.constant, backend.image_rows) if config.mixes else None
-        self._soft_labels = config.mixes or config.bce_loss
+        self._mixing = Mixing(run, backend.constant, backend.image_rows) if mixup.mixes else None
+        self._soft_labels = mixup.mixes or config.bce_loss
         self._classes, self._smoothing = run.model.sizes.num_classes, config.smoothing
         # Chosen as in timm's training script. With mixed labels or binary cross-entropy, labels are
         # already smoothed.
@@ -47,7 +49,7 @@ class Classification(Objective):
             self._label_loss = BinaryCrossEntropy(
                 target_threshold=config.bce_target_thresh, sum_classes=config.bce_sum
             )
-        elif config.mixes:
+        elif mixup.mixes:
             self._label_loss = SoftTargetCrossEntropy()
         elif config.smoothing:
             self._label_loss = LabelSmoothingCrossEntropy(config.smoothing)
@@ -86,8 +88,9 @@ class Classification(Objective):
         loss = self._label_loss(logits, targets)
         if teacher_logits is None:
             return loss
-        alpha, tau = self._config.distillation_alpha, self._config.distillation_tau
-        if self._config.distillation_type == "hard":
+        distillation = self._distillation
+        alpha, tau = distillation.distillation_alpha, distillation.distillation_tau
+        if distillation.distillation_type == "hard":
             distilled = F.cross_entropy(logits, teacher_logits.argmax(dim=-1))
         else:
             ours, theirs = (F.log_softmax(x / tau, dim=-1) for x in (logits, teacher_logits))
@@ -169,7 +172,7 @@ class Mix(NamedTuple):
     likewise; empty for mixup."""
 
 
-def _draw_mix(config: LossConfig, height: int, width: int) -> Mix:
+def _draw_mix(config: MixupConfig, height: int, width: int) -> Mix:
     """Return a mix drawn from NumPy's global generator, in the order in which timm draws."""
     if np.random.rand() >= config.mixup_prob:
         return Mix(1.0, 1.0)
@@ -195,7 +198,7 @@ class Mixing:
 
     def __init__(self, run: Run, constant: Constant, rows: range) -> None:
         """``rows``: the rows of each image that are on the devices (``Backend.image_rows``)."""
-        self._config, self._seed = run.config.loss, run.config.seed
+        self._config, self._seed = run.config.of(MixupConfig), run.config.seed
         self._constant, self._rows = constant, rows
         self._spatial = run.model.sizes.input_shape[1:]
         self._has_part = len(rows) < self._spatial[0]

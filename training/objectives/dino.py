@@ -25,7 +25,7 @@ from training.backend import Backend
 from training.data import dataset_request, normalizer
 from training.initial_weights import gram_teacher
 from training.objectives.base import Objective
-from training.objectives.config import ObjectiveConfig
+from training.objectives.dino_config import DinoConfig
 from training.objectives.teacher import open_teacher
 from training.schedule import StepRates
 from training.weights import check_weights
@@ -51,7 +51,7 @@ class SelfDistillation(Objective):
         view = request.view
         assert isinstance(spec, DinoSpec)
         assert isinstance(view, CropView)
-        self._config, self._backend = run.config.objective, backend
+        self._config, self._backend = run.config.of(DinoConfig), backend
         self._average = backend.teacher
         sizes = [each.view for each in view.requests(request)] or [view]
         self._views = {each.grid: each for each in sizes if isinstance(each, CropView)}
@@ -72,7 +72,7 @@ class SelfDistillation(Objective):
             "loss_koleo": self._config.koleo_weight,
             "loss_gram": self._config.gram_weight,
         }
-        group, usual = self._config.koleo_group, ObjectiveConfig.koleo_group
+        group, usual = self._config.koleo_group, DinoConfig.koleo_group
         adapted = ""
         if group != usual and "koleo_group" not in run.config.explicitly_set:
             adapted = (

@@ -21,6 +21,7 @@ from training.data import normalizer
 from training.logs.figures import side_by_side, spread
 from training.logs.records import Evaluation
 from training.objectives.base import Measure, Objective
+from training.objectives.mae_config import MaeConfig
 from training.optimizers import hashed, key_of
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class Reconstruction(Objective):
 
     def scale(self, patches: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean and standard deviation that normalize patches, (images, patches, 1)."""
-        if not self._run.config.objective.norm_pix_loss:
+        if not self._run.config.of(MaeConfig).norm_pix_loss:
             return torch.zeros_like(patches[..., :1]), torch.ones_like(patches[..., :1])
         return patches.mean(-1, keepdim=True), (patches.var(-1, keepdim=True) + _EPS).sqrt()
 

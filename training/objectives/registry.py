@@ -1,4 +1,4 @@
-"""The objectives by name."""
+"""Opens the objective of a run."""
 
 from __future__ import annotations
 
@@ -12,20 +12,13 @@ from training.objectives.base import Objective
 if TYPE_CHECKING:
     from training.resolve import Run
 
-OBJECTIVES = {
-    "classify": "training.objectives.classify:Classification",
-    "classify packed": "training.objectives.classify:PackedClassification",
-    "mae": "training.objectives.mae:Reconstruction",
-    "dino": "training.objectives.dino:SelfDistillation",
-}
-"""Module and class of each objective, by name, imported on use; "packed": for sequences of several
-images."""
+_CLASSIFICATION = "training.objectives.classify:Classification"
 
 
 def open_objective(
     run: Run, backend: Backend, say: Callable[[str], None] = lambda line: None
 ) -> Objective:
     """Return the objective of ``run``. Must be called before the first step is recorded."""
-    chosen = run.config.objective.objective + (" packed" if run.model.packing else "")
-    module, _, name = OBJECTIVES[chosen].partition(":")
+    added = (feature.objective for feature in run.config.active_features())
+    module, _, name = next(filter(None, added), _CLASSIFICATION).partition(":")
     return cast(Objective, getattr(import_module(module), name)(run, backend, say))

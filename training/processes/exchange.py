@@ -133,7 +133,10 @@ def tag_errors_with_rank(body: Callable[..., None], *args: Any) -> None:
 _PACKAGES = "torch torch_xla megatron-fsdp transformer-engine timm torchvision numpy".split()
 _FREE_FLAGS = {"num_workers", "index_dir", "local_ckpt_dir", "rebuild_index", "step_timeout_s"}
 """Flags that may differ between hosts, as they do not change results."""
-_CODE = "run_vit_training.py config_fields.py training models data xla_fsdp torch_fsdp gpu_fsdp"
+_CODE = (
+    "run_vit_training.py config_fields.py "
+    "features training models data xla_fsdp torch_fsdp gpu_fsdp"
+)
 
 
 def versions() -> dict[str, str | None]:

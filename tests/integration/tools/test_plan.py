@@ -34,6 +34,7 @@ from training import hub
 from training.errors import UsageError
 from training.flags import flat
 from training.mesh import Mesh
+from training.objectives.dino_config import DinoConfig
 from training.resolve import resolve_model
 from training.step_sizes import step_sizes, summed
 from xla_fsdp import tpu
@@ -187,7 +188,7 @@ def test_self_distillation_is_planned_for_tpus(dino):
     assert refusal(request, candidate) is None
     typed = read_flags(compile_words(request.config, request.xla, candidate))
     assert resolve_model(typed.run)[1].settings == dino[1].settings
-    assert typed.run.objective == request.config.objective
+    assert typed.run.of(DinoConfig) == request.config.of(DinoConfig)
     passes = replace(candidate, grad_accum_steps=4)  # of 8 images, a group
     assert refusal(request, passes) is None
     of_one = replace(candidate, grad_accum_steps=32)

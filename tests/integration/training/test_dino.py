@@ -32,6 +32,7 @@ from tests.support.steady import READ_PER_LOG, STEADY, assert_steady_state
 from tests.support.usage_error import told_in_one_line
 from tools.convert import main as to_other_form
 from training.objectives.dino import koleo_loss, sinkhorn, taken
+from training.objectives.dino_config import DinoConfig
 from training.schedule import Ramp
 
 
@@ -91,10 +92,10 @@ def test_on_xla(devices, flags, expected, tmp_path):
 def test_koleo_groups_of_two_devices(flags, group, monkeypatch):
     words = f"--fake_data --model vit_tiny_patch16_224 --objective dino {flags}"
     run = on_xla(f"{words} --cpu_devices 2")
-    assert run.config.objective.koleo_group == group
-    assert on_xla(f"{words} --cpu_devices 1").on(2).config.objective.koleo_group == group
+    assert run.config.of(DinoConfig).koleo_group == group
+    assert on_xla(f"{words} --cpu_devices 1").on(2).config.of(DinoConfig).koleo_group == group
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert on_gpus(f"{words} --backend cuda").config.objective.koleo_group == group
+    assert on_gpus(f"{words} --backend cuda").config.of(DinoConfig).koleo_group == group
 
 
 def test_student_and_teacher_are_the_plain_ones(on_gpu, expected):

@@ -18,7 +18,7 @@ from tests.fakes.filled import filled
 from tests.references.plain_checkpoint import tiny_timm_model
 from tests.support.cli import TINY_MODEL, train_tiny, train_tiny_gpu
 from tests.support.marks import long
-from tests.support.mixing import BOTH, assert_steady, by_timm, timms_loss, tiny_run
+from tests.support.mixing import BOTH, assert_steady, by_timm, loss_flags, timms_loss, tiny_run
 from tests.support.short_runs import mistake, program
 from tests.support.usage_error import told_in_one_line
 from training.checkpoints.format import read_metadata
@@ -69,7 +69,7 @@ def by_deit(config, base, student, teacher):
 def plain_steps(flags, teacher, steps, devices):
     """Losses and gradients' norms of the first steps, all in warmup, in plain PyTorch."""
     run = tiny_run(*flags, devices=devices)
-    model, config, seed = filled(run.model, run.config.seed), run.config.loss, run.config.seed
+    model, config, seed = filled(run.model, run.config.seed), loss_flags(run), run.config.seed
     how, passes = run.config.optimizer, run.config.data.grad_accum_steps
     taught, _, (mean, std) = teacher
     preprocessing, base = run.config.data.preprocessing, timms_loss(config)

@@ -18,7 +18,7 @@ from data.source import open_data
 from tests.fakes.filled import filled
 from tests.support.cli import tiny, train_tiny, train_tiny_gpu, train_tiny_megatron
 from tests.support.marks import long
-from tests.support.mixing import by_timm
+from tests.support.mixing import by_timm, loss_flags
 from tests.support.resolved import on_gpus
 from tests.support.resuming import EPOCHS_OF_5, assert_resumes_at_step_7
 from tests.support.usage_error import told_in_one_line
@@ -114,7 +114,7 @@ def plain_losses(run, alone, sides, processes=1, devices=1, teacher=None):
     teacher, the divergence from its classes alone."""
     model = VisionTransformer(**run.model.arguments | {"dynamic_img_size": True})
     model.load_state_dict(filled(run.model, run.config.seed).state_dict())
-    how, data, loss_config = run.config.optimizer, run.config.data, run.config.loss
+    how, data, loss_config = run.config.optimizer, run.config.data, loss_flags(run)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=how.weight_decay)
     losses = []
     for step, side in enumerate(sides):

@@ -15,7 +15,15 @@ from tests.support import cli
 from tests.support.cli import TINY_MODEL, train_tiny, train_tiny_gpu
 from tests.support.curves import assert_same_curves
 from tests.support.marks import long
-from tests.support.mixing import BOTH, HOST, assert_steady, by_timm, timms_loss, tiny_run
+from tests.support.mixing import (
+    BOTH,
+    HOST,
+    assert_steady,
+    by_timm,
+    loss_flags,
+    timms_loss,
+    tiny_run,
+)
 from tests.support.resuming import EPOCHS_OF_5
 from tests.support.usage_error import told_in_one_line
 from training.data import dataset_request, normalizer
@@ -41,7 +49,7 @@ ON_HOST = SimpleNamespace(constant=torch.Tensor.contiguous, image_rows=range(16)
 )
 def test_images_labels_and_losses_are_timms(flags, devices):
     run = tiny_run(*flags.split(), devices=devices)
-    config, seed = run.config.loss, run.config.seed
+    config, seed = loss_flags(run), run.config.seed
     objective, loss, kinds = open_objective(run, ON_HOST), timms_loss(config), set()
     normalize = normalizer(run, ON_HOST.constant)
     for micro_batch_index in range(30):
@@ -112,8 +120,8 @@ def test_first_steps_are_timms(devices, form, flags, tmp_path):
     result = train_tiny(tmp_path, *flags, *form.split(), devices=devices)
     assert_steady(result, executions=3)
     run = tiny_run(*given, devices=devices)
-    config, how = run.config.loss, run.config.data.preprocessing
-    model, loss = filled(run.model, run.config.seed), timms_loss(run.config.loss)
+    config, how = loss_flags(run), run.config.data.preprocessing
+    model, loss = filled(run.model, run.config.seed), timms_loss(loss_flags(run))
     loader = open_data(dataset_request(run)).train_loader(16, BatchShard())
     expected = []
     for step, batch in enumerate(itertools.islice(loader.epoch(0), 2)):

@@ -73,7 +73,7 @@ FAULTS = {
     ),
 }
 CODE = (
-    "run_vit_training.py check_python.py config_fields.py training models data "
+    "run_vit_training.py check_python.py config_fields.py features training models data "
     "xla_fsdp torch_fsdp gpu_fsdp launch tests/reliability/faults "
     "tests/support/cli.py tests/fakes/megatron_on_cpu.py "
     "tests/fakes/hosts_with_disks.py tests/fakes/pod_of_hosts.py"

@@ -19,6 +19,7 @@ from training.checkpoints.choose import AllDamaged, Candidates, find_checkpoint
 from training.checkpoints.compatible import changes_since, check_continues, other_order
 from training.checkpoints.format import SavedRun, quiet_dcp, read_saved_run
 from training.errors import UsageError
+from training.objectives.mae_config import MaeConfig
 from training.schedule import Position, make_schedule
 from training.start import (
     Start,
@@ -165,13 +166,13 @@ def test_model_objective_and_preprocessing_are_the_checkpoints(tmp_path):
     bare = ["--backend", "cuda", "--resume", str(saved), "--ckpt_dir", str(tmp_path / "new")]
     config, _ = plan_start(read_flags(bare).run)
     assert (config.model.embed_dim, config.model.depth, config.model.drop_path_rate) == (32, 2, 0.1)
-    assert (config.objective.objective, config.objective.mask_ratio) == ("mae", 0.5)
+    assert (config.objective.objective, config.of(MaeConfig).mask_ratio) == ("mae", 0.5)
     assert config.data.mean == (0.1, 0.2, 0.3)
     del (older := read_saved_run(saved)).arguments["crop_mode"]  # as before there was the flag
     again = with_saved_preprocessing(read_flags(bare).run, older)
     assert again.data.crop_mode == "center"
     config, _ = plan_start(read_flags([*bare, "--drop_path_rate", "0", "--mask_ratio", "0.6"]).run)
-    assert (config.model.drop_path_rate, config.objective.mask_ratio) == (0, 0.6)
+    assert (config.model.drop_path_rate, config.of(MaeConfig).mask_ratio) == (0, 0.6)
 
 
 @pytest.mark.parametrize(

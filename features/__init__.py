@@ -1,0 +1,1 @@
+"""Optional parts of the program, each in one place (``training/feature.py``)."""

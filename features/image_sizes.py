@@ -1,0 +1,121 @@
+"""Training images of several sizes: in buckets by aspect ratio, or by a schedule of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from training.config import RunConfig
+from training.errors import UsageError
+from training.feature import Feature
+
+if TYPE_CHECKING:
+    from data.source import View
+    from models.spec import ModelSpec
+    from training.loop import Hook, Training
+    from training.resolve import Run
+
+_SIZES = "steps have images of several sizes"
+_EXCLUDED_BY_SIZES = {
+    **dict.fromkeys(("--mesh_domain", "--block"), ""),
+    **dict.fromkeys(("--compile_only", "--plan", "--self_check", "--expect"), _SIZES),
+}
+_MAX_TOKENS_APART = 0.25
+"""Largest relative difference between a bucket's tokens and the model's own."""
+
+
+class Buckets(Feature):
+    """``--buckets``: batches of images whose aspect ratios are alike."""
+
+    turned_on_by = ("--buckets",)
+    excludes = {
+        **_EXCLUDED_BY_SIZES,
+        **dict.fromkeys(("--aug_repeats", "--cutmix", "--cutmix_minmax", "--teacher"), ""),
+    }
+
+    def view(self, run: Run[Any], *, augment: bool) -> View | None:
+        from data.buckets import BucketView
+
+        return BucketView()
+
+    def resolve_model(self, config: RunConfig, model: ModelSpec) -> RunConfig:
+        _check_sizes("--buckets", config, model)
+        buckets, (height, width) = config.data.bucket_sizes, model.sizes.input_shape[1:]
+        if (height, width) not in buckets:
+            raise UsageError(f"--buckets must include the model's own size, {height}x{width}")
+        own, (rows, columns) = model.sizes.num_patches, model.sizes.grid
+        for h, w in buckets:
+            if buckets.count((h, w)) > 1:
+                raise UsageError(f"--buckets lists {h}x{w} twice")
+            patches = (h * rows // height) * (w * columns // width)
+            if abs(patches / own - 1) > _MAX_TOKENS_APART:
+                raise UsageError(
+                    f"--buckets: {h}x{w} has {patches} patches, the model's own size {own}: they "
+                    f"may differ by at most {_MAX_TOKENS_APART:.0%}"
+                )
+        return config
+
+
+class ImageSizeSchedule(Feature):
+    """``--image_size_schedule``: square images, whose side depends on the step."""
+
+    turned_on_by = ("--image_size_schedule",)
+    excludes = {**_EXCLUDED_BY_SIZES, "--buckets": ""}
+
+    def view(self, run: Run[Any], *, augment: bool) -> View | None:
+        from data.size_schedule import SizeScheduleView
+
+        return SizeScheduleView() if augment else None
+
+    def hooks(self, training: Training) -> Sequence[Hook]:
+        from data.size_schedule import SizeSchedule
+        from training.logs.hooks import SizeLog
+
+        config, steps = training.run.config, training.schedule.steps
+        sizes = SizeSchedule.of(config.data, config.seed, steps)
+        assert sizes
+        return [SizeLog(training.session, training.batches, sizes)]
+
+    def resolve_flags(self, config: RunConfig) -> RunConfig:
+        data = config.data
+        shares = [share for _, share in data.size_schedule if share is not None]
+        if 0 < len(shares) < len(data.size_schedule):
+            raise UsageError("--image_size_schedule: give a share for every size, or for none")
+        if shares and round(sum(shares), 2) != 1:
+            raise UsageError(
+                f"--image_size_schedule: the shares add up to {sum(shares):.4g}, not 1"
+            )
+        from data.size_schedule import MAGNITUDE
+
+        policy = data.aa or ""
+        is_rand_augment = policy.startswith("rand") and MAGNITUDE.search(policy)
+        if data.aa_min_magnitude is not None and not is_rand_augment:
+            raise UsageError(
+                "--aa_min_magnitude requires RandAugment with a magnitude, such as --aa "
+                "rand-m9-mstd0.5-inc1"
+            )
+        return config
+
+    def resolve_model(self, config: RunConfig, model: ModelSpec) -> RunConfig:
+        _check_sizes("--image_size_schedule", config, model)
+        height, width = model.sizes.input_shape[1:]
+        if height != width:
+            raise UsageError(
+                f"--image_size_schedule requires square images, not the model's {height} x "
+                f"{width}: use --buckets, or a square --image_size"
+            )
+        return config
+
+
+def _check_sizes(flag: str, config: RunConfig, model: ModelSpec) -> None:
+    """Raise UsageError if the model cannot be trained with images of the sizes that ``flag``
+    lists."""
+    if reason := model.why_one_grid():
+        raise UsageError(f"{flag} is incompatible with --model {model.name}: {reason}")
+    if config.sharding.grad_ckpt == "auto":
+        raise UsageError(f"{flag} is incompatible with --grad_ckpt auto: choose another value")
+    (height, width), (rows, columns) = model.sizes.input_shape[1:], model.sizes.grid
+    high, wide = height // rows, width // columns
+    for h, w in config.data.image_sizes:
+        if h % high or w % wide:
+            raise UsageError(f"{flag}: {h}x{w} is not a multiple of the patch size, {high}x{wide}")

@@ -1,0 +1,154 @@
+"""The base class of features: optional parts of the program, each in one place (``features/``).
+
+A feature owns its flags, what it excludes, its own choices and checks, and what it adds to the
+model and to the training. The program asks the features of a table (``training/feature_table.py``)
+and names none of them. A feature answers the questions that concern it:
+
+    class Doubled(Feature):
+        flags = DoubledConfig
+        turned_on_by = ("--doubled",)
+        excludes = {"--mesh_domain": "it needs whole images"}
+
+        def check(self, run: Run[Any]) -> None:
+            if run.config.data.batch_size % 2:
+                raise UsageError("--doubled requires an even --batch_size")
+
+Methods raise ``UsageError`` for a user's mistake: one line that names the flags and the mend. They
+must give the same result in every process. All but the properties of the class itself are called
+only if the feature is on. They may be called more than once: on other numbers of devices, and for
+the run of a teacher. Modules of features import nothing heavy, such as PyTorch, at the top:
+``--help`` imports them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from training.config import RunConfig
+from training.flags import typed_if_set
+from training.mesh import Mesh
+
+if TYPE_CHECKING:
+    from data.source import DataSource, View
+    from models.spec import ModelSpec
+    from training.loop import Hook, Training
+    from training.resolve import Run
+
+
+@dataclass(frozen=True)
+class SmallSizes:
+    """Sizes of the run of ``--self_check``, which has the same parts as the user's run."""
+
+    width: int
+    heads: int
+    depth: int
+    """The largest number of blocks of a stack."""
+    classes: int
+    patch_size: int
+    grid: tuple[int, ...]
+    """Number of patches along each spatial dimension."""
+    images: int
+    """Images per device and pass."""
+
+
+class Feature:
+    """An optional part of the program. By default it is never on, and changes nothing."""
+
+    # -- declarations
+
+    flags: ClassVar[type | None] = None
+    """A frozen dataclass of its flags (``config_fields.flag``), with the title of their ``group``
+    in ``--help``; they follow the field ``after``, if the class has one. ``RunConfig.of`` returns
+    its values."""
+    turned_on_by: ClassVar[tuple[str, ...]] = ()
+    """The flags that turn it on, such as "--buckets" or "--objective dino": one is enough."""
+    requires_it: ClassVar[tuple[str, ...]] = ()
+    """Flags that have no meaning without it, where ``flag``'s ``requires`` cannot say so."""
+    excludes: ClassVar[Mapping[str, str]] = {}
+    """The flags that it is incompatible with, such as "--mesh_domain", "--grad_ckpt auto", or those
+    of tools ("--plan", "--self_check", "--compile_only"), and why; "" if the names say it."""
+    ignores: ClassVar[tuple[str, ...]] = ()
+    """Flags of images that would have no effect with it, and are refused for that reason."""
+    choices: ClassVar[Mapping[str, Mapping[str, str]]] = {}
+    """What it adds to the choices of other flags: by field, each new word and what it means."""
+    has_teacher: ClassVar[bool] = False
+    """Whether the objective that it adds trains a second model, the moving average of the first."""
+    objective: ClassVar[str] = ""
+    """Module and class of the ``Objective`` (``training/objectives/base.py``) of runs with it, as
+    "package.module:Class", imported on use; "": the same as without it."""
+    loss_label: ClassVar[str] = "loss"
+    """What the loss of the objective that it adds is called in plots."""
+    saved_with_weights: ClassVar[bool] = False
+    """Whether weights are useless without its flags: they are taken over from a checkpoint, as
+    those of the model, unless they are set."""
+
+    # -- whether it is on
+
+    def is_on(self, config: RunConfig) -> bool:
+        """Return whether these flags turn it on. May be called before anything is resolved."""
+        return any(typed_if_set(words, config) for words in self.turned_on_by)
+
+    def shown(self, config: RunConfig) -> str:
+        """Return its name in messages: what turned it on."""
+        typed = (typed_if_set(words, config) for words in self.turned_on_by)
+        return next(filter(None, typed))
+
+    def refusal(self, config: RunConfig, typed: str, why: str) -> str:
+        """Return the message if ``excludes`` has the flag that is ``typed``, for this reason."""
+        reason = f" ({why})" if why else ""
+        return f"{self.shown(config)} is incompatible with {typed}{reason}: drop one of the two"
+
+    # -- choices and checks, in the order in which a run is resolved
+
+    def resolve_flags(self, config: RunConfig) -> RunConfig:
+        """Make its choices, and check its flags, as far as neither the model nor devices matter."""
+        return config
+
+    def resolve_mesh(self, config: RunConfig, mesh: Mesh) -> RunConfig:
+        """Make the choices that depend on the number of devices."""
+        return config
+
+    def extend_model(self, spec: ModelSpec, config: RunConfig) -> ModelSpec:
+        """Return the model with what it adds to it. Raises ModelError if that is impossible."""
+        return spec
+
+    def resolve_model(self, config: RunConfig, model: ModelSpec) -> RunConfig:
+        """Make the choices, and the checks, that depend on the model."""
+        return config
+
+    def check(self, run: Run[Any]) -> None:
+        """Check what depends on the model and on the devices, such as the images of each."""
+
+    def check_data(self, run: Run[Any], data: DataSource) -> None:
+        """Check what depends on the data, or on files such as weights. Called before a training
+        starts its devices."""
+
+    # -- the training
+
+    def view(self, run: Run[Any], *, augment: bool) -> View | None:
+        """Return what is read of each image, with ``augment`` in training, otherwise in evaluation;
+        None: the same as without it."""
+        return None
+
+    def hooks(self, training: Training) -> Sequence[Hook]:
+        """Return what is called around each step: after the logs, and before anything that stops
+        training or saves."""
+        return ()
+
+    def train_flops(self, run: Run[Any], model: ModelSpec, flops: float) -> float:
+        """Return the FLOPs of one image, for MFU, given those counted without the feature; those of
+        the whole model are ``model.train_flops_per_image``."""
+        return flops
+
+    def schedules(
+        self, config: RunConfig, steps_per_epoch: int, total_steps: int
+    ) -> Mapping[str, Any]:
+        """Return fields of ``training.schedule.Schedule`` for a training of ``total_steps``."""
+        return {}
+
+    def shrink(self, config: RunConfig, small: SmallSizes) -> RunConfig:
+        """Return the configuration for the run of ``--self_check``: with the same parts, but small,
+        and without what depends on random numbers."""
+        return config

@@ -1,0 +1,65 @@
+"""The table of features, the optional parts of the program.
+
+Everything below ``features/`` knows them by this table alone. ``training/feature.py`` says what a
+feature may do. Imports nothing heavy; features are imported when the table is first read.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib import import_module
+from typing import Any, Self
+
+FEATURES = (
+    "features.native_resolution:NativeResolution",
+    "features.mae:Mae",
+    "features.dino:Dino",
+    "features.dino:CropSizes",
+    "features.dino:GramTeacher",
+    "features.mixup:Mixup",
+    "features.distillation:Distillation",
+    "features.image_sizes:Buckets",
+    "features.image_sizes:ImageSizeSchedule",
+    "features.feature_evaluation:FeatureEvaluation",
+    "features.feature_evaluation:SegmentProbe",
+    "features.linear_probe:LinearProbe",
+    "features.save_bad_step:SaveBadStep",
+)
+"""Module and class of each feature, in the order in which features are asked, and in which their
+flags follow each other in ``--help``."""
+
+_added: list[type] = []
+
+
+def add_feature(feature: type) -> None:
+    """Add a feature, a subclass of ``Feature``, to the table. To be called in every process, before
+    flags are parsed."""
+    _added.append(feature)
+    features.cache_clear()
+
+
+@functools.cache
+def features() -> tuple[Any, ...]:
+    """Return all features: an instance of each class of the table."""
+    entries = (entry.partition(":") for entry in FEATURES)
+    shipped = [getattr(import_module(module), name) for module, _, name in entries]
+    return tuple(feature() for feature in (*shipped, *_added))
+
+
+def objective_feature(name: str) -> Any | None:
+    """Return the feature that adds this word to ``--objective``; None for the core's own."""
+    named = (each for each in features() if name in each.choices.get("objective", ()))
+    return next(named, None)
+
+
+class FeatureFlags(tuple[Any, ...]):
+    """The values of all features' flags: an instance of each one's dataclass."""
+
+    @classmethod
+    def defaults(cls) -> Self:
+        return cls(flags() for flags in flag_classes())
+
+
+def flag_classes() -> list[type]:
+    """Return the dataclasses of features' flags (``Feature.flags``)."""
+    return [feature.flags for feature in features() if feature.flags]
