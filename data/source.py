@@ -132,8 +132,8 @@ def check_several_classes(source: DataSource) -> None:
         )
     raise DataFolderError(
         f"{source.name}: all {len(split):,} training images have the same label, {name}: "
-        "classification, k-NN and probes require at least two classes (other values of --objective, "
-        "and --rank, require none)"
+        "classification, k-NN and probes require at least two classes (other values of "
+        "--objective, and --rank, require none)"
     )
 
 

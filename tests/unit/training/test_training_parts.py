@@ -190,7 +190,7 @@ def test_reports_write_every_form(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(timer, "seconds", lambda: 10.0)
     timer.waited = 1.0
     shapes = 10 * [(500, 3, 16, 16)] + 10 * [(500, 3, 8, 8)]
-    timer.flops = sum(map(run.step_flops, shapes))
+    timer.flops = sum(run.step_flops({"image": shape}) for shape in shapes)
     run.log(20, 1, 1e-3, timer, value(loss=1.0, grad_norm=0.5), {})
     run.evaluation(20, 1, Evaluation(0.9, 75.0, 90.0, 50))
     run.close()
