@@ -37,11 +37,15 @@ MODEL_FLAG = {
 
 
 BackendConfig = TypeVar("BackendConfig")
+Plan = TypeVar("Plan")
 
 
 @dataclass(frozen=True)
-class Run(Generic[BackendConfig]):
-    """A fully resolved run, which everything below the entrypoint receives."""
+class Run(Generic[BackendConfig, Plan]):
+    """A fully resolved run, which everything below the entrypoint receives.
+
+    One that no backend computes has no ``backend_config`` and no ``plan``.
+    """
 
     config: RunConfig
     backend_config: BackendConfig
@@ -52,6 +56,9 @@ class Run(Generic[BackendConfig]):
     same configuration for a model of a few blocks)."""
     model: ModelSpec
     mesh: Mesh
+    plan: Plan
+    """How the backend's ``parallelize`` makes the plain model a parallel one: a frozen dataclass of
+    choices that hold on any number of devices."""
     why: Mapping[str, str] = field(default_factory=dict)
     """By field, why "auto" was resolved as it was; shown in the line that describes the run."""
     teacher: Self | None = None

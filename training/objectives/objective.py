@@ -82,7 +82,7 @@ class Objective(abc.ABC):
 class Teacher:
     """A frozen model, sharded like the student, that is never trained or saved."""
 
-    def __init__(self, run: Run[Any], backend: Backend, say: Callable[[str], None]) -> None:
+    def __init__(self, run: Run, backend: Backend, say: Callable[[str], None]) -> None:
         """Load the teacher of ``run`` onto the devices, and log what it is."""
         assert run.teacher is not None
         spec, checkpoints = run.teacher.model, run.teacher.config.checkpoints
