@@ -47,14 +47,14 @@ _MATRIX_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten._scaled_mm.defa
 class TimmBlocks:
     """timm's own blocks. Subclasses replace them with others that hold the same weights."""
 
-    implementation: ClassVar[str] = "timm"
-    """The name of the blocks in ``--block``."""
+    name: ClassVar[str] = "timm"
+    """Their name in ``--block``."""
     fp8: str = "none"
     """The recipe of their FP8 products, as in ``--fp8``."""
 
     def __str__(self) -> str:
         products = f" in FP8 ({self.fp8})" if self.fp8 != "none" else ""
-        return f"{self.implementation} blocks{products}"
+        return f"{self.name} blocks{products}"
 
     def check(self, run: TorchRun) -> None:
         """Raise UsageError if such blocks cannot run here, or not with this model and batch."""

@@ -154,7 +154,7 @@ def _resolve(
             device.compiles_blocks
             and mesh.domain == 1
             and model.packing is None
-            and blocks.implementation == "timm"
+            and blocks.name == "timm"
         )
         backend_config = replace(backend_config, compile=by_default)
     if mesh.domain > 1:
