@@ -120,7 +120,7 @@ def use_torch_xlas_wrapper(backend) -> None:
         for name, unit in units:
             initialize(unit, name)
             fill_buffers(unit, backend.constant)
-            if unit is not model and plan.remat == "full":
+            if unit is not model and plan.grad_ckpt == "full":
                 checkpoint_module(unit)
             wrapped = SpmdFullyShardedDataParallel(unit, mesh=layout.xla_mesh)
             if unit is not model:

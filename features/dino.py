@@ -78,7 +78,7 @@ class Dino(Feature):
 
         return dino.add_to(spec, asdict(config.of(DinoConfig)))
 
-    def check(self, run: Run[Any]) -> None:
+    def check(self, run: Run) -> None:
         dino = run.config.of(DinoConfig)
         images = run.config.data.global_micro_batch_size // run.mesh.batch_shards
         if not dino.koleo_weight or images % dino.koleo_group == 0:
@@ -93,7 +93,7 @@ class Dino(Feature):
             "pass: change it, --batch_size or --grad_accum_steps"
         )
 
-    def view(self, run: Run[Any], *, augment: bool) -> View | None:
+    def view(self, run: Run, *, augment: bool) -> View | None:
         from data.crops import CropView
 
         if not augment:
@@ -169,7 +169,7 @@ class GramTeacher(Feature):
         **dict.fromkeys(("--compile_only", "--plan"), "which read no weights"),
     }
 
-    def check_data(self, run: Run[Any], data: DataSource) -> None:
+    def check_data(self, run: Run, data: DataSource) -> None:
         from training.initial_weights import gram_teacher
 
         gram_teacher(run)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from training.config import RunConfig
 from training.feature import Feature, SmallSizes
@@ -28,7 +28,7 @@ class Distillation(Feature):
     def shown(self, config: RunConfig) -> str:
         return "--teacher"
 
-    def check_data(self, run: Run[Any], data: DataSource) -> None:
+    def check_data(self, run: Run, data: DataSource) -> None:
         from training.checkpoints.compatible import check_same_classes
         from training.initial_weights import weights_of_teacher
 
@@ -37,7 +37,7 @@ class Distillation(Feature):
             weights = weights_of_teacher(path, "--teacher_weights")
             check_same_classes(weights.classes_among(data.classes), weights.path, data, run)
 
-    def train_flops(self, run: Run[Any], model: ModelSpec, flops: float) -> float:
+    def train_flops(self, run: Run, model: ModelSpec, flops: float) -> float:
         """Without those of the model's average, which the teacher replaces as the teacher."""
         if not run.teacher:
             return flops

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from training.config import RunConfig
 from training.errors import UsageError
@@ -33,7 +33,7 @@ class Buckets(Feature):
         **dict.fromkeys(("--aug_repeats", "--cutmix", "--cutmix_minmax", "--teacher"), ""),
     }
 
-    def view(self, run: Run[Any], *, augment: bool) -> View | None:
+    def view(self, run: Run, *, augment: bool) -> View | None:
         from data.buckets import BucketView
 
         return BucketView()
@@ -62,7 +62,7 @@ class ImageSizeSchedule(Feature):
     turned_on_by = ("--image_size_schedule",)
     excludes = {**_EXCLUDED_BY_SIZES, "--buckets": ""}
 
-    def view(self, run: Run[Any], *, augment: bool) -> View | None:
+    def view(self, run: Run, *, augment: bool) -> View | None:
         from data.size_schedule import SizeScheduleView
 
         return SizeScheduleView() if augment else None

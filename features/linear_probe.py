@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from training.config import RunConfig
 from training.errors import UsageError
@@ -33,6 +33,6 @@ class LinearProbe(Feature):
                 )
         return config
 
-    def train_flops(self, run: Run[Any], model: ModelSpec, flops: float) -> float:
+    def train_flops(self, run: Run, model: ModelSpec, flops: float) -> float:
         """Without those of the backward pass, of which there is (almost) none."""
         return flops / 3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from training.config import RunConfig
 from training.errors import UsageError
@@ -19,7 +19,7 @@ class Mixup(Feature):
     flags = MixupConfig
     turned_on_by = ("--mixup", "--cutmix", "--cutmix_minmax")
 
-    def check(self, run: Run[Any]) -> None:
+    def check(self, run: Run) -> None:
         mixup, shape = run.config.of(MixupConfig), run.model.sizes.input_shape
         images = run.config.data.global_micro_batch_size // run.mesh.batch_shards
         if images % 2:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from models.config import DEFAULT_MODEL, NATIVE_FAMILY, ModelError
 from training.config import RunConfig
@@ -55,7 +55,7 @@ class NativeResolution(Feature):
             )
         return spec
 
-    def view(self, run: Run[Any], *, augment: bool) -> View | None:
+    def view(self, run: Run, *, augment: bool) -> View | None:
         from data.packing import PackRequest
         from data.sequences import SequenceView
 

@@ -59,7 +59,7 @@ _INSTALL = "run launch/install_transformer_engine.sh, or use --block timm"
 class TeBlocks(TimmBlocks):
     """TransformerEngine's layers instead of timm's blocks."""
 
-    implementation = "te"
+    name = "te"
 
     def check(self, run: TorchRun) -> None:
         if run.mesh.domain > 1:

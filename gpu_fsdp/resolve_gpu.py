@@ -25,7 +25,7 @@ from training.flags import by_field
 from training.mesh import Mesh
 from training.objectives.distillation_config import DistillationConfig
 
-_FormName = Literal["megatron", "fsdp2"]
+_Fsdp = Literal["megatron", "fsdp2"]
 
 
 def resolve(config: RunConfig, backend_config: TorchConfig) -> TorchRun:
@@ -35,19 +35,17 @@ def resolve(config: RunConfig, backend_config: TorchConfig) -> TorchRun:
     """
     if backend_config.fsdp == "auto":
         device = devices.choose(config.backend)
-        form = _form_of_flags(config, backend_config, device)
-        run = _resolve(config, replace(backend_config, fsdp=form or "fsdp2"))
-        if form or not (why := _why_megatron(run, device)):
+        required = _required_fsdp(config, backend_config, device)
+        run = _resolve(config, replace(backend_config, fsdp=required or "fsdp2"))
+        if required or not (why := _why_megatron(run, device)):
             return run
         run = _resolve(config, replace(backend_config, fsdp="megatron"))
         return replace(run, why={**run.why, "fsdp": why})
     return _resolve(config, backend_config)
 
 
-def _form_of_flags(
-    config: RunConfig, backend_config: TorchConfig, device: Device
-) -> _FormName | None:
-    """Return the form of FSDP that the device or a flag needs; None if both can run."""
+def _required_fsdp(config: RunConfig, backend_config: TorchConfig, device: Device) -> _Fsdp | None:
+    """Return the ``--fsdp`` that the device or a flag requires; None if both can run."""
     # The first two require FSDP2. With a teacher, Megatron-FSDP was tested only on the CPU.
     if (
         config.sharding.mesh_domain > 1
@@ -62,9 +60,9 @@ def _form_of_flags(
         return "megatron"
     for option in by_field(TorchConfig).values():
         if getattr(backend_config, option.field.name) != option.field.default:
-            for form in get_args(_FormName):
-                if f"fsdp={form}" in option.flag.requires:
-                    return form
+            for fsdp in get_args(_Fsdp):
+                if f"fsdp={fsdp}" in option.flag.requires:
+                    return fsdp
     return None
 
 
@@ -78,7 +76,7 @@ _SHARE_OF_PEAK = 0.45
 def _why_megatron(run: TorchRun, device: Device) -> str | None:
     """Return why Megatron-FSDP is as fast as FSDP2 or faster: a pass takes the GPU more than twice
     as long as the host, by the FLOPs. None if it does not, or the GPU's speed is unknown."""
-    if not (peak := device.peak_flops(run.products)):
+    if not (peak := device.peak_flops(run.plan.products)):
         return None
     images = run.config.data.global_micro_batch_size / run.mesh.batch_shards
     device_s = images * run.train_flops_per_image / (_SHARE_OF_PEAK * peak)
@@ -89,18 +87,18 @@ def _why_megatron(run: TorchRun, device: Device) -> str | None:
 
 
 def _resolve(config: RunConfig, backend_config: TorchConfig) -> TorchRun:
-    """Resolve a run whose form of FSDP is chosen. Raises UsageError."""
+    """Resolve a run whose ``--fsdp`` is chosen. Raises UsageError."""
     if backend_config.fsdp == "megatron" and config.backend == "torchtpu":
         raise UsageError("--fsdp megatron requires --backend cuda, not torchtpu")
     if backend_config.fsdp == "fsdp2" and backend_config.meta_init is False:
         raise UsageError("--no-meta_init requires --fsdp megatron, not fsdp2")
-    form = MEGATRON if backend_config.fsdp == "megatron" else FSDP2
+    implementation = MEGATRON if backend_config.fsdp == "megatron" else FSDP2
     blocks = TimmBlocks()
     if backend_config.block == "te":
         blocks = TeBlocks(backend_config.fp8)
     elif backend_config.fp8 != "none":
         blocks = Float8Blocks(backend_config.fp8)
-    return resolve_torch.resolve(config, backend_config, form, blocks)
+    return resolve_torch.resolve(config, backend_config, implementation, blocks)
 
 
 def _check_megatron(

@@ -101,7 +101,7 @@ def plain_run(saved: SavedRun, bad_step: BadStep, data_dir: str | None) -> Run:
 
     def resolved(config: RunConfig) -> Run:
         config, model = resolve_model(resolve_common(config))
-        return Run(config, Fsdp2Config(), model, mesh)
+        return Run(config, Fsdp2Config(), model, mesh, None)
 
     return with_teacher(resolved(config), resolved)
 

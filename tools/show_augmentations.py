@@ -58,7 +58,7 @@ class Column:
     """What is written below each image."""
 
 
-def read_run(flags: Sequence[str]) -> Run[Any]:
+def read_run(flags: Sequence[str]) -> Run:
     """Return the run of these flags with the picture's images as its batch. Raises UsageError."""
     config = resolve_common(parse(list(flags), {"run": RunConfig})["run"])
     config, model = resolve_model(config)
@@ -69,14 +69,14 @@ def read_run(flags: Sequence[str]) -> Run[Any]:
     if config.data.image_sizes:
         given = "--buckets" if config.data.buckets else "--image_size_schedule"
         raise UsageError(f"images are drawn in the model's own size: drop {given}")
-    run = Run(config, None, model, Mesh()).with_data(
+    run = Run(config, None, model, Mesh(), None).with_data(
         batch_size=IMAGES, grad_accum_steps=1, num_workers=0
     )
     check_batch(run)
     return run
 
 
-def columns(run: Run[Any]) -> list[Column]:
+def columns(run: Run) -> list[Column]:
     """Return the columns for the first images of an epoch. Raises DataFolderError."""
     request = dataset_request(run)
     if isinstance(request.view, CropView):
@@ -130,7 +130,7 @@ def crop_columns(request: DatasetRequest, view: CropView) -> list[Column]:
     ]
 
 
-def _draws(run: Run[Any]) -> tuple[Sequence[str] | None, list[Batch]]:
+def _draws(run: Run) -> tuple[Sequence[str] | None, list[Batch]]:
     """Return the names of the classes, and the same images DRAWS times, each time augmented."""
     data = open_data(dataset_request(run.with_data(batch_size=IMAGES * DRAWS, aug_repeats=DRAWS)))
     batch = next(iter(data.train_loader(IMAGES * DRAWS, BatchShard()).epoch(0)))
@@ -139,7 +139,7 @@ def _draws(run: Run[Any]) -> tuple[Sequence[str] | None, list[Batch]]:
 
 def _column(
     title: str,
-    run: Run[Any],
+    run: Run,
     names: Sequence[str] | None,
     images: torch.Tensor,
     label_shares: torch.Tensor,

@@ -373,7 +373,7 @@ def attend_over_processes(model: nn.Module, form: str, group: DomainGroup) -> No
 # Loading: which images, and which rows of them, each process reads and decodes.
 
 
-def image_rows(run: Run[Any], place: int) -> range:
+def image_rows(run: Run, place: int) -> range:
     """Return which rows of each image the process at this place of the mesh has."""
     sizes = run.model.sizes
     patch = sizes.input_shape[1] // sizes.grid[0]

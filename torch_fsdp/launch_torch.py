@@ -51,7 +51,8 @@ def launch(body: Callable[[TorchRun, Backend], None], run: TorchRun) -> None:
     device = devices.choose(run.config.backend)
     device.start(tf32=run.backend_config.tf32)
     if is_first_of_torchrun():
-        errors.warn_of_others(timm_private.WRITTEN_FOR, run.form.written_for, device.written_for)
+        own = run.plan.implementation.written_for
+        errors.warn_of_others(timm_private.WRITTEN_FOR, own, device.written_for)
     with silence_gloo():
         store: Store = dist.HashStore()
         if variables["RANK"] or world_size != "1":
@@ -63,7 +64,7 @@ def launch(body: Callable[[TorchRun, Backend], None], run: TorchRun) -> None:
             world_size=int(world_size),
             device_id=device.where if device.where.index is not None else None,
         )
-        backend = pkgutil.resolve_name(run.form.backend)(run, device)
+        backend = pkgutil.resolve_name(run.plan.implementation.backend)(run, device)
     try:
         body(run, backend)
         dist.barrier()  # no process leaves while another still talks to it

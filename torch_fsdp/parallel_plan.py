@@ -47,14 +47,14 @@ _MATRIX_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten._scaled_mm.defa
 class TimmBlocks:
     """timm's own blocks. Subclasses replace them with others that hold the same weights."""
 
-    implementation: ClassVar[str] = "timm"
-    """The name of the blocks in ``--block``."""
+    name: ClassVar[str] = "timm"
+    """Their name in ``--block``."""
     fp8: str = "none"
     """The recipe of their FP8 products, as in ``--fp8``."""
 
     def __str__(self) -> str:
         products = f" in FP8 ({self.fp8})" if self.fp8 != "none" else ""
-        return f"{self.implementation} blocks{products}"
+        return f"{self.name} blocks{products}"
 
     def check(self, run: TorchRun) -> None:
         """Raise UsageError if such blocks cannot run here, or not with this model and batch."""
@@ -83,12 +83,28 @@ class TimmBlocks:
 
 
 @dataclass(frozen=True)
+class FsdpImplementation:
+    """FSDP2, or a library that replaces it."""
+
+    backend: str
+    """Its subclass of ``TorchBackend``, as "module:class": imported when devices start."""
+    check: Callable[[RunConfig, Fsdp2Config, Mesh, Device], None]
+    """Raise UsageError for flags that it does not support."""
+    written_for: Mapping[str, str] = field(default_factory=dict)
+    """The versions of packages whose private names it uses."""
+
+
+@dataclass(frozen=True)
 class TorchPlan:
     """How the plain model becomes a parallel one (see ``parallelize_block`` for the order).
 
-    Options of only one form of FSDP are in ``TorchRun.backend_config``.
+    Options of only one implementation of FSDP are in ``TorchRun.backend_config``.
     """
 
+    implementation: FsdpImplementation
+    """What shards the model."""
+    zero: int
+    """What is sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
     domain_attention: str | None
     """How attention sees the tokens of all processes that share an image: "ring" or "ulysses"; None
     if no processes share one."""
@@ -109,34 +125,11 @@ class TorchPlan:
     """The dtype of weights and activations in products."""
     reduce_dtype: torch.dtype
     """The dtype in which gradients are reduced."""
-    zero: int
-    """What is sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
+    products: str
+    """What the blocks' matrix products compute in, as ``Device.peak_flops`` names it."""
 
 
-@dataclass(frozen=True)
-class FsdpImplementation:
-    """One form of FSDP."""
-
-    backend: str
-    """Its subclass of ``TorchBackend``, as "module:class": imported when devices start."""
-    check: Callable[[RunConfig, Fsdp2Config, Mesh, Device], None]
-    """Raise UsageError for flags that this form does not support."""
-    written_for: Mapping[str, str] = field(default_factory=dict)
-    """The versions of packages whose private names it uses."""
-
-
-@dataclass(frozen=True)
-class TorchRun(Run[Fsdp2Config]):
-    form: FsdpImplementation = field(kw_only=True)
-    plan: TorchPlan = field(kw_only=True)
-
-    @property
-    def products(self) -> str:
-        """What the blocks' matrix products compute in, as ``Device.peak_flops`` names it."""
-        if self.plan.blocks.fp8 != "none":
-            return "fp8"
-        precision = self.config.sharding.precision
-        return "tf32" if precision == "fp32" and self.backend_config.tf32 else precision
+TorchRun = Run[Fsdp2Config, TorchPlan]
 
 
 def parallelize_block(

@@ -6,6 +6,7 @@ what ``torch_fsdp/fsdp2.py`` does to the model.
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
@@ -18,6 +19,7 @@ from torch_fsdp.config import ZERO_FLAGS, Fsdp2Config
 from torch_fsdp.devices import Device
 from torch_fsdp.parallel_plan import DTYPES, FsdpImplementation, TimmBlocks, TorchPlan, TorchRun
 from training.config import RunConfig
+from training.elastic import check_elastic
 from training.errors import UsageError
 from training.flags import check_rules
 from training.initial_weights import with_teacher
@@ -37,29 +39,46 @@ if TYPE_CHECKING:
 
 
 def resolve(
-    config: RunConfig, backend_config: Fsdp2Config, form: FsdpImplementation, blocks: TimmBlocks
+    config: RunConfig,
+    backend_config: Fsdp2Config,
+    implementation: FsdpImplementation,
+    blocks: TimmBlocks,
 ) -> TorchRun:
     """Return the run that the flags describe on the processes that torchrun has started.
 
     Raises UsageError.
     """
-    run = _resolve(config, backend_config, form, blocks)
+    resolve_on = functools.partial(_resolve, config, backend_config, implementation, blocks)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    run = resolve_on(processes)
+    check_elastic(  # launch/torchrun.sh sets the variable
+        "ELASTIC_NODES",
+        "nodes",
+        "NNODES=",
+        lambda nodes: resolve_on(nodes * int(os.environ["LOCAL_WORLD_SIZE"]), run.model),
+    )
     # A teacher runs only forward passes, after which ZeRO-2 would never reshard its weights.
     teacher_config = replace(
         run.backend_config,
         zero_dp_strategy=0 if run.plan.zero == 0 else 3,
         compile=backend_config.compile,
     )
-    with_its_teacher = with_teacher(
-        run, lambda config: _resolve(config, teacher_config, form, TimmBlocks())
-    )
-    assert isinstance(with_its_teacher, TorchRun)
-    return with_its_teacher
+
+    def resolve_teacher(config: RunConfig) -> TorchRun:
+        return _resolve(config, teacher_config, implementation, TimmBlocks(), processes)
+
+    return with_teacher(run, resolve_teacher)
 
 
 def _resolve(
-    config: RunConfig, backend_config: Fsdp2Config, form: FsdpImplementation, blocks: TimmBlocks
+    config: RunConfig,
+    backend_config: Fsdp2Config,
+    implementation: FsdpImplementation,
+    blocks: TimmBlocks,
+    processes: int,
+    model: ModelSpec | None = None,
 ) -> TorchRun:
+    """Return the run on this number of processes, of ``model`` if it is already open."""
     config = resolve_common(config)
     backend, sharding = config.backend, config.sharding
     device = devices.choose(backend)
@@ -106,13 +125,13 @@ def _resolve(
     check_rules(config, backend_config)
     mesh = make_mesh(
         sharding,
-        int(os.environ.get("WORLD_SIZE", "1")),
+        processes,
         "process(es) of this run: change them, or torchrun's --nproc-per-node and --nnodes",
     )
-    if zero == 0 and form is FSDP2:  # without sharding, all processes are replicas
+    if zero == 0 and implementation is FSDP2:  # without sharding, all processes are replicas
         mesh = Mesh(dcn=mesh.fsdp, domain=mesh.domain)
     config = with_micro_batches(config, mesh)
-    form.check(config, backend_config, mesh, device)
+    implementation.check(config, backend_config, mesh, device)
 
     # Precision.
     precision, reduce_dtype = sharding.precision, backend_config.reduce_dtype
@@ -124,7 +143,8 @@ def _resolve(
     if reduce_dtype == "fp16" and precision != "fp16":
         raise UsageError("--reduce_dtype fp16 requires --precision fp16, which scales the loss")
 
-    config, model = resolve_model(config)  # after the cheap checks: timm takes a second
+    if model is None:  # after the cheap checks: timm takes a second
+        config, model = resolve_model(config)
     # torch.compile: by default for what was measured on a GPU.
     asked = backend_config.compile
     if asked is None:
@@ -132,7 +152,7 @@ def _resolve(
             device.compiles_blocks
             and mesh.domain == 1
             and model.packing is None
-            and blocks.implementation == "timm"
+            and blocks.name == "timm"
         )
         backend_config = replace(backend_config, compile=by_default)
     if mesh.domain > 1:
@@ -140,7 +160,10 @@ def _resolve(
     compiled: Literal["none", "block", "around attention"] = "none"
     if backend_config.compile:
         compiled = "around attention" if mesh.domain > 1 else "block"
+    products = "tf32" if precision == "fp32" and backend_config.tf32 else precision
     plan = TorchPlan(
+        implementation=implementation,
+        zero=zero,
         domain_attention=config.sharding.domain_attention if mesh.domain > 1 else None,
         varlen=(
             model.packing is not None
@@ -156,19 +179,11 @@ def _resolve(
         compiler=device.compiler,
         dtype=DTYPES[precision],
         reduce_dtype=DTYPES[reduce_dtype],
-        zero=zero,
+        products=products if blocks.fp8 == "none" else "fp8",
     )
-    run = TorchRun(config, backend_config, model, mesh, form=form, plan=plan)
+    run = TorchRun(config, backend_config, model, mesh, plan)
     check_batch(run)
     blocks.check(run)
-
-    # The run must be valid on every number of nodes that launch/torchrun.sh may start it on.
-    least, _, most = os.environ.get("ELASTIC_NODES", "").partition(":")
-    for nodes in range(int(least), int(most) + 1) if most else ():
-        try:
-            run.on(nodes * int(os.environ["LOCAL_WORLD_SIZE"]))
-        except UsageError as error:
-            raise UsageError(f"with {nodes} nodes (NNODES={least}:{most}): {error}") from None
     return run
 
 

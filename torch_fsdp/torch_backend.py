@@ -35,7 +35,6 @@ from training.optimizers import (
 )
 from training.processes.exchange import silence_gloo
 from training.processes.stopping import all_reduce_max
-from training.resolve import Run
 from training.schedule import StepRates
 
 
@@ -123,13 +122,12 @@ class TorchBackend(abc.ABC):
 
     def shard_frozen(
         self,
-        run: Run[Any],
+        run: TorchRun,
         model: nn.Module,
         initialize: InitializeModule,
         *,
         follows_teacher: bool = False,
     ) -> nn.Module:
-        assert isinstance(run, TorchRun)
         with silence_gloo():
             frozen = type(self)(run, self._device)
         sharded = frozen.shard(model, list(run.model.units(model)), initialize).eval()
@@ -370,7 +368,7 @@ class TorchBackend(abc.ABC):
         return max(distances) / 2
 
     def peak_flops(self) -> float | None:
-        return self._device.peak_flops(self._run.products)
+        return self._device.peak_flops(self._plan.products)
 
     # -- checkpoints ------------------------------------------------------------------
 

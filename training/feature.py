@@ -9,7 +9,7 @@ and names none of them. A feature answers the questions that concern it:
         turned_on_by = ("--doubled",)
         excludes = {"--mesh_domain": "it needs whole images"}
 
-        def check(self, run: Run[Any]) -> None:
+        def check(self, run: Run) -> None:
             if run.config.data.batch_size % 2:
                 raise UsageError("--doubled requires an even --batch_size")
 
@@ -118,16 +118,16 @@ class Feature:
         """Make the choices, and the checks, that depend on the model."""
         return config
 
-    def check(self, run: Run[Any]) -> None:
+    def check(self, run: Run) -> None:
         """Check what depends on the model and on the devices, such as the images of each."""
 
-    def check_data(self, run: Run[Any], data: DataSource) -> None:
+    def check_data(self, run: Run, data: DataSource) -> None:
         """Check what depends on the data, or on files such as weights. Called before a training
         starts its devices."""
 
     # -- the training
 
-    def view(self, run: Run[Any], *, augment: bool) -> View | None:
+    def view(self, run: Run, *, augment: bool) -> View | None:
         """Return what is read of each image, with ``augment`` in training, otherwise in evaluation;
         None: the same as without it."""
         return None
@@ -137,7 +137,7 @@ class Feature:
         training or saves."""
         return ()
 
-    def train_flops(self, run: Run[Any], model: ModelSpec, flops: float) -> float:
+    def train_flops(self, run: Run, model: ModelSpec, flops: float) -> float:
         """Return the FLOPs of one image, for MFU, given those counted without the feature; those of
         the whole model are ``model.train_flops_per_image``."""
         return flops

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import timm
 import torch
@@ -475,8 +475,10 @@ class InitialWeights:
 
 # -- Teachers of a training run, resolved before any device starts ---------------------------------
 
+AnyRun = TypeVar("AnyRun", bound=Run)
 
-def with_teacher(run: Run[Any], resolve: Callable[[RunConfig], Run[Any]]) -> Run[Any]:
+
+def with_teacher(run: AnyRun, resolve: Callable[[RunConfig], AnyRun]) -> AnyRun:
     """Return the run with the run of its teacher, if it trains with one.
 
     ``resolve`` makes a run from a configuration, as the backend does. Raises UsageError for a
@@ -567,7 +569,7 @@ def weights_of_teacher(path: str, flag: str) -> Weights:
     return found
 
 
-def gram_teacher(run: Run[Any]) -> InitialWeights:
+def gram_teacher(run: Run) -> InitialWeights:
     """Return the weights of ``--gram_weights``, adapted to the run's model.
 
     Raises UsageError if they do not exist or are of another model.

@@ -38,11 +38,15 @@ if TYPE_CHECKING:
     from models.spec import ModelSizes, ModelSpec
 
 BackendConfig = TypeVar("BackendConfig")
+Plan = TypeVar("Plan")
 
 
 @dataclass(frozen=True)
-class Run(Generic[BackendConfig]):
-    """A fully resolved run, which everything below the entrypoint receives."""
+class Run(Generic[BackendConfig, Plan]):
+    """A fully resolved run, which everything below the entrypoint receives.
+
+    One that no backend computes has no ``backend_config`` and no ``plan``.
+    """
 
     config: RunConfig
     backend_config: BackendConfig
@@ -53,6 +57,9 @@ class Run(Generic[BackendConfig]):
     same configuration for a model of a few blocks)."""
     model: ModelSpec
     mesh: Mesh
+    plan: Plan
+    """How the backend's ``parallelize`` makes the plain model a parallel one: a frozen dataclass of
+    choices that hold on any number of devices."""
     why: Mapping[str, str] = field(default_factory=dict)
     """By field, why "auto" was resolved as it was; shown in the line that describes the run."""
     teacher: Self | None = None

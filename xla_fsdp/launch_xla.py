@@ -25,7 +25,7 @@ from training.processes.stopping import ProcessSignals, process_signals
 from training.processes.store import listen_at
 from xla_fsdp import jax_private, torch_xla_private, tpu
 from xla_fsdp.environment import device_type
-from xla_fsdp.resolve_xla import XlaRun
+from xla_fsdp.parallel_plan import XlaRun
 
 Body = Callable[[XlaRun, Backend], None]
 

@@ -16,7 +16,7 @@ from models.blocks import logical_axes
 from training.mesh import Axes, Spec
 from xla_fsdp.attention.kernels import Shards
 from xla_fsdp.hosts import device_order
-from xla_fsdp.resolve_xla import XlaPlan, packed_parts, tensor_dims
+from xla_fsdp.parallel_plan import XlaRun, packed_parts, tensor_dims
 from xla_fsdp.torch_xla_private import local_device_names, mark_sharding, op_sharding_arguments
 
 # ------------------------------------------------------------------------------------------------
@@ -110,9 +110,9 @@ class GatherInFp8(torch.autograd.Function):
 class MeshLayout:
     """Shards the tensors of one model: remembers the spec of each parameter that it has placed."""
 
-    def __init__(self, plan: XlaPlan, device: torch.device) -> None:
-        self._plan, self._device = plan, device
-        self.mesh, live = plan.mesh, plan.mesh.axis_sizes
+    def __init__(self, run: XlaRun, device: torch.device) -> None:
+        self._run, self._plan, self._device = run, run.plan, device
+        self.mesh, live = run.mesh, run.mesh.axis_sizes
         self.local_devices = {int(name.rpartition(":")[2]) for name in local_device_names()}
         """The numbers of this host's devices."""
         self.device_order = self._device_order()
@@ -122,7 +122,7 @@ class MeshLayout:
         """By parameter."""
         self.replicated_bytes = 0
         """Of parameters that no dimension of allows to shard."""
-        dimensions = logical_axes(plan.model.block) if self.mesh.tensor > 1 else {}
+        dimensions = logical_axes(run.model.block) if self.mesh.tensor > 1 else {}
         self._tensor_dims, self.packed = tensor_dims(dimensions), packed_parts(dimensions)
 
     def _device_order(self) -> list[int]:
@@ -154,7 +154,7 @@ class MeshLayout:
     def _is_sharded_as_tokens(self, name: str, shape: torch.Size) -> bool:
         if self.mesh.domain == 1 or not self._plan.fsdp:
             return False
-        return name in self._plan.model.token_parameters and shape[1] % self.mesh.domain == 0
+        return name in self._run.model.token_parameters and shape[1] % self.mesh.domain == 0
 
     def place(self, module: nn.Module) -> None:
         """Send the parameters that are still on the host to the devices, sharded or replicated."""
@@ -246,8 +246,9 @@ class MeshLayout:
         """Mark an activation that is saved for the backward pass."""
         # Unmarked, the partitioner would exchange it between devices.
         if self.mesh.tensor > 1:
-            return self.mark_columns(x) if self._plan.remat == "selective" else x
-        images, tokens = self._plan.global_micro_batch_size, self._plan.model.sizes.num_tokens
+            return self.mark_columns(x) if self._plan.grad_ckpt == "selective" else x
+        images = self._run.config.data.global_micro_batch_size
+        tokens = self._run.model.sizes.num_tokens
         spec = self.mesh.saved_activation_spec(x.shape, images, tokens)
         return x if spec is None else self.mark(x, spec)
 

@@ -14,8 +14,8 @@ from data.batch import Batch, Fields
 from models.spec import Units
 from training.backend import InitializeModule
 from training.checkpoints.state import Chunk, ShardedTensor, flat_range_boxes
+from xla_fsdp.parallel_plan import XlaRun
 from xla_fsdp.parallelize import parallelize_nested
-from xla_fsdp.resolve_xla import XlaRun
 from xla_fsdp.torch_xla_private import free_gathered, original_parameters, without_wrappers
 from xla_fsdp.xla_backend import XlaBackend
 
@@ -32,14 +32,14 @@ class NestedBackend(XlaBackend):
     def _describe_form(self) -> str:
         if not self._fsdp:
             return "data parallel, one process per device (--run_without_fsdp)"
-        zero = "ZeRO-3" if self._plan.reshard_after_forward else "ZeRO-2"
+        zero = "ZeRO-3" if self._sharding.reshard_after_forward else "ZeRO-2"
         form = f"nested FSDP ({zero}), one unit per block"
-        form += ", flat parameters" if self._plan.flatten_parameters else ""
-        return form + (", sharded on the host" if self._plan.shard_on_cpu else "")
+        form += ", flat parameters" if self._xla.flatten_parameters else ""
+        return form + (", sharded on the host" if self._xla.shard_on_cpu else "")
 
     def shard(self, model: nn.Module, units: Units, initialize: InitializeModule) -> nn.Module:
         self._model = parallelize_nested(
-            model, units, initialize, self._plan, self._device, self.constant, self._break_graph
+            model, units, initialize, self._run, self._device, self.constant, self._break_graph
         )
 
         # FSDP keeps the root unsharded for the backward pass. After an evaluation, which has none,

@@ -23,9 +23,9 @@ from xla_fsdp.attention import sharded
 from xla_fsdp.attention.flash import use_flash
 from xla_fsdp.attention.whole import use_whole
 from xla_fsdp.layout import MeshLayout, mark_both
+from xla_fsdp.parallel_plan import XlaPlan, XlaRun
 from xla_fsdp.products import multiply_unfolded, normalize_unfolded
 from xla_fsdp.remat import SAVED_BY, SaveInput
-from xla_fsdp.resolve_xla import XlaPlan
 from xla_fsdp.scan import ScannedBlocks
 from xla_fsdp.tensor_parallel import pack, shard_heads_and_columns
 from xla_fsdp.torch_xla_private import is_sharded, scatter_gradients_as_rows
@@ -35,27 +35,27 @@ def parallelize_spmd(
     model: nn.Module,
     units: Units,
     initialize: InitializeModule,
-    plan: XlaPlan,
+    run: XlaRun,
     layout: MeshLayout,
     end_graph: Callable[..., None],
 ) -> nn.Module:
     """Make ``model`` one program for all devices, with sharding annotations for the partitioner."""
-    mesh = plan.mesh
+    plan, mesh = run.plan, run.mesh
     _choose_mask(model, plan)
-    for stack in plan.model.stacks:
+    for stack in run.model.stacks:
         blocks = [(name, block) for name, block in units[:-1] if name.rpartition(".")[0] == stack]
         entry: nn.Module  # the module that receives the first block's input
         if plan.scan:
-            entry = scan_blocks(model, stack, blocks, initialize, plan, layout, end_graph)
+            entry = scan_blocks(model, stack, blocks, initialize, run, layout, end_graph)
         else:
             entry = blocks[0][1]
             for name, block in blocks:
                 initialize(block, name)
                 fill_buffers(block, layout.constant)
                 # Without a scan --grad_ckpt is full or none, and SaveInput does nothing.
-                change_block(block, plan, layout, SaveInput())
+                change_block(block, run, layout, SaveInput())
                 # Rematerialize after changing attention and before wrapping the whole block.
-                if plan.remat == "full" and _trains(block):
+                if plan.grad_ckpt == "full" and _trains(block):
                     checkpoint_module(block)
                 layout.place(block)
                 # Domain: tokens stay sharded between blocks; small parameters are gathered.
@@ -72,7 +72,7 @@ def parallelize_spmd(
     layout.place(model)
     around_blocks.convolve_by_product(model, layout.mark_rows)
     around_blocks.find_largest_by_place(model)
-    if _must_unfold_norms(plan):
+    if _must_unfold_norms(run):
         normalize_unfolded(model)
     mark_images = functools.partial(mark_both, mark=layout.mark_images)
     mark_rows = functools.partial(mark_both, mark=layout.mark_rows)
@@ -86,7 +86,7 @@ def parallelize_spmd(
             around_blocks.after_forward(layer, mark)
     # Several axes: gather small parameters before use; results have whole images.
     if len(mesh.axis_sizes) > 1 or mesh.domain > 1:
-        in_blocks = tuple(f"{stack}." for stack in plan.model.stacks)
+        in_blocks = tuple(f"{stack}." for stack in run.model.stacks)
         around_blocks.gather_small_parameters(model, layout.gather_small, excluded=in_blocks)
         around_blocks.before_forward(model.get_submodule("head"), mark_images)
         around_blocks.after_forward(model, functools.partial(tree_map, mark_images))
@@ -95,18 +95,17 @@ def parallelize_spmd(
     if plan.bf16:
         around_blocks.compute_in_bf16(model)
     # Graph breaks come last, outside of everything that wraps a block.
-    if plan.break_graph_every:
+    if every := run.backend_config.mark_step_every_n_blocks:
         assert not plan.scan  # excluded by resolve_xla: scanned blocks are not modules of the model
-        around_blocks.break_graph_every(
-            plan.break_graph_every, [block for _, block in units[:-1]], end_graph
-        )
+        around_blocks.break_graph_every(every, [block for _, block in units[:-1]], end_graph)
     end_graph(wait=True)
     return model
 
 
-def change_block(block: nn.Module, plan: XlaPlan, layout: MeshLayout, save: SaveInput) -> None:
+def change_block(block: nn.Module, run: XlaRun, layout: MeshLayout, save: SaveInput) -> None:
     """Change how a block computes attention, linear layers and norms."""
-    mesh, image_shards = plan.mesh, layout.shards(*plan.mesh.logical_spec("batch"))
+    plan, mesh = run.plan, run.mesh
+    image_shards = layout.shards(*mesh.logical_spec("batch"))
     # For "tensor". With a scan, this packs the template; scan_blocks packs the blocks that fill it.
     pack(block, layout.packed)
 
@@ -128,7 +127,7 @@ def change_block(block: nn.Module, plan: XlaPlan, layout: MeshLayout, save: Save
         multiply_unfolded(block, layout, save)
     elif mesh.domain > 1 and mesh.tensor == 1:
         multiply_unfolded(block, layout)
-    if _must_unfold_norms(plan):
+    if _must_unfold_norms(run):
         normalize_unfolded(block)
 
 
@@ -137,7 +136,7 @@ def scan_blocks(
     stack: str,
     blocks: Units,
     initialize: InitializeModule,
-    plan: XlaPlan,
+    run: XlaRun,
     layout: MeshLayout,
     end_graph: Callable[..., None],
 ) -> ScannedBlocks:
@@ -145,7 +144,8 @@ def scan_blocks(
 
     In each iteration the loop itself rematerializes, gathers weights and annotates tokens.
     """
-    save = SAVED_BY[plan.remat]()
+    plan = run.plan
+    save = SAVED_BY[plan.grad_ckpt]()
     layers = blocks[0][1].named_modules() if plan.int8 else ()
     int8_weights = {f"{name}.weight" for name, layer in layers if type(layer) is nn.Linear}
 
@@ -157,7 +157,7 @@ def scan_blocks(
         getattr(model, stack),
         layout,
         save,
-        adapt=lambda block: change_block(block, plan, layout, save),
+        adapt=lambda block: change_block(block, run, layout, save),
         gather=gather,
         bf16=plan.bf16,
     )
@@ -168,32 +168,33 @@ def scan_blocks(
         scanned.fill(index, block)
         block.to("meta")  # free the host's copy
         end_graph()  # send this unit before the host creates the next one
-    plan.model.put_blocks(model, stack, scanned)
+    run.model.put_blocks(model, stack, scanned)
     return scanned
 
 
-def _must_unfold_norms(plan: XlaPlan) -> bool:
+def _must_unfold_norms(run: XlaRun) -> bool:
     """Return whether a norm that folds images and tokens would treat padding as tokens.
 
     This happens if the token shards are uneven and a device has a single image or shares one along
     "domain" (where the partitioner may also replicate the following operations).
     """
-    mesh = plan.mesh
-    drops_patches = bool(plan.model.settings.get("patch_drop_rate"))
-    is_uneven = drops_patches or plan.model.sizes.num_tokens % (mesh.domain * mesh.tensor) > 0
-    return is_uneven and (mesh.domain > 1 or plan.global_micro_batch_size == mesh.batch_shards)
+    mesh, images = run.mesh, run.config.data.global_micro_batch_size
+    drops_patches = bool(run.model.settings.get("patch_drop_rate"))
+    is_uneven = drops_patches or run.model.sizes.num_tokens % (mesh.domain * mesh.tensor) > 0
+    return is_uneven and (mesh.domain > 1 or images == mesh.batch_shards)
 
 
 def parallelize_nested(
     model: nn.Module,
     units: Units,
     initialize: InitializeModule,
-    plan: XlaPlan,
+    run: XlaRun,
     device: torch.device,
     constant: Constant,
     end_graph: Callable[..., None],
 ) -> nn.Module:
     """Wrap each block, then the model, in torch_xla's FSDP on this process's ``device``."""
+    plan = run.plan
     _choose_mask(model, plan)
     blocks: list[nn.Module] = []
     for name, block in units[:-1]:
@@ -205,9 +206,9 @@ def parallelize_nested(
         elif plan.attention == "whole":
             use_whole(block)
         # Rematerialize inside the unit, so that its weights are gathered again for it.
-        if plan.remat == "full" and _trains(block):
+        if plan.grad_ckpt == "full" and _trains(block):
             checkpoint_module(block)
-        unit = _nested_unit(block, plan, device)
+        unit = _nested_unit(block, run, device)
         model.set_submodule(name, unit)
         blocks.append(unit)
         end_graph()  # send this unit before the host creates the next one
@@ -217,36 +218,36 @@ def parallelize_nested(
     fill_buffers(model, constant)
     around_blocks.convolve_by_product(model, torch.Tensor.contiguous)
     around_blocks.find_largest_by_place(model)
-    root = _nested_unit(model, plan, device)
+    root = _nested_unit(model, run, device)
     if plan.bf16:
         around_blocks.compute_in_bf16(root)
     # Graph breaks are outside the units.
-    if plan.break_graph_every:
-        around_blocks.break_graph_every(plan.break_graph_every, blocks, end_graph)
+    if every := run.backend_config.mark_step_every_n_blocks:
+        around_blocks.break_graph_every(every, blocks, end_graph)
     end_graph(wait=True)
     return root
 
 
-def _nested_unit(module: nn.Module, plan: XlaPlan, device: torch.device) -> nn.Module:
-    if not plan.fsdp:
+def _nested_unit(module: nn.Module, run: XlaRun, device: torch.device) -> nn.Module:
+    if not run.plan.fsdp:
         return module.to(device)
+    xla, devices = run.backend_config, run.mesh.devices
     # Shard each parameter by rows if the number of devices divides them. A flat shard has another
     # layout on a TPU, so each gathered weight and gradient would be copied. (Padding the first
     # dimension, which is 1 in the position embedding, could multiply the memory.)
-    devices = plan.mesh.devices
     left = [p for p in module.parameters() if not is_sharded(p)]
-    by_row = not plan.flatten_parameters and all(p.shape[0] % devices == 0 for p in left)
+    by_row = not xla.flatten_parameters and all(p.shape[0] % devices == 0 for p in left)
     unit = XlaFullyShardedDataParallel(
-        module if plan.shard_on_cpu else module.to(device),
-        reshard_after_forward=plan.reshard_after_forward,
-        flatten_parameters=plan.flatten_parameters,
+        module if xla.shard_on_cpu else module.to(device),
+        reshard_after_forward=run.config.sharding.reshard_after_forward,
+        flatten_parameters=xla.flatten_parameters,
         shard_param_on_dim_0=by_row,
         execute_sharding_on_init=False,  # the graph ends after each unit anyway
         # With pinned layouts, a gather is an all-reduce of padded whole weights, another on each
         # rank.
         pin_layout_in_collective_ops=False,
         # FSDP's own linear layer runs its backward pass in fp32 under autocast.
-        _use_xla_patched_linear=not plan.bf16,
+        _use_xla_patched_linear=not run.plan.bf16,
     )
     if not by_row:
         scatter_gradients_as_rows(unit, devices)

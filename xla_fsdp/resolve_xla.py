@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from models.blocks import FOLDED, why_no_tensor_parallel
+from models.blocks import why_no_tensor_parallel
 from training.config import RunConfig
+from training.elastic import check_elastic
 from training.errors import UsageError
 from training.flags import by_field, check_rules
 from training.initial_weights import with_teacher
-from training.mesh import LOGICAL_AXIS_RULES, make_mesh
+from training.mesh import make_mesh
 from training.resolve import (
-    Run,
     check_batch,
     check_rows,
     resolve_common,
@@ -31,57 +30,12 @@ from xla_fsdp.attention.kernels import DEFAULT_VECTOR_MEMORY, LARGEST_VECTOR_MEM
 from xla_fsdp.config import XlaConfig
 from xla_fsdp.environment import check_device, check_variables, device_type
 from xla_fsdp.estimates import resolve_policy
+from xla_fsdp.parallel_plan import XlaPlan, XlaRun
 from xla_fsdp.torch_xla_private import host_tpu
 from xla_fsdp.tpu import Topology
 
 if TYPE_CHECKING:
     from models.spec import ModelSizes, ModelSpec
-
-XlaRun = Run[XlaConfig]
-
-
-class XlaPlan:
-    """How a plain model becomes a parallel one, fully decided; ``parallelize`` carries it out."""
-
-    def __init__(self, run: XlaRun) -> None:
-        config, xla, self.model, self.mesh = run.config, run.backend_config, run.model, run.mesh
-        sharding, mesh = config.sharding, run.mesh
-        self.fsdp = not sharding.run_without_fsdp  # if not, parameters are replicated
-        self.attention = xla.attention
-        # "ring" or "gather" among the devices that share an image. None if no devices share one, or
-        # if the partitioner chooses: with --mesh_tensor, or with dropout in attention.
-        exchanges = mesh.domain > 1 and mesh.tensor == 1 and not run.model.sizes.attn_drop_rate
-        self.domain_attention = sharding.domain_attention if exchanges else None
-        self.remat = sharding.grad_ckpt
-        self.scan = bool(xla.scan_blocks)  # compile all blocks as one loop
-        self.bf16, self.residual_bf16 = sharding.precision == "bf16", xla.residual_dtype == "bf16"
-        self.int8, self.gather_fp8 = xla.matmul == "int8", xla.gather_dtype == "fp8"
-        self.break_graph_every = xla.mark_step_every_n_blocks  # blocks; 0: never
-        self.global_micro_batch_size = config.data.global_micro_batch_size
-        # Whether a step consists of several graphs that pass gradients on.
-        passes = config.data.grad_accum_steps
-        self.gradients_outlive_graph = passes > 1 or self.break_graph_every > 0
-        # Nested FSDP only:
-        self.reshard_after_forward = sharding.reshard_after_forward
-        self.flatten_parameters, self.shard_on_cpu = xla.flatten_parameters, xla.shard_on_cpu
-
-
-def tensor_dims(dimensions: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
-    """Return, for each of a block's parameters that "tensor" shards, the sharded dimension.
-
-    The parameters are those that ``pack`` makes; ``dimensions`` are ``models.blocks.logical_axes``.
-    """
-    return {
-        name: index
-        for name, kinds in dimensions.items()
-        for index, kind in enumerate(kinds)
-        if "tensor" in LOGICAL_AXIS_RULES[kind]
-    }
-
-
-def packed_parts(dimensions: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
-    """Return the parameters that ``pack`` reshapes to (parts, rows, ...), with their parts."""
-    return {name: FOLDED[kinds[0]] for name, kinds in dimensions.items() if kinds[0] in FOLDED}
 
 
 def resolve(config: RunConfig, xla: XlaConfig) -> XlaRun:
@@ -89,13 +43,12 @@ def resolve(config: RunConfig, xla: XlaConfig) -> XlaRun:
     check_variables()
     check_device()
     run = resolve_for_slice(config, xla, None)
-    # The run must be valid on every number of slices that ``launch.xla_dist --elastic`` may use.
-    least, _, most = os.environ.get("ELASTIC_SLICES", "").partition(":")
-    for slices in range(int(least), int(most) + 1) if most else ():
-        try:
-            resolve_for_slice(config, xla, None, run.model, slices)
-        except UsageError as error:
-            raise UsageError(f"with {slices} slices (--elastic {least}:{most}): {error}") from None
+    check_elastic(  # launch.xla_dist and launch.gke set the variable
+        "ELASTIC_SLICES",
+        "slices",
+        "--elastic ",
+        lambda slices: resolve_for_slice(config, xla, None, run.model, slices),
+    )
     # From the flags, not from ``run``: scan and attention may resolve differently for the teacher.
     teacher_xla = replace(xla, xla_fsdp=run.backend_config.xla_fsdp, mark_step_every_n_blocks=0)
     return with_teacher(run, lambda config: resolve_for_slice(config, teacher_xla, None))
@@ -176,7 +129,21 @@ def resolve_for_slice(
     if device == "TPU" and config.sharding.grad_ckpt == "auto":
         chip = topology.chip if topology else tpu.CHIPS_BY_KIND.get(tpu.kind_here())
     config, why_policy = resolve_policy(config, xla, model, mesh, device, chip)
-    run = XlaRun(config, xla, model, mesh, {"grad_ckpt": why_policy})
+    sharding = config.sharding
+    # The partitioner chooses the communication of attention with "tensor", or with dropout in it.
+    exchanges = mesh.domain > 1 and mesh.tensor == 1 and not sizes.attn_drop_rate
+    plan = XlaPlan(
+        fsdp=not sharding.run_without_fsdp,
+        scan=bool(xla.scan_blocks),
+        attention=xla.attention,
+        domain_attention=sharding.domain_attention if exchanges else None,
+        grad_ckpt=sharding.grad_ckpt,
+        bf16=sharding.precision == "bf16",
+        residual_bf16=xla.residual_dtype == "bf16",
+        int8=xla.matmul == "int8",
+        gather_fp8=xla.gather_dtype == "fp8",
+    )
+    run = XlaRun(config, xla, model, mesh, plan, {"grad_ckpt": why_policy})
     check_batch(run)
     return run
 

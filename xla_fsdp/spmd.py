@@ -17,8 +17,8 @@ from training.checkpoints.state import Chunk, ShardedTensor
 from training.mesh import Spec
 from xla_fsdp.hosts import HostPart, part_of_host
 from xla_fsdp.layout import MeshLayout
+from xla_fsdp.parallel_plan import XlaRun
 from xla_fsdp.parallelize import parallelize_spmd
-from xla_fsdp.resolve_xla import XlaRun
 from xla_fsdp.torch_xla_private import REPLICATED, local_shard_indices
 from xla_fsdp.xla_backend import XlaBackend
 
@@ -32,7 +32,7 @@ class SpmdBackend(XlaBackend):
     def __init__(self, run: XlaRun) -> None:
         super().__init__(run)
         self._mesh = run.mesh
-        self._layout = self.layout_class(self._plan, self._device)
+        self._layout = self.layout_class(run, self._device)
         self.batch_shard, self.batch_shards = xr.process_index(), xr.process_count()
         replica = self._mesh.devices // self._mesh.dcn if self._plan.fsdp else 1
         local, order = self._layout.local_devices, self._layout.device_order
@@ -64,7 +64,7 @@ class SpmdBackend(XlaBackend):
 
     def shard(self, model: nn.Module, units: Units, initialize: InitializeModule) -> nn.Module:
         self._model = parallelize_spmd(
-            model, units, initialize, self._plan, self._layout, self._break_graph
+            model, units, initialize, self._run, self._layout, self._break_graph
         )
         return self._model
 

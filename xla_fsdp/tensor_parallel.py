@@ -16,9 +16,9 @@ from torch import nn
 from models.blocks import Qkv, queries_keys_values
 from xla_fsdp.attention import flash, whole
 from xla_fsdp.layout import MeshLayout, gather, mark_both, scatter
+from xla_fsdp.parallel_plan import XlaPlan
 from xla_fsdp.products import add_bias, product
 from xla_fsdp.remat import SaveInput
-from xla_fsdp.resolve_xla import XlaPlan
 
 
 def pack(block: nn.Module, packed: Mapping[str, int]) -> None:
@@ -37,8 +37,8 @@ def shard_heads_and_columns(
 ) -> None:
     """Make a timm block, packed by ``pack``, compute with some of its heads and MLP columns;
     ``save`` may save results of products by columns."""
-    batch_shards = plan.mesh.batch_shards
-    shards = layout.shards(*plan.mesh.logical_spec("batch", "heads"))
+    batch_shards = layout.mesh.batch_shards
+    shards = layout.shards(*layout.mesh.logical_spec("batch", "heads"))
 
     def by_columns(
         x: torch.Tensor, linear: nn.Linear, name: str, bias: torch.Tensor | None = None

@@ -32,8 +32,8 @@ from training.processes.stopping import all_reduce_max
 from training.schedule import StepRates
 from xla_fsdp import tpu
 from xla_fsdp.optimizer import XlaWeightAverage, build_optimizer, set_lr, step_unless
+from xla_fsdp.parallel_plan import XlaRun
 from xla_fsdp.profiler import XlaProfiler
-from xla_fsdp.resolve_xla import XlaPlan, XlaRun
 from xla_fsdp.scopes import LOSS, OPTIMIZER, Names
 
 
@@ -61,8 +61,8 @@ class XlaBackend(Backend):
     tensors."""
 
     def __init__(self, run: XlaRun) -> None:
-        self._run, self._xla, self._sharding = run, run.backend_config, run.config.sharding
-        self._plan = XlaPlan(run)
+        self._run, self._plan = run, run.plan
+        self._xla, self._sharding = run.backend_config, run.config.sharding
         self._rounds_moments = run.config.optimizer.optimizer_dtype == "bf16"
         self._device, self._device_type = torch_xla.device(), xr.device_type()
         self._memory = DeviceMemory(self._device)
@@ -185,7 +185,8 @@ class XlaBackend(Backend):
         self._skipped = self.constant(torch.zeros(len(COUNTS)))
         self._no_loss = self.constant(torch.zeros(2))
         self.begin_epoch()
-        if self._plan.gradients_outlive_graph:
+        passes = self._run.config.data.grad_accum_steps
+        if passes > 1 or self._xla.mark_step_every_n_blocks:  # several graphs pass gradients on
             zeros = (self._zeros_like(parameter, torch.float32) for parameter in trained)
             self._gradients = list(zip(trained, zeros, strict=True))
         self._clear_gradients()

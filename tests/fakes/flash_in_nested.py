@@ -7,7 +7,8 @@ import torch_xla
 
 from run_vit_training import read_flags
 from xla_fsdp.nested import NestedBackend
-from xla_fsdp.resolve_xla import XlaRun, resolve_for_slice
+from xla_fsdp.parallel_plan import XlaRun
+from xla_fsdp.resolve_xla import resolve_for_slice
 from xla_fsdp.tpu import parse_topology
 
 FLAGS = (

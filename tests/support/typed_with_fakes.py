@@ -128,7 +128,7 @@ def program_takes(flags: list[str], backend: str) -> None:
             replace(asked.xla, xla_fsdp="nested") if asked.xla.shard_on_cpu else asked.xla
         )
     check_rules(replace(resolve_common(config), backend=backend), backend_config)
-    check_batch(Run(config, backend_config, model, make_mesh(config.sharding, 64)))
+    check_batch(Run(config, backend_config, model, make_mesh(config.sharding, 64), None))
 
 
 def slurm_stand_ins(machine: Machine) -> None:

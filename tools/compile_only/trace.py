@@ -27,7 +27,7 @@ from training.step import begin_step, forward_backward, put_micro_batches, shard
 from xla_fsdp import torch_xla_private as private
 from xla_fsdp.layout import MeshLayout
 from xla_fsdp.nested import NestedBackend
-from xla_fsdp.resolve_xla import XlaRun
+from xla_fsdp.parallel_plan import XlaRun
 from xla_fsdp.spmd import SpmdBackend
 from xla_fsdp.xla_backend import XlaBackend
 

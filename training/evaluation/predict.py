@@ -8,7 +8,6 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -72,7 +71,7 @@ def predict_images(config: RunConfig, weights: Weights) -> None:
     if spec.packing:  # one sequence per image, no longer than the largest image
         tokens = {"token_budget": config.data.max_tokens_per_image, "max_images_per_sequence": 1}
         spec = open_model(spec.name, spec.overrides | tokens)
-    run = Run[Any](config, None, spec, Mesh())
+    run = Run(config, None, spec, Mesh(), None)
     assert config.use.predict is not None
     folders = class_folders(config.data.data_dir, "train") or []
     class_names = weights.class_names

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Teacher:
     """A frozen model, sharded like the student, that is never trained or saved."""
 
-    def __init__(self, run: Run[Any], backend: Backend, say: Callable[[str], None]) -> None:
+    def __init__(self, run: Run, backend: Backend, say: Callable[[str], None]) -> None:
         """Load the teacher of ``run`` onto the devices, and log what it is."""
         assert run.teacher is not None
         spec, checkpoints = run.teacher.model, run.teacher.config.checkpoints

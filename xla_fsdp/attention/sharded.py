@@ -17,7 +17,7 @@ from xla_fsdp.attention.kernels import ONE_DEVICE, Shards, autocast_dtype
 
 if TYPE_CHECKING:
     from xla_fsdp.layout import Mark, MeshLayout
-    from xla_fsdp.resolve_xla import XlaPlan
+    from xla_fsdp.parallel_plan import XlaPlan
     from xla_fsdp.scan import Scan
 
 # ------------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ class Gathered(TokensOverDevices):
 def use_over_domain(block: nn.Module, plan: XlaPlan, layout: MeshLayout) -> None:
     """Let queries of timm's attention stay with their tokens, while keys go round the devices or
     are gathered."""
-    mesh = plan.mesh
+    mesh = layout.mesh
 
     def mark_parts(x: torch.Tensor) -> torch.Tensor:
         return layout.mark(x, (mesh.domain_batch_axes, *((),) * (x.dim() - 1)))

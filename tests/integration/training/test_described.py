@@ -418,7 +418,7 @@ def test_dinov2_with_the_images_of_its_processor(tmp_path):
     assert str(config.data.preprocessing).endswith("crop 0.8, bicubic")
     config, spec = resolve_model(config)
     ours = spec.build()
-    initial = fit(found, Run(config, None, spec, Mesh()), None)
+    initial = fit(found, Run(config, None, spec, Mesh(), None), None)
     for name, unit in spec.units(ours):
         initial.initialize(unit, name)
     pixels = torch.randn(2, 3, 16, 16)

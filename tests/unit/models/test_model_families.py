@@ -11,7 +11,7 @@ from models import blocks
 from models.initialize import cast_buffers, fill_buffers
 from models.registry import ModelError, list_models, open_model
 from tests.fakes.filled import SMALL, filled
-from xla_fsdp.resolve_xla import packed_parts, tensor_dims
+from xla_fsdp.parallel_plan import packed_parts, tensor_dims
 
 pytestmark = pytest.mark.fast
 
