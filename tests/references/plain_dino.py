@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from timm.layers import resample_abs_pos_embed
 from torch import nn
 
-from data.loader import BatchShard
+from data.batch import BatchShard
 from data.source import open_data
 from tests.fakes.filled import filled
 from tests.references.normalized import normalized
@@ -25,7 +25,7 @@ from tests.references.plain_mae import Block
 from tests.references.plain_steps import warm_cosine
 from tests.support.cli import DIGITS, TINY_MODEL, TINY_RUN
 from tests.support.resolved import on_xla
-from training.backend import dataset_request
+from training.data import dataset_request
 
 
 class Head(nn.Module):

@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from data.loader import PADDING, BatchShard
+from data.batch import PADDING, BatchShard
 from data.source import open_data
 from tests.fakes.filled import filled
 from tests.references.normalized import normalized
 from tests.references.plain_steps import warm_cosine
 from tests.support.cli import DIGITS, TINY_MODEL, TINY_RUN
 from tests.support.resolved import on_xla
-from training.backend import dataset_request
+from training.data import dataset_request
 from training.objectives.mae import ranks_of
 from training.optimizers import key_of
 

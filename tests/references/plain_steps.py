@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from data.loader import BatchShard
+from data.batch import BatchShard
 from data.source import open_data
 from tests.references.normalized import normalized
-from training.backend import dataset_request
 from training.config import OptimizerConfig
+from training.data import dataset_request
 from training.resolve import Run
 
 Rate = Callable[[int, int], float]

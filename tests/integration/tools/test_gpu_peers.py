@@ -12,7 +12,7 @@ from tests.support import dino, mae
 from tests.support.cli import TINY_MODEL, run_program
 from tests.support.marks import long
 from tests.support.resolved import on_gpus
-from training.backend import dataset_request
+from training.data import dataset_request
 from training.errors import UsageError
 
 FLAGS = {"dino": dino.DINO, "mae": mae.MAE}

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from data.batch import BatchShard
 from data.files import DataFolderError
-from data.loader import BatchShard
 from data.source import open_data
 from tests.references import plain_dino
 from tests.support.cli import tiny, train_tiny
@@ -16,7 +16,7 @@ from tests.support.crop_sizes import FORMS, PAIRS
 from tests.support.dino import DINO, SMALL, assert_same
 from tests.support.resolved import on_gpus
 from tests.support.usage_error import told_in_one_line
-from training.backend import dataset_request
+from training.data import dataset_request
 
 SIZES = [*SMALL, *PAIRS]
 

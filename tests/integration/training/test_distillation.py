@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torchvision.transforms.v2.functional import normalize
 
-from data.loader import BatchShard
+from data.batch import BatchShard
 from data.source import open_data
 from tests.fakes.filled import filled
 from tests.references.plain_checkpoint import tiny_timm_model
@@ -21,8 +21,8 @@ from tests.support.marks import long
 from tests.support.mixing import BOTH, assert_steady, by_timm, timms_loss, tiny_run
 from tests.support.short_runs import mistake, program
 from tests.support.usage_error import told_in_one_line
-from training.backend import dataset_request
 from training.checkpoints.format import read_metadata
+from training.data import dataset_request
 
 IMAGES = "--image_size 32 --patch_size 8".split()
 STEPS = 4

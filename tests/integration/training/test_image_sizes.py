@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer
 from torchvision.transforms.v2.functional import normalize
 
+from data.batch import BatchShard
 from data.config import DataConfig
-from data.loader import BatchShard
 from data.size_schedule import SizeSchedule
 from data.source import open_data
 from tests.fakes.filled import filled
@@ -22,7 +22,7 @@ from tests.support.mixing import by_timm
 from tests.support.resolved import on_gpus
 from tests.support.resuming import EPOCHS_OF_5, assert_resumes_at_step_7
 from tests.support.usage_error import told_in_one_line
-from training.backend import dataset_request
+from training.data import dataset_request
 
 SCHEDULE = "--image_size_schedule 8:0.3 12:0.3 16:0.4".split()
 SIDES = [8] * 3 + [12] * 3 + [16] * 4

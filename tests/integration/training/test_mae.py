@@ -10,7 +10,7 @@ import timm
 import torch
 from PIL import Image
 
-from data.loader import BatchShard
+from data.batch import BatchShard
 from data.source import open_data
 from models.mae import images_of, patches_of
 from tests.references import plain_mae
@@ -24,7 +24,7 @@ from tests.support.steady import STEADY, assert_steady_state
 from tests.support.tensorboard_files import events_in
 from tests.support.usage_error import told_in_one_line
 from tools.convert import main as to_other_form
-from training.backend import dataset_request
+from training.data import dataset_request
 from training.objectives.mae import ranks_of
 
 PICTURE = "reconstructions.png"

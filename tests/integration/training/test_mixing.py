@@ -8,7 +8,7 @@ import pytest
 import torch
 from torchvision.transforms.v2.functional import normalize
 
-from data.loader import BatchShard
+from data.batch import BatchShard
 from data.source import open_data
 from tests.fakes.filled import filled
 from tests.support import cli
@@ -18,9 +18,9 @@ from tests.support.marks import long
 from tests.support.mixing import BOTH, HOST, assert_steady, by_timm, timms_loss, tiny_run
 from tests.support.resuming import EPOCHS_OF_5
 from tests.support.usage_error import told_in_one_line
-from training.backend import dataset_request
+from training.data import dataset_request, normalizer
 from training.objectives.classify import Mixing
-from training.objectives.objective import normalizer, open_objective
+from training.objectives.registry import open_objective
 
 ON_HOST = SimpleNamespace(constant=torch.Tensor.contiguous, image_rows=range(16))
 """What the objective asks of a backend."""

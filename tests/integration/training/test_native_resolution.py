@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from data.loader import PADDING, BatchShard
+from data.batch import PADDING, BatchShard
 from data.source import open_data
 from tests.fakes.filled import filled
 from tests.references.plain_steps import warm_cosine
@@ -36,7 +36,7 @@ from tests.support.native_images import (
 )
 from tests.support.resolved import on_gpus
 from tests.support.usage_error import told_in_one_line
-from training.backend import dataset_request
+from training.data import dataset_request
 from training.weights import weights_in
 
 

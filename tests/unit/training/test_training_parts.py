@@ -23,7 +23,8 @@ from training.checkpoints.state import Chunk, ShardedTensor, flat_range_boxes
 from training.config import RunConfig
 from training.flags import flat
 from training.logs.records import Evaluation, read_metrics
-from training.logs.reports import Reports, StepTimer
+from training.logs.reports import Reports
+from training.logs.step_timer import StepTimer
 from training.resolve import model_line
 from xla_fsdp.tpu import peak_of
 
