@@ -1,6 +1,5 @@
 """Connects the processes that torchrun started, and runs a function with a backend in each."""
 
-import contextlib
 import gc
 import os
 import pkgutil
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from data.files import is_private, temporary_folder
+from data.files import DataFolderError, temporary_folder
 from models import timm_private
 from torch_fsdp import devices
 from torch_fsdp.devices import Device
@@ -93,17 +92,13 @@ def choose_compile_cache() -> None:
     UsageError."""
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
         return
-    own = temporary_folder()
-    with contextlib.suppress(OSError):
-        own.mkdir(mode=0o700)
-    if not os.path.lexists(own):
-        return  # nothing can be written there, as PyTorch will report
-    if not is_private(own):
-        raise UsageError(
-            f"{own} belongs to another user or can be written by any: remove it, or set "
-            "TORCHINDUCTOR_CACHE_DIR to a folder of your own"
-        )
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(own / "torchinductor")
+    remedy = "remove it, or set TORCHINDUCTOR_CACHE_DIR to a folder of your own"
+    try:
+        own = temporary_folder(remedy=remedy)
+    except DataFolderError as error:
+        raise UsageError(str(error)) from None
+    if own.exists():  # else nothing can be written there, as PyTorch will report
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(own / "torchinductor")
 
 
 def join(rank: int, world_size: int, device: Device) -> Store:
