@@ -287,27 +287,29 @@ def cache_folder() -> Path:
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vit_fsdp"
     except RuntimeError:  # neither HOME nor an entry in the list of users
-        folder = temporary_folder()
-    if os.path.lexists(folder) and not is_private(folder):
-        raise DataFolderError(
-            f"{folder}, the cache folder used because HOME is not set, belongs to another user or "
-            "can be written by any: set HOME or XDG_CACHE_HOME to a folder of your own"
+        return temporary_folder(
+            ", the cache folder used because HOME is not set,",
+            "set HOME or XDG_CACHE_HOME to a folder of your own",
         )
+
+
+def temporary_folder(role: str = "", remedy: str = "remove it") -> Path:
+    """Return this user's folder in the temporary folder; create it if possible.
+
+    Raises DataFolderError if another user may have written to it, with words for its ``role`` and
+    what to do: anybody can guess its name.
+    """
+    folder = Path(tempfile.gettempdir()) / f"vit_fsdp-{os.getuid()}"
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700)
+    if os.path.lexists(folder):
+        found = folder.lstat()
+        is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+        if not is_own or found.st_mode & stat.S_IWOTH:
+            raise DataFolderError(
+                f"{folder}{role} belongs to another user or can be written by any: {remedy}"
+            )
     return folder
-
-
-def temporary_folder() -> Path:
-    """Return the path of this user's folder in the temporary folder, which another user may have
-    created: check it with ``is_private``."""
-    return Path(tempfile.gettempdir()) / f"vit_fsdp-{os.getuid()}"
-
-
-def is_private(folder: Path) -> bool:
-    """Return True for a folder of this user, and no link, in which not every user can write. Raises
-    OSError."""
-    found = folder.lstat()
-    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-    return is_own and not found.st_mode & stat.S_IWOTH
 
 
 # -- URLs ------------------------------------------------------------------------------

@@ -1,40 +1,30 @@
-"""The images of a split and their classes; and index files, which avoid listing images again.
+"""The images of a split and their classes.
 
 Images are found in class folders, or anywhere below a folder if they have no labels
 (``index_split``), or are listed in a CSV table (``read_labels``). The result for large folders is
-saved as arrays in an index file (``load_or_build``), which all processes map into memory.
+saved in an index file.
 """
 
 from __future__ import annotations
 
 import contextlib
 import csv
-import fcntl
-import json
 import os
 import re
-import socket
-import sys
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash
-from safetensors import safe_open
-from safetensors.numpy import save
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from tqdm import tqdm
 
-from config_fields import is_of
 from data import files
 from data.config import DataConfig
 from data.files import (
-    BrokenImageError,
     DataFolderError,
     MissingSplitError,
     first_of,
@@ -43,256 +33,10 @@ from data.files import (
     printable,
     reason_of,
 )
+from data.index_file import Strings, Table, load_or_build
 from data.source import DatasetRequest
 
 SPLITS = ("train", "val")
-
-# -- millions of names in two arrays ---------------------------------------------------
-
-
-_ENCODING = "utf-8", "surrogateescape"  # file names may hold any byte
-
-
-@dataclass(frozen=True)
-class Strings(Sequence[str]):
-    """Strings in one array of bytes, separated by newlines.
-
-    Loader processes share the array. A list of strings would be copied into each process, because
-    reference counting writes to every string.
-    """
-
-    content: np.ndarray
-    """The bytes, uint8."""
-    ends: np.ndarray
-    """The end of each string in ``content``, int64."""
-    folder: str = ""
-    """A folder or URL that is prepended to each string."""
-
-    @classmethod
-    def of(cls, strings: Iterable[str], folder: str = "") -> Strings:
-        """Build from an iterable; if it is lazy, only one string at a time is in memory."""
-        content, ends = bytearray(), array("q")
-        for string in strings:
-            if ends:
-                content += b"\n"
-            content += string.encode(*_ENCODING)
-            ends.append(len(content))
-        return cls(np.frombuffer(content, np.uint8), np.frombuffer(ends, np.int64), folder)
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def __getitem__(self, number: Any) -> str:
-        if not 0 <= number < len(self):
-            raise IndexError(number)
-        start = self.ends[number - 1] + 1 if number else 0
-        string = self.content[start : self.ends[number]].tobytes().decode(*_ENCODING)
-        return os.path.join(self.folder, string)
-
-
-# -- index files -----------------------------------------------------------------------
-#
-# An index file is a safetensors file, written under a temporary name and renamed, so that no
-# process reads an incomplete one. It is a cache: an invalid file is rebuilt.
-
-
-VERSION = 2
-_LARGEST = files.SizeLimit("an index file", 2**34)
-"""At a URL, where it is read whole: more than a hundred million images."""
-_FOLDER = ".vit_fsdp_index"
-"""The folder of the index files in ``--data_dir``."""
-MIN_IMAGES = 10_000
-"""Minimum number of images for which an index is saved by default; listing fewer takes less than a
-second."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """Arrays of numbers, and additional information as JSON."""
-
-    arrays: dict[str, np.ndarray]
-    info: dict[str, Any]
-
-
-def load_or_build(
-    config: DataConfig,
-    name: str,
-    folder: str,
-    build: Callable[[], Table],
-    change: Callable[[Table], str | None],
-    *,
-    counted: str,
-    beside: bool = True,
-) -> Table:
-    """Return the table in the index file ``name``; if the file is unusable, build and save it.
-
-    The file is in ``--index_dir``, else next to the images (if ``beside``), else in the cache
-    folder. At a URL, it is both next to the images, for hosts that come later, and in the cache
-    folder, to be mapped. It is saved for many images (the array ``counted`` has an entry for each),
-    for images at a URL, and with ``--index_dir``, but not if the table's info has "settled": False.
-    One process per host builds it while the others wait.
-
-    ``folder`` is the indexed folder or URL. ``change`` returns what has changed there since a table
-    was built, or None. Raises DataFolderError if ``--index_dir`` is not writable.
-    """
-    started, root = time.time(), config.data_dir
-    name = f"{name}-of-{config.data_source}"
-    where = files.without_secrets(root) if is_url(root) else os.path.abspath(root)
-    marked = f"{name}-{xxhash.xxh3_64(where.encode(errors='surrogateescape')).hexdigest()}"
-    shared = ""
-    if config.index_dir is not None:
-        paths = [Path(config.index_dir) / marked]
-    else:
-        paths = [files.cache_folder() / marked]
-        if beside and is_url(root):
-            shared = f"{root.rstrip('/')}/{_FOLDER}/{name}"
-        elif beside:
-            paths.insert(0, Path(root) / _FOLDER / name)
-
-    def load() -> tuple[Table | None, str | None]:
-        """Return the saved table, or the reason why it is unusable; (None, None) without a file."""
-        why = None
-        for path in paths:
-            try:
-                table = _read(path)
-                if table.info["version"] != VERSION:
-                    why = "its format version is different"
-                elif config.rebuild_index and table.info["built"] < started:
-                    why = "--rebuild_index"
-                elif changed := change(table):
-                    why = changed
-                else:
-                    return table, None
-            except (FileNotFoundError, NotADirectoryError):
-                continue
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                why = reason_of(error)
-        return None, why
-
-    def write(content: bytes) -> Path:
-        """Write an index file to the first possible path, and return that. Raises OSError."""
-        unfinished = f"{socket.gethostname()}.{os.getpid()}"
-        for path in paths:
-            try:
-                files.make_folder(path.parent)
-                files.replace_file(path, content, unfinished=unfinished)
-                return path
-            except OSError as error:
-                reason = error
-                with contextlib.suppress(OSError):
-                    path.with_name(f"{path.name}.{unfinished}").unlink()
-        raise reason
-
-    def log(line: str) -> None:
-        print(printable(line), file=sys.stderr, flush=True)
-
-    table, why = load()
-    if table:
-        return table
-    with _one_process_at_a_time(folder):
-        table, _ = load()  # another process may just have built it
-        if not table and shared and not config.rebuild_index:  # or another host
-            with contextlib.suppress(BrokenImageError, OSError):
-                write(files.read_bytes(shared, limit=_LARGEST))
-                table, why = load()
-        if table:
-            return table
-        if why:
-            log(f"note: the index of {folder} is being rebuilt: {why}")
-        table = build()
-        is_far_or_many = is_url(root) or len(table.arrays[counted]) >= MIN_IMAGES
-        is_settled = table.info.get("settled", True)
-        if not (is_settled and (is_far_or_many or config.index_dir is not None)):
-            return table
-        took = time.time() - started
-        info = table.info | {"version": VERSION, "built": time.time()}
-        info["checksum"] = _checksum(table.arrays, info)
-        content = save(table.arrays, {"info": json.dumps(info)})
-        also = ""
-        if shared:
-            also = f" and {shared}"
-            try:
-                files.put(content, shared)
-            except DataFolderError as error:
-                also = f"; each new host builds it again: {error}"
-        try:
-            path = write(content)
-            table = _read(path)  # mapped from its file
-            log(f"note: the index of {folder} was built in {took:.1f} s and saved as {path}{also}")
-            return table
-        except OSError as error:
-            why = reason_of(error)
-    if config.index_dir is not None:
-        raise DataFolderError(f"--index_dir {config.index_dir} cannot be used: {why}")
-    log(
-        f"warning: the index of {folder} cannot be saved ({why}), so each start lists the images "
-        "again: set --index_dir to a writable folder"
-    )
-    return table
-
-
-@contextlib.contextmanager
-def _one_process_at_a_time(folder: str) -> Iterator[None]:
-    """Lock a folder, which leaves no lock file behind; if it cannot be locked (URL, NFS), lock this
-    user's temporary folder instead. Other users could hold a lock on a folder of theirs forever."""
-    own = files.temporary_folder()
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(_locked(folder))
-        except OSError:
-            with contextlib.suppress(OSError):
-                own.mkdir(mode=0o700, exist_ok=True)
-                if files.is_private(own):
-                    stack.enter_context(_locked(own))
-        yield
-
-
-@contextlib.contextmanager
-def _locked(folder: str | Path) -> Iterator[None]:
-    """Hold a folder's lock inside. Raises OSError."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(opened)
-
-
-_TYPES = {
-    "built": float,
-    "left_out": dict[str, int],
-    **dict.fromkeys(("classes", "names"), list[str] | None),
-}
-"""The types of the values in ``Table.info`` that are not only compared."""
-
-
-def _read(path: Path) -> Table:
-    """Return the table in a file with memory-mapped arrays. Raises OSError, or ValueError if it is
-    damaged."""
-    try:
-        os.close(files.regular(path, os.O_RDONLY))
-        with safe_open(path, "pt") as file:  # "numpy" would copy the arrays
-            info = files.parse_object((file.metadata() or {})["info"])
-            arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
-        if info.pop("checksum") != _checksum(arrays, info):
-            raise ValueError("its checksum does not match")
-        for name, hint in _TYPES.items():
-            if name in info and not is_of(info[name], hint):
-                raise ValueError(f"its {name} is invalid")
-    except OSError:
-        raise
-    except Exception as error:  # noqa: BLE001 - safetensors and PyTorch fail in any way
-        raise ValueError(reason_of(error)) from None
-    return Table(arrays, info)
-
-
-def _checksum(arrays: dict[str, np.ndarray], info: dict[str, Any]) -> str:
-    digest = xxhash.xxh3_64(json.dumps(info, sort_keys=True).encode())
-    for name, values in sorted(arrays.items()):
-        digest.update(f"{name} {values.dtype} {values.shape}".encode())
-        digest.update(np.ascontiguousarray(values).data)
-    return digest.hexdigest()
-
 
 # -- images in <root>/<split>/<class>/ -------------------------------------------------
 

@@ -34,7 +34,8 @@ from data.files import (
     read_bytes,
 )
 from data.image_folder import FolderSplit
-from data.index import FolderIndex, Strings, class_folders, index_split
+from data.index import FolderIndex, class_folders, index_split
+from data.index_file import Strings
 from data.sizes import image_sizes
 from data.source import DatasetRequest, DataSource, ImageSplit, View
 from data.tables import open_masks

@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from data.decode import image_size
 from data.files import HEAD, BrokenImageError, printable
-from data.index import Table, load_or_build
+from data.index_file import Table, load_or_build
 from data.source import ImageSplit
 
 

@@ -37,7 +37,8 @@ from data.files import (
     reason_of,
     regular,
 )
-from data.index import FolderIndex, Strings, index_folders, read_labels
+from data.index import FolderIndex, index_folders, read_labels
+from data.index_file import Strings
 from data.source import DatasetRequest, DataSource, Split
 from data.transforms import seeded
 

@@ -34,7 +34,7 @@ from data.files import (
     other_classes,
     reason_of,
 )
-from data.index import Strings, Table, load_or_build
+from data.index_file import Strings, Table, load_or_build
 from data.source import DatasetRequest, DataSource, ImageSplit, SampleTransform
 
 PACK_FILE = "packing.json"

@@ -14,7 +14,6 @@ import errno
 import hashlib
 import importlib
 import io
-import ipaddress
 import json
 import math
 import os
@@ -63,6 +62,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from launch import CRASH_SECONDS, NON_RETRYABLE, STOPS, UsageError, is_crash, write_line
+from training.processes import rendezvous
 
 STOP_SECONDS = 30
 """torchrun's own time for its processes to end."""
@@ -82,15 +82,9 @@ def say(text: str) -> None:
 # rendezvous, in the same process, shares it (``multi_tenant``). So the port is never free for
 # another program, and a node that comes later finds the same run there.
 
-SAY_SECONDS = 10.0
 STORE_TIMEOUT = timedelta(seconds=10)
-NAMES_SHOWN = 8
 MISSING = "missing"
 """The key under which the serving node says which nodes are missing; empty once they are there."""
-
-
-class TimedOut(Exception):
-    """Raised if nodes are missing after JOIN_TIMEOUT: one line, exit code 1."""
 
 
 def wait_for_nodes(args: argparse.Namespace) -> tuple[TCPStore, bool]:
@@ -98,28 +92,18 @@ def wait_for_nodes(args: argparse.Namespace) -> tuple[TCPStore, bool]:
 
     Returns the run's store, and whether this process serves it. Raises UsageError and TimedOut.
     """
-    listening = listen(args)
-    serves = listening is not None
+    listening = listen_as_server(args)
     server = "the node at" if args.rdzv_id else "node 0 at"
     who = f"{socket.gethostname()} (process {os.getpid()})"
     store = None
-    begin = last_said = time.monotonic()
+    wait = rendezvous.Wait(args.limit, say, lambda: missing)
     while True:
         try:
             if store is None:
-                if not serves:  # TCPStore would wait in compiled code, where no signal is handled
-                    socket.create_connection((args.address, args.port), timeout=5).close()
-                store = TCPStore(
-                    args.address,
-                    args.port,
-                    is_master=serves,
-                    timeout=STORE_TIMEOUT,
-                    wait_for_workers=False,
-                    multi_tenant=True,
-                    master_listen_fd=os.dup(listening.fileno()) if listening else None,
-                )
+                mine = listening.dup() if listening else None
+                store = rendezvous.connect(args.address, args.port, mine, STORE_TIMEOUT)
                 node = register(store, args, who)
-            if serves:
+            if listening:
                 store.set(MISSING, missing_nodes(store, args))
             elif (other := store.get(f"node/{node}").decode()) != who:
                 raise UsageError(
@@ -132,55 +116,30 @@ def wait_for_nodes(args: argparse.Namespace) -> tuple[TCPStore, bool]:
             reason = getattr(error, "strerror", "") or "no answer"
             missing = f"{server} {args.address}:{args.port} ({reason})"
         if store is not None and not missing:
-            return store, serves
-        seconds = time.monotonic() - begin
-        if args.limit and seconds >= args.limit:
-            raise TimedOut(
-                f"timed out after {args.limit} s (JOIN_TIMEOUT) waiting for {missing}: check "
-                "these nodes, then start all nodes again"
-            )
-        if time.monotonic() - last_said >= SAY_SECONDS:
-            last_said = time.monotonic()
-            say(f"waiting for {missing}, {seconds:.0f} s so far")
-        time.sleep(0.5)
+            return store, listening is not None
+        wait.pause()
 
 
-def listen(args: argparse.Namespace) -> socket.socket | None:
-    """Return a listening socket for the store's server, None if another node serves it.
-
-    Node 0 serves it, or the first node at MASTER_ADDR. It listens at MASTER_ADDR alone unless the
-    other nodes may know this host by another address. Raises UsageError.
-    """
-    if not args.rdzv_id and args.rank > 0:
+def listen_as_server(args: argparse.Namespace) -> socket.socket | None:
+    """Return a listening socket for the store's server, None if another node serves it: node 0
+    does, or the first node at MASTER_ADDR. Raises UsageError."""
+    address, port = args.address, args.port
+    if not (rendezvous.is_own_address(address) if args.rdzv_id else args.rank == 0):
         return None
-    is_own_name = args.address in (socket.gethostname(), socket.getfqdn())
     try:
         try:
-            found = addresses(args.address, args.port)
-            listening = socket.create_server(found[0][1], family=found[0][0])
+            return rendezvous.listen(address, port)
         except OSError as error:
-            if error.errno == errno.EADDRINUSE or (args.rdzv_id and not is_own_name):
+            if error.errno == errno.EADDRINUSE:
                 raise
-        else:
-            is_loopback = ipaddress.ip_address(found[0][1][0]).is_loopback
-            if len(found) == 1 and not (is_own_name and is_loopback):  # Debian's 127.0.1.1
-                return listening
-            listening.close()
-        family, place = addresses(None, args.port)[0]
-        return socket.create_server(place, family=family)
+            return rendezvous.listen_everywhere(port)  # a router may know MASTER_ADDR as this host
     except OSError as error:
-        if args.rdzv_id:  # the address is another node's, or another node of this machine serves
+        if args.rdzv_id:  # another node of this machine serves
             return None
         raise UsageError(
-            f"cannot listen on port {args.port} on this machine ({error.strerror}): set "
+            f"cannot listen on port {port} on this machine ({error.strerror}): set "
             "MASTER_PORT to a free port, the same on all nodes"
         ) from None
-
-
-def addresses(host: str | None, port: int) -> list[tuple[socket.AddressFamily, tuple[str, int]]]:
-    """Return the families and addresses where a host, None: any, can be reached. Raises OSError."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    return [(family, (str(place[0]), port)) for family, *_, place in found]
 
 
 def register(store: TCPStore, args: argparse.Namespace, who: str) -> int:
@@ -212,15 +171,11 @@ def missing_nodes(store: TCPStore, args: argparse.Namespace) -> str:
     nodes = args.least or args.nodes
     if store.add("here", 0) >= nodes:
         return ""
-    present = [node for node in range(nodes) if store.check([f"node/{node}"])]
-    names = [str(node) for node in range(nodes) if node not in present]
-    if args.rdzv_id:
-        names = sorted(store.get(f"node/{node}").decode().partition(" ")[0] for node in present)
-    shown, more = ", ".join(names[:NAMES_SHOWN]), len(names) - NAMES_SHOWN
-    shown += f" and {more} more" if more > 0 else ""
-    if args.rdzv_id:
-        return f"{nodes - len(present)} of {nodes} nodes (here: {shown})"
-    return f"node{'s' * (len(names) > 1)} {shown} of {nodes}"
+    if not args.rdzv_id:
+        return rendezvous.missing_members(store, "node", nodes)
+    present = [f"node/{node}" for node in range(nodes) if store.check([f"node/{node}"])]
+    names = sorted(store.get(key).decode().partition(" ")[0] for key in present)
+    return f"{nodes - len(present)} of {nodes} nodes (here: {rendezvous.shorten(names)})"
 
 
 # -- torchrun's rendezvous --------------------------------------------------------------
@@ -521,8 +476,11 @@ def main(argv: Sequence[str]) -> int:
     except UsageError as error:
         say(f"error: {error}")
         return 2
-    except TimedOut as late:
-        say(f"error: {late}")
+    except rendezvous.TimedOut as late:
+        say(
+            f"error: timed out after {args.limit} s (JOIN_TIMEOUT) waiting for {late}: check these "
+            "nodes, then start all nodes again"
+        )
         return 1
     except RendezvousTimeoutError:
         say(

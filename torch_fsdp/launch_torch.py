@@ -1,20 +1,18 @@
 """Connects the processes that torchrun started, and runs a function with a backend in each."""
 
-import contextlib
 import gc
 import os
 import pkgutil
 import socket
 import sys
-import time
 from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import FileStore, PrefixStore, Store, TCPStore
+from torch.distributed import FileStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from data.files import is_private, temporary_folder
+from data.files import DataFolderError, temporary_folder
 from models import timm_private
 from torch_fsdp import devices
 from torch_fsdp.devices import Device
@@ -22,8 +20,8 @@ from torch_fsdp.parallel_plan import TorchRun
 from training import errors
 from training.backend import Backend
 from training.errors import UsageError, is_first_of_torchrun
+from training.processes import rendezvous
 from training.processes.exchange import silence_gloo
-from training.processes.store import listen_at
 
 
 def launch(body: Callable[[TorchRun, Backend], None], run: TorchRun) -> None:
@@ -82,13 +80,10 @@ def launch(body: Callable[[TorchRun, Backend], None], run: TorchRun) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# Waits for the other processes in Python: prints which are missing, handles signals, times out.
-#
-# ``init_process_group`` would wait silently in compiled code for 30 minutes and ignore Ctrl-C.
+# Waits for the other processes in Python: ``init_process_group`` would wait silently in compiled
+# code for 30 minutes and ignore Ctrl-C.
 
-SAY_SECONDS = 10.0
 _LIMIT_SECONDS = 600
-_NAMES_SHOWN = 8
 _STORE_TIMEOUT = timedelta(minutes=30)  # PyTorch's default, for later use by the process group
 
 
@@ -98,17 +93,13 @@ def choose_compile_cache() -> None:
     UsageError."""
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
         return
-    own = temporary_folder()
-    with contextlib.suppress(OSError):
-        own.mkdir(mode=0o700)
-    if not os.path.lexists(own):
-        return  # nothing can be written there, as PyTorch will report
-    if not is_private(own):
-        raise UsageError(
-            f"{own} belongs to another user or can be written by any: remove it, or set "
-            "TORCHINDUCTOR_CACHE_DIR to a folder of your own"
-        )
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(own / "torchinductor")
+    remedy = "remove it, or set TORCHINDUCTOR_CACHE_DIR to a folder of your own"
+    try:
+        own = temporary_folder(remedy=remedy)
+    except DataFolderError as error:
+        raise UsageError(str(error)) from None
+    if own.exists():  # else nothing can be written there, as PyTorch will report
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(own / "torchinductor")
 
 
 def join(rank: int, world_size: int, device: Device) -> Store:
@@ -120,80 +111,37 @@ def join(rank: int, world_size: int, device: Device) -> Store:
     hang, and ``--fsdp auto`` might choose different forms.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    file = os.environ.get("RUN_STORE_FILE")
-    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     limit = int(os.environ.get("JOIN_TIMEOUT") or _LIMIT_SECONDS)
-    started = last_said = time.monotonic()
-    pause = 0.01
     store: Store | None = None
+    reason = ""
 
     def say(text: str) -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"run_vit_training.py: rank {rank}: {text}", file=sys.stderr, flush=True)
 
+    def missing() -> str:
+        if store is None:
+            return f"rank 0 at {address}:{port} ({reason})"
+        return rendezvous.missing_members(store, "rank", world_size)
+
+    wait = rendezvous.Wait(limit, say, missing)
     while True:
-        reason = ""
-        try:
-            if store is None:
-                if file:
-                    store = FileStore(file)
-                    store.set_timeout(_STORE_TIMEOUT)
-                else:
-                    is_server = rank == 0 and not by_agent
-                    if not is_server:  # TCPStore would ignore signals while it waits for the server
-                        socket.create_connection((address, port), timeout=5).close()
-                    store = TCPStore(
-                        address,
-                        port,
-                        world_size,
-                        is_master=is_server,
-                        timeout=_STORE_TIMEOUT,
-                        wait_for_workers=False,
-                        multi_tenant=True,
-                        master_listen_fd=listen_at(address, port) if is_server else None,
-                    )
-                # torchrun keeps its store when it restarts processes (pytorch #135712), and the new
-                # processes would read the addresses of the old ones, so each start has its own
-                # prefix. Without the agent's store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE), rank 0
-                # serves a new store at each start, and the nodes' restart counts may differ.
-                is_kept = by_agent or file
-                start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if is_kept else 0
-                later = PrefixStore(f"start_{start + 1}", store)
-                store = PrefixStore(f"start_{start}", store)
-                if device.is_host:
-                    store.set("host without", socket.gethostname())
-                else:
-                    store.add("with", 1)
-                    store.set("accelerator", f"{device.noun}/{device.status_command}")
-                store.set(f"rank_{rank}", "")
-                store.add("count", 1)
-        except OSError as error:
-            reason = error.strerror or str(error)
+        if store is None:
+            try:
+                store, later = open_store(rank, address, port)
+                register(store, rank, device)
+            except OSError as error:
+                reason = error.strerror or str(error)
         if store and store.add("count", 0) >= world_size:
             break
         if store and later.check(["count"]):
             say("other nodes have restarted their processes: exiting, to be restarted with them")
             sys.exit(1)
-
-        seconds = time.monotonic() - started
-        is_late = 0 < limit <= seconds
-        if is_late or time.monotonic() - last_said >= SAY_SECONDS:
-            last_said = time.monotonic()
-            missing = f"rank 0 at {address}:{port} ({reason})"
-            if store:
-                ranks = [str(n) for n in range(world_size) if not store.check([f"rank_{n}"])]
-                names, more = ", ".join(ranks[:_NAMES_SHOWN]), len(ranks) - _NAMES_SHOWN
-                names += f" and {more} more" if more > 0 else ""
-                missing = f"rank{'s' * (len(ranks) > 1)} {names} of {world_size}"
-            if is_late:
-                say(
-                    f"{missing} did not join within {limit} s (JOIN_TIMEOUT): see the log of that "
-                    "node"
-                )
-                sys.exit(1)
-            say(f"waiting for {missing}, {seconds:.0f} s so far")
-        time.sleep(pause)
-        pause = min(2 * pause, 0.5)
+        try:
+            wait.pause()
+        except rendezvous.TimedOut as late:
+            say(f"{late} did not join within {limit} s (JOIN_TIMEOUT): see the log of that node")
+            sys.exit(1)
 
     if 0 < store.add("with", 0) < world_size:
         noun, command = store.get("accelerator").decode().split("/")
@@ -204,3 +152,35 @@ def join(rank: int, world_size: int, device: Device) -> Store:
             agreed=True,
         )
     return store
+
+
+def open_store(rank: int, address: str, port: int) -> tuple[Store, Store]:
+    """Return the stores of this start and of the next one. Raises OSError."""
+    file = os.environ.get("RUN_STORE_FILE")
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store: Store
+    if file:
+        store = FileStore(file)
+        store.set_timeout(_STORE_TIMEOUT)
+    else:
+        is_server = rank == 0 and not by_agent
+        listening = rendezvous.listen(address, port) if is_server else None
+        store = rendezvous.connect(address, port, listening, _STORE_TIMEOUT)
+    # torchrun keeps its store when it restarts processes (pytorch #135712), and the new processes
+    # would read the addresses of the old ones, so each start has its own prefix. Without the
+    # agent's store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE), rank 0 serves a new store at each start,
+    # and the nodes' restart counts may differ.
+    is_kept = by_agent or file
+    start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if is_kept else 0
+    return PrefixStore(f"start_{start}", store), PrefixStore(f"start_{start + 1}", store)
+
+
+def register(store: Store, rank: int, device: Device) -> None:
+    """Enter this process in the store, and whether it has an accelerator."""
+    if device.is_host:
+        store.set("host without", socket.gethostname())
+    else:
+        store.add("with", 1)
+        store.set("accelerator", f"{device.noun}/{device.status_command}")
+    store.set(f"rank/{rank}", "")
+    store.add("count", 1)

@@ -21,8 +21,8 @@ from training.errors import StoppedBySignal, warn_of_others
 from training.flags import PROGRAM
 from training.processes.output import drop_unread_output
 from training.processes.parent import end_with
+from training.processes.rendezvous import listen
 from training.processes.stopping import ProcessSignals, process_signals
-from training.processes.store import listen_at
 from xla_fsdp import jax_private, torch_xla_private, tpu
 from xla_fsdp.environment import device_type
 from xla_fsdp.parallel_plan import XlaRun
@@ -171,7 +171,7 @@ def _init_process_group() -> None:
     if count > 1 and address and rank and xr.is_spmd():
         port = int(os.environ.get("MASTER_PORT", _PORT))
         is_server = rank == "0"
-        listening = listen_at(address, port) if is_server else None
+        listening = listen(address, port).detach() if is_server else None
         store = dist.TCPStore(address, port, count, is_master=is_server, master_listen_fd=listening)
         dist.init_process_group("gloo", store=store, rank=index, world_size=count)
     elif count > 1:

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.numpy import save
 from torchvision.datasets import ImageFolder
 
-from data import files, index
+from data import files, index, index_file
 from data.batch import BatchShard
 from data.files import BrokenImageError, DataFolderError
 from data.pack import pack
@@ -103,7 +103,7 @@ def test_every_image_once_an_epoch(source, world, workers, batch, first, sources
 @pytest.fixture
 def copy(tree, tmp_path, monkeypatch):
     """A copy of the tree to be changed, whose index is saved like that of a large one."""
-    monkeypatch.setattr(index, "MIN_IMAGES", 1)
+    monkeypatch.setattr(index_file, "MIN_IMAGES", 1)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     root = shutil.copytree(tree, tmp_path / "copy")
     settle(root)
@@ -173,7 +173,7 @@ def with_info(name, value):
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         del info["checksum"]
         info[name] = value
-        info["checksum"] = index._checksum(arrays, info)
+        info["checksum"] = index_file._checksum(arrays, info)
         path.write_bytes(save(arrays, {"info": json.dumps(info)}))
 
     return spoil
