@@ -53,12 +53,14 @@ class Zeros(Split):
     def batch(self, images: int, batch_size: int, shard: BatchShard) -> Batch:
         """Return this shard of a global batch of so many images, followed by padding."""
         batch = self.zeros(batch_size, shard)
-        count = len(batch["image"])
+        count = len(next(iter(batch.values())))
         numbers = torch.arange(count) + shard.index * count
+        is_padding = numbers >= images
         if "index" in batch:
             batch["index"] = numbers
-        for name in {"target", "index"} & batch.keys():
-            batch[name][numbers >= images] = PADDING
+        for name, each in self.fields.items():
+            if each.padding:
+                batch[name][is_padding] = each.padding
         return batch
 
     def zeros(self, batch_size: int, shard: BatchShard) -> Batch:

@@ -1,6 +1,10 @@
 """Sources and loaders as a run makes them."""
 
-from data.batch import BatchShard
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from data.batch import Batch, BatchShard
 from data.config import DataConfig
 from data.source import DatasetRequest, open_data
 from models.config import VitConfig
@@ -32,3 +36,26 @@ def loaders(config, share=EVERYTHING, model=CONFIG, seed=3):
         source.train_loader(config.batch_size, share),
         source.val_loader(config.global_micro_batch_size, share),
     )
+
+
+# -- batches ---------------------------------------------------------------------------
+
+
+def check_same(found: Batch, expected: Batch) -> None:
+    """Both have the same fields, and each the same dtype, shape and values."""
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert found[name].dtype == values.dtype, name
+        assert torch.equal(found[name], values), name  # their shapes, too
+
+
+def check_same_epochs(found: Iterable[Batch], expected: Iterable[Batch]) -> None:
+    """Both have the same batches, and as many."""
+    for ours, theirs in zip(found, expected, strict=True):
+        check_same(ours, theirs)
+
+
+def concatenated(parts: Sequence[Batch]) -> Batch:
+    """One batch of what several processes have loaded, or of consecutive batches."""
+    assert all(part.keys() == parts[0].keys() for part in parts)
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

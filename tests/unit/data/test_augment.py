@@ -18,7 +18,13 @@ from data.files import DataFolderError
 from data.loader import GlobalBatchSampler
 from data.transforms import TrainTransform, seeded
 from tests.support.cli import ROOT
-from tests.support.loading import arguments, loaders
+from tests.support.loading import (
+    arguments,
+    check_same,
+    check_same_epochs,
+    concatenated,
+    loaders,
+)
 from tests.support.resolved import on_xla
 from tests.support.usage_error import told_in_one_line
 from tools.show_augmentations import DRAWS, columns, main, read_run
@@ -171,17 +177,17 @@ def test_repeats_are_timms(repeats, batch_size):
     assert len(batches) == length // batch_size
     for number, batch in enumerate(batches):
         theirs = joined[number * batch_size : (number + 1) * batch_size]
-        assert sorted(index for _, index in batch) == sorted(theirs)
+        assert sorted(at.index for at in batch) == sorted(theirs)
         # Repeats are apart, and each is drawn anew.
         part = batch_size // repeats
         parts = [batch[start : start + part] for start in range(0, part * repeats, part)]
         if batch_size % repeats == 0:
-            assert all(len({index for _, index in each}) == part for each in parts)
+            assert all(len({at.index for at in each}) == part for each in parts)
         assert len(set(batch)) == batch_size
-    keys = [key for batch in batches for key in batch]
-    assert len(set(keys)) == len(keys)
+    indices = [at for batch in batches for at in batch]
+    assert len(set(indices)) == len(indices)
     sampler.set_position(epoch + 1)
-    assert not set(keys) & {key for batch in sampler for key in batch}
+    assert not set(indices) & {at for batch in sampler for at in batch}
 
 
 ALL = {
@@ -199,23 +205,18 @@ def test_the_same_for_any_number_of_workers_and_processes_and_after_a_resume(sou
     plain, val = loaders(arguments(digits, **flags))
     torch.manual_seed(0)
     expected = list(itertools.islice(plain.epoch(2), 9))
-    assert next(val.epoch(0))[0].equal(
-        next(loaders(arguments(digits, batch_size=60))[1].epoch(0))[0]
-    )
+    check_same(next(val.epoch(0)), next(loaders(arguments(digits, batch_size=60))[1].epoch(0)))
     workers, _ = loaders(arguments(digits, **flags, num_workers=2))
     torch.manual_seed(1)
     random.seed(2)
     np.random.seed(3)
-    for (a, x), (b, y) in zip(expected[5:], workers.epoch(2, 5), strict=False):
-        assert a.equal(b)
-        assert x.equal(y)
+    check_same_epochs(itertools.islice(workers.epoch(2, 5), 4), expected[5:])
     parts = [
         loaders(arguments(digits, **flags), BatchShard(rank, 3))[0].epoch(2) for rank in range(3)
     ]
-    joined = [torch.cat(each) for each in zip(*map(next, parts), strict=True)]
-    assert joined[0].equal(expected[0][0])
-    copies = expected[0][0].unflatten(0, (3, 20))
-    assert expected[0][1].view(3, 20).unique(dim=0).shape == (1, 20)
+    check_same(concatenated([*map(next, parts)]), expected[0])
+    copies = expected[0]["image"].unflatten(0, (3, 20))
+    assert expected[0]["target"].view(3, 20).unique(dim=0).shape == (1, 20)
     assert not copies[0].equal(copies[1])
 
 

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from itertools import chain
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -17,13 +18,20 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from torch.utils.data import Dataset
 
-from data.batch import BatchShard
+from data.batch import PADDING, BatchShard, Field, Sample
 from data.digits import read_mnist, write_digits
 from data.files import DataFolderError
 from data.loader import DatasetLoader, GlobalBatchSampler, default_workers
 from data.source import DatasetRequest, open_data
 from models.config import VitConfig
-from tests.support.loading import EVERYTHING, arguments, loaders, wanted
+from tests.support.loading import (
+    EVERYTHING,
+    arguments,
+    check_same,
+    check_same_epochs,
+    loaders,
+    wanted,
+)
 
 pytestmark = pytest.mark.fast
 
@@ -54,7 +62,7 @@ def test_global_batches_do_not_depend_on_the_number_of_processes(world_size):
     joined = [list(chain(*parts)) for parts in zip(*shares, strict=True)]
     assert joined == batches(0, 1)
     assert len(joined) == 5  # the short batch is dropped
-    indices = [index for batch in joined for _, index in batch]
+    indices = [at.index for batch in joined for at in batch]
     assert len(set(indices)) == 50
 
 
@@ -63,13 +71,13 @@ def test_order_depends_on_seed_and_epoch_and_resumes_anywhere():
 
     def order(epoch, first=0):
         sampler.set_position(epoch, first)
-        return [[index for _, index in batch] for batch in sampler]
+        return [[at.index for at in batch] for batch in sampler]
 
     assert order(0) == order(0)
     assert order(0) != order(1)
     assert order(1, 40) == order(1)[40:]
     other = GlobalBatchSampler(1000, 10, shuffle=True, seed=8)
-    assert [[index for _, index in batch] for batch in other] != order(0)
+    assert [[at.index for at in batch] for batch in other] != order(0)
 
 
 @pytest.mark.parametrize(("length", "batch_size", "world"), [(359, 100, 4), (8, 8, 2)])
@@ -79,7 +87,7 @@ def test_validation_counts_each_image_once(length, batch_size, world):
         sampler = GlobalBatchSampler(length, batch_size, shuffle=False, shard=rank, shards=world)
         for batch in sampler:
             assert len(batch) == batch_size // world  # static shapes
-            seen += [index for _, index in batch if index >= 0]
+            seen += [at.index for at in batch if at.index >= 0]
     assert sorted(seen) == list(range(length))
 
 
@@ -89,16 +97,14 @@ def test_augmentation_is_the_same_in_any_worker_and_after_a_resume(digits):
     torch.manual_seed(0)
     first = list(plain.epoch(2))
     torch.manual_seed(1)
-    for (a, x), (b, y) in zip(first, workers.epoch(2), strict=True):
-        assert torch.equal(a, b)
-        assert torch.equal(x, y)
-    assert torch.equal(next(workers.epoch(2, 9))[0], first[9][0])
-    assert not torch.equal(next(plain.epoch(3))[0], first[0][0])
+    check_same_epochs(workers.epoch(2), first)
+    check_same(next(workers.epoch(2, 9)), first[9])
+    assert not torch.equal(next(plain.epoch(3))["image"], first[0]["image"])
 
 
 def test_validation_images_are_the_examples(digits):
     _, val = loaders(arguments(digits))
-    images, labels = next(val.epoch(0))
+    first = next(val.epoch(0))
     reference = T.Compose(
         [
             T.Resize(16 * 256 // 224, interpolation=T.InterpolationMode.BICUBIC),
@@ -107,20 +113,20 @@ def test_validation_images_are_the_examples(digits):
         ]
     )
     file = sorted((digits / "val" / "0").iterdir())[0]
-    assert torch.equal(images[0], reference(Image.open(file).convert("RGB")))
-    assert labels[0] == 0
-    *_, (last_images, last_labels) = val.epoch(0)
-    assert (last_labels >= 0).sum() == 59
-    assert last_images[last_labels < 0].abs().max() == 0
+    assert torch.equal(first["image"][0], reference(Image.open(file).convert("RGB")))
+    assert first["target"][0] == 0
+    *_, last = val.epoch(0)
+    assert (last["target"] >= 0).sum() == 59
+    assert last["image"][last["target"] < 0].abs().max() == 0
+    indices = torch.cat([batch["index"] for batch in val.epoch(0)])
+    assert indices.tolist() == [*range(359)] + [PADDING] * 41
 
 
 def test_digits_in_memory_are_those_in_the_folder(digits):
     in_memory = loaders(arguments("unused", data_source="digits"))
     for there, here in zip(loaders(arguments(digits)), in_memory, strict=True):
         assert len(there) == len(here)
-        for expected, found in zip(there.epoch(1), here.epoch(1), strict=True):
-            assert expected[0].equal(found[0])
-            assert expected[1].equal(found[1])
+        check_same_epochs(here.epoch(1), there.epoch(1))
     few = VitConfig(img_size=16, patch_size=4, num_classes=9)
     with pytest.raises(DataFolderError, match="10 classes, but --num_classes is 9"):
         open_data(wanted(arguments("unused", data_source="digits"), few))
@@ -132,14 +138,20 @@ def test_fake_data_is_one_batch_of_zeros():
     assert (len(train), len(val)) == (1_281_167 // 1024, -(-50_000 // 1024))
     batches = train.epoch(0)
     first, second = next(batches), next(batches)
-    assert first[0] is second[0]
-    assert first[0].shape == (256, 3, 16, 16)
-    assert not first[0].any()
-    counts = 0
+    assert first.keys() == {"image", "target"}
+    assert all(first[name] is second[name] for name in first)
+    assert first["image"].shape == (256, 3, 16, 16)
+    assert not first["image"].any()
+    assert first["target"].tolist() == [0] * 256
+    found, positions = list[int](), []
     for rank in range(4):
         _, val = loaders(args, BatchShard(rank, 4))
-        counts += sum(int((labels >= 0).sum()) for _, labels in val.epoch(0))
-    assert counts == 50_000
+        for batch in val.epoch(0):
+            assert batch["target"].equal(torch.where(batch["index"] == PADDING, PADDING, 0))
+            found += [index for index in batch["index"].tolist() if index != PADDING]
+        positions.append(next(val.epoch(0, 7))["index"])
+    assert sorted(found) == [*range(50_000)]
+    assert torch.cat(positions).tolist() == [*range(7 * 1024, 8 * 1024)]
 
 
 def test_fake_volumes_take_no_memory():
@@ -148,16 +160,16 @@ def test_fake_volumes_take_no_memory():
     config = arguments("unused", data_source="fake", batch_size=2)
     source = open_data(DatasetRequest(config, 1, (1000, 1000, 2000), 10, 3))
     assert source.reads_rows
-    images, labels = next(source.val_loader(2, BatchShard(1, 2, rows=range(250, 500))).epoch(0))
-    assert images.shape == (1, 1, 250, 1000, 2000)
-    assert not images[0, 0, ::50, ::50].any()
-    assert labels.tolist() == [0]
-    assert len(next(source.train_loader(2, EVERYTHING).epoch(0))[0]) == 2
+    batch = next(source.val_loader(2, BatchShard(1, 2, rows=range(250, 500))).epoch(0))
+    assert batch["image"].shape == (1, 1, 250, 1000, 2000)
+    assert not batch["image"][0, 0, ::50, ::50].any()
+    assert batch["target"].tolist() == [0]
+    assert len(next(source.train_loader(2, EVERYTHING).epoch(0))["image"]) == 2
     assert resident_bytes() - before < 100e6
     assert source.steps_of_epoch(2) == 1_281_167 // 2
-    nothing, _ = next(source.val_loader(2, BatchShard(loads=False)).epoch(0))
+    nothing = next(source.val_loader(2, BatchShard(loads=False)).epoch(0))["image"]
     assert nothing.shape == (0, 1, 1000, 1000, 2000)
-    assert nothing.dtype == images.dtype == torch.float32
+    assert nothing.dtype == batch["image"].dtype == torch.float32
 
 
 def resident_bytes():
@@ -173,22 +185,25 @@ def test_rows_are_parts_of_the_same_images(source, digits):
     parts = [loaders(config, BatchShard(rows=rows)) for rows in cuts]
     for whole, *of_rows in zip(wholes, *parts, strict=True):
         batches = [loader.epoch(1, 1) for loader in (whole, *of_rows)]
-        for (images, labels), *found in itertools.islice(zip(*batches, strict=True), 2):
-            assert torch.cat([rows for rows, _ in found], dim=2).equal(images)
-            assert all(theirs.equal(labels) for _, theirs in found)
+        for expected, *found in itertools.islice(zip(*batches, strict=True), 2):
+            images = torch.cat([each["image"] for each in found], dim=2)
+            for each in found:  # the other fields have no rows
+                check_same(each | {"image": images}, expected)
 
 
 @pytest.mark.parametrize("source", ["folder", "digits", "fake"])
 def test_a_process_that_loads_nothing(source, digits, monkeypatch):
     config = arguments(digits, data_source=source, batch_size=200, num_workers=2)
-    wholes = loaders(config)
+    wholes = [(len(loader), next(loader.epoch(2))) for loader in loaders(config)]
     monkeypatch.setattr("data.loader.DataLoader.__iter__", None)
     without = loaders(config, BatchShard(1, 2, rows=range(4, 8), loads=False))
-    for whole, empty in zip(wholes, without, strict=True):
+    shapes = {"image": (0, 3, 4, 16), "target": (0,), "index": (0,)}
+    for (length, whole), empty in zip(wholes, without, strict=True):
         batches = list(empty.epoch(2, 1))
-        assert len(batches) == len(empty) - 1 == len(whole) - 1 > 0
-        assert [part.shape for part in batches[0]] == [(0, 3, 4, 16), (0,)]
-        assert batches[0][1].dtype == torch.int64
+        assert len(batches) == len(empty) - 1 == length - 1 > 0
+        assert batches[0].keys() == whole.keys() == empty.fields.keys()
+        for name, values in batches[0].items():
+            assert (values.shape, values.dtype) == (shapes[name], whole[name].dtype)
         assert not empty.bad_images()
 
 
@@ -204,25 +219,30 @@ def test_images_are_no_volumes(source, digits):
 class Fragile(Dataset):
     """Gives each index as its own image; the first process to read a fatal one is killed there."""
 
+    fields: ClassVar = {"image": Field((1, 1, 1), torch.uint8), "target": Field((), torch.int64)}
+
     def __init__(self, folder, fatal):
         self.folder, self.fatal = folder, fatal
 
     def __len__(self):
         return 40
 
-    def __getitem__(self, key):
-        _, index = key
+    def __getitem__(self, at):
+        index = at.index
         mark = self.folder / str(index)
         if index in self.fatal and not (mark.exists() and self.fatal[index] == "once"):
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        return torch.full((1, 1, 1), index, dtype=torch.uint8), index, []
+        image = torch.full((1, 1, 1), index, dtype=torch.uint8)
+        return Sample({"image": image, "target": torch.tensor(index)}, [])
 
 
 def fragile_epoch(folder, fatal, share, workers, first=0):
     sampler = GlobalBatchSampler(40, 2 * share, shuffle=True, shard=1, shards=2)
     loader = DatasetLoader(Fragile(folder, fatal), sampler, workers)
-    return [labels.tolist() for _, labels in loader.epoch(3, first)]
+    batches = list(loader.epoch(3, first))
+    assert all(batch["image"].flatten().equal(batch["target"].byte()) for batch in batches)
+    return [batch["target"].tolist() for batch in batches]
 
 
 @pytest.mark.parametrize("workers", [1, 3])

@@ -15,14 +15,14 @@ import torch
 from PIL import Image
 from torchvision.datasets import ImageFolder
 
-from data.batch import BatchShard
+from data.batch import PADDING, BatchShard, SampleIndex
 from data.decode import find_images, read_image
 from data.files import BrokenImageError, DataFolderError
 from data.index import check_folder, index_split
 from data.pack import pack
 from data.source import open_data
 from models.config import VitConfig
-from tests.support.loading import arguments, loaders, wanted
+from tests.support.loading import arguments, check_same, concatenated, loaders, wanted
 from tests.support.memory_files import in_memory
 
 pytestmark = pytest.mark.fast
@@ -275,9 +275,9 @@ def test_another_image_stands_in_for_a_broken_one(half_broken):
     root, broken = half_broken
     alone, _ = loaders(arguments(root, batch_size=8, num_workers=0))
     batches = epochs(alone)
-    for images, labels in batches:
-        grey = images[:, 0].float().mean(dim=(1, 2))
-        assert torch.equal((grey / 60).round().long(), labels)
+    for batch in batches:
+        grey = batch["image"][:, 0].float().mean(dim=(1, 2))
+        assert torch.equal((grey / 60).round().long(), batch["target"])
     found_bad = {path for path, *_ in alone.bad_images()}
     assert found_bad == {path for path in broken if "/train/" in path}
     assert alone.bad_images() == []
@@ -289,8 +289,7 @@ def test_another_image_stands_in_for_a_broken_one(half_broken):
     found = [epochs(loader) for loader in shares]
     told = [loader.bad_images() for loader in shares]
     for whole, *parts in zip(batches, *found, strict=True):
-        for index in range(2):
-            assert torch.equal(torch.cat([part[index] for part in parts]), whole[index])
+        check_same(concatenated(parts), whole)
     in_train = {path for path in broken if "/train/" in path}
     assert {path for path, *_ in told[0] + told[1]} == in_train
     assert {why for _, why, _ in told[1]} == {"no image of a known format"}  # of a worker
@@ -298,16 +297,19 @@ def test_another_image_stands_in_for_a_broken_one(half_broken):
     for path, _, label in told[0] + told[1]:
         assert os.path.basename(os.path.dirname(path)) == names[label]
     resumed = next(iter(loaders(arguments(root, batch_size=8))[0].epoch(2, 3)))
-    assert torch.equal(resumed[0], batches[5 + 3][0])
+    check_same(resumed, batches[5 + 3])
 
 
 def test_validation_counts_each_readable_image_once(half_broken):
     root, broken = half_broken
     _, val = loaders(arguments(root, batch_size=8, num_workers=1))
-    labels = torch.cat([labels for _, labels in val.epoch(0)])
-    images = torch.cat([images for images, _ in val.epoch(0)])
+    found = concatenated([*val.epoch(0)])
+    labels, indices = found["target"], found["index"]
     assert torch.bincount(labels[labels >= 0]).tolist() == [4, 4, 5, 4]
-    assert not images[labels < 0].any()
+    assert not found["image"][labels < 0].any()
+    readable = [at for at in range(20) if at not in (0, 7, 19)]
+    assert indices[indices != PADDING].tolist() == readable
+    assert torch.equal(indices == PADDING, labels == PADDING)
     assert {path for path, *_ in val.bad_images()} == {p for p in broken if "/val/" in p}
 
 
@@ -328,8 +330,9 @@ def test_nothing_can_be_read(tmp_path, num_workers):
 def test_a_split_can_be_sent_to_a_process(half_broken):
     source = open_data(wanted(arguments(half_broken[0], batch_size=8), CONFIG))
     there = pickle.loads(pickle.dumps(source.splits["train"]))
-    for ours, theirs in zip(source.splits["train"][1, 0], there[1, 0], strict=True):
-        assert torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs
+    ours, theirs = (split[SampleIndex(1, 0)] for split in (source.splits["train"], there))
+    check_same(theirs.fields, ours.fields)
+    assert theirs.bad == ours.bad
 
 
 def test_largest_seed(half_broken):

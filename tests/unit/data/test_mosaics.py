@@ -11,7 +11,7 @@ from data.batch import BatchShard
 from data.digits import INTENSITIES, LENGTHS, read_digits
 from data.files import DataFolderError
 from data.source import DatasetRequest, open_data
-from tests.support.loading import arguments
+from tests.support.loading import arguments, check_same, check_same_epochs, concatenated
 
 SIZES = [(64, 64), (64, 96), (32, 32), (16, 16), (8, 40), (16, 32, 32), (32, 16, 24)]
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
@@ -27,7 +27,7 @@ def opened(size, channels=1, seed=3, classes=10, **changes):
 def first_batches(source, share=BatchShard(), count=2, batch_size=64):  # noqa: B008 - frozen
     """Of training and of validation, with the last one's padding left out."""
     loaders = source.train_loader(batch_size, share), source.val_loader(batch_size, share)
-    return [pair for each in loaders for pair in itertools.islice(each.epoch(1), count)]
+    return [batch for each in loaders for batch in itertools.islice(each.epoch(1), count)]
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +66,10 @@ def test_the_label_is_the_most_frequent_digit(size, digit_of):
         "val": source.val_loader(64, BatchShard()),
     }
     for split, loader in loaders.items():
-        images, labels = next(loader.epoch(0))
-        assert images.shape == (64, 1, *size)
-        assert set(labels.tolist()) == set(range(10))
-        for image, label in zip(images, labels, strict=True):
+        batch = next(loader.epoch(0))
+        assert batch["image"].shape == (64, 1, *size)
+        assert set(batch["target"].tolist()) == set(range(10))
+        for image, label in zip(batch["image"], batch["target"], strict=True):
             digits, splits = digits_in(image, digit_of)
             counts = np.bincount(digits.ravel(), minlength=10)
             assert counts.argmax() == label
@@ -86,18 +86,22 @@ def test_rows_are_parts_of_the_same_mosaic(size, channels):
     cuts = [range(0, 3), range(3, 16), range(16, size[0])]
     shares = [[BatchShard(rank, 2, rows) for rows in cuts] for rank in range(2)]
     found = [[first_batches(opened(size, channels), share) for share in row] for row in shares]
-    for number, (images, labels) in enumerate(whole):
-        parts = [torch.cat([each[number][0] for each in row], dim=2) for row in found]
-        assert torch.cat(parts).equal(images)
-        assert torch.cat([row[1][number][1] for row in found]).equal(labels)
+    for number, expected in enumerate(whole):
+        of_ranks = []
+        for row in found:
+            images = torch.cat([each[number]["image"] for each in row], dim=2)
+            joined = [each[number] | {"image": images} for each in row]
+            check_same_epochs(joined[1:], joined[:-1])  # the other fields have no rows
+            of_ranks.append(joined[0])
+        check_same(concatenated(of_ranks), expected)
     workers = first_batches(opened(size, channels, num_workers=2), shares[1][1], count=1)
-    assert workers[0][0].equal(found[1][1][0][0])
+    check_same_epochs(workers, found[1][1][::2])
 
 
 def test_other_seeds_splits_and_numbers_give_other_mosaics():
-    (train, _), _, (val, _), _ = first_batches(opened((32, 32)))
-    (other, _), *_ = first_batches(opened((32, 32), seed=4))
-    flat = torch.cat([train, val, other]).flatten(1)
+    train, _, val, _ = first_batches(opened((32, 32)))
+    other, *_ = first_batches(opened((32, 32), seed=4))
+    flat = torch.cat([batch["image"] for batch in (train, val, other)]).flatten(1)
     assert len(flat.unique(dim=0)) == 3 * 64
     again = opened((32, 32)).fingerprint()
     assert again == opened((32, 32)).fingerprint() != opened((32, 32), seed=4).fingerprint()

@@ -95,7 +95,7 @@ def test_other_names_of_splits_links_and_ignored_labels(tmp_path):
     source = open_masked(request_of(tmp_path / "real", segment_ignore=(0, 3)))
     assert source.class_names == ["sky", "road"]
     gray = open_masked(request_of(tmp_path / "real", channels=1)).splits["val"]
-    assert gray.load_sample(1, 0, 1).shape == (1, 16, 16)
+    assert gray.load_sample(1, 0, 1)["image"].shape == (1, 16, 16)
     labels = np.unique(np.concatenate([source.splits["train"].mask(n).ravel() for n in range(4)]))
     assert labels.tolist() == [-1, 1, 2, 255]
 
@@ -117,7 +117,7 @@ def test_windows_cover_the_image():
         assert len(split) == len(split.windows_of(0)) == len(places)
         whole = split.picture(0)
         for number, (top, left) in enumerate(places):
-            window = split.load_sample(number, 0, number)
+            window = split.load_sample(number, 0, number)["image"]
             assert window.shape == (3, 16, 16)
             assert window.equal(whole[:, top : top + 16, left : left + 16])
 
@@ -129,16 +129,16 @@ def test_no_image_is_divided_over_processes():
         share, seen = 4, []
         batches = set()
         for shard in range(shards):
-            loader = split.numbered().batches(share * shards, BatchShard(shard, shards))
+            loader = split.batches(share * shards, BatchShard(shard, shards))
             batches.add(len(loader))
-            numbers = torch.cat([labels for _, labels in loader.epoch(0)]).tolist()
+            numbers = torch.cat([batch["index"] for batch in loader.epoch(0)]).tolist()
             assert len(numbers) == len(loader) * share
             mine = [number for number in numbers if number != PADDING]
             images = [split.image_of(number) for number in mine]
             order = [*dict.fromkeys(images)]
             assert mine == [n for image in order for n in split.windows_of(image)]
             seen += mine
-            middle = [labels for _, labels in loader.epoch(0, 1)]
+            middle = [batch["index"] for batch in loader.epoch(0, 1)]
             assert torch.cat([torch.tensor(numbers[:share]), *middle]).tolist() == numbers
         assert sorted(seen) == [*range(len(split))]
         assert len(batches) == 1
@@ -167,7 +167,8 @@ def test_masks_of_mosaics():
     for name in ("train", "val"):
         split = source.splits[name]
         for number in (0, 7, 511):
-            red = split.load_sample(number, 0, number)[0].numpy() * 0.229 + 0.485
+            image = split.load_sample(number, 0, number)["image"]
+            red = image[0].numpy() * 0.229 + 0.485
             ink, mask = np.rint(255 * red).astype(np.uint8), split.mask(number)
             assert mask.shape == (32, 24)
             for top in range(0, 32, 8):

@@ -14,13 +14,14 @@ from PIL import Image
 from torchvision.datasets import ImageFolder, imagenet
 
 from data import files
+from data.batch import SampleIndex
 from data.files import DataFolderError
 from data.pack import main, pack
 from data.source import open_data
 from models.config import VitConfig
 from tests.support.archives import write_imagenet_archives, write_tar
 from tests.support.cli import ALL_DIGITS
-from tests.support.loading import arguments, loaders, wanted
+from tests.support.loading import arguments, check_same_epochs, loaders, wanted
 
 pytestmark = pytest.mark.fast
 
@@ -43,7 +44,8 @@ def split_of(root, split, **flags):
     found = opened(root, **flags).splits[split]
     where = range(len(found))
     names = [found.name_of(number).rpartition(": ")[2] for number in where]
-    return names, [found[0, number][1] for number in where], [found.read(n) for n in where]
+    labels = [int(found[SampleIndex(0, number)].fields["target"]) for number in where]
+    return names, labels, [found.read(number) for number in where]
 
 
 # -- written by data.pack -------------------------------------------------------------
@@ -97,9 +99,7 @@ def test_shards_are_read_by_the_package_webdataset(packed):
 def test_shards_give_what_the_folder_gives(packed):
     shards = arguments(packed, data_source="webdataset", num_workers=2)
     for there, here in zip(loaders(arguments(ALL_DIGITS)), loaders(shards), strict=True):
-        for expected, found in zip(there.epoch(3, 2), here.epoch(3, 2), strict=True):
-            assert expected[0].equal(found[0])
-            assert expected[1].equal(found[1])
+        check_same_epochs(here.epoch(3, 2), there.epoch(3, 2))
     assert opened(packed).classes == [str(digit) for digit in range(10)]
 
 
@@ -345,7 +345,10 @@ def test_a_shard_that_is_cut_off_later_is_as_broken_images(tmp_path):
     source = opened(tmp_path)
     path = tmp_path / "val" / "0.tar"
     path.write_bytes(path.read_bytes()[:2100])
-    image, label, ((name, reason, _),) = source.splits["val"][0, 1]
-    assert (label, image.any()) == (-1, False)
+    sample = source.splits["val"][SampleIndex(0, 1)]
+    ((name, reason, _),) = sample.bad
+    assert sample.fields.pop("target") == sample.fields.pop("index") == -1
+    assert not sample.fields.pop("image").any()
+    assert not sample.fields
     assert name == f"{path}: b"
     assert re.fullmatch(r"it is truncated: \d+ of \d+ bytes", reason)

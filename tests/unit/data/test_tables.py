@@ -23,6 +23,7 @@ from data.loader import WINDOW, RunSampler
 from data.source import DatasetRequest, open_data
 from data.tables import ParquetSplit, split_files
 from tests.support.cli import ROOT
+from tests.support.loading import check_same_epochs, concatenated
 from tests.support.marks import long
 from tests.support.table_files import write_tables
 
@@ -51,19 +52,18 @@ def test_images_are_the_digits(source, tables):
     loader = pickle.loads(pickle.dumps(found)).val_loader(
         100, BatchShard()
     )  # as for other processes
-    for theirs, ours in zip(expected.epoch(0), loader.epoch(0), strict=True):
-        assert all(a.equal(b) for a, b in zip(theirs, ours, strict=True))
+    check_same_epochs(loader.epoch(0), expected.epoch(0))
 
 
 @pytest.mark.parametrize("source", ["parquet", long("huggingface")])
 def test_each_image_once_an_epoch_over_processes_workers_and_resumes(source, tables):
     alone = opened(tables, source, scale=(1, 1), ratio=(1, 1), hflip=0)
     batches = list(alone.train_loader(64, BatchShard()).epoch(1))
-    images = torch.cat([images for images, _ in batches])
+    images = concatenated(batches)["image"]
     names = collections.Counter(image.numpy().tobytes() for image in images)
     every = opened(tables, source, scale=(1, 1), ratio=(1, 1), hflip=0)
-    whole = torch.cat([images for images, _ in every.train_loader(1438, BatchShard()).epoch(1)])
-    assert not names - collections.Counter(image.numpy().tobytes() for image in whole)
+    whole = concatenated([*every.train_loader(1438, BatchShard()).epoch(1)])
+    assert not names - collections.Counter(image.numpy().tobytes() for image in whole["image"])
     assert len(images) == 1438 // 64 * 64
     for workers, world, first in ((2, 2, 0), (0, 4, 9)):
         parts = [
@@ -72,9 +72,7 @@ def test_each_image_once_an_epoch_over_processes_workers_and_resumes(source, tab
             .epoch(1, first)
             for rank in range(world)
         ]
-        for found, there in zip(zip(*parts, strict=True), batches[first:], strict=True):
-            assert torch.cat([part for part, _ in found]).equal(there[0])
-            assert torch.cat([labels for _, labels in found]).equal(there[1])
+        check_same_epochs(map(concatenated, zip(*parts, strict=True)), batches[first:])
 
 
 @pytest.mark.parametrize("run_length", [1, 8, 1000])
@@ -102,7 +100,7 @@ def test_the_order_in_runs(run_length):
     def batches(size, first=0):
         sampler = RunSampler(groups, run_length, size, shuffle=True, seed=1)
         sampler.set_position(2, first)
-        return [index for batch in sampler for _, index in batch]
+        return [at.index for batch in sampler for at in batch]
 
     assert batches(64)[64 * 4 :] == batches(128, 2)[: 64 * (len(batches(64)) // 64 - 4)]
 
@@ -162,12 +160,9 @@ def test_a_url(tables, monkeypatch):
         there.pipe_file(f"/digits/{path.name}", path.read_bytes())
     expected = opened(tables, "parquet")
     found = open_data(wanted("memory://digits", "parquet"))
-    for ours, theirs in zip(
-        found.train_loader(64, BatchShard()).epoch(0),
-        expected.train_loader(64, BatchShard()).epoch(0),
-        strict=True,
-    ):
-        assert ours[0].equal(theirs[0])
+    check_same_epochs(
+        *(source.train_loader(64, BatchShard()).epoch(0) for source in (found, expected))
+    )
 
 
 def png():
@@ -221,8 +216,8 @@ def test_columns_that_are_chosen_and_bytes_that_are_none(tmp_path):
     pq.write_table(table, tmp_path / "val.parquet")
     found = open_data(wanted(tmp_path, "parquet", columns=("img", "coarse")))
     train, val = found.train_loader(100, BatchShard()), found.val_loader(100, BatchShard())
-    assert next(train.epoch(0))[1].unique().tolist() == [2]
-    assert next(val.epoch(0))[1].tolist() == [2] * 99 + [-1]
+    assert next(train.epoch(0))["target"].unique().tolist() == [2]
+    assert next(val.epoch(0))["target"].tolist() == [2] * 99 + [-1]
     for loader in (train, val):
         ((name, reason, _),) = loader.bad_images()
         assert name.endswith(".parquet row 99")
@@ -276,7 +271,7 @@ def test_strings_are_labels(kind, tmp_path):
                 pq.write_table(table, tmp_path / f"{split}-{number}.parquet")
     found = open_data(wanted(tmp_path, source, batch_size=3))
     assert found.classes == ["Ant", "cat", "dog"]
-    assert next(found.val_loader(3, BatchShard()).epoch(0))[1].tolist() == AS_NUMBERS
+    assert next(found.val_loader(3, BatchShard()).epoch(0))["target"].tolist() == AS_NUMBERS
     assert found.splits["train"].labels.tolist() == AS_NUMBERS
 
 
@@ -368,6 +363,6 @@ def test_a_damaged_row_group(tables, tmp_path):
         (tmp_path / path.name).write_bytes(content)
     loader = open_data(wanted(tmp_path, "parquet")).train_loader(64, BatchShard())
     batches = list(itertools.islice(loader.epoch(0), 22))
-    assert all((labels >= 0).all() for _, labels in batches)
+    assert all((batch["target"] >= 0).all() for batch in batches)
     names = {name for name, *_ in loader.bad_images()}
     assert 0 < len(names) <= 20

@@ -13,7 +13,7 @@ import torch
 from data.batch import BatchShard
 from data.files import DataFolderError
 from data.source import DatasetRequest, open_data
-from tests.support.loading import arguments
+from tests.support.loading import arguments, check_same, concatenated
 
 SIZE = (8, 12, 16)
 LARGER = (11, 14, 21)
@@ -58,8 +58,7 @@ def opened(top, size=SIZE, channels=1, seed=3, **changes):
 
 
 def all_of(loader, epoch=0):
-    images, labels = zip(*loader.epoch(epoch), strict=True)
-    return torch.cat(images), torch.cat(labels)
+    return concatenated([*loader.epoch(epoch)])
 
 
 def cuts(array, size=SIZE):
@@ -76,13 +75,14 @@ def test_validation_volumes_are_the_middles(tree):
     source = opened(tree)
     assert (source.train_length, source.val_length, source.classes) == (12, 5, ["a", "b"])
     assert source.reads_rows
-    images, labels = all_of(source.val_loader(4, BatchShard()))
+    found = all_of(source.val_loader(4, BatchShard()))
     paths = sorted((tree / "val").glob("*/*"))
-    assert labels.tolist() == ["ab".index(path.parent.name) for path in paths] + [-1] * 3
-    for image, path in zip(images, paths, strict=False):
+    assert found["target"].tolist() == ["ab".index(path.parent.name) for path in paths] + [-1] * 3
+    assert found["index"].tolist() == [*range(5), *[-1] * 3]
+    for image, path in zip(found["image"], paths, strict=False):
         middle = volume(number_of(path))[1:9, 1:13, 2:18] / 65535
         np.testing.assert_allclose(image[0], middle, rtol=1e-6)
-    assert not images[5:].any()
+    assert not found["image"][5:].any()
 
 
 @pytest.mark.parametrize("hflip", [0.5, 1.0])
@@ -91,7 +91,7 @@ def test_training_volumes_are_cut_anywhere(tree, hflip):
     flips, places = [], set()
     known = [np.stack([part for _, part in cuts(volume(n))]).astype("f") for n in range(12)]
     for epoch in range(3):
-        images, _ = all_of(source.train_loader(4, BatchShard()), epoch)
+        images = all_of(source.train_loader(4, BatchShard()), epoch)["image"]
         for image in images[:, 0].numpy():
             found = [
                 (n, *np.flatnonzero(np.isclose(k, image).all((1, 2, 3))))
@@ -109,10 +109,11 @@ def test_rows_are_parts_of_the_same_volumes(tree, num_workers):
     source = opened(tree, num_workers=num_workers)
     rows = [range(0, 3), range(3, 4), range(4, 8)]
     for load in (source.train_loader, source.val_loader):
-        whole, labels = all_of(load(4, BatchShard()), 1)
+        whole = all_of(load(4, BatchShard()), 1)
         parts = [all_of(load(4, BatchShard(rows=each)), 1) for each in rows]
-        assert torch.cat([part for part, _ in parts], dim=2).equal(whole)
-        assert all(theirs.equal(labels) for _, theirs in parts)
+        images = torch.cat([part["image"] for part in parts], dim=2)
+        for part in parts:  # the other fields have no rows
+            check_same(part | {"image": images}, whole)
 
 
 def test_only_the_slab_is_read(tree, monkeypatch):
@@ -137,7 +138,7 @@ def test_channels_first_or_last(tmp_path, shape, axis):
         write(tmp_path / split / "a" / "0.npy", volume(0, shape, np.float32))
     size = (8, 12, 2) if shape[-1] == 2 and axis == 0 else SIZE
     source = opened(tmp_path, size, 2, mean=(0.1, 0.2, 0.6), std=(0.2, 0.3, 1.0), batch_size=1)
-    image = next(source.val_loader(1, BatchShard()).epoch(0))[0][0]
+    (image,) = next(source.val_loader(1, BatchShard()).epoch(0))["image"]
     array = np.moveaxis(volume(0, shape, np.float32), axis, 0)
     starts = [(there - here) // 2 for there, here in zip(array.shape[1:], size, strict=True)]
     middle = array[:, *(slice(at, at + n) for at, n in zip(starts, size, strict=True))]
@@ -155,7 +156,7 @@ def test_images(tmp_path, suffix, channels):
         path.rename(path.with_suffix(suffix))
     colours = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}
     source = opened(tmp_path, (16, 24), channels, batch_size=1, **colours)
-    (image,), _ = next(source.val_loader(1, BatchShard(rows=range(4, 16))).epoch(0))
+    (image,) = next(source.val_loader(1, BatchShard(rows=range(4, 16))).epoch(0))["image"]
     middle = array.reshape(20, 30, channels)[6:18, 3:27].transpose(2, 0, 1) / 255
     mean, std = ([0.4], [0.3]) if channels == 1 else colours.values()
     expected = (middle - np.reshape(mean, (-1, 1, 1))) / np.reshape(std, (-1, 1, 1))
@@ -173,11 +174,11 @@ def test_a_table_of_labels(tree, tmp_path):
     source = opened(tree, labels=str(tmp_path / "labels.csv"), batch_size=2)
     assert source.classes == ["alive", "dead", "sick"]
     assert (source.train_length, source.val_length) == (2, 2)
-    images, labels = all_of(source.val_loader(2, BatchShard()))
-    assert labels.tolist() == [2, 2]
-    for image, number in zip(images, (0, 12), strict=True):
+    found = all_of(source.val_loader(2, BatchShard()))
+    assert found["target"].tolist() == [2, 2]
+    for image, number in zip(found["image"], (0, 12), strict=True):
         np.testing.assert_allclose(image[0], volume(number)[1:9, 1:13, 2:18] / 65535, rtol=1e-6)
-    assert sorted(all_of(source.train_loader(2, BatchShard()))[1].tolist()) == [0, 1]
+    assert sorted(all_of(source.train_loader(2, BatchShard()))["target"].tolist()) == [0, 1]
     (tmp_path / "labels.csv").write_text(text.replace("alive", "well"))
     other = opened(tree, labels=str(tmp_path / "labels.csv"), batch_size=2)
     assert other.fingerprint() != source.fingerprint()
@@ -245,17 +246,17 @@ def test_unreadable_files(tree, tmp_path):
             here.write_bytes(path.read_bytes() if number % 3 else b"nothing")
     source = opened(tmp_path)
     train, val = source.train_loader(4, BatchShard()), source.val_loader(4, BatchShard())
-    whole, labels = all_of(train)
-    assert len(labels) == 12
+    whole = all_of(train)
+    assert len(whole["target"]) == 12
     assert {path for path, *_ in train.bad_images()} == {
         str(tmp_path / path.relative_to(tree)) for path in names["train"][::3]
     }
-    half, half_labels = all_of(source.train_loader(4, BatchShard(rows=range(4))))
-    assert half.equal(whole[:, :, :4])
-    assert half_labels.equal(labels)
-    images, labels = all_of(val)
-    assert [int(label) for label in labels] == [-1, 0, 0, -1, 1, -1, -1, -1]
-    assert not images[0].any()
+    half = all_of(source.train_loader(4, BatchShard(rows=range(4))))
+    check_same(half, whole | {"image": whole["image"][:, :, :4]})
+    found = all_of(val)
+    assert found["target"].tolist() == [-1, 0, 0, -1, 1, -1, -1, -1]
+    assert found["index"].tolist() == [-1, 1, 2, -1, 4, -1, -1, -1]
+    assert not found["image"][0].any()
     assert len(val.bad_images()) == 2
 
 
@@ -293,7 +294,7 @@ def test_a_tiff_file_whose_width_has_two_values(tmp_path):
             path.write_bytes(content.replace(width, struct.pack("<HHIHH", 256, 3, 2, 24, 24)))
     source = opened(tmp_path, (16, 16), batch_size=3)
     for loader in (source.train_loader(3, BatchShard()), source.val_loader(3, BatchShard())):
-        assert len(all_of(loader)[1]) == 3
+        assert len(all_of(loader)["target"]) == 3
         ((path, reason, *_),) = loader.bad_images()
         assert path.endswith("1.tif")
         assert reason.startswith("its header is damaged: its shape is (20, (24, 24))")
@@ -308,10 +309,10 @@ def test_values_that_are_not_finite(tmp_path, value):
     source = opened(tmp_path, batch_size=2)
     for load in (source.train_loader, source.val_loader):
         loader = load(2, BatchShard())
-        assert all_of(loader)[0].isfinite().all()
+        assert all_of(loader)["image"].isfinite().all()
         ((path, reason, *_),) = loader.bad_images()
         assert path.endswith("1.npy")
         assert reason == "it contains values that are NaN or infinite in fp32"
-        assert all_of(load(2, BatchShard(rows=range(4))))[0].isfinite().all()
+        assert all_of(load(2, BatchShard(rows=range(4))))["image"].isfinite().all()
         with pytest.raises(DataFolderError, match=r"1.npy is damaged .* its other rows cannot"):
             all_of(load(2, BatchShard(rows=range(4, 8))))

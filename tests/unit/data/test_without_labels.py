@@ -6,7 +6,6 @@ import tarfile
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 from PIL import Image
 
 from data.batch import PADDING, BatchShard
@@ -14,6 +13,7 @@ from data.config import DataConfig
 from data.files import DataFolderError
 from data.pack import main, pack
 from data.source import DatasetRequest, open_data
+from tests.support.loading import concatenated
 from tests.support.memory_files import in_memory
 
 pytestmark = pytest.mark.fast
@@ -47,13 +47,16 @@ def opened(root, source="folder", **changes):
 
 
 def greys(source, split, batch_size=4):
-    """The grey value of each image of a split, read once in order, and all labels."""
+    """The grey value of each image of a split, read once in order, and all labels, if any."""
     loader = {"train": source.train_loader, "val": source.val_loader}[split](
         batch_size, BatchShard()
     )
-    batches = list(loader.epoch(0))
-    labels = [label for _, labels in batches for label in labels.tolist()]
-    values = [int(image[0, 0, 0]) for images, _ in batches for image in images]
+    found = concatenated([*loader.epoch(0)])
+    values = found["image"][:, 0, 0, 0].tolist()
+    if "target" not in found:  # training images, of which none is padding
+        assert found.keys() == {"image"}
+        return values, None
+    labels = found["target"].tolist()
     return [v for v, label in zip(values, labels, strict=True) if label != PADDING], labels
 
 
@@ -76,7 +79,8 @@ def test_folder_of_images_alone(url, tmp_path):
         assert greys(source, "train") == (order, [0] * len(order) + [PADDING] * (-len(order) % 4))
         assert (source.classes, source.val_length) == (None, 0)
         assert str(source).endswith(f"{len(order)} training images")
-        trained = sorted(greys(opened(where, scale=(1, 1)), "train")[0])
+        trained, labels = greys(opened(where, scale=(1, 1)), "train")
+        assert labels is None
         assert len(trained) == len(order) // 4 * 4
         assert {round(grey, -1) for grey in trained} <= {round(grey, -1) for grey in order}
     write(root / "val", {"x/1.png": 99})
@@ -116,22 +120,32 @@ def test_unusable_folders(files, how, message, tmp_path):
         opened(write(tmp_path, files), **how)
 
 
-def test_numbers_in_place_of_labels(tmp_path):
-    split = opened(write(tmp_path, FLAT), augment=False).splits["train"].numbered()
+@pytest.mark.parametrize("augment", [False, True])
+def test_the_numbers_of_images(augment, tmp_path):
+    source = opened(write(tmp_path, FLAT), augment=augment, scale=(1, 1), ratio=(1, 1))
+    split, seen = source.splits["train"], []
+    if augment:
+        assert "index" not in split.fields
+        split = split.with_index()
+        assert "index" not in source.splits["train"].fields
     for rank in range(2):
-        for images, numbers in split.batches(4, BatchShard(rank, 2)).epoch(0):
-            for image, number in zip(images, numbers.tolist(), strict=True):
-                assert number == PADDING or int(image[0, 0, 0]) == GREYS[number]
+        for batch in split.batches(4, BatchShard(rank, 2)).epoch(0):
+            numbers = batch["index"].tolist()
+            for image, number in zip(batch["image"], numbers, strict=True):
+                assert number == PADDING or round(int(image[0, 0, 0]), -1) == GREYS[number]
+            seen += [number for number in numbers if number != PADDING]
+    assert len({*seen}) == len(seen) == (4 if augment else 7)
 
 
 def test_a_few_images(tmp_path):
-    split = opened(write(tmp_path, FLAT), augment=False).splits["train"].numbered()
+    split = opened(write(tmp_path, FLAT), augment=False).splits["train"]
     parts = [
         next(split.batches_of([2, 0, 1], 4, BatchShard(rank, 2)).epoch(0)) for rank in range(2)
     ]
-    images, numbers = (torch.cat(each) for each in zip(*parts, strict=True))
-    assert numbers.tolist() == [2, 0, 1, PADDING]
-    assert images[:3, 0, 0, 0].tolist() == [GREYS[number] for number in (2, 0, 1)]
+    found = concatenated(parts)
+    assert found["index"].tolist() == [2, 0, 1, PADDING]
+    assert found["target"].tolist() == [0, 0, 0, PADDING]
+    assert found["image"][:3, 0, 0, 0].tolist() == [GREYS[number] for number in (2, 0, 1)]
 
 
 # -- shards and tables -------------------------------------------------------------------
