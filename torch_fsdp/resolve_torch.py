@@ -20,7 +20,7 @@ from torch_fsdp.parallel_plan import DTYPES, FsdpImplementation, TimmBlocks, Tor
 from training.config import RunConfig
 from training.errors import UsageError
 from training.flags import check_rules
-from training.initial_weights import with_teacher
+from training.teachers import with_teacher
 from training.mesh import Mesh, make_mesh
 from training.resolve import (
     MODEL_FLAG,

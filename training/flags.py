@@ -153,6 +153,18 @@ def from_values(config: type, values: Mapping[str, Any]) -> Any:
     return config(**chosen)
 
 
+def with_values(config: Any, values: Mapping[str, Any]) -> Any:
+    """Return a configuration with these values, keyed by field name as by ``flat``."""
+    changes = {}
+    for field in dataclasses.fields(config):
+        now = getattr(config, field.name)
+        if dataclasses.is_dataclass(now):
+            changes[field.name] = with_values(now, values)
+        elif field.name in values:
+            changes[field.name] = values[field.name]
+    return dataclasses.replace(config, **changes)
+
+
 def check_values(config: type, values: Mapping[str, Any]) -> None:
     """Raise ValueError if a value for ``from_values``, read from JSON, is of another type than its
     field, or outside of the range of its flag."""

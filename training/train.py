@@ -44,7 +44,6 @@ from training.evaluation.frozen import (
     open_frozen,
 )
 from training.files import FolderLock
-from training.initial_weights import InitialWeights, fit, gram_teacher, weights_of_teacher
 from training.logs.bad_images import FILE as BAD_IMAGES_FILE
 from training.logs.bad_images import open_bad_images
 from training.logs.events import StartParts
@@ -70,8 +69,11 @@ from training.start import (
     set_aside_newer_checkpoints,
 )
 from training.step import TrainBatches, shard_and_optimize
+from training.teachers import gram_teacher, weights_of_teacher
 from training.units import units_of
-from training.weights import check_weights
+from training.weights.adapt import Adapter, adapt
+from training.weights.describe import describe
+from training.weights.source import check_files
 
 
 def prepare_training(start: Start, run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
@@ -87,12 +89,14 @@ def prepare_training(start: Start, run: Run) -> tuple[Run, Callable[[Run, Backen
     make_schedule(run, epoch_steps, start.position(run, data, epoch_steps))
     initial = None
     if start.weights:
-        initial = fit(start.weights, run, data.classes)
-        if data.classes and initial.keeps_head and not start.weights.classes_among(data.classes):
+        initial = adapt(start.weights, run.model, classes=data.classes, seed=config.seed)
+        names = describe(start.weights).classes_among(data.classes)
+        if data.classes and initial.keeps_head and not names:
             check_unnamed_classes(data.classes, initial.path, config.data, run.model)
     if run.teacher and config.loss.teacher_weights and data.classes:
         teacher = weights_of_teacher(config.loss.teacher_weights, "--teacher_weights")
-        check_same_classes(teacher.classes_among(data.classes), teacher.path, data, run)
+        names = describe(teacher).classes_among(data.classes)
+        check_same_classes(names, teacher.path, data, run)
     if config.objective.gram_weights:
         gram_teacher(run)
     frozen = open_frozen(run, kinds_in_training(config.log))
@@ -103,7 +107,7 @@ def prepare_training(start: Start, run: Run) -> tuple[Run, Callable[[Run, Backen
 
 def train(
     planned: Start,
-    initial: InitialWeights | None,
+    initial: Adapter | None,
     data: DataSource,
     frozen: FeatureEvalData,
     expected_s: float | None,
@@ -267,7 +271,7 @@ def _place_model(
     run: Run,
     session: loop.Session,
     start: Start,
-    initial: InitialWeights | None,
+    initial: Adapter | None,
 ) -> nn.Module:
     """Return the sharded model on the devices, with new or loaded values. If a checkpoint is loaded
     afterwards, do not spend time on initial values."""
@@ -275,7 +279,7 @@ def _place_model(
     initialize = allocate_uninitialized if start.saved else None
     say(f"model: {model_line(run.model)}")
     if initial and not start.saved:
-        check_weights(initial.weights, verify=run.config.checkpoints.verify_checkpoint)
+        check_files(initial.source, verify=run.config.checkpoints.verify_checkpoint)
         say(initial.note)
         initialize = initial.initialize
     return shard_and_optimize(run, session.backend, initialize)

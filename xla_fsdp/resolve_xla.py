@@ -14,7 +14,7 @@ from models.blocks import FOLDED, why_no_tensor_parallel
 from training.config import RunConfig
 from training.errors import UsageError
 from training.flags import by_field, check_rules
-from training.initial_weights import with_teacher
+from training.teachers import with_teacher
 from training.mesh import LOGICAL_AXIS_RULES, make_mesh
 from training.resolve import (
     Run,

@@ -21,11 +21,11 @@ from data.source import CropLayout, max_masked
 from models.dino import Compared, Crops, DinoSpec
 from models.positions import Resampling
 from training.backend import Backend, dataset_request
-from training.initial_weights import gram_teacher
 from training.objectives.config import ObjectiveConfig
 from training.objectives.objective import Objective, normalizer
 from training.schedule import StepRates
-from training.weights import check_weights
+from training.teachers import gram_teacher
+from training.weights.source import check_files
 
 if TYPE_CHECKING:
     from training.resolve import Run
@@ -92,7 +92,7 @@ class SelfDistillation(Objective):
         self._gram: nn.Module | None = None
         if self._config.gram_weights:
             initial = gram_teacher(run)
-            check_weights(initial.weights, verify=run.config.checkpoints.verify_checkpoint)
+            check_files(initial.source, verify=run.config.checkpoints.verify_checkpoint)
             say(f"Gram teacher: {initial.note}")
             frozen = run.build_model(backend.constant).requires_grad_(False)
             follows = self._config.gram_update_steps > 0
