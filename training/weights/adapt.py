@@ -74,7 +74,9 @@ def adapt(
     there, conversion = _layouts_for(source, spec)
     shapes = {name: tensor.shape for name, tensor in there.items()}
     here = {name: tensor.shape for name, tensor in spec.meta.state_dict().items()}
-    naming = source.naming if conversion is None else timm_formats.how(source, spec)
+    naming = source.naming
+    if conversion is not None:
+        naming = timm_formats.how(_seen(source, conversion), spec)
     note = "; ".join(filter(None, [naming, source.note]))
     hints = describe(source)
     layouts: dict[str, _Layout] = {}
