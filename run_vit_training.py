@@ -91,7 +91,7 @@ def train(flags: Flags) -> None:
 def evaluate(flags: Flags) -> None:
     """``--eval_only``: print the loss and accuracy of trained weights."""
     from training.evaluation.predict import prepare_evaluation
-    from training.initial_weights import find_trained
+    from training.evaluation.trained import find_trained
 
     init_from = flags.run.checkpoints.init_from
     if init_from:  # no :=, so that an old Python reads as far as its refusal
@@ -105,7 +105,7 @@ def judge_features(flags: Flags) -> None:
     """``--eval_only`` with ``--knn``, ``--probe``, ``--rank`` or ``--segment_probe``: evaluate the
     features."""
     from training.evaluation.frozen import prepare_frozen
-    from training.initial_weights import find_trained
+    from training.evaluation.trained import find_trained
 
     config, weights = find_trained(flags.run)
     run_on_backend(flags, config, functools.partial(prepare_frozen, weights))
@@ -114,7 +114,7 @@ def judge_features(flags: Flags) -> None:
 def write_features(flags: Flags) -> None:
     """``--features``: write the features of images."""
     from training.evaluation.features import prepare_features
-    from training.initial_weights import find_trained
+    from training.evaluation.trained import find_trained
 
     config, weights = find_trained(flags.run)
     run_on_backend(flags, config, functools.partial(prepare_features, weights))
@@ -130,7 +130,7 @@ def self_check(flags: Flags) -> None:
 def predict(flags: Flags) -> None:
     """``--predict``: print the most probable classes of images, without a backend."""
     from training.evaluation.predict import predict_images
-    from training.initial_weights import find_trained
+    from training.evaluation.trained import find_trained
 
     config, weights = find_trained(flags.run)
     gc.enable()
@@ -169,13 +169,14 @@ def list_models(pattern: str) -> int:
 def _with_initial_model(config: RunConfig) -> RunConfig:
     """Return the configuration with the model of ``--init_from``, if it is set. Weights on the Hub
     do not change a model that is named, so they are not downloaded."""
-    from training.hub import is_on_hub
-    from training.initial_weights import with_init_from
+    from training.weights.describe import take_over_described
+    from training.weights.find import find
+    from training.weights.hub import is_on_hub
 
     name = config.checkpoints.init_from
     if not name or (config.model.model and is_on_hub(name)):
         return config
-    return with_init_from(config)[0]
+    return take_over_described(config, find(name, "--init_from"), keeps_head=False)[0]
 
 
 def _require_xla(flags: Flags, mode: str) -> None:

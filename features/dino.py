@@ -170,6 +170,6 @@ class GramTeacher(Feature):
     }
 
     def check_data(self, run: Run, data: DataSource) -> None:
-        from training.initial_weights import gram_teacher
+        from training.teachers import gram_teacher
 
         gram_teacher(run)

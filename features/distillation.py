@@ -30,12 +30,14 @@ class Distillation(Feature):
 
     def check_data(self, run: Run, data: DataSource) -> None:
         from training.checkpoints.compatible import check_same_classes
-        from training.initial_weights import weights_of_teacher
+        from training.teachers import weights_of_teacher
+        from training.weights.describe import describe
 
         path = run.config.of(DistillationConfig).teacher_weights
         if run.teacher and path and data.classes:
             weights = weights_of_teacher(path, "--teacher_weights")
-            check_same_classes(weights.classes_among(data.classes), weights.path, data, run)
+            names = describe(weights).classes_among(data.classes)
+            check_same_classes(names, weights.path, data, run)
 
     def train_flops(self, run: Run, model: ModelSpec, flops: float) -> float:
         """Without those of the model's average, which the teacher replaces as the teacher."""

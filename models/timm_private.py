@@ -7,6 +7,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields
 from typing import Any
@@ -22,6 +23,7 @@ from timm.layers.pos_embed_sincos import (
     make_coords_dinov3,
 )
 from timm.layers.pos_embed_sincos import init_random_2d_freqs as init_random_2d_freqs
+from timm.models import vision_transformer
 from timm.models.eva import Eva
 from timm.models.naflexvit import (
     NaFlexVit,
@@ -93,6 +95,29 @@ def arguments_given_to(*kinds: type[nn.Module]) -> Iterator[dict[str, Any]]:
     finally:
         for kind, constructor in constructors.items():
             kind.__init__ = constructor  # type: ignore[method-assign]
+
+
+def checkpoint_filter(name: str) -> Callable[..., dict[str, torch.Tensor]]:
+    """Return the function (state dict, model) that converts published weights for timm's model
+    ``name``, with its own arguments; VisionTransformer's for models of other names, and for those
+    that have native resolution alone."""
+    found: Callable[..., dict[str, torch.Tensor]] = vision_transformer.checkpoint_filter_fn
+    architecture = name.partition(".")[0]
+    if not timm.is_model(architecture) or architecture.startswith("naflexvit_"):
+        return found
+
+    def build(*args: Any, pretrained_filter_fn: Any = found, **kwargs: Any) -> None:
+        nonlocal found
+        found = pretrained_filter_fn
+
+    create = timm.model_entrypoint(architecture)
+    module: Any = sys.modules[create.__module__]
+    before, module.build_model_with_cfg = module.build_model_with_cfg, build
+    try:
+        create()
+    finally:
+        module.build_model_with_cfg = before
+    return found
 
 
 # -- values ---------------------------------------------------------------------------

@@ -40,14 +40,18 @@ from data.utf8 import use_utf8
 from models.config import VitConfig
 from models.native_vit import NativeSpec
 from models.timm_models import EVA_NAMES, TimmSpec
-from training import hub, weights
 from training.checkpoints import format as checkpoint
 from training.config import RunConfig
 from training.errors import UsageError
 from training.flags import OneLineParser, by_field
 from training.processes.output import exit_quietly_on_broken_pipe
 from training.resolve import model_of
-from training.weight_names import physicsnemo_names
+from training.weights import hub
+from training.weights.describe import describe, preprocessing_of
+from training.weights.files import run_as_metadata
+from training.weights.find import find
+from training.weights.names import physicsnemo_names
+from training.weights.source import Source, check_files
 
 PROGRAM = "tools.convert"
 SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
@@ -154,15 +158,13 @@ def mapped_like(layouts: Mapping[str, torch.Tensor], folder: Path) -> dict[str, 
 
 
 def read_checkpoint(
-    source: weights.Weights, dtype: torch.dtype | None, scratch: Path
+    source: Source, dtype: torch.dtype | None, scratch: Path
 ) -> dict[str, torch.Tensor]:
     """Return the weights, or their EMA, of a folder of DCP by timm's names, floats as ``dtype``."""
-    layouts = {}
-    for name, shape in source.shapes().items():
-        number_format = next(iter(source.stored[name].values())).properties.dtype
-        if dtype and number_format.is_floating_point:
-            number_format = dtype
-        layouts[name] = torch.empty(shape, dtype=number_format, device="meta")
+    layouts = {
+        name: layout.to(dtype) if dtype and layout.is_floating_point() else layout
+        for name, layout in source.layouts.items()
+    }
     tensors = mapped_like(layouts, scratch)
     with progress_bar("read", sum(tensor.nbytes for tensor in tensors.values())) as bar:
         source.read_into(tensors, ShownReading(bar))
@@ -238,7 +240,7 @@ def write(
     if form == "torch":  # with a known run as PyTorch's dcp_to_torch, else a plain state dict
         torch.save({"model": tensors, "training": about} if about else tensors, path)
         return
-    metadata = {"format": "pt"} | (weights.run_as_metadata(run) if run else {})
+    metadata = {"format": "pt"} | (run_as_metadata(run) if run else {})
     if config and "pretrained_cfg" in config:
         metadata["pretrained_cfg"] = json.dumps(config["pretrained_cfg"])
     if max_shard_size is None:
@@ -293,7 +295,7 @@ def timm_config(run: checkpoint.SavedRun) -> dict[str, Any] | None:
     arguments = {
         name: spec.settings[name] for name in names if is_native or spec.settings[name] is not None
     }
-    sizes, preprocessing = spec.sizes, weights.preprocessing_of(run.arguments, run.path)
+    sizes, preprocessing = spec.sizes, preprocessing_of(run.arguments, run.path)
     classes = sizes.num_classes if is_classifier(run) else 0  # without a head
     mean, std = preprocessing.of_channels(sizes.input_shape[0])
     config: dict[str, Any] = {
@@ -372,9 +374,9 @@ def convert(options: Any, form: str, max_shard_size: str | None) -> str:
     Raises UsageError if SRC cannot be read or DST not be written, and then leaves nothing there.
     """
     while True:
-        source = weights.weights_named(str(options.src), "SRC", use_ema=options.use_ema)
+        source = find(str(options.src), "SRC", use_ema=options.use_ema)
         try:
-            weights.check_weights(source, verify=not options.no_verify_checkpoint)
+            check_files(source, verify=not options.no_verify_checkpoint)
             return _converted(source, options, form, max_shard_size)
         except UsageError:
             is_of_run = source.tensors is None and source.path != Path(options.src)
@@ -382,7 +384,7 @@ def convert(options: Any, form: str, max_shard_size: str | None) -> str:
                 raise  # otherwise the run, which is being trained, has removed its checkpoint
 
 
-def _converted(source: weights.Weights, options: Any, form: str, max_shard_size: str | None) -> str:
+def _converted(source: Source, options: Any, form: str, max_shard_size: str | None) -> str:
     """Write DST, under a temporary name beside it. Raises like ``convert``."""
     dst = options.dst
     path, dtype = source.path, DTYPES.get(options.dtype)
@@ -390,8 +392,8 @@ def _converted(source: weights.Weights, options: Any, form: str, max_shard_size:
     named = checkpoint.NAME.fullmatch(dst.name) if form == "dcp" else None
     if run and named and int(named[1]) != run.position.step:
         raise UsageError(f"{dst}: {path} is of step {run.position.step}: use another name")
-    if source.note:
-        print(without_secrets(f"{PROGRAM}: {path}: {source.note}"), file=sys.stderr)
+    if notes := source.notes:
+        print(without_secrets(f"{PROGRAM}: {path}: {notes}"), file=sys.stderr)
     partial = dst.with_name(f".{dst.name}.partial")
 
     def remove() -> None:
@@ -404,12 +406,12 @@ def _converted(source: weights.Weights, options: Any, form: str, max_shard_size:
         if run:
             config = timm_config(run)
         else:
-            about = source.described.content
+            about = describe(source).config.content
             config = dict(about) if "architecture" in about else None
         if source.tensors is None:
             tensors = read_checkpoint(source, dtype, dst.parent)
         else:
-            tensors = dict(source.tensors)
+            tensors = source.read([*source.layouts])
         if run and not is_classifier(run):  # without what the objective added to the model
             of_model = model_of(run.model).meta.state_dict()
             tensors = {name: tensor for name, tensor in tensors.items() if name in of_model}

@@ -42,7 +42,6 @@ from training.config import EmaConfig, LogConfig, RunConfig, ShardingConfig, Use
 from training.data import data_errors_as_usage_errors, dataset_request
 from training.errors import UsageError
 from training.flags import OneLineParser, from_values
-from training.initial_weights import with_teacher
 from training.mesh import Mesh
 from training.objectives.base import Objective
 from training.objectives.registry import open_objective
@@ -50,7 +49,9 @@ from training.optimizers import updates_of
 from training.processes.output import exit_quietly_on_broken_pipe
 from training.resolve import Run, check_batch, resolve_common, resolve_model
 from training.step import begin_step
-from training.weights import Weights, check_weights
+from training.teachers import with_teacher
+from training.weights.adapt import adapt
+from training.weights.source import Source, check_files
 
 PROGRAM = "tools.replay_step"
 _SHOWN = 5
@@ -118,16 +119,17 @@ class Replayed:
     objective: Objective
 
 
-def build(run: Run, bad_step: BadStep, weights: Weights) -> Replayed:
+def build(run: Run, bad_step: BadStep, weights: Source) -> Replayed:
     """Return the models with their weights. Raises UsageError."""
     models = {"": run.build_model(torch.Tensor.contiguous)}
-    weights.fill(models[""], "")
+    adapt(weights, run.model, unchanged=True).initialize(models[""], "")
     updates = updates_of(run.config.optimizer, run.model)
     for name, parameter in models[""].named_parameters():
         parameter.requires_grad_(name in updates)
     if run.config.objective.has_teacher:
         teacher = run.build_model(torch.Tensor.contiguous).requires_grad_(False).eval()
-        replace(weights, kind=EMA).fill(teacher, "")
+        ema = replace(weights, kind=EMA)
+        adapt(ema, run.model, unchanged=True).initialize(teacher, "")
         models["teacher"] = teacher
     backend = cast(Backend, OneProcess(run, models.get("teacher")))
     objective = open_objective(run, backend)
@@ -407,8 +409,8 @@ def _replay(options: Any) -> None:
     """Do what the command line says. Raises UsageError or DataFolderError."""
     folder: Path = options.folder
     bad_step, saved = read_bad_step(folder), read_saved_run(folder)
-    weights = Weights(folder, saved, None)
-    check_weights(weights, verify=not options.no_verify_checkpoint)
+    weights = Source(folder, saved)
+    check_files(weights, verify=not options.no_verify_checkpoint)
     run = plain_run(saved, bad_step, options.data_dir)
     for line in describe(bad_step, run):
         print(line)

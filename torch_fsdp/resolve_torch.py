@@ -22,7 +22,6 @@ from training.config import RunConfig
 from training.elastic import check_elastic
 from training.errors import UsageError
 from training.flags import check_rules
-from training.initial_weights import with_teacher
 from training.mesh import Mesh, make_mesh
 from training.resolve import (
     check_batch,
@@ -33,6 +32,7 @@ from training.resolve import (
     resolve_model,
     with_micro_batches,
 )
+from training.teachers import with_teacher
 
 if TYPE_CHECKING:
     from models.spec import ModelSpec

@@ -27,6 +27,7 @@ from training.flags import (
     flat,
     typed_if_set,
     values_without_secrets,
+    with_values,
 )
 from training.mesh import Mesh, make_mesh
 from training.objectives.config import ObjectiveConfig
@@ -150,7 +151,7 @@ def resolve_common(config: RunConfig) -> RunConfig:
     if config.log.eval_batches is None:
         batches = config.max_steps or 0 if source == "fake" else 0
         config = replace(config, log=replace(config.log, eval_batches=batches))
-    return with_preprocessing(config, Preprocessing.of_new_weights(source))
+    return fill(config, asdict(Preprocessing.of_new_weights(source)))
 
 
 def _check_images(config: RunConfig) -> None:
@@ -223,11 +224,31 @@ def _check_schedules(config: RunConfig) -> None:
         raise UsageError("--weight_decay_end requires --weight_decay above 0, its start value")
 
 
-def with_preprocessing(config: RunConfig, defaults: Preprocessing) -> RunConfig:
-    """Return the configuration with ``defaults`` for preprocessing flags that have no value."""
-    data = config.data
-    missing = {n: value for n, value in asdict(defaults).items() if getattr(data, n) is None}
-    return replace(config, data=replace(data, **missing))
+def fill(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration with ``values``, by field name, where no flag is set: on the command
+    line or, if its default is None, by an earlier choice."""
+    now, default = flat(config), flat(RunConfig())
+    chosen = {name for name in values if default[name] is None and now[name] is not None}
+    unset = values.keys() - chosen - config.explicitly_set
+    return with_values(config, {name: values[name] for name in unset})
+
+
+def take_over(config: RunConfig, values: Mapping[str, Any], path: Path) -> RunConfig:
+    """Return the configuration with the settings of a checkpoint or weights in ``path``, where no
+    flag is set.
+
+    ``values``: settings by field name. Those of a model are ignored if a flag names another one.
+    Raises UsageError if a flag sets another objective.
+    """
+    here, there = config.objective.objective, values.get("objective")
+    if "objective" in config.explicitly_set and there not in (None, here):
+        raise UsageError(
+            f"{path} was trained with --objective {there}, not {here}: use the same objective, or "
+            "start a new run from its weights with --init_from and another --ckpt_dir"
+        )
+    if config.model.model not in (None, values.get("model")):
+        values = {name: each for name, each in values.items() if name not in flat(config.model)}
+    return fill(config, values)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -36,7 +36,6 @@ from training.checkpoints.compatible import (
     check_continues,
     check_same_training,
     other_order,
-    with_saved,
 )
 from training.checkpoints.config import CheckpointConfig
 from training.checkpoints.format import Elsewhere, SavedRun
@@ -44,11 +43,13 @@ from training.checkpoints.local_tier import LocalTier
 from training.checkpoints.per_host import HostFolders, Spread
 from training.config import RunConfig
 from training.errors import UsageError
-from training.initial_weights import with_commits, with_init_from, with_pretrained
+from training.flags import with_values
 from training.processes import exchange
-from training.resolve import Run, trained_model
+from training.resolve import Run, take_over, trained_model
 from training.schedule import Position
-from training.weights import Weights
+from training.weights.describe import settings_of, take_over_described
+from training.weights.find import commits, find, pretrained
+from training.weights.source import Source
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Start:
     kind: Literal["local", "here", "elsewhere", "weights", "new"]
     saved: SavedRun | None = None
     """What is resumed (cases 1 to 3); for a "local" step, this process's part."""
-    weights: Weights | None = None
+    weights: Source | None = None
     """The weights of ``--init_from`` (case 4), found but not read."""
     continues_from: Path | None = None
     """The checkpoint that the run continues: later ones in ``--ckpt_dir`` are not its own. It is
@@ -99,13 +100,17 @@ def plan_start(config: RunConfig) -> tuple[RunConfig, Start]:
     choose.check_folders(config.checkpoints)
     saved, _ = choose.find_checkpoint(config.checkpoints, alone=True)
     if saved:
-        config = with_commits(with_saved(config, saved), saved)
+        config = take_over(config, settings_of(saved, config.data), saved.path)
+        config = with_values(config, commits(config, saved))
         check_same_training(saved, trained_model(config), config)
         return config, _resumed(saved, config.checkpoints)
-    config = with_commits(with_pretrained(config), None)
-    if config.checkpoints.init_from:
-        config, weights = with_init_from(config)
-        return config, Start("weights", weights=weights)
+    config = with_values(config, pretrained(config))
+    config = with_values(config, commits(config, None))
+    if init_from := config.checkpoints.init_from:
+        config, weights = take_over_described(
+            config, find(init_from, "--init_from"), keeps_head=False
+        )
+        return with_values(config, {"init_from": weights.name}), Start("weights", weights=weights)
     return config, Start("new")
 
 

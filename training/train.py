@@ -39,7 +39,6 @@ from training.evaluation.frozen import (
 )
 from training.evaluation.hooks import Evaluations
 from training.files import FolderLock
-from training.initial_weights import InitialWeights, fit
 from training.logs.bad_images import FILE as BAD_IMAGES_FILE
 from training.logs.bad_images import open_bad_images
 from training.logs.events import StartParts
@@ -67,7 +66,9 @@ from training.start import (
 )
 from training.step import TrainBatches, shard_and_optimize
 from training.units import units_of
-from training.weights import check_weights
+from training.weights.adapt import Adapter, adapt
+from training.weights.describe import describe
+from training.weights.source import check_files
 
 
 def prepare_training(start: Start, run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
@@ -83,8 +84,9 @@ def prepare_training(start: Start, run: Run) -> tuple[Run, Callable[[Run, Backen
     make_schedule(run, epoch_steps, start.position(run, data, epoch_steps))
     initial = None
     if start.weights:
-        initial = fit(start.weights, run, data.classes)
-        if data.classes and initial.keeps_head and not start.weights.classes_among(data.classes):
+        initial = adapt(start.weights, run.model, classes=data.classes, seed=config.seed)
+        names = describe(start.weights).classes_among(data.classes)
+        if data.classes and initial.keeps_head and not names:
             check_unnamed_classes(data.classes, initial.path, config.data, run.model)
     for feature in config.active_features():
         feature.check_data(run, data)
@@ -96,7 +98,7 @@ def prepare_training(start: Start, run: Run) -> tuple[Run, Callable[[Run, Backen
 
 def train(
     planned: Start,
-    initial: InitialWeights | None,
+    initial: Adapter | None,
     data: DataSource,
     frozen: FeatureEvalData,
     expected_s: float | None,
@@ -259,7 +261,7 @@ def _place_model(
     run: Run,
     session: loop.Session,
     start: Start,
-    initial: InitialWeights | None,
+    initial: Adapter | None,
 ) -> nn.Module:
     """Return the sharded model on the devices, with new or loaded values. If a checkpoint is loaded
     afterwards, do not spend time on initial values."""
@@ -267,7 +269,7 @@ def _place_model(
     initialize = allocate_uninitialized if start.saved else None
     say(f"model: {model_line(run.model)}")
     if initial and not start.saved:
-        check_weights(initial.weights, verify=run.config.checkpoints.verify_checkpoint)
+        check_files(initial.source, verify=run.config.checkpoints.verify_checkpoint)
         say(initial.note)
         initialize = initial.initialize
     return shard_and_optimize(run, session.backend, initialize)

@@ -26,9 +26,9 @@ from training.files import (
     remove_tree,
     sync_folder,
 )
-from training.hub import is_on_hub
 from training.logs.records import METRICS_FILE, decisive, evaluations, read_metrics, score
 from training.processes import exchange
+from training.weights.hub import is_on_hub
 
 RUN_FILE = "run.json"
 BEST: dict[str, Callable[[dict[str, Any]], float]] = {

@@ -1,14 +1,13 @@
 """Check whether a checkpoint or weights fit a run, before any device starts and again once the
-processes agree on a checkpoint; and take over settings from a checkpoint.
+processes agree on a checkpoint.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from data.config import CROP_MODES, INTERPOLATIONS, DataConfig, Preprocessing
+from data.config import DataConfig
 from data.files import printable, told_apart
 from data.index import in_order
 from data.source import FILES, DataSource
@@ -18,79 +17,9 @@ from training.checkpoints import format as checkpoint
 from training.checkpoints.format import SavedRun
 from training.config import OptimizerConfig, RunConfig
 from training.errors import UsageError
-from training.flags import FlagField, by_field, flat, with_values
+from training.flags import FlagField, by_field, flat
 from training.objectives.config import flags_of_weights
-from training.resolve import Run, trained_model, with_preprocessing
-
-# -- settings taken over, unless flags are set -----------------------------------------------------
-
-
-def with_saved(config: RunConfig, saved: SavedRun) -> RunConfig:
-    """Return the configuration with the checkpoint's model, objective and preprocessing, except
-    where flags are set. Raises UsageError if another objective is set."""
-    there, here = saved.config.objective.objective, config.objective.objective
-    if "objective" in config.explicitly_set and here != there:
-        raise UsageError(
-            f"{saved.path} was trained with --objective {there}, not {here}: use the same "
-            "objective, or start a new run from its weights with --init_from and another --ckpt_dir"
-        )
-    values, names = flat(saved.config), by_field(*flags_of_weights()).keys() - config.explicitly_set
-    config = with_values(config, {name: values[name] for name in names})
-    config = replace(config, model=with_saved_model(config.model, saved))
-    return with_saved_preprocessing(config, saved)
-
-
-def with_saved_model(model: ModelConfig, saved: SavedRun) -> ModelConfig:
-    """Return the checkpoint's model, overridden by flags that are set; unchanged if they name
-    another model."""
-    if model.model not in (None, saved.model.model):
-        return model
-    return replace(saved.model, **model.overrides())  # type: ignore[arg-type]
-
-
-def with_saved_preprocessing(config: RunConfig, saved: SavedRun) -> RunConfig:
-    """Return the configuration with the checkpoint's preprocessing and class order, except where
-    flags are set. Raises UsageError for invalid values."""
-    order, data = saved.arguments.get("class_order"), config.data
-    numbers_folders = data.data_source in ("folder", "volumes") and not data.labels
-    if numbers_folders and order and data.class_order is None and data.class_map is None:
-        config = replace(config, data=replace(data, class_order=order))
-    return with_preprocessing(config, preprocessing_of(saved.arguments, saved.path))
-
-
-PREPROCESSING = tuple(field.name for field in fields(Preprocessing))
-_LARGEST_IN_VOLUMES = 1e30
-"""Images have values from 0 to 1, volumes any numbers, such as Hounsfield units."""
-
-
-def preprocessing_of(values: Mapping[str, Any], path: Path) -> Preprocessing:
-    """Return the default preprocessing, overridden by ``values``, which are from ``path``.
-
-    Raises UsageError for invalid values.
-    """
-    given: dict[str, Any] = {n: values[n] for n in PREPROCESSING if values.get(n) not in (None, "")}
-    largest = _LARGEST_IN_VOLUMES if values.get("data_source") == "volumes" else 1.0
-    for name, value in given.items():
-        if name in ("interpolation", "test_interpolation"):
-            is_valid = value in INTERPOLATIONS
-        elif name == "crop_mode":
-            is_valid = value in CROP_MODES
-        elif name == "crop_pct":
-            is_valid = isinstance(value, (int, float)) and 0 < value <= 1
-        else:  # mean, std
-            least = 1e-6 if name == "std" else 0.0 if largest == 1 else -largest
-            is_valid = (
-                isinstance(value, (list, tuple))
-                and len(value) == 3
-                and all(
-                    isinstance(each, (int, float)) and least <= each <= largest for each in value
-                )
-            )
-        if not is_valid:
-            raise UsageError(f"{path} has {name} {value!r}, which is not supported: set --{name}")
-    given |= {name: tuple(given[name]) for name in ("mean", "std") if name in given}
-    return Preprocessing(**given)
-
+from training.resolve import Run, trained_model
 
 # -- whether they fit ------------------------------------------------------------------------------
 

@@ -24,8 +24,8 @@ from data.loader import BatchLoader, prefetch
 from data.source import DataSource
 from training.backend import Backend
 from training.errors import UsageError
+from training.evaluation.trained import place_trained, printer
 from training.files import check_folder_writable, folder_at, is_url
-from training.initial_weights import InitialWeights, place_trained, printer
 from training.logs.bad_images import BadImages
 from training.logs.figures import as_label, drawing, pyplot, save_figure
 from training.logs.records import Evaluation
@@ -33,7 +33,7 @@ from training.objectives.base import Measure
 from training.objectives.classify import TOP
 from training.processes.exchange import check_alike
 from training.resolve import Run
-from training.weights import Weights
+from training.weights.adapt import Adapter
 
 _AHEAD = 8
 """How many batches the host may be ahead of the devices; enough that they never wait."""
@@ -74,19 +74,17 @@ def evaluate(
 
 
 def open_trained(
-    weights: Weights,
-    initial: InitialWeights | None,
+    adapter: Adapter,
     data: DataSource,
     run: Run,
     backend: Backend,
 ) -> tuple[nn.Module, BadImages, Callable[[str], None]]:
     """Place trained weights on the devices; return the model, the unreadable images, and a function
-    that prints a line. ``initial``: how weights of another model are adapted to this one. Raises
-    UsageError in all processes if they differ."""
+    that prints a line. Raises UsageError in all processes if they differ."""
     say = printer(backend, json=run.config.use.json)
     check_alike(run, data)
     say(f"data: {data}")
-    model = place_trained(weights, run, backend, say, initial)
+    model = place_trained(adapter, run, backend, say)
     say(backend.describe())
     if backend.compiles:
         say("compiling takes a while ...")

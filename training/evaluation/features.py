@@ -33,13 +33,14 @@ from training.backend import Backend
 from training.data import data_errors_as_usage_errors, dataset_request, input_of
 from training.errors import UsageError
 from training.evaluation.evaluate import open_trained
+from training.evaluation.trained import adapt_trained
 from training.files import check_folder_writable, replace_file
-from training.initial_weights import InitialWeights, fit_backbone
 from training.logs.bad_images import TRAIN, VAL
 from training.logs.figures import save_picture, side_by_side, spread
 from training.processes import exchange
 from training.resolve import Run
-from training.weights import Weights
+from training.weights.adapt import Adapter
+from training.weights.source import Source
 
 CLASS, MEAN, PATCHES = "class", "mean", "patches"
 _AHEAD = 2
@@ -183,7 +184,7 @@ _DRAWN = 8
 """Images of ``--pca``."""
 
 
-def prepare_features(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
+def prepare_features(source: Source, run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
     """Return the run with its data, and the body of every process. Raises UsageError."""
     use = run.config.use
     assert use.features is not None
@@ -224,10 +225,8 @@ def prepare_features(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Ba
     if CLASS in kinds and not run.model.has_class_token:
         raise UsageError(f"--features_of class: {run.model.name} has no class token")
     data = open_plainly(run, labels=not use.without_labels)
-    initial = fit_backbone(weights, run, data.classes)
-    body = functools.partial(
-        _write_features, weights, initial, data, [*dict.fromkeys(kinds)], out, partial
-    )
+    adapter = adapt_trained(source, run, data.classes)
+    body = functools.partial(_write_features, adapter, data, [*dict.fromkeys(kinds)], out, partial)
     return run, body
 
 
@@ -246,8 +245,7 @@ def _writing(out: Path) -> Iterator[None]:
 
 @data_errors_as_usage_errors()
 def _write_features(
-    weights: Weights,
-    initial: InitialWeights | None,
+    adapter: Adapter,
     data: DataSource,
     kinds: list[str],
     out: Path,
@@ -264,7 +262,7 @@ def _write_features(
     with exchange.raise_on_all_ranks():
         if not partial.is_dir():
             raise UsageError(f"--features {out}: use a folder that all hosts share")
-    model, bad_images, say = open_trained(weights, initial, data, run, backend)
+    model, bad_images, say = open_trained(adapter, data, run, backend)
     features = Features(model, run, backend, data)
     use, sizes, counts = run.config.use, run.model.sizes, {}
     suffix = _PARQUET if out.suffix == _PARQUET else ".safetensors"
@@ -298,7 +296,7 @@ def _write_features(
                 save_picture(picture, partial / _PICTURE)
             description = {
                 "model": run.config.model.model,
-                "weights": without_secrets(str(weights.path)),
+                "weights": without_secrets(str(adapter.path)),
                 "preprocessing": str(run.config.data.preprocessing),
                 "features": kinds,
                 "width": sizes.embed_dim,

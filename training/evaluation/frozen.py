@@ -25,14 +25,15 @@ from training.evaluation import knn_and_probe
 from training.evaluation.evaluate import open_trained, report_folder
 from training.evaluation.features import Features, open_plainly
 from training.evaluation.knn_and_probe import OfImages
-from training.initial_weights import InitialWeights, fit_backbone
+from training.evaluation.trained import adapt_trained
 from training.logs.bad_images import BadImages
 from training.logs.records import FROZEN, KNN, PROBE, RANK, SEGMENT
 from training.loop import Hook, Session, last_epoch
 from training.processes import exchange
 from training.resolve import Run
 from training.schedule import Position
-from training.weights import Weights
+from training.weights.adapt import Adapter
+from training.weights.source import Source
 
 if TYPE_CHECKING:
     from data.segmentation import MaskedSource
@@ -74,21 +75,20 @@ def open_frozen(run: Run, kinds: Collection[str]) -> FeatureEvalData:
 # -- alone -----------------------------------------------------------------------------------------
 
 
-def prepare_frozen(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
+def prepare_frozen(source: Source, run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
     """Return the run, and the function to run in every process. Raises UsageError."""
     use = run.config.use
     folder = report_folder(run) if use.eval_report else None
     asked = {RANK: use.rank, KNN: use.knn, PROBE: use.probe, SEGMENT: use.segment_probe}
     kinds = [kind for kind in FROZEN if asked[kind]]
     data = open_frozen(run, kinds)
-    initial = fit_backbone(weights, run, data.images.classes if data.images else None)
-    return run, functools.partial(_evaluate, weights, initial, data, kinds, folder)
+    adapter = adapt_trained(source, run, data.images.classes if data.images else None)
+    return run, functools.partial(_evaluate, adapter, data, kinds, folder)
 
 
 @data_errors_as_usage_errors()
 def _evaluate(
-    weights: Weights,
-    initial: InitialWeights | None,
+    adapter: Adapter,
     data: FeatureEvalData,
     kinds: list[str],
     folder: Path | None,
@@ -96,7 +96,7 @@ def _evaluate(
     backend: Backend,
 ) -> None:
     use, results = run.config.use, list[Result]()
-    model, bad_images, say = open_trained(weights, initial, data.first, run, backend)
+    model, bad_images, say = open_trained(adapter, data.first, run, backend)
     if data.images:
         say("computing features ...")
         features = Features(model, run, backend, data.images)

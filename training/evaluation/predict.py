@@ -31,6 +31,7 @@ from training.data import (
 )
 from training.errors import NOT_FINITE, RunFailed, UsageError
 from training.evaluation.evaluate import evaluate, open_trained, report_folder, write_report
+from training.evaluation.trained import adapt_trained
 from training.files import folder_at
 from training.logs.bad_images import VAL
 from training.logs.sinks import as_json
@@ -38,7 +39,9 @@ from training.mesh import Mesh
 from training.objectives.classify import TOP, Accuracy, Classification
 from training.objectives.registry import open_objective
 from training.resolve import Run, resolve_model
-from training.weights import Weights, check_weights
+from training.weights.adapt import Adapter
+from training.weights.describe import describe
+from training.weights.source import Source, check_files
 
 _BATCH_SIZE = 32
 
@@ -60,11 +63,11 @@ def _named_classes(names: list[str] | None, num_classes: int) -> list[str]:
 
 
 @data_errors_as_usage_errors()
-def predict_images(config: RunConfig, weights: Weights) -> None:
+def predict_images(config: RunConfig, source: Source) -> None:
     """Print the most probable classes of each image of ``--predict``, with plain PyTorch."""
     if config.objective.objective != "classify":
         raise UsageError(
-            f"--predict requires a classifier, but {weights.path} was trained with --objective "
+            f"--predict requires a classifier, but {source.path} was trained with --objective "
             f"{config.objective.objective}: fine-tune it with --init_from first"
         )
     config, spec = resolve_model(config)
@@ -74,9 +77,9 @@ def predict_images(config: RunConfig, weights: Weights) -> None:
     run = Run(config, None, spec, Mesh(), None)
     assert config.use.predict is not None
     folders = class_folders(config.data.data_dir, "train") or []
-    class_names = weights.class_names
+    class_names = describe(source).class_names
     if class_names is None:
-        check_unnamed_classes(folders, weights.path, config.data, spec)
+        check_unnamed_classes(folders, source.path, config.data, spec)
         class_names = in_order(folders, config.data.class_order, config.data.class_map)
     names = _named_classes(class_names, spec.sizes.num_classes)
     in_arrays = config.data.data_source == "volumes"
@@ -87,15 +90,16 @@ def predict_images(config: RunConfig, weights: Weights) -> None:
         kinds = ", ".join(f"{kind} {n:,}" for kind, n in images.passed_over.most_common())
         count = images.passed_over.total()
         _log(f"skipped {count:,} other files in the folders: {printable(kinds)}")
-    if weights.note:
-        _log(weights.note)
+    adapter = adapt_trained(source, run)
+    if adapter.note:
+        _log(adapter.note)
 
     make, batch_size = _reader(run, images.paths, in_arrays=in_arrays)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    check_weights(weights, verify=config.checkpoints.verify_checkpoint)
+    check_files(source, verify=config.checkpoints.verify_checkpoint)
     model = spec.build()
     for name, unit in spec.units(model):
-        weights.fill(unit, name)
+        adapter.initialize(unit, name)
         unit.to(device)
     model.eval()
     model_input = input_of(run, lambda values: values.to(device))
@@ -158,20 +162,24 @@ def _reader(run: Run, paths: list[Path], *, in_arrays: bool) -> tuple[Callable[[
 # -- --eval_only ----------------------------------------------------------------------------------
 
 
-def prepare_evaluation(weights: Weights, run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
+def prepare_evaluation(source: Source, run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
     """Return the run, and the function to run in every process. Raises UsageError."""
     if run.config.use.eval_report:
         report_folder(run)
     data = open_images(run, with_train=False)
-    check_same_classes(weights.classes_among(data.classes), weights.path, data, run)
-    return run, functools.partial(_evaluate_weights, weights, data)
+    hints = describe(source)
+    check_same_classes(hints.classes_among(data.classes), source.path, data, run)
+    names = hints.classes or data.classes or hints.class_names
+    return run, functools.partial(_evaluate_weights, adapt_trained(source, run), names, data)
 
 
 @data_errors_as_usage_errors()
-def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Backend) -> None:
+def _evaluate_weights(
+    adapter: Adapter, names: list[str] | None, data: DataSource, run: Run, backend: Backend
+) -> None:
     use, global_micro_batch_size = run.config.use, run.config.data.global_micro_batch_size
     loader = val_loader(data, backend, global_micro_batch_size)
-    model, bad_images, say = open_trained(weights, None, data, run, backend)
+    model, bad_images, say = open_trained(adapter, data, run, backend)
 
     say("evaluating ...")
     objective = open_objective(run, backend)
@@ -185,8 +193,7 @@ def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Bac
     bad_images.check()
     if not result.images:
         raise UsageError(f"no image of {data.name}/val can be read", agreed=True)
-    class_names = weights.classes or data.classes or weights.class_names
-    names = _named_classes(class_names, run.model.sizes.num_classes)
+    names = _named_classes(names, run.model.sizes.num_classes)
     result = bad_images.excluding_unreadable(result, names)
     say(str(result))
     if use.eval_report and isinstance(measure, Accuracy) and backend.is_main:
@@ -201,4 +208,4 @@ def _evaluate_weights(weights: Weights, data: DataSource, run: Run, backend: Bac
         left_out = {"bad_images": result.left_out, "lost_classes": result.lost_classes}
         print(as_json(result.values | left_out))
     if not result.is_finite:
-        raise RunFailed(f"the val loss of {weights.path} is not finite", NOT_FINITE)
+        raise RunFailed(f"the val loss of {adapter.path} is not finite", NOT_FINITE)

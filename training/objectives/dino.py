@@ -23,12 +23,12 @@ from models.dino import Compared, Crops, DinoSpec
 from models.positions import Resampling
 from training.backend import Backend
 from training.data import dataset_request, normalizer
-from training.initial_weights import gram_teacher
 from training.objectives.base import Objective
 from training.objectives.dino_config import DinoConfig
 from training.objectives.teacher import open_teacher
 from training.schedule import StepRates
-from training.weights import check_weights
+from training.teachers import gram_teacher
+from training.weights.source import check_files
 
 if TYPE_CHECKING:
     from training.resolve import Run
@@ -93,7 +93,7 @@ class SelfDistillation(Objective):
         self._gram: nn.Module | None = None
         if self._config.gram_weights:
             initial = gram_teacher(run)
-            check_weights(initial.weights, verify=run.config.checkpoints.verify_checkpoint)
+            check_files(initial.source, verify=run.config.checkpoints.verify_checkpoint)
             say(f"Gram teacher: {initial.note}")
             frozen = run.build_model(backend.constant).requires_grad_(False)
             follows = self._config.gram_update_steps > 0

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from training.backend import Backend
-from training.initial_weights import weights_of_teacher
-from training.weights import check_weights
+from training.teachers import weights_of_teacher
+from training.weights.adapt import adapt
+from training.weights.source import check_files
 
 if TYPE_CHECKING:
     from training.resolve import Run
@@ -22,15 +23,16 @@ class Teacher:
         """Load the teacher of ``run`` onto the devices, and log what it is."""
         assert run.teacher is not None
         spec, checkpoints = run.teacher.model, run.teacher.config.checkpoints
-        weights = weights_of_teacher(checkpoints.resume, "--teacher_weights")
-        check_weights(weights, verify=checkpoints.verify_checkpoint)
+        source = weights_of_teacher(checkpoints.resume, "--teacher_weights")
+        check_files(source, verify=checkpoints.verify_checkpoint)
         preprocessing = run.teacher.config.data.preprocessing
         say(
             f"teacher: {spec.name}, {spec.parameter_count:,} parameters, weights of "
-            f"{weights.path}, preprocessing: {preprocessing}"
+            f"{source.path}, preprocessing: {preprocessing}"
         )
         model = run.teacher.build_model(backend.constant).requires_grad_(False)
-        self.model = backend.shard_frozen(run.teacher, model, weights.fill)
+        initialize = adapt(source, spec, unchanged=True).initialize
+        self.model = backend.shard_frozen(run.teacher, model, initialize)
         # Convert the student's normalization to the teacher's. This also holds for mixed images, as
         # their weights add up to 1.
         channels, *spatial = run.model.sizes.input_shape

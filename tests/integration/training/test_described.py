@@ -20,14 +20,15 @@ from models.config import ModelConfig
 from tests.support.cli import DIGITS
 from tests.support.usage_error import told_in_one_line
 from tools.convert import main as convert
-from training.described import described_model
 from training.errors import UsageError
-from training.initial_weights import find_trained, fit
-from training.mesh import Mesh
-from training.processor import processing_of
-from training.resolve import Run, model_of, resolve_model
-from training.sidecar import Sidecar
-from training.weights import weights_in
+from training.evaluation.trained import find_trained
+from training.resolve import model_of, resolve_model
+from training.weights.adapt import adapt
+from training.weights.config_json import described_model
+from training.weights.describe import describe
+from training.weights.find import find
+from training.weights.processor import processing_of
+from training.weights.sidecar import Sidecar
 
 NAME = "vit_tiny_patch16_224"
 SIZES = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
@@ -82,8 +83,9 @@ def predicted(capsys, image, folder, *flags):
 def refused(folder, *flags):
     """The line with which the weights are refused, before any image is read."""
     words = ["--predict", "none.png", "--resume", folder, *flags]
+    config = run_vit_training.read_flags([*map(str, words)]).run
     with pytest.raises(UsageError) as error:
-        _ = find_trained(run_vit_training.read_flags([*map(str, words)]).run)[1].class_names
+        _ = describe(find_trained(config)[1]).class_names
     return str(error.value)
 
 
@@ -281,7 +283,7 @@ def test_weights_of_a_named_model_that_fit_as_they_are():
     ):
         about = Sidecar(Path("config.json"), {"architecture": name})
         if found := described_model(about, Sidecar(Path("none"), {}), is_named=True):
-            found.check_named(model_of(ModelConfig(model=named, **more)), more)
+            found.check_named(model_of(ModelConfig(model=named, **more)), more, keeps_head=True)
 
 
 def test_weights_of_teachers_are_compared_too(tmp_path, capsys):
@@ -418,7 +420,7 @@ def test_dinov2_with_the_images_of_its_processor(tmp_path):
     assert str(config.data.preprocessing).endswith("crop 0.8, bicubic")
     config, spec = resolve_model(config)
     ours = spec.build()
-    initial = fit(found, Run(config, None, spec, Mesh(), None), None)
+    initial = adapt(found, spec)
     for name, unit in spec.units(ours):
         initial.initialize(unit, name)
     pixels = torch.randn(2, 3, 16, 16)
@@ -561,7 +563,7 @@ def test_metadata_of_another_program_is_passed_over(tmp_path):
     path = tmp_path / "model.safetensors"
     for entry in ("yes", "[1]", '{"a":' * 200_000, '{"epochs": 3}'):
         save_file({"a": torch.ones(1)}, path, {"training": entry})
-        assert weights_in(path, "--resume").run is None
+        assert find(path, "--resume").run is None
 
 
 def test_escape_sequences_in_names_are_shown(tmp_path, capsys):

@@ -23,7 +23,7 @@ from tests.support.resolved import on_xla
 from tools.plan.tpu import compile_words
 from tools.plan.tpu_search import TpuCandidate
 from training.errors import UsageError
-from training.initial_weights import find_trained
+from training.evaluation.trained import find_trained
 from training.step_sizes import step_sizes
 from xla_fsdp.resolve_xla import resolve_for_slice
 from xla_fsdp.tpu import parse_topology

@@ -1,7 +1,6 @@
 """--init_from: weights of another training, fitted by timm's own functions, on every form."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import timm.models.eva
@@ -20,8 +19,8 @@ from tests.support.marks import long
 from tests.support.usage_error import told_in_one_line
 from training.checkpoints.format import quiet_dcp
 from training.errors import UsageError
-from training.initial_weights import fit
-from training.weights import weights_in
+from training.weights.adapt import adapt
+from training.weights.find import find
 
 SMALL = {"depth": 2, "img_size": 64, "num_classes": 10}
 
@@ -44,8 +43,7 @@ def weights_file(spec, path):
 
 def begun(spec, path, classes=None):
     """A model that begins with the weights in a file, and what is said of them."""
-    run = SimpleNamespace(model=spec, config=SimpleNamespace(seed=3))
-    initial = fit(weights_in(path, "--init_from"), run, classes)
+    initial = adapt(find(path, "--init_from"), spec, classes=classes, seed=3)
     model = spec.build()
     for name, unit in spec.units(model):
         initial.initialize(unit, name)

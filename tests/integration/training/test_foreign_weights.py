@@ -33,7 +33,7 @@ from tests.support.checkpoints import write_shards_of_xla_fsdp
 from tests.support.cli import DIGITS, HAS_XLA, train_tiny_gpu
 from tests.support.usage_error import told_in_one_line
 from tools.convert import main as convert
-from training.weights import weights_in
+from training.weights.find import find
 
 MODEL = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
 FLAGS = [
@@ -395,8 +395,9 @@ def test_hugging_faces_names(form, capsys, tmp_path):
         torch.testing.assert_close(ours.forward_features(pixels), hidden, atol=1e-4, rtol=1e-4)
         if has_head:
             torch.testing.assert_close(ours(pixels), expected, atol=1e-4, rtol=1e-4)
-    read = weights_in(source, "--init_from")
-    assert all(torch.equal(read.tensors[name], each) for name, each in ours.state_dict().items())
+    state = ours.state_dict()
+    read = find(source, "--init_from").read([*state])
+    assert all(torch.equal(read[name], each) for name, each in state.items())
 
 
 # -- PhysicsNeMo's HybridViT ----------------------------------------------------------------------

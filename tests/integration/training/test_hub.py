@@ -21,14 +21,15 @@ from tests.support.cli import DIGITS, run_program
 from tests.support.launching import free_port
 from tests.support.usage_error import told_in_one_line
 from tools.convert import main as convert
-from training import hub
 from training.checkpoints.format import SavedRun
 from training.errors import UsageError
 from training.evaluation import predict
-from training.initial_weights import with_commits, with_pretrained
+from training.flags import with_values
 from training.resolve import model_of
 from training.schedule import Position
-from training.weights import weights_in
+from training.weights import hub
+from training.weights.describe import describe
+from training.weights.find import commits, find, pretrained
 
 SIZES = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
 TRAIN = [
@@ -163,7 +164,7 @@ def test_of_transformers(server, hub_here, tmp_path, monkeypatch, kind):
     images = torch.rand(2, 3, 28, 28)
     with torch.inference_mode():
         if kind == "vit":
-            assert weights.class_names == [f"digit {n}" for n in range(10)]
+            assert describe(weights).class_names == [f"digit {n}" for n in range(10)]
             pair = model.eval()(images), made(images).logits
         else:
             pair = model.eval().forward_features(images), made(images).last_hidden_state
@@ -218,7 +219,7 @@ def test_a_teacher_of_a_resumed_run_is_of_the_same_commit(server, hub_here):
     def teacher(name, saved):
         words = ["--teacher", "vit_tiny_patch16_224", "--teacher_weights", name]
         config = run_vit_training.read_flags(words).run
-        return with_commits(config, saved).loss.teacher_weights.partition("@")[2]
+        return commits(config, saved)["teacher_weights"].partition("@")[2]
 
     assert teacher(NAME, saved) == first
     assert not server.requests
@@ -288,7 +289,7 @@ def test_shards_that_are_incomplete(server, hub_here, capsys):
     put(server, "us/tiny", {"model.safetensors": whole})
     folder = hub.download(NAME, "--resume")[1]
     assert (folder / "model.safetensors").read_bytes() == whole
-    assert weights_in(folder, "--resume").tensors.keys() == timms_files()[0].state_dict().keys()
+    assert find(folder, "--resume").layouts.keys() == timms_files()[0].state_dict().keys()
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -422,9 +423,9 @@ def test_pretrained_names_what_timm_has(words, init_from, resume):
     run_vit_training.check_mode_flags(flags)
     if "patch16_224.mae --eval" in words:  # a preset has no tags
         with pytest.raises(UsageError, match=r"unknown model vit_base_patch16_224\.mae"):
-            with_pretrained(flags.run)
+            pretrained(flags.run)
         return
-    saved = with_pretrained(flags.run).checkpoints
+    saved = with_values(flags.run, pretrained(flags.run)).checkpoints
     assert saved.init_from == (init_from and f"hf-hub:timm/{init_from}")
     assert saved.resume == (resume if resume == "auto" else f"hf-hub:timm/{resume}")
 

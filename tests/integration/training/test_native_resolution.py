@@ -37,7 +37,7 @@ from tests.support.native_images import (
 from tests.support.resolved import on_gpus
 from tests.support.usage_error import told_in_one_line
 from training.data import dataset_request
-from training.weights import weights_in
+from training.weights.find import find
 
 
 @pytest.fixture(scope="session")
@@ -159,7 +159,7 @@ def test_uses_of_a_trained_model(folder, tmp_path):
     data = ["--data_dir", str(folder), "--batch_size", "4"]
     run = on_gpus([*flags(folder), "--ckpt_dir", str(tmp_path / "none")])
     model = timms(run.model)
-    weights = weights_in(trained, "--resume")
+    weights = find(trained, "--resume")
     model.load_state_dict(weights.read([*model.state_dict()]))
     model.eval()
     tokens: list[torch.Tensor] = []
@@ -219,7 +219,7 @@ def test_weights_of_a_plain_model(folder, tmp_path):
     more = ["--init_from", str(tmp_path / "plain.safetensors"), "--max_steps", "1", "--lr", "0"]
     result = train_tiny_gpu(tmp_path / "run", *flags(folder, *more))
     assert "moved: embeds.cls_token from cls_token" in result.stdout
-    saved = weights_in(tmp_path / "run" / "step_1", "--resume")
+    saved = find(tmp_path / "run" / "step_1", "--resume")
     values = saved.read(["embeds.pos_embed", "embeds.proj.weight", "embeds.cls_token"])
     positions = plain.pos_embed.detach()
     assert values["embeds.pos_embed"].flatten(1, 2).equal(positions[:, 1:])

@@ -1,7 +1,6 @@
 """``--rope_rescale_coords``: against timm's random factor, a formula, and whole plain trainings."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +21,8 @@ from tests.support.steady import READ_PER_LOG, STEADY, assert_steady_state
 from tests.support.usage_error import told_in_one_line
 from tools.self_check.small_run import first_weights
 from training.schedule import RopeFactors, rope_factors
-from training.weights import weights_in, with_preprocessing_of
+from training.weights.describe import take_over_described
+from training.weights.find import find
 from xla_fsdp.resolve_xla import resolve
 
 DINOV3 = "vit_small_patch16_dinov3"
@@ -136,7 +136,7 @@ def weights(tmp_path_factory):
 def expected(weights):
     """Losses of timm's model, whose table of positions is another one in each step."""
     flags = read_flags(["--data_dir", str(DIGITS), "--hflip", "0", *tiny("none")[4:], *RUN])
-    _, config = with_preprocessing_of(weights_in(Path(weights[1]), "--init_from"), flags.run)
+    config, _ = take_over_described(flags.run, find(weights[1], "--init_from"), keeps_head=False)
     run = resolve(config, flags.xla)
     sizes = BACKBONE | {"num_classes": 10, "init_values": 0.5}
     model = timm.create_model(DINOV3, **sizes, dynamic_img_size=False)  # with a table

@@ -16,7 +16,7 @@ from tests.support.cli import ROOT, TINY_MODEL, TINY_RUN, run_program
 from tools import convert, report
 from training.checkpoints.format import read_saved_run
 from training.errors import RunFailed, UsageError
-from training.weights import metadata_of, run_in_metadata
+from training.weights.files import metadata_of, run_in_metadata
 
 PASSWORDS = "S3cret", "N3wer"
 FLAGS = [*TINY_MODEL, *TINY_RUN, "--num_classes", "2", "--batch_size", "4", "--num_workers", "1"]

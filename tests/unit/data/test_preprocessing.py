@@ -22,7 +22,8 @@ from data.transforms import val_transform
 from run_vit_training import read_flags
 from tests.support.resolved import on_xla
 from tests.support.usage_error import told_in_one_line
-from training.weights import Weights, with_preprocessing_of
+from training.weights.describe import take_over_described
+from training.weights.source import Source
 
 NAME = "vit_tiny_patch16_224"
 
@@ -127,8 +128,8 @@ def test_models_whose_images_are_squashed(name):
     """timm has them so, and so has a run with a file of their weights."""
     expected = resolve_data_config(pretrained_cfg=timm.get_pretrained_cfg(name).to_dict())
     assert expected["crop_mode"] == "squash"
-    weights = Weights(Path("none.pt"), None, None)
-    _, config = with_preprocessing_of(weights, read_flags(["--model", f"timm/{name}"]).run)
+    config = read_flags(["--model", f"timm/{name}"]).run
+    config, _ = take_over_described(config, Source(Path("none.pt")), keeps_head=False)
     assert config.data.preprocessing.crop_mode == "squash"
     assert config.data.crop_pct == expected["crop_pct"]
 

@@ -9,7 +9,7 @@ from models.config import ModelError
 from models.registry import list_models, open_model
 from tests.fakes.filled import filled
 from tests.references.plain_hybrid_vit import PlainHybridViT, random_hybrid_vit
-from training.weight_names import physicsnemo_names, timm_names
+from training.weights.names import physicsnemo_names, timm_names
 
 pytestmark = pytest.mark.fast
 

@@ -45,7 +45,8 @@ from training.checkpoints.format import (
 from training.checkpoints.state import load_state, write_state
 from training.errors import UsageError
 from training.schedule import Position
-from training.weights import load_tensors, run_as_metadata, weights_in
+from training.weights.files import load_tensors, run_as_metadata
+from training.weights.find import find
 
 pytestmark = pytest.mark.fast
 
@@ -389,9 +390,9 @@ def test_what_a_file_of_weights_says_of_itself_may_be_anything(name, tmp_path):
     for lie in ([], LIES[name])[name in good]:
         save_file(weights, path, {"training": json.dumps(good | {name: lie})})
         with pytest.raises(UsageError, match=r"^cannot read the checkpoint \S+ .*$"):
-            weights_in(path, "--resume")
+            find(path, "--resume")
     save_file(weights, path, {"training": '{"arguments":' * 200_000})  # of another program
-    assert weights_in(path, "--resume").run is None
+    assert find(path, "--resume").run is None
 
 
 def test_checkpoints_that_their_run_removes_meanwhile(tmp_path, monkeypatch):

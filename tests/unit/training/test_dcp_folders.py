@@ -10,10 +10,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
+from models.registry import open_model
 from training.checkpoints.choose import candidates_in, find_readable
 from training.checkpoints.format import SafeReader, load_into, quiet_dcp
 from training.errors import UsageError
-from training.weights import weights_in
+from training.weights.adapt import adapt
+from training.weights.find import find
 
 pytestmark = pytest.mark.fast
 
@@ -56,17 +58,17 @@ def changed(folder, change):
 
 def assert_read(folder, expected=MODEL, **how):
     """The values, in fp32; returns the note."""
-    found = weights_in(folder, "--init_from", **how)
-    values = found.read(list(found.shapes()))
+    found = find(folder, "--init_from", **how)
+    values = found.read(list(found.layouts))
     assert values.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(values[name], tensor.float()), name
-    return found.note
+    return found.notes
 
 
 def refused(folder):
     with pytest.raises(UsageError) as error:
-        weights_in(folder, "--init_from")
+        find(folder, "--init_from")
     line = str(error.value)
     assert len(line.splitlines()) == 1
     return line
@@ -111,7 +113,7 @@ def test_the_average_is_found(tmp_path):
     folder = saved(tmp_path / "app", {"app": {"model": MODEL, "model_ema": PREFIXED}})
     assert "not used: app.model" in assert_read(folder, use_ema=True)
     with pytest.raises(UsageError, match="has no EMA of the weights"):
-        weights_in(saved(tmp_path / "none", {"model": MODEL}), "--resume", use_ema=True)
+        find(saved(tmp_path / "none", {"model": MODEL}), "--resume", use_ema=True)
 
 
 def test_names_of_transformers_are_joined(tmp_path):
@@ -191,8 +193,8 @@ def test_pickles_are_never_opened(tmp_path):
 
 def test_a_pickle_in_place_of_a_tensor(tmp_path):
     content = {**MODEL, "head.weight": Attack(tmp_path / "attacked")}
-    found = weights_in(saved(tmp_path / "folder", {"model": content}), "--init_from")
-    assert "head.weight" not in found.shapes()
+    found = find(saved(tmp_path / "folder", {"model": content}), "--init_from")
+    assert "head.weight" not in found.layouts
     assert not (tmp_path / "attacked").exists()
 
 
@@ -270,7 +272,9 @@ def test_missing_and_truncated_parts(tmp_path):
 
 
 def test_other_names_get_an_advice_for_folders(tmp_path):
-    found = weights_in(saved(tmp_path / "f", {"model": {"w": torch.ones(1)}}), "--init_from")
-    told = found.remedy(MODEL, "otherwise")
+    found = find(saved(tmp_path / "f", {"model": {"w": torch.ones(1)}}), "--init_from")
+    with pytest.raises(UsageError) as error:
+        adapt(found, open_model("vit_tiny_patch16_224", {}), unchanged=True)
+    told = str(error.value)
     assert "not timm's (such as w): save its weights under the names of" in told
     assert "checkpoint_path" not in told

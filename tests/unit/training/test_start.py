@@ -20,6 +20,7 @@ from training.checkpoints.compatible import changes_since, check_continues, othe
 from training.checkpoints.format import SavedRun, quiet_dcp, read_saved_run
 from training.errors import UsageError
 from training.objectives.mae_config import MaeConfig
+from training.resolve import take_over
 from training.schedule import Position, make_schedule
 from training.start import (
     Start,
@@ -28,7 +29,7 @@ from training.start import (
     plan_start,
     set_aside_newer_checkpoints,
 )
-from training.weights import with_saved_preprocessing
+from training.weights.describe import settings_of
 
 pytestmark = pytest.mark.fast
 
@@ -169,7 +170,8 @@ def test_model_objective_and_preprocessing_are_the_checkpoints(tmp_path):
     assert (config.objective.objective, config.of(MaeConfig).mask_ratio) == ("mae", 0.5)
     assert config.data.mean == (0.1, 0.2, 0.3)
     del (older := read_saved_run(saved)).arguments["crop_mode"]  # as before there was the flag
-    again = with_saved_preprocessing(read_flags(bare).run, older)
+    again = read_flags(bare).run
+    again = take_over(again, settings_of(older, again.data), saved)
     assert again.data.crop_mode == "center"
     config, _ = plan_start(read_flags([*bare, "--drop_path_rate", "0", "--mask_ratio", "0.6"]).run)
     assert (config.model.drop_path_rate, config.of(MaeConfig).mask_ratio) == (0, 0.6)

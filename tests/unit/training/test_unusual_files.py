@@ -15,10 +15,10 @@ from tests.support.little_memory import little_memory, sparse
 from tools.convert import main as convert
 from tools.plan.plans import read_prices
 from training.checkpoints.format import quiet_dcp, read_manifest, read_saved_run
-from training.config import RunConfig
 from training.errors import UsageError
 from training.files import folder_at, read_object
-from training.weights import weights_in, with_preprocessing_of
+from training.weights.describe import describe
+from training.weights.find import find
 
 pytestmark = pytest.mark.fast
 
@@ -92,25 +92,25 @@ def test_arguments_of_a_checkpoint(tmp_path):
 def test_what_describes_weights(tmp_path):
     sparse(tmp_path / "weights" / INDEX, size=3 * 2**30)
     with pytest.raises(UsageError, match=f"{INDEX} has 3,221,225,472 bytes; {OF_TEXT}"):
-        weights_in(tmp_path / "weights", "--init_from")
+        find(tmp_path / "weights", "--init_from")
 
 
 @pytest.mark.parametrize("name", ["config.json", "preprocessor_config.json"])
 def test_what_is_beside_weights(tmp_path, name):
     save_file({"a": torch.ones(3)}, tmp_path / "model.safetensors")
     sparse(tmp_path / name, b"{}", 3 * 2**30)
-    weights = weights_in(tmp_path, "--init_from")
+    weights = find(tmp_path, "--init_from")
     told = (
         f"{tmp_path / name}, which describes the weights, cannot be read ({name} has 3,221,225,472 "
     )
     with pytest.raises(UsageError, match=re.escape(f"{told}bytes; {OF_TEXT}")):
-        with_preprocessing_of(weights, RunConfig())
+        describe(weights)
 
 
 def test_the_pickle_of_a_file_of_torch_save(tmp_path):
     path = tmp_path / "weights.pt"
     torch.save({"a": torch.ones(2, 3)}, path)
-    assert weights_in(path, "--init_from").tensors["a"].equal(torch.ones(2, 3))
+    assert find(path, "--init_from").tensors["a"].equal(torch.ones(2, 3))
     with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("weights/other.pkl", bytes(2**27))
     assert path.stat().st_size < 200_000
@@ -118,7 +118,7 @@ def test_the_pickle_of_a_file_of_torch_save(tmp_path):
         r"weights/other.pkl has 134,217,728 bytes; the limit for what a torch.save file has beside"
     )
     with pytest.raises(UsageError, match=told):
-        weights_in(path, "--init_from")
+        find(path, "--init_from")
 
 
 # -- pipes ----------------------------------------------------------------------------------

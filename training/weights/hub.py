@@ -14,7 +14,7 @@ from typing import Any
 
 from data.hub import COMMIT, HubUnreachable, note_cached, refusals, shows_progress
 from training.errors import UsageError
-from training.weight_names import listed
+from training.weights.names import listed
 
 PREFIX = "hf-hub:"
 _SHARD = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")

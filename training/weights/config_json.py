@@ -22,9 +22,9 @@ from models.spec import ModelSpec, is_of_training
 from models.timm_models import EVA_NAMES
 from training.errors import UsageError
 from training.flags import FlagField, by_field
-from training.processor import processing_of
 from training.resolve import model_of
-from training.sidecar import Sidecar
+from training.weights.processor import processing_of
+from training.weights.sidecar import Sidecar
 
 # -- Classes ---------------------------------------------------------------------------------------
 
@@ -105,7 +105,7 @@ _FLAGS = {
 """The flags that a file may set."""
 _NOT_IN_SHAPES = ("num_heads", "global_pool", "pool_include_prefix")
 """Flags whose effect does not show in the names and shapes of the weights."""
-POOLING = ("global_pool", "pool_include_prefix")
+_POOLING = ("global_pool", "pool_include_prefix")
 """Flags that belong to the head, which fine-tuning may change."""
 
 _IGNORED = frozenset(
@@ -125,7 +125,7 @@ class ModelType(NamedTuple):
     model: str
     """The model of the same architecture, of any size."""
     processor: str
-    """The image processor for it, by its name in ``training/processor.py``."""
+    """The image processor for it, by its name in ``training/weights/processor.py``."""
     defaults: Mapping[str, Any]
     """transformers' values of keys that the file leaves out."""
     resizes_positions: bool
@@ -229,10 +229,13 @@ class DescribedModel:
         except UsageError as error:
             raise UsageError(f"{self.about.file}: {error}") from None
 
-    def check_named(self, spec: ModelSpec, passed_over: Collection[str]) -> None:
+    def check_named(self, spec: ModelSpec, given: Collection[str], *, keeps_head: bool) -> None:
         """Raise UsageError for a setting that a model, which a flag names, is built without,
-        although the shapes of the weights do not show it."""
-        passed_over = {*passed_over, *(_FLAGS.keys() - {*_NOT_IN_SHAPES})}
+        although the shapes of the weights do not show it. ``given``: the fields that flags set.
+        ``keeps_head``: whether the head of the weights is used."""
+        passed_over = {*given, *(_FLAGS.keys() - {*_NOT_IN_SHAPES})}
+        if not keeps_head:
+            passed_over |= {*_POOLING}
         try:
             there = model_of(self.flags())
         except UsageError:  # it is not supported, which need not be asked for

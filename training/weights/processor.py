@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from training.sidecar import Sidecar
+from training.weights.sidecar import Sidecar
 
 
 class Processing(NamedTuple):

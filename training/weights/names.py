@@ -124,6 +124,11 @@ def timm_names(names: Iterable[str]) -> tuple[dict[str, list[str]], str]:
     return found, "; ".join(notes)
 
 
+def unwrapped(name: str) -> str:
+    """Return a name in a file without the modules that PyTorch puts around a whole model."""
+    return _WRAPPERS.sub("", name).removeprefix("module.")
+
+
 def physicsnemo_names(names: Iterable[str]) -> dict[str, str]:
     """Return the name in PhysicsNeMo's HybridViT of each tensor of ours. Raises ValueError if they
     are not a HybridViT's."""

@@ -1,0 +1,1 @@
+"""Trained weights: find them, read what describes them, and adapt them to a model."""
