@@ -371,7 +371,9 @@ class Split(Dataset):
     def with_index(self) -> Self:
         """Return a copy whose samples have the field ``index``, in training, too."""
         part = copy.copy(self)
-        part.fields = {**self.fields, "index": Field((), torch.int64, padding=PADDING)}
+        in_order = self.request.view.fields(self.request, self.dtype, is_train=False)
+        part.fields = {**self.fields, "index": in_order["index"]}
+        part.resized = [each.with_index() for each in self.resized]
         return part
 
     def with_request(self, request: DatasetRequest) -> Self:
@@ -497,7 +499,7 @@ class ImageSplit(Split):
         part = copy.copy(self)
         Split.__init__(part, request, self.name, self.labels, self.classes, self.left_out)
         part.transform = request.view.transforms(request)[self.name]
-        return part
+        return part.with_index() if "index" in self.fields else part
 
     def load_sample(self, number: int, epoch: int, index: int) -> Batch:
         return seeded(self.transform, self.open(number), self.seed, epoch, index)

@@ -14,13 +14,14 @@ from sklearn.datasets import load_sample_images
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
-from data import transforms
-from data.batch import BatchShard
+from data import crops as crops_module
+from data.batch import BatchShard, Field
 from data.config import DataConfig
 from data.crops import (
     FIRST,
     LOCAL,
     SECOND,
+    CropView,
     Distortion,
     MultiCrop,
     block_mask,
@@ -29,14 +30,15 @@ from data.crops import (
     max_masked,
 )
 from data.decode import Pixels, open_image
-from data.source import CropLayout, CropRequest, DatasetRequest, open_data
+from data.source import DatasetRequest, View, open_data
 from data.transforms import seeded
 from tests.support.jpegs import GUARD, as_pillow, jpeg
+from tests.support.loading import check_same, check_same_epochs, concatenated
 
 pytestmark = pytest.mark.fast
 
 PHOTOGRAPHS = load_sample_images().images  # 427 x 640
-CROPS = CropRequest((32, 24), 3, (0.32, 1.0), (0.05, 0.32), (4, 5), (0.1, 0.5))
+CROPS = CropView((32, 24), 3, (0.32, 1.0), (0.05, 0.32), (4, 5), (0.1, 0.5))
 SIZE = (64, 80)
 ROUNDED = 0.56
 """Of 255: half a gray level, and the weights of the blur that are left out."""
@@ -131,23 +133,22 @@ def whole_crops(image, monkeypatch, channels, factor=1.0, **flags):
     """The crops of an image, each with the box and the distortion that were drawn for it; those of
     the Gram teacher at the end."""
     boxes, distortions = [], []
-    box, distortion = transforms.random_box, transforms.draw_distortion
+    box, distortion = crops_module.random_box, crops_module.draw_distortion
     monkeypatch.setattr(
-        transforms, "random_box", lambda *how: boxes.append(eights(box(*how))) or boxes[-1]
+        crops_module, "random_box", lambda *how: boxes.append(eights(box(*how))) or boxes[-1]
     )
     monkeypatch.setattr(
-        transforms,
+        crops_module,
         "draw_distortion",
         lambda kind: distortions.append((kind, distortion(kind))) or distortions[-1][1],
     )
-    layout = CropLayout((channels, *SIZE), replace(CROPS, gram_factor=factor))
-    packed = seeded(MultiCrop(DataConfig(**flags), layout), image, 3, 1, 5)
+    view = replace(CROPS, gram_factor=factor)
+    fields = seeded(MultiCrop(DataConfig(**flags), (channels, *SIZE), view), image, 3, 1, 5)
     monkeypatch.undo()
-    assert packed.shape == (layout.length,)
-    globals_, grams, locals_, mask = layout.unpack(packed[None])
-    crops = [*globals_[:, 0], *locals_[:, 0], *grams[:, 0]]
-    of_gram = len(grams)
-    return crops, boxes + boxes[:of_gram], distortions + distortions[:of_gram], mask[0]
+    grams = [*fields.get("gram_crops", ())]
+    crops, of_gram = [*fields["global_crops"], *fields["local_crops"], *grams], len(grams)
+    mask = fields["mask"]
+    return crops, boxes + boxes[:of_gram], distortions + distortions[:of_gram], mask
 
 
 def eights(box):
@@ -196,51 +197,60 @@ def test_crops_are_torchvisions(channels, flags, larger, factor, monkeypatch):
 
 def test_the_gram_teacher_sees_the_same_part_of_the_image(monkeypatch):
     none = Distortion((), False, None, False)
-    monkeypatch.setattr(transforms, "draw_distortion", lambda kind: none)
+    monkeypatch.setattr(crops_module, "draw_distortion", lambda kind: none)
     across = np.broadcast_to(np.arange(250, dtype=np.uint8), (200, 250))
     down = np.broadcast_to(np.arange(200, dtype=np.uint8)[:, None], (200, 250))
     image = Pixels(np.stack([across, down, across], 2))
-    layout, plain = (CropLayout((3, *SIZE), replace(CROPS, gram_factor=f)) for f in (2.0, 1.0))
+    transforms = [
+        MultiCrop(DataConfig(), (3, *SIZE), replace(CROPS, gram_factor=factor))
+        for factor in (2.0, 1.0)
+    ]
     flipped = Counter()
     for index in range(40):
-        made, of_plain = (
-            each.unpack(seeded(MultiCrop(DataConfig(), each), image, 3, 1, index)[None])
-            for each in (layout, plain)
-        )
-        globals_, grams, *others = made
-        assert torch.equal(globals_, of_plain[0])
-        assert all(map(torch.equal, others, of_plain[2:]))
-        halved = torch.nn.functional.avg_pool2d(grams[:, 0].float(), 2)
-        inside = (halved - globals_[:, 0].float())[:, :, 2:-2, 2:-2]
+        made, plain = (seeded(transform, image, 3, 1, index) for transform in transforms)
+        globals_, grams = made["global_crops"], made.pop("gram_crops")
+        check_same(made, plain)
+        halved = torch.nn.functional.avg_pool2d(grams.float(), 2)
+        inside = (halved - globals_.float())[:, :, 2:-2, 2:-2]
         assert inside.abs().max() < 1.01  # three roundings to a byte
-        for small, large in zip(globals_[:, 0], grams[:, 0], strict=True):
+        for small, large in zip(globals_, grams, strict=True):
             signs = [bool(each[0, 0, 0] > each[0, 0, -1]) for each in (small, large)]
             assert signs[0] == signs[1]
             flipped[signs[0]] += 1
     assert min(flipped.values()) > 20
 
 
-# -- layout ---------------------------------------------------------------------------
+# -- fields ---------------------------------------------------------------------------
 
 
-def test_unpacked_is_what_was_packed():
-    layout = CropLayout((3, *SIZE), replace(CROPS, gram_factor=1.25))
-    torch.manual_seed(0)
-    images = [
-        (
-            torch.randint(256, (2, 3, *SIZE), dtype=torch.uint8),
-            torch.randint(256, (2, 3, 80, 100), dtype=torch.uint8),
-            torch.randint(256, (3, 3, 32, 24), dtype=torch.uint8),
-            torch.rand(20) < 0.5,
-        )
-        for _ in range(4)
-    ]
-    packed = torch.stack([layout.pack(*image) for image in images])
-    of_globals, of_grams, of_locals = 2 * 3 * 64 * 80, 2 * 3 * 80 * 100, 3 * 3 * 32 * 24
-    assert packed.shape == (4, layout.length) == (4, of_globals + of_grams + of_locals + 20)
-    for found, given in zip(layout.unpack(packed), zip(*images, strict=True), strict=True):
-        dimension = 0 if found.dtype == torch.bool else 1
-        assert torch.equal(found, torch.stack(given, dimension))
+@pytest.mark.parametrize("channels", [3, 1])
+@pytest.mark.parametrize(
+    ("changes", "shapes"),
+    [
+        ({}, {"local_crops": (3, 32, 24)}),
+        ({"gram_factor": 1.25}, {"local_crops": (3, 32, 24), "gram_crops": (2, 80, 100)}),
+        ({"gram_factor": 1.25, "local_number": 0}, {"gram_crops": (2, 80, 100)}),
+        ({"local_number": 1}, {"local_crops": (1, 32, 24)}),
+    ],
+    ids=str,
+)
+def test_the_fields_that_are_declared_are_those_of_the_crops(changes, shapes, channels):
+    view = replace(CROPS, **changes)
+    request = DatasetRequest(DataConfig(), channels, SIZE, 10, 3, view=view)
+    shapes = {"global_crops": (2, *SIZE)} | shapes
+    expected = {
+        name: Field((number, channels, *size), torch.uint8)
+        for name, (number, *size) in shapes.items()
+    }
+    declared = view.fields(request, torch.uint8, is_train=True)
+    assert declared == expected | {"mask": Field((20,), torch.bool)}
+    made = seeded(view.transforms(request)["train"], Pixels(PHOTOGRAPHS[0]), 3, 1, 5)
+    assert made.keys() == declared.keys()
+    for name, field in declared.items():
+        assert (tuple(made[name].shape), made[name].dtype) == (field.shape, field.dtype)
+    of_others = [each.fields(request, torch.uint8, is_train=False) for each in (view, View())]
+    assert of_others[0] == of_others[1]
+    assert of_others[0]["image"] == Field((channels, *SIZE), torch.uint8, rows=1)
 
 
 # -- masks ----------------------------------------------------------------------------
@@ -286,54 +296,75 @@ def test_masks_are_blocks_that_are_everywhere():
 # -- batches --------------------------------------------------------------------------
 
 
-SMALL = CropRequest((8, 8), 2, (0.32, 1.0), (0.05, 0.32), (4, 4), (0.25, 0.5))
+SMALL = CropView((8, 8), 2, (0.32, 1.0), (0.05, 0.32), (4, 4), (0.25, 0.5))
+SHAPES = {"global_crops": (2, 3, 16, 16), "local_crops": (2, 3, 8, 8), "mask": (16,)}
+"""The shapes of a sample of SMALL."""
 
 
-def opened(top, crops=SMALL, size=(16, 16), channels=3, augment=True, **flags):
+def opened(top, view=SMALL, size=(16, 16), channels=3, augment=True, **flags):
     values = {"data_dir": str(top), "batch_size": 24, "num_workers": 0}
     config = DataConfig(**values | flags)
-    return open_data(DatasetRequest(config, channels, size, 10, 3, augment=augment, crops=crops))
+    return open_data(DatasetRequest(config, channels, size, 10, 3, augment=augment, view=view))
+
+
+def shapes_of(batch):
+    return {name: tuple(values.shape) for name, values in batch.items()}
 
 
 @pytest.mark.parametrize("source", ["folder", "digits"])
 def test_the_same_for_any_number_of_workers_and_processes_and_after_a_resume(source, digits):
-    layout = CropLayout((3, 16, 16), SMALL)
     whole = opened(digits, data_source=source)
     expected = list(itertools.islice(whole.train_loader(24, BatchShard()).epoch(2), 9))
-    images, labels = expected[0]
-    assert images.shape == (24, layout.length)
-    assert images.dtype == torch.uint8
-    assert layout.unpack(images)[-1].sum(1).tolist() == pytest.approx([6] * 24, abs=2)
+    assert shapes_of(expected[0]) == {name: (24, *shape) for name, shape in SHAPES.items()}
+    assert expected[0]["mask"].sum(1).tolist() == pytest.approx([6] * 24, abs=2)
     torch.manual_seed(1)
     workers = opened(digits, data_source=source, num_workers=2).train_loader(24, BatchShard())
-    for (a, x), (b, y) in zip(expected[5:], workers.epoch(2, 5), strict=False):
-        assert a.equal(b)
-        assert x.equal(y)
+    check_same_epochs(itertools.islice(workers.epoch(2, 5), 4), expected[5:])
     parts = [next(whole.train_loader(24, BatchShard(rank, 3)).epoch(2)) for rank in range(3)]
-    assert torch.cat([each for each, _ in parts]).equal(images)
-    assert torch.cat([each for _, each in parts]).equal(labels)
-    empty = next(whole.train_loader(24, BatchShard(loads=False)).epoch(2))[0]
-    assert empty.shape == (0, layout.length)
-    assert not next(whole.train_loader(24, BatchShard()).epoch(3))[0].equal(images)
+    check_same(concatenated(parts), expected[0])
+    empty = next(whole.train_loader(24, BatchShard(loads=False)).epoch(2))
+    check_same(empty, {name: values[:0] for name, values in expected[0].items()})
+    other = next(whole.train_loader(24, BatchShard()).epoch(3))
+    assert not any(torch.equal(values, expected[0][name]) for name, values in other.items())
+
+
+def test_the_numbers_of_images_with_several_sizes_of_crops(digits):
+    """The number is that of the image, in whichever size the batch has."""
+    view = replace(SMALL, pairs=((16, 8), (32, 12)))
+    split = opened(digits, view).splits["train"]
+    loader = split.with_index().batches(24, BatchShard())
+    sampler, sizes = split.sampler(24, shuffle=True, seed=3), Counter()
+    sampler.set_position(1)
+    with_numbers = itertools.islice(loader.epoch(1), 6)
+    for batch, indices, plain in zip(
+        with_numbers, sampler, split.batches(24, BatchShard()).epoch(1), strict=False
+    ):
+        assert batch.pop("index").tolist() == [at.index for at in indices]
+        check_same(batch, plain)
+        sizes[batch["global_crops"].shape[-1], batch["local_crops"].shape[-1]] += 1
+    assert sizes.keys() == {(16, 8), (32, 12)}
 
 
 def test_images_that_are_not_augmented_are_as_before(digits):
-    with_crops, without = opened(digits), opened(digits, crops=None)
-    for each in (with_crops, without):
-        each.batch = next(each.val_loader(24, BatchShard()).epoch(0))[0]
-    assert torch.equal(with_crops.batch, without.batch)
-    found = [
-        next(opened(digits, crops=crops, augment=False).train_loader(24, BatchShard()).epoch(0))[0]
-        for crops in (SMALL, None)
-    ]
-    assert torch.equal(*found)
+    for augment, split in ((True, "val"), (False, "train"), (False, "val")):
+        with_crops, without = (
+            next(
+                opened(digits, view, augment=augment)
+                .splits[split]
+                .batches(24, BatchShard())
+                .epoch(0)
+            )
+            for view in (SMALL, View())
+        )
+        assert with_crops.keys() == {"image", "target", "index"}
+        check_same(with_crops, without)
 
 
 def test_fake_crops():
-    layout = CropLayout((3, 16, 16), SMALL)
     fake = opened("", data_source="fake")
-    images, _ = next(fake.train_loader(24, BatchShard(1, 2)).epoch(0))
-    assert images.shape == (12, layout.length)
-    assert images.dtype == torch.uint8
-    assert not images.any()
-    assert next(fake.val_loader(24, BatchShard()).epoch(0))[0].shape == (24, 3, 16, 16)
+    batch = next(fake.train_loader(24, BatchShard(1, 2)).epoch(0))
+    assert shapes_of(batch) == {name: (12, *shape) for name, shape in SHAPES.items()}
+    dtypes = {"global_crops": torch.uint8, "local_crops": torch.uint8, "mask": torch.bool}
+    assert {name: values.dtype for name, values in batch.items()} == dtypes
+    assert not any(values.any() for values in batch.values())
+    assert next(fake.val_loader(24, BatchShard()).epoch(0))["image"].shape == (24, 3, 16, 16)

@@ -1,4 +1,4 @@
-"""Images of any size in sequences of tokens: grids, packing, rows of bytes, what is read."""
+"""Images of any size in sequences of tokens: grids, packing, fields, what is read."""
 
 import itertools
 import math
@@ -13,22 +13,26 @@ from PIL import Image
 from timm.data.naflex_transforms import patchify_image
 
 from data import fake
-from data.batch import PADDING, BatchShard
+from data.batch import PADDING, BatchShard, Field
 from data.config import DataConfig
 from data.files import DataFolderError
 from data.pack import pack as pack_shards
 from data.packing import (
     Packing,
-    PackLayout,
     PackRequest,
     PackSampler,
+    SequenceIndex,
     grids,
     pack_images,
+    patch_coord_of,
+    tokens_of,
     too_large,
 )
-from data.source import CropRequest, DatasetRequest, open_data
+from data.sequences import SequenceView
+from data.source import DatasetRequest, open_data
 from data.tables import ParquetSplit
 from data.transforms import TrainTransform, random_box, seeded
+from tests.support.loading import check_same, check_same_epochs, concatenated
 from tests.support.table_files import write_tables
 from training.checkpoints.compatible import other_order
 
@@ -36,7 +40,6 @@ pytestmark = pytest.mark.fast
 
 REQUEST = PackRequest((4, 6), 2, 40, 5, 16, False, (1.0, 1.0), 0.0)
 DRAWN = replace(REQUEST, side_scale=(0.4, 1.2), drop_rate=0.3)
-LAYOUT = PackLayout(3, REQUEST)
 SIZES = [(16, 24), (9, 13), (30, 70), (1, 5000), (2, 3), (40, 20), (12, 12)]
 """Height and width of images 0, 7, ..., of 1, 8, ..., and so on."""
 TRAIN, VAL = 60, 23
@@ -57,15 +60,17 @@ def folder(tmp_path_factory):
 
 def opened(folder, request=REQUEST, augment=True, channels=3, **how):
     how = {"data_dir": str(folder), "batch_size": 4, "num_workers": 0} | how
+    view = SequenceView(request)
     return open_data(
-        DatasetRequest(DataConfig(**how), channels, (16, 24), 10, 5, augment=augment, pack=request)
+        DatasetRequest(DataConfig(**how), channels, (16, 24), 10, 5, augment=augment, view=view)
     )
 
 
-def sequences(batches, layout=LAYOUT):
-    """(patches, places, segments, images, labels) of each sequence of the batches."""
-    for rows, labels in batches:
-        yield from zip(*layout.unpack(rows), labels, strict=True)
+def sequences(batches):
+    """The fields of each sequence of the batches."""
+    for batch in batches:
+        for number in range(len(batch["segment_ids"])):
+            yield {name: values[number] for name, values in batch.items()}
 
 
 # -- grids -------------------------------------------------------------------------------
@@ -225,32 +230,57 @@ def test_epochs_have_the_length_of_the_first(epoch_sequences):
     sampler.set_position(3)
     expected = [place % epoch_sequences for place in (2, 3, 6, 7)]
     assert len(sampler) == 2
-    keys = [key for batch in sampler for key in batch]
-    assert keys == [(3, 8, 2 * place, 2 * place + 1) for place in expected]
+    indices = [at for batch in sampler for at in batch]
+    assert indices == [SequenceIndex(3, [2 * place, 2 * place + 1], 8) for place in expected]
 
 
-# -- the row of a sequence ---------------------------------------------------------------
+# -- the fields of a sequence ------------------------------------------------------------
 
 
-def test_unpacked_is_what_was_packed():
-    torch.manual_seed(0)
-    given = [
-        (
-            torch.randint(256, (40, 4 * 6 * 3), dtype=torch.uint8),
-            np.random.default_rng(number).integers(2**16, size=(40, 4)),
-            np.arange(40) * 5,
-            (0, 1, 2**24 - 1)[number],
-        )
-        for number in range(3)
-    ]
-    rows = torch.stack([LAYOUT.pack(*one) for one in given])
-    assert rows.shape == (3, LAYOUT.length) == (3, 40 * (72 + 8 + 1) + 4)
-    dtypes = (torch.uint8, torch.int32, torch.int32, torch.float32)
-    for found, part, dtype in zip(
-        LAYOUT.unpack(rows), zip(*given, strict=True), dtypes, strict=True
-    ):
-        assert found.dtype == dtype
-        assert np.array_equal(found.numpy(), np.stack([np.asarray(one) for one in part]))
+@pytest.mark.parametrize("labels", [True, False])
+@pytest.mark.parametrize(("split", "augment"), [("train", True), ("train", False), ("val", True)])
+def test_the_fields_that_are_declared_are_those_of_a_sequence(split, augment, labels, folder):
+    for channels in (3, 1):
+        view = SequenceView(REQUEST)
+        config = DataConfig(data_dir=str(folder), batch_size=4, num_workers=0)
+        how = {"labels": labels, "augment": augment, "view": view}
+        data = open_data(DatasetRequest(config, channels, (16, 24), 10, 5, **how))
+        number, in_order = Field((5,), torch.int64, padding=PADDING), (split, augment) != TRAINING
+        expected = {
+            "patches": Field((40, 4 * 6 * channels), torch.uint8),
+            "patch_coord": Field((40, 4), torch.int32),
+            "segment_ids": Field((40,), torch.int32),
+            "batch_images": Field((), torch.float32),
+        }
+        expected |= {"target": number} if labels or in_order else {}
+        expected |= {"index": number} if in_order else {}
+        loader = data.splits[split].batches(4, BatchShard())
+        assert data.splits[split].fields == loader.fields == expected
+        shapes = {name: (4, *field.shape) for name, field in expected.items()}
+        for batch in loader.epoch(0):
+            assert {name: tuple(values.shape) for name, values in batch.items()} == shapes
+            assert all(batch[name].dtype == field.dtype for name, field in expected.items())
+
+
+TRAINING = "train", True
+
+
+def test_numbers_of_tokens_and_images_have_room(folder):
+    """The largest that ``PackRequest`` allows, and as many images as fp32 can count."""
+    request = replace(REQUEST, tokens=65_535, images=255)
+    patch_coord, segment_ids = tokens_of([patch_coord_of(1, 65_533, 2)], request)
+    assert patch_coord.dtype == segment_ids.dtype == np.int32
+    assert patch_coord[:3].tolist() == [[0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 1, 65_533]]
+    assert patch_coord[-1].tolist() == [0, 65_532, 1, 65_533]
+    assert segment_ids.min() == segment_ids.max() == 1
+    patch_coord, segment_ids = tokens_of([patch_coord_of(2, 3, 1)] * 255, request)
+    assert np.array_equal(segment_ids[: 255 * 7], np.arange(255 * 7) // 7 + 1)
+    assert not segment_ids[255 * 7 :].any()
+    assert not patch_coord[255 * 7 :].any()
+    assert np.array_equal(patch_coord[254 * 7 : 255 * 7], patch_coord[:7])
+    for count in (0, 1, 2**24 - 1):
+        counted = opened(folder).splits["train"][SequenceIndex(0, [1], count)].fields
+        assert counted["batch_images"].item() == count
 
 
 def paths(folder, split):
@@ -258,10 +288,13 @@ def paths(folder, split):
 
 
 def check_sequence(sequence, request=REQUEST):
-    """The images of a sequence: the label, grid, patches and their numbers of each."""
-    patches, places, segments, _, labels = sequence
-    images = []
-    for image, label in enumerate(labels.tolist()):
+    """The images of a sequence: the place in ``target``, the grid, the patches and their numbers of
+    each."""
+    patches, places = sequence["patches"], sequence["patch_coord"]
+    segments, images = sequence["segment_ids"], []
+    if "index" in sequence:
+        assert torch.equal(sequence["index"] == PADDING, sequence["target"] == PADDING)
+    for image, label in enumerate(sequence["target"].tolist()):
         mine = (segments == image + 1).nonzero().flatten()
         if not len(mine):
             assert label == PADDING
@@ -276,7 +309,8 @@ def check_sequence(sequence, request=REQUEST):
         assert (numbers.diff() > 0).all()
         assert (row < rows).all()
         assert (column < columns).all()
-        images.append((label, (int(rows[0]), int(columns[0])), patches[after], numbers))
+        assert label != PADDING
+        images.append((image, (int(rows[0]), int(columns[0])), patches[after], numbers))
     padding = segments == 0
     assert not patches[padding].any()
     assert not places[padding].any()
@@ -286,14 +320,14 @@ def check_sequence(sequence, request=REQUEST):
 @pytest.mark.parametrize("channels", [3, 1])
 def test_patches_in_validation_are_timms_of_whole_images(folder, channels):
     data = opened(folder, channels=channels)
-    layout = PackLayout(channels, REQUEST)
-    batches = list(data.splits["val"].numbered().batches(4, BatchShard()).epoch(0))
-    assert [int(images) for *_, images, _ in sequences(batches, layout)] == [
-        int(count) for _, labels in batches for count in [(labels >= 0).sum()] for _ in labels
-    ]
+    batches = list(data.splits["val"].batches(4, BatchShard()).epoch(0))
+    for batch in batches:
+        assert batch["batch_images"].tolist() == [(batch["index"] != PADDING).sum()] * 4
     seen = []
-    for sequence in sequences(batches, layout):
-        for number, (rows, columns), patches, places in check_sequence(sequence):
+    for sequence in sequences(batches):
+        for place, (rows, columns), patches, places in check_sequence(sequence):
+            number, label = (int(sequence[name][place]) for name in ("index", "target"))
+            assert paths(folder, "val")[number].parent.name == f"class{label}"
             image = Image.open(paths(folder, "val")[number])
             resized = image.resize((6 * columns, 4 * rows), Image.BICUBIC)
             resized = np.array(resized.convert("L" if channels == 1 else "RGB"))
@@ -311,8 +345,10 @@ def test_patches_in_training_are_those_of_the_augmented_image(folder):
     how = {"scale": (0.5, 1.0), "ratio": (0.8, 1.25), "hflip": 0.5}
     data = opened(folder, DRAWN, **how).splits["train"]
     found, dropped = {}, 0
-    for sequence in sequences(data.numbered().batches(4, BatchShard()).epoch(2)):
-        for number, grid, patches, places in check_sequence(sequence):
+    for sequence in sequences(data.with_index().batches(4, BatchShard()).epoch(2)):
+        for place, grid, patches, places in check_sequence(sequence):
+            number, label = (int(sequence[name][place]) for name in ("index", "target"))
+            assert paths(folder, "train")[number].parent.name == f"class{label}"
             height, width = SIZES[int(paths(folder, "train")[number].stem) % len(SIZES)]
             ratio = tuple(r * width / height for r in how["ratio"])
             size = (4 * grid[0], 6 * grid[1])
@@ -339,7 +375,7 @@ def test_the_same_for_any_number_of_processes_and_after_a_resume(folder):
     data = opened(folder, DRAWN)
     whole = list(data.train_loader(4, BatchShard()).epoch(2))
     assert (
-        len(whole) == len(data.train_loader(4, BatchShard())) == data.splits["train"].sequences // 4
+        len(whole) == len(data.train_loader(4, BatchShard())) == data.splits["train"].samples // 4
     )
     for shards, first, workers in ((2, 0, 0), (4, 1, 0), (1, 2, 2), (2, 1, 1)):
         again = opened(folder, DRAWN, num_workers=workers)
@@ -347,40 +383,33 @@ def test_the_same_for_any_number_of_processes_and_after_a_resume(folder):
             again.train_loader(4, BatchShard(rank, shards)).epoch(2, first)
             for rank in range(shards)
         ]
-        for ours, *theirs in zip(whole[first:], *parts, strict=True):
-            for one, part in zip(ours, zip(*theirs, strict=True), strict=True):
-                assert torch.equal(one, torch.cat(part))
-    empty, labels = next(data.train_loader(4, BatchShard(loads=False)).epoch(2))
-    assert empty.shape == (0, LAYOUT.length)
-    assert labels.shape == (0, 5)
+        check_same_epochs(map(concatenated, zip(*parts, strict=True)), whole[first:])
+    empty = next(data.train_loader(4, BatchShard(loads=False)).epoch(2))
+    check_same(empty, {name: values[:0] for name, values in whole[0].items()})
     there = pickle.loads(pickle.dumps(data.splits["train"]))
-    key = (2, 7, 3, 1)
-    for one, other in zip(data.splits["train"][key], there[key], strict=True):
-        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+    one, other = (split[SequenceIndex(2, [3, 1], 7)] for split in (data.splits["train"], there))
+    check_same(other.fields, one.fields)
+    assert other.bad == one.bad == []
     other = next(data.train_loader(4, BatchShard()).epoch(3))
-    assert not torch.equal(other[0], whole[0][0])
+    for name in ("patches", "patch_coord", "segment_ids"):
+        assert not torch.equal(other[name], whole[0][name])
 
 
 @pytest.mark.parametrize("augment", [True, False])
 def test_images_that_are_not_augmented_come_once_in_windows_in_order(folder, augment):
     data = opened(folder, DRAWN, augment=augment)
-    split = data.splits["val" if augment else "train"].numbered()
+    split = data.splits["val" if augment else "train"]
     parts = [list(split.batches(8, BatchShard(rank, 2)).epoch(1)) for rank in range(2)]
-    rows, labels = (
-        torch.cat([torch.cat(both) for both in zip(*batches, strict=True)])
-        for batches in zip(*(zip(*part, strict=True) for part in parts), strict=True)
-    )
-    present = labels[labels != PADDING]
+    found = concatenated([concatenated(both) for both in zip(*parts, strict=True)])
+    numbers = found["index"]
+    present = numbers[numbers != PADDING]
     assert sorted(present.tolist()) == list(range(len(split)))
-    firsts = labels[:, 0][labels[:, 0] != PADDING]
+    firsts = numbers[:, 0][numbers[:, 0] != PADDING]
     assert (firsts.diff() > 0).all()
-    _, _, segments, images = LAYOUT.unpack(rows)
-    assert (segments.amax(1) == (labels != PADDING).sum(1)).all()
-    assert images.view(-1, 8)[:, 0].sum() == len(split)
-    of_some = torch.cat(
-        [labels for _, labels in split.batches_of([5, 2, 9], 2, BatchShard()).epoch(0)]
-    )
-    assert sorted(of_some[of_some != PADDING].tolist()) == [2, 5, 9]
+    assert (found["segment_ids"].amax(1) == (numbers != PADDING).sum(1)).all()
+    assert found["batch_images"].view(-1, 8)[:, 0].sum() == len(split)
+    some = concatenated([*split.batches_of([5, 2, 9], 2, BatchShard()).epoch(0)])["index"]
+    assert sorted(some[some != PADDING].tolist()) == [2, 5, 9]
 
 
 def test_other_images_take_the_place_of_broken_ones(folder, tmp_path):
@@ -396,21 +425,23 @@ def test_other_images_take_the_place_of_broken_ones(folder, tmp_path):
         replaced = 0
         for one, other in zip(*(sequences(loader.epoch(epoch)) for loader in loaders), strict=True):
             if split == "train":
-                assert torch.equal(one[1], other[1])
-                assert torch.equal(one[2], other[2])
-            differ = (one[0] != other[0]).any(1)
-            images = one[2][differ].unique().tolist()
+                assert torch.equal(one["patch_coord"], other["patch_coord"])
+                assert torch.equal(one["segment_ids"], other["segment_ids"])
+            assert one["batch_images"] == other["batch_images"]  # broken images are counted
+            differ = (one["patches"] != other["patches"]).any(1)
+            images = one["segment_ids"][differ].unique().tolist()
             replaced += len(images)
             check_sequence(other)
             for image in range(1, 6):
-                mine = one[2] == image
-                is_same = torch.equal(one[0][mine], other[0][mine])
+                mine = one["segment_ids"] == image
+                is_same = torch.equal(one["patches"][mine], other["patches"][mine])
                 if split == "val" and not is_same:
-                    assert not other[2][mine].any()
-                    assert int(other[4][image - 1]) == PADDING
+                    assert not other["segment_ids"][mine].any()
+                    assert other["target"][image - 1] == other["index"][image - 1] == PADDING
                 elif split == "val":
-                    assert one[4][image - 1] == other[4][image - 1]
-                    assert torch.equal(one[1][mine], other[1][mine])
+                    for name in ("target", "index"):
+                        assert one[name][image - 1] == other[name][image - 1]
+                    assert torch.equal(one["patch_coord"][mine], other["patch_coord"][mine])
         count = sum(int(path.stem) % 7 == 2 for path in paths(folder, split))
         assert count - 2 <= replaced <= count  # training drops the last short batch
         assert loaders[0].bad_images() == []
@@ -424,8 +455,10 @@ def test_an_image_whose_size_is_unknown(folder, tmp_path):
         target.write_bytes(b"" if int(path.stem) in (0, 1) else path.read_bytes())
     data = opened(tmp_path)
     assert data.splits["train"].sizes.min(axis=1).tolist().count(0) == 2
-    labels = torch.cat([labels for _, labels in data.val_loader(4, BatchShard()).epoch(0)])
-    assert (labels != PADDING).sum() == VAL - 2
+    found = concatenated([*data.val_loader(4, BatchShard()).epoch(0)])
+    assert (found["target"] != PADDING).sum() == VAL - 2
+    known = [number for number in range(VAL) if number not in (0, len(range(0, VAL, 2)))]
+    assert sorted(found["index"][found["index"] != PADDING].tolist()) == known
 
 
 # -- sources -----------------------------------------------------------------------------
@@ -449,8 +482,7 @@ def test_shards_and_tables_have_the_sequences_of_the_folder(digits, tmp_path):
             batches = [
                 one.splits[split].batches(4, BatchShard()).epoch(1) for one in (expected, other)
             ]
-            for one, two in itertools.islice(zip(*batches, strict=True), 5):
-                assert all(map(torch.equal, one, two)), (source, split)
+            check_same_epochs(*(itertools.islice(each, 5) for each in batches))
         packing = other.splits["train"].pack_epoch(1)
         assert sorted(packing.images.tolist()) == list(range(other.train_length))
 
@@ -461,18 +493,18 @@ def test_a_row_group_is_read_once_for_all_sequences_that_are_read_together(
     write_tables(digits, tmp_path)
     request = PackRequest((4, 4), 1, 20, 4, 4, False, (1.0, 1.0), 0.0)
     split = opened(tmp_path / "parquet", request, data_source="parquet").splits["train"]
-    keys, groups = next(iter(split.sampler(32, shuffle=True, seed=5))), []
+    indices, groups = next(iter(split.sampler(32, shuffle=True, seed=5))), []
     read_group = ParquetSplit._read_group
     monkeypatch.setattr(
         ParquetSplit,
         "_read_group",
         lambda self, *group: groups.append(group) or read_group(self, *group),
     )
-    alone = [split[key] for key in keys]
+    alone = [split[at] for at in indices]
     one_by_one, _ = len(groups), groups.clear()
-    for one, other in zip(alone, split.__getitems__(keys), strict=True):
-        assert torch.equal(one[0], other[0])
-        assert one[1:] == other[1:]
+    for one, other in zip(alone, split.__getitems__(indices), strict=True):
+        check_same(other.fields, one.fields)
+        assert other.bad == one.bad
     assert len(set(groups)) == len(groups) < one_by_one
 
 
@@ -481,7 +513,7 @@ def test_digits(source):
     request = PackRequest((4, 4), 0, 60, 30, 49, False, (1.0, 1.0), 0.0)
     data = opened("", request, data_source=source)
     batch = next(data.train_loader(4, BatchShard()).epoch(0))
-    for sequence in sequences([batch], PackLayout(3, request)):
+    for sequence in sequences([batch]):
         grids_ = [grid for _, grid, *_ in check_sequence(sequence, request)]
         assert grids_ == ([(2, 2)] * 15 if source == "digits" else [(7, 7)])
 
@@ -490,15 +522,17 @@ def test_fake_sequences_are_full(monkeypatch):
     monkeypatch.setitem(fake.LENGTHS, "val", 50)
     request = replace(REQUEST, drop_rate=0.5)
     data = opened("", request, data_source="fake")
-    rows, labels = next(data.train_loader(4, BatchShard(1, 2)).epoch(0))
-    found = list(sequences([(rows, labels)]))
-    assert [len(check_sequence(one)) for one in found] == [4, 4]  # 40 // (2 + 16 / 2)
-    assert int(found[0][3]) == 16
-    assert not rows[:, : 40 * 72].any()
+    batch = next(data.train_loader(4, BatchShard(1, 2)).epoch(0))
+    assert [len(check_sequence(one)) for one in sequences([batch])] == [4, 4]  # 40 // (2 + 16 / 2)
+    assert batch["batch_images"].tolist() == [16, 16]
+    assert not batch["patches"].any()
+    assert batch.keys() == data.splits["train"].fields.keys()
     parts = [list(data.val_loader(4, BatchShard(rank, 2)).epoch(0)) for rank in range(2)]
     counts = [[len(check_sequence(one)) for one in sequences(part)] for part in parts]
     assert counts == [[2, 2] * 6 + [2, 0], [2, 2] * 6 + [0, 0]]
-    assert [int(images) for *_, images, _ in sequences(parts[0])] == [8, 8] * 6 + [2, 2]
+    assert [int(one["batch_images"]) for one in sequences(parts[0])] == [8, 8] * 6 + [2, 2]
+    joined = concatenated([concatenated(both) for both in zip(*parts, strict=True)])
+    assert joined["index"][joined["index"] != PADDING].tolist() == [*range(50)]
     assert len(data.val_loader(4, BatchShard())) == 7
 
 
@@ -521,9 +555,6 @@ def test_the_order_is_known_by_grids_and_packing(folder):
     assert of_grids == ["the grids of patches of the images in train/"]
 
 
-CROPS = CropRequest((8, 8), 2, (0.32, 1.0), (0.05, 0.32), (4, 4), (0.25, 0.5))
-
-
 @pytest.mark.parametrize(
     ("changed", "how", "told"),
     [
@@ -536,10 +567,3 @@ CROPS = CropRequest((8, 8), 2, (0.32, 1.0), (0.05, 0.32), (4, 4), (0.25, 0.5))
 def test_errors(folder, changed, how, told):
     with pytest.raises(DataFolderError, match=told):
         opened(folder, replace(REQUEST, **changed), **how)
-
-
-def test_no_sequences_of_crops(folder):
-    config = DataConfig(data_dir=str(folder))
-    request = DatasetRequest(config, 3, (16, 24), 10, 5, crops=CROPS, pack=REQUEST)
-    with pytest.raises(DataFolderError, match="cannot be combined with crops"):
-        open_data(request)
