@@ -166,7 +166,7 @@ class GramTeacher(Feature):
     turned_on_by = ("--gram_weights",)
     excludes = {
         **dict.fromkeys(("--eval_only", "--features"), "nothing is trained"),
-        **dict.fromkeys(("--compile_only", "--plan"), "which read no weights"),
+        **dict.fromkeys(("--compile_only", "--plan"), "it reads no weights"),
     }
 
     def check_data(self, run: Run, data: DataSource) -> None:

@@ -22,7 +22,7 @@ class Distillation(Feature):
     turned_on_by = ("--teacher",)
     excludes = {
         "--mesh_domain": "",
-        **dict.fromkeys(("--compile_only", "--plan"), "which read no weights"),
+        **dict.fromkeys(("--compile_only", "--plan"), "it reads no weights"),
     }
 
     def shown(self, config: RunConfig) -> str:

@@ -12,9 +12,11 @@ from training.resolve import check_channels
 if TYPE_CHECKING:
     from models.spec import ModelSpec
 
-_EXCLUDES = {"--buckets": "features are of images of the model's own size"} | dict.fromkeys(
-    ("--mesh_domain", "--mesh_tensor"), "features are computed from whole images"
-)
+_EXCLUDES = {
+    "--buckets": "features are of images of one size",
+    "--mesh_domain": "a device computes the features of whole images",
+    "--mesh_tensor": "",
+}
 
 
 class FeatureEvaluation(Feature):

@@ -63,7 +63,7 @@ class Feature:
     in ``--help``; they follow the field ``after``, if the class has one. ``RunConfig.of`` returns
     its values."""
     turned_on_by: ClassVar[tuple[str, ...]] = ()
-    """The flags that turn it on, such as "--buckets" or "--objective dino": one is enough."""
+    """The flags that turn it on, such as "--buckets" or "--objective NAME": one is enough."""
     requires_it: ClassVar[tuple[str, ...]] = ()
     """Flags that have no meaning without it, where ``flag``'s ``requires`` cannot say so."""
     excludes: ClassVar[Mapping[str, str]] = {}

@@ -284,11 +284,11 @@ def check_rules(config: RunConfig, *others: Any, only: Collection[str] | None = 
             if other in config.explicitly_set:
                 excluded = known[other].typed(values[other])
                 raise UsageError(f"{typed} replaces {excluded}: drop one of the two")
-    _check_excluded(config, *others, only=only)
+    check_excluded(config, *others, only=only)
 
 
-def _check_excluded(config: RunConfig, *others: Any, only: Collection[str] | None) -> None:
-    """Check what features exclude. Raises UsageError. ``only``: the rules of these fields alone."""
+def check_excluded(config: RunConfig, *others: Any, only: Collection[str] | None = None) -> None:
+    """Check what features exclude, as ``check_rules`` does. Raises UsageError."""
     options = by_field(type(config), *map(type, others)).items()
     names = {name: field for field, option in options for name in option.names}
     for feature in config.active_features():

@@ -22,6 +22,7 @@ from training.feature_table import features, flag_classes
 from training.files import folder_at, log_folder
 from training.flags import (
     by_field,
+    check_excluded,
     check_range,
     flag_fields,
     flat,
@@ -297,6 +298,7 @@ def model_line(spec: ModelSpec) -> str:
 
 def resolve_model(config: RunConfig) -> tuple[RunConfig, ModelSpec]:
     """Return the configuration with its model named, and that model. Raises UsageError."""
+    check_excluded(config)  # where no backend resolves the run, too
     named = replace(config.model, model=config.model.model or DEFAULT_MODEL)
     config = replace(config, model=named)
     model = trained_model(config)

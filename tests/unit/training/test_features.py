@@ -1,0 +1,166 @@
+"""The table of features: what they declare is there, and a feature that nobody knows takes part."""
+
+import typing
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import pytest
+
+from config_fields import flag, positive
+from models.config import ModelError
+from models.spec import ModelSpec
+from run_vit_training import CONFIGS, read_flags
+from tests.support.cli import TINY_MODEL
+from tests.support.resolved import on_xla
+from training import feature_table
+from training.errors import UsageError
+from training.feature import Feature
+from training.feature_table import add_feature, features
+from training.flags import by_field, check_rules, flag_fields, flat, from_values
+
+pytestmark = pytest.mark.fast
+
+EVERY = by_field(*CONFIGS.values())
+BY_NAME = {name: o for o in EVERY.values() for name in o.names}
+
+
+def names_of(words):
+    return [each.partition(" ")[0] for each in words]
+
+
+def test_declarations_name_flags():
+    for feature in features():
+        declared = (*feature.turned_on_by, *feature.requires_it, *feature.excludes)
+        assert {*names_of(declared), *feature.ignores} <= BY_NAME.keys(), feature
+        for words in (*feature.turned_on_by, *feature.excludes):
+            name, _, value = words.partition(" ")
+            assert not value or value in BY_NAME[name].choices, words
+        assert feature.choices.keys() <= EVERY.keys()
+
+
+def test_no_flag_excludes_a_feature():
+    """It is the feature that says so, once."""
+    switches = {BY_NAME[name].field.name for f in features() for name in names_of(f.turned_on_by)}
+    switches -= {"objective", "features", "knn", "probe", "rank"}  # the core's own, among them
+    for option in EVERY.values():
+        assert switches.isdisjoint(option.flag.incompatible_with), option.names[0]
+
+
+def set_to(words, by=()):
+    """The values, by field, that set a flag as ``words`` say, with the first that it requires."""
+    name, _, wanted = words.partition(" ")
+    option = BY_NAME[name]
+    value = wanted or next((c for c in option.choices if c != option.field.default), 7)
+    if option.is_switch:
+        value = not option.field.default
+    elif wanted and typing.get_origin(option.type) is list:
+        value = [wanted]
+    values = {option.field.name: value}
+    for requirement in option.flag.requires:
+        field, _, needed = requirement.split("|")[0].partition("=")
+        if field not in by:  # two may require each other
+            words = f"{EVERY[field].names[0]} {needed}".strip()
+            values = set_to(words, (*by, option.field.name)) | values
+    return values
+
+
+@pytest.mark.parametrize(
+    ("feature", "excluded"),
+    [(feature, excluded) for feature in features() for excluded in feature.excludes],
+    ids=lambda each: each if isinstance(each, str) else type(each).__name__,
+)
+def test_what_a_feature_excludes(feature, excluded):
+    on, off = set_to(feature.turned_on_by[0]), set_to(excluded)
+    configs = [from_values(each, on | off) for each in CONFIGS.values()]
+    only = {BY_NAME[names_of([excluded])[0]].field.name}
+    with pytest.raises(UsageError, match="is incompatible with") as refused:
+        check_rules(*configs, only=only)
+    told = str(refused.value)
+    assert names_of([excluded])[0] in told
+    assert feature.shown(configs[0]) in told
+    assert feature.excludes[excluded] in told
+    assert "\n" not in told
+    check_rules(*(from_values(each, off) for each in CONFIGS.values()), only=only)
+
+
+# -- one that nobody knows --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StrangeConfig:
+    group: ClassVar[str] = "strange"
+
+    strangeness: int = flag(0, "how strange; 0: not at all", kind=positive)
+    strange_names: list[str] | None = flag(None, "names", requires=("strangeness",))
+
+
+class Strange(Feature):
+    flags = StrangeConfig
+    turned_on_by = ("--strangeness",)
+    excludes = {"--mixup": "strangers do not mix", "--plan": ""}  # noqa: RUF012
+    ignores = ("--vflip",)
+
+    def resolve_flags(self, config):
+        return config.with_flags(replace(config.of(StrangeConfig), strange_names=["a"]))
+
+    def resolve_mesh(self, config, mesh):
+        assert config.of(StrangeConfig).strange_names == ["a"]
+        return replace(config, num_epochs=mesh.devices)
+
+    def extend_model(self, spec: ModelSpec, config):
+        if spec.sizes.depth == 3:
+            raise ModelError("<depth> 3 is too strange")
+        return spec
+
+    def resolve_model(self, config, model):
+        return replace(config, seed=model.sizes.depth)
+
+    def check(self, run):
+        if run.config.data.batch_size == 48:
+            raise UsageError("--batch_size 48 is not strange")
+
+
+@pytest.fixture
+def strange(monkeypatch):
+    monkeypatch.setattr(feature_table, "_added", [])
+    add_feature(Strange)
+    yield
+    monkeypatch.undo()
+    features.cache_clear()
+
+
+def resolved(*words):
+    base = [*TINY_MODEL, "--batch_size", "16", "--cpu_devices", "2"]
+    return on_xla([*map(str, base), *words])
+
+
+def test_a_feature_of_ones_own_takes_part(strange, capsys):
+    before = [option.field.name for option in flag_fields(CONFIGS["run"])]
+    assert before[-2:] == ["strangeness", "strange_names"]  # a group of its own
+    with pytest.raises(SystemExit, match="0"):
+        read_flags(["--help", "strange"])
+    assert "--strangeness N" in capsys.readouterr().out
+    assert flat(read_flags(["--strangeness", "2"]).run)["strangeness"] == 2
+
+    run = resolved("--strangeness", "2")
+    assert run.config.of(StrangeConfig) == StrangeConfig(2, ["a"])
+    assert (run.config.num_epochs, run.config.seed) == (2, 2)
+    assert run.values["strange_names"] == ["a"]
+    assert from_values(type(run.config), run.values).of(StrangeConfig).strangeness == 2
+    assert resolved().config.of(StrangeConfig).strange_names is None
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--mixup 1", "--strangeness 2 is incompatible with --mixup 1.0 (strangers do not mix): "),
+        ("--vflip 1", "--vflip 1.0 has no effect with --strangeness 2: drop it, or append --vflip"),
+        ("--num_blocks 3", "--num_blocks 3 is too strange"),
+        ("--batch_size 48", "--batch_size 48 is not strange"),
+    ],
+)
+def test_what_it_refuses_is_told(words, told, strange):
+    with pytest.raises(UsageError) as refused:
+        resolved("--strangeness", "2", *words.split())
+    assert str(refused.value).startswith(told)
+    resolved(*words.split())
