@@ -5,6 +5,7 @@ import functools
 import gc
 import getpass
 import importlib.util
+import itertools
 import os
 import sys
 import textwrap
@@ -20,7 +21,7 @@ if __name__ == "__main__":
 from data.utf8 import use_utf8
 from gpu_fsdp.config import TorchConfig
 from tools.plan.config import PlanConfig
-from training import errors
+from training import errors, extensions
 from training.config import BackendChoice, RunConfig, UseConfig
 from training.flags import PROGRAM, check_foreign, check_rules, parse, tell
 from training.processes.output import (
@@ -66,7 +67,26 @@ class Flags:
 
 def read_flags(argv: Sequence[str] | None = None) -> Flags:
     """Parse a command line; exit with code 2 on an invalid one."""
-    return Flags(**parse(argv, CONFIGS))
+    flags = Flags(**parse(argv, CONFIGS, _load_extensions))
+    if flags.run.extension is None:
+        return flags
+    names = [extensions.pinned(name) for name in flags.run.extension]
+    return replace(flags, run=replace(flags.run, extension=names))
+
+
+def _load_extensions(words: list[str]) -> None:
+    """Add the features of ``--extension``, whose flags are parsed like all others."""
+    names: list[str] = []
+    for index, word in enumerate(words):
+        flag, is_joined, value = word.partition("=")
+        if flag == "--extension":
+            following = itertools.takewhile(
+                lambda each: not each.startswith("--"), words[index + 1 :]
+            )
+            names = [value] if is_joined else list(following)
+    if names:
+        import_torch()  # most of them import it
+    extensions.use_extensions(names)
 
 
 def check_mode_flags(flags: Flags) -> None:
@@ -272,6 +292,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        extensions.explain(error)
+        raise
     finally:
         gc.enable()
         # The traceback of a failure holds process groups, whose threads may abort Python's end, and

@@ -51,6 +51,8 @@ class DatasetRequest:
     images: once, in order, skipping unreadable ones."""
     view: View = field(default_factory=lambda: View())
     """What is read of each image."""
+    opened_by: Callable[[DatasetRequest], DataSource] | None = None
+    """What opens the source; None: the function of ``OPENED_BY``."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -94,8 +96,11 @@ def open_data(request: DatasetRequest) -> DataSource:
     request.view.check(request)
     if request.config.num_workers != 0:
         loader.prepare_sockets()
-    module, _, name = OPENED_BY[kind].partition(":")
-    source: DataSource = getattr(import_module(module), name)(request)
+    opened_by = request.opened_by
+    if opened_by is None:
+        module, _, name = OPENED_BY[kind].partition(":")
+        opened_by = getattr(import_module(module), name)
+    source: DataSource = opened_by(request)
     if request.with_train and request.augment:  # an incomplete last batch is dropped
         train = source.splits["train"]
         if train.samples < request.config.batch_size:
@@ -200,8 +205,10 @@ class View:
                 values = torch.randint(256, each.shape, generator=generator, dtype=torch.uint8)
             elif each.dtype.is_floating_point:
                 values = torch.randn(each.shape, generator=generator, dtype=each.dtype)
-            else:
+            elif name in ("target", "index"):
                 continue
+            else:
+                values = torch.zeros(each.shape, dtype=each.dtype)
             sample[name] = values
         return sample
 

@@ -97,7 +97,7 @@ class SequenceShape:
         return math.prod(self.patch) * channels
 
 
-HEADS = ("head.", "mask_token", "decoder_", "dino_head.", "ibot_head.")
+HEADS = ("head.", "head_", "mask_token", "decoder_", "dino_head.", "ibot_head.")
 """Name prefixes of parameters that a backbone lacks: heads and parts of objectives."""
 
 Units = list[tuple[str, nn.Module]]

@@ -522,6 +522,13 @@ class RunConfig:
             *("predict", "eval_only", "self_check", "compile_only", "micro_batch_size"),
         ),
     )
+    extension: list[str] | None = flag(
+        None,
+        "Python files or modules (package.module) with features of your own, such as objectives "
+        "and data sources; their flags are in --help; a name may end with @sha256: and a checksum "
+        "(docs/extending.md) (default: none)",
+        metavar="FILE.py",
+    )
     list_models: str | None = flag(
         None,
         "list models whose names contain PATTERN (or match it, with * and ?), and exit (default: "

@@ -24,6 +24,7 @@ from data.source import (
 )
 from training.backend import Backend
 from training.errors import UsageError
+from training.feature_table import features
 
 if TYPE_CHECKING:
     from training.resolve import Run
@@ -37,6 +38,7 @@ def dataset_request(
     Without ``augment`` the images may have any number of classes: nothing is trained.
     """
     channels, *size = run.model.sizes.input_shape
+    kind = run.config.data.data_source
     return DatasetRequest(
         run.config.data,
         channels,
@@ -47,6 +49,7 @@ def dataset_request(
         labels=labels,
         augment=augment,
         view=view_of(run, augment=augment),
+        opened_by=next(filter(None, (each.sources.get(kind) for each in features())), None),
     )
 
 

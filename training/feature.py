@@ -22,7 +22,7 @@ the run of a teacher. Modules of features import nothing heavy, such as PyTorch,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -31,7 +31,7 @@ from training.flags import typed_if_set
 from training.mesh import Mesh
 
 if TYPE_CHECKING:
-    from data.source import DataSource, View
+    from data.source import DatasetRequest, DataSource, View
     from models.spec import ModelSpec
     from training.loop import Hook, Training
     from training.resolve import Run
@@ -78,6 +78,8 @@ class Feature:
     objective: ClassVar[str] = ""
     """Module and class of the ``Objective`` (``training/objectives/base.py``) of runs with it, as
     "package.module:Class", imported on use; "": the same as without it."""
+    sources: ClassVar[Mapping[str, Callable[[DatasetRequest], DataSource]]] = {}
+    """Sources that it adds to the choices of ``--data_source``: the function that opens each."""
     loss_label: ClassVar[str] = "loss"
     """What the loss of the objective that it adds is called in plots."""
     saved_with_weights: ClassVar[bool] = False

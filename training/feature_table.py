@@ -7,6 +7,7 @@ feature may do. Imports nothing heavy; features are imported when the table is f
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Self
 
@@ -31,11 +32,12 @@ flags follow each other in ``--help``."""
 _added: list[type] = []
 
 
-def add_feature(feature: type) -> None:
-    """Add a feature, a subclass of ``Feature``, to the table. To be called in every process, before
-    flags are parsed."""
-    _added.append(feature)
-    features.cache_clear()
+def set_added_features(added: Sequence[type]) -> None:
+    """Add features, subclasses of ``Feature``, to the table, in place of those added before. Called
+    in every process before flags are parsed."""
+    if _added != added:
+        _added[:] = added
+        features.cache_clear()
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import sys
 import time
 import types
 import typing
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -455,15 +455,20 @@ def help_text(option: FlagField) -> str:
     return f"{text} (default: {default})"
 
 
-def parse(argv: Sequence[str] | None, configs: Mapping[str, type]) -> dict[str, Any]:
+def parse(
+    argv: Sequence[str] | None,
+    configs: Mapping[str, type],
+    before_flags: Callable[[list[str]], None] = lambda words: None,
+) -> dict[str, Any]:
     """Parse the command line into an instance of each configuration class, keyed by the same names;
     a field ``explicitly_set`` gets the names of all fields that are set. Exits with code 2 on an
     invalid argument, and with 0 after ``--help``."""
-    known = [option for config in configs.values() for option in flag_fields(config)]
-    names = {name for option in known for name in (*option.names, *option.bare_names)}
-    parser = build_parser(known)
     try:
         words = [*expand_flag_files(map(Word, sys.argv[1:] if argv is None else argv))]
+        before_flags([word.text for word in words])
+        known = [option for config in configs.values() for option in flag_fields(config)]
+        names = {name for option in known for name in (*option.names, *option.bare_names)}
+        parser = build_parser(known)
         parser.flags = [word for word in words if word.text.partition("=")[0] in names]
         namespace, unknown = parser.parse_known_args([word.text for word in words])
         values = vars(namespace)
@@ -479,7 +484,7 @@ def parse(argv: Sequence[str] | None, configs: Mapping[str, type]) -> dict[str, 
                     values[option.field.name] = (option.flag.kind or not_empty)(os.environ[env])
                 except argparse.ArgumentTypeError as error:
                     raise _Mistake(f"environment variable {env}: {error}") from None
-    except (_Mistake, argparse.ArgumentTypeError) as error:
+    except (_Mistake, UsageError, argparse.ArgumentTypeError) as error:
         mistake = error if isinstance(error, _Mistake) else _Mistake(str(error))
         tell(mistake, f" (see {mistake.see})")
         sys.exit(2)

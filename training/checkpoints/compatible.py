@@ -142,6 +142,9 @@ def changes_since(saved: SavedRun, run: Run, data: DataSource) -> list[str]:
     notes = []
     if difference := other_order(saved, run, data):
         notes.append(f"note: {difference}: restarting epoch {saved.position.epoch + 1}")
+    extensions = saved.arguments.get("extension"), run.config.extension
+    if extensions[0] != extensions[1]:
+        notes.append(f"note: {_changed('--extension', *extensions)} at this step")
     there, here = flat(saved.config), flat(run.config)
     return notes + [
         f"note: {_changed(option.names[0], there[name], here[name])} at this step"

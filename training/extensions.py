@@ -1,0 +1,112 @@
+"""``--extension``: features of a user's own, from Python files or modules.
+
+Only the command line loads code: a checkpoint, ``run.json`` or recipe records the names of
+extensions, with checksums, and never imports one. A file is imported as a top-level module of its
+own name, from a folder at the end of ``sys.path``, so that loader processes find it, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from types import ModuleType
+
+from training.errors import UsageError
+from training.feature import Feature
+from training.feature_table import set_added_features
+
+_PIN = "@sha256:"
+_DIGITS = 16
+"""Hexadecimal digits of a checksum in a name."""
+_loaded: dict[str, ModuleType] = {}
+"""The modules in use, by the name that the flag gives, without a checksum."""
+
+
+def use_extensions(names: Sequence[str]) -> None:
+    """Add the features of these files (PATH.py) and modules (package.module) to the table, in place
+    of those of earlier calls; a name may end with a checksum, as ``pinned`` returns it.
+
+    Raises UsageError for a name that does not exist, defines no feature or has another checksum.
+    Errors in the code itself are raised as they are.
+    """
+    _loaded.clear()
+    added: list[type] = []
+    for name in names:
+        path, _, checksum = name.partition(_PIN)
+        module = _import_file(path) if path.endswith(".py") else _import_module(path)
+        _loaded[path] = module
+        if checksum and checksum != _checksum(module):
+            raise UsageError(
+                f"--extension {name}: its checksum is {_PIN[1:]}{_checksum(module)}: use the file "
+                f"as it was, or pass --extension {path}"
+            )
+        found = [
+            each
+            for each in vars(module).values()
+            if isinstance(each, type)
+            and issubclass(each, Feature)
+            and each.__module__ == module.__name__
+        ]
+        if not found:
+            raise UsageError(
+                f"--extension {path} defines no subclass of training.feature.Feature "
+                "(docs/extending.md)"
+            )
+        added += found
+    set_added_features(added)
+
+
+def pinned(name: str) -> str:
+    """Return the name of a loaded extension with the checksum of its file, as runs record it."""
+    path = name.partition(_PIN)[0]
+    return f"{path}{_PIN}{_checksum(_loaded[path])}"
+
+
+def explain(error: BaseException) -> None:
+    """If an extension raised the error, add a note that says so to its traceback."""
+    frames = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
+    for name, module in _loaded.items():
+        file = str(module.__file__)
+        if file in frames or file in str(error):  # the latter from a loader process
+            error.add_note(f"This is an error in {file} (--extension {name}).")
+
+
+def _import_file(path: str) -> ModuleType:
+    folder, file = os.path.split(os.path.realpath(os.path.expanduser(path)))
+    name, full = file.removesuffix(".py"), os.path.join(folder, file)
+    if not os.path.isfile(full):
+        raise UsageError(f"--extension {path}: no such file")
+    if not name.isidentifier():
+        raise UsageError(f"--extension {path}: the name must be an identifier, such as my_task.py")
+    loaded = sys.modules.pop(name, None)
+    if loaded and getattr(loaded, "__file__", None) != full:
+        sys.modules[name] = loaded
+    sys.path.append(folder)
+    importlib.invalidate_caches()
+    found = importlib.util.find_spec(name)
+    if found is None or found.origin != full:
+        sys.path.remove(folder)
+        raise UsageError(f"--extension {path}: a module {name} exists already: rename the file")
+    return importlib.import_module(name)
+
+
+def _import_module(name: str) -> ModuleType:
+    try:
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        found = None
+    if found is None or not found.origin:
+        raise UsageError(
+            f"--extension {name}: no such module; a file is given by its path, FILE.py"
+        )
+    return importlib.import_module(name)
+
+
+def _checksum(module: ModuleType) -> str:
+    with open(str(module.__file__), "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:_DIGITS]
