@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from data.config import OPENED_BY
 from data.files import DataFolderError
@@ -17,7 +16,7 @@ from data.pack import pack
 from data.source import DatasetRequest, open_data
 from tests.fakes.pod import wait_until
 from tests.support.cli import Result, run_program, tiny
-from tests.support.loading import EVERYTHING, arguments
+from tests.support.loading import EVERYTHING, arguments, check_same
 from tests.support.marks import long
 from tests.support.running import running_with
 from tests.support.table_files import write_tables
@@ -78,7 +77,7 @@ def test_the_same_images(source, folders, from_a_server):
     here, there = (open_source(folders, source, workers) for workers in (0, 1))
     for open_loader in ("train_loader", "val_loader"):
         found = [first_of(getattr(each, open_loader)(4, EVERYTHING)) for each in (here, there)]
-        assert all(map(torch.equal, *found))
+        check_same(*reversed(found))
 
 
 def test_they_end_with_their_loader_not_by_a_signal(folders, from_a_server):
