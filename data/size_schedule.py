@@ -75,12 +75,13 @@ class SizeScheduleView(View):
         def number(epoch: int, batch: int, batches_per_epoch: int) -> int:
             return schedule.number(epoch * batches_per_epoch + batch)
 
-        return BatchSizes([request_of(request, side) for side in schedule.sides], number)
-
-
-def request_of(request: DatasetRequest, side: int) -> DatasetRequest:
-    """Return the request of training images that all have this side."""
-    schedule = SizeSchedule.of(request.config, request.seed, 0)
-    assert schedule
-    config = schedule.config_of(request.config, side)
-    return replace(request, size=(side, side), config=config, view=View())
+        requests = [
+            replace(
+                request,
+                size=(side, side),
+                config=schedule.config_of(request.config, side),
+                view=View(),
+            )
+            for side in schedule.sides
+        ]
+        return BatchSizes(requests, number)

@@ -407,7 +407,9 @@ class Split(Dataset):
             batch = shard.empty(batch_size, self.fields)
             return loader.ConstantLoader(len(sampler), batch, self.fields)
         if sizes := self.request.view.sizes(self.request, steps) if self.is_train else None:
-            dataset.resized = [self.with_request(request) for request in sizes.requests]
+            resized = (self.with_request(request) for request in sizes.requests)
+            has_index = "index" in self.fields
+            dataset.resized = [each.with_index() if has_index else each for each in resized]
             sampler.size_of = lambda epoch, batch: sizes.number(epoch, batch, len(sampler))
         workers = self._workers(shard)
         if not self.is_train:

@@ -26,7 +26,6 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from config_fields import local_path, positive
-from data import size_schedule
 from data.batch import Batch, BatchShard, micro_batches
 from data.config import DataConfig
 from data.files import printable
@@ -168,9 +167,7 @@ class Images:
 def read_images(run: Run, bad_step: BadStep, data: DataSource) -> Images:
     """Return the images of the step's batch. Raises DataFolderError."""
     batch_size, train = run.config.data.batch_size, data.splits["train"]
-    if side := bad_step.step_rates.image_side:
-        train = train.with_request(size_schedule.request_of(train.request, side))
-    loader = train.with_index().batches(batch_size, BatchShard())
+    loader = train.with_index().batches(batch_size, BatchShard(), bad_step.steps)
     first = bad_step.images_in_epoch // batch_size
     if first >= len(loader):
         raise UsageError(

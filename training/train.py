@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from data.size_schedule import SizeSchedule
 from data.source import DataSource
 from models.initialize import allocate_uninitialized
 from training import loop
@@ -213,8 +214,8 @@ def train(
                 StepLog(session, batches),
                 EpochLog(session, batches),
             ]
-            if schedule.image_sizes:
-                hooks.append(SizeLog(session, batches, schedule.image_sizes))
+            if sizes := SizeSchedule.of(config.data, config.seed, schedule.steps):
+                hooks.append(SizeLog(session, batches, sizes))
             if config.log.save_bad_step:  # before any hook that stops the run
                 hooks.append(SaveBadStep(run, session, saver, batches, schedule, at))
             hooks += [StopCheck(session, batches, saver), saves]

@@ -151,7 +151,7 @@ def test_pictures(on_gpu):
     assert picture.shape == (8 * side + 7 * gap, 3 * side + 2 * gap, 3)
     request = dataset_request(on_gpus([*tiny(on_gpu.ckpt_dir), *MAE, *PREPROCESSING]))
     data = open_data(request)
-    images = torch.cat([batch for batch, _ in data.val_loader(16, BatchShard()).epoch(0)])
+    images = torch.cat([batch["image"] for batch in data.val_loader(16, BatchShard()).epoch(0)])
     numbers = [i * data.val_length // 8 for i in range(8)]
     assert len({data.splits["val"].labels[number] for number in numbers}) > 5
     rows = [picture[i * (side + gap) :][:side] for i in range(8)]
