@@ -18,6 +18,7 @@ from tests.support.own_view import NO_DETAIL, DetailAndOverview, HalvedLater, of
 
 pytestmark = pytest.mark.fast
 
+OWN = DetailAndOverview()
 SIZE = (12, 16)
 TRAIN, VAL, BATCH = 22, 13, 4
 BROKEN = {"train": (3, 8), "val": (6,)}
@@ -42,7 +43,7 @@ def folder(tmp_path_factory):
     return root
 
 
-def opened(top, view=DetailAndOverview(), source="folder", augment=True, labels=True, **flags):  # noqa: B008 - frozen
+def opened(top, view=OWN, source="folder", augment=True, labels=True, **flags):
     values = {"data_dir": str(top), "data_source": source, "batch_size": BATCH, "num_workers": 0}
     config = DataConfig(**values | flags)
     how = {"augment": augment, "labels": labels, "view": view}
