@@ -18,7 +18,6 @@ import run_vit_training
 from tests.references.plain_checkpoint import convert
 from tests.support.cli import ALL_DIGITS, DIGITS, TINY_MODEL, VAL_IMAGES, run_program, train_tiny
 from tests.support.usage_error import told_in_one_line
-from training import initial_weights
 from training.checkpoints.format import quiet_dcp
 
 WORDS = "zero one two three four five six seven eight nine".split()
@@ -336,11 +335,11 @@ def test_eval_only_of_a_checkpoint_that_its_run_removes(trained, words, tmp_path
     folder = shutil.copytree(trained.ckpt_dir / f"step_{STEPS}", tmp_path / f"step_{STEPS}")
     flags = "--backend cuda --batch_size 100 --num_workers 0".split()
 
-    def removed(weights, *, verify):
-        shutil.rmtree(weights.path)
+    def removed(source, *, verify):
+        shutil.rmtree(source.path)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(initial_weights, "check_weights", removed)
+        patch.setattr("training.evaluation.trained.check_files", removed)
         flags += ["--eval_only", "--resume", str(folder), "--data_dir", str(words)]
         assert run_vit_training.main(flags) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
