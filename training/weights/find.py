@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from data import hub as data_hub
 from data.files import printable
-from training.backend import data_errors_as_usage_errors
 from training.checkpoints import format as checkpoint
 from training.checkpoints.choose import (
     BEST,
@@ -33,6 +32,7 @@ from training.checkpoints.choose import (
 from training.checkpoints.config import CheckpointConfig
 from training.checkpoints.format import SavedRun
 from training.config import RunConfig
+from training.data import data_errors_as_usage_errors
 from training.errors import UsageError
 from training.files import folder_at, is_url
 from training.flags import flat
