@@ -20,7 +20,6 @@ from torch_fsdp.parallel_plan import DTYPES, FsdpImplementation, TimmBlocks, Tor
 from training.config import RunConfig
 from training.errors import UsageError
 from training.flags import check_rules
-from training.teachers import with_teacher
 from training.mesh import Mesh, make_mesh
 from training.resolve import (
     MODEL_FLAG,
@@ -31,6 +30,7 @@ from training.resolve import (
     resolve_model,
     with_micro_batches,
 )
+from training.teachers import with_teacher
 
 if TYPE_CHECKING:
     from models.spec import ModelSpec

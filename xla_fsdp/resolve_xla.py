@@ -14,7 +14,6 @@ from models.blocks import FOLDED, why_no_tensor_parallel
 from training.config import RunConfig
 from training.errors import UsageError
 from training.flags import by_field, check_rules
-from training.teachers import with_teacher
 from training.mesh import LOGICAL_AXIS_RULES, make_mesh
 from training.resolve import (
     Run,
@@ -26,6 +25,7 @@ from training.resolve import (
     sizes_of_largest,
     with_micro_batches,
 )
+from training.teachers import with_teacher
 from xla_fsdp import torch_xla_private, tpu
 from xla_fsdp.attention.kernels import DEFAULT_VECTOR_MEMORY, LARGEST_VECTOR_MEMORY, WholeSizes
 from xla_fsdp.config import XlaConfig
