@@ -85,9 +85,8 @@ def columns(run: Run[Any]) -> list[Column]:
     names, draws = _draws(run)
     drawn = [_column("image", run, names, images, smoothed(labels, classes, 0.0))]
     rows = range(images.shape[2])
-    mixing = (
-        Mixing(run, torch.Tensor.contiguous, rows) if run.config.of(MixupConfig).mixes else None
-    )
+    mixes = run.config.of(MixupConfig).mixes
+    mixing = Mixing(run, torch.Tensor.contiguous, rows) if mixes else None
     for number, (images, labels) in enumerate(draws):
         shares, title = smoothed(labels, classes, smoothing), f"draw {number + 1}"
         if mixing:
