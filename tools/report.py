@@ -29,7 +29,6 @@ from config_fields import local_path
 from data.files import no_link, printable, reason_of, replace_file
 from data.utf8 import use_utf8
 from tools import goodput
-from training.checkpoints.choose import RUN_FILE
 from training.errors import UsageError
 from training.files import read_object
 from training.flags import OneLineParser
@@ -37,6 +36,7 @@ from training.logs.figures import pyplot
 from training.logs.records import (
     EVENTS_FILE,
     METRICS_FILE,
+    RUN_FILE,
     damaged_lines,
     is_metric,
     is_number,

@@ -36,7 +36,6 @@ from training.config import EmaConfig, RunConfig
 from training.data import data_errors_as_usage_errors
 from training.described import POOLING, class_count, described_model
 from training.errors import UsageError
-from training.files import folder_at
 from training.flags import flat
 from training.hub import PREFIX, download, is_on_hub
 from training.objectives.config import LossConfig, ObjectiveConfig
@@ -71,12 +70,7 @@ def find_trained(config: RunConfig) -> tuple[RunConfig, Weights]:
             raise UsageError("--init_from and --resume both name weights: drop one of the two")
         config, weights = with_init_from(config)
     else:
-        weights = find_weights(
-            folder_at(checkpoints.ckpt_dir),
-            checkpoints.resume,
-            checkpoints.resume_epoch,
-            use_ema=use_ema,
-        )
+        weights = find_weights(checkpoints, use_ema=use_ema)
         if weights.run:
             config = without_gram_teacher(with_saved(config, weights.run))
             check_same_training(weights.run, model_of(config.model, config.objective), None)

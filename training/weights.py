@@ -33,20 +33,16 @@ from models.initialize import allocate, allocate_uninitialized
 from models.spec import ModelSpec
 from training.checkpoints import foreign
 from training.checkpoints import format as checkpoint
-from training.checkpoints.choose import (
-    BEST,
-    Candidates,
-    candidates_in,
-    damage_for_all,
-    find_readable,
-    named_candidates,
-)
+from training.checkpoints.choose import Candidates, candidates_in, choose
 from training.checkpoints.compatible import (
     PREPROCESSING,
     preprocessing_of,
     with_saved_preprocessing,
 )
+from training.checkpoints.config import CheckpointConfig
 from training.checkpoints.format import SavedRun
+from training.checkpoints.inventory import inventory, retry_while_error_changes
+from training.checkpoints.state import damage_for_all
 from training.config import RunConfig
 from training.described import KINDS, class_names
 from training.errors import UsageError
@@ -59,6 +55,7 @@ from training.hub import (
     download,
     is_on_hub,
 )
+from training.logs.records import BEST
 from training.processor import processing_of
 from training.resolve import model_of, with_preprocessing
 from training.schedule import Position
@@ -250,27 +247,28 @@ class Weights:
 # -- Finding and loading them ---------------------------------------------------------------------
 
 
-def find_weights(
-    ckpt_dir: Path, resume: str, resume_epoch: int, *, use_ema: bool = False
-) -> Weights:
+def find_weights(checkpoints: CheckpointConfig, *, use_ema: bool = False) -> Weights:
     """Return the weights that ``--resume`` (a folder or a file) and ``--resume_epoch`` name, or
     their EMA. Raises UsageError if they do not exist or cannot be read."""
+    resume = checkpoints.resume
     if resume == "none":
         raise UsageError("--resume none: a trained model is required, use --resume PATH")
-    if resume != "auto" and resume not in BEST and not resume_epoch:
+    if resume != "auto" and resume not in BEST and not checkpoints.resume_epoch:
         return weights_named(resume, "--resume", use_ema=use_ema)
-    found = _first_of(lambda: named_candidates(ckpt_dir, resume, resume_epoch), use_ema)
+    found = _first_of(lambda: choose(inventory(checkpoints), checkpoints), use_ema)
     if not found:
-        raise UsageError(f"--ckpt_dir {ckpt_dir} has no checkpoint: use --resume PATH")
+        folder = folder_at(checkpoints.ckpt_dir)
+        raise UsageError(f"--ckpt_dir {folder} has no checkpoint: use --resume PATH")
     return found
 
 
 def _first_of(find: Callable[[], Candidates], use_ema: bool) -> Weights | None:
-    saved, left = find_readable(find)
-    if not saved:
+    found = retry_while_error_changes(find)
+    if not found.saved:
         return None
     kind = checkpoint.EMA if use_ema else checkpoint.WEIGHTS
-    return Weights(saved.path, saved, None, note="; ".join(left.passed_over), kind=kind)
+    note = "; ".join(found.passed_over)
+    return Weights(found.saved.path, found.saved, None, note=note, kind=kind)
 
 
 def weights_named(name: str, flag: str, *, use_ema: bool = False) -> Weights:
