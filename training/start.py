@@ -11,6 +11,7 @@ from training.backend import Backend
 from training.checkpoints import inventory, removal
 from training.checkpoints.choose import AllDamaged, Start, choose_start
 from training.checkpoints.format import SavedRun
+from training.checkpoints.inventory import Inventory
 from training.checkpoints.local_tier import LocalTier
 from training.checkpoints.per_host import HostFolders, Spread
 from training.checkpoints.state import damage_for_all
@@ -66,7 +67,7 @@ def confirm_start(
     """
     checkpoints, start, found = run.config.checkpoints, planned, planned.found
     with exchange.raise_on_all_ranks():
-        if backend.is_main and (found.alone or inventory.digest(found.folders) != found.digest):
+        if backend.is_main and (found.alone or _has_changed(found)):
             start = inventory.retry_while_error_changes(
                 lambda: choose_start(inventory.inventory(checkpoints), checkpoints)
             )
@@ -83,13 +84,17 @@ def confirm_start(
     return start, local
 
 
+def _has_changed(found: Inventory) -> bool:
+    return any(inventory.digest(folder) != before for folder, before in found.digests.items())
+
+
 def _as_first_process(start: Start) -> Start:
     """Return what the first process has chosen; all processes must call this. ``saved`` stays if
     this process has found the same in the folders."""
     mine = start.candidates
     first = exchange.broadcast_object(
         {
-            "digest": start.found.digest,
+            "digests": [*start.found.digests.values()],
             "kind": start.kind,
             "resumes_newest": start.resumes_newest,
             "paths": [str(path) for path in mine.paths],
@@ -97,7 +102,8 @@ def _as_first_process(start: Start) -> Start:
             "explicit": mine.explicit,
         }
     )
-    saved = start.saved if start.found.digest == first["digest"] else None
+    is_current = [*start.found.digests.values()] == first["digests"]
+    saved = start.saved if is_current else None
     candidates = replace(
         mine,
         paths=tuple(files.folder_at(name) for name in first["paths"]),
@@ -130,10 +136,10 @@ def newest_usable(
     notes: dict[str, None] = {}  # each once: ``local`` is asked again after a damaged candidate
     incomplete = False
     for path in [*candidates.paths, None]:
-        # After a restart, any local step is newer than a checkpoint that a flag names.
-        step = inventory.step_of(path) if path and not candidates.explicit else _BEFORE_ALL
         kind, saved, spread = start.kind, None, Spread()
         if local:  # case 1
+            # After a restart, any local step is newer than a checkpoint that a flag names.
+            step = inventory.step_of(path) if path and not candidates.explicit else _BEFORE_ALL
             saved, more = local.resume(step, verify=verify)
             notes |= dict.fromkeys(more)
             kind = "local" if saved else kind

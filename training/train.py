@@ -121,7 +121,8 @@ def prepare_training(
     parts.done("imports")
     config, expected_s = run.config, read_expectation(run)
     data = open_images(run)
-    progress, initial = check(start, run, data), None
+    progress = check(start, run, data)
+    initial = None
     if weights:
         initial = fit(weights, run, data.classes)
         if data.classes and initial.keeps_head and not weights.classes_among(data.classes):

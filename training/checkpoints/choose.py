@@ -20,7 +20,7 @@ job.
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -44,8 +44,6 @@ class Candidates:
     """Whether a flag names this checkpoint, so that no other may replace it."""
     saved: SavedRun | None = None
     """The description of the first."""
-    is_here: bool = True
-    """Whether they are in ``--ckpt_dir``."""
 
 
 class AllDamaged(UsageError):
@@ -70,8 +68,7 @@ def choose(found: Inventory, checkpoints: CheckpointConfig) -> Candidates:
     if found.continues or (resume == "auto" and not epoch):
         return _newest_first(found.here)
     if found.named:
-        chosen = _only(found.named[0]) if found.names_one else _newest_first(found.named)
-        return replace(chosen, is_here=found.named_is_here)
+        return _only(found.named[0]) if found.names_one else _newest_first(found.named)
     folder = folder_at(checkpoints.ckpt_dir)
     if resume == "none" and not epoch:
         if found.here:
@@ -102,12 +99,18 @@ def candidates_in(path: Path) -> Candidates:
 
 
 def _newest_first(found: Sequence[Found]) -> Candidates:
-    usable = [each for each in found if not each.problem]
+    problems = [
+        f"{each.path} is damaged ({each.damage})" if each.damage else each.unreadable
+        for each in found
+    ]
+    usable = [each for each, problem in zip(found, problems, strict=True) if not problem]
     if found and not usable:
-        raise AllDamaged([each.problem for each in found])
-    passed_over = itertools.takewhile(bool, (each.problem for each in found))
-    paths = tuple(each.path for each in usable)
-    return Candidates(paths, tuple(passed_over), saved=usable[0].saved if usable else None)
+        raise AllDamaged(problems)
+    return Candidates(
+        tuple(each.path for each in usable),
+        passed_over=tuple(itertools.takewhile(bool, problems)),
+        saved=usable[0].saved if usable else None,
+    )
 
 
 def _only(one: Found) -> Candidates:
@@ -120,14 +123,14 @@ def _only(one: Found) -> Candidates:
 
 # -- which start -----------------------------------------------------------------------------------
 
-Kind = Literal["local", "here", "elsewhere", "weights", "new"]
+StartKind = Literal["local", "here", "elsewhere", "weights", "new"]
 
 
 @dataclass(frozen=True)
 class Start:
     """What a training run starts from: one of the cases above."""
 
-    kind: Kind
+    kind: StartKind
     saved: SavedRun | None = None
     """What is resumed (cases 1 to 3); for a "local" step, this process's part."""
     found: Inventory = field(default_factory=Inventory)
@@ -159,9 +162,9 @@ def choose_start(found: Inventory, checkpoints: CheckpointConfig) -> Start:
         if checkpoints.local_ckpt_dir is None or not resumes_newest:
             raise
         candidates = Candidates(passed_over=error.passed_over)
-    kind: Kind = "new"
+    kind: StartKind = "new"
     if candidates.paths:
-        kind = "here" if candidates.is_here else "elsewhere"
+        kind = "here" if found.named_is_here else "elsewhere"
     elif checkpoints.init_from or checkpoints.pretrained:
         kind = "weights"
     return Start(

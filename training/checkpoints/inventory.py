@@ -4,8 +4,8 @@ import functools
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -131,11 +131,6 @@ class Found:
     saved: SavedRun | None = None
     """Its description; of several checkpoints, only the newest that can be read is read."""
 
-    @property
-    def problem(self) -> str:
-        """Why it is not resumed; "" if nothing is known to be wrong."""
-        return f"{self.path} is damaged ({self.damage})" if self.damage else self.unreadable
-
 
 @dataclass(frozen=True)
 class Inventory:
@@ -154,10 +149,8 @@ class Inventory:
     """Whether ``named`` is in ``--ckpt_dir``."""
     alone: bool = False
     """With ``--ckpt_dir_per_host``: other hosts may have checkpoints, and the evaluations."""
-    folders: tuple[Path, ...] = ()
-    """Where it has looked."""
-    digest: str = ""
-    """``digest(folders)``, before it has looked."""
+    digests: Mapping[Path, str] = field(default_factory=dict)
+    """The digest of each folder that was looked at, from before."""
 
     @property
     def continues(self) -> bool:
@@ -166,15 +159,13 @@ class Inventory:
         return self.is_restart and bool(self.here)
 
 
-def digest(folders: Sequence[Path]) -> str:
-    """Return a checksum of what an ``inventory`` of these folders depends on, ``--ckpt_dir`` first:
-    it changes if a checkpoint is written, removed or replaced. Raises UsageError."""
-    seen: dict[str, str | int | None] = {}
-    for what, folder in zip(("--ckpt_dir", "the checkpoint"), folders, strict=False):
-        with checkpoint.readable(folder, what):
-            manifests = (path / checkpoint.MANIFEST for path in (folder, *step_folders(folder)))
-            for file in (*manifests, folder / RUN_FILE, folder / METRICS_FILE):
-                seen[str(file)] = _state_of(file)
+def digest(folder: Path, what: str = "the folder") -> str:
+    """Return a checksum of what an ``inventory`` of a folder depends on: it changes if a checkpoint
+    is written, removed or replaced. Raises UsageError naming ``what``."""
+    with checkpoint.readable(folder, what):
+        manifests = (path / checkpoint.MANIFEST for path in (folder, *step_folders(folder)))
+        files = (*manifests, folder / RUN_FILE, folder / METRICS_FILE)
+        seen = {str(file): _state_of(file) for file in files}
     return xxhash.xxh3_128(json.dumps(seen).encode()).hexdigest()
 
 
@@ -201,10 +192,9 @@ def inventory(checkpoints: CheckpointConfig, *, alone: bool = False) -> Inventor
     folder, resume = folder_at(checkpoints.ckpt_dir), checkpoints.resume
     look = functools.partial(examine, per_host=checkpoints.ckpt_dir_per_host)
     with checkpoint.readable(folder, "--ckpt_dir"):
-        before, existing = digest([folder]), complete_checkpoints(folder)[::-1]
-        found = Inventory(
-            is_restart(folder), look(existing), alone=alone, folders=(folder,), digest=before
-        )
+        digests = {folder: digest(folder, "--ckpt_dir")}
+        existing = complete_checkpoints(folder)[::-1]
+        found = Inventory(is_restart(folder), look(existing), alone=alone, digests=digests)
         if found.continues:
             return found
         if checkpoints.resume_epoch:
@@ -222,14 +212,13 @@ def inventory(checkpoints: CheckpointConfig, *, alone: bool = False) -> Inventor
                     f"--resume {resume} contains only weights: use --init_from instead"
                 )
             raise UsageError(f"--resume {resume}: no such checkpoint folder")
-        before, (paths, names_one) = digest([folder, path]), checkpoints_at(path)
+        digests[path] = digest(path)
+        paths, names_one = checkpoints_at(path)
         return replace(
             found,
             named=look(paths),
             names_one=names_one,
             named_is_here=paths[0].parent.resolve() == folder.resolve(),
-            folders=(folder, path),
-            digest=before,
         )
 
 
