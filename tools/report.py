@@ -38,7 +38,6 @@ from tools.wall_time import (
     short_names,
     stripes,
 )
-from training.checkpoints.choose import RUN_FILE
 from training.errors import UsageError
 from training.files import read_object
 from training.flags import OneLineParser
@@ -46,6 +45,7 @@ from training.logs.figures import pyplot
 from training.logs.records import (
     EVENTS_FILE,
     METRICS_FILE,
+    RUN_FILE,
     damaged_lines,
     is_metric,
     is_number,
