@@ -101,11 +101,10 @@ def check_mode_flags(flags: Flags) -> None:
 
 
 def train(flags: Flags) -> None:
-    from training.start import plan_start
-    from training.train import prepare_training
+    from training.train import plan_start, prepare_training
 
-    config, start = plan_start(flags.run)
-    run_on_backend(flags, config, functools.partial(prepare_training, start))
+    config, start, weights = plan_start(flags.run)
+    run_on_backend(flags, config, functools.partial(prepare_training, start, weights))
 
 
 def evaluate(flags: Flags) -> None:

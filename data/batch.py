@@ -1,7 +1,7 @@
 """What a batch is: tensors by name, the fields of its samples.
 
-A ``View`` (``data/view.py``) declares the fields of what it reads; loaders, transfers and the step
-pass them on by name and depend on none of them.
+A ``View`` (``data/source.py``) declares the fields of what it reads; loaders, transfers and the
+step pass them on by name and depend on none of them.
 """
 
 from collections.abc import Mapping, Sequence

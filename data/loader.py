@@ -355,10 +355,10 @@ class _Sent:
         try:
             with open(os.memfd_create("batch"), "wb") as memory:
                 for name, tensor in batch.items():
-                    memory.seek(-(-memory.tell() // _ALIGNMENT) * _ALIGNMENT)
+                    memory.seek(_aligned(memory.tell()))
                     described.append((name, memory.tell(), tuple(tensor.shape), tensor.dtype))
                     memory.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
-                memory.flush()
+                memory.truncate(_aligned(memory.tell() + 1))  # an empty file cannot be mapped
                 file = DupFd(memory.fileno())
         except Exception as error:  # noqa: BLE001 - sent to the parent, whatever it is
             return DataFolderError, _transfer_error(error).args
@@ -371,16 +371,17 @@ _Described = tuple[str, int, tuple[int, ...], torch.dtype]
 """A field's name, the offset of its first byte, its shape and dtype."""
 
 
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
 def _receive(file: Any, described: list[_Described], bad: list[BadImage]) -> _Part:
     with open(file.detach(), "rb+") as opened:
-        memory = mmap.mmap(opened.fileno(), 0)
+        memory = torch.frombuffer(mmap.mmap(opened.fileno(), 0), dtype=torch.uint8)
     batch = {}
     for name, offset, shape, dtype in described:
-        if count := math.prod(shape):
-            values = torch.frombuffer(memory, dtype=dtype, offset=offset, count=count)
-        else:
-            values = torch.empty(0, dtype=dtype)
-        batch[name] = values.view(shape)
+        end = offset + math.prod(shape) * dtype.itemsize
+        batch[name] = memory[offset:end].view(dtype).view(shape)
     return batch, bad
 
 

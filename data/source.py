@@ -384,7 +384,8 @@ class Split(Dataset):
         return part
 
     def with_request(self, request: DatasetRequest) -> Self:
-        """Return the same images for another request; for photographs only."""
+        """Return the same images for another request, with the field ``index`` if it is here; for
+        photographs only."""
         raise NotImplementedError
 
     def sampler(self, batch_size: int, **how: Any) -> loader.GlobalBatchSampler:
@@ -414,9 +415,7 @@ class Split(Dataset):
             batch = shard.empty(batch_size, self.fields)
             return loader.ConstantLoader(len(sampler), batch, self.fields)
         if sizes := self.request.view.sizes(self.request, steps) if self.is_train else None:
-            resized = (self.with_request(request) for request in sizes.requests)
-            has_index = "index" in self.fields
-            dataset.resized = [each.with_index() if has_index else each for each in resized]
+            dataset.resized = [self.with_request(request) for request in sizes.requests]
             sampler.size_of = lambda epoch, batch: sizes.number(epoch, batch, len(sampler))
         workers = self._workers(shard)
         if not self.is_train:

@@ -28,8 +28,16 @@ import numpy as np
 from config_fields import local_path
 from data.files import no_link, printable, reason_of, replace_file
 from data.utf8 import use_utf8
-from tools import goodput
-from training.checkpoints.choose import RUN_FILE
+from tools.wall_time import (
+    COLOURS,
+    DATA,
+    PARTS,
+    Account,
+    account_of,
+    duration,
+    short_names,
+    stripes,
+)
 from training.errors import UsageError
 from training.files import read_object
 from training.flags import OneLineParser
@@ -37,6 +45,7 @@ from training.logs.figures import pyplot
 from training.logs.records import (
     EVENTS_FILE,
     METRICS_FILE,
+    RUN_FILE,
     damaged_lines,
     is_metric,
     is_number,
@@ -68,7 +77,7 @@ class RecordedRun:
     """By the names of the measures in metrics.jsonl."""
     events: list[dict[str, Any]] = field(default_factory=list)
     """Those of events.jsonl, but for steps."""
-    account: goodput.Account | None = None
+    account: Account | None = None
     settings: dict[str, str] = field(default_factory=dict)
     """The content of run.json, one text a setting."""
     left_out: list[str] = field(default_factory=list)
@@ -119,7 +128,7 @@ def _read_account(run: RecordedRun, path: Path) -> str:
     run.events = [event for event in events if event["event"] != "steps"]
     damaged = damaged_lines(events.left_out)
     try:
-        run.account = goodput.account_of(events)
+        run.account = account_of(events)
     except ValueError as error:
         return "; ".join(filter(None, [str(error), damaged]))
     return damaged
@@ -280,23 +289,6 @@ _LANE, _LANES_LEFT, _LANES_RIGHT = 62, 10, 1190
 _PIXELS = _LANES_RIGHT - _LANES_LEFT
 
 
-def shares_by_pixel(
-    account: goodput.Account, began: float, pixel_s: float, pixels: int
-) -> np.ndarray:
-    """Return the seconds of each part, in the order of ``PARTS``, in each pixel of a time axis."""
-    edges = began + pixel_s * np.arange(pixels + 1)
-    shares = np.zeros((len(goodput.PARTS), pixels))
-    for number, part in enumerate(goodput.PARTS):
-        spans = sorted((s.began, s.ended) for s in account.spans if s.part == part)
-        if spans:
-            times = np.array(spans).ravel()
-            seconds = np.array([end - start for start, end in spans])
-            total = np.concatenate([[0.0], np.cumsum(seconds)])
-            so_far = np.stack([total[:-1], total[1:]], axis=1).ravel()
-            shares[number] = np.diff(np.interp(edges, times, so_far))
-    return shares
-
-
 def lanes(runs: Mapping[int, RecordedRun]) -> str:
     """Return where each run's time went, from its first start on, and its events above that."""
     accounts = {number: run.account for number, run in runs.items() if run.account}
@@ -322,23 +314,17 @@ def lanes(runs: Mapping[int, RecordedRun]) -> str:
         parts.append(f'<g class="r{number}">')
         parts.append(f'<text class="name" x="{_LANES_LEFT}" y="{top}">{name}</text>')
         if number in first:
-            # In each pixel the part with most of its time.
-            shares = shares_by_pixel(account, first[number], pixel_s, _PIXELS)
-            largest = np.where(shares.max(axis=0) > 0, shares.argmax(axis=0), -1)
-            edges = [0, *(np.flatnonzero(np.diff(largest)) + 1).tolist(), _PIXELS]
-            for start, end in itertools.pairwise(edges):
-                if largest[start] >= 0:
-                    part = goodput.PARTS[largest[start]]
-                    parts.append(
-                        f'<rect x="{_LANES_LEFT + start}" y="{top + 24}" width="{end - start}" '
-                        f'height="18" fill="{goodput.COLOURS[part]}"><title>{part}</title></rect>'
-                    )
+            for part, start, end in stripes(account, first[number], pixel_s, _PIXELS):
+                parts.append(
+                    f'<rect x="{_LANES_LEFT + start}" y="{top + 24}" width="{end - start}" '
+                    f'height="18" fill="{COLOURS[part]}"><title>{part}</title></rect>'
+                )
             parts += _marks(runs[number], first[number], pixel_s, top + 14)
         parts.append("</g>")
     swatches = "".join(
         f'<span><span class="swatch" style="background:{colour}"></span> {part}</span>'
-        for part, colour in goodput.COLOURS.items()
-        if part != goodput.DATA and any(account.seconds[part] for account in accounts.values())
+        for part, colour in COLOURS.items()
+        if part != DATA and any(account.seconds[part] for account in accounts.values())
     )
     signs = "".join(
         f'<span><svg viewBox="-7 -7 14 14" style="width:14px;display:inline">{sign.drawn}</svg> '
@@ -348,10 +334,10 @@ def lanes(runs: Mapping[int, RecordedRun]) -> str:
     # The table of goodput: the share of each part of a run's time.
     rows = []
     for number, account in accounts.items():
-        wall_s, seconds = account.wall_s, [account.seconds[part] for part in goodput.PARTS[1:]]
-        known = [_name(number, runs[number]), goodput.duration(wall_s), f"{account.goodput:.2%}"]
-        rows.append([*known, *(f"{s / wall_s:.2%}" if wall_s else "" for s in seconds)])
-    table = _table(["run", "wall time", "goodput", *goodput.PARTS[1:]], rows)
+        _, *shares = (f"{share:.2%}" for share in account.shares.values())
+        known = [_name(number, runs[number]), duration(account.wall_s), f"{account.goodput:.2%}"]
+        rows.append([*known, *shares])
+    table = _table(["run", "wall time", "goodput", *PARTS[1:]], rows)
     return (
         f'<div class="legend" style="position:static">{swatches}{signs}</div>'
         f'<div class="scroll"><svg class="lanes" viewBox="0 0 1200 {height}">{"".join(parts)}</svg>'
@@ -455,7 +441,7 @@ def summary(runs: Mapping[int, RecordedRun]) -> str:
             ends = [event for event in run.events if event["event"] in ("start", "stop")]
             last = ends[-1] if ends else {}
             cells["ended"] = html.escape(str(last.get("how", "no end recorded")))
-            cells["wall time"] = goodput.duration(account.wall_s)
+            cells["wall time"] = duration(account.wall_s)
             cells["goodput"] = f"{account.goodput:.2%}"
             cells["starts"] = str(account.starts)
             cells["failures"] = str(len(account.failed_at))
@@ -601,7 +587,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UsageError(f"{len(options.runs)} runs given: a report shows at most {MOST_RUNS}")
         if len({folder.resolve() for folder in options.runs}) < len(options.runs):
             raise UsageError("the same folder is given twice: drop one of the two")
-        names = goodput.short_names(options.runs)
+        names = short_names(options.runs)
         runs = [
             read_run(folder, printable(name))
             for folder, name in zip(options.runs, names, strict=True)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from config_fields import is_of
-from training.checkpoints.choose import complete_checkpoints, step_of
 from training.checkpoints.format import is_complete, training_tensors, tree
+from training.checkpoints.inventory import complete_checkpoints, step_of
 from training.checkpoints.saver import attempt, write_checkpoint
 from training.errors import UsageError
 from training.files import read_object, replace_file

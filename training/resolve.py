@@ -152,7 +152,7 @@ def resolve_common(config: RunConfig) -> RunConfig:
     if config.log.eval_batches is None:
         batches = config.max_steps or 0 if source == "fake" else 0
         config = replace(config, log=replace(config.log, eval_batches=batches))
-    return fill(config, asdict(Preprocessing.of_new_weights(source)))
+    return with_defaults(config, asdict(Preprocessing.of_new_weights(source)))
 
 
 def _check_images(config: RunConfig) -> None:
@@ -225,7 +225,7 @@ def _check_schedules(config: RunConfig) -> None:
         raise UsageError("--weight_decay_end requires --weight_decay above 0, its start value")
 
 
-def fill(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+def with_defaults(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """Return the configuration with ``values``, by field name, where no flag is set: on the command
     line or, if its default is None, by an earlier choice."""
     now, default = flat(config), flat(RunConfig())
@@ -256,7 +256,7 @@ def take_over(config: RunConfig, values: Mapping[str, Any], path: Path) -> RunCo
             )
     if config.model.model not in (None, values.get("model")):
         values = {name: each for name, each in values.items() if name not in flat(config.model)}
-    return fill(config, values)
+    return with_defaults(config, values)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -24,6 +24,14 @@ class Position:
     epoch: int = 0
     images_in_epoch: int = 0
 
+    def in_batches(self, batch_size: int, epoch_steps: int) -> Position:
+        """Return the same position in the data in whole batches of this size, of which an epoch has
+        ``epoch_steps``."""
+        batches = self.images_in_epoch // batch_size
+        if batches >= epoch_steps:
+            return Position(self.step, self.epoch + 1)
+        return Position(self.step, self.epoch, batches * batch_size)
+
 
 SHAPES: dict[str, Callable[[float], float]] = {
     "cosine": lambda x: 0.5 * (1 + math.cos(math.pi * x)),

@@ -3,7 +3,6 @@
 import functools
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 
 from torch import nn
 
@@ -11,16 +10,26 @@ from data.source import DataSource
 from models.initialize import allocate_uninitialized
 from training import loop
 from training.backend import Backend
-from training.checkpoints import choose
+from training.checkpoints import removal
+from training.checkpoints.choose import Start, choose_start
 from training.checkpoints.compatible import (
-    check_continues,
+    Progress,
+    check,
     check_unnamed_classes,
 )
 from training.checkpoints.format import SavedRun
 from training.checkpoints.hooks import LocalSaves, Saves, StopCheck
+from training.checkpoints.inventory import (
+    check_folders,
+    complete_checkpoints,
+    folder_of,
+    inventory,
+    retry_while_error_changes,
+)
 from training.checkpoints.per_host import HostFolders
 from training.checkpoints.saver import CheckpointSaver
 from training.checkpoints.state import load_state
+from training.config import RunConfig
 from training.data import data_errors_as_usage_errors, open_images, train_loader, val_loader
 from training.errors import (
     BAD_IMAGES,
@@ -39,6 +48,7 @@ from training.evaluation.frozen import (
 )
 from training.evaluation.hooks import Evaluations
 from training.files import FolderLock
+from training.flags import with_values
 from training.logs.bad_images import FILE as BAD_IMAGES_FILE
 from training.logs.bad_images import open_bad_images
 from training.logs.events import StartParts
@@ -55,10 +65,9 @@ from training.objectives.registry import open_objective
 from training.processes import exchange
 from training.processes.stopping import StopRequest, Watchdog
 from training.profiling import PROFILE_DIR, StepProfiler
-from training.resolve import Run, model_line
-from training.schedule import Position, make_schedule
+from training.resolve import Run, model_line, take_over
+from training.schedule import Position
 from training.start import (
-    Start,
     confirm_start,
     enter_folder,
     hint_for_hosts,
@@ -67,37 +76,63 @@ from training.start import (
 from training.step import TrainBatches, shard_and_optimize
 from training.units import units_of
 from training.weights.adapt import Adapter, adapt
-from training.weights.describe import describe
-from training.weights.source import check_files
+from training.weights.describe import describe, settings_of, take_over_described
+from training.weights.find import commits, find, pretrained
+from training.weights.source import Source, check_files
 
 
-def prepare_training(start: Start, run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
+def plan_start(config: RunConfig) -> tuple[RunConfig, Start, Source | None]:
+    """Return the configuration with the model, objective and preprocessing of what this process
+    would start from, except where flags are set; that start; and the weights of ``--init_from``, if
+    it starts from them.
+
+    Raises UsageError for an invalid run folder, and for a checkpoint or weights that cannot be
+    read.
+    """
+    checkpoints = config.checkpoints
+    alone = checkpoints.ckpt_dir_per_host
+    check_folders(checkpoints)
+    start = retry_while_error_changes(
+        lambda: choose_start(inventory(checkpoints, alone=alone), checkpoints)
+    )
+    if saved := start.saved:
+        config = take_over(config, settings_of(saved, config.data), saved.path)
+        return with_values(config, commits(config, saved)), start, None
+    config = with_values(config, pretrained(config))
+    config, weights = with_values(config, commits(config, None)), None
+    if init_from := config.checkpoints.init_from:
+        found = find(init_from, "--init_from")
+        config, weights = take_over_described(config, found, keeps_head=False)
+        config = with_values(config, {"init_from": weights.name})
+    return config, start, weights
+
+
+def prepare_training(
+    start: Start, weights: Source | None, run: Run
+) -> tuple[Run, Callable[[Run, Backend], None]]:
     """Check everything that can be checked without a device; return the run and the function to run
     in every process. Raises UsageError."""
     parts = StartParts()
     parts.done("imports")
     config, expected_s = run.config, read_expectation(run)
     data = open_images(run)
-    if start.saved:
-        check_continues(start.saved, run, data)
-    epoch_steps = data.steps_of_epoch(config.data.batch_size)
-    make_schedule(run, epoch_steps, start.position(run, data, epoch_steps))
+    progress = check(start, run, data)
     initial = None
-    if start.weights:
-        initial = adapt(start.weights, run.model, classes=data.classes, seed=config.seed)
-        names = describe(start.weights).classes_among(data.classes)
+    if weights:
+        initial = adapt(weights, run.model, classes=data.classes, seed=config.seed)
+        names = describe(weights).classes_among(data.classes)
         if data.classes and initial.keeps_head and not names:
             check_unnamed_classes(data.classes, initial.path, config.data, run.model)
     for feature in config.active_features():
         feature.check_data(run, data)
     frozen = open_frozen(run, kinds_in_training(config.log))
     parts.done("data")
-    planned = replace(start, weights=None)  # no tensors are sent to other processes
-    return run, functools.partial(train, planned, initial, data, frozen, expected_s, parts)
+    return run, functools.partial(train, start, progress, initial, data, frozen, expected_s, parts)
 
 
 def train(
     planned: Start,
+    progress: Progress,
     initial: Adapter | None,
     data: DataSource,
     frozen: FeatureEvalData,
@@ -108,9 +143,9 @@ def train(
 ) -> None:
     """Train on ``backend``, or resume and train; the body of every process.
 
-    ``initial``: trained weights that a new run starts from. ``frozen``: the data that features are
-    evaluated on. ``expected_s``: the seconds per step in the file of ``--expect``. ``parts``: how
-    long the parts of the startup took so far.
+    ``progress``: where ``planned`` begins. ``initial``: trained weights that a new run starts from.
+    ``frozen``: the data that features are evaluated on. ``expected_s``: the seconds per step in the
+    file of ``--expect``. ``parts``: how long the parts of the startup took so far.
 
     Raises UsageError in all processes if training cannot start; StoppedBySignal or RunFailed if it
     ends before its last step.
@@ -127,15 +162,18 @@ def train(
             hosts = HostFolders(run.ckpt_dir, shared=shared)
         else:
             exchange.check_alike(run, data)
-        enter_folder(run.ckpt_dir, lock, is_main=is_main, hosts=hosts)
+        restart = planned.found.is_restart
+        enter_folder(run.ckpt_dir, lock, is_restart=restart, is_main=is_main, hosts=hosts)
         if hosts:
             notes += [*hosts.complete(), *fetch_from_hosts(hosts)]
-        start, local = confirm_start(planned, run, data, backend, hosts)
-        notes += [*start.notes, *fetch_history(run, is_main=is_main)]
+        start, local = confirm_start(planned, run, backend, hosts)
+        with exchange.raise_on_all_ranks():
+            if start.saved != planned.saved:
+                progress = check(start, run, data)
+        at, schedule, last_step = progress.at, progress.schedule, progress.last_step
+        notes += [*start.notes, *([local.description] if local else []), *progress.notes]
+        notes += fetch_history(run, is_main=is_main)
         bad_images = open_bad_images(run, data, is_main=is_main)
-        epoch_steps = data.steps_of_epoch(config.data.batch_size)
-        at = start.position(run, data, epoch_steps)
-        schedule, last_step = make_schedule(run, epoch_steps, at)
         loader = train_loader(data, backend, config.data.batch_size, schedule.steps)
         with exchange.raise_on_all_ranks():
             continues = start.kind in ("local", "here")
@@ -328,16 +366,16 @@ def _not_finite(run: Run, session: loop.Session, saver: CheckpointSaver, step: i
         what = f"{skipped} consecutive steps had a loss or gradient norm that is not finite"
         return not_finite_error(what, saver.newest)
     what, is_first = "", saver.hosts.is_first if saver.hosts else session.backend.is_main
-    number = max(exchange.all_gather_object(choose.free_number(run.ckpt_dir) if is_first else 0))
+    number = max(exchange.all_gather_object(removal.free_number(run.ckpt_dir) if is_first else 0))
     with exchange.raise_on_all_ranks():
         if is_first:
-            last = choose.folder_of(run.ckpt_dir, step)
+            last = folder_of(run.ckpt_dir, step)
             what = f"the {session.reports.not_finite} of the last step is not finite"
             if last.exists():
-                aside = choose.set_aside(run.ckpt_dir, [last], number)
+                aside = removal.set_aside(run.ckpt_dir, [last], number)
                 what += f", so {last.name} was set aside in {aside}"
     what = exchange.broadcast_object(what)  # all processes wait until the checkpoint is moved
-    newest = next(reversed(choose.complete_checkpoints(run.ckpt_dir)), None)
+    newest = next(reversed(complete_checkpoints(run.ckpt_dir)), None)
     return not_finite_error(what, newest)
 
 

@@ -26,5 +26,8 @@ class FakeData:
     files: str = "0123456789abcdef"
     name: str = "fake"
 
+    def steps_of_epoch(self, batch_size: int) -> int:
+        return self.images // batch_size
+
     def order(self) -> dict[str, object]:
         return {"the number of training images": self.images, FILES: self.files}

@@ -14,7 +14,7 @@ import time
 
 from tests.fakes.megatron_on_cpu import without_cuda
 from training.checkpoints import state
-from training.checkpoints.choose import step_of
+from training.checkpoints.inventory import step_of
 from training.processes import exchange
 
 

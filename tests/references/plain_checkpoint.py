@@ -6,15 +6,13 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from tests.support.cli import TINY_SIZES
+
 
 def tiny_timm_model(patch_size: int = 4) -> VisionTransformer:
     """That of ``tests.support.cli.TINY_MODEL``."""
     return VisionTransformer(
-        img_size=16,
-        patch_size=patch_size,
-        embed_dim=32,
-        depth=2,
-        num_heads=2,
+        **TINY_SIZES | {"patch_size": patch_size},
         num_classes=10,
         class_token=False,
         global_pool="avg",

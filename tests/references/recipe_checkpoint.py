@@ -17,13 +17,10 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import fully_shard
 
 from tests.fakes.megatron_on_cpu import without_cuda
+from tests.support.cli import TINY_SIZES
 
 RECIPES_MODEL = {
-    "img_size": 16,
-    "patch_size": 4,
-    "embed_dim": 32,
-    "depth": 2,
-    "num_heads": 2,
+    **TINY_SIZES,
     "num_classes": 10,
     "global_pool": "map",
     "qk_norm": True,

@@ -8,6 +8,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from training.backend import State
+from training.checkpoints.choose import choose
+from training.checkpoints.config import CheckpointConfig
 from training.checkpoints.format import (
     SafeReader,
     damage,
@@ -16,6 +18,7 @@ from training.checkpoints.format import (
     training_tensors,
     write_manifest,
 )
+from training.checkpoints.inventory import inventory
 from training.checkpoints.state import state_content, write_state
 from training.schedule import Position
 
@@ -69,6 +72,12 @@ def write_checkpoint(
     if manifest:
         write_manifest(folder, entries(folder, [path.name for path in folder.iterdir()]))
     return folder
+
+
+def candidates(ckpt_dir, resume="auto"):
+    """The checkpoints that a start in this folder may resume."""
+    checkpoints = CheckpointConfig(ckpt_dir=str(ckpt_dir), resume=str(resume))
+    return choose(inventory(checkpoints), checkpoints)
 
 
 def save_state(backend, folder, training):

@@ -27,6 +27,8 @@ VAL_IMAGES = 90
 TINY_MODEL = (
     "--image_size 16 --patch_size 4 --embed_dim 32 --num_heads 2 --num_blocks 2 --num_classes 10"
 ).split()
+TINY_SIZES = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
+"""Those of ``TINY_MODEL`` by timm's names, for any number of classes."""
 TINY_RUN = (
     "--batch_size 16 --num_epochs 2 --warmup_steps 4 --lr 1e-2 --num_workers 0 "
     "--log_step_interval 1 --max_steps 6"

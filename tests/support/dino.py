@@ -26,9 +26,6 @@ def weights_of(ckpt_dir, kind="model", step=6):
     return convert(ckpt_dir / f"step_{step}", ckpt_dir / f"{kind}.pt")[kind]
 
 
-BACKBONE = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
-
-
 def of_backbone(weights):
     added = ("dino_head.", "ibot_head.", "mask_token")
     return {name: values for name, values in weights.items() if not name.startswith(added)}

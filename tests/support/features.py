@@ -10,7 +10,7 @@ from PIL import Image
 from safetensors import safe_open
 from timm.models.vision_transformer import VisionTransformer
 
-from tests.support.cli import need_xla, run_program
+from tests.support.cli import TINY_SIZES, need_xla, run_program
 
 SIZES = "--image_size 16 --patch_size 4 --embed_dim 32 --num_heads 2 --num_blocks 2".split()
 FLAGS = [*SIZES, "--class_token", "--global_pool", "token", "--reg_tokens", "2"]
@@ -26,10 +26,7 @@ TRAIN, VAL = 37, 13
 def backbone():
     """A model without a head, of other values than new ones have."""
     torch.manual_seed(0)
-    model = VisionTransformer(
-        img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=0, reg_tokens=2
-    )
-    return changed(model)
+    return changed(VisionTransformer(**TINY_SIZES, num_classes=0, reg_tokens=2))
 
 
 def changed(model):

@@ -4,15 +4,9 @@ import torch
 
 from models.registry import open_model
 from tests.fakes.filled import filled
+from tests.support.cli import TINY_SIZES
 
-SMALL = {
-    "img_size": 16,
-    "patch_size": 4,
-    "embed_dim": 32,
-    "depth": 2,
-    "num_heads": 2,
-    "num_classes": 10,
-}
+SMALL = {**TINY_SIZES, "num_classes": 10}
 
 
 def shaken(**options):

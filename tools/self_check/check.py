@@ -29,8 +29,8 @@ from tools.self_check import reference
 from tools.self_check.reference import MOMENTS, TEACHER, Settings, Tensors, Tolerances
 from tools.self_check.small_run import UPDATES, batches, fields_of, first_weights, shrink
 from training.backend import Backend, State
-from training.checkpoints.choose import folder_of
 from training.checkpoints.format import damage, load_into, reason_of, tree
+from training.checkpoints.inventory import folder_of, is_restart
 from training.checkpoints.saver import CheckpointSaver
 from training.checkpoints.state import load_state
 from training.data import open_images
@@ -382,7 +382,9 @@ def own_folder(run: Run, backend: Backend, table: CheckTable) -> Iterator[Path |
     problem = ""
     try:
         try:
-            enter_folder(ckpt_dir, lock, is_main=backend.is_main)
+            with exchange.raise_on_all_ranks():
+                restart = backend.is_main and is_restart(ckpt_dir)
+            enter_folder(ckpt_dir, lock, is_restart=restart, is_main=backend.is_main)
             with exchange.raise_on_all_ranks():
                 if backend.is_main:
                     try:

@@ -190,10 +190,10 @@ def shrink(run: Run) -> Run:
             small[name] = value
 
     # The same features, for that model.
-    of_small = SmallSizes(width, heads, _DEPTH, _CLASSES, patch, tuple(grid), images=rows)
+    small_sizes = SmallSizes(width, heads, _DEPTH, _CLASSES, patch, tuple(grid), images=rows)
     config = replace(run.config, loss=LossConfig())
     for feature in config.active_features():
-        config = feature.shrink(config, of_small)
+        config = feature.shrink(config, small_sizes)
     try:
         model = extended(open_model(run.model.name, run.model.overrides | small), config)
     except ModelError as error:

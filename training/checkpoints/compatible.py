@@ -1,8 +1,7 @@
-"""Check whether a checkpoint or weights fit a run, before any device starts and again once the
-processes agree on a checkpoint.
-"""
+"""Check whether a checkpoint or weights fit a run."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,14 @@ from data.source import FILES, DataSource
 from models.config import ModelConfig
 from models.spec import ModelSpec
 from training.checkpoints import format as checkpoint
+from training.checkpoints.choose import Start
 from training.checkpoints.format import SavedRun
 from training.config import OptimizerConfig, RunConfig
 from training.errors import UsageError
 from training.flags import FlagField, by_field, flat
 from training.objectives.config import flags_of_weights
 from training.resolve import Run, trained_model
+from training.schedule import Position, Schedule, make_schedule
 
 # -- whether they fit ------------------------------------------------------------------------------
 
@@ -30,9 +31,44 @@ _STATE_FLAGS = ("optimizer", "linear_probe")
 """Flags that determine which state an optimizer has."""
 
 
-def check_continues(saved: SavedRun, run: Run, data: DataSource) -> None:
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands when it starts, in the data and in its schedule."""
+
+    at: Position
+    """In batches of this run's size. A step is an update, counted over the whole run: with another
+    batch size the run continues at the same position in the data, and so in the schedule."""
+    schedule: Schedule
+    last_step: int
+    notes: tuple[str, ...] = ()
+    """Lines for the log: what differs from the run that saved the checkpoint."""
+
+
+def check(start: Start, run: Run, data: DataSource) -> Progress:
+    """Return where the run begins on ``data``. Raises UsageError if it cannot continue from the
+    checkpoint that it starts from, or if its schedule does not fit the data."""
+    saved, checkpoints, batch_size = start.saved, run.config.checkpoints, run.config.data.batch_size
+    at, notes, epoch_steps = Position(), list[str](), data.steps_of_epoch(batch_size)
+    if saved:
+        restarts = check_continues(saved, run, data)
+        at = replace(saved.position, images_in_epoch=0) if restarts else saved.position
+        at = at.in_batches(batch_size, epoch_steps)
+        if checkpoints.init_from:
+            ignored = f"--init_from {checkpoints.init_from}"
+            notes.append(f"note: ignoring {ignored}: resuming this run")
+        if restarts:
+            notes.append(f"note: {restarts}: restarting epoch {saved.position.epoch + 1}")
+        notes += changes_since(saved, run)
+    return Progress(at, *make_schedule(run, epoch_steps, at), tuple(notes))
+
+
+def check_continues(saved: SavedRun, run: Run, data: DataSource) -> str | None:
     """Raise UsageError if training cannot continue from a checkpoint: if it has no optimizer state,
-    is for another model, optimizer or other classes, or if its epoch cannot be continued."""
+    is for another model, optimizer or other classes, or if its epoch cannot be continued.
+
+    Returns what has changed the order of the epoch's images, so that ``--restart_epoch`` restarts
+    it; None if it continues.
+    """
     with checkpoint.readable(saved.path):
         names = checkpoint.entries_of(saved.path)
     if not any(name.startswith("optimizer.") for name in names):
@@ -49,6 +85,7 @@ def check_continues(saved: SavedRun, run: Run, data: DataSource) -> None:
             f"order of its images has changed since ({difference}): some would be trained on "
             "twice, others not at all: undo the change, or restart that epoch with --restart_epoch"
         )
+    return difference
 
 
 def check_same_classes(
@@ -134,14 +171,13 @@ def other_order(saved: SavedRun, run: Run, data: DataSource) -> str | None:
     return next((_changed(what, *values[what]) for what in differ), None)
 
 
-def changes_since(saved: SavedRun, run: Run, data: DataSource) -> list[str]:
-    """Return log lines about what the run does differently than before the checkpoint.
+def changes_since(saved: SavedRun, run: Run) -> list[str]:
+    """Return log lines about extensions and flags of the objective that have changed since the
+    checkpoint.
 
-    Any flag of the objective may change, even within an epoch: the images stay the same.
+    Any of them may change, even within an epoch: the images stay the same.
     """
     notes = []
-    if difference := other_order(saved, run, data):
-        notes.append(f"note: {difference}: restarting epoch {saved.position.epoch + 1}")
     extensions = saved.arguments.get("extension"), run.config.extension
     if extensions[0] != extensions[1]:
         notes.append(f"note: {_changed('--extension', *extensions)} at this step")

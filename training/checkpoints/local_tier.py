@@ -44,9 +44,10 @@ import xxhash
 
 from data.files import parse_object, without_secrets
 from training.checkpoints import format as checkpoint
-from training.checkpoints.choose import clear, folder_of, remove, step_folders, step_of
 from training.checkpoints.format import SavedRun
+from training.checkpoints.inventory import folder_of, step_folders, step_of
 from training.checkpoints.per_host import HostFolders
+from training.checkpoints.removal import clear, remove
 from training.checkpoints.state import bytes_of, not_finite, write_state
 from training.errors import UsageError
 from training.files import check_own, in_background, random_word, read_object, replace_file

@@ -23,8 +23,9 @@ from pathlib import Path
 import xxhash
 
 from training.checkpoints import format as checkpoint
-from training.checkpoints.choose import set_aside, step_folders
+from training.checkpoints.inventory import step_folders
 from training.checkpoints.remote_files import Offered, open_remote
+from training.checkpoints.removal import set_aside
 from training.files import check_own, random_word, replace_file
 from training.logs.records import EVENTS_FILE, TENSORBOARD_DIR
 from training.processes import exchange, peers

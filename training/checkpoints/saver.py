@@ -14,7 +14,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from training.backend import Backend
-from training.checkpoints.choose import clear, folder_of, prune, remove, step_of
 from training.checkpoints.format import (
     METADATA,
     TRAINING_FILE,
@@ -24,7 +23,9 @@ from training.checkpoints.format import (
     training_tensors,
     write_manifest,
 )
+from training.checkpoints.inventory import folder_of, step_of
 from training.checkpoints.per_host import HostFolders
+from training.checkpoints.removal import clear, prune, remove
 from training.checkpoints.state import not_finite, state_content, write_state
 from training.errors import NOT_SAVED, RunFailed, UsageError, not_finite_error
 from training.files import in_background, replace_file

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import socket
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,16 @@ from training.backend import Backend
 from training.checkpoints.format import (
     EMA,
     GRAM,
+    MANIFEST,
+    METADATA,
     RNG,
     TRAINING,
     WEIGHTS,
     Elsewhere,
     Entry,
     FolderWriter,
+    checksum,
+    damage,
     entries_of,
     load_into,
     tree,
@@ -255,3 +260,41 @@ def _held(content: Mapping[str, Any], saved: Mapping[str, Any], prefix: str = ""
             )
         held[name] = value
     return held
+
+
+def damage_for_all(
+    path: Path,
+    *,
+    verify: bool,
+    share: tuple[int, int] | None = None,
+    of: Collection[str] | None = None,
+) -> str | None:
+    """Return what is wrong with a checkpoint's files, None if nothing; the same in all processes.
+
+    With ``verify``, compare the files with the manifest; each process checks its share: by default
+    of all files and processes, else of the files ``of``, as a number and a count. Raises UsageError
+    in all processes if two of them do not see the same checkpoint. All processes must call it.
+    """
+    part, parts = share or (exchange.rank(), exchange.count())
+    seen = None
+    with exchange.raise_on_all_ranks():
+        has_manifest = (path / MANIFEST).exists()
+        file = path / (MANIFEST if has_manifest else METADATA)
+        if file.exists():
+            seen = checksum(file)
+    hosts = exchange.all_gather_object([seen, socket.gethostname()])
+    for number, (other, host) in enumerate(hosts):
+        if other != hosts[0][0]:
+            raise UsageError(
+                f"{exchange.name(number, host)} does not see the checkpoint {path} that the first "
+                "process is about to resume: use a folder that all nodes share",
+                agreed=True,
+            )
+    problem = None
+    with exchange.raise_on_all_ranks():
+        try:
+            if verify:
+                problem = damage(path, part, parts, of=of)
+        except ValueError as error:
+            problem = str(error)
+    return next((text for text in exchange.all_gather_object(problem) if text is not None), None)

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from data.loader import BatchLoader
-from training.checkpoints.choose import BEST, folder_of
 from training.checkpoints.hooks import Saves
+from training.checkpoints.inventory import folder_of
 from training.errors import BAD_IMAGES, NOT_FINITE
 from training.evaluation.evaluate import evaluate
 from training.logs.bad_images import VAL
-from training.logs.records import Evaluation
+from training.logs.records import BEST, Evaluation
 from training.loop import Hook, Session, last_epoch
 from training.objectives.base import Objective
 from training.schedule import Position

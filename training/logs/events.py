@@ -1,8 +1,8 @@
 """events.jsonl: how a run spends its wall time.
 
 A line is written at log steps, evaluations and checkpoints, and when a start begins and ends. Each
-line accounts for the time since the previous one; ``tools/goodput.py`` adds them up. Resuming does
-not truncate the file.
+line accounts for the time since the previous one; ``tools/wall_time.py`` adds them up. Resuming
+does not truncate the file.
 """
 
 import contextlib

@@ -5,8 +5,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from training.checkpoints import choose
 from training.checkpoints import format as checkpoint
+from training.checkpoints.inventory import complete_checkpoints, step_of
 from training.checkpoints.per_host import HostFolders
 from training.errors import UsageError
 from training.files import fetch_logs, is_url
@@ -40,7 +40,7 @@ def fetch_history(run: Run, *, is_main: bool) -> list[str]:
 def fetch_from_hosts(hosts: HostFolders) -> list[str]:
     """If the first process runs on another host than before, copy the logs there; return log lines
     about that. All processes must call this."""
-    return hosts.fetch_logs((*_FILES, choose.RUN_FILE))
+    return hosts.fetch_logs((*_FILES, records.RUN_FILE))
 
 
 @dataclass(frozen=True)
@@ -76,15 +76,15 @@ def read_history(
     lines = [r for r in metrics if r["step"] <= step]
     finite = records.evaluations(lines)
     with checkpoint.readable(ckpt_dir, "--ckpt_dir"):
-        saved = choose.complete_checkpoints(ckpt_dir)
+        saved = complete_checkpoints(ckpt_dir)
     # Not the best evaluation: its checkpoint may be missing after a kill.
-    score = choose.BEST[best_by or "best"]
+    score = records.BEST[best_by or "best"]
     best = max(
-        (path for path in saved if choose.step_of(path) in finite),
-        key=lambda path: score(finite[choose.step_of(path)]),
+        (path for path in saved if step_of(path) in finite),
+        key=lambda path: score(finite[step_of(path)]),
         default=None,
     )
-    best_score = score(finite[choose.step_of(best)]) if best else -math.inf
+    best_score = score(finite[step_of(best)]) if best else -math.inf
     evaluated: dict[int, str | None] = {r["step"]: None for r in lines if r.get("val_images") == 0}
     evaluated |= {at: records.summary(record) for at, record in finite.items()}
     left_out = records.damaged_lines(metrics.left_out)

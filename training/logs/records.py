@@ -16,6 +16,7 @@ from data.files import parse_object, printable, regular
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
+RUN_FILE = "run.json"
 TENSORBOARD_DIR = "tensorboard"
 _CLASSES_SHOWN = 5
 
@@ -228,6 +229,13 @@ def score(record: dict[str, Any]) -> float:
     if "val_top1" in record:
         return decisive(record, "val_top1")
     return -decisive(record, "val_loss")
+
+
+BEST: dict[str, Callable[[dict[str, Any]], float]] = {
+    "best": score,
+    "lowest_loss": lambda record: -decisive(record, "val_loss"),
+}
+"""The criteria by which ``--resume`` and ``--ckpt_best`` choose evaluations; higher is better."""
 
 
 def summary(record: dict[str, Any]) -> str:

@@ -18,7 +18,6 @@ from tqdm import tqdm
 
 from data.files import without_secrets
 from training.backend import Backend
-from training.checkpoints.choose import RUN_FILE
 from training.errors import UsageError
 from training.files import LogUploads, read_object, replace_file
 from training.logs.collapse import CollapseWatch
@@ -26,6 +25,7 @@ from training.logs.events import Events
 from training.logs.figures import plot_curves, save_picture
 from training.logs.records import (
     METRICS_FILE,
+    RUN_FILE,
     TENSORBOARD_DIR,
     Evaluation,
     is_number,

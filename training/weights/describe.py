@@ -22,7 +22,7 @@ from training.config import RunConfig
 from training.errors import UsageError
 from training.flags import by_field, flat
 from training.objectives.config import flags_of_weights
-from training.resolve import fill, model_of, take_over
+from training.resolve import model_of, take_over, with_defaults
 from training.weights.config_json import (
     KINDS,
     DescribedModel,
@@ -202,7 +202,7 @@ def take_over_described(
         config = take_over(config, flat(model.flags()), source.path)
         model.check(model.built(config.model), given.overrides())
     if keeps_head and (count := class_count(hints.config)):
-        config = fill(config, {"num_classes": count})
+        config = with_defaults(config, {"num_classes": count})
 
     trained_with, origin = hints.preprocessing() or (None, "")
     if trained_with is None:
@@ -210,10 +210,10 @@ def take_over_described(
         trained_with, origin = spec.preprocessing, f"timm's {spec.name}"
     if trained_with is None:
         new = Preprocessing.of_new_weights(config.data.data_source)
-        return fill(config, asdict(new)), source
+        return with_defaults(config, asdict(new)), source
     unset = {
         name: trained_with.get(name) for name in PREPROCESSING if getattr(config.data, name) is None
     }
-    config = fill(config, asdict(preprocessing_of(unset, source.path)))
+    config = with_defaults(config, asdict(preprocessing_of(unset, source.path)))
     note = f"preprocessing: {config.data.preprocessing} (from {origin})"
     return config, source.with_note(note)

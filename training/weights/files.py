@@ -62,6 +62,8 @@ def load_tensors(path: Path) -> Any:
     if mapped:
         with zipfile.ZipFile(path) as archive:
             for entry in archive.infolist():
+                if entry.filename.endswith("/constants.pkl"):
+                    raise ValueError(_TORCHSCRIPT)
                 if "/data/" not in entry.filename:  # tensors are mapped, all else is read whole
                     _DESCRIPTION.check(entry.file_size, entry.filename)
     ignored: list[Any] = []
@@ -86,6 +88,10 @@ def load_tensors(path: Path) -> Any:
 
 
 _MOST_IGNORED = 100
+_TORCHSCRIPT = (
+    "it is a TorchScript archive, which contains code: save only the weights, with "
+    "torch.save(torch.jit.load(FILE).state_dict(), NEW_FILE)"
+)
 _DESCRIPTION = SizeLimit("what a torch.save file has besides tensors", 2**26)
 
 

@@ -22,20 +22,16 @@ from torch.distributed.checkpoint.metadata import Metadata
 from data import hub as data_hub
 from data.files import printable
 from training.checkpoints import format as checkpoint
-from training.checkpoints.choose import (
-    BEST,
-    Candidates,
-    candidates_in,
-    find_readable,
-    named_candidates,
-)
+from training.checkpoints.choose import Candidates, candidates_in, choose
 from training.checkpoints.config import CheckpointConfig
 from training.checkpoints.format import SavedRun
+from training.checkpoints.inventory import inventory, retry_while_error_changes
 from training.config import RunConfig
 from training.data import data_errors_as_usage_errors
 from training.errors import UsageError
 from training.files import folder_at, is_url
 from training.flags import flat
+from training.logs.records import BEST
 from training.resolve import model_of
 from training.weights import dcp_folder
 from training.weights.files import (
@@ -69,15 +65,15 @@ def find(name: str | Path, flag: str, *, use_ema: bool = False) -> Source:
 def find_resumed(checkpoints: CheckpointConfig, *, use_ema: bool = False) -> Source:
     """Return the weights that ``--resume`` (a folder or a file) and ``--resume_epoch`` name, or
     their EMA. Raises UsageError if they do not exist or cannot be read."""
-    resume, epoch = checkpoints.resume, checkpoints.resume_epoch
+    resume = checkpoints.resume
     if resume == "none":
         raise UsageError("--resume none: a trained model is required, use --resume PATH")
-    if resume != "auto" and resume not in BEST and not epoch:
+    if resume != "auto" and resume not in BEST and not checkpoints.resume_epoch:
         return find(resume, "--resume", use_ema=use_ema)
-    ckpt_dir = folder_at(checkpoints.ckpt_dir)
-    found = _first_of(lambda: named_candidates(ckpt_dir, resume, epoch), use_ema)
+    found = _first_of(lambda: choose(inventory(checkpoints), checkpoints), use_ema)
     if not found:
-        raise UsageError(f"--ckpt_dir {ckpt_dir} has no checkpoint: use --resume PATH")
+        folder = folder_at(checkpoints.ckpt_dir)
+        raise UsageError(f"--ckpt_dir {folder} has no checkpoint: use --resume PATH")
     return found
 
 
@@ -164,10 +160,11 @@ def _kind(use_ema: bool) -> str:
 
 
 def _first_of(find: Callable[[], Candidates], use_ema: bool) -> Source | None:
-    saved, left = find_readable(find)
-    if not saved:
+    found = retry_while_error_changes(find)
+    if not found.saved:
         return None
-    return Source(saved.path, saved, note="; ".join(left.passed_over), kind=_kind(use_ema))
+    note = "; ".join(found.passed_over)
+    return Source(found.saved.path, found.saved, note=note, kind=_kind(use_ema))
 
 
 def _in_file(path: Path, *, use_ema: bool) -> Source:

@@ -12,8 +12,8 @@ import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
 from training.checkpoints import format as checkpoint
-from training.checkpoints.choose import damage_for_all
 from training.checkpoints.format import SavedRun
+from training.checkpoints.state import damage_for_all
 from training.errors import UsageError
 from training.weights.names import unwrapped
 

@@ -12,7 +12,7 @@ from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 
 from data.batch import PADDING, BatchShard
-from data.buckets import nearest_bucket
+from data.buckets import BucketView, nearest_bucket
 from data.config import DataConfig
 from data.pack import pack
 from data.source import DatasetRequest, open_data
@@ -20,6 +20,7 @@ from models.positions import Resampling
 from models.registry import open_model
 from models.timm_private import compute_on_grids
 from tests.support.cli import train_tiny, train_tiny_gpu
+from tests.support.loading import check_same_epochs, concatenated
 from tests.support.usage_error import told_in_one_line
 
 BUCKETS = ["16x16", "12x20", "20x12"]
@@ -54,7 +55,8 @@ def numbers(count):
 
 def source(folder, **how):
     how = {"data_dir": str(folder), "batch_size": 8, "num_workers": 0, "buckets": BUCKETS} | how
-    return open_data(DatasetRequest(DataConfig(**how), 3, (16, 16), 2, seed=5))
+    request = DatasetRequest(DataConfig(**how), 3, (16, 16), 2, seed=5, view=BucketView())
+    return open_data(request)
 
 
 # -- the model ---------------------------------------------------------------------------
@@ -118,29 +120,31 @@ def test_batches_of_any_share_and_from_any_position(folder):
     assert (
         len(whole) == sum(n // 8 for n in (40, 40, 20)) == len(data.train_loader(8, BatchShard()))
     )
-    kinds = Counter(tuple(images.shape) for images, _ in whole)
+    kinds = Counter(tuple(batch["image"].shape) for batch in whole)
     assert kinds == {(8, 3, *size): n for size, n in zip(SIZES, (5, 5, 2), strict=True)}
     sampler = data.splits["train"].sampler(8, shuffle=True, seed=5)
     orders = []
     for epoch in (3, 4):
         sampler.set_position(epoch)
-        keys = [key for batch in sampler for key in batch]
-        assert len({index for _, index, _ in keys}) == len(keys) == 96
+        order = [at for batch in sampler for at in batch]
+        assert len({at.index for at in order}) == len(order) == 96
+        assert {at.epoch for at in order} == {epoch}
         by_index = numbers(TRAIN)
-        assert all(bucket == OF_PIXELS[by_index[index] % 5] for _, index, bucket in keys)
-        orders.append(keys)
-    assert [k[1:] for k in orders[0]] != [k[1:] for k in orders[1]]
-    assert [k[2] for k in orders[0][::8]] != sorted(k[2] for k in orders[0][::8])  # mixed
+        assert all(at.size == OF_PIXELS[by_index[at.index] % 5] for at in order)
+        orders.append([(at.index, at.size) for at in order])
+    assert orders[0] != orders[1]
+    buckets = [bucket for _, bucket in orders[0][::8]]
+    assert buckets != sorted(buckets)  # mixed
+    loader = data.splits["train"].with_index().batches(8, BatchShard())
+    with_numbers = list(loader.epoch(3))
+    assert [number for batch in with_numbers for number in batch.pop("index").tolist()] == [
+        number for number, _ in orders[0]
+    ]
+    check_same_epochs(with_numbers, whole)
     workers = source(folder, num_workers=2)
     for first in (0, 5):
         shares = [workers.train_loader(8, BatchShard(r, 2)).epoch(3, first) for r in range(2)]
-        joined = [
-            tuple(torch.cat(parts) for parts in zip(*both, strict=True))
-            for both in zip(*shares, strict=True)
-        ]
-        assert len(joined) == len(whole) - first
-        for ours, one in zip(joined, whole[first:], strict=True):
-            assert all(map(torch.equal, ours, one))
+        check_same_epochs(map(concatenated, zip(*shares, strict=True)), whole[first:])
 
 
 @pytest.mark.parametrize(("batch", "parts"), [(8, 1), (8, 4), (64, 2)])
@@ -149,11 +153,18 @@ def test_validation_counts_each_image_once(batch, parts, folder):
     shares = [data.val_loader(batch, BatchShard(rank, parts)).epoch(0) for rank in range(parts)]
     found = []
     for both in zip(*shares, strict=True):
-        images, labels = (torch.cat(each) for each in zip(*both, strict=True))
+        joined = concatenated(both)
+        images, labels = joined["image"], joined["target"]
         assert len(images) == batch
-        found += [(image, int(label)) for image, label in zip(images, labels, strict=True)]
+        assert torch.equal(joined["index"] == PADDING, labels == PADDING)
+        found += [*zip(images, labels.tolist(), joined["index"].tolist(), strict=True)]
         assert not images[labels == PADDING].any()
-    present = [(image, label) for image, label in found if label != PADDING]
+    assert sorted(index for *_, index in found if index != PADDING) == list(range(VAL))
+    by_index = numbers(VAL)
+    assert all(
+        int(image[0, -1, 0]) == 2 * by_index[index] for image, _, index in found if index != PADDING
+    )
+    present = [(image, label) for image, label, _ in found if label != PADDING]
     assert Counter(label for _, label in present) == {0: 12, 1: 11}
     got = sorted((tuple(image.shape), int(image[0, -1, 0])) for image, _ in present)
     wanted = [((3, *SIZES[OF_PIXELS[n % 5]]), 2 * n) for n in range(VAL)]
@@ -175,12 +186,7 @@ def test_shards_and_a_kept_index_give_the_same(folder, tmp_path):
     assert len(list((tmp_path / "shards").rglob("*.tar"))) > 2
     assert {"train-sizes-of-folder", "val-sizes-of-webdataset"} <= names
     for other in (again, shards):
-        for one, two in zip(
-            files.train_loader(8, BatchShard()).epoch(1),
-            other.train_loader(8, BatchShard()).epoch(1),
-            strict=True,
-        ):
-            assert all(map(torch.equal, one, two))
+        check_same_epochs(*(each.train_loader(8, BatchShard()).epoch(1) for each in (other, files)))
     assert again.fingerprint() == files.fingerprint()
     assert "in buckets 16x16: 40 + 9, 12x20: 40 + 9, 20x12: 20 + 5" in str(files)
 

@@ -9,7 +9,6 @@ import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 from data import hub
 from data.batch import BatchShard
@@ -18,6 +17,7 @@ from data.files import DataFolderError
 from data.source import DatasetRequest, open_data
 from tests.fakes.hub_server import TOKEN, HubServer, Repository
 from tests.support.cli import run_program
+from tests.support.loading import check_same_epochs
 from tests.support.table_files import CLASSES, noise_png, write_beans
 from tests.support.usage_error import told_in_one_line
 
@@ -79,8 +79,7 @@ def same_images(one, other):
         (one.val_loader(8, BatchShard()), other.val_loader(8, BatchShard())),
     ]
     for ours, theirs in pairs:
-        for a, b in zip(ours.epoch(0), theirs.epoch(0), strict=True):
-            assert all(torch.equal(*tensors) for tensors in zip(a, b, strict=True))
+        check_same_epochs(ours.epoch(0), theirs.epoch(0))
 
 
 # -- what is read ----------------------------------------------------------------------------------
@@ -129,9 +128,8 @@ def test_as_saved_by_datasets(server, hub_here, tmp_path):
     assert again.fingerprint() == found.fingerprint()
     test = opened("us/beans", val_split="test")
     assert test.val_length == 9
-    assert (
-        next(test.val_loader(9, BatchShard()).epoch(0))[1].tolist() == tables["test"]["labels"][:]
-    )
+    batch = next(test.val_loader(9, BatchShard()).epoch(0))
+    assert batch["target"].tolist() == tables["test"]["labels"][:]
     put(server, "beans", write_beans(first=1000)[1])
     assert opened("us/beans").fingerprint() != found.fingerprint()
 
@@ -176,7 +174,7 @@ def test_rows_that_name_files_of_this_machine(server, hub_here, tmp_path):
     content = file.getvalue()
     put(server, "paths", {"train.parquet": content, "test.parquet": content})
     loader = opened("us/paths", columns=("image", "label")).val_loader(9, BatchShard())
-    assert next(loader.epoch(0))[1].tolist() == [-1] * 9
+    assert next(loader.epoch(0))["target"].tolist() == [-1] * 9
     assert {reason for _, reason, _ in loader.bad_images()} == {"column image is empty in this row"}
 
 

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from data.config import OPENED_BY
 from data.files import DataFolderError
 from data.pack import pack
-from data.source import DatasetRequest, open_data
+from data.source import DatasetRequest, View, open_data
 from tests.fakes.pod import wait_until
 from tests.support.cli import Result, run_program, tiny
-from tests.support.loading import EVERYTHING, arguments
+from tests.support.loading import EVERYTHING, arguments, check_same
 from tests.support.marks import long
+from tests.support.own_view import DetailAndOverview
 from tests.support.running import running_with
 from tests.support.table_files import write_tables
 
@@ -56,12 +56,15 @@ def folders(digits, tmp_path_factory):
     }
 
 
-def open_source(folders, source, workers):
+WHOLE_IMAGES = View()
+
+
+def open_source(folders, source, workers, view=WHOLE_IMAGES):
     values = {"batch_size": 50, **folders[source], "data_source": source, "num_workers": workers}
     size = (8, 8, 16) if source == "volumes" else (16, 16)
     channels = 1 if source in ("volumes", "mosaics") else 3
     config = arguments(values.pop("data_dir"), **values)
-    return open_data(DatasetRequest(config, channels, size, 10, 3))
+    return open_data(DatasetRequest(config, channels, size, 10, 3, view=view))
 
 
 def first_of(loader):
@@ -78,7 +81,18 @@ def test_the_same_images(source, folders, from_a_server):
     here, there = (open_source(folders, source, workers) for workers in (0, 1))
     for open_loader in ("train_loader", "val_loader"):
         found = [first_of(getattr(each, open_loader)(4, EVERYTHING)) for each in (here, there)]
-        assert all(map(torch.equal, *found))
+        check_same(*reversed(found))
+
+
+def test_a_view_of_a_users_own(folders, from_a_server):
+    """It is sent to the processes, with the transforms that it has made."""
+    here, there = (open_source(folders, "folder", n, DetailAndOverview()) for n in (0, 1))
+    for split in ("train", "val"):
+        found, expected = (
+            first_of(each.splits[split].batches(4, EVERYTHING)) for each in (there, here)
+        )
+        assert found.keys() > {"detail", "overview"}
+        check_same(found, expected)
 
 
 def test_they_end_with_their_loader_not_by_a_signal(folders, from_a_server):

@@ -18,7 +18,8 @@ from run_vit_training import read_flags
 from tests.support.cli import DIGITS, TINY_MODEL, run_program, tiny, train_tiny_gpu
 from tests.support.usage_error import told_in_one_line
 from torch_fsdp.launch_torch import choose_compile_cache
-from training.checkpoints.choose import check_folders, checkpoint_around, remove
+from training.checkpoints.inventory import check_folders, checkpoint_around
+from training.checkpoints.removal import remove
 from training.errors import UsageError
 from training.files import FolderLock
 

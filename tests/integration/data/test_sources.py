@@ -8,7 +8,6 @@ import sys
 
 import fsspec
 import pytest
-import torch
 from PIL import Image
 from safetensors import safe_open
 from safetensors.numpy import save
@@ -22,7 +21,14 @@ from data.source import open_data
 from models.config import VitConfig
 from tests.support.cli import DIGITS, VAL_IMAGES, run_program, train_tiny, train_tiny_gpu
 from tests.support.hostile import damaged
-from tests.support.loading import arguments, loaders, wanted
+from tests.support.loading import (
+    arguments,
+    check_same,
+    check_same_epochs,
+    concatenated,
+    loaders,
+    wanted,
+)
 from tests.support.memory_files import in_memory, settle
 from tests.support.usage_error import told_in_one_line
 
@@ -81,20 +87,16 @@ def test_every_image_once_an_epoch(source, world, workers, batch, first, sources
         labels_of = [label for _, label in ImageFolder(str(tree / split)).samples]
         shares = [loaders(config, BatchShard(rank, world), MODEL)[which] for rank in range(world)]
         parts = [list(loader.epoch(2, first)) for loader in shares]
-        joined = [
-            (torch.cat([images for images, _ in part]), torch.cat([labels for _, labels in part]))
-            for part in zip(*parts, strict=True)
-        ]
+        joined = [concatenated(part) for part in zip(*parts, strict=True)]
         whole = list(loaders(alone, model=MODEL)[which].epoch(2))
         seen = [
             number
-            for images, labels in [*whole[:first], *joined]
-            for number, label in zip(numbers(images), labels.tolist(), strict=True)
+            for each in [*whole[:first], *joined]
+            for number, label in zip(numbers(each["image"]), each["target"].tolist(), strict=True)
             if label >= 0 and label == labels_of[number]
         ]
         assert len(seen) == len(set(seen)) == (TRAIN // batch * batch if which == 0 else VAL)
-        for there, here in zip(whole[first:], joined, strict=True):
-            assert all(ours.equal(theirs) for ours, theirs in zip(here, there, strict=True))
+        check_same_epochs(joined, whole[first:])
 
 
 # -- the index ------------------------------------------------------------------------
@@ -313,12 +315,11 @@ def test_reading_is_tried_again(sources, monkeypatch):
     monkeypatch.setattr(type(fsspec.filesystem("memory")), "cat_file", unreliable)
     train, val = loaders(config, model=MODEL)
     batches = list(train.epoch(0))
-    assert (
-        sum(not here[0].equal(there[0]) for here, there in zip(batches, whole[0], strict=True)) < 2
-    )
-    epoch = list(val.epoch(0))
-    assert epoch[0][1].tolist() == [-1, *whole[1][0][1].tolist()[1:]]
-    assert epoch[0][0][1:].equal(whole[1][0][0][1:])
+    pairs = zip(batches, whole[0], strict=True)
+    assert sum(not here["image"].equal(there["image"]) for here, there in pairs) < 2
+    (first, *_), (expected, *_) = val.epoch(0), whole[1]
+    assert first["target"][0] == first["index"][0] == -1
+    check_same(*({name: values[1:] for name, values in each.items()} for each in (first, expected)))
     ((name, reason, _),) = val.bad_images()
     assert (name, reason) == (f"{config.data_dir}/val/a/x/000.png", "no answer")
     with pytest.raises(BrokenImageError, match="No such file"):

@@ -217,7 +217,7 @@ def test_progress_is_shown_on_a_terminal(trained, tmp_path, capsys, monkeypatch)
 def test_a_run_that_is_being_trained(trained, weights, tmp_path, capsys, monkeypatch):
     """It removes its checkpoint, whole or in part, when it has been found, and writes a newer."""
     run, steps = tmp_path / "run", trained.ckpt_dir
-    check = convert.weights.check_weights
+    check = convert.check_files
     for number, moment in enumerate(("before the check", "after the check")):
         shutil.rmtree(run, ignore_errors=True)
         shutil.copytree(steps / "step_1", run / "step_1")
@@ -232,7 +232,7 @@ def test_a_run_that_is_being_trained(trained, weights, tmp_path, capsys, monkeyp
             if moment == "before the check":
                 check(source, **how)
 
-        monkeypatch.setattr(convert.weights, "check_weights", checked)
+        monkeypatch.setattr(convert, "check_files", checked)
         target = converted(run, tmp_path / f"{number}.safetensors")
         assert_same(load_file(target), weights)
         assert f"converted {run}/step_2: " in capsys.readouterr().out

@@ -11,7 +11,8 @@ from PIL import Image
 
 from tests.support.cli import ROOT, command_of, tiny
 from tests.support.run_records import BATCH_S, SAVE_S, goodput, two_starts, write_events
-from tools.goodput import account_of, daly, draw, expected_goodput, main, young
+from tools.goodput import daly, draw, expected_goodput, main, young
+from tools.wall_time import account_of
 from training.logs.records import EVENTS_FILE, read_events
 
 DOWN_S = 1.5

@@ -30,7 +30,6 @@ from tools.plan.tpu_search import (
     TpuCandidate,
     candidates,
 )
-from training import hub
 from training.errors import UsageError
 from training.flags import flat
 from training.mesh import Mesh
@@ -497,7 +496,7 @@ def test_by_arithmetic_alone(plan, tmp_path):
 
 
 def test_weights_on_the_hub_are_not_downloaded_for_a_plan(plan, monkeypatch):
-    monkeypatch.setattr(hub, "download", None)
+    monkeypatch.setattr("training.weights.find.download", None)
     found = plan(f"@{ROOT}/recipes/mae_vit_l16_finetune.args", "--tpu_topology", "v6e:2x2")
     train = read_flags(shlex.split(found["fastest"]["commands"]["train"])[2:])
     assert train.run.checkpoints.init_from == "hf-hub:timm/vit_large_patch16_224.mae"

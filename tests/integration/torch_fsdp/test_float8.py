@@ -12,7 +12,7 @@ from gpu_fsdp.blocks import Float8Blocks
 from models.registry import open_model
 from tests.fakes.filled import filled
 from tests.fakes.float8_on_cpu import emulate
-from tests.support.cli import TINY_MODEL, train_tiny_gpu
+from tests.support.cli import TINY_MODEL, TINY_SIZES, train_tiny_gpu
 from tests.support.marks import long
 from tests.support.resolved import on_gpus
 from torch_fsdp.devices import Cpu
@@ -21,14 +21,7 @@ from training.errors import UsageError
 needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-SMALL = {
-    "img_size": 16,
-    "patch_size": 4,
-    "embed_dim": 32,
-    "depth": 1,
-    "num_heads": 2,
-    "num_classes": 10,
-}
+SMALL = {**TINY_SIZES, "depth": 1, "num_classes": 10}
 
 
 def rounded(x, dtype, rows):

@@ -17,7 +17,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 import run_vit_training
 from models.config import ModelConfig
-from tests.support.cli import DIGITS
+from tests.support.cli import DIGITS, TINY_SIZES
 from tests.support.usage_error import told_in_one_line
 from tools.convert import main as convert
 from training.errors import UsageError
@@ -31,7 +31,6 @@ from training.weights.processor import processing_of
 from training.weights.sidecar import Sidecar
 
 NAME = "vit_tiny_patch16_224"
-SIZES = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
 HOW = {"mean": [0.4] * 3, "std": [0.3] * 3, "crop_pct": 1.0, "interpolation": "bilinear"}
 
 
@@ -64,7 +63,7 @@ def write(folder, model, config, **files):
 
 def timms(folder, arguments=(), name=NAME, **more):
     """A model of timm's with these arguments, and its folder."""
-    given = {**SIZES, **dict(arguments)}
+    given = {**TINY_SIZES, **dict(arguments)}
     model = filled(timm.create_model(name, num_classes=5, **given))
     config = {"architecture": name, "num_classes": 5, "model_args": given, "pretrained_cfg": HOW}
     return model, write(folder, model, config | more)
@@ -175,7 +174,7 @@ def test_what_timm_itself_saves(tmp_path, capsys, image):
 
 def test_the_input_size_is_the_models(tmp_path, capsys, image):
     """Without model_args, timm builds what ``pretrained_cfg`` says."""
-    given = {key: value for key, value in SIZES.items() if key != "img_size"}
+    given = {key: value for key, value in TINY_SIZES.items() if key != "img_size"}
     model = filled(timm.create_model(NAME, num_classes=5, img_size=32, **given))
     trained = HOW | {"input_size": [3, 32, 32], "fixed_input_size": True, "num_classes": 5}
     config = {"architecture": NAME, "model_args": given, "pretrained_cfg": trained}
@@ -229,7 +228,7 @@ def test_the_input_size_is_the_models(tmp_path, capsys, image):
 def test_model_args_that_no_flag_sets(arguments, told, vit, changed):
     path = vit / "config.json"
     config = json.loads(path.read_text())
-    changed(path, config | {"model_args": {**SIZES, **arguments}})
+    changed(path, config | {"model_args": {**TINY_SIZES, **arguments}})
     line = refused(vit)
     assert line.startswith(str(path))
     assert told in line
@@ -238,7 +237,7 @@ def test_model_args_that_no_flag_sets(arguments, told, vit, changed):
 def test_refused_by_the_command_line(vit, changed, capsys):
     path = vit / "config.json"
     config = json.loads(path.read_text())
-    changed(path, config | {"model_args": {**SIZES, "act_layer": "relu"}})
+    changed(path, config | {"model_args": {**TINY_SIZES, "act_layer": "relu"}})
     line = told_in_one_line(capsys, "--predict", "none.png", "--resume", vit)
     assert line == (
         f"{path} has model_args.act_layer 'relu', but timm/{NAME} is built with timm's default: "
@@ -247,7 +246,7 @@ def test_refused_by_the_command_line(vit, changed, capsys):
 
 
 def test_flags_override_the_file_and_a_named_model_is_compared(tmp_path, capsys, image):
-    given = [f"--{key}={value}" for key, value in SIZES.items()]
+    given = [f"--{key}={value}" for key, value in TINY_SIZES.items()]
     named = ["--model", NAME, *given, "--num_classes", "5"]
     _, plain = timms(tmp_path / "plain")
     expected = predicted(capsys, image, plain)
@@ -569,9 +568,9 @@ def test_metadata_of_another_program_is_passed_over(tmp_path):
 def test_escape_sequences_in_names_are_shown(tmp_path, capsys):
     """A terminal would obey them: they could rewrite what was printed before."""
     name = "blocks.0.\x1b[2J\x1b]0;owned\x07\r\n\u202egniht"
-    tensors = {**timm.create_model(NAME, **SIZES).state_dict(), name: torch.zeros(2)}
+    tensors = {**timm.create_model(NAME, **TINY_SIZES).state_dict(), name: torch.zeros(2)}
     save_file(tensors, tmp_path / "odd.safetensors")
-    flags = ["--model", NAME, *(f"--{key}={value}" for key, value in SIZES.items())]
+    flags = ["--model", NAME, *(f"--{key}={value}" for key, value in TINY_SIZES.items())]
     line = told_in_one_line(
         capsys, "--predict", "none.png", "--resume", tmp_path / "odd.safetensors", *flags
     )

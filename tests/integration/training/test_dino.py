@@ -10,6 +10,7 @@ from tests.fakes.filled import filled
 from tests.references import plain_dino
 from tests.references.plain_checkpoint import convert
 from tests.support.cli import (
+    TINY_SIZES,
     need_xla,
     tiny,
     train_tiny,
@@ -17,7 +18,6 @@ from tests.support.cli import (
     train_tiny_megatron,
 )
 from tests.support.dino import (
-    BACKBONE,
     DINO,
     SMALL,
     WITHOUT_CLASS_TOKEN,
@@ -300,7 +300,7 @@ FIRST_STEP = "--max_steps 1 --warmup_steps 4".split()  # its learning rate is 0,
 @pytest.mark.parametrize("train", [train_tiny_gpu, long(train_tiny)])
 def test_begins_with_timms_weights(train, tmp_path):
     torch.manual_seed(0)
-    model = timm.create_model("vit_base_patch16_224", **BACKBONE, num_classes=7)
+    model = timm.create_model("vit_base_patch16_224", **TINY_SIZES, num_classes=7)
     given = {name: torch.randn_like(values) for name, values in model.state_dict().items()}
     save_file(given, tmp_path / "timm.safetensors")
     flags = ["--init_from", str(tmp_path / "timm.safetensors"), *DINO, *FIRST_STEP]
@@ -322,7 +322,7 @@ def test_backbone_is_timms(kind, on_gpu, tmp_path):
     assert to_other_form(words) == 0
     how = {"global_pool": "avg", "fc_norm": False, "num_classes": 0}
     model = timm.create_model(
-        "vit_base_patch16_224", **BACKBONE, **how, checkpoint_path=str(target)
+        "vit_base_patch16_224", **TINY_SIZES, **how, checkpoint_path=str(target)
     )
     trained, state = of_backbone(weights_of(on_gpu.ckpt_dir, kind)), model.state_dict()
     assert state.keys() == trained.keys()

@@ -15,6 +15,7 @@ from timm.models.vision_transformer import VisionTransformer
 
 import run_vit_training
 from models.hybrid_vit import HybridViT, HybridVitConfig
+from tests.support.cli import TINY_SIZES
 from tests.support.features import (
     FEATURES,
     FLAGS,
@@ -145,12 +146,11 @@ def test_files_of_a_limited_size(images, weights, tmp_path, capsys, monkeypatch)
 @pytest.mark.parametrize("flags", ["--global_pool avg --fc_norm", "--model hybrid_vit"])
 def test_models_without_a_class_token(flags, images, tmp_path, capsys):
     torch.manual_seed(1)
-    sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
     if "hybrid" in flags:
-        model = HybridViT(HybridVitConfig(**sizes | {"img_size": (16, 16)}, num_classes=10))
+        model = HybridViT(HybridVitConfig(**TINY_SIZES | {"img_size": (16, 16)}, num_classes=10))
         model.forward_features = lambda x: model.blocks(model.add_positions(model.patch_embed(x)))
     else:
-        model = VisionTransformer(**sizes, class_token=False, global_pool="avg", fc_norm=True)
+        model = VisionTransformer(**TINY_SIZES, class_token=False, global_pool="avg", fc_norm=True)
     state = {key: each.contiguous() for key, each in changed(model).state_dict().items()}
     save_file(state, tmp_path / "w.safetensors")
     given = ["--data_dir", images, "--init_from", tmp_path / "w.safetensors", *SIZES]

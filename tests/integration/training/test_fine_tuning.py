@@ -14,7 +14,7 @@ from timm.models import adapt_input_conv
 from timm.models.eva import Eva
 
 from models.registry import open_model
-from tests.support.cli import DIGITS, TINY_MODEL, train_tiny, train_tiny_gpu
+from tests.support.cli import DIGITS, TINY_MODEL, TINY_SIZES, train_tiny, train_tiny_gpu
 from tests.support.marks import long
 from tests.support.usage_error import told_in_one_line
 from training.checkpoints.format import quiet_dcp
@@ -202,9 +202,8 @@ def test_begins_with_the_weights(train, flags, how, source, tmp_path):
 
 
 def test_other_classes_get_another_head(source):
-    sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "num_heads": 2, "depth": 2}
     head = {"num_classes": 10, "global_pool": "token", "class_token": True, "qk_norm": True}
-    spec = open_model("vit_10b", sizes | head)
+    spec = open_model("vit_10b", TINY_SIZES | head)
     _, same = begun(spec, source.ckpt_dir, [str(digit) for digit in range(10)])
     _, other = begun(spec, source.ckpt_dir, [f"cat {number}" for number in range(10)])
     assert "new" not in same

@@ -30,12 +30,11 @@ from data.index import cached_split
 from models.registry import open_model
 from tests.references.plain_hybrid_vit import random_hybrid_vit
 from tests.support.checkpoints import write_shards_of_xla_fsdp
-from tests.support.cli import DIGITS, HAS_XLA, train_tiny_gpu
+from tests.support.cli import DIGITS, HAS_XLA, TINY_SIZES, train_tiny_gpu
 from tests.support.usage_error import told_in_one_line
 from tools.convert import main as convert
 from training.weights.find import find
 
-MODEL = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
 FLAGS = [
     *"--model vit_tiny_patch16_224 --image_size 16 --patch_size 4 --embed_dim 32".split(),
     *"--num_heads 2 --num_blocks 2 --batch_size 8 --num_workers 0 --no_grad_ckpt".split(),
@@ -88,7 +87,7 @@ def trained(twelve, tmp_path_factory):
     """What timm's own trainer leaves, of a model that timm trained on them: the folder of its
     checkpoints, the model, and its moving average."""
     torch.manual_seed(0)
-    model = timm.create_model("vit_tiny_patch16_224", num_classes=12, **MODEL)
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=12, **TINY_SIZES)
     average = ModelEmaV3(model, decay=0.9)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     batches = timms_batches(create_dataset("", root=str(twelve), split="train"))
@@ -319,7 +318,7 @@ def test_names_with_a_prefix(form, trained, capsys, tmp_path):
         ),
         (lambda state: Code(), "only tensors are loaded, but it contains exec: save only the"),
         (
-            lambda state: timm.create_model("vit_tiny_patch16_224", **MODEL),
+            lambda state: timm.create_model("vit_tiny_patch16_224", **TINY_SIZES),
             "it contains no state dict of tensors: save only the weights, with torch.save(",
         ),
     ],
@@ -389,7 +388,7 @@ def test_hugging_faces_names(form, capsys, tmp_path):
     assert convert([str(source), str(converted)]) == 0
     assert "names of Hugging Face's ViT replaced by timm's" in capsys.readouterr().err
     has_head = form != "without a head"
-    ours = timm.create_model("vit_tiny_patch16_224", num_classes=5 * has_head, **MODEL).eval()
+    ours = timm.create_model("vit_tiny_patch16_224", num_classes=5 * has_head, **TINY_SIZES).eval()
     ours.load_state_dict(load_file(converted))
     with torch.no_grad():
         torch.testing.assert_close(ours.forward_features(pixels), hidden, atol=1e-4, rtol=1e-4)
@@ -520,7 +519,8 @@ def test_a_consolidated_checkpoint_of_pytorch_xlas_example(capsys, tmp_path):
     theirs = example.state_dict()
     assert state.keys() == theirs.keys()
     assert all(torch.equal(state[name], theirs[name]) for name in theirs)
-    model = open_model("vit_10b", MODEL | {"num_classes": 12}).build().to_empty(device="cpu").eval()
+    spec = open_model("vit_10b", TINY_SIZES | {"num_classes": 12})
+    model = spec.build().to_empty(device="cpu").eval()
     model.load_state_dict(state)
     images = torch.randn(4, 3, 16, 16)
     with torch.no_grad():

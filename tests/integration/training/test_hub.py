@@ -17,7 +17,7 @@ from torch import nn
 import run_vit_training
 from data.hub import _SETTINGS
 from tests.fakes.hub_server import TOKEN, HubServer, Repository
-from tests.support.cli import DIGITS, run_program
+from tests.support.cli import DIGITS, TINY_SIZES, run_program
 from tests.support.launching import free_port
 from tests.support.usage_error import told_in_one_line
 from tools.convert import main as convert
@@ -31,7 +31,6 @@ from training.weights import hub
 from training.weights.describe import describe
 from training.weights.find import commits, find, pretrained
 
-SIZES = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
 TRAIN = [
     *f"--data_dir {DIGITS} --hflip 0 --batch_size 16 --num_workers 0 --max_steps 2".split(),
     *"--num_classes 10 --warmup_steps 1 --log_step_interval 1 --eval_batches 1".split(),
@@ -42,12 +41,12 @@ NAME = "hf-hub:us/tiny"
 def timms_files(**more):
     """A model of timm's, and what timm writes of it for the Hub."""
     torch.manual_seed(0)
-    model = timm.create_model("vit_tiny_patch16_224", num_classes=10, **SIZES)
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=10, **TINY_SIZES)
     nn.init.normal_(model.head.weight, std=0.5)
     config = {
         "architecture": "vit_tiny_patch16_224",
         "num_classes": 10,
-        "model_args": SIZES,
+        "model_args": TINY_SIZES,
         "pretrained_cfg": {
             "mean": [0.4] * 3,
             "std": [0.3] * 3,

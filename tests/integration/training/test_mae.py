@@ -15,7 +15,7 @@ from data.source import open_data
 from models.mae import images_of, patches_of
 from tests.references import plain_mae
 from tests.references.plain_checkpoint import convert
-from tests.support.cli import need_xla, run_program, tiny, train_tiny, train_tiny_gpu
+from tests.support.cli import TINY_SIZES, need_xla, run_program, tiny, train_tiny, train_tiny_gpu
 from tests.support.mae import MAE, SMALL
 from tests.support.marks import long
 from tests.support.resolved import on_gpus
@@ -185,10 +185,9 @@ def test_resumed_in_mid_epoch_bit_for_bit(tmp_path):
 
 def test_backbone_is_timms(on_gpu, tmp_path):
     assert to_other_form([str(on_gpu.ckpt_dir), str(tmp_path / "b.safetensors")]) == 0
-    sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
     how = {"global_pool": "avg", "fc_norm": False, "num_classes": 0}
     model = timm.create_model(
-        "vit_base_patch16_224", **sizes, **how, checkpoint_path=str(tmp_path / "b.safetensors")
+        "vit_base_patch16_224", **TINY_SIZES, **how, checkpoint_path=str(tmp_path / "b.safetensors")
     )
     trained = weights_of(on_gpu.ckpt_dir)
     state = model.state_dict()

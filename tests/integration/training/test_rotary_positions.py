@@ -13,8 +13,8 @@ from models.registry import open_model
 from run_vit_training import read_flags
 from tests.fakes.filled import SMALL
 from tests.references import plain_steps
-from tests.support.cli import DIGITS, tiny, train_tiny, train_tiny_gpu
-from tests.support.dino import BACKBONE, HEADS
+from tests.support.cli import DIGITS, TINY_SIZES, tiny, train_tiny, train_tiny_gpu
+from tests.support.dino import HEADS
 from tests.support.marks import long
 from tests.support.resolved import on_xla
 from tests.support.steady import READ_PER_LOG, STEADY, assert_steady_state
@@ -138,7 +138,7 @@ def expected(weights):
     flags = read_flags(["--data_dir", str(DIGITS), "--hflip", "0", *tiny("none")[4:], *RUN])
     config, _ = take_over_described(flags.run, find(weights[1], "--init_from"), keeps_head=False)
     run = resolve(config, flags.xla)
-    sizes = BACKBONE | {"num_classes": 10, "init_values": 0.5}
+    sizes = TINY_SIZES | {"num_classes": 10, "init_values": 0.5}
     model = timm.create_model(DINOV3, **sizes, dynamic_img_size=False)  # with a table
     model.load_state_dict(torch.load(weights[1]))
     how, steps = run.config.optimizer, iter(range(6))

@@ -424,6 +424,13 @@ def test_by_the_command_line(tmp_path, capsys):
         assert top["probability"] == pytest.approx(expected[top["index"]].item(), rel=1e-3)
 
 
+def test_torchscript_is_refused(tmp_path):
+    """OpenAI's own files of CLIP."""
+    torch.jit.script(nn.Linear(3, 3)).save(tmp_path / "ViT-B-32.pt")
+    with pytest.raises(UsageError, match="it is a TorchScript archive, which contains code: save"):
+        find(tmp_path / "ViT-B-32.pt", "--init_from")
+
+
 def test_names_that_timm_does_not_have_either(tmp_path):
     model = torchvision.models.VisionTransformer(32, 8, 2, 2, 32, 128, num_classes=24)
     torch.save(model.state_dict(), tmp_path / "theirs.pt")

@@ -5,19 +5,10 @@ import pytest
 
 from tests.fakes import bucket
 from tests.reliability.faults.program import other_records_differ, running
-from tests.support.checkpoints import OneWeight, save_state
+from tests.support.checkpoints import OneWeight, candidates, save_state
 from tests.support.cli import Result, command_of, run_program, tiny
 from tests.support.short_runs import program
 from tests.support.usage_error import told_in_one_line
-from training.checkpoints.choose import (
-    clear,
-    complete_checkpoints,
-    find_readable,
-    named_candidates,
-    prune,
-    set_aside,
-    step_folders,
-)
 from training.checkpoints.format import (
     Unreachable,
     damage,
@@ -26,6 +17,12 @@ from training.checkpoints.format import (
     training_tensors,
     write_manifest,
 )
+from training.checkpoints.inventory import (
+    complete_checkpoints,
+    read_or_problem,
+    step_folders,
+)
+from training.checkpoints.removal import clear, prune, set_aside
 from training.checkpoints.state import load_state
 from training.errors import UsageError
 from training.files import LogUploads, fetch_logs, folder_at, log_folder
@@ -79,7 +76,7 @@ def test_checkpoints_on_a_url(url):
     write_whole(url / "step_11", 1.0)
     (url / "step_11" / "manifest.json").unlink()
     assert [path.name for path in step_folders(url)] == ["step_2", "step_4", "step_10", "step_11"]
-    newest = named_candidates(url, "auto", 0).paths[0]
+    newest = candidates(url).paths[0]
     assert newest == url / "step_10"
     assert newest.parent == url
     backend = OneWeight(0.0, ["scale"])
@@ -104,7 +101,7 @@ def test_what_a_storage_raises_is_an_oserror(storage):
         with pytest.raises(OSError, match="503 try again later"):
             getattr(folder_at("bucket://shelf/run"), action)()
     with pytest.raises(UsageError, match="cannot read --ckpt_dir bucket://shelf/run: 503"):
-        named_candidates(folder_at("bucket://shelf/run"), "auto", 0)
+        candidates(folder_at("bucket://shelf/run"))
 
 
 def test_what_is_damaged_is_passed_over_what_cannot_be_reached_is_not(storage):
@@ -113,13 +110,12 @@ def test_what_is_damaged_is_passed_over_what_cannot_be_reached_is_not(storage):
         write_whole(url / f"step_{step}", float(step))
     file = url / "step_4" / "__0_0.distcp"
     file.write_bytes(bytes(len(file.read_bytes())))  # of the same size
-    saved, left = find_readable(lambda: named_candidates(url, "auto", 0))
-    assert saved.path == url / "step_2"
-    assert "cannot read the checkpoint bucket://shelf/run/step_4" in left.passed_over[0]
-    found = named_candidates(url, "auto", 0)
+    found = candidates(url)
+    assert found.saved.path == url / "step_2"
+    assert "cannot read the checkpoint bucket://shelf/run/step_4" in found.passed_over[0]
     (storage.parent / "down").touch()
     with pytest.raises(Unreachable, match=r"/step_4: 503 try again"):
-        find_readable(lambda: found)
+        read_or_problem(url / "step_4")
     for look in (damage, quick_problem):
         with pytest.raises(OSError, match="503 try again later"):
             look(url / "step_4")

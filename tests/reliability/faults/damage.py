@@ -19,8 +19,8 @@ from tests.reliability.faults.kills import (
 )
 from tests.reliability.faults.program import SAVE_INTERVAL, STEPS, last_step, newest_step, running
 from tests.reliability.faults.tries import Loss, NotSurvived, Skipped, Survived, Try, last_words
-from training.checkpoints.choose import complete_checkpoints
 from training.checkpoints.format import MANIFEST
+from training.checkpoints.inventory import complete_checkpoints
 
 _DISK_BYTES, _LEFT_BYTES = 12_000_000, 30_000
 """The bytes of the small disk, and those left there when it is full: less than a checkpoint."""

@@ -25,8 +25,8 @@ from tests.reliability.faults.tries import (
     newest_folder_step,
     unfinished_save,
 )
-from training.checkpoints.choose import step_folders, step_of
 from training.checkpoints.format import is_complete
+from training.checkpoints.inventory import step_folders, step_of
 
 _ATTEMPTS = 8
 """How often a moment that comes when the run has ended is drawn again."""

@@ -20,8 +20,8 @@ from benchmarks.common import ROOT
 from tests.support.cli import ALL_DIGITS, environment
 from tests.support.running import running_with
 from tests.support.tensorboard_files import scalars_of
-from training.checkpoints.choose import complete_checkpoints, step_of
 from training.checkpoints.format import damage
+from training.checkpoints.inventory import complete_checkpoints, step_of
 from training.logs.records import TENSORBOARD_DIR, read_events, read_metrics
 
 STEPS = 40

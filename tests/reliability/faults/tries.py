@@ -19,8 +19,8 @@ from tests.reliability.faults.program import (
     resumed_step,
     running,
 )
-from training.checkpoints.choose import step_folders, step_of
 from training.checkpoints.format import is_complete
+from training.checkpoints.inventory import step_folders, step_of
 from training.logs.records import read_events
 
 MOST_STARTS = 4

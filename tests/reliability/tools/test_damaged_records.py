@@ -13,6 +13,7 @@ from tests.support.hostile import VALUES, damaged
 from tests.support.marks import long
 from tests.support.run_records import write_run
 from tools import goodput, report
+from tools.wall_time import account_of
 from training.logs.figures import plot_curves
 from training.logs.records import METRICS_FILE, read_events, read_lines, read_metrics
 from training.logs.sinks import JsonLines
@@ -82,7 +83,7 @@ def test_a_value_that_cannot_be(name, value, tmp_path):
     path.write_text("\n".join(lines) + "\n")
     events = read_events(folder)
     assert all(math.isfinite(event["time"]) for event in events)
-    account = goodput.account_of(events) if events[0]["event"] == "start" else None
+    account = account_of(events) if events[0]["event"] == "start" else None
     if account:
         assert 0 <= account.wall_s < 1e5
         assert sum(account.seconds.values()) == pytest.approx(account.wall_s)

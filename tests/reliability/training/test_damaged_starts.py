@@ -15,7 +15,7 @@ import pytest
 import run_vit_training
 from tests.support.cli import run_program, tiny
 from tests.support.hostile import damaged
-from training.checkpoints.choose import complete_checkpoints
+from training.checkpoints.inventory import complete_checkpoints
 
 FLAGS = "--backend cuda --test_epoch_interval 99 --keep_checkpoints 2 --ckpt_best".split()
 FILES = {

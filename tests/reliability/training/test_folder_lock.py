@@ -11,6 +11,7 @@ import pytest
 from launch import is_crash
 from tests.support.checkpoints import HOLD
 from tests.support.cli import ROOT
+from training.checkpoints.inventory import is_restart
 from training.errors import RunFailed, UsageError
 from training.files import FolderLock, check_same_folder
 from training.start import enter_folder
@@ -51,6 +52,10 @@ def test_what_the_lock_file_says_may_be_anything(holder, tmp_path, monkeypatch):
         assert str(end.value).isprintable()
 
 
+def enter(folder):
+    enter_folder(folder, FolderLock(folder), is_restart=is_restart(folder), is_main=True)
+
+
 def test_a_restart_may_come_before_a_lost_machine_lets_go(holder, tmp_path, monkeypatch):
     """Its launcher starts the job again, as after a crash."""
     (tmp_path / "run.json").write_text('{"job": "mine"}')
@@ -59,12 +64,12 @@ def test_a_restart_may_come_before_a_lost_machine_lets_go(holder, tmp_path, monk
     for job, error in (("mine", RunFailed), ("another", UsageError)):
         monkeypatch.setenv("RUN_JOB_ID", job)
         with pytest.raises(error, match=f"is in use by process {holder.pid} on ") as raised:
-            enter_folder(tmp_path, FolderLock(tmp_path), is_main=True)
+            enter(tmp_path)
         if error is RunFailed:
             assert is_crash(raised.value.exit_code)
     holder.kill()
     monkeypatch.setenv("RUN_JOB_ID", "mine")
-    enter_folder(tmp_path, FolderLock(tmp_path), is_main=True)
+    enter(tmp_path)
 
 
 def test_a_child_does_not_inherit_the_lock(tmp_path, monkeypatch):

@@ -15,8 +15,8 @@ from tests.reliability.faults.program import (
     running,
 )
 from tests.support.cli import Result
-from training.checkpoints.choose import step_folders, step_of
 from training.checkpoints.format import is_complete
+from training.checkpoints.inventory import step_folders, step_of
 
 KILLS = 8
 DINO = (

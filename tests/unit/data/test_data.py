@@ -143,6 +143,9 @@ def test_fake_data_is_one_batch_of_zeros():
     assert first["image"].shape == (256, 3, 16, 16)
     assert not first["image"].any()
     assert first["target"].tolist() == [0] * 256
+    batches = val.epoch(0)
+    first, second = next(batches), next(batches)
+    assert all(first[name] is second[name] for name in ("image", "target"))
     found, positions = list[int](), []
     for rank in range(4):
         _, val = loaders(args, BatchShard(rank, 4))

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from tests.support.run_records import goodput, write_run
-from tools.goodput import PARTS, account_of
-from tools.report import Curve, main, shares_by_pixel, thinned
+from tools.report import Curve, main, thinned
+from tools.wall_time import PARTS, account_of, shares_by_pixel
 from training.logs.records import read_events
 
 pytestmark = pytest.mark.fast

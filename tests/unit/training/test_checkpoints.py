@@ -17,18 +17,17 @@ import xxhash
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
-from tests.support.checkpoints import OneWeight, flip, left, save_state, truncate, write_checkpoint
-from training.checkpoints.choose import (
-    AllDamaged,
-    clear,
-    complete_checkpoints,
-    find_readable,
-    later_checkpoints,
-    named_candidates,
-    prune,
-    set_aside,
-    step_folders,
+from tests.support.checkpoints import (
+    OneWeight,
+    candidates,
+    flip,
+    left,
+    save_state,
+    truncate,
+    write_checkpoint,
 )
+from training.checkpoints import inventory
+from training.checkpoints.choose import AllDamaged
 from training.checkpoints.format import (
     SafeReader,
     checksum,
@@ -42,6 +41,12 @@ from training.checkpoints.format import (
     training_tensors,
     write_manifest,
 )
+from training.checkpoints.inventory import (
+    complete_checkpoints,
+    retry_while_error_changes,
+    step_folders,
+)
+from training.checkpoints.removal import clear, later_checkpoints, prune, set_aside
 from training.checkpoints.state import load_state, write_state
 from training.errors import UsageError
 from training.schedule import Position
@@ -249,7 +254,7 @@ def test_complete_is_what_has_its_manifest(tmp_path):
     (tmp_path / "step_12").mkdir()
     (tmp_path / "step_best").mkdir()
     assert [p.name for p in complete_checkpoints(tmp_path)] == ["step_2", "step_9", "step_10"]
-    assert named_candidates(tmp_path, "auto", 0).paths[0].name == "step_10"
+    assert candidates(tmp_path).paths[0].name == "step_10"
     assert complete_checkpoints(tmp_path / "nowhere") == []
 
 
@@ -295,13 +300,13 @@ def garble_manifest(folder):
 def test_damage_that_sizes_show_is_passed_over_and_named(harm, told, tmp_path):
     write_checkpoint(tmp_path, 5)
     harm(write_checkpoint(tmp_path, 10))
-    found = named_candidates(tmp_path, "auto", 0)
+    found = candidates(tmp_path)
     assert [path.name for path in found.paths] == ["step_5"]
     (line,) = found.passed_over
     assert "step_10 is damaged" in line
     assert told in line
     with pytest.raises(UsageError, match="cannot read the checkpoint"):
-        named_candidates(tmp_path, str(tmp_path / "step_10"), 0)
+        candidates(tmp_path, tmp_path / "step_10")
 
 
 def test_names_that_the_program_does_not_write(tmp_path):
@@ -314,7 +319,7 @@ def test_names_that_the_program_does_not_write(tmp_path):
     huge = tmp_path / f"step_{10**200}"
     (tmp_path / "step_7").rename(huge)
     with pytest.raises(UsageError, match="it contains step 7, not step 100"):
-        find_readable(lambda: named_candidates(tmp_path, "auto", 0))
+        candidates(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -342,7 +347,7 @@ def test_what_is_no_file_is_damage(harm, tmp_path):
             with socket.socket(socket.AF_UNIX) as bound, pytest.MonkeyPatch.context() as patch:
                 patch.chdir(newest)  # a socket's path is short
                 bound.bind("manifest.json")
-    found = named_candidates(tmp_path, "auto", 0)
+    found = candidates(tmp_path)
     assert [path.name for path in found.paths] == ["step_5"]
     assert "step_10 is damaged" in found.passed_over[0]
     prune(tmp_path, 1, [])
@@ -376,8 +381,8 @@ def test_what_a_checkpoint_says_of_itself_may_be_anything(name, tmp_path):
             writer = dcp.FileSystemWriter(folder)
             dcp.save({"training": training}, storage_writer=writer, no_dist=True)
         write_manifest(folder, entries(folder, [path.name for path in folder.iterdir()]))
-        saved, found = find_readable(lambda: named_candidates(tmp_path, "auto", 0))
-        assert saved.path.name == "step_5", text[:100]
+        found = candidates(tmp_path)
+        assert found.saved.path.name == "step_5", text[:100]
         assert found.passed_over[0].startswith(f"cannot read the checkpoint {folder}: ")
         assert "\n" not in found.passed_over[0]
 
@@ -400,19 +405,21 @@ def test_checkpoints_that_their_run_removes_meanwhile(tmp_path, monkeypatch):
     for step in (5, 10):
         write_checkpoint(tmp_path, step)
 
-    def find():
-        found = named_candidates(tmp_path, "auto", 0)
+    read = inventory.read_or_problem
+
+    def read_late(path):
         if (tmp_path / "step_5").exists():  # the run goes on
             for step in (5, 10):
                 shutil.rmtree(tmp_path / f"step_{step}")
             write_checkpoint(tmp_path, 15)
-        return found
+        return read(path)
 
-    saved, found = find_readable(find)
-    assert (saved.position.step, found.passed_over) == (15, ())
+    monkeypatch.setattr(inventory, "read_or_problem", read_late)
+    found = retry_while_error_changes(lambda: candidates(tmp_path))
+    assert (found.saved.position.step, found.passed_over) == (15, ())
     truncate(tmp_path / "step_15")
     with pytest.raises(AllDamaged, match="step_15 is damaged"):
-        find_readable(find)
+        retry_while_error_changes(lambda: candidates(tmp_path))
 
 
 def test_damage_that_sizes_hide_is_found_by_checksum(tmp_path):
@@ -474,7 +481,7 @@ def test_going_back_sets_the_later_ones_aside(tmp_path):
     assert aside == tmp_path / "set_aside_1"
     assert (aside / "metrics.jsonl").read_text() == '{"step": 12}\n'
     assert left(tmp_path) == [5]
-    assert named_candidates(tmp_path, str(aside), 0).paths[0] == aside / "step_15"
+    assert candidates(tmp_path, aside).paths[0] == aside / "step_15"
     write_checkpoint(tmp_path, 6)
     assert set_aside(tmp_path, [tmp_path / "step_6"]) == tmp_path / "set_aside_2"
     assert later_checkpoints(tmp_path, tmp_path / "step_5") == []

@@ -11,7 +11,7 @@ from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from models.registry import open_model
-from training.checkpoints.choose import candidates_in, find_readable
+from training.checkpoints.choose import candidates_in
 from training.checkpoints.format import SafeReader, load_into, quiet_dcp
 from training.errors import UsageError
 from training.weights.adapt import adapt
@@ -159,7 +159,7 @@ def test_training_cannot_continue_from_it(tmp_path):
     folder = saved(tmp_path / "step_12_loss_0.250", {"model": MODEL, "optimizer": OPTIMIZER})
     saved(tmp_path / "step_5_loss_0.5", {"model": MODEL})
     with pytest.raises(UsageError) as error:
-        find_readable(lambda: candidates_in(folder))
+        candidates_in(folder)
     assert f"{folder} is a DCP folder of another program" in str(error.value)
     assert str(error.value).endswith(f"use --init_from {folder}")
     with pytest.raises(UsageError, match=f"name one of its DCP folders, such as {folder}"):

@@ -1,4 +1,4 @@
-"""What a training starts from: the cases of ``plan_start`` and ``confirm_start``."""
+"""What a training starts from, what it takes over, and whether it may continue."""
 
 import json
 import shutil
@@ -10,25 +10,24 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from data.source import FILES
+from gpu_fsdp.resolve_gpu import resolve
 from run_vit_training import read_flags
 from tests.fakes.backend import FakeBackend, FakeData
 from tests.support.checkpoints import flip, left, truncate, write_checkpoint
 from tests.support.cli import tiny
 from tests.support.resolved import on_gpus
-from training.checkpoints.choose import AllDamaged, Candidates, find_checkpoint
-from training.checkpoints.compatible import changes_since, check_continues, other_order
+from training.checkpoints import inventory
+from training.checkpoints.choose import AllDamaged, Candidates, Start, choose_start
+from training.checkpoints.compatible import changes_since, check, check_continues, other_order
+from training.checkpoints.config import CheckpointConfig
 from training.checkpoints.format import SavedRun, quiet_dcp, read_saved_run
+from training.checkpoints.inventory import Found, Inventory, digest
 from training.errors import UsageError
 from training.objectives.mae_config import MaeConfig
 from training.resolve import take_over
 from training.schedule import Position, make_schedule
-from training.start import (
-    Start,
-    _first_undamaged,
-    confirm_start,
-    plan_start,
-    set_aside_newer_checkpoints,
-)
+from training.start import confirm_start, newest_usable, set_aside_newer_checkpoints
+from training.train import plan_start
 from training.weights.describe import settings_of
 
 pytestmark = pytest.mark.fast
@@ -47,12 +46,22 @@ def words(ckpt_dir, *flags):
 
 
 def planned(ckpt_dir, *flags):
-    return plan_start(read_flags(words(ckpt_dir, *flags)).run)
+    config, start, _ = plan_start(read_flags(words(ckpt_dir, *flags)).run)
+    return config, start
 
 
-def confirmed(ckpt_dir, *flags, plan=None, data=None):
+def checked(ckpt_dir, *flags):
+    """Where a run begins whose settings are those of its checkpoint, except for these flags."""
+    config, start = planned(ckpt_dir, *flags)
+    run = resolve(replace(config, backend="cuda"), read_flags(words(ckpt_dir)).torch)
+    return check(start, run, FakeData())
+
+
+def confirmed(ckpt_dir, *flags, plan=None):
     start, local = confirm_start(
-        plan or Start("new"), on_gpus(words(ckpt_dir, *flags)), data or FakeData(), FakeBackend()
+        plan or Start("new", found=Inventory(alone=True)),
+        on_gpus(words(ckpt_dir, *flags)),
+        FakeBackend(),
     )
     assert local is None
     return start
@@ -82,12 +91,79 @@ def run(written, tmp_path):
     return shutil.copytree(written, tmp_path / "run")
 
 
-# -- which case it is -----------------------------------------------------------------
+# -- which case it is, by what there is -----------------------------------------------
+
+
+def found(step, **how):
+    path = Path(f"run/step_{step}")
+    return Found(path, **{"saved": SavedRun(path, Position(step), {})} | how)
+
+
+OLD = Found(Path("run/step_5"))
+BOTH = (found(10), OLD)
+DAMAGED = (found(10, damage="of its files", saved=None), found(5, unreadable="no", saved=None))
+LOCAL = {"local_ckpt_dir": "disk"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "there", "kind", "steps"),
+    [
+        ({}, {}, "new", []),
+        ({}, {"here": BOTH}, "here", [10, 5]),
+        ({}, {"here": (DAMAGED[0], found(5))}, "here", [5]),
+        ({"resume": "none"}, {}, "new", []),
+        ({"resume": "none"}, {"here": BOTH, "is_restart": True}, "here", [10, 5]),
+        ({"resume": "x"}, {"named": (found(7),), "named_is_here": False}, "elsewhere", [7]),
+        ({"resume": "x"}, {"named": (found(7),), "here": BOTH}, "here", [7]),
+        ({"resume": "x"}, {"named": BOTH, "names_one": False}, "here", [10, 5]),
+        ({"resume_epoch": 2}, {"named": (found(22),), "here": BOTH}, "here", [22]),
+        ({"resume_epoch": 2}, {"alone": True}, "new", []),
+        ({"resume": "best"}, {"named": (found(5),), "here": BOTH}, "here", [5]),
+        ({"resume": "best"}, {"here": BOTH, "alone": True}, "here", [10, 5]),
+        ({"resume": "best"}, {"alone": True}, "new", []),
+        ({"init_from": "weights.pt"}, {}, "weights", []),
+        ({"init_from": "weights.pt"}, {"here": BOTH}, "here", [10, 5]),
+        ({"pretrained": True}, {}, "weights", []),
+        (LOCAL, {"here": DAMAGED}, "new", []),
+        (LOCAL | {"resume": "x"}, {"here": DAMAGED, "is_restart": True}, "new", []),
+    ],
+)
+def test_the_start_that_an_inventory_leaves(flags, there, kind, steps):
+    start = choose_start(Inventory(**there), CheckpointConfig(ckpt_dir="run", **flags))
+    assert start.kind == kind
+    assert [path.name for path in start.candidates.paths] == [f"step_{step}" for step in steps]
+    assert (start.saved is None) == (not steps)
+    assert start.candidates.explicit == (start.found.named != () and start.found.names_one)
+    newest = not flags.keys() & {"resume", "resume_epoch"} or start.found.is_restart
+    assert start.resumes_newest == newest
+
+
+@pytest.mark.parametrize(
+    ("flags", "there", "told"),
+    [
+        ({}, {"here": DAMAGED}, "step_10 is damaged (of its files), and so are all older check"),
+        (LOCAL | {"resume": "x"}, {"named": DAMAGED, "names_one": False}, "and so are all older"),
+        ({"resume": "none"}, {"here": BOTH}, "--resume none, but run contains step_10 of an ear"),
+        ({"resume": "x"}, {"named": DAMAGED[:1]}, "cannot read the checkpoint run/step_10: of its"),
+        ({"resume": "x"}, {"named": DAMAGED[1:]}, "no"),
+        ({"resume_epoch": 2}, {"here": BOTH}, "run has no checkpoint from the end of that epoch"),
+        ({"resume_epoch": 2}, {"here": BOTH, "alone": True}, "from the end of that epoch"),
+        ({"resume_epoch": 2}, {"is_restart": True}, "from the end of that epoch"),
+        ({"resume": "best"}, {"here": BOTH}, "--resume best: run has no evaluated checkpoint"),
+    ],
+)
+def test_an_inventory_with_nothing_to_start_from(flags, there, told):
+    with pytest.raises(UsageError) as error:
+        choose_start(Inventory(**there), CheckpointConfig(ckpt_dir="run", **flags))
+    assert told in str(error.value)
+
+
+# -- which case it is, in a folder ----------------------------------------------------
 
 
 def test_a_new_run(tmp_path):
     config, start = planned(tmp_path / "run")
-    assert (start.kind, start.saved, start.weights) == ("new", None, None)
+    assert (start.kind, start.saved) == ("new", None)
     assert config.model.embed_dim == 32
     assert confirmed(tmp_path / "run") == start
     assert not (tmp_path / "run").exists()
@@ -147,15 +223,14 @@ def test_trained_weights_begin_a_run_once(tmp_path):
     """The same command continues the run when it is started again."""
     torch.save({"w": torch.ones(3)}, tmp_path / "weights.pt")
     flags = ["--init_from", tmp_path / "weights.pt"]
-    _, plan = planned(tmp_path / "run", *flags)
-    assert (plan.kind, [*plan.weights.tensors]) == ("weights", ["w"])
-    assert confirmed(tmp_path / "run", *flags, plan=replace(plan, weights=None)).kind == "weights"
+    _, plan, weights = plan_start(read_flags(words(tmp_path / "run", *flags)).run)
+    assert (plan.kind, [*weights.tensors]) == ("weights", ["w"])
+    assert confirmed(tmp_path / "run", *flags, plan=plan).kind == "weights"
     write(tmp_path / "run", 5)
     assert planned(tmp_path / "run", *flags)[1].kind == "here"
-    start = confirmed(tmp_path / "run", *flags, plan=plan)
-    assert start.kind == "here"
+    assert confirmed(tmp_path / "run", *flags, plan=plan).kind == "here"
     ignored = f"note: ignoring --init_from {tmp_path}/weights.pt: resuming this run"
-    assert ignored in start.notes
+    assert checked(tmp_path / "run", *flags).notes == (ignored,)
 
 
 # -- what is taken over from a checkpoint ---------------------------------------------
@@ -165,7 +240,7 @@ def test_model_objective_and_preprocessing_are_the_checkpoints(tmp_path):
     trained = "--objective mae --mask_ratio 0.5 --drop_path_rate 0.1 --mean 0.1 0.2 0.3".split()
     saved = write(tmp_path / "run", 5, *trained, "--class_token")
     bare = ["--backend", "cuda", "--resume", str(saved), "--ckpt_dir", str(tmp_path / "new")]
-    config, _ = plan_start(read_flags(bare).run)
+    config, *_ = plan_start(read_flags(bare).run)
     assert (config.model.embed_dim, config.model.depth, config.model.drop_path_rate) == (32, 2, 0.1)
     assert (config.objective.objective, config.of(MaeConfig).mask_ratio) == ("mae", 0.5)
     assert config.data.mean == (0.1, 0.2, 0.3)
@@ -173,7 +248,7 @@ def test_model_objective_and_preprocessing_are_the_checkpoints(tmp_path):
     again = read_flags(bare).run
     again = take_over(again, settings_of(older, again.data), saved)
     assert again.data.crop_mode == "center"
-    config, _ = plan_start(read_flags([*bare, "--drop_path_rate", "0", "--mask_ratio", "0.6"]).run)
+    config, *_ = plan_start(read_flags([*bare, "--drop_path_rate", "0", "--mask_ratio", "0.6"]).run)
     assert (config.model.drop_path_rate, config.of(MaeConfig).mask_ratio) == (0, 0.6)
 
 
@@ -194,7 +269,7 @@ def test_model_objective_and_preprocessing_are_the_checkpoints(tmp_path):
 def test_another_training_is_refused(flags, told, run, tmp_path):
     for folder, resume in ((run, []), (tmp_path / "new", ["--resume", run])):
         with pytest.raises(UsageError) as error:
-            planned(folder, *resume, *flags.split())
+            checked(folder, *resume, *flags.split())
         assert told in str(error.value)
 
 
@@ -248,9 +323,9 @@ def test_all_are_damaged(run, tmp_path):
     with pytest.raises(UsageError, match="step_10 is damaged"):
         confirmed(copy)
     # The hosts' own disks may have a step.
-    checkpoints = read_flags(words(run, "--local_ckpt_dir", tmp_path / "disk")).run.checkpoints
-    saved, candidates = find_checkpoint(checkpoints)
-    assert (saved, candidates.paths, len(candidates.passed_over)) == (None, [], 2)
+    _, start = planned(run, "--local_ckpt_dir", tmp_path / "disk")
+    assert (start.saved, start.candidates.paths) == (None, ())
+    assert len(start.candidates.passed_over) == 2
 
 
 @pytest.mark.parametrize(
@@ -280,6 +355,36 @@ def test_a_checkpoint_that_the_first_start_of_the_job_still_wrote(run):
     assert confirmed(run, plan=plan).continues_from == run / "step_12"
 
 
+def test_the_plan_stands_if_nothing_has_changed(run, monkeypatch):
+    """Nothing is read or decided again."""
+    _, plan = planned(run)
+    for name in ("inventory", "read_or_problem"):
+        monkeypatch.delattr(inventory, name)
+    assert confirmed(run, plan=plan) == plan
+    (run / "metrics.jsonl").write_text('{"step": 7}\n')
+    with pytest.raises(AttributeError, match="inventory"):
+        confirmed(run, plan=plan)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda run: write(run, 12),
+        lambda run: shutil.rmtree(run / "step_5"),
+        lambda run: (shutil.rmtree(run / "step_10"), write(run, 10, "--seed", "1")),
+        lambda run: (run / "step_10" / "manifest.json").unlink(),
+        lambda run: (run / "run.json").write_text('{"job": "vit"}'),
+        lambda run: (run / "metrics.jsonl").write_text("{}\n"),
+    ],
+)
+def test_what_changes_a_folders_digest(change, run):
+    before = digest(run)
+    (run / "profile.txt").write_text("")
+    assert digest(run) == before
+    change(run)
+    assert digest(run) != before
+
+
 def test_a_checkpoint_that_was_removed_meanwhile(run):
     _, plan = planned(run)
     for step in ("step_5", "step_10"):
@@ -302,19 +407,14 @@ def test_a_newer_step_of_the_hosts_disks_is_resumed(run):
             """Return the newest step if it is newer than ``step``, and lines for the log."""
             return (part if self.newest > step else None), ["note: of the disks"]
 
-    checkpoints = read_flags(words(run)).run.checkpoints
-    paths = [run / "step_10", run / "step_5"]
+    plan = Start("here", candidates=Candidates((run / "step_10", run / "step_5")))
     for newest, found in ((12, part.path), (9, run / "step_10")):
-        start = _first_undamaged(
-            Candidates(paths, explicit=False), lambda saved: None, Disks(newest), checkpoints
-        )
+        start = newest_usable(plan, Disks(newest), verify=True)
         assert (start.kind, start.saved.path) == ("local" if newest == 12 else "here", found)
         assert start.continues_from == run / "step_10"
         assert start.notes == ("note: of the disks",)
     flip(run / "step_10")  # then a step of the disks that is newer than step 5
-    start = _first_undamaged(
-        Candidates(paths, explicit=False), lambda saved: None, Disks(9), checkpoints
-    )
+    start = newest_usable(plan, Disks(9), verify=True)
     assert start.kind == "local"
     assert start.notes[-1].endswith("resuming step_12 instead")
 
@@ -386,9 +486,10 @@ def test_position_with_any_batch_size(images, batch_size, epoch_steps, expected,
     """The same place in the data, and so in the schedule; steps are counted on."""
     saved = write(tmp_path, 10, images_in_epoch=images)
     run = on_gpus(words(tmp_path, "--batch_size", batch_size))
-    start = Start("here", read_saved_run(saved))
-    assert start.position(run, FakeData(), epoch_steps) == expected
-    assert Start("new").position(run, FakeData(), epoch_steps) == Position()
+    start, data = Start("here", read_saved_run(saved)), FakeData()
+    assert data.steps_of_epoch(batch_size) == epoch_steps
+    assert check(start, run, data).at == expected
+    assert check(Start("new"), run, data).at == Position()
 
 
 def test_last_step_with_another_batch_size(tmp_path):
@@ -426,15 +527,15 @@ def test_another_order_of_images_in_mid_epoch(flags, data, told, run):
     at_the_end = replace(saved, position=Position(11, 1, 0))
     assert other_order(at_the_end, here, data) is None
     if told is None:
-        check_continues(saved, here, data)
+        assert check_continues(saved, here, data) is None
         return
     with pytest.raises(UsageError, match="step_10 was saved in the middle of epoch 1") as error:
         check_continues(saved, here, data)
     assert f"({told})" in str(error.value)
     restarted = on_gpus(words(run, *flags.split(), "--restart_epoch"))
-    check_continues(saved, restarted, data)
-    assert changes_since(saved, restarted, data) == [f"note: {told}: restarting epoch 1"]
-    assert Start("here", saved).position(restarted, data, EPOCH) == Position(10, 0, 0)
+    progress = check(Start("here", saved), restarted, data)
+    assert progress.notes == (f"note: {told}: restarting epoch 1",)
+    assert progress.at == Position(10, 0, 0)
 
 
 def test_order_with_buckets_and_of_older_checkpoints(run):
@@ -455,6 +556,6 @@ def test_flags_of_the_objective_may_change(tmp_path):
     dino = "--objective dino --class_token --koleo_weight 0 --local_crop_size 8".split()
     saved = read_saved_run(write(tmp_path, 5, *dino))
     here = on_gpus(words(tmp_path, *dino, "--crop_sizes", "16x8"))
-    assert changes_since(saved, here, FakeData()) == [
+    assert changes_since(saved, here) == [
         "note: --crop_sizes changed from none to 16x8 at this step"
     ]
