@@ -25,6 +25,8 @@ _DIGITS = 16
 """Hexadecimal digits of a checksum in a name."""
 _loaded: dict[str, ModuleType] = {}
 """The modules in use, by the name that the flag gives, without a checksum."""
+_folders: list[str] = []
+"""The folders of their files, at the end of ``sys.path``."""
 
 
 def use_extensions(names: Sequence[str]) -> None:
@@ -34,6 +36,11 @@ def use_extensions(names: Sequence[str]) -> None:
     Raises UsageError for a name that does not exist, defines no feature or has another checksum.
     Errors in the code itself are raised as they are.
     """
+    while _folders:
+        sys.path.remove(_folders.pop())
+    for path, module in _loaded.items():
+        if path.endswith(".py"):
+            sys.modules.pop(module.__name__, None)
     _loaded.clear()
     added: list[type] = []
     for name in names:
@@ -83,14 +90,11 @@ def _import_file(path: str) -> ModuleType:
         raise UsageError(f"--extension {path}: no such file")
     if not name.isidentifier():
         raise UsageError(f"--extension {path}: the name must be an identifier, such as my_task.py")
-    loaded = sys.modules.pop(name, None)
-    if loaded and getattr(loaded, "__file__", None) != full:
-        sys.modules[name] = loaded
     sys.path.append(folder)
+    _folders.append(folder)
     importlib.invalidate_caches()
     found = importlib.util.find_spec(name)
     if found is None or found.origin != full:
-        sys.path.remove(folder)
         raise UsageError(f"--extension {path}: a module {name} exists already: rename the file")
     return importlib.import_module(name)
 

@@ -239,7 +239,8 @@ def check_values(config: type, values: Mapping[str, Any]) -> None:
                 part in flag.choices for part in parts if isinstance(part, str)
             )
             if not is_of(value, kind) or not is_chosen:
-                raise ValueError(f"{flag.names[0]} cannot be {repr(value)[:100]}")
+                added = "" if is_chosen else ": pass the --extension that adds it, if one does"
+                raise ValueError(f"{flag.names[0]} cannot be {repr(value)[:100]}{added}")
             for number in parts:
                 if isinstance(number, int | float) and flag.flag.kind:
                     try:

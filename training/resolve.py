@@ -247,13 +247,6 @@ def take_over(config: RunConfig, values: Mapping[str, Any], path: Path) -> RunCo
             f"{path} was trained with --objective {there}, not {here}: use the same objective, or "
             "start a new run from its weights with --init_from and another --ckpt_dir"
         )
-    known = by_field(ObjectiveConfig)
-    for name in values.keys() & known.keys():
-        if known[name].choices and values[name] not in known[name].choices:
-            raise UsageError(
-                f"{path} was trained with {known[name].typed(values[name])}: pass the --extension "
-                "that adds it"
-            )
     if config.model.model not in (None, values.get("model")):
         values = {name: each for name, each in values.items() if name not in flat(config.model)}
     return with_defaults(config, values)

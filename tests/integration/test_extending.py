@@ -48,7 +48,7 @@ def test_losses_are_equal_on_both_backends_and_after_a_resume(rotation, tmp_path
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--objective", "rotation", "--mesh_domain", "2"], "it rotates whole images"),
+        (["--objective", "rotation", "--vflip", "0.5"], "--vflip 0.5 (two flips are a rotation)"),
         (["--objective", "mae", "--turns", "3"], "--turns 3 requires --objective rotation"),
         (["--objective", "rotation", "--turns", "5"], "5 must be at least 2 and at most 4"),
     ],
