@@ -25,6 +25,7 @@ from training import hub
 from training.checkpoints.format import SavedRun
 from training.errors import UsageError
 from training.evaluation import predict
+from training.flags import flat
 from training.initial_weights import with_commits, with_pretrained
 from training.resolve import model_of
 from training.schedule import Position
@@ -218,7 +219,7 @@ def test_a_teacher_of_a_resumed_run_is_of_the_same_commit(server, hub_here):
     def teacher(name, saved):
         words = ["--teacher", "vit_tiny_patch16_224", "--teacher_weights", name]
         config = run_vit_training.read_flags(words).run
-        return with_commits(config, saved).loss.teacher_weights.partition("@")[2]
+        return flat(with_commits(config, saved))["teacher_weights"].partition("@")[2]
 
     assert teacher(NAME, saved) == first
     assert not server.requests
