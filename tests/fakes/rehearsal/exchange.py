@@ -35,7 +35,7 @@ class Exchange:
 
         threading.Thread.start = start  # type: ignore[method-assign]
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """Of all processes, in the order of their numbers; each must call it."""
         if self._here.slice.hosts == 1:
             return [value]
