@@ -133,6 +133,8 @@ def _layouts_for(source: Source, spec: ModelSpec) -> tuple[dict[str, torch.Tenso
             other = timm_formats.convert(_seen(source, way).layouts, spec)
             if fitting(other) > fitting(found):
                 found, conversion = other, way
+    if conversion == "stored":
+        source.check_whole()
     return found, conversion
 
 

@@ -15,6 +15,7 @@ from training.checkpoints import format as checkpoint
 from training.checkpoints.format import SavedRun
 from training.checkpoints.state import damage_for_all
 from training.errors import UsageError
+from training.weights.dcp_folder import check_whole
 from training.weights.names import unwrapped
 
 
@@ -141,6 +142,15 @@ class Source:
                 content[self.entries[part] if self.entries else f"{self.kind}.{part}"] = piece
         with checkpoint.readable(self.path):
             checkpoint.load_into(content, self.path, planner=planner)
+
+    def check_whole(self) -> None:
+        """Raise UsageError unless a folder of another program has all values of its tensors, of
+        which ``find`` checks those that have timm's names."""
+        if self.entries is None:
+            return
+        with checkpoint.readable(self.path):
+            metadata = checkpoint.read_metadata(self.path)
+            check_whole(self.path, metadata, self.entries.values())
 
     def _parts_of(self, name: str) -> Sequence[str]:
         return [name] if self.parts is None else self.parts[name]

@@ -374,6 +374,19 @@ def test_in_a_folder_of_dcp(form, tmp_path):
     assert "read whole" not in note
 
 
+def test_a_part_is_missing_in_a_folder_of_dcp(tmp_path):
+    """Of a tensor that only timm has a name for."""
+    name, _, names = FORMATS["AIMv2"]
+    with quiet_dcp():
+        dcp.save(names(trained(name)[1]), checkpoint_id=tmp_path / "theirs", no_dist=True)
+    metadata = dcp.FileSystemReader(tmp_path / "theirs").read_metadata()
+    missing = next(i for i in metadata.storage_data if i.fqn == "preprocessor.pos_embed")
+    del metadata.storage_data[missing]
+    (tmp_path / "theirs" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UsageError, match=r"the part of preprocessor\.pos_embed at .* is missing"):
+        loaded(open_model(f"timm/{name}", GIVEN), tmp_path / "theirs")
+
+
 def test_values_stay_in_the_file(tmp_path):
     """They are views of what is mapped, but for a bias of zeros that the file lacks."""
     name, _, names = FORMATS["CLIP"]
