@@ -23,7 +23,7 @@ from training.backend import Backend
 from training.checkpoints import saver as saver_module
 from training.checkpoints.saver import CheckpointSaver
 from training.files import folder_at
-from training.objectives.objective import open_objective
+from training.objectives.registry import open_objective
 from training.resolve import Run
 from training.schedule import Position, StepRates
 from training.step import put_micro_batches, shard_and_optimize, train_step
@@ -69,8 +69,8 @@ class Measured:
         data, sizes = run.config.data, run.model.sizes
         share = data.batch_size // backend.batch_shards
         labels = torch.randint(sizes.num_classes, (share,))
-        batch = torch.randn(share, *sizes.input_shape), labels
-        self._batches = put_micro_batches(backend, batch, data.grad_accum_steps)
+        batch = {"image": torch.randn(share, *sizes.input_shape), "target": labels}
+        self._batches = put_micro_batches(backend, batch, {}, data.grad_accum_steps)
         self._written: list[float] = []
         write = saver_module.write_checkpoint
 

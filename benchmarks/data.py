@@ -206,17 +206,17 @@ def programs(root: Path, batch_size: int, workers: int) -> Iterator[int]:
 
 def programs_crops(root: Path, batch_size: int, workers: int) -> Iterator[int]:
     """Load DINO's crops as the program makes them, with masks."""
-    from data.source import CropRequest
+    from data.crops import CropView
 
     size, patches, ratio = (LOCAL_SIZE, LOCAL_SIZE), (SIZE // 16, SIZE // 16), (0.1, 0.5)
-    crops = CropRequest(size, LOCALS, GLOBAL_SCALE, LOCAL_SCALE, patches, ratio)
-    yield from _programs(root, batch_size, workers, crops=crops)
+    view = CropView(size, LOCALS, GLOBAL_SCALE, LOCAL_SCALE, patches, ratio)
+    yield from _programs(root, batch_size, workers, labels=False, view=view)
 
 
 def _programs(root: Path, batch_size: int, workers: int, **request: Any) -> Iterator[int]:
     """Yield the lengths of the program's batches."""
+    from data.batch import BatchShard
     from data.config import DataConfig
-    from data.loader import BatchShard
     from data.source import DatasetRequest, open_data
 
     config = DataConfig(data_dir=str(root), batch_size=batch_size, num_workers=workers)
@@ -224,8 +224,8 @@ def _programs(root: Path, batch_size: int, workers: int, **request: Any) -> Iter
     loader = source.train_loader(batch_size, BatchShard())
     epoch = 0
     while True:
-        for _, labels in loader.epoch(epoch):
-            yield len(labels)
+        for batch in loader.epoch(epoch):
+            yield len(next(iter(batch.values())))
         epoch += 1
 
 

@@ -18,19 +18,21 @@ from pathlib import Path
 
 import torch
 
-from data.loader import Batch
+from data.batch import Batch, Field
 from gpu_fsdp import resolve_gpu
 from run_vit_training import read_flags
 from torch_fsdp.launch_torch import launch as launch_gpu
 from training.backend import Backend
 from training.errors import UsageError
-from training.objectives.objective import open_objective
+from training.objectives.registry import open_objective
 from training.resolve import Run
 from training.schedule import StepRates
 from training.step import shard_and_optimize, train_step
 from xla_fsdp import resolve_xla
 from xla_fsdp.launch_xla import launch as launch_xla
 
+FIELDS = {"image": Field((), torch.float32, rows=1)}
+"""Which fields the devices of an image share by rows."""
 Pass = Callable[[int], torch.Tensor]
 """A function that computes the pass of this number and returns a result of it on the device."""
 
@@ -38,7 +40,7 @@ Pass = Callable[[int], torch.Tensor]
 def train(run: Run, backend: Backend, batch: Batch) -> Pass:
     """Return the program's own training step."""
     sharded, optimizer = shard_and_optimize(run, backend), run.config.optimizer
-    batches, objective = [backend.put(batch)], open_objective(run, backend)
+    batches, objective = [backend.put(batch, FIELDS)], open_objective(run, backend)
     sharded.train()
 
     def step(number: int) -> torch.Tensor:
@@ -55,7 +57,7 @@ def forward(run: Run, backend: Backend, batch: Batch) -> Pass:
     model = run.model.build()
     initialize = functools.partial(run.model.initialize, seed=run.config.seed)
     sharded = backend.shard(model, list(run.model.units(model)), initialize)
-    images, _ = backend.put(batch)
+    images = backend.put(batch, FIELDS)["image"]
     sharded.eval()
 
     @torch.no_grad()
@@ -79,7 +81,7 @@ def random_share(run: Run, backend: Backend) -> Batch:
     channels, _, *others = sizes.input_shape
     shape = (share, channels, len(backend.image_rows), *others)
     labels = torch.randint(sizes.num_classes, (share,), generator=generator)
-    return torch.randn(shape, generator=generator), labels
+    return {"image": torch.randn(shape, generator=generator), "target": labels}
 
 
 def measure(

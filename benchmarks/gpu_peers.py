@@ -16,14 +16,13 @@ from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from benchmarks.plain_objectives import Autocast, CropBatch, DinoLoss, DinoVit, MaeLoss
-from data.loader import Batch
-from data.source import CropLayout
-from data.transforms import block_mask
+from data.batch import Batch
+from data.crops import CropView, block_mask
 from models.timm_models import TimmSpec
 from torch_fsdp.parallel_plan import DTYPES, TorchRun
-from training.backend import Backend, dataset_request
+from training.backend import Backend
+from training.data import dataset_request, normalizer
 from training.errors import UsageError
-from training.objectives.objective import normalizer
 from training.optimizers import key_of, updates_of
 from training.schedule import StepRates
 from training.step import put_micro_batches
@@ -54,46 +53,48 @@ def objective_batches(run: TorchRun, backend: Backend) -> list[Batch]:
     """
     generator = torch.Generator().manual_seed(backend.batch_shard)
     data, sizes, objective = run.config.data, run.model.sizes, run.config.objective.objective
-    share, count = data.batch_size // backend.batch_shards, data.grad_accum_steps
+    shard, count = data.batch_size // backend.batch_shards, data.grad_accum_steps
     if objective == "classify":
-        images = torch.randn((share, *sizes.input_shape), generator=generator)
-        labels = torch.randint(sizes.num_classes, (share,), generator=generator)
-        return put_micro_batches(backend, (images, labels), count)
-    layout = dataset_request(run).layout
-    shape = (layout.length,) if layout else sizes.input_shape
-    images = torch.randint(256, (share, *shape), generator=generator, dtype=torch.uint8)
-    if layout:
-        masks = random_masks(layout, share, share // count, seed=backend.batch_shard)
-        *crops, _ = layout.unpack(images)
-        images = torch.stack(
-            [layout.pack(*(c[:, i] for c in crops), mask) for i, mask in enumerate(masks)]
-        )
-    positions = backend.batch_shard * share + torch.arange(share)
-    return put_micro_batches(backend, (images, positions), count)
+        images = torch.randn((shard, *sizes.input_shape), generator=generator)
+        labels = torch.randint(sizes.num_classes, (shard,), generator=generator)
+        return put_micro_batches(backend, {"image": images, "target": labels}, {}, count)
+    request = dataset_request(run, labels=False)
+    fields = request.view.fields(request, torch.uint8, is_train=True)
+    batch = {
+        name: torch.randint(256, (shard, *each.shape), generator=generator, dtype=torch.uint8)
+        for name, each in fields.items()
+    }
+    if isinstance(request.view, CropView):
+        masks = random_masks(request.view, shard, shard // count, seed=backend.batch_shard)
+        batch["mask"] = torch.stack(masks)
+    else:
+        batch["position"] = backend.batch_shard * shard + torch.arange(shard)
+    return put_micro_batches(backend, batch, fields, count)
 
 
-def random_masks(
-    layout: CropLayout, images: int, micro_batch: int, *, seed: int
-) -> list[torch.Tensor]:
+def random_masks(view: CropView, images: int, micro_batch: int, *, seed: int) -> list[torch.Tensor]:
     """Return the mask of each image. As in DINOv2, the masked fractions of a micro-batch are evenly
     spaced, so that all micro-batches have the same number of masked patches."""
-    low, high = layout.request.mask_ratio
+    low, high = view.mask_ratio
     places = [(image % micro_batch + 0.5) / micro_batch for image in range(images)]
     ratios = [low + (high - low) * place for place in places]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return [block_mask(layout.request.grid, (ratio, ratio)) for ratio in ratios]
+        return [block_mask(view.grid, (ratio, ratio)) for ratio in ratios]
 
 
-def collate(packed: torch.Tensor, layout: CropLayout, prefix: int) -> CropBatch:
-    """Return packed images as separate tensors. ``prefix``: the number of tokens before the patches
-    of a crop."""
-    global_crops, _, local_crops, mask = layout.unpack(packed)
+def collate(batch: Batch, grid: tuple[int, int], prefix: int) -> CropBatch:
+    """Return crops as DINOv2's code takes them. ``grid``: rows and columns of patches in a global
+    crop; ``prefix``: the number of tokens before the patches of a crop."""
+    mask = batch["mask"]
+    # By crop, then by image.
+    global_crops = batch["global_crops"].transpose(0, 1).flatten(0, 1)
+    local_crops = batch.get("local_crops")
     image, patch = mask.nonzero(as_tuple=True)
     return CropBatch(
-        global_crops.flatten(0, 1),
-        local_crops.flatten(0, 1) if len(local_crops) else None,
-        torch.cat([mask, torch.zeros_like(mask)]).unflatten(1, layout.request.grid),
+        global_crops,
+        None if local_crops is None else local_crops.transpose(0, 1).flatten(0, 1),
+        torch.cat([mask, torch.zeros_like(mask)]).unflatten(1, grid),
         image * (prefix + mask.shape[1]) + prefix + patch,
         1 / (2 * len(mask) * mask.sum(1)[image].float()),
     )
@@ -107,15 +108,19 @@ def plain_dino_step(
 ) -> Step:
     """Return the step of DINOv2's self-distillation, with the mode of torch.compile, if any.
     Raises UsageError."""
-    spec, config, device = supported_model(run, backend), run.config.objective, batches[0][0].device
-    layout = dataset_request(run).layout
-    assert layout is not None
+    spec, config, device = (
+        supported_model(run, backend),
+        run.config.objective,
+        batches[0]["mask"].device,
+    )
+    view = dataset_request(run).view
+    assert isinstance(view, CropView)
     with device:
         student = DinoVit(spec.arguments, config)
     load_initial_weights(run, student)
     model = DinoLoss(student, config, normalizer(run, backend.constant), autocast(run, device))
     loss_of, prefix = compiled(model, compile_mode), student.num_prefix_tokens
-    crops = [collate(packed, layout, prefix) for packed, _ in batches]
+    crops = [collate(batch, view.grid, prefix) for batch in batches]
     average = get_ema_multi_avg_fn(config.teacher_momentum)
     weights = [list(part.parameters()) for part in (model.teacher, student)]
 
@@ -135,7 +140,11 @@ def plain_mae_step(
 ) -> Step:
     """Return the step of masked autoencoding, with the mode of torch.compile, if any. Raises
     UsageError."""
-    spec, config, device = supported_model(run, backend), run.config.objective, batches[0][0].device
+    spec, config, device = (
+        supported_model(run, backend),
+        run.config.objective,
+        batches[0]["image"].device,
+    )
     with device:
         model = MaeLoss(
             spec.arguments, config, normalizer(run, backend.constant), autocast(run, device)
@@ -147,7 +156,10 @@ def plain_mae_step(
         key = key_of(run.config.seed, "mask", "step", number)
         return loss_of(images, numbers, backend.constant(torch.tensor([key], dtype=torch.int32)))
 
-    parts = [functools.partial(loss, images=images, numbers=numbers) for images, numbers in batches]
+    parts = [
+        functools.partial(loss, images=batch["image"], numbers=batch["position"])
+        for batch in batches
+    ]
     return build_step(run, model, parts)
 
 

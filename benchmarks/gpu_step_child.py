@@ -30,7 +30,7 @@ from benchmarks.gpu_peers import (
     plain_mae_step,
     step_rates,
 )
-from data.loader import Batch
+from data.batch import Batch
 from gpu_fsdp import resolve_gpu
 from models.config import VitConfig
 from run_vit_training import read_flags
@@ -39,7 +39,7 @@ from torch_fsdp.parallel_plan import TorchRun
 from torch_fsdp.torch_backend import TorchBackend
 from training.backend import Backend
 from training.errors import UsageError
-from training.objectives.objective import open_objective
+from training.objectives.registry import open_objective
 from training.step import shard_and_optimize, train_step
 
 BuildStep = Callable[[TorchRun, Backend, list[Batch]], Step]
@@ -72,7 +72,7 @@ def timm_step(
 
     ``compile_mode``: that of torch.compile, which timm's --torchcompile calls on the whole model.
     """
-    device, count = batches[0][0].device, len(batches)
+    device, count = batches[0]["image"].device, len(batches)
     config, precision = run.config.optimizer, run.config.sharding.precision
     assert config.betas is not None  # resolved
     # As timm.create_model makes it.
@@ -98,11 +98,11 @@ def timm_step(
 
     def step(number: int) -> torch.Tensor:
         losses = []
-        for index, (images, labels) in enumerate(batches):
+        for index, batch in enumerate(batches):
             # DDP's switch (no_sync sets it): reduce gradients after the last micro-batch only.
             model.require_backward_grad_sync = index == count - 1
             with lower():
-                loss = F.cross_entropy(model(images), labels) / count
+                loss = F.cross_entropy(model(batch["image"]), batch["target"]) / count
             losses.append(loss.detach())
             scaler.scale(loss).backward()
         scaler.unscale_(optimizer)

@@ -57,7 +57,8 @@ def measure(run, backend, *, steps: int, wrapper: bool) -> None:
     updates = all_by_adamw(spec, optimizer.weight_decay)
     backend.build_optimizer(updates, betas=(0.9, 0.999), eps=1e-8)
     shape = (run.config.data.batch_size, *spec.sizes.input_shape)
-    images, labels = backend.put((torch.zeros(shape), torch.zeros(shape[0], dtype=torch.int64)))
+    batch = {"image": torch.zeros(shape), "target": torch.zeros(shape[0], dtype=torch.int64)}
+    images, labels = backend.put(batch, {}).values()
 
     # Where the graph is complete and about to be handed to the compiler or the device.
     end_step, handed_over = backend.end_step, [0.0]

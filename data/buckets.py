@@ -12,41 +12,38 @@ import numpy as np
 import torch
 import xxhash
 
+from data.batch import PADDING, SampleIndex
 from data.files import DataFolderError
-from data.loader import PADDING, GlobalBatchSampler, Key
-from data.sequences import in_sequences
+from data.loader import GlobalBatchSampler
 from data.sizes import image_sizes
-from data.source import DatasetRequest, DataSource, Split
-from data.transforms import ImageSplit
+from data.source import DatasetRequest, DataSource, ImageSplit, Split, View
 
 
-def source_of(request: DatasetRequest, name: str, splits: Mapping[str, ImageSplit]) -> DataSource:
-    """Return the source of these splits, in buckets with ``--buckets``, or in the sequences that
-    are requested.
+class BucketView(View):
+    """Whole images in the nearest of several sizes."""
 
-    Raises DataFolderError if no bucket has as many training images as a batch.
-    """
-    config = request.config
-    if request.pack:
-        return in_sequences(request, name, splits)
-    if not config.buckets:
-        return DataSource(name, splits)
-    in_buckets = {name: BucketSplit(request, split) for name, split in splits.items()}
-    most = max(in_buckets["train"].counts) if "train" in in_buckets else config.batch_size
-    if most < config.batch_size:
-        raise DataFolderError(
-            f"each bucket of --buckets has fewer training images of {name} than one batch: "
-            f"use --batch_size {most} or less, or fewer buckets"
-        )
-    counts = [
-        f"{bucket}: {' + '.join(f'{split.counts[number]:,}' for split in in_buckets.values())}"
-        for number, bucket in enumerate(config.buckets)
-    ]
-    return DataSource(name, in_buckets, f"; in buckets {', '.join(counts)}")
+    def arrange(
+        self, request: DatasetRequest, name: str, splits: Mapping[str, ImageSplit]
+    ) -> DataSource:
+        """Raises DataFolderError if no bucket has as many training images as a batch."""
+        config = request.config
+        assert config.buckets
+        in_buckets = {name: BucketSplit(request, split) for name, split in splits.items()}
+        most = max(in_buckets["train"].counts) if "train" in in_buckets else config.batch_size
+        if most < config.batch_size:
+            raise DataFolderError(
+                f"each bucket of --buckets has fewer training images of {name} than one batch: "
+                f"use --batch_size {most} or less, or fewer buckets"
+            )
+        counts = [
+            f"{bucket}: {' + '.join(f'{split.counts[number]:,}' for split in in_buckets.values())}"
+            for number, bucket in enumerate(config.buckets)
+        ]
+        return DataSource(name, in_buckets, f"; in buckets {', '.join(counts)}")
 
 
 class BucketSplit(Split):
-    """One split in buckets: a dataset by (epoch, image index, bucket)."""
+    """One split in buckets; ``SampleIndex.size`` is the bucket."""
 
     def __init__(self, request: DatasetRequest, split: ImageSplit) -> None:
         """Find the bucket of each image of ``split``."""
@@ -59,7 +56,7 @@ class BucketSplit(Split):
         for height, width in sizes:
             low, high = (ratio * width / height for ratio in request.config.ratio)
             config = replace(request.config, ratio=(low, high))
-            of_bucket = replace(request, size=(height, width), config=config)
+            of_bucket = replace(request, size=(height, width), config=config, view=View())
             self.resized.append(split.with_request(of_bucket))
 
     def digest(self) -> str:
@@ -74,10 +71,10 @@ class BucketSplit(Split):
 
 
 class BucketSampler(GlobalBatchSampler):
-    """Divides global batches over processes; each batch has images of one bucket. Yields lists of
-    (epoch, image index, bucket). Training drops the short rest of each bucket; its batches are in
-    random order. Evaluation fills the rest up with padding; its batches are in the order of their
-    first images, so that the first few already have images of all buckets."""
+    """Divides global batches over processes; each batch has images of one bucket. Training drops
+    the short rest of each bucket; its batches are in random order. Evaluation fills the rest up
+    with padding; its batches are in the order of their first images, so that the first few already
+    have images of all buckets."""
 
     def __init__(self, bucket_of: np.ndarray, batch_size: int, **how: Any) -> None:
         """``bucket_of``: the bucket of each image. The others: see ``GlobalBatchSampler``."""
@@ -89,7 +86,7 @@ class BucketSampler(GlobalBatchSampler):
         size = self.batch_size
         return sum(n // size if self.shuffle else -(-n // size) for n in self._counts)
 
-    def __iter__(self) -> Iterator[list[Key]]:
+    def __iter__(self) -> Iterator[list[SampleIndex]]:
         generator = self.generator()
         images = torch.arange(self.length)
         if self.shuffle:
@@ -113,7 +110,7 @@ class BucketSampler(GlobalBatchSampler):
         for batch in images[self.first_batch :]:
             bucket = int(self._bucket_of[batch[0]])  # the first image is never padding
             share = batch[start : start + self.per_shard].tolist()
-            yield [(self.epoch, index, bucket) for index in share]
+            yield [SampleIndex(self.epoch, index, bucket) for index in share]
 
 
 def nearest_bucket(images: np.ndarray, buckets: Sequence[tuple[int, int]]) -> np.ndarray:

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import numpy as np
 import simplejpeg
-import torch
 from PIL import Image, UnidentifiedImageError
 from PIL.ImageFile import ImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
+from data.batch import Batch, collate
 from data.files import BrokenImageError, DataFolderError, is_hidden, reason_of
 
 # Pillow warns about large images, palettes and EXIF data, none of which affects training.
@@ -311,20 +311,20 @@ def find_images(paths: Iterable[str], suffixes: tuple[str, ...] | None = None) -
 
 def read_batches(
     paths: list[Path],
-    make: Callable[[int], torch.Tensor],
+    load: Callable[[int], Batch],
     batch_size: int,
     broken: Callable[[Path, str], None],
-) -> Iterator[tuple[list[Path], torch.Tensor]]:
-    """Yield up to ``batch_size`` paths and their images, (count, channels, *size). ``make`` returns
+) -> Iterator[tuple[list[Path], Batch]]:
+    """Yield up to ``batch_size`` paths, and a batch of their images. ``load`` returns the fields of
     the image of the path of this number; if it is unreadable, ``broken`` is called with the path
     and the reason."""
     for first in range(0, len(paths), batch_size):
-        good, images = [], []
+        good, samples = [], []
         for number, path in enumerate(paths[first : first + batch_size], first):
             try:
-                images.append(make(number))
+                samples.append(load(number))
                 good.append(path)
             except BrokenImageError as error:
                 broken(path, str(error))
         if good:
-            yield good, torch.stack(images)
+            yield good, collate(samples)

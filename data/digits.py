@@ -32,11 +32,10 @@ import torch
 import xxhash
 from PIL import Image
 
-from data.buckets import source_of
+from data.batch import Batch
 from data.decode import Pixels
 from data.files import DataFolderError
-from data.source import DatasetRequest, DataSource, Split
-from data.transforms import ImageSplit, Transform, transforms_of
+from data.source import DatasetRequest, DataSource, ImageSplit, SampleTransform, Split
 from data.utf8 import encodable, use_utf8
 
 SIZE, MNIST_SIZE = 8, 28
@@ -52,7 +51,7 @@ SplitDigit = tuple[str, int, int, np.ndarray]
 def open_digits(request: DatasetRequest) -> DataSource:
     """Open scikit-learn's digits, or those of MNIST. Raises DataFolderError."""
     request.check_classes(len(CLASSES), f"--data_source {request.config.data_source}")
-    transforms = transforms_of(request)
+    transforms = request.view.transforms(request)
     if request.config.data_source == "mnist":
         name, digits = "5,000 digits of MNIST", read_mnist()
     else:
@@ -61,14 +60,18 @@ def open_digits(request: DatasetRequest) -> DataSource:
         split: DigitsSplit(request, split, transform, [d for d in digits if d[0] == split])
         for split, transform in transforms.items()
     }
-    return source_of(request, name, splits)
+    return request.view.arrange(request, name, splits)
 
 
 class DigitsSplit(ImageSplit):
     """One split of grey images in memory."""
 
     def __init__(
-        self, request: DatasetRequest, name: str, transform: Transform, digits: list[SplitDigit]
+        self,
+        request: DatasetRequest,
+        name: str,
+        transform: SampleTransform,
+        digits: list[SplitDigit],
     ) -> None:
         super().__init__(request, name, transform, [digit for _, digit, *_ in digits], CLASSES)
         self._pixels = [pixels for *_, pixels in digits]
@@ -174,7 +177,7 @@ class MosaicsSplit(Split):
         described = f"{self.seed} {self.name} {len(self)} {self.request.size}".encode()
         return xxhash.xxh3_64(described + self._pixels.tobytes()).hexdigest()
 
-    def load_sample(self, number: int, epoch: int, index: int) -> torch.Tensor:
+    def load_sample(self, number: int, epoch: int, index: int) -> Batch:
         """Return this part's rows of a mosaic, normalized."""
         first, end = self.rows.start // SIZE, math.ceil(self.rows.stop / SIZE)
         pixels = _joined(self._pixels[self._cells(number, first, end)])
@@ -184,7 +187,8 @@ class MosaicsSplit(Split):
         pixels = pixels[self.rows.start - first * SIZE : self.rows.stop - first * SIZE]
         by_channel = (-1, *[1] * len(self._grid))
         mean, std = (torch.tensor(values).reshape(by_channel) for values in self._mean_and_std)
-        return (torch.from_numpy(pixels).expand(self.shape) - mean) / std
+        shape = self.fields["image"].shape
+        return {"image": (torch.from_numpy(pixels).expand(shape) - mean) / std}
 
     def mask(self, number: int) -> np.ndarray:
         """Return the label of each pixel of a mosaic, (height, width), int16: the digit of its

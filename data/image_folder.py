@@ -1,28 +1,26 @@
 """Image folders: ``<root>/train/<class>/*`` and ``<root>/val/<class>/*``; without labels, images
 anywhere below ``<root>/train`` and ``<root>/val``, or below a ``<root>`` with neither."""
 
-from data.buckets import source_of
 from data.files import read_bytes
 from data.index import FolderIndex, index_folders
-from data.source import DatasetRequest, DataSource
-from data.transforms import ImageSplit, Transform, transforms_of
+from data.source import DatasetRequest, DataSource, ImageSplit, SampleTransform
 
 
 def open_folder(request: DatasetRequest) -> DataSource:
     """Index the requested splits. Raises DataFolderError."""
-    transforms = transforms_of(request)
+    transforms = request.view.transforms(request)
     splits = {
         name: FolderSplit(request, name, transforms[name], index)
         for name, index in index_folders(request).items()
     }
-    return source_of(request, request.config.data_dir, splits)
+    return request.view.arrange(request, request.config.data_dir, splits)
 
 
 class FolderSplit(ImageSplit):
     """One split (train or val) of an image folder."""
 
     def __init__(
-        self, request: DatasetRequest, name: str, transform: Transform, index: FolderIndex
+        self, request: DatasetRequest, name: str, transform: SampleTransform, index: FolderIndex
     ) -> None:
         super().__init__(request, name, transform, index.labels, index.classes, index.left_out)
         self.index = index

@@ -1,6 +1,5 @@
 """Samplers and loaders: which images a process loads, in which order, with which loader processes.
 
-- A ``BatchShard`` is the part of each global batch that one process loads.
 - A sampler determines the images of each global batch and their order.
 - A ``BatchLoader`` is what the training loop reads. ``DatasetLoader`` reads a dataset with loader
   processes. Each reads one part of a batch at a time, so several of them work on the first batch,
@@ -11,6 +10,7 @@ import contextlib
 import errno
 import gc
 import itertools
+import math
 import mmap
 import multiprocessing
 import os
@@ -26,89 +26,32 @@ from multiprocessing.reduction import DupFd
 from multiprocessing.util import get_temp_dir
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 from tqdm import tqdm
 
+from data.batch import PADDING, BadImage, Batch, Fields, SampleIndex, collate, joined
 from data.files import DataFolderError, reason_of
-
-PADDING = -1
-"""The index of padding instead of an image, and the label of padding."""
-
-Key = tuple[int, ...]
-"""Index into a dataset: epoch and image index, and the number of the bucket or size of the batch if
-there are several. For sequences of images (``data/packing.py``): epoch, number of images in the
-global batch, and the indices of the sequence's images."""
 
 SizeOfBatch = Callable[[int, int], int]
 """The index of a batch's size, from the epoch and the batch's number in the epoch."""
-
-Batch = tuple[torch.Tensor, torch.Tensor]
-"""A batch on the CPU: images (share, channels, rows, width), volumes (share, channels, slices,
-height, width), or packed crops or sequences (share, bytes); labels (share,) int64, for sequences
-(share, images). Images are uint8, or normalized fp32."""
-
-
-def numbered(batch: Batch, first: int) -> Batch:
-    """Return the batch with labels replaced by image numbers, counted from ``first``, except
-    padding."""
-    images, labels = batch
-    numbers = torch.arange(first, first + len(labels), dtype=labels.dtype)
-    return images, torch.where(labels == PADDING, PADDING, numbers)
-
-
-BadImage = tuple[str, str, int]
-"""Path of an unreadable image, the reason in one line, and its label."""
-
-Sample = tuple[torch.Tensor, int | list[int], list[BadImage]]
-"""An image and its label, or a sequence of images and their labels, and the unreadable images that
-were replaced."""
-
-
-@dataclass(frozen=True)
-class BatchShard:
-    """Which images of each global batch one process loads, and which of their rows: positions along
-    the first spatial axis (an image's height, a volume's slices)."""
-
-    index: int = 0
-    count: int = 1
-    """The process loads shard number ``index`` of ``count`` equal shards of each global batch."""
-    rows: range | None = None
-    """Contiguous rows of each image; None: all rows."""
-    loads: bool = True
-    """False: other processes provide the images; the same number of batches then contains no
-    images."""
-    of_host: int = 1
-    """Number of training processes that share this host's cores."""
-
-    def shape_of(self, batch_size: int, image_shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the images that this process loads for a global batch of
-        ``batch_size``."""
-        count = batch_size // self.count if self.loads else 0
-        if self.rows is None:
-            return (count, *image_shape)
-        channels, _, *others = image_shape
-        return (count, channels, len(self.rows), *others)
 
 
 # -- the order of the images -----------------------------------------------------------
 
 
-class GlobalBatchSampler(Sampler[list[Key]]):
+class GlobalBatchSampler(Sampler[list[SampleIndex]]):
     """Divides the same sequence of global batches over any number of loading processes.
 
     The order depends only on the seed and the epoch; each process loads its contiguous share of
-    each global batch. Yields lists of (draw, image index): the draw, usually the epoch, seeds the
-    augmentations.
+    each global batch.
 
     With ``repeats``, each image is repeated consecutively with different draws, and the epoch has
     the same length as before, like timm's ``RepeatAugSampler`` when all samples are selected.
     Within a batch all first repeats come first, then all second repeats, so that repeats of an
     image are on different devices if there are enough.
 
-    With several sizes of images or crops, each batch has one size; its index, ``size_of``, ends
-    each key.
+    With several sizes of images or crops, each batch has one size, ``size_of``.
 
     Training (``shuffle=True``) drops the last incomplete batch, like PyTorch/XLA's ViT-10B example.
     Evaluation pads it with ``PADDING``.
@@ -158,22 +101,20 @@ class GlobalBatchSampler(Sampler[list[Key]]):
         """Return the image indices in a random order drawn only from ``generator``."""
         return torch.randperm(self.length, generator=generator)
 
-    def __iter__(self) -> Iterator[list[Key]]:
+    def __iter__(self) -> Iterator[list[SampleIndex]]:
         repeats, first = self.repeats, self.shard * self.per_shard
         order = self.shuffled(self.generator()) if self.shuffle else self.numbers
         for number in range(self.first_batch, len(self)):
             places = range(number * self.batch_size, (number + 1) * self.batch_size)
             # A stable sort: within one repeat the order stays.
             by_repeat = sorted(places, key=lambda place: place % repeats)
-            keys: list[Key] = []
+            size = self.size_of(self.epoch, number) if self.size_of else 0
+            samples: list[SampleIndex] = []
             for place in by_repeat[first : first + self.per_shard]:
                 position, repeat = divmod(place, repeats)
                 image = int(order[position]) if position < self.length else PADDING
-                keys.append((self.epoch * repeats + repeat, image))
-            if self.size_of:
-                size = self.size_of(self.epoch, number)
-                keys = [(*key, size) for key in keys]
-            yield keys
+                samples.append(SampleIndex(self.epoch * repeats + repeat, image, size))
+            yield samples
 
 
 WINDOW = 64
@@ -221,6 +162,10 @@ class BatchLoader(Protocol):
     """Number of batches to load ahead of the step; 0 for a source that must not run
     concurrently."""
 
+    @property
+    def fields(self) -> Fields:
+        """Return what a sample of a batch consists of."""
+
     def __len__(self) -> int:
         """Return how many global batches an epoch has."""
 
@@ -242,6 +187,7 @@ class ConstantLoader:
     batches: int
     """Number of batches per epoch."""
     batch: Batch
+    fields: Fields
     last: Batch | None = None
     prefetch_depth: int = 0
     workers: int = 0
@@ -273,10 +219,12 @@ def default_workers(processes: int) -> int:
 
 
 class DatasetLoader:
-    """Loads a map-style dataset (a ``Sample`` per ``Key``) with persistent loader processes."""
+    """Loads a map-style dataset (a ``Sample`` per ``SampleIndex``) with persistent loader
+    processes."""
 
     def __init__(self, dataset: Dataset, sampler: GlobalBatchSampler, workers: int) -> None:
         self._dataset, self._sampler, self.workers = dataset, sampler, workers
+        self.fields: Fields = dataset.fields  # type: ignore[attr-defined]
         # Without workers, transforms would share this process's random state with the step.
         self.prefetch_depth = 2 if workers else 0
         share_of_worker = min(-(-sampler.per_shard // max(workers, 1)), _MAX_PART)
@@ -328,13 +276,9 @@ class DatasetLoader:
                     parts.append(part)
                     if len(parts) < parts_per_batch:
                         continue
-                    images, labels = zip(*parts, strict=True)
-                    parts = []
+                    batch, parts = joined(parts), []
                     next_batch, failures = next_batch + 1, 0
-                    if len(images) == 1:
-                        yield images[0], labels[0]
-                    else:
-                        yield torch.cat(images), torch.cat(labels)
+                    yield batch
             except (RuntimeError, OSError, EOFError) as error:  # as the DataLoader raises them
                 if self.workers and isinstance(error, OSError) and error.errno in _EXHAUSTED:
                     raise _transfer_error(error) from None
@@ -360,13 +304,13 @@ raised in a loader process would wrap the message in a traceback."""
 
 
 @dataclass
-class _Parts(Sampler[list[Key]]):
+class _Parts(Sampler[list[SampleIndex]]):
     """Divides each batch of a sampler into consecutive parts of up to ``size`` images."""
 
     sampler: GlobalBatchSampler
     size: int
 
-    def __iter__(self) -> Iterator[list[Key]]:
+    def __iter__(self) -> Iterator[list[SampleIndex]]:
         for batch in self.sampler:
             for first in range(0, len(batch), self.size):
                 yield batch[first : first + self.size]
@@ -378,16 +322,16 @@ class _PartDataset(Dataset):
 
     samples: Dataset
 
-    def __getitem__(self, keys: list[Key]) -> _Part:
+    def __getitem__(self, indices: list[SampleIndex]) -> _Part:
         try:
             if hasattr(self.samples, "__getitems__"):  # PyTorch's name for reading several at once
-                samples = self.samples.__getitems__(keys)
+                samples = self.samples.__getitems__(indices)
             else:
-                samples = [self.samples[key] for key in keys]
-            images, labels, bad = zip(*samples, strict=True)
+                samples = [self.samples[index] for index in indices]
         except DataFolderError as error:
             return error
-        return (torch.stack(images), torch.tensor(labels)), list(itertools.chain(*bad))
+        fields, bad = zip(*samples, strict=True)
+        return collate(fields), list(itertools.chain(*bad))
 
 
 @dataclass
@@ -396,7 +340,7 @@ class _Sent:
     cannot be sent: otherwise a queue thread would only print the error and the parent would wait
     forever.
 
-    The images are in anonymous memory whose file descriptor is sent to the parent. PyTorch would
+    The tensors are in anonymous memory whose file descriptor is sent to the parent. PyTorch would
     put them in /dev/shm, which is small in containers (64 MB in Docker by default), and a process
     that writes to a full one is killed.
     """
@@ -406,24 +350,38 @@ class _Sent:
     def __reduce__(self) -> tuple[Callable, tuple]:
         if isinstance(self.part, DataFolderError):
             return DataFolderError, self.part.args
-        (images, labels), bad = self.part
+        batch, bad = self.part
+        described: list[_Described] = []
         try:
-            with open(os.memfd_create("images"), "wb") as memory:
-                memory.write(images.numpy().data)
+            with open(os.memfd_create("batch"), "wb") as memory:
+                for name, tensor in batch.items():
+                    memory.seek(-(-memory.tell() // _ALIGNMENT) * _ALIGNMENT)
+                    described.append((name, memory.tell(), tuple(tensor.shape), tensor.dtype))
+                    memory.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
                 memory.flush()
                 file = DupFd(memory.fileno())
         except Exception as error:  # noqa: BLE001 - sent to the parent, whatever it is
             return DataFolderError, _transfer_error(error).args
-        return _receive, (file, images.shape, images.dtype, labels.numpy(), bad)
+        return _receive, (file, described, bad)
 
 
-def _receive(
-    file: Any, shape: tuple[int, ...], dtype: torch.dtype, labels: np.ndarray, bad: list[BadImage]
-) -> _Part:
+_ALIGNMENT = 64
+"""Tensors start at multiples of so many bytes, as PyTorch allocates them."""
+_Described = tuple[str, int, tuple[int, ...], torch.dtype]
+"""A field's name, the offset of its first byte, its shape and dtype."""
+
+
+def _receive(file: Any, described: list[_Described], bad: list[BadImage]) -> _Part:
     with open(file.detach(), "rb+") as opened:
         memory = mmap.mmap(opened.fileno(), 0)
-    images = torch.frombuffer(memory, dtype=dtype).reshape(shape)
-    return (images, torch.from_numpy(labels)), bad
+    batch = {}
+    for name, offset, shape, dtype in described:
+        if count := math.prod(shape):
+            values = torch.frombuffer(memory, dtype=dtype, offset=offset, count=count)
+        else:
+            values = torch.empty(0, dtype=dtype)
+        batch[name] = values.view(shape)
+    return batch, bad
 
 
 _EXHAUSTED = (errno.ENOSPC, errno.EMFILE, errno.ENFILE)
@@ -504,9 +462,10 @@ def prefetch(
     """
 
     def put_batches() -> Iterator[Any]:
-        last = on_device = None
+        last: Batch = {}
+        on_device = None
         for batch in batches:
-            if last is None or any(a is not b for a, b in zip(batch, last, strict=True)):
+            if not last or any(batch[name] is not last[name] for name in batch):
                 on_device, last = put(batch), batch
             yield on_device
 

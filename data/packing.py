@@ -3,22 +3,20 @@ sequence.
 
 An image keeps its size and aspect ratio as far as whole patches allow (``grids``). Images share
 sequences of a fixed number of tokens, as in NaViT (https://arxiv.org/abs/2307.06304):
-``pack_images`` assigns them by their numbers of tokens alone. ``PackLayout`` defines the row of
-bytes of a sequence.
+``pack_images`` assigns them by their numbers of tokens alone.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from data.loader import GlobalBatchSampler, Key
+from data.loader import GlobalBatchSampler
 
 
 @dataclass(frozen=True)
@@ -50,94 +48,19 @@ class PackRequest:
         return min(self.max_patches, self.tokens - self.prefix)
 
 
-_BYTE = 256
-_NUMBERS = 4
+NUMBERS = 4
 """Numbers per token position: row and column of the patch, rows and columns of its image's grid."""
-_COUNT_BYTES = 4
 
 
-@dataclass(frozen=True)
-class PackLayout:
-    """The layout of a sequence in one row of bytes, so that a batch is one tensor: patches, token
-    positions, segments and the number of images. Multi-byte numbers are little-endian."""
-
-    channels: int
-    request: PackRequest
-
-    @property
-    def patch_bytes(self) -> int:
-        """Return the number of bytes of a patch: its values, row by row, the channel fastest."""
-        return math.prod(self.request.patch) * self.channels
-
-    @property
-    def _lengths(self) -> list[int]:
-        """Return the number of bytes of patches, positions, segments and the number of images."""
-        tokens = self.request.tokens
-        return [tokens * self.patch_bytes, tokens * _NUMBERS * 2, tokens, _COUNT_BYTES]
-
-    @property
-    def length(self) -> int:
-        """Return the number of bytes of a packed sequence."""
-        return sum(self._lengths)
-
-    def pack(
-        self, patches: torch.Tensor, patch_coord: np.ndarray, segments: np.ndarray, images: int
-    ) -> torch.Tensor:
-        """Pack one sequence into (length,) uint8: ``patches`` (tokens, patch_bytes) uint8,
-        ``patch_coord`` (tokens, 4), ``segments`` (tokens,), and the number of images in the whole
-        global batch."""
-        row = self.empty()
-        self.patches_in(row).copy_(patches)
-        self.write_tokens(row, patch_coord, segments, images)
-        return row
-
-    def empty(self) -> torch.Tensor:
-        """Return a row of zeros, (length,) uint8: a sequence without images."""
-        return torch.from_numpy(np.zeros(self.length, np.uint8))
-
-    def patches_in(self, row: torch.Tensor) -> torch.Tensor:
-        """Return a writable view of the patches of a row, (tokens, patch_bytes)."""
-        return row[: self._lengths[0]].view(-1, self.patch_bytes)
-
-    def tokens_of(self, images: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the positions (tokens, 4) and segments (tokens,) of a sequence of consecutive
-        images, followed by padding. ``images``: the token positions of each image."""
-        patch_coord = np.zeros((self.request.tokens, _NUMBERS), np.int32)
-        segments, end = np.zeros(self.request.tokens, np.uint8), 0
-        for number, of_image in enumerate(images, 1):
-            first, end = end, end + len(of_image)
-            patch_coord[first:end], segments[first:end] = of_image, number
-        return patch_coord, segments
-
-    def write_tokens(
-        self, row: torch.Tensor, patch_coord: np.ndarray, segments: np.ndarray, images: int
-    ) -> None:
-        """Write everything except the patches into a row; see ``pack``."""
-        numbers = patch_coord.astype("<u2"), segments.astype(np.uint8), np.array([images], "<u4")
-        written = np.concatenate([part.reshape(-1).view(np.uint8) for part in numbers])
-        row[self._lengths[0] :] = torch.from_numpy(written)
-
-    def unpack(
-        self, rows: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Unpack sequences (B, length) into the patches (B, tokens, patch_bytes) uint8, the
-        positions (B, tokens, 4) int32, the segments (B, tokens) int32, and the number of images in
-        the whole global batch (B,) fp32. Uses only slices, reshapes and simple arithmetic, so it
-        can be part of a step on any device."""
-        patches, halves, segments, _ = rows.split(self._lengths, 1)
-        tokens = self.request.tokens
-        low, high = halves.unflatten(1, (tokens, _NUMBERS, 2)).to(torch.int32).unbind(-1)
-        return (
-            patches.unflatten(1, (tokens, self.patch_bytes)),
-            low + high * _BYTE,
-            segments.to(torch.int32),
-            self.images_in_batch(rows),
-        )
-
-    def images_in_batch(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the last result of ``unpack``: fp32, exact below 2**24 images."""
-        bytes_of_count = rows[:, -_COUNT_BYTES:].to(torch.float32).unbind(1)
-        return torch.stack([x * _BYTE**at for at, x in enumerate(bytes_of_count)]).sum(0)
+def tokens_of(images: Sequence[np.ndarray], request: PackRequest) -> tuple[np.ndarray, np.ndarray]:
+    """Return ``patch_coord`` (tokens, 4) and ``segment_ids`` (tokens,), both int32, of a sequence
+    of consecutive images, followed by padding. ``images``: ``patch_coord`` of each image."""
+    patch_coord = np.zeros((request.tokens, NUMBERS), np.int32)
+    segment_ids, end = np.zeros(request.tokens, np.int32), 0
+    for number, of_image in enumerate(images, 1):
+        first, end = end, end + len(of_image)
+        patch_coord[first:end], segment_ids[first:end] = of_image, number
+    return patch_coord, segment_ids
 
 
 # -- the grid of an image ----------------------------------------------------------------
@@ -207,7 +130,7 @@ def patches_of(image: torch.Tensor, patch: tuple[int, int]) -> torch.Tensor:
 def patch_coord_of(rows: int, columns: int, prefix: int) -> np.ndarray:
     """Return the token positions of an image with this grid, (prefix + rows * columns, 4), int32:
     class and register tokens first, then patches row by row."""
-    patch_coord = np.zeros((prefix + rows * columns, _NUMBERS), np.int32)
+    patch_coord = np.zeros((prefix + rows * columns, NUMBERS), np.int32)
     patch_coord[:prefix, 0] = np.arange(prefix)
     patch_coord[prefix:, 0], patch_coord[prefix:, 1] = np.divmod(np.arange(rows * columns), columns)
     patch_coord[prefix:, 2:] = rows, columns
@@ -301,9 +224,18 @@ def _first_fit(tokens: np.ndarray, request: PackRequest, window: int) -> np.ndar
     return sequence.reshape(-1)[: len(tokens)]
 
 
+class SequenceIndex(NamedTuple):
+    """The index of a sequence into ``PackedSplit``."""
+
+    epoch: int
+    images: Sequence[int]
+    """The indices of the sequence's images."""
+    batch_images: int
+    """The number of images in the global batch."""
+
+
 class PackSampler(GlobalBatchSampler):
-    """Divides global batches of sequences over processes. Yields lists with one (epoch, images in
-    the global batch, image index, image index, ...) per sequence.
+    """Divides global batches of sequences over processes.
 
     Every training epoch has as many sequences as the first one, without the last incomplete batch.
     Other epochs may need slightly more or fewer: extra sequences are dropped, and missing ones are
@@ -321,14 +253,14 @@ class PackSampler(GlobalBatchSampler):
         super().__init__(sequences, batch_size, **how)
         self._pack_epoch = pack_epoch
 
-    def __iter__(self) -> Iterator[list[Key]]:
+    def __iter__(self) -> Iterator[list[SequenceIndex]]:  # type: ignore[override]
         packing, first = self._pack_epoch(self.epoch), self.shard * self.per_shard
         for number in range(self.first_batch, len(self)):
             places = range(number * self.batch_size, (number + 1) * self.batch_size)
             sequences = [self._images(packing, place) for place in places]
             images = sum(map(len, sequences))
             yield [
-                (self.epoch, images, *numbers)
+                SequenceIndex(self.epoch, numbers, images)
                 for numbers in sequences[first : first + self.per_shard]
             ]
 

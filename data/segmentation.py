@@ -36,9 +36,8 @@ from data.files import (
 from data.image_folder import FolderSplit
 from data.index import FolderIndex, Strings, class_folders, index_split
 from data.sizes import image_sizes
-from data.source import DatasetRequest, DataSource
+from data.source import DatasetRequest, DataSource, ImageSplit, View
 from data.tables import open_masks
-from data.transforms import ImageSplit, transforms_of
 from data.windows import WindowSplit
 
 IGNORED = -1
@@ -153,7 +152,7 @@ class MosaicWindows(WindowSplit):
         self._mosaics = mosaics
 
     def picture(self, image: int) -> torch.Tensor:
-        return self._mosaics.load_sample(image, 0, image)
+        return self._mosaics.load_sample(image, 0, image)["image"]
 
     def mask(self, image: int) -> np.ndarray:
         return self._mosaics.mask(image)
@@ -210,7 +209,7 @@ def open_masked(request: DatasetRequest) -> MaskedSource:
         raise DataFolderError(
             "segmentation masks require a 2-D model, and this model takes volumes"
         )
-    request = replace(request, labels=False, augment=False, crops=None, pack=None)
+    request = replace(request, labels=False, augment=False, view=View())
     if root is None:
         mosaics = open_mosaics(request)
         windows = {name: MosaicWindows(split) for name, split in mosaics.splits.items()}  # type: ignore[arg-type]
@@ -274,7 +273,7 @@ def _find_split(request: DatasetRequest, name: str) -> tuple[ImageSplit, ImageSp
     elif {"JPEGImages", "SegmentationClass"} <= {*folders}:
         paths, left_out = _listed(root, name), Counter[str]()
     elif any(path.endswith(".parquet") for path in find_files(root)):
-        return open_masks(request, name, transforms_of(request)[name])
+        return open_masks(request, name, request.view.transforms(request)[name])
     elif {"train", "val"} <= {*folders}:
         top = os.path.join(root, name)
         paths, left_out = _matched(_by_stem(top, _PAIRED), _by_stem(top, (".png",)), top)
@@ -285,7 +284,7 @@ def _find_split(request: DatasetRequest, name: str) -> tuple[ImageSplit, ImageSp
             "and val/ of name.jpg next to name.png, or with parquet files"
         )
     labels = np.zeros(len(paths), np.int32)
-    transform = transforms_of(request)[name]
+    transform = request.view.transforms(request)[name]
     image_split, mask_split = (
         FolderSplit(
             request, name, transform, FolderIndex(None, Strings.of(column), labels, left_out)

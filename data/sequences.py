@@ -1,76 +1,184 @@
 """Splits of packed sequences: images of any size, several of which share a sequence of tokens.
 
 ``data/packing.py`` decides which images make up a sequence. This module reads them, resizes them to
-their patch grids, and writes them into the sequence's row of bytes.
+their patch grids, and writes their patches into the sequence.
 """
+
+from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
+from torchvision.transforms import v2
 
+from data.batch import PADDING, BadImage, Batch, BatchShard, Field, Fields, Sample
+from data.config import GIVE_FLOATS
 from data.decode import OpenImage, open_image
-from data.files import BrokenImageError
-from data.loader import (
-    PADDING,
-    BadImage,
-    BatchLoader,
-    BatchShard,
-    DatasetLoader,
-    GlobalBatchSampler,
-    Key,
-    Sample,
-)
+from data.fake import Zeros
+from data.files import BrokenImageError, DataFolderError
+from data.loader import BatchLoader, DatasetLoader, GlobalBatchSampler
 from data.packing import (
+    NUMBERS,
     WINDOW,
     Packing,
+    PackRequest,
     PackSampler,
+    SequenceIndex,
     grids,
     kept_patches,
     pack_images,
     patch_coord_of,
     patches_of,
+    tokens_of,
     too_large,
 )
 from data.sizes import image_sizes
-from data.source import DatasetRequest, DataSource, Split
-from data.transforms import ImageSplit, SizedTransform, Transform, seeded, sized_transforms_of
+from data.source import (
+    Constant,
+    DatasetRequest,
+    DataSource,
+    ImageSplit,
+    SampleTransform,
+    Split,
+    View,
+)
+from data.transforms import SizedTransform, TrainTransform, seeded, whole_image
 
 
-def in_sequences(
-    request: DatasetRequest, name: str, splits: Mapping[str, ImageSplit]
-) -> DataSource:
-    """Return the source of packed sequences of these splits."""
-    transforms = sized_transforms_of(request)
-    packed = {
-        split: PackedSplit(request, images, transforms[split]) for split, images in splits.items()
-    }
-    return DataSource(name, packed, _remark(list(packed.values())))
+@dataclass(frozen=True)
+class SequenceView(View):
+    """Sequences of tokens, each with one or several whole images, in training and validation.
+
+    Fields: ``patches`` (tokens, values of a patch), uint8, values by row, column and channel, as in
+    timm's NaFlexVit; ``patch_coord`` (tokens, 4), int32: row and column of the patch, rows and
+    columns of its image, for class and register tokens the token's number, then zeros;
+    ``segment_ids`` (tokens,), int32: the number of the token's image in the sequence, from 1 on, 0
+    for padding; ``batch_images`` (), fp32: the number of images in the global batch; ``target`` and
+    ``index`` (images,) for the sequence's images.
+    """
+
+    pack: PackRequest
+
+    def check(self, request: DatasetRequest) -> None:
+        kind, pack = request.config.data_source, self.pack
+        if len(request.size) != 2 or kind in GIVE_FLOATS:
+            raise DataFolderError(
+                f"native resolution requires photographs, and --data_source {kind} provides arrays"
+            )
+        least = pack.prefix + 1
+        if pack.tokens < least:
+            raise DataFolderError(
+                f"a sequence of {pack.tokens} tokens is too short for an image: one patch plus "
+                f"{pack.prefix} class and register tokens need {least} tokens"
+            )
+
+    def fields(
+        self, request: DatasetRequest, image_dtype: torch.dtype, *, is_train: bool
+    ) -> dict[str, Field]:
+        tokens, values = self.pack.tokens, math.prod(self.pack.patch) * request.channels
+        return {
+            "patches": Field((tokens, values), torch.uint8),
+            "patch_coord": Field((tokens, NUMBERS), torch.int32),
+            "segment_ids": Field((tokens,), torch.int32),
+            "batch_images": Field((), torch.float32),
+            **self.number_fields(request, is_train=is_train, shape=(self.pack.images,)),
+        }
+
+    def transforms(self, request: DatasetRequest) -> dict[str, SampleTransform]:
+        """Return the transforms to a sequence of one image."""
+        one = functools.partial(_sequence_of_one, self.pack, self.sized_transforms(request)["val"])
+        return dict.fromkeys(request.splits, one)
+
+    def sized_transforms(self, request: DatasetRequest) -> dict[str, SizedTransform]:
+        """Return the transform of each split of the request for any output size. Raises
+        DataFolderError, see ``TrainTransform``."""
+        config, channels = request.config, request.channels
+        mode = v2.InterpolationMode(config.preprocessing.interpolation_of_val)
+        whole = functools.partial(whole_image, mode, channels)
+        if not (request.with_train and request.augment):
+            return dict.fromkeys(request.splits, whole)
+        return {"train": TrainTransform(config, request.size, channels).in_shape, "val": whole}
+
+    def arrange(
+        self, request: DatasetRequest, name: str, splits: Mapping[str, ImageSplit]
+    ) -> DataSource:
+        transforms = self.sized_transforms(request)
+        packed = {
+            split: PackedSplit(request, images, transforms[split], self.pack)
+            for split, images in splits.items()
+        }
+        return DataSource(name, packed, _remark(list(packed.values())))
+
+    def zeros(self, request: DatasetRequest, name: str) -> Split:
+        return ZerosInSequences(request, name, self.pack)
+
+    def noise(
+        self, request: DatasetRequest, fields: Fields, number: int, generator: torch.Generator
+    ) -> Batch:
+        """Return images of different grids, with room for one more image and some padding."""
+        images, prefix = max(self.pack.images - 1, 1), self.pack.prefix
+        side = max(math.isqrt((self.pack.tokens - 1) // images - prefix), 1)
+        columns = 1 + (number // side) % side
+        of_images = [
+            patch_coord_of(1 + (number + image) % side, columns, prefix) for image in range(images)
+        ]
+        patch_coord, segment_ids = map(torch.from_numpy, tokens_of(of_images, self.pack))
+        target = fields["target"].full()
+        target[:images] = 0
+        return {
+            "patches": super().noise(request, fields, number, generator)["patches"],
+            "patch_coord": patch_coord,
+            "segment_ids": segment_ids,
+            "batch_images": torch.tensor(float(request.config.batch_size * images)),
+            "target": target,
+        }
+
+    def model_input(
+        self, mean: torch.Tensor, std: torch.Tensor, spatial: int, constant: Constant
+    ) -> Callable[[Batch], Batch]:
+        """Return the function to the input of a model of native resolution: ``patches``,
+        normalized, ``patch_coord`` and ``segment_ids``."""
+        pixels = math.prod(self.pack.patch)
+        scale, offset = (constant(x.repeat(pixels)) for x in (1 / (255 * std), -mean / std))
+
+        def normalize(batch: Batch) -> Batch:
+            patches = batch["patches"].float() * scale + offset
+            return {
+                "patches": patches,
+                "patch_coord": batch["patch_coord"],
+                "segment_ids": batch["segment_ids"],
+            }
+
+        return normalize
 
 
 class PackedSplit(Split):
-    """One split as sequences: a dataset indexed by (epoch, images in the global batch, image index,
-    image index, ...), returning packed sequences and the labels of their images. A broken image is
-    replaced by another image, resized to the same grid, in training, and by padding in validation.
+    """One split as sequences: a dataset indexed by ``SequenceIndex``. A broken image is replaced by
+    another image, resized to the same grid, in training, and by padding in validation.
 
     Segments are numbered along a sequence and followed by padding, except for broken images:
     attention on TPUs (``xla_fsdp.attention.whole.windows``) is correct in any order, but fast in
     this one.
     """
 
+    samples_are = "sequences of training images"
+
     def __init__(
-        self, request: DatasetRequest, split: ImageSplit, transform: SizedTransform
+        self,
+        request: DatasetRequest,
+        split: ImageSplit,
+        transform: SizedTransform,
+        pack: PackRequest,
     ) -> None:
         """Determine the size of each image of ``split``, and pack the first epoch."""
         super().__init__(request, split.name, split.labels, split.classes, split.left_out)
-        assert request.pack
-        assert request.pack_layout
-        self.pack, self._layout = request.pack, request.pack_layout
-        self.shape, self.label_shape = (self._layout.length,), (self.pack.images,)
+        self.pack = pack
         self._split, self._transform = split, transform
         self.sizes = image_sizes(split)
         """Height and width of each image in pixels, (images, 2), int32; 0 x 0 if unreadable."""
@@ -82,7 +190,12 @@ class PackedSplit(Split):
         everything = np.arange(len(self))
         self.tokens = int(self._tokens(self.grids_of(everything, 0)).sum())
         """Total number of tokens of all images in the first epoch."""
-        self.sequences = len(self.pack_epoch(0))
+        self._sequences = len(self.pack_epoch(0))
+
+    @property
+    def samples(self) -> int:
+        """The number of sequences of the first epoch."""
+        return self._sequences
 
     def name_of(self, number: int) -> str:
         return self._split.name_of(number)
@@ -140,8 +253,8 @@ class PackedSplit(Split):
     def sampler(self, batch_size: int, **how: Any) -> GlobalBatchSampler:
         # Each image occurs once per epoch, and all sequences have the same size.
         how = {name: value for name, value in how.items() if name not in ("repeats", "pairs")}
-        sampler = PackSampler(self.pack_epoch, self.sequences, batch_size, **how)
-        sampler.read_together = -(-self._together * self.sequences // len(self))
+        sampler = PackSampler(self.pack_epoch, self.samples, batch_size, **how)
+        sampler.read_together = -(-self._together * self.samples // len(self))
         return sampler
 
     def batches_of(self, numbers: Sequence[int], batch_size: int, shard: BatchShard) -> BatchLoader:
@@ -154,34 +267,37 @@ class PackedSplit(Split):
 
     # -- a sequence ---------------------------------------------------------------------
 
-    def __getitems__(self, keys: list[Key]) -> list[Sample]:
+    def __getitems__(self, indices: list[SequenceIndex]) -> list[Sample]:
         """Return several sequences. Their images are read in storage order, because a table reads a
         whole row group whenever the group changes."""
         if self._together > 1:
-            for number in sorted({number for key in keys for number in key[2:]}):
+            for number in sorted({number for at in indices for number in at.images}):
                 try:
                     self._encoded[number] = self._split.read(number)
                 except BrokenImageError as error:
                     self._encoded[number] = error
-        samples = [self[key] for key in keys]
+        samples = [self[at] for at in indices]
         self._encoded.clear()
         return samples
 
-    def __getitem__(self, key: Key) -> Sample:
-        epoch, images_in_batch, *indices = key
-        row, tokens, prefix = self._layout.empty(), self.pack.tokens, self.pack.prefix
-        patches = self._layout.patches_in(row)
-        patch_coord, segments = np.zeros((tokens, 4), np.int32), np.zeros(tokens, np.uint8)
-        labels, bad = [PADDING] * self.pack.images, list[BadImage]()
-        of_grids, end = self.grids_of(indices, epoch), 0
+    def __getitem__(self, at: SequenceIndex) -> Sample:  # type: ignore[override]
+        epoch, indices = at.epoch, at.images
+        sample = {name: field.full() for name, field in self.fields.items()}
+        sample["batch_images"].fill_(at.batch_images)
+        patches, prefix = sample["patches"], self.pack.prefix
+        patch_coord, segment_ids = sample["patch_coord"].numpy(), sample["segment_ids"].numpy()
+        of_grids, end, bad = self.grids_of(indices, epoch), 0, list[BadImage]()
         counts = self._tokens(of_grids).tolist()
         for image, (index, grid) in enumerate(zip(indices, of_grids.tolist(), strict=True)):
             first, end = end, end + counts[image]
-            make = functools.partial(self._patches, epoch=epoch, index=index, grid=grid)
-            values, labels[image], unreadable = self.readable(epoch, index, make)
+            load = functools.partial(self._patches, epoch=epoch, index=index, grid=grid)
+            values, number, unreadable = self.readable(epoch, index, load)
             bad += unreadable
             if values is None:
                 continue
+            for name, known in (("target", self.labels[number]), ("index", number)):
+                if name in sample:
+                    sample[name][image] = int(known)
             of_image, written = patch_coord_of(*grid, prefix), patches[first + prefix : end]
             if end - first == len(of_image):
                 written.view(values.shape).copy_(values)
@@ -189,9 +305,8 @@ class PackedSplit(Split):
                 kept = self._kept(epoch, index, math.prod(grid), len(written))
                 written.copy_(values.flatten(2).flatten(0, 1)[kept])
                 of_image = np.concatenate([of_image[:prefix], of_image[prefix:][kept]])
-            patch_coord[first:end], segments[first:end] = of_image, image + 1
-        self._layout.write_tokens(row, patch_coord, segments, images_in_batch)
-        return row, labels, bad
+            patch_coord[first:end], segment_ids[first:end] = of_image, image + 1
+        return Sample(sample, bad)
 
     def _patches(self, number: int, epoch: int, index: int, grid: list[int]) -> torch.Tensor:
         """Return the patches of image ``number``, which replaces image ``index``, (rows, columns,
@@ -213,32 +328,26 @@ class PackedSplit(Split):
         return np.sort(drawn[:kept])
 
 
-def sequence_of_one(request: DatasetRequest) -> Transform:
-    """Return the transform from one image to a packed sequence, as in validation."""
-    layout, pack, transform = request.pack_layout, request.pack, sized_transforms_of(request)["val"]
-    assert layout
-    assert pack
-
-    def sequence(image: OpenImage) -> torch.Tensor:
-        ((rows, columns),) = grids(np.array([image.size]), pack).tolist()
-        of_image, row = patch_coord_of(rows, columns, pack.prefix), layout.empty()
-        values = patches_of(
-            transform(image, (rows * pack.patch[0], columns * pack.patch[1])), pack.patch
-        )
-        layout.patches_in(row)[pack.prefix : len(of_image)] = values.reshape(rows * columns, -1)
-        layout.write_tokens(row, *layout.tokens_of([of_image]), 1)
-        return row
-
-    return sequence
+def _sequence_of_one(pack: PackRequest, transform: SizedTransform, image: OpenImage) -> Batch:
+    """Return the model's fields of a sequence with one image, as in validation."""
+    ((rows, columns),) = grids(np.array([image.size]), pack).tolist()
+    of_image = patch_coord_of(rows, columns, pack.prefix)
+    values = patches_of(
+        transform(image, (rows * pack.patch[0], columns * pack.patch[1])), pack.patch
+    ).reshape(rows * columns, -1)
+    patches = torch.zeros(pack.tokens, values.shape[1], dtype=torch.uint8)
+    patches[pack.prefix : len(of_image)] = values
+    patch_coord, segment_ids = map(torch.from_numpy, tokens_of([of_image], pack))
+    return {"patches": patches, "patch_coord": patch_coord, "segment_ids": segment_ids}
 
 
 def _remark(splits: Sequence[PackedSplit]) -> str:
     """Return the end of the source's log line."""
     request = splits[0].pack
-    counts = " + ".join(f"{split.sequences:,}" for split in splits)
-    means = " + ".join(f"{len(split) / split.sequences:.1f}" for split in splits)
+    counts = " + ".join(f"{split.samples:,}" for split in splits)
+    means = " + ".join(f"{len(split) / split.samples:.1f}" for split in splits)
     shares = " + ".join(
-        f"{100 * split.tokens / (split.sequences * request.tokens):.1f}" for split in splits
+        f"{100 * split.tokens / (split.samples * request.tokens):.1f}" for split in splits
     )
     scaled = "all images scaled"
     if not request.resize:
@@ -248,3 +357,48 @@ def _remark(splits: Sequence[PackedSplit]) -> str:
         f"; packed into sequences of {request.tokens:,} tokens: {counts} sequences with {means} "
         f"images each, {shares} % of tokens used; {scaled} to {request.most_patches:,} patches"
     )
+
+
+class ZerosInSequences(Zeros):
+    """Images of zeros in sequences, of which each has as many as have room."""
+
+    samples_are = PackedSplit.samples_are
+
+    def __init__(self, request: DatasetRequest, name: str, pack: PackRequest) -> None:
+        super().__init__(request, name)
+        self._pack, self._grid = pack, grids(np.array([request.size]), pack)[0]
+        drop_rate = pack.drop_rate if self.is_train else 0
+        self._patches = int(kept_patches(self._grid.prod(), drop_rate))
+        self._images = min(pack.tokens // (pack.prefix + self._patches), pack.images)
+        """How many images a full sequence has."""
+
+    @property
+    def samples(self) -> int:
+        return len(self) // self._images
+
+    def batch(self, images: int, batch_size: int, shard: BatchShard) -> Batch:
+        """Return this shard of a global batch of so many images, in sequences from the first on."""
+        batch = self.zeros(batch_size, shard)
+        batch["batch_images"].fill_(images)
+        tokens = [self._tokens(inside) for inside in range(self._images + 1)]
+        count = len(batch["patches"])
+        for number in range(count):
+            before = (shard.index * count + number) * self._images
+            inside = min(max(images - before, 0), self._images)
+            for name, values in zip(("patch_coord", "segment_ids"), tokens[inside], strict=True):
+                batch[name][number] = torch.from_numpy(values)
+            if "index" in batch:
+                batch["index"][number] = before + torch.arange(self._pack.images)
+            for name in {"target", "index"} & batch.keys():
+                batch[name][number, inside:] = PADDING
+        return batch
+
+    @property
+    def images_per_sample(self) -> int:
+        return self._images
+
+    def _tokens(self, images: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return ``tokens_of`` a sequence of so many images."""
+        of_image = patch_coord_of(*self._grid.tolist(), self._pack.prefix)
+        of_image = of_image[: self._pack.prefix + self._patches]
+        return tokens_of([of_image] * images, self._pack)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import itertools
 import random
 import re
-import sys
 from dataclasses import dataclass, replace
 
 from data.config import DataConfig
+from data.source import BatchSizes, DatasetRequest, View
 
 MAGNITUDE = re.compile(r"(?<=-m)\d+(?=-|$)")
 """The magnitude in the name of a policy of RandAugment."""
@@ -50,11 +50,6 @@ class SizeSchedule:
     def side(self, step: int) -> int:
         return self.sides[self.number(step)]
 
-    def only(self, side: int) -> SizeSchedule:
-        """Return the same for a training in which all images have this side."""
-        shares = tuple(float(other == side) for other in self.sides)
-        return replace(self, shares=shares, steps=sys.maxsize)
-
     def config_of(self, config: DataConfig, side: int) -> DataConfig:
         """Return ``config`` for images of a side. With ``--aa_min_magnitude`` the magnitude of
         RandAugment is linear in the side, as in EfficientNetV2, whose sides are at equal
@@ -68,3 +63,25 @@ class SizeSchedule:
             return str(round(least + (int(match[0]) - least) * share))
 
         return replace(config, aa=MAGNITUDE.sub(scaled, config.aa))
+
+
+class SizeScheduleView(View):
+    """Whole images, whose size in training is that of the step."""
+
+    def sizes(self, request: DatasetRequest, steps: int) -> BatchSizes | None:
+        schedule = SizeSchedule.of(request.config, request.seed, steps)
+        assert schedule
+
+        def number(epoch: int, batch: int, batches_per_epoch: int) -> int:
+            return schedule.number(epoch * batches_per_epoch + batch)
+
+        requests = [
+            replace(
+                request,
+                size=(side, side),
+                config=schedule.config_of(request.config, side),
+                view=View(),
+            )
+            for side in schedule.sides
+        ]
+        return BatchSizes(requests, number)

@@ -9,7 +9,7 @@ from tqdm import tqdm
 from data.decode import image_size
 from data.files import HEAD, BrokenImageError, printable
 from data.index import Table, load_or_build
-from data.transforms import ImageSplit
+from data.source import ImageSplit
 
 
 def image_sizes(split: ImageSplit) -> np.ndarray:

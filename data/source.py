@@ -7,13 +7,10 @@
 from __future__ import annotations
 
 import copy
-import functools
-import math
 import os
-import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, Self, TypeVar
 
@@ -23,104 +20,15 @@ import xxhash
 from torch.utils.data import Dataset
 
 from data import loader
-from data.config import GIVE_FLOATS, OPENED_BY, DataConfig
+from data.batch import PADDING, BadImage, Batch, BatchShard, Field, Fields, Sample, SampleIndex
+from data.config import OPENED_BY, DataConfig
+from data.decode import OpenImage, open_image
 from data.files import BrokenImageError, DataFolderError, MissingSplitError, first_of, printable
-from data.packing import PackLayout, PackRequest
-from data.size_schedule import SizeSchedule
+from data.transforms import TrainTransform, Transform, seeded, val_transform
 
 Result = TypeVar("Result")
 FILES = "the names or order of the files in train/"
 """The key in ``DataSource.order`` of the checksum that also depends on the storage location."""
-GLOBALS = 2
-"""Number of DINO's global crops per image."""
-
-
-@dataclass(frozen=True)
-class CropRequest:
-    """DINO's crops of each training image: two global crops of the request's size, smaller local
-    crops, and a mask for the patches of the first global crop (DINOv2,
-    https://arxiv.org/abs/2304.07193, section 4)."""
-
-    local_size: tuple[int, int]
-    """Height and width of a local crop in pixels."""
-    local_number: int
-    """Number of local crops per image."""
-    global_scale: tuple[float, float]
-    """Minimum and maximum area of a global crop, as a fraction of the image."""
-    local_scale: tuple[float, float]
-    """Minimum and maximum area of a local crop, as a fraction of the image."""
-    grid: tuple[int, int]
-    """Rows and columns of patches in a global crop."""
-    mask_ratio: tuple[float, float]
-    """Minimum and maximum fraction of masked patches in the masked crop, drawn uniformly per
-    image."""
-    pairs: tuple[tuple[int, int], ...] = ()
-    """Sides of square global and local crops; each batch uses one pair. Empty: only the sizes
-    above."""
-    gram_factor: float = 1.0
-    """Size of the Gram teacher's crops relative to global crops, per side; 1: it uses the global
-    crops."""
-
-    def of_gram(self, sides: tuple[int, ...]) -> tuple[int, int]:
-        """Return the height and width of the Gram teacher's crops, in pixels or patches."""
-        height, width = sides
-        return round(height * self.gram_factor), round(width * self.gram_factor)
-
-
-@dataclass(frozen=True)
-class CropLayout:
-    """The layout of an image's crops and mask in one row of bytes, so that a batch is one tensor.
-    ``MultiCrop`` in ``data/transforms.py`` creates them."""
-
-    shape: tuple[int, ...]
-    """Channels, height and width of a global crop."""
-    request: CropRequest
-
-    @property
-    def gram_number(self) -> int:
-        """Return the number of separate crops for the Gram teacher."""
-        return GLOBALS if self.request.gram_factor > 1 else 0
-
-    @property
-    def _parts(self) -> list[tuple[int, ...]]:
-        """Return the shapes of the global, the Gram teacher's and the local crops, and of the
-        mask."""
-        request, channels = self.request, self.shape[0]
-        return [
-            (GLOBALS, *self.shape),
-            (self.gram_number, channels, *request.of_gram(self.shape[1:])),
-            (request.local_number, channels, *request.local_size),
-            (math.prod(request.grid),),
-        ]
-
-    @property
-    def length(self) -> int:
-        """Return the number of bytes of a packed image."""
-        return sum(map(math.prod, self._parts))
-
-    def pack(self, *parts: torch.Tensor) -> torch.Tensor:
-        """Pack one image into (length,) uint8: its global crops (2, channels, height, width), the
-        Gram teacher's (2 or 0) and the local crops (L), uint8, and the mask (patches,), bool."""
-        return torch.cat([part.to(torch.uint8).flatten() for part in parts])
-
-    def unpack(
-        self, packed: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Unpack images (images, length) into the global crops (2, images, channels, height,
-        width), the Gram teacher's (2 or 0) and the local crops (L), all uint8, and the mask
-        (images, patches), bool. Uses only slices and reshapes, so it can be part of a step on any
-        device."""
-        pieces = packed.split([math.prod(part) for part in self._parts], 1)
-        *crops, mask = (
-            piece.unflatten(1, part) for piece, part in zip(pieces, self._parts, strict=True)
-        )
-        globals_, grams, locals_ = (crop.transpose(0, 1) for crop in crops)
-        return globals_, grams, locals_, mask != 0
-
-
-def max_masked(grid: tuple[int, int], ratio: tuple[float, float]) -> int:
-    """Return the maximum number of patches that ``block_mask`` masks in one image."""
-    return max(1, math.floor(ratio[1] * math.prod(grid)))
 
 
 @dataclass(frozen=True)
@@ -141,39 +49,13 @@ class DatasetRequest:
     augment: bool = True
     """Whether training images are shuffled and augmented. Otherwise they are read like validation
     images: once, in order, skipping unreadable ones."""
-    crops: CropRequest | None = None
-    """Crops of each augmented training image, packed (``CropLayout``), instead of one image."""
-    pack: PackRequest | None = None
-    """Sequences of tokens, each with one or several whole images (``PackLayout``), instead of
-    images of one size, in training and validation."""
+    view: View = field(default_factory=lambda: View())
+    """What is read of each image."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the shape of one image: channels, then spatial sizes."""
         return (self.channels, *self.size)
-
-    @property
-    def layout(self) -> CropLayout | None:
-        """Return how the crops of training images are packed; None without crops."""
-        return CropLayout(self.shape, self.crops) if self.crops and self.augment else None
-
-    @property
-    def pack_layout(self) -> PackLayout | None:
-        """Return how sequences of images are packed; None without sequences."""
-        return PackLayout(self.channels, self.pack) if self.pack else None
-
-    @property
-    def of_pairs(self) -> list[DatasetRequest]:
-        """Return the request of each pair of ``crops.pairs``."""
-        if not self.crops:
-            return []
-        height, width = (side // n for side, n in zip(self.size, self.crops.grid, strict=True))
-        requests = []
-        for side, local in self.crops.pairs:
-            grid, local_size = (side // height, side // width), (local, local)
-            crops = replace(self.crops, local_size=local_size, grid=grid, pairs=())
-            requests.append(replace(self, size=(side, side), crops=crops))
-        return requests
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -209,32 +91,18 @@ ANY_CLASSES = 2**31
 def open_data(request: DatasetRequest) -> DataSource:
     """Open the source selected by ``--data_source``. Raises DataFolderError if it is unusable."""
     kind = request.config.data_source
-    if request.crops and (len(request.size) != 2 or kind in GIVE_FLOATS):
-        raise DataFolderError(
-            f"--objective dino requires photographs to crop, and --data_source {kind} provides "
-            "arrays"
-        )
-    if request.pack:
-        _check_pack(request, request.pack)
-    layouts = {pair.layout for pair in request.of_pairs if pair.layout}
-    if len({layout.length for layout in layouts}) < len(layouts):
-        raise DataFolderError(
-            "two pairs of --crop_sizes have the same number of pixels and patches, which are "
-            "used to tell batches apart: change one of them"
-        )
+    request.view.check(request)
     if request.config.num_workers != 0:
         loader.prepare_sockets()
     module, _, name = OPENED_BY[kind].partition(":")
     source: DataSource = getattr(import_module(module), name)(request)
-    drops_last = request.with_train and request.augment
-    count, what = source.train_length, "training images"
-    if request.pack and request.with_train:
-        count, what = source.splits["train"].sequences, "sequences of training images"
-    if drops_last and count < request.config.batch_size:
-        raise DataFolderError(
-            f"{source.name} has {count} {what}, fewer than one batch: use --batch_size {count} or "
-            "less"
-        )
+    if request.with_train and request.augment:  # an incomplete last batch is dropped
+        train = source.splits["train"]
+        if train.samples < request.config.batch_size:
+            raise DataFolderError(
+                f"{source.name} has {train.samples} {train.samples_are}, fewer than one batch: use "
+                f"--batch_size {train.samples} or less"
+            )
     return source
 
 
@@ -269,40 +137,143 @@ def check_several_classes(source: DataSource) -> None:
     )
 
 
-def _check_pack(request: DatasetRequest, pack: PackRequest) -> None:
-    """Raise DataFolderError if these sequences are impossible."""
-    kind = request.config.data_source
-    if request.crops:
-        raise DataFolderError(
-            "native resolution packs whole images, and cannot be combined with crops of one size"
-        )
-    if len(request.size) != 2 or kind in GIVE_FLOATS:
-        raise DataFolderError(
-            f"native resolution requires photographs, and --data_source {kind} provides arrays"
-        )
-    least = pack.prefix + 1
-    if pack.tokens < least:
-        raise DataFolderError(
-            f"a sequence of {pack.tokens} tokens is too short for an image: one patch plus "
-            f"{pack.prefix} class and register tokens need {least} tokens"
-        )
+# -- what is read of an image ----------------------------------------------------------
+
+
+class View:
+    """What is read of each image, and how: the whole image in the model's size. A subclass reads
+    something else, such as several crops. Loader processes get a copy."""
+
+    def check(self, request: DatasetRequest) -> None:
+        """Raise DataFolderError if the requested source cannot be read in this way."""
+
+    def fields(
+        self, request: DatasetRequest, image_dtype: torch.dtype, *, is_train: bool
+    ) -> dict[str, Field]:
+        """Return the fields of a sample. ``is_train``: of an augmented training image."""
+        fields = {"image": Field(request.shape, image_dtype, rows=1)}
+        return fields | self.number_fields(request, is_train=is_train)
+
+    def number_fields(
+        self, request: DatasetRequest, *, is_train: bool, shape: tuple[int, ...] = ()
+    ) -> dict[str, Field]:
+        """Return the fields for an image's label, if it has one or may be padding, and for its
+        number, if images are read in order. ``shape``: of each."""
+        number = Field(shape, torch.int64, padding=PADDING)
+        fields = {"target": number} if request.labels or not is_train else {}
+        return fields if is_train else fields | {"index": number}
+
+    def transforms(self, request: DatasetRequest) -> dict[str, SampleTransform]:
+        """Return, for each split of the request, how an encoded image becomes the fields of a
+        sample, besides ``target`` and ``index``. Raises DataFolderError."""
+        return {name: AsImage(each) for name, each in self.image_transforms(request).items()}
+
+    def image_transforms(self, request: DatasetRequest) -> dict[str, Transform]:
+        """Return the transform of each split to an image of the request's size. Raises
+        DataFolderError."""
+        val = val_transform(request.config.preprocessing, request.size, request.channels)
+        if not request.with_train:
+            return {"val": val}
+        train: Transform = val
+        if request.augment:
+            train = TrainTransform(request.config, request.size, request.channels)
+        return {"train": train, "val": val}
+
+    def arrange(
+        self, request: DatasetRequest, name: str, splits: Mapping[str, ImageSplit]
+    ) -> DataSource:
+        """Return the source of these splits of encoded images. Raises DataFolderError."""
+        return DataSource(name, splits)
+
+    def zeros(self, request: DatasetRequest, name: str) -> Split | None:
+        """Return a split of zeros for ``--fake_data``; None: zeros in each field."""
+        return None
+
+    def noise(
+        self, request: DatasetRequest, fields: Fields, number: int, generator: torch.Generator
+    ) -> Batch:
+        """Return a random sample for ``--self_check``, besides its label; a view of several images
+        has ``target``, 0 for each image."""
+        sample: Batch = {}
+        for name, each in fields.items():
+            if each.dtype == torch.uint8:
+                values = torch.randint(256, each.shape, generator=generator, dtype=torch.uint8)
+            elif each.dtype.is_floating_point:
+                values = torch.randn(each.shape, generator=generator, dtype=each.dtype)
+            else:
+                continue
+            sample[name] = values
+        return sample
+
+    def sizes(self, request: DatasetRequest, steps: int) -> BatchSizes | None:
+        """Return the sizes of training batches if there are several. ``steps``: the number of
+        batches of the whole training."""
+        return None
+
+    def model_input(
+        self, mean: torch.Tensor, std: torch.Tensor, spatial: int, constant: Constant
+    ) -> Callable[[Batch], Any]:
+        """Return the function from a batch on the devices to the model's input. ``spatial``: the
+        number of spatial dimensions of an image; ``constant`` replicates a small tensor on every
+        device."""
+        normalize = image_normalizer(mean, std, spatial, constant)
+        return lambda batch: normalize(batch["image"])
+
+
+Constant = Callable[[torch.Tensor], torch.Tensor]
+"""Replicates a small CPU tensor on every device, as ``Backend.constant``."""
+SampleTransform = Callable[[OpenImage], Batch]
+"""Maps an image to fields of a sample. Raises BrokenImageError."""
+
+
+@dataclass(frozen=True)
+class AsImage:
+    """The transform to the field ``image``."""
+
+    transform: Transform
+
+    def __call__(self, image: OpenImage) -> Batch:
+        return {"image": self.transform(image)}
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Several sizes of the samples of a training; each batch has one."""
+
+    requests: Sequence[DatasetRequest]
+    """What is requested of a sample, by size."""
+    number: Callable[[int, int, int], int]
+    """The size of a batch, an index into ``requests``: called with the epoch, the number of the
+    batch in it, and the number of batches per epoch."""
+
+
+def image_normalizer(
+    mean: torch.Tensor, std: torch.Tensor, spatial: int, constant: Constant
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the function (x / 255 - mean) / std, per channel, from uint8 images to fp32. Images in
+    fp32 were normalized on reading, and are returned unchanged."""
+    by_channel = (-1, *[1] * spatial)
+    scale, offset = (constant(x.view(by_channel)) for x in (1 / (255 * std), -mean / std))
+
+    def normalize(images: torch.Tensor) -> torch.Tensor:
+        return images.float() * scale + offset if images.dtype == torch.uint8 else images
+
+    return normalize
 
 
 # -- one split: train or val -----------------------------------------------------------
 
 
 class Split(Dataset):
-    """One split (train or val): a map-style dataset of ``Sample``, indexed by a ``Key``. A broken
-    image is replaced by another image in training, and by ignored padding in validation."""
+    """One split (train or val): a map-style dataset of ``Sample``, indexed by ``SampleIndex``. A
+    broken image is replaced by another image in training, and by ignored padding in validation."""
 
     dtype = torch.uint8
     """Dtype of the images: uint8, or fp32 if they are already normalized."""
     reads_rows = False
     """Whether a subset of an image's rows can be read without the others."""
-    sequences = 0
-    """Number of image sequences in the first epoch; 0: images are not packed into sequences."""
-    returns_index = False
-    """Whether an image is returned with its number instead of its label."""
+    samples_are = "training images"
+    """What ``samples`` counts, for messages."""
 
     def __init__(
         self,
@@ -320,25 +291,27 @@ class Split(Dataset):
         self.left_out = left_out or Counter[str]()
         self.seed, self.is_train = request.seed, name == "train" and request.augment
         """``is_train``: images are shuffled, augmented, and replaced if broken."""
-        self.shape: tuple[int, ...] = request.shape
-        """Shape of the result of ``load_sample``."""
-        self.label_shape: tuple[int, ...] = ()
-        """Shape of the label of one item."""
-        if self.is_train and request.layout:
-            self.shape = (request.layout.length,)
+        self.fields: Fields = request.view.fields(request, self.dtype, is_train=self.is_train)
+        """What each sample consists of."""
         self.rows, self.partial_rows = range(request.size[0]), False
         """The rows of each image to return; without ``reads_rows``, ``load_sample`` returns all
         rows."""
         self.resized: list[Split] = []
-        """The same images in several sizes, such as buckets or pairs of crop sizes; a key then ends
-        with the index into this list."""
+        """The same images in several sizes, such as buckets or pairs of crop sizes, by
+        ``SampleIndex.size``."""
+
+    @property
+    def samples(self) -> int:
+        """The number of samples of the first epoch."""
+        return len(self)
 
     def name_of(self, number: int) -> str:
         """Return a description of image ``number`` for users, usually its path."""
         return f"{self.name} image {number}"
 
-    def load_sample(self, number: int, epoch: int, index: int) -> torch.Tensor:
-        """Return image ``number`` as the model sees it, as a replacement for image ``index``.
+    def load_sample(self, number: int, epoch: int, index: int) -> Batch:
+        """Return the fields of image ``number``, besides its label and number, as a replacement for
+        image ``index``.
 
         Random draws depend only on the seed, the epoch and ``index``. Raises BrokenImageError.
         """
@@ -351,36 +324,39 @@ class Split(Dataset):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, key: loader.Key) -> loader.Sample:
-        epoch, index, *in_size = key
-        if in_size:
-            return self.resized[in_size[0]][epoch, index]
-        image, label, bad = self.readable(
-            epoch, index, lambda number: self.load_sample(number, epoch, index)
+    def __getitem__(self, at: SampleIndex) -> Sample:
+        if self.resized:
+            return self.resized[at.size][replace(at, size=0)]
+        values, number, bad = self.readable(
+            at.epoch, at.index, lambda number: self.load_sample(number, at.epoch, at.index)
         )
-        if image is None:
-            return torch.zeros(self.shape, dtype=self.dtype), label, bad
+        if values is None:
+            return Sample({name: each.full() for name, each in self.fields.items()}, bad)
         if self.partial_rows and not self.reads_rows:
-            image = image[:, self.rows.start : self.rows.stop]
-        return image, label, bad
+            for name, value in values.items():
+                if (rows := self.fields[name].rows) is not None:
+                    values[name] = value.narrow(rows, self.rows.start, len(self.rows))
+        for name, known in (("target", self.labels[number]), ("index", number)):
+            if name in self.fields:
+                values[name] = torch.tensor(int(known))
+        return Sample(values, bad)
 
     def readable(
-        self, epoch: int, index: int, load: Callable[[int], torch.Tensor]
-    ) -> tuple[torch.Tensor | None, int, list[loader.BadImage]]:
-        """Return the result of ``load_sample``, the image's label, and the unreadable images. In
-        training, an unreadable image ``index`` is replaced by the first readable substitute; in
-        validation, and for padding, the result is (None, PADDING). Raises DataFolderError if too
-        many images are unreadable."""
-        bad: list[loader.BadImage] = []
-        if index == loader.PADDING:
-            return None, loader.PADDING, bad
+        self, epoch: int, index: int, load: Callable[[int], Result]
+    ) -> tuple[Result | None, int, list[BadImage]]:
+        """Return the result of ``load``, the number of the image that it is of, and the unreadable
+        images. In training, an unreadable image ``index`` is replaced by the first readable
+        substitute; in validation, and for padding, the result is (None, PADDING). Raises
+        DataFolderError if too many images are unreadable."""
+        bad: list[BadImage] = []
+        if index == PADDING:
+            return None, PADDING, bad
         for attempt in range(1 + ATTEMPTS if self.is_train else 1):
             number = index
             if attempt:
                 number = substitute(self.seed, epoch, index, attempt, len(self))
             try:
-                label = number if self.returns_index else int(self.labels[number])
-                return load(number), label, bad
+                return load(number), number, bad
             except BrokenImageError as error:
                 name = printable(self.name_of(number))
                 bad.append((name, str(error), int(self.labels[number])))
@@ -390,12 +366,12 @@ class Split(Dataset):
                 f"{name} cannot be read ({reason}), and neither can {ATTEMPTS} images tried in "
                 "its place"
             )
-        return None, loader.PADDING, bad
+        return None, PADDING, bad
 
-    def numbered(self) -> Self:
-        """Return a copy whose items have the image's number instead of its label."""
+    def with_index(self) -> Self:
+        """Return a copy whose samples have the field ``index``, in training, too."""
         part = copy.copy(self)
-        part.returns_index = True
+        part.fields = {**self.fields, "index": Field((), torch.int64, padding=PADDING)}
         return part
 
     def with_request(self, request: DatasetRequest) -> Self:
@@ -406,16 +382,17 @@ class Split(Dataset):
         """Return the sampler, which determines the order of the images."""
         return loader.GlobalBatchSampler(len(self), batch_size, **how)
 
-    def batches(
-        self, batch_size: int, shard: loader.BatchShard, sizes: SizeSchedule | None = None
-    ) -> loader.BatchLoader:
+    def batches(self, batch_size: int, shard: BatchShard, steps: int = 0) -> loader.BatchLoader:
         """Return the loader for this ``shard`` of each global batch. Training images are shuffled.
-        Validation images come once, in order, with padding in the last batch. ``sizes``: the image
-        size of each step; None: all images have the request's size."""
+        Validation images come once, in order, with padding in the last batch. ``steps``: the number
+        of batches of the whole training, which some views need to know."""
         config, dataset = self.request.config, copy.copy(self)
         if shard.rows is not None:
             dataset.rows, dataset.partial_rows = shard.rows, True
-            dataset.shape = shard.shape_of(batch_size, self.shape)[1:]
+            dataset.fields = {
+                name: replace(each, shape=shard.shape_of(batch_size, each)[1:])
+                for name, each in self.fields.items()
+            }
         sampler = self.sampler(
             batch_size,
             shuffle=self.is_train,
@@ -424,28 +401,21 @@ class Split(Dataset):
             shards=shard.count,
             repeats=config.aug_repeats if self.is_train else 1,
         )
-        pairs = self.request.of_pairs if self.is_train else []
-        if sizes:
-            requests = (
-                replace(self.request, size=(side, side), config=sizes.config_of(config, side))
-                for side in sizes.sides
-            )
-            dataset.resized = [self.with_request(request) for request in requests]
-            sampler.size_of = lambda epoch, batch: sizes.number(epoch * len(sampler) + batch)
-        elif pairs:
-            dataset.resized = [self.with_request(pair) for pair in pairs]
-            sampler.size_of = functools.partial(_drawn_pair, self.seed, len(pairs))
         if not shard.loads:
-            images = torch.zeros(shard.shape_of(batch_size, self.shape), dtype=self.dtype)
-            labels = torch.zeros((0, *self.label_shape), dtype=torch.int64)
-            return loader.ConstantLoader(len(sampler), (images, labels))
+            batch = shard.empty(batch_size, self.fields)
+            return loader.ConstantLoader(len(sampler), batch, self.fields)
+        if sizes := self.request.view.sizes(self.request, steps) if self.is_train else None:
+            resized = (self.with_request(request) for request in sizes.requests)
+            has_index = "index" in self.fields
+            dataset.resized = [each.with_index() if has_index else each for each in resized]
+            sampler.size_of = lambda epoch, batch: sizes.number(epoch, batch, len(sampler))
         workers = self._workers(shard)
         if not self.is_train:
             workers = min(workers, len(sampler))
         return loader.DatasetLoader(dataset, sampler, workers)
 
     def batches_of(
-        self, numbers: Sequence[int], batch_size: int, shard: loader.BatchShard
+        self, numbers: Sequence[int], batch_size: int, shard: BatchShard
     ) -> loader.BatchLoader:
         """Return a loader for these images, in this order, without loader processes if they fit one
         batch. Does not support shares with a subset of rows."""
@@ -460,7 +430,7 @@ class Split(Dataset):
         workers = self._workers(shard) if len(sampler) > 1 else 0
         return loader.DatasetLoader(self, sampler, min(workers, len(sampler)))
 
-    def _workers(self, shard: loader.BatchShard) -> int:
+    def _workers(self, shard: BatchShard) -> int:
         """Return the number of loader processes per training process."""
         workers = self.request.config.num_workers
         return loader.default_workers(shard.of_host) if workers is None else workers
@@ -478,11 +448,6 @@ class Split(Dataset):
         }
 
 
-def _drawn_pair(seed: int, pairs: int, epoch: int, batch: int) -> int:
-    """Return the index of the pair of crop sizes that a batch uses."""
-    return random.Random(f"{seed} crop sizes {epoch} {batch}").randrange(pairs)
-
-
 ATTEMPTS = 10
 """Number of substitutes tried for a broken image before the run ends."""
 
@@ -492,6 +457,50 @@ def substitute(seed: int, epoch: int, index: int, attempt: int, length: int) -> 
     arguments, so it is the same for any number of processes and after a resume."""
     state = np.random.SeedSequence((seed, epoch, index, attempt)).generate_state(1, np.uint64)
     return (index + 1 + int(state[0]) % max(length - 1, 1)) % length
+
+
+class ImageSplit(Split):
+    """One split of images, each read as the bytes of a JPEG, PNG or similar file and then
+    decoded."""
+
+    reading_threads = 16
+    """Number of threads that may read images concurrently."""
+
+    def __init__(
+        self,
+        request: DatasetRequest,
+        name: str,
+        transform: SampleTransform,
+        labels: Any,
+        *others: Any,
+    ) -> None:
+        """``labels`` and ``others``: see ``Split``."""
+        super().__init__(request, name, labels, *others)
+        self.transform = transform
+
+    def read(self, number: int, most: int | None = None) -> bytes:
+        """Return image ``number`` as stored, encoded; ``most``: number of first bytes that suffice.
+        Raises BrokenImageError."""
+        raise NotImplementedError
+
+    def open(self, number: int, *, lines: bool = False) -> OpenImage:
+        """Return image ``number``, possibly not decoded yet. Raises BrokenImageError, see
+        ``open_image``."""
+        return open_image(self.read(number), lines=lines)
+
+    def known_sizes(self) -> np.ndarray | None:
+        """Return height and width of each image in pixels, (n, 2), int32, if known without reading
+        images."""
+        return None
+
+    def with_request(self, request: DatasetRequest) -> Self:
+        part = copy.copy(self)
+        Split.__init__(part, request, self.name, self.labels, self.classes, self.left_out)
+        part.transform = request.view.transforms(request)[self.name]
+        return part
+
+    def load_sample(self, number: int, epoch: int, index: int) -> Batch:
+        return seeded(self.transform, self.open(number), self.seed, epoch, index)
 
 
 # -- a source --------------------------------------------------------------------------
@@ -511,16 +520,16 @@ class DataSource:
         )
 
     def train_loader(
-        self, batch_size: int, shard: loader.BatchShard, sizes: SizeSchedule | None = None
+        self, batch_size: int, shard: BatchShard, steps: int = 0
     ) -> loader.BatchLoader:
         """Return the loader of training images; see ``Split.batches``."""
-        return self.splits["train"].batches(batch_size, shard, sizes)
+        return self.splits["train"].batches(batch_size, shard, steps)
 
     def steps_of_epoch(self, batch_size: int) -> int:
         """Return the number of global batches of training images per epoch."""
-        return len(self.train_loader(batch_size, loader.BatchShard(loads=False)))
+        return len(self.train_loader(batch_size, BatchShard(loads=False)))
 
-    def val_loader(self, batch_size: int, shard: loader.BatchShard) -> loader.BatchLoader:
+    def val_loader(self, batch_size: int, shard: BatchShard) -> loader.BatchLoader:
         """Return the loader of validation images. Raises KeyError if there are none (``val_length``
         is 0)."""
         return self.splits["val"].batches(batch_size, shard)

@@ -30,7 +30,6 @@ import xxhash
 
 from config_fields import is_of
 from data import files, hub
-from data.buckets import source_of
 from data.config import DataConfig
 from data.files import (
     BrokenImageError,
@@ -42,8 +41,7 @@ from data.files import (
     reason_of,
 )
 from data.loader import GlobalBatchSampler, RunSampler
-from data.source import DatasetRequest, DataSource
-from data.transforms import ImageSplit, Transform, transforms_of
+from data.source import DatasetRequest, DataSource, ImageSplit, SampleTransform
 
 try:
     import pyarrow as pa
@@ -189,7 +187,7 @@ class TableSplit(ImageSplit):
         self,
         request: DatasetRequest,
         name: str,
-        transform: Transform,
+        transform: SampleTransform,
         columns: Columns,
         parts: Sequence[_Labels],
         where: str,
@@ -242,7 +240,7 @@ def _source(request: DatasetRequest, name: str, find: Callable[[str], TableSplit
     if one != other:
         how = other_classes(one or [], other or []) or "their order differs"
         raise DataFolderError(f"{name}: the class names of train and val differ: {how}")
-    return source_of(request, name, splits)
+    return request.view.arrange(request, name, splits)
 
 
 # -- parquet ---------------------------------------------------------------------------
@@ -254,7 +252,7 @@ def open_parquet(request: DatasetRequest) -> DataSource:
         raise DataFolderError(
             "--data_source parquet requires the package pyarrow: python3 -m pip install pyarrow"
         )
-    transforms = transforms_of(request)
+    transforms = request.view.transforms(request)
     return _source(
         request,
         request.config.data_dir,
@@ -265,7 +263,7 @@ def open_parquet(request: DatasetRequest) -> DataSource:
 class ParquetSplit(TableSplit):
     """One split of parquet files, whose rows are numbered one after another."""
 
-    def __init__(self, request: DatasetRequest, name: str, transform: Transform) -> None:
+    def __init__(self, request: DatasetRequest, name: str, transform: SampleTransform) -> None:
         """Read the metadata and labels of the split's files. Raises DataFolderError."""
         config, names = request.config, split_names(request.config, name)
         self._paths = split_files(config.data_dir, names)
@@ -347,7 +345,7 @@ _MASKS = ("mask", "annotation", "label", "labels", "segmentation", "semantic_mas
 
 
 def open_masks(
-    request: DatasetRequest, name: str, transform: Transform
+    request: DatasetRequest, name: str, transform: SampleTransform
 ) -> tuple[ParquetSplit, ParquetSplit]:
     """Return the images of a split of parquet files, and their masks, in another column. Raises
     DataFolderError."""
@@ -475,7 +473,7 @@ def _features(schema: pa.Schema) -> dict[str, Any]:
 
 def open_huggingface(request: DatasetRequest) -> DataSource:
     """Open the splits that are requested. Raises DataFolderError."""
-    config, transforms = request.config, transforms_of(request)
+    config, transforms = request.config, request.view.transforms(request)
     cache: tuple[str, ...] = ()
     if name := hub.name_on_hub(config.data_dir, config.data_source):
         if name.path is not None:
@@ -534,7 +532,7 @@ class HuggingFaceSplit(TableSplit):
         self,
         request: DatasetRequest,
         name: str,
-        transform: Transform,
+        transform: SampleTransform,
         table: Any,
         where: str,
         cache: tuple[str, ...],

@@ -5,16 +5,15 @@ image (``seeded``).
 """
 
 import contextlib
-import copy
 import functools
 import math
 import operator
 import random
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Self, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -28,17 +27,15 @@ from torchvision.transforms import ColorJitter, v2
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from data.config import DataConfig, Preprocessing
-from data.decode import OpenImage, open_image
+from data.decode import OpenImage
 from data.files import DataFolderError
-from data.source import GLOBALS, CropLayout, DatasetRequest, Split, max_masked
 
 Size = tuple[int, ...]
 """The height and width of an image in pixels."""
 Box = tuple[int, int, int, int]
 """Part of an image: first row, first column, height, width."""
 Transform = Callable[[OpenImage], torch.Tensor]
-"""Maps an image to (channels, height, width), or to packed crops (bytes,): uint8. Raises
-BrokenImageError."""
+"""Maps an image to (channels, height, width), uint8. Raises BrokenImageError."""
 SizedTransform = Callable[[OpenImage, Size], torch.Tensor]
 """Maps an image, and a height and width, to (channels, height, width): uint8. Raises
 BrokenImageError."""
@@ -52,45 +49,6 @@ _BY_TENSORS = ("bilinear", "bicubic")
 """Interpolations that PyTorch computes like Pillow, three to four times as fast."""
 _SEEDS = 2**32
 _WHITE = 255
-
-
-class ImageSplit(Split):
-    """One split of images, each read as the bytes of a JPEG, PNG or similar file and then
-    decoded."""
-
-    reading_threads = 16
-    """Number of threads that may read images concurrently."""
-
-    def __init__(
-        self, request: DatasetRequest, name: str, transform: Transform, labels: Any, *others: Any
-    ) -> None:
-        """``labels`` and ``others``: see ``Split``."""
-        super().__init__(request, name, labels, *others)
-        self.transform = transform
-
-    def read(self, number: int, most: int | None = None) -> bytes:
-        """Return image ``number`` as stored, encoded; ``most``: number of first bytes that suffice.
-        Raises BrokenImageError."""
-        raise NotImplementedError
-
-    def open(self, number: int, *, lines: bool = False) -> OpenImage:
-        """Return image ``number``, possibly not decoded yet. Raises BrokenImageError, see
-        ``open_image``."""
-        return open_image(self.read(number), lines=lines)
-
-    def known_sizes(self) -> np.ndarray | None:
-        """Return height and width of each image in pixels, (n, 2), int32, if known without reading
-        images."""
-        return None
-
-    def with_request(self, request: DatasetRequest) -> Self:
-        part = copy.copy(self)
-        Split.__init__(part, request, self.name, self.labels, self.classes, self.left_out)
-        part.transform = transforms_of(request)[self.name]
-        return part
-
-    def load_sample(self, number: int, epoch: int, index: int) -> torch.Tensor:
-        return seeded(self.transform, self.open(number), self.seed, epoch, index)
 
 
 def seeded(
@@ -107,34 +65,6 @@ def seeded(
         return transform(image)
     finally:
         generator.set_state(before)
-
-
-def transforms_of(request: DatasetRequest) -> dict[str, Transform]:
-    """Return the transform of each split of the request.
-
-    Raises DataFolderError, see ``val_transform`` and ``TrainTransform``.
-    """
-    config, size, channels = request.config, request.size, request.channels
-    val = val_transform(config.preprocessing, size, channels)
-    if not request.with_train:
-        return {"val": val}
-    train: Transform = val
-    if request.layout:
-        train = MultiCrop(config, request.layout)
-    elif request.augment:
-        train = TrainTransform(config, size, channels)
-    return {"train": train, "val": val}
-
-
-def sized_transforms_of(request: DatasetRequest) -> dict[str, SizedTransform]:
-    """Return the transform of each split of the request for any output size. Raises
-    DataFolderError, see ``TrainTransform``."""
-    config, channels = request.config, request.channels
-    mode = v2.InterpolationMode(config.preprocessing.interpolation_of_val)
-    whole = functools.partial(whole_image, mode, channels)
-    if not (request.with_train and request.augment):
-        return dict.fromkeys(request.splits, whole)
-    return {"train": TrainTransform(config, request.size, channels).in_shape, "val": whole}
 
 
 # -- validation ------------------------------------------------------------------------
@@ -194,7 +124,7 @@ class TrainTransform:
     def __init__(self, config: DataConfig, size: Size, channels: int) -> None:
         """Raises DataFolderError for augmentations that timm cannot compute."""
         preprocessing = config.preprocessing
-        self._modes = _modes(config)
+        self._modes = training_modes(config)
         self._scale, self._ratio = config.scale, config.ratio
         self._hflip, self._vflip = config.hflip, config.vflip
         self._size, self._channels = size, channels
@@ -269,7 +199,7 @@ class _Canvas:
         self.image[where] = written.to(torch.uint8)
 
 
-def _modes(config: DataConfig) -> list[v2.InterpolationMode]:
+def training_modes(config: DataConfig) -> list[v2.InterpolationMode]:
     """Return the interpolations of training images; one of them is drawn for each image."""
     chosen = config.train_interpolation or config.preprocessing.interpolation
     names = _BY_TENSORS if chosen == "random" else (chosen,)
@@ -385,214 +315,3 @@ def _posterize(image: Image.Image, bits_to_keep: int, **others: object) -> Image
     if bits_to_keep < 1:
         return Image.new(image.mode, image.size)
     return auto_augment.posterize(image, bits_to_keep, **others)
-
-
-# -- DINO's crops ----------------------------------------------------------------------
-#
-# Color jitter, grayscale, blur and solarization are applied with the probabilities of DINOv2's code
-# (dinov2/data/augmentations.py). The operations are torchvision's, but faster: values stay fp32,
-# from 0 to 255, until the end, so they differ from torchvision's on fp32 images only by rounding to
-# bytes, at most 0.5 of 255, or 1 at the threshold of solarization.
-
-
-_LUMA = torch.tensor((0.2989, 0.587, 0.114))
-"""Weights of red, green and blue in a gray value, as in torchvision."""
-_BRIGHTNESS, _CONTRAST, _SATURATION, _HUE = 0.4, 0.4, 0.2, 0.1
-"""Maximum relative change of each; for hue, as a fraction of the color circle."""
-_JITTERED, _GRAY = 0.8, 0.2
-"""Probabilities of color jitter and of grayscale."""
-_RADIUS, _SIGMAS = 4, (0.1, 2.0)
-"""Radius and range of sigma of the blur, in pixels; it has 2 * 4 + 1 weights."""
-_LEAST_WEIGHT = 1e-4
-"""Smaller weights of the blur are dropped; those of one side change a value by less than 0.05."""
-_LEAST_BLOCK = 4
-"""Minimum area drawn for a masked rectangle, in patches, while at least that many are left."""
-_LOG_ASPECT = math.log(0.3)
-"""Masked rectangles have log(height / width) uniform between this value and its negative."""
-
-
-class MultiCrop:
-    """Creates the packed DINO crops of an image, each a random resized crop with random flip and
-    distortion, and the mask of the first global crop. Separate crops for the Gram teacher are the
-    global crops at higher resolution."""
-
-    def __init__(self, config: DataConfig, layout: CropLayout) -> None:
-        self._layout, self._gray = layout, layout.shape[0] == 1
-        self._modes, self._ratio, self._hflip = _modes(config), config.ratio, config.hflip
-        request, size = layout.request, layout.shape[1:]
-        self._wanted = [(request.global_scale, size), (request.global_scale, size)]
-        self._wanted += [(request.local_scale, request.local_size)] * request.local_number
-
-    def __call__(self, image: OpenImage) -> torch.Tensor:
-        request = self._layout.request
-        kinds = [FIRST, SECOND] if torch.rand(()).item() < 0.5 else [SECOND, FIRST]
-        kinds += [LOCAL] * request.local_number
-        parts = [(random_box(image.size, scale, self._ratio), size) for scale, size in self._wanted]
-        count, gram_count = len(parts), self._layout.gram_number
-        parts += [(box, request.of_gram(self._layout.shape[1:])) for box, _ in parts[:gram_count]]
-        resized = resized_parts(image, parts, self._modes)
-        drawn = [(torch.rand(()).item() < self._hflip, draw_distortion(kind)) for kind in kinds]
-        drawn += [
-            (flips, replace(distortion, scale=request.gram_factor))
-            for flips, distortion in drawn[:gram_count]
-        ]
-        crops = []
-        for crop, (flips, distortion) in zip(resized, drawn, strict=True):
-            crop = crop.flip(-1) if flips else crop
-            crop = v2.functional.rgb_to_grayscale(crop) if self._gray else crop
-            crops.append(distort(crop, distortion))
-        none = crops[0].new_empty(0)
-        grams = torch.stack(crops[count:]) if gram_count else none
-        locals_ = torch.stack(crops[GLOBALS:count]) if request.local_number else none
-        mask = block_mask(request.grid, request.mask_ratio)
-        return self._layout.pack(torch.stack(crops[:GLOBALS]), grams, locals_, mask)
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Probabilities of blur and solarization for one kind of crop."""
-
-    blurred: float
-    solarized: float = 0.0
-
-
-FIRST, SECOND, LOCAL = Kind(1.0), Kind(0.1, 0.2), Kind(0.5)
-"""The kinds of DINO's crops: of an image's global crops, one is FIRST and one SECOND."""
-
-
-@dataclass(frozen=True)
-class Distortion:
-    """The random draws for one crop."""
-
-    jitter: tuple[tuple[str, float], ...]
-    """Color operations in order, each with its factor; for hue, its shift as a fraction of the
-    color circle."""
-    gray: bool
-    sigma: float | None
-    """Standard deviation of the blur in pixels; None: no blur."""
-    solarized: bool
-    scale: float = 1.0
-    """Side length of the crop relative to the crop that the blur is defined for."""
-
-
-def draw_distortion(kind: Kind) -> Distortion:
-    """Draw the distortion of a crop of this kind, from the same distributions as torchvision."""
-    jittered, brightness, contrast, saturation, hue, gray, blurred, sigma, solarized = torch.rand(
-        9, dtype=torch.float64
-    ).tolist()
-    jitter: tuple[tuple[str, float], ...] = ()
-    if jittered < _JITTERED:
-        factors = (
-            ("brightness", 1 + _BRIGHTNESS * (2 * brightness - 1)),
-            ("contrast", 1 + _CONTRAST * (2 * contrast - 1)),
-            ("saturation", 1 + _SATURATION * (2 * saturation - 1)),
-            ("hue", _HUE * (2 * hue - 1)),
-        )
-        jitter = tuple(factors[i] for i in torch.randperm(len(factors)).tolist())
-    return Distortion(
-        jitter,
-        gray < _GRAY,
-        _SIGMAS[0] + sigma * (_SIGMAS[1] - _SIGMAS[0]) if blurred < kind.blurred else None,
-        solarized < kind.solarized,
-    )
-
-
-def distort(image: torch.Tensor, distortion: Distortion) -> torch.Tensor:
-    """Return the distorted image, (channels, height, width) uint8; single-channel images without
-    saturation and hue."""
-    colors = len(image) == len(_LUMA)
-    if distortion.jitter or (colors and distortion.gray) or distortion.sigma is not None:
-        values = image.to(torch.float32, memory_format=torch.contiguous_format)
-        for name, factor in distortion.jitter:
-            if name == "brightness":
-                values = values.mul_(factor).clamp_(0, _WHITE)
-            elif name == "contrast":
-                mean = _gray(values.mean((1, 2), keepdim=True)).item()
-                values = values.mul_(factor).add_(mean * (1 - factor)).clamp_(0, _WHITE)
-            elif name == "saturation" and colors:
-                values = torch.lerp(_gray(values), values, factor).clamp_(0, _WHITE)
-            elif name == "hue" and colors:
-                values = shift_hue(values, factor)
-        if colors and distortion.gray:
-            values = _gray(values)
-        if distortion.sigma is not None:
-            # At higher resolution the blur covers the same part of the scene.
-            values = blur(
-                values, distortion.sigma * distortion.scale, round(_RADIUS * distortion.scale)
-            )
-        # NumPy converts fp32 to bytes in a sixth of PyTorch's time.
-        rounded = torch.from_numpy(values.add_(0.5).numpy().astype(np.uint8))
-        image = rounded.expand_as(image)
-    # A byte is below 128 if it is less than 255 minus itself.
-    return torch.minimum(image, image.bitwise_not()) if distortion.solarized else image
-
-
-def _gray(values: torch.Tensor) -> torch.Tensor:
-    """Return the gray values (1, height, width) of an fp32 image; gray images unchanged."""
-    if len(values) == 1:
-        return values
-    return (_LUMA @ values.flatten(1)).view(1, *values.shape[1:])
-
-
-def shift_hue(values: torch.Tensor, shift: float) -> torch.Tensor:
-    """Return RGB values (3, height, width) with the hue shifted by ``shift`` of the color circle,
-    at most a sixth. The minimum and maximum of each pixel stay the same: saturation and value in
-    HSV.
-
-    Each channel is a trapezoid over the hue h, counted in sixths of the circle from the channel's
-    own hue: with the minimum m and chroma C, red = m + C clamp(2 - abs(h), 0, 1). The other two
-    channels determine h: C abs(h) = C + (green - m) + (blue - m) - (red - m), with the sign of
-    green - blue. This needs no division, no remainder, and no case distinction by the largest
-    channel.
-    """
-    darkest, brightest = values.amin(0, keepdim=True), values.amax(0, keepdim=True)
-    chroma = brightest - darkest
-    total = values.sum(0, keepdim=True).add_(chroma).sub_(darkest)
-    around = torch.cat([values, values[:2]])
-    hues = torch.sub(total, values, alpha=2).copysign_(around[1:4] - around[2:5])
-    away = hues.add_(chroma, alpha=6 * shift).abs_()
-    return torch.sub(brightest + chroma, away).clamp_(darkest, brightest)
-
-
-def blur(values: torch.Tensor, sigma: float, radius: int) -> torch.Tensor:
-    """Return the values (channels, height, width) after a Gaussian blur with weights up to
-    ``radius`` pixels along each axis and reflected edges. Applies one weight and its mirror image
-    at a time, several times as fast as PyTorch's convolution."""
-    radius = min(radius, *(side - 1 for side in values.shape[1:]))
-    weights = [math.exp(-0.5 * (offset / sigma) ** 2) for offset in range(radius + 1)]
-    total = 2 * sum(weights) - weights[0]
-    weights = [weight / total for weight in weights if weight / total > _LEAST_WEIGHT]
-    radius = len(weights) - 1
-    for dimension in (1, 2):
-        length = values.shape[dimension]
-        padding = (radius, radius, 0, 0) if dimension == 2 else (0, 0, radius, radius)
-        padded = torch.nn.functional.pad(values[None], padding, mode="reflect")[0]
-        values = padded.narrow(dimension, radius, length) * weights[0]
-        for offset in range(1, radius + 1):
-            for start in (radius - offset, radius + offset):
-                values.add_(padded.narrow(dimension, start, length), alpha=weights[offset])
-    return values
-
-
-def block_mask(grid: tuple[int, int], ratio: tuple[float, float]) -> torch.Tensor:
-    """Draw the masked patches, (patches,) bool; their fraction is uniform within ``ratio``. The
-    mask consists of rectangles, as in iBOT and DINOv2, each around a random unmasked patch; the
-    last one is truncated so that the number is exact."""
-    rows, columns = grid
-    share = ratio[0] + torch.rand(()).item() * (ratio[1] - ratio[0])
-    wanted = min(max(1, round(share * rows * columns)), max_masked(grid, ratio))
-    masked = np.zeros(grid, bool)
-    while left := wanted - int(masked.sum()):
-        sized, shaped, chosen, down, across = torch.rand(5, dtype=torch.float64).tolist()
-        least = min(_LEAST_BLOCK, left)
-        area, aspect = least + sized * (left - least), math.exp(_LOG_ASPECT * (2 * shaped - 1))
-        tall = min(rows, max(1, round(math.sqrt(area * aspect))))
-        wide = min(columns, max(1, round(math.sqrt(area / aspect))))
-        free = np.flatnonzero(~masked)
-        row, column = divmod(int(free[int(chosen * len(free))]), columns)
-        top = min(max(0, row - int(down * tall)), rows - tall)
-        start = min(max(0, column - int(across * wide)), columns - wide)
-        block = masked[top : top + tall, start : start + wide]
-        new_rows, new_columns = np.nonzero(~block)
-        block[new_rows[:left], new_columns[:left]] = True
-    return torch.from_numpy(masked.reshape(-1))

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 import xxhash
 
+from data.batch import Batch
 from data.files import (
     TEXT,
     BrokenImageError,
@@ -94,7 +95,7 @@ class VolumesSplit(Split):
     def name_of(self, number: int) -> str:
         return self._index.paths[number]
 
-    def load_sample(self, number: int, epoch: int, index: int) -> torch.Tensor:
+    def load_sample(self, number: int, epoch: int, index: int) -> Batch:
         path = self._index.paths[number]
         with open_array(path) as array:
             shape, dimensions, channel_axis = array.shape, len(self._size), None
@@ -150,7 +151,7 @@ class VolumesSplit(Split):
         image = torch.from_numpy(np.ascontiguousarray(values))
         if flip:
             image = image.flip(-1)
-        return (image - self._mean) / self._std
+        return {"image": (image - self._mean) / self._std}
 
 
 def _times(sizes: Sequence[int]) -> str:

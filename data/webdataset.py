@@ -25,7 +25,6 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from tqdm import tqdm
 
 from data import files
-from data.buckets import source_of
 from data.config import DataConfig
 from data.files import (
     BrokenImageError,
@@ -36,8 +35,7 @@ from data.files import (
     reason_of,
 )
 from data.index import Strings, Table, load_or_build
-from data.source import DatasetRequest, DataSource
-from data.transforms import ImageSplit, Transform, transforms_of
+from data.source import DatasetRequest, DataSource, ImageSplit, SampleTransform
 
 PACK_FILE = "packing.json"
 """Where ``data.pack`` says whether all shards are there that it writes to a URL."""
@@ -47,7 +45,7 @@ Listing = Mapping[str, Mapping[str, Any]]
 
 def open_shards(request: DatasetRequest) -> DataSource:
     """Index the shards of the splits that are requested. Raises DataFolderError."""
-    transforms = transforms_of(request)
+    transforms = request.view.transforms(request)
     config, root = request.config, request.config.data_dir
     if not root:
         raise DataFolderError(
@@ -98,7 +96,7 @@ def open_shards(request: DatasetRequest) -> DataSource:
         split: ShardSplit(request, split, transforms[split], table, classes)
         for split, table in tables.items()
     }
-    return source_of(request, root, splits)
+    return request.view.arrange(request, root, splits)
 
 
 class ShardSplit(ImageSplit):
@@ -108,7 +106,7 @@ class ShardSplit(ImageSplit):
         self,
         request: DatasetRequest,
         split: str,
-        transform: Transform,
+        transform: SampleTransform,
         table: Table,
         classes: list[str] | None,
     ) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.loader import PADDING, GlobalBatchSampler, Key
+from data.batch import PADDING, Batch, SampleIndex
+from data.loader import GlobalBatchSampler
 from data.source import DatasetRequest, Split
 
 
@@ -75,10 +76,10 @@ class WindowSplit(Split):
         row, column = divmod(window - self.windows_of(image).start, len(columns))
         return image, rows[row], columns[column]
 
-    def load_sample(self, number: int, epoch: int, index: int) -> torch.Tensor:
+    def load_sample(self, number: int, epoch: int, index: int) -> Batch:
         image, top, left = self._start(number)
         height, width = self.request.size
-        return self.picture(image)[:, top : top + height, left : left + width]
+        return {"image": self.picture(image)[:, top : top + height, left : left + width]}
 
     def picture(self, image: int) -> torch.Tensor:
         """Return the resized image, (channels, height, width). Raises BrokenImageError."""
@@ -126,8 +127,8 @@ class WholeImageSampler(GlobalBatchSampler):
     def __len__(self) -> int:
         return self._batches
 
-    def __iter__(self) -> Iterator[list[Key]]:
+    def __iter__(self) -> Iterator[list[SampleIndex]]:
         padded = itertools.chain(*self._windows, itertools.repeat(PADDING))
-        keys = ((self.epoch, window) for window in padded)
+        keys = (SampleIndex(self.epoch, window) for window in padded)
         batches = (list(itertools.islice(keys, self.per_shard)) for _ in range(self._batches))
         yield from itertools.islice(batches, self.first_batch, None)

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import timm
 import torch
@@ -40,18 +40,17 @@ from models.timm_models import as_json, preprocessing_of
 # The model.
 
 
-class Packed(NamedTuple):
-    """The tokens of a batch of sequences. An image has its class and register tokens first, then
-    its patches; it is in one sequence, whole."""
+Packed = dict[str, torch.Tensor]
+"""The tokens of a batch of sequences, by timm's names. An image has its class and register tokens
+first, then its patches; it is in one sequence, whole.
 
-    patches: torch.Tensor
-    """(sequences, tokens, values): normalized pixels by row, column and channel, as in timm's
-    NaFlexVit; of class and register tokens anything."""
-    patch_coord: torch.Tensor
-    """(sequences, tokens, 4), integers: row and column of the patch, rows and columns of its image.
-    Of class and register tokens: the token's number, then zeros."""
-    segments: torch.Tensor
-    """(sequences, tokens), int32: the number of the token's image, from 1 on; 0: padding."""
+- ``patches``: (sequences, tokens, values), normalized pixels by row, column and channel, as in
+  timm's NaFlexVit; of class and register tokens anything.
+- ``patch_coord``: (sequences, tokens, 4), integers: row and column of the patch, rows and columns
+  of its image. Of class and register tokens: the token's number, then zeros.
+- ``segment_ids``: (sequences, tokens), int32: the number of the token's image, from 1 on; 0:
+  padding.
+"""
 
 
 class PackedVit(NaFlexVit):
@@ -62,8 +61,8 @@ class PackedVit(NaFlexVit):
         super().__init__(**arguments)
         self.images = images
         self.mask_of: Callable[[torch.Tensor], torch.Tensor] = same_image
-        """What attention is given as its mask, made of ``Packed.segments``. A backend sets it whose
-        product of attention takes something else."""
+        """What attention is given as its mask, made of ``segment_ids`` of ``Packed``. A backend
+        sets it whose product of attention takes something else."""
         for block in self.blocks:
             if hasattr(block.attn, "num_prefix_tokens"):  # rotated as positions say: not at all
                 block.attn.num_prefix_tokens = 0
@@ -74,9 +73,9 @@ class PackedVit(NaFlexVit):
     def forward_features(self, packed: Packed) -> torch.Tensor:
         """Return the tokens after all blocks and the norm, (sequences, tokens, width)."""
         x = self.norm_pre(self.embeds.pos_drop(self._embed(packed)))
-        shared = {"attn_mask": self.mask_of(packed.segments)}
+        shared = {"attn_mask": self.mask_of(packed["segment_ids"])}
         if self.rope is not None:
-            shared["rope"] = rotations_at(self.rope, packed.patch_coord)
+            shared["rope"] = rotations_at(self.rope, packed["patch_coord"])
         if isinstance(self.blocks, nn.Sequential):
             for block in self.blocks:
                 x = block(x, **shared)
@@ -93,8 +92,8 @@ class PackedVit(NaFlexVit):
         return x if pre_logits else self.head(x)
 
     def _embed(self, packed: Packed) -> torch.Tensor:
-        embeds, patch_coord = self.embeds, packed.patch_coord
-        x = embeds.norm(embeds.proj(packed.patches))
+        embeds, patch_coord = self.embeds, packed["patch_coord"]
+        x = embeds.norm(embeds.proj(packed["patches"]))
         x = x + positions_at(embeds, patch_coord).to(x.dtype)
         if not self.num_prefix_tokens:
             return x
@@ -109,7 +108,7 @@ class PackedVit(NaFlexVit):
     def _pool_images(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         """Pool the tokens of each image, (sequences, images, width), as timm does. Of a place
         without an image the result is finite."""
-        is_patch, kind = packed.patch_coord[..., 2] > 0, self.global_pool
+        is_patch, kind = packed["patch_coord"][..., 2] > 0, self.global_pool
         if kind == "token":
             return _sum_over(_tokens_of(packed, self.images, first=True), x)
         of_image = _tokens_of(packed, self.images)
@@ -148,10 +147,10 @@ class PackedVit(NaFlexVit):
 def _tokens_of(packed: Packed, images: int, *, first: bool = False) -> torch.Tensor:
     """Return which tokens are those of each image, bool (sequences, images, tokens); ``first``: its
     first token alone, the class token of models that have one."""
-    numbers = torch.arange(1, images + 1, device=packed.segments.device)
-    of_image = packed.segments[:, None] == numbers[:, None]
+    numbers = torch.arange(1, images + 1, device=packed["segment_ids"].device)
+    of_image = packed["segment_ids"][:, None] == numbers[:, None]
     if first:
-        row, _, rows, _ = packed.patch_coord.unbind(-1)
+        row, _, rows, _ = packed["patch_coord"].unbind(-1)
         of_image = of_image & ((rows == 0) & (row == 0))[:, None]
     return of_image
 
@@ -173,7 +172,7 @@ def of_images(
     """Return the first token and the mean of the patches of each of ``images`` places for images,
     both (sequences x images, width)."""
     first = _sum_over(_tokens_of(packed, images, first=True), tokens)
-    patches = _tokens_of(packed, images) & (packed.patch_coord[..., 2] > 0)[:, None]
+    patches = _tokens_of(packed, images) & (packed["patch_coord"][..., 2] > 0)[:, None]
     return first.flatten(0, 1), _mean_over(patches, tokens).flatten(0, 1)
 
 
@@ -451,11 +450,11 @@ class NativeSpec(ModelSpec):
         sequence in training."""
         tokens = self.packing.prefix + self.sizes.num_patches
         values = self.packing.values_of_patch(self.sizes.input_shape[0])
-        packed = Packed(
-            torch.empty(1, tokens, values, device="meta"),
-            torch.empty(1, tokens, 4, dtype=torch.int32, device="meta"),
-            torch.empty(1, tokens, dtype=torch.int32, device="meta"),
-        )
+        packed = {
+            "patches": torch.empty(1, tokens, values, device="meta"),
+            "patch_coord": torch.empty(1, tokens, 4, dtype=torch.int32, device="meta"),
+            "segment_ids": torch.empty(1, tokens, dtype=torch.int32, device="meta"),
+        }
         return (packed,)
 
     @functools.cached_property
@@ -465,7 +464,7 @@ class NativeSpec(ModelSpec):
         model, example = self.build(), self.example()
         model.images = 1  # type: ignore[assignment]
         of_image = train_flops_of(model, example)
-        return of_image * self.packing.tokens / example[0].segments.shape[1]
+        return of_image * self.packing.tokens / example[0]["segment_ids"].shape[1]
 
 
 # ------------------------------------------------------------------------------------------------

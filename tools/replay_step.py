@@ -21,31 +21,31 @@ if __name__ == "__main__":  # by its path from any folder, or by another Python
 
     check_python.check("tools.replay_step")
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from config_fields import local_path, positive
+from data.batch import Batch, BatchShard, micro_batches
 from data.config import DataConfig
 from data.files import printable
-from data.loader import Batch, BatchShard
-from data.size_schedule import SizeSchedule
 from data.source import DataSource, open_data
 from data.utf8 import use_utf8
 from torch_fsdp.config import Fsdp2Config
 from torch_fsdp.parallel_plan import DTYPES
-from training.backend import Backend, data_errors_as_usage_errors, dataset_request, micro_batch_seed
+from training.backend import Backend, micro_batch_seed
 from training.bad_step import BadStep, read_bad_step
 from training.checkpoints.compatible import other_order
 from training.checkpoints.config import CheckpointConfig
 from training.checkpoints.format import EMA, SavedRun, read_saved_run
 from training.config import EmaConfig, LogConfig, RunConfig, ShardingConfig, UseConfig
+from training.data import data_errors_as_usage_errors, dataset_request
 from training.errors import UsageError
 from training.flags import OneLineParser, from_values
 from training.initial_weights import with_teacher
 from training.mesh import Mesh
-from training.objectives.objective import Objective, open_objective
+from training.objectives.base import Objective
+from training.objectives.registry import open_objective
 from training.optimizers import updates_of
 from training.processes.output import exit_quietly_on_broken_pipe
 from training.resolve import Run, check_batch, resolve_common, resolve_model
@@ -131,8 +131,7 @@ def build(run: Run, bad_step: BadStep, weights: Weights) -> Replayed:
         models["teacher"] = teacher
     backend = cast(Backend, OneProcess(run, models.get("teacher")))
     objective = open_objective(run, backend)
-    if objective.teacher:
-        models["teacher"] = objective.teacher.model
+    models |= objective.frozen_models()
     return Replayed(run, bad_step, models, backend, objective)
 
 
@@ -151,7 +150,7 @@ class Images:
 
     def describe(self) -> str:
         """Return one line about their values."""
-        images = self.batch[0]
+        images = self.batch.get("image", next(iter(self.batch.values())))
         shape = " x ".join(map(str, images.shape[1:]))
         text = f"images: {len(images)} of the batch's {self.total}, {shape}, {images.dtype}"
         if not images.is_floating_point():
@@ -168,21 +167,16 @@ class Images:
 def read_images(run: Run, bad_step: BadStep, data: DataSource) -> Images:
     """Return the images of the step's batch. Raises DataFolderError."""
     batch_size, train = run.config.data.batch_size, data.splits["train"]
-    side = bad_step.step_rates.image_side
-    sizes = SizeSchedule.of(run.config.data, run.config.seed, 0)
-    if sizes and side:
-        sizes = sizes.only(side)
-    loader = train.numbered().batches(batch_size, BatchShard(), sizes)
+    loader = train.with_index().batches(batch_size, BatchShard(), bad_step.steps)
     first = bad_step.images_in_epoch // batch_size
     if first >= len(loader):
         raise UsageError(
             f"the step used batch {first + 1} of its epoch, but {data.name} has {len(loader)} "
             "batches: set --data_dir to the run's images"
         )
-    images, numbers = next(iter(loader.epoch(bad_step.epoch, first)))
-    labels = torch.from_numpy(np.asarray(train.labels)[numbers.numpy()].astype(np.int64))
-    names = [printable(train.name_of(number)) for number in numbers.tolist()]
-    return Images((images, labels), names, len(images))
+    batch = next(iter(loader.epoch(bad_step.epoch, first)))
+    names = [printable(train.name_of(number)) for number in batch.pop("index").tolist()]
+    return Images(batch, names, len(names))
 
 
 def first_images(run: Run, images: Images, count: int) -> tuple[Run, Images]:
@@ -194,8 +188,8 @@ def first_images(run: Run, images: Images, count: int) -> tuple[Run, Images]:
         check_batch(few)
     except UsageError as error:
         raise UsageError(f"--images {count}: {error}") from None
-    pixels, labels = images.batch
-    return few, Images((pixels[:count], labels[:count]), images.names[:count], images.total)
+    batch = {name: values[:count] for name, values in images.batch.items()}
+    return few, Images(batch, images.names[:count], images.total)
 
 
 # -- looking at values -----------------------------------------------------------------------------
@@ -285,21 +279,18 @@ def compute(step: Replayed, images: Images, precision: str, watch: Watch) -> tup
     """Return the loss and the gradient norm of the step. Raises NotFinite."""
     run, model, count = step.run, step.models[""], step.run.config.data.grad_accum_steps
     parts = step.bad_step.batch_shards if count > 1 else 1
-    pixels, labels = images.batch
-    if step.objective.numbered:
-        labels = torch.arange(len(labels))
-    by_pass = [
-        x.unflatten(0, (parts, count, -1)).transpose(0, 1).flatten(1, 2) for x in (pixels, labels)
-    ]
+    batch = images.batch
+    if step.objective.takes_positions:
+        batch = batch | {"position": torch.arange(len(next(iter(batch.values()))))}
     model.train()
     model.zero_grad()
     begin_step(model, step.objective, step.backend, step.bad_step.step_rates)
     total = 0.0
     with _in_precision(step.models.values(), precision), watch.over(step.models):
-        for index, (some, theirs) in enumerate(zip(*by_pass, strict=True)):
+        for index, part in enumerate(micro_batches(batch, parts, count)):
             number = step.bad_step.passes[index]
             torch.manual_seed(micro_batch_seed(run.config.seed, number, 0))
-            loss = step.objective.loss(model, some, theirs, number) / count
+            loss = step.objective.loss(model, part, number) / count
             watch.check("loss", loss)
             loss.backward()
             total += loss.item()

@@ -21,11 +21,12 @@ if __name__ == "__main__":  # by its path from any folder, or by another Python
 import torch
 
 from config_fields import local_path
-from data.loader import Batch, BatchShard
-from data.source import DatasetRequest, open_data
+from data.batch import Batch, BatchShard, micro_batches
+from data.crops import CropView
+from data.source import DatasetRequest, View, open_data
 from data.utf8 import use_utf8
-from training.backend import data_errors_as_usage_errors, dataset_request
 from training.config import RunConfig
+from training.data import data_errors_as_usage_errors, dataset_request
 from training.errors import UsageError
 from training.flags import parse
 from training.logs.figures import as_label, pyplot
@@ -77,16 +78,17 @@ def read_run(flags: Sequence[str]) -> Run[Any]:
 def columns(run: Run[Any]) -> list[Column]:
     """Return the columns for the first images of an epoch. Raises DataFolderError."""
     request = dataset_request(run)
-    if request.crops:
-        return crop_columns(request)
+    if isinstance(request.view, CropView):
+        return crop_columns(request, request.view)
     config, classes = run.config.loss, run.model.sizes.num_classes
-    (images, labels), *_ = _draws(run.with_data(**_UNCHANGED))[1]
+    unchanged = _draws(run.with_data(**_UNCHANGED))[1][0]
     names, draws = _draws(run)
-    drawn = [_column("image", run, names, images, smoothed(labels, classes, 0.0))]
-    rows = range(images.shape[2])
+    images, labels = unchanged["image"], smoothed(unchanged["target"], classes, 0.0)
+    drawn, rows = [_column("image", run, names, images, labels)], range(images.shape[2])
     mixing = Mixing(run, torch.Tensor.contiguous, rows) if config.mixes else None
-    for number, (images, labels) in enumerate(draws):
-        shares, title = smoothed(labels, classes, config.smoothing), f"draw {number + 1}"
+    for number, batch in enumerate(draws):
+        images, title = batch["image"], f"draw {number + 1}"
+        shares = smoothed(batch["target"], classes, config.smoothing)
         if mixing:
             mix = mixing.draw(number, images.shape)
             images, shares = mixing.images(images, mix), mixing.labels(shares, mix)
@@ -97,42 +99,39 @@ def columns(run: Run[Any]) -> list[Column]:
     return drawn
 
 
-def crop_columns(request: DatasetRequest) -> list[Column]:
+def crop_columns(request: DatasetRequest, view: CropView) -> list[Column]:
     """Return the columns of a request of crops: the images, the global and the local crops.
 
     Masked patches of the first crop are gray. Of several pairs of sizes it is the model's own.
     Raises DataFolderError.
     """
-    assert request.crops is not None
-    request = replace(request, crops=replace(request.crops, pairs=()))
-    layout = request.layout
-    assert layout is not None
-    whole = replace(request, crops=None, config=replace(request.config, **_UNCHANGED))
-    images, packed = (
-        next(iter(open_data(wanted).train_loader(IMAGES, BatchShard()).epoch(0)))[0]
-        for wanted in (whole, request)
+    crops = replace(request, view=replace(view, pairs=()))
+    whole = replace(request, view=View(), config=replace(request.config, **_UNCHANGED))
+    unchanged, batch = (
+        next(iter(open_data(wanted).train_loader(IMAGES, BatchShard()).epoch(0)))
+        for wanted in (whole, crops)
     )
-    globals_, _, locals_, mask = layout.unpack(packed)
-    none = [""] * IMAGES
-    shares = [f"{100 * share:.0f} % masked" for share in mask.float().mean(1).tolist()]
-    rows, columns = layout.request.grid
-    patch = globals_.shape[3] // rows, globals_.shape[4] // columns
-    gray = _MASKED * mask.view(-1, 1, rows, columns).float()
+    first, second = (batch["global_crops"] / 255).unbind(1)
+    none, mask = [""] * IMAGES, batch["mask"].float()
+    shares = [f"{100 * share:.0f} % masked" for share in mask.mean(1).tolist()]
+    rows, columns = view.grid
+    patch = first.shape[2] // rows, first.shape[3] // columns
+    gray = _MASKED * mask.view(-1, 1, rows, columns)
     gray = gray.repeat_interleave(patch[0], 2).repeat_interleave(patch[1], 3)
-    masked = torch.lerp(globals_[0] / 255, torch.tensor(0.5), gray)
+    local_crops = batch["local_crops"].unbind(1) if "local_crops" in batch else ()
     return [
-        Column("image", images / 255, none),
-        Column("global, masked", masked, shares),
-        Column("global", globals_[1] / 255, none),
-        *(Column(f"local {n}", crops / 255, none) for n, crops in enumerate(locals_, 1)),
+        Column("image", unchanged["image"] / 255, none),
+        Column("global, masked", torch.lerp(first, torch.tensor(0.5), gray), shares),
+        Column("global", second, none),
+        *(Column(f"local {n}", crop / 255, none) for n, crop in enumerate(local_crops, 1)),
     ]
 
 
 def _draws(run: Run[Any]) -> tuple[Sequence[str] | None, list[Batch]]:
     """Return the names of the classes, and the same images DRAWS times, each time augmented."""
     data = open_data(dataset_request(run.with_data(batch_size=IMAGES * DRAWS, aug_repeats=DRAWS)))
-    images, labels = next(iter(data.train_loader(IMAGES * DRAWS, BatchShard()).epoch(0)))
-    return data.classes, list(zip(images.chunk(DRAWS), labels.chunk(DRAWS), strict=True))
+    batch = next(iter(data.train_loader(IMAGES * DRAWS, BatchShard()).epoch(0)))
+    return data.classes, micro_batches(batch, 1, DRAWS)
 
 
 def _column(

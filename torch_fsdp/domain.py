@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from timm.layers import AttentionPoolLatent
 from torch import Tensor, nn
 
-from data.loader import BadImage, Batch, BatchLoader
+from data.batch import BadImage, Batch, Fields
+from data.loader import BatchLoader
 from models.blocks import attentions, combine_parts, use_product
 from training.resolve import Run
 
@@ -399,6 +400,10 @@ class SharedImages:
     ever. Workers decode ahead all the same."""
 
     @property
+    def fields(self) -> Fields:
+        return self.loader.fields
+
+    @property
     def workers(self) -> int:
         return self.loader.workers
 
@@ -410,10 +415,18 @@ class SharedImages:
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
         own_rows = len(self.rows[dist.get_rank(self.group)])
-        for images, labels in self.loader.epoch(epoch, first_batch):
-            parts = [images[:, :, rows.start : rows.stop] for rows in self.rows]
-            shape = (images.shape[1], own_rows, *images.shape[3:])
-            yield self._exchange(parts, shape), self._exchange([labels] * len(self.rows), ())
+        for batch in self.loader.epoch(epoch, first_batch):
+            exchanged = {}
+            for name, tensor in batch.items():
+                shape, parts = list(tensor.shape[1:]), [tensor] * len(self.rows)
+                if (dimension := self.fields[name].rows) is not None:
+                    parts = [
+                        tensor.narrow(1 + dimension, rows.start, len(rows)).contiguous()
+                        for rows in self.rows
+                    ]
+                    shape[dimension] = own_rows
+                exchanged[name] = self._exchange(parts, shape)
+            yield exchanged
 
     def _exchange(self, parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         """Send each process its part; return those of all sources, of ``shape`` each image."""

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from data.loader import Batch, BatchLoader, BatchShard
+from data.batch import Batch, BatchShard, Fields
+from data.loader import BatchLoader
 from models.spec import Units
 from torch_fsdp.devices import Device, Mark
 from torch_fsdp.domain import SharedImages, image_rows
@@ -198,13 +199,14 @@ class TorchBackend(abc.ABC):
             open_shard(share), group, rows_by_process, sources, shared_images // sources
         )
 
-    def put(self, batch: Batch) -> Batch:
-        images, labels = batch
+    def put(self, batch: Batch, fields: Fields) -> Batch:
         if self._backend_config.channels_last:
-            last = torch.channels_last if images.dim() == 4 else torch.channels_last_3d
-            images = images.contiguous(memory_format=last)
-        images, labels = self._device.put([images, labels])
-        return images, labels
+            formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+            batch = {
+                name: x.contiguous(memory_format=formats[x.dim()]) if name == "image" else x
+                for name, x in batch.items()
+            }
+        return dict(zip(batch, self._device.put([*batch.values()]), strict=True))
 
     def constant(self, values: torch.Tensor) -> torch.Tensor:
         return values.to(self._device.where, non_blocking=True)  # do not wait for the device

@@ -26,7 +26,8 @@ def is_available() -> bool:
 def bounds_of(images: int, segments: torch.Tensor) -> torch.Tensor:
     """Return where the parts of all sequences end, one after the other, int32 (sequences x (images
     + 1) + 1,), the first one at 0: each sequence's images, of which some may have no tokens, and
-    the padding behind them. ``segments``: as ``Packed`` has them, of up to ``images`` images."""
+    the padding behind them. ``segments``: as ``segment_ids`` of ``Packed``, of up to ``images``
+    images."""
     numbers = torch.arange(1, images + 2, device=segments.device)
     behind = torch.where(segments > 0, segments, images + 1)  # padding comes last
     lengths = (behind[:, None] == numbers[:, None]).sum(2, dtype=torch.int32)

@@ -1,15 +1,12 @@
 """The interface of a backend: place the model, run steps, give access to the state.
 
-Each backend is a package that implements ``Backend``. The end of this module builds what a run
-requests from its data source, and the loaders for a backend's devices.
+Each backend is a package that implements ``Backend``.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,20 +16,8 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 from torch import nn
 
-from data.files import DataFolderError
-from data.loader import Batch, BatchLoader, BatchShard
-from data.packing import PackRequest
-from data.size_schedule import SizeSchedule
-from data.source import (
-    ANY_CLASSES,
-    CropRequest,
-    DatasetRequest,
-    DataSource,
-    check_several_classes,
-    open_data,
-)
-from models.config import crop_pairs
-from training.errors import UsageError
+from data.batch import Batch, BatchShard, Fields
+from data.loader import BatchLoader
 from training.optimizers import Updates
 from training.schedule import StepRates
 
@@ -164,9 +149,9 @@ class Backend(Protocol):
         requested rows of an image.
         """
 
-    def put(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy this process's share of a global batch to the devices: ``image_rows`` of its images,
-        and the labels."""
+    def put(self, batch: Batch, fields: Fields) -> Batch:
+        """Copy this process's shard of a global batch to the devices, with ``image_rows`` of the
+        tensors whose ``fields`` have rows. Tensors that are not among ``fields`` have none."""
 
     def constant(self, values: torch.Tensor) -> torch.Tensor:
         """Replicate a small CPU tensor on every device."""
@@ -274,88 +259,3 @@ class Backend(Protocol):
 
     def peak_flops(self) -> float | None:
         """Return the peak FLOP/s of one device at this precision; None if unknown."""
-
-
-# -- the data of a run -----------------------------------------------------------------------------
-
-
-def dataset_request(
-    run: Run, *, with_train: bool = True, labels: bool = True, augment: bool = True
-) -> DatasetRequest:
-    """Return what a run requests from its data source; see ``DatasetRequest``.
-
-    Without ``augment`` the images may have any number of classes: nothing is trained.
-    """
-    sizes, objective = run.model.sizes, run.config.objective
-    channels, *size = sizes.input_shape
-    crops = None
-    if augment and objective.objective == "dino":
-        side = objective.local_crop_size
-        crops = CropRequest(
-            local_size=(side, side),
-            local_number=objective.local_crops,
-            global_scale=objective.global_crops_scale,
-            local_scale=objective.local_crops_scale,
-            grid=sizes.grid,  # type: ignore[arg-type]
-            mask_ratio=objective.ibot_mask_ratio,
-            pairs=tuple(crop_pairs(objective.crop_sizes)),
-            gram_factor=objective.gram_crop_factor,
-        )
-    pack, data, packing = None, run.config.data, run.model.packing
-    if packing:
-        assert data.max_tokens_per_image is not None  # resolved
-        pack = PackRequest(
-            patch=packing.patch,
-            prefix=packing.prefix,
-            tokens=packing.tokens,
-            images=packing.images,
-            max_patches=data.max_tokens_per_image - packing.prefix,
-            resize=data.resize_to_budget,
-            side_scale=data.side_scale,
-            drop_rate=run.model.settings["patch_drop_rate"],
-        )
-    return DatasetRequest(
-        run.config.data,
-        channels,
-        tuple(size),
-        sizes.num_classes if augment else ANY_CLASSES,
-        run.config.seed,
-        with_train=with_train,
-        labels=labels,
-        augment=augment,
-        crops=crops,
-        pack=pack,
-    )
-
-
-@contextlib.contextmanager
-def data_errors_as_usage_errors() -> Iterator[None]:
-    """Turn a DataFolderError that is raised inside into a UsageError."""
-    try:
-        yield
-    except DataFolderError as error:
-        raise UsageError(str(error)) from None
-
-
-@data_errors_as_usage_errors()
-def open_images(run: Run, *, with_train: bool = True) -> DataSource:
-    """Open the images that ``run`` trains on and is evaluated on. Raises UsageError."""
-    labels = run.config.objective.uses_labels
-    data = open_data(dataset_request(run, with_train=with_train, labels=labels))
-    check_several_classes(data)
-    return data
-
-
-def train_loader(
-    data: DataSource, backend: Backend, batch_size: int, sizes: SizeSchedule | None = None
-) -> BatchLoader:
-    """Return the loader of training images, in global batches of ``batch_size``; ``sizes``: the
-    image sizes of each step."""
-    open_shard = functools.partial(data.train_loader, batch_size, sizes=sizes)
-    return backend.loader(open_shard, batch_size, reads_rows=data.reads_rows)
-
-
-def val_loader(data: DataSource, backend: Backend, batch_size: int) -> BatchLoader:
-    """Return the loader of validation images, in global batches of ``batch_size``."""
-    open_shard = functools.partial(data.val_loader, batch_size)
-    return backend.loader(open_shard, batch_size, reads_rows=data.reads_rows)

@@ -46,6 +46,8 @@ class BadStep:
     masks and mixing."""
     rates: dict[str, Any]
     """Its ``StepRates``."""
+    steps: int
+    """The number of batches of the whole training, on which their sizes may depend."""
     batch_shards: int
     """The number of parts that the batch was divided into, each of which is divided into passes."""
     mesh: dict[str, int]
@@ -74,6 +76,9 @@ def read_bad_step(folder: Path) -> BadStep:
     remedy = "pass a folder bad_step_N that --save_bad_step has written"
     try:
         values = read_object(folder / FILE)
+        # An earlier version recorded the size of the images of --image_size_schedule.
+        if values["rates"].pop("image_side", None) is None:
+            values.setdefault("steps", 0)
         bad_step = BadStep(**{f.name: values[f.name] for f in dataclasses.fields(BadStep)})
         Mesh(**bad_step.mesh)
         for record in (bad_step, bad_step.step_rates):
@@ -171,6 +176,7 @@ class SaveBadStep(Hook):
             images_in_epoch=in_epoch * config.batch_size,
             passes=[before * count + index for index in range(count)],
             rates=asdict(self._schedule.at(batch)),
+            steps=self._schedule.steps,
             batch_shards=self._session.backend.batch_shards,
             mesh=asdict(self._run.mesh),
             saved_after=step,

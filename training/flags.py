@@ -336,8 +336,8 @@ def help_text(option: FlagField) -> str:
 
 def parse(argv: Sequence[str] | None, configs: Mapping[str, type]) -> dict[str, Any]:
     """Parse the command line into an instance of each configuration class, keyed by the same names;
-    a field ``given`` gets the names of all fields that are set. Exits with code 2 on an invalid
-    argument, and with 0 after ``--help``."""
+    a field ``explicitly_set`` gets the names of all fields that are set. Exits with code 2 on an
+    invalid argument, and with 0 after ``--help``."""
     known = [option for config in configs.values() for option in flag_fields(config)]
     names = {name for option in known for name in (*option.names, *option.bare_names)}
     parser = build_parser(known)
@@ -350,7 +350,7 @@ def parse(argv: Sequence[str] | None, configs: Mapping[str, type]) -> dict[str, 
             _print_help(values["help"], known)
         if unknown:
             raise _unknown_words(unknown, words, names)
-        values["given"] = frozenset(values)
+        values["explicitly_set"] = frozenset(values)
         for option in known:
             env = option.flag.env
             if env and os.environ.get(env) and option.field.name not in values:

@@ -23,7 +23,7 @@ from models.config import ModelConfig, ModelError
 from models.dino import HEAD_SETTINGS
 from models.initialize import allocate_own, on_meta
 from models.spec import HEADS, ModelSpec
-from training.backend import Backend, data_errors_as_usage_errors
+from training.backend import Backend
 from training.checkpoints import format as checkpoint
 from training.checkpoints.compatible import (
     check_same_training,
@@ -33,6 +33,7 @@ from training.checkpoints.compatible import (
 from training.checkpoints.format import EMA, SavedRun
 from training.checkpoints.state import load_state
 from training.config import EmaConfig, RunConfig
+from training.data import data_errors_as_usage_errors
 from training.described import POOLING, class_count, described_model
 from training.errors import UsageError
 from training.files import folder_at

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from data.size_schedule import SizeSchedule
 from training.errors import UsageError
 
 if TYPE_CHECKING:
@@ -54,8 +53,6 @@ class StepRates:
     rope_factors: tuple[float, float] | None = None
     """The factors of the coordinates of rotary positions, for images or global crops, and for local
     crops; None: unchanged."""
-    image_side: int | None = None
-    """The side of the images in pixels, with ``--image_size_schedule``."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +120,6 @@ class Schedule:
     """The momentum of the teacher; None without one."""
     teacher_temp: Ramp = Ramp(1.0, 1.0, 0)
     rope_factors: RopeFactors = RopeFactors(1.0, 0)
-    image_sizes: SizeSchedule | None = None
-    """The sizes of the images; None: all have the model's own."""
     end: int | None = None
     """The last step of the run, in batches of the current size since the start of training;
     ``--max_steps`` may set it before ``total_steps``. None: ``total_steps``."""
@@ -139,14 +134,18 @@ class Schedule:
             newest=None if self.momentum is None else 1 - self.momentum.at(step),
             teacher_temp=self.teacher_temp.at(step),
             rope_factors=self.rope_factors.at(step),
-            image_side=self.image_sizes.side(step) if self.image_sizes else None,
         )
+
+    @property
+    def steps(self) -> int:
+        """The last step of the run, in batches of the current size."""
+        return self.total_steps if self.end is None else self.end
 
     @property
     def notes(self) -> list[str]:
         """Lines for the log: which steps train the heads alone, and a warning if the run ends
         within the warmup."""
-        end, notes = self.total_steps if self.end is None else self.end, []
+        end, notes = self.steps, list[str]()
         if self.heads_first_steps:
             notes.append(
                 f"the first {self.heads_first_steps:,} steps train only the heads; over the next "
@@ -206,7 +205,6 @@ def make_schedule(run: Run, steps_per_epoch: int, at: Position) -> tuple[Schedul
     # All but the learning rate; the temperature alone does not change along half a cosine over
     # the steps of --num_epochs.
     others: dict[str, Any] = {"rope_factors": rope_factors(run)}
-    others["image_sizes"] = SizeSchedule.of(config.data, config.seed, end)
     if how.weight_decay_end is not None:
         factor = how.weight_decay_end / config.optimizer.weight_decay
         others["weight_decay"] = Ramp(1.0, factor, total, "cosine")

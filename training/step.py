@@ -1,23 +1,29 @@
 """A training step, and the batches it consumes; used by training, tools and benchmarks."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import sys
 import time
 from collections import deque
 from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from data.batch import Batch, Fields
 from data.files import DataFolderError
-from data.loader import Batch, BatchLoader, prefetch
+from data.loader import BatchLoader, prefetch
 from models.positions import set_rope_factors
 from training.backend import Backend, InitializeModule
-from training.objectives.objective import Objective
+from training.objectives.base import Objective
 from training.optimizers import Updates, updates_of
-from training.resolve import Run
 from training.schedule import Position, StepRates
+
+if TYPE_CHECKING:
+    from training.resolve import Run
 
 
 def shard_and_optimize(
@@ -80,23 +86,26 @@ def forward_backward(
 ) -> torch.Tensor:
     """Compute the gradients of the mean loss over all micro-batches; return that loss."""
     count, losses = len(micro_batches), []
-    for index, (images, labels) in enumerate(micro_batches):
+    for index, batch in enumerate(micro_batches):
         backend.begin_micro_batch(step * count + index)
-        loss = objective.loss(model, images, labels, step * count + index) / count
+        loss = objective.loss(model, batch, step * count + index) / count
         losses.append(loss.detach())
         backend.backward(loss, is_last=index == count - 1)
     return backend.mean(sum(losses[1:], start=losses[0]))
 
 
-def put_micro_batches(backend: Backend, batch: Batch, count: int) -> list[Batch]:
-    """Put this process's share of a batch on the devices, as ``count`` micro-batches."""
-    images, labels = (part.chunk(count) for part in batch)
-    return [backend.put(micro_batch) for micro_batch in zip(images, labels, strict=True)]
+def put_micro_batches(backend: Backend, batch: Batch, fields: Fields, count: int) -> list[Batch]:
+    """Put this process's shard of a batch on the devices, as ``count`` micro-batches."""
+    chunks = {name: tensor.chunk(count) for name, tensor in batch.items()}
+    return [
+        backend.put({name: parts[index] for name, parts in chunks.items()}, fields)
+        for index in range(count)
+    ]
 
 
 class TrainBatches:
     """Iterates over the training images from any position, each batch as micro-batches. With
-    ``numbered``, labels are replaced by the position of each image in the global batch."""
+    ``positions``, batches have the field ``position``."""
 
     def __init__(
         self,
@@ -105,14 +114,15 @@ class TrainBatches:
         batch_size: int,
         micro_batches: int,
         *,
-        numbered: bool = False,
+        positions: bool = False,
     ) -> None:
         self.loader, self._backend = loader, backend
         self._batch_size, self._micro_batches = batch_size, micro_batches
-        self._places: torch.Tensor | None = None
-        if numbered:  # the same tensor in each step: constant images are put on the devices once
-            share = batch_size // backend.batch_shards
-            self._places = backend.batch_shard * share + torch.arange(share)
+        self._added: Batch = {}
+        """The same tensors in each step: constant batches are put on the devices once."""
+        if positions:
+            count = batch_size // backend.batch_shards
+            self._added["position"] = backend.batch_shard * count + torch.arange(count)
         self.last_wait_s = 0.0
         """The seconds spent waiting for the latest batch."""
         self.last_read_s = 0.0
@@ -136,9 +146,9 @@ class TrainBatches:
         """Yield the micro-batches of each step from ``at`` to the end of its epoch."""
 
         def put(batch: Batch) -> list[Batch]:
-            images, labels = batch
-            with_labels = images, labels if self._places is None else self._places
-            return put_micro_batches(self._backend, with_labels, self._micro_batches)
+            return put_micro_batches(
+                self._backend, batch | self._added, self.loader.fields, self._micro_batches
+            )
 
         def failed(error: BaseException) -> None:
             if isinstance(error, DataFolderError):

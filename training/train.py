@@ -7,16 +7,11 @@ from dataclasses import replace
 
 from torch import nn
 
+from data.size_schedule import SizeSchedule
 from data.source import DataSource
 from models.initialize import allocate_uninitialized
 from training import loop
-from training.backend import (
-    Backend,
-    data_errors_as_usage_errors,
-    open_images,
-    train_loader,
-    val_loader,
-)
+from training.backend import Backend
 from training.bad_step import SaveBadStep
 from training.checkpoints import choose
 from training.checkpoints.compatible import (
@@ -25,9 +20,11 @@ from training.checkpoints.compatible import (
     check_unnamed_classes,
 )
 from training.checkpoints.format import SavedRun
+from training.checkpoints.hooks import LocalSaves, Saves, StopCheck
 from training.checkpoints.per_host import HostFolders
 from training.checkpoints.saver import CheckpointSaver
 from training.checkpoints.state import load_state
+from training.data import data_errors_as_usage_errors, open_images, train_loader, val_loader
 from training.errors import (
     BAD_IMAGES,
     NO_BATCH,
@@ -43,6 +40,7 @@ from training.evaluation.frozen import (
     kinds_in_training,
     open_frozen,
 )
+from training.evaluation.hooks import Evaluations
 from training.files import FolderLock
 from training.initial_weights import InitialWeights, fit, gram_teacher, weights_of_teacher
 from training.logs.bad_images import FILE as BAD_IMAGES_FILE
@@ -54,9 +52,10 @@ from training.logs.history import (
     history_of_first,
     read_history,
 )
+from training.logs.hooks import EpochLog, SizeLog, StepLog
 from training.logs.records import METRICS_FILE
 from training.logs.reports import Reports, read_expectation
-from training.objectives.objective import open_objective
+from training.objectives.registry import open_objective
 from training.processes import exchange
 from training.processes.stopping import StopRequest, Watchdog
 from training.profiling import PROFILE_DIR, StepProfiler
@@ -141,7 +140,7 @@ def train(
         epoch_steps = data.steps_of_epoch(config.data.batch_size)
         at = start.position(run, data, epoch_steps)
         schedule, last_step = make_schedule(run, epoch_steps, at)
-        loader = train_loader(data, backend, config.data.batch_size, schedule.image_sizes)
+        loader = train_loader(data, backend, config.data.batch_size, schedule.steps)
         with exchange.raise_on_all_ranks():
             continues = start.kind in ("local", "here")
             history = read_history(
@@ -208,23 +207,23 @@ def train(
                 backend,
                 config.data.batch_size,
                 config.data.grad_accum_steps,
-                numbered=objective.numbered,
+                positions=objective.takes_positions,
             )
-            saves = loop.Saves(session, saver)
+            saves = Saves(session, saver)
             hooks: list[loop.Hook] = [
-                loop.StepLog(session, batches),
-                loop.EpochLog(session, batches),
+                StepLog(session, batches),
+                EpochLog(session, batches),
             ]
-            if schedule.image_sizes:
-                hooks.append(loop.SizeLog(session, batches, schedule.image_sizes))
+            if sizes := SizeSchedule.of(config.data, config.seed, schedule.steps):
+                hooks.append(SizeLog(session, batches, sizes))
             if config.log.save_bad_step:  # before any hook that stops the run
                 hooks.append(SaveBadStep(run, session, saver, batches, schedule, at))
-            hooks += [loop.StopCheck(session, batches, saver), saves]
+            hooks += [StopCheck(session, batches, saver), saves]
             if local:
-                hooks.append(loop.LocalSaves(session, saver, local))
+                hooks.append(LocalSaves(session, saver, local))
             if objective.measured and data.val_length:
                 hooks.append(
-                    loop.Evaluations(
+                    Evaluations(
                         session,
                         model,
                         objective,

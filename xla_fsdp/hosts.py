@@ -50,19 +50,20 @@ class HostPart:
     def shards(self) -> int:
         return self.batch_shards // len(self.groups)
 
-    def in_global_batch(self, share: torch.Tensor, height: int | None = None) -> torch.Tensor:
-        """Return a global batch with the host's images in place and the rest uninitialized, which
-        is neither sent nor allocated. ``share`` has the ``rows`` of images of ``height`` rows; if
-        ``height`` is None, it has labels or whole images."""
-        size, (_, *shape) = len(share) // len(self.groups), share.shape
-        whole_images = height is None or height == len(self.rows)
-        if height is not None and not whole_images:
-            shape[1] = height
-        whole = torch.empty((size * self.batch_shards, *shape), dtype=share.dtype)
-        for part, group in zip(share.split(size), self.groups, strict=True):
+    def in_global_batch(
+        self, shard: torch.Tensor, dimension: int | None, height: int
+    ) -> torch.Tensor:
+        """Return a global batch with the host's samples in place and the rest uninitialized, which
+        is neither sent nor allocated. ``shard`` has the host's ``rows``, of ``height`` rows of an
+        image, in this ``dimension`` of a sample; None: it has all of each sample."""
+        size, (_, *shape) = len(shard) // len(self.groups), shard.shape
+        if dimension is not None:
+            shape[dimension] = height
+        whole = torch.empty((size * self.batch_shards, *shape), dtype=shard.dtype)
+        for part, group in zip(shard.split(size), self.groups, strict=True):
             place = whole[group * size : (group + 1) * size]
-            if not whole_images:
-                place = place[:, :, self.rows.start : self.rows.stop]
+            if dimension is not None:
+                place = place.narrow(1 + dimension, self.rows.start, len(self.rows))
             place.copy_(part)
         return whole
 

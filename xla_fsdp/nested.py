@@ -10,7 +10,7 @@ import torch_xla.runtime as xr
 from torch import nn
 from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
 
-from data.loader import Batch
+from data.batch import Batch, Fields
 from models.spec import Units
 from training.backend import InitializeModule
 from training.checkpoints.state import Chunk, ShardedTensor, flat_range_boxes
@@ -59,9 +59,9 @@ class NestedBackend(XlaBackend):
 
     # -- a step -----------------------------------------------------------------------
 
-    def put(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        images, labels = xm.send_cpu_data_to_device(list(batch), self._device)
-        return images, labels
+    def put(self, batch: Batch, fields: Fields) -> Batch:
+        tensors = xm.send_cpu_data_to_device([*batch.values()], self._device)
+        return dict(zip(batch, tensors, strict=True))
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         return xm.all_reduce(xm.REDUCE_SUM, value, scale=1.0 / self.batch_shards)

@@ -9,7 +9,7 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import nn
 
-from data.loader import Batch
+from data.batch import Batch, Fields
 from models.spec import Units
 from training import optimizers
 from training.backend import InitializeModule
@@ -79,20 +79,18 @@ class SpmdBackend(XlaBackend):
 
     # -- a step -----------------------------------------------------------------------
 
-    def put(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        placed = []
-        for share in batch:
-            is_images = share.dim() > 2  # (images, channels, rows, ...); no labels, no packed crops
-            spec = self._layout.activation_spec(
-                share.dim(), *(("width", "tokens") if is_images else ())
-            )
+    def put(self, batch: Batch, fields: Fields) -> Batch:
+        placed = {}
+        for name, shard in batch.items():
+            rows = fields[name].rows if name in fields else None
+            dimensions = () if rows is None else (*["width"] * rows, "tokens")
+            spec = self._layout.activation_spec(shard.dim(), *dimensions)
             if self._host is not None:
-                height = self._run.model.sizes.input_shape[1] if share.dim() > 1 else None
-                share = self._host.in_global_batch(share, height)
+                height = self._run.model.sizes.input_shape[1]
+                shard = self._host.in_global_batch(shard, rows, height)
             minibatch = self._host is None and xr.process_count() > 1
-            placed.append(self._layout.send(share, spec, minibatch))
-        images, labels = placed
-        return images, labels
+            placed[name] = self._layout.send(shard, spec, minibatch)
+        return placed
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         return value  # the program's tensors are global

@@ -23,7 +23,8 @@ import torch_xla.debug.metrics as met
 import torch_xla.runtime as xr
 from torch import nn
 
-from data.loader import BatchLoader, BatchShard
+from data.batch import BatchShard
+from data.loader import BatchLoader
 from training import optimizers
 from training.backend import Backend, InitializeModule, Profiler, State, micro_batch_seed
 from training.optimizers import COUNTS, UPDATES, Updates, WeightAverage

@@ -18,7 +18,8 @@ def measure(run, backend) -> None:
     import torch_xla
 
     model = shard_and_optimize(run, backend)
-    images, labels = backend.put((torch.randn(8, 3, 16, 16), torch.arange(8)))
+    batch = {"image": torch.randn(8, 3, 16, 16), "target": torch.arange(8)}
+    images, labels = backend.put(batch, {}).values()
     for _ in range(2):
         loss = torch.nn.functional.cross_entropy(model(images), labels)
         backend.backward(loss, is_last=True)

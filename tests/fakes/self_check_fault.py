@@ -37,12 +37,13 @@ def spoil_put(backend_class, spoil):
     """What the last process, or the last device of one process, is given."""
     put = backend_class.put
 
-    def spoiled(self, batch):
-        images, labels = (part.clone() for part in batch)
+    def spoiled(self, batch, fields):
+        batch = {name: part.clone() for name, part in batch.items()}
         if last_process(self):
+            images = batch["image"]
             first = len(images) // 2 if self.batch_shards == 1 else 0
             spoil(images[first:])
-        return put(self, (images, labels))
+        return put(self, batch, fields)
 
     backend_class.put = spoiled
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from timm.layers import resample_abs_pos_embed
 from torch import nn
 
-from data.loader import BatchShard
+from data.batch import BatchShard
 from data.source import open_data
 from tests.fakes.filled import filled
 from tests.references.normalized import normalized
@@ -25,7 +25,7 @@ from tests.references.plain_mae import Block
 from tests.references.plain_steps import warm_cosine
 from tests.support.cli import DIGITS, TINY_MODEL, TINY_RUN
 from tests.support.resolved import on_xla
-from training.backend import dataset_request
+from training.data import dataset_request
 
 
 class Head(nn.Module):
@@ -205,14 +205,13 @@ def train(flags, steps=6, taught_by=None):
     optimizer = torch.optim.AdamW([{"params": others}, {"params": prototypes}])
     request = dataset_request(run)
     loader = open_data(request).train_loader(run.config.data.batch_size, BatchShard())
-    layouts = {each.layout.length: each.layout for each in request.of_pairs or [request]}
     total, epoch_steps = len(loader) * run.config.num_epochs, len(loader)
     gram = None
     if dino.gram_weights:
         gram = copy.deepcopy(teacher)
         gram.load_state_dict(torch.load(dino.gram_weights), strict=False)  # without heads
     columns, rate = {}, warm_cosine(how)
-    for step, (packed, _) in enumerate(itertools.islice(loader.epoch(0), steps)):
+    for step, fields in enumerate(itertools.islice(loader.epoch(0), steps)):
         decay = run.config.schedule.weight_decay_end
         decay = (
             how.weight_decay
@@ -227,13 +226,13 @@ def train(flags, steps=6, taught_by=None):
         rise = dino.teacher_temp - dino.warmup_teacher_temp
         temperature = dino.warmup_teacher_temp + rise * (min(1, step / warmup) if warmup else 1)
 
-        *kinds, mask = layouts[packed.shape[1]].unpack(packed)
+        kinds = ("global_crops", "gram_crops", "local_crops")
         batch = [
             (
-                *([normalized(crops[i : i + 1], run)[0] for crops in kind] for kind in kinds),
-                mask[i].nonzero().flatten().tolist(),
+                *([*normalized(fields[kind][i], run)] if kind in fields else [] for kind in kinds),
+                mask.nonzero().flatten().tolist(),
             )
-            for i in range(len(packed))
+            for i, mask in enumerate(fields["mask"])
         ]
         asked = taught_by or teacher
         loss, parts = losses_of(student, asked, gram, batch, temperature, dino)

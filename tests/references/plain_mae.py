@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from data.loader import PADDING, BatchShard
+from data.batch import PADDING, BatchShard
 from data.source import open_data
 from tests.fakes.filled import filled
 from tests.references.normalized import normalized
 from tests.references.plain_steps import warm_cosine
 from tests.support.cli import DIGITS, TINY_MODEL, TINY_RUN
 from tests.support.resolved import on_xla
-from training.backend import dataset_request
+from training.data import dataset_request
 from training.objectives.mae import ranks_of
 from training.optimizers import key_of
 
@@ -140,10 +140,10 @@ def train(flags, steps=6):
         return model.loss(images, ranks, objective.mask_ratio, objective.norm_pix_loss)
 
     losses, norms, rate = [], [], warm_cosine(how)
-    for step, (images, _) in enumerate(itertools.islice(loader.epoch(0), steps)):
+    for step, batch in enumerate(itertools.islice(loader.epoch(0), steps)):
         for group in optimizer.param_groups:
             group["lr"] = rate(step, len(loader) * run.config.num_epochs)
-        mean = loss(images, torch.arange(batch_size), "step", step).mean()
+        mean = loss(batch["image"], torch.arange(batch_size), "step", step).mean()
         mean.backward()
         norms.append(nn.utils.clip_grad_norm_(trained, how.clip_grad_norm).item())
         losses.append(mean.item())
@@ -152,7 +152,8 @@ def train(flags, steps=6):
 
     found, number = [], 0
     with torch.no_grad():
-        for images, labels in data.val_loader(batch_size, BatchShard()).epoch(0):
+        for batch in data.val_loader(batch_size, BatchShard()).epoch(0):
+            images, labels = batch["image"], batch["target"]
             numbers = torch.arange(number, number + len(images))
             found.append(loss(images, numbers, "validation")[labels != PADDING])
             number += len(images)

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from data.loader import BatchShard
+from data.batch import BatchShard
 from data.source import open_data
 from tests.references.normalized import normalized
-from training.backend import dataset_request
 from training.config import OptimizerConfig
+from training.data import dataset_request
 from training.resolve import Run
 
 Rate = Callable[[int, int], float]
@@ -45,7 +45,8 @@ def train(
     epochs = (loader.epoch(epoch) for epoch in range(run.config.num_epochs))
     batches = itertools.islice(itertools.chain.from_iterable(epochs), steps)
     losses, norms = [], []
-    for step, (images, labels) in enumerate(batches):
+    for step, batch in enumerate(batches):
+        images, labels = batch["image"], batch["target"]
         if rate:
             for group in optimizer.param_groups:
                 lr = rate(step, len(loader) * run.config.num_epochs)
@@ -69,8 +70,9 @@ def evaluate(model: nn.Module, run: Run) -> tuple[float, float]:
         run.config.data.global_micro_batch_size, BatchShard()
     )
     loss = right = count = 0.0
-    for images, labels in itertools.islice(loader.epoch(0), run.config.log.eval_batches or None):
-        images, labels = images[labels >= 0], labels[labels >= 0]
+    for batch in itertools.islice(loader.epoch(0), run.config.log.eval_batches or None):
+        present = batch["target"] >= 0
+        images, labels = batch["image"][present], batch["target"][present]
         logits = model(normalized(images, run))
         loss += F.cross_entropy(logits, labels, reduction="sum").item()
         right += (logits.argmax(1) == labels).sum().item()

@@ -1,7 +1,7 @@
 """Sources and loaders as a run makes them."""
 
+from data.batch import BatchShard
 from data.config import DataConfig
-from data.loader import BatchShard
 from data.source import DatasetRequest, open_data
 from models.config import VitConfig
 

@@ -42,11 +42,12 @@ def timms(spec) -> NaFlexVit:
     return NaFlexVit(**spec.arguments | {"weight_init": "", "patch_drop_rate": 0.0})
 
 
-def images_in(rows: torch.Tensor, layout) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def images_in(batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The patches (1, patches, values) uint8 and places (1, patches, 2) of each image of packed
     sequences, in their order."""
     images = []
-    for patches, places, segments in zip(*layout.unpack(rows)[:3], strict=True):
+    fields = (batch[name] for name in ("patches", "patch_coord", "segment_ids"))
+    for patches, places, segments in zip(*fields, strict=True):
         for number in range(1, int(segments.max()) + 1):
             chosen = (segments == number) & (places[:, 2] > 0)
             images.append((patches[chosen][None], places[chosen][None, :, :2].long()))

@@ -15,12 +15,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakTensorKeyDictionary
 from torch_xla.core.xla_builder import create_placeholder_tensor
 
-from data.loader import Batch
+from data.batch import Batch, BatchShard, Field, Fields
 from models.spec import Units
 from tools.compile_only.compiler import REPLICATED, Graph, Result, Step, Value, tiles
-from training.backend import InitializeModule, dataset_request
+from training.backend import InitializeModule
+from training.data import dataset_request
 from training.mesh import Spec
-from training.objectives.objective import open_objective
+from training.objectives.registry import open_objective
 from training.schedule import StepRates, rope_factors
 from training.step import begin_step, forward_backward, put_micro_batches, shard_and_optimize
 from xla_fsdp import torch_xla_private as private
@@ -180,10 +181,10 @@ class TracingSpmdBackend(TracingBackend, SpmdBackend):
     def shard(self, model: nn.Module, units: Units, initialize: InitializeModule) -> nn.Module:
         return super().shard(model, units, lambda module, name: None)  # all stays on meta
 
-    def put(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        images, labels = super().put(batch)  # zeros, by the layout
-        self.recorder.settle([images, labels])
-        return images, labels
+    def put(self, batch: Batch, fields: Fields) -> Batch:
+        placed = super().put(batch, fields)  # zeros, by the layout
+        self.recorder.settle([*placed.values()])
+        return placed
 
 
 class TracingNestedBackend(TracingBackend, NestedBackend):
@@ -195,12 +196,13 @@ class TracingNestedBackend(TracingBackend, NestedBackend):
 
         return super().shard(model, units, zeros)
 
-    def put(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        images, labels = (
-            torch.zeros(part.shape, dtype=part.dtype, device=self._device) for part in batch
-        )
-        self.recorder.settle([images, labels])
-        return images, labels
+    def put(self, batch: Batch, fields: Fields) -> Batch:
+        placed = {
+            name: torch.zeros(part.shape, dtype=part.dtype, device=self._device)
+            for name, part in batch.items()
+        }
+        self.recorder.settle([*placed.values()])
+        return placed
 
 
 # -- the step ------------------------------------------------------------------------------
@@ -220,19 +222,21 @@ def trace_step(run: XlaRun, named: bool = False) -> Step:
         backend.name_operations()
 
     data, optimizer = run.config.data, run.config.optimizer
-    share = data.batch_size // backend.batch_shards
-    request = dataset_request(run)
-    layout = request.pack_layout or request.layout
-    labels_of_row = [request.pack.images] if request.pack else []
-    shape = (share, *((layout.length,) if layout else request.shape))
+    shard = BatchShard(backend.batch_shard, backend.batch_shards)
+    request = dataset_request(run, labels=run.config.objective.uses_labels)
     dtype = getattr(torch, data.image_dtype(len(request.size)))
-    images = torch.empty(shape, dtype=dtype, device="meta")
-    batch = images, torch.empty((share, *labels_of_row), dtype=torch.int64, device="meta")
+    fields = request.view.fields(request, dtype, is_train=True)
     objective = open_objective(run, backend)
+    if objective.takes_positions:
+        fields["position"] = Field((), torch.int64)
+    batch = {
+        name: torch.empty(shard.shape_of(data.batch_size, field), dtype=field.dtype, device="meta")
+        for name, field in fields.items()
+    }
 
     backend.recorder.settle()
     backend.records = True
-    micro_batches = put_micro_batches(backend, batch, data.grad_accum_steps)
+    micro_batches = put_micro_batches(backend, batch, fields, data.grad_accum_steps)
     rates = StepRates(optimizer.lr, rope_factors=rope_factors(run).at(0))
     begin_step(sharded, objective, backend, rates)
 

@@ -13,7 +13,7 @@ import math
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,20 +22,21 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from data.batch import Batch, Fields
 from data.files import without_secrets
-from data.loader import Batch
 from data.source import DataSource
 from tools.self_check import reference
 from tools.self_check.reference import MOMENTS, TEACHER, Settings, Tensors, Tolerances
-from tools.self_check.small_run import UPDATES, batches, first_weights, shrink
-from training.backend import Backend, State, dataset_request, open_images
+from tools.self_check.small_run import UPDATES, batches, fields_of, first_weights, shrink
+from training.backend import Backend, State
 from training.checkpoints.choose import folder_of
 from training.checkpoints.format import damage, load_into, reason_of, tree
 from training.checkpoints.saver import CheckpointSaver
 from training.checkpoints.state import load_state
+from training.data import open_images
 from training.errors import RunFailed, SelfCheckFailed, UsageError
 from training.files import FolderLock, remove_tree
-from training.objectives.objective import open_objective
+from training.objectives.registry import open_objective
 from training.optimizers import all_by_adamw, updates_of
 from training.processes import exchange
 from training.processes.stopping import Watchdog
@@ -203,8 +204,10 @@ class Devices:
         self.objective = open_objective(self.run, self.backend)
         # One more than updates: to continue from a checkpoint.
         self.batches = [
-            put_micro_batches(self.backend, batch, self.run.config.data.grad_accum_steps)
-            for batch in batches(self.run, self.backend, places=self.objective.numbered)
+            put_micro_batches(
+                self.backend, batch, fields_of(self.run), self.run.config.data.grad_accum_steps
+            )
+            for batch in batches(self.run, self.backend, positions=self.objective.takes_positions)
         ]
 
     def update(self, number: int) -> tuple[float, float]:
@@ -231,27 +234,26 @@ class Devices:
 
 
 def check_rows(devices: Devices, table: CheckTable) -> None:
-    """Check that the devices have each image of the batch once, with its label.
+    """Check that the devices have each sample of the batch once, with its label.
 
-    Each row's label times a weighted sum of its pixels, summed by ``Backend.sum`` and ``mean``.
+    Each sample's label times a weighted sum of its other values, summed by ``Backend.sum`` and
+    ``mean``.
     """
     backend, batch_size = devices.backend, devices.run.config.data.batch_size
-    micro_batches = devices.batches[0]
-    request = dataset_request(devices.run)
-    layout = request.pack_layout or request.layout
-    shape = (1, layout.length) if layout else devices.run.model.sizes.input_shape
-    if layout or micro_batches[0][0].shape[2] == shape[1]:  # whole, or a global tensor of them
-        here, times = range(shape[1]), 1
-    else:  # parts of images: ``Backend.sum`` expects the same sum of all that share one
-        here, times = backend.image_rows, devices.run.mesh.domain
-    sums = [_weights_of_rows(batch, shape, here).sum() * times for batch in micro_batches]
+    micro_batches, fields = devices.batches[0], fields_of(devices.run)
+    here, times = None, 1  # whole samples, or a global tensor of them
+    for name, each in fields.items():
+        if each.rows is not None and micro_batches[0][name].shape[1:] != each.shape:
+            # Parts of images: ``Backend.sum`` expects the same sum of all that share one.
+            here, times = backend.image_rows, devices.run.mesh.domain
+    sums = [_weights(batch, fields, here).sum() * times for batch in micro_batches]
     total = sum(sums[1:], start=sums[0])
-    count = sum(len(labels) for _, labels in micro_batches)
+    count = sum(len(next(iter(batch.values()))) for batch in micro_batches)
     values = {"sum": backend.sum(total), "mean": backend.mean(total / count)}
     backend.end_step()
     totals = backend.read(values).result()
-    whole = next(batches(devices.run, None, places=devices.objective.numbered))
-    rows = _weights_of_rows(whole, shape, range(shape[1]))
+    positions = devices.objective.takes_positions
+    rows = _weights(next(batches(devices.run, None, positions=positions)), fields, None)
     expected = rows.sum().item()
     for name, value in (("sum", totals["sum"][0]), ("mean", totals["mean"][0] * batch_size)):
         off = abs(value - expected) / rows.abs().mean().item()
@@ -260,16 +262,19 @@ def check_rows(devices: Devices, table: CheckTable) -> None:
         table.within(f"rows, {name}", off, _ROW, what)
 
 
-def _weights_of_rows(batch: Batch, shape: Sequence[int], rows: range) -> torch.Tensor:
-    """Return each image's weight, or the part of it that these ``rows`` of pixels have.
-
-    ``shape``: of an image; of packed crops, or a sequence, 1, bytes.
-    """
-    images, labels = batch
-    ramp = torch.linspace(-1.0, 1.0, math.prod(shape), device=images.device).view(*shape)
-    part = ramp[:, rows.start : rows.stop]
-    weights = (images.float().view(len(images), *part.shape) * part).flatten(1).sum(1)
-    return weights * (labels + 1).view(len(labels), -1).sum(1)  # a sequence has several labels
+def _weights(batch: Batch, fields: Fields, rows: range | None) -> torch.Tensor:
+    """Return each sample's weight, or the part of it that these ``rows`` of its images have."""
+    weights, numbers = torch.zeros(()), torch.ones(())
+    for name, values in batch.items():
+        if values.dtype == torch.int64:  # labels or positions; a sequence has several labels
+            numbers = numbers.to(values.device) + values.view(len(values), -1).sum(1)
+            continue
+        ramp = torch.linspace(-1.0, 1.0, math.prod(fields[name].shape), device=values.device)
+        ramp, dimension = ramp.view(fields[name].shape), fields[name].rows
+        if rows and dimension is not None:
+            ramp = ramp.narrow(dimension, rows.start, len(rows))
+        weights = weights.to(values.device) + (values.float() * ramp).flatten(1).sum(1)
+    return weights * numbers
 
 
 def check_numbers(

@@ -15,10 +15,10 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from torchvision.transforms.v2.functional import normalize
 
-from data.loader import Batch
+from data.batch import Batch, micro_batches
 from tools.self_check.small_run import UPDATES, batches, first_weights
 from training.backend import Backend
-from training.objectives.objective import open_objective
+from training.objectives.registry import open_objective
 from training.resolve import Run
 from training.schedule import StepRates
 
@@ -70,7 +70,7 @@ def compute(run: Run, parts: int) -> tuple[Settings, Outcome, Outcome]:
     ``parts``: the number of parts of a batch, each of which is divided into passes.
     """
     plain = _Training(run, parts, torch.float32, torch.float32)
-    data = list(batches(run, None, places=plain.numbered))[:UPDATES]
+    data = list(batches(run, None, positions=plain.takes_positions))[:UPDATES]
     _, norm = plain.gradients(0, data[0])
     clips = run.config.optimizer.clip_grad_norm > 0
     count = sum(parameter.numel() for parameter in plain.weights.values())
@@ -121,7 +121,7 @@ class _Training:
             same = nn.Identity()
             alone = SimpleNamespace(constant=same, sum=same, mean=same, teacher=teacher)
             self._objective = open_objective(run, cast(Backend, alone))
-        self.numbered = bool(self._objective and self._objective.numbered)
+        self.takes_positions = bool(self._objective and self._objective.takes_positions)
 
     def run(self, data: Sequence[Batch], settings: Settings) -> Outcome:
         config, outcome = self._run.config.optimizer, Outcome()
@@ -171,23 +171,20 @@ class _Training:
     def _losses(self, update: int, batch: Batch) -> Iterator[torch.Tensor]:
         """Yield the mean loss in parts, which add up to it."""
         if self._objective is None:
-            parts = (part.split(_ROWS_AT_ONCE) for part in batch)  # for the memory
-            for images, labels in zip(*parts, strict=True):
+            fields = (batch[name].split(_ROWS_AT_ONCE) for name in ("image", "target"))
+            for images, labels in zip(*fields, strict=True):  # in parts, for the memory
                 if images.dtype == torch.uint8:
                     colours = self._run.config.data.preprocessing.of_channels(images.shape[1])
                     images = normalize(images / 255, *colours)
                 logits = self._model(images)
-                yield F.cross_entropy(logits.float(), labels, reduction="sum") / len(batch[1])
+                loss = F.cross_entropy(logits.float(), labels, reduction="sum")
+                yield loss / len(batch["target"])
             return
-        # The passes of a step: each has some images of each part of the batch.
+        # The micro-batches of a step: each has some images of each part of the batch.
         self._objective.begin_step(Settings(0.0, 0.0, 0.0).rates(self._run))
-        passes = self._run.config.data.grad_accum_steps
-        by_pass = [
-            x.unflatten(0, (self._parts, passes, -1)).transpose(0, 1).flatten(1, 2) for x in batch
-        ]
-        for number, (images, places) in enumerate(zip(*by_pass, strict=True)):
-            micro_batch_index = update * passes + number
-            yield self._objective.loss(self._model, images, places, micro_batch_index) / passes
+        count = self._run.config.data.grad_accum_steps
+        for number, part in enumerate(micro_batches(batch, self._parts, count)):
+            yield self._objective.loss(self._model, part, update * count + number) / count
 
 
 def _copies(state: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Tensors]:

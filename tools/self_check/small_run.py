@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from data.loader import PADDING, Batch, BatchShard, Key, Sample, numbered
-from data.packing import patch_coord_of
-from data.source import DatasetRequest, DataSource, Split, max_masked
+from data.batch import PADDING, Batch, BatchShard, Fields, Sample, SampleIndex
+from data.source import DatasetRequest, DataSource, Split
 from models.config import ModelError
 from models.initialize import allocate
 from models.registry import open_model, with_additions
-from training.backend import Backend, dataset_request, train_loader
+from training.backend import Backend
+from training.data import dataset_request, train_loader
 from training.errors import UsageError
 from training.flags import flat
 from training.objectives.config import LossConfig
@@ -29,77 +29,73 @@ def _generator(*parts: object) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
 
-class _Images(Split):
+class _Noise(Split):
     """Noise, different for each index, with labels in rotation."""
 
-    def __init__(
-        self, request: DatasetRequest, length: int, dtype: torch.dtype, classes: int
-    ) -> None:
-        super().__init__(request, "train", [index % classes for index in range(length)])
+    def __init__(self, request: DatasetRequest, length: int, dtype: torch.dtype) -> None:
         self.dtype = dtype
+        labels = [index % request.num_classes for index in range(length)]
+        super().__init__(request, "train", labels)
 
     def digest(self) -> str:
         return ""  # the same in all processes with the same flags
 
-    def load_sample(self, number: int, epoch: int, index: int) -> torch.Tensor:
-        generator = _generator(self.seed, "image", number)
-        if self.dtype != torch.uint8:
-            return torch.randn(self.shape, generator=generator)
-        noise = torch.randint(256, self.shape, generator=generator, dtype=torch.uint8)
-        if crops := self.request.crops:  # the last bytes are the mask
-            patches = math.prod(crops.grid)
-            masked = 1 + number % max_masked(crops.grid, crops.mask_ratio)
-            noise[-patches:] = torch.randperm(patches, generator=generator) < masked
-        return noise
-
-
-class _Sequences(_Images):
-    """The same in sequences, each of ``_IN_SEQUENCE`` images of different grids of patches."""
-
-    def __getitem__(self, key: Key) -> Sample:
-        _, index = key
-        layout, prefix = self.request.pack_layout, self.request.pack.prefix  # type: ignore[union-attr]
-        assert layout
-        columns = 1 + (index // _SIDE) % _SIDE
-        tokens = layout.tokens_of(
-            [
-                patch_coord_of(1 + (index + image) % _SIDE, columns, prefix)
-                for image in range(_IN_SEQUENCE)
-            ]
-        )
-        generator = _generator(self.seed, "sequence", index)
-        shape = (layout.request.tokens, layout.patch_bytes)
-        patches = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
-        labels = [int(self.labels[(index + image) % len(self)]) for image in range(_IN_SEQUENCE)]
-        images = self.request.config.batch_size * _IN_SEQUENCE
-        row = layout.pack(patches, *tokens, images)
-        return row, [*labels, PADDING], []
+    def __getitem__(self, at: SampleIndex) -> Sample:
+        generator = _generator(self.seed, "image", at.index)
+        sample = self.request.view.noise(self.request, self.fields, at.index, generator)
+        if target := self.fields.get("target"):
+            first, labels = sample.get("target", torch.zeros(target.shape)), target.full()
+            count = int((first != PADDING).sum())
+            labels.view(-1)[:count] = torch.tensor(
+                [int(self.labels[(at.index + image) % len(self)]) for image in range(count)]
+            )
+            sample["target"] = labels
+        if self.partial_rows:
+            for name, value in sample.items():
+                if (rows := self.fields[name].rows) is not None:
+                    sample[name] = value.narrow(rows, self.rows.start, len(self.rows))
+        return Sample(sample, [])
 
 
 UPDATES = 3
 """Number of updates compared; one extra batch tests resuming."""
 
 
-def batches(run: Run, backend: Backend | None, *, places: bool) -> Iterator[Batch]:
-    """Return a process's share of each global batch, as of real ones; without ``backend``: all.
+def batches(run: Run, backend: Backend | None, *, positions: bool) -> Iterator[Batch]:
+    """Return a process's shard of each global batch, as of real ones; without ``backend``: all.
 
-    ``places``: with each image's place in the global batch instead of its label.
+    ``positions``: with each sample's place in the global batch.
     """
-    sizes = run.model.sizes
-    length = run.config.data.batch_size * (UPDATES + 1)
-    config = replace(run.config.data, num_workers=0)
-    dtype = getattr(torch, config.image_dtype(len(sizes.input_shape) - 1))
-    request = replace(dataset_request(run), config=config)
-    kind = _Sequences if request.pack else _Images
-    images = kind(request, length, dtype, sizes.num_classes)
+    batch_size = run.config.data.batch_size
+    request = _request(run)
+    images = _Noise(request, batch_size * (UPDATES + 1), _dtype(request))
     source = DataSource("made up", {"train": images, "val": images})
     if backend is None:
-        loader, first = source.train_loader(config.batch_size, BatchShard()), 0
+        loader, first = source.train_loader(batch_size, BatchShard()), 0
     else:
-        loader = train_loader(source, backend, config.batch_size)
-        first = backend.batch_shard * (config.batch_size // backend.batch_shards)
+        loader = train_loader(source, backend, batch_size)
+        first = backend.batch_shard * (batch_size // backend.batch_shards)
     for batch in loader.epoch(0):
-        yield numbered(batch, first) if places else batch
+        if positions:
+            count = len(next(iter(batch.values())))
+            batch = batch | {"position": torch.arange(first, first + count)}
+        yield batch
+
+
+def fields_of(run: Run) -> Fields:
+    """Return the fields of a training sample of the run."""
+    request = _request(run)
+    return request.view.fields(request, _dtype(request), is_train=True)
+
+
+def _request(run: Run) -> DatasetRequest:
+    labels = run.config.objective.uses_labels
+    config = replace(run.config.data, num_workers=0)
+    return replace(dataset_request(run, labels=labels), config=config)
+
+
+def _dtype(request: DatasetRequest) -> torch.dtype:
+    return getattr(torch, request.config.image_dtype(len(request.size)))
 
 
 @torch.no_grad()

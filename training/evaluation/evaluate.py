@@ -1,27 +1,26 @@
 """Evaluation: measure the model on a validation set, and report results by class.
 
 ``evaluate`` runs the model; ``write_report`` reports what the images of each class were classified
-as (``--eval_report``). ``Evaluations`` (``training/loop.py``) decides when a training run
+as (``--eval_report``). ``Evaluations`` (``hooks.py``) decides when a training run
 evaluates; the objective (``training/objectives``) decides what is measured.
 """
 
 from __future__ import annotations
 
-import abc
 import contextlib
+import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import nn
 
 from data.files import write_csv
-from data.loader import Batch, BatchLoader, numbered, prefetch
+from data.loader import BatchLoader, prefetch
 from data.source import DataSource
 from training.backend import Backend
 from training.errors import UsageError
@@ -30,35 +29,14 @@ from training.initial_weights import InitialWeights, place_trained, printer
 from training.logs.bad_images import BadImages
 from training.logs.figures import as_label, drawing, pyplot, save_figure
 from training.logs.records import Evaluation
+from training.objectives.base import Measure
+from training.objectives.classify import TOP
 from training.processes.exchange import check_alike
 from training.resolve import Run
 from training.weights import Weights
 
-TOP = 5
-"""The k of top-k accuracy, in addition to 1."""
 _AHEAD = 8
 """How many batches the host may be ahead of the devices; enough that they never wait."""
-
-
-class Measure(abc.ABC):
-    """What is measured in one evaluation. Padding (label -1) is ignored."""
-
-    numbered: ClassVar[bool] = False
-    """Whether images come with their index in the validation set instead of a label."""
-
-    @abc.abstractmethod
-    def of_batch(
-        self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        """Run the model on a batch; return values over all replicas, on the devices."""
-
-    @abc.abstractmethod
-    def add(self, values: Mapping[str, list[float]]) -> None:
-        """Add the values of a batch, after they were read from the devices."""
-
-    @abc.abstractmethod
-    def result(self) -> Evaluation:
-        """Return what was measured over all batches."""
 
 
 @torch.no_grad()
@@ -75,17 +53,13 @@ def evaluate(
 
     Stops and returns None if ``batch_done``, called after each batch, returns True.
     """
-
-    def source() -> Iterator[Batch]:
-        for index, batch in enumerate(itertools.islice(loader.epoch(0), batches or None)):
-            first = (index * backend.batch_shards + backend.batch_shard) * len(batch[1])
-            yield numbered(batch, first) if measure.numbered else batch
-
+    source = itertools.islice(loader.epoch(0), batches or None)
+    put = functools.partial(backend.put, fields=loader.fields)
     model.eval()
     stopped, pending = False, deque[Future]()
-    with contextlib.closing(prefetch(source(), backend.put, loader.prefetch_depth)) as ready:
-        for images, labels in ready:
-            values = measure.of_batch(model, images, labels)
+    with contextlib.closing(prefetch(source, put, loader.prefetch_depth)) as ready:
+        for batch in ready:
+            values = measure.of_batch(model, batch)
             backend.end_step()
             pending.append(backend.read(values))
             if len(pending) > _AHEAD:
@@ -117,19 +91,6 @@ def open_trained(
     if backend.compiles:
         say("compiling takes a while ...")
     return model, BadImages(run.config.data.max_bad_images, data, is_main=backend.is_main), say
-
-
-def classes_before(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return, for each image, how many classes the logits (images, classes) rank above its label.
-
-    The first of equal logits ranks highest. NaN ranks above all, so a model that has diverged is
-    never right. Needs no sorting or gathering: each device compares the logits of its own images.
-    """
-    classes = torch.arange(logits.shape[-1], device=logits.device)
-    label = labels.clamp(min=0)[:, None]  # padding gets an arbitrary rank, which is ignored
-    label_logit = torch.where(classes == label, logits, 0.0).sum(dim=-1, keepdim=True)
-    first_of_equals = (logits == label_logit) & (classes < label)
-    return (~(logits <= label_logit) | first_of_equals).sum(dim=-1)
 
 
 # -- The report by class --------------------------------------------------------------------------

@@ -25,17 +25,18 @@ from safetensors.torch import save
 from torch import nn
 from torch.nn import functional as F
 
+from data.batch import PADDING, Batch, SampleIndex
 from data.files import without_secrets
-from data.loader import PADDING, Batch, BatchLoader, prefetch
+from data.loader import BatchLoader, prefetch
 from data.source import DataSource, Split, open_data
-from training.backend import Backend, data_errors_as_usage_errors, dataset_request
+from training.backend import Backend
+from training.data import data_errors_as_usage_errors, dataset_request, input_of
 from training.errors import UsageError
 from training.evaluation.evaluate import open_trained
 from training.files import check_folder_writable, replace_file
 from training.initial_weights import InitialWeights, fit_backbone
 from training.logs.bad_images import TRAIN, VAL
 from training.logs.figures import save_picture, side_by_side, spread
-from training.objectives.objective import normalizer
 from training.processes import exchange
 from training.resolve import Run
 from training.weights import Weights
@@ -58,15 +59,12 @@ class Features:
         """Must be created before the first step is recorded. ``data``: without augmentation."""
         self.run, self.data = run, data
         self._model, self._backend = model, backend
-        self._normalize = normalizer(run, backend.constant)
+        self._input = input_of(run, backend.constant)
 
     def loader(self, split: str, only: Sequence[int] | None = None) -> BatchLoader:
-        """Open a loader of the images of a split, each with its index instead of its label.
+        """Open a loader of the images of a split, each with its index.
         ``only``: the indices of the images to load; None: all."""
-        size, images = (
-            self.run.config.data.global_micro_batch_size,
-            self.data.splits[split].numbered(),
-        )
+        size, images = self.run.config.data.global_micro_batch_size, self.data.splits[split]
         open_shard = functools.partial(images.batches, size)
         if only is not None:
             open_shard = functools.partial(images.batches_of, only, size)
@@ -117,7 +115,7 @@ class Features:
 
         def source() -> Iterator[Batch]:
             for batch in loader.epoch(0):
-                numbers.append(batch[1].flatten().numpy())
+                numbers.append(batch["index"].flatten().numpy())
                 yield batch
 
         def arrived() -> FeatureBatch:
@@ -128,16 +126,17 @@ class Features:
             rows = torch.from_numpy(present)
             return batch_numbers[present], {kind: value[rows] for kind, value in values.items()}
 
+        put = functools.partial(backend.put, fields=loader.fields)
         was_training = self._model.training
         self._model.eval()
         try:
             with (
                 self._tokens_before_head() as collected,
-                contextlib.closing(prefetch(source(), backend.put, loader.prefetch_depth)) as ready,
+                contextlib.closing(prefetch(source(), put, loader.prefetch_depth)) as ready,
             ):
-                for images, _ in ready:
+                for batch in ready:
                     with torch.no_grad():
-                        given = self._normalize(images)
+                        given = self._input(batch)
                         self._model(given)
                         values = of_tokens(collected.pop().float(), given)
                         values = {kind: values[kind] for kind in kinds}  # no others are computed
@@ -369,9 +368,9 @@ def _draw(
     """Return a picture of images and their patch features, (images, patches, width), as (height,
     width, 3), uint8: a row per readable image, with the image and the colors of its patches.
     ``grid``: rows and columns of patches."""
-    loaded = [images[0, number] for number in numbers]
-    readable = [i for i, (_, label, _) in enumerate(loaded) if label != PADDING]
-    pixels = torch.stack([loaded[i][0].expand(3, -1, -1) for i in readable]) / 255
+    loaded = [images[SampleIndex(0, number)].fields for number in numbers]
+    readable = [i for i, sample in enumerate(loaded) if sample["index"] != PADDING]
+    pixels = torch.stack([loaded[i]["image"].expand(3, -1, -1) for i in readable]) / 255
     colors = components(patches[readable]).unflatten(1, grid).permute(0, 3, 1, 2)
     return side_by_side([pixels.numpy(), F.interpolate(colors, pixels.shape[2:]).numpy()])
 

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from torch import nn
 
 from data.source import DataSource, check_several_classes
-from training.backend import Backend, data_errors_as_usage_errors, dataset_request
+from training.backend import Backend
 from training.config import LogConfig
+from training.data import data_errors_as_usage_errors, dataset_request
 from training.errors import BAD_IMAGES, UsageError
 from training.evaluation import knn_and_probe
 from training.evaluation.evaluate import open_trained, report_folder

@@ -14,36 +14,30 @@ import torch
 from tqdm import tqdm
 
 from data import volumes
+from data.batch import Batch
 from data.decode import find_images, open_image, read_batches
 from data.files import printable, read_bytes, without_secrets
 from data.index import class_folders, in_order
-from data.sequences import sequence_of_one
 from data.source import DataSource
-from data.transforms import val_transform
 from models.registry import open_model
-from training.backend import (
-    Backend,
+from training.backend import Backend
+from training.checkpoints.compatible import check_same_classes, check_unnamed_classes
+from training.config import RunConfig
+from training.data import (
     data_errors_as_usage_errors,
     dataset_request,
+    input_of,
     open_images,
     val_loader,
 )
-from training.checkpoints.compatible import check_same_classes, check_unnamed_classes
-from training.config import RunConfig
 from training.errors import NOT_FINITE, RunFailed, UsageError
-from training.evaluation.evaluate import (
-    TOP,
-    evaluate,
-    open_trained,
-    report_folder,
-    write_report,
-)
+from training.evaluation.evaluate import evaluate, open_trained, report_folder, write_report
 from training.files import folder_at
 from training.logs.bad_images import VAL
 from training.logs.sinks import as_json
 from training.mesh import Mesh
-from training.objectives.classify import Accuracy, Classification
-from training.objectives.objective import normalizer, open_objective
+from training.objectives.classify import TOP, Accuracy, Classification
+from training.objectives.registry import open_objective
 from training.resolve import Run, resolve_model
 from training.weights import Weights, check_weights
 
@@ -105,7 +99,7 @@ def predict_images(config: RunConfig, weights: Weights) -> None:
         weights.fill(unit, name)
         unit.to(device)
     model.eval()
-    normalize = normalizer(run, lambda values: values.to(device))
+    model_input = input_of(run, lambda values: values.to(device))
     precisions = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
     lower = precisions[config.sharding.precision]
 
@@ -124,7 +118,7 @@ def predict_images(config: RunConfig, weights: Weights) -> None:
                 torch.inference_mode(),
                 torch.autocast(device.type, dtype=lower, enabled=lower is not None),
             ):
-                logits = model(normalize(batch.to(device)))
+                logits = model(model_input({name: x.to(device) for name, x in batch.items()}))
             probabilities = logits.float().softmax(dim=-1)
             values, indices = probabilities.topk(min(TOP, probabilities.shape[-1]))
             for path, labels, likelihoods in zip(
@@ -151,19 +145,14 @@ def predict_images(config: RunConfig, weights: Weights) -> None:
         raise UsageError("none of the images can be read")
 
 
-def _reader(
-    run: Run, paths: list[Path], *, in_arrays: bool
-) -> tuple[Callable[[int], torch.Tensor], int]:
+def _reader(run: Run, paths: list[Path], *, in_arrays: bool) -> tuple[Callable[[int], Batch], int]:
     """Return the function that reads the image of a number, and how many to compute at once.
     Raises DataFolderError."""
-    channels, *size = run.model.sizes.input_shape
+    request = dataset_request(run, with_train=False, augment=False)
     if in_arrays:
-        split = volumes.open_files(dataset_request(run, augment=False), list(map(str, paths)))
+        split = volumes.open_files(request, list(map(str, paths)))
         return lambda number: split.load_sample(number, 0, number), 1  # one may fill the device
-    if run.model.packing:
-        transform = sequence_of_one(dataset_request(run, augment=False))
-    else:
-        transform = val_transform(run.config.data.preprocessing, tuple(size), channels)
+    transform = request.view.transforms(request)["val"]
     return lambda number: transform(open_image(read_bytes(str(paths[number])))), _BATCH_SIZE
 
 

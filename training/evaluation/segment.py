@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from data.batch import BadImage
 from data.files import BrokenImageError, printable, write_csv
-from data.loader import BadImage
 from data.segmentation import LABELS, MaskedSource
 from data.windows import WindowSplit
 from training.evaluation.features import PATCHES, FeatureBatch, Features

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import numpy as np
 
+from data.batch import BadImage
 from data.files import no_link, regular, without_secrets
-from data.loader import BadImage
 from data.source import DataSource
 from training.errors import UsageError
 from training.logs.records import Evaluation

@@ -8,9 +8,9 @@ import platform
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from training.logs.records import (
     summary,
 )
 from training.logs.sinks import Guarded, JsonLines, TensorBoard, WeightsAndBiases
+from training.logs.step_timer import StepTimer
 from training.optimizers import COUNTS
 from training.processes import exchange
 from training.resolve import Run
@@ -51,25 +52,6 @@ ViT-10B example."""
 _Values = dict[str, list[float]]
 _Write = Callable[[dict[str, Any], _Values], None]
 """Writes a record, completed by the values that were read from the device."""
-
-
-@dataclass
-class StepTimer:
-    """Measures the throughput between two log steps, by the host's clock."""
-
-    started: float = field(default_factory=time.perf_counter)
-    steps: int = 0
-    waited: float = 0.0
-    """The seconds spent waiting for batches."""
-    flops: float = 0.0
-    """The FLOPs of the steps, as counted for MFU."""
-
-    def restart(self) -> None:
-        self.started, self.steps, self.waited = time.perf_counter(), 0, 0.0
-        self.flops = 0.0
-
-    def seconds(self) -> float:
-        return time.perf_counter() - self.started
 
 
 def read_expectation(run: Run) -> float | None:
@@ -240,11 +222,13 @@ class Reports:
             self._bar.update(1)
         self.flush(wait=False)
 
-    def step_flops(self, shape: Sequence[int]) -> float:
-        """Return the FLOPs of a step on all devices, as counted for MFU. ``shape``: the shape of
-        the images, whose last two dimensions are their size, if images may have several sizes."""
-        height, width = shape[-2:]
-        per_image = self._flops_by_size.get((height, width), self._flops_per_image)
+    def step_flops(self, shapes: Mapping[str, Sequence[int]]) -> float:
+        """Return the FLOPs of a step on all devices, as counted for MFU. ``shapes``: of the fields
+        of a micro-batch."""
+        per_image = self._flops_per_image
+        if self._flops_by_size:
+            height, width = shapes["image"][-2:]
+            per_image = self._flops_by_size.get((height, width), per_image)
         return per_image * self._batch_size
 
     def log(

@@ -7,7 +7,7 @@ In each step, ``Classification`` normalizes images, mixes them (mixup, CutMix), 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,13 +16,15 @@ from timm.data.mixup import cutmix_bbox_and_lam
 from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from torch import nn
 
-from data.loader import PADDING
+from data.batch import PADDING, Batch
+from data.source import Constant
 from data.transforms import drawn_from
-from training.backend import Backend, dataset_request, micro_batch_seed
-from training.evaluation.evaluate import TOP, Measure, classes_before
+from training.backend import Backend, micro_batch_seed
+from training.data import input_of
 from training.logs.records import Evaluation
+from training.objectives.base import Measure, Objective
 from training.objectives.config import LossConfig
-from training.objectives.objective import Constant, Objective, normalizer
+from training.objectives.teacher import open_teacher
 
 if TYPE_CHECKING:
     from training.resolve import Run
@@ -34,7 +36,7 @@ class Classification(Objective):
     def __init__(self, run: Run, backend: Backend, say: Callable[[str], None]) -> None:
         self._config = config = run.config.loss
         self._backend = backend
-        self._normalize = normalizer(run, backend.constant)
+        self._input = input_of(run, backend.constant)
         self._mixing = Mixing(run, backend.constant, backend.image_rows) if config.mixes else None
         self._soft_labels = config.mixes or config.bce_loss
         self._classes, self._smoothing = run.model.sizes.num_classes, config.smoothing
@@ -49,28 +51,30 @@ class Classification(Objective):
             self._label_loss = SoftTargetCrossEntropy()
         elif config.smoothing:
             self._label_loss = LabelSmoothingCrossEntropy(config.smoothing)
+        self._teacher = open_teacher(run, backend, say)
 
-    def loss(
-        self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor, micro_batch_index: int
-    ) -> torch.Tensor:
-        images, targets, teacher_logits = self.example(images, labels, micro_batch_index)
+    def frozen_models(self) -> dict[str, nn.Module]:
+        return {"teacher": self._teacher.model} if self._teacher else {}
+
+    def loss(self, model: nn.Module, batch: Batch, micro_batch_index: int) -> torch.Tensor:
+        images, targets, teacher_logits = self.example(batch, micro_batch_index)
         return self.loss_of(model(images), targets, teacher_logits)
 
     def example(
-        self, images: torch.Tensor, labels: torch.Tensor, micro_batch_index: int
+        self, batch: Batch, micro_batch_index: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return the model's input for a micro-batch; its targets, class indices (images,) or
         probabilities (images, classes); and the teacher's logits, if there is a teacher."""
-        images = self._normalize(images)
+        images, labels = self._input(batch), batch["target"]
         if self._soft_labels:
             labels = smoothed(labels, self._classes, self._smoothing)
         if self._mixing is not None:
             mix = self._mixing.draw(micro_batch_index, images.shape)
             images, labels = self._mixing.images(images, mix), self._mixing.labels(labels, mix)
         teacher_logits = None
-        if self.teacher is not None:
+        if self._teacher is not None:
             with torch.no_grad():
-                teacher_logits = self.teacher.model(self.teacher.normalized(images)).float()
+                teacher_logits = self._teacher.model(self._teacher.normalized(images)).float()
         return images, labels, teacher_logits
 
     def loss_of(
@@ -93,7 +97,7 @@ class Classification(Objective):
     def measure(self, images: int = 0, report_of: int = 0) -> Accuracy:
         """Return the measure of loss and accuracy. With ``report_of``, the number of images of a
         global batch, it also collects the prediction for each image."""
-        return Accuracy(self._normalize, self._backend, report_of)
+        return Accuracy(self._input, self._backend, report_of)
 
 
 class PackedClassification(Classification):
@@ -103,20 +107,15 @@ class PackedClassification(Classification):
     def __init__(self, run: Run, backend: Backend, say: Callable[[str], None]) -> None:
         super().__init__(run, backend, say)
         self._sequences = run.config.data.batch_size
-        layout, packing = dataset_request(run).pack_layout, run.model.packing
-        assert layout is not None
-        assert packing is not None
-        self._layout, self._places = layout, packing.images
+        assert run.model.packing is not None
+        self._places = run.model.packing.images
         self._counts: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def loss(
-        self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor, micro_batch_index: int
-    ) -> torch.Tensor:
-        """Return a value whose mean over all replicas and passes is the mean loss over the images
-        of the step. ``images``: rows of bytes (``PackLayout``); labels: (sequences, slots for
-        images)."""
-        packed = self._normalize(images)
-        logits = model(packed).float()
+    def loss(self, model: nn.Module, batch: Batch, micro_batch_index: int) -> torch.Tensor:
+        """Return a value whose mean over all replicas and micro-batches is the mean loss over the
+        images of the step."""
+        labels, in_step = batch["target"], batch["batch_images"]  # the same number in each sequence
+        logits = model(self._input(batch)).float()
         losses = F.cross_entropy(
             logits,
             labels.flatten(),
@@ -124,8 +123,7 @@ class PackedClassification(Classification):
             reduction="sum",
             label_smoothing=self._smoothing,
         )
-        in_step = self._layout.images_in_batch(images)  # the same number in each row
-        self._counts.append((in_step.mean(), (packed.segments > 0).sum().float()))
+        self._counts.append((in_step.mean(), (batch["segment_ids"] > 0).sum().float()))
         return losses * (self._sequences / len(labels) / in_step).mean()
 
     def parts(self) -> dict[str, torch.Tensor]:
@@ -241,6 +239,23 @@ class Mixing:
 # -- Evaluation: the cross-entropy and the accuracy ------------------------------------------------
 
 
+TOP = 5
+"""The k of top-k accuracy, in addition to 1."""
+
+
+def classes_before(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return, for each image, how many classes the logits (images, classes) rank above its label.
+
+    The first of equal logits ranks highest. NaN ranks above all, so a model that has diverged is
+    never right. Needs no sorting or gathering: each device compares the logits of its own images.
+    """
+    classes = torch.arange(logits.shape[-1], device=logits.device)
+    label = labels.clamp(min=0)[:, None]  # padding gets an arbitrary rank, which is ignored
+    label_logit = torch.where(classes == label, logits, 0.0).sum(dim=-1, keepdim=True)
+    first_of_equals = (logits == label_logit) & (classes < label)
+    return (~(logits <= label_logit) | first_of_equals).sum(dim=-1)
+
+
 class Accuracy(Measure):
     """Sums the cross-entropy and the images with the label in the top 1 and the top 5.
 
@@ -250,11 +265,11 @@ class Accuracy(Measure):
 
     def __init__(
         self,
-        normalize: Callable[[torch.Tensor], torch.Tensor],
+        model_input: Callable[[Batch], Any],
         backend: Backend,
         report_of: int,
     ) -> None:
-        self._normalize, self._backend, self._report_of = normalize, backend, report_of
+        self._input, self._backend, self._report_of = model_input, backend, report_of
         # Summed on the host: exact, and no graph depends on the number of batches.
         self._totals = np.zeros(4)  # loss, in top 1, in top 5, images
         self._parts = 1
@@ -264,10 +279,8 @@ class Accuracy(Measure):
             # On the device, so that all processes run the same program with different data.
             self._is_mine = backend.constant(is_mine)
 
-    def of_batch(
-        self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        logits, labels = model(self._normalize(images)).float(), labels.flatten()
+    def of_batch(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+        logits, labels = model(self._input(batch)).float(), batch["target"].flatten()
         loss = F.cross_entropy(logits, labels, ignore_index=PADDING, reduction="sum")
         present, before = labels != PADDING, classes_before(logits, labels)
         counts = [(present & (before < k)).sum().float() for k in (1, TOP)]

@@ -17,13 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from data.source import CropLayout, max_masked
+from data.batch import Batch
+from data.crops import CropView, max_masked
 from models.dino import Compared, Crops, DinoSpec
 from models.positions import Resampling
-from training.backend import Backend, dataset_request
+from training.backend import Backend
+from training.data import dataset_request, normalizer
 from training.initial_weights import gram_teacher
+from training.objectives.base import Objective
 from training.objectives.config import ObjectiveConfig
-from training.objectives.objective import Objective, normalizer
+from training.objectives.teacher import open_teacher
 from training.schedule import StepRates
 from training.weights import check_weights
 
@@ -45,14 +48,17 @@ class SelfDistillation(Objective):
 
     def __init__(self, run: Run, backend: Backend, say: Callable[[str], None]) -> None:
         spec, request = run.model, dataset_request(run)
+        view = request.view
         assert isinstance(spec, DinoSpec)
-        assert request.crops is not None
+        assert isinstance(view, CropView)
         self._config, self._backend = run.config.objective, backend
         self._average = backend.teacher
-        layouts = [pair.layout for pair in request.of_pairs or [request] if pair.layout]
-        self._layouts = {layout.length: layout for layout in layouts}
-        """The pairs of crop sizes that a step may have, by the bytes of a packed image."""
-        slots = max_masked(request.crops.grid, request.crops.mask_ratio)
+        sizes = [each.view for each in view.requests(request)] or [view]
+        self._views = {each.grid: each for each in sizes if isinstance(each, CropView)}
+        """The sizes of global crops that a step may have, by their grid of patches."""
+        rows, columns = view.grid
+        self._patch = request.size[0] // rows, request.size[1] // columns
+        slots = max_masked(view.grid, view.mask_ratio)
         self._normalize = normalizer(run, backend.constant)
         self._temperature: torch.Tensor | None = None
         self._parts: list[dict[str, torch.Tensor]] = []
@@ -75,20 +81,15 @@ class SelfDistillation(Objective):
         say(
             f"objective: dino, 2 global and {spec.local_crops} local crops, up to {slots} of "
             f"{spec.sizes.num_patches} patches masked"
-            + (f", {len(self._layouts)} pairs of sizes" if request.of_pairs else "")
+            + (f", {len({*view.pairs})} pairs of sizes" if view.pairs else "")
             + adapted
         )
         self._to_own_grid = {
-            layout.length: Resampling(
-                layout.request.of_gram(layout.request.grid),
-                layout.request.grid,
-                backend.constant,
-                antialias=False,
-            )
-            for layout in layouts
-            if layout.gram_number
+            grid: Resampling(each.of_gram(grid), grid, backend.constant, antialias=False)
+            for grid, each in self._views.items()
+            if each.has_gram_crops
         }
-        """From a larger crop's grid to the student's, by the bytes of a packed image."""
+        """From a larger crop's grid to the student's."""
         self._gram: nn.Module | None = None
         if self._config.gram_weights:
             initial = gram_teacher(run)
@@ -99,6 +100,10 @@ class SelfDistillation(Objective):
             self._gram = backend.shard_frozen(
                 run, frozen, initial.initialize, follows_teacher=follows
             )
+        self._teacher = open_teacher(run, backend, say)
+
+    def frozen_models(self) -> dict[str, nn.Module]:
+        return {"teacher": self._teacher.model} if self._teacher else {}
 
     def begin_step(self, rates: StepRates) -> None:
         # A vector, not a scalar: equal scalars would become one input of a compiled step.
@@ -111,27 +116,25 @@ class SelfDistillation(Objective):
         if self._gram is not None and every and step % every == 0:
             self._backend.copy_teacher()
 
-    def loss(
-        self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor, micro_batch_index: int
-    ) -> torch.Tensor:
-        config = self._config
-        layout = self._layouts[images.shape[1]]
-        global_crops, gram_crops, local_crops, mask = layout.unpack(images)
+    def loss(self, model: nn.Module, batch: Batch, micro_batch_index: int) -> torch.Tensor:
+        config, mask = self._config, batch["mask"]
+        height, width = batch["global_crops"].shape[-2:]
+        view = self._views[height // self._patch[0], width // self._patch[1]]
         crops = Crops(
-            self._normalize(global_crops).transpose(0, 1),
-            self._normalize(local_crops).transpose(0, 1) if config.local_crops else None,
+            self._normalize(batch["global_crops"]),
+            self._normalize(batch["local_crops"]) if config.local_crops else None,
             mask,
-            max_masked(layout.request.grid, layout.request.mask_ratio),
+            max_masked(view.grid, view.mask_ratio),
             hides=True,
         )
-        seen, teacher = crops._replace(local_crops=None, hides=False), self.teacher
+        seen, teacher = crops._replace(local_crops=None, hides=False), self._teacher
         if teacher is not None:
             shown = seen._replace(global_crops=teacher.normalized(seen.global_crops))
             classes, patches = self._targets(teacher.model, shown)
         else:
             assert self._average is not None
             classes, patches = self._targets(self._average, seen)
-        anchor = self._anchor(layout, seen, gram_crops) if self._gram else None
+        anchor = self._anchor(view, seen, batch.get("gram_crops")) if self._gram else None
         student = Compared(*model(crops))  # nested FSDP returns a plain tuple
 
         parts = {"loss_dino": class_loss(student.classes.float() / config.student_temp, classes)}
@@ -164,21 +167,21 @@ class SelfDistillation(Objective):
         return classes.view(taught.classes.shape), patches.view(taught.patches.shape)
 
     @torch.no_grad()
-    def _anchor(self, layout: CropLayout, seen: Crops, larger: torch.Tensor) -> torch.Tensor:
+    def _anchor(self, view: CropView, seen: Crops, larger: torch.Tensor | None) -> torch.Tensor:
         """Return the Gram teacher's patch tokens on the student's grid, computed from what the
         teacher has ``seen``, or from its own ``larger`` crops, if there are any."""
         assert self._gram is not None
-        if not layout.gram_number:
+        if larger is None:
             return Compared(*self._gram(seen)).patch_tokens
-        patches = math.prod(layout.request.of_gram(layout.request.grid))
+        patches = math.prod(view.of_gram(view.grid))
         # The mask has another grid, and the heads are not used here.
         crops = seen._replace(
-            global_crops=self._normalize(larger).transpose(0, 1),
+            global_crops=self._normalize(larger),
             mask=seen.mask.new_zeros(len(seen.mask), patches),
             slots=1,
         )
         tokens = Compared(*self._gram(crops)).patch_tokens
-        return self._to_own_grid[layout.length](tokens)
+        return self._to_own_grid[view.grid](tokens)
 
     def parts(self) -> dict[str, torch.Tensor]:
         names, count = list(self._parts[0]), len(self._parts)

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from data.loader import PADDING
+from data.batch import PADDING, Batch
 from models.mae import MaeSpec, images_of, patches_of
 from training.backend import Backend
-from training.evaluation.evaluate import Measure
+from training.data import normalizer
 from training.logs.figures import side_by_side, spread
 from training.logs.records import Evaluation
-from training.objectives.objective import Objective, normalizer
+from training.objectives.base import Measure, Objective
 from training.optimizers import hashed, key_of
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _MOST_PIXELS = 2_000_000
 class Reconstruction(Objective):
     """Trains the model to predict the pixels of patches that the encoder does not see."""
 
-    numbered = True
+    takes_positions = True
 
     def __init__(self, run: Run, backend: Backend, say: Callable[[str], None]) -> None:
         spec = run.model
@@ -51,12 +51,12 @@ class Reconstruction(Objective):
             f"with {encoder:,} parameters"
         )
 
-    def loss(
-        self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor, micro_batch_index: int
-    ) -> torch.Tensor:
+    def loss(self, model: nn.Module, batch: Batch, micro_batch_index: int) -> torch.Tensor:
         # The passes of a step use the masks of a single pass over all its images.
         step = micro_batch_index // self._run.config.data.grad_accum_steps
-        return self.errors(*self.predict(model, images, labels, "step", step)).mean()
+        return self.errors(
+            *self.predict(model, batch["image"], batch["position"], "step", step)
+        ).mean()
 
     def predict(
         self, model: nn.Module, images: torch.Tensor, numbers: torch.Tensor, *draw: object
@@ -112,8 +112,6 @@ def ranks_of(numbers: torch.Tensor, key: torch.Tensor, patches: int) -> torch.Te
 class ReconstructionError(Measure):
     """Sums the loss of validation images, with the same masks in every evaluation; draws some."""
 
-    numbered = True
-
     def __init__(self, objective: Reconstruction, run: Run, backend: Backend, images: int) -> None:
         """``images``: the number of images evaluated, some of which are drawn; 0: draw none."""
         self._objective, self._run, self._backend = objective, run, backend
@@ -126,19 +124,18 @@ class ReconstructionError(Measure):
         self._drawn = backend.constant(torch.zeros(len(shown), 2 * pixels + sizes.num_patches))
         """For each of them: the patches, the patches with predictions filled in, and the mask."""
 
-    def of_batch(
-        self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        predicted, patches, hidden = self._objective.predict(model, images, labels, "validation")
+    def of_batch(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+        images, numbers = batch["image"], batch["index"]
+        predicted, patches, hidden = self._objective.predict(model, images, numbers, "validation")
         errors = self._objective.errors(predicted, patches, hidden)
-        present = labels != PADDING
+        present = numbers != PADDING
         sums = torch.stack([(errors * present).sum(), present.sum().float()])
         if len(self._shown):
             mean, deviation = self._objective.scale(patches)
             painted = torch.where(hidden[..., None], predicted * deviation + mean, patches)
             # The images may be on any device: a product with ones and zeros, and a sum over all
             # devices, copy them to each.
-            chosen = (self._shown[:, None] == labels).float()
+            chosen = (self._shown[:, None] == numbers).float()
             parts = [chosen @ x.flatten(1) for x in (patches, painted, hidden.float())]
             self._drawn = self._drawn + self._backend.sum(torch.cat(parts, dim=1))
         return {"totals": self._backend.sum(sums)}

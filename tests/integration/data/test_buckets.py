@@ -11,9 +11,9 @@ import torch
 from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 
+from data.batch import PADDING, BatchShard
 from data.buckets import nearest_bucket
 from data.config import DataConfig
-from data.loader import PADDING, BatchShard
 from data.pack import pack
 from data.source import DatasetRequest, open_data
 from models.positions import Resampling

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from data import hub
+from data.batch import BatchShard
 from data.config import DataConfig
 from data.files import DataFolderError
-from data.loader import BatchShard
 from data.source import DatasetRequest, open_data
 from tests.fakes.hub_server import TOKEN, HubServer, Repository
 from tests.support.cli import run_program

@@ -15,8 +15,8 @@ from safetensors.numpy import save
 from torchvision.datasets import ImageFolder
 
 from data import files, index
+from data.batch import BatchShard
 from data.files import BrokenImageError, DataFolderError
-from data.loader import BatchShard
 from data.pack import pack
 from data.source import open_data
 from models.config import VitConfig

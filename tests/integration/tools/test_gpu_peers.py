@@ -12,7 +12,6 @@ from tests.support import dino, mae
 from tests.support.cli import TINY_MODEL, run_program
 from tests.support.marks import long
 from tests.support.resolved import on_gpus
-from training.backend import dataset_request
 from training.errors import UsageError
 
 FLAGS = {"dino": dino.DINO, "mae": mae.MAE}
@@ -35,29 +34,29 @@ def test_losses(objective, mode, compiler):
     assert len({round(loss, 3) for loss in losses["own"]}) == 3  # it trains
 
 
-SECOND_OF_TWO = SimpleNamespace(batch_shard=1, batch_shards=2, device_count=2, put=lambda b: b)
+SECOND_OF_TWO = SimpleNamespace(batch_shard=1, batch_shards=2, device_count=2, put=lambda b, _: b)
 """What a backend says of itself in the second of two processes."""
 
 
 def test_masks_of_random_crops():
     """Of each micro-batch as many patches, of each image as many as --ibot_mask_ratio allows."""
     run = on_gpus([*TINY, *dino.DINO])
-    layout = dataset_request(run).layout
     batches = objective_batches(run, SECOND_OF_TWO)
-    masks = [layout.unpack(images)[3] for images, _ in batches]
+    masks = [batch["mask"] for batch in batches]
     assert [mask.shape for mask in masks] == [(4, 16)] * 2
     assert [mask.sum().item() for mask in masks] == [masks[0].sum().item()] * 2
     assert all(1 <= count <= 8 for count in torch.cat(masks).sum(1))
-    assert all(images.unique().numel() > 200 for images, _ in batches)
+    assert all(batch["global_crops"].unique().numel() > 200 for batch in batches)
 
 
 def test_labels_of_random_images():
     """Masked autoencoding needs positions in the global batch, classification classes."""
-    _, positions = zip(*objective_batches(on_gpus([*TINY, *mae.MAE]), SECOND_OF_TWO), strict=True)
-    assert torch.cat(positions).tolist() == [*range(8, 16)]
-    images, labels = zip(*objective_batches(on_gpus(TINY), SECOND_OF_TWO), strict=True)
-    assert [part.shape for part in images] == [(4, 3, 16, 16)] * 2
-    assert 0 <= torch.cat(labels).min() <= torch.cat(labels).max() < 10
+    of_mae = objective_batches(on_gpus([*TINY, *mae.MAE]), SECOND_OF_TWO)
+    assert torch.cat([batch["position"] for batch in of_mae]).tolist() == [*range(8, 16)]
+    batches = objective_batches(on_gpus(TINY), SECOND_OF_TWO)
+    assert [batch["image"].shape for batch in batches] == [(4, 3, 16, 16)] * 2
+    labels = torch.cat([batch["target"] for batch in batches])
+    assert 0 <= labels.min() <= labels.max() < 10
 
 
 def test_several_gpus_are_refused():

@@ -18,7 +18,7 @@ from tests.support.cli import DIGITS, ROOT, TINY_MODEL, need_xla, run_program
 from tests.support.resolved import on_gpus
 from tests.support.usage_error import told_in_one_line
 from torch_fsdp.devices import Cpu
-from training.backend import open_images
+from training.data import open_images
 from training.errors import UsageError
 from training.evaluation.features import open_plainly
 from training.evaluation.frozen import open_frozen

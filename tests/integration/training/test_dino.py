@@ -5,7 +5,6 @@ import timm
 import torch
 from safetensors.torch import save_file
 
-from data.source import CropLayout, CropRequest
 from models.dino import slots_of
 from tests.fakes.filled import filled
 from tests.references import plain_dino
@@ -233,14 +232,6 @@ def test_ramps():
     )
     assert Ramp(0.04, 0.07, 30).at(10) == pytest.approx(0.05)
     assert Ramp(0.04, 0.07, 0).at(0) == 0.07
-
-
-def test_crops_are_those_of_the_layout():
-    request = CropRequest((4, 4), 2, (0.3, 1), (0.1, 0.3), (2, 2), (0.1, 0.5))
-    layout = CropLayout((3, 8, 8), request)
-    images = torch.randint(256, (5, layout.length), dtype=torch.uint8)
-    shapes = [tuple(each.shape) for each in layout.unpack(images)]
-    assert shapes == [(2, 5, 3, 8, 8), (0, 5, 3, 8, 8), (2, 5, 3, 4, 4), (5, 4)]
 
 
 # -- Gram anchoring ----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torchvision.transforms.v2.functional import normalize
 
-from data.loader import BatchShard
+from data.batch import BatchShard, micro_batches
 from data.source import open_data
 from tests.fakes.filled import filled
 from tests.references.plain_checkpoint import tiny_timm_model
@@ -21,8 +21,8 @@ from tests.support.marks import long
 from tests.support.mixing import BOTH, assert_steady, by_timm, timms_loss, tiny_run
 from tests.support.short_runs import mistake, program
 from tests.support.usage_error import told_in_one_line
-from training.backend import dataset_request
 from training.checkpoints.format import read_metadata
+from training.data import dataset_request
 
 IMAGES = "--image_size 32 --patch_size 8".split()
 STEPS = 4
@@ -77,8 +77,8 @@ def plain_steps(flags, teacher, steps, devices):
     loader, losses, norms = open_data(dataset_request(run)).train_loader(16, BatchShard()), [], []
     for step, batch in enumerate(itertools.islice(loader.epoch(0), steps)):
         total = 0.0
-        chunks = zip(*(part.chunk(passes) for part in batch), strict=True)
-        for index, (images, labels) in enumerate(chunks):
+        for index, part in enumerate(micro_batches(batch, 1, passes)):
+            images, labels = part["image"], part["target"]
             shown = normalize(images / 255, list(preprocessing.mean), list(preprocessing.std))
             theirs = normalize(images / 255, [mean] * 3, [std] * 3)
             if config.mixes:

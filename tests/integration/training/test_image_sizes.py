@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer
 from torchvision.transforms.v2.functional import normalize
 
+from data.batch import BatchShard, joined, micro_batches
 from data.config import DataConfig
-from data.loader import BatchShard
 from data.size_schedule import SizeSchedule
 from data.source import open_data
 from tests.fakes.filled import filled
@@ -22,7 +22,7 @@ from tests.support.mixing import by_timm
 from tests.support.resolved import on_gpus
 from tests.support.resuming import EPOCHS_OF_5, assert_resumes_at_step_7
 from tests.support.usage_error import told_in_one_line
-from training.backend import dataset_request
+from training.data import dataset_request
 
 SCHEDULE = "--image_size_schedule 8:0.3 12:0.3 16:0.4".split()
 SIDES = [8] * 3 + [12] * 3 + [16] * 4
@@ -84,8 +84,7 @@ def test_magnitudes_of_rand_augment_rise_with_the_side():
 
 def batches(run, count, share=None, first=0, schedule=None):
     """Batches of the first epoch, in sizes of a training of so many steps as ``schedule``."""
-    sizes = schedule and SizeSchedule.of(run.config.data, run.config.seed, schedule)
-    loader = open_data(dataset_request(run)).train_loader(16, share or BatchShard(), sizes)
+    loader = open_data(dataset_request(run)).train_loader(16, share or BatchShard(), schedule or 0)
     return list(itertools.islice(loader.epoch(0, first), count))
 
 
@@ -101,10 +100,10 @@ def test_images_are_those_of_runs_of_one_size(workers, alone):
     run = on_gpus([*tiny("none"), *STEPS, *SCHEDULE, "--num_workers", str(workers)])
     whole = batches(run, 10, schedule=10)
     for step, (batch, side) in enumerate(zip(whole, SIDES, strict=True)):
-        assert all(map(torch.equal, batch, alone[side][step]))
+        assert all(batch[name].equal(alone[side][step][name]) for name in ("image", "target"))
     parts = [batches(run, 6, BatchShard(rank, 2), first=2, schedule=10) for rank in range(2)]
     for step, both in enumerate(zip(*parts, strict=True), 2):
-        assert torch.cat([images for images, _ in both]).equal(whole[step][0])
+        assert joined(both)["image"].equal(whole[step]["image"])
 
 
 # -- trainings -------------------------------------------------------------------------------
@@ -120,11 +119,8 @@ def plain_losses(run, alone, sides, processes=1, devices=1, teacher=None):
     losses = []
     for step, side in enumerate(sides):
         total, passes = 0.0, data.grad_accum_steps
-        by_pass = (
-            part.unflatten(0, (processes, passes, -1)).transpose(0, 1).flatten(1, 2)
-            for part in alone[side][step]
-        )
-        for index, (images, labels) in enumerate(zip(*by_pass, strict=True)):
+        for index, part in enumerate(micro_batches(alone[side][step], processes, passes)):
+            images, labels = part["image"], part["target"]
             shown = normalize(images / 255, list(data.mean), list(data.std))
             if loss_config.mixes:
                 mixing = labels, run.config.seed, passes * step + index

@@ -10,7 +10,7 @@ import timm
 import torch
 from PIL import Image
 
-from data.loader import BatchShard
+from data.batch import BatchShard
 from data.source import open_data
 from models.mae import images_of, patches_of
 from tests.references import plain_mae
@@ -24,7 +24,7 @@ from tests.support.steady import STEADY, assert_steady_state
 from tests.support.tensorboard_files import events_in
 from tests.support.usage_error import told_in_one_line
 from tools.convert import main as to_other_form
-from training.backend import dataset_request
+from training.data import dataset_request
 from training.objectives.mae import ranks_of
 
 PICTURE = "reconstructions.png"
@@ -151,7 +151,7 @@ def test_pictures(on_gpu):
     assert picture.shape == (8 * side + 7 * gap, 3 * side + 2 * gap, 3)
     request = dataset_request(on_gpus([*tiny(on_gpu.ckpt_dir), *MAE, *PREPROCESSING]))
     data = open_data(request)
-    images = torch.cat([batch for batch, _ in data.val_loader(16, BatchShard()).epoch(0)])
+    images = torch.cat([batch["image"] for batch in data.val_loader(16, BatchShard()).epoch(0)])
     numbers = [i * data.val_length // 8 for i in range(8)]
     assert len({data.splits["val"].labels[number] for number in numbers}) > 5
     rows = [picture[i * (side + gap) :][:side] for i in range(8)]

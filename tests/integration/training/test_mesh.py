@@ -188,7 +188,7 @@ def test_devices_along_tensor_share_a_host():
     with pytest.raises(UsageError, match="must divide 4, the number of devices per host"):
         part_of_host(Mesh(dcn=2, fsdp=2, tensor=8), order, here, 32)
     share = torch.arange(6).view(6, 1)
-    whole = HostPart((1, 3), 4, range(0)).in_global_batch(share)
+    whole = HostPart((1, 3), 4, range(0)).in_global_batch(share, None, 32)
     assert whole[[3, 4, 5, 9, 10, 11]].equal(share)
 
 
@@ -206,7 +206,7 @@ def test_hosts_that_share_images(mesh, groups, rows):
     part = part_of_host(mesh, range(16), range(4, 8), 32)
     assert (part.groups, part.rows) == (groups, rows)
     images = torch.randn(len(groups) * 3, 2, len(rows), 5)
-    whole = part.in_global_batch(images, 32)
+    whole = part.in_global_batch(images, 1, 32)
     assert whole.shape == (mesh.batch_shards * 3, 2, 32, 5)
     first = groups[0] * 3
     assert whole[first : first + len(images), :, rows.start : rows.stop].equal(images)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torchvision.transforms.v2.functional import normalize
 
-from data.loader import BatchShard
+from data.batch import BatchShard, micro_batches
 from data.source import open_data
 from tests.fakes.filled import filled
 from tests.support import cli
@@ -18,9 +18,9 @@ from tests.support.marks import long
 from tests.support.mixing import BOTH, HOST, assert_steady, by_timm, timms_loss, tiny_run
 from tests.support.resuming import EPOCHS_OF_5
 from tests.support.usage_error import told_in_one_line
-from training.backend import dataset_request
+from training.data import dataset_request, normalizer
 from training.objectives.classify import Mixing
-from training.objectives.objective import normalizer, open_objective
+from training.objectives.registry import open_objective
 
 ON_HOST = SimpleNamespace(constant=torch.Tensor.contiguous, image_rows=range(16))
 """What the objective asks of a backend."""
@@ -51,7 +51,7 @@ def test_images_labels_and_losses_are_timms(flags, devices):
         expected = plain, labels
         if config.mixes:
             expected = by_timm(config, devices, plain, labels, seed, micro_batch_index)
-        shown, *targets = objective.example(images, labels, micro_batch_index)
+        shown, *targets = objective.example({"image": images, "target": labels}, micro_batch_index)
         torch.testing.assert_close(shown, expected[0], rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(objective.loss_of(logits, *targets), loss(logits, expected[1]))
         same = shown == plain
@@ -116,16 +116,17 @@ def test_first_steps_are_timms(devices, form, flags, tmp_path):
     model, loss = filled(run.model, run.config.seed), timms_loss(run.config.loss)
     loader = open_data(dataset_request(run)).train_loader(16, BatchShard())
     expected = []
-    for step, (images, labels) in enumerate(itertools.islice(loader.epoch(0), 2)):
+    for step, batch in enumerate(itertools.islice(loader.epoch(0), 2)):
         model.zero_grad()  # the learning rate of the first step is 0, so both have first weights
         total = 0.0
-        for index, (x, y) in enumerate(zip(images.chunk(2), labels.chunk(2), strict=True)):
+        for index, part in enumerate(micro_batches(batch, 1, 2)):
+            x, y = part["image"], part["target"]
             x = normalize(x / 255, list(how.mean), list(how.std))
             if config.mixes:
                 x, y = by_timm(config, devices, x, y, run.config.seed, 2 * step + index)
-            part = loss(model(x), y) / 2
-            part.backward()
-            total += part.item()
+            half = loss(model(x), y) / 2
+            half.backward()
+            total += half.item()
         norm = torch.nn.utils.get_total_norm([each.grad for each in model.parameters()]).item()
         expected += [total, norm]
     found = [result.steps[step][name] for step in (1, 2) for name in ("loss", "grad_norm")]

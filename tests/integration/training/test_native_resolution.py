@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from data.loader import PADDING, BatchShard
+from data.batch import PADDING, BatchShard
 from data.source import open_data
 from tests.fakes.filled import filled
 from tests.references.plain_steps import warm_cosine
@@ -36,7 +36,7 @@ from tests.support.native_images import (
 )
 from tests.support.resolved import on_gpus
 from tests.support.usage_error import told_in_one_line
-from training.backend import dataset_request
+from training.data import dataset_request
 from training.weights import weights_in
 
 
@@ -55,9 +55,9 @@ def train_timm(run, steps):
     data, rate = open_data(request), warm_cosine(how)
     loader = data.train_loader(run.config.data.batch_size, BatchShard())
     losses, norms, counts = [], [], []
-    for step, (rows, labels) in enumerate(itertools.islice(loader.epoch(0), steps)):
-        images = images_in(rows, request.pack_layout)
-        labels = labels[labels != PADDING]
+    for step, batch in enumerate(itertools.islice(loader.epoch(0), steps)):
+        images = images_in(batch)
+        labels = batch["target"][batch["target"] != PADDING]
         logits = torch.cat([logits_of(model, *image, run) for image in images])
         loss = F.cross_entropy(logits, labels)
         loss.backward()
@@ -69,8 +69,8 @@ def train_timm(run, steps):
         optimizer.zero_grad()
     model.eval()
     total = right = count = 0
-    for rows, labels in data.val_loader(run.config.data.batch_size, BatchShard()).epoch(0):
-        images, labels = images_in(rows, request.pack_layout), labels[labels != PADDING]
+    for batch in data.val_loader(run.config.data.batch_size, BatchShard()).epoch(0):
+        images, labels = images_in(batch), batch["target"][batch["target"] != PADDING]
         if images:
             with torch.no_grad():
                 logits = torch.cat([logits_of(model, *image, run) for image in images])
@@ -167,9 +167,9 @@ def test_uses_of_a_trained_model(folder, tmp_path):
     request = dataset_request(run, augment=False)
     images = open_data(request).splits["val"]
     expected, features, numbers = [], [], []
-    for rows, of_rows in images.numbered().batches(4, BatchShard()).epoch(0):
-        numbers += of_rows[of_rows != PADDING].tolist()
-        for patches, places in images_in(rows, request.pack_layout):
+    for batch in images.batches(4, BatchShard()).epoch(0):
+        numbers += batch["index"][batch["index"] != PADDING].tolist()
+        for patches, places in images_in(batch):
             with torch.no_grad():
                 expected.append(logits_of(model, patches, places, run)[0])
             features.append((tokens[-1][0, 0], tokens[-1][0, 1:].mean(0)))

@@ -11,10 +11,11 @@ from sklearn.datasets import load_sample_images
 from timm.data import create_transform
 from timm.data.distributed_sampler import RepeatAugSampler
 
+from data.batch import BatchShard
 from data.config import DataConfig
 from data.decode import Pixels
 from data.files import DataFolderError
-from data.loader import BatchShard, GlobalBatchSampler
+from data.loader import GlobalBatchSampler
 from data.transforms import TrainTransform, seeded
 from tests.support.cli import ROOT
 from tests.support.loading import arguments, loaders

@@ -15,11 +15,9 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
 from data import transforms
+from data.batch import BatchShard
 from data.config import DataConfig
-from data.decode import Pixels, open_image
-from data.loader import BatchShard
-from data.source import CropLayout, CropRequest, DatasetRequest, max_masked, open_data
-from data.transforms import (
+from data.crops import (
     FIRST,
     LOCAL,
     SECOND,
@@ -28,8 +26,11 @@ from data.transforms import (
     block_mask,
     distort,
     draw_distortion,
-    seeded,
+    max_masked,
 )
+from data.decode import Pixels, open_image
+from data.source import CropLayout, CropRequest, DatasetRequest, open_data
+from data.transforms import seeded
 from tests.support.jpegs import GUARD, as_pillow, jpeg
 
 pytestmark = pytest.mark.fast

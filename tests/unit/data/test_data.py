@@ -17,9 +17,10 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from torch.utils.data import Dataset
 
+from data.batch import BatchShard
 from data.digits import read_mnist, write_digits
 from data.files import DataFolderError
-from data.loader import BatchShard, DatasetLoader, GlobalBatchSampler, default_workers
+from data.loader import DatasetLoader, GlobalBatchSampler, default_workers
 from data.source import DatasetRequest, open_data
 from models.config import VitConfig
 from tests.support.loading import EVERYTHING, arguments, loaders, wanted

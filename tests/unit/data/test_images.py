@@ -15,10 +15,10 @@ import torch
 from PIL import Image
 from torchvision.datasets import ImageFolder
 
+from data.batch import BatchShard
 from data.decode import find_images, read_image
 from data.files import BrokenImageError, DataFolderError
 from data.index import check_folder, index_split
-from data.loader import BatchShard
 from data.pack import pack
 from data.source import open_data
 from models.config import VitConfig

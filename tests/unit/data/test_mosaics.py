@@ -7,9 +7,9 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
+from data.batch import BatchShard
 from data.digits import INTENSITIES, LENGTHS, read_digits
 from data.files import DataFolderError
-from data.loader import BatchShard
 from data.source import DatasetRequest, open_data
 from tests.support.loading import arguments
 

@@ -13,9 +13,9 @@ from PIL import Image
 from timm.data.naflex_transforms import patchify_image
 
 from data import fake
+from data.batch import PADDING, BatchShard
 from data.config import DataConfig
 from data.files import DataFolderError
-from data.loader import PADDING, BatchShard
 from data.pack import pack as pack_shards
 from data.packing import (
     Packing,

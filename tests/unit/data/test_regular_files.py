@@ -6,10 +6,10 @@ import shutil
 import numpy as np
 import pytest
 
+from data.batch import BatchShard
 from data.config import DataConfig
 from data.files import BrokenImageError, DataFolderError
 from data.index import read_labels
-from data.loader import BatchShard
 from data.pack import pack
 from data.source import DatasetRequest, open_data
 from data.volumes import open_array

@@ -10,9 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
+from data.batch import PADDING, BatchShard
 from data.digits import read_digits
 from data.files import BrokenImageError, DataFolderError
-from data.loader import PADDING, BatchShard
 from data.segmentation import open_masked
 from data.tables import ParquetSplit
 from tests.support.masked_images import (

@@ -16,9 +16,10 @@ import pytest
 import torch
 from PIL import Image
 
+from data.batch import BatchShard
 from data.config import DataConfig
 from data.files import DataFolderError, open_system
-from data.loader import WINDOW, BatchShard, RunSampler
+from data.loader import WINDOW, RunSampler
 from data.source import DatasetRequest, open_data
 from data.tables import ParquetSplit, split_files
 from tests.support.cli import ROOT

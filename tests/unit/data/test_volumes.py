@@ -10,8 +10,8 @@ import pytest
 import tifffile
 import torch
 
+from data.batch import BatchShard
 from data.files import DataFolderError
-from data.loader import BatchShard
 from data.source import DatasetRequest, open_data
 from tests.support.loading import arguments
 

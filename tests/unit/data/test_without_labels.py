@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
+from data.batch import PADDING, BatchShard
 from data.config import DataConfig
 from data.files import DataFolderError
-from data.loader import PADDING, BatchShard
 from data.pack import main, pack
 from data.source import DatasetRequest, open_data
 from tests.support.memory_files import in_memory

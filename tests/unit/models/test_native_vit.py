@@ -6,7 +6,6 @@ import torch
 from timm.models.naflexvit import NaFlexVit, batch_patchify, checkpoint_filter_fn
 
 from models.config import ModelError
-from models.native_vit import Packed
 from models.registry import open_model
 
 pytestmark = pytest.mark.fast
@@ -57,7 +56,7 @@ def packed(images, grids, spec):
         places[0, start:end, 2:] = torch.tensor(grid)
         patches[0, start:end] = patches_of(image, spec)
         segments[0, start - prefix : end] = number
-    return Packed(patches, places, segments)
+    return {"patches": patches, "patch_coord": places, "segment_ids": segments}
 
 
 def images_of(grids, spec):

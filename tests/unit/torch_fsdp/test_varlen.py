@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from models.native_vit import Packed
 from models.registry import open_model
 from tests.fakes.filled import filled
 from torch_fsdp import varlen
@@ -48,7 +47,8 @@ def packed(prefix):
             segments[row, first:end] = number
             places[row, first + prefix : end, 1] = torch.arange(length - prefix)
             places[row, first + prefix : end, 2:] = torch.tensor([1, length - prefix])
-    return Packed(torch.randn(len(LENGTHS), TOKENS, 3 * 16 * 16), places, segments)
+    patches = torch.randn(len(LENGTHS), TOKENS, 3 * 16 * 16)
+    return {"patches": patches, "patch_coord": places, "segment_ids": segments}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -70,7 +70,7 @@ def test_as_attention_with_a_mask(name, monkeypatch):
 
 
 def test_bounds_have_one_shape_whatever_the_images():
-    bounds = varlen.bounds_of(PLACES, packed(1).segments)
+    bounds = varlen.bounds_of(PLACES, packed(1)["segment_ids"])
     assert bounds.shape == (len(LENGTHS) * (PLACES + 1) + 1,)
     expected = [0]
     for lengths in LENGTHS:

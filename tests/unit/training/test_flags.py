@@ -171,7 +171,7 @@ EVERY = by_field(*CONFIGS.values())
 
 def rule_broken(only=None, given=(), **changed):
     """The first rule that these values break, the flags ``given`` being on the command line."""
-    values = {"given": frozenset(given)} | changed
+    values = {"explicitly_set": frozenset(given)} | changed
     try:
         check_rules(*(from_values(each, values) for each in CONFIGS.values()), only=only)
     except UsageError as error:

@@ -23,7 +23,8 @@ from training.checkpoints.state import Chunk, ShardedTensor, flat_range_boxes
 from training.config import RunConfig
 from training.flags import flat
 from training.logs.records import Evaluation, read_metrics
-from training.logs.reports import Reports, StepTimer
+from training.logs.reports import Reports
+from training.logs.step_timer import StepTimer
 from training.resolve import model_line
 from xla_fsdp.tpu import peak_of
 
@@ -100,7 +101,7 @@ def test_checkpoint_is_read_under_another_cutting(before, after, tmp_path):
 
 
 def batches(count):
-    return [(torch.full((1,), i), torch.full((1,), i)) for i in range(count)]
+    return [{"image": torch.full((1,), i), "target": torch.full((1,), i)} for i in range(count)]
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
@@ -109,7 +110,7 @@ def test_prefetch_keeps_order_and_puts_repeated_batches_once(depth):
     put = []
 
     def record(batch):
-        put.append(int(batch[0]))
+        put.append(int(batch["image"]))
         return put[-1]
 
     source = iter([first, first, second, second, third, first])
@@ -123,7 +124,7 @@ def test_prefetch_raises_the_sources_error_in_its_place(depth):
         yield from batches(2)
         raise OSError("disk gone")
 
-    got = prefetch(source(), lambda batch: int(batch[0]), depth)
+    got = prefetch(source(), lambda batch: int(batch["image"]), depth)
     assert [next(got), next(got)] == [0, 1]
     with pytest.raises(OSError, match="disk gone"):
         next(got)

@@ -1,0 +1,138 @@
+"""The data of a run: what it requests of its source, the loaders, and the model's input."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from data.batch import Batch
+from data.buckets import BucketView
+from data.crops import CropView
+from data.files import DataFolderError
+from data.loader import BatchLoader
+from data.packing import PackRequest
+from data.sequences import SequenceView
+from data.size_schedule import SizeScheduleView
+from data.source import (
+    ANY_CLASSES,
+    Constant,
+    DatasetRequest,
+    DataSource,
+    View,
+    check_several_classes,
+    image_normalizer,
+    open_data,
+)
+from models.config import crop_pairs
+from training.backend import Backend
+from training.errors import UsageError
+
+if TYPE_CHECKING:
+    from training.resolve import Run
+
+
+def dataset_request(
+    run: Run, *, with_train: bool = True, labels: bool = True, augment: bool = True
+) -> DatasetRequest:
+    """Return what a run requests from its data source; see ``DatasetRequest``.
+
+    Without ``augment`` the images may have any number of classes: nothing is trained.
+    """
+    channels, *size = run.model.sizes.input_shape
+    return DatasetRequest(
+        run.config.data,
+        channels,
+        tuple(size),
+        run.model.sizes.num_classes if augment else ANY_CLASSES,
+        run.config.seed,
+        with_train=with_train,
+        labels=labels,
+        augment=augment,
+        view=view_of(run, augment=augment),
+    )
+
+
+def view_of(run: Run, *, augment: bool) -> View:
+    """Return what the run reads of an image; ``augment``: in training."""
+    data, objective, packing = run.config.data, run.config.objective, run.model.packing
+    if packing:
+        assert data.max_tokens_per_image is not None  # resolved
+        return SequenceView(
+            PackRequest(
+                patch=packing.patch,
+                prefix=packing.prefix,
+                tokens=packing.tokens,
+                images=packing.images,
+                max_patches=data.max_tokens_per_image - packing.prefix,
+                resize=data.resize_to_budget,
+                side_scale=data.side_scale,
+                drop_rate=run.model.settings["patch_drop_rate"],
+            )
+        )
+    if augment and objective.objective == "dino":
+        side = objective.local_crop_size
+        return CropView(
+            local_size=(side, side),
+            local_number=objective.local_crops,
+            global_scale=objective.global_crops_scale,
+            local_scale=objective.local_crops_scale,
+            grid=run.model.sizes.grid,  # type: ignore[arg-type]
+            mask_ratio=objective.ibot_mask_ratio,
+            pairs=tuple(crop_pairs(objective.crop_sizes)),
+            gram_factor=objective.gram_crop_factor,
+        )
+    if data.buckets:
+        return BucketView()
+    return SizeScheduleView() if augment and data.size_schedule else View()
+
+
+def input_of(run: Run, constant: Constant) -> Callable[[Batch], Any]:
+    """Return the function from a batch on the devices to the input of the run's model; see
+    ``View.model_input``."""
+    channels, *spatial = run.model.sizes.input_shape
+    mean, std = map(torch.tensor, run.config.data.preprocessing.of_channels(channels))
+    return view_of(run, augment=False).model_input(mean, std, len(spatial), constant)
+
+
+def normalizer(run: Run, constant: Constant) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the function that normalizes images; see ``image_normalizer``."""
+    channels, *spatial = run.model.sizes.input_shape
+    mean, std = map(torch.tensor, run.config.data.preprocessing.of_channels(channels))
+    return image_normalizer(mean, std, len(spatial), constant)
+
+
+@contextlib.contextmanager
+def data_errors_as_usage_errors() -> Iterator[None]:
+    """Turn a DataFolderError that is raised inside into a UsageError."""
+    try:
+        yield
+    except DataFolderError as error:
+        raise UsageError(str(error)) from None
+
+
+@data_errors_as_usage_errors()
+def open_images(run: Run, *, with_train: bool = True) -> DataSource:
+    """Open the images that ``run`` trains on and is evaluated on. Raises UsageError."""
+    labels = run.config.objective.uses_labels
+    data = open_data(dataset_request(run, with_train=with_train, labels=labels))
+    check_several_classes(data)
+    return data
+
+
+def train_loader(
+    data: DataSource, backend: Backend, batch_size: int, steps: int = 0
+) -> BatchLoader:
+    """Return the loader of training images, in global batches of ``batch_size``; ``steps``: the
+    number of batches of the whole training."""
+    open_shard = functools.partial(data.train_loader, batch_size, steps=steps)
+    return backend.loader(open_shard, batch_size, reads_rows=data.reads_rows)
+
+
+def val_loader(data: DataSource, backend: Backend, batch_size: int) -> BatchLoader:
+    """Return the loader of validation images, in global batches of ``batch_size``."""
+    open_shard = functools.partial(data.val_loader, batch_size)
+    return backend.loader(open_shard, batch_size, reads_rows=data.reads_rows)

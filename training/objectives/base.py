@@ -1,0 +1,78 @@
+"""What a model is trained for: the interface of an objective, and of what an evaluation measures.
+
+An ``Objective`` runs on the devices, as part of the step and of evaluations. It prepares the
+model's input from a batch, computes the loss of the output, and decides what an evaluation
+measures.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import nn
+
+from data.batch import Batch
+from training.backend import Backend
+from training.logs.records import Evaluation
+from training.schedule import StepRates
+
+if TYPE_CHECKING:
+    from training.resolve import Run
+
+
+class Objective(abc.ABC):
+    """Prepares batches on the devices, computes the loss, and defines what to measure."""
+
+    takes_positions: ClassVar[bool] = False
+    """Whether training batches have the field ``position``, each sample's place in the global
+    batch."""
+    measured: ClassVar[bool] = True
+    """Whether evaluations measure anything besides features (``--knn_every``)."""
+
+    @abc.abstractmethod
+    def __init__(self, run: Run, backend: Backend, say: Callable[[str], None]) -> None:
+        """Put on the devices what the loss needs besides the model, and log it with ``say``."""
+
+    def frozen_models(self) -> dict[str, nn.Module]:
+        """Return trained models that the loss uses, by name, for those who look into a step."""
+        return {}
+
+    def begin_step(self, rates: StepRates) -> None:  # noqa: B027
+        """Take the rates of the step; called before its micro-batches."""
+
+    @abc.abstractmethod
+    def loss(self, model: nn.Module, batch: Batch, micro_batch_index: int) -> torch.Tensor:
+        """Return the mean loss over the samples of a micro-batch on a replica, an fp32 scalar.
+        ``micro_batch_index`` counts from the start of training."""
+
+    def end_step(self, step: int) -> None:  # noqa: B027
+        """Called after the update is dispatched; ``step`` counts from 1."""
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        """Return the parts of the step's loss and other measurements by metric name, scalars over
+        the global batch; called after the micro-batches of the step."""
+        return {}
+
+    def measure(self, images: int = 0) -> Measure:
+        """Return the measure of one evaluation, if the objective is ``measured``; with ``images``,
+        the number of images, it may also draw some."""
+        raise NotImplementedError
+
+
+class Measure(abc.ABC):
+    """What is measured in one evaluation. Padding (label and index -1) is ignored."""
+
+    @abc.abstractmethod
+    def of_batch(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+        """Run the model on a batch; return values over all replicas, on the devices."""
+
+    @abc.abstractmethod
+    def add(self, values: Mapping[str, list[float]]) -> None:
+        """Add the values of a batch, after they were read from the devices."""
+
+    @abc.abstractmethod
+    def result(self) -> Evaluation:
+        """Return what was measured over all batches."""
