@@ -65,15 +65,19 @@ class Result:
 
 
 WARM_PYTHON = "tests/support/warm_python.py"
+WARM_SERVER = "tests/support/warm_server.py"
 WARM_MODULES = (
     "torchvision.transforms.v2 timm.models.vision_transformer timm.loss timm.optim tensorboardX "
     "torch.distributed.run torch.distributed.fsdp torch.distributed.checkpoint "
-    "matplotlib.pyplot fsspec safetensors.torch simplejpeg PIL.PngImagePlugin "
-    "torch.utils.flop_counter run_vit_training training.train torch_fsdp.launch_torch"
+    "matplotlib.pyplot matplotlib.backends.backend_agg fsspec safetensors.torch simplejpeg "
+    "PIL.PngImagePlugin torch.utils.flop_counter run_vit_training training.train "
+    "data.image_folder training.objectives.classify torch_fsdp.launch_torch "
+    "torch_fsdp.torch_backend torch_fsdp.fsdp2 gpu_fsdp.resolve_gpu"
 ).split()
 WARM_XLA = (
-    "torch_xla torch_xla.distributed.fsdp torch_xla.utils.checkpoint xla_fsdp.launch_xla".split()
-)
+    "torch_xla torch_xla.distributed.fsdp torch_xla.utils.checkpoint xla_fsdp.launch_xla "
+    "xla_fsdp.xla_backend xla_fsdp.parallelize xla_fsdp.spmd xla_fsdp.profiler"
+).split()
 HAS_XLA = importlib.util.find_spec("torch_xla") is not None
 """False in the environment of PyTorch's newest version, for which there is no torch_xla."""
 WARM_TORCHTPU = "torch_tpu torch._dynamo torch._functorch.aot_autograd".split()
@@ -101,7 +105,7 @@ def environment() -> dict[str, str]:
 
 @functools.cache
 def warm_python(*backend: str) -> str:
-    """The socket of tests/support/warm_python.py, which ends when all tests have ended.
+    """The socket of tests/support/warm_server.py, which ends when all tests have ended.
 
     ``backend``: the modules that it imports besides those of all programs.
     """
@@ -110,7 +114,7 @@ def warm_python(*backend: str) -> str:
         path = f"{folder}/socket"
         modules = [*WARM_MODULES, *backend]
         until = os.environ["SHARED_UNTIL_END_OF"]
-        command = [sys.executable, WARM_PYTHON, "--serve", path, until, *modules]
+        command = [sys.executable, WARM_SERVER, path, until, *modules]
         # It outlives this worker: what it held open of its pipes would be waited for.
         server = subprocess.Popen(
             command,
@@ -120,7 +124,7 @@ def warm_python(*backend: str) -> str:
             stdout=subprocess.DEVNULL,
         )
         while not os.path.exists(path):
-            assert server.poll() is None, f"{WARM_PYTHON} has ended"
+            assert server.poll() is None, f"{WARM_SERVER} has ended"
             time.sleep(0.05)
         return path
 

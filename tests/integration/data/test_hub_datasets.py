@@ -91,7 +91,7 @@ def test_two_processes_download_once_and_a_resume_needs_no_network(server, hub_h
     commit = put(server, "beans", files, private=True)
     flags = [*TRAIN, *BEANS, "--backend", "cuda", "--ckpt_dir", str(tmp_path / "run")]
     variables = server.variables(tmp_path / "cache", TOKEN)
-    done = run_program("run_vit_training.py", *flags, processes=2, warm=False, variables=variables)
+    done = run_program("run_vit_training.py", *flags, processes=2, variables=variables)
     assert done.returncode == 0, done.stderr
     assert f"data: us/beans@{commit}: 30 training, 12 validation images" in done.stdout
     assert [server.downloads(name) for name in files] == [1, 1, 1]
@@ -104,7 +104,7 @@ def test_two_processes_download_once_and_a_resume_needs_no_network(server, hub_h
     server.requests.clear()
     variables = server.variables(tmp_path / "cache") | {"HF_HUB_OFFLINE": "1"}
     done = run_program(
-        "run_vit_training.py", *flags, "--max_steps", "3", warm=False, variables=variables
+        "run_vit_training.py", *flags, "--max_steps", "3", variables=variables
     )
     assert done.returncode == 0, done.stderr
     assert f"data: us/beans@{commit}" in done.stdout

@@ -174,7 +174,7 @@ def test_two_processes_download_once_and_a_resume_needs_no_network(server, tmp_p
     commit = put(server, "us/tiny", timms_files()[1])
     flags = [*TRAIN, "--backend", "cuda", "--init_from", NAME, "--ckpt_dir", str(tmp_path / "run")]
     variables = server.variables(tmp_path / "cache", TOKEN)
-    done = run_program("run_vit_training.py", *flags, processes=2, warm=False, variables=variables)
+    done = run_program("run_vit_training.py", *flags, processes=2, variables=variables)
     assert done.returncode == 0, done.stderr
     assert server.downloads("model.safetensors") == 1
     pinned = f"{NAME}@{commit}"
@@ -189,7 +189,7 @@ def test_two_processes_download_once_and_a_resume_needs_no_network(server, tmp_p
     put(server, "us/tiny", timms_files(num_features=1)[1])
     variables = server.variables(tmp_path / "empty") | {"HF_HUB_OFFLINE": "1"}
     more = ["--max_steps", "3", "--num_epochs", "1"]
-    done = run_program("run_vit_training.py", *flags, *more, warm=False, variables=variables)
+    done = run_program("run_vit_training.py", *flags, *more, variables=variables)
     assert done.returncode == 0, done.stderr
     assert "resuming" in done.stdout
     assert not server.requests
