@@ -103,9 +103,7 @@ def test_two_processes_download_once_and_a_resume_needs_no_network(server, hub_h
     put(server, "beans", write_beans(first=1000)[1])
     server.requests.clear()
     variables = server.variables(tmp_path / "cache") | {"HF_HUB_OFFLINE": "1"}
-    done = run_program(
-        "run_vit_training.py", *flags, "--max_steps", "3", variables=variables
-    )
+    done = run_program("run_vit_training.py", *flags, "--max_steps", "3", variables=variables)
     assert done.returncode == 0, done.stderr
     assert f"data: us/beans@{commit}" in done.stdout
     assert "resuming" in done.stdout
