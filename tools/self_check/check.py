@@ -273,7 +273,7 @@ def _weights(batch: Batch, fields: Fields, rows: range | None) -> torch.Tensor:
         ramp, dimension = ramp.view(fields[name].shape), fields[name].rows
         if rows and dimension is not None:
             ramp = ramp.narrow(dimension, rows.start, len(rows))
-        weights = weights.to(values.device) + (values.float() * ramp).flatten(1).sum(1)
+        weights = weights.to(values.device) + (values.float() * ramp).view(len(values), -1).sum(1)
     return weights * numbers
 
 
