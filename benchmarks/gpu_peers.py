@@ -19,6 +19,7 @@ from benchmarks.plain_objectives import Autocast, CropBatch, DinoLoss, DinoVit, 
 from data.batch import Batch
 from data.crops import CropView, block_mask
 from models.timm_models import TimmSpec
+from tools.self_check.plain import backward, clip_and_step
 from torch_fsdp.parallel_plan import DTYPES, TorchRun
 from training.backend import Backend
 from training.data import dataset_request, normalizer
@@ -179,15 +180,8 @@ def build_step(
     )
 
     def step(number: int) -> torch.Tensor:
-        parts = []
-        for loss_of in losses:
-            loss = loss_of(number) / len(losses)
-            parts.append(loss.detach())
-            loss.backward()
-        if config.clip_grad_norm > 0:
-            nn.utils.clip_grad_norm_(trained.parameters(), config.clip_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
+        parts = backward(loss_of(number) / len(losses) for loss_of in losses)
+        clip_and_step(optimizer, config.clip_grad_norm)
         after_update()
         return torch.stack(parts).sum()
 

@@ -20,11 +20,11 @@ from torch import nn
 from data.batch import BatchShard
 from data.source import open_data
 from tests.fakes.filled import filled
-from tests.references.normalized import normalized
 from tests.references.plain_mae import Block
 from tests.references.plain_steps import warm_cosine
 from tests.support.cli import DIGITS, TINY_MODEL, TINY_RUN
 from tests.support.resolved import on_xla
+from tools.self_check.plain import backward, clip_and_step, normalized
 from training.data import dataset_request
 from training.objectives.dino_config import DinoConfig
 
@@ -211,7 +211,7 @@ def train(flags, steps=6, taught_by=None):
     if dino.gram_weights:
         gram = copy.deepcopy(teacher)
         gram.load_state_dict(torch.load(dino.gram_weights), strict=False)  # without heads
-    columns, rate = {}, warm_cosine(how)
+    columns, rate, preprocessing = {}, warm_cosine(how), run.config.data.preprocessing
     for step, fields in enumerate(itertools.islice(loader.epoch(0), steps)):
         decay = run.config.schedule.weight_decay_end
         decay = (
@@ -230,19 +230,20 @@ def train(flags, steps=6, taught_by=None):
         kinds = ("global_crops", "gram_crops", "local_crops")
         batch = [
             (
-                *([*normalized(fields[kind][i], run)] if kind in fields else [] for kind in kinds),
+                *(
+                    [*normalized(fields[kind][i], preprocessing)] if kind in fields else []
+                    for kind in kinds
+                ),
                 mask.nonzero().flatten().tolist(),
             )
             for i, mask in enumerate(fields["mask"])
         ]
         asked = taught_by or teacher
         loss, parts = losses_of(student, asked, gram, batch, temperature, dino)
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(student.parameters(), how.clip_grad_norm)
+        backward([loss])
+        norm = clip_and_step(optimizer, how.clip_grad_norm)
         for name, value in {"loss": loss, "grad_norm": norm, **parts}.items():
             columns.setdefault(name, []).append(value.item())
-        optimizer.step()
-        optimizer.zero_grad()
         kept = half_cosine(dino.teacher_momentum, dino.teacher_momentum_end, step / total)
         with torch.no_grad():
             for old, new in zip(teacher.parameters(), student.parameters(), strict=True):

@@ -4,8 +4,6 @@ It embeds all patches and then picks by indices, and it computes attention step 
 JSON line. Takes the flags of the run; everything else is as in tests/support/cli.py.
 """
 
-import itertools
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -13,10 +11,10 @@ from torch import nn
 from data.batch import PADDING, BatchShard
 from data.source import open_data
 from tests.fakes.filled import filled
-from tests.references.normalized import normalized
-from tests.references.plain_steps import warm_cosine
+from tests.references.plain_steps import train_by, warm_cosine
 from tests.support.cli import DIGITS, TINY_MODEL, TINY_RUN
 from tests.support.resolved import on_xla
+from tools.self_check.plain import normalized
 from training.data import dataset_request
 from training.objectives.mae import ranks_of
 from training.objectives.mae_config import MaeConfig
@@ -131,27 +129,19 @@ def train(flags, steps=6):
     model.load_state_dict(first)
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=how.lr, weight_decay=how.weight_decay)
-    data, batch_size = open_data(dataset_request(run)), run.config.data.batch_size
-    loader = data.train_loader(batch_size, BatchShard())
+    batch_size = run.config.data.batch_size
 
     def loss(images, numbers, *draw):
         key = torch.tensor([key_of(run.config.seed, "mask", *draw)], dtype=torch.int32)
         ranks = ranks_of(numbers, key, sizes.num_patches)
-        images = normalized(images, run)
+        images = normalized(images, run.config.data.preprocessing)
         return model.loss(images, ranks, objective.mask_ratio, objective.norm_pix_loss)
 
-    losses, norms, rate = [], [], warm_cosine(how)
-    for step, batch in enumerate(itertools.islice(loader.epoch(0), steps)):
-        for group in optimizer.param_groups:
-            group["lr"] = rate(step, len(loader) * run.config.num_epochs)
-        mean = loss(batch["image"], torch.arange(batch_size), "step", step).mean()
-        mean.backward()
-        norms.append(nn.utils.clip_grad_norm_(trained, how.clip_grad_norm).item())
-        losses.append(mean.item())
-        optimizer.step()
-        optimizer.zero_grad()
+    def losses_of(step, batch):
+        yield loss(batch["image"], torch.arange(batch_size), "step", step).mean()
 
-    found, number = [], 0
+    losses, norms = train_by(losses_of, optimizer, run, steps, warm_cosine(how))
+    found, number, data = [], 0, open_data(dataset_request(run))
     with torch.no_grad():
         for batch in data.val_loader(batch_size, BatchShard()).epoch(0):
             images, labels = batch["image"], batch["target"]

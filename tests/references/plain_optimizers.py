@@ -14,7 +14,6 @@ from tests.references import plain_steps
 from tests.support.cli import DIGITS, TINY_MODEL, TINY_RUN
 from tests.support.resolved import on_xla
 from training.config import OptimizerConfig
-from training.schedule import Schedule
 
 
 def groups(model: nn.Module, how: OptimizerConfig) -> list[dict[str, Any]]:
@@ -70,7 +69,7 @@ def train(
         if heads_first is not None:
             for group in optimizer.param_groups:
                 group["lr_scale"] = group["scale"] * (1 if group["head"] else heads_first[step])
-        return Schedule(how.lr, how.warmup_steps, total).lr(step)
+        return plain_steps.warm_cosine(how)(step, total)
 
     try:
         losses, norms = plain_steps.train(model, optimizer, run, steps, rate, bf16)

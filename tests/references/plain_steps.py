@@ -2,15 +2,15 @@
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from data.batch import BatchShard
+from data.batch import Batch, BatchShard
 from data.source import open_data
-from tests.references.normalized import normalized
+from tools.self_check.plain import backward, clip_and_step, normalized
 from training.config import OptimizerConfig
 from training.data import dataset_request
 from training.resolve import Run
@@ -40,25 +40,35 @@ def train(
     bf16: bool = False,
 ) -> tuple[list[float], list[float]]:
     """The losses and gradient norms of the first steps, clipped; in bf16 under autocast."""
-    how = run.config.optimizer
+
+    def losses_of(step: int, batch: Batch) -> Iterator[torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            logits = model(normalized(batch["image"], run.config.data.preprocessing))
+        yield F.cross_entropy(logits.float(), batch["target"])
+
+    return train_by(losses_of, optimizer, run, steps, rate)
+
+
+def train_by(
+    losses_of: Callable[[int, Batch], Iterable[torch.Tensor]],
+    optimizer: torch.optim.Optimizer,
+    run: Run,
+    steps: int,
+    rate: Rate | None = None,
+) -> tuple[list[float], list[float]]:
+    """The losses and gradient norms of the first steps, clipped. ``losses_of``: the parts of the
+    mean loss of a step's batch."""
     loader = open_data(dataset_request(run)).train_loader(run.config.data.batch_size, BatchShard())
     epochs = (loader.epoch(epoch) for epoch in range(run.config.num_epochs))
     batches = itertools.islice(itertools.chain.from_iterable(epochs), steps)
     losses, norms = [], []
     for step, batch in enumerate(batches):
-        images, labels = batch["image"], batch["target"]
         if rate:
             for group in optimizer.param_groups:
                 lr = rate(step, len(loader) * run.config.num_epochs)
                 group["lr"] = lr * group.get("lr_scale", 1)
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            logits = model(normalized(images, run))
-        loss = F.cross_entropy(logits.float(), labels)
-        loss.backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), how.clip_grad_norm).item())
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
+        losses.append(sum(part.item() for part in backward(losses_of(step, batch))))
+        norms.append(clip_and_step(optimizer, run.config.optimizer.clip_grad_norm).item())
     return losses, norms
 
 
@@ -73,7 +83,7 @@ def evaluate(model: nn.Module, run: Run) -> tuple[float, float]:
     for batch in itertools.islice(loader.epoch(0), run.config.log.eval_batches or None):
         present = batch["target"] >= 0
         images, labels = batch["image"][present], batch["target"][present]
-        logits = model(normalized(images, run))
+        logits = model(normalized(images, run.config.data.preprocessing))
         loss += F.cross_entropy(logits, labels, reduction="sum").item()
         right += (logits.argmax(1) == labels).sum().item()
         count += len(labels)

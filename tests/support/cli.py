@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -182,6 +183,13 @@ def need_xla() -> None:
     """Skip a test where there is no torch_xla."""
     if not HAS_XLA:
         pytest.skip("no torch_xla for this version of PyTorch")
+
+
+def copy_launcher(folder: Path) -> None:
+    """Copy ``launch/``, and what it imports, into a folder."""
+    for part in ("launch", "training/processes"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "training" / "__init__.py", folder / "training")
 
 
 def tiny(ckpt_dir: Path) -> list[str]:

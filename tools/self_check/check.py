@@ -273,9 +273,8 @@ def _weights(batch: Batch, fields: Fields, rows: range | None) -> torch.Tensor:
         ramp, dimension = ramp.view(fields[name].shape), fields[name].rows
         if rows and dimension is not None:
             ramp = ramp.narrow(dimension, rows.start, len(rows))
-        weights = weights.to(values.device) + (values.float() * ramp).reshape(len(values), -1).sum(
-            1
-        )
+        of_samples = (values.float() * ramp).reshape(len(values), -1).sum(1)
+        weights = weights.to(values.device) + of_samples
     return weights * numbers
 
 

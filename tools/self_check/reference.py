@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map_only
-from torchvision.transforms.v2.functional import normalize
 
 from data.batch import Batch, micro_batches
+from tools.self_check.plain import backward, clip_and_step, normalized
 from tools.self_check.small_run import UPDATES, batches, first_weights
 from training.backend import Backend
 from training.objectives.registry import open_objective
@@ -133,9 +133,7 @@ class _Training:
             loss, norm = self.gradients(update - 1, batch)
             outcome.losses.append(loss)
             outcome.norms.append(norm)
-            if settings.max_norm > 0:
-                nn.utils.clip_grad_norm_(self.weights.values(), settings.max_norm)
-            optimizer.step()
+            clip_and_step(optimizer, settings.max_norm)
             for name, average in self._stored.get(TEACHER, {}).items():
                 average.lerp_(self.weights[name].detach(), _NEWEST)
             moments = {
@@ -155,10 +153,7 @@ class _Training:
                 for name, values in self._stored[kind].items():
                     model.get_parameter(name).copy_(values)
         self._model.zero_grad()
-        total = 0.0
-        for loss in self._losses(update, batch):
-            loss.backward()
-            total += loss.item()
+        total = sum(part.item() for part in backward(self._losses(update, batch)))
         gradients = []
         for name, weight in self.weights.items():
             gradient = self._model.get_parameter(name).grad
@@ -172,10 +167,7 @@ class _Training:
         if self._objective is None:
             fields = (batch[name].split(_ROWS_AT_ONCE) for name in ("image", "target"))
             for images, labels in zip(*fields, strict=True):  # in parts, for the memory
-                if images.dtype == torch.uint8:
-                    colours = self._run.config.data.preprocessing.of_channels(images.shape[1])
-                    images = normalize(images / 255, *colours)
-                logits = self._model(images)
+                logits = self._model(normalized(images, self._run.config.data.preprocessing))
                 loss = F.cross_entropy(logits.float(), labels, reduction="sum")
                 yield loss / len(batch["target"])
             return

@@ -1,9 +1,8 @@
 """launch/torchrun.sh --backend torchtpu: what torch_tpu itself tells each process of its slice."""
 
 import json
-import shutil
 
-from tests.support.cli import ROOT
+from tests.support.cli import copy_launcher
 from tests.support.launching import free_port, start, succeed
 
 SAYS_ITS_PLACE = """
@@ -15,7 +14,7 @@ print(json.dumps([os.environ[name] for name in names]) + "\\n", end="", flush=Tr
 
 def test_each_process_knows_its_slice(tmp_path):
     """Two hosts of two TPU7x chips: four devices a host. One host alone takes free ports."""
-    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    copy_launcher(tmp_path)
     (tmp_path / "run_vit_training.py").write_text(SAYS_ITS_PLACE)
     command = [tmp_path / "launch" / "torchrun.sh", "--backend", "torchtpu"]
     hosts = ["127.0.0.1", "127.0.0.2"]

@@ -313,7 +313,7 @@ def write_one_class(root, source):
     }.get(kind, [])
 
 
-REQUIRE_TWO = "classification, k-NN and probes require at least two classes (--objective mae or "
+REQUIRE_TWO = "classification, k-NN and probes require at least two classes (other values of "
 
 
 @pytest.mark.parametrize(

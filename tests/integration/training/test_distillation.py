@@ -1,7 +1,7 @@
 """Distillation: against DeiT's formulas in plain PyTorch, with timm's models, in real runs."""
 
-import itertools
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,19 +10,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from torchvision.transforms.v2.functional import normalize
 
-from data.batch import BatchShard, micro_batches
-from data.source import open_data
+from data.batch import micro_batches
 from tests.fakes.filled import filled
 from tests.references.plain_checkpoint import tiny_timm_model
+from tests.references.plain_steps import train_by, warm_cosine
 from tests.support.cli import TINY_MODEL, train_tiny, train_tiny_gpu
 from tests.support.marks import long
 from tests.support.mixing import BOTH, assert_steady, by_timm, loss_flags, timms_loss, tiny_run
 from tests.support.short_runs import mistake, program
 from tests.support.usage_error import told_in_one_line
+from tools.self_check.plain import normalized
 from training.checkpoints.format import read_metadata
-from training.data import dataset_request
 
 IMAGES = "--image_size 32 --patch_size 8".split()
 STEPS = 4
@@ -73,14 +72,13 @@ def plain_steps(flags, teacher, steps, devices):
     how, passes = run.config.optimizer, run.config.data.grad_accum_steps
     taught, _, (mean, std) = teacher
     preprocessing, base = run.config.data.preprocessing, timms_loss(config)
+    of_teacher = replace(preprocessing, mean=(mean,) * 3, std=(std,) * 3)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=how.weight_decay)
-    loader, losses, norms = open_data(dataset_request(run)).train_loader(16, BatchShard()), [], []
-    for step, batch in enumerate(itertools.islice(loader.epoch(0), steps)):
-        total = 0.0
+
+    def losses_of(step, batch):
         for index, part in enumerate(micro_batches(batch, 1, passes)):
             images, labels = part["image"], part["target"]
-            shown = normalize(images / 255, list(preprocessing.mean), list(preprocessing.std))
-            theirs = normalize(images / 255, [mean] * 3, [std] * 3)
+            shown, theirs = normalized(images, preprocessing), normalized(images, of_teacher)
             if config.mixes:
                 mixing = labels, seed, passes * step + index
                 theirs, _ = by_timm(config, devices, theirs, *mixing)
@@ -88,16 +86,9 @@ def plain_steps(flags, teacher, steps, devices):
             with torch.no_grad():
                 answers = taught(theirs)
             logits = model(shown)
-            loss = by_deit(config, base(logits, labels), logits, answers) / passes
-            loss.backward()
-            total += loss.item()
-        losses.append(total)
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), how.clip_grad_norm).item())
-        for group in optimizer.param_groups:
-            group["lr"] = how.lr * step / how.warmup_steps
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, norms
+            yield by_deit(config, base(logits, labels), logits, answers) / passes
+
+    return train_by(losses_of, optimizer, run, steps, warm_cosine(how))
 
 
 def assert_as_plain(result, flags, teacher, steps=STEPS, devices=1, rel=1e-4):

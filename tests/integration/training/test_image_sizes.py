@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer
-from torchvision.transforms.v2.functional import normalize
 
 from data.batch import BatchShard, joined, micro_batches
 from data.config import DataConfig
@@ -22,6 +21,7 @@ from tests.support.mixing import by_timm, loss_flags
 from tests.support.resolved import on_gpus
 from tests.support.resuming import EPOCHS_OF_5, assert_resumes_at_step_7
 from tests.support.usage_error import told_in_one_line
+from tools.self_check.plain import backward, clip_and_step, normalized
 from training.data import dataset_request
 
 SCHEDULE = "--image_size_schedule 8:0.3 12:0.3 16:0.4".split()
@@ -116,12 +116,11 @@ def plain_losses(run, alone, sides, processes=1, devices=1, teacher=None):
     model.load_state_dict(filled(run.model, run.config.seed).state_dict())
     how, data, loss_config = run.config.optimizer, run.config.data, loss_flags(run)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=how.weight_decay)
-    losses = []
-    for step, side in enumerate(sides):
-        total, passes = 0.0, data.grad_accum_steps
-        for index, part in enumerate(micro_batches(alone[side][step], processes, passes)):
-            images, labels = part["image"], part["target"]
-            shown = normalize(images / 255, list(data.mean), list(data.std))
+
+    def losses_of(step, batch):
+        passes = data.grad_accum_steps
+        for index, part in enumerate(micro_batches(batch, processes, passes)):
+            shown, labels = normalized(part["image"], data.preprocessing), part["target"]
             if loss_config.mixes:
                 mixing = labels, run.config.seed, passes * step + index
                 shown, labels = by_timm(loss_config, processes * devices, shown, *mixing)
@@ -130,13 +129,14 @@ def plain_losses(run, alone, sides, processes=1, devices=1, teacher=None):
                 with torch.no_grad():
                     taught = teacher(shown).softmax(1)
                 loss = F.kl_div(logits.log_softmax(1), taught, reduction="batchmean") / passes
-            loss.backward()
-            total += loss.item()
-        losses.append(total)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), how.clip_grad_norm)
+            yield loss
+
+    losses = []
+    for step, side in enumerate(sides):
         optimizer.param_groups[0]["lr"] = how.lr * step / how.warmup_steps
-        optimizer.step()
-        optimizer.zero_grad()
+        parts = backward(losses_of(step, alone[side][step]))
+        losses.append(sum(part.item() for part in parts))
+        clip_and_step(optimizer, how.clip_grad_norm)
     return losses
 
 

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torchvision.transforms.v2.functional import normalize
 
 from data.batch import BatchShard, micro_batches
 from data.source import open_data
@@ -26,6 +25,7 @@ from tests.support.mixing import (
 )
 from tests.support.resuming import EPOCHS_OF_5
 from tests.support.usage_error import told_in_one_line
+from tools.self_check.plain import normalized
 from training.data import dataset_request, normalizer
 from training.objectives.classify import Mixing
 from training.objectives.registry import open_objective
@@ -128,8 +128,7 @@ def test_first_steps_are_timms(devices, form, flags, tmp_path):
         model.zero_grad()  # the learning rate of the first step is 0, so both have first weights
         total = 0.0
         for index, part in enumerate(micro_batches(batch, 1, 2)):
-            x, y = part["image"], part["target"]
-            x = normalize(x / 255, list(how.mean), list(how.std))
+            x, y = normalized(part["image"], how), part["target"]
             if config.mixes:
                 x, y = by_timm(config, devices, x, y, run.config.seed, 2 * step + index)
             half = loss(model(x), y) / 2

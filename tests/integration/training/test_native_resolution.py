@@ -1,7 +1,6 @@
 """``--native_resolution``: images of any size and shape, several in a sequence, against timm's
 NaFlexVit on each image alone."""
 
-import itertools
 import json
 
 import numpy as np
@@ -10,12 +9,11 @@ import timm
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from data.batch import PADDING, BatchShard
 from data.source import open_data
 from tests.fakes.filled import filled
-from tests.references.plain_steps import warm_cosine
+from tests.references.plain_steps import train_by, warm_cosine
 from tests.support.cli import (
     HAS_XLA,
     run_program,
@@ -51,24 +49,18 @@ def train_timm(run, steps):
     how, model = run.config.optimizer, timms(run.model)
     model.load_state_dict(filled(run.model, run.config.seed).state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=how.lr, weight_decay=how.weight_decay)
-    request = dataset_request(run)
-    data, rate = open_data(request), warm_cosine(how)
-    loader = data.train_loader(run.config.data.batch_size, BatchShard())
-    losses, norms, counts = [], [], []
-    for step, batch in enumerate(itertools.islice(loader.epoch(0), steps)):
-        images = images_in(batch)
-        labels = batch["target"][batch["target"] != PADDING]
-        logits = torch.cat([logits_of(model, *image, run) for image in images])
-        loss = F.cross_entropy(logits, labels)
-        loss.backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), how.clip_grad_norm).item())
-        losses.append(loss.item())
+    counts = []
+
+    def losses_of(step, batch):
+        images, labels = images_in(batch), batch["target"][batch["target"] != PADDING]
         counts.append(len(images))
-        optimizer.param_groups[0]["lr"] = rate(step, len(loader))
-        optimizer.step()
-        optimizer.zero_grad()
+        logits = torch.cat([logits_of(model, *image, run) for image in images])
+        yield F.cross_entropy(logits, labels)
+
+    losses, norms = train_by(losses_of, optimizer, run, steps, warm_cosine(how))
     model.eval()
     total = right = count = 0
+    data = open_data(dataset_request(run))
     for batch in data.val_loader(run.config.data.batch_size, BatchShard()).epoch(0):
         images, labels = images_in(batch), batch["target"][batch["target"] != PADDING]
         if images:

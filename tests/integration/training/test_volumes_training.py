@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from data.batch import SampleIndex
 from data.config import DataConfig
 from data.digits import MosaicsSplit
 from data.source import DatasetRequest
@@ -25,7 +26,8 @@ def volumes(tmp_path_factory):
     for split, count in (("train", 80), ("val", 30)):
         mosaics = MosaicsSplit(DatasetRequest(plain, 1, SIZE, 10, 0), split)
         for index in range(count):
-            volume, label, _ = mosaics[0, index]
+            sample = mosaics[SampleIndex(0, index)].fields
+            volume, label = sample["image"], int(sample["target"])
             larger = torch.nn.functional.pad(volume[0], (0, 0, 0, 0, 0, 1)).numpy()
             folder = root / split / str(label)
             folder.mkdir(parents=True, exist_ok=True)

@@ -1,13 +1,12 @@
 """launch/torchrun.sh stopped and killed, with its processes."""
 
 import os
-import shutil
 import signal
 import time
 
 import pytest
 
-from tests.support.cli import DIGITS, ROOT, TINY_MODEL, TINY_RUN
+from tests.support.cli import DIGITS, TINY_MODEL, TINY_RUN, copy_launcher
 from tests.support.launching import TORCHRUN, finish, free_port, start, warm
 from tests.support.marks import long
 from tests.support.running import Running, running_with
@@ -46,7 +45,7 @@ def test_ranks_end_with_torchrun(moment, tmp_path):
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_checkpoint_may_take_longer_than_torchrun_waits(nodes, tmp_path):
     """It kills its processes 30 s after SIGTERM; a big model may need more, here 33 s."""
-    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    copy_launcher(tmp_path)
     (tmp_path / "run_vit_training.py").write_text(
         "import os, pathlib, signal, sys, time\n"
         "def save(*_):\n"
@@ -83,7 +82,7 @@ def test_checkpoint_may_take_longer_than_torchrun_waits(nodes, tmp_path):
 @pytest.mark.parametrize(("nohup", "expected"), [(["nohup"], 0), ([], 129)])
 def test_a_terminal_is_closed(nohup, expected, tmp_path):
     """Its shell sends SIGHUP to torchrun and to the processes; under nohup both ignore it."""
-    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    copy_launcher(tmp_path)
     (tmp_path / "run_vit_training.py").write_text(
         "import pathlib, signal, sys, time\n"
         "def save(*_):\n"
@@ -111,7 +110,7 @@ def test_a_terminal_is_closed(nohup, expected, tmp_path):
 @pytest.mark.parametrize(("code", "starts"), [(1, 2), (2, 1), long(3, 1), long(4, 1)])
 def test_only_what_a_restart_may_help_is_restarted(code, starts, tmp_path):
     """A crash is; a mistake, a loss that is not finite and a full folder come again."""
-    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    copy_launcher(tmp_path)
     (tmp_path / "run_vit_training.py").write_text(f"print('started')\nraise SystemExit({code})\n")
     variables = {"NPROC_PER_NODE": "1", "MAX_RESTARTS": "1", **warm(tmp_path)}
     run = start(tmp_path / "launch" / "torchrun.sh", **variables)

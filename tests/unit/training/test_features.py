@@ -15,7 +15,7 @@ from tests.support.resolved import on_xla
 from training import feature_table
 from training.errors import UsageError
 from training.feature import Feature
-from training.feature_table import add_feature, features
+from training.feature_table import features, set_added_features
 from training.flags import by_field, check_rules, flag_fields, flat, from_values
 
 pytestmark = pytest.mark.fast
@@ -123,7 +123,7 @@ class Strange(Feature):
 @pytest.fixture
 def strange(monkeypatch):
     monkeypatch.setattr(feature_table, "_added", [])
-    add_feature(Strange)
+    set_added_features([Strange])
     yield
     monkeypatch.undo()
     features.cache_clear()

@@ -12,7 +12,7 @@ from training.flags import by_field, flat
 PATHS = {
     name: option
     for name, option in by_field(*CONFIGS.values()).items()
-    if re.search(r"FILE|FOLDER|PATH", str(option.flag.metavar))
+    if re.search(r"FILE|FOLDER|PATH", str(option.flag.metavar)) and name != "extension"
 }
 
 
