@@ -65,7 +65,9 @@ def choose(found: Inventory, checkpoints: CheckpointConfig) -> Candidates:
     A pure function. Raises UsageError if the flags select none, or only damaged ones.
     """
     resume, epoch = checkpoints.resume, checkpoints.resume_epoch
-    if found.continues or (resume == "auto" and not epoch):
+    if found.is_restart and found.here:  # do not lose what the job has done since
+        return _newest_first(found.here)
+    if resume == "auto" and not epoch:
         return _newest_first(found.here)
     if found.named:
         return _only(found.named[0]) if found.names_one else _newest_first(found.named)

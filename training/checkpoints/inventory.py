@@ -152,12 +152,6 @@ class Inventory:
     digests: Mapping[Path, str] = field(default_factory=dict)
     """The digest of each folder that was looked at, from before."""
 
-    @property
-    def continues(self) -> bool:
-        """Whether the newest checkpoint is resumed, whatever ``--resume`` names: otherwise a
-        restart would lose what the job has done since."""
-        return self.is_restart and bool(self.here)
-
 
 def digest(folder: Path, what: str = "the folder") -> str:
     """Return a checksum of what an ``inventory`` of a folder depends on: it changes if a checkpoint
@@ -195,7 +189,7 @@ def inventory(checkpoints: CheckpointConfig, *, alone: bool = False) -> Inventor
         digests = {folder: digest(folder, "--ckpt_dir")}
         existing = complete_checkpoints(folder)[::-1]
         found = Inventory(is_restart(folder), look(existing), alone=alone, digests=digests)
-        if found.continues:
+        if found.is_restart and found.here:  # the newest is resumed, whatever --resume names
             return found
         if checkpoints.resume_epoch:
             ends = (each for path in existing for each in look([path]))

@@ -123,6 +123,8 @@ class Strange(Feature):
 @pytest.fixture
 def strange(monkeypatch):
     monkeypatch.setattr(feature_table, "_added", [])
+    # Or a command line without --extension removes it.
+    monkeypatch.setattr("training.extensions.use_extensions", lambda names: None)
     set_added_features([Strange])
     yield
     monkeypatch.undo()
