@@ -137,7 +137,10 @@ class _Training:
             for name, average in self._stored.get(TEACHER, {}).items():
                 average.lerp_(self.weights[name].detach(), _NEWEST)
             moments = {
-                kind: {name: optimizer.state[weight][kind] for name, weight in self.weights.items()}
+                kind: {
+                    name: optimizer.state[weight].get(kind, torch.zeros_like(weight))
+                    for name, weight in self.weights.items()
+                }
                 for kind in MOMENTS
             }
             outcome.states[update] = _copies(self._stored | moments)
@@ -157,7 +160,9 @@ class _Training:
         gradients = []
         for name, weight in self.weights.items():
             gradient = self._model.get_parameter(name).grad
-            assert gradient is not None
+            if gradient is None:  # a head that the objective does not use: it is not updated
+                weight.grad = None
+                continue
             weight.grad = gradient.to(weight.dtype, copy=True)
             gradients.append(gradient.float())
         return total, nn.utils.get_total_norm(gradients).item()
