@@ -36,13 +36,15 @@ class _Noise(Split):
         self.dtype = dtype
         labels = [index % request.num_classes for index in range(length)]
         super().__init__(request, "train", labels)
+        self._whole = self.fields
+        """What a sample consists of, where ``fields`` may have some of its rows."""
 
     def digest(self) -> str:
         return ""  # the same in all processes with the same flags
 
     def __getitem__(self, at: SampleIndex) -> Sample:
         generator = _generator(self.seed, "image", at.index)
-        sample = self.request.view.noise(self.request, self.fields, at.index, generator)
+        sample = self.request.view.noise(self.request, self._whole, at.index, generator)
         if target := self.fields.get("target"):
             first, labels = sample.get("target", torch.zeros(target.shape)), target.full()
             count = int((first != PADDING).sum())
