@@ -164,6 +164,7 @@ ELSEWHERE: dict[str, str] = {
         "chips_at_most hours price train_images plan_compilations plan_dir".split(), NOT_TRAINING
     ),
     **dict.fromkeys("compile_only tpu_topology tpu_compiler explain hlo_dir".split(), NOT_TRAINING),
+    "extension": "adds flags while they are read: tests/integration/test_extending.py",
     "data_dir": "each command has one",
     "ckpt_dir": "each command has one",
     "cpu_devices": "each command has its own number",
