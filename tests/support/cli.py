@@ -93,7 +93,8 @@ OF_TORCHTPU: dict[str, str] = {}
 def environment() -> dict[str, str]:
     """XLA on the CPU, and quick compilation: the tests' programs run a few steps only."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if HIDE_GPUS else {}
-    unset = {"CPU_NUM_DEVICES", "PJRT_DEVICE", "XLA_FLAGS"}
+    # JAX sets the last one when a test imports it.
+    unset = {"CPU_NUM_DEVICES", "PJRT_DEVICE", "XLA_FLAGS", "TPU_SKIP_MDS_QUERY"}
     kept = {key: value for key, value in os.environ.items() if key not in unset}
     return kept | {
         **hidden,
