@@ -103,20 +103,20 @@ def bounded(kind: type, low: float, high: float, *, open_high: bool = False) -> 
             value = kind(text)
         except ValueError:
             name = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"{_shown(text)!r} is not {name}") from None
+            raise argparse.ArgumentTypeError(f"{shortened(text)!r} is not {name}") from None
         if isinstance(value, float) and not math.isfinite(value):
-            raise argparse.ArgumentTypeError(f"{_shown(text)!r} is not a finite number")
+            raise argparse.ArgumentTypeError(f"{shortened(text)!r} is not a finite number")
         if not low <= value <= high or (open_high and value == high):
             limit = "below" if open_high else "at most"
             raise argparse.ArgumentTypeError(
-                f"{_shown(text)} must be at least {low} and {limit} {high}"
+                f"{shortened(text)} must be at least {low} and {limit} {high}"
             )
         return value + 0  # -0.0 becomes 0.0
 
     return convert
 
 
-def _shown(text: str) -> str:
+def shortened(text: str) -> str:
     return text if len(text) <= 40 else f"{text[:40]}..."
 
 
@@ -158,7 +158,7 @@ def height_by_width(text: str) -> str:
         height, width = map(bounded(int, 1, 16384), text.split("x"))
     except (ValueError, argparse.ArgumentTypeError):
         raise argparse.ArgumentTypeError(
-            f"{_shown(text)!r} is not HxW, height and width in pixels, such as 192x256"
+            f"{shortened(text)!r} is not HxW, height and width in pixels, such as 192x256"
         ) from None
     return f"{height}x{width}"
 
@@ -171,19 +171,8 @@ def side_and_share(text: str) -> str:
         return f"{pixels}:{bounded(float, 1e-6, 1)(share):.10g}" if sign else f"{pixels}"
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(
-            f"{_shown(text)!r} is not SIDE:SHARE, a side in pixels and a fraction of training, "
+            f"{shortened(text)!r} is not SIDE:SHARE, a side in pixels and a fraction of training, "
             "such as 192:0.4"
-        ) from None
-
-
-def global_by_local(text: str) -> str:
-    """Parse GxL, the sides of global and local crops in pixels."""
-    try:
-        return height_by_width(text)
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(
-            f"{_shown(text)!r} is not GxL, the sides of global and local crops in pixels, such as "
-            "512x112"
         ) from None
 
 
@@ -195,7 +184,7 @@ def step_range(text: str) -> tuple[int, int]:
         first, last = 1, 0
     if first > last:
         raise argparse.ArgumentTypeError(
-            f"{_shown(text)!r} is not FIRST:LAST, steps counted from 1, such as 10:12"
+            f"{shortened(text)!r} is not FIRST:LAST, steps counted from 1, such as 10:12"
         )
     return first, last
 
@@ -208,7 +197,7 @@ def path_or_url(word: str) -> str:
         user = word.partition("/")[0]
         missing = f"no user {user[1:]}" if user[1:] else "HOME is not set"
         raise argparse.ArgumentTypeError(
-            f"{_shown(word)}: {missing}; for a folder with this name, use ./{_shown(word)}"
+            f"{shortened(word)}: {missing}; for a folder with this name, use ./{shortened(word)}"
         )
     return expanded
 
@@ -222,7 +211,7 @@ def local_path(word: str) -> Path:
     """Parse a local path as a ``Path``; refuse a URL."""
     if "://" in word:
         raise argparse.ArgumentTypeError(
-            f"{_shown(word)} is a URL: give a local path, and copy the files from or to the URL"
+            f"{shortened(word)} is a URL: give a local path, and copy the files from or to the URL"
         )
     return Path(path_or_url(word))
 

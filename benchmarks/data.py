@@ -206,7 +206,7 @@ def programs(root: Path, batch_size: int, workers: int) -> Iterator[int]:
 
 def programs_crops(root: Path, batch_size: int, workers: int) -> Iterator[int]:
     """Load DINO's crops as the program makes them, with masks."""
-    from data.crops import CropView
+    from features.dino.crops import CropView
 
     size, patches, ratio = (LOCAL_SIZE, LOCAL_SIZE), (SIZE // 16, SIZE // 16), (0.1, 0.5)
     view = CropView(size, LOCALS, GLOBAL_SCALE, LOCAL_SCALE, patches, ratio)

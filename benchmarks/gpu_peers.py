@@ -17,15 +17,15 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from benchmarks.plain_objectives import Autocast, CropBatch, DinoLoss, DinoVit, MaeLoss
 from data.batch import Batch
-from data.crops import CropView, block_mask
+from features.dino.config import DinoConfig
+from features.dino.crops import CropView, block_mask
+from features.mae.config import MaeConfig
 from models.timm_models import TimmSpec
 from tools.self_check.plain import backward, clip_and_step
 from torch_fsdp.parallel_plan import DTYPES, TorchRun
 from training.backend import Backend
 from training.data import dataset_request, normalizer
 from training.errors import UsageError
-from training.objectives.dino_config import DinoConfig
-from training.objectives.mae_config import MaeConfig
 from training.optimizers import key_of, updates_of
 from training.schedule import StepRates
 from training.step import put_micro_batches

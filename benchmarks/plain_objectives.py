@@ -15,9 +15,9 @@ from timm.layers import LayerNorm
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
-from models.mae import patches_of, sines_and_cosines
-from training.objectives.dino_config import DinoConfig
-from training.objectives.mae_config import MaeConfig
+from features.dino.config import DinoConfig
+from features.mae.config import MaeConfig
+from features.mae.model import patches_of, sines_and_cosines
 from training.optimizers import hashed
 
 Normalize = Callable[[Tensor], Tensor]

@@ -111,6 +111,11 @@ def open_data(request: DatasetRequest) -> DataSource:
     return source
 
 
+def first_batch(request: DatasetRequest, samples: int) -> Batch:
+    """Return the first training samples of a request. Raises DataFolderError."""
+    return next(iter(open_data(request).train_loader(samples, BatchShard()).epoch(0)))
+
+
 def check_several_classes(source: DataSource) -> None:
     """Raise DataFolderError if the images from which classes are learned have only one, or the
     model has: its accuracy would be 100 %, whatever it has learned."""
@@ -217,6 +222,11 @@ class View:
         batches of the whole training."""
         return None
 
+    def pictures(self, request: DatasetRequest, images: int) -> Sequence[Pictures] | None:
+        """Return pictures of the first training images of a request of 2-D images, as the model is
+        shown them; None: of the field ``image``, with its label. Raises DataFolderError."""
+        return None
+
     def model_input(
         self, mean: torch.Tensor, std: torch.Tensor, spatial: int, constant: Constant
     ) -> Callable[[Batch], Any]:
@@ -225,6 +235,18 @@ class View:
         device."""
         normalize = image_normalizer(mean, std, spatial, constant)
         return lambda batch: normalize(batch["image"])
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Pictures of several images, one of each: a column of what tools/show_augmentations.py
+    draws."""
+
+    title: str
+    images: torch.Tensor
+    """(images, channels, height, width), from 0 to 1."""
+    labels: Sequence[str]
+    """What is written below each."""
 
 
 Constant = Callable[[torch.Tensor], torch.Tensor]

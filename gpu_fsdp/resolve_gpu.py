@@ -116,8 +116,9 @@ def _check_megatron(
         raise UsageError(f"--mesh_domain {mesh.domain} requires --fsdp fsdp2, not megatron")
     if config.objective.has_teacher and not backend_config.preserve_fp32_weights:
         raise UsageError(
-            "--no_preserve_fp32_weights is incompatible with --objective dino, whose teacher is an "
-            "fp32 average of the weights: drop one of the two"
+            "--no_preserve_fp32_weights is incompatible with --objective "
+            f"{config.objective.objective}, whose teacher is an fp32 average of the weights: drop "
+            "one of the two"
         )
     if config.sharding.precision == "fp16":
         raise UsageError("--precision fp16 requires --fsdp fsdp2: with megatron use bf16")

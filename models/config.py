@@ -4,7 +4,7 @@ Imports nothing heavy, so that ``--help`` and the checks are fast.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
@@ -90,12 +90,6 @@ def spatial_size(size: Any, dimension: int = 2) -> tuple[int, ...]:
         numbers = " ".join(map(str, size))
         raise ModelError(f"<img_size> {numbers} has {len(size)} values: use 1 or {dimension}")
     return tuple(size)
-
-
-def crop_pairs(sizes: Sequence[str] | None) -> list[tuple[int, int]]:
-    """Return the sides of global and local crops of each of ``--crop_sizes``, GxL."""
-    pairs = (size.partition("x") for size in sizes or ())
-    return [(int(side), int(local)) for side, _, local in pairs]
 
 
 # ------------------------------------------------------------------------------------------------

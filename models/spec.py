@@ -97,8 +97,9 @@ class SequenceShape:
         return math.prod(self.patch) * channels
 
 
-HEADS = ("head.", "head_", "mask_token", "decoder_", "dino_head.", "ibot_head.")
-"""Name prefixes of parameters that a backbone lacks: heads and parts of objectives."""
+HEADS = ("head.", "head_")
+"""Name prefixes of heads. A backbone lacks their parameters, and those of features
+(``training.feature_table.added_parameters``)."""
 
 Units = list[tuple[str, nn.Module]]
 """The parts of a model to shard one after the other, by name: see ``ModelSpec.units``."""

@@ -39,6 +39,7 @@ from tools.wall_time import (
     stripes,
 )
 from training.errors import UsageError
+from training.feature_table import features
 from training.files import read_object
 from training.flags import OneLineParser
 from training.logs.figures import pyplot
@@ -170,10 +171,7 @@ _TITLES = {
     "images_per_s": ("Throughput", "images/s"),
     "mfu": ("MFU", "fraction of peak"),
     "data_wait": ("Waiting for data", "fraction of time"),
-    "loss_dino": ("DINO loss (class tokens), unweighted", ""),
-    "loss_ibot": ("iBOT loss (masked patches), unweighted", ""),
-    "loss_koleo": ("KoLeo loss, unweighted", ""),
-    "loss_gram": ("Gram loss, unweighted", ""),
+    **{name: (title, "") for each in features() for name, title in each.metrics.items()},
     "lr": ("Learning rate", ""),
     "grad_norm": ("Gradient norm before clipping", ""),
 }

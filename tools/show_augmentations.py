@@ -1,14 +1,14 @@
 """Draws augmented images: ``python3 -m tools.show_augmentations FLAGS PICTURE.png``.
 
 FLAGS are those of run_vit_training.py. Each row shows one image, first unchanged, then augmented
-several times; with mixup or CutMix, the images of a column are mixed with each other. For DINO, the
-columns are the crops of the image, with the masked patches of the first one.
+several times; with mixup or CutMix, the images of a column are mixed with each other. Where several
+crops are made of an image, the columns are its crops.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,7 @@ import torch
 
 from config_fields import local_path
 from data.batch import Batch, BatchShard, micro_batches
-from data.crops import CropView
-from data.source import DatasetRequest, View, open_data
+from data.source import Pictures, View, first_batch, open_data
 from data.utf8 import use_utf8
 from training.config import RunConfig
 from training.data import data_errors_as_usage_errors, dataset_request
@@ -41,21 +40,8 @@ IMAGES, DRAWS = 4, 6
 _UNCHANGED: dict[str, Any] = {"scale": (1.0, 1.0), "ratio": (1.0, 1.0), "aa": None}
 _UNCHANGED |= dict.fromkeys(("hflip", "vflip", "color_jitter", "reprob"), 0.0)
 """The flags of images that are only resized."""
-_MASKED = 0.75
-"""How much of a masked patch is gray in the picture."""
 _LEAST_SHARE = 0.02
 """The least share of a label with which a class is named; label smoothing gives less."""
-
-
-@dataclass(frozen=True)
-class Column:
-    """One column of the picture."""
-
-    title: str
-    images: torch.Tensor
-    """(IMAGES, channels, height, width), from 0 to 1."""
-    labels: list[str]
-    """What is written below each image."""
 
 
 def read_run(flags: Sequence[str]) -> Run:
@@ -76,11 +62,13 @@ def read_run(flags: Sequence[str]) -> Run:
     return run
 
 
-def columns(run: Run) -> list[Column]:
+def columns(run: Run) -> list[Pictures]:
     """Return the columns for the first images of an epoch. Raises DataFolderError."""
     request = dataset_request(run)
-    if isinstance(request.view, CropView):
-        return crop_columns(request, request.view)
+    if (pictures := request.view.pictures(request, IMAGES)) is not None:
+        whole = replace(request, view=View(), config=replace(request.config, **_UNCHANGED))
+        images = first_batch(whole, IMAGES)["image"] / 255
+        return [Pictures("image", images, [""] * IMAGES), *pictures]
     smoothing, classes = run.config.loss.smoothing, run.model.sizes.num_classes
     unchanged = _draws(run.with_data(**_UNCHANGED))[1][0]
     names, draws = _draws(run)
@@ -101,34 +89,6 @@ def columns(run: Run) -> list[Column]:
     return drawn
 
 
-def crop_columns(request: DatasetRequest, view: CropView) -> list[Column]:
-    """Return the columns of a request of crops: the images, the global and the local crops.
-
-    Masked patches of the first crop are gray. Of several pairs of sizes it is the model's own.
-    Raises DataFolderError.
-    """
-    crops = replace(request, view=replace(view, pairs=()))
-    whole = replace(request, view=View(), config=replace(request.config, **_UNCHANGED))
-    unchanged, batch = (
-        next(iter(open_data(wanted).train_loader(IMAGES, BatchShard()).epoch(0)))
-        for wanted in (whole, crops)
-    )
-    first, second = (batch["global_crops"] / 255).unbind(1)
-    none, mask = [""] * IMAGES, batch["mask"].float()
-    shares = [f"{100 * share:.0f} % masked" for share in mask.mean(1).tolist()]
-    rows, columns = view.grid
-    patch = first.shape[2] // rows, first.shape[3] // columns
-    gray = _MASKED * mask.view(-1, 1, rows, columns)
-    gray = gray.repeat_interleave(patch[0], 2).repeat_interleave(patch[1], 3)
-    local_crops = batch["local_crops"].unbind(1) if "local_crops" in batch else ()
-    return [
-        Column("image", unchanged["image"] / 255, none),
-        Column("global, masked", torch.lerp(first, torch.tensor(0.5), gray), shares),
-        Column("global", second, none),
-        *(Column(f"local {n}", crop / 255, none) for n, crop in enumerate(local_crops, 1)),
-    ]
-
-
 def _draws(run: Run) -> tuple[Sequence[str] | None, list[Batch]]:
     """Return the names of the classes, and the same images DRAWS times, each time augmented."""
     data = open_data(dataset_request(run.with_data(batch_size=IMAGES * DRAWS, aug_repeats=DRAWS)))
@@ -142,7 +102,7 @@ def _column(
     names: Sequence[str] | None,
     images: torch.Tensor,
     label_shares: torch.Tensor,
-) -> Column:
+) -> Pictures:
     """Return images from 0 to 1, each with the classes of the largest shares of its label."""
     if run.config.data.image_dtype(2) == "uint8":
         images = images / 255
@@ -156,10 +116,10 @@ def _column(
             ((share, i) for i, share in enumerate(label) if share > _LEAST_SHARE), reverse=True
         )
         texts.append(" + ".join(f"{names[i] if names else i}: {s:.2f}" for s, i in largest))
-    return Column(title, images.clamp(0, 1), texts)
+    return Pictures(title, images.clamp(0, 1), texts)
 
 
-def draw(columns: Sequence[Column], path: Path) -> None:
+def draw(columns: Sequence[Pictures], path: Path) -> None:
     """Draw the columns side by side, each image with its label below it. Raises OSError."""
     size = (1.6 * len(columns), 1.85 * IMAGES)
     plt = pyplot()

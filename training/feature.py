@@ -82,6 +82,12 @@ class Feature:
     """Sources that it adds to the choices of ``--data_source``: the function that opens each."""
     loss_label: ClassVar[str] = "loss"
     """What the loss of the objective that it adds is called in plots."""
+    metrics: ClassVar[Mapping[str, str]] = {}
+    """What reports call the measurements of the objective that it adds (``Objective.parts``), in
+    their order: by metric name."""
+    parameters: ClassVar[tuple[str, ...]] = ()
+    """Prefixes of the names of parameters that it adds to the model, besides "head_". Weights of a
+    backbone lack them, and ``--freeze_backbone_epochs`` trains them."""
     saved_with_weights: ClassVar[bool] = False
     """Whether weights are useless without its flags: they are taken over from a checkpoint, as
     those of the model, unless they are set."""
@@ -126,6 +132,16 @@ class Feature:
     def check_data(self, run: Run, data: DataSource) -> None:
         """Check what depends on the data, or on files such as weights. Called before a training
         starts its devices."""
+
+    # -- the teacher (``--teacher``) of a run with the objective that it adds
+
+    def of_teacher(self, config: RunConfig, saved: RunConfig | None) -> RunConfig:
+        """Return the teacher's configuration, given one with the student's flags. ``saved``: that
+        of the run that made the teacher's weights, if they are a checkpoint."""
+        return config
+
+    def check_teacher(self, run: Run, teacher: Run) -> None:
+        """Check that the student of ``run`` can be compared with this teacher."""
 
     # -- the training
 

@@ -13,10 +13,10 @@ from typing import Any, Self
 
 FEATURES = (
     "features.native_resolution:NativeResolution",
-    "features.mae:Mae",
-    "features.dino:Dino",
-    "features.dino:CropSizes",
-    "features.dino:GramTeacher",
+    "features.mae.feature:Mae",
+    "features.dino.feature:Dino",
+    "features.dino.feature:CropSizes",
+    "features.dino.feature:GramTeacher",
     "features.mixup:Mixup",
     "features.distillation:Distillation",
     "features.image_sizes:Buckets",
@@ -52,6 +52,11 @@ def objective_feature(name: str) -> Any | None:
     """Return the feature that adds this word to ``--objective``; None for the core's own."""
     named = (each for each in features() if name in each.choices.get("objective", ()))
     return next(named, None)
+
+
+def added_parameters() -> tuple[str, ...]:
+    """Return the prefixes of the names of parameters that features add to a model."""
+    return tuple(prefix for feature in features() for prefix in feature.parameters)
 
 
 class FeatureFlags(tuple[Any, ...]):

@@ -19,6 +19,7 @@ from torch import Tensor
 from models.spec import HEADS, ModelSpec
 from models.timm_private import MUON_COEFFICIENTS, is_suitable_for_muon
 from training.config import EmaConfig, OptimizerConfig
+from training.feature_table import added_parameters
 
 # -- How each parameter is updated ----------------------------------------------------------------
 #
@@ -63,7 +64,8 @@ def updates_of(config: OptimizerConfig, model: ModelSpec, *, heads_first: bool =
     updates: dict[str, Update] = {}
     factors: dict[str, Literal["last_layer", "backbone"]] = {}
     if heads_first:
-        factors = {name: "backbone" for name in shapes if not name.startswith(HEADS)}
+        heads = (*HEADS, *added_parameters())
+        factors = {name: "backbone" for name in shapes if not name.startswith(heads)}
     factors |= dict.fromkeys(model.last_layers, "last_layer")
     for name, shape in shapes.items():
         if name in model.frozen or (config.linear_probe and not name.startswith("head.")):

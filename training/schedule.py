@@ -51,7 +51,7 @@ class StepRates:
     last_layer: float = 1.0
     """The factor of the last layers' learning rate (``ModelSpec.last_layers``): 0 freezes them."""
     backbone: float = 1.0
-    """The factor of the learning rate of all but the heads (``models.spec.HEADS``)."""
+    """The factor of the learning rate of the backbone: of all but heads and what features add."""
     weight_decay: float = 1.0
     """The factor of each parameter's weight decay."""
     newest: float | None = None

@@ -19,6 +19,7 @@ from torch import nn
 
 from data.batch import BatchShard
 from data.source import open_data
+from features.dino.config import DinoConfig
 from tests.fakes.filled import filled
 from tests.references.plain_mae import Block
 from tests.references.plain_steps import warm_cosine
@@ -26,7 +27,6 @@ from tests.support.cli import DIGITS, TINY_MODEL, TINY_RUN
 from tests.support.resolved import on_xla
 from tools.self_check.plain import backward, clip_and_step, normalized
 from training.data import dataset_request
-from training.objectives.dino_config import DinoConfig
 
 
 class Head(nn.Module):

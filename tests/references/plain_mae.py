@@ -10,14 +10,14 @@ from torch import nn
 
 from data.batch import PADDING, BatchShard
 from data.source import open_data
+from features.mae.config import MaeConfig
+from features.mae.objective import ranks_of
 from tests.fakes.filled import filled
 from tests.references.plain_steps import train_by, warm_cosine
 from tests.support.cli import DIGITS, TINY_MODEL, TINY_RUN
 from tests.support.resolved import on_xla
 from tools.self_check.plain import normalized
 from training.data import dataset_request
-from training.objectives.mae import ranks_of
-from training.objectives.mae_config import MaeConfig
 from training.optimizers import key_of
 
 

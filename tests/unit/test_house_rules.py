@@ -59,6 +59,33 @@ def test_imports_go_one_way(part):
         assert not {name for name in imported if not f"{name}.".startswith(allowed)}, path
 
 
+def test_features_do_not_import_each_other():
+    for path in (ROOT / "features").rglob("*.py"):
+        own = path.relative_to(ROOT).with_suffix("").parts[1]
+        theirs = {n for n in imported_by(path) if n.startswith("features.")}
+        assert {name for name in theirs if name.split(".")[1] != own} == set(), path
+
+
+NAMED_IN = {
+    # But for models by their public names, DINOv2 and DINOv3.
+    r"dino(?!v\d)": {
+        "training/feature_table.py",  # the table
+        "training/objectives/distillation_config.py",  # --teacher requires one of two objectives
+        *("training/config.py", "gpu_fsdp/config.py"),  # texts of --help
+    },
+}
+"""The files outside of a feature's package that name it."""
+
+
+@pytest.mark.parametrize("name", NAMED_IN)
+def test_who_names_a_feature(name):
+    """Others ask the features that are on, or an objective has a property (``Feature``)."""
+    product = [p for p in sources() if p.relative_to(ROOT).parts[0] not in ("benchmarks", "tests")]
+    naming = {p for p in product if re.search(name, p.read_text(), re.IGNORECASE)}
+    own = ROOT / "features" / re.match(r"\w+", name)[0]
+    assert {str(p.relative_to(ROOT)) for p in naming if own not in p.parents} == NAMED_IN[name]
+
+
 def test_no_two_files_need_each_other():
     """Nor do more in a circle; imports inside of functions and for types alone count, too."""
     files = {

@@ -154,7 +154,7 @@ def measure(
 
 # -- k-NN: classify validation images by their nearest training images -----------------------------
 #
-# The vote is DINO's (arXiv 2104.14294, appendix F.1): the k training images with the highest cosine
+# The vote is that of arXiv 2104.14294, appendix F.1: the k training images with the highest cosine
 # similarity s vote for their classes with weight exp(s / 0.07).
 
 NEIGHBORS = (10, 20, 100, 200)

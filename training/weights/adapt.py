@@ -22,6 +22,7 @@ from models.initialize import allocate_own, on_meta
 from models.spec import HEADS, ModelSpec
 from training.checkpoints.format import EMA
 from training.errors import UsageError
+from training.feature_table import added_parameters
 from training.resolve import model_of
 from training.weights import timm_formats
 from training.weights.describe import describe
@@ -35,9 +36,10 @@ _MAY_BE_NEW = (
     *(*HEADS, "cls_token", "reg_token", "attn_pool.", "fc_norm."),
     *("embeds.cls_token", "embeds.reg_token"),
 )
-"""Prefixes of tensors that only the model may have; they are initialized as new."""
+"""Prefixes of tensors that only the model may have, besides those that features add; they are
+initialized as new."""
 _MAY_BE_DROPPED = (*_MAY_BE_NEW, "norm.")
-"""Prefixes of tensors that only the weights may have."""
+"""Prefixes of tensors that only the weights may have, besides those that features add."""
 _NORMS = ("norm.", "fc_norm.")
 """The last norm, before or after pooling. A model has one, and may get the other's weights."""
 _MODEL_FLAGS = "use the --model and model flags that it was trained with"
@@ -218,6 +220,7 @@ def _changes(
         (missing, _MAY_BE_NEW, "has no", "which the model has"),
         (dropped, _MAY_BE_DROPPED, "has", "which the model does not have"),
     ):
+        allowed = (*allowed, *added_parameters())
         if wrong := [name for name in differing if not name.startswith(allowed)]:
             raise UsageError(f"{source.path} {has} {listed(wrong)}, {which}: {advice}")
 

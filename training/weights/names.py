@@ -156,8 +156,8 @@ def _place_in_qkv(name: str) -> int:
 def _prefix_of(prefixes: set[str]) -> str:
     """Return the prefix of the model, from those found in a file.
 
-    Given a student and its teacher, it is the teacher's, which DINO evaluates. Raises ValueError if
-    the choice is ambiguous.
+    Given a student and its teacher, it is the teacher's, which is the one to evaluate. Raises
+    ValueError if the choice is ambiguous.
     """
     if len(prefixes) > 1 and "" not in prefixes:
         teachers = {prefix for prefix in prefixes if "teacher" in prefix.split(".")}

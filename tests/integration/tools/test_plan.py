@@ -15,6 +15,7 @@ from PIL import Image
 
 import launch
 import run_vit_training
+from features.dino.config import DinoConfig
 from launch import compute_engine, xla_dist
 from run_vit_training import read_flags
 from tests.support.cli import ROOT, run_program
@@ -33,7 +34,6 @@ from tools.plan.tpu_search import (
 from training.errors import UsageError
 from training.flags import flat
 from training.mesh import Mesh
-from training.objectives.dino_config import DinoConfig
 from training.resolve import resolve_model
 from training.step_sizes import step_sizes, summed
 from xla_fsdp import tpu

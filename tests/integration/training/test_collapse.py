@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from features.dino.objective import entropy, token_moments, token_std
 from tests.support.cli import train_tiny_gpu
 from training.logs.collapse import CollapseWatch
-from training.objectives.dino import entropy, token_moments, token_std
 
 QUICK = (
     "--objective dino --class_token --patch_size 8 --batch_size 128 --num_epochs 3 --local_crops 1 "

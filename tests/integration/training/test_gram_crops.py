@@ -5,7 +5,7 @@ import timm
 import torch
 import torch.nn.functional as F
 
-from models.dino import Compared, Crops
+from features.dino.model import Compared, Crops
 from models.positions import Resampling
 from tests.fakes.filled import filled
 from tests.references import plain_dino

@@ -12,7 +12,8 @@ from PIL import Image
 
 from data.batch import BatchShard
 from data.source import open_data
-from models.mae import images_of, patches_of
+from features.mae.model import images_of, patches_of
+from features.mae.objective import ranks_of
 from tests.references import plain_mae
 from tests.references.plain_checkpoint import convert
 from tests.support.cli import TINY_SIZES, need_xla, run_program, tiny, train_tiny, train_tiny_gpu
@@ -25,7 +26,6 @@ from tests.support.tensorboard_files import events_in
 from tests.support.usage_error import told_in_one_line
 from tools.convert import main as to_other_form
 from training.data import dataset_request
-from training.objectives.mae import ranks_of
 
 PICTURE = "reconstructions.png"
 PREPROCESSING = "--mean 0.485 0.456 0.406 --std 0.229 0.224 0.225 --crop_pct 0.875".split()

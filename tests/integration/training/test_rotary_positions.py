@@ -7,7 +7,7 @@ import pytest
 import timm
 import torch
 
-from models.dino import Crops
+from features.dino.model import Crops
 from models.positions import set_rope_factors
 from models.registry import open_model
 from run_vit_training import read_flags

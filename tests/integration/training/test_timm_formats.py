@@ -4,7 +4,6 @@ model computes, which loads the same file as timm does."""
 import json
 import pickle
 import re
-from dataclasses import asdict
 
 import pytest
 import timm
@@ -16,13 +15,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 import run_vit_training
-from models import dino as models_dino
+from features.dino import model as dino_model
+from features.dino.config import DinoConfig
 from models.registry import open_model
 from tests.support.cli import DIGITS
 from tools.convert import main as convert
 from training.checkpoints.format import quiet_dcp
 from training.errors import UsageError
-from training.objectives.dino_config import DinoConfig
 from training.weights import timm_formats
 from training.weights.adapt import adapt
 from training.weights.find import find
@@ -409,7 +408,7 @@ def test_objectives_and_native_resolution_start_from_them(tmp_path):
     torch.save(names(dict(state)), tmp_path / "theirs.pt")
     flags = DinoConfig(local_crop_size=16, dino_prototypes=8, ibot_prototypes=8)
     for spec in (
-        models_dino.add_to(open_model(f"timm/{name}", GIVEN), asdict(flags)),
+        dino_model.add_to(open_model(f"timm/{name}", GIVEN), flags),
         open_model(f"timm/{name}", GIVEN | {"native_resolution": True}),
     ):
         ours = loaded(spec, tmp_path / "theirs.pt")[0].state_dict()

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,9 @@ from data.config import DataConfig
 from data.decode import Pixels
 from data.files import DataFolderError
 from data.loader import GlobalBatchSampler
+from data.source import open_data
 from data.transforms import TrainTransform, seeded
+from features.dino.config import DinoConfig
 from tests.support.cli import ROOT
 from tests.support.loading import (
     arguments,
@@ -28,6 +31,7 @@ from tests.support.loading import (
 from tests.support.resolved import on_xla
 from tests.support.usage_error import told_in_one_line
 from tools.show_augmentations import DRAWS, columns, main, read_run
+from training.data import dataset_request
 
 pytestmark = pytest.mark.fast
 
@@ -244,6 +248,32 @@ def test_columns_show_what_is_trained_on(tmp_path):
     assert main(["--help"]) == 0
     with Image.open(picture) as drawn:
         assert drawn.width > drawn.height > 300
+
+
+@pytest.mark.parametrize(
+    ("flags", "local"), [("--local_crops 2", 2), ("--local_crops 1 --crop_sizes 16x8 24x12", 1)]
+)
+def test_columns_of_crops(flags, local, tmp_path):
+    words = "--data_source digits --model vit_tiny_patch16_224 --image_size 16 --patch_size 4"
+    words += " --objective dino --class_token --koleo_weight 0 --local_crop_size 8 --hflip 0"
+    run = read_run([*words.split(), *flags.split()])
+    whole, first, second, *others = columns(run)
+    titles = ["image", "global, masked", "global", *(f"local {n + 1}" for n in range(local))]
+    assert [each.title for each in (whole, first, second, *others)] == titles
+    plain = replace(
+        run, config=run.config.with_flags(replace(run.config.of(DinoConfig), crop_sizes=None))
+    )
+    (batch,) = itertools.islice(
+        open_data(dataset_request(plain)).train_loader(4, BatchShard()).epoch(0), 1
+    )
+    crops = batch["global_crops"] / 255
+    assert second.images.equal(crops[:, 1])
+    hidden = batch["mask"].view(4, 4, 4).repeat_interleave(4, 1).repeat_interleave(4, 2)[:, None]
+    shown = torch.where(hidden, crops[:, 0] / 4 + 0.375, crops[:, 0])
+    torch.testing.assert_close(first.images, shown)
+    assert first.labels == [f"{100 * each:.0f} % masked" for each in batch["mask"].float().mean(1)]
+    for number, column in enumerate(others):
+        assert column.images.equal(batch["local_crops"][:, number] / 255)
 
 
 def test_the_policy_of_a_recipe_can_be_left_out():

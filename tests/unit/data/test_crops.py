@@ -14,10 +14,13 @@ from sklearn.datasets import load_sample_images
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
-from data import crops as crops_module
 from data.batch import BatchShard, Field
 from data.config import DataConfig
-from data.crops import (
+from data.decode import Pixels, open_image
+from data.source import DatasetRequest, View, open_data
+from data.transforms import seeded
+from features.dino import crops as crops_module
+from features.dino.crops import (
     FIRST,
     LOCAL,
     SECOND,
@@ -29,9 +32,6 @@ from data.crops import (
     draw_distortion,
     max_masked,
 )
-from data.decode import Pixels, open_image
-from data.source import DatasetRequest, View, open_data
-from data.transforms import seeded
 from tests.support.jpegs import GUARD, as_pillow, jpeg
 from tests.support.loading import check_same, check_same_epochs, concatenated
 

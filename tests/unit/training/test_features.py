@@ -83,6 +83,23 @@ def test_what_a_feature_excludes(feature, excluded):
     check_rules(*(from_values(each, off) for each in CONFIGS.values()), only=only)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--objective mae --decoder_depth 1 --decoder_embed_dim 16 --decoder_num_heads 2",
+        "--objective dino --class_token --local_crop_size 8",
+    ],
+)
+def test_parameters_are_what_a_feature_adds_to_the_model(words):
+    ours = {name for name, _ in resolved(*words.split()).model.meta.named_parameters()}
+    plain = resolved("--class_token").model.meta.named_parameters()
+    added = {name for name in ours - {name for name, _ in plain} if name != "fc_norm"}
+    (prefixes,) = (f.parameters for f in features() if f.turned_on_by[0] in words)
+    assert {name for name in added if not name.startswith(prefixes)} == set()
+    for prefix in prefixes:
+        assert any(name.startswith(prefix) for name in added), prefix
+
+
 # -- one that nobody knows --------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from data.source import FILES
+from features.mae.config import MaeConfig
 from gpu_fsdp.resolve_gpu import resolve
 from run_vit_training import read_flags
 from tests.fakes.backend import FakeBackend, FakeData
@@ -23,7 +24,6 @@ from training.checkpoints.config import CheckpointConfig
 from training.checkpoints.format import SavedRun, quiet_dcp, read_saved_run
 from training.checkpoints.inventory import Found, Inventory, digest
 from training.errors import UsageError
-from training.objectives.mae_config import MaeConfig
 from training.resolve import take_over
 from training.schedule import Position, make_schedule
 from training.start import confirm_start, newest_usable, set_aside_newer_checkpoints

@@ -1,10 +1,9 @@
 """Self-distillation: DINO's loss for class tokens, iBOT's for masked patches, KoLeo, and DINOv3's
-Gram loss.
+Gram loss (``gram.py``).
 
 Formulas follow DINOv2 (arXiv 2304.07193), section 4, and its code where the paper leaves details
-open; the Gram loss follows DINOv3 (arXiv 2508.10104), sections 4.2 and 4.3. All are in fp32. The
-teacher is the EMA of the student (``Backend.teacher``); with ``--teacher``, it is a trained, larger
-model, and the EMA is only evaluated (DINOv3, section 5.2).
+open. All are in fp32. The teacher is the EMA of the student (``Backend.teacher``); with
+``--teacher``, it is a trained, larger model, and the EMA is only evaluated (DINOv3, section 5.2).
 """
 
 from __future__ import annotations
@@ -18,17 +17,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from data.batch import Batch
-from data.crops import CropView, max_masked
-from models.dino import Compared, Crops, DinoSpec
-from models.positions import Resampling
+from features.dino.config import DinoConfig
+from features.dino.crops import CropView, max_masked
+from features.dino.gram import GramModel, gram_loss
+from features.dino.model import Compared, Crops, DinoSpec
 from training.backend import Backend
 from training.data import dataset_request, normalizer
 from training.objectives.base import Objective
-from training.objectives.dino_config import DinoConfig
 from training.objectives.teacher import open_teacher
 from training.schedule import StepRates
-from training.teachers import gram_teacher
-from training.weights.source import check_files
 
 if TYPE_CHECKING:
     from training.resolve import Run
@@ -84,22 +81,9 @@ class SelfDistillation(Objective):
             + (f", {len({*view.pairs})} pairs of sizes" if view.pairs else "")
             + adapted
         )
-        self._to_own_grid = {
-            grid: Resampling(each.of_gram(grid), grid, backend.constant, antialias=False)
-            for grid, each in self._views.items()
-            if each.has_gram_crops
-        }
-        """From a larger crop's grid to the student's."""
-        self._gram: nn.Module | None = None
+        self._gram: GramModel | None = None
         if self._config.gram_weights:
-            initial = gram_teacher(run)
-            check_files(initial.source, verify=run.config.checkpoints.verify_checkpoint)
-            say(f"Gram teacher: {initial.note}")
-            frozen = run.build_model(backend.constant).requires_grad_(False)
-            follows = self._config.gram_update_steps > 0
-            self._gram = backend.shard_frozen(
-                run, frozen, initial.initialize, follows_teacher=follows
-            )
+            self._gram = GramModel(run, backend, self._views, self._normalize, say)
         self._teacher = open_teacher(run, backend, say)
 
     def frozen_models(self) -> dict[str, nn.Module]:
@@ -112,9 +96,8 @@ class SelfDistillation(Objective):
         self._moments.clear()
 
     def end_step(self, step: int) -> None:
-        every = self._config.gram_update_steps
-        if self._gram is not None and every and step % every == 0:
-            self._backend.copy_teacher()
+        if self._gram:
+            self._gram.end_step(step)
 
     def loss(self, model: nn.Module, batch: Batch, micro_batch_index: int) -> torch.Tensor:
         config, mask = self._config, batch["mask"]
@@ -134,7 +117,7 @@ class SelfDistillation(Objective):
         else:
             assert self._average is not None
             classes, patches = self._targets(self._average, seen)
-        anchor = self._anchor(view, seen, batch.get("gram_crops")) if self._gram else None
+        anchor = self._gram.anchor(view, seen, batch.get("gram_crops")) if self._gram else None
         student = Compared(*model(crops))  # nested FSDP returns a plain tuple
 
         parts = {"loss_dino": class_loss(student.classes.float() / config.student_temp, classes)}
@@ -165,23 +148,6 @@ class SelfDistillation(Objective):
         present = taken(seen.mask, taught.patches.shape[1]).flatten()
         patches = sinkhorn(taught.patches.float().flatten(0, 1), temperature, total, present)
         return classes.view(taught.classes.shape), patches.view(taught.patches.shape)
-
-    @torch.no_grad()
-    def _anchor(self, view: CropView, seen: Crops, larger: torch.Tensor | None) -> torch.Tensor:
-        """Return the Gram teacher's patch tokens on the student's grid, computed from what the
-        teacher has ``seen``, or from its own ``larger`` crops, if there are any."""
-        assert self._gram is not None
-        if larger is None:
-            return Compared(*self._gram(seen)).patch_tokens
-        patches = math.prod(view.of_gram(view.grid))
-        # The mask has another grid, and the heads are not used here.
-        crops = seen._replace(
-            global_crops=self._normalize(larger),
-            mask=seen.mask.new_zeros(len(seen.mask), patches),
-            slots=1,
-        )
-        tokens = Compared(*self._gram(crops)).patch_tokens
-        return self._to_own_grid[view.grid](tokens)
 
     def parts(self) -> dict[str, torch.Tensor]:
         names, count = list(self._parts[0]), len(self._parts)
@@ -308,18 +274,6 @@ def koleo_loss(tokens: torch.Tensor, group: int) -> torch.Tensor:
         nearest = cosines.masked_fill(itself, -2.0).argmax(-1)
         places = torch.arange(group, device=tokens.device)
         chosen = (nearest[..., None] == places).to(tokens.dtype)
-    # A product with ones and zeros, as in models/mae.py: the gradient of a gather is a scatter.
+    # A product with ones and zeros, as in models/select.py: the gradient of a gather is a scatter.
     difference = tokens - chosen @ tokens
     return -(difference.square().sum(-1) + _EPS**2).sqrt().log().mean()
-
-
-def gram_loss(tokens: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-    """Return the mean squared difference of the cosine similarities of all pairs of patches of a
-    crop: the squared Frobenius norm in equation (2) of arXiv 2508.10104, divided by the number of
-    pairs.
-
-    ``tokens`` of the student, ``anchor`` of the Gram teacher: (..., patches, width), fp32.
-    """
-    student, teacher = (F.normalize(x, dim=-1) for x in (tokens, anchor))
-    difference = student @ student.transpose(-1, -2) - teacher @ teacher.transpose(-1, -2)
-    return difference.square().mean()

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from data.batch import PADDING, Batch
-from models.mae import MaeSpec, images_of, patches_of
+from features.mae.config import MaeConfig
+from features.mae.model import MaeSpec, images_of, patches_of
 from training.backend import Backend
 from training.data import normalizer
 from training.logs.figures import side_by_side, spread
 from training.logs.records import Evaluation
 from training.objectives.base import Measure, Objective
-from training.objectives.mae_config import MaeConfig
 from training.optimizers import hashed, key_of
 
 if TYPE_CHECKING:

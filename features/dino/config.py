@@ -1,5 +1,6 @@
 """The flags of self-distillation (DINO), and of its Gram teacher."""
 
+import argparse
 import functools
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,11 +10,27 @@ from config_fields import (
     count,
     flag,
     fraction,
-    global_by_local,
+    height_by_width,
     non_negative,
     path_or_url,
     positive_number,
+    shortened,
 )
+
+
+def global_by_local(text: str) -> str:
+    """Parse GxL, the sides of global and local crops in pixels."""
+    try:
+        return height_by_width(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"{shortened(text)!r} is not GxL, the sides of global and local crops in pixels, such "
+            "as 512x112"
+        ) from None
+
+
+HEAD_SETTINGS = ("dino_prototypes", "ibot_prototypes", "dino_head_hidden", "dino_head_bottleneck")
+"""The fields that decide the sizes of the heads."""
 
 # Parts of an objective: their defaults do not turn it off.
 _flag = functools.partial(flag, requires=("objective=dino",), requires_at_default=True)
@@ -160,3 +177,9 @@ class DinoConfig:
         kind=bounded(float, 1, 16),
         requires=("gram_weights",),
     )
+
+    @property
+    def crop_pairs(self) -> list[tuple[int, int]]:
+        """Return the sides of global and local crops of each of ``--crop_sizes``."""
+        pairs = (size.partition("x") for size in self.crop_sizes or ())
+        return [(int(side), int(local)) for side, _, local in pairs]

@@ -1,13 +1,13 @@
-"""Masked autoencoding (MAE): ``--objective mae``."""
+"""What ``--objective mae`` asks of the program."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from features.mae.config import MaeConfig
 from training.config import RunConfig
 from training.feature import Feature, SmallSizes
-from training.objectives.mae_config import MaeConfig
 
 if TYPE_CHECKING:
     from models.spec import ModelSpec
@@ -17,19 +17,20 @@ _MASK_RATIOS = (0.1, 0.9)
 
 
 class Mae(Feature):
-    """The decoder, which is part of the model (``models/mae.py``), and its flags."""
+    """The decoder, which is part of the model (``model.py``), and its flags."""
 
     flags = MaeConfig
-    objective = "training.objectives.mae:Reconstruction"
+    objective = "features.mae.objective:Reconstruction"
     turned_on_by = ("--objective mae",)
     choices = {"objective": {"mae": "masked autoencoding"}}
     loss_label = "squared error"
     saved_with_weights = True
+    parameters = ("mask_token", "decoder_")
 
     def extend_model(self, spec: ModelSpec, config: RunConfig) -> ModelSpec:
-        from models import mae
+        from features.mae.model import add_to
 
-        return mae.add_to(spec, asdict(config.of(MaeConfig)))
+        return add_to(spec, config.of(MaeConfig))
 
     def shrink(self, config: RunConfig, small: SmallSizes) -> RunConfig:
         mae, (least, most) = config.of(MaeConfig), _MASK_RATIOS

@@ -1,18 +1,18 @@
-"""Self-distillation (DINO): ``--objective dino``, its crops of several sizes, its Gram teacher."""
+"""What ``--objective dino``, its crops of several sizes and its Gram teacher ask of the program."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from models.config import crop_pairs
+from features.dino.config import HEAD_SETTINGS, DinoConfig
 from training.config import RunConfig
 from training.errors import UsageError
 from training.feature import Feature, SmallSizes
 from training.flags import check_range
 from training.mesh import Mesh
-from training.objectives.dino_config import DinoConfig
+from training.objectives.distillation_config import DistillationConfig
 
 if TYPE_CHECKING:
     from data.source import DataSource, View
@@ -24,17 +24,24 @@ _LOCAL_CROPS = 2
 
 
 class Dino(Feature):
-    """The heads, which are part of the model (``models/dino.py``), the teacher's schedules, and the
+    """The heads, which are part of the model (``model.py``), the teacher's schedules, and the
     groups of images of the KoLeo loss."""
 
     flags = DinoConfig
     turned_on_by = ("--objective dino",)
     ignores = ("--vflip", "--aa", "--color_jitter", "--reprob")  # crops have their own distortions
     choices = {"objective": {"dino": "self-distillation (docs/pretraining.md)"}}
-    objective = "training.objectives.dino:SelfDistillation"
+    objective = "features.dino.objective:SelfDistillation"
     has_teacher = True
     loss_label = "DINO + iBOT + KoLeo"
     saved_with_weights = True
+    parameters = ("mask_token", "dino_head.", "ibot_head.")
+    metrics = {
+        "loss_dino": "DINO loss (class tokens), unweighted",
+        "loss_ibot": "iBOT loss (masked patches), unweighted",
+        "loss_koleo": "KoLeo loss, unweighted",
+        "loss_gram": "Gram loss, unweighted",
+    }
 
     def resolve_flags(self, config: RunConfig) -> RunConfig:
         for name in ("global_crops_scale", "local_crops_scale", "ibot_mask_ratio"):
@@ -74,9 +81,9 @@ class Dino(Feature):
         return config.with_flags(replace(config.of(DinoConfig), koleo_group=group))
 
     def extend_model(self, spec: ModelSpec, config: RunConfig) -> ModelSpec:
-        from models import dino
+        from features.dino.model import add_to
 
-        return dino.add_to(spec, asdict(config.of(DinoConfig)))
+        return add_to(spec, config.of(DinoConfig))
 
     def check(self, run: Run) -> None:
         dino = run.config.of(DinoConfig)
@@ -93,8 +100,34 @@ class Dino(Feature):
             "pass: change it, --batch_size or --grad_accum_steps"
         )
 
+    def of_teacher(self, config: RunConfig, saved: RunConfig | None) -> RunConfig:
+        """With the teacher's own sizes of heads."""
+        if saved is None:
+            return config
+        theirs = saved.of(DinoConfig)
+        heads = {name: getattr(theirs, name) for name in HEAD_SETTINGS}
+        return config.with_flags(replace(config.of(DinoConfig), **heads))
+
+    def check_teacher(self, run: Run, teacher: Run) -> None:
+        """Student and teacher are compared by their prototypes, and patch by patch."""
+        name = run.config.of(DistillationConfig).teacher
+        ours, theirs = (each.config.of(DinoConfig) for each in (run, teacher))
+        for flag in ("dino_prototypes", "ibot_prototypes"):
+            if (asked := getattr(ours, flag)) != (has := getattr(theirs, flag)):
+                raise UsageError(
+                    f"--{flag} {asked}: --teacher {name} has {has}: use the same number"
+                )
+        there, here = teacher.model.sizes.grid, run.model.sizes.grid
+        if there != here:
+            grids = (" x ".join(map(str, each)) for each in (there, here))
+            raise UsageError(
+                f"--teacher {name} has {next(grids)} patches, the student {next(grids)}, but the "
+                "two are compared patch by patch: train the student with the teacher's "
+                "--patch_size"
+            )
+
     def view(self, run: Run, *, augment: bool) -> View | None:
-        from data.crops import CropView
+        from features.dino.crops import CropView
 
         if not augment:
             return None
@@ -106,7 +139,7 @@ class Dino(Feature):
             local_scale=dino.local_crops_scale,
             grid=run.model.sizes.grid,  # type: ignore[arg-type]
             mask_ratio=dino.ibot_mask_ratio,
-            pairs=tuple(crop_pairs(dino.crop_sizes)),
+            pairs=tuple(dino.crop_pairs),
             gram_factor=dino.gram_crop_factor,
         )
 
@@ -170,6 +203,6 @@ class GramTeacher(Feature):
     }
 
     def check_data(self, run: Run, data: DataSource) -> None:
-        from training.teachers import gram_teacher
+        from features.dino.gram import gram_weights
 
-        gram_teacher(run)
+        gram_weights(run)

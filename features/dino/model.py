@@ -21,9 +21,10 @@ from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from models.config import ModelError, crop_pairs
-from models.mae import select
+from features.dino.config import HEAD_SETTINGS, DinoConfig
+from models.config import ModelError
 from models.positions import Constant, Grid
+from models.select import select
 from models.spec import ModelSizes, ModelSpec, StackRun, train_flops_of
 from models.timm_models import BUILT_WITH, TimmSpec
 
@@ -32,9 +33,9 @@ _GLOBALS = 2
 """Global crops of an image."""
 
 
-def add_to(trunk: ModelSpec, settings: Mapping[str, Any]) -> ModelSpec:
-    """Return ``trunk`` with what DINO adds. ``settings`` are the flags of the objective, by their
-    fields. Raises ModelError for a model or sizes that cannot be trained so."""
+def add_to(trunk: ModelSpec, config: DinoConfig) -> ModelSpec:
+    """Return ``trunk`` with what DINO adds. Raises ModelError for a model or sizes that cannot be
+    trained so."""
     if not isinstance(trunk, TimmSpec):
         raise ModelError(
             "<objective> dino requires a VisionTransformer or Eva model of timm, and "
@@ -46,8 +47,8 @@ def add_to(trunk: ModelSpec, settings: Mapping[str, Any]) -> ModelSpec:
         )
     height, width = trunk.sizes.input_shape[1:]
     patch = (height // trunk.sizes.grid[0], width // trunk.sizes.grid[1])
-    side, pairs = settings["local_crop_size"], crop_pairs(settings["crop_sizes"])
-    factor = settings["gram_crop_factor"]
+    side, pairs = config.local_crop_size, config.crop_pairs
+    factor = config.gram_crop_factor
 
     def check_patches(flag: str, size: tuple[int, int], factor: float = 1.0) -> None:
         counts = [factor * side / patch_side for side, patch_side in zip(size, patch, strict=True)]
@@ -77,7 +78,7 @@ def add_to(trunk: ModelSpec, settings: Mapping[str, Any]) -> ModelSpec:
         )
     for size in ((height, width), *((side, side) for side, _ in pairs)):
         check_patches(f"<gram_crop_factor> {factor:g} times", size, factor)
-    spec = DinoSpec(trunk, settings)
+    spec = DinoSpec(trunk, config)
     if any(grid != trunk.sizes.grid for grid in spec.other_grids):
         if trunk.kind is VisionTransformer:
             if reason := trunk.why_one_grid():
@@ -90,26 +91,22 @@ def add_to(trunk: ModelSpec, settings: Mapping[str, Any]) -> ModelSpec:
     return spec
 
 
-HEAD_SETTINGS = ("dino_prototypes", "ibot_prototypes", "dino_head_hidden", "dino_head_bottleneck")
-"""The fields of flags that decide the sizes of the heads."""
-
-
 class DinoSpec(TimmSpec):
     """The spec of a student, and so of its teacher: the trunk's, and the sizes of its heads."""
 
     last_layers = ("dino_head.prototypes.weight", "ibot_head.prototypes.weight")
 
-    def __init__(self, trunk: TimmSpec, settings: Mapping[str, Any]) -> None:
+    def __init__(self, trunk: TimmSpec, config: DinoConfig) -> None:
         self.trunk = trunk
-        self._most_masked = int(trunk.sizes.num_patches * settings["ibot_mask_ratio"][1])
-        self.local_crops, side = settings["local_crops"], settings["local_crop_size"]
+        self._most_masked = int(trunk.sizes.num_patches * config.ibot_mask_ratio[1])
+        self.local_crops, side = config.local_crops, config.local_crop_size
         """The number of local crops of an image."""
         self._channels, height, width = trunk.sizes.input_shape
         self._local_size = (side, side)
-        pairs = crop_pairs(settings["crop_sizes"])
+        pairs = config.crop_pairs
         global_sizes = [(height, width), *((side, side) for side, _ in pairs)]
         local_sizes = [self._local_size, *((side, side) for _, side in pairs)]
-        factor = settings["gram_crop_factor"]
+        factor = config.gram_crop_factor
         gram_sizes = [(round(tall * factor), round(wide * factor)) for tall, wide in global_sizes]
         kinds = dict.fromkeys(gram_sizes, 0)  # never rescaled: the Gram teacher is not trained
         kinds |= dict.fromkeys(local_sizes, 1)
@@ -124,7 +121,7 @@ class DinoSpec(TimmSpec):
         self.other_grids = [grid_of(size) for size in self._other_sizes]
         patches = math.prod(grid_of(self._local_size))
         self._local_tokens = trunk.sizes.num_tokens - rows * columns + patches
-        self._heads = {name: settings[name] for name in HEAD_SETTINGS}
+        self._heads = {name: getattr(config, name) for name in HEAD_SETTINGS}
         given = (trunk.name, trunk.overrides, trunk.kind, trunk.arguments)
         super().__init__(*given, trunk.preprocessing)
         self.settings |= self._heads

@@ -20,7 +20,14 @@ from data.batch import Batch, Field, Fields
 from data.config import GIVE_FLOATS, DataConfig
 from data.decode import OpenImage
 from data.files import DataFolderError
-from data.source import BatchSizes, DatasetRequest, SampleTransform, View
+from data.source import (
+    BatchSizes,
+    DatasetRequest,
+    Pictures,
+    SampleTransform,
+    View,
+    first_batch,
+)
 from data.transforms import random_box, resized_parts, training_modes
 
 GLOBALS = 2
@@ -36,6 +43,8 @@ _RADIUS, _SIGMAS = 4, (0.1, 2.0)
 """Radius and range of sigma of the blur, in pixels; it has 2 * 4 + 1 weights."""
 _LEAST_WEIGHT = 1e-4
 """Smaller weights of the blur are dropped; those of one side change a value by less than 0.05."""
+_MASKED = 0.75
+"""How much of a masked patch is gray in pictures."""
 _LEAST_BLOCK = 4
 """Minimum area drawn for a masked rectangle, in patches, while at least that many are left."""
 _LOG_ASPECT = math.log(0.3)
@@ -125,6 +134,23 @@ class CropView(View):
 
         count = len(self.pairs)
         return BatchSizes(self.requests(request), number)
+
+    def pictures(self, request: DatasetRequest, images: int) -> list[Pictures]:
+        """Return the global crops, the first with its masked patches in gray, and the local crops;
+        of several ``pairs`` of sizes those of the request's."""
+        batch = first_batch(replace(request, view=replace(self, pairs=())), images)
+        first, second = (batch["global_crops"] / _WHITE).unbind(1)
+        none, mask = [""] * images, batch["mask"].float()
+        shares = [f"{100 * share:.0f} % masked" for share in mask.mean(1).tolist()]
+        patch = [side // count for side, count in zip(request.size, self.grid, strict=True)]
+        gray = (_MASKED * mask).view(-1, 1, *self.grid)
+        gray = gray.repeat_interleave(patch[0], 2).repeat_interleave(patch[1], 3)
+        local_crops = batch["local_crops"].unbind(1) if "local_crops" in batch else ()
+        return [
+            Pictures("global, masked", torch.lerp(first, torch.tensor(0.5), gray), shares),
+            Pictures("global", second, none),
+            *(Pictures(f"local {n}", x / _WHITE, none) for n, x in enumerate(local_crops, 1)),
+        ]
 
     def requests(self, request: DatasetRequest) -> list[DatasetRequest]:
         """Return the request of each of ``pairs``."""

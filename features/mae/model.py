@@ -18,8 +18,10 @@ from timm.layers import LayerNorm
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
+from features.mae.config import MaeConfig
 from models.config import ModelError
 from models.initialize import initialize
+from models.select import select
 from models.spec import ModelSizes, ModelSpec, StackRun
 from models.timm_models import BUILT_WITH, TimmSpec
 
@@ -31,9 +33,9 @@ _STD = 0.02
 _LONGEST_WAVE = 10_000.0
 
 
-def add_to(encoder: ModelSpec, settings: Mapping[str, Any]) -> ModelSpec:
-    """Return ``encoder`` as a masked autoencoder. ``settings``: the objective's flags by field
-    name. Raises ModelError for an unsuitable encoder or unsuitable sizes."""
+def add_to(encoder: ModelSpec, config: MaeConfig) -> ModelSpec:
+    """Return ``encoder`` as a masked autoencoder. Raises ModelError for an unsuitable encoder or
+    unsuitable sizes."""
     if not isinstance(encoder, TimmSpec) or encoder.kind is not VisionTransformer:
         kind = encoder.kind.__name__ if isinstance(encoder, TimmSpec) else "another class"
         raise ModelError(
@@ -45,7 +47,7 @@ def add_to(encoder: ModelSpec, settings: Mapping[str, Any]) -> ModelSpec:
             "<objective> mae requires <pos_embed> learn; it sets that embedding to fixed sines "
             "and cosines"
         )
-    width, heads = settings["decoder_embed_dim"], settings["decoder_num_heads"]
+    width, heads = config.decoder_embed_dim, config.decoder_num_heads
     if width % heads:
         raise ModelError(
             f"<decoder_embed_dim> {width} is not a multiple of <decoder_num_heads> {heads}"
@@ -55,12 +57,12 @@ def add_to(encoder: ModelSpec, settings: Mapping[str, Any]) -> ModelSpec:
             raise ModelError(
                 f"<{name}> {size} must be a multiple of 4, as sine-cosine positions require"
             )
-    patches, ratio = encoder.sizes.num_patches, settings["mask_ratio"]
+    patches, ratio = encoder.sizes.num_patches, config.mask_ratio
     if not 0 < int(patches * (1 - ratio)) < patches:
         what = "masks no patch" if ratio < 0.5 else "leaves no visible patch"
         raise ModelError(f"<mask_ratio> {ratio:g} of {patches} patches {what}: change it")
-    spec = MaeSpec(encoder, ratio, settings["decoder_depth"], width, heads)
-    if settings["norm_pix_loss"] and spec.patch_size == (1, 1) and spec.sizes.input_shape[0] == 1:
+    spec = MaeSpec(encoder, ratio, config.decoder_depth, width, heads)
+    if config.norm_pix_loss and spec.patch_size == (1, 1) and spec.sizes.input_shape[0] == 1:
         raise ModelError("<norm_pix_loss> requires patches with more than one value: turn it off")
     return spec
 
@@ -226,14 +228,6 @@ def images_of(
     ``patches_of``."""
     pixels = patches.unflatten(2, (*patch_size, -1)).unflatten(1, tuple(grid))
     return pixels.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
-
-
-def select(selected: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return the rows of ``x``, (batch or 1, rows, width), selected by ``selected``, (batch,
-    results, rows), which has at most one true entry per result; zeros for a result without one."""
-    kind = "cpu" if x.device.type == "meta" else x.device.type  # meta has no autocast
-    with torch.autocast(kind, enabled=False):  # positions must not be rounded
-        return torch.matmul(selected.to(x.dtype), x)
 
 
 # -- Positions: fixed, of sines and cosines ------------------------------------------------------

@@ -1,0 +1,1 @@
+"""Self-distillation: DINO, iBOT, KoLeo, and DINOv3's Gram loss (``--objective dino``)."""

@@ -1,0 +1,1 @@
+"""Masked autoencoding: MAE (``--objective mae``)."""
