@@ -17,7 +17,10 @@ from data.batch import PADDING, BatchShard, Field
 from data.config import DataConfig
 from data.files import DataFolderError
 from data.pack import pack as pack_shards
-from data.packing import (
+from data.source import DatasetRequest, open_data
+from data.tables import ParquetSplit
+from data.transforms import TrainTransform, random_box, seeded
+from features.native_resolution.packing import (
     Packing,
     PackRequest,
     PackSampler,
@@ -28,10 +31,7 @@ from data.packing import (
     tokens_of,
     too_large,
 )
-from data.sequences import SequenceView
-from data.source import DatasetRequest, open_data
-from data.tables import ParquetSplit
-from data.transforms import TrainTransform, random_box, seeded
+from features.native_resolution.sequences import SequenceView
 from tests.support.loading import check_same, check_same_epochs, concatenated
 from tests.support.table_files import write_tables
 from training.checkpoints.compatible import other_order
