@@ -234,6 +234,15 @@ def test_epochs_have_the_length_of_the_first(epoch_sequences):
     assert indices == [SequenceIndex(3, [2 * place, 2 * place + 1], 8) for place in expected]
 
 
+@pytest.mark.parametrize(("tokens", "images", "most"), [(40, 5, 2), (54, 5, 3), (540, 5, 5)])
+def test_as_many_of_the_largest_images_as_have_room(tokens, images, most):
+    """Of 16 patches and 2 tokens before them: whole ones."""
+    request = replace(REQUEST, tokens=tokens, images=images)
+    assert SequenceView(request).images_per_sample == most
+    packing = pack_images(np.arange(20), np.full(20, 18), request)
+    assert max(len(packing[number]) for number in range(len(packing))) == most
+
+
 # -- the fields of a sequence ------------------------------------------------------------
 
 
