@@ -46,7 +46,7 @@ from tqdm import tqdm
 from benchmarks.common import ROOT, commit, markdown
 from config_fields import local_path
 from data.digits import CLASSES, read_digits
-from data.packing import PackRequest, grids
+from features.native_resolution.packing import PackRequest, grids
 from training.logs.figures import pyplot, save_figure
 from training.logs.records import read_metrics
 

@@ -248,24 +248,6 @@ class DataConfig:
         metavar="HxW",
         requires=("data_source=folder|data_source=webdataset", "objective=classify"),
     )
-    max_tokens_per_image: int | None = flag(
-        None,
-        "native resolution: maximum number of tokens per image; larger images are scaled "
-        "down (default: the number for an --image_size image, at most --token_budget)",
-        kind=positive,
-        metavar="N",
-    )
-    resize_to_budget: bool = flag(
-        False,
-        "native resolution: scale each image up or down to about --max_tokens_per_image",
-    )
-    side_scale: tuple[float, float] = flag(
-        (1.0, 1.0),
-        "native resolution: range of the random factor that scales the sides of each "
-        "training image (NaViT)",
-        kind=bounded(float, 0.1, 10),
-        metavar=("MIN", "MAX"),
-    )
     image_size_schedule: list[str] | None = flag(
         None,
         "side lengths of square training images in pixels, in order, each with its share of "

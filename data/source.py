@@ -154,6 +154,9 @@ class View:
     """What is read of each image, and how: the whole image in the model's size. A subclass reads
     something else, such as several crops. Loader processes get a copy."""
 
+    images_per_sample = 1
+    """The number of images of a sample, if all of them are as large as they may be."""
+
     def check(self, request: DatasetRequest) -> None:
         """Raise DataFolderError if the requested source cannot be read in this way."""
 

@@ -70,7 +70,6 @@ class TeBlocks(TimmBlocks):
             # Its layers opt out of tracing: nothing is compiled.
             "--compile": run.backend_config.compile,
             "--grad_ckpt selective": run.config.sharding.grad_ckpt == "selective",
-            "native resolution": run.model.packing,
         }
         for flag, is_set in unsupported.items():
             if is_set:

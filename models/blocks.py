@@ -29,8 +29,8 @@ from torch.overrides import TorchFunctionMode
 
 Product = Callable[..., torch.Tensor]
 """A function of queries, keys and values that computes what attention does with them. One that can
-keep the images of packed sequences apart also takes ``segments``, the number of each token's
-image: int32 (batch, tokens), or None."""
+keep several images of a sequence apart also takes ``segments``, the number of each token's image:
+int32 (batch, tokens), or None."""
 
 
 def attentions(module: nn.Module) -> Iterator[nn.Module]:

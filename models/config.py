@@ -160,8 +160,8 @@ PRESETS: dict[str, VitConfig] = {
 }
 
 DEFAULT_MODEL = "vit_10b"
-NATIVE_FAMILY = "timm/naflexvit_"
-"""What the names of models start with that have native resolution alone."""
+NAFLEX_FAMILY = "timm/naflexvit_"
+"""What the names of timm's NaFlexVits start with, whose images have any size."""
 
 
 # ------------------------------------------------------------------------------------------------
@@ -196,26 +196,6 @@ class ModelConfig:
         several=True,
         names=("--image_size", "--img_size"),
         common=True,
-    )
-    native_resolution: bool | None = flag(
-        None,
-        "train on whole images of any size and aspect ratio: packs the patches of several images "
-        "into each sequence, with a preset or timm model rebuilt as timm's NaFlexVit "
-        "(docs/native_resolution.md) (default: on for timm/naflexvit_*)",
-    )
-    token_budget: int | None = flag(
-        None,
-        "native resolution: sequence length in tokens, counting patches, class and register "
-        "tokens; --batch_size then counts sequences (default: 1024)",
-        kind=bounded(int, 1, 2**16 - 1),
-        metavar="N",
-    )
-    max_images_per_sequence: int | None = flag(
-        None,
-        "native resolution: maximum number of images per sequence, up to 255 (default: one per "
-        "64 tokens of --token_budget)",
-        kind=bounded(int, 1, 255),
-        metavar="N",
     )
     dimension: int | None = flag(
         None,

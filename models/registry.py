@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from models.config import (
-    NATIVE_FAMILY,
+    NAFLEX_FAMILY,
     PRESETS,
     ModelError,
     VitConfig,
@@ -28,10 +28,13 @@ if TYPE_CHECKING:
 
 FAMILIES = {
     "hybrid_": "models.hybrid_vit",
-    NATIVE_FAMILY: "models.native_vit",
+    NAFLEX_FAMILY: "features.native_resolution.model",
     "timm/": "models.timm_models",
 }
 """Module of each family, by the prefix of its model names; presets have names without prefix."""
+REBUILT_BY = {"native_resolution": FAMILIES[NAFLEX_FAMILY]}
+"""Arguments with which a preset or a model of timm's is built as one of another family: the module,
+whose ``rebuild`` does it."""
 
 _FINE_TUNED = ("img_size", "in_chans", "num_classes", "weight_init")
 """Settings that fine-tuning may change without changing the preprocessing of timm's weights."""
@@ -58,10 +61,10 @@ class ListedModel:
 def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
     """Return the model ``name`` with ``overrides``, by timm's names, applied to its own settings.
     Raises ModelError for an unknown name, an unsupported model, and invalid arguments."""
-    if overrides.get("native_resolution") is False and not name.startswith(NATIVE_FAMILY):
-        overrides = {key: value for key, value in overrides.items() if key != "native_resolution"}
-    if overrides.get("native_resolution") and (name in PRESETS or name.startswith("timm/")):
-        return importlib.import_module("models.native_vit").open_native(name, overrides)
+    for argument, module in REBUILT_BY.items():
+        if overrides.get(argument) and (name in PRESETS or name.startswith("timm/")):
+            rebuilt: ModelSpec = importlib.import_module(module).rebuild(name, overrides)
+            return rebuilt
     if name in PRESETS:  # of timm's VisionTransformer
         check_taken(name, overrides, VitConfig)
         config = replace(PRESETS[name], **overrides)

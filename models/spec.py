@@ -5,7 +5,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from timm.models import group_parameters
@@ -16,10 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from models import blocks
 from models.positions import Constant, Grid, PartOfPositions, TokenPart
 
-_TRAINING_SETTINGS = (
-    *("weight_init", "fix_init", "head_init_scale", "rope_rescale_coords"),
-    *("token_budget", "max_images_per_sequence"),
-)
+_TRAINING_SETTINGS = ("weight_init", "fix_init", "head_init_scale", "rope_rescale_coords")
 """Settings, besides dropout rates, that do not change the output of a trained model."""
 
 
@@ -79,22 +76,17 @@ class StackRun:
     weights."""
 
 
-@dataclass(frozen=True)
-class SequenceShape:
-    """Sequences with the tokens of several whole images of any size, instead of images of one size:
-    the input of a model with native resolution (``models/native_vit.py``)."""
+class TimmModel(NamedTuple):
+    """How timm makes a model: what its ``create_model`` is called with."""
 
-    patch: tuple[int, int]
-    """Height and width of a patch in pixels."""
-    prefix: int
-    """Number of class and register tokens per image, before its patches."""
-    tokens: int
-    """Length of a sequence."""
-    images: int
-    """Maximum number of images per sequence."""
-
-    def values_of_patch(self, channels: int) -> int:
-        return math.prod(self.patch) * channels
+    architecture: str
+    """timm's name of a model of the same class."""
+    arguments: Mapping[str, Any]
+    """The values that differ from that model's own, or all."""
+    patch_projection: str
+    """Name of the layer that embeds patches."""
+    fixed_size: bool = True
+    """Whether all images have the model's own size."""
 
 
 HEADS = ("head.", "head_")
@@ -126,8 +118,14 @@ class ModelSpec(abc.ABC):
     """The value of ``--rope_rescale_coords``; 1: rotary positions are not rescaled."""
     other_grids: Sequence[Grid] = ()
     """Patch grids of images, in addition to the model's own, that it is always trained with."""
-    packing: SequenceShape | None = None
-    """How images are packed into sequences, if the model takes sequences of several images."""
+    segments: int | None = None
+    """The largest number of images in a sequence, if the model takes sequences of several: it is
+    then given ``segment_ids``, int32 (sequences, tokens), the number of each token's image from 1
+    on, 0 for padding, and tokens attend to those of their own image. Its attribute ``mask_of``, a
+    function of ``segment_ids`` that a backend may replace, returns the mask of attention."""
+    training_settings: Collection[str] = ()
+    """Settings of the family that do not change the output of a trained model, besides those of
+    ``is_of_training``."""
     converted: Mapping[str, str] = {}
     """Parameters that ``convert`` can compute from weights of another model class: their names
     here, and their names there."""
@@ -209,6 +207,19 @@ class ModelSpec(abc.ABC):
         """Let ``model`` also process images with these patch grids."""
         raise NotImplementedError
 
+    def as_timm(self) -> TimmModel | None:
+        """Return how timm makes the same model; None if it cannot."""
+        return None
+
+    def image_features(
+        self, tokens: torch.Tensor, given: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return the first token of each image and the mean of its patches, both (images, width),
+        and its patches, (images, patches, width), or None if images differ in their number.
+        ``tokens``: what ``head_method`` takes; ``given``: the model's input."""
+        patches = tokens[:, getattr(self.meta, "num_prefix_tokens", 0) :]
+        return tokens[:, 0], patches.mean(dim=1), patches
+
     def convert(
         self, name: str, values: torch.Tensor, read: Callable[[str], torch.Tensor | None]
     ) -> torch.Tensor:
@@ -284,7 +295,9 @@ class ModelSpec(abc.ABC):
         return [
             name
             for name, value in self.settings.items()
-            if not is_of_training(name) and name in before and before[name] != value
+            if not (is_of_training(name) or name in self.training_settings)
+            and name in before
+            and before[name] != value
         ]
 
 

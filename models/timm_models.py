@@ -3,6 +3,7 @@
 import functools
 import types
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import timm
@@ -13,10 +14,10 @@ from torch import nn
 
 from models import timm_private
 from models.blocks import blocks_differ
-from models.config import ModelError, check_arguments, check_patches
+from models.config import ModelError, VitConfig, check_arguments, check_patches
 from models.initialize import eva_scheme, initialize, vision_transformer_scheme
 from models.positions import Constant, Grid, PartOfPositions, Resampling, TokenPart
-from models.spec import ModelSizes, ModelSpec
+from models.spec import ModelSizes, ModelSpec, TimmModel
 
 # ------------------------------------------------------------------------------------------------
 # The spec of timm's two Vision Transformers, VisionTransformer and Eva, with given arguments.
@@ -116,6 +117,17 @@ class TimmSpec(ModelSpec):
             if grid != (rows, columns)
         }
         timm_private.compute_on_grids(model, positions)
+
+    def as_timm(self) -> TimmModel:
+        if self.name.startswith("timm/"):
+            architecture = self.name.removeprefix("timm/").partition(".")[0]
+            names = [name if name in self.settings else EVA_NAMES[name] for name in self.overrides]
+        else:  # a preset of ours: all arguments are given
+            architecture = self.name if timm.is_model(self.name) else "vit_base_patch16_224"
+            names = [field.name for field in fields(VitConfig) if field.name != "weight_init"]
+        given = {name: self.settings[name] for name in names}
+        given = {name: value for name, value in given.items() if value is not None}
+        return TimmModel(architecture, given, "patch_embed.proj")
 
     @functools.cached_property
     def sizes(self) -> ModelSizes:

@@ -99,8 +99,8 @@ def arguments_given_to(*kinds: type[nn.Module]) -> Iterator[dict[str, Any]]:
 
 def checkpoint_filter(name: str) -> Callable[..., dict[str, torch.Tensor]]:
     """Return the function (state dict, model) that converts published weights for timm's model
-    ``name``, with its own arguments; VisionTransformer's for models of other names, and for those
-    that have native resolution alone."""
+    ``name``, with its own arguments; VisionTransformer's for models of other names, and for
+    NaFlexVits."""
     found: Callable[..., dict[str, torch.Tensor]] = vision_transformer.checkpoint_filter_fn
     architecture = name.partition(".")[0]
     if not timm.is_model(architecture) or architecture.startswith("naflexvit_"):
@@ -240,14 +240,14 @@ def rescale_coords(rope: Any, index: int) -> None:
     rope.get_embed = get_embed
 
 
-# -- native resolution: NaFlexVit on sequences of several images ------------------------
+# -- NaFlexVit --------------------------------------------------------------------------
 
 
 _OF_CLASSIC = ("no_embed_class", "dynamic_img_size", "scale_attn_norm", "scale_mlp_norm")
 """Arguments of a VisionTransformer that timm converts to those of a NaFlexVit, or drops."""
 
 
-def native_arguments(name: str, classic: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def naflex_arguments(name: str, classic: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the arguments of the NaFlexVit that timm builds for ``name``, or, where given, for the
     arguments of a VisionTransformer: all of them, but for the device and the dtype.
 
@@ -282,8 +282,8 @@ def nominal_size(model: NaFlexVit, arguments: Mapping[str, Any]) -> tuple[int, i
     return rows * patch[0], columns * patch[1]
 
 
-def why_not_packed(model: NaFlexVit, most_positions: int) -> str | None:
-    """Return why what timm does for each grid is not computed for each patch here; or None."""
+def why_not_by_patch(model: NaFlexVit, most_positions: int) -> str | None:
+    """Return why what timm computes for each grid cannot be computed for each patch; or None."""
     embeds, rope = model.embeds, model.rope
     if not embeds.is_linear or embeds.norm_input is not None or embeds.enable_patch_interpolator:
         return "its patch embedding is not a single linear layer"

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ if __name__ == "__main__":  # by its path from any folder, or by another Python
 
     check_python.check("tools.convert")
 
-import timm
 import torch
 import torch.distributed.checkpoint as dcp
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -37,9 +36,6 @@ from config_fields import local_path
 from data.files import without_secrets
 from data.hub import HubUnreachable, refusals
 from data.utf8 import use_utf8
-from models.config import VitConfig
-from models.native_vit import NativeSpec
-from models.timm_models import EVA_NAMES, TimmSpec
 from training.checkpoints import format as checkpoint
 from training.config import RunConfig
 from training.errors import UsageError
@@ -59,8 +55,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_SIZE = "5GB"
 TIMM, PHYSICSNEMO = "timm", "physicsnemo"
 """Whose names of tensors are written."""
-_NATIVE = "naflexvit_base_patch16_gap"
-"""timm's name of a NaFlexVit, of which all arguments are given."""
 _ALIGNMENT = 64
 """Bytes."""
 
@@ -278,34 +272,21 @@ def timm_config(run: checkpoint.SavedRun) -> dict[str, Any] | None:
 
     As timm writes it for Hugging Face; None for a model that is not timm's. Raises UsageError.
     """
-    spec = model_of(run.model)
-    is_native, names = isinstance(spec, NativeSpec), list[str]()
-    if isinstance(spec, NativeSpec):
-        architecture, names = _NATIVE, [*spec.arguments]
-        if any(spec.arguments[name] != spec.settings[name] for name in names if "layer" in name):
-            return None  # a layer that has no name
-    elif not isinstance(spec, TimmSpec):
+    spec = model_of(run.config)
+    model = spec.as_timm()
+    if model is None:
         return None
-    elif spec.name.startswith("timm/"):
-        architecture = spec.name.removeprefix("timm/").partition(".")[0]
-        names = [name if name in spec.settings else EVA_NAMES[name] for name in spec.overrides]
-    else:  # a preset of ours: all arguments are given
-        architecture = spec.name if timm.is_model(spec.name) else "vit_base_patch16_224"
-        names = [field.name for field in fields(VitConfig) if field.name != "weight_init"]
-    arguments = {
-        name: spec.settings[name] for name in names if is_native or spec.settings[name] is not None
-    }
     sizes, preprocessing = spec.sizes, preprocessing_of(run.arguments, run.path)
     classes = sizes.num_classes if is_classifier(run) else 0  # without a head
     mean, std = preprocessing.of_channels(sizes.input_shape[0])
     config: dict[str, Any] = {
-        "architecture": architecture,
+        "architecture": model.architecture,
         "num_classes": classes,
         "num_features": sizes.embed_dim,
-        "model_args": arguments | {"num_classes": classes},
+        "model_args": {**model.arguments, "num_classes": classes},
         "pretrained_cfg": {
             "input_size": list(sizes.input_shape),
-            "fixed_input_size": not is_native,
+            "fixed_input_size": model.fixed_size,
             "num_classes": classes,
             "mean": mean,
             "std": std,
@@ -317,8 +298,7 @@ def timm_config(run: checkpoint.SavedRun) -> dict[str, Any] | None:
         },
     }
     if sizes.input_shape[0] == 3:  # else timm would sum its weights over the channels
-        first = "embeds.proj" if is_native else "patch_embed.proj"
-        config["pretrained_cfg"]["first_conv"] = first
+        config["pretrained_cfg"]["first_conv"] = model.patch_projection
     return config | ({"label_names": run.classes} if run.classes else {})
 
 
@@ -413,7 +393,7 @@ def _converted(source: Source, options: Any, form: str, max_shard_size: str | No
         else:
             tensors = source.read([*source.layouts])
         if run and not is_classifier(run):  # without what the objective added to the model
-            of_model = model_of(run.model).meta.state_dict()
+            of_model = model_of(run.config).meta.state_dict()
             tensors = {name: tensor for name, tensor in tensors.items() if name in of_model}
         for name, tensor in tensors.items():
             if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() > tensor.nbytes:

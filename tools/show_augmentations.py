@@ -50,8 +50,6 @@ def read_run(flags: Sequence[str]) -> Run:
     config, model = resolve_model(config)
     if len(model.sizes.input_shape) != 3:
         raise UsageError("only 2-D images can be drawn, not volumes")
-    if model.packing:
-        raise UsageError("only images of one size can be drawn: drop --native_resolution")
     if config.data.image_sizes:
         given = "--buckets" if config.data.buckets else "--image_size_schedule"
         raise UsageError(f"images are drawn in the model's own size: drop {given}")
@@ -59,6 +57,10 @@ def read_run(flags: Sequence[str]) -> Run:
         batch_size=IMAGES, grad_accum_steps=1, num_workers=0
     )
     check_batch(run)
+    if model.segments:
+        features = [each for each in config.active_features() if each.view(run, augment=True)]
+        by = ", ".join(feature.shown(config) for feature in features)
+        raise UsageError(f"only images of one size can be drawn: drop {by}")
     return run
 
 

@@ -151,7 +151,7 @@ def _resolve(
         by_default = device.compiles_all or (
             device.compiles_blocks
             and mesh.domain == 1
-            and model.packing is None
+            and model.segments is None
             and blocks.name == "timm"
         )
         backend_config = replace(backend_config, compile=by_default)
@@ -166,7 +166,7 @@ def _resolve(
         zero=zero,
         domain_attention=config.sharding.domain_attention if mesh.domain > 1 else None,
         varlen=(
-            model.packing is not None
+            model.segments is not None
             and isinstance(device, devices.Cuda)
             and config.sharding.precision != "fp32"
             and not model.sizes.attn_drop_rate

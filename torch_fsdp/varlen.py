@@ -26,8 +26,8 @@ def is_available() -> bool:
 def bounds_of(images: int, segments: torch.Tensor) -> torch.Tensor:
     """Return where the parts of all sequences end, one after the other, int32 (sequences x (images
     + 1) + 1,), the first one at 0: each sequence's images, of which some may have no tokens, and
-    the padding behind them. ``segments``: as ``segment_ids`` of ``Packed``, of up to ``images``
-    images."""
+    the padding behind them. ``segments``: ``segment_ids`` (``ModelSpec.segments``), of up to
+    ``images`` images."""
     numbers = torch.arange(1, images + 2, device=segments.device)
     behind = torch.where(segments > 0, segments, images + 1)  # padding comes last
     lengths = (behind[:, None] == numbers[:, None]).sum(2, dtype=torch.int32)
@@ -54,8 +54,8 @@ def attend(
 
 def use_varlen(model: Any, spec: ModelSpec) -> None:
     """Let the attention of all blocks compute by ``attend``."""
-    assert spec.packing is not None
-    model.mask_of = functools.partial(bounds_of, spec.packing.images)
+    assert spec.segments is not None
+    model.mask_of = functools.partial(bounds_of, spec.segments)
     varlen_attn = importlib.import_module(MODULE).varlen_attn
     for attention in attentions(model.blocks):
         is_known = use_attend(attention, functools.partial(attend, varlen_attn))

@@ -567,7 +567,23 @@ class RunConfig:
         """Return the features (``training/feature.py``) that these flags turn on."""
         return [feature for feature in features() if feature.is_on(self)]
 
+    def model_arguments(self) -> dict[str, Any]:
+        """Return the arguments that flags set for the model, by name; see ``open_model``."""
+        return self.model.overrides() | self.added_arguments()
+
+    def added_arguments(self) -> dict[str, Any]:
+        """Return those of ``model_arguments`` that are flags of features."""
+        parts = [self.of(each.model_flags) for each in self.active_features() if each.model_flags]
+        values = {name: value for part in parts for name, value in vars(part).items()}
+        return {name: value for name, value in values.items() if value is not None}
+
     @property
     def averages(self) -> bool:
         """Whether there is a moving average (EMA) of the weights."""
         return self.ema.model_ema or self.objective.has_teacher
+
+
+def flags_of_model() -> tuple[type, ...]:
+    """Return the dataclasses of flags that are arguments of the model: its own, and those of
+    features (``Feature.model_flags``)."""
+    return (ModelConfig, *(each.model_flags for each in features() if each.model_flags))

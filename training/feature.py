@@ -62,6 +62,9 @@ class Feature:
     """A frozen dataclass of its flags (``config_fields.flag``), with the title of their ``group``
     in ``--help``; they follow the field ``after``, if the class has one. ``RunConfig.of`` returns
     its values."""
+    model_flags: ClassVar[type | None] = None
+    """As ``flags``: those that are arguments of the model, as ``ModelConfig``'s. If it is on, those
+    that are set are passed to ``models.registry.open_model``."""
     turned_on_by: ClassVar[tuple[str, ...]] = ()
     """The flags that turn it on, such as "--buckets" or "--objective NAME": one is enough."""
     requires_it: ClassVar[tuple[str, ...]] = ()

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any, Self
 
 FEATURES = (
-    "features.native_resolution:NativeResolution",
+    "features.native_resolution.feature:NativeResolution",
     "features.mae.feature:Mae",
     "features.dino.feature:Dino",
     "features.dino.feature:CropSizes",
@@ -68,5 +68,6 @@ class FeatureFlags(tuple[Any, ...]):
 
 
 def flag_classes() -> list[type]:
-    """Return the dataclasses of features' flags (``Feature.flags``)."""
-    return [feature.flags for feature in features() if feature.flags]
+    """Return the dataclasses of features' flags (``Feature.model_flags`` and ``flags``)."""
+    declared = [(feature.model_flags, feature.flags) for feature in features()]
+    return [flags for of_feature in declared for flags in of_feature if flags]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 from data.config import ALWAYS_ALIKE, NOT_AUGMENTED, DataConfig, Preprocessing
 from models.config import DEFAULT_MODEL, ModelConfig, ModelError
 from models.registry import open_model
-from training.config import RunConfig
+from training.config import RunConfig, flags_of_model
 from training.errors import UsageError
 from training.feature_table import features, flag_classes
 from training.files import folder_at, log_folder
@@ -248,7 +248,8 @@ def take_over(config: RunConfig, values: Mapping[str, Any], path: Path) -> RunCo
             "start a new run from its weights with --init_from and another --ckpt_dir"
         )
     if config.model.model not in (None, values.get("model")):
-        values = {name: each for name, each in values.items() if name not in flat(config.model)}
+        of_model = by_field(*flags_of_model())
+        values = {name: each for name, each in values.items() if name not in of_model}
     return with_defaults(config, values)
 
 
@@ -265,17 +266,17 @@ def model_flags() -> dict[str, str]:
     return {name: option.names[0] for name, option in known.items()}
 
 
-def model_of(config: ModelConfig) -> ModelSpec:
+def model_of(config: RunConfig) -> ModelSpec:
     """Return the model that the flags name. Raises UsageError for an unknown or impossible one."""
     try:
-        return open_model(config.model or DEFAULT_MODEL, config.overrides())
+        return open_model(config.model.model or DEFAULT_MODEL, config.model_arguments())
     except ModelError as error:
         raise UsageError(error.with_flag_names(model_flags())) from None
 
 
 def trained_model(config: RunConfig) -> ModelSpec:
     """Return the model that the flags name, with what features add to it. Raises UsageError."""
-    spec = model_of(config.model)
+    spec = model_of(config)
     try:
         return extended(spec, config)
     except ModelError as error:
@@ -291,7 +292,7 @@ def extended(spec: ModelSpec, config: RunConfig) -> ModelSpec:
 
 def model_line(spec: ModelSpec) -> str:
     """Return what a log says of a model: its name, size, and the flags that were set for it."""
-    flags = by_field(ModelConfig)
+    flags = by_field(*flags_of_model())
     typed = " ".join(flags[name].typed(value) for name, value in spec.overrides.items())
     return f"{spec.name}, {spec.parameter_count:,} parameters{typed and f' ({typed})'}"
 

@@ -255,8 +255,8 @@ def _nested_unit(module: nn.Module, run: XlaRun, device: torch.device) -> nn.Mod
 
 
 def _choose_mask(model: Any, plan: XlaPlan) -> None:
-    """Let a model of packed sequences pass segments to its blocks if attention runs in kernels; by
-    default it passes a boolean mask."""
+    """Let a model of several images per sequence (``ModelSpec.segments``) pass segments to its
+    blocks if attention runs in kernels; by default it passes a boolean mask."""
     if hasattr(model, "mask_of") and plan.attention in ("flash", "whole"):
         model.mask_of = lambda segments: segments
 

@@ -36,7 +36,7 @@ def gram_weights(run: Run) -> Adapter:
     assert path is not None
     found = weights_of_teacher(path, "--gram_weights")
     try:
-        check_described(run.config.model, describe(found), keeps_head=False)
+        check_described(run.config, describe(found), keeps_head=False)
         return adapt(found, run.model, seed=run.config.seed)
     except UsageError as error:
         raise UsageError(f"--gram_weights: {error}") from None

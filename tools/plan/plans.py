@@ -20,12 +20,13 @@ from data.source import DatasetRequest, open_data
 from models.spec import ModelSpec
 from tools.plan.config import PlanConfig
 from training.config import RunConfig
+from training.data import view_of
 from training.errors import UsageError
 from training.files import read_whole
 from training.flags import by_field, flat, values_without_secrets
 from training.logs.figures import drawing, pyplot, save_figure
-from training.mesh import replicas
-from training.resolve import resolve_common, resolve_model
+from training.mesh import Mesh, replicas
+from training.resolve import Run, resolve_common, resolve_model
 from xla_fsdp.config import XlaConfig
 
 # -- prices: read from a small file that anyone can replace ------------------------------------
@@ -111,11 +112,10 @@ def find_work(config: RunConfig, model: ModelSpec, train_images: int | None) -> 
             raise UsageError(str(error)) from None
         counted = f"--data_source {data.data_source}"
     images_a_step = batch_size
-    if packing := model.packing:  # sequences, of images as large as they may be
-        assert data.max_tokens_per_image is not None  # resolved
-        in_sequence = min(packing.tokens // data.max_tokens_per_image, packing.images)
-        images_a_step *= in_sequence
-        counted += f"; {in_sequence} images of {data.max_tokens_per_image} tokens per sequence"
+    view = view_of(Run(config, None, model, Mesh(), None), augment=True)
+    if view.images_per_sample > 1:
+        images_a_step *= view.images_per_sample
+        counted += f"; {view.images_per_sample} images of the largest size per sample"
     if images < images_a_step:
         raise UsageError(
             f"{images:,} training images ({counted}) are fewer than --batch_size {batch_size}"

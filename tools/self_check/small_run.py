@@ -138,8 +138,6 @@ _ROWS, _FEW_ROWS, _FROM_REPLICAS = 4, 2, 8
 _ROWS_OF_MULTIPLES = 32
 """For FP8, whatever its plan."""
 _LAYER_SCALE = 0.1
-_IN_SEQUENCE, _SIDE = 3, 3
-"""Images of a sequence, which has a place for one more; the most rows, and columns, of one."""
 
 
 def shrink(run: Run) -> Run:
@@ -181,12 +179,6 @@ def shrink(run: Run) -> Run:
         "mlp_ratio": (hidden + 0.5) / width,  # timm rounds down
         "num_classes": _CLASSES,
     }
-    if packing := run.model.packing:
-        tokens = _SIDE * _SIDE + min(packing.prefix, 3)  # a class token, two registers
-        small |= {
-            "token_budget": _IN_SEQUENCE * tokens + 1,  # and padding
-            "max_images_per_sequence": _IN_SEQUENCE + 1,
-        }
     for name, value in (("reg_tokens", 2), ("num_reg_tokens", 2), ("init_values", _LAYER_SCALE)):
         if settings.get(name):
             small[name] = value
@@ -196,14 +188,13 @@ def shrink(run: Run) -> Run:
     config = replace(run.config, loss=LossConfig())
     for feature in config.active_features():
         config = feature.shrink(config, small_sizes)
+    small |= config.added_arguments()
     try:
         model = extended(open_model(run.model.name, run.model.overrides | small), config)
     except ModelError as error:
         text = f"--self_check cannot shrink --model {run.model.name}"
         raise UsageError(f"{text}: {error.with_flag_names(model_flags())}") from None
     small_run = replace(run, config=config, model=model, backend_config=run.backend_config.shrunk())
-    if model.packing:
-        small_run = small_run.with_data(max_tokens_per_image=model.packing.tokens)
     return small_run.with_data(
         grad_accum_steps=passes, micro_batch_size=None, batch_size=batch_size, aug_repeats=1
     )

@@ -10,12 +10,11 @@ from data.config import DataConfig
 from data.files import printable, told_apart
 from data.index import in_order
 from data.source import FILES, DataSource
-from models.config import ModelConfig
 from models.spec import ModelSpec
 from training.checkpoints import format as checkpoint
 from training.checkpoints.choose import Start
 from training.checkpoints.format import SavedRun
-from training.config import OptimizerConfig, RunConfig
+from training.config import OptimizerConfig, RunConfig, flags_of_model
 from training.errors import UsageError
 from training.flags import FlagField, by_field, flat
 from training.objectives.config import flags_of_weights
@@ -208,7 +207,7 @@ def check_same_training(saved: SavedRun, model: ModelSpec, config: RunConfig | N
     used.
     """
     before = trained_model(saved.config)
-    known = by_field(ModelConfig, *flags_of_weights())
+    known = by_field(*flags_of_model(), *flags_of_weights())
     names = model.differences(before.settings)
     other_model = bool(names) and before.name != model.name
     differences = [f"with --model {before.name}, not {model.name}"] if other_model else []

@@ -55,7 +55,7 @@ from data.config import DataConfig
 from data.files import TEXT, SizeLimit, TooLarge, printable, without_secrets
 from models.config import ModelConfig
 from training.backend import State
-from training.config import RunConfig
+from training.config import RunConfig, flags_of_model
 from training.errors import UsageError
 from training.files import (
     folder_at,
@@ -123,20 +123,20 @@ class SavedRun:
         for name, hint in get_type_hints(SavedRun).items():
             if name in ("arguments", *_OPTIONAL) and not is_of(getattr(self, name), hint):
                 raise ValueError(f"its {TRAINING}.{name} is damaged")
-        for flags in (ModelConfig, *flags_of_weights()):
+        for flags in (*flags_of_model(), *flags_of_weights()):
             check_values(flags, self.arguments)
         check_values(DataConfig, {n: self.arguments[n] for n in _OF_DATA if n in self.arguments})
         object.__setattr__(self, "arguments", values_without_secrets(self.arguments))
 
     @property
     def model(self) -> ModelConfig:
-        """The flags of its model."""
+        """The flags of its model, without those of features."""
         return from_values(ModelConfig, self.arguments)
 
     @property
     def config(self) -> RunConfig:
         """The flags of its model and of what it is trained for; all others have their defaults."""
-        known = by_field(ModelConfig, *flags_of_weights())
+        known = by_field(*flags_of_model(), *flags_of_weights())
         values = {name: value for name, value in self.arguments.items() if name in known}
         return from_values(RunConfig, values)
 

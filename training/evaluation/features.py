@@ -100,17 +100,7 @@ class Features:
     ) -> Iterator[FeatureBatch]:
         """Yield the features of this process's images, batch by batch. All processes must exhaust
         the iterator. It ends early if ``batch_done``, called after each batch, returns True."""
-        backend, prefix = self._backend, getattr(self.run.model.meta, "num_prefix_tokens", 0)
-
-        def of_tokens(tokens: torch.Tensor, given: Any) -> dict[str, torch.Tensor]:
-            if packing := self.run.model.packing:
-                from models.native_vit import of_images
-
-                class_token, mean = of_images(tokens, given, packing.images)
-                return {CLASS: class_token, MEAN: mean}
-            patches = tokens[:, prefix:]
-            return {CLASS: tokens[:, 0], MEAN: patches.mean(dim=1), PATCHES: patches}
-
+        backend = self._backend
         numbers: deque[np.ndarray] = deque()  # on the host, of the batches in transfer
         pending: deque[Future[dict[str, torch.Tensor]]] = deque()
 
@@ -139,8 +129,13 @@ class Features:
                     with torch.no_grad():
                         given = self._input(batch)
                         self._model(given)
-                        values = of_tokens(collected.pop().float(), given)
-                        values = {kind: values[kind] for kind in kinds}  # no others are computed
+                        found = self.run.model.image_features(collected.pop().float(), given)
+                        by_kind = zip((CLASS, MEAN, PATCHES), found, strict=True)
+                        values = {  # no others are computed
+                            kind: value
+                            for kind, value in by_kind
+                            if kind in kinds and value is not None
+                        }
                     pending.append(backend.read_images(values))
                     del values
                     if len(pending) > _AHEAD:

@@ -18,7 +18,6 @@ from data.decode import find_images, open_image, read_batches
 from data.files import printable, read_bytes, without_secrets
 from data.index import class_folders, in_order
 from data.source import DataSource
-from models.registry import open_model
 from training.backend import Backend
 from training.checkpoints.compatible import check_same_classes, check_unnamed_classes
 from training.config import RunConfig
@@ -71,9 +70,6 @@ def predict_images(config: RunConfig, source: Source) -> None:
             f"{config.objective.objective}: fine-tune it with --init_from first"
         )
     config, spec = resolve_model(config)
-    if spec.packing:  # one sequence per image, no longer than the largest image
-        tokens = {"token_budget": config.data.max_tokens_per_image, "max_images_per_sequence": 1}
-        spec = open_model(spec.name, spec.overrides | tokens)
     run = Run(config, None, spec, Mesh(), None)
     assert config.use.predict is not None
     folders = class_folders(config.data.data_dir, "train") or []

@@ -277,7 +277,7 @@ def _layout(source: Source, there: Shapes, name: str, spec: ModelSpec) -> _Layou
     Raises UsageError if none is found.
     """
     if source.run:
-        before = model_of(source.run.model)
+        before = model_of(source.run.config)
         return _Layout(before.token_parameters[name], before.sizes.grid)
     here, tokens = _Layout(spec.token_parameters[name], spec.sizes.grid), there[name][1]
     if tokens == here.prefix + math.prod(here.grid):

@@ -17,9 +17,10 @@ import timm
 from timm.layers import get_act_layer, get_norm_layer
 from torch import nn
 
-from models.config import NATIVE_FAMILY, ModelConfig
+from models.config import NAFLEX_FAMILY, ModelConfig
 from models.spec import ModelSpec, is_of_training
 from models.timm_models import EVA_NAMES
+from training.config import RunConfig
 from training.errors import UsageError
 from training.flags import FlagField, by_field
 from training.resolve import model_of
@@ -96,7 +97,7 @@ _FIELDS = {theirs: ours for ours, theirs in EVA_NAMES.items()}
 _FIELDS |= {"scale_attn_inner_norm": "scale_attn_norm"}  # NaFlexVit's
 """Names of arguments in timm's other classes, and the flags' names."""
 
-_NOT_DESCRIBED = ("model", "num_classes", "dimension", "native_resolution")
+_NOT_DESCRIBED = ("model", "num_classes", "dimension")
 _FLAGS = {
     name: option
     for name, option in by_field(ModelConfig).items()
@@ -222,7 +223,7 @@ class DescribedModel:
                     raise setting.about.refusal(setting.key, setting.value, why) from None
         return ModelConfig(model=self.name, **given)
 
-    def built(self, config: ModelConfig) -> ModelSpec:
+    def built(self, config: RunConfig) -> ModelSpec:
         """Return the model of these flags. Raises UsageError, naming the file."""
         try:
             return model_of(config)
@@ -237,7 +238,7 @@ class DescribedModel:
         if not keeps_head:
             passed_over |= {*_POOLING}
         try:
-            there = model_of(self.flags())
+            there = model_of(RunConfig(model=self.flags()))
         except UsageError:  # it is not supported, which need not be asked for
             self.check(spec, passed_over)
             return
@@ -339,7 +340,7 @@ def _of_timm(about: Sidecar, architecture: str) -> Iterator[Setting]:
             yield Setting(about, f"model_args.{name}", value, name)
     trained = about.mapping("pretrained_cfg") or about.content
     size = trained.get("input_size")
-    if size is None or f"timm/{architecture}".startswith(NATIVE_FAMILY):
+    if size is None or f"timm/{architecture}".startswith(NAFLEX_FAMILY):
         return
     if not isinstance(size, list) or len(size) != 3:
         raise about.refusal("input_size", size, ", which is not channels, height and width")

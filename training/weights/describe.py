@@ -18,7 +18,7 @@ from data.config import CROP_MODES, INTERPOLATIONS, DataConfig, Preprocessing
 from data.files import parse_object
 from models.config import ModelConfig
 from training.checkpoints.format import SavedRun
-from training.config import RunConfig
+from training.config import RunConfig, flags_of_model
 from training.errors import UsageError
 from training.flags import by_field, flat
 from training.objectives.config import flags_of_weights
@@ -130,9 +130,9 @@ def settings_of(saved: SavedRun, data: DataConfig) -> dict[str, Any]:
     """Return the model, objective, preprocessing and class order of a checkpoint's run by field
     name. ``data``: what numbers the classes now. Raises UsageError for invalid values."""
     preprocessing = asdict(preprocessing_of(saved.arguments, saved.path))
-    of_training = by_field(*flags_of_weights())
-    values = {name: each for name, each in flat(saved.config).items() if name in of_training}
-    values |= flat(saved.model) | preprocessing
+    of_weights = by_field(*flags_of_model(), *flags_of_weights())
+    values = {name: each for name, each in flat(saved.config).items() if name in of_weights}
+    values |= preprocessing
     numbers_folders = data.data_source in ("folder", "volumes") and not data.labels
     if numbers_folders and data.class_map is None:
         values["class_order"] = saved.arguments.get("class_order")
@@ -172,11 +172,11 @@ def preprocessing_of(values: Mapping[str, Any], path: Path) -> Preprocessing:
     return Preprocessing(**given)
 
 
-def check_described(given: ModelConfig, hints: ModelHints, *, keeps_head: bool) -> None:
+def check_described(config: RunConfig, hints: ModelHints, *, keeps_head: bool) -> None:
     """Raise UsageError if the model that a flag names computes something else than the one that
     files describe."""
-    if model := hints.model(given):
-        model.check_named(model_of(given), given.overrides(), keeps_head=keeps_head)
+    if model := hints.model(config.model):
+        model.check_named(model_of(config), config.model_arguments(), keeps_head=keeps_head)
 
 
 def take_over_described(
@@ -195,18 +195,19 @@ def take_over_described(
         of_training = by_field(*flags_of_weights())
         values = {name: each for name, each in values.items() if name not in of_training}
         return take_over(config, values, source.path), source
-    hints, given = describe(source), config.model
-    if given.model is not None:
-        check_described(given, hints, keeps_head=keeps_head)
-    elif model := hints.model(given):
+    hints = describe(source)
+    if config.model.model is not None:
+        check_described(config, hints, keeps_head=keeps_head)
+    elif model := hints.model(config.model):
+        given = config.model_arguments()
         config = take_over(config, flat(model.flags()), source.path)
-        model.check(model.built(config.model), given.overrides())
+        model.check(model.built(config), given)
     if keeps_head and (count := class_count(hints.config)):
         config = with_defaults(config, {"num_classes": count})
 
     trained_with, origin = hints.preprocessing() or (None, "")
     if trained_with is None:
-        spec = model_of(config.model)
+        spec = model_of(config)
         trained_with, origin = spec.preprocessing, f"timm's {spec.name}"
     if trained_with is None:
         new = Preprocessing.of_new_weights(config.data.data_source)

@@ -87,7 +87,7 @@ def pretrained(config: RunConfig) -> dict[str, Any]:
     assert name is not None  # --pretrained requires it
     if "resume" in config.explicitly_set and (use.predict or use.eval_only or use.features):
         raise UsageError("--pretrained and --resume both name weights: drop one of the two")
-    model_of(config.model)  # raises if there is no such model
+    model_of(config)  # raises if there is no such model
     try:
         trained = timm.get_pretrained_cfg(name.removeprefix("timm/"))
     except RuntimeError:  # no such tag

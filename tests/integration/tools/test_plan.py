@@ -258,6 +258,14 @@ def test_a_flag_that_is_given_at_its_default_stays(tmp_path):
     assert {each.mesh.dcn for each in candidates(config, xla, 512)} == {1, 2}
 
 
+def test_steps_of_several_images_per_sequence():
+    model = "--model vit_tiny_patch16_224 --native_resolution --token_budget 700"
+    config, _, _ = asked(*model.split(), "--batch_size", "8", "--num_epochs", "2")
+    work = find_work(*resolve_model(config), 1000)
+    assert work.steps == 2 * (1000 // (8 * 3))  # of 14 x 14 patches and a class token each
+    assert work.counted.endswith("; 3 images of the largest size per sample")
+
+
 @pytest.mark.parametrize("kind", ["v4:2x2x1", "v5p:2x2x1"])
 def test_each_candidate_is_checked_on_its_own_kind_of_chip(kind):
     """v4 has less vector memory than v5p: what a plan takes, --compile_only takes."""

@@ -16,12 +16,13 @@ from transformers.models.deit.image_processing_pil_deit import DeiTImageProcesso
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 import run_vit_training
-from models.config import ModelConfig
 from tests.support.cli import DIGITS, TINY_SIZES
 from tests.support.usage_error import told_in_one_line
 from tools.convert import main as convert
+from training.config import RunConfig
 from training.errors import UsageError
 from training.evaluation.trained import find_trained
+from training.flags import with_values
 from training.resolve import model_of, resolve_model
 from training.weights.adapt import adapt
 from training.weights.config_json import described_model
@@ -282,7 +283,8 @@ def test_weights_of_a_named_model_that_fit_as_they_are():
     ):
         about = Sidecar(Path("config.json"), {"architecture": name})
         if found := described_model(about, Sidecar(Path("none"), {}), is_named=True):
-            found.check_named(model_of(ModelConfig(model=named, **more)), more, keeps_head=True)
+            config = with_values(RunConfig(), {"model": named, **more})
+            found.check_named(model_of(config), more, keeps_head=True)
 
 
 def test_weights_of_teachers_are_compared_too(tmp_path, capsys):

@@ -155,7 +155,7 @@ def test_of_transformers(server, hub_here, tmp_path, monkeypatch, kind):
     config, weights = seen["config"], seen["weights"]
     told = str(config.data.preprocessing)
     assert told == "mean 0.4 0.4 0.4, std 0.3 0.3 0.3, crop 1 squash, bilinear"
-    spec = model_of(config.model)
+    spec = model_of(config)
     model = spec.build().to_empty(device="cpu")
     names = [name for name in spec.meta.state_dict() if not name.startswith("head.")]
     names += ["head.weight", "head.bias"] if kind == "vit" else []

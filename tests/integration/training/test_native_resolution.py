@@ -253,7 +253,7 @@ def test_fake_data_and_self_check(train, folder, tmp_path):
         ("--model hybrid_vit", "hybrid_vit does not accept --native_resolution"),
         ("--model timm/vit_small_patch16_rope_mixed_224", "timm's RotaryEmbeddingMixed"),
         ("--data_source volumes", "--data_source volumes provides arrays"),
-        ("--backend cuda --block te", "--block te does not support native resolution"),
+        ("--backend cuda --block te", "--block te is incompatible with native resolution"),
         ("--backend cuda --channels_last", "--channels_last is incompatible with native"),
     ],
 )
@@ -265,8 +265,9 @@ def test_refused_in_one_line(wrong, told, folder, tmp_path, capsys):
 
 def test_what_only_sequences_have_is_refused_elsewhere(folder, tmp_path, capsys):
     plain = "--image_size 24 --patch_size 4 --embed_dim 32 --num_heads 2 --num_blocks 2".split()
-    for flag in ("--max_tokens_per_image 9", "--resize_to_budget", "--side_scale 0.5 1"):
+    for flag in (
+        *("--token_budget 80", "--max_images_per_sequence 2", "--max_tokens_per_image 9"),
+        *("--resize_to_budget", "--side_scale 0.5 1"),
+    ):
         words = [*plain, "--data_dir", folder, "--ckpt_dir", tmp_path / "none", *flag.split()]
         assert "requires --native_resolution" in told_in_one_line(capsys, *words)
-    words = [*plain, "--data_dir", folder, "--ckpt_dir", tmp_path / "none", "--token_budget", "80"]
-    assert "does not accept --token_budget" in told_in_one_line(capsys, *words)

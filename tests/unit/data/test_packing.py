@@ -17,7 +17,10 @@ from data.batch import PADDING, BatchShard, Field
 from data.config import DataConfig
 from data.files import DataFolderError
 from data.pack import pack as pack_shards
-from data.packing import (
+from data.source import DatasetRequest, open_data
+from data.tables import ParquetSplit
+from data.transforms import TrainTransform, random_box, seeded
+from features.native_resolution.packing import (
     Packing,
     PackRequest,
     PackSampler,
@@ -28,10 +31,7 @@ from data.packing import (
     tokens_of,
     too_large,
 )
-from data.sequences import SequenceView
-from data.source import DatasetRequest, open_data
-from data.tables import ParquetSplit
-from data.transforms import TrainTransform, random_box, seeded
+from features.native_resolution.sequences import SequenceView
 from tests.support.loading import check_same, check_same_epochs, concatenated
 from tests.support.table_files import write_tables
 from training.checkpoints.compatible import other_order
@@ -232,6 +232,15 @@ def test_epochs_have_the_length_of_the_first(epoch_sequences):
     assert len(sampler) == 2
     indices = [at for batch in sampler for at in batch]
     assert indices == [SequenceIndex(3, [2 * place, 2 * place + 1], 8) for place in expected]
+
+
+@pytest.mark.parametrize(("tokens", "images", "most"), [(40, 5, 2), (54, 5, 3), (540, 5, 5)])
+def test_as_many_of_the_largest_images_as_have_room(tokens, images, most):
+    """Of 16 patches and 2 tokens before them: whole ones."""
+    request = replace(REQUEST, tokens=tokens, images=images)
+    assert SequenceView(request).images_per_sample == most
+    packing = pack_images(np.arange(20), np.full(20, 18), request)
+    assert max(len(packing[number]) for number in range(len(packing))) == most
 
 
 # -- the fields of a sequence ------------------------------------------------------------

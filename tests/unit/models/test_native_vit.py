@@ -7,6 +7,8 @@ from timm.models.naflexvit import NaFlexVit, batch_patchify, checkpoint_filter_f
 
 from models.config import ModelError
 from models.registry import open_model
+from run_vit_training import read_flags
+from training.resolve import model_of
 
 pytestmark = pytest.mark.fast
 
@@ -39,13 +41,13 @@ def places_of(grid):
 
 
 def patches_of(image, spec):
-    return batch_patchify(image[None], spec.packing.patch)[0][0]
+    return batch_patchify(image[None], spec.shape.patch)[0][0]
 
 
 def packed(images, grids, spec):
     """One sequence of these images; where there is no patch, noise."""
-    prefix = spec.packing.prefix
-    patches = torch.randn(1, TOKENS, spec.packing.values_of_patch(3))
+    prefix = spec.shape.prefix
+    patches = torch.randn(1, TOKENS, spec.shape.values_of_patch(3))
     places = torch.zeros(1, TOKENS, 4, dtype=torch.int32)
     segments = torch.zeros(1, TOKENS, dtype=torch.int32)
     end = 0
@@ -60,7 +62,7 @@ def packed(images, grids, spec):
 
 
 def images_of(grids, spec):
-    high, wide = spec.packing.patch
+    high, wide = spec.shape.patch
     return [torch.randn(3, rows * high, columns * wide) for rows, columns in grids]
 
 
@@ -166,7 +168,9 @@ def test_flops_are_those_of_images_of_the_models_own_size():
 
 
 def test_the_flag_may_be_off():
-    assert open_model("vit_tiny_patch16_224", {"native_resolution": False}).packing is None
+    for words, segments in (("--no-native_resolution", None), ("--native_resolution", 16)):
+        config = read_flags(f"--model vit_tiny_patch16_224 {words}".split()).run
+        assert model_of(config).segments == segments
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_as_attention_with_a_mask(name, monkeypatch):
     monkeypatch.setitem(sys.modules, varlen.MODULE, SimpleNamespace(varlen_attn=plain))
     sequences = {"token_budget": TOKENS, "max_images_per_sequence": PLACES}
     spec = open_model(name, SMALL | sequences | {"patch_size": 16, "img_size": 64})
-    given, results = packed(spec.packing.prefix), []
+    given, results = packed(spec.shape.prefix), []
     present = torch.tensor([n < len(row) for row in LENGTHS for n in range(PLACES)])
     for uses_varlen in (False, True):
         model = filled(spec)

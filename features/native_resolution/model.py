@@ -10,7 +10,7 @@ each patch, from its place in its image.
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import timm
@@ -24,7 +24,7 @@ from torch import nn
 from models import timm_models, timm_private
 from models.blocks import blocks_differ
 from models.config import (
-    NATIVE_FAMILY,
+    NAFLEX_FAMILY,
     PRESETS,
     ModelError,
     VitConfig,
@@ -33,7 +33,7 @@ from models.config import (
     check_width,
 )
 from models.initialize import initialize, vision_transformer_scheme
-from models.spec import ModelSizes, ModelSpec, SequenceShape, StackRun, train_flops_of
+from models.spec import ModelSizes, ModelSpec, StackRun, TimmModel, train_flops_of
 from models.timm_models import as_json, preprocessing_of
 
 # ------------------------------------------------------------------------------------------------
@@ -166,16 +166,6 @@ def _mean_over(tokens: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return (_sum_over(tokens, x) / tokens.sum(2, keepdim=True).clamp(min=1)).to(x.dtype)
 
 
-def of_images(
-    tokens: torch.Tensor, packed: Packed, images: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the first token and the mean of the patches of each of ``images`` places for images,
-    both (sequences x images, width)."""
-    first = _sum_over(_tokens_of(packed, images, first=True), tokens)
-    patches = _tokens_of(packed, images) & (packed["patch_coord"][..., 2] > 0)[:, None]
-    return first.flatten(0, 1), _mean_over(patches, tokens).flatten(0, 1)
-
-
 def same_image(segments: torch.Tensor) -> torch.Tensor:
     """Return which tokens attend to each other, bool (sequences, 1, tokens, tokens). Padding does
     to padding: so every token has something to attend to."""
@@ -297,12 +287,33 @@ _TOKENS_PER_IMAGE = 64
 """A sequence has a place for an image by default for so many tokens: an image of 8 x 8 patches."""
 _MOST_IMAGES = 255
 """An image's number in its sequence is a byte."""
+_ANY_NAFLEX = "naflexvit_base_patch16_gap"
+"""timm's name of a NaFlexVit, of which all arguments are given."""
 _MOST_POSITIONS = 4096
 """Of a learned grid of positions: each patch weighs all of them."""
 
 
+@dataclass(frozen=True)
+class SequenceShape:
+    """Sequences with the tokens of several whole images of any size."""
+
+    patch: tuple[int, int]
+    """Height and width of a patch in pixels."""
+    prefix: int
+    """Number of class and register tokens per image, before its patches."""
+    tokens: int
+    """Length of a sequence."""
+    images: int
+    """Maximum number of images per sequence."""
+
+    def values_of_patch(self, channels: int) -> int:
+        return math.prod(self.patch) * channels
+
+
 class NativeSpec(ModelSpec):
     """A NaFlexVit made with ``arguments``, NaFlexVit's own, on sequences as ``sequences`` says."""
+
+    training_settings = _SEQUENCES
 
     def __init__(
         self,
@@ -321,14 +332,14 @@ class NativeSpec(ModelSpec):
         meta: Any = self.meta
         if arguments["global_pool"] == "token" and not arguments["class_token"]:
             raise ModelError("<global_pool> token requires <class_token>")
-        if reason := timm_private.why_not_packed(meta, _MOST_POSITIONS):
+        if reason := timm_private.why_not_by_patch(meta, _MOST_POSITIONS):
             raise ModelError(f"{name} does not support native resolution: {reason}")
         if difference := blocks_differ([*meta.blocks], settings=False):
             raise ModelError(f"the blocks of {name} differ: {difference}")
-        prefix = self.packing.prefix
-        if self.packing.tokens <= prefix:
+        prefix = self.shape.prefix
+        if self.shape.tokens <= prefix:
             raise ModelError(
-                f"<token_budget> {self.packing.tokens} is too small: the {prefix} class and "
+                f"<token_budget> {self.shape.tokens} is too small: the {prefix} class and "
                 "register tokens of an image leave no room for a patch"
             )
 
@@ -377,8 +388,25 @@ class NativeSpec(ModelSpec):
             )
         return values
 
+    def as_timm(self) -> TimmModel | None:
+        if any(v != self.settings[name] for name, v in self.arguments.items() if "layer" in name):
+            return None  # a layer that has no name
+        arguments = {name: self.settings[name] for name in self.arguments}
+        return TimmModel(_ANY_NAFLEX, arguments, "embeds.proj", fixed_size=False)
+
+    def image_features(
+        self, tokens: torch.Tensor, given: Packed
+    ) -> tuple[torch.Tensor, torch.Tensor, None]:
+        first = _sum_over(_tokens_of(given, self.shape.images, first=True), tokens)
+        patches = _tokens_of(given, self.shape.images) & (given["patch_coord"][..., 2] > 0)[:, None]
+        return first.flatten(0, 1), _mean_over(patches, tokens).flatten(0, 1), None
+
+    @property
+    def segments(self) -> int:  # type: ignore[override]
+        return self.shape.images
+
     @functools.cached_property
-    def packing(self) -> SequenceShape:  # type: ignore[override]
+    def shape(self) -> SequenceShape:
         model: Any = self.meta
         tokens, images = (self.sequences[key] for key in _SEQUENCES)
         return SequenceShape(model.embeds.patch_size, model.num_prefix_tokens, tokens, images)
@@ -427,8 +455,8 @@ class NativeSpec(ModelSpec):
             input_shape=(model.in_chans, height, width),
             num_classes=self.settings["num_classes"],
             grid=(height // high, width // wide),
-            num_tokens=self.packing.tokens,
-            train_tokens=self.packing.tokens,
+            num_tokens=self.shape.tokens,
+            train_tokens=self.shape.tokens,
             depth=len(model.blocks),
             embed_dim=model.embed_dim,
             num_heads=attention.num_heads,
@@ -440,16 +468,16 @@ class NativeSpec(ModelSpec):
 
     @property
     def runs(self) -> list[StackRun]:
-        sizes, packing = self.sizes, self.packing
-        pixels = packing.tokens * packing.values_of_patch(sizes.input_shape[0])
-        outputs = packing.images * sizes.num_classes
-        return [StackRun("blocks", packing.tokens, pixels, outputs, self.train_flops_per_image)]
+        sizes, shape = self.sizes, self.shape
+        pixels = shape.tokens * shape.values_of_patch(sizes.input_shape[0])
+        outputs = shape.images * sizes.num_classes
+        return [StackRun("blocks", shape.tokens, pixels, outputs, self.train_flops_per_image)]
 
     def example(self) -> tuple[Any, ...]:
         """Return a sequence of one image of the model's own size, which may be larger than a
         sequence in training."""
-        tokens = self.packing.prefix + self.sizes.num_patches
-        values = self.packing.values_of_patch(self.sizes.input_shape[0])
+        tokens = self.shape.prefix + self.sizes.num_patches
+        values = self.shape.values_of_patch(self.sizes.input_shape[0])
         packed = {
             "patches": torch.empty(1, tokens, values, device="meta"),
             "patch_coord": torch.empty(1, tokens, 4, dtype=torch.int32, device="meta"),
@@ -464,7 +492,7 @@ class NativeSpec(ModelSpec):
         model, example = self.build(), self.example()
         model.images = 1  # type: ignore[assignment]
         of_image = train_flops_of(model, example)
-        return of_image * self.packing.tokens / example[0]["segment_ids"].shape[1]
+        return of_image * self.shape.tokens / example[0]["segment_ids"].shape[1]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -477,19 +505,19 @@ _CLASSES = 1000
 
 
 def names() -> list[str]:
-    """Return the ends of timm's names of NaFlexVits, behind ``NATIVE_FAMILY``."""
-    prefix = NATIVE_FAMILY.removeprefix("timm/")
+    """Return the ends of timm's names of NaFlexVits, behind ``NAFLEX_FAMILY``."""
+    prefix = NAFLEX_FAMILY.removeprefix("timm/")
     return sorted(name.removeprefix(prefix) for name in timm.list_models(module="naflexvit"))
 
 
 def open_model(name: str, overrides: Mapping[str, Any]) -> NativeSpec | None:
-    """Return the NaFlexVit ``name``, behind ``NATIVE_FAMILY``; None if timm has no such model.
-    Raises ModelError as ``open_native``."""
-    full_name = NATIVE_FAMILY + name
-    return open_native(full_name, overrides) if timm.is_model(full_name[5:]) else None
+    """Return the NaFlexVit ``name``, behind ``NAFLEX_FAMILY``; None if timm has no such model.
+    Raises ModelError as ``rebuild``."""
+    full_name = NAFLEX_FAMILY + name
+    return rebuild(full_name, overrides) if timm.is_model(full_name[5:]) else None
 
 
-def open_native(name: str, overrides: Mapping[str, Any]) -> NativeSpec:
+def rebuild(name: str, overrides: Mapping[str, Any]) -> NativeSpec:
     """Return a NaFlexVit in place of the model ``name``, a preset or timm's, with ``overrides``
     over its own arguments. Raises ModelError if timm has none, or the arguments do not fit."""
     given = {key: value for key, value in overrides.items() if key not in _SEQUENCES}
@@ -500,15 +528,15 @@ def open_native(name: str, overrides: Mapping[str, Any]) -> NativeSpec:
         if name in PRESETS:
             check_taken(name, given, VitConfig)
             classic = asdict(replace(PRESETS[name], **given))
-            arguments = timm_private.native_arguments(name, classic)
+            arguments = timm_private.naflex_arguments(name, classic)
         elif (
-            not name.startswith(NATIVE_FAMILY)
+            not name.startswith(NAFLEX_FAMILY)
             and isinstance(known := timm_models.open_model(timms, given), timm_models.TimmSpec)
             and known.kind is VisionTransformer
         ):
-            arguments = timm_private.native_arguments(timms, known.arguments)
+            arguments = timm_private.naflex_arguments(timms, known.arguments)
         else:
-            arguments = timm_private.native_arguments(timms)
+            arguments = timm_private.naflex_arguments(timms)
             if given.get("pos_embed") == "learn":
                 given["pos_embed"] = "learned"
             given = {_NAMES.get(key, key): value for key, value in given.items()}

@@ -248,8 +248,7 @@ class PackSampler(GlobalBatchSampler):
         self, pack_epoch: Callable[[int], Packing], sequences: int, batch_size: int, **how: Any
     ) -> None:
         """``pack_epoch``: returns the sequences of an epoch. ``sequences``: their number in the
-        first epoch. Other arguments: see ``GlobalBatchSampler``, without ``repeats`` and
-        ``pairs``."""
+        first epoch. Other arguments: see ``GlobalBatchSampler``, without ``repeats``."""
         super().__init__(sequences, batch_size, **how)
         self._pack_epoch = pack_epoch
 

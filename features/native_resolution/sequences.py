@@ -1,6 +1,6 @@
 """Splits of packed sequences: images of any size, several of which share a sequence of tokens.
 
-``data/packing.py`` decides which images make up a sequence. This module reads them, resizes them to
+``packing.py`` decides which images make up a sequence. This module reads them, resizes them to
 their patch grids, and writes their patches into the sequence.
 """
 
@@ -23,7 +23,18 @@ from data.decode import OpenImage, open_image
 from data.fake import Zeros
 from data.files import BrokenImageError, DataFolderError
 from data.loader import BatchLoader, DatasetLoader, GlobalBatchSampler
-from data.packing import (
+from data.sizes import image_sizes
+from data.source import (
+    Constant,
+    DatasetRequest,
+    DataSource,
+    ImageSplit,
+    SampleTransform,
+    Split,
+    View,
+)
+from data.transforms import SizedTransform, TrainTransform, seeded, whole_image
+from features.native_resolution.packing import (
     NUMBERS,
     WINDOW,
     Packing,
@@ -38,17 +49,6 @@ from data.packing import (
     tokens_of,
     too_large,
 )
-from data.sizes import image_sizes
-from data.source import (
-    Constant,
-    DatasetRequest,
-    DataSource,
-    ImageSplit,
-    SampleTransform,
-    Split,
-    View,
-)
-from data.transforms import SizedTransform, TrainTransform, seeded, whole_image
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,11 @@ class SequenceView(View):
     """
 
     pack: PackRequest
+
+    @property
+    def images_per_sample(self) -> int:  # type: ignore[override]
+        largest = self.pack.prefix + self.pack.most_patches
+        return min(self.pack.tokens // largest, self.pack.images)
 
     def check(self, request: DatasetRequest) -> None:
         kind, pack = request.config.data_source, self.pack
@@ -251,8 +256,6 @@ class PackedSplit(Split):
         return pack_images(order, tokens[order], self.pack, generator, window)
 
     def sampler(self, batch_size: int, **how: Any) -> GlobalBatchSampler:
-        # Each image occurs once per epoch, and all sequences have the same size.
-        how = {name: value for name, value in how.items() if name not in ("repeats", "pairs")}
         sampler = PackSampler(self.pack_epoch, self.samples, batch_size, **how)
         sampler.read_together = -(-self._together * self.samples // len(self))
         return sampler

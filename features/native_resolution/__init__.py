@@ -1,0 +1,1 @@
+"""Native resolution: sequences of several images, each whole and of any size."""
