@@ -67,8 +67,7 @@ def test_features_do_not_import_each_other():
 
 
 NAMED_IN = {
-    # But for models by their public names, DINOv2 and DINOv3.
-    r"dino(?!v\d)": {
+    "dino": {
         "training/feature_table.py",  # the table
         "training/objectives/distillation_config.py",  # --teacher requires one of two objectives
         *("training/config.py", "gpu_fsdp/config.py"),  # texts of --help
@@ -79,10 +78,10 @@ NAMED_IN = {
 
 @pytest.mark.parametrize("name", NAMED_IN)
 def test_who_names_a_feature(name):
-    """Others ask the features that are on, or an objective has a property (``Feature``)."""
+    """Others ask the features that are on. DINOv2 and DINOv3 are public models' names."""
     product = [p for p in sources() if p.relative_to(ROOT).parts[0] not in ("benchmarks", "tests")]
-    naming = {p for p in product if re.search(name, p.read_text(), re.IGNORECASE)}
-    own = ROOT / "features" / re.match(r"\w+", name)[0]
+    naming = {p for p in product if re.search(rf"{name}(?!v\d)", p.read_text(), re.I)}
+    own = ROOT / "features" / name
     assert {str(p.relative_to(ROOT)) for p in naming if own not in p.parents} == NAMED_IN[name]
 
 

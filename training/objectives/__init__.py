@@ -1,1 +1,1 @@
-"""Training objectives: the interface, its implementations, and their flags."""
+"""Training objectives: the interface, classification, and the flags that others read, too."""
