@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class NativeResolution(Feature):
     """``--native_resolution``, and the models that have nothing else."""
 
-    turned_on_by = ("--native_resolution",)
+    turned_on_by = ("--native_resolution", f"--model {NATIVE_FAMILY}*")
     requires_it = ("--max_tokens_per_image", "--resize_to_budget", "--side_scale")
     excludes = dict.fromkeys(
         (
@@ -33,10 +33,6 @@ class NativeResolution(Feature):
     )
 
     objective = "training.objectives.classify:PackedClassification"
-
-    def is_on(self, config: RunConfig) -> bool:
-        is_native = str(config.model.model).startswith(NATIVE_FAMILY)
-        return is_native or bool(config.model.native_resolution)
 
     def shown(self, config: RunConfig) -> str:
         return f"native resolution ({config.model.model or DEFAULT_MODEL})"

@@ -14,8 +14,7 @@ and names none of them. A feature answers the questions that concern it:
                 raise UsageError("--doubled requires an even --batch_size")
 
 Methods raise ``UsageError`` for a user's mistake: one line that names the flags and the mend. They
-must give the same result in every process. All but the properties of the class itself are called
-only if the feature is on. They may be called more than once: on other numbers of devices, and for
+must give the same result in every process. They are called only if the feature is on. They may be called more than once: on other numbers of devices, and for
 the run of a teacher. Modules of features import nothing heavy, such as PyTorch, at the top:
 ``--help`` imports them.
 """
@@ -63,7 +62,8 @@ class Feature:
     in ``--help``; they follow the field ``after``, if the class has one. ``RunConfig.of`` returns
     its values."""
     turned_on_by: ClassVar[tuple[str, ...]] = ()
-    """The flags that turn it on, such as "--buckets" or "--objective NAME": one is enough."""
+    """The flags that turn it on, such as "--buckets", "--objective NAME" or "--model FAMILY/*": one
+    is enough. Choices that the program makes turn no feature on or off."""
     requires_it: ClassVar[tuple[str, ...]] = ()
     """Flags that have no meaning without it, where ``flag``'s ``requires`` cannot say so."""
     excludes: ClassVar[Mapping[str, str]] = {}
@@ -86,11 +86,7 @@ class Feature:
     """Whether weights are useless without its flags: they are taken over from a checkpoint, as
     those of the model, unless they are set."""
 
-    # -- whether it is on
-
-    def is_on(self, config: RunConfig) -> bool:
-        """Return whether these flags turn it on. May be called before anything is resolved."""
-        return any(typed_if_set(words, config) for words in self.turned_on_by)
+    # -- in messages
 
     def shown(self, config: RunConfig) -> str:
         """Return its name in messages: what turned it on."""

@@ -100,7 +100,7 @@ class Run(Generic[BackendConfig, Plan]):
 
     def _train_flops_of(self, model: ModelSpec) -> float:
         flops = model.train_flops_per_image
-        for feature in self.config.active_features():
+        for feature in self.config.active_features:
             flops = feature.train_flops(self, model, flops)
         return flops
 
@@ -144,7 +144,7 @@ def resolve_common(config: RunConfig) -> RunConfig:
     _check_schedules(config)
     if config.log.wandb and importlib.util.find_spec("wandb") is None:
         raise UsageError("--wandb requires the package wandb: python3 -m pip install wandb")
-    for feature in config.active_features():
+    for feature in config.active_features:
         config = feature.resolve_flags(config)
     source, optimizer = config.data.data_source, config.optimizer
     if optimizer.betas is None:
@@ -196,7 +196,7 @@ def _check_effects(config: RunConfig) -> None:
     ignored = ["--aug_repeats"] if source in ALWAYS_ALIKE else []
     ignored += of_photographs if source in NOT_AUGMENTED else ()
     unused = [(name, f"--data_source {source}") for name in ignored]
-    for feature in config.active_features():
+    for feature in config.active_features:
         unused += [(name, feature.shown(config)) for name in feature.ignores]
     typed = {name: text for name, _ in unused if (text := typed_if_set(name, config))}
     if not typed:
@@ -284,7 +284,7 @@ def trained_model(config: RunConfig) -> ModelSpec:
 
 def extended(spec: ModelSpec, config: RunConfig) -> ModelSpec:
     """Return the model with what features add to it. Raises ModelError if that is impossible."""
-    for feature in config.active_features():
+    for feature in config.active_features:
         spec = feature.extend_model(spec, config)
     return spec
 
@@ -304,8 +304,9 @@ def resolve_model(config: RunConfig) -> tuple[RunConfig, ModelSpec]:
     model = trained_model(config)
     if config.data.data_source not in _ANY_CHANNELS:
         check_channels(model)
+    active = config.active_features
     for feature in features():
-        if feature.is_on(config):
+        if feature in active:
             config = feature.resolve_model(config, model)
             continue
         for name in feature.requires_it:
@@ -380,7 +381,7 @@ def with_micro_batches(config: RunConfig, mesh: Mesh) -> RunConfig:
             (n for n in range(-(-images // most), images) if images % n == 0), max(images, 1)
         )
         config = replace(config, data=replace(config.data, grad_accum_steps=passes))
-    for feature in config.active_features():
+    for feature in config.active_features:
         config = feature.resolve_mesh(config, mesh)
     return config
 
@@ -407,5 +408,5 @@ def check_batch(run: Run) -> None:
             f"--batch_size {data.batch_size} (global) is not a multiple of the {mesh.devices} "
             f"devices{together}{passes}: use {fitting}"
         )
-    for feature in run.config.active_features():
+    for feature in run.config.active_features:
         feature.check(run)

@@ -123,7 +123,7 @@ def prepare_training(
         names = describe(weights).classes_among(data.classes)
         if data.classes and initial.keeps_head and not names:
             check_unnamed_classes(data.classes, initial.path, config.data, run.model)
-    for feature in config.active_features():
+    for feature in config.active_features:
         feature.check_data(run, data)
     frozen = open_frozen(run, kinds_in_training(config.log))
     parts.done("data")
@@ -249,7 +249,7 @@ def train(
                 EpochLog(session, batches),
             ]
             training = loop.Training(run, session, model, objective, saver, batches, schedule, at)
-            for feature in config.active_features():
+            for feature in config.active_features:
                 hooks += feature.hooks(training)
             hooks += [StopCheck(session, batches, saver), saves]
             if local:

@@ -194,7 +194,7 @@ def shrink(run: Run) -> Run:
     # The same features, for that model.
     small_sizes = SmallSizes(width, heads, _DEPTH, _CLASSES, patch, tuple(grid), images=rows)
     config = replace(run.config, loss=LossConfig())
-    for feature in config.active_features():
+    for feature in config.active_features:
         config = feature.shrink(config, small_sizes)
     try:
         model = extended(open_model(run.model.name, run.model.overrides | small), config)
