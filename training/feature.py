@@ -14,9 +14,9 @@ and names none of them. A feature answers the questions that concern it:
                 raise UsageError("--doubled requires an even --batch_size")
 
 Methods raise ``UsageError`` for a user's mistake: one line that names the flags and the mend. They
-must give the same result in every process. They are called only if the feature is on. They may be called more than once: on other numbers of devices, and for
-the run of a teacher. Modules of features import nothing heavy, such as PyTorch, at the top:
-``--help`` imports them.
+must give the same result in every process. They are called only if the feature is on, and may be
+called more than once: on other numbers of devices, and for the run of a teacher. Modules of
+features import nothing heavy, such as PyTorch, at the top: ``--help`` imports them.
 """
 
 from __future__ import annotations

@@ -286,14 +286,21 @@ def check_rules(config: RunConfig, *others: Any, only: Collection[str] | None = 
             if other in config.explicitly_set:
                 excluded = known[other].typed(values[other])
                 raise UsageError(f"{typed} replaces {excluded}: drop one of the two")
-    check_excluded(config, *others, only=only)
+    check_features(config, *others, only=only)
 
 
-def check_excluded(config: RunConfig, *others: Any, only: Collection[str] | None = None) -> None:
-    """Check what features exclude, as ``check_rules`` does. Raises UsageError."""
+def check_features(config: RunConfig, *others: Any, only: Collection[str] | None = None) -> None:
+    """Check what features exclude, and what requires one, as ``check_rules`` does. Raises
+    UsageError."""
     options = by_field(type(config), *map(type, others)).items()
     names = {name: field for field, option in options for name in option.names}
-    for feature in config.active_features:
+    active = config.active_features
+    for feature in features():
+        if feature not in active:
+            for name in feature.requires_it:
+                if (only is None or names[name] in only) and typed_if_set(name, config):
+                    raise UsageError(f"{name} requires {feature.turned_on_by[0]}")
+            continue
         for words, why in feature.excludes.items():
             rule = {names.get(each.partition(" ")[0]) for each in (words, *feature.turned_on_by)}
             if only is not None and rule.isdisjoint(only):

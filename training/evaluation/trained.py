@@ -58,7 +58,7 @@ def find_trained(config: RunConfig) -> tuple[RunConfig, Source]:
         if is_on_hub(source.name):
             config = with_values(config, {"resume": source.name})
     if config.use.predict is None:
-        config = with_values(config, commits_of_data(config, None))
+        config = with_values(config, commits_of_data(config.data, None))
     return config, source
 
 
