@@ -21,7 +21,6 @@ from torch_fsdp.parallel_plan import DTYPES, FsdpImplementation, TimmBlocks, Tor
 from training.config import RunConfig, ShardingConfig
 from training.elastic import check_elastic
 from training.errors import UsageError
-from training.flags import check_rules
 from training.mesh import Mesh, make_mesh
 from training.resolve import (
     check_batch,
@@ -32,6 +31,7 @@ from training.resolve import (
     resolve_model,
     with_micro_batches,
 )
+from training.rules import check_rules
 from training.teachers import with_teacher
 
 if TYPE_CHECKING:

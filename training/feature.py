@@ -119,9 +119,9 @@ class Feature:
     def check(self, run: Run) -> None:
         """Check what depends on the model and on the devices, such as the images of each."""
 
-    def check_data(self, run: Run, data: DataSource) -> None:
-        """Check what depends on the data, or on files such as weights. Called before a training
-        starts its devices."""
+    def check_data(self, run: Run, data: DataSource) -> Any:
+        """Check what depends on the data, or on files such as weights, and return what its hooks
+        need of that (``Training.opened``). Called before a training starts its devices."""
 
     # -- the training
 
@@ -133,6 +133,10 @@ class Feature:
     def hooks(self, training: Training) -> Sequence[Hook]:
         """Return what is called around each step: after the logs, and before anything that stops
         training or saves."""
+        return ()
+
+    def evaluations(self, training: Training) -> Sequence[Hook]:
+        """Return hooks that evaluate the model: called last, after checkpoints are saved."""
         return ()
 
     def train_flops(self, run: Run, model: ModelSpec, flops: float) -> float:

@@ -22,7 +22,6 @@ from training.feature_table import flag_classes
 from training.files import folder_at, log_folder
 from training.flags import (
     by_field,
-    check_features,
     check_range,
     flag_fields,
     flat,
@@ -32,6 +31,7 @@ from training.flags import (
 )
 from training.mesh import Mesh, make_mesh
 from training.objectives.config import ObjectiveConfig
+from training.rules import check_features
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,7 +13,7 @@ from models.blocks import why_no_tensor_parallel
 from training.config import RunConfig, ShardingConfig
 from training.elastic import check_elastic
 from training.errors import UsageError
-from training.flags import by_field, check_rules
+from training.flags import by_field
 from training.mesh import make_mesh
 from training.resolve import (
     check_batch,
@@ -24,6 +24,7 @@ from training.resolve import (
     sizes_of_largest,
     with_micro_batches,
 )
+from training.rules import check_rules
 from training.teachers import with_teacher
 from xla_fsdp import torch_xla_private, tpu
 from xla_fsdp.attention.kernels import DEFAULT_VECTOR_MEMORY, LARGEST_VECTOR_MEMORY, WholeSizes

@@ -30,7 +30,7 @@ from training.checkpoints.inventory import inventory, retry_while_error_changes
 from training.config import RunConfig
 from training.data import data_errors_as_usage_errors
 from training.errors import UsageError
-from training.files import folder_at, is_url
+from training.files import HUB_PREFIX, folder_at, is_on_hub, is_url
 from training.flags import by_field, flat
 from training.logs.records import BEST
 from training.resolve import model_of
@@ -42,7 +42,7 @@ from training.weights.files import (
     run_in_metadata,
     safetensors_files,
 )
-from training.weights.hub import PREFIX, download, is_on_hub
+from training.weights.hub import download
 from training.weights.names import timm_names
 from training.weights.source import Source, no_ema
 from training.weights.state_dict import SAVE, ema_of, state_dict_of
@@ -100,7 +100,7 @@ def pretrained(config: RunConfig) -> dict[str, Any]:
         )
     unchanged = use.predict or (use.eval_only and not use.judges_features)
     field = "resume" if unchanged else "init_from"
-    return {"pretrained": False, field: f"{PREFIX}{trained.hf_hub_id}"}
+    return {"pretrained": False, field: f"{HUB_PREFIX}{trained.hf_hub_id}"}
 
 
 def commits(config: RunConfig, saved: SavedRun | None) -> dict[str, Any]:

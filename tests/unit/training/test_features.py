@@ -16,7 +16,8 @@ from training import feature_table
 from training.errors import UsageError
 from training.feature import Feature
 from training.feature_table import features, set_added_features
-from training.flags import by_field, check_rules, flag_fields, flat, from_values
+from training.flags import by_field, flag_fields, flat, from_values
+from training.rules import check_rules
 
 pytestmark = pytest.mark.fast
 
