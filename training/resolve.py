@@ -232,8 +232,7 @@ def with_defaults(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     now, default = flat(config), flat(RunConfig())
     chosen = {name for name in values if default[name] is None and now[name] is not None}
     unset = values.keys() - chosen - config.explicitly_set
-    changed = {name: values[name] for name in unset if now[name] != values[name]}
-    return with_values(config, changed) if changed else config
+    return with_values(config, {name: values[name] for name in unset}) if unset else config
 
 
 def take_over(config: RunConfig, values: Mapping[str, Any], path: Path) -> RunConfig:
