@@ -23,13 +23,14 @@ from gpu_fsdp.config import TorchConfig
 from tools.plan.config import PlanConfig
 from training import errors, extensions
 from training.config import BackendChoice, RunConfig, UseConfig
-from training.flags import PROGRAM, check_foreign, check_rules, parse, tell
+from training.flags import PROGRAM, check_foreign, parse, tell
 from training.processes.output import (
     drop_unread_output,
     exit_quietly_on_broken_pipe,
     open_closed_streams,
 )
 from training.processes.parent import end_at_once, forward_torchrun_signals
+from training.rules import check_rules
 from xla_fsdp.config import XlaConfig
 
 # -- flags -----------------------------------------------------------------------------------------
@@ -101,7 +102,7 @@ def check_mode_flags(flags: Flags) -> None:
 
 
 def train(flags: Flags) -> None:
-    from training.train import plan_start, prepare_training
+    from training.prepare import plan_start, prepare_training
 
     config, start, weights = plan_start(flags.run)
     run_on_backend(flags, config, functools.partial(prepare_training, start, weights))
@@ -188,9 +189,9 @@ def list_models(pattern: str) -> int:
 def _with_initial_model(config: RunConfig) -> RunConfig:
     """Return the configuration with the model of ``--init_from``, if it is set. Weights on the Hub
     do not change a model that is named, so they are not downloaded."""
+    from training.files import is_on_hub
     from training.weights.describe import take_over_described
     from training.weights.find import find
-    from training.weights.hub import is_on_hub
 
     name = config.checkpoints.init_from
     if not name or (config.model.model and is_on_hub(name)):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import os
-import re
 import time
 from array import array
 from collections import Counter
@@ -23,6 +22,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from tqdm import tqdm
 
 from data import files
+from data.class_order import in_order
 from data.config import DataConfig
 from data.files import (
     DataFolderError,
@@ -31,7 +31,6 @@ from data.files import (
     is_url,
     other_classes,
     printable,
-    reason_of,
 )
 from data.index_file import Strings, Table, load_or_build
 from data.source import DatasetRequest
@@ -96,39 +95,6 @@ def check_folder(
     if count > num_classes:
         where = root if class_map is None else f"--class_map {class_map}"
         raise DataFolderError(f"{where} has {count} classes, but --num_classes is {num_classes}")
-
-
-def in_order(
-    folders: list[str], class_order: str | None = None, class_map: str | None = None
-) -> list[str]:
-    """Return the sorted class folders ``folders`` in label order: that of the file ``class_map``,
-    else ``class_order``. Raises DataFolderError for an unusable file."""
-    if class_map is None:
-        if class_order != "natural":
-            return folders
-
-        def natural_key(name: str) -> list[str | int]:  # as timm.utils.misc.natural_key
-            return [int(s) if s.isdecimal() else s for s in re.split(r"(\d+)", name.lower())]
-
-        return sorted(folders, key=natural_key)
-    try:
-        with open(class_map, encoding="utf-8-sig", opener=files.regular) as file:
-            files.TEXT.check(os.fstat(file.fileno()).st_size)
-            names = [line.strip() for line in file.read().rstrip().split("\n")]
-    except (OSError, ValueError) as error:  # also for text that is not UTF-8
-        raise DataFolderError(f"--class_map {class_map}: {reason_of(error)}") from None
-    name, times = Counter(names).most_common(1)[0]
-    if times > 1:
-        raise DataFolderError(
-            f"--class_map {class_map} contains {name or 'an empty line'} {times} times: remove "
-            "the duplicates"
-        )
-    if missing := sorted(set(folders) - set(names)):
-        raise DataFolderError(
-            f"--class_map {class_map} lacks class folders of the images: {first_of(missing)}; add "
-            "a line with the name of each class folder"
-        )
-    return names
 
 
 def folder_of_images(root: str, split: str) -> str:

@@ -39,6 +39,7 @@ from data.utf8 import use_utf8
 from training.checkpoints import format as checkpoint
 from training.config import RunConfig
 from training.errors import UsageError
+from training.files import HUB_PREFIX, is_on_hub
 from training.flags import OneLineParser, by_field
 from training.processes.output import exit_quietly_on_broken_pipe
 from training.resolve import model_of
@@ -311,7 +312,7 @@ def check_repository(name: str, *, public: bool) -> None:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
 
-    api, repository = HfApi(), name.removeprefix(hub.PREFIX)
+    api, repository = HfApi(), name.removeprefix(HUB_PREFIX)
     with _pushing(name):
         api.whoami()
         try:
@@ -327,7 +328,7 @@ def push(folder: Path, name: str, *, public: bool) -> str:
     name with the commit. Raises UsageError."""
     from huggingface_hub import HfApi
 
-    api, repository = HfApi(), name.removeprefix(hub.PREFIX)
+    api, repository = HfApi(), name.removeprefix(HUB_PREFIX)
     with _pushing(name):
         api.create_repo(repository, private=not public, exist_ok=True)
         done = api.upload_folder(
@@ -528,7 +529,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.src = parts.enter_context(gathered(sources))
         if options.public and not options.push:
             raise UsageError("--public requires --push")
-        if hub.is_on_hub(name) != options.push:
+        if is_on_hub(name) != options.push:
             if options.push:
                 raise UsageError(f"--push requires a DST hf-hub:OWNER/NAME, not {name}")
             raise UsageError(f"{name} requires --push")

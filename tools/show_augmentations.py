@@ -58,7 +58,7 @@ def read_run(flags: Sequence[str]) -> Run:
     )
     check_batch(run)
     if model.segments:
-        features = [each for each in config.active_features() if each.view(run, augment=True)]
+        features = [each for each in config.active_features if each.view(run, augment=True)]
         by = ", ".join(feature.shown(config) for feature in features)
         raise UsageError(f"only images of one size can be drawn: drop {by}")
     return run

@@ -18,10 +18,9 @@ from torch_fsdp import devices, varlen
 from torch_fsdp.config import ZERO_FLAGS, Fsdp2Config
 from torch_fsdp.devices import Device
 from torch_fsdp.parallel_plan import DTYPES, FsdpImplementation, TimmBlocks, TorchPlan, TorchRun
-from training.config import RunConfig
+from training.config import RunConfig, ShardingConfig
 from training.elastic import check_elastic
 from training.errors import UsageError
-from training.flags import check_rules
 from training.mesh import Mesh, make_mesh
 from training.resolve import (
     check_batch,
@@ -32,6 +31,7 @@ from training.resolve import (
     resolve_model,
     with_micro_batches,
 )
+from training.rules import check_rules
 from training.teachers import with_teacher
 
 if TYPE_CHECKING:
@@ -156,7 +156,8 @@ def _resolve(
         )
         backend_config = replace(backend_config, compile=by_default)
     if mesh.domain > 1:
-        config = _resolve_domain(config, backend_config, mesh, model)
+        sharding = _resolve_domain(sharding, backend_config, mesh, model)
+        config = replace(config, sharding=sharding)
     compiled: Literal["none", "block", "around attention"] = "none"
     if backend_config.compile:
         compiled = "around attention" if mesh.domain > 1 else "block"
@@ -164,11 +165,11 @@ def _resolve(
     plan = TorchPlan(
         implementation=implementation,
         zero=zero,
-        domain_attention=config.sharding.domain_attention if mesh.domain > 1 else None,
+        domain_attention=sharding.domain_attention if mesh.domain > 1 else None,
         varlen=(
             model.segments is not None
             and isinstance(device, devices.Cuda)
-            and config.sharding.precision != "fp32"
+            and precision != "fp32"
             and not model.sizes.attn_drop_rate
             and varlen.is_available()
         ),
@@ -188,12 +189,12 @@ def _resolve(
 
 
 def _resolve_domain(
-    config: RunConfig, backend_config: Fsdp2Config, mesh: Mesh, model: ModelSpec
-) -> RunConfig:
+    sharding: ShardingConfig, backend_config: Fsdp2Config, mesh: Mesh, model: ModelSpec
+) -> ShardingConfig:
     """Resolve ``--domain_attention`` for processes that share images. Raises UsageError."""
     flag = f"--mesh_domain {mesh.domain}"
     check_rows(mesh, model)
-    if backend_config.compile and config.sharding.grad_ckpt == "selective":
+    if backend_config.compile and sharding.grad_ckpt == "selective":
         # With PyTorch 2.9, compiled code is not used where a policy intercepts operations.
         raise UsageError(
             f"--compile with {flag} requires --grad_ckpt full or none: with selective nothing "
@@ -212,7 +213,8 @@ def _resolve_domain(
         refused["ulysses"] = (
             f"requires a number of heads divisible by {flag}, not {heads}: use ring"
         )
-    return resolve_domain(config, mesh, refused, auto="ring" if "ulysses" in refused else "ulysses")
+    auto: Literal["ring", "ulysses"] = "ring" if "ulysses" in refused else "ulysses"
+    return resolve_domain(sharding, refused, auto=auto)
 
 
 def _check_fsdp2(

@@ -4,8 +4,9 @@ Each field is a flag (``config_fields.flag``). None means that the program decid
 ``training/resolve.py`` replaces it, so a run never sees None for a value that it uses.
 """
 
+import functools
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self
 
 from config_fields import (
     bounded,
@@ -26,7 +27,8 @@ from config_fields import (
 from data.config import DataConfig
 from models.config import ModelConfig
 from training.checkpoints.config import CheckpointConfig
-from training.feature_table import FeatureFlags, features
+from training.feature_table import FeatureFlags, Flags, features
+from training.flags import typed_if_set
 from training.objectives.config import CLASSIFIES, LossConfig, ObjectiveConfig
 
 
@@ -483,7 +485,6 @@ class ShardingConfig:
 
 
 BackendChoice = Literal["auto", "xla", "cuda", "torchtpu"]
-Flags = TypeVar("Flags")
 
 
 @dataclass(frozen=True)
@@ -555,7 +556,7 @@ class RunConfig:
 
     def of(self, flags: type[Flags]) -> Flags:
         """Return the flags of a feature, by their dataclass."""
-        return next(each for each in self.feature_flags if type(each) is flags)
+        return self.feature_flags.of(flags)
 
     def with_flags(self, *changed: Any) -> Self:
         """Return the configuration with these instances of features' dataclasses."""
@@ -563,9 +564,14 @@ class RunConfig:
         flags = FeatureFlags(new.get(type(each), each) for each in self.feature_flags)
         return replace(self, feature_flags=flags)
 
-    def active_features(self) -> list[Any]:
-        """Return the features (``training/feature.py``) that these flags turn on."""
-        return [feature for feature in features() if feature.is_on(self)]
+    @functools.cached_property
+    def active_features(self) -> tuple[Any, ...]:
+        """The features (``training/feature.py``) that these flags turn on."""
+        return tuple(
+            feature
+            for feature in features()
+            if any(typed_if_set(words, self) for words in feature.turned_on_by)
+        )
 
     def model_arguments(self) -> dict[str, Any]:
         """Return the arguments that flags set for the model, by name; see ``open_model``."""
@@ -573,7 +579,7 @@ class RunConfig:
 
     def added_arguments(self) -> dict[str, Any]:
         """Return those of ``model_arguments`` that are flags of features."""
-        parts = [self.of(each.model_flags) for each in self.active_features() if each.model_flags]
+        parts = [self.of(each.model_flags) for each in self.active_features if each.model_flags]
         values = {name: value for part in parts for name, value in vars(part).items()}
         return {name: value for name, value in values.items() if value is not None}
 

@@ -55,7 +55,7 @@ def dataset_request(
 
 def view_of(run: Run, *, augment: bool) -> View:
     """Return what the run reads of an image; ``augment``: in training."""
-    views = (feature.view(run, augment=augment) for feature in run.config.active_features())
+    views = (feature.view(run, augment=augment) for feature in run.config.active_features)
     return next((view for view in views if view is not None), View())
 
 

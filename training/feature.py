@@ -14,10 +14,9 @@ and names none of them. A feature answers the questions that concern it:
                 raise UsageError("--doubled requires an even --batch_size")
 
 Methods raise ``UsageError`` for a user's mistake: one line that names the flags and the mend. They
-must give the same result in every process. All but the properties of the class itself are called
-only if the feature is on. They may be called more than once: on other numbers of devices, and for
-the run of a teacher. Modules of features import nothing heavy, such as PyTorch, at the top:
-``--help`` imports them.
+must give the same result in every process. They are called only if the feature is on, and may be
+called more than once: on other numbers of devices, and for the run of a teacher. Modules of
+features import nothing heavy, such as PyTorch, at the top: ``--help`` imports them.
 """
 
 from __future__ import annotations
@@ -66,7 +65,8 @@ class Feature:
     """As ``flags``: those that are arguments of the model, as ``ModelConfig``'s. If it is on, those
     that are set are passed to ``models.registry.open_model``."""
     turned_on_by: ClassVar[tuple[str, ...]] = ()
-    """The flags that turn it on, such as "--buckets" or "--objective NAME": one is enough."""
+    """The flags that turn it on, such as "--buckets", "--objective NAME" or "--model FAMILY/*": one
+    is enough. Choices that the program makes turn no feature on or off."""
     requires_it: ClassVar[tuple[str, ...]] = ()
     """Flags that have no meaning without it, where ``flag``'s ``requires`` cannot say so."""
     excludes: ClassVar[Mapping[str, str]] = {}
@@ -95,11 +95,7 @@ class Feature:
     """Whether weights are useless without its flags: they are taken over from a checkpoint, as
     those of the model, unless they are set."""
 
-    # -- whether it is on
-
-    def is_on(self, config: RunConfig) -> bool:
-        """Return whether these flags turn it on. May be called before anything is resolved."""
-        return any(typed_if_set(words, config) for words in self.turned_on_by)
+    # -- in messages
 
     def shown(self, config: RunConfig) -> str:
         """Return its name in messages: what turned it on."""
@@ -132,9 +128,9 @@ class Feature:
     def check(self, run: Run) -> None:
         """Check what depends on the model and on the devices, such as the images of each."""
 
-    def check_data(self, run: Run, data: DataSource) -> None:
-        """Check what depends on the data, or on files such as weights. Called before a training
-        starts its devices."""
+    def check_data(self, run: Run, data: DataSource) -> Any:
+        """Check what depends on the data, or on files such as weights, and return what its hooks
+        need of that (``Training.opened``). Called before a training starts its devices."""
 
     # -- the teacher (``--teacher``) of a run with the objective that it adds
 
@@ -156,6 +152,10 @@ class Feature:
     def hooks(self, training: Training) -> Sequence[Hook]:
         """Return what is called around each step: after the logs, and before anything that stops
         training or saves."""
+        return ()
+
+    def evaluations(self, training: Training) -> Sequence[Hook]:
+        """Return hooks that evaluate the model: called last, after checkpoints are saved."""
         return ()
 
     def train_flops(self, run: Run, model: ModelSpec, flops: float) -> float:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, Self
+from typing import Any, Self, TypeVar
+
+Flags = TypeVar("Flags")
 
 FEATURES = (
     "features.native_resolution.feature:NativeResolution",
@@ -65,6 +67,10 @@ class FeatureFlags(tuple[Any, ...]):
     @classmethod
     def defaults(cls) -> Self:
         return cls(flags() for flags in flag_classes())
+
+    def of(self, flags: type[Flags]) -> Flags:
+        """Return the instance of this dataclass."""
+        return next(each for each in self if type(each) is flags)
 
 
 def flag_classes() -> list[type]:

@@ -212,6 +212,14 @@ def is_url(path: Path) -> bool:
     return isinstance(path, UrlPath)
 
 
+HUB_PREFIX = "hf-hub:"
+
+
+def is_on_hub(name: str) -> bool:
+    """Return True if a flag's value names weights on the Hugging Face Hub."""
+    return name.startswith(HUB_PREFIX)
+
+
 def remove_tree(folder: Path) -> None:
     """Remove a folder and its content, local or at a URL. Raises OSError if anything is left, after
     removing what can be removed."""

@@ -1,7 +1,7 @@
-"""The command line: flags from configuration fields, files of flags, rules between flags, help.
+"""The command line: flags from configuration fields, files of flags, help.
 
-``parse`` turns a command line into configurations; ``check_rules`` checks what the flags require
-and exclude. ``config_fields.flag`` declares a field as a flag.
+``parse`` turns a command line into configurations. ``config_fields.flag`` declares a field as a
+flag; ``training/rules.py`` checks what flags require and exclude.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import fnmatch
 import functools
 import os
 import re
@@ -16,7 +17,7 @@ import sys
 import time
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -28,8 +29,6 @@ from training.foreign_flags import meanings
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
-
-    from training.config import RunConfig
 
 Config = TypeVar("Config", bound="DataclassInstance")
 
@@ -56,6 +55,16 @@ class FlagField:
     """The names that take no value, and the value that each one sets."""
     choices: tuple[str, ...]
     """The allowed words; () if any word is allowed."""
+    path: tuple[str | type, ...] = ()
+    """What leads to the part of a configuration that has the field: names of fields, and the
+    class of a feature's flags."""
+
+    def value_in(self, config: Any) -> Any:
+        """Return the field's value in an instance of the class that ``flag_fields`` was asked
+        for."""
+        for step in self.path:
+            config = getattr(config, step) if isinstance(step, str) else config.of(step)
+        return getattr(config, self.field.name)
 
     @property
     def names_files(self) -> bool:
@@ -93,12 +102,12 @@ def flag_fields(config: type) -> tuple[FlagField, ...]:
 def _flag_fields(config: type, table: tuple[Any, ...]) -> tuple[FlagField, ...]:
     flags: list[FlagField] = []
     nested: list[FlagField] = []
-    of_features: list[type] = []
+    of_features: list[tuple[str, type]] = []
     for field, kind in _typed_fields(config):
         if kind is FeatureFlags:
-            of_features = flag_classes()
+            of_features = [(field.name, flags) for flags in flag_classes()]
         elif dataclasses.is_dataclass(kind):
-            nested += _flag_fields(kind, table)  # type: ignore[arg-type]
+            nested += _nested((field.name,), kind, table)  # type: ignore[arg-type]
         elif flag := flag_of(field):
             for feature in table:
                 for word, meaning in feature.choices.get(field.name, {}).items():
@@ -106,10 +115,18 @@ def _flag_fields(config: type, table: tuple[Any, ...]) -> tuple[FlagField, ...]:
                     flag = dataclasses.replace(flag, choices=(*flag.choices, word), help=text)
             flags.append(_flag_field(field, flag, kind, config.group))  # type: ignore[attr-defined]
     found = [*flags, *nested]
-    for kind in of_features:
+    for name, kind in of_features:
         place = _place_of(kind, found)
-        found[place:place] = _flag_fields(kind, table)
+        found[place:place] = _nested((name, kind), kind, table)
     return tuple(found)
+
+
+def _nested(path: tuple[str | type, ...], kind: type, table: tuple[Any, ...]) -> list[FlagField]:
+    """Return the flags of the class of a part of a configuration, which is at ``path`` in it."""
+    return [
+        dataclasses.replace(option, path=(*path, *option.path))
+        for option in _flag_fields(kind, table)
+    ]
 
 
 def _place_of(flags: Any, others: Sequence[FlagField]) -> int:
@@ -153,29 +170,11 @@ def by_field(*configs: type) -> dict[str, FlagField]:
 
 def flat(*configs: Any) -> dict[str, Any]:
     """Return the values of configurations and of those nested in them, keyed by field name."""
-    parts = [part for config in configs for part in _parts(config)]
-    values = {f.name: getattr(part, f.name) for part in parts for f in fields(part) if flag_of(f)}
-    return {name: values[name] for name in by_field(*map(type, configs))}
-
-
-def _parts(config: Any) -> Iterator[Any]:
-    """Yield a configuration and those nested in it."""
-    yield config
-    own: type = type(config)
-    for name, kind in _nested(own):
-        value = getattr(config, name)
-        for part in value if kind is FeatureFlags else [value]:
-            yield from _parts(part)
-
-
-@functools.cache
-def _nested(config: type) -> list[tuple[str, Any]]:
-    """Return the names and types of the fields that hold configurations."""
-    return [
-        (field.name, kind)
-        for field, kind in _typed_fields(config)
-        if kind is FeatureFlags or dataclasses.is_dataclass(kind)
-    ]
+    return {
+        option.field.name: option.value_in(config)
+        for config in configs
+        for option in flag_fields(type(config))
+    }
 
 
 def values_without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -250,73 +249,25 @@ def check_values(config: type, values: Mapping[str, Any]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# Rules: what a flag requires, excludes and replaces.
-
-
-def check_rules(config: RunConfig, *others: Any, only: Collection[str] | None = None) -> None:
-    """Check the rules of all flags, and what features exclude. Raises UsageError. ``others``: the
-    configurations of backends and tools. ``only``: the fields to check, if not all. Rules are about
-    final values, so the fields checked must be resolved."""
-    values, known = flat(config, *others), by_field(type(config), *map(type, others))
-    for name, option in known.items():
-        counts_at_default = option.flag.requires_at_default and name in config.explicitly_set
-        passed_over = values[name] == option.field.default and not counts_at_default
-        if passed_over or (only is not None and name not in only):
-            continue
-        typed = option.typed(values[name])
-        for requirement in option.flag.requires:
-            alternatives = [text.partition("=")[::2] for text in requirement.split("|")]
-            # An unknown field belongs to another backend than this run's.
-            if not any(
-                (str(values[n]) == wanted if wanted else values[n] != known[n].field.default)
-                for n, wanted in alternatives
-                if n in known
-            ):
-                texts = [f"{known[n].names[0]} {wanted}".rstrip() for n, wanted in alternatives]
-                field, wanted = alternatives[-1]
-                is_now = f", not {values[field]}" if wanted and len(texts) == 1 else ""
-                required = " or ".join([", ".join(texts[:-1]), texts[-1]] if texts[1:] else texts)
-                raise UsageError(f"{typed} requires {required}{is_now}")
-        for other in option.flag.incompatible_with:
-            if other in known and values[other] != known[other].field.default:
-                excluded = known[other].typed(values[other])
-                raise UsageError(f"{typed} is incompatible with {excluded}: drop one of the two")
-        for other in option.flag.replaces:
-            if other in config.explicitly_set:
-                excluded = known[other].typed(values[other])
-                raise UsageError(f"{typed} replaces {excluded}: drop one of the two")
-    check_excluded(config, *others, only=only)
-
-
-def check_excluded(config: RunConfig, *others: Any, only: Collection[str] | None = None) -> None:
-    """Check what features exclude, as ``check_rules`` does. Raises UsageError."""
-    options = by_field(type(config), *map(type, others)).items()
-    names = {name: field for field, option in options for name in option.names}
-    for feature in config.active_features():
-        for words, why in feature.excludes.items():
-            rule = {names.get(each.partition(" ")[0]) for each in (words, *feature.turned_on_by)}
-            if only is not None and rule.isdisjoint(only):
-                continue
-            if typed := typed_if_set(words, config, *others):
-                raise UsageError(feature.refusal(config, typed, why))
+# Checks of values (for rules between flags: training/rules.py).
 
 
 def typed_if_set(words: str, *configs: Any) -> str | None:
-    """Return what a user types to set the flag in ``words``, such as "--buckets" or "--grad_ckpt
-    auto", to its value in these configurations; None if it has its default value or, if ``words``
-    have a value, another one."""
+    """Return what a user types to set the flag in ``words``, such as "--buckets", "--grad_ckpt
+    auto" or "--model timm/naflexvit_*", to its value in these configurations; None if ``words``
+    have another value or, if they have none, if it has its default or is turned off by
+    ``--no-``."""
     name, _, wanted = words.partition(" ")
     for config in configs:
         own: type = type(config)
         if option := _by_name(own, features()).get(name):
-            value = next(
-                getattr(part, option.field.name)
-                for part in _parts(config)
-                if option.field in fields(part)
-            )
-            values = value if isinstance(value, list | tuple) else [value]
-            is_set = wanted in map(str, values) if wanted else value != option.field.default
-            return (words if wanted else option.typed(value)) if is_set else None
+            value = option.value_in(config)
+            if wanted:
+                values = value if isinstance(value, list | tuple) else [value]
+                found = (each for each in map(str, values) if fnmatch.fnmatchcase(each, wanted))
+                return next((f"{name} {each}" for each in found), None)
+            is_off = value == option.field.default or (option.has_negation and value is False)
+            return None if is_off else option.typed(value)
     return None  # another backend's
 
 

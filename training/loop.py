@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -72,6 +72,11 @@ class Training:
     schedule: Schedule
     start: Position
     """The position that this start continues from."""
+    opened: Mapping[type, Any]
+    """By its class, what ``check_data`` of a feature returned."""
+    evaluated: Mapping[str, Collection[int]]
+    """By kind of evaluation (``training.logs.records.FROZEN``), the steps that the run's folder has
+    one for."""
 
 
 class StepDone(NamedTuple):

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 from data.config import ALWAYS_ALIKE, NOT_AUGMENTED, DataConfig, Preprocessing
 from models.config import DEFAULT_MODEL, ModelConfig, ModelError
 from models.registry import open_model
-from training.config import RunConfig, flags_of_model
+from training.config import RunConfig, ShardingConfig, flags_of_model
 from training.errors import UsageError
-from training.feature_table import features, flag_classes
+from training.feature_table import flag_classes
 from training.files import folder_at, log_folder
 from training.flags import (
     by_field,
-    check_excluded,
     check_range,
     flag_fields,
     flat,
@@ -32,6 +31,7 @@ from training.flags import (
 )
 from training.mesh import Mesh, make_mesh
 from training.objectives.config import ObjectiveConfig
+from training.rules import check_features
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,7 +100,7 @@ class Run(Generic[BackendConfig, Plan]):
 
     def _train_flops_of(self, model: ModelSpec) -> float:
         flops = model.train_flops_per_image
-        for feature in self.config.active_features():
+        for feature in self.config.active_features:
             flops = feature.train_flops(self, model, flops)
         return flops
 
@@ -110,7 +110,7 @@ class Run(Generic[BackendConfig, Plan]):
         ``constant`` puts a tensor on the devices, as ``Backend.constant``.
         """
         model = self.model.build()
-        if found := [*grids(self.config, self.model), *self.model.other_grids]:
+        if found := [*grids(self.config.data, self.model), *self.model.other_grids]:
             self.model.compute_on_grids(model, found, constant)
         return model
 
@@ -140,19 +140,20 @@ _MAX_HUE = 0.5
 
 def resolve_common(config: RunConfig) -> RunConfig:
     """Make all choices that depend neither on the backend nor on the model. Raises UsageError."""
+    source = config.data.data_source
+    defaults = {
+        "betas": _BETAS[config.optimizer.optimizer],
+        "eval_batches": config.max_steps or 0 if source == "fake" else 0,
+        **asdict(Preprocessing.of_new_weights(source)),
+    }
+    config = with_defaults(config, defaults)
     _check_images(config)
     _check_schedules(config)
     if config.log.wandb and importlib.util.find_spec("wandb") is None:
         raise UsageError("--wandb requires the package wandb: python3 -m pip install wandb")
-    for feature in config.active_features():
+    for feature in config.active_features:
         config = feature.resolve_flags(config)
-    source, optimizer = config.data.data_source, config.optimizer
-    if optimizer.betas is None:
-        config = replace(config, optimizer=replace(optimizer, betas=_BETAS[optimizer.optimizer]))
-    if config.log.eval_batches is None:
-        batches = config.max_steps or 0 if source == "fake" else 0
-        config = replace(config, log=replace(config.log, eval_batches=batches))
-    return with_defaults(config, asdict(Preprocessing.of_new_weights(source)))
+    return config
 
 
 def _check_images(config: RunConfig) -> None:
@@ -196,7 +197,7 @@ def _check_effects(config: RunConfig) -> None:
     ignored = ["--aug_repeats"] if source in ALWAYS_ALIKE else []
     ignored += of_photographs if source in NOT_AUGMENTED else ()
     unused = [(name, f"--data_source {source}") for name in ignored]
-    for feature in config.active_features():
+    for feature in config.active_features:
         unused += [(name, feature.shown(config)) for name in feature.ignores]
     typed = {name: text for name, _ in unused if (text := typed_if_set(name, config))}
     if not typed:
@@ -231,7 +232,7 @@ def with_defaults(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     now, default = flat(config), flat(RunConfig())
     chosen = {name for name in values if default[name] is None and now[name] is not None}
     unset = values.keys() - chosen - config.explicitly_set
-    return with_values(config, {name: values[name] for name in unset})
+    return with_values(config, {name: values[name] for name in unset}) if unset else config
 
 
 def take_over(config: RunConfig, values: Mapping[str, Any], path: Path) -> RunConfig:
@@ -285,7 +286,7 @@ def trained_model(config: RunConfig) -> ModelSpec:
 
 def extended(spec: ModelSpec, config: RunConfig) -> ModelSpec:
     """Return the model with what features add to it. Raises ModelError if that is impossible."""
-    for feature in config.active_features():
+    for feature in config.active_features:
         spec = feature.extend_model(spec, config)
     return spec
 
@@ -299,19 +300,14 @@ def model_line(spec: ModelSpec) -> str:
 
 def resolve_model(config: RunConfig) -> tuple[RunConfig, ModelSpec]:
     """Return the configuration with its model named, and that model. Raises UsageError."""
-    check_excluded(config)  # where no backend resolves the run, too
-    named = replace(config.model, model=config.model.model or DEFAULT_MODEL)
-    config = replace(config, model=named)
+    if config.model.model is None:
+        config = replace(config, model=replace(config.model, model=DEFAULT_MODEL))
+    check_features(config)  # where no backend resolves the run, too
     model = trained_model(config)
     if config.data.data_source not in _ANY_CHANNELS:
         check_channels(model)
-    for feature in features():
-        if feature.is_on(config):
-            config = feature.resolve_model(config, model)
-            continue
-        for name in feature.requires_it:
-            if typed_if_set(name, config):
-                raise UsageError(f"{name} requires {feature.turned_on_by[0]}")
+    for feature in config.active_features:
+        config = feature.resolve_model(config, model)
     return config, model
 
 
@@ -322,19 +318,19 @@ def check_channels(model: ModelSpec) -> None:
         raise UsageError(f"--in_chans {channels}: images have 3 channels (RGB) or 1 (gray)")
 
 
-def grids(config: RunConfig, model: ModelSpec) -> list[tuple[int, int]]:
+def grids(data: DataConfig, model: ModelSpec) -> list[tuple[int, int]]:
     """Return the grid of patches of each size that images may have; [] if all have the model's
     own."""
-    if not config.data.image_sizes:  # volumes, with three sides, have none
+    if not data.image_sizes:  # volumes, with three sides, have none
         return []
     image, (rows, columns) = model.sizes.input_shape[1:], model.sizes.grid
-    return [(h * rows // image[0], w * columns // image[1]) for h, w in config.data.image_sizes]
+    return [(h * rows // image[0], w * columns // image[1]) for h, w in data.image_sizes]
 
 
-def sizes_of_largest(config: RunConfig, model: ModelSpec) -> ModelSizes:
+def sizes_of_largest(data: DataConfig, model: ModelSpec) -> ModelSizes:
     """Return the model's sizes, with the number of tokens of the largest images or crops."""
     sizes = model.sizes
-    found = [*grids(config, model), *model.other_grids]
+    found = [*grids(data, model), *model.other_grids]
     most = max([sizes.num_patches, *(rows * columns for rows, columns in found)])
     return replace(sizes, num_tokens=sizes.num_tokens + most - sizes.num_patches)
 
@@ -353,23 +349,19 @@ def check_rows(mesh: Mesh, model: ModelSpec) -> None:
 
 
 def resolve_domain(
-    config: RunConfig,
-    mesh: Mesh,
+    sharding: ShardingConfig,
     refused: Mapping[str, str | None],
     auto: Literal["ring", "ulysses", "gather"],
-) -> RunConfig:
-    """Return the configuration with ``--domain_attention`` resolved, if devices share images.
+) -> ShardingConfig:
+    """Return the flags with ``--domain_attention`` resolved, for devices that share images.
 
     ``refused``: why a form cannot be used here; ``auto``: the form that auto resolves to. Raises
     UsageError.
     """
-    form = config.sharding.domain_attention
-    if mesh.domain == 1:
-        return config
+    form = sharding.domain_attention
     if reason := refused.get(form):
         raise UsageError(f"--domain_attention {form} {reason}")
-    sharding = replace(config.sharding, domain_attention=auto if form == "auto" else form)
-    return replace(config, sharding=sharding)
+    return replace(sharding, domain_attention=auto if form == "auto" else form)
 
 
 def with_micro_batches(config: RunConfig, mesh: Mesh) -> RunConfig:
@@ -381,7 +373,7 @@ def with_micro_batches(config: RunConfig, mesh: Mesh) -> RunConfig:
             (n for n in range(-(-images // most), images) if images % n == 0), max(images, 1)
         )
         config = replace(config, data=replace(config.data, grad_accum_steps=passes))
-    for feature in config.active_features():
+    for feature in config.active_features:
         config = feature.resolve_mesh(config, mesh)
     return config
 
@@ -408,5 +400,5 @@ def check_batch(run: Run) -> None:
             f"--batch_size {data.batch_size} (global) is not a multiple of the {mesh.devices} "
             f"devices{together}{passes}: use {fitting}"
         )
-    for feature in run.config.active_features():
+    for feature in run.config.active_features:
         feature.check(run)

@@ -255,7 +255,7 @@ def schedules_of_features(
 ) -> dict[str, Any]:
     """Return the fields of ``Schedule`` that features set for a training of ``total_steps``."""
     schedules: dict[str, Any] = {}
-    for feature in config.active_features():
+    for feature in config.active_features:
         schedules |= feature.schedules(config, steps_per_epoch, total_steps)
     return schedules
 

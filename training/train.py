@@ -1,8 +1,10 @@
-"""A whole training, top to bottom: prepare before any device starts; then agree, train, end."""
+"""A training in every process, top to bottom: agree on the start, train, end."""
 
-import functools
+from __future__ import annotations
+
 import signal
-from collections.abc import Callable
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -11,26 +13,15 @@ from models.initialize import allocate_uninitialized
 from training import loop
 from training.backend import Backend
 from training.checkpoints import removal
-from training.checkpoints.choose import Start, choose_start
-from training.checkpoints.compatible import (
-    Progress,
-    check,
-    check_unnamed_classes,
-)
+from training.checkpoints.choose import Start
+from training.checkpoints.compatible import Progress, check
 from training.checkpoints.format import SavedRun
 from training.checkpoints.hooks import LocalSaves, Saves, StopCheck
-from training.checkpoints.inventory import (
-    check_folders,
-    complete_checkpoints,
-    folder_of,
-    inventory,
-    retry_while_error_changes,
-)
+from training.checkpoints.inventory import complete_checkpoints, folder_of
 from training.checkpoints.per_host import HostFolders
 from training.checkpoints.saver import CheckpointSaver
 from training.checkpoints.state import load_state
-from training.config import RunConfig
-from training.data import data_errors_as_usage_errors, open_images, train_loader, val_loader
+from training.data import data_errors_as_usage_errors, train_loader, val_loader
 from training.errors import (
     BAD_IMAGES,
     NO_BATCH,
@@ -40,15 +31,8 @@ from training.errors import (
     StoppedBySignal,
     not_finite_error,
 )
-from training.evaluation.frozen import (
-    FeatureEvalData,
-    frozen_evaluations,
-    kinds_in_training,
-    open_frozen,
-)
 from training.evaluation.hooks import Evaluations
 from training.files import FolderLock
-from training.flags import with_values
 from training.logs.bad_images import FILE as BAD_IMAGES_FILE
 from training.logs.bad_images import open_bad_images
 from training.logs.events import StartParts
@@ -60,12 +44,12 @@ from training.logs.history import (
 )
 from training.logs.hooks import EpochLog, StepLog
 from training.logs.records import METRICS_FILE
-from training.logs.reports import Reports, read_expectation
+from training.logs.reports import Reports
 from training.objectives.registry import open_objective
 from training.processes import exchange
 from training.processes.stopping import StopRequest, Watchdog
 from training.profiling import PROFILE_DIR, StepProfiler
-from training.resolve import Run, model_line, take_over
+from training.resolve import Run, model_line
 from training.schedule import Position
 from training.start import (
     confirm_start,
@@ -75,59 +59,9 @@ from training.start import (
 )
 from training.step import TrainBatches, shard_and_optimize
 from training.units import units_of
-from training.weights.adapt import Adapter, adapt
-from training.weights.describe import describe, settings_of, take_over_described
-from training.weights.find import commits, find, pretrained
-from training.weights.source import Source, check_files
 
-
-def plan_start(config: RunConfig) -> tuple[RunConfig, Start, Source | None]:
-    """Return the configuration with the model, objective and preprocessing of what this process
-    would start from, except where flags are set; that start; and the weights of ``--init_from``, if
-    it starts from them.
-
-    Raises UsageError for an invalid run folder, and for a checkpoint or weights that cannot be
-    read.
-    """
-    checkpoints = config.checkpoints
-    alone = checkpoints.ckpt_dir_per_host
-    check_folders(checkpoints)
-    start = retry_while_error_changes(
-        lambda: choose_start(inventory(checkpoints, alone=alone), checkpoints)
-    )
-    if saved := start.saved:
-        config = take_over(config, settings_of(saved, config.data), saved.path)
-        return with_values(config, commits(config, saved)), start, None
-    config = with_values(config, pretrained(config))
-    config, weights = with_values(config, commits(config, None)), None
-    if init_from := config.checkpoints.init_from:
-        found = find(init_from, "--init_from")
-        config, weights = take_over_described(config, found, keeps_head=False)
-        config = with_values(config, {"init_from": weights.name})
-    return config, start, weights
-
-
-def prepare_training(
-    start: Start, weights: Source | None, run: Run
-) -> tuple[Run, Callable[[Run, Backend], None]]:
-    """Check everything that can be checked without a device; return the run and the function to run
-    in every process. Raises UsageError."""
-    parts = StartParts()
-    parts.done("imports")
-    config, expected_s = run.config, read_expectation(run)
-    data = open_images(run)
-    progress = check(start, run, data)
-    initial = None
-    if weights:
-        initial = adapt(weights, run.model, classes=data.classes, seed=config.seed)
-        names = describe(weights).classes_among(data.classes)
-        if data.classes and initial.keeps_head and not names:
-            check_unnamed_classes(data.classes, initial.path, config.data, run.model)
-    for feature in config.active_features():
-        feature.check_data(run, data)
-    frozen = open_frozen(run, kinds_in_training(config.log))
-    parts.done("data")
-    return run, functools.partial(train, start, progress, initial, data, frozen, expected_s, parts)
+if TYPE_CHECKING:
+    from training.weights.adapt import Adapter
 
 
 def train(
@@ -135,7 +69,7 @@ def train(
     progress: Progress,
     initial: Adapter | None,
     data: DataSource,
-    frozen: FeatureEvalData,
+    opened: Mapping[type, Any],
     expected_s: float | None,
     parts: StartParts,
     run: Run,
@@ -144,8 +78,9 @@ def train(
     """Train on ``backend``, or resume and train; the body of every process.
 
     ``progress``: where ``planned`` begins. ``initial``: trained weights that a new run starts from.
-    ``frozen``: the data that features are evaluated on. ``expected_s``: the seconds per step in the
-    file of ``--expect``. ``parts``: how long the parts of the startup took so far.
+    ``opened``: what features have opened for their hooks (``Training.opened``). ``expected_s``: the
+    seconds per step in the file of ``--expect``. ``parts``: how long the parts of the startup took
+    so far.
 
     Raises UsageError in all processes if training cannot start; StoppedBySignal or RunFailed if it
     ends before its last step.
@@ -248,8 +183,19 @@ def train(
                 StepLog(session, batches),
                 EpochLog(session, batches),
             ]
-            training = loop.Training(run, session, model, objective, saver, batches, schedule, at)
-            for feature in config.active_features():
+            training = loop.Training(
+                run,
+                session,
+                model,
+                objective,
+                saver,
+                batches,
+                schedule,
+                at,
+                opened,
+                history.frozen,
+            )
+            for feature in config.active_features:
                 hooks += feature.hooks(training)
             hooks += [StopCheck(session, batches, saver), saves]
             if local:
@@ -269,7 +215,8 @@ def train(
                 )
             elif objective.measured:
                 say("no validation images: skipping evaluations")
-            hooks += frozen_evaluations(session, run, model, frozen, history.frozen)
+            for feature in config.active_features:
+                hooks += feature.evaluations(training)
             profiled = None
             if steps := config.log.profile:
                 profiled = StepProfiler(steps, backend.profiler(run.log_dir / PROFILE_DIR))
@@ -307,7 +254,7 @@ def _place_model(
     initialize = allocate_uninitialized if start.saved else None
     say(f"model: {model_line(run.model)}")
     if initial and not start.saved:
-        check_files(initial.source, verify=run.config.checkpoints.verify_checkpoint)
+        initial.check_files(verify=run.config.checkpoints.verify_checkpoint)
         say(initial.note)
         initialize = initial.initialize
     return shard_and_optimize(run, session.backend, initialize)

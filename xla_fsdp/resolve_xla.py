@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from models.blocks import why_no_tensor_parallel
-from training.config import RunConfig
+from training.config import RunConfig, ShardingConfig
 from training.elastic import check_elastic
 from training.errors import UsageError
-from training.flags import by_field, check_rules
+from training.flags import by_field
 from training.mesh import make_mesh
 from training.resolve import (
     check_batch,
@@ -24,6 +24,7 @@ from training.resolve import (
     sizes_of_largest,
     with_micro_batches,
 )
+from training.rules import check_rules
 from training.teachers import with_teacher
 from xla_fsdp import torch_xla_private, tpu
 from xla_fsdp.attention.kernels import DEFAULT_VECTOR_MEMORY, LARGEST_VECTOR_MEMORY, WholeSizes
@@ -71,7 +72,9 @@ def resolve_for_slice(
     config = resolve_common(replace(config, backend="xla"))
     if config.sharding.precision == "fp16":
         raise UsageError("--precision fp16 requires --backend cuda: with xla use bf16")
-    xla = _resolve_form(config, xla, device)
+    xla = _resolve_form(config.sharding, xla)
+    check_rules(config, xla)
+    _check_form(config.sharding, config.optimizer.optimizer, xla, device)
     if topology:
         mesh = make_mesh(config.sharding, topology.devices)
     else:
@@ -98,7 +101,7 @@ def resolve_for_slice(
     config = with_micro_batches(config, mesh)
     if model is None:  # after the cheap checks: timm takes a second
         config, model = resolve_model(config)
-    xla = _resolve_scan(config, xla, model)
+    xla = _resolve_scan(config.sharding.grad_ckpt, xla, model)
 
     # Check that the mesh can shard the model.
     check_rows(mesh, model)
@@ -119,13 +122,17 @@ def resolve_for_slice(
         hindered = f"is incompatible with {tensor}: use gather"
     refused = {"ring": hindered, "ulysses": "requires --backend cuda: use ring or gather"}
     gathers = hindered or sizes.num_tokens <= GATHER_UP_TO
-    config = resolve_domain(config, mesh, refused, auto="gather" if gathers else "ring")
+    sharding = config.sharding
+    if mesh.domain > 1:
+        sharding = resolve_domain(sharding, refused, auto="gather" if gathers else "ring")
+        config = replace(config, sharding=sharding)
 
     # Choices that depend on the TPU generation.
     generation, chip = None, None
     if device == "TPU":
         generation = topology.generation if topology else host_tpu().version()
-    xla = _resolve_attention(config, xla, model, generation)
+    largest = sizes_of_largest(config.data, model)
+    xla = _resolve_attention(sharding, xla, model, largest, generation)
     if device == "TPU" and config.sharding.grad_ckpt == "auto":
         chip = topology.chip if topology else tpu.CHIPS_BY_KIND.get(tpu.kind_here())
     config, why_policy = resolve_policy(config, xla, model, mesh, device, chip)
@@ -148,15 +155,17 @@ def resolve_for_slice(
     return run
 
 
-def _resolve_form(config: RunConfig, xla: XlaConfig, device: str) -> XlaConfig:
-    """Resolve ``--xla_fsdp``. Raises UsageError for flags that are incompatible with it, or with
-    each other."""
-    sharding = config.sharding
-    if xla.xla_fsdp == "auto":
-        keeps_whole = not sharding.reshard_after_forward
-        is_nested = keeps_whole or xla.flatten_parameters or xla.shard_on_cpu
-        xla = replace(xla, xla_fsdp="nested" if is_nested else "spmd")
-    check_rules(config, xla)
+def _resolve_form(sharding: ShardingConfig, xla: XlaConfig) -> XlaConfig:
+    """Resolve ``--xla_fsdp``."""
+    if xla.xla_fsdp != "auto":
+        return xla
+    keeps_whole = not sharding.reshard_after_forward
+    is_nested = keeps_whole or xla.flatten_parameters or xla.shard_on_cpu
+    return replace(xla, xla_fsdp="nested" if is_nested else "spmd")
+
+
+def _check_form(sharding: ShardingConfig, optimizer: str, xla: XlaConfig, device: str) -> None:
+    """Raise UsageError for flags that are incompatible with ``--xla_fsdp``."""
     if xla.xla_fsdp == "nested":
         known = by_field(RunConfig)
         for name in ("mesh_dcn", "mesh_fsdp", "mesh_domain", "mesh_tensor"):
@@ -172,18 +181,17 @@ def _resolve_form(config: RunConfig, xla: XlaConfig, device: str) -> XlaConfig:
             f"--xla_fsdp nested is incompatible with --cpu_devices {xla.cpu_devices} (XLA's CPU "
             "collectives hang between processes): use --cpu_devices 1 or --xla_fsdp spmd"
         )
-    if config.optimizer.optimizer == "muon" and xla.xla_fsdp == "nested":
+    if optimizer == "muon" and xla.xla_fsdp == "nested":
         raise UsageError("--optimizer muon requires --xla_fsdp spmd, as it updates whole matrices")
-    return xla
 
 
-def _resolve_scan(config: RunConfig, xla: XlaConfig, model: ModelSpec) -> XlaConfig:
-    """Resolve ``--scan_blocks``. Raises UsageError for flags that require or exclude it."""
+def _resolve_scan(policy: str, xla: XlaConfig, model: ModelSpec) -> XlaConfig:
+    """Resolve ``--scan_blocks``; ``policy``: ``--grad_ckpt``. Raises UsageError for flags that
+    require or exclude it."""
     breaks = "--mark_step_every_n_blocks" if xla.mark_step_every_n_blocks else None
     hindered_by = "--xla_fsdp nested" if xla.xla_fsdp == "nested" else breaks
     differ = None if hindered_by else model.why_blocks_differ()
     scan = not (hindered_by or differ) if xla.scan_blocks is None else xla.scan_blocks
-    policy = config.sharding.grad_ckpt
     if not scan:
         reason = hindered_by or differ or "--no-scan_blocks"
         needs = f"requires scanned blocks, which this run does not have ({reason})"
@@ -216,18 +224,23 @@ WIDEST_HEAD = 256
 
 
 def _resolve_attention(
-    config: RunConfig, xla: XlaConfig, model: ModelSpec, generation: int | None
+    sharding: ShardingConfig,
+    xla: XlaConfig,
+    model: ModelSpec,
+    of_largest: ModelSizes,
+    generation: int | None,
 ) -> XlaConfig:
-    """Resolve ``--attention``. ``generation`` is the TPU's, None without a TPU. Raises UsageError
-    for kernels that cannot be used."""
+    """Resolve ``--attention``. ``of_largest``: the model's sizes with its largest images;
+    ``generation``: the TPU's, None without a TPU. Raises UsageError for kernels that cannot be
+    used."""
     stacks = [*model.stacks.values()]
     if len(stacks) == 1:
-        stacks = [sizes_of_largest(config, model)]
+        stacks = [of_largest]
     largest = max(stacks, key=lambda sizes: sizes.num_tokens)
-    reasons = (_why_no_kernels(config, sizes, generation) for sizes in stacks)
+    reasons = (_why_no_kernels(sharding, sizes, generation) for sizes in stacks)
     no_kernels = next(filter(None, reasons), None)
-    dtype = torch.bfloat16 if config.sharding.precision == "bf16" else torch.float32
-    tensor, domain = config.sharding.mesh_tensor, config.sharding.mesh_domain
+    dtype = torch.bfloat16 if sharding.precision == "bf16" else torch.float32
+    tensor, domain = sharding.mesh_tensor, sharding.mesh_domain
     needed = max(
         WholeSizes(1, s.num_tokens, s.num_heads // tensor, s.head_dim, dtype).vector_memory()
         for s in stacks
@@ -252,12 +265,14 @@ def _resolve_attention(
     return replace(xla, attention="sdpa" if no_whole else "whole")
 
 
-def _why_no_kernels(config: RunConfig, sizes: ModelSizes, generation: int | None) -> str | None:
+def _why_no_kernels(
+    sharding: ShardingConfig, sizes: ModelSizes, generation: int | None
+) -> str | None:
     if generation is None:
         return "requires a TPU"
     if sizes.attn_drop_rate:
         return f"does not support --att_dropout {sizes.attn_drop_rate}"
-    tensor, domain = config.sharding.mesh_tensor, config.sharding.mesh_domain
+    tensor, domain = sharding.mesh_tensor, sharding.mesh_domain
     if tensor > 1 and domain > 1:
         return f"does not support --mesh_domain {domain} together with --mesh_tensor {tensor}"
     if sizes.head_dim > WIDEST_HEAD:

@@ -29,7 +29,7 @@ class NativeResolution(Feature):
 
     flags = ImagesConfig
     model_flags = SequenceConfig
-    turned_on_by = ("--native_resolution",)
+    turned_on_by = ("--native_resolution", f"--model {NAFLEX_FAMILY}*")
     requires_it = (
         *("--token_budget", "--max_images_per_sequence"),
         *("--max_tokens_per_image", "--resize_to_budget", "--side_scale"),
@@ -45,10 +45,6 @@ class NativeResolution(Feature):
     )
 
     objective = "features.native_resolution.objective:SequenceClassification"
-
-    def is_on(self, config: RunConfig) -> bool:
-        is_native = str(config.model.model).startswith(NAFLEX_FAMILY)
-        return is_native or bool(config.of(SequenceConfig).native_resolution)
 
     def shown(self, config: RunConfig) -> str:
         return f"native resolution ({config.model.model or DEFAULT_MODEL})"

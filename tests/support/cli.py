@@ -71,7 +71,7 @@ WARM_MODULES = (
     "torchvision.transforms.v2 timm.models.vision_transformer timm.loss timm.optim tensorboardX "
     "torch.distributed.run torch.distributed.fsdp torch.distributed.checkpoint "
     "matplotlib.pyplot matplotlib.backends.backend_agg fsspec safetensors.torch simplejpeg "
-    "PIL.PngImagePlugin torch.utils.flop_counter run_vit_training training.train "
+    "PIL.PngImagePlugin torch.utils.flop_counter run_vit_training training.prepare "
     "data.image_folder training.objectives.classify torch_fsdp.launch_torch "
     "torch_fsdp.torch_backend torch_fsdp.fsdp2 gpu_fsdp.resolve_gpu"
 ).split()

@@ -36,9 +36,10 @@ from tests.support.documented_commands import Command
 from tests.support.launching import script
 from tests.support.table_files import write_beans
 from tools.plan.tpu_search import candidates
-from training.flags import check_foreign, check_rules
+from training.flags import check_foreign
 from training.mesh import make_mesh
 from training.resolve import Run, check_batch, resolve_common, resolve_model
+from training.rules import check_rules
 from training.weights.hub import ONE_FILE
 from xla_fsdp.resolve_xla import resolve_for_slice
 from xla_fsdp.tpu import parse_topology

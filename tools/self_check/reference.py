@@ -116,7 +116,7 @@ class _Training:
             self._models[TEACHER] = teacher
         # Labels are compared by PyTorch itself. Features' objectives compute here as on one device.
         self._objective = None
-        if any(feature.objective for feature in run.config.active_features()):
+        if any(feature.objective for feature in run.config.active_features):
             same = nn.Identity()
             alone = SimpleNamespace(constant=same, sum=same, mean=same, teacher=teacher)
             self._objective = open_objective(run, cast(Backend, alone))

@@ -186,7 +186,7 @@ def shrink(run: Run) -> Run:
     # The same features, for that model.
     small_sizes = SmallSizes(width, heads, _DEPTH, _CLASSES, patch, tuple(grid), images=rows)
     config = replace(run.config, loss=LossConfig())
-    for feature in config.active_features():
+    for feature in config.active_features:
         config = feature.shrink(config, small_sizes)
     small |= config.added_arguments()
     try:

@@ -6,9 +6,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from data.class_order import in_order
 from data.config import DataConfig
 from data.files import printable, told_apart
-from data.index import in_order
 from data.source import FILES, DataSource
 from models.spec import ModelSpec
 from training.checkpoints import format as checkpoint

@@ -19,12 +19,12 @@ from training.files import (
     check_folder_writable,
     check_own,
     folder_at,
+    is_on_hub,
     is_unreachable,
     is_url,
     read_object,
 )
 from training.logs.records import BEST, METRICS_FILE, RUN_FILE, evaluations, read_metrics
-from training.weights.hub import is_on_hub
 
 # -- a run's folder --------------------------------------------------------------------------------
 

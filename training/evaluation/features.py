@@ -32,8 +32,7 @@ from data.source import DataSource, Split, open_data
 from training.backend import Backend
 from training.data import data_errors_as_usage_errors, dataset_request, input_of
 from training.errors import UsageError
-from training.evaluation.evaluate import open_trained
-from training.evaluation.trained import adapt_trained
+from training.evaluation.trained import adapt_trained, open_trained
 from training.files import check_folder_writable, replace_file
 from training.logs.bad_images import TRAIN, VAL
 from training.logs.figures import save_picture, side_by_side, spread

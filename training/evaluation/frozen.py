@@ -14,21 +14,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from torch import nn
-
 from data.source import DataSource, check_several_classes
 from training.backend import Backend
 from training.config import LogConfig
 from training.data import data_errors_as_usage_errors, dataset_request
 from training.errors import BAD_IMAGES, UsageError
 from training.evaluation import knn_and_probe
-from training.evaluation.evaluate import open_trained, report_folder
 from training.evaluation.features import Features, open_plainly
 from training.evaluation.knn_and_probe import OfImages
-from training.evaluation.trained import adapt_trained
+from training.evaluation.report import report_folder
+from training.evaluation.trained import adapt_trained, open_trained
 from training.logs.bad_images import BadImages
 from training.logs.records import FROZEN, KNN, PROBE, RANK, SEGMENT
-from training.loop import Hook, Session, last_epoch
+from training.loop import Hook, Session, Training, last_epoch
 from training.processes import exchange
 from training.resolve import Run
 from training.schedule import Position
@@ -59,17 +57,29 @@ class FeatureEvalData(NamedTuple):
 
 
 @data_errors_as_usage_errors()
-def open_frozen(run: Run, kinds: Collection[str]) -> FeatureEvalData:
-    """Open the data that evaluations of these ``kinds`` need. Raises UsageError."""
-    by_labels = bool({KNN, PROBE} & {*kinds})
-    images = open_plainly(run, labels=by_labels) if by_labels or RANK in kinds else None
-    if images:
-        check_several_classes(images)
-    if SEGMENT not in kinds:
-        return FeatureEvalData(images, None)
+def open_plain_images(run: Run, kinds: Collection[str]) -> DataSource:
+    """Open the run's images, without augmentation, for evaluations of these ``kinds``. Raises
+    UsageError."""
+    images = open_plainly(run, labels=not {KNN, PROBE}.isdisjoint(kinds))
+    check_several_classes(images)
+    return images
+
+
+@data_errors_as_usage_errors()
+def open_images_with_masks(run: Run) -> MaskedSource:
+    """Open the images of ``--segment_probe``. Raises UsageError."""
     from data.segmentation import open_masked
 
-    return FeatureEvalData(images, open_masked(dataset_request(run, augment=False)))
+    return open_masked(dataset_request(run, augment=False))
+
+
+def open_frozen(run: Run, kinds: Collection[str]) -> FeatureEvalData:
+    """Open the data that evaluations of these ``kinds`` need. Raises UsageError."""
+    of_images = not {RANK, KNN, PROBE}.isdisjoint(kinds)
+    return FeatureEvalData(
+        open_plain_images(run, kinds) if of_images else None,
+        open_images_with_masks(run) if SEGMENT in kinds else None,
+    )
 
 
 # -- alone -----------------------------------------------------------------------------------------
@@ -174,45 +184,42 @@ def _intervals(log: LogConfig) -> dict[str, int]:
     }
 
 
-def frozen_evaluations(
-    session: Session,
-    run: Run,
-    model: nn.Module,
-    data: FeatureEvalData,
-    done: Mapping[str, Collection[int]],
-) -> list[Hook]:
-    """Return the hooks that evaluate features during training. Must be called before the first step
-    is recorded. ``done``: by each of ``FROZEN``, the steps for which the run's folder has such an
-    evaluation. Raises UsageError in all processes if their masks differ."""
-    backend, say, hooks = session.backend, session.reports.say, list[Hook]()
-    if data.images:
-        features_of_images = Features(model, run, backend, data.images)
+def evaluations_of_images(training: Training, images: DataSource) -> Hook:
+    """Return the hook that evaluates features of ``images`` during training. Must be called before
+    the first step is recorded."""
+    session, run = training.session, training.run
+    features = Features(training.model, run, session.backend, images)
 
-        def by_images(kinds: list[str], part_done: Callable[[], bool]) -> Sequence[Result] | None:
-            return knn_and_probe.measure(
-                features_of_images, kinds, session.bad_images, say, part_done
-            )
+    def measure(kinds: list[str], part_done: Callable[[], bool]) -> Sequence[Result] | None:
+        return knn_and_probe.measure(
+            features, kinds, session.bad_images, session.reports.say, part_done
+        )
 
-        hooks.append(FrozenEvaluations(session, (RANK, KNN, PROBE), by_images, done))
-    if masked := data.masked:
-        from training.evaluation import segment
+    return FrozenEvaluations(session, (RANK, KNN, PROBE), measure, training.evaluated)
 
-        bad_images = _open_masked(run, backend, masked, say)
-        features_of_patches = Features(model, run, backend, masked)
 
-        def by_patches(kinds: list[str], part_done: Callable[[], bool]) -> Sequence[Result] | None:
-            picture = run.log_dir / segment.PICTURE
-            result = segment.measure(features_of_patches, bad_images, say, part_done, picture)
-            if result is None:
-                return None
-            why = bad_images.excess or ("" if result.values else _nothing(masked))
-            if why:  # unlike unreadable training images, this does not end the run
-                say(f"warning: no segmentation results: {why}")
-                return []
-            return [result]
+def evaluations_of_patches(training: Training, masked: MaskedSource) -> Hook:
+    """Return the hook that evaluates segmentation during training. Must be called before the first
+    step is recorded. Raises UsageError in all processes if the masks differ between them."""
+    from training.evaluation import segment
 
-        hooks.append(FrozenEvaluations(session, (SEGMENT,), by_patches, done))
-    return hooks
+    session, run = training.session, training.run
+    backend, say = session.backend, session.reports.say
+    bad_images = _open_masked(run, backend, masked, say)
+    features = Features(training.model, run, backend, masked)
+
+    def measure(kinds: list[str], part_done: Callable[[], bool]) -> Sequence[Result] | None:
+        picture = run.log_dir / segment.PICTURE
+        result = segment.measure(features, bad_images, say, part_done, picture)
+        if result is None:
+            return None
+        why = bad_images.excess or ("" if result.values else _nothing(masked))
+        if why:  # unlike unreadable training images, this does not end the run
+            say(f"warning: no segmentation results: {why}")
+            return []
+        return [result]
+
+    return FrozenEvaluations(session, (SEGMENT,), measure, training.evaluated)
 
 
 @dataclass

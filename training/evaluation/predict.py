@@ -14,9 +14,10 @@ from tqdm import tqdm
 
 from data import volumes
 from data.batch import Batch
+from data.class_order import in_order
 from data.decode import find_images, open_image, read_batches
 from data.files import printable, read_bytes, without_secrets
-from data.index import class_folders, in_order
+from data.index import class_folders
 from data.source import DataSource
 from training.backend import Backend
 from training.checkpoints.compatible import check_same_classes, check_unnamed_classes
@@ -29,8 +30,9 @@ from training.data import (
     val_loader,
 )
 from training.errors import NOT_FINITE, RunFailed, UsageError
-from training.evaluation.evaluate import evaluate, open_trained, report_folder, write_report
-from training.evaluation.trained import adapt_trained
+from training.evaluation.evaluate import evaluate
+from training.evaluation.report import report_folder, write_report
+from training.evaluation.trained import adapt_trained, open_trained
 from training.files import folder_at
 from training.logs.bad_images import VAL
 from training.logs.sinks import as_json

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+from data.source import DataSource
 from models.initialize import allocate_uninitialized
 from training.backend import Backend
 from training.checkpoints import format as checkpoint
@@ -15,13 +16,15 @@ from training.checkpoints.compatible import check_same_training
 from training.checkpoints.state import load_state
 from training.config import RunConfig
 from training.errors import UsageError
+from training.files import is_on_hub
 from training.flags import with_values
+from training.logs.bad_images import BadImages
+from training.processes.exchange import check_alike
 from training.resolve import Run, model_line, resolve_model, take_over, trained_model
 from training.weights.adapt import Adapter, adapt
 from training.weights.describe import settings_of, take_over_described
 from training.weights.find import commits_of_data, find, find_resumed, pretrained
-from training.weights.hub import is_on_hub
-from training.weights.source import Source, check_files
+from training.weights.source import Source
 
 _OF_TRAINING = ("gram_weights", "gram_weight", "gram_update_steps", "gram_crop_factor")
 """Settings of a checkpoint that are not taken over. If flags set them, they are refused later."""
@@ -58,7 +61,7 @@ def find_trained(config: RunConfig) -> tuple[RunConfig, Source]:
         if is_on_hub(source.name):
             config = with_values(config, {"resume": source.name})
     if config.use.predict is None:
-        config = with_values(config, commits_of_data(config, None))
+        config = with_values(config, commits_of_data(config.data, None))
     return config, source
 
 
@@ -81,7 +84,7 @@ def place_trained(
     adapter: Adapter, run: Run, backend: Backend, say: Callable[[str], None]
 ) -> nn.Module:
     """Place the model on the devices with trained weights, log which, and return it."""
-    check_files(adapter.source, verify=run.config.checkpoints.verify_checkpoint)
+    adapter.check_files(verify=run.config.checkpoints.verify_checkpoint)
     model, use_ema = run.build_model(backend.constant), run.config.use.use_ema
     kind = "EMA of the weights" if use_ema else "weights"
     say(f"model: {model_line(run.model)}, {kind} of {adapter.title}")
@@ -94,3 +97,21 @@ def place_trained(
     with checkpoint.readable(adapter.path):  # its run may have removed it meanwhile
         load_state(backend, adapter.path, with_optimizer=False, use_ema=use_ema)
     return sharded
+
+
+def open_trained(
+    adapter: Adapter,
+    data: DataSource,
+    run: Run,
+    backend: Backend,
+) -> tuple[nn.Module, BadImages, Callable[[str], None]]:
+    """Place trained weights on the devices; return the model, the unreadable images, and a function
+    that prints a line. Raises UsageError in all processes if they differ."""
+    say = printer(backend, json=run.config.use.json)
+    check_alike(run, data)
+    say(f"data: {data}")
+    model = place_trained(adapter, run, backend, say)
+    say(backend.describe())
+    if backend.compiles:
+        say("compiling takes a while ...")
+    return model, BadImages(run.config.data.max_bad_images, data, is_main=backend.is_main), say

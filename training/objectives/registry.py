@@ -19,6 +19,6 @@ def open_objective(
     run: Run, backend: Backend, say: Callable[[str], None] = lambda line: None
 ) -> Objective:
     """Return the objective of ``run``. Must be called before the first step is recorded."""
-    added = (feature.objective for feature in run.config.active_features())
+    added = (feature.objective for feature in run.config.active_features)
     module, _, name = next(filter(None, added), _CLASSIFICATION).partition(":")
     return cast(Objective, getattr(import_module(module), name)(run, backend, say))

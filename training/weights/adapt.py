@@ -28,7 +28,7 @@ from training.weights import timm_formats
 from training.weights.describe import describe
 from training.weights.find import find
 from training.weights.names import NAMED, listed
-from training.weights.source import Source
+from training.weights.source import Source, check_files
 
 _PATCHES = "patch_embed.proj.weight"
 _HEAD = "head."
@@ -358,6 +358,10 @@ class Adapter:
         if self.conversion is None:
             return self.source
         return timm_formats.converted(_seen(self.source, self.conversion), self.spec)
+
+    def check_files(self, *, verify: bool) -> None:
+        """Check the files of the weights (``training.weights.source.check_files``)."""
+        check_files(self.source, verify=verify)
 
     def __getstate__(self) -> dict:
         found = ("source", "_by_names")

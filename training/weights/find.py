@@ -20,6 +20,7 @@ from timm.data import resolve_data_config
 from torch.distributed.checkpoint.metadata import Metadata
 
 from data import hub as data_hub
+from data.config import DataConfig
 from data.files import printable
 from training.checkpoints import format as checkpoint
 from training.checkpoints.choose import Candidates, candidates_in, choose
@@ -29,8 +30,8 @@ from training.checkpoints.inventory import inventory, retry_while_error_changes
 from training.config import RunConfig
 from training.data import data_errors_as_usage_errors
 from training.errors import UsageError
-from training.files import folder_at, is_url
-from training.flags import flat
+from training.files import HUB_PREFIX, folder_at, is_on_hub, is_url
+from training.flags import by_field, flat
 from training.logs.records import BEST
 from training.resolve import model_of
 from training.weights import dcp_folder
@@ -41,7 +42,7 @@ from training.weights.files import (
     run_in_metadata,
     safetensors_files,
 )
-from training.weights.hub import PREFIX, download, is_on_hub
+from training.weights.hub import download
 from training.weights.names import timm_names
 from training.weights.source import Source, no_ema
 from training.weights.state_dict import SAVE, ema_of, state_dict_of
@@ -99,28 +100,27 @@ def pretrained(config: RunConfig) -> dict[str, Any]:
         )
     unchanged = use.predict or (use.eval_only and not use.judges_features)
     field = "resume" if unchanged else "init_from"
-    return {"pretrained": False, field: f"{PREFIX}{trained.hf_hub_id}"}
+    return {"pretrained": False, field: f"{HUB_PREFIX}{trained.hf_hub_id}"}
 
 
 def commits(config: RunConfig, saved: SavedRun | None) -> dict[str, Any]:
     """Return the names, by field name, of the data sets and of the teachers' weights on the Hub,
     which each start loads again, with commits: those of the resumed checkpoint, unless flags name
     others. Raises UsageError if they are not available."""
-    found = {}
-    values = flat(config)
+    found, known = {}, by_field(RunConfig)
     for field in ("teacher_weights", "gram_weights"):
-        name = values[field]
+        name = known[field].value_in(config)
         if name is not None and is_on_hub(name):
             before = str(saved.arguments.get(field)) if saved else ""
             is_known = before.startswith(f"{name}@")
             found[field] = before if is_known else download(name, f"--{field}")[0]
-    return found | commits_of_data(config, saved)
+    return found | commits_of_data(config.data, saved)
 
 
-def commits_of_data(config: RunConfig, saved: SavedRun | None) -> dict[str, Any]:
+def commits_of_data(data: DataConfig, saved: SavedRun | None) -> dict[str, Any]:
     """Return what ``commits`` does, for data sets alone."""
     with data_errors_as_usage_errors():
-        return flat(data_hub.with_commits(config.data, saved.arguments if saved else {}))
+        return flat(data_hub.with_commits(data, saved.arguments if saved else {}))
 
 
 # -- By what a path has ----------------------------------------------------------------------------

@@ -14,20 +14,15 @@ from typing import Any
 
 from data.hub import COMMIT, HubUnreachable, note_cached, refusals, shows_progress
 from training.errors import UsageError
+from training.files import HUB_PREFIX
 from training.weights.names import listed
 
-PREFIX = "hf-hub:"
 _SHARD = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 """Weights in Hugging Face's layout: one file, or shards that the index lists."""
 CONFIG_FILE, PREPROCESSOR_FILE = "config.json", "preprocessor_config.json"
 """Files next to the weights that describe them, as written by timm and transformers."""
 _PICKLES = (".bin", ".pt", ".pth")
-
-
-def is_on_hub(name: str) -> bool:
-    """Return True if a flag's value names weights on the Hub."""
-    return name.startswith(PREFIX)
 
 
 def weight_files(names: Iterable[str]) -> list[str]:
@@ -61,7 +56,7 @@ def missing_shards(names: Iterable[str]) -> list[str]:
 def download(name: str, flag: str) -> tuple[str, Path]:
     """Return the weights that ``flag`` names on the Hub, cached or downloaded: the name with the
     commit, and the file or the folder of files. Raises UsageError."""
-    repository, _, revision = name.removeprefix(PREFIX).partition("@")
+    repository, _, revision = name.removeprefix(HUB_PREFIX).partition("@")
     check_name(name, flag)
     # Imported late: with its dependencies, the package takes 0.2 s.
     from huggingface_hub import HfApi, constants, snapshot_download
@@ -108,10 +103,12 @@ def download(name: str, flag: str) -> tuple[str, Path]:
             note_cached(f"{flag} {name}", constants.HF_HUB_CACHE, folder.name, error)
     weights = weight_files(path.name for path in folder.iterdir())
     in_layout = weights[0] in (INDEX, ONE_FILE)
-    return f"{PREFIX}{repository}@{folder.name}", folder if in_layout else folder / weights[0]
+    return f"{HUB_PREFIX}{repository}@{folder.name}", folder if in_layout else folder / weights[0]
 
 
 def check_name(name: str, flag: str) -> None:
     """Raise UsageError unless ``name`` names a repository, with or without a revision."""
-    if not re.fullmatch(rf"{PREFIX}[\w.-]+/[\w.-]+(@[^@\s]+)?", name):
-        raise UsageError(f"{flag} {name}: use {PREFIX}OWNER/NAME or {PREFIX}OWNER/NAME@REVISION")
+    if not re.fullmatch(rf"{HUB_PREFIX}[\w.-]+/[\w.-]+(@[^@\s]+)?", name):
+        raise UsageError(
+            f"{flag} {name}: use {HUB_PREFIX}OWNER/NAME or {HUB_PREFIX}OWNER/NAME@REVISION"
+        )

@@ -13,7 +13,7 @@ import run_vit_training
 from tests.references.plain_checkpoint import convert, tiny_timm_model
 from tests.support.cli import DIGITS, VAL_IMAGES, need_xla, run_program, train_tiny_gpu
 from tests.support.usage_error import told_in_one_line
-from training.evaluation.evaluate import write_report
+from training.evaluation.report import write_report
 from training.objectives.classify import classes_before
 
 STEPS = 110

@@ -71,7 +71,7 @@ def test_no_start_imports_what_it_does_not_use():
     code = (
         "import sys; from xla_fsdp import torch_xla_private; torch_xla_private.prepare_import(); "
     )
-    code += "import training.train, xla_fsdp.xla_backend; "
+    code += "import training.prepare, xla_fsdp.xla_backend; "
     code += f"print(*[n for n in {names} if n in sys.modules])"
     done = run_program("-c", code, warm=False)
     assert done.returncode == 0, done.stderr

@@ -19,9 +19,10 @@ from PIL import Image
 
 from data import tables, volumes
 from data.batch import BatchShard
+from data.class_order import in_order
 from data.decode import MAX_PIXELS, image_size, open_image, read_mask
 from data.files import BrokenImageError, DataFolderError, SizeLimit, read_bytes
-from data.index import in_order, read_labels
+from data.index import read_labels
 from data.pack import pack
 from data.segmentation import open_masked
 from data.source import open_data

@@ -12,7 +12,8 @@ from run_vit_training import CONFIGS, read_flags
 from tests.support import flags_page
 from tests.support.cli import ROOT
 from training.errors import UsageError
-from training.flags import by_field, check_rules, flat, from_values
+from training.flags import by_field, flat, from_values
+from training.rules import check_rules
 
 pytestmark = pytest.mark.fast
 

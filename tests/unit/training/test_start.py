@@ -24,10 +24,10 @@ from training.checkpoints.config import CheckpointConfig
 from training.checkpoints.format import SavedRun, quiet_dcp, read_saved_run
 from training.checkpoints.inventory import Found, Inventory, digest
 from training.errors import UsageError
+from training.prepare import plan_start
 from training.resolve import take_over
 from training.schedule import Position, make_schedule
 from training.start import confirm_start, newest_usable, set_aside_newer_checkpoints
-from training.train import plan_start
 from training.weights.describe import settings_of
 
 pytestmark = pytest.mark.fast

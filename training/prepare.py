@@ -1,0 +1,67 @@
+"""What a training decides and checks before any device starts."""
+
+import functools
+from collections.abc import Callable
+
+from training.backend import Backend
+from training.checkpoints.choose import Start, choose_start
+from training.checkpoints.compatible import check, check_unnamed_classes
+from training.checkpoints.inventory import check_folders, inventory, retry_while_error_changes
+from training.config import RunConfig
+from training.data import open_images
+from training.flags import with_values
+from training.logs.events import StartParts
+from training.logs.reports import read_expectation
+from training.resolve import Run, take_over
+from training.train import train
+from training.weights.adapt import adapt
+from training.weights.describe import describe, settings_of, take_over_described
+from training.weights.find import commits, find, pretrained
+from training.weights.source import Source
+
+
+def plan_start(config: RunConfig) -> tuple[RunConfig, Start, Source | None]:
+    """Return the configuration with the model, objective and preprocessing of what this process
+    would start from, except where flags are set; that start; and the weights of ``--init_from``, if
+    it starts from them.
+
+    Raises UsageError for an invalid run folder, and for a checkpoint or weights that cannot be
+    read.
+    """
+    checkpoints = config.checkpoints
+    alone = checkpoints.ckpt_dir_per_host
+    check_folders(checkpoints)
+    start = retry_while_error_changes(
+        lambda: choose_start(inventory(checkpoints, alone=alone), checkpoints)
+    )
+    if saved := start.saved:
+        config = take_over(config, settings_of(saved, config.data), saved.path)
+        return with_values(config, commits(config, saved)), start, None
+    config = with_values(config, pretrained(config))
+    config, weights = with_values(config, commits(config, None)), None
+    if init_from := config.checkpoints.init_from:
+        found = find(init_from, "--init_from")
+        config, weights = take_over_described(config, found, keeps_head=False)
+        config = with_values(config, {"init_from": weights.name})
+    return config, start, weights
+
+
+def prepare_training(
+    start: Start, weights: Source | None, run: Run
+) -> tuple[Run, Callable[[Run, Backend], None]]:
+    """Check everything that can be checked without a device; return the run and the function to run
+    in every process. Raises UsageError."""
+    parts = StartParts()
+    parts.done("imports")
+    config, expected_s = run.config, read_expectation(run)
+    data = open_images(run)
+    progress = check(start, run, data)
+    initial = None
+    if weights:
+        initial = adapt(weights, run.model, classes=data.classes, seed=config.seed)
+        names = describe(weights).classes_among(data.classes)
+        if data.classes and initial.keeps_head and not names:
+            check_unnamed_classes(data.classes, initial.path, config.data, run.model)
+    opened = {type(each): each.check_data(run, data) for each in config.active_features}
+    parts.done("data")
+    return run, functools.partial(train, start, progress, initial, data, opened, expected_s, parts)

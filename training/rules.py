@@ -1,0 +1,66 @@
+"""Rules between flags: what a flag or a feature requires, excludes and replaces."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from training.config import RunConfig
+from training.errors import UsageError
+from training.feature_table import features
+from training.flags import by_field, flat, typed_if_set
+
+
+def check_rules(config: RunConfig, *others: Any, only: Collection[str] | None = None) -> None:
+    """Check the rules of all flags, and what features exclude. Raises UsageError. ``others``: the
+    configurations of backends and tools. ``only``: the fields to check, if not all. Rules are about
+    final values, so the fields checked must be resolved."""
+    values, known = flat(config, *others), by_field(type(config), *map(type, others))
+    for name, option in known.items():
+        counts_at_default = option.flag.requires_at_default and name in config.explicitly_set
+        passed_over = values[name] == option.field.default and not counts_at_default
+        if passed_over or (only is not None and name not in only):
+            continue
+        typed = option.typed(values[name])
+        for requirement in option.flag.requires:
+            alternatives = [text.partition("=")[::2] for text in requirement.split("|")]
+            # An unknown field belongs to another backend than this run's.
+            if not any(
+                (str(values[n]) == wanted if wanted else values[n] != known[n].field.default)
+                for n, wanted in alternatives
+                if n in known
+            ):
+                texts = [f"{known[n].names[0]} {wanted}".rstrip() for n, wanted in alternatives]
+                field, wanted = alternatives[-1]
+                is_now = f", not {values[field]}" if wanted and len(texts) == 1 else ""
+                required = " or ".join([", ".join(texts[:-1]), texts[-1]] if texts[1:] else texts)
+                raise UsageError(f"{typed} requires {required}{is_now}")
+        for other in option.flag.incompatible_with:
+            if other in known and values[other] != known[other].field.default:
+                excluded = known[other].typed(values[other])
+                raise UsageError(f"{typed} is incompatible with {excluded}: drop one of the two")
+        for other in option.flag.replaces:
+            if other in config.explicitly_set:
+                excluded = known[other].typed(values[other])
+                raise UsageError(f"{typed} replaces {excluded}: drop one of the two")
+    check_features(config, *others, only=only)
+
+
+def check_features(config: RunConfig, *others: Any, only: Collection[str] | None = None) -> None:
+    """Check what features exclude, and what requires one, as ``check_rules`` does. Raises
+    UsageError."""
+    options = by_field(type(config), *map(type, others)).items()
+    names = {name: field for field, option in options for name in option.names}
+    active = config.active_features
+    for feature in features():
+        if feature not in active:
+            for name in feature.requires_it:
+                if (only is None or names[name] in only) and typed_if_set(name, config):
+                    raise UsageError(f"{name} requires {feature.turned_on_by[0]}")
+            continue
+        for words, why in feature.excludes.items():
+            rule = {names.get(each.partition(" ")[0]) for each in (words, *feature.turned_on_by)}
+            if only is not None and rule.isdisjoint(only):
+                continue
+            if typed := typed_if_set(words, config, *others):
+                raise UsageError(feature.refusal(config, typed, why))
