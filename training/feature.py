@@ -31,6 +31,7 @@ from training.flags import typed_if_set
 from training.mesh import Mesh
 
 if TYPE_CHECKING:
+    from data.loader import GlobalBatchSampler
     from data.source import DatasetRequest, DataSource, View
     from models.spec import ModelSpec
     from training.loop import Hook, Training
@@ -82,6 +83,9 @@ class Feature:
     """Sources that it adds to the choices of ``--data_source``: the function that opens each."""
     loss_label: ClassVar[str] = "loss"
     """What the loss of the objective that it adds is called in plots."""
+    order_flags: ClassVar[tuple[str, ...]] = ()
+    """The fields of its flags that decide the order of the training images, which must not change
+    in the middle of an epoch."""
     saved_with_weights: ClassVar[bool] = False
     """Whether weights are useless without its flags: they are taken over from a checkpoint, as
     those of the model, unless they are set."""
@@ -132,6 +136,11 @@ class Feature:
     def view(self, run: Run, *, augment: bool) -> View | None:
         """Return what is read of each image, with ``augment`` in training, otherwise in evaluation;
         None: the same as without it."""
+        return None
+
+    def sampler(self, run: Run) -> Callable[..., GlobalBatchSampler] | None:
+        """Return what orders the training images (``DatasetRequest.sampler``); None: the same as
+        without it. Its flags belong into ``order_flags``."""
         return None
 
     def hooks(self, training: Training) -> Sequence[Hook]:
