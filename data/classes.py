@@ -86,7 +86,7 @@ def read_class_weights(
             where = f"line {table.line_num} of {file}"
             if name not in number_of:
                 raise DataFolderError(
-                    f"{where}: there is no class {printable(name[:100])!r}: use the names of the "
+                    f"{where}: there is no class {name[:100]!r}: use the names of the "
                     f"class folders, or numbers from 0 to {count - 1}"
                 )
             if number_of[name] in weights:
@@ -113,8 +113,7 @@ def _weight(text: str, where: str) -> float:
         weight = np.nan
     if not 0 <= weight <= _LARGEST_WEIGHT:
         raise DataFolderError(
-            f"{where}: the weight {printable(text[:40])!r} is not a number from 0 to "
-            f"{_LARGEST_WEIGHT:g}"
+            f"{where}: the weight {text[:40]!r} is not a number from 0 to {_LARGEST_WEIGHT:g}"
         )
     return weight
 
