@@ -2,30 +2,33 @@
 
     python benchmarks/unbalanced_classes.py --json unbalanced.json
 
-The data set consists of scikit-learn's digits, thinned out: of each digit from 0 to 9 fewer training
-images than of the one before, from 140 to 4 in equal ratios. The validation images are all there,
-about as many of each digit. Every way has the same model, steps and seeds; each run is the program's
-own command line on one core. The table has percentages on val/, the mean and, in parentheses, the
-minimum and maximum of the seeds; the rarest classes are the three smallest.
+The data set consists of scikit-learn's digits, thinned out: of each digit from 0 to 9 fewer
+training images than of the one before, from 140 to 4 in equal ratios. The validation images are all
+there, about as many of each digit. Every way has the same model, steps and seeds; each run is the
+program's own command line on one core. The table has percentages on val/, the mean and, in
+parentheses, the minimum and maximum of the seeds; the rarest classes are the three smallest.
 """
 
 import argparse
 import csv
 import json
+import multiprocessing
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # before PyTorch is imported
 
 from tqdm import tqdm
 
-from benchmarks.common import ROOT, commit, markdown
+import run_vit_training
+import training.train  # noqa: F401 - once, for all runs
+from benchmarks.common import commit, markdown
 from config_fields import local_path
 from data.digits import CLASSES, write_digits
 
@@ -68,13 +71,20 @@ def thin_out(folder: Path) -> None:
 
 
 def run_program(*words: str) -> None:
-    command = [sys.executable, "run_vit_training.py", *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, encoding="utf-8", check=False
-    )
-    if done.returncode:
-        sys.exit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+    """Run the program in a process that is forked from this one, which has imported PyTorch."""
+
+    def run() -> None:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        sys.exit(run_vit_training.main(words))
+
+    with tempfile.TemporaryFile("w+") as log:
+        process = multiprocessing.get_context("fork").Process(target=run)
+        process.start()
+        process.join()
+        if process.exitcode:
+            log.seek(0)
+            sys.exit(f"run_vit_training.py {' '.join(words)}\n{log.read()}")
 
 
 def measure(data: Path, way: str, seed: int, epochs: int) -> Figures:
