@@ -36,7 +36,6 @@ WAYS = {
     "neither": "",
     "class weights": "--class_weights auto",
     "balanced sampling": "--balanced_sampling",
-    "balanced sampling, power 0.5": "--balanced_sampling 0.5",
 }
 SIZES = [round(140 * (4 / 140) ** (digit / 9)) for digit in range(len(CLASSES))]
 RARE = 3
@@ -128,7 +127,7 @@ def main() -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
-    parser.add_argument("--epochs", type=int, default=60, help="epochs of each run (default: 60)")
+    parser.add_argument("--epochs", type=int, default=40, help="epochs of each run (default: 40)")
     parser.add_argument(
         "--json", type=local_path, metavar="FILE", help="write all figures to this JSON file"
     )
