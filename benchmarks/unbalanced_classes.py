@@ -77,7 +77,7 @@ def run_program(*words: str) -> None:
         os.dup2(log.fileno(), 2)
         sys.exit(run_vit_training.main(words))
 
-    with tempfile.TemporaryFile("w+") as log:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
         process = multiprocessing.get_context("fork").Process(target=run)
         process.start()
         process.join()
