@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -51,6 +52,9 @@ class DatasetRequest:
     images: once, in order, skipping unreadable ones."""
     view: View = field(default_factory=lambda: View())
     """What is read of each image."""
+    sampler: Callable[..., loader.GlobalBatchSampler] | None = None
+    """What orders the training images: called with their labels and the arguments of
+    ``Split.sampler``, in place of that; None: the split's own."""
     opened_by: Callable[[DatasetRequest], DataSource] | None = None
     """What opens the source; None: the function of ``OPENED_BY``."""
 
@@ -428,7 +432,10 @@ class Split(Dataset):
                 name: replace(each, shape=shard.shape_of(batch_size, each)[1:])
                 for name, each in self.fields.items()
             }
-        sampler = self.sampler(
+        order = self.sampler
+        if self.is_train and self.request.sampler:
+            order = functools.partial(self.request.sampler, self.labels)
+        sampler = order(
             batch_size,
             shuffle=self.is_train,
             seed=self.seed,

@@ -153,8 +153,12 @@ _TITLES = {
     "epoch_loss": ("Training loss, mean of each epoch", ""),
     "val_loss": ("Validation loss", ""),
     "ema_val_loss": ("Validation loss, EMA", ""),
-    "val_top1": ("Validation top-1", "%"),
+    "val_top1": ("Validation top-1, weights", "%"),
     "ema_val_top1": ("Validation top-1, EMA", "%"),
+    "val_balanced_accuracy": ("Balanced accuracy, weights", "%"),
+    "ema_val_balanced_accuracy": ("Balanced accuracy, EMA", "%"),
+    "val_worst_recall": ("Recall of the worst class, weights", "%"),
+    "ema_val_worst_recall": ("Recall of the worst class, EMA", "%"),
     "val_top5": ("Validation top-5", "%"),
     "ema_val_top5": ("Validation top-5, EMA", "%"),
     "val_knn_10": ("k-NN, k 10", "%"),
@@ -463,7 +467,7 @@ def summary(runs: Mapping[int, RecordedRun]) -> str:
 
 
 _BEST = {
-    "val_top1": "best top-1",
+    "val_top1": "best top-1, weights",
     "ema_val_top1": "best top-1, EMA",
     "val_knn_10": "best k-NN, k 10",
     "val_knn_20": "best k-NN, k 20",

@@ -38,6 +38,7 @@ def dataset_request(
     Without ``augment`` the images may have any number of classes: nothing is trained.
     """
     channels, *size = run.model.sizes.input_shape
+    active = run.config.active_features
     kind = run.config.data.data_source
     return DatasetRequest(
         run.config.data,
@@ -49,6 +50,7 @@ def dataset_request(
         labels=labels,
         augment=augment,
         view=view_of(run, augment=augment),
+        sampler=next(filter(None, (each.sampler(run) for each in active)), None),
         opened_by=next(filter(None, (each.sources.get(kind) for each in features())), None),
     )
 

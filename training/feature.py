@@ -30,6 +30,7 @@ from training.flags import typed_if_set
 from training.mesh import Mesh
 
 if TYPE_CHECKING:
+    from data.loader import GlobalBatchSampler
     from data.source import DatasetRequest, DataSource, View
     from models.spec import ModelSpec
     from training.loop import Hook, Training
@@ -91,6 +92,9 @@ class Feature:
     parameters: ClassVar[tuple[str, ...]] = ()
     """Prefixes of the names of parameters that it adds to the model, besides "head_". Weights of a
     backbone lack them, and ``--freeze_backbone_epochs`` trains them."""
+    order_flags: ClassVar[tuple[str, ...]] = ()
+    """The fields of its flags that decide the order of the training images, which must not change
+    in the middle of an epoch."""
     saved_with_weights: ClassVar[bool] = False
     """Whether weights are useless without its flags: they are taken over from a checkpoint, as
     those of the model, unless they are set."""
@@ -147,6 +151,11 @@ class Feature:
     def view(self, run: Run, *, augment: bool) -> View | None:
         """Return what is read of each image, with ``augment`` in training, otherwise in evaluation;
         None: the same as without it."""
+        return None
+
+    def sampler(self, run: Run) -> Callable[..., GlobalBatchSampler] | None:
+        """Return what orders the training images (``DatasetRequest.sampler``); None: the same as
+        without it. Its flags belong into ``order_flags``."""
         return None
 
     def hooks(self, training: Training) -> Sequence[Hook]:

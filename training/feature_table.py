@@ -27,6 +27,11 @@ FEATURES = (
     "features.feature_evaluation:SegmentProbe",
     "features.linear_probe:LinearProbe",
     "features.save_bad_step:SaveBadStep",
+    "features.weight_average:WeightAverage",
+    "features.unbalanced_classes:ClassSizes",
+    "features.unbalanced_classes:BestByClass",
+    "features.unbalanced_classes:ClassWeights",
+    "features.unbalanced_classes:BalancedSampling",
 )
 """Module and class of each feature, in the order in which features are asked, and in which their
 flags follow each other in ``--help``."""

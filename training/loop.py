@@ -17,6 +17,7 @@ from training.schedule import Position, Schedule
 from training.step import TrainBatches, train_step
 
 if TYPE_CHECKING:
+    from data.source import DataSource
     from training.checkpoints.saver import CheckpointSaver
     from training.config import RunConfig
     from training.logs.bad_images import BadImages
@@ -77,6 +78,10 @@ class Training:
     evaluated: Mapping[str, Collection[int]]
     """By kind of evaluation (``training.logs.records.FROZEN``), the steps that the run's folder has
     one for."""
+
+    @property
+    def data(self) -> DataSource:
+        return self.session.bad_images.data
 
 
 class StepDone(NamedTuple):

@@ -161,6 +161,20 @@ UPDATES = "ema_updates"
 _WARMUP_POWER = 2 / 3  # timm's default
 
 
+def share_of_first(config: EmaConfig, updates: int) -> float:
+    """Return the fraction of the EMA after this many ``updates`` that the weights of the first
+    update still are, from 0 to 1; see ``WeightAverage.update``."""
+    decay = config.model_ema_decay
+    if not config.model_ema_warmup:
+        return decay ** max(updates - 1, 0)
+    share = 1.0
+    for update in range(2, updates + 1):
+        share *= min(decay, 1 - update**-_WARMUP_POWER)
+        if share < 1e-6:  # after 120 updates, whatever the decay
+            break
+    return share
+
+
 class WeightAverage:
     """An fp32 EMA of each parameter, with its layout, by timm's formula (``ModelEmaV3``)."""
 

@@ -57,13 +57,15 @@ class Dino(Feature):
             raise UsageError(
                 "--objective dino is incompatible with --grad_ckpt auto: choose another value"
             )
+        from training.logs.records import BEST
+
         use, saves = config.use, config.checkpoints
         if use.eval_only and not use.judges_features:
             raise UsageError(
                 "--eval_only with --objective dino requires --knn, --probe, --rank or "
                 "--segment_probe"
             )
-        if saves.ckpt_best or saves.resume in ("best", "lowest_loss"):
+        if saves.ckpt_best or saves.resume in BEST:
             given = "--ckpt_best" if saves.ckpt_best else f"--resume {saves.resume}"
             raise UsageError(
                 f"{given} requires a validation loss, which --objective dino does not have: drop it"

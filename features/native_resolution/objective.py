@@ -36,6 +36,7 @@ class SequenceClassification(Classification):
         losses = F.cross_entropy(
             logits,
             labels.flatten(),
+            weight=self._class_weights,
             ignore_index=PADDING,
             reduction="sum",
             label_smoothing=self._smoothing,

@@ -118,6 +118,8 @@ VALUES: dict[str, tuple[str, ...]] = {
     "decay_rate": ("0.7", "1"),
     "decay_steps": ("1", "2"),
     "model_ema_decay": ("0", "0.99"),
+    "class_weights": ("auto",),
+    "balanced_sampling": ("0", "0.5", "1"),
     "resume": ("auto", "none"),
     "ckpt_epoch_interval": ("1", "10"),
     "ckpt_step_interval": ("0", "1"),

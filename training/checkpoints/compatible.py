@@ -16,6 +16,7 @@ from training.checkpoints.choose import Start
 from training.checkpoints.format import SavedRun
 from training.config import OptimizerConfig, RunConfig, flags_of_model
 from training.errors import UsageError
+from training.feature_table import features
 from training.flags import FlagField, by_field, flat
 from training.objectives.config import flags_of_weights
 from training.resolve import Run, trained_model
@@ -155,9 +156,12 @@ def other_order(saved: SavedRun, run: Run, data: DataSource) -> str | None:
     """
     if not saved.position.images_in_epoch:
         return None
-    there, here, flags = saved.arguments, run.values, by_field(RunConfig)
+    here, flags = run.values, by_field(RunConfig)
+    of_features = [name for feature in features() for name in feature.order_flags]
+    # A checkpoint that is older than a feature was saved without it.
+    there = {name: flags[name].field.default for name in of_features} | saved.arguments
     # With buckets, positions depend on the batch size; otherwise they do not.
-    names = [*_ORDER_FLAGS, *(["batch_size"] if here["buckets"] else [])]
+    names = [*_ORDER_FLAGS, *of_features, *(["batch_size"] if here["buckets"] else [])]
     names += ["images_per_read"] if saved.order is None else []  # which has its final value
     values = {flags[name].names[0]: (there[name], here[name]) for name in names if name in there}
     order = data.order()

@@ -34,8 +34,8 @@ class CheckpointConfig:
     resume: str = flag(
         "auto",
         "checkpoint to resume; auto: the newest complete one in --ckpt_dir, if any; none: start a "
-        "new run; best, lowest_loss: the evaluated one with the highest top-1 (mae: lowest loss) "
-        "or the lowest loss; PATH: a checkpoint, or another run's --ckpt_dir; model flags are "
+        "new run; best, lowest_loss, balanced_accuracy, worst_recall: the best evaluated one, as "
+        "with --ckpt_best; PATH: a checkpoint, or another run's --ckpt_dir; model flags are "
         "taken from the checkpoint",
         kind=path_or_url,
         metavar="auto|none|best|lowest_loss|PATH",
@@ -114,10 +114,11 @@ class CheckpointConfig:
         "asynchronously, from a copy in host memory)",
         names=("--no_async_checkpoint",),
     )
-    ckpt_best: Literal["best", "lowest_loss"] | None = flag(
+    ckpt_best: Literal["best", "lowest_loss", "balanced_accuracy", "worst_recall"] | None = flag(
         None,
         "also save a checkpoint after each evaluation that is the best so far, and keep that "
         "checkpoint; best, or no word: by top-1 (without labels: by loss); lowest_loss: by "
-        "validation loss (default: off)",
+        "validation loss; balanced_accuracy, worst_recall: by the mean or the lowest recall of the "
+        "classes (classify only) (default: off)",
         bare="best",
     )

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -232,9 +233,13 @@ def _best(
     """Return the evaluated checkpoint with the highest score, the oldest of equally good ones, if
     there is one. ``existing``: newest first."""
     by_step = evaluations(read_metrics(folder))
-    evaluated = [path for path in reversed(existing) if step_of(path) in by_step]
-    best = max(evaluated, key=lambda path: criterion(by_step[step_of(path)]), default=None)
-    return [best] if best else []
+    scores = {
+        path: criterion(by_step[step_of(path)])
+        for path in reversed(existing)
+        if step_of(path) in by_step
+    }
+    best = max(scores, key=lambda path: scores[path], default=None)
+    return [best] if best and scores[best] > -math.inf else []
 
 
 def examine(paths: Iterable[Path], *, per_host: bool = False) -> tuple[Found, ...]:

@@ -194,6 +194,8 @@ def _evaluate_weights(
     names = _named_classes(names, run.model.sizes.num_classes)
     result = bad_images.excluding_unreadable(result, names)
     say(str(result))
+    for line in result.by_class.lines() if result.by_class else ():
+        say(line)
     if use.eval_report and isinstance(measure, Accuracy) and backend.is_main:
         try:
             write_report(measure.predictions(), names, folder_at(use.eval_report), say)

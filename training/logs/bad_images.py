@@ -46,7 +46,7 @@ class BadImages:
         """Count unreadable images of ``data`` against ``limit`` (``--max_bad_images``), including
         those of earlier starts listed in ``file``; None: write no file. All processes must call
         this."""
-        self._limit, self._data, self._file, self._is_main = limit, data, file, is_main
+        self._limit, self.data, self._file, self._is_main = limit, data, file, is_main
         self._sizes = {TRAIN: data.train_length, VAL: data.val_length}
         self._labels: dict[str, dict[str, int | None]] = {TRAIN: {}, VAL: {}}
         """The label of each one, by split and path; None if an earlier start found it."""
@@ -123,16 +123,17 @@ class BadImages:
         self, result: Evaluation, names: Sequence[str] | None = None
     ) -> Evaluation:
         """Return an evaluation with the number of unreadable images, and the classes without any
-        readable one. ``names``: names of the classes, by label (default: those of the data)."""
-        names = self._data.classes or [] if names is None else names
+        readable one, and the classes named. ``names``: by label (default: those of the data)."""
+        names = self.data.classes or [] if names is None else names
         unreadable = [label for label in self._labels[VAL].values() if label is not None]
-        labels = np.asarray(self._data.splits[VAL].labels)
+        labels = np.asarray(self.data.splits[VAL].labels)
         lost = tuple(
             names[label] if label < len(names) else f"class {label}"
             for label in sorted(set(unreadable))
             if unreadable.count(label) == np.count_nonzero(labels == label)
         )
-        return replace(result, left_out=len(unreadable), lost_classes=lost)
+        by_class = result.by_class and result.by_class.named(names)
+        return replace(result, left_out=len(unreadable), lost_classes=lost, by_class=by_class)
 
 
 def open_bad_images(run: Run, data: DataSource, *, is_main: bool) -> BadImages:

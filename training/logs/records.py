@@ -13,6 +13,7 @@ from typing import Any, TextIO, TypeGuard
 import numpy as np
 
 from data.files import parse_object, printable, regular
+from training.logs.by_class import ByClass
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
@@ -38,6 +39,8 @@ class Evaluation:
     """The classes without a readable image."""
     pictures: np.ndarray | None = None
     """A picture of the model's output for some images: (height, width, 3), uint8."""
+    by_class: ByClass | None = None
+    """The images of each class, and what they were classified as; None without labels."""
 
     @property
     def is_finite(self) -> bool:
@@ -49,6 +52,7 @@ class Evaluation:
         """The figures by their names in records."""
         tops = {"val_top1": self.top1, "val_top5": self.top5}
         values = {"val_loss": self.loss, **tops, "val_images": self.images}
+        values |= self.by_class.values if self.by_class else {}
         return {name: value for name, value in values.items() if value is not None}
 
     def __str__(self) -> str:
@@ -231,15 +235,25 @@ def score(record: dict[str, Any]) -> float:
     return -decisive(record, "val_loss")
 
 
+def _if_recorded(record: dict[str, Any], name: str) -> float:
+    """Return the decisive value of a metric that older evaluations do not have."""
+    return decisive(record, name) if name in record else -math.inf
+
+
 BEST: dict[str, Callable[[dict[str, Any]], float]] = {
     "best": score,
     "lowest_loss": lambda record: -decisive(record, "val_loss"),
+    "balanced_accuracy": lambda record: _if_recorded(record, "val_balanced_accuracy"),
+    "worst_recall": lambda record: _if_recorded(record, "val_worst_recall"),
 }
 """The criteria by which ``--resume`` and ``--ckpt_best`` choose evaluations; higher is better."""
 
 
 def summary(record: dict[str, Any]) -> str:
-    """Return the main result of an evaluation, for a log line."""
+    """Return the main result of an evaluation, for a log line; with an EMA, of both."""
+    name, what, form = ("val_loss", "val loss", "{:.4f}")
     if "val_top1" in record:
-        return f"val top-1 {record['val_top1']:.2f} %"
-    return f"val loss {record['val_loss']:.4f}"
+        name, what, form = ("val_top1", "val top-1", "{:.2f} %")
+    ema = record.get(f"ema_{name}")
+    text = f"{what} {form.format(record[name])}"
+    return text if ema is None else f"{text} (weights), {form.format(ema)} (EMA)"

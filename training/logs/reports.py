@@ -49,6 +49,10 @@ SMOOTHING_WINDOW = 5
 ViT-10B example."""
 
 
+_OF_IMAGES = ("ema_val_images", "ema_val_largest_class")
+"""Metrics of an evaluation of the EMA that the one of the weights has, too."""
+
+
 _Values = dict[str, list[float]]
 _Write = Callable[[dict[str, Any], _Values], None]
 """Writes a record, completed by the values that were read from the device."""
@@ -356,12 +360,13 @@ class Reports:
     ) -> None:
         """Record an evaluation of the weights and, if there is one, of their EMA."""
         values, text = result.values, str(result)
-        self.last_evaluation = summary(values)
+        by_class = {"": result.by_class}
         if ema:
+            by_class = {"weights: ": result.by_class, "EMA: ": ema.by_class}
             ema_values = {f"ema_{name}": value for name, value in ema.values.items()}
-            del ema_values["ema_val_images"]
-            values |= ema_values
-            text += f"; EMA: val loss {ema.loss:.4f}"
+            # These are the same for any weights.
+            values |= {name: ema_values[name] for name in ema_values if name not in _OF_IMAGES}
+            text = f"weights: {text}; EMA: val loss {ema.loss:.4f}"
             if ema.top1 is not None:
                 text += f", accuracy {ema.top1:.2f} %, top-5 {ema.top5:.2f} %"
         pictures = (ema or result).pictures
@@ -372,7 +377,11 @@ class Reports:
                 save_picture(pictures, self._dir / f"{PICTURES}.png")
             except OSError as error:
                 self.say(f"warning: {PICTURES}.png cannot be written ({error.strerror})")
+        self.last_evaluation = summary(values)
         self.record_evaluation(step, epoch, values, text)
+        for weights, each in by_class.items():
+            for line in each.lines(weights) if each else ():
+                self.say(f"epoch {epoch} step {step}, {line}")
 
     def record_evaluation(self, step: int, epoch: int, values: dict[str, float], text: str) -> None:
         """Record the results of an evaluation, and log ``text``."""

@@ -21,8 +21,10 @@ from data.source import Constant
 from data.transforms import drawn_from
 from training.backend import Backend, micro_batch_seed
 from training.data import input_of
+from training.logs.by_class import ByClass
 from training.logs.records import Evaluation
 from training.objectives.base import Measure, Objective
+from training.objectives.class_weights_config import ClassWeightsConfig
 from training.objectives.distillation_config import DistillationConfig
 from training.objectives.mixup_config import MixupConfig
 from training.objectives.teacher import open_teacher
@@ -40,7 +42,11 @@ class Classification(Objective):
         self._backend = backend
         self._input = input_of(run, backend.constant)
         self._mixing = Mixing(run, backend.constant, backend.image_rows) if mixup.mixes else None
-        self._soft_labels = mixup.mixes or config.bce_loss
+        self._class_weights: torch.Tensor | None = None
+        if run.config.of(ClassWeightsConfig).class_weights is not None:
+            self.weigh_classes(torch.ones(run.model.sizes.num_classes))
+        weighted = self._class_weights is not None
+        self._soft_labels = mixup.mixes or config.bce_loss or weighted
         self._classes, self._smoothing = run.model.sizes.num_classes, config.smoothing
         # Chosen as in timm's training script. With mixed labels or binary cross-entropy, labels are
         # already smoothed.
@@ -49,11 +55,22 @@ class Classification(Objective):
             self._label_loss = BinaryCrossEntropy(
                 target_threshold=config.bce_target_thresh, sum_classes=config.bce_sum
             )
+        elif weighted:
+            self._label_loss = self._weighted_cross_entropy
         elif mixup.mixes:
             self._label_loss = SoftTargetCrossEntropy()
         elif config.smoothing:
             self._label_loss = LabelSmoothingCrossEntropy(config.smoothing)
         self._teacher = open_teacher(run, backend, say)
+
+    def weigh_classes(self, weights: torch.Tensor) -> None:
+        """Set the weight of each class in the loss, (classes,) fp32; before the first step."""
+        self._class_weights = self._backend.constant(weights)
+
+    def _weighted_cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return PyTorch's loss of weighted classes, for soft labels: divided by the number of
+        images, not by the sum of their weights, which differs from part to part of a batch."""
+        return F.cross_entropy(logits, labels, weight=self._class_weights)
 
     def frozen_models(self) -> dict[str, nn.Module]:
         return {"teacher": self._teacher.model} if self._teacher else {}
@@ -224,7 +241,8 @@ def classes_before(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 class Accuracy(Measure):
-    """Sums the cross-entropy and the images with the label in the top 1 and the top 5.
+    """Sums the cross-entropy, the images with the label in the top 1 and the top 5, and, for each
+    class, its images, those predicted as it, and all that are predicted as it.
 
     For a report, it collects three numbers per image, read some batches later, whatever the number
     of classes.
@@ -239,6 +257,7 @@ class Accuracy(Measure):
         self._input, self._backend, self._report_of = model_input, backend, report_of
         # Summed on the host: exact, and no graph depends on the number of batches.
         self._totals = np.zeros(4)  # loss, in top 1, in top 5, images
+        self._by_class: np.ndarray | int = 0  # as in ByClass, (3, classes)
         self._parts = 1
         self._predictions: list[np.ndarray] = []
         if report_of:
@@ -252,9 +271,17 @@ class Accuracy(Measure):
         present, before = labels != PADDING, classes_before(logits, labels)
         counts = [(present & (before < k)).sum().float() for k in (1, TOP)]
         sums = self._backend.sum(torch.stack([loss, *counts, present.sum().float()]))
-        values = {"totals": sums}
+        classes = torch.arange(logits.shape[-1], device=logits.device)
+        predicted = logits.argmax(dim=-1)
+        # Comparisons, as in ``classes_before``; padding has no class.
+        is_label, is_predicted = (
+            (each[:, None] == classes) & present[:, None] for each in (labels, predicted)
+        )
+        by_class = [is_label, is_label & (before < 1)[:, None], is_predicted]
+        counts_by_class = torch.stack([each.sum(dim=0).float() for each in by_class])
+        values = {"totals": sums, "by_class": self._backend.sum(counts_by_class)}
         if self._report_of:  # replicated on every device; fp32 is exact for class indices
-            rows = torch.stack([labels, logits.argmax(dim=-1), before]).float()
+            rows = torch.stack([labels, predicted, before]).float()
             self._parts = self._report_of // labels.shape[0]  # 1 where tensors are global
             if self._parts > 1:
                 rows = self._is_mine[:, None, None] * rows
@@ -263,6 +290,7 @@ class Accuracy(Measure):
 
     def add(self, values: Mapping[str, list[float]]) -> None:
         self._totals += values["totals"]
+        self._by_class += np.array(values["by_class"], dtype=np.int64).reshape(3, -1)
         if self._report_of:
             parts = np.array(values["images"], dtype=np.int64).reshape(self._parts, 3, -1)
             columns = parts.transpose(1, 0, 2).reshape(3, -1)
@@ -276,5 +304,9 @@ class Accuracy(Measure):
         loss_sum, in_top1, in_top5, images = self._totals.tolist()
         count = images or float("nan")  # NaN if no image could be read
         return Evaluation(
-            loss_sum / count, 100 * in_top1 / count, 100 * in_top5 / count, int(images)
+            loss_sum / count,
+            100 * in_top1 / count,
+            100 * in_top5 / count,
+            int(images),
+            by_class=ByClass(*self._by_class) if isinstance(self._by_class, np.ndarray) else None,
         )

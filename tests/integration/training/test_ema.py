@@ -1,12 +1,15 @@
 """The moving average of the weights against timm's own, fed with the weights of each step."""
 
+import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from timm.utils import ModelEmaV3
 
+from features.weight_average import warnings
 from run_vit_training import read_flags
 from tests.references.plain_checkpoint import convert, tiny_timm_model
 from tests.references.plain_steps import evaluate
@@ -22,8 +25,10 @@ from tests.support.marks import long
 from tests.support.resolved import on_xla
 from tools.plan.tpu import compile_words
 from tools.plan.tpu_search import TpuCandidate
+from training.config import EmaConfig
 from training.errors import UsageError
 from training.evaluation.trained import find_trained
+from training.optimizers import share_of_first
 from training.step_sizes import step_sizes
 from xla_fsdp.resolve_xla import resolve_for_slice
 from xla_fsdp.tpu import parse_topology
@@ -160,6 +165,58 @@ def test_begins_and_ends(tmp_path):
         UsageError, match="use a checkpoint of a run with --model_ema, or drop --use_ema"
     ):
         find_trained(read_flags(["--use_ema", "--eval_only", *tiny(tmp_path / "ended")]).run)
+
+
+# -- runs that are too short for the decay ------------------------------------------------
+
+
+@pytest.mark.parametrize("warmup", [False, True])
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.9998, 0.9999999])
+def test_what_is_left_of_the_first_weights_is_as_in_timm(decay, warmup):
+    weights = torch.nn.Linear(1, 1, bias=False).requires_grad_(False)
+    weights.weight.fill_(1.0)
+    average = ModelEmaV3(weights, decay=decay, use_warmup=warmup)
+    config = EmaConfig(True, decay, warmup)
+    for update in range(1, 60):
+        average.update(weights, step=update)
+        left = average.module.weight.item()
+        assert share_of_first(config, update) == pytest.approx(left, rel=1e-4, abs=1e-6)
+        weights.weight.fill_(0.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "updates", "told"),
+    [
+        (EmaConfig(True), 450, "after the 450 steps of this run, 91% of the EMA of the weights"),
+        (EmaConfig(True), 450, "use --model_ema_decay 0.99 or less"),
+        (EmaConfig(True), 450, "add --model_ema_warmup, or use"),
+        (EmaConfig(True), 11_500, "10% of the EMA"),
+        (EmaConfig(True), 11_600, ""),
+        (EmaConfig(True, 0.9998, True), 450, ""),
+        (EmaConfig(True, 0.9998, True), 3, "says little: use --model_ema_decay 0.1 or less"),
+        (EmaConfig(True, 0.0), 2, ""),
+        (EmaConfig(True), 1, ""),
+        (EmaConfig(True), 2, "use --model_ema_decay 0 or less"),
+    ],
+)
+def test_a_decay_too_slow_for_the_run_is_warned_of(config, updates, told):
+    found = warnings(config, updates)
+    assert len(found) == bool(told)
+    for warning in found:
+        assert told in warning
+        faster = re.search(r"use --model_ema_decay (\S+) or less", warning)[1]
+        assert not warnings(replace(config, model_ema_decay=float(faster)), updates)
+
+
+def test_the_warning_comes_before_the_first_step(tmp_path):
+    lines = train_tiny_gpu(tmp_path, "--model_ema").stdout.splitlines()
+    (at,) = [n for n, line in enumerate(lines) if line.startswith("warning: after the 6 steps")]
+    assert at < next(n for n, line in enumerate(lines) if line.startswith("epoch 1 step 1,"))
+    again = train_tiny_gpu(tmp_path, "--model_ema").stdout  # nothing is left to train
+    assert "warning: after the 6 steps" not in again
+    last = lines[-1]
+    values = re.search(r"val top-1 (.*) % \(weights\), (.*) % \(EMA\), checkpoint", last)
+    assert values, last
 
 
 PLANNED = "--model vit_tiny_patch16_224 --batch_size 64"
