@@ -22,7 +22,8 @@ from training.config import LogConfig
 from training.data import data_errors_as_usage_errors, dataset_request
 from training.errors import BAD_IMAGES, UsageError
 from training.evaluation import knn_and_probe
-from training.evaluation.evaluate import open_trained, report_folder
+from training.evaluation.class_report import report_folder
+from training.evaluation.evaluate import open_trained
 from training.evaluation.features import Features, open_plainly
 from training.evaluation.knn_and_probe import OfImages
 from training.evaluation.trained import adapt_trained

@@ -72,6 +72,19 @@ def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> lis
     ]
 
 
+def gather_bytes(content: bytes) -> list[bytes]:
+    """Return the bytes of all processes, by rank, in the first process, and [] in the others; all
+    must call it."""
+    if count() == 1:
+        return [content]
+    sizes = all_gather_object(len(content))
+    mine = torch.zeros(max(sizes), dtype=torch.uint8)
+    mine[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    parts = [torch.empty_like(mine) for _ in sizes] if rank() == 0 else None
+    dist.gather(mine, parts)
+    return [part[:size].numpy().tobytes() for part, size in zip(parts or (), sizes, strict=False)]
+
+
 def broadcast_bytes(content: bytes, group: dist.ProcessGroup | None = None) -> bytes:
     """Return the bytes that the first process of a group passes; all must call it."""
     if count() == 1:
