@@ -111,7 +111,7 @@ def draw_reliability(bins: np.ndarray, path: Path) -> None:
     means = 100 * bins["probability"][used] / counts
     above.plot(means, accuracy, "o", color="black", markersize=3.5, label="mean of the bin")
     above.plot([0, 100], [0, 100], "--", color="tab:gray", label="calibrated")
-    above.set_ylim(0, 100)
+    above.set_ylim(0, 103)
     above.set_ylabel("correct predictions in %")
     above.set_title(
         f"expected calibration error {100 * calibration_error(bins):.2f} % in {BINS} bins",

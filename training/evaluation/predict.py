@@ -200,7 +200,7 @@ def _evaluate_weights(
     if isinstance(measure, Accuracy) and (use.eval_report or use.json):
         report = gather_report(measure.predictions(), backend, data.splits[VAL], names)
     if report and use.eval_report:
-        about = f"{adapter.title}, on {data}"
+        about = f"{run.config.model.model}, weights of {adapter.title}, on {data}"
         try:
             write_report(report, result, about, folder_at(use.eval_report), say)
         except OSError as error:
