@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median_low
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
@@ -78,10 +79,10 @@ def gather_bytes(content: bytes) -> list[bytes]:
     if count() == 1:
         return [content]
     sizes = all_gather_object(len(content))
-    mine = torch.zeros(max(sizes), dtype=torch.uint8)
-    mine[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    parts = [torch.empty_like(mine) for _ in sizes] if rank() == 0 else None
-    dist.gather(mine, parts)
+    mine = np.zeros(max(1, *sizes), np.uint8)
+    mine[: len(content)] = np.frombuffer(content, np.uint8)
+    parts = [torch.zeros(len(mine), dtype=torch.uint8) for _ in sizes] if rank() == 0 else None
+    dist.gather(torch.from_numpy(mine), parts)
     return [part[:size].numpy().tobytes() for part, size in zip(parts or (), sizes, strict=False)]
 
 
