@@ -37,7 +37,7 @@ from training.files import folder_at
 from training.logs.bad_images import VAL
 from training.logs.sinks import as_json
 from training.mesh import Mesh
-from training.objectives.classify import TOP, Accuracy, Classification
+from training.objectives.classify import TOP, Accuracy
 from training.objectives.registry import open_objective
 from training.resolve import Run, resolve_model
 from training.weights.adapt import Adapter
@@ -185,8 +185,8 @@ def _evaluate_weights(
     say("evaluating ...")
     objective = open_objective(run, backend)
     measure = objective.measure()
-    if isinstance(objective, Classification) and (use.eval_report or use.json):
-        measure = objective.measure(per_image=True)
+    if isinstance(measure, Accuracy):
+        measure.keeps_predictions = bool(use.eval_report or use.json)
     result = evaluate(model, measure, loader, backend, run.config.log.eval_batches or 0)
     assert result is not None  # nothing stops it
     bad_images.collect(VAL, loader, say)
@@ -197,7 +197,7 @@ def _evaluate_weights(
     result = bad_images.excluding_unreadable(result, names)
     say(str(result))
     report = None
-    if isinstance(measure, Accuracy) and (use.eval_report or use.json):
+    if isinstance(measure, Accuracy) and measure.keeps_predictions:
         report = gather_report(measure.predictions(), backend, data.splits[VAL], names)
     if report and use.eval_report:
         about = f"{run.config.model.model}, weights of {adapter.title}, on {data}"

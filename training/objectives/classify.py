@@ -99,10 +99,9 @@ class Classification(Objective):
             distilled = F.kl_div(ours, theirs, reduction="batchmean", log_target=True) * tau**2
         return (1 - alpha) * loss + alpha * distilled
 
-    def measure(self, images: int = 0, *, per_image: bool = False) -> Accuracy:
-        """Return the measure of loss and accuracy. With ``per_image``, it also collects the
-        prediction for each image."""
-        return Accuracy(self._input, self._backend, per_image=per_image)
+    def measure(self, images: int = 0) -> Measure:
+        """Return the measure of loss and accuracy, an ``Accuracy``."""
+        return Accuracy(self._input, self._backend)
 
 
 class PackedClassification(Classification):
@@ -272,14 +271,14 @@ PREDICTION = np.dtype(
 class Accuracy(Measure):
     """Sums the cross-entropy and the images with the label in the top 1 and the top 5.
 
-    With ``per_image``, each process also collects what the images on its devices were classified
-    as: six numbers per image, whatever the number of classes.
+    With ``keeps_predictions``, each process also collects what the images on its devices were
+    classified as: six numbers per image, whatever the number of classes.
     """
 
-    def __init__(
-        self, model_input: Callable[[Batch], Any], backend: Backend, *, per_image: bool = False
-    ) -> None:
-        self._input, self._backend, self._per_image = model_input, backend, per_image
+    keeps_predictions = False
+
+    def __init__(self, model_input: Callable[[Batch], Any], backend: Backend) -> None:
+        self._input, self._backend = model_input, backend
         # Summed on the host: exact, and no graph depends on the number of batches.
         self._totals = np.zeros(4)  # loss, in top 1, in top 5, images
         self._pending: deque[Future[dict[str, torch.Tensor]]] = deque()
@@ -291,7 +290,7 @@ class Accuracy(Measure):
         present, before = labels != PADDING, classes_before(logits, labels)
         counts = [(present & (before < k)).sum().float() for k in (1, TOP)]
         sums = self._backend.sum(torch.stack([loss, *counts, present.sum().float()]))
-        if self._per_image:
+        if self.keeps_predictions:
             probabilities = logits.softmax(dim=-1)
             is_label = labels[:, None] == torch.arange(logits.shape[-1], device=labels.device)
             of_label = (probabilities * is_label).sum(dim=-1)
@@ -305,7 +304,7 @@ class Accuracy(Measure):
 
     def add(self, values: Mapping[str, list[float]]) -> None:
         self._totals += values["totals"]
-        if self._per_image:
+        if self.keeps_predictions:
             here = self._pending.popleft().result()
             columns = [*here["integers"].numpy().T, *here["probabilities"].numpy().T]
             rows = np.rec.fromarrays(columns, PREDICTION)
